@@ -1,0 +1,275 @@
+"""Times attention against its peers: ``python benchmarks/attention.py --help``.
+
+README.md beside this file says what is timed and how; ``report.py`` turns the results into tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cells as cell_sets
+import host_cost
+import inputs as cell_inputs
+import jax
+import jax.numpy as jnp
+import jax_programs
+import machine
+import peers as all_peers
+import torch_programs
+from cells import Cell
+from peers import Peer
+from rich.console import Console
+from rich.progress import Progress
+from timing import Failure, Timing, first_line, measure
+
+DIRECTIONS = {"forward": False, "forward_backward": True}
+
+# A launch of a program is to last this long at a rate that a good kernel reaches, so that the
+# host's work for the next launch is hidden behind it.
+_LAUNCH_SECONDS = 4e-3
+_ASSUMED_RATE = 500e12
+_CALLS = (2, 64)
+
+_SUSPICIOUS_DIFFERENCE = 0.05
+
+
+def calls_per_launch(flops: float) -> int:
+    """Calls in one jit or CUDA graph: the same for every peer of a cell.
+
+    >>> calls_per_launch(275e9), calls_per_launch(1e6), calls_per_launch(8e12)
+    (7, 64, 2)
+    """
+    least, most = _CALLS
+    return min(most, max(least, round(_LAUNCH_SECONDS * _ASSUMED_RATE / flops)))
+
+
+def _missing(peer: Peer, cell: Cell) -> Failure | None:
+    names = peer.missing(cell)
+    return Failure(f"has no argument for {', '.join(names)}") if names else None
+
+
+class Compilation:
+    """Compiles every program of the JAX peers before anything is timed, in threads."""
+
+    def __init__(self, cells: Sequence[Cell], peers: Sequence[Peer]):
+        self._futures: dict[tuple[Cell, str, bool], Future] = {}
+        # Compilation spends its time in C++ without Python's lock.
+        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        for cell in cells:
+            arrays = jax.eval_shape(lambda cell=cell: cell_inputs.make(cell))
+            for backward in DIRECTIONS.values():
+                calls = calls_per_launch(cell.flops(backward))
+                for peer in peers:
+                    if peer.framework == "jax" and not peer.missing(cell):
+                        self._futures[cell, peer.name, backward] = self._pool.submit(
+                            jax_programs.compile_program, peer, cell, arrays, calls, backward
+                        )
+
+    def wait(self, progress: Progress) -> None:
+        futures = list(self._futures.values())
+        for future in progress.track(futures, description="compiling"):
+            future.exception()
+        self._pool.shutdown()
+
+    def program(self, peer: Peer, cell: Cell, inputs, backward: bool):
+        """The program, or what its compilation raised."""
+        compiled, results = self._futures.pop((cell, peer.name, backward)).result()
+        zeros = jax.tree.map(lambda result: jnp.zeros(result.shape, result.dtype), results)
+        adapted = cell_inputs.adapt(inputs, peer, cell)
+        calls = calls_per_launch(cell.flops(backward))
+        return jax_programs.JaxProgram(compiled, adapted, zeros, calls)
+
+
+@jax.jit
+def _distance(result: jax.Array, reference: jax.Array) -> jax.Array:
+    result, reference = result.astype(jnp.float32), reference.astype(jnp.float32)
+    return jnp.linalg.norm((result - reference).ravel()) / jnp.linalg.norm(reference.ravel())
+
+
+def _differences(programs: dict[str, Any], timed: Sequence[str], cell: Cell) -> dict[str, float]:
+    """Largest relative Frobenius distance of each peer's results to those of the first peer.
+
+    A peer that computes something else is no peer. Dropout is drawn differently by each.
+    """
+    if cell.dropout or not timed:
+        return {}
+    reference = programs[timed[0]].results()
+    found = {}
+    for name in timed[1:]:
+        # The gradient of a query that was scaled beforehand is another gradient.
+        compared = 1 if all_peers.PEERS[name].prescaled else len(reference)
+        pairs = zip(programs[name].results()[:compared], reference, strict=False)
+        found[name] = max(float(_distance(result, ours)) for result, ours in pairs)
+    return found
+
+
+def measure_direction(
+    cell: Cell,
+    backward: bool,
+    peers: Sequence[Peer],
+    compilation: Compilation,
+    inputs: cell_inputs.Inputs,
+    rounds: int,
+    batch_seconds: float,
+) -> dict[str, dict[str, Any]]:
+    """The records of one cell and direction, by peer."""
+    programs: dict[str, Any] = {}
+    outcomes: dict[str, Timing | Failure] = {}
+    calls = calls_per_launch(cell.flops(backward))
+    for peer in peers:
+        if failure := _missing(peer, cell):
+            outcomes[peer.name] = failure
+            continue
+        try:
+            if peer.framework == "jax":
+                programs[peer.name] = compilation.program(peer, cell, inputs, backward)
+            else:
+                programs[peer.name] = torch_programs.TorchProgram(
+                    peer, cell, inputs, calls, backward
+                )
+        except Exception as error:
+            outcomes[peer.name] = Failure(first_line(error))
+    outcomes |= measure(programs, rounds=rounds, batch_seconds=batch_seconds)
+    timings = {name: t for name, t in outcomes.items() if isinstance(t, Timing)}
+    best = min((timing.seconds for timing in timings.values()), default=None)
+    records: dict[str, dict[str, Any]] = {}
+    for peer in peers:
+        outcome = outcomes[peer.name]
+        if isinstance(outcome, Failure):
+            records[peer.name] = {"error": outcome.reason}
+            continue
+        records[peer.name] = {
+            "seconds": outcome.seconds,
+            "spread": outcome.spread,
+            "samples": outcome.samples,
+            "calls_per_launch": outcome.calls,
+            "launches_per_batch": outcome.launches,
+            "tflops": cell.flops(backward) / outcome.seconds / 1e12,
+            "ratio_to_best": best / outcome.seconds if best else None,
+            "dtype": peer.dtype or cell.dtype,
+        }
+        if peer.framework == "jax":
+            hlo = programs[peer.name].compiled.as_text()
+            records[peer.name]["loop_body"] = jax_programs.loop_body(hlo)
+    compared = [peer.name for peer in peers if peer.name in timings]
+    try:
+        for name, difference in _differences(programs, compared, cell).items():
+            records[name]["difference"] = difference
+    except Exception as error:
+        for name in compared[1:]:
+            records[name]["difference_error"] = first_line(error)
+    return records
+
+
+def _line(records: dict[str, dict[str, Any]]) -> str:
+    parts = []
+    for name, record in records.items():
+        figure = f"{record['tflops']:.4g}" if "tflops" in record else "none"
+        if not record.get("difference", 0.0) <= _SUSPICIOUS_DIFFERENCE:
+            figure += f" [red](differs by {record['difference']:.2g})[/red]"
+        parts.append(f"{name} {figure}")
+    return "  ".join(parts)
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    """Replaces the file at once, so that an interrupted run leaves the cells it has finished."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def _default_output(device_name: str) -> Path:
+    device = device_name.lower().replace(" ", "-")
+    return Path(__file__).parent / "results" / f"{device}-{machine.today()}.json"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cells", default="main", help=f"some of {', '.join(cell_sets.SETS)}")
+    parser.add_argument(
+        "--peers", default="all", help=f"all, or some of {', '.join(all_peers.PEERS)}"
+    )
+    parser.add_argument("--host", default="", help=f"some of {', '.join(host_cost.ROWS)}")
+    parser.add_argument("--output", type=Path, help="default: results/<device>-<date>.json")
+    parser.add_argument("--rounds", type=int, default=5, help="batches of each peer")
+    parser.add_argument("--batch-ms", type=float, default=30.0, help="length of a batch")
+    parser.add_argument("--commit", help="our commit, where the checkout has no git")
+    options = parser.parse_args()
+    try:
+        options.cells = cell_sets.cells(options.cells) if options.cells else []
+        options.peers = all_peers.peers(options.peers)
+        options.host = host_cost.rows(options.host)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main() -> None:
+    # JAX would take three quarters of the device's memory at once, and torch needs some.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    options = _arguments()
+    device = machine.device()
+    path = options.output or _default_output(str(device["name"]))
+    document: dict[str, Any] = {
+        "date": machine.today(),
+        "device": device,
+        "versions": machine.versions(options.commit),
+        "method": {
+            "rounds": options.rounds,
+            "batch_ms": options.batch_ms,
+            "clock": "host clock around batches of launches; see benchmarks/README.md",
+            "batch_overhead_us": 1e6 * host_cost.batch_overhead(),
+        },
+        "peers": {peer.name: peer.label for peer in options.peers},
+        "cells": [],
+        "host": {},
+    }
+    console = Console()
+    with Progress(console=console) as progress:
+        if options.cells:
+            compilation = Compilation(options.cells, options.peers)
+            compilation.wait(progress)
+            for cell in progress.track(options.cells, description="measuring"):
+                inputs = jax.block_until_ready(cell_inputs.make(cell))
+                results = {}
+                for direction, backward in DIRECTIONS.items():
+                    results[direction] = measure_direction(
+                        cell,
+                        backward,
+                        options.peers,
+                        compilation,
+                        inputs,
+                        options.rounds,
+                        options.batch_ms / 1e3,
+                    )
+                    console.print(
+                        f"{cell.name} {direction}: {_line(results[direction])}", soft_wrap=True
+                    )
+                    gc.collect()
+                    torch_programs.free_memory()
+                document["cells"].append(
+                    {
+                        "name": cell.name,
+                        **vars(cell),
+                        "flops": {d: cell.flops(b) for d, b in DIRECTIONS.items()},
+                        "results": results,
+                    }
+                )
+                _write(path, document)
+        for row in progress.track(options.host, description="host cost"):
+            document["host"][row] = host_cost.ROWS[row](options.peers)
+            console.print(f"{row}: {json.dumps(document['host'][row])}", markup=False)
+            _write(path, document)
+    console.print(f"wrote {path}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What is measured: the cells and their sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One attention problem. Shapes are those of ``jax.nn.dot_product_attention``."""
+
+    group: str
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: int | None = None
+    """A row attends to so many keys before its own position (and, causal, none after it)."""
+    bias: bool = False
+    """A ``[1, N, T, S]`` bias in ``dtype``; forward+backward includes its gradient."""
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        if self.window is not None and not self.causal:
+            raise ValueError(f"window={self.window} needs causal=True, got causal={self.causal}")
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among the cells below.
+
+        >>> small()[0].name
+        'hd64 B1 N8 T1024'
+        """
+        dims = f"hd{self.head_dim}"
+        if self.value_dim != self.head_dim:
+            dims += f"/{self.value_dim}"
+        heads = f"N{self.heads}"
+        if self.key_heads != self.heads:
+            heads += f"/{self.key_heads}"
+        lengths = f"T{self.query_length}"
+        if self.key_length != self.query_length:
+            lengths += f" S{self.key_length}"
+        parts = [dims, f"B{self.batch}", heads, lengths]
+        if self.dtype != "bfloat16":
+            parts.append(self.dtype)
+        if self.causal:
+            parts.append("causal")
+        if self.window is not None:
+            parts.append(f"window {self.window}")
+        if self.bias:
+            parts.append("bias")
+        if self.dropout:
+            parts.append(f"dropout {self.dropout:g}")
+        return " ".join(parts)
+
+    def flops(self, backward: bool) -> float:
+        """Floating-point operations counted for one call, or for one call and its gradients.
+
+        Forward: ``2 (H + Hv)`` for each pair of a query and a key, of which a causal mask leaves
+        half, a window those it lets through. Forward+backward: 3.5 times that, since the backward
+        has five matrix products where the forward has two.
+
+        >>> small()[0].flops(backward=False) == 4 * 8 * 1024 * 1024 * 64
+        True
+        """
+        pairs = self.query_length * self.key_length * (0.5 if self.causal else 1.0)
+        if self.window is not None:
+            rows = range(self.query_length)
+            pairs = sum(
+                max(0, min(r, self.key_length - 1) + 1 - max(0, r - self.window)) for r in rows
+            )
+        forward = 2.0 * self.batch * self.heads * pairs * (self.head_dim + self.value_dim)
+        return forward * (3.5 if backward else 1.0)
+
+
+def _square(group: str, batch: int, length: int, heads: int, dim: int, **features) -> Cell:
+    return Cell(group, batch, length, length, heads, heads, dim, dim, **features)
+
+
+def _constant_size(group: str, length: int, dim: int, **features) -> Cell:
+    """B·T = 16384 and N·H = 2048: every operand has 64 MiB, more than the L2 of an H200."""
+    return _square(group, 16384 // length, length, 2048 // dim, dim, **features)
+
+
+def tiny() -> list[Cell]:
+    """Small enough for a CPU: proves the harness, not a speed."""
+    return [
+        _square("tiny", 2, 96, 2, 16, dtype="float32", causal=True),
+        Cell("tiny", 1, 48, 64, 4, 2, 16, 16, dtype="float32", bias=True),
+    ]
+
+
+def small() -> list[Cell]:
+    """So little work that launches and grid size decide."""
+    return [_square("small", 1, 1024, 8, 64), _square("small", 1, 1024, 8, 64, causal=True)]
+
+
+def quick() -> list[Cell]:
+    """The part of the main grid that the project's promises name."""
+    return [
+        _constant_size("main", length, dim, causal=causal)
+        for dim, length, causal in itertools.product((64, 128), (2048, 8192), (False, True))
+    ]
+
+
+def main() -> list[Cell]:
+    """The main grid."""
+    return [
+        _constant_size("main", length, dim, causal=causal)
+        for dim, length, causal in itertools.product(
+            (64, 128, 256), (512, 2048, 8192, 16384), (False, True)
+        )
+    ]
+
+
+def gqa() -> list[Cell]:
+    """Eight query heads per key head."""
+    return [Cell("gqa", 2, 4096, 4096, 64, 8, dim, dim, causal=True) for dim in (64, 128)]
+
+
+def features() -> list[Cell]:
+    """Bias with gradient, dropout, both, and a sliding window."""
+    cells = []
+    for dim in (64, 128):
+        cells += [
+            _constant_size("features", 2048, dim, bias=True),
+            _constant_size("features", 2048, dim, dropout=0.1),
+            _constant_size("features", 2048, dim, bias=True, dropout=0.1),
+            _constant_size("features", 16384, dim, causal=True, window=1024),
+        ]
+    return cells
+
+
+def dims() -> list[Cell]:
+    """Head dims beyond the main grid: H ≠ Hv, and one that no tile fits exactly."""
+    return [
+        Cell("dims", 2, 4096, 4096, 32, 32, 192, 128, causal=True),
+        _square("dims", 2, 4096, 32, 80, causal=True),
+    ]
+
+
+def float32() -> list[Cell]:
+    """Single precision."""
+    return [_constant_size("float32", 2048, dim, dtype="float32") for dim in (64, 128)]
+
+
+SETS = {
+    function.__name__: function
+    for function in (tiny, small, quick, main, gqa, features, dims, float32)
+}
+
+
+def cells(names: str) -> list[Cell]:
+    """The cells of a comma-separated list of sets, each cell once.
+
+    >>> len(cells("main,quick"))
+    24
+    """
+    selected: dict[Cell, None] = {}
+    for name in names.split(","):
+        if name not in SETS:
+            raise ValueError(f"unknown set of cells {name!r}: expected some of {', '.join(SETS)}")
+        selected |= dict.fromkeys(SETS[name]())
+    return list(selected)

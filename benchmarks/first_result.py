@@ -1,0 +1,84 @@
+"""Times the way of a fresh process to its first forward+backward; prints one line of JSON.
+
+``python benchmarks/first_result.py cuda|xla``; ``host_cost.py`` runs it with an empty cache and
+then with a filled one.
+"""
+
+import time
+
+_start = time.perf_counter()
+
+import cProfile  # noqa: E402
+import json  # noqa: E402
+import pstats  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import jax_memeff.codegen  # noqa: E402
+
+import jax_memeff  # noqa: E402
+
+_imported = time.perf_counter()
+
+_PACKAGE = Path(jax_memeff.__file__).parent
+_CODEGEN = Path(jax_memeff.codegen.__file__).parent
+
+
+def _generates_code(filename: str) -> bool:
+    path = Path(filename)
+    return path == _PACKAGE / "cuda.py" or _CODEGEN in path.parents
+
+
+def _code_generation_seconds(profile: cProfile.Profile) -> float:
+    """Wall time in ``cuda.py`` and ``codegen``, and in all that they call.
+
+    It is the cumulative time of every call from a function outside of them to one inside.
+    """
+    return sum(
+        cumulative
+        for (filename, _, _), (*_, callers) in pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+        if _generates_code(filename)
+        for (caller, _, _), (_, _, _, cumulative) in callers.items()
+        if not _generates_code(caller)
+    )
+
+
+def main() -> None:
+    implementation: Any = sys.argv[1]
+
+    def loss(query, key, value):
+        out = jax_memeff.dot_product_attention(
+            query, key, value, is_causal=True, implementation=implementation
+        )
+        return out.astype(jnp.float32).sum()
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    operands = [jax.random.normal(key, (1, 1024, 8, 128), jnp.bfloat16) for key in keys]
+    jax.block_until_ready(operands)
+    ready = time.perf_counter()
+
+    function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    with cProfile.Profile() as profile:
+        lowered = function.lower(*operands)
+    lowered_at = time.perf_counter()
+    compiled = lowered.compile()
+    compiled_at = time.perf_counter()
+    jax.block_until_ready(compiled(*operands))
+    done = time.perf_counter()
+    seconds = {
+        "import": _imported - _start,
+        "backend_and_inputs": ready - _imported,
+        "trace_and_lower": lowered_at - ready,
+        "of_which_code_generation": _code_generation_seconds(profile),
+        "xla_compile_and_load": compiled_at - lowered_at,
+        "first_run": done - compiled_at,
+        "total": done - _start,
+    }
+    print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What calls cost the host: dispatch, the time to the first result, and kernels compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import inputs as cell_inputs
+import jax
+import jax.numpy as jnp
+import jax_programs
+from cells import Cell
+from peers import Peer
+from timing import Failure, Timing, first_line, measure
+
+_ROUNDS = 7
+_BATCH_SECONDS = 0.05
+
+# The device is done with such a call sooner than the host can launch the next.
+_CELL = Cell("host", 1, 128, 128, 8, 8, 64, 64, dtype="bfloat16")
+
+
+class _JittedCall:
+    """A jitted function called as a user calls it, once per launch."""
+
+    calls = 1
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any):
+        self._function = jax.jit(function)
+        self._arguments = arguments
+        self._results = self._function(*arguments)
+
+    def launch(self) -> None:
+        self._results = self._function(*self._arguments)
+
+    def wait(self) -> None:
+        jax.block_until_ready(self._results)
+
+
+def batch_overhead() -> float:
+    """Seconds that launching and awaiting one empty program takes: the clock's error per batch."""
+    program = _JittedCall(lambda x: x + 1, jnp.zeros(()))
+    seconds = []
+    for _ in range(100):
+        start = time.perf_counter()
+        program.launch()
+        program.wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def dispatch(peers: Sequence[Peer]) -> dict[str, Any]:
+    """Microseconds of host time per jitted call at T = 128, with a bare ``x + 1`` beside them."""
+    inputs = cell_inputs.make(_CELL)
+    rows: dict[str, Any] = {"cell": _CELL.name, "unit": "us"}
+    for direction, backward in (("forward", False), ("forward_backward", True)):
+        programs: dict[str, _JittedCall] = {"bare": _JittedCall(lambda x: x + 1, jnp.zeros(()))}
+        outcomes: dict[str, Timing | Failure] = {}
+        for peer in peers:
+            if peer.framework != "jax":
+                continue
+            try:
+                function = jax_programs.one_call(peer.attention(_CELL), backward)
+                adapted = cell_inputs.adapt(inputs, peer, _CELL)
+                programs[peer.name] = _JittedCall(function, adapted)
+            except Exception as error:
+                outcomes[peer.name] = Failure(first_line(error))
+        outcomes |= measure(programs, rounds=_ROUNDS, batch_seconds=_BATCH_SECONDS)
+        rows[direction] = {
+            name: {"error": outcome.reason}
+            if isinstance(outcome, Failure)
+            else {"us": 1e6 * outcome.seconds, "spread": outcome.spread}
+            for name, outcome in outcomes.items()
+        }
+    return rows
+
+
+def _script(name: str, implementation: str, cache: str, *arguments: str) -> dict[str, Any]:
+    """What a fresh process reports, in which only our own cache can be warm."""
+    environment = {
+        **os.environ,
+        "JAX_MEMEFF_CACHE_DIR": cache,
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    command = [sys.executable, str(Path(__file__).with_name(name)), implementation, *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = result.stdout.strip().splitlines()
+    if result.returncode != 0 or not lines:
+        return {"error": (result.stderr.strip().splitlines() or ["it printed nothing"])[-1][:300]}
+    return json.loads(lines[-1])
+
+
+def _implementation() -> str:
+    return "cuda" if jax.default_backend() in ("gpu", "cuda") else "xla"
+
+
+def first_result(peers: Sequence[Peer]) -> dict[str, Any]:
+    """Seconds to the first forward+backward of a fresh process: empty cache, then filled."""
+    with tempfile.TemporaryDirectory() as cache:
+        return {
+            state: _script("first_result.py", _implementation(), cache)
+            for state in ("cold", "warm")
+        }
+
+
+def kernel_count(peers: Sequence[Peer]) -> dict[str, Any]:
+    """Kernels compiled for 200 random shapes of one feature set."""
+    with tempfile.TemporaryDirectory() as cache:
+        return _script("kernel_count.py", _implementation(), cache, "200")
+
+
+ROWS: dict[str, Callable[[Sequence[Peer]], dict[str, Any]]] = {
+    "dispatch": dispatch,
+    "first_result": first_result,
+    "kernel_count": kernel_count,
+}
+
+
+def rows(names: str) -> list[str]:
+    """The names of a comma-separated list of rows; ``all`` is every one.
+
+    >>> rows("dispatch"), rows("")
+    (['dispatch'], [])
+    """
+    selected = list(ROWS) if names == "all" else [name for name in names.split(",") if name]
+    if unknown := [name for name in selected if name not in ROWS]:
+        raise ValueError(
+            f"unknown host rows {unknown}: expected 'all' or some of {', '.join(ROWS)}"
+        )
+    return selected

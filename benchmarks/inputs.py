@@ -1,0 +1,57 @@
+"""The arrays of a cell, the same for every peer."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from cells import Cell
+from peers import Peer
+
+
+class Inputs(NamedTuple):
+    """Operands of a call and the cotangent of its output; None for what a cell does not have."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    cotangent: jax.Array
+    bias: jax.Array | None
+    dropout_key: jax.Array | None
+
+    def differentiable(self) -> dict[str, jax.Array]:
+        """The operands whose gradients forward+backward computes."""
+        named = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias}
+        return {name: array for name, array in named.items() if array is not None}
+
+
+def make(cell: Cell) -> Inputs:
+    """Standard normal arrays in the cell's dtype: zeros would draw less power and run faster."""
+    batch, heads, key_heads = cell.batch, cell.heads, cell.key_heads
+    rows, columns = cell.query_length, cell.key_length
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape).astype(cell.dtype)
+
+    return Inputs(
+        query=normal(batch, rows, heads, cell.head_dim),
+        key=normal(batch, columns, key_heads, cell.head_dim),
+        value=normal(batch, columns, key_heads, cell.value_dim),
+        cotangent=normal(batch, rows, heads, cell.value_dim),
+        bias=normal(1, heads, rows, columns) if cell.bias else None,
+        dropout_key=jax.random.PRNGKey(1) if cell.dropout else None,
+    )
+
+
+def adapt(inputs: Inputs, peer: Peer, cell: Cell) -> Inputs:
+    """What this peer is given: itself, unless it needs another dtype or a scaled query."""
+    if peer.prescaled:
+        scaled = inputs.query.astype(jnp.float32) / math.sqrt(cell.head_dim)
+        inputs = inputs._replace(query=scaled.astype(cell.dtype))
+    if peer.dtype is not None:
+        floating = {**inputs.differentiable(), "cotangent": inputs.cotangent}
+        inputs = inputs._replace(**{n: a.astype(peer.dtype) for n, a in floating.items()})
+    return inputs

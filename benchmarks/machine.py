@@ -1,0 +1,69 @@
+"""What a measurement was made on and with."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.metadata
+import subprocess
+from pathlib import Path
+
+import jax
+
+_DISTRIBUTIONS = (
+    "jax-memeff",
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "torch",
+    "flash-attn-4",
+    "nvidia-cudnn-cu13",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cutlass",
+    "cuda-core",
+)
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints; None where it is not installed or fails."""
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
+
+
+def device() -> dict[str, str | None]:
+    """The device's name, and its driver where there is one."""
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    return {
+        "name": jax.devices()[0].device_kind,
+        "platform": jax.devices()[0].platform,
+        "driver": driver,
+    }
+
+
+def versions(commit: str | None) -> dict[str, str]:
+    """Installed versions, cuDNN as loaded by torch, and our commit (``+`` for local changes)."""
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if "torch" in found:
+        torch = importlib.import_module("torch")
+        found["CUDA (torch)"] = str(torch.version.cuda)
+        if torch.backends.cudnn.is_available():
+            found["cuDNN (loaded)"] = str(torch.backends.cudnn.version())
+    if commit is None and (commit := _output("git", "rev-parse", "--short=12", "HEAD")):
+        commit += "+" if _output("git", "status", "--porcelain", "--", "..") else ""
+    found["commit"] = commit or "unknown"
+    return found
+
+
+def today() -> str:
+    """The date, UTC."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -1,0 +1,202 @@
+"""Who is measured: the peers, what they run in, and what they cannot do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from cells import Cell
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """An implementation of attention.
+
+    ``attention(cell)`` gives a function of ``inputs.Inputs`` (jax) or ``torch_programs.Tensors``
+    (torch) that returns the output; it may import what it needs and raise where that is missing.
+    """
+
+    name: str
+    label: str
+    framework: Literal["jax", "torch"]
+    attention: Callable[[Cell], Callable[[Any], Any]]
+    missing: Callable[[Cell], list[str]] = lambda cell: []
+    """What the peer has no argument for; an empty list means that it is tried."""
+    dtype: str | None = None
+    """Runs in this dtype instead of the cell's."""
+    prescaled: bool = False
+    """Knows no scale: its query is multiplied by ``1/sqrt(H)`` before the clock starts."""
+
+
+def _memeff(cell: Cell, implementation: Literal["cuda", "xla"]):
+    import jax_memeff
+
+    def attention(inputs):
+        return jax_memeff.dot_product_attention(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.bias,
+            is_causal=cell.causal,
+            local_window_size=None if cell.window is None else (cell.window, 0),
+            dropout_rate=cell.dropout,
+            dropout_key=inputs.dropout_key,
+            implementation=implementation,
+        )
+
+    return attention
+
+
+def _jax_nn(cell: Cell, implementation: Literal["xla", "cudnn"]):
+    def attention(inputs):
+        return jax.nn.dot_product_attention(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.bias,
+            is_causal=cell.causal,
+            local_window_size=None if cell.window is None else (cell.window, 0),
+            implementation=implementation,
+        )
+
+    return attention
+
+
+def _pallas_mosaic_gpu(cell: Cell):
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    # Two warpgroups of 64 queries and two stages, with the largest key block whose stages fit in
+    # the shared memory of Hopper; the same holds for the backward's warpgroups.
+    config = attention_mgpu.TuningConfig(
+        block_q=64,
+        block_kv=64 if cell.head_dim > 128 else 128,
+        max_concurrent_steps=2,
+        causal=cell.causal,
+        compute_wgs_bwd=1 if cell.head_dim > 128 else 2,
+        block_q_dkv=64,
+        block_kv_dkv=64,
+        block_q_dq=64,
+        block_kv_dq=64,
+    )
+    return lambda inputs: attention_mgpu.attention(inputs.query, inputs.key, inputs.value, config)
+
+
+def _torch_sdpa(cell: Cell, backend: str):
+    torch = importlib.import_module("torch")
+    attention_module = importlib.import_module("torch.nn.attention")
+    kernel = getattr(attention_module.SDPBackend, backend)
+
+    def attention(tensors):
+        with attention_module.sdpa_kernel(kernel):
+            return torch.nn.functional.scaled_dot_product_attention(
+                tensors.query,
+                tensors.key,
+                tensors.value,
+                attn_mask=tensors.bias,
+                dropout_p=cell.dropout,
+                is_causal=cell.causal,
+                enable_gqa=cell.heads != cell.key_heads,
+            )
+
+    return attention
+
+
+def _flash_attention_4(cell: Cell):
+    flash = importlib.import_module("flash_attn.cute")
+
+    def attention(tensors):
+        # It takes [B, T, N, H]: the views of the very same memory that torch's SDPA gets turned.
+        result = flash.flash_attn_func(
+            *(tensor.transpose(1, 2) for tensor in (tensors.query, tensors.key, tensors.value)),
+            causal=cell.causal,
+            window_size=(None, None) if cell.window is None else (cell.window, 0),
+        )
+        out = result[0] if isinstance(result, tuple) else result
+        return out.transpose(1, 2)
+
+    return attention
+
+
+def _without(*features: str) -> Callable[[Cell], list[str]]:
+    """A peer that has no argument for these fields of a cell."""
+    return lambda cell: [name for name in features if getattr(cell, name) != getattr(Cell, name)]
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("memeff_cuda", "jax-memeff", "jax", functools.partial(_memeff, implementation="cuda")),
+        Peer(
+            "memeff_xla",
+            "jax-memeff (blockwise)",
+            "jax",
+            functools.partial(_memeff, implementation="xla"),
+        ),
+        Peer(
+            "jax_xla",
+            "jax.nn XLA",
+            "jax",
+            functools.partial(_jax_nn, implementation="xla"),
+            _without("dropout"),
+        ),
+        Peer(
+            "jax_cudnn",
+            "jax.nn cuDNN",
+            "jax",
+            functools.partial(_jax_nn, implementation="cudnn"),
+            _without("dropout"),
+        ),
+        Peer(
+            "pallas_mgpu",
+            "Pallas Mosaic GPU (f16)",
+            "jax",
+            _pallas_mosaic_gpu,
+            _without("window", "bias", "dropout"),
+            # Its shared-memory buffers are declared float16, whatever the operands are.
+            dtype="float16",
+            prescaled=True,
+        ),
+        Peer(
+            "torch_efficient",
+            "torch mem-efficient",
+            "torch",
+            functools.partial(_torch_sdpa, backend="EFFICIENT_ATTENTION"),
+            _without("window"),
+        ),
+        Peer(
+            "torch_flash",
+            "torch FlashAttention-2",
+            "torch",
+            functools.partial(_torch_sdpa, backend="FLASH_ATTENTION"),
+            _without("window"),
+        ),
+        Peer(
+            "torch_cudnn",
+            "torch cuDNN",
+            "torch",
+            functools.partial(_torch_sdpa, backend="CUDNN_ATTENTION"),
+            _without("window"),
+        ),
+        Peer("fa4", "FlashAttention-4", "torch", _flash_attention_4, _without("bias", "dropout")),
+    )
+}
+
+OURS = ("memeff_cuda", "memeff_xla")
+
+
+def peers(names: str) -> list[Peer]:
+    """The peers of a comma-separated list of names; ``all`` is everyone but the blockwise path.
+
+    >>> [peer.label for peer in peers("memeff_cuda,torch_cudnn")]
+    ['jax-memeff', 'torch cuDNN']
+    """
+    if names == "all":
+        return [peer for peer in PEERS.values() if peer.name != "memeff_xla"]
+    unknown = [name for name in names.split(",") if name not in PEERS]
+    if unknown:
+        raise ValueError(f"unknown peers {unknown}: expected 'all' or some of {', '.join(PEERS)}")
+    return [PEERS[name] for name in names.split(",")]

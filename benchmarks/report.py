@@ -1,0 +1,278 @@
+"""Tables and a plot from results: ``python benchmarks/report.py RESULTS.json``.
+
+What it writes stands between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``:
+``tables`` is everything, ``summary`` the ratios alone, ``host`` the host's cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from peers import OURS
+
+_ROOT = Path(__file__).parent.parent
+_TARGETS = (_ROOT / "docs" / "benchmarks.md", _ROOT / "README.md")
+_TITLES = {"forward": "Forward", "forward_backward": "Forward + backward"}
+_BLOCK = re.compile(
+    r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
+)
+_MISSING = "n/a"
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    alignment = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, alignment, *map(list, rows)])
+
+
+def ours(document: dict[str, Any]) -> str:
+    """The name of the implementation that the others are compared with."""
+    found = [name for name in OURS if name in document["peers"]]
+    if not found:
+        raise ValueError(f"expected one of {OURS} among the peers, got {list(document['peers'])}")
+    return found[0]
+
+
+def ratios(document: dict[str, Any], direction: str, peer: str) -> dict[str, float]:
+    """Speed of ours over that of ``peer``, by the name of each cell that both have a figure for."""
+    own = ours(document)
+    found = {}
+    for cell in document["cells"]:
+        results = cell["results"][direction]
+        if "seconds" in results.get(own, {}) and "seconds" in results.get(peer, {}):
+            found[cell["name"]] = results[peer]["seconds"] / results[own]["seconds"]
+    return found
+
+
+def summary(document: dict[str, Any]) -> str:
+    """Geometric mean and minimum of the ratio against each peer.
+
+    The cells are those that both have a figure for, so their number stands beside.
+    """
+    rows = []
+    for peer, label in document["peers"].items():
+        if peer == ours(document):
+            continue
+        row = [label]
+        for direction in _TITLES:
+            if values := ratios(document, direction, peer):
+                mean = math.exp(math.fsum(map(math.log, values.values())) / len(values))
+                slowest = min(values, key=lambda name: values[name])
+                least = f"{values[slowest]:.2f} ({slowest})"
+                row += [str(len(values)), f"{mean:.2f}", least]
+            else:
+                row += ["0", _MISSING, _MISSING]
+        rows.append(row)
+    header = [f"speed of {document['peers'][ours(document)]} / peer"]
+    for title in _TITLES.values():
+        header += [f"{title.lower()}: cells", "geometric mean", "minimum"]
+    return f"{_machine(document)}\n\n{_table(header, rows)}"
+
+
+def _machine(document: dict[str, Any]) -> str:
+    device, versions = document["device"], document["versions"]
+    driver = f", driver {device['driver']}" if device["driver"] else ""
+    parts = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{device['name']}{driver}, {document['date']}; {parts}."
+
+
+def _figures(document: dict[str, Any], direction: str, reasons: list[str]) -> str:
+    rows = []
+    for cell in document["cells"]:
+        row = [cell["name"]]
+        for peer in document["peers"]:
+            record = cell["results"][direction][peer]
+            if "error" in record:
+                if record["error"] not in reasons:
+                    reasons.append(record["error"])
+                row.append(f"[{reasons.index(record['error']) + 1}]")
+                continue
+            figure = f"{record['tflops']:.3g}"
+            row.append(f"**{figure}**" if record["ratio_to_best"] == 1 else figure)
+        rows.append(row)
+    return _table(["TFLOP/s", *document["peers"].values()], rows)
+
+
+def tables(document: dict[str, Any], plot: str | None) -> str:
+    """Summary, plot, one table for each direction, and why figures are missing."""
+    parts = [summary(document)]
+    if plot is not None:
+        parts.append(f"![TFLOP/s over the sequence length]({plot})")
+    reasons: list[str] = []
+    for direction, title in _TITLES.items():
+        figures = _figures(document, direction, reasons)
+        parts.append(f"### {title}\n\nThe fastest of each row is bold.\n\n{figures}")
+    if reasons:
+        listed = "\n".join(f"- [{i}] `{reason}`" for i, reason in enumerate(reasons, 1))
+        parts.append(f"No figure, because:\n\n{listed}")
+    spreads = [
+        record["spread"]
+        for cell in document["cells"]
+        for results in cell["results"].values()
+        for record in results.values()
+        if "spread" in record
+    ]
+    if spreads:
+        middle = sorted(spreads)[len(spreads) // 2]
+        parts.append(
+            "Spread of the batches, (slowest - fastest) / median: "
+            f"{middle:.1%} in the median cell, {max(spreads):.1%} at most."
+        )
+    return "\n\n".join(parts)
+
+
+def host(document: dict[str, Any]) -> str:
+    """The host's cost: calls, first result, kernels compiled."""
+    rows = document["host"]
+    parts = []
+    if "dispatch" in rows:
+        dispatch = rows["dispatch"]
+        labels = {"bare": "`x + 1`", **document["peers"]}
+        names = [n for n in labels if n in dispatch["forward"] or n in dispatch["forward_backward"]]
+        cells = [
+            [labels[name]]
+            + [
+                f"{record['us']:.1f}" if "us" in record else record.get("error", _MISSING)
+                for record in (dispatch[direction].get(name, {}) for direction in _TITLES)
+            ]
+            for name in names
+        ]
+        header = [f"host time of a jitted call, µs ({dispatch['cell']})", *_TITLES.values()]
+        parts.append(_table(header, cells))
+    if "first_result" in rows:
+        states = rows["first_result"]
+        steps = list(dict.fromkeys(step for state in states.values() for step in state))
+        cells = [
+            [step.replace("_", " ")]
+            + [
+                f"{value:.3f}" if isinstance(value, float) else str(value)
+                for value in (state.get(step, _MISSING) for state in states.values())
+            ]
+            for step in steps
+        ]
+        header = ["seconds to the first forward + backward", *(f"{s} cache" for s in states)]
+        parts.append(_table(header, cells))
+    if "kernel_count" in rows:
+        count = rows["kernel_count"]
+        parts.append(
+            f"Kernels compiled for random shapes: {count['error']}"
+            if "error" in count
+            else f"{count['shapes']} random shapes of one feature set compile "
+            f"{len(count['kernels'])} kernels."
+        )
+    return "\n\n".join(parts)
+
+
+def plot(document: dict[str, Any], path: Path) -> bool:
+    """TFLOP/s over T of the main grid, a panel for each direction, head dim and mask.
+
+    Returns whether the results hold cells of the main grid, and so whether there is a plot.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cells = [cell for cell in document["cells"] if cell["group"] == "main"]
+    if not cells:
+        return False
+    columns = sorted({(cell["head_dim"], cell["causal"]) for cell in cells})
+    figure, axes = plt.subplots(
+        len(_TITLES),
+        len(columns),
+        figsize=(3 * len(columns), 3.2 * len(_TITLES)),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, (direction, title) in zip(axes, _TITLES.items(), strict=True):
+        row[0].set_ylabel(f"{title}, TFLOP/s")
+        for axis, (dim, causal) in zip(row, columns, strict=True):
+            axis.set_title(f"head dim {dim}{', causal' if causal else ''}", fontsize="medium")
+            for number, (peer, label) in enumerate(document["peers"].items()):
+                points = sorted(
+                    (cell["query_length"], cell["results"][direction][peer]["tflops"])
+                    for cell in cells
+                    if (cell["head_dim"], cell["causal"]) == (dim, causal)
+                    and "tflops" in cell["results"][direction][peer]
+                )
+                axis.plot(
+                    [length for length, _ in points],
+                    [rate for _, rate in points],
+                    marker="o",
+                    markersize=3,
+                    linewidth=2.5 if peer in OURS else 1.2,
+                    color=f"C{number}",
+                    label=label,
+                )
+            axis.set_xscale("log", base=2)
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("T")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without a date and with fixed ids the same results give the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "benchmarks"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    return True
+
+
+def insert(text: str, blocks: dict[str, str]) -> str:
+    """``text`` with the content of each marked block replaced.
+
+    Raises ``ValueError`` where there is no marker, or one with a name that is not in ``blocks``.
+
+    >>> insert("<!-- benchmarks:begin host -->\\n<!-- benchmarks:end -->", {"host": "3 us"})
+    '<!-- benchmarks:begin host -->\\n3 us\\n<!-- benchmarks:end -->'
+    """
+    names = [match["name"] for match in _BLOCK.finditer(text)]
+    if not names or (unknown := set(names) - set(blocks)):
+        wrong = f"the names {sorted(unknown)}" if names else "none"
+        raise ValueError(
+            "expected lines '<!-- benchmarks:begin NAME -->' and '<!-- benchmarks:end -->' with "
+            f"a NAME out of {', '.join(blocks)}, got {wrong}: add them where the figures belong"
+        )
+    return _BLOCK.sub(lambda m: f"{m[1]}{blocks[m['name']]}\n{m[3]}", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", type=Path, help="what attention.py wrote")
+    parser.add_argument(
+        "--into", type=Path, nargs="+", default=_TARGETS, help="default: docs and README.md"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=_ROOT / "docs" / "images" / "benchmarks.svg",
+        help="SVG or PNG (default: %(default)s)",
+    )
+    options = parser.parse_args()
+    document = json.loads(options.results.read_text())
+    plotted = plot(document, options.plot)
+    for path in options.into:
+        image = os.path.relpath(options.plot, path.parent) if plotted else None
+        blocks = {
+            "tables": tables(document, image),
+            "summary": summary(document),
+            "host": host(document),
+        }
+        try:
+            path.write_text(insert(path.read_text(), blocks))
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"{path}: {error}") from error
+        print(f"updated {path}")
+
+
+if __name__ == "__main__":
+    main()

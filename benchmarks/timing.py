@@ -1,0 +1,110 @@
+"""The clock: how the programs of one cell are timed side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+MAX_LAUNCHES = 2000
+
+
+class Program(Protocol):
+    """Something that makes the device do ``calls`` calls, one after the other, when launched."""
+
+    calls: int
+
+    def launch(self) -> None:
+        """Enqueue the calls; may return before the device has done them."""
+        ...
+
+    def wait(self) -> None:
+        """Return when the device has done everything that was enqueued."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds per call: one mean for each batch."""
+
+    samples: tuple[float, ...]
+    launches: int
+    """Launches of the program in a batch."""
+    calls: int
+    """Calls in one launch."""
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """(slowest batch - fastest batch) / median."""
+        return (max(self.samples) - min(self.samples)) / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a peer has no figure."""
+
+    reason: str
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an exception and the first line of its text, kept short.
+
+    >>> first_line(ValueError("no such kernel\\nand a long story"))
+    'ValueError: no such kernel'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
+def _batch(program: Program, launches: int) -> float:
+    """Seconds per call over one batch, the device being idle before and after it."""
+    start = time.perf_counter()
+    for _ in range(launches):
+        program.launch()
+    program.wait()
+    return (time.perf_counter() - start) / (launches * program.calls)
+
+
+def measure(
+    programs: Mapping[str, Program], *, rounds: int, batch_seconds: float
+) -> dict[str, Timing | Failure]:
+    """Times the programs in turn, ``rounds`` times over.
+
+    A batch of each program lasts about ``batch_seconds``, and at least one launch. Each round
+    begins with another program, so that none always follows the same neighbour: the neighbour
+    decides how warm the chip is. A program that raises is left out from then on.
+    """
+    failures: dict[str, Failure] = {}
+    launches: dict[str, int] = {}
+    for name, program in programs.items():
+        try:
+            _batch(program, 1)
+            seconds = _batch(program, 1) * program.calls
+            launches[name] = min(MAX_LAUNCHES, max(1, math.ceil(batch_seconds / seconds)))
+        except Exception as error:
+            failures[name] = Failure(first_line(error))
+
+    samples: dict[str, list[float]] = {name: [] for name in launches}
+    order = list(launches)
+    for number in range(rounds):
+        start = number % max(1, len(order))
+        for name in order[start:] + order[:start]:
+            if name in failures:
+                continue
+            try:
+                samples[name].append(_batch(programs[name], launches[name]))
+            except Exception as error:
+                failures[name] = Failure(first_line(error))
+    timings = {
+        name: Timing(tuple(samples[name]), launches[name], programs[name].calls)
+        for name in order
+        if name not in failures
+    }
+    return {**timings, **failures}

@@ -1,0 +1,123 @@
+"""Programs of the PyTorch peers: many calls captured in one CUDA graph."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+from cells import Cell
+from inputs import Inputs, adapt
+from peers import Peer
+
+_WARM_UP_CALLS = 3
+
+
+class Tensors(NamedTuple):
+    """The operands as ``[B, N, T, H]`` views of the memory of JAX's ``[B, T, N, H]`` arrays."""
+
+    query: Any
+    key: Any
+    value: Any
+    cotangent: Any
+    bias: Any
+
+    def differentiable(self) -> list[Any]:
+        operands = (self.query, self.key, self.value, self.bias)
+        return [operand for operand in operands if operand is not None]
+
+
+def tensors(inputs: Inputs, backward: bool) -> Tensors:
+    """Zero-copy views of ``inputs``; leaves that require gradients where ``backward``."""
+    torch = importlib.import_module("torch")
+
+    def view(array: jax.Array, transposed: bool = True):
+        tensor = torch.from_dlpack(array)
+        return (tensor.transpose(1, 2) if transposed else tensor).detach()
+
+    views = Tensors(
+        *map(view, inputs[:4]),
+        bias=None if inputs.bias is None else view(inputs.bias, transposed=False),
+    )
+    for operand in views.differentiable() if backward else ():
+        operand.requires_grad_()
+    return views
+
+
+class TorchProgram:
+    """``calls`` calls, as eager PyTorch runs them, replayed from a CUDA graph.
+
+    Capturing fixes the memory of every temporary and removes PyTorch's host time, as compilation
+    does for the JAX peers.
+    """
+
+    def __init__(self, peer: Peer, cell: Cell, inputs: Inputs, calls: int, backward: bool):
+        torch = importlib.import_module("torch")
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch finds no CUDA device")
+        self.calls = calls
+        self._torch = torch
+        function = one_call(peer.attention(cell), backward)
+        operands = tensors(jax.block_until_ready(adapt(inputs, peer, cell)), backward)
+        self._results: Any = None
+        side_stream = torch.cuda.Stream()
+        with warnings.catch_warnings(record=True) as refusals:
+            # SDPA says in warnings why a backend refuses, and nothing of it in its exception.
+            warnings.simplefilter("always")
+            try:
+                with torch.cuda.stream(side_stream):
+                    for _ in range(_WARM_UP_CALLS):
+                        self._results = function(operands)
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                said = [str(refusal.message).split("(Triggered")[0] for refusal in refusals]
+                # One line: the reason counts as much as the refusal.
+                raise RuntimeError(" ".join(f"{error} {' '.join(said)}".split())) from error
+            self._graph = torch.cuda.CUDAGraph()
+            # JAX has threads of its own: what they do must not spoil the capture.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                for _ in range(calls):
+                    # Dropped first: each call then reuses the memory of the results before it.
+                    self._results = None
+                    self._results = function(operands)
+        torch.cuda.synchronize()
+
+    def launch(self) -> None:
+        self._graph.replay()
+
+    def wait(self) -> None:
+        self._torch.cuda.synchronize()
+
+    def results(self) -> list[jax.Array]:
+        """The output, then the gradients in the order query, key, value, bias; as JAX arrays."""
+        return to_jax(self._results)
+
+
+def one_call(attention: Any, backward: bool):
+    """A function of ``Tensors``: the output, and the gradients of every differentiable operand."""
+    torch = importlib.import_module("torch")
+
+    def forward(operands: Tensors):
+        with torch.no_grad():
+            return (attention(operands),)
+
+    def forward_and_backward(operands: Tensors):
+        out = attention(operands)
+        gradients = torch.autograd.grad(out, operands.differentiable(), operands.cotangent)
+        return (out.detach(), *gradients)
+
+    return forward_and_backward if backward else forward
+
+
+def to_jax(results: tuple[Any, ...]) -> list[jax.Array]:
+    """Results of ``one_call`` in JAX's layout: all but a bias gradient are turned."""
+    turned = [tensor.transpose(1, 2) for tensor in results[:4]] + list(results[4:])
+    return [jax.dlpack.from_dlpack(tensor.detach().contiguous()) for tensor in turned]
+
+
+def free_memory() -> None:
+    """Gives what PyTorch keeps of freed memory back to the device, for JAX to use."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.cuda.empty_cache()

@@ -1,0 +1,5 @@
+"""From a problem to a compiled kernel: ``Problem`` → ``KernelSpec`` → source → fatbin.
+
+Needs neither jax nor a GPU. Only ``compile.py`` and ``program_cache.py`` import ``cuda.core``, and
+only when a kernel is compiled.
+"""

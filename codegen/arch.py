@@ -1,0 +1,37 @@
+"""Names of GPU architectures: ``"sm_80"``, ``"sm_90a"``, and the compute capability in them."""
+
+from __future__ import annotations
+
+import re
+
+_ARCH = re.compile(r"sm_(\d{2,3})([af]?)")
+
+# Capabilities whose architecture-specific instructions (the "a" suffix) a kernel family uses.
+# A kernel is compiled for the capability of one device, so the suffix costs no portability.
+_ARCHITECTURE_SPECIFIC = frozenset({90, 100, 103})
+
+
+def capability(arch: str) -> int:
+    """The compute capability times ten: 80 for ``"sm_80"``, 90 for ``"sm_90a"``.
+
+    Raises ``ValueError`` when ``arch`` is not the name of an architecture.
+
+    >>> capability("sm_90a")
+    90
+    """
+    match = _ARCH.fullmatch(arch)
+    if match is None:
+        raise ValueError(
+            f"expected the name of a GPU architecture such as 'sm_80' or 'sm_90a', got {arch!r}"
+        )
+    return int(match[1])
+
+
+def of_capability(major: int, minor: int) -> str:
+    """The architecture that kernels are compiled for on a device of this compute capability.
+
+    >>> of_capability(8, 6), of_capability(9, 0)
+    ('sm_86', 'sm_90a')
+    """
+    number = 10 * major + minor
+    return f"sm_{number}{'a' if number in _ARCHITECTURE_SPECIFIC else ''}"

@@ -1,0 +1,109 @@
+"""The source of a kernel: an include, a configuration, an instantiation, and assertions."""
+
+from __future__ import annotations
+
+from jax_memeff.codegen.spec import SPEC_GRADIENTS, EntryPoint, KernelSpec
+
+_ELEMENTS = {"f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
+
+_CONFIG = """\
+#include <memeff/kernels/{header}.cuh>
+
+struct Config {{
+  using Element = {element};
+  static constexpr int kHeadDim = {head_class};
+  static constexpr int kValueDim = {value_class};
+  static constexpr int kTileQuery = {tile_query};
+  static constexpr int kTileKey = {tile_key};
+  static constexpr int kWarps = {warps};
+  static constexpr int kBlocksPerSm = {blocks_per_sm};
+  static constexpr auto kMask = memeff::MaskKind::{mask};
+  static constexpr bool kSoftCap = {soft_cap};
+{gradients}}};
+"""
+
+_GRADIENT = """\
+  static constexpr bool k{name}Gradient = {wanted};
+"""
+
+_KERNEL = """
+using {alias} = {cpp_type};
+static_assert({alias}::kThreads == {threads});
+"""
+
+_SHARED = """\
+static_assert({alias}::kSharedBytes == {shared_bytes});
+"""
+
+_ENTRY = """\
+extern "C" __global__ void __launch_bounds__({bounds})
+{name}(const __grid_constant__ memeff::{params} params) {{
+  {alias}::run(params);
+}}
+"""
+
+
+def source(spec: KernelSpec) -> str:
+    """The CUDA C++ of ``spec``, deterministic; the device headers hold all the logic.
+
+    The assertions make the compiler prove the thread and shared-memory numbers that the launcher
+    takes from ``spec``.
+    """
+    text = _CONFIG.format(
+        header=f"fmha_{'fwd' if spec.direction == 'forward' else 'bwd'}_{spec.family}",
+        element=_ELEMENTS[spec.dtype],
+        head_class=spec.head_class,
+        value_class=spec.value_class,
+        tile_query=spec.tile.query,
+        tile_key=spec.tile.key,
+        warps=spec.tile.warps,
+        blocks_per_sm=spec.tile.blocks_per_sm,
+        mask=spec.mask,
+        soft_cap=_bool(spec.soft_cap),
+        gradients="" if spec.direction == "forward" else _gradients(spec),
+    )
+    if spec.direction == "forward":
+        (main,) = spec.entry_points
+        return text + _main(spec, main, "ForwardParams")
+    preprocess, main, *postprocess = spec.entry_points
+    return (
+        text
+        + _stage(preprocess, "Preprocess")
+        + _main(spec, main, "BackwardParams")
+        + "".join(_stage(entry, "Postprocess") for entry in postprocess)
+    )
+
+
+def _gradients(spec: KernelSpec) -> str:
+    return "".join(
+        _GRADIENT.format(name=name.capitalize(), wanted=_bool(name in spec.gradients))
+        for name in SPEC_GRADIENTS
+    )
+
+
+def _bool(value: bool) -> str:
+    return str(value).lower()
+
+
+def _main(spec: KernelSpec, entry: EntryPoint, params: str) -> str:
+    bounds = "Kernel::kThreads, Config::kBlocksPerSm"
+    return _kernel(entry, "Kernel", spec.cpp_type, bounds, params)
+
+
+def _stage(entry: EntryPoint, stage: str) -> str:
+    """A kernel before or after the main one of the backward."""
+    cpp_type = f"memeff::FmhaBackward{stage}<Config>"
+    return _kernel(entry, stage, cpp_type, f"{stage}::kThreads", "BackwardParams")
+
+
+def _kernel(entry: EntryPoint, alias: str, cpp_type: str, bounds: str, params: str) -> str:
+    text = _KERNEL + (_SHARED if entry.shared_bytes else "") + _ENTRY
+    return text.format(
+        alias=alias,
+        cpp_type=cpp_type,
+        threads=entry.threads,
+        shared_bytes=entry.shared_bytes,
+        bounds=bounds,
+        name=entry.name,
+        params=params,
+    )

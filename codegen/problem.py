@@ -1,0 +1,87 @@
+"""What is asked of a kernel, before any kernel is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jax_memeff.codegen import arch as archs
+
+Direction = Literal["forward", "backward"]
+
+DIRECTIONS = ("forward", "backward")
+DTYPES = ("f16", "bf16", "f32", "f64")
+MASKS = frozenset({"causal", "window", "query_lengths", "key_lengths", "segments", "boolean"})
+BIASES = (None, "16", "32")
+GRADIENTS = ("query", "key", "value", "bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One feature set on one architecture; batch, sequence lengths and heads are run-time matters.
+
+    ``masks`` is any subset of ``causal`` (a right bound only), ``window`` (a left bound, with or
+    without a right one), ``query_lengths``, ``key_lengths``, ``segments`` and ``boolean``. Top-left
+    and bottom-right alignment differ in a run-time offset, so they have no name here.
+    ``sequence`` never changes a kernel; ``explain`` reports the grid with it.
+    ``wants`` are the gradients of a backward (all of query, key and value by default), and
+    ``alignment`` is the number of bytes that every row of query, key and value starts at a
+    multiple of.
+
+    Raises ``ValueError`` for a value that no problem can have; a possible problem that no kernel
+    solves is left to ``select``.
+
+    >>> Problem("forward", "bf16", 128, 128, "sm_90a", masks=frozenset({"causal"})).head_dim
+    128
+    """
+
+    direction: Direction
+    dtype: Literal["f16", "bf16", "f32", "f64"]
+    head_dim: int
+    value_dim: int
+    arch: str
+    sequence: int | None = None
+    masks: frozenset[str] = frozenset()
+    bias: Literal["16", "32"] | None = None
+    dropout: bool = False
+    soft_cap: bool = False
+    deterministic: bool = False
+    wants: tuple[str, ...] = ()
+    alignment: int = 16
+
+    def __post_init__(self):
+        _expect_one_of("direction", self.direction, DIRECTIONS)
+        _expect_one_of("dtype", self.dtype, DTYPES)
+        _expect_one_of("bias", self.bias, BIASES)
+        for mask in sorted(self.masks):
+            _expect_one_of("masks", mask, sorted(MASKS))
+        for gradient in self.wants:
+            _expect_one_of("wants", gradient, GRADIENTS)
+        if self.direction == "backward" and not self.wants:
+            object.__setattr__(self, "wants", ("query", "key", "value"))
+        for name in ("head_dim", "value_dim", "alignment"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} to be at least 1, got {getattr(self, name)}")
+        archs.capability(self.arch)
+
+    def __str__(self) -> str:
+        """One line with every input that is not at its default."""
+        words = [
+            self.direction,
+            self.dtype,
+            f"head_dim={self.head_dim}",
+            f"value_dim={self.value_dim}",
+            self.arch,
+            *sorted(self.masks),
+        ]
+        words += [f"{self.bias}-bit bias"] if self.bias else []
+        words += [name for name in ("dropout", "soft_cap", "deterministic") if getattr(self, name)]
+        words += [f"gradients of {', '.join(self.wants)}"] if self.wants else []
+        words += [f"alignment={self.alignment}"] if self.alignment != 16 else []
+        return ", ".join(words)
+
+
+def _expect_one_of(name: str, value, legal) -> None:
+    if value not in legal:
+        names = ", ".join(map(repr, legal))
+        raise ValueError(f"expected {name} to be one of {names}, got {value!r}")

@@ -1,0 +1,148 @@
+"""What is chosen for a problem: one kernel, described before its source is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from jax_memeff.codegen.tiles.sm80 import Tile
+
+MaskKind = Literal["none", "causal", "window"]
+
+MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
+SPEC_DTYPES = ("f16", "bf16")
+SPEC_GRADIENTS = ("query", "key", "value")
+_BYTES_16_BIT = 2
+
+
+class EntryPoint(NamedTuple):
+    """A ``__global__`` function of the source, and what a launch of it needs.
+
+    ``shared_bytes`` is the dynamic shared memory of a block.
+    """
+
+    name: str
+    threads: int
+    shared_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSpec:
+    """A kernel of the sm80 family. Two equal specs give the same source.
+
+    ``head_class`` (of query and key) and ``value_class`` are padded dims; the real ones are
+    run-time parameters. ``gradients`` are those that a backward computes, and () in a forward.
+    """
+
+    direction: Literal["forward", "backward"]
+    dtype: Literal["f16", "bf16"]
+    head_class: int
+    value_class: int
+    tile: Tile
+    mask: MaskKind = "none"
+    soft_cap: bool = False
+    gradients: tuple[str, ...] = ()
+    family: str = "sm80"
+
+    @property
+    def name(self) -> str:
+        """``fmha_fwd_bf16_d192v128_128x64_causal_softcap_sm80``, also the main entry point."""
+        value = "" if self.value_class == self.head_class else f"v{self.value_class}"
+        words = [
+            "fmha",
+            "fwd" if self.direction == "forward" else "bwd",
+            self.dtype,
+            f"d{self.head_class}{value}",
+            f"{self.tile.query}x{self.tile.key}",
+        ]
+        words += [self.mask] if self.mask != "none" else []
+        words += ["softcap"] if self.soft_cap else []
+        if self.gradients not in ((), SPEC_GRADIENTS):
+            words.append("".join(f"d{gradient[0]}" for gradient in self.gradients))
+        return "_".join([*words, self.family])
+
+    @property
+    def cpp_type(self) -> str:
+        """The device class the source instantiates."""
+        kernel = "FmhaForward" if self.direction == "forward" else "FmhaBackward"
+        return f"memeff::{kernel}{self.family.capitalize()}<Config>"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block of the main kernel."""
+        return 32 * self.tile.warps
+
+    @property
+    def entry_points(self) -> tuple[EntryPoint, ...]:
+        """The functions of the source in launch order."""
+        main = EntryPoint(self.name, self.threads, self.shared_bytes)
+        if self.direction == "forward":
+            return (main,)
+        # The postprocess reads the sums of dq as the main kernel's warps laid them out, so all
+        # three have its threads.
+        preprocess = EntryPoint(f"{self.name}_preprocess", self.threads, 0)
+        if "query" not in self.gradients:
+            return (preprocess, main)
+        query_tile = self.tile.query * self.head_class * _BYTES_16_BIT
+        return (
+            preprocess,
+            main,
+            EntryPoint(f"{self.name}_postprocess", self.threads, query_tile),
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block of the main kernel; the compiler asserts the number."""
+        if self.direction == "forward":
+            return _forward_shared_bytes(self)
+        return _backward_shared_bytes(self)
+
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """The matrix products that the warps of a block share, as (rows, columns)."""
+        query, key = self.tile.query, self.tile.key
+        if self.direction == "forward":
+            return {"S": (query, key), "out": (query, self.value_class)}
+        return {
+            "S": (query, key),
+            "dq": (query, self.head_class),
+            "dk": (key, self.head_class),
+            "dv": (key, self.value_class),
+        }
+
+    @property
+    def warp_rows(self) -> tuple[int, ...]:
+        """How many rows of a product a warp may own; in the forward each owns whole rows."""
+        return (self.tile.query // self.tile.warps,) if self.direction == "forward" else (16, 32)
+
+    @property
+    def sort_key(self) -> tuple:
+        """Specs are tried in this order: little padding first, then large tiles."""
+        return (
+            self.family,
+            ("forward", "backward").index(self.direction),
+            SPEC_DTYPES.index(self.dtype),
+            self.head_class,
+            self.value_class,
+            -self.tile.query * self.tile.key,
+            MASK_KINDS.index(self.mask),
+            self.soft_cap,
+            -len(self.gradients),
+            self.gradients,
+        )
+
+
+def _forward_shared_bytes(spec: KernelSpec) -> int:
+    """One tile each of query, key and value, and over them, at the end, the tile of the output."""
+    query, key = spec.tile.query, spec.tile.key
+    loop = query * spec.head_class + key * (spec.head_class + spec.value_class)
+    return max(loop, query * spec.value_class) * _BYTES_16_BIT
+
+
+def _backward_shared_bytes(spec: KernelSpec) -> int:
+    """Query (double-buffered) and dO tiles, key and value tiles, and the tiles of P and dS."""
+    query, key = spec.tile.query, spec.tile.key
+    elements = query * (2 * spec.head_class + spec.value_class)
+    elements += key * (spec.head_class + spec.value_class)
+    elements += 2 * query * key
+    return elements * _BYTES_16_BIT

@@ -1,0 +1,110 @@
+"""Why a kernel does not fit a problem, in sentences a user can act on."""
+
+from __future__ import annotations
+
+from jax_memeff.codegen import arch as archs
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec
+from jax_memeff.codegen.tiles import sm80
+
+_XLA = "pass implementation='xla'"
+_RUN_TIME_MASKS = frozenset({"query_lengths", "key_lengths"})
+_COMPILED_MASKS = frozenset({"causal", "window"})
+
+
+def family_reasons(problem: Problem) -> list[str]:
+    """What no spec of the sm80 family does, so that it is said once and not per spec."""
+    not_yet = "not implemented in the sm80 kernels yet"
+    largest = sm80.CLASSES[-1]
+    reasons = []
+    if archs.capability(problem.arch) < sm80.FIRST_CAPABILITY:
+        reasons.append(f"{problem.arch} is older than sm_80, the first with kernels: {_XLA}")
+    if problem.dtype == "f64":
+        reasons.append(f"float64 has no kernel: {_XLA}, or cast to bfloat16 or float16")
+    if problem.dtype == "f32":
+        reasons.append(f"float32 is {not_yet}: {_XLA}, or cast to bfloat16 or float16")
+    for mask in sorted(problem.masks - _RUN_TIME_MASKS - _COMPILED_MASKS):
+        reasons.append(f"a {mask} mask is {not_yet}: {_XLA}")
+    if problem.bias is not None:
+        reasons.append(f"bias is {not_yet}: {_XLA}")
+    if problem.dropout:
+        reasons.append(f"dropout is {not_yet}: {_XLA}")
+    if problem.deterministic:
+        reasons.append(f"deterministic_backward is {not_yet}: leave it False, or {_XLA}")
+    for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
+        if dim % 8:
+            reasons.append(
+                f"{name} is {dim}, and only multiples of 8 are implemented in the sm80 kernels "
+                f"yet: pad {'query and key' if name == 'head_dim' else 'value'} with zeros, "
+                f"or {_XLA}"
+            )
+        if dim > largest:
+            reasons.append(f"{name} is {dim}, and the largest with a kernel is {largest}: {_XLA}")
+    if problem.alignment < 16:
+        reasons.append(
+            f"rows of query, key and value are aligned to {problem.alignment} bytes, and the sm80 "
+            f"kernels need 16 so far: pass arrays that start at a multiple of 16 bytes, or {_XLA}"
+        )
+    return reasons
+
+
+def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
+    """What this spec lacks beside what its whole family lacks."""
+    reasons = []
+    if spec.direction != problem.direction:
+        reasons.append(f"it is a {spec.direction} kernel, not a {problem.direction} one")
+    if spec.dtype != problem.dtype:
+        reasons.append(f"it is for {spec.dtype}, not {problem.dtype}")
+    if spec.mask != mask_kind(problem.masks):
+        reasons.append(f"its mask is {spec.mask}, not {mask_kind(problem.masks)}")
+    if spec.soft_cap != problem.soft_cap:
+        reasons.append(f"it is compiled {'with' if spec.soft_cap else 'without'} soft cap")
+    wanted = tuple(name for name in SPEC_GRADIENTS if name in problem.wants)
+    if spec.direction == problem.direction == "backward" and spec.gradients != wanted:
+        reasons.append(
+            f"it computes the gradients of {', '.join(spec.gradients)}, not of {', '.join(wanted)}"
+        )
+    if problem.head_dim > spec.head_class:
+        reasons.append(f"head_dim {problem.head_dim} is above its {spec.head_class}")
+    if problem.value_dim > spec.value_class:
+        reasons.append(f"value_dim {problem.value_dim} is above its {spec.value_class}")
+    available = sm80.part(problem.arch).max_shared_bytes
+    if spec.shared_bytes > available:
+        reasons.append(
+            f"it needs {spec.shared_bytes} bytes of shared memory, and a block on {problem.arch} "
+            f"has {available}"
+        )
+    for product, (rows, columns) in spec.products.items():
+        if not any(_warps_fit(rows, columns, spec.tile.warps, owned) for owned in spec.warp_rows):
+            reasons.append(f"{spec.tile.warps} warps cannot share its {rows}x{columns} {product}")
+    return reasons
+
+
+def unsupported_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
+    """Every reason why ``spec`` does not solve ``problem``; empty when it does.
+
+    >>> from jax_memeff.codegen.select import select
+    >>> problem = Problem("forward", "bf16", 64, 64, "sm_80")
+    >>> unsupported_reasons(select(problem), problem)
+    []
+    """
+    return family_reasons(problem) + spec_reasons(spec, problem)
+
+
+def mask_kind(masks: frozenset[str]):
+    """The mask a kernel is compiled for: a window has both bounds, so it includes causal."""
+    if "window" in masks:
+        return "window"
+    return "causal" if "causal" in masks else "none"
+
+
+def _warps_fit(rows: int, columns: int, warps: int, owned_rows: int) -> bool:
+    """Whether warps with ``owned_rows`` rows and a multiple of 16 columns each tile the product."""
+    row_warps = rows // owned_rows
+    return (
+        owned_rows % 16 == 0
+        and rows % owned_rows == 0
+        and row_warps > 0
+        and warps % row_warps == 0
+        and columns % (16 * (warps // row_warps)) == 0
+    )

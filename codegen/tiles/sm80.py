@@ -1,0 +1,131 @@
+"""Tiles of the sm80 family: every number that was chosen, with the reason for it.
+
+A row is found by the part of the table (how much shared memory a block may have) and by the larger
+of the two padded head dims. Rows of one entry are tried in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax_memeff.codegen import arch as archs
+
+CLASSES = (32, 64, 96, 128, 192, 256)
+"""Padded head dims that kernels are compiled for; a dim takes the smallest that holds it."""
+
+TUNED_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+"""(head_dim, value_dim) classes that ``build --all`` compiles; (192, 128) is multi-head latent
+attention. Other pairs take the tile of the larger class."""
+
+FIRST_CAPABILITY = 80
+"""cp.async and bf16 mma.sync, which every kernel of the family uses, begin with sm_80."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One row: the tile of scores a block works on, its warps, and how many blocks share an SM."""
+
+    query: int
+    key: int
+    warps: int
+    blocks_per_sm: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Architectures that have the same shared memory, and the tiles chosen for them."""
+
+    name: str
+    max_shared_bytes: int
+    """What one block may have after opting in: the SM's shared memory less 1 KB."""
+    forward: Mapping[int, tuple[Tile, ...]]
+    backward: Mapping[int, tuple[Tile, ...]]
+
+
+_FORWARD_64 = Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere, 128 score accumulators")
+_FORWARD_96 = Tile(128, 64, 4, 2, "48 KB and 80 accumulators: two blocks hide each other's softmax")
+_FORWARD_128 = Tile(128, 64, 4, 2, "64 KB: two blocks per SM; a longer key tile would spill")
+_FORWARD_192 = Tile(128, 64, 8, 1, "96 KB: one block per SM, so 8 warps to hide latency")
+
+_SM80 = Part(
+    name="sm_80, sm_87",
+    max_shared_bytes=163 * 1024,
+    forward={
+        32: (_FORWARD_64,),
+        64: (_FORWARD_64,),
+        96: (_FORWARD_96,),
+        128: (_FORWARD_128,),
+        192: (_FORWARD_192,),
+        256: (Tile(128, 64, 8, 1, "128 KB of 163 KB; two blocks of 96 KB would not fit"),),
+    },
+    backward={
+        32: (Tile(128, 128, 8, 1, "as 64: a square tile reads dQ least often"),),
+        64: (Tile(128, 128, 8, 1, "144 KB of 163 KB with double-buffered query tiles"),),
+        96: (Tile(64, 128, 8, 1, "as 128: the long key tile halves the passes over dQ"),),
+        128: (Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 query rows would need 240 KB"),),
+        192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
+        256: (Tile(32, 64, 8, 1, "120 KB of 163 KB; 64 query rows would need 176 KB"),),
+    },
+)
+
+_SM86 = Part(
+    name="sm_86, sm_89, sm_120, sm_121",
+    max_shared_bytes=99 * 1024,
+    forward={
+        32: (_FORWARD_64,),
+        64: (_FORWARD_64,),
+        96: (_FORWARD_96,),
+        128: (Tile(128, 32, 4, 2, "48 KB: the short key tile keeps two blocks in 100 KB"),),
+        192: (Tile(64, 64, 4, 1, "72 KB of 99 KB"),),
+        256: (Tile(64, 64, 4, 1, "96 KB of 99 KB"),),
+    },
+    backward={
+        32: (Tile(64, 128, 8, 1, "as 64"),),
+        64: (Tile(64, 128, 8, 1, "88 KB of 99 KB; 128 query rows would need 144 KB"),),
+        96: (Tile(64, 64, 8, 1, "76 KB of 99 KB; 128 keys would need 116 KB"),),
+        128: (Tile(64, 64, 8, 1, "96 KB of 99 KB"),),
+        192: (Tile(32, 64, 8, 1, "92 KB of 99 KB; 64 query rows would need 136 KB"),),
+        256: (Tile(32, 32, 4, 1, "84 KB of 99 KB; 64 keys need 120 KB; 4 warps share 32x32"),),
+    },
+)
+
+_SM90 = Part(
+    name="sm_90, sm_100, sm_103, sm_110",
+    max_shared_bytes=227 * 1024,
+    forward={
+        **_SM80.forward,
+        256: (Tile(64, 64, 4, 2, "96 KB: two blocks fit in 228 KB and hide each other's softmax"),),
+    },
+    backward={
+        **_SM80.backward,
+        256: (Tile(64, 64, 8, 1, "176 KB of 227 KB"),),
+    },
+)
+
+_BY_CAPABILITY = {80: _SM80, 87: _SM80, 90: _SM90, 100: _SM90, 103: _SM90, 110: _SM90}
+
+
+def part(arch: str) -> Part:
+    """The part of the table that serves ``arch``.
+
+    An architecture that is not listed gets the smallest tiles: 99 KB is what every GPU from sm_80
+    on gives a block.
+
+    >>> part("sm_90a").max_shared_bytes // 1024, part("sm_89").max_shared_bytes // 1024
+    (227, 99)
+    """
+    return _BY_CAPABILITY.get(archs.capability(arch), _SM86)
+
+
+def padded(dim: int) -> int:
+    """The smallest class that holds ``dim``; ``ValueError`` above the largest.
+
+    >>> padded(80)
+    96
+    """
+    for padded_dim in CLASSES:
+        if dim <= padded_dim:
+            return padded_dim
+    raise ValueError(f"expected a head dim of at most {CLASSES[-1]}, got {dim}")

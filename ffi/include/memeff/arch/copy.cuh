@@ -1,0 +1,72 @@
+// Moves between memories, one instruction each, on CuTe's copy operations.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/copy_sm80.hpp>
+
+#include <memeff/core/common.cuh>
+
+namespace memeff {
+
+CUTE_DEVICE uint32_t shared_address(void const* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Four 8x8 matrices; a transposed load gives each lane the elements of a column.
+template <bool kTranspose>
+CUTE_DEVICE void load_matrix(uint32_t (&fragment)[4], uint32_t address) {
+  if constexpr (kTranspose) {
+    asm volatile("ldmatrix.sync.aligned.x4.trans.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(address));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(address));
+  }
+}
+
+CUTE_DEVICE void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+CUTE_DEVICE uint4 load_shared_vector(uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+// 16 bytes global -> shared without passing registers; zeros where `valid` is false, and then nothing
+// is read: the address may lie outside the tensor.
+CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+CUTE_DEVICE void commit_copies() { cute::cp_async_fence(); }
+
+// Waits until at most kPending of the youngest committed groups are in flight.
+template <int kPending>
+CUTE_DEVICE void wait_copies() {
+  cute::cp_async_wait<kPending>();
+}
+
+// Adds four floats to global memory, in no particular order with other adders.
+CUTE_DEVICE void reduce_add(float* address, float x, float y, float z, float w) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x), "f"(y),
+               "f"(z), "f"(w)
+               : "memory");
+#else
+  atomicAdd(address + 0, x);
+  atomicAdd(address + 1, y);
+  atomicAdd(address + 2, z);
+  atomicAdd(address + 3, w);
+#endif
+}
+
+}  // namespace memeff

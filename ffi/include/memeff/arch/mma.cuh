@@ -1,0 +1,32 @@
+// The matrix instruction of the sm80 family, through CuTe's atoms.
+#pragma once
+
+#include <cute/arch/mma_sm80.hpp>
+
+#include <memeff/core/common.cuh>
+
+namespace memeff {
+
+// m16n8k16, 16-bit operands, f32 accumulators. Lane l holds, with g = l / 4 and q = l % 4:
+//   accumulators 0..3: (row g, columns 2q, 2q+1), (row g + 8, the same columns)
+//   a 0..3: rows g, g+8 of k 0-7, then of k 8-15;  b 0, 1: k 0-7, k 8-15 of column g
+template <class Element>
+struct MmaAtom;
+
+template <>
+struct MmaAtom<cutlass::bfloat16_t> {
+  using Operation = cute::SM80_16x8x16_F32BF16BF16F32_TN;
+};
+
+template <>
+struct MmaAtom<cutlass::half_t> {
+  using Operation = cute::SM80_16x8x16_F32F16F16F32_TN;
+};
+
+template <class Element, class Accumulator>
+CUTE_DEVICE void mma(Accumulator&& c, uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  MmaAtom<Element>::Operation::fma(c(0), c(1), c(2), c(3), a[0], a[1], a[2], a[3], b0, b1, c(0),
+                                   c(1), c(2), c(3));
+}
+
+}  // namespace memeff

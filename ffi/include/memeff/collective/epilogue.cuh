@@ -1,0 +1,27 @@
+// Writes a tile of accumulators to global memory through shared memory, 16 bytes a thread.
+#pragma once
+
+#include <memeff/collective/warp_gemm.cuh>
+
+namespace memeff {
+
+// `rows` points to element (0, 0) of the tile in global memory; only rows below row_bound and columns
+// below column_bound are written. The shared tile must be free on entry for all threads of the CTA.
+template <class Element, class Tile, class Grid, int kThreads, class Accumulators>
+CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, char* rows,
+                            long long row_bytes, int row_bound, int column_bound) {
+  store_accumulators<Element, Tile, Grid>(tile, accumulators);
+  __syncthreads();
+  constexpr int kRowChunks = Tile::kColumns / 8;
+  CUTE_UNROLL
+  for (int i = threadIdx.x; i < Tile::kRows * kRowChunks; i += kThreads) {
+    int const row = i / kRowChunks;
+    int const chunk = i % kRowChunks;
+    if (row < row_bound && chunk * 8 < column_bound) {
+      *reinterpret_cast<uint4*>(rows + row * row_bytes + chunk * 16) =
+          load_shared_vector(tile + Tile::byte_offset(row, chunk));
+    }
+  }
+}
+
+}  // namespace memeff

@@ -1,0 +1,95 @@
+// The online softmax over key tiles (Milakov and Gimelshein 2018), rows owned by quads of lanes.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/core/math.cuh>
+
+namespace memeff {
+
+// x = prescale * score, or tanh of it: see ScoreScale. Leaves the accumulators alone when there is
+// nothing to do.
+template <bool kSoftCap, class Accumulators>
+CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) {
+  if constexpr (kSoftCap) {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) {
+      scores(i) = tanh_approx(scores(i) * scale.prescale);
+    }
+  } else if (scale.prescale != 1.0f) {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) scores(i) *= scale.prescale;
+  }
+}
+
+template <int kRowBlocks>
+struct OnlineSoftmax {
+  static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane holds elements
+
+  float row_max[kRows];
+  float row_sum[kRows];  // of this lane's columns only, until finish()
+
+  CUTE_DEVICE OnlineSoftmax() {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_max[r] = -infinity();
+      row_sum[r] = 0.0f;
+    }
+  }
+
+  // Turns scores into probabilities relative to the new running maximum, and rescales the output.
+  template <class Scores, class Output>
+  CUTE_DEVICE void step(Scores& scores, Output& output, float softmax_scale) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      int const m = r / 2;
+      int const half = r % 2;
+      float maximum = row_max[r];
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        maximum = fmaxf(maximum, fmaxf(scores(2 * half, m, n), scores(2 * half + 1, m, n)));
+      }
+      maximum = quad_max(maximum);
+      // A row without keys so far has maximum -inf; -inf - -inf would be NaN.
+      float const reference = maximum == -infinity() ? 0.0f : maximum * softmax_scale;
+      float const correction = exp2_approx(row_max[r] * softmax_scale - reference);
+      row_max[r] = maximum;
+      float sum = row_sum[r] * correction;
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float& x = scores(2 * half + i, m, n);
+          x = exp2_approx(fmaf(x, softmax_scale, -reference));
+          sum += x;
+        }
+      }
+      row_sum[r] = sum;
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(output); ++n) {
+        output(2 * half, m, n) *= correction;
+        output(2 * half + 1, m, n) *= correction;
+      }
+    }
+  }
+
+  // Normalises the output and leaves the natural-log logsumexp of each row in row_max.
+  // Rows without keys: output 0, logsumexp -inf.
+  template <class Output>
+  CUTE_DEVICE void finish(Output& output, float softmax_scale) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float const sum = quad_sum(row_sum[r]);
+      bool const empty = sum == 0.0f;
+      float const inverse = empty ? 0.0f : 1.0f / sum;
+      row_max[r] = empty ? -infinity() : row_max[r] * softmax_scale * kLn2 + __logf(sum);
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(output); ++n) {
+        output(2 * (r % 2), r / 2, n) *= inverse;
+        output(2 * (r % 2) + 1, r / 2, n) *= inverse;
+      }
+    }
+  }
+};
+
+}  // namespace memeff

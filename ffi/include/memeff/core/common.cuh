@@ -1,0 +1,26 @@
+// Words that every device file uses.
+#pragma once
+
+#include <cute/config.hpp>
+#include <cute/numeric/integral_constant.hpp>
+#include <cutlass/bfloat16.h>
+#include <cutlass/half.h>
+
+#include <memeff/params.h>
+
+namespace memeff {
+
+constexpr int kWarpSize = 32;
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// Which element tests a kernel was compiled with. Lengths are not listed: they are a run-time bound
+// of loads and loops, and cost nothing where they are absent.
+enum class MaskKind { none, causal, window };
+
+CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+CUTE_HOST_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
+
+CUTE_DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
+}  // namespace memeff

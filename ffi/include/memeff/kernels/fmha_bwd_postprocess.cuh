@@ -1,0 +1,47 @@
+// After the backward: dq = scale * (its f32 sums), rounded. One CTA per tile of query rows.
+#pragma once
+
+#include <memeff/collective/epilogue.cuh>
+#include <memeff/schedule/backward_tiles.cuh>
+#include <memeff/schedule/grid.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct FmhaBackwardPostprocess {
+  using Element = typename Config::Element;
+  using Tiles = BackwardTiles<Config>;
+  static constexpr int kThreads = Tiles::kThreads;
+  static constexpr int kSharedBytes = Tiles::QueryTile::kBytes;
+
+  CUTE_DEVICE static void run(BackwardParams const& params) {
+    extern __shared__ __align__(1024) char shared[];
+    ProblemShape const& shape = params.shape;
+    WorkItem const item = WorkItem::of_block(params.query_tiles, shape.query_heads);
+    int const row = item.tile * Tiles::kTileQuery;
+    float const* const sums =
+        params.query_gradient_sum +
+        Tiles::tile_index(params, item.batch, item.head, item.tile) * Tiles::kQueryTileFloats;
+
+    auto query_gradient = Tiles::QueryGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(query_gradient); ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
+        float4 const sum = *reinterpret_cast<float4 const*>(
+            sums + Tiles::sum_offset(query_gradient, m, n));
+        query_gradient(0, m, n) = sum.x * params.scale.gradient_scale;
+        query_gradient(1, m, n) = sum.y * params.scale.gradient_scale;
+        query_gradient(2, m, n) = sum.z * params.scale.gradient_scale;
+        query_gradient(3, m, n) = sum.w * params.scale.gradient_scale;
+      }
+    }
+    store_tile<Element, typename Tiles::QueryTile, typename Tiles::QueryGrid, kThreads>(
+        shared_address(shared), query_gradient,
+        row_pointer<Element>(params.query_gradient, item.batch, row, item.head),
+        params.query_gradient.row_stride * sizeof(Element), shape.query_length - row,
+        shape.head_dim);
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,82 @@
+// Before the backward: row statistics, and zeros for the dq sums. One CTA per tile of query rows.
+//
+//   delta = rowsum(dO * O) - dlse      (FlashAttention-2, algorithm 2, with the logsumexp's gradient)
+#pragma once
+
+#include <memeff/core/math.cuh>
+#include <memeff/mask/interval.cuh>
+#include <memeff/schedule/backward_tiles.cuh>
+#include <memeff/schedule/grid.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct FmhaBackwardPreprocess {
+  using Element = typename Config::Element;
+  using Tiles = BackwardTiles<Config>;
+  static constexpr int kThreads = Tiles::kThreads;
+  static constexpr int kRowLanes = 8;  // lanes that share a row
+  static constexpr int kRowsPerPass = kThreads / kRowLanes;
+
+  CUTE_DEVICE static void run(BackwardParams const& params) {
+    ProblemShape const& shape = params.shape;
+    WorkItem const item = WorkItem::of_block(params.query_tiles, shape.query_heads);
+    IntervalMask<MaskKind::none> const mask(params.mask, shape, item.batch);
+    long long const tile_index = Tiles::tile_index(params, item.batch, item.head, item.tile);
+    int const first_row = item.tile * Tiles::kTileQuery;
+    int const lane = threadIdx.x % kRowLanes;
+
+    for (int i = threadIdx.x / kRowLanes; i < Tiles::kTileQuery; i += kRowsPerPass) {
+      int const row = first_row + i;
+      bool const valid = row < mask.query_length;
+      float delta = 0.0f;
+      if (valid) {
+        delta = row_dot(row_pointer<Element>(params.out, item.batch, row, item.head),
+                        row_pointer<Element>(params.out_gradient, item.batch, row, item.head),
+                        lane, shape.value_dim);
+      }
+      delta += __shfl_xor_sync(0xffffffffu, delta, 1);
+      delta += __shfl_xor_sync(0xffffffffu, delta, 2);
+      delta += __shfl_xor_sync(0xffffffffu, delta, 4);
+      if (lane == 0) {
+        long long const head_batch = (long long)item.batch * shape.query_heads + item.head;
+        long long const source = head_batch * shape.query_length + row;
+        // +inf makes every probability of a row without keys, or beyond the length, exactly 0.
+        float logsumexp = valid ? params.logsumexp[source] : -infinity();
+        bool const empty = logsumexp == -infinity();
+        if (!empty && params.logsumexp_gradient != nullptr) {
+          delta -= params.logsumexp_gradient[source];
+        }
+        long long const target = tile_index * Tiles::kTileQuery + i;
+        params.row_logsumexp2[target] = empty ? infinity() : logsumexp * kLog2e;
+        params.row_delta[target] = empty ? 0.0f : delta;
+      }
+    }
+
+    if constexpr (Config::kQueryGradient) {
+      float4* const sums = reinterpret_cast<float4*>(params.query_gradient_sum +
+                                                     tile_index * Tiles::kQueryTileFloats);
+      for (int i = threadIdx.x; i < Tiles::kQueryTileFloats / 4; i += kThreads) {
+        sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
+    }
+  }
+
+  // This lane's part of the dot product of two rows.
+  CUTE_DEVICE static float row_dot(char const* a, char const* b, int lane, int columns) {
+    float sum = 0.0f;
+    for (int column = lane * 8; column < columns; column += kRowLanes * 8) {
+      uint4 const x = *reinterpret_cast<uint4 const*>(a + column * 2);
+      uint4 const y = *reinterpret_cast<uint4 const*>(b + column * 2);
+      sum += pair_dot(x.x, y.x) + pair_dot(x.y, y.y) + pair_dot(x.z, y.z) + pair_dot(x.w, y.w);
+    }
+    return sum;
+  }
+
+  CUTE_DEVICE static float pair_dot(uint32_t x, uint32_t y) {
+    return unpack<Element>(x, 0) * unpack<Element>(y, 0) +
+           unpack<Element>(x, 1) * unpack<Element>(y, 1);
+  }
+};
+
+}  // namespace memeff

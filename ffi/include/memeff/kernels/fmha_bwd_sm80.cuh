@@ -1,0 +1,257 @@
+// Attention backward for GPUs with mma.sync and cp.async: keys are split over the grid.
+//
+// One CTA owns a tile of keys of one key head. It visits the query tiles that attend to it, for every
+// query head of the group, recomputes the probabilities, keeps dk and dv in registers (so they need
+// no atomics and are the same in every run) and adds its part of dq to f32 sums in global memory:
+//
+//   S = Q K^T    dP = dO V^T    P = exp2(S - lse)    dS = P (dP - delta)
+//   dV += P^T dO    dQ = dS K    dK += dS^T Q
+//
+// The next query tile arrives while this one is worked on (two buffers); dO has one buffer and is
+// loaded again as soon as dV no longer reads it. Gradients that nobody asked for (Config::kQueryGradient,
+// kKeyGradient, kValueGradient) cost neither products nor memory.
+#pragma once
+
+#include <memeff/collective/epilogue.cuh>
+#include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/softmax.cuh>
+#include <memeff/kernels/fmha_bwd_postprocess.cuh>
+#include <memeff/kernels/fmha_bwd_preprocess.cuh>
+#include <memeff/mask/interval.cuh>
+#include <memeff/schedule/backward_tiles.cuh>
+#include <memeff/schedule/grid.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct FmhaBackwardSm80 {
+  using Element = typename Config::Element;
+  using Tiles = BackwardTiles<Config>;
+  using QueryTile = typename Tiles::QueryTile;
+  using OutTile = typename Tiles::OutTile;
+  using KeyTile = typename Tiles::KeyTile;
+  using ValueTile = typename Tiles::ValueTile;
+  using ScoreTile = typename Tiles::ScoreTile;
+  using ScoreGrid = typename Tiles::ScoreGrid;
+  using QueryGrid = typename Tiles::QueryGrid;
+  using KeyGrid = typename Tiles::KeyGrid;
+  using ValueGrid = typename Tiles::ValueGrid;
+  static constexpr int kTileQuery = Tiles::kTileQuery;
+  static constexpr int kTileKey = Tiles::kTileKey;
+  static constexpr int kThreads = Tiles::kThreads;
+  static constexpr int kSharedBytes = KeyTile::kBytes + ValueTile::kBytes + 2 * QueryTile::kBytes +
+                                      OutTile::kBytes + 2 * ScoreTile::kBytes;
+
+  // dS is needed by dq and dk; a frozen query and key leave only dv, which needs P alone.
+  static constexpr bool kScoreGradient = Config::kQueryGradient || Config::kKeyGradient;
+
+  // One visit of the loop: a tile of rows of one query head.
+  struct Visit {
+    int head;
+    int row;
+    int tile;
+  };
+
+  CUTE_DEVICE static void run(BackwardParams const& params) {
+    extern __shared__ __align__(1024) char shared[];
+    uint32_t const key_tile = shared_address(shared);
+    uint32_t const value_tile = key_tile + KeyTile::kBytes;
+    uint32_t const query_buffers = value_tile + ValueTile::kBytes;
+    uint32_t const out_tile = query_buffers + 2 * QueryTile::kBytes;
+    uint32_t const probability_tile = out_tile + OutTile::kBytes;
+    uint32_t const score_tile = probability_tile + ScoreTile::kBytes;
+
+    ProblemShape const& shape = params.shape;
+    WorkItem const item =
+        WorkItem::of_block(ceil_div(shape.key_length, kTileKey), shape.key_heads);
+    int const column = item.tile * kTileKey;
+    IntervalMask<Config::kMask> const mask(params.mask, shape, item.batch);
+    TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
+    int const head_visits = tiles.end - tiles.begin;
+    int const visits = head_visits * shape.group;
+
+    auto visit_at = [&](int index) {
+      int const head_index = shape.group == 1 ? 0 : index / head_visits;
+      int const tile = tiles.begin + index - head_index * head_visits;
+      return Visit{item.head * shape.group + head_index, tile * kTileQuery, tile};
+    };
+    auto load_query = [&](Visit const& visit, uint32_t buffer) {
+      TileLoader<QueryTile, kThreads>::copy(
+          buffer, row_pointer<Element>(params.query, item.batch, visit.row, visit.head),
+          params.query.row_stride * sizeof(Element), mask.query_length - visit.row,
+          shape.head_dim);
+    };
+    auto load_out_gradient = [&](Visit const& visit) {
+      TileLoader<OutTile, kThreads>::copy(
+          out_tile, row_pointer<Element>(params.out_gradient, item.batch, visit.row, visit.head),
+          params.out_gradient.row_stride * sizeof(Element), mask.query_length - visit.row,
+          shape.value_dim);
+    };
+
+    auto key_gradient = KeyGrid::make_accumulators();      // (4, MMA_M, MMA_N)
+    auto value_gradient = ValueGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+    cute::clear(key_gradient);
+    cute::clear(value_gradient);
+
+    if (visits > 0) {
+      int const column_bound = mask.key_length - column;
+      TileLoader<KeyTile, kThreads>::copy(
+          key_tile, row_pointer<Element>(params.key, item.batch, column, item.head),
+          params.key.row_stride * sizeof(Element), column_bound, shape.head_dim);
+      TileLoader<ValueTile, kThreads>::copy(
+          value_tile, row_pointer<Element>(params.value, item.batch, column, item.head),
+          params.value.row_stride * sizeof(Element), column_bound, shape.value_dim);
+      load_query(visit_at(0), query_buffers);
+      load_out_gradient(visit_at(0));
+      commit_copies();
+    }
+
+    for (int index = 0; index < visits; ++index) {
+      Visit const visit = visit_at(index);
+      uint32_t const query_tile = query_buffers + index % 2 * QueryTile::kBytes;
+      bool const has_next = index + 1 < visits;
+
+      wait_copies<0>();
+      __syncthreads();  // this visit's tiles are here; nobody reads the other query buffer or dS
+      if (has_next) {
+        load_query(visit_at(index + 1), query_buffers + (index + 1) % 2 * QueryTile::kBytes);
+        commit_copies();
+      }
+
+      auto scores = ScoreGrid::make_accumulators();         // (4, MMA_M, MMA_N)
+      auto score_gradient = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+      cute::clear(scores);
+      cute::clear(score_gradient);
+      warp_gemm<Element, Config::kHeadDim / 16>(
+          scores,
+          LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks>(query_tile, ScoreGrid::row()),
+          RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks>(key_tile,
+                                                                         ScoreGrid::column()));
+      if constexpr (kScoreGradient) {
+        warp_gemm<Element, Config::kValueDim / 16>(
+            score_gradient,
+            LeftOperand<OutTile, Contiguous::k, ScoreGrid::kRowBlocks>(out_tile, ScoreGrid::row()),
+            RightOperand<ValueTile, Contiguous::k, ScoreGrid::kColumnBlocks>(value_tile,
+                                                                             ScoreGrid::column()));
+      }
+
+      bool const needs_test = mask.needs_test(visit.row, kTileQuery, column, kTileKey);
+      probabilities(params, item.batch, visit, mask, needs_test, column, scores, score_gradient);
+      if constexpr (Config::kValueGradient) {
+        store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
+      }
+      if constexpr (kScoreGradient) {
+        store_accumulators<Element, ScoreTile, ScoreGrid>(score_tile, score_gradient);
+      }
+      __syncthreads();  // P and dS are complete
+
+      if constexpr (Config::kValueGradient) {
+        warp_gemm<Element, kTileQuery / 16>(
+            value_gradient,
+            LeftOperand<ScoreTile, Contiguous::outer, ValueGrid::kRowBlocks>(probability_tile,
+                                                                             ValueGrid::row()),
+            RightOperand<OutTile, Contiguous::outer, ValueGrid::kColumnBlocks>(
+                out_tile, ValueGrid::column()));
+        __syncthreads();  // nobody reads dO any more
+      }
+      if (has_next) {
+        load_out_gradient(visit_at(index + 1));
+        commit_copies();
+      }
+
+      if constexpr (Config::kQueryGradient) {
+        add_query_gradient(params, item.batch, visit, score_tile, key_tile);
+      }
+      if constexpr (Config::kKeyGradient) {
+        warp_gemm<Element, kTileQuery / 16>(
+            key_gradient,
+            LeftOperand<ScoreTile, Contiguous::outer, KeyGrid::kRowBlocks>(score_tile,
+                                                                           KeyGrid::row()),
+            RightOperand<QueryTile, Contiguous::outer, KeyGrid::kColumnBlocks>(
+                query_tile, KeyGrid::column()));
+      }
+    }
+
+    __syncthreads();  // the key and value tiles, which the results go through, are no longer read
+    int const key_bound = shape.key_length - column;
+    if constexpr (Config::kKeyGradient) {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(key_gradient); ++i) {
+        key_gradient(i) *= params.scale.gradient_scale;
+      }
+      store_tile<Element, KeyTile, KeyGrid, kThreads>(
+          key_tile, key_gradient,
+          row_pointer<Element>(params.key_gradient, item.batch, column, item.head),
+          params.key_gradient.row_stride * sizeof(Element), key_bound, shape.head_dim);
+    }
+    if constexpr (Config::kValueGradient) {
+      store_tile<Element, ValueTile, ValueGrid, kThreads>(
+          value_tile, value_gradient,
+          row_pointer<Element>(params.value_gradient, item.batch, column, item.head),
+          params.value_gradient.row_stride * sizeof(Element), key_bound, shape.value_dim);
+    }
+  }
+
+  // scores: S -> P.  score_gradient: dP -> dS, the gradient of query.key without the user's scale.
+  template <class Mask, class Scores>
+  CUTE_DEVICE static void probabilities(BackwardParams const& params, int batch,
+                                        Visit const& visit, Mask const& mask, bool needs_test,
+                                        int column, Scores& scores, Scores& score_gradient) {
+    prescale_scores<Config::kSoftCap>(scores, params.scale);
+    Scores derivative = scores;  // of the soft cap: 1 - tanh^2, taken before masking
+    if (needs_test) mask.template apply<ScoreGrid>(scores, visit.row, column);
+    long long const first =
+        Tiles::tile_index(params, batch, visit.head, visit.tile) * kTileQuery;
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(scores); ++m) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int const row = ScoreGrid::element_row(2 * half, m);
+        float const logsumexp2 = params.row_logsumexp2[first + row];
+        float const delta = params.row_delta[first + row];
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<2>(scores); ++n) {
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            int const element = 2 * half + i;
+            float const probability = exp2_approx(
+                fmaf(scores(element, m, n), params.scale.softmax_scale, -logsumexp2));
+            float gradient = probability * (score_gradient(element, m, n) - delta);
+            if constexpr (Config::kSoftCap) {
+              float const x = derivative(element, m, n);
+              gradient *= fmaf(-x, x, 1.0f);
+            }
+            scores(element, m, n) = probability;
+            score_gradient(element, m, n) = gradient;
+          }
+        }
+      }
+    }
+  }
+
+  // dQ of this visit, added to the sums in the order that BackwardTiles defines.
+  CUTE_DEVICE static void add_query_gradient(BackwardParams const& params, int batch,
+                                             Visit const& visit, uint32_t score_tile,
+                                             uint32_t key_tile) {
+    auto query_gradient = QueryGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+    cute::clear(query_gradient);
+    warp_gemm<Element, kTileKey / 16>(
+        query_gradient,
+        LeftOperand<ScoreTile, Contiguous::k, QueryGrid::kRowBlocks>(score_tile, QueryGrid::row()),
+        RightOperand<KeyTile, Contiguous::outer, QueryGrid::kColumnBlocks>(key_tile,
+                                                                           QueryGrid::column()));
+    float* const sums = params.query_gradient_sum +
+                        Tiles::tile_index(params, batch, visit.head, visit.tile) *
+                            Tiles::kQueryTileFloats;
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(query_gradient); ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
+        reduce_add(sums + Tiles::sum_offset(query_gradient, m, n), query_gradient(0, m, n),
+                   query_gradient(1, m, n), query_gradient(2, m, n), query_gradient(3, m, n));
+      }
+    }
+  }
+};
+
+}  // namespace memeff

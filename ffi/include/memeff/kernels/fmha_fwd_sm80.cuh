@@ -1,0 +1,164 @@
+// Attention forward for GPUs with mma.sync and cp.async: one CTA computes a tile of query rows.
+//
+// Keys and values pass through shared memory from right to left. Each is loaded while the tensor cores
+// work on the other, so that one buffer of each is enough:
+//
+//   wait K | load V | S = Q K^T | wait V | load next K | softmax | O += P V
+//
+// Each warp owns whole rows, so P goes from the accumulators of S to the operand of P V in registers.
+#pragma once
+
+#include <memeff/collective/epilogue.cuh>
+#include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/softmax.cuh>
+#include <memeff/collective/warp_gemm.cuh>
+#include <memeff/mask/interval.cuh>
+#include <memeff/schedule/grid.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct FmhaForwardSm80 {
+  using Element = typename Config::Element;
+  static constexpr int kThreads = Config::kWarps * kWarpSize;
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+
+  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
+  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
+  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;
+  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;  // over the others, at the end
+  static constexpr int kLoopBytes = QueryTile::kBytes + KeyTile::kBytes + ValueTile::kBytes;
+  static constexpr int kSharedBytes = kLoopBytes > OutTile::kBytes ? kLoopBytes : OutTile::kBytes;
+
+  // Each warp owns whole rows of S and O.
+  static constexpr int kWarpRows = kTileQuery / Config::kWarps;
+  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
+  using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Config::kWarps, kWarpRows>;
+  static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
+
+  CUTE_DEVICE static void run(ForwardParams const& params) {
+    extern __shared__ __align__(1024) char shared[];
+    uint32_t const query_tile = shared_address(shared);
+    uint32_t const key_tile = query_tile + QueryTile::kBytes;
+    uint32_t const value_tile = key_tile + KeyTile::kBytes;
+
+    ProblemShape const& shape = params.shape;
+    WorkItem const item = work_item(shape);
+    int const row = item.tile * kTileQuery;
+    int const key_head = item.head / shape.group;
+
+    IntervalMask<Config::kMask> const mask(params.mask, shape, item.batch);
+    TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
+
+    char const* const key_rows = row_pointer<Element>(params.key, item.batch, 0, key_head);
+    char const* const value_rows = row_pointer<Element>(params.value, item.batch, 0, key_head);
+    long long const key_row_bytes = params.key.row_stride * sizeof(Element);
+    long long const value_row_bytes = params.value.row_stride * sizeof(Element);
+    auto load_key = [&](int tile) {
+      int const column = tile * kTileKey;
+      TileLoader<KeyTile, kThreads>::copy(key_tile, key_rows + column * key_row_bytes,
+                                          key_row_bytes, mask.key_length - column, shape.head_dim);
+      commit_copies();
+    };
+    auto load_value = [&](int tile) {
+      int const column = tile * kTileKey;
+      TileLoader<ValueTile, kThreads>::copy(value_tile, value_rows + column * value_row_bytes,
+                                            value_row_bytes, mask.key_length - column,
+                                            shape.value_dim);
+      commit_copies();
+    };
+
+    auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+    cute::clear(output);
+    OnlineSoftmax<kRowBlocks> softmax;
+
+    if (tiles.begin < tiles.end) {
+      TileLoader<QueryTile, kThreads>::copy(
+          query_tile, row_pointer<Element>(params.query, item.batch, row, item.head),
+          params.query.row_stride * sizeof(Element), mask.query_length - row, shape.head_dim);
+      load_key(tiles.end - 1);
+    }
+
+    LeftOperand<QueryTile, Contiguous::k, kRowBlocks> const query(query_tile, ScoreGrid::row());
+    RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks> const key(key_tile, 0);
+    RightOperand<ValueTile, Contiguous::outer, OutGrid::kColumnBlocks> const value(value_tile, 0);
+
+    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+      int const column = tile * kTileKey;
+      wait_copies<0>();
+      __syncthreads();  // keys are here; nobody reads the previous values any more
+      load_value(tile);
+
+      auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+      cute::clear(scores);
+      warp_gemm<Element, Config::kHeadDim / 16>(scores, query, key);
+
+      wait_copies<0>();
+      __syncthreads();  // values are here; nobody reads these keys any more
+      if (tile > tiles.begin) load_key(tile - 1);
+
+      prescale_scores<Config::kSoftCap>(scores, params.scale);
+      if (mask.needs_test(row, kTileQuery, column, kTileKey)) {
+        mask.template apply<ScoreGrid>(scores, row, column);
+      }
+      softmax.step(scores, output, params.scale.softmax_scale);
+      warp_gemm<Element, kTileKey / 16>(output, as_left_operand<Element>(scores), value);
+    }
+
+    softmax.finish(output, params.scale.softmax_scale);
+    store(params, softmax, output, query_tile);
+  }
+
+  CUTE_DEVICE static WorkItem work_item(ProblemShape const& shape) {
+    int const query_tiles = ceil_div(shape.query_length, kTileQuery);
+    WorkItem item = WorkItem::of_block(query_tiles, shape.query_heads);
+    // The last rows of a causal mask have the most keys: start them first.
+    if constexpr (Config::kMask == MaskKind::causal) item.tile = query_tiles - 1 - item.tile;
+    return item;
+  }
+
+  template <class Softmax, class Output>
+  CUTE_DEVICE static void store(ForwardParams const& params, Softmax const& softmax, Output& output,
+                                uint32_t tile) {
+    ProblemShape const& shape = params.shape;
+    WorkItem const item = work_item(shape);
+    int const row = item.tile * kTileQuery;
+    int const row_bound = shape.query_length - row;
+    int const query_bound =
+        IntervalMask<Config::kMask>(params.mask, shape, item.batch).query_length - row;
+    if (threadIdx.x % 4 == 0) {
+      long long const head_batch = (long long)item.batch * shape.query_heads + item.head;
+      float* const logsumexp = params.logsumexp + head_batch * shape.query_length + row;
+      CUTE_UNROLL
+      for (int r = 0; r < 2 * kRowBlocks; ++r) {
+        int const tile_row = OutGrid::element_row(2 * (r % 2), r / 2);
+        if (tile_row < row_bound) {
+          logsumexp[tile_row] = tile_row < query_bound ? softmax.row_max[r] : -infinity();
+        }
+      }
+    }
+    if (query_bound < kTileQuery) zero_rows(output, query_bound);
+    __syncthreads();  // the tiles that OutTile covers are no longer read
+    store_tile<Element, OutTile, OutGrid, kThreads>(
+        tile, output, row_pointer<Element>(params.out, item.batch, row, item.head),
+        params.out.row_stride * sizeof(Element), row_bound, shape.value_dim);
+  }
+
+  // Rows from `bound` on lie beyond the query length: their output is 0.
+  template <class Output>
+  CUTE_DEVICE static void zero_rows(Output& output, int bound) {
+    CUTE_UNROLL
+    for (int m = 0; m < kRowBlocks; ++m) {
+      CUTE_UNROLL
+      for (int element = 0; element < 4; ++element) {
+        if (OutGrid::element_row(element, m) >= bound) {
+          CUTE_UNROLL
+          for (int n = 0; n < cute::size<2>(output); ++n) output(element, m, n) = 0.0f;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace memeff

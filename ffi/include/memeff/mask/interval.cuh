@@ -1,0 +1,106 @@
+// Causal masks, windows and lengths: the valid columns of a row are one interval.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/core/common.cuh>
+
+namespace memeff {
+
+// Half-open range of tile indices.
+struct TileRange {
+  int begin;
+  int end;
+};
+
+// Column s of row t is valid when  t < query_length,  s < key_length  and
+// t + first <= s <= t + last.  Both window alignments and the global positions of a shard fold into
+// the two offsets, because each is constant in one batch element.
+template <MaskKind kKind>
+struct IntervalMask {
+  int query_length;
+  int key_length;
+  int first;  // used by MaskKind::window
+  int last;   // used by MaskKind::causal and MaskKind::window
+
+  CUTE_DEVICE IntervalMask(MaskParams const& mask, ProblemShape const& shape, int batch) {
+    query_length = clamp_length(mask.query_lengths, batch, shape.query_length);
+    key_length = clamp_length(mask.key_lengths, batch, shape.key_length);
+    if constexpr (kKind != MaskKind::none) {
+      int const shift = clamp((mask.query_position != nullptr ? *mask.query_position : 0) -
+                              (mask.key_position != nullptr ? *mask.key_position : 0));
+      int const bottom_right = key_length - query_length + shift;
+      last = min(bound(mask.top_left_right, shift), bound(mask.bottom_right_right, bottom_right));
+      first = -min(bound(mask.top_left_left, -shift), bound(mask.bottom_right_left, -bottom_right));
+    }
+  }
+
+  // Sizes stay below kMaxLength, so that no sum of a row, a column and a bound leaves 32 bits.
+  CUTE_DEVICE static int clamp(int x) { return min(max(x, -kUnbounded), kUnbounded); }
+  CUTE_DEVICE static int bound(int limit, int shift) {
+    return limit == kUnbounded ? kUnbounded : clamp(limit + shift);
+  }
+
+  CUTE_DEVICE static int clamp_length(int const* lengths, int batch, int size) {
+    return lengths != nullptr ? min(max(lengths[batch], 0), size) : size;
+  }
+
+  CUTE_DEVICE int row_begin(int row) const {
+    return kKind == MaskKind::window ? max(row + first, 0) : 0;
+  }
+  CUTE_DEVICE int row_end(int row) const {
+    return kKind == MaskKind::none ? key_length : min(row + last + 1, key_length);
+  }
+
+  // Key tiles with a valid element for some row of [row, row + rows).
+  CUTE_DEVICE TileRange key_tiles(int row, int rows, int tile) const {
+    int const last_row = min(row + rows, query_length) - 1;
+    if (last_row < row) return {0, 0};
+    int const end = max(row_end(last_row), 0);
+    return {min(row_begin(row), end) / tile, ceil_div(end, tile)};
+  }
+
+  // Query tiles with a valid element for some column of [column, column + columns).
+  CUTE_DEVICE TileRange query_tiles(int column, int columns, int tile) const {
+    if (column >= key_length) return {0, 0};
+    int begin = 0;
+    int end = query_length;
+    if constexpr (kKind != MaskKind::none) begin = max(column - last, 0);
+    if constexpr (kKind == MaskKind::window) {
+      end = min(end, min(column + columns, key_length) - first);
+    }
+    return {begin / tile, ceil_div(max(end, begin / tile * tile), tile)};
+  }
+
+  // Does the tile hold an element that is not valid? Rows past query_length do not count: nothing of
+  // them is ever written.
+  CUTE_DEVICE bool needs_test(int row, int rows, int column, int columns) const {
+    return column + columns > row_end(row) ||
+           (kKind == MaskKind::window && column < row_begin(row + rows - 1));
+  }
+
+  // Sets the accumulators of invalid elements to -inf.
+  template <class Grid, class Accumulators>
+  CUTE_DEVICE void apply(Accumulators& scores, int row, int column) const {
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(scores); ++m) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int const t = row + Grid::element_row(2 * half, m);
+        int const begin = row_begin(t) - column;
+        int const end = row_end(t) - column;
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<2>(scores); ++n) {
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            int const s = Grid::element_column(i, n);
+            bool const valid = s < end && (kKind != MaskKind::window || s >= begin);
+            if (!valid) scores(2 * half + i, m, n) = -infinity();
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace memeff

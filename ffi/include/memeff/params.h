@@ -1,0 +1,96 @@
+// Kernel parameters: plain structs that the host fills and the device reads.
+//
+// This is the one header that both compilers see (the host's C++ compiler and NVRTC), so it holds
+// built-in types only. The static_asserts at the end are evaluated on both sides: a layout
+// difference is a compile error and not a wrong answer.
+#pragma once
+
+namespace memeff {
+
+// A [batch, sequence, head, dim] tensor whose innermost dimension is contiguous.
+// Strides count elements; they are 64 bits wide because sizes may pass 2^31.
+struct TensorView {
+  void* data;
+  long long batch_stride;
+  long long row_stride;
+  long long head_stride;
+};
+
+// Sizes of one call, named as in the documentation: query [B, T, N, H], key [B, S, K, H],
+// value [B, S, K, Hv].
+struct ProblemShape {
+  int batch;         // B
+  int query_length;  // T
+  int key_length;    // S
+  int query_heads;   // N
+  int key_heads;     // K, divides N
+  int head_dim;      // H
+  int value_dim;     // Hv
+  int group;         // N / K
+};
+
+// How a score becomes an exponent of two.
+//   without soft cap: x = score * prescale;  p = exp2(x * softmax_scale - lse2)
+//   with soft cap:    x = tanh(score * prescale), otherwise the same
+// prescale is 1 for positive scales without soft cap, which costs nothing. A scale <= 0 goes into
+// prescale, because the running maximum is taken of x and needs softmax_scale > 0.
+struct ScoreScale {
+  float prescale;
+  float softmax_scale;  // of log2(e), times scale or the soft cap
+  float gradient_scale;  // d(score)/d(query.key): the user's scale
+};
+
+// Windows hold one bound each way and alignment, kUnbounded when there is none. Top-left windows
+// count from the diagonal s == t, bottom-right ones from s == t + (key length - query length).
+struct MaskParams {
+  int top_left_left;
+  int top_left_right;
+  int bottom_right_left;
+  int bottom_right_right;
+  const int* query_lengths;   // [B] or null
+  const int* key_lengths;     // [B] or null
+  const int* query_position;  // [] or null: global index of row 0
+  const int* key_position;    // [] or null: global index of column 0
+};
+
+constexpr int kUnbounded = 1 << 30;
+constexpr int kMaxLength = 1 << 28;  // largest T and S
+
+struct ForwardParams {
+  ProblemShape shape;
+  ScoreScale scale;
+  MaskParams mask;
+  TensorView query;
+  TensorView key;
+  TensorView value;
+  TensorView out;
+  float* logsumexp;  // [B, N, T], natural logarithm
+};
+
+struct BackwardParams {
+  ProblemShape shape;
+  ScoreScale scale;
+  MaskParams mask;
+  TensorView query;
+  TensorView key;
+  TensorView value;
+  TensorView out;
+  TensorView out_gradient;
+  TensorView query_gradient;
+  TensorView key_gradient;
+  TensorView value_gradient;
+  const float* logsumexp;           // [B, N, T]
+  const float* logsumexp_gradient;  // [B, N, T] or null
+  float* row_logsumexp2;            // [B, N, padded T]: base 2, +inf where a row has no keys
+  float* row_delta;                 // [B, N, padded T]: rowsum(dO * O) - dlse
+  float* query_gradient_sum;        // [B, N, padded T, head dim class], in fragment order
+  int query_tiles;                  // padded T / query tile
+};
+
+static_assert(sizeof(TensorView) == 32, "host and device disagree on TensorView");
+static_assert(sizeof(ProblemShape) == 32, "host and device disagree on ProblemShape");
+static_assert(sizeof(MaskParams) == 48, "host and device disagree on MaskParams");
+static_assert(sizeof(ForwardParams) == 232, "host and device disagree on ForwardParams");
+static_assert(sizeof(BackwardParams) == 400, "host and device disagree on BackwardParams");
+
+}  // namespace memeff

@@ -1,0 +1,46 @@
+// What the three kernels of the backward agree on: tiles, padding, and the order of the dq sums.
+#pragma once
+
+#include <memeff/collective/warp_gemm.cuh>
+#include <memeff/core/shared_tile.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct BackwardTiles {
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+  static constexpr int kWarps = Config::kWarps;
+  static constexpr int kThreads = kWarps * kWarpSize;
+
+  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;      // also dq
+  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;       // dO
+  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;          // also dk
+  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;       // also dv
+  using ScoreTile = SharedTile<kTileQuery, kTileKey>;              // P, dS
+
+  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kWarps>;
+  using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kWarps>;
+  using KeyGrid = WarpGrid<kTileKey, Config::kHeadDim, kWarps>;
+  using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps>;
+
+  // dq is summed in f32 over the key tiles. The workspace keeps each thread's accumulators together
+  // (four floats a lane, 512 bytes a warp and block) instead of rows: the sums become aligned vector
+  // reductions, and the postprocess kernel, which has the same threads, reads them back as they are.
+  static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
+
+  template <class Accumulators>
+  CUTE_DEVICE static int sum_offset(Accumulators const& accumulators, int m, int n) {
+    int const block = m * int(cute::size<2>(accumulators)) + n;
+    return (block * kThreads + int(threadIdx.x)) * 4;
+  }
+
+  // Start of the padded rows of one (batch, head, query tile) in the statistics.
+  CUTE_DEVICE static long long tile_index(BackwardParams const& params, int batch, int head,
+                                          int tile) {
+    long long const head_batch = (long long)batch * params.shape.query_heads + head;
+    return head_batch * params.query_tiles + tile;
+  }
+};
+
+}  // namespace memeff

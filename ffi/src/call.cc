@@ -1,0 +1,139 @@
+#include "call.h"
+
+#include <cstdint>
+#include <sstream>
+
+namespace memeff::host {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kAlignment = 16;  // bytes of one cp.async and of one vector store
+
+std::map<std::string, int> positions(std::string_view names) {
+  std::map<std::string, int> result;
+  std::istringstream stream{std::string(names)};
+  int position = 0;
+  for (std::string name; std::getline(stream, name, ',');) result[name] = position++;
+  return result;
+}
+
+}  // namespace
+
+ffi::TypeId Call::id = {};
+
+ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attributes) {
+  auto operands = attributes.get<std::string_view>("operands");
+  auto results = attributes.get<std::string_view>("results");
+  auto scale = attributes.get<ffi::Span<const float>>("scale");
+  auto windows = attributes.get<ffi::Span<const int32_t>>("windows");
+  auto kernels = attributes.get<ffi::Dictionary>("kernels");
+  if (!operands.has_value() || !results.has_value() || !scale.has_value() ||
+      !windows.has_value() || !kernels.has_value() || scale->size() != 3 || windows->size() != 4) {
+    return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
+                                   "the custom call needs the attributes operands, results, scale "
+                                   "(3), windows (4) and kernels (was the program exported by "
+                                   "another version?)"));
+  }
+  auto table = KernelTable::decode(*kernels);
+  if (!table.has_value()) return ffi::Unexpected(table.error());
+  auto call = std::make_unique<Call>();
+  call->kernels = std::move(*table);
+  call->operands = positions(*operands);
+  call->results = positions(*results);
+  call->scale = {(*scale)[0], (*scale)[1], (*scale)[2]};
+  call->mask = {};
+  call->mask.top_left_left = (*windows)[0];
+  call->mask.top_left_right = (*windows)[1];
+  call->mask.bottom_right_left = (*windows)[2];
+  call->mask.bottom_right_right = (*windows)[3];
+  if (ffi::Error error = call->kernels.load(); error.failure()) return ffi::Unexpected(error);
+  return call;
+}
+
+bool Buffers::has(const std::string& name) const {
+  return call_.operands.count(name) != 0 || call_.results.count(name) != 0;
+}
+
+void Buffers::fail(const std::string& message) {
+  if (error_.success()) error_ = failure(ffi::ErrorCode::kInvalidArgument, message);
+}
+
+void* Buffers::data(const std::string& name) {
+  if (auto found = call_.operands.find(name); found != call_.operands.end()) {
+    auto buffer = arguments_.get<ffi::AnyBuffer>(found->second);
+    if (buffer.has_value()) return buffer->untyped_data();
+    fail("operand " + name + " is missing: " + buffer.error().message());
+  } else if (auto found = call_.results.find(name); found != call_.results.end()) {
+    auto buffer = results_.get<ffi::AnyBuffer>(found->second);
+    if (buffer.has_value()) return (*buffer)->untyped_data();
+    fail("result " + name + " is missing: " + buffer.error().message());
+  }
+  return nullptr;
+}
+
+ffi::AnyBuffer::Dimensions Buffers::dimensions(const std::string& name) {
+  if (auto found = call_.operands.find(name); found != call_.operands.end()) {
+    auto buffer = arguments_.get<ffi::AnyBuffer>(found->second);
+    if (buffer.has_value()) return buffer->dimensions();
+  } else if (auto found = call_.results.find(name); found != call_.results.end()) {
+    auto buffer = results_.get<ffi::AnyBuffer>(found->second);
+    if (buffer.has_value()) return (*buffer)->dimensions();
+  }
+  return {};
+}
+
+TensorView Buffers::tensor(const std::string& name) {
+  TensorView view = {};
+  if (!has(name)) return view;
+  auto const dims = dimensions(name);
+  if (dims.size() != 4) {
+    fail(name + " needs rank 4, got rank " + std::to_string(dims.size()));
+    return view;
+  }
+  view.data = data(name);
+  if (reinterpret_cast<std::uintptr_t>(view.data) % kAlignment != 0) {
+    fail(name + " starts at an address that is not a multiple of " + std::to_string(kAlignment) +
+         " bytes, which this kernel was compiled for: copy it before the call");
+  }
+  view.head_stride = dims[3];
+  view.row_stride = dims[2] * view.head_stride;
+  view.batch_stride = dims[1] * view.row_stride;
+  return view;
+}
+
+ProblemShape Buffers::shape() {
+  ProblemShape shape = {};
+  auto const query = dimensions("query");
+  auto const key = dimensions("key");
+  auto const value = dimensions("value");
+  if (query.size() != 4 || key.size() != 4 || value.size() != 4) {
+    fail("query, key and value need rank 4");
+    return shape;
+  }
+  if (query[1] > kMaxLength || key[1] > kMaxLength) {
+    fail("sequences of at most " + std::to_string(kMaxLength) + " are supported, got " +
+         std::to_string(query[1]) + " queries and " + std::to_string(key[1]) + " keys");
+    return shape;
+  }
+  shape.batch = static_cast<int>(query[0]);
+  shape.query_length = static_cast<int>(query[1]);
+  shape.query_heads = static_cast<int>(query[2]);
+  shape.head_dim = static_cast<int>(query[3]);
+  shape.key_length = static_cast<int>(key[1]);
+  shape.key_heads = static_cast<int>(key[2]);
+  shape.value_dim = static_cast<int>(value[3]);
+  shape.group = shape.query_heads / shape.key_heads;
+  return shape;
+}
+
+MaskParams mask_of(const Call& call, Buffers& buffers) {
+  MaskParams mask = call.mask;
+  mask.query_lengths = static_cast<const int*>(buffers.data("query_lengths"));
+  mask.key_lengths = static_cast<const int*>(buffers.data("key_lengths"));
+  mask.query_position = static_cast<const int*>(buffers.data("query_position"));
+  mask.key_position = static_cast<const int*>(buffers.data("key_position"));
+  return mask;
+}
+
+}  // namespace memeff::host

@@ -1,0 +1,66 @@
+// One custom call: what its attributes say, decoded once, and access to its buffers by name.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "kernel.h"
+#include "memeff/params.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace memeff::host {
+
+// State of a call site: made in the instantiate stage, read by the later ones.
+struct Call {
+  static xla::ffi::TypeId id;
+
+  KernelTable kernels;
+  std::map<std::string, int> operands;  // name -> position; absent operands have no entry
+  std::map<std::string, int> results;
+  ScoreScale scale;
+  MaskParams mask;  // bounds only
+
+  static xla::ffi::ErrorOr<std::unique_ptr<Call>> decode(const xla::ffi::Dictionary& attributes);
+};
+
+// The buffers of one execution, by the names that the call site gave them. The first failure is
+// kept; a launcher asks for everything it needs and checks once.
+class Buffers {
+ public:
+  Buffers(const Call& call, const xla::ffi::RemainingArgs& arguments,
+          const xla::ffi::RemainingRets& results)
+      : call_(call), arguments_(arguments), results_(results) {}
+
+  bool has(const std::string& name) const;
+
+  // Start of a buffer, or null where the call has none of this name.
+  void* data(const std::string& name);
+
+  // A row-major [batch, sequence, head, dim] buffer whose rows the kernels move 16 bytes at a time.
+  TensorView tensor(const std::string& name);
+
+  ProblemShape shape();
+
+  const xla::ffi::Error& error() const { return error_; }
+
+ private:
+  xla::ffi::AnyBuffer::Dimensions dimensions(const std::string& name);
+  void fail(const std::string& message);
+
+  const Call& call_;
+  const xla::ffi::RemainingArgs& arguments_;
+  const xla::ffi::RemainingRets& results_;
+  xla::ffi::Error error_ = xla::ffi::Error::Success();
+};
+
+// The mask of a call with the pointers of this execution.
+MaskParams mask_of(const Call& call, Buffers& buffers);
+
+xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
+                               CUstream stream);
+xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
+                                CUstream stream);
+
+inline long long ceil_div(long long a, long long b) { return (a + b - 1) / b; }
+
+}  // namespace memeff::host

@@ -1,0 +1,31 @@
+// The CUDA driver, opened at run time: the module imports on machines without a GPU.
+#pragma once
+
+#include <cuda.h>
+
+#include <string>
+
+namespace memeff::host {
+
+// Entry points of libcuda.so.1. Each has the type that cuda.h declares, so a wrong argument is a
+// compile error here and not a crash there.
+struct Driver {
+  decltype(&cuInit) init;
+  decltype(&cuGetErrorName) get_error_name;
+  decltype(&cuDriverGetVersion) get_version;
+  decltype(&cuDeviceGetCount) device_count;
+  decltype(&cuDeviceGetAttribute) device_attribute;
+  decltype(&cuCtxGetDevice) current_device;
+  decltype(&cuLibraryLoadData) library_load;
+  decltype(&cuLibraryGetKernel) library_kernel;
+  decltype(&cuKernelSetAttribute) kernel_set_attribute;
+  decltype(&cuLaunchKernel) launch;
+};
+
+// Opens the driver on the first call. On failure returns null and sets `error`.
+const Driver* open_driver(std::string* error);
+
+// "CUDA_ERROR_NO_BINARY_FOR_GPU (209)"
+std::string describe(const Driver& driver, CUresult result);
+
+}  // namespace memeff::host

@@ -1,0 +1,74 @@
+// The XLA FFI handlers: one target per direction, three stages each.
+//
+//   instantiate  decodes the attributes and loads the kernel images, once per call site
+//   initialize   prepares the kernel for the device, once per device
+//   execute      fills the parameters and launches; nothing is allocated, read back or waited for,
+//                so the call may be captured into a command buffer
+#include "handlers.h"
+
+#include "call.h"
+
+namespace memeff::host {
+namespace {
+
+namespace ffi = xla::ffi;
+
+ffi::ErrorOr<std::unique_ptr<Call>> instantiate(ffi::Dictionary attributes) {
+  return Call::decode(attributes);
+}
+
+ffi::Error initialize(Call* call, ffi::Dictionary, ffi::RemainingArgs, ffi::RemainingRets) {
+  auto kernel = call->kernels.resolve();
+  return kernel.has_value() ? ffi::Error::Success() : kernel.error();
+}
+
+template <auto kLaunch>
+ffi::Error execute(CUstream stream, Call* call, ffi::Dictionary, ffi::RemainingArgs arguments,
+                   ffi::RemainingRets results) {
+  auto kernel = call->kernels.resolve();
+  if (!kernel.has_value()) return kernel.error();
+  Buffers buffers(*call, arguments, results);
+  return kLaunch(*call, **kernel, buffers, stream);
+}
+
+// Bindings. The attributes are bound although the later stages do not read them: a binding must name
+// everything that a call carries.
+auto bind_execute() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<CUstream>>()
+      .Ctx<ffi::State<Call>>()
+      .Attrs()
+      .RemainingArgs()
+      .RemainingRets();
+}
+
+auto bind_initialize() {
+  return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+      .Ctx<ffi::State<Call>>()
+      .Attrs()
+      .RemainingArgs()
+      .RemainingRets();
+}
+
+constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
+
+XLA_FFI_DEFINE_HANDLER(kInstantiate, instantiate, ffi::Ffi::BindInstantiate().Attrs(), kTraits);
+XLA_FFI_DEFINE_HANDLER(kInitialize, initialize, bind_initialize(), kTraits);
+XLA_FFI_DEFINE_HANDLER(kForward, execute<launch_forward>, bind_execute(), kTraits);
+XLA_FFI_DEFINE_HANDLER(kBackward, execute<launch_backward>, bind_execute(), kTraits);
+
+}  // namespace
+
+std::vector<Target> targets() {
+  return {{"jax_memeff_forward", kInstantiate, kInitialize, kForward},
+          {"jax_memeff_backward", kInstantiate, kInitialize, kBackward}};
+}
+
+XLA_FFI_TypeId* call_type_id() { return &Call::id; }
+
+const XLA_FFI_TypeInfo* call_type_info() {
+  static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<Call>();
+  return &info;
+}
+
+}  // namespace memeff::host

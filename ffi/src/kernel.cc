@@ -1,0 +1,228 @@
+#include "kernel.h"
+
+#include <climits>
+#include <cstdlib>
+#include <mutex>
+#include <sstream>
+#include <unordered_map>
+#include <utility>
+
+namespace memeff::host {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// Libraries of this process by the bytes of their image. Append-only: executables share libraries and
+// come and go, and unloading one while another thread launches from it cannot be made safe.
+ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& image) {
+  static std::mutex mutex;
+  static std::unordered_map<std::string, CUlibrary> libraries;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (auto found = libraries.find(image); found != libraries.end()) return found->second;
+  CUlibrary library = nullptr;
+  CUresult const result =
+      driver.library_load(&library, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
+  if (result != CUDA_SUCCESS) {
+    return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
+                                   "the driver refused a compiled kernel: " +
+                                       describe(driver, result)));
+  }
+  libraries.emplace(image, library);
+  return library;
+}
+
+// "sm_90a" -> 90
+int capability_of(const std::string& arch) { return std::atoi(arch.c_str() + 3); }
+
+ffi::ErrorOr<int> capability_of(const Driver& driver, CUdevice device) {
+  int major = 0;
+  int minor = 0;
+  CUresult result =
+      driver.device_attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+  if (result == CUDA_SUCCESS) {
+    result = driver.device_attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
+  }
+  if (result != CUDA_SUCCESS) {
+    return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
+                                   "the compute capability of device " + std::to_string(device) +
+                                       " could not be read: " + describe(driver, result)));
+  }
+  return 10 * major + minor;
+}
+
+ffi::ErrorOr<const Driver*> driver_or_error() {
+  std::string error;
+  const Driver* driver = open_driver(&error);
+  if (driver == nullptr) {
+    return ffi::Unexpected(failure(ffi::ErrorCode::kFailedPrecondition, error));
+  }
+  return driver;
+}
+
+std::vector<std::string> split(std::string_view text) {
+  std::vector<std::string> words;
+  std::istringstream stream{std::string(text)};
+  for (std::string word; std::getline(stream, word, ',');) words.push_back(word);
+  return words;
+}
+
+}  // namespace
+
+ffi::Error failure(ffi::ErrorCode code, const std::string& message) {
+  return ffi::Error(code, "jax_memeff: " + message);
+}
+
+ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
+                                              const ffi::Dictionary& attributes) {
+  auto image = attributes.get<std::string_view>("image");
+  auto entry_points = attributes.get<std::string_view>("entry_points");
+  auto threads = attributes.get<ffi::Span<const int32_t>>("threads");
+  auto shared_bytes = attributes.get<ffi::Span<const int32_t>>("shared_bytes");
+  auto tile = attributes.get<ffi::Span<const int32_t>>("tile");
+  if (!image.has_value() || !entry_points.has_value() || !threads.has_value() ||
+      !shared_bytes.has_value() || !tile.has_value()) {
+    return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
+                                   "a kernel table entry needs image, entry_points, threads, "
+                                   "shared_bytes and tile (was the program exported by another "
+                                   "version?)"));
+  }
+  KernelImage kernel;
+  kernel.arch = std::string(arch);
+  kernel.image = std::string(*image);
+  kernel.entry_points = split(*entry_points);
+  kernel.threads.assign(threads->begin(), threads->end());
+  kernel.shared_bytes.assign(shared_bytes->begin(), shared_bytes->end());
+  if (kernel.threads.size() != kernel.entry_points.size() ||
+      kernel.shared_bytes.size() != kernel.entry_points.size() || tile->size() != 2) {
+    return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
+                                   "a kernel table entry has " +
+                                       std::to_string(kernel.entry_points.size()) +
+                                       " entry points but not as many launch constants"));
+  }
+  kernel.tile_query = (*tile)[0];
+  kernel.tile_key = (*tile)[1];
+  return kernel;
+}
+
+ffi::ErrorOr<KernelTable> KernelTable::decode(const ffi::Dictionary& kernels) {
+  KernelTable table;
+  // The dictionary cannot be enumerated with its names through the oldest supported headers, so the
+  // table carries them.
+  auto archs = kernels.get<std::string_view>("archs");
+  if (!archs.has_value()) return ffi::Unexpected(archs.error());
+  for (const std::string& arch : split(*archs)) {
+    auto entry = kernels.get<ffi::Dictionary>(arch);
+    if (!entry.has_value()) return ffi::Unexpected(entry.error());
+    auto image = KernelImage::decode(arch, *entry);
+    if (!image.has_value()) return ffi::Unexpected(image.error());
+    table.images_.push_back(std::move(*image));
+  }
+  return table;
+}
+
+ffi::Error KernelTable::load() {
+  auto driver = driver_or_error();
+  if (!driver.has_value()) return driver.error();
+  int devices = 0;
+  if (CUresult result = (*driver)->device_count(&devices); result != CUDA_SUCCESS) {
+    return failure(ffi::ErrorCode::kInternal,
+                   "the devices could not be counted: " + describe(**driver, result));
+  }
+  for (int device = 0; device < devices; ++device) {
+    auto capability = capability_of(**driver, device);
+    if (!capability.has_value()) return capability.error();
+    if (const KernelImage* image = find(*capability); image != nullptr) {
+      auto library = load_library(**driver, image->image);
+      if (!library.has_value()) return library.error();
+    }
+  }
+  return ffi::Error::Success();
+}
+
+const KernelImage* KernelTable::find(int capability) const {
+  for (const KernelImage& image : images_) {
+    if (capability_of(image.arch) == capability) return &image;
+  }
+  return nullptr;
+}
+
+ffi::ErrorOr<const DeviceKernel*> KernelTable::resolve() {
+  auto driver = driver_or_error();
+  if (!driver.has_value()) return ffi::Unexpected(driver.error());
+  CUdevice device = 0;
+  if (CUresult result = (*driver)->current_device(&device); result != CUDA_SUCCESS) {
+    return ffi::Unexpected(
+        failure(ffi::ErrorCode::kInternal,
+                "no device is current on this thread: " + describe(**driver, result)));
+  }
+  {
+    std::shared_lock<std::shared_mutex> lock(cache_->mutex);
+    if (auto found = cache_->devices.find(device); found != cache_->devices.end()) {
+      return &found->second;
+    }
+  }
+  std::unique_lock<std::shared_mutex> lock(cache_->mutex);
+  if (auto found = cache_->devices.find(device); found != cache_->devices.end()) {
+    return &found->second;
+  }
+  auto kernel = prepare(**driver, device);
+  if (!kernel.has_value()) return ffi::Unexpected(kernel.error());
+  return &cache_->devices.emplace(device, std::move(*kernel)).first->second;
+}
+
+ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice device) const {
+  auto capability = capability_of(driver, device);
+  if (!capability.has_value()) return ffi::Unexpected(capability.error());
+  DeviceKernel kernel;
+  kernel.image = find(*capability);
+  if (kernel.image == nullptr) {
+    std::string archs;
+    for (const KernelImage& image : images_) archs += (archs.empty() ? "" : ", ") + image.arch;
+    return ffi::Unexpected(failure(
+        ffi::ErrorCode::kFailedPrecondition,
+        "this program was compiled for " + archs + " and runs on a device of compute capability " +
+            std::to_string(*capability / 10) + "." + std::to_string(*capability % 10) +
+            "; set JAX_MEMEFF_ARCHS to all architectures it should run on and lower it again"));
+  }
+  auto library = load_library(driver, kernel.image->image);
+  if (!library.has_value()) return ffi::Unexpected(library.error());
+  for (size_t i = 0; i < kernel.image->entry_points.size(); ++i) {
+    const std::string& name = kernel.image->entry_points[i];
+    CUkernel function = nullptr;
+    CUresult result = driver.library_kernel(&function, *library, name.c_str());
+    if (result == CUDA_SUCCESS) {
+      result = driver.kernel_set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                           kernel.image->shared_bytes[i], function, device);
+    }
+    if (result != CUDA_SUCCESS) {
+      return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
+                                     "kernel " + name + " could not be prepared for device " +
+                                         std::to_string(device) + ": " + describe(driver, result)));
+    }
+    kernel.functions.push_back(function);
+  }
+  return kernel;
+}
+
+ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstream stream,
+                  const void* params) {
+  if (blocks == 0) return ffi::Error::Success();
+  const std::string& name = kernel.image->entry_points[index];
+  if (blocks > INT_MAX) {
+    return failure(ffi::ErrorCode::kInvalidArgument,
+                   name + " would need " + std::to_string(blocks) +
+                       " blocks and a grid has at most 2147483647: split the batch");
+  }
+  auto driver = driver_or_error();
+  if (!driver.has_value()) return driver.error();
+  void* arguments[] = {const_cast<void*>(params)};
+  CUresult const result = (*driver)->launch(
+      reinterpret_cast<CUfunction>(kernel.functions[index]), static_cast<unsigned>(blocks), 1, 1,
+      kernel.image->threads[index], 1, 1, kernel.image->shared_bytes[index], stream, arguments,
+      nullptr);
+  if (result == CUDA_SUCCESS) return ffi::Error::Success();
+  return failure(ffi::ErrorCode::kInternal,
+                 "launch of " + name + " failed: " + describe(**driver, result));
+}
+
+}  // namespace memeff::host

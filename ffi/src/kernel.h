@@ -1,0 +1,65 @@
+// A compiled kernel and its way onto devices: image -> library (once) -> functions (once a device).
+#pragma once
+
+#include <map>
+#include <shared_mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "driver.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace memeff::host {
+
+// What the code generator says of one architecture's kernel; an entry of the custom call's table.
+struct KernelImage {
+  std::string arch;                       // "sm_90a"
+  std::string image;                      // fatbin
+  std::vector<std::string> entry_points;  // in launch order
+  std::vector<int> threads;               // of each entry point
+  std::vector<int> shared_bytes;          // dynamic, of each entry point
+  int tile_query = 0;
+  int tile_key = 0;
+
+  static xla::ffi::ErrorOr<KernelImage> decode(std::string_view arch,
+                                               const xla::ffi::Dictionary& attributes);
+};
+
+// A kernel on one device.
+struct DeviceKernel {
+  const KernelImage* image = nullptr;
+  std::vector<CUkernel> functions;
+};
+
+// The table of one custom call, and what became of it on the devices of this process.
+class KernelTable {
+ public:
+  static xla::ffi::ErrorOr<KernelTable> decode(const xla::ffi::Dictionary& kernels);
+
+  // Loads the images that a device of this machine can run.
+  xla::ffi::Error load();
+
+  // The kernel for the current device; prepares it on the device's first call. Thread-safe.
+  xla::ffi::ErrorOr<const DeviceKernel*> resolve();
+
+ private:
+  struct Cache {
+    std::shared_mutex mutex;
+    std::map<CUdevice, DeviceKernel> devices;  // append-only: pointers to entries stay valid
+  };
+
+  xla::ffi::ErrorOr<DeviceKernel> prepare(const Driver& driver, CUdevice device) const;
+  const KernelImage* find(int capability) const;
+
+  std::vector<KernelImage> images_;
+  std::unique_ptr<Cache> cache_ = std::make_unique<Cache>();
+};
+
+// Launches entry point `index` with `params` on a one-dimensional grid; an empty grid is no launch.
+xla::ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstream stream,
+                       const void* params);
+
+xla::ffi::Error failure(xla::ffi::ErrorCode code, const std::string& message);
+
+}  // namespace memeff::host

@@ -1,0 +1,23 @@
+#include "call.h"
+
+namespace memeff::host {
+
+xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
+                               CUstream stream) {
+  ForwardParams params = {};
+  params.shape = buffers.shape();
+  params.scale = call.scale;
+  params.mask = mask_of(call, buffers);
+  params.query = buffers.tensor("query");
+  params.key = buffers.tensor("key");
+  params.value = buffers.tensor("value");
+  params.out = buffers.tensor("out");
+  params.logsumexp = static_cast<float*>(buffers.data("logsumexp"));
+  if (buffers.error().failure()) return buffers.error();
+
+  long long const tiles = ceil_div(params.shape.query_length, kernel.image->tile_query);
+  long long const blocks = tiles * params.shape.query_heads * params.shape.batch;
+  return launch(kernel, 0, blocks, stream, &params);
+}
+
+}  // namespace memeff::host

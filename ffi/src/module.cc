@@ -1,0 +1,40 @@
+// The Python module jax_memeff._ffi: capsules for jax.ffi, nothing else.
+#include <pybind11/pybind11.h>
+
+#include "handlers.h"
+
+namespace {
+
+namespace py = pybind11;
+
+py::capsule capsule(XLA_FFI_Handler* handler) {
+  return py::capsule(reinterpret_cast<void*>(handler));
+}
+
+py::dict targets() {
+  py::dict result;
+  for (const memeff::host::Target& target : memeff::host::targets()) {
+    py::dict stages;
+    stages["instantiate"] = capsule(target.instantiate);
+    stages["initialize"] = capsule(target.initialize);
+    stages["execute"] = capsule(target.execute);
+    result[target.name] = stages;
+  }
+  return result;
+}
+
+py::dict call_type() {
+  py::dict result;
+  result["type_id"] = py::capsule(static_cast<void*>(memeff::host::call_type_id()));
+  result["type_info"] =
+      py::capsule(static_cast<const void*>(memeff::host::call_type_info()));
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_ffi, module) {
+  module.doc() = "XLA FFI handlers of jax_memeff.";
+  module.def("targets", &targets, "name -> {stage: capsule}, for jax.ffi.register_ffi_target");
+  module.def("call_type", &call_type, "for jax.ffi.register_ffi_type");
+}

@@ -1,0 +1,18 @@
+"""Exact attention for JAX with linear memory, on kernels generated for the problem at hand."""
+
+from jax_memeff import dropout as dropout
+from jax_memeff.api import dot_product_attention as dot_product_attention
+from jax_memeff.check import check as check
+from jax_memeff.errors import CompileError as CompileError
+from jax_memeff.errors import UnsupportedError as UnsupportedError
+from jax_memeff.mask import Mask as Mask
+from jax_memeff.offsets import Offsets as Offsets
+
+
+def __getattr__(name: str) -> str:
+    # Reading the version searches the installed distributions: only who asks for it waits.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("jax-memeff")
+    raise AttributeError(f"module 'jax_memeff' has no attribute {name!r}")

@@ -1,0 +1,235 @@
+"""The tiles of scores that both directions of the blockwise path are made of.
+
+The blocks of an axis have one size, and the last one ends at the end of the axis: it overlaps its
+neighbour instead of reaching beyond the arrays, so nothing is padded. The overlapped elements are
+counted once, by the earlier block.
+
+All arithmetic is float32 (float64 for float64 inputs): tiles of 16-bit operands are widened as they
+are read, and results are rounded once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_memeff import dropout
+from jax_memeff.mask import slice_tile
+from jax_memeff.options import Operands, Options
+
+LONGEST_BLOCK = 256
+"""Fastest of 128, 256, 512 on a CPU, forward and backward, T = S = 1024, N = 4 and 8, H = 64."""
+
+_SHORTEST_BLOCK = 64
+_LARGEST_TILE = 2**22
+"""Elements of a tile over all batch elements and heads; blocks shrink until they are fewer."""
+
+_MASKED_BIAS = -1e37
+"""A bias below this masks its element, as -inf does."""
+
+
+class Blocks(NamedTuple):
+    """How one axis is cut."""
+
+    length: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.length // self.size)
+
+    @property
+    def overlap(self) -> bool:
+        return self.length % self.size != 0
+
+    def start(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where a block starts, and its first element that no earlier block counts; int32."""
+        first = index.astype(jnp.int32) * self.size
+        return jnp.minimum(first, self.length - self.size), first
+
+
+def _cut(length: int, longest: int) -> Blocks:
+    """Equal blocks, multiples of 16 where there are several (dropout works in blocks of 16)."""
+    count = -(-length // longest)
+    if count <= 1:
+        return Blocks(length, length)
+    return Blocks(length, min(-(-length // (16 * count)) * 16, length))
+
+
+class Tile(NamedTuple):
+    scores: jax.Array
+    """[B, K, G, rows, cols], -inf where invalid."""
+    cap_slope: jax.Array | None
+    """The derivative of the soft cap; None without a cap."""
+    valid: jax.Array | None
+    """bool, broadcasts to the scores; None where every element is valid."""
+    keep: jax.Array | None
+    """bool, the dropout mask; None without dropout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call with its arrays turned to [B, K, G, T, .] and [B, K, S, .], and cut into blocks."""
+
+    operands: Operands
+    options: Options
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    accumulator: jnp.dtype
+    rows: Blocks
+    cols: Blocks
+
+    @classmethod
+    def of(cls, operands: Operands, options: Options) -> Problem:
+        query, key, value, mask = operands.query, operands.key, operands.value, operands.mask
+        batch, length, heads, _ = query.shape
+        longest = LONGEST_BLOCK
+        while longest > _SHORTEST_BLOCK and batch * heads * longest**2 > _LARGEST_TILE:
+            longest //= 2
+        return cls(
+            operands,
+            options,
+            grouped(_select_rows(query, mask.query_lengths), key.shape[2]),
+            _select_rows(key, mask.key_lengths).transpose(0, 2, 1, 3),
+            _select_rows(value, mask.key_lengths).transpose(0, 2, 1, 3),
+            jnp.promote_types(query.dtype, jnp.float32),
+            _cut(length, longest),
+            _cut(key.shape[1], longest),
+        )
+
+    def zeros(self, *shape: int) -> jax.Array:
+        """Zeros of the accumulator's dtype.
+
+        They are derived from an operand so that a loop's first state has the varying axes of the
+        later ones inside ``shard_map``.
+        """
+        zero = jnp.sum(self.query[:0], dtype=self.accumulator)
+        return jnp.broadcast_to(zero, shape)
+
+    def query_tile(self, start: jax.Array) -> jax.Array:
+        """The rows of one block, times the scale."""
+        tile = lax.dynamic_slice_in_dim(self.query, start, self.rows.size, 3)
+        return tile.astype(self.accumulator) * self.options.scale
+
+    def key_tile(self, start: jax.Array) -> jax.Array:
+        tile = lax.dynamic_slice_in_dim(self.key, start, self.cols.size, 2)
+        return tile.astype(self.accumulator)
+
+    def value_tile(self, start: jax.Array) -> jax.Array:
+        tile = lax.dynamic_slice_in_dim(self.value, start, self.cols.size, 2)
+        return tile.astype(self.accumulator)
+
+    def per_head(self, tile: jax.Array) -> jax.Array:
+        """[b, n, rows, cols] to [b, K or 1, G or 1, rows, cols]."""
+        kv_heads = self.key.shape[1] if tile.shape[1] != 1 else 1
+        return tile.reshape(tile.shape[0], kv_heads, -1, *tile.shape[2:])
+
+    def may_attend(self, row: jax.Array, col: jax.Array) -> jax.Array | None:
+        """Whether the tile at a row and a column can have valid elements; None if it may always."""
+        mask, position = self.operands.mask, self.operands.position
+        sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
+        return mask.may_attend(sizes, (row, col), shape, position)
+
+    def tile(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        row: jax.Array,
+        col: jax.Array,
+        first_row: jax.Array | None,
+        first_col: jax.Array,
+    ) -> Tile:
+        """Scores of one tile, masked.
+
+        Args:
+            query: [B, K, G, rows, H], scaled.
+            key: [B, K, cols, H].
+            row, col: where the tile starts.
+            first_row, first_col: the elements before are counted by another tile, and are invalid
+                here; None where rows may be computed twice.
+        """
+        operands, options = self.operands, self.options
+        sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
+        valid = operands.mask.tile(sizes, (row, col), shape, operands.position)
+        if self.cols.overlap:
+            columns = (col + lax.iota(jnp.int32, shape[1]))[None, None, None, :]
+            valid = _and(valid, columns >= first_col)
+        if self.rows.overlap and first_row is not None:
+            rows = (row + lax.iota(jnp.int32, shape[0]))[None, None, :, None]
+            valid = _and(valid, rows >= first_row)
+
+        scores = dot("bkgth,bksh->bkgts", query, key)
+        cap_slope = None
+        if options.soft_cap is not None:
+            capped = jnp.tanh(scores / options.soft_cap)
+            scores, cap_slope = options.soft_cap * capped, 1 - capped * capped
+        if operands.bias is not None:
+            bias = slice_tile(operands.bias, (row, col), shape).astype(self.accumulator)
+            valid = _and(valid, jnp.logical_not(bias < _MASKED_BIAS))
+            scores = scores + self.per_head(bias)
+        if valid is not None:
+            valid = self.per_head(valid)
+            scores = jnp.where(valid, scores, -jnp.inf)
+        return Tile(scores, cap_slope, valid, self._keep(row, col))
+
+    def _keep(self, row: jax.Array, col: jax.Array) -> jax.Array | None:
+        state, position = self.operands.dropout, self.operands.position
+        if not self.options.dropout_threshold or state is None:
+            return None
+        if position is not None:
+            row, col = row + position.query, col + position.key
+        shape = (self.rows.size, self.cols.size)
+        return self.per_head(
+            dropout.keep_mask(state, self.options.dropout_threshold, row, col, *shape)
+        )
+
+    @property
+    def kept_scale(self) -> float:
+        """What a kept probability is multiplied by."""
+        return 256 / (256 - self.options.dropout_threshold)
+
+
+def _select_rows(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Zero beyond the lengths, whatever stands there."""
+    if lengths is None:
+        return x
+    row = lax.broadcasted_iota(jnp.int32, x.shape[:2], 1)
+    return jnp.where((row < lengths[:, None])[..., None, None], x, 0)
+
+
+def grouped(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, T, N, H] to [B, K, G, T, H]."""
+    batch, length, heads, dim = x.shape
+    groups = heads // kv_heads if kv_heads else 1
+    return x.reshape(batch, length, kv_heads, groups, dim).transpose(0, 2, 3, 1, 4)
+
+
+def ungrouped(x: jax.Array) -> jax.Array:
+    """[B, K, G, T, H] to [B, T, N, H]."""
+    batch, kv_heads, groups, length, dim = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
+
+
+def dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # By default GPU and TPU would round float32 operands to fewer bits.
+    return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST)
+
+
+def _and(a: jax.Array | None, b: jax.Array) -> jax.Array:
+    return b if a is None else a & b
+
+
+def select(condition: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if condition is None else jnp.where(condition, x, 0)
+
+
+def when(condition: jax.Array | None, update, state):
+    """``update(state)`` where the condition holds (None: always), else the state."""
+    if condition is None:
+        return update(state)
+    return lax.cond(condition, update, lambda state: state, state)

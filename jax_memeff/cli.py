@@ -1,0 +1,284 @@
+"""``python -m jax_memeff info | kernels | explain | build``; none of them needs a GPU.
+
+Exit codes: 0 done, 1 no kernel fits or a kernel does not compile, 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from jax_memeff import config
+from jax_memeff.codegen import arch as archs
+from jax_memeff.codegen import compile as compiler
+from jax_memeff.codegen import emit, headers, select
+from jax_memeff.codegen.parallel import compile_many
+from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Problem
+from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
+from jax_memeff.codegen.support import family_reasons
+from jax_memeff.codegen.tiles import sm80
+from jax_memeff.errors import CompileError, UnsupportedError
+
+_FILE_WIDTH = 160
+
+_NO_ARCH = (
+    "no architecture to work for: pass --arch sm_90a, or set JAX_MEMEFF_ARCHS "
+    "(no CUDA device was found on this machine)"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    out = Console(highlight=False)
+    if not out.is_terminal:  # a file gets whole lines, which a terminal's width would cut
+        out.width = _FILE_WIDTH
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        return options.command(options, out)
+    except ValueError as error:
+        parser.error(str(error))
+    except (CompileError, UnsupportedError) as error:
+        errors.print(str(error), style="red", markup=False)
+        return 1
+
+
+def _info(options: argparse.Namespace, out: Console) -> int:
+    table = _table("part", "value")
+    table.add_row("jax_memeff", _package_version())
+    for part, found in compiler.versions().items():
+        table.add_row(part, found)
+    table.add_row("devices", ", ".join(_device_archs()) or "none found")
+    table.add_row("JAX_MEMEFF_ARCHS", ", ".join(config.archs()) or "not set")
+    directory = config.cache_dir()
+    sizes = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
+    table.add_row("kernel cache", str(directory))
+    table.add_row("cached kernels", f"{len(sizes)}, {sum(sizes) / 2**20:.1f} MB")
+    out.print(table)
+    if options.timings:
+        out.print(_timings(_archs(options)[0]))
+    return 0
+
+
+def _timings(arch: str) -> Table:
+    """Seconds of each step from a problem to an image, for one small kernel."""
+    spec = select.select(Problem("forward", "bf16", 64, 64, arch))
+    # A line that no other source has, so that the first compile cannot be found in the cache.
+    text = f"// timed at {time.time_ns()}\n" + emit.source(spec)
+    steps = {
+        "digest of the headers": headers.digest,
+        "compile": lambda: compiler.compile_source(text, arch, [spec.name]),
+        "find in the cache": lambda: compiler.compile_source(text, arch, [spec.name]),
+    }
+    table = _table("step", "milliseconds")
+    for step, run in steps.items():
+        start = time.perf_counter()
+        run()
+        table.add_row(f"{step} ({spec.name}, {arch})", f"{1e3 * (time.perf_counter() - start):.1f}")
+    return table
+
+
+def _kernels(options: argparse.Namespace, out: Console) -> int:
+    for arch in _archs(options):
+        out.print(select.table(arch), end="", markup=False, soft_wrap=True)
+    return 0
+
+
+def _explain(options: argparse.Namespace, out: Console) -> int:
+    code = 0
+    for arch in _archs(options):
+        problem = _problem(options, arch)
+        out.print(f"[bold]{problem}[/bold]")
+        reasons = family_reasons(problem)
+        for reason in reasons:
+            out.print(f"  {reason}", style="red", markup=False)
+        if reasons:
+            code = 1
+            continue
+        selected = select.select(problem)
+        table = _table("kernel", "shared bytes", "verdict")
+        for spec, refused in select.explain(problem):
+            verdict = "; ".join(refused) or (
+                f"selected: {spec.tile.reason}" if spec == selected else "fits, with more padding"
+            )
+            style = "green" if spec == selected else None
+            table.add_row(spec.name, str(spec.shared_bytes), verdict, style=style)
+        out.print(table)
+        if problem.sequence is not None:
+            out.print(_grid(selected, problem.sequence))
+        out.print(emit.source(selected), markup=False, soft_wrap=True)
+    return code
+
+
+def _grid(spec: KernelSpec, sequence: int) -> str:
+    forward = spec.direction == "forward"
+    tile = spec.tile.query if forward else spec.tile.key
+    rows, heads = ("query", "query heads") if forward else ("key", "key heads")
+    count = -(-sequence // tile)
+    return f"{count} tiles of {tile} {rows} rows for each of the {heads} and batch elements"
+
+
+def _build(options: argparse.Namespace, out: Console) -> int:
+    if not options.all and (options.dtype is None or options.head_dim is None):
+        raise ValueError("expected --dtype and --head-dim, or --all for every kernel")
+    chosen = {} if options.dtype is None else {"dtypes": [options.dtype]}
+    if options.head_dim is not None:
+        chosen["dims"] = [(options.head_dim, options.value_dim or options.head_dim)]
+    jobs = [(spec, arch) for arch in _archs(options) for spec in select.closure(arch, **chosen)]
+    table = _table(
+        "kernel", "arch", "registers", "spilled bytes", "shared bytes", "seconds", "cached"
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    failed: list[CompileError] = []
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("compiling", total=len(set(jobs)))
+
+        def on_done(spec: KernelSpec, arch: str, result) -> None:
+            progress.update(task, advance=1, description=spec.name)
+            if isinstance(result, CompileError):
+                failed.append(result)
+                table.add_row(spec.name, arch, "[red]did not compile[/red]")
+            else:
+                _add_rows(table, spec, arch, result)
+
+        try:
+            compile_many(jobs, on_done)
+        except CompileError:
+            if not failed:
+                raise
+    out.print(table)
+    if failed:
+        out.print(f"{len(failed)} kernels did not compile; the first says:", style="red")
+        out.print(str(failed[0]), markup=False)
+    return 1 if failed else 0
+
+
+def _add_rows(table: Table, spec: KernelSpec, arch: str, compiled: compiler.Compiled) -> None:
+    dynamic = {entry.name: entry.shared_bytes for entry in spec.entry_points}
+    for resource in compiled.resources:
+        main = resource.name == spec.name
+        spilled = resource.spill_store + resource.spill_load
+        table.add_row(
+            resource.name,
+            arch,
+            str(resource.registers),
+            f"[yellow]{spilled}[/yellow]" if spilled else "0",
+            str(resource.shared_bytes + dynamic[resource.name]),
+            f"{compiled.seconds:.2f}" if main else "",
+            ("yes" if compiled.cached else "no") if main else "",
+        )
+    for warning in compiled.warnings:
+        table.add_row(f"  [yellow]{warning}[/yellow]")
+
+
+def _table(name: str, *columns: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column(name, no_wrap=True, overflow="fold")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _problem(options: argparse.Namespace, arch: str) -> Problem:
+    masks = {name for name in ("causal", "window") if getattr(options, name)}
+    return Problem(
+        direction=options.direction,
+        dtype=options.dtype,
+        head_dim=options.head_dim,
+        value_dim=options.value_dim or options.head_dim,
+        arch=arch,
+        sequence=options.seq,
+        masks=frozenset(masks),
+        bias=options.bias,
+        dropout=options.dropout,
+        soft_cap=options.soft_cap,
+        deterministic=options.deterministic,
+    )
+
+
+def _archs(options: argparse.Namespace) -> tuple[str, ...]:
+    """The architectures asked for: the option, then the environment, then the devices."""
+    chosen = tuple(options.arch or ()) or config.archs() or _device_archs()
+    if not chosen:
+        raise ValueError(_NO_ARCH)
+    for arch in chosen:
+        archs.capability(arch)
+    return chosen
+
+
+def _device_archs() -> tuple[str, ...]:
+    try:
+        devices = importlib.import_module("cuda.core").Device.get_all_devices()
+        capabilities = sorted({device.compute_capability for device in devices})
+    except (ImportError, RuntimeError):  # no cuda-core, or no driver
+        return ()
+    return tuple(archs.of_capability(major, minor) for major, minor in capabilities)
+
+
+def _package_version() -> str:
+    try:
+        return version("jax-memeff")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_memeff",
+        description="The kernels of jax_memeff: list them, explain a choice, compile them.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def add(name: str, command, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(command=command)
+        added.add_argument(
+            "--arch",
+            action="append",
+            metavar="sm_NN",
+            help="an architecture, repeatable; default: JAX_MEMEFF_ARCHS, else the local devices",
+        )
+        return added
+
+    info = add("info", _info, "versions of the toolchain, devices, and the kernel cache")
+    info.add_argument("--timings", action="store_true", help="also time a compile and a cache hit")
+
+    add("kernels", _kernels, "every kernel that build --all compiles, one per line")
+
+    explain = add("explain", _explain, "which kernel a problem gets, and why not the others")
+    explain.add_argument("--direction", choices=DIRECTIONS, default="forward")
+    explain.add_argument("--dtype", choices=DTYPES, required=True)
+    _add_dims(explain, required=True)
+    explain.add_argument("--seq", type=int, help="rows, to show the number of tiles")
+    for flag in ("--causal", "--window", "--soft-cap", "--dropout", "--deterministic"):
+        explain.add_argument(flag, action="store_true")
+    explain.add_argument("--bias", choices=("16", "32"), help="bits of a bias element")
+
+    build = add(
+        "build", _build, "compile kernels into the cache: plain, each feature alone, all features"
+    )
+    build.add_argument("--dtype", choices=SPEC_DTYPES)
+    _add_dims(build, required=False)
+    build.add_argument("--all", action="store_true", help="every dtype and head dim not named")
+    return parser
+
+
+def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    classes = ", ".join(map(str, sm80.CLASSES))
+    parser.add_argument(
+        "--head-dim", type=int, required=required, help=f"padded to one of {classes}"
+    )
+    parser.add_argument("--value-dim", type=int, help="default: the head dim")

@@ -1,0 +1,283 @@
+"""Lowering to the kernels: problem -> code generator -> attributes of the custom call.
+
+The custom call carries everything it needs: a table of architectures with compressed images, entry
+points and launch constants, and the names of its buffers. So a program runs where it was lowered, in
+another process, or after export, without the code generator.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from jax_memeff import config
+from jax_memeff.codegen import arch as architectures
+from jax_memeff.codegen import compile as compiler
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.select import select
+from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.errors import UnsupportedError
+from jax_memeff.mask import Mask
+from jax_memeff.options import Operands, Options, Wants
+
+_FORWARD_TARGET = "jax_memeff_forward"
+_BACKWARD_TARGET = "jax_memeff_backward"
+
+_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+
+# ``kUnbounded`` of ffi/include/memeff/params.h, and the limit that keeps window arithmetic in 32 bits.
+_UNBOUNDED = 1 << 30
+_MAX_LENGTH = 1 << 28
+
+# lse is [B, T, N] for users and [B, N, T] in memory; minor to major.
+_ROW_STATISTICS = (1, 2, 0)
+
+
+class _Buffer(NamedTuple):
+    name: str
+    aval: Any
+    value: Any = None
+    layout: Sequence[int] | None = None
+
+
+def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
+    """Lowering rule of ``attention_fwd`` on CUDA."""
+    avals: Operands = jax.tree.unflatten(tree, ctx.avals_in)
+    operands: Operands = jax.tree.unflatten(tree, values)
+    kernels = _kernels(avals, options, wants=None)
+    out, logsumexp = ctx.avals_out
+    return _custom_call(
+        ctx,
+        _FORWARD_TARGET,
+        _attention_operands(avals, operands),
+        [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)],
+        kernels=kernels,
+        **_scores(avals, options),
+    )
+
+
+def lower_backward(
+    ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options, wants: Wants
+):
+    """Lowering rule of ``attention_bwd`` on CUDA."""
+    avals, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
+    operands, *residuals = jax.tree.unflatten(tree, values)
+    kernels = _kernels(avals, options, wants=wants)
+    named = zip(
+        ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
+        residual_avals,
+        residuals,
+        (None, _ROW_STATISTICS, None, _ROW_STATISTICS),
+        strict=True,
+    )
+    names = [f"{name}_gradient" for name in _wanted(wants)]
+    gradients = [_Buffer(name, aval) for name, aval in zip(names, ctx.avals_out, strict=True)]
+    results = _custom_call(
+        ctx,
+        _BACKWARD_TARGET,
+        [
+            *_attention_operands(avals, operands),
+            *(_Buffer(*buffer) for buffer in named if buffer[1] is not None),
+        ],
+        [*gradients, *_workspaces(avals, kernels, wants)],
+        kernels=kernels,
+        **_scores(avals, options),
+    )
+    return results[: len(gradients)]
+
+
+def _wanted(wants: Wants) -> list[str]:
+    return [name for name, want in zip(Wants._fields, wants, strict=True) if want]
+
+
+def _attention_operands(avals: Operands, operands: Operands) -> list[_Buffer]:
+    buffers = [
+        _Buffer("query", avals.query, operands.query),
+        _Buffer("key", avals.key, operands.key),
+        _Buffer("value", avals.value, operands.value),
+        _Buffer("query_lengths", avals.mask.query_lengths, operands.mask.query_lengths),
+        _Buffer("key_lengths", avals.mask.key_lengths, operands.mask.key_lengths),
+    ]
+    if avals.position is not None and operands.position is not None:
+        buffers += [
+            _Buffer("query_position", avals.position.query, operands.position.query),
+            _Buffer("key_position", avals.position.key, operands.position.key),
+        ]
+    return [buffer for buffer in buffers if buffer.aval is not None]
+
+
+def _workspaces(avals: Operands, kernels: dict[str, KernelSpec], wants: Wants) -> list[_Buffer]:
+    """f32 row statistics and dq sums, large enough for the tiles of every architecture."""
+    batch, length, heads, _ = avals.query.shape
+
+    def padded_rows(spec: KernelSpec) -> int:
+        return batch * heads * _round_up(length, spec.tile.query)
+
+    rows = max(map(padded_rows, kernels.values()))
+    sums = max(padded_rows(spec) * spec.head_class for spec in kernels.values())
+    buffers = [("row_logsumexp2", rows), ("row_delta", rows)]
+    buffers += [("query_gradient_sum", sums)] if wants.query else []
+    return [
+        _Buffer(name, jax.core.ShapedArray((size,), jnp.dtype(jnp.float32)))
+        for name, size in buffers
+    ]
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _kernels(avals: Operands, options: Options, wants: Wants | None) -> dict[str, KernelSpec]:
+    """The kernel of each architecture that the program may run on."""
+    _require_lengths(avals)
+    return {
+        arch: select(_problem(avals, options, wants, arch)) for arch in _architectures()
+    }
+
+
+def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) -> Problem:
+    bias = avals.bias
+    return Problem(
+        direction="forward" if wants is None else "backward",
+        dtype=_DTYPES[avals.query.dtype.name],  # type: ignore[arg-type]
+        head_dim=avals.query.shape[3],
+        value_dim=avals.value.shape[3],
+        arch=arch,
+        masks=_mask_names(avals.mask),
+        bias=None if bias is None else "32" if bias.dtype == jnp.float32 else "16",
+        dropout=options.dropout_threshold > 0,
+        soft_cap=options.soft_cap is not None,
+        deterministic=options.deterministic_backward and wants is not None,
+        wants=() if wants is None else tuple(_wanted(wants)),
+    )
+
+
+def _mask_names(mask: Mask) -> frozenset[str]:
+    """The mask in the code generator's words, where alignments do not matter but bounds do."""
+    names = set(mask.kinds()) - {"top_left", "bottom_right"}
+    windows = [window for window in (mask.top_left, mask.bottom_right) if window is not None]
+    if any(window.left is not None for window in windows):
+        names.add("window")
+    elif any(window.right is not None for window in windows):
+        names.add("causal")
+    return frozenset(names)
+
+
+def _require_lengths(avals: Operands) -> None:
+    longest = max(avals.query.shape[1], avals.key.shape[1])
+    if longest > _MAX_LENGTH:
+        raise UnsupportedError(
+            [
+                f"sequences have at most {_MAX_LENGTH} positions in the kernels, got {longest}",
+                "pass implementation='xla', or split the sequence",
+            ]
+        )
+
+
+def _scores(avals: Operands, options: Options) -> dict[str, np.ndarray]:
+    """ScoreScale and the windows of MaskParams (ffi/include/memeff/params.h)."""
+    scale, cap = options.scale, options.soft_cap
+    log2e = math.log2(math.e)
+    if cap is not None:
+        prescale, softmax_scale = scale / cap, cap * log2e
+    elif scale > 0:
+        prescale, softmax_scale = 1.0, scale * log2e
+    else:
+        prescale, softmax_scale = scale * log2e, 1.0
+
+    def bound(limit: int | None) -> int:
+        return _UNBOUNDED if limit is None else max(min(limit, _MAX_LENGTH), -_MAX_LENGTH)
+
+    windows = [
+        bound(limit)
+        for window in (avals.mask.top_left, avals.mask.bottom_right)
+        for limit in ((None, None) if window is None else (window.left, window.right))
+    ]
+    return {
+        "scale": np.array([prescale, softmax_scale, scale], np.float32),
+        "windows": np.array(windows, np.int32),
+    }
+
+
+def _architectures() -> tuple[str, ...]:
+    """``JAX_MEMEFF_ARCHS``, else the architectures of this process's CUDA devices."""
+    if chosen := config.archs():
+        return chosen
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        raise UnsupportedError(
+            [
+                "this process has no CUDA device, so it is unknown what to compile for",
+                "set JAX_MEMEFF_ARCHS, for example to sm_90a",
+            ]
+        ) from None
+    capabilities = {tuple(map(int, device.compute_capability.split("."))) for device in devices}
+    return tuple(architectures.of_capability(*capability) for capability in sorted(capabilities))
+
+
+def _kernel_table(kernels: dict[str, KernelSpec]) -> dict[str, Any]:
+    """The attribute that the host library reads (ffi/src/kernel.cc)."""
+    table: dict[str, Any] = {"archs": ",".join(kernels)}
+    for arch, spec in kernels.items():
+        entries = spec.entry_points
+        table[arch] = {
+            "image": compiler.compile(spec, arch).image,
+            "entry_points": ",".join(entry.name for entry in entries),
+            "threads": np.array([entry.threads for entry in entries], np.int32),
+            "shared_bytes": np.array([entry.shared_bytes for entry in entries], np.int32),
+            "tile": np.array([spec.tile.query, spec.tile.key], np.int32),
+        }
+    return table
+
+
+def _custom_call(
+    ctx: mlir.LoweringRuleContext,
+    target: str,
+    operands: list[_Buffer],
+    results: list[_Buffer],
+    *,
+    kernels: dict[str, KernelSpec],
+    **attributes: Any,
+) -> Sequence[Any]:
+    _register_targets()
+    lower = jax.ffi.ffi_lowering(
+        target,
+        operand_layouts=_layouts(operands),
+        result_layouts=_layouts(results),
+    )
+    context = ctx.replace(
+        avals_in=[buffer.aval for buffer in operands],
+        avals_out=[buffer.aval for buffer in results],
+    )
+    return lower(
+        context,
+        *(buffer.value for buffer in operands),
+        operands=",".join(buffer.name for buffer in operands),
+        results=",".join(buffer.name for buffer in results),
+        kernels=_kernel_table(kernels),
+        **attributes,
+    )
+
+
+def _layouts(buffers: Iterable[_Buffer]) -> list[Sequence[int]]:
+    return [
+        tuple(reversed(range(len(buffer.aval.shape)))) if buffer.layout is None else buffer.layout
+        for buffer in buffers
+    ]
+
+
+@functools.cache
+def _register_targets() -> None:
+    from jax_memeff import _ffi
+
+    jax.ffi.register_ffi_type("jax_memeff_call", _ffi.call_type(), platform="CUDA")
+    for name, stages in _ffi.targets().items():
+        jax.ffi.register_ffi_target(name, stages, platform="CUDA", api_version=1)

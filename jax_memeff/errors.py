@@ -1,0 +1,40 @@
+"""The typed errors of the package. Bad arguments raise ``ValueError`` or ``TypeError``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class UnsupportedError(Exception):
+    """No kernel does what was asked for; ``reasons`` says why, one sentence each.
+
+    >>> raise UnsupportedError(["float64 has no kernel", "pass implementation='xla'"])
+    Traceback (most recent call last):
+    ...
+    jax_memeff.errors.UnsupportedError: no kernel fits this call:
+      - float64 has no kernel
+      - pass implementation='xla'
+    """
+
+    def __init__(self, reasons: Sequence[str]):
+        self.reasons = tuple(reasons)
+        super().__init__("no kernel fits this call:\n" + "\n".join(f"  - {r}" for r in self.reasons))
+
+
+class CompileError(Exception):
+    """NVRTC refused a generated kernel, or could not be run.
+
+    ``log`` is the compiler's whole log; ``versions`` maps each part (driver, NVRTC, headers) to
+    its version. The message shows the first error of the log, the versions, and what to do.
+    """
+
+    def __init__(self, log: str, versions: Mapping[str, str], advice: str = ""):
+        self.log = log
+        self.versions = dict(versions)
+        lines = [line for line in log.splitlines() if line.strip()]
+        first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
+        message = [f"a kernel did not compile: {first.strip() or 'the compiler said nothing'}"]
+        message += [f"  {part}: {version}" for part, version in self.versions.items()]
+        if advice:
+            message.append(advice)
+        super().__init__("\n".join(message))

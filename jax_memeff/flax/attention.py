@@ -1,0 +1,223 @@
+"""``attention_fn`` for the attention modules of ``flax.linen`` and ``flax.nnx``.
+
+Both call their ``attention_fn`` with arrays ``[batch..., length, heads, depth]`` and with the
+keywords of Flax's own ``dot_product_attention``; linen first drops the keywords that the function
+does not name. So every keyword of either is named here: what cannot be honoured raises, and is
+never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.nnx.nn import dtypes
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_memeff import api, compat, validate, vjp
+from jax_memeff.errors import UnsupportedError
+from jax_memeff.options import DropoutState
+
+
+def attention_fn(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: Any = None,
+    module: Any = None,
+    *,
+    promote_dtype: Callable[..., tuple[jax.Array, ...]] = dtypes.promote_dtype,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., jax.Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """Exact attention with linear memory, as the ``attention_fn`` of a Flax module.
+
+    Passes unchanged to ``flax.linen.MultiHeadDotProductAttention`` and
+    ``flax.nnx.MultiHeadAttention``, decoding with their caches included:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jax_memeff.flax import attention_fn
+    >>> layer = nnx.MultiHeadAttention(
+    ...     num_heads=4, in_features=32, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0)
+    ... )
+    >>> layer(jnp.ones((2, 10, 32)), is_causal=True).shape
+    (2, 10, 32)
+
+    Args:
+      query: ``[batch..., T, N, H]``, any number of batch dimensions, none included.
+      key: ``[batch..., S, K, H]``; query head ``n`` reads key head ``n // (N // K)``.
+      value: ``[batch..., S, K, Hv]``.
+      bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. Kept in its dtype when that
+        is the query's or float32, else cast to float32 (float64 for a float64 query).
+      mask: broadcasts to ``[batch..., N, T, S]``, any dtype; nonzero means attend. A row that may
+        attend to nothing gives 0, where Flax gives the mean of the values.
+      broadcast_dropout: True drops the same elements of the ``[T, S]`` probabilities in every
+        batch element and head, as Flax does; False draws each on its own.
+      dropout_rng: key of the dropout; needed when dropout is on. The bits are a function of this
+        key alone and differ from the ones Flax would draw.
+      dropout_rate: realised as ``floor(256 * rate + 0.5) / 256``: 0.1 becomes 26/256 = 0.1016.
+      deterministic: True turns dropout off.
+      dtype: of the computation; None infers it from query, key and value.
+      precision: None, ``"highest"``, ``jax.lax.Precision.HIGH`` and the like; of a pair the higher
+        one counts. Concerns float32 inputs only.
+      module: has to be None: attention weights are never formed and cannot be sown.
+      promote_dtype: casts the tuple (query, key, value) to one dtype, given ``dtype=``.
+      is_causal: row ``t`` attends to columns ``s <= t``.
+      force_fp32_for_softmax: no effect, the softmax is computed in float32 (or float64) always.
+      einsum_dot_general: has to be None, as the two einsums: the products are part of the kernel.
+      qk_attn_weights_einsum: has to be None.
+      attn_weights_value_einsum: has to be None.
+
+    Returns:
+      ``[batch..., T, N, Hv]`` in the promoted dtype.
+
+    Raises:
+      UnsupportedError: ``module`` or one of the dot products is given, or no kernel does what is
+        asked for on this platform.
+      ValueError: shapes that do not fit, a rate outside [0, 1) or unrealisable, a missing
+        ``dropout_rng``, an unknown precision.
+    """
+    del force_fp32_for_softmax
+    replaced = {
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    _refuse(module, [name for name, function in replaced.items() if function is not None])
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    batch_shape = _batch_shape(query, key, value)
+    if bias is not None:
+        bias = _flatten_score_batch("bias", _bias_dtype(jnp.asarray(bias), query), batch_shape)
+    if mask is not None:
+        mask = _flatten_score_batch("mask", jnp.asarray(mask) != 0, batch_shape)
+    rate = 0.0 if deterministic else validate.dropout_rate(dropout_rate)
+    if rate > 0 and dropout_rng is None:
+        raise ValueError(
+            f"dropout_rng must be given when dropout_rate is {rate} and deterministic is False,"
+            " got None; pass a jax.random key or deterministic=True"
+        )
+    batch = math.prod(batch_shape)
+    call = api.prepare(
+        query.reshape(batch, *query.shape[-3:]),
+        key.reshape(batch, *key.shape[-3:]),
+        value.reshape(batch, *value.shape[-3:]),
+        bias,
+        mask,
+        scale=None,
+        is_causal=is_causal,
+        query_seq_lengths=None,
+        key_value_seq_lengths=None,
+        local_window_size=None,
+        logits_soft_cap=None,
+        dropout_rate=rate,
+        dropout_key=dropout_rng,
+        offsets=None,
+        precision=_precision(precision),
+        deterministic_backward=False,
+        implementation=None,
+    )
+    operands = call.operands
+    if operands.dropout is not None and broadcast_dropout:
+        operands = operands._replace(dropout=_shared(operands.dropout))
+    out, _ = vjp.attention(compat.cast_to_common_varying_axes(operands), call.options)
+    return out.reshape(batch_shape + out.shape[1:])
+
+
+def _shared(state: DropoutState) -> DropoutState:
+    """The bits of batch element 0 and head 0 for all of them."""
+    return state._replace(
+        batch_base=jnp.zeros_like(state.batch_base), head_index=jnp.zeros_like(state.head_index)
+    )
+
+
+def _refuse(module: Any, replaced: list[str]) -> None:
+    """Raise for what memory-efficient attention cannot do."""
+    reasons = []
+    if module is not None:
+        reasons.append(
+            "module (sow_weights=True) asks for the attention weights, which are never formed:"
+            " call the layer with sow_weights=False, or give the layer to inspect"
+            " Flax's own dot_product_attention as attention_fn"
+        )
+    if replaced:
+        reasons.append(
+            f"{', '.join(replaced)}: the matrix products are part of the kernel and cannot be"
+            " replaced: leave them None, or use Flax's own dot_product_attention as attention_fn"
+        )
+    if reasons:
+        raise UnsupportedError(reasons)
+
+
+def _batch_shape(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
+    """The batch dimensions that query, key and value have in common."""
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim < 3:
+            raise ValueError(
+                f"{name} must be [batch..., length, heads, depth], got shape {array.shape}"
+            )
+        if array.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"{name} must have the batch dimensions of query, {query.shape[:-3]}, got shape"
+                f" {array.shape}"
+            )
+    return query.shape[:-3]
+
+
+def _bias_dtype(bias: jax.Array, query: jax.Array) -> jax.Array:
+    """``bias`` in a dtype that the score computation takes as it is."""
+    if bias.dtype in (query.dtype, jnp.float32):
+        return bias
+    return bias.astype(jnp.promote_types(query.dtype, jnp.float32))
+
+
+def _flatten_score_batch(name: str, array: jax.Array, batch_shape: tuple[int, ...]) -> jax.Array:
+    """Turn ``[batch..., N, T, S]`` with any broadcast dimensions into rank 4.
+
+    Heads, rows and columns stay broadcast. The batch is only materialised when some, but not all,
+    of its dimensions are broadcast, because one flat dimension cannot express that.
+    """
+    rank = len(batch_shape) + 3
+    if array.ndim > rank:
+        raise ValueError(
+            f"{name} must have rank <= {rank} to broadcast to [batch..., heads, query length, key"
+            f" length] with the batch dimensions {batch_shape}, got shape {array.shape}"
+        )
+    shape = (1,) * (rank - array.ndim) + array.shape
+    batch, rest = shape[:-3], shape[-3:]
+    if any(size not in (1, full) for size, full in zip(batch, batch_shape, strict=True)):
+        raise ValueError(
+            f"{name} must have batch dimensions that broadcast to {batch_shape}, got shape"
+            f" {array.shape}"
+        )
+    if math.prod(batch) == 1:
+        return array.reshape((1, *rest))
+    full = jnp.broadcast_to(array.reshape(shape), batch_shape + rest)
+    return full.reshape((math.prod(batch_shape), *rest))
+
+
+def _precision(precision: Any) -> jax.lax.Precision | None:
+    """One ``jax.lax.Precision`` for what Flax calls a precision: None, a name, or a pair."""
+    if precision is None:
+        return None
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    try:
+        return max((jax.lax.Precision(part) for part in parts), key=lambda part: part.value)
+    except ValueError as error:
+        raise ValueError(
+            "precision must be None, a jax.lax.Precision, its name, or a pair of them, got"
+            f" {precision!r}"
+        ) from error

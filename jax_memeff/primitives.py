@@ -1,0 +1,164 @@
+"""The primitives ``attention_fwd`` and ``attention_bwd``: types, batching, lowering per platform.
+
+Both take the flat leaves of a pytree, whose structure is the parameter ``tree``:
+
+- ``attention_fwd``: ``Operands`` -> out [B, T, N, Hv], lse [B, T, N]
+- ``attention_bwd``: ``(Operands, out, lse, dout, dlse | None)`` -> the gradients that ``wants``
+  names, in the order query, key, value, bias
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_memeff import blockwise, compat
+from jax_memeff.errors import UnsupportedError
+from jax_memeff.options import Gradients, Operands, Options, Wants
+
+attention_fwd_p = Primitive("attention_fwd")
+attention_fwd_p.multiple_results = True
+attention_bwd_p = Primitive("attention_bwd")
+attention_bwd_p.multiple_results = True
+
+
+def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, N, Hv] in the query's dtype and logsumexp [B, T, N] (f32; f64 for f64)."""
+    leaves, tree = jax.tree.flatten(operands)
+    out, lse = attention_fwd_p.bind(*leaves, tree=tree, options=options)
+    return out, lse
+
+
+def backward(
+    operands: Operands,
+    options: Options,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    wants: Wants,
+) -> Gradients:
+    """The gradients that ``wants`` names; the others are None and cost nothing."""
+    leaves, tree = jax.tree.flatten((operands, out, lse, dout, dlse))
+    wanted = iter(attention_bwd_p.bind(*leaves, tree=tree, options=options, wants=wants))
+    return Gradients(*(next(wanted) if want else None for want in wants))
+
+
+def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
+    del options
+    operands: Any = jax.tree.unflatten(tree, avals)
+    query = operands.query
+    lse_dtype = jnp.promote_types(query.dtype, jnp.float32)
+    rows = query.shape[:3]
+    return (
+        compat.leading_dims(query, (*rows, operands.value.shape[3]), query.dtype),
+        compat.leading_dims(query, rows, lse_dtype),
+    )
+
+
+def _backward_types(*avals: Any, tree: Any, options: Options, wants: Wants) -> tuple[Any, ...]:
+    del options
+    operands: Any = jax.tree.unflatten(tree, avals)[0]
+    differentiable = (operands.query, operands.key, operands.value, operands.bias)
+    return tuple(
+        aval.update(weak_type=False)
+        for aval, want in zip(differentiable, wants, strict=True)
+        if want and aval is not None
+    )
+
+
+def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[jax.Array]:
+    return blockwise.forward(jax.tree.unflatten(tree, leaves), options)
+
+
+def _blockwise_backward(
+    *leaves: jax.Array, tree: Any, options: Options, wants: Wants
+) -> Sequence[jax.Array]:
+    operands, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
+    gradients = blockwise.backward(operands, options, out, lse, dout, dlse, wants)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _cuda_forward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
+    # Imported here: cuda.py brings in the code generator, which `import jax_memeff` must not.
+    from jax_memeff import cuda
+
+    return cuda.lower_forward(ctx, *operands, **params)
+
+
+def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
+    from jax_memeff import cuda
+
+    return cuda.lower_backward(ctx, *operands, **params)
+
+
+def _register(
+    primitive: Primitive, types: Callable, in_jax: Callable, on_cuda: Callable, static: tuple
+) -> None:
+    lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
+
+    def default_lowering(ctx, *operands, **params):
+        local = ctx.replace(avals_in=[compat.local(aval) for aval in ctx.avals_in])
+        return lower_in_jax(local, *operands, **params)
+
+    def anywhere(ctx, *operands, **params):
+        if params["options"].implementation == "cuda":
+            platforms = ", ".join(ctx.module_context.platforms)
+            raise UnsupportedError(
+                [
+                    f"implementation='cuda' needs a CUDA device, got a program for: {platforms}",
+                    "pass implementation=None or 'xla', or place the arguments on a CUDA device",
+                ]
+            )
+        return default_lowering(ctx, *operands, **params)
+
+    def cuda(ctx, *operands, **params):
+        if params["options"].implementation == "xla":
+            return default_lowering(ctx, *operands, **params)
+        return on_cuda(ctx, *operands, **params)
+
+    def batch(leaves, dims, **params):
+        # One element at a time: an element of the batch has exactly the bits of its own call.
+        mapped = [
+            jnp.moveaxis(leaf, dim, 0)
+            for leaf, dim in zip(leaves, dims, strict=True)
+            if dim is not None
+        ]
+
+        def one(elements):
+            element = iter(elements)
+            operands = [
+                leaf if dim is None else next(element)
+                for leaf, dim in zip(leaves, dims, strict=True)
+            ]
+            return primitive.bind(*operands, **params)
+
+        results = jax.lax.map(one, mapped)
+        return results, [0] * len(results)
+
+    primitive.def_abstract_eval(types)
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
+    mlir.register_lowering(primitive, anywhere)
+    mlir.register_lowering(primitive, cuda, platform="cuda")
+    batching.primitive_batchers[primitive] = batch
+
+
+_register(
+    attention_fwd_p,
+    types=_forward_types,
+    in_jax=_blockwise_forward,
+    on_cuda=_cuda_forward,
+    static=("tree", "options"),
+)
+_register(
+    attention_bwd_p,
+    types=_backward_types,
+    in_jax=_blockwise_backward,
+    on_cuda=_cuda_backward,
+    static=("tree", "options", "wants"),
+)

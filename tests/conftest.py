@@ -1,0 +1,56 @@
+"""Shared set-up: two CPU devices, the ``gpu`` marker, x64, and the comparison of arrays."""
+
+import os
+
+import jax
+import numpy as np
+import pytest
+
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    jax.config.update("jax_num_cpu_devices", 2)
+
+
+def pytest_collection_modifyitems(items):
+    on_gpu = [item for item in items if "gpu" in item.keywords]
+    if not on_gpu:
+        return
+    try:
+        jax.devices("cuda")
+    except RuntimeError as error:
+        reason = f"needs a CUDA device, and jax says: {str(error).splitlines()[0]}"
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _device(request):
+    """Tests without the marker run on the CPU, on a machine with a GPU too."""
+    if "gpu" in request.keywords or jax.default_backend() == "cpu":
+        yield
+    else:
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield
+
+
+@pytest.fixture
+def x64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture
+def assert_close():
+    """``assert_close(got, want)``: relative Frobenius error of each leaf, where want is finite."""
+
+    def compare(got, want, tolerance=5e-6):
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert ours.shape == theirs.shape
+            ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+            finite = np.isfinite(theirs)
+            np.testing.assert_array_equal(ours[~finite], theirs[~finite])
+            error = np.linalg.norm(ours[finite] - theirs[finite])
+            assert error <= tolerance * max(np.linalg.norm(theirs[finite]), 1e-30), error
+
+    return compare

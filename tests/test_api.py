@@ -1,0 +1,288 @@
+"""The public surface: what importing costs, transformations of a call, sizes of zero."""
+
+import functools
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_memeff
+from jax_memeff import Mask, Offsets
+from jax_memeff.primitives import attention_fwd_p
+
+attention: Any = jax_memeff.dot_product_attention
+B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+QUERY, KEY, VALUE = normal(0, B, T, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
+EVERYTHING = {
+    "bias": normal(3, 1, N, T, S),
+    "mask": Mask.causal("bottom_right") & Mask.lengths(query=jnp.array([5, 4])),
+    "key_value_seq_lengths": jnp.array([7, 6]),
+    "local_window_size": (6, 3),
+    "logits_soft_cap": 5.0,
+    "dropout_rate": 0.25,
+    "dropout_key": jax.random.key(9),
+    "scale": 0.3,
+    "precision": "default",
+    "return_residual": True,
+}
+
+
+def test_import_is_light():
+    """Flax, the code generator's compiler and plotting wait until somebody asks for them."""
+    heavy = ("flax", "cuda", "matplotlib", "rich", "jax_memeff.cuda", "jax_memeff.codegen")
+    script = (
+        "import sys, jax; before = set(sys.modules); import jax_memeff; "
+        f"print([name for name in {heavy!r} if name in set(sys.modules) - before])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_public_names():
+    public = {name for name in vars(jax_memeff) if not name.startswith("_")}
+    modules = {name for name in public if f"jax_memeff.{name}" in sys.modules}
+    assert public - modules | {"dropout", "check"} == {
+        "CompileError",
+        "Mask",
+        "Offsets",
+        "UnsupportedError",
+        "check",
+        "dot_product_attention",
+        "dropout",
+    }
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
+        _ = jax_memeff.colour  # type: ignore[attr-defined]
+
+
+def test_jit_equals_eager(assert_close):
+    eager = attention(QUERY, KEY, VALUE, **EVERYTHING)
+    jitted = jax.jit(functools.partial(attention, **EVERYTHING))(QUERY, KEY, VALUE)
+    assert_close(jitted, eager, 1e-6)
+
+
+def test_arrays_of_a_call_may_be_traced(assert_close):
+    arrays = ("bias", "mask", "key_value_seq_lengths", "dropout_key")
+    static = {name: value for name, value in EVERYTHING.items() if name not in arrays}
+
+    @jax.jit
+    def call(query, key, value, traced):
+        return attention(query, key, value, **static, **traced)
+
+    assert_close(
+        call(QUERY, KEY, VALUE, {name: EVERYTHING[name] for name in arrays}),
+        attention(QUERY, KEY, VALUE, **EVERYTHING),
+        1e-6,
+    )
+
+
+def test_mask_arguments_are_combined(assert_close):
+    by_arguments = attention(
+        QUERY,
+        KEY,
+        VALUE,
+        mask=EVERYTHING["mask"],
+        is_causal=True,
+        local_window_size=3,
+        query_seq_lengths=[5, 3],
+        key_value_seq_lengths=np.array([4, 7], np.uint8),
+    )
+    # Every length counts for the alignment of the bottom-right diagonal.
+    lengths = Mask.lengths(query=jnp.array([5, 3]), key=jnp.array([4, 7]))
+    mask = (EVERYTHING["mask"] & lengths).as_array(B, N, T, S)
+    rows, columns = jnp.arange(T)[:, None], jnp.arange(S)[None]
+    mask &= (columns <= rows) & (columns >= rows - 3)
+    assert_close(by_arguments, attention(QUERY, KEY, VALUE, mask=mask), 1e-6)
+
+
+def test_legacy_and_typed_keys_drop_the_same():
+    typed, legacy = (
+        attention(QUERY, KEY, VALUE, dropout_rate=0.5, dropout_key=key)
+        for key in (jax.random.key(3), jax.random.PRNGKey(3))
+    )
+    np.testing.assert_array_equal(typed, legacy)
+    other = attention(QUERY, KEY, VALUE, dropout_rate=0.5, dropout_key=jax.random.key(4))
+    assert not np.array_equal(typed, other)
+
+
+def test_unused_dropout_key_changes_nothing():
+    with_key = attention(QUERY, KEY, VALUE, dropout_key=jax.random.key(0))
+    np.testing.assert_array_equal(with_key, attention(QUERY, KEY, VALUE))
+
+
+def test_offsets_give_a_part_of_the_whole(assert_close):
+    arguments = {"is_causal": True, "dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
+    whole = attention(QUERY, KEY, VALUE, **arguments)
+    heads = slice(2, 4)
+    part = jax.jit(
+        lambda row: attention(
+            QUERY[1:, 3:, heads],
+            KEY[1:, :, 1:],
+            VALUE[1:, :, 1:],
+            **arguments,
+            offsets=Offsets(batch=1, head=2, num_heads=N, query=row),
+        )
+    )(3)
+    assert_close(part, whole[1:, 3:, heads], 1e-6)
+
+
+BATCHED = {
+    "query": normal(10, 3, B, T, N, H),
+    "key": normal(11, 3, B, S, K, H),
+    "value": normal(12, 3, B, S, K, H),
+    "bias": normal(13, 3, 1, N, T, S),
+}
+INTEGERS = {
+    "key_value_seq_lengths": jnp.array([[7, 6], [1, 0], [3, 7]]),
+    "dropout_key": jax.random.split(jax.random.key(5), 3),
+    "mask": jax.random.bernoulli(jax.random.key(6), 0.6, (3, B, 1, T, S)),
+}
+SUBSETS = [names for size in (1, 3, 4) for names in itertools.combinations(BATCHED, size)]
+
+
+def outputs_with_dropout(arguments):
+    arguments = {"dropout_key": jax.random.key(9), **arguments}
+    return attention(**arguments, dropout_rate=0.5, return_residual=True)
+
+
+def gradients_with_dropout(arguments):
+    def loss(arguments):
+        out, lse = outputs_with_dropout(arguments)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(lse**2), out
+
+    return jax.grad(loss, has_aux=True)(arguments)
+
+
+def vmapped_and_by_element(function, names):
+    """``function`` of all arguments, where the named ones have a batch axis of 3."""
+    batched = {**BATCHED, **INTEGERS}
+    needed = [*BATCHED, *(name for name in names if name in INTEGERS)]
+    arguments = {name: batched[name] if name in names else batched[name][0] for name in needed}
+    axes = {name: 0 if name in names else None for name in needed}
+    vmapped = jax.jit(jax.vmap(function, in_axes=(axes,)))(arguments)
+    elements = [
+        one_element(function)({name: x[i] if name in names else x for name, x in arguments.items()})
+        for i in range(3)
+    ]
+    return vmapped, jax.tree.map(lambda *x: jnp.stack(x), *elements)
+
+
+@functools.cache
+def one_element(function):
+    """Compiled once for all subsets: an element's call is the same whatever was batched."""
+    return jax.jit(function)
+
+
+@pytest.mark.parametrize("names", SUBSETS, ids="-".join)
+def test_vmap_of_gradients(names, assert_close):
+    """An element of the batch has the dropout bits of its own call, in the gradients too."""
+    assert_close(*vmapped_and_by_element(gradients_with_dropout, names), 1e-6)
+
+
+@pytest.mark.parametrize("names", [(name,) for name in INTEGERS], ids="-".join)
+def test_vmap_of_integer_operands(names, assert_close):
+    assert_close(*vmapped_and_by_element(outputs_with_dropout, names), 1e-6)
+
+
+def test_grad_of_vmap_sums_over_what_is_shared(assert_close):
+    def loss(key, rows):
+        return jnp.sum(jnp.sin(rows(key)))
+
+    def vmapped(key):
+        return jax.vmap(lambda query: attention(query, key, VALUE))(BATCHED["query"])
+
+    def by_element(key):
+        return jnp.stack([attention(query, key, VALUE) for query in BATCHED["query"]])
+
+    assert_close(jax.grad(loss)(KEY, vmapped), jax.grad(loss)(KEY, by_element))
+
+
+def test_nested_vmap_and_other_axes(assert_close):
+    queries = jnp.moveaxis(jnp.stack([BATCHED["query"], 2 * BATCHED["query"]]), 0, -1)
+    inner = jax.vmap(lambda query: attention(query, KEY, VALUE))
+    out = jax.vmap(inner, in_axes=-1, out_axes=1)(queries)
+    assert out.shape == (3, 2, B, T, N, H)
+    assert_close(out[1, 1], attention(2 * BATCHED["query"][1], KEY, VALUE))
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "columns", "heads", "dim", "value_dim"),
+    [
+        (0, T, S, N, H, H),
+        (B, 0, S, N, H, H),
+        (B, T, 0, N, H, H),
+        (B, T, S, 0, H, H),
+        (B, T, S, N, 0, H),
+        (B, T, S, N, H, 0),
+        (B, 0, 0, N, H, H),
+    ],
+    ids=["B", "T", "S", "N", "H", "Hv", "T-S"],
+)
+def test_zero_sizes(batch, rows, columns, heads, dim, value_dim, assert_close):
+    query = normal(0, batch, rows, heads, dim)
+    key = normal(1, batch, columns, heads // 2, dim)
+    value = normal(2, batch, columns, heads // 2, value_dim)
+    (out, lse), vjp = jax.vjp(
+        lambda *x: attention(*x, scale=0.5, is_causal=True, return_residual=True),
+        query,
+        key,
+        value,
+    )
+    assert out.shape == (batch, rows, heads, value_dim)
+    assert lse.shape == (batch, rows, heads)
+    gradients = vjp((jnp.ones_like(out), jnp.ones_like(lse)))
+    assert [x.shape for x in gradients] == [x.shape for x in (query, key, value)]
+    assert all(np.isfinite(x).all() for x in (out, *gradients))
+    if columns == 0:
+        assert not np.any(out)
+        assert np.all(np.isneginf(lse))
+    if dim == 0:
+        in_row = jnp.arange(1, rows + 1).reshape(1, rows, 1)
+        assert_close(lse, jnp.broadcast_to(jnp.log(in_row), lse.shape))
+
+
+def test_garbage_beyond_the_lengths_reaches_nothing(assert_close):
+    lengths = {"query_seq_lengths": [3, 5], "key_value_seq_lengths": [7, 2]}
+    rows = (np.arange(T) < np.array([[3], [5]]))[:, :, None, None]
+    columns = (np.arange(S) < np.array([[7], [2]]))[:, :, None, None]
+    inside = np.swapaxes(rows, 1, 2) & np.swapaxes(columns, 1, 3)
+    clean = (QUERY, KEY, VALUE, jnp.broadcast_to(EVERYTHING["bias"], (B, N, T, S)))
+    dirty = [
+        jnp.where(where, x, jnp.nan)
+        for where, x in zip((rows, columns, columns, inside), clean, strict=True)
+    ]
+
+    def run(*operands):
+        results, vjp = jax.vjp(lambda *x: attention(*x, **lengths, return_residual=True), *operands)
+        cotangents = (jnp.ones((B, T, N, H)), jnp.ones((B, T, N)))
+        return results, vjp(
+            tuple(
+                jnp.where(rows[..., : x.ndim - 2] if x.ndim == 4 else rows[..., 0], x, jnp.nan)
+                for x in cotangents
+            )
+        )
+
+    assert_close(run(*dirty), run(*clean))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_blockwise_path_lowers_everywhere(platform):
+    traced = jax.jit(functools.partial(attention, implementation="xla")).trace(QUERY, KEY, VALUE)
+    assert "custom_call" not in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_one_primitive_serves_a_call():
+    jaxpr = jax.make_jaxpr(functools.partial(attention, is_causal=True))(QUERY, KEY, VALUE)
+    assert attention_fwd_p.name in str(jaxpr)

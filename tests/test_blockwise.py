@@ -1,0 +1,482 @@
+"""The blockwise path against the oracle: every feature, dtype and size, forward and backward."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jax_memeff import blockwise, blockwise_tiles, dropout
+from jax_memeff.mask import Mask
+from jax_memeff.options import Operands, Options, Position, Wants
+
+ALL = Wants(query=True, key=True, value=True, bias=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call; sizes are small, and blocks too, so that there are several."""
+
+    B: int = 2
+    T: int = 37
+    S: int = 65
+    N: int = 4
+    K: int = 2
+    H: int = 8
+    Hv: int = 12
+    dtype: str = "float32"
+    mask: Callable[["Case", np.random.Generator], Mask] | None = None
+    bias: tuple[str, ...] | None = None
+    """Which of "BNTS" are full."""
+    bias_dtype: str | None = None
+    masked_bias: bool = False
+    soft_cap: float | None = None
+    rate: float = 0.0
+    scale: float | None = None
+    position: tuple[int, int] | None = None
+    dlse: bool = True
+
+
+def lengths(case: Case, rng: np.random.Generator) -> Mask:
+    return Mask.lengths(query=np.array([20, case.T]), key=np.array([case.S, 33]))
+
+
+def segments(case: Case, rng: np.random.Generator) -> Mask:
+    query_ids = np.sort(rng.integers(-1, 3, (case.B, case.T)))
+    return Mask.segments(query_ids, rng.integers(-1, 3, (case.B, case.S)))
+
+
+def boolean(*shape: str):
+    def make(case: Case, rng: np.random.Generator) -> Mask:
+        return Mask.boolean(rng.random([getattr(case, dim) if dim else 1 for dim in shape]) < 0.5)
+
+    return make
+
+
+def every_mask(case: Case, rng: np.random.Generator) -> Mask:
+    mask = Mask.causal("bottom_right") & Mask.window(None, 30) & lengths(case, rng)
+    return mask & segments(case, rng) & Mask.boolean(rng.random((case.T, case.S)) < 0.9)
+
+
+EVERYTHING = Case(
+    mask=every_mask, bias=("B", "N", "T", "S"), masked_bias=True, soft_cap=2.0, rate=0.3
+)
+
+CASES = {
+    "plain": Case(),
+    "without_dlse": Case(dlse=False),
+    "causal": Case(mask=lambda c, r: Mask.causal()),
+    "causal_bottom_right_tall": Case(T=65, S=37, mask=lambda c, r: Mask.causal("bottom_right")),
+    "window": Case(mask=lambda c, r: Mask.window(9, 4)),
+    "window_bottom_right": Case(mask=lambda c, r: Mask.window(20, 3, "bottom_right")),
+    "lengths": Case(mask=lengths),
+    "lengths_bottom_right": Case(
+        mask=lambda c, r: lengths(c, r) & Mask.window(8, 0, "bottom_right")
+    ),
+    "segments": Case(mask=segments),
+    "boolean": Case(mask=boolean("B", "N", "T", "S")),
+    "boolean_per_head": Case(mask=boolean("N", "", "S")),
+    "bias_full": Case(bias=("B", "N", "T", "S")),
+    "bias_per_head": Case(bias=("N", "T", "S")),
+    "bias_per_key": Case(bias=("B", "", "", "S"), masked_bias=True),
+    "bias_per_head_and_key": Case(bias=("N", "", "S")),
+    "bias_per_row": Case(bias=("B", "N", "T", ""), masked_bias=True),
+    "bias_scalar": Case(bias=()),
+    "bias_masked": Case(bias=("B", "", "T", "S"), masked_bias=True),
+    "soft_cap": Case(soft_cap=1.5),
+    "dropout": Case(rate=0.2),
+    "dropout_position": Case(rate=0.2, position=(16, 48), mask=lambda c, r: Mask.window(60, 20)),
+    "negative_scale": Case(scale=-0.7),
+    "multi_query": Case(N=4, K=1),
+    "no_groups": Case(N=3, K=3, H=5, Hv=3),
+    "everything": EVERYTHING,
+    "everything_in_blocks_of_16": dataclasses.replace(EVERYTHING, T=64, S=32, Hv=8),
+}
+SIZES = [(1, 1), (3, 65), (63, 1), (64, 63)]
+for T, S in SIZES:
+    CASES[f"size_{T}_{S}"] = Case(
+        B=1, T=T, S=S, N=2, K=1, H=3, Hv=1, bias=("T", "S"), mask=lambda c, r: Mask.causal()
+    )
+for dtype in ("float16", "bfloat16", "float64"):
+    CASES[f"plain_{dtype}"] = Case(dtype=dtype, H=32, Hv=24)
+    CASES[f"everything_{dtype}"] = dataclasses.replace(EVERYTHING, dtype=dtype)
+CASES["bias_per_key_bfloat16"] = Case(dtype="bfloat16", bias=("S",))
+CASES["bias_float32_bfloat16"] = Case(dtype="bfloat16", bias=("T", "S"), bias_dtype="float32")
+
+
+def make(case: Case) -> tuple[Operands, Options, np.ndarray, np.ndarray | None]:
+    """Operands, options, and the cotangents of out and lse."""
+    rng = np.random.default_rng(7)
+
+    def normal(*shape: int, dtype: str = case.dtype) -> np.ndarray:
+        return rng.standard_normal(shape).astype(jnp.dtype(dtype))
+
+    bias = None
+    if case.bias is not None:
+        shape = [getattr(case, dim) if dim else 1 for dim in case.bias]
+        bias = normal(*[1] * (4 - len(shape)), *shape, dtype=case.bias_dtype or case.dtype)
+        if case.masked_bias:
+            bias[rng.random(bias.shape) < 0.3] = -np.inf
+    mask = Mask() if case.mask is None else case.mask(case, rng)
+    position = case.position and Position(*(jnp.int32(x) for x in case.position))
+    operands = Operands(
+        normal(case.B, case.T, case.N, case.H),  # type: ignore[arg-type]
+        normal(case.B, case.S, case.K, case.H),  # type: ignore[arg-type]
+        normal(case.B, case.S, case.K, case.Hv),  # type: ignore[arg-type]
+        bias,  # type: ignore[arg-type]
+        mask.canonical(case.B, case.T, case.S),
+        dropout.state(jax.random.key(11), case.B, case.N) if case.rate else None,
+        position or None,
+    )
+    scale = 1 / max(case.H, 1) ** 0.5 if case.scale is None else case.scale
+    options = Options(scale, case.soft_cap, dropout.threshold(case.rate))
+    dlse = normal(case.B, case.T, case.N) if case.dlse else None
+    return operands, options, normal(case.B, case.T, case.N, case.Hv), dlse
+
+
+# Most of the time of these tests is compilation.
+UNOPTIMISED = {"xla_backend_optimization_level": 0}
+
+
+@jax.jit(static_argnames=("options", "wants"), compiler_options=UNOPTIMISED)
+def both(operands, options, dout, dlse, wants=ALL):
+    out, lse = blockwise.forward(operands, options)
+    return out, lse, blockwise.backward(operands, options, out, lse, dout, dlse, wants)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blockwise_tiles, "LONGEST_BLOCK", 32)
+        yield
+
+
+def run(operands, options, dout, dlse, wants=ALL):
+    wide = operands.query.dtype == np.float64
+    with jax.enable_x64(wide), jax.numpy_rank_promotion("raise"):
+        return both(operands, options, dout, dlse, wants)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_oracle(name):
+    case = CASES[name]
+    operands, options, dout, dlse = make(case)
+    out, lse, gradients = run(operands, options, dout, dlse)
+    narrow = out.dtype.itemsize == 2
+    assert out.dtype == case.dtype and lse.dtype == (
+        np.float64 if case.dtype == "float64" else np.float32
+    )
+
+    want = oracle.answer(operands, options, dout, dlse, np.float32 if narrow else np.float64)
+    low = oracle.Answer(*[None] * 7)  # type: ignore[arg-type]
+    if narrow:
+        low = oracle.answer(operands, options, dout, dlse, jnp.dtype(case.dtype))
+    oracle.check("lse", lse, want.lse)
+    oracle.check("out", out, want.out, low.out)
+    for field in ("query", "key", "value"):
+        got, operand = getattr(gradients, field), getattr(operands, field)
+        assert got.dtype == operand.dtype
+        scale = None
+        if case.S == 1:
+            # With one key the scores have no gradient: what is left of it is rounding.
+            scale = np.abs(operand).astype(np.float64)
+        oracle.check(f"d{field}", got, getattr(want, field), getattr(low, field), scale=scale)
+    if operands.bias is None:
+        assert gradients.bias is None
+    else:
+        assert gradients.bias.dtype == operands.bias.dtype
+        scale = want.bias_scale if 1 in operands.bias.shape else None
+        oracle.check("dbias", gradients.bias, want.bias, low.bias, scale=scale)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("block", [16, 256])
+def test_blocks_do_not_change_the_bits_that_are_dropped(block, monkeypatch):
+    operands, options, dout, dlse = make(EVERYTHING)
+    want = run(operands, options, dout, dlse)
+    monkeypatch.setattr(blockwise_tiles, "LONGEST_BLOCK", block)
+    jax.clear_caches()
+    got = run(operands, options, dout, dlse)
+    jax.clear_caches()
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("empty", ["B", "T", "S", "Hv", "H", "N"])
+def test_zero_sizes(empty):
+    sizes = {empty: 0, "K": 0} if empty == "N" else {empty: 0}
+    operands, options, dout, dlse = make(Case(bias=("B", "N", "T", "S"), rate=0.2, **sizes))
+    out, lse, gradients = run(operands, options, dout, dlse)
+    assert out.shape == dout.shape
+    if empty == "S":
+        assert not out.any() and (np.asarray(lse) == -np.inf).all()
+    for got, operand in zip(gradients, operands, strict=False):
+        assert got.shape == operand.shape and np.isfinite(got).all()
+    if empty in ("H", "Hv"):
+        want = oracle.answer(operands, options, dout, dlse)
+        oracle.check("lse", lse, want.lse)
+        oracle.check("out", out, want.out)
+        oracle.check("dbias", gradients.bias, want.bias)  # type: ignore[arg-type]
+
+
+def test_garbage_beyond_the_lengths_reaches_nothing():
+    case = dataclasses.replace(
+        EVERYTHING, mask=lambda c, r: lengths(c, r) & Mask.window(None, 0, "bottom_right")
+    )
+    operands, options, dout, dlse = make(case)
+    want = run(operands, options, dout, dlse)
+    query_lengths, key_lengths = operands.mask.query_lengths, operands.mask.key_lengths
+    assert query_lengths is not None and key_lengths is not None and dlse is not None
+    query, key, value, bias = (np.array(x) for x in operands[:4])
+    for b, (rows, cols) in enumerate(zip(query_lengths, key_lengths, strict=True)):
+        for array in (query, dout, dlse):
+            array[b, rows:] = np.nan
+        key[b, cols:] = value[b, cols:] = np.nan
+        bias[b, :, rows:] = bias[b, :, :, cols:] = np.nan
+    garbage = operands._replace(query=query, key=key, value=value, bias=bias)
+    got = run(garbage, options, dout, dlse)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("reason", ["boolean", "bias", "segments", "lengths", "window"])
+def test_rows_without_keys(reason):
+    mask = {
+        "boolean": lambda c, r: Mask.boolean(np.arange(c.T)[:, None] >= 5),
+        "segments": lambda c, r: Mask.segments(
+            np.where(np.arange(c.T) < 5, -1, 0), np.zeros(c.S, int)
+        ),
+        "lengths": lambda c, r: Mask.lengths(key=np.array([0, 4])),
+        "window": lambda c, r: Mask.causal("bottom_right"),
+    }.get(reason)
+    case = Case(mask=mask, bias=("T", "S") if reason == "bias" else None, T=70)
+    operands, options, dout, dlse = make(case)
+    if operands.bias is not None:
+        np.asarray(operands.bias)[..., :5, :] = -3e38
+    valid = oracle.valid_elements(operands.mask, case.B, case.N, case.T, case.S)
+    if operands.bias is not None:
+        valid = valid & (np.asarray(operands.bias) > -1e37)
+    empty = ~valid.any(-1)[:, 0]
+    assert empty.any() and dlse is not None
+    # A loss of the logsumexp is likely to have no finite gradient where the logsumexp is -inf.
+    dlse[empty] = np.nan
+    out, lse, gradients = run(operands, options, dout, dlse)
+    assert not np.asarray(out)[empty].any()
+    assert (np.asarray(lse)[empty] == -np.inf).all() and np.isfinite(np.asarray(lse)[~empty]).all()
+    assert not np.asarray(gradients.query)[empty].any()
+    dlse[empty] = 0
+    want = oracle.answer(operands, options, dout, dlse)
+    for field in ("query", "key", "value"):
+        oracle.check(f"d{field}", getattr(gradients, field), getattr(want, field))
+
+
+@jax.jit(static_argnames="options", compiler_options=UNOPTIMISED)
+def backward_of_chunk(operands, options, out, lse, dout):
+    return blockwise.backward(operands, options, out, lse, dout, None, ALL)
+
+
+def test_a_chunk_with_its_position_is_a_slice_of_the_whole():
+    case = Case(rate=0.4, mask=lambda c, r: Mask.window(25, 6), T=70)
+    operands, options, dout, _ = make(case)
+    out, lse, gradients = run(operands, options, dout, None)
+    for first, last in ((0, 35), (35, 70)):
+        position = Position(jnp.int32(first), jnp.int32(0))
+        chunk = operands._replace(query=operands.query[:, first:last], position=position)
+        got = run(chunk, options, dout[:, first:last], None)
+        np.testing.assert_allclose(got[0], out[:, first:last], atol=1e-6)
+        np.testing.assert_allclose(got[1], lse[:, first:last], atol=1e-6)
+        np.testing.assert_allclose(got[2].query, gradients.query[:, first:last], atol=2e-6)
+
+    # Chunks of keys, as in ring attention: their backwards take the whole's out and lse.
+    dkeys = []
+    for first, last in ((0, 16), (16, 65)):
+        position = Position(jnp.int32(0), jnp.int32(first))
+        keys, values = operands.key[:, first:last], operands.value[:, first:last]
+        chunk = operands._replace(key=keys, value=values, position=position)
+        dkeys.append(backward_of_chunk(chunk, options, out, lse, dout).key)
+    np.testing.assert_allclose(np.concatenate(dkeys, 1), gradients.key, atol=2e-6)
+
+
+def primitives_of(jaxpr) -> list:
+    equations = []
+    for equation in jaxpr.eqns:
+        equations.append(equation)
+        for sub in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
+        ):
+            if hasattr(sub, "jaxpr") or hasattr(sub, "eqns"):
+                equations += primitives_of(getattr(sub, "jaxpr", sub))
+    return equations
+
+
+@pytest.mark.parametrize(
+    ("wants", "products"),
+    [
+        (Wants(True, True, True, True), 5),
+        (Wants(True, False, False, False), 3),
+        (Wants(False, True, False, False), 3),
+        (Wants(False, False, True, False), 2),
+        (Wants(False, False, False, True), 2),
+        (Wants(False, False, False, False), 0),
+    ],
+)
+def test_what_is_not_wanted_is_not_computed(wants, products):
+    operands, options, dout, dlse = make(Case(bias=("T", "S")))
+    out, lse, everything = run(operands, options, dout, dlse)
+    got = run(operands, options, dout, dlse, wants)[2]
+    for want, gradient, full in zip(wants, got, everything, strict=True):
+        assert (gradient is not None) == want
+        if want:
+            np.testing.assert_allclose(gradient, full, atol=1e-6)
+    jaxpr = jax.make_jaxpr(lambda *args: blockwise.backward(*args[:1], options, *args[1:], wants))(
+        operands, out, lse, dout, dlse
+    )
+    names = [equation.primitive.name for equation in primitives_of(jaxpr.jaxpr)]
+    assert names.count("dot_general") == products
+
+
+@pytest.mark.parametrize("bias", [None, (1, 1, 1, 4096), (1, 4, 4096, 1), (1, 1, 1, 1)])
+def test_no_intermediate_is_quadratic(bias):
+    B, T, N, H = 1, 4096, 4, 16
+    array = jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)
+    row = jax.ShapeDtypeStruct((B, T, N), jnp.float32)
+    options = Options(scale=0.25, dropout_threshold=20)
+    bias = None if bias is None else jax.ShapeDtypeStruct(bias, jnp.bfloat16)
+
+    def f(query, key, value, bias, out, lse, dout, dlse):
+        state = dropout.state(jax.random.key(0), B, N)
+        operands = Operands(query, key, value, bias, Mask.causal(), state, None)
+        blockwise.forward(operands, options)
+        return blockwise.backward(operands, options, out, lse, dout, dlse, ALL)
+
+    jaxpr = jax.make_jaxpr(f)(array, array, array, bias, array, row, array, row)
+    sizes = [
+        variable.aval.size
+        for equation in primitives_of(jaxpr.jaxpr)
+        for variable in equation.outvars
+        if hasattr(variable.aval, "size")
+    ]
+    assert max(sizes) == B * T * N * H
+
+
+def test_skipped_tiles_are_not_computed():
+    operands, options, _, _ = make(Case(mask=lambda c, r: Mask.causal(), T=64, S=64))
+    # Keys of tiles above the diagonal are NaN: a tile that is computed shows.
+    key = np.array(operands.key)
+    key[:, 32:] = np.nan
+    out, _ = blockwise.forward(operands._replace(key=key), options)
+    assert np.isfinite(out[:, :32]).all()
+
+
+def test_derivatives_of_the_loops_themselves():
+    """Forward mode, and reverse mode through both loops, for what is built on top of them."""
+    operands, options, dout, dlse = make(dataclasses.replace(EVERYTHING, T=20, S=20, B=2))
+    operands = operands._replace(mask=Mask.causal())
+    _, lse, gradients = run(operands, options, dout, dlse)
+
+    def f(*arrays):
+        return blockwise.forward(Operands(*arrays, *operands[4:]), options)
+
+    arrays = tuple(jnp.asarray(x) for x in operands[:4])
+    assert dlse is not None
+    cotangents = (jnp.asarray(dout), jnp.where(jnp.isneginf(lse), 0, dlse))
+    transposed = jax.jit(
+        lambda arrays: jax.vjp(f, *arrays)[1](cotangents), compiler_options=UNOPTIMISED
+    )(arrays)
+    for got, want in zip(transposed, gradients, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    tangents = tuple(jnp.where(jnp.isneginf(x), 0, jnp.cos(x)) for x in arrays)
+    tangent_out, tangent_lse = jax.jit(
+        lambda *args: jax.jvp(f, *args)[1], compiler_options=UNOPTIMISED
+    )(arrays, tangents)
+    np.testing.assert_allclose(
+        jnp.vdot(tangent_out, dout) + jnp.vdot(tangent_lse, cotangents[1]),
+        sum(jnp.vdot(a, b) for a, b in zip(gradients, tangents, strict=True)),
+        rtol=1e-4,
+    )
+
+
+def test_inside_shard_map():
+    operands, options, dout, dlse = make(dataclasses.replace(EVERYTHING, N=2))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    per_batch = jax.sharding.PartitionSpec("data")
+    everywhere = jax.sharding.PartitionSpec()
+    specs = jax.tree.map(lambda x: per_batch, operands)
+    assert specs.dropout is not None
+    specs = specs._replace(
+        dropout=specs.dropout._replace(head_index=everywhere),
+        mask=dataclasses.replace(specs.mask, booleans=(everywhere,)),
+    )
+
+    @jax.jit(compiler_options=UNOPTIMISED)
+    @jax.shard_map(mesh=mesh, in_specs=(specs, per_batch, per_batch), out_specs=per_batch)
+    def sharded(operands, dout, dlse):
+        out, lse = blockwise.forward(operands, options)
+        return out, lse, blockwise.backward(operands, options, out, lse, dout, dlse, ALL)
+
+    want = run(operands, options, dout, dlse)
+    got = sharded(operands, dout, dlse)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+MEMORY_PROGRAM = """
+import resource, sys, threading, time
+import jax, jax.numpy as jnp
+from jax_memeff import blockwise
+from jax_memeff.mask import Mask
+from jax_memeff.options import Operands, Options, Wants
+
+T = int(sys.argv[1])
+page = resource.getpagesize()
+
+def resident():
+    with open("/proc/self/statm") as statistics:
+        return int(statistics.read().split()[1]) * page
+
+def f(query, key, value, dout):
+    operands = Operands(query, key, value, None, Mask(), None, None)
+    options = Options(scale=0.125)
+    out, lse = blockwise.forward(operands, options)
+    wants = Wants(True, True, True, False)
+    return blockwise.backward(operands, options, out, lse, dout, None, wants)
+
+arrays = [jax.random.normal(jax.random.key(i), (1, T, 4, 64)) for i in range(4)]
+compiled = jax.jit(f).lower(*arrays).compile()
+jax.block_until_ready(arrays)
+baseline = peak = resident()
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, resident())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+started = time.perf_counter()
+jax.block_until_ready(compiled(*arrays))
+seconds = time.perf_counter() - started
+done.set()
+watcher.join()
+print((peak - baseline) / 2**20, seconds)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_memory_is_linear():
+    """1 GiB at T = S = 16384 is 256 MiB at 4096, where one [N, T, S] buffer has 256 MiB."""
+    program = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROGRAM, "4096"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert program.returncode == 0, program.stderr
+    mebibytes = float(program.stdout.split()[0])
+    assert 0 < mebibytes < 256

@@ -1,0 +1,285 @@
+"""Problem → spec → source: pure Python, without jax, a compiler or a GPU."""
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jax_memeff import config
+from jax_memeff.codegen import arch as archs
+from jax_memeff.codegen import emit, resources, select, support
+from jax_memeff.codegen.problem import DIRECTIONS, Problem
+from jax_memeff.codegen.tiles import sm80
+from jax_memeff.errors import UnsupportedError
+
+GOLDEN = Path(__file__).parent / "golden"
+PARTS = ("sm_80", "sm_86", "sm_90")
+
+FORWARD = """\
+#include <memeff/kernels/fmha_fwd_sm80.cuh>
+
+struct Config {
+  using Element = cutlass::bfloat16_t;
+  static constexpr int kHeadDim = 192;
+  static constexpr int kValueDim = 128;
+  static constexpr int kTileQuery = 128;
+  static constexpr int kTileKey = 64;
+  static constexpr int kWarps = 8;
+  static constexpr int kBlocksPerSm = 1;
+  static constexpr auto kMask = memeff::MaskKind::causal;
+  static constexpr bool kSoftCap = true;
+};
+
+using Kernel = memeff::FmhaForwardSm80<Config>;
+static_assert(Kernel::kThreads == 256);
+static_assert(Kernel::kSharedBytes == 90112);
+extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Config::kBlocksPerSm)
+fmha_fwd_bf16_d192v128_128x64_causal_softcap_sm80(const __grid_constant__ memeff::ForwardParams params) {
+  Kernel::run(params);
+}
+"""  # noqa: E501
+
+
+def problem(
+    direction: Any = "forward",
+    dtype: Any = "bf16",
+    head_dim: int = 128,
+    value_dim: int | None = None,
+    arch: str = "sm_90",
+    **rest: Any,
+) -> Problem:
+    masks = frozenset(rest.pop("masks", ()))
+    value_dim = head_dim if value_dim is None else value_dim
+    return Problem(direction, dtype, head_dim, value_dim, arch, masks=masks, **rest)
+
+
+@pytest.mark.parametrize("arch", PARTS)
+def test_table_is_the_golden_one(arch):
+    file = GOLDEN / f"kernels_{arch}.txt"
+    assert select.table(arch) == file.read_text(), (
+        f"the table of kernels changed. When that was meant: python -m jax_memeff kernels "
+        f"--arch {arch} > tests/golden/{file.name}"
+    )
+
+
+def test_source_is_exactly_this():
+    spec = select.select(problem(head_dim=192, value_dim=128, masks={"causal"}, soft_cap=True))
+    assert emit.source(spec) == FORWARD
+
+
+def test_backward_source_has_three_kernels():
+    spec = select.select(problem("backward", "f16", masks={"window", "causal"}))
+    source = emit.source(spec)
+    names = [entry.name for entry in spec.entry_points]
+    assert names == [f"{spec.name}_preprocess", spec.name, f"{spec.name}_postprocess"]
+    positions = [source.index(f"{name}(const __grid_constant__") for name in names]
+    assert positions == sorted(positions)
+    assert source.count("memeff::BackwardParams params") == 3
+    assert "using Element = cutlass::half_t;" in source
+    assert "kMask = memeff::MaskKind::window;" in source
+    assert f"static_assert(Kernel::kSharedBytes == {spec.shared_bytes});" in source
+
+
+@pytest.mark.parametrize("wants", [("query",), ("value", "key"), ("value",)])
+def test_backward_computes_only_what_is_wanted(wants):
+    spec = select.select(problem("backward", head_dim=64, wants=wants))
+    source = emit.source(spec)
+    for name in ("query", "key", "value"):
+        wanted = str(name in wants).lower()
+        assert f"static constexpr bool k{name.capitalize()}Gradient = {wanted};" in source
+    # The postprocess rounds the sums of dq.
+    assert ("_postprocess(" in source) == ("query" in wants) == (len(spec.entry_points) == 3)
+    every = select.select(problem("backward", head_dim=64))
+    assert spec.name != every.name
+    (reason,) = support.spec_reasons(every, problem("backward", head_dim=64, wants=wants))
+    assert reason.startswith("it computes the gradients of query, key, value, not of ")
+
+
+def test_run_time_matters_do_not_change_the_source():
+    plain = problem(head_dim=128)
+    others = [
+        problem(head_dim=104),
+        problem(sequence=4096),
+        problem(masks={"query_lengths", "key_lengths"}),
+    ]
+    assert {emit.source(select.select(other)) for other in [plain, *others]} == {
+        emit.source(select.select(plain))
+    }
+
+
+def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
+    for arch in PARTS:
+        specs = list(select.closure(arch))
+        assert specs == list(select.closure(arch))
+        assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
+        assert len(set(specs)) == len(specs) == 140
+
+
+@pytest.mark.parametrize("arch", PARTS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_pair_of_head_dims_has_a_kernel(arch, direction):
+    for head_dim, value_dim in itertools.product(range(8, 257, 8), repeat=2):
+        asked = problem(direction, head_dim=head_dim, value_dim=value_dim, arch=arch)
+        spec = select.select(asked)
+        assert head_dim <= spec.head_class and value_dim <= spec.value_class
+        assert spec.shared_bytes <= sm80.part(arch).max_shared_bytes
+        assert spec.threads * spec.tile.blocks_per_sm <= 1024
+        if direction == "forward":
+            # Every block on an SM also takes 1 KB for the system.
+            shared = spec.tile.blocks_per_sm * (spec.shared_bytes + 1024)
+            assert shared <= sm80.part(arch).max_shared_bytes + 1024
+
+
+def test_every_tile_has_a_reason():
+    for part in map(sm80.part, PARTS):
+        for tiles in [*part.forward.values(), *part.backward.values()]:
+            assert tiles and all(len(tile.reason) > 4 for tile in tiles)
+
+
+def test_tuned_dims_are_not_padded_further():
+    """A tile that cannot be arranged would move its problems to a larger class unnoticed."""
+    for arch, direction in itertools.product(PARTS, DIRECTIONS):
+        for head_dim, value_dim in sm80.TUNED_DIMS:
+            asked = problem(direction, head_dim=head_dim, value_dim=value_dim, arch=arch)
+            spec = select.select(asked)
+            assert (spec.head_class, spec.value_class) == (head_dim, value_dim)
+
+
+def test_selection_is_the_first_without_reasons():
+    asked = problem("backward", head_dim=32, value_dim=256, arch="sm_80")
+    explained = select.explain(asked)
+    assert [spec.sort_key for spec, _ in explained] == sorted(s.sort_key for s, _ in explained)
+    fitting = [spec for spec, reasons in explained if not reasons]
+    assert select.select(asked) == fitting[0]
+    refused = {spec.name: reasons for spec, reasons in explained}
+    assert refused["fmha_bwd_bf16_d32v256_32x64_sm80"] == ["8 warps cannot share its 32x32 dq"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"arch": "sm_75"}, "sm_75 is older than sm_80"),
+        ({"dtype": "f32"}, "float32 is not implemented in the sm80 kernels yet"),
+        ({"dtype": "f64"}, "float64 has no kernel"),
+        ({"bias": "16"}, "bias is not implemented in the sm80 kernels yet"),
+        ({"dropout": True}, "dropout is not implemented in the sm80 kernels yet"),
+        ({"deterministic": True}, "deterministic_backward is not implemented"),
+        ({"masks": {"segments"}}, "a segments mask is not implemented"),
+        ({"masks": {"boolean"}}, "a boolean mask is not implemented"),
+        ({"head_dim": 68}, "head_dim is 68, and only multiples of 8"),
+        ({"head_dim": 264}, "head_dim is 264, and the largest with a kernel is 256"),
+        ({"alignment": 4}, "aligned to 4 bytes"),
+    ],
+)
+def test_what_no_kernel_does_is_said_with_what_to_do(changes, said):
+    with pytest.raises(UnsupportedError) as raised:
+        select.select(problem(**changes))
+    inputs, *reasons = raised.value.reasons
+    assert inputs == f"asked for: {problem(**changes)}"
+    assert any(said in reason for reason in reasons)
+    assert all("implementation='xla'" in reason for reason in reasons)
+    assert all(reasons for _, reasons in select.explain(problem(**changes)))
+
+
+def test_reasons_of_a_spec_name_what_differs():
+    asked = problem("backward", "f16", masks={"causal"}, soft_cap=True)
+    spec = select.select(problem(head_dim=64))
+    assert support.unsupported_reasons(spec, asked) == [
+        "it is a forward kernel, not a backward one",
+        "it is for bf16, not f16",
+        "its mask is none, not causal",
+        "it is compiled without soft cap",
+        "head_dim 128 is above its 64",
+        "value_dim 128 is above its 64",
+    ]
+    large = dataclasses.replace(spec, tile=dataclasses.replace(spec.tile, key=2048))
+    (reason,) = support.spec_reasons(large, problem(head_dim=64, arch="sm_86"))
+    assert "bytes of shared memory, and a block on sm_86 has 101376" in reason
+
+
+def test_when_specs_alone_refuse_the_error_lists_them(monkeypatch):
+    monkeypatch.setattr(select, "spec_reasons", lambda spec, problem: ["it is Tuesday"])
+    with pytest.raises(UnsupportedError, match="fmha_fwd_bf16_d32_128x128_sm80: it is Tuesday"):
+        select.select(problem())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"direction": "sideways"},
+        {"masks": {"top_left"}},
+        {"arch": "90"},
+        {"head_dim": 0},
+        {"wants": ("keys",)},
+    ],
+)
+def test_impossible_problems_raise_value_error(changes):
+    with pytest.raises(ValueError, match=r"expected .* got"):
+        problem(**changes)
+
+
+def test_closure_takes_dims_that_are_not_tuned():
+    names = {spec.name for spec in select.closure("sm_80", dtypes=["f16"], dims=[(80, 40)])}
+    assert "fmha_fwd_f16_d96v64_128x64_window_softcap_sm80" in names
+    with pytest.raises(ValueError, match="expected a head dim of at most 256, got 512"):
+        list(select.closure("sm_80", dims=[(512, 64)]))
+
+
+def test_resources_of_a_log_in_the_order_of_the_names():
+    log = """\
+ptxas info    : Compiling entry function 'second' for 'sm_90a'
+ptxas         .     0 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+ptxas info    : Compiling entry function 'first' for 'sm_90a'
+ptxas info    : Used 10 registers"""
+    assert resources.parse(log, ["first", "second", "third"]) == [
+        resources.Resource("first", 10, 0, 0, 0),
+        resources.Resource("second", 255, 8, 12, 1024),
+    ]
+    (warning,) = resources.warnings(log)
+    assert "(C7510)" in warning
+
+
+def test_architectures():
+    assert [archs.of_capability(*pair) for pair in ((8, 0), (9, 0), (10, 0), (12, 0))] == [
+        "sm_80", "sm_90a", "sm_100a", "sm_120",
+    ]  # fmt: skip
+    assert sm80.part("sm_100a") is sm80.part("sm_90")
+    assert sm80.part("sm_120") is sm80.part("sm_89") is sm80.part("sm_131")
+
+
+def test_config_reads_the_environment(monkeypatch, tmp_path):
+    for name in ("JAX_MEMEFF_ARCHS", "JAX_MEMEFF_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config.archs() == ()
+    assert config.cache_dir() == tmp_path / ".cache" / "jax_memeff"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert config.cache_dir() == tmp_path / "xdg" / "jax_memeff"
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", "~/kernels")
+    assert config.cache_dir() == tmp_path / "kernels"
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a, sm_80,sm_90a")
+    assert config.archs() == ("sm_90a", "sm_80")
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "hopper")
+    with pytest.raises(ValueError, match=r"expected JAX_MEMEFF_ARCHS .* got 'hopper'"):
+        config.archs()
+
+
+def test_codegen_imports_neither_jax_nor_cuda():
+    """jax_memeff itself imports jax, so its __init__ is left out here."""
+    program = """
+import importlib.util, sys, types
+package = types.ModuleType("jax_memeff")
+package.__path__ = list(importlib.util.find_spec("jax_memeff").submodule_search_locations)
+sys.modules["jax_memeff"] = package
+import jax_memeff.codegen.parallel, jax_memeff.codegen.select
+print(sorted({"jax", "cuda.core", "cuda.bindings", "numpy"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")

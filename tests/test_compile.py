@@ -1,0 +1,257 @@
+"""Source → fatbin with the real compiler, which needs no GPU, and the cache of its results."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jax_memeff.codegen import compile as compiler
+from jax_memeff.codegen import headers, parallel, program_cache, select
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.errors import CompileError
+
+pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
+
+FATBIN_MAGIC = (0xBA55ED50).to_bytes(4, "little")
+# Without an include it compiles in milliseconds.
+TINY = 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2.f; }'
+CUTE = """
+#include <cute/tensor.hpp>
+extern "C" __global__ void __launch_bounds__(128) reverse(float* x) {
+  __shared__ float staged[128];
+  auto tensor = cute::make_tensor(cute::make_gmem_ptr(x), cute::Layout<cute::Int<128>>{});
+  staged[threadIdx.x] = tensor(threadIdx.x);
+  __syncthreads();
+  tensor(threadIdx.x) = staged[127 - threadIdx.x];
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def module_cache(tmp_path_factory):
+    """A cache that the tests of this module share, so that a kernel is compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def shared_cache(module_cache, monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(module_cache))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(directory))
+    return directory
+
+
+def forget_memory():
+    program_cache.current().memory.clear()
+
+
+def forward(**changes):
+    return select.select(Problem("forward", "bf16", 32, 32, "sm_80", **changes))
+
+
+@pytest.mark.parametrize(("direction", "arch"), [("forward", "sm_80"), ("backward", "sm_90a")])
+def test_attention_kernel_compiles_once(shared_cache, direction, arch):
+    spec = select.select(Problem(direction, "bf16", 32, 32, arch, masks=frozenset({"causal"})))
+    compiled = compiler.compile(spec, arch)
+    assert not compiled.cached
+    assert compiled.image.startswith(FATBIN_MAGIC) and len(compiled.image) < 200_000
+    assert compiled.names == tuple(entry.name for entry in spec.entry_points)
+    assert tuple(resource.name for resource in compiled.resources) == compiled.names
+    assert all(0 < resource.registers <= 255 for resource in compiled.resources)
+    assert compiled.warnings == ()
+
+    forget_memory()
+    again = compiler.compile(spec, arch)
+    assert again.cached and again.seconds < 0.5
+    assert again == dataclasses.replace(compiled, cached=True, seconds=again.seconds)
+    assert compiler.lookup(spec, arch) is not None
+    assert compiler.lookup(spec, "sm_90") is None
+
+
+def test_cute_kernel_and_its_resources(shared_cache):
+    compiled = compiler.compile_source(CUTE, "sm_90a", ["reverse"])
+    (resource,) = compiled.resources
+    assert (resource.spill_store, resource.spill_load, resource.shared_bytes) == (0, 0, 512)
+    # The symbols that the libraries' constants become are compressed away.
+    assert len(compiled.image) < 50_000
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
+def test_damaged_entry_is_compiled_again(cache, damage):
+    good = compiler.compile_source(TINY, "sm_80", ["tiny"])
+    (entry,) = [file for file in cache.rglob("*") if file.is_file()]
+    data = bytearray(entry.read_bytes())
+    if damage == "truncate":
+        data = data[:-100]
+    elif damage == "flip":
+        data[-1] ^= 1
+    else:
+        data.clear()
+    entry.write_bytes(data)
+    forget_memory()
+    again = compiler.compile_source(TINY, "sm_80", ["tiny"])
+    assert not again.cached
+    assert again.image == good.image
+    forget_memory()
+    assert compiler.compile_source(TINY, "sm_80", ["tiny"]).cached
+
+
+def test_unusable_directory_keeps_kernels_in_memory(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("not a directory")
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(file / "cache"))
+    assert not compiler.compile_source(TINY, "sm_80", ["tiny"]).cached
+    assert compiler.compile_source(TINY, "sm_80", ["tiny"]).cached
+
+
+def test_directory_that_vanishes_costs_only_time(cache):
+    compiler.compile_source(TINY, "sm_80", ["tiny"])
+    shutil.rmtree(cache)
+    forget_memory()
+    assert not compiler.compile_source(TINY, "sm_80", ["tiny"]).cached
+    assert compiler.compile_source(TINY, "sm_80", ["tiny"]).cached
+
+
+def test_key_depends_on_what_headers_say_not_on_where_they_are(cache, tmp_path, monkeypatch):
+    def is_cached():
+        return compiler.lookup_source(TINY, "sm_80", ["tiny"]) is not None
+
+    moved = tmp_path / "elsewhere" / "include"
+    shutil.copytree(headers.own_include_dir(), moved)
+    compiler.compile_source(TINY, "sm_80", ["tiny"])
+    monkeypatch.setattr(headers, "own_include_dir", lambda: moved)
+    assert is_cached()
+    params = moved / "memeff" / "params.h"
+    text = params.read_text()
+    params.write_text(text + "// a change\n")
+    assert not is_cached()
+    params.write_text(text)
+    assert is_cached()
+    monkeypatch.setattr(headers, "versions", lambda: {"cutlass": "4.2.1"})
+    assert not is_cached()
+
+
+def test_compile_error_shows_the_first_error_and_the_versions(cache):
+    with pytest.raises(CompileError) as raised:
+        compiler.compile_source(TINY.replace("2.f", "two"), "sm_80", ["tiny"])
+    message = str(raised.value)
+    assert message.startswith("a kernel did not compile: tiny(1): error: ")
+    assert '"two" is undefined' in raised.value.log
+    assert "\0" not in raised.value.log
+    assert list(raised.value.versions) == ["driver", "NVRTC", "CUDA headers", "CCCL", "CUTLASS"]
+    assert "CUTLASS: 4." in message and "report it" in message
+
+
+def test_unknown_architecture_says_so(cache):
+    with pytest.raises(CompileError, match="does not know the architecture"):
+        compiler.compile_source(TINY, "sm_70", ["tiny"])
+
+
+def test_known_breakage_of_cccl_is_named(cache, monkeypatch):
+    parts = {"cutlass": "4.2.0", "cudart": "13.5", "cccl": "3.3.0"}
+    monkeypatch.setattr(headers, "versions", lambda: parts)
+    with pytest.raises(CompileError, match=r"pip install 'nvidia-cuda-cccl<13\.2'"):
+        compiler.compile_source(TINY.replace("2.f", "two"), "sm_80", ["tiny"])
+
+
+def test_missing_headers_name_the_command(cache, monkeypatch):
+    from cuda import pathfinder
+
+    headers.include_dirs.cache_clear()
+    headers.versions.cache_clear()
+    monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", lambda part: None)
+    with pytest.raises(CompileError) as raised:
+        compiler.compile_source(TINY, "sm_80", ["tiny"])
+    assert "no headers were found for cutlass, cudart, cccl" in str(raised.value)
+    assert 'pip install "jax-memeff[cuda13]"' in str(raised.value)
+    assert compiler.versions()["CUTLASS"] == "not found"
+
+
+@pytest.mark.parametrize("module", ["cuda.core.utils", "cuda.bindings.nvfatbin"])
+def test_missing_packages_name_the_command(cache, monkeypatch, module):
+    program_cache.current()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(CompileError, match=f"{module} was not found") as raised:
+        compiler.compile_source(TINY, "sm_80", ["tiny"])
+    assert 'pip install "jax-memeff[cuda13]"' in str(raised.value)
+
+
+def test_missing_nvrtc_names_the_command(cache, monkeypatch):
+    from cuda import pathfinder
+
+    class Nvrtc:
+        @staticmethod
+        def nvrtcVersion():  # noqa: N802
+            raise pathfinder.DynamicLibNotFoundError("libnvrtc.so is nowhere")
+
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", Nvrtc)
+    with pytest.raises(CompileError, match=r"NVRTC was not found: libnvrtc\.so is nowhere"):
+        compiler.compile_source(TINY, "sm_80", ["tiny"])
+
+
+def test_wrong_numbers_in_python_do_not_compile(shared_cache):
+    """The assertions in the source are what keeps spec.py and the device code together."""
+    spec = forward()
+
+    class Wrong(type(spec)):
+        @property
+        def shared_bytes(self):
+            return 1024
+
+    wrong = Wrong(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
+    with pytest.raises(CompileError, match="static assertion failed"):
+        compiler.compile(wrong, "sm_80")
+
+
+def test_many_in_processes(shared_cache):
+    good = forward(masks=frozenset({"window"}))
+    broken = dataclasses.replace(good, tile=dataclasses.replace(good.tile, warps=3))
+    seen = {}
+
+    def on_done(spec, arch, result):
+        seen[spec, arch] = result
+
+    jobs = [(broken, "sm_80"), (good, "sm_80"), (good, "sm_80")]
+    with pytest.raises(CompileError, match="static assertion failed") as raised:
+        parallel.compile_many(jobs, on_done, processes=2)
+    assert "report it" in str(raised.value) and raised.value.log
+    assert set(seen) == set(jobs)
+    assert not seen[good, "sm_80"].cached
+
+    first, second = parallel.compile_many(jobs[1:], processes=2)
+    assert first.cached and first is second
+    assert first.image == seen[good, "sm_80"].image
+
+
+def test_killed_process_is_an_error_and_not_a_hang(cache):
+    worker = parallel._Worker()
+    try:
+        os.kill(worker.process.pid, signal.SIGKILL)
+        worker.process.wait()
+        result = worker.run((forward(), "sm_80"))
+    finally:
+        worker.close()
+    assert isinstance(result, CompileError)
+    assert "ended with exit code -9" in str(result)
+
+
+def test_processes_do_not_run_the_main_script_again(cache, tmp_path):
+    """A script without a __main__ guard, as training scripts are."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('started')\n"
+        "from jax_memeff.codegen import parallel\n"
+        "worker = parallel._Worker()\n"
+        "worker.close()\n"
+        "print('worker ended with', worker.process.returncode)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "started\nworker ended with 0\n", done.stderr

@@ -1,0 +1,137 @@
+"""The dropout contract: known answers, independence of tiles, shards and offsets."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jax_memeff import dropout
+from jax_memeff.offsets import Offsets
+from jax_memeff.options import DropoutState, Position
+
+KEY = (0x12345678, 0x9ABCDEF0)
+
+
+def known_state() -> DropoutState:
+    zero = jnp.zeros(1, jnp.uint32)
+    return DropoutState(jnp.array([KEY], jnp.uint32), zero, zero)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        ((1, 2, 3, 0), KEY, "6795de4f 521034cb f132da2f 28f31eb1"),
+    ],
+)
+def test_philox_known_answers(counter, key, words):
+    got = dropout.philox4x32_7(
+        tuple(jnp.uint32(x) for x in counter), tuple(jnp.uint32(x) for x in key)
+    )
+    assert " ".join(f"{int(word):08x}" for word in got) == words
+    same = oracle.philox4x32_7([np.array(x) for x in counter], [np.array(x) for x in key])
+    assert " ".join(f"{int(word):08x}" for word in same) == words
+
+
+def test_philox_agrees_with_64_bit_arithmetic():
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 2**32, (6, 1000), np.uint32)
+    got = dropout.philox4x32_7(tuple(jnp.asarray(words[:4])), tuple(jnp.asarray(words[4:])))
+    want = oracle.philox4x32_7(list(words[:4]), list(words[4:]))
+    np.testing.assert_array_equal(np.stack(got), np.stack(want).astype(np.uint32))
+
+
+def test_keep_bits_known_answers():
+    bits = dropout.keep_mask(known_state(), dropout.threshold(0.5), 0, 0, 2, 16)[0, 0]
+    rows = ["".join(str(int(bit)) for bit in row) for row in bits]
+    assert rows == ["0111001100011111", "0101001100101110"]
+
+
+def test_keep_bits_are_the_definition():
+    state = dropout.state(jax.random.key(3), 2, 3, Offsets(batch=5, head=7, num_heads=11))
+    position = Position(jnp.int32(37), jnp.int32(1000))
+    got = dropout.keep_mask(state, 77, 37, 1000, 50, 65)
+    np.testing.assert_array_equal(got, oracle.kept_elements(state, 77, 50, 65, position))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("tile", [(16, 16), (48, 32), (7, 5), (1, 90), (64, 33)])
+def test_tiles_of_any_size_have_the_same_bits(tile, traced):
+    state = dropout.state(jax.random.key(1), 2, 2)
+    rows, cols = 70, 90
+    whole = np.asarray(dropout.keep_mask(state, 100, 0, 0, rows, cols))
+
+    def part(row, col):
+        return dropout.keep_mask(state, 100, row, col, *tile)
+
+    part = jax.jit(part) if traced else part
+    for row in range(0, rows - tile[0] + 1, tile[0]):
+        for col in range(0, cols - tile[1] + 1, tile[1]):
+            np.testing.assert_array_equal(
+                part(row, col), whole[:, :, row : row + tile[0], col : col + tile[1]]
+            )
+
+
+def test_one_call_of_the_generator_serves_16_elements(monkeypatch):
+    calls = []
+    generator = dropout.philox4x32_7
+
+    def counted(counter, key):
+        words = generator(counter, key)
+        calls.append(words[0].size)
+        return words
+
+    monkeypatch.setattr(dropout, "philox4x32_7", counted)
+    dropout.keep_mask(known_state(), 128, 32, 64, 48, 80)
+    assert calls == [48 * 80 // 16]
+
+
+def test_the_realised_rate():
+    state = dropout.state(jax.random.key(0), 2, 2)
+    for rate in (0.1, 0.5, 0.9):
+        realised = dropout.realised_rate(rate)
+        assert abs(realised - rate) <= 1 / 512
+        dropped = 1 - np.asarray(dropout.keep_mask(state, dropout.threshold(rate), 0, 0, 512, 512))
+        spread = (realised * (1 - realised) / dropped.size) ** 0.5
+        assert abs(dropped.mean() - realised) < 5 * spread
+        # Neither rows, columns nor heads share their bits.
+        for axis in range(4):
+            assert abs(np.diff(dropped, axis=axis)).mean() > realised * (1 - realised)
+
+
+def test_threshold():
+    assert [dropout.threshold(rate) for rate in (0, 0.1, 0.5, 255 / 256)] == [0, 26, 128, 255]
+    with pytest.raises(ValueError, match=r"0\.001 rounds to 0; .* 0\.0 and 0\.00390625"):
+        dropout.threshold(0.001)
+    with pytest.raises(ValueError, match=r"rounds to 1.*nearest legal rate is 0\.99609375"):
+        dropout.threshold(1.0)
+    for rate in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"expected a number in \[0, 1\)"):
+            dropout.threshold(rate)
+
+
+def test_typed_and_legacy_keys():
+    want = jax.random.bits(jax.random.key(7), (2,), "uint32")
+    np.testing.assert_array_equal(dropout.key_words(jax.random.key(7)), want)
+    legacy = jax.random.key_data(jax.random.key(7))
+    np.testing.assert_array_equal(dropout.key_words(legacy), want)
+
+
+def test_offsets_give_the_bits_of_the_whole():
+    key = jax.random.key(5)
+    whole = np.asarray(dropout.keep_mask(dropout.state(key, 4, 6), 90, 0, 0, 32, 48))
+
+    @jax.jit
+    def shard(offsets: Offsets):
+        state, position = dropout.state(key, 2, 3, offsets), offsets.position()
+        return dropout.keep_mask(state, 90, position.query, position.key, 16, 32)
+
+    got = shard(Offsets(batch=2, head=3, num_heads=6, query=16, key=16))
+    np.testing.assert_array_equal(got, whole[2:, 3:, 16:, 16:])
+
+
+def test_offsets_are_a_pytree():
+    leaves = jax.tree.leaves(Offsets(batch=1, head=2, num_heads=8, query=16, key=jnp.int32(32)))
+    assert [int(leaf) for leaf in leaves] == [1, 2, 8, 16, 32]
+    assert jax.tree.leaves(Offsets()) == [0, 0, 0, 0]

@@ -1,0 +1,132 @@
+"""Where the two agree, changing the import from jax.nn changes no result."""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_memeff
+
+B, T, S, N, K, H = 2, 19, 23, 4, 2, 8
+OURS: Any = jax_memeff.dot_product_attention
+THEIRS: Any = jax.nn.dot_product_attention
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def operands(dtype=jnp.float32):
+    return (
+        normal(0, B, T, N, H, dtype=dtype),
+        normal(1, B, S, K, H, dtype=dtype),
+        normal(2, B, S, K, H, dtype=dtype),
+    )
+
+
+BIAS = normal(3, B, N, T, S)
+# Row 0 of the mask's columns is all true: jax.nn gives rows without keys another meaning.
+MASK = jax.random.bernoulli(jax.random.key(4), 0.6, (B, N, T, S)).at[..., 0].set(True)
+KEY_LENGTHS = jnp.array([23, 11], jnp.int32)
+QUERY_LENGTHS = jnp.array([7, 19], jnp.int32)
+
+CASES = {
+    "plain": {},
+    "negative_scale": {"scale": -0.3},
+    "causal": {"is_causal": True},
+    "bias_of_heads_and_mask": {"bias": BIAS[:1], "mask": MASK[:, :1]},
+    "bias_of_rows": {"bias": BIAS[:, :1, :1, :]},
+    "window": {"local_window_size": 6},
+    "window_sides": {"local_window_size": (7, 9), "is_causal": True},
+    "key_lengths": {"key_value_seq_lengths": KEY_LENGTHS},
+    "query_lengths": {"query_seq_lengths": QUERY_LENGTHS},
+    "all": {
+        "bias": BIAS,
+        "mask": MASK,
+        "is_causal": True,
+        "scale": 0.2,
+        "query_seq_lengths": QUERY_LENGTHS,
+        "key_value_seq_lengths": KEY_LENGTHS,
+        "local_window_size": (30, 0),
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_residual_and_gradients(name, assert_close):
+    arguments = dict(CASES[name])
+    bias = arguments.pop("bias", None)
+    # Beyond the query lengths only we promise anything.
+    lengths = arguments.get("query_seq_lengths", jnp.full((B,), T))
+    rows = (jnp.arange(T)[None] < lengths[:, None])[:, :, None]
+
+    def loss(attention, *operands):
+        out, residual = attention(*operands, return_residual=True, **arguments)
+        out, residual = jnp.where(rows[..., None], out, 0), jnp.where(rows, residual, 0)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)), (out, residual)
+
+    @jax.jit
+    def both(*operands):
+        wanted = tuple(range(len(operands)))
+        return [
+            jax.value_and_grad(functools.partial(loss, attention), wanted, has_aux=True)(*operands)
+            for attention in (OURS, THEIRS)
+        ]
+
+    inputs = operands() if bias is None else (*operands(), bias)
+    (ours, our_gradients), (theirs, their_gradients) = both(*inputs)
+    assert_close((ours[1], our_gradients), (theirs[1], their_gradients))
+
+
+def results(attention, *operands, **arguments):
+    return jax.jit(functools.partial(attention, **arguments))(*operands)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_key_heads(heads, assert_close):
+    query, key, value = operands()
+    key, value = (jnp.repeat(x[:, :, :1], heads, 2) for x in (key, value))
+    key = key * jnp.arange(1, heads + 1)[:, None]
+    assert_close(results(OURS, query, key, value), results(THEIRS, query, key, value))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_low_precision(dtype, assert_close):
+    exact = results(THEIRS, *(x.astype(jnp.float32) for x in operands(dtype)))
+    ours = results(OURS, *operands(dtype))
+    assert ours.dtype == dtype
+    assert_close(ours, exact, tolerance=4 * float(jnp.finfo(dtype).eps))
+
+
+def test_without_batch(assert_close):
+    query, key, value = (x[0] for x in operands())
+    arguments = {"bias": BIAS[0], "mask": MASK[0], "return_residual": True}
+    ours = results(OURS, query, key, value, **arguments)
+    assert ours[0].shape == (T, N, H)
+    assert ours[1].shape == (T, N)
+    assert_close(ours, results(THEIRS, query, key, value, **arguments))
+    theirs = results(THEIRS, query, key, value, key_value_seq_lengths=jnp.array([11], jnp.int32))
+    for length in (jnp.array([11]), 11):
+        assert_close(results(OURS, query, key, value, key_value_seq_lengths=length), theirs)
+
+
+def test_numpy_operands(assert_close):
+    host = [np.asarray(x) for x in (*operands(), BIAS, MASK)]
+    assert_close(OURS(*host), results(THEIRS, *host))
+
+
+def test_every_argument_of_jax_nn_is_ours_in_the_same_order():
+    ours, theirs = (
+        list(inspect.signature(attention).parameters.values()) for attention in (OURS, THEIRS)
+    )
+    names = [parameter.name for parameter in theirs]
+    shared = [parameter for parameter in ours if parameter.name in names]
+    assert {parameter.name for parameter in shared} == set(names)
+    assert [p.name for p in shared[:5]] == names[:5]
+    assert {p.name: (p.kind, p.default) for p in shared} == {
+        p.name: (p.kind, p.default) for p in theirs
+    }
