@@ -57,7 +57,11 @@ def versions(commit: str | None) -> dict[str, str]:
         torch = importlib.import_module("torch")
         found["CUDA (torch)"] = str(torch.version.cuda)
         if torch.backends.cudnn.is_available():
-            found["cuDNN (loaded)"] = str(torch.backends.cudnn.version())
+            try:
+                found["cuDNN (loaded)"] = str(torch.backends.cudnn.version())
+            except RuntimeError as error:
+                # JAX was first, and loaded one that torch was not built for.
+                found["cuDNN (loaded)"] = str(error).splitlines()[0]
     if commit is None and (commit := _output("git", "rev-parse", "--short=12", "HEAD")):
         commit += "+" if _output("git", "status", "--porcelain", "--", "..") else ""
     found["commit"] = commit or "unknown"

@@ -56,11 +56,16 @@ class Failure:
 def first_line(error: BaseException) -> str:
     """The type of an exception and the first line of its text, kept short.
 
+    A first line that only announces what follows is followed by it.
+
     >>> first_line(ValueError("no such kernel\\nand a long story"))
     'ValueError: no such kernel'
+    >>> first_line(ValueError("no kernel fits:\\n  - float64"))
+    'ValueError: no kernel fits: - float64'
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    text = " ".join(lines) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {text}"[:300]
 
 
 def _batch(program: Program, launches: int) -> float:

@@ -91,7 +91,8 @@ def lookup(spec: KernelSpec, arch: str) -> Compiled | None:
 def lookup_source(source: str, arch: str, names: Sequence[str]) -> Compiled | None:
     """What ``compile_source`` would find in the cache, or None."""
     start = time.perf_counter()
-    payload = program_cache.current().get(_key(source, arch))
+    key = _key(source, arch)  # first, because it reports what is not installed
+    payload = program_cache.current().get(key)
     if payload is None:
         return None
     return _unpack(payload, tuple(names), time.perf_counter() - start)

@@ -142,23 +142,27 @@ def _build(options: argparse.Namespace, out: Console) -> int:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    failed: list[CompileError] = []
+    results: dict[tuple[KernelSpec, str], compiler.Compiled | CompileError] = {}
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("compiling", total=len(set(jobs)))
 
         def on_done(spec: KernelSpec, arch: str, result) -> None:
             progress.update(task, advance=1, description=spec.name)
-            if isinstance(result, CompileError):
-                failed.append(result)
-                table.add_row(spec.name, arch, "[red]did not compile[/red]")
-            else:
-                _add_rows(table, spec, arch, result)
+            results[spec, arch] = result
 
         try:
             compile_many(jobs, on_done)
         except CompileError:
-            if not failed:
+            if len(results) < len(set(jobs)):  # not a kernel, but the toolchain failed
                 raise
+    failed: list[CompileError] = []
+    for spec, arch in dict.fromkeys(jobs):  # kernels end in another order, one that varies
+        result = results[spec, arch]
+        if isinstance(result, CompileError):
+            failed.append(result)
+            table.add_row(spec.name, arch, "[red]did not compile[/red]")
+        else:
+            _add_rows(table, spec, arch, result)
     out.print(table)
     if failed:
         out.print(f"{len(failed)} kernels did not compile; the first says:", style="red")

@@ -33,7 +33,7 @@ _BACKWARD_TARGET = "jax_memeff_backward"
 _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 # ``kUnbounded`` of ffi/include/memeff/params.h, and the limit that keeps window arithmetic in 32 bits.
-_UNBOUNDED = 1 << 30
+UNBOUNDED = 1 << 30
 _MAX_LENGTH = 1 << 28
 
 # lse is [B, T, N] for users and [B, N, T] in memory; minor to major.
@@ -51,14 +51,14 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     """Lowering rule of ``attention_fwd`` on CUDA."""
     avals: Operands = jax.tree.unflatten(tree, ctx.avals_in)
     operands: Operands = jax.tree.unflatten(tree, values)
-    kernels = _kernels(avals, options, wants=None)
+    specs = kernels(avals, options, wants=None)
     out, logsumexp = ctx.avals_out
     return _custom_call(
         ctx,
         _FORWARD_TARGET,
         _attention_operands(avals, operands),
         [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)],
-        kernels=kernels,
+        specs=specs,
         **_scores(avals, options),
     )
 
@@ -69,7 +69,7 @@ def lower_backward(
     """Lowering rule of ``attention_bwd`` on CUDA."""
     avals, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, values)
-    kernels = _kernels(avals, options, wants=wants)
+    specs = kernels(avals, options, wants=wants)
     named = zip(
         ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
         residual_avals,
@@ -86,8 +86,8 @@ def lower_backward(
             *_attention_operands(avals, operands),
             *(_Buffer(*buffer) for buffer in named if buffer[1] is not None),
         ],
-        [*gradients, *_workspaces(avals, kernels, wants)],
-        kernels=kernels,
+        [*gradients, *_workspaces(avals, specs, wants)],
+        specs=specs,
         **_scores(avals, options),
     )
     return results[: len(gradients)]
@@ -113,15 +113,15 @@ def _attention_operands(avals: Operands, operands: Operands) -> list[_Buffer]:
     return [buffer for buffer in buffers if buffer.aval is not None]
 
 
-def _workspaces(avals: Operands, kernels: dict[str, KernelSpec], wants: Wants) -> list[_Buffer]:
+def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> list[_Buffer]:
     """f32 row statistics and dq sums, large enough for the tiles of every architecture."""
     batch, length, heads, _ = avals.query.shape
 
     def padded_rows(spec: KernelSpec) -> int:
         return batch * heads * _round_up(length, spec.tile.query)
 
-    rows = max(map(padded_rows, kernels.values()))
-    sums = max(padded_rows(spec) * spec.head_class for spec in kernels.values())
+    rows = max(map(padded_rows, specs.values()))
+    sums = max(padded_rows(spec) * spec.head_class for spec in specs.values())
     buffers = [("row_logsumexp2", rows), ("row_delta", rows)]
     buffers += [("query_gradient_sum", sums)] if wants.query else []
     return [
@@ -134,7 +134,7 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _kernels(avals: Operands, options: Options, wants: Wants | None) -> dict[str, KernelSpec]:
+def kernels(avals: Operands, options: Options, wants: Wants | None) -> dict[str, KernelSpec]:
     """The kernel of each architecture that the program may run on."""
     _require_lengths(avals)
     return {
@@ -193,7 +193,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, np.ndarray]:
         prescale, softmax_scale = scale * log2e, 1.0
 
     def bound(limit: int | None) -> int:
-        return _UNBOUNDED if limit is None else max(min(limit, _MAX_LENGTH), -_MAX_LENGTH)
+        return UNBOUNDED if limit is None else max(min(limit, _MAX_LENGTH), -_MAX_LENGTH)
 
     windows = [
         bound(limit)
@@ -223,10 +223,10 @@ def _architectures() -> tuple[str, ...]:
     return tuple(architectures.of_capability(*capability) for capability in sorted(capabilities))
 
 
-def _kernel_table(kernels: dict[str, KernelSpec]) -> dict[str, Any]:
+def _kernel_table(specs: dict[str, KernelSpec]) -> dict[str, Any]:
     """The attribute that the host library reads (ffi/src/kernel.cc)."""
-    table: dict[str, Any] = {"archs": ",".join(kernels)}
-    for arch, spec in kernels.items():
+    table: dict[str, Any] = {"archs": ",".join(specs)}
+    for arch, spec in specs.items():
         entries = spec.entry_points
         table[arch] = {
             "image": compiler.compile(spec, arch).image,
@@ -244,10 +244,10 @@ def _custom_call(
     operands: list[_Buffer],
     results: list[_Buffer],
     *,
-    kernels: dict[str, KernelSpec],
+    specs: dict[str, KernelSpec],
     **attributes: Any,
 ) -> Sequence[Any]:
-    _register_targets()
+    register_targets()
     lower = jax.ffi.ffi_lowering(
         target,
         operand_layouts=_layouts(operands),
@@ -262,7 +262,7 @@ def _custom_call(
         *(buffer.value for buffer in operands),
         operands=",".join(buffer.name for buffer in operands),
         results=",".join(buffer.name for buffer in results),
-        kernels=_kernel_table(kernels),
+        kernels=_kernel_table(specs),
         **attributes,
     )
 
@@ -275,7 +275,11 @@ def _layouts(buffers: Iterable[_Buffer]) -> list[Sequence[int]]:
 
 
 @functools.cache
-def _register_targets() -> None:
+def register_targets() -> None:
+    """Tell XLA about the custom calls; the first CUDA lowering does it.
+
+    A process that runs an exported program without lowering one itself calls this before.
+    """
     from jax_memeff import _ffi
 
     jax.ffi.register_ffi_type("jax_memeff_call", _ffi.call_type(), platform="CUDA")

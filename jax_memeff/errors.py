@@ -20,6 +20,9 @@ class UnsupportedError(Exception):
         self.reasons = tuple(reasons)
         super().__init__("no kernel fits this call:\n" + "\n".join(f"  - {r}" for r in self.reasons))
 
+    def __reduce__(self):
+        return type(self), (self.reasons,)
+
 
 class CompileError(Exception):
     """NVRTC refused a generated kernel, or could not be run.
@@ -38,3 +41,8 @@ class CompileError(Exception):
         if advice:
             message.append(advice)
         super().__init__("\n".join(message))
+        self._advice = advice
+
+    def __reduce__(self):
+        # The compiler runs in worker processes, and its errors travel back pickled.
+        return type(self), (self.log, self.versions, self._advice)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_memeff.options import Position
@@ -333,7 +334,7 @@ def _both(a, b, combine):
 def _bound(name: str, value: int | None) -> int | None:
     if value is None:
         return None
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(
             f"window {name}: expected a Python integer or None, got a traced value; "
             "make it static, or express the window as a boolean mask"

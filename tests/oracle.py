@@ -194,10 +194,10 @@ def answer(
 def check(
     name: str,
     got: Any,
-    reference: np.ndarray,
-    low_precision: np.ndarray | None = None,
+    reference: Any,
+    low_precision: Any = None,
     *,
-    scale: np.ndarray | None = None,
+    scale: Any = None,
     lse_tolerance: float = 1e-5,
 ) -> None:
     """Fail unless a result is as near to the reference as its precision allows.

@@ -177,7 +177,6 @@ def test_missing_headers_name_the_command(cache, monkeypatch):
 
 @pytest.mark.parametrize("module", ["cuda.core.utils", "cuda.bindings.nvfatbin"])
 def test_missing_packages_name_the_command(cache, monkeypatch, module):
-    program_cache.current()
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(CompileError, match=f"{module} was not found") as raised:
         compiler.compile_source(TINY, "sm_80", ["tiny"])

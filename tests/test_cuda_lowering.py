@@ -1,0 +1,128 @@
+"""What a CUDA program holds, seen by lowering for CUDA on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_memeff
+from jax_memeff import Mask, UnsupportedError, cuda
+from jax_memeff.codegen import compile as compiler
+
+
+@pytest.fixture(autouse=True)
+def _arch(monkeypatch):
+    jax.clear_caches()  # jax keeps lowered programs, whose architectures another test chose
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
+
+
+@pytest.fixture
+def fake_compiler(monkeypatch):
+    """Counts kernels instead of compiling them."""
+    compiled = {}
+
+    def compile(spec, arch):
+        return compiled.setdefault((spec, arch), compiler.Compiled(b"", (), (), (), "", 0.0, True))
+
+    monkeypatch.setattr(compiler, "compile", compile)
+    return compiled
+
+
+def lower(function, *operands):
+    return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def shapes(B=2, T=128, S=128, N=4, K=2, H=64, dtype=jnp.bfloat16):
+    struct = jax.ShapeDtypeStruct
+    return struct((B, T, N, H), dtype), struct((B, S, K, H), dtype), struct((B, S, K, H), dtype)
+
+
+def loss(query, key, value, **arguments):
+    out = jax_memeff.dot_product_attention(query, key, value, **arguments)
+    return out.astype(jnp.float32).sum()
+
+
+def test_the_program_holds_our_calls_and_real_kernels():
+    text = lower(jax.grad(loss, (0, 1, 2)), *shapes())
+    assert text.count("custom_call @jax_memeff_forward") == 1
+    assert text.count("custom_call @jax_memeff_backward") == 1
+    images = re.findall(r'image = "([^"]*)"', text)
+    assert len(images) == 2 and all(len(image) > 10_000 for image in images)
+    assert "fmha_bwd_bf16_d64_128x128_sm80_postprocess" in text
+
+
+def test_the_program_is_the_same_in_every_lowering(fake_compiler):
+    """JAX's persistent cache hits only if it is."""
+    first = lower(jax.grad(loss), *shapes())
+    jax.clear_caches()
+    assert lower(jax.grad(loss), *shapes()) == first
+
+
+def test_kernels_do_not_depend_on_sizes(fake_compiler):
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        B, T, S, K, group = (int(x) for x in rng.integers(1, (9, 4000, 4000, 9, 5)))
+        lower(jax.grad(loss, (0, 1, 2)), *shapes(B, T, S, K * group, K))
+    assert len(fake_compiler) <= 8
+
+
+def test_values_do_not_make_kernels(fake_compiler):
+    for scale, left in ((0.1, 5), (0.2, 50), (-0.3, 500)):
+        lower(lambda *x, s=scale, n=left: loss(*x, scale=s, local_window_size=n), *shapes())
+    assert len(fake_compiler) == 1
+
+
+def test_only_wanted_gradients_are_results(fake_compiler):
+    text = lower(jax.grad(loss, 1), *shapes())
+    assert 'results = "key_gradient,row_logsumexp2,row_delta"' in text
+    assert {spec.gradients for spec, _ in fake_compiler} == {(), ("key",)}
+
+
+def test_several_architectures(fake_compiler, monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_90a")
+    text = lower(loss, *shapes())
+    assert 'archs = "sm_80,sm_90a"' in text
+    assert [arch for _, arch in fake_compiler] == ["sm_80", "sm_90a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype", "reason"),
+    [
+        ({"bias": np.zeros((1, 4, 128, 128), np.float32)}, "bfloat16", "bias"),
+        ({"mask": Mask.segments(np.zeros(128, int), np.zeros(128, int))}, "bfloat16", "segments"),
+        ({"mask": np.ones((1, 1, 128, 128), bool)}, "bfloat16", "boolean"),
+        ({"dropout_rate": 0.5, "dropout_key": np.zeros(2, np.uint32)}, "bfloat16", "dropout"),
+        ({}, "float32", "float32"),
+    ],
+    ids=["bias", "segments", "boolean", "dropout", "float32"],
+)
+def test_what_no_kernel_does_raises(arguments, dtype, reason):
+    with pytest.raises(UnsupportedError, match=reason) as caught:
+        lower(lambda *x: loss(*x, **arguments), *shapes(dtype=dtype))
+    assert "implementation='xla'" in str(caught.value)
+    assert "stablehlo" in lower(
+        lambda *x: loss(*x, implementation="xla", **arguments), *shapes(dtype=dtype)
+    )
+
+
+def test_unknown_devices_are_an_error(monkeypatch):
+    monkeypatch.delenv("JAX_MEMEFF_ARCHS")
+    if jax.default_backend() == "gpu":
+        pytest.skip("the devices of this machine are known")
+    with pytest.raises(UnsupportedError, match="set JAX_MEMEFF_ARCHS"):
+        lower(loss, *shapes())
+
+
+def test_too_long_sequences_are_an_error(fake_compiler):
+    with pytest.raises(UnsupportedError, match=f"got {2**28 + 1}"):
+        lower(loss, *shapes(B=1, T=2**28 + 1))
+
+
+def test_windows_reach_the_host_clamped(fake_compiler):
+    text = lower(lambda *x: loss(*x, mask=Mask.window(2**40, 3)), *shapes())
+    unbounded = cuda.UNBOUNDED
+    assert f"windows = dense<[{2**28}, 3, {unbounded}, {unbounded}]>" in text

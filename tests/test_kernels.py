@@ -1,0 +1,153 @@
+"""The kernels against the oracle, on a GPU. Everything is compiled first, in parallel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import kernel_cases
+import numpy as np
+import oracle
+import pytest
+from kernel_cases import CAUSAL, WINDOW, Case
+
+from jax_memeff import cuda
+from jax_memeff.codegen import parallel
+from jax_memeff.mask import Mask
+from jax_memeff.options import Wants
+
+pytestmark = pytest.mark.gpu
+CASES = kernel_cases.cases()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Compile the kernels of all cases before the first runs."""
+    jobs = set()
+    for case in CASES:
+        operands, _, _ = case.arrays()
+        for wants in (None, Wants(True, True, True, False)):
+            for arch, spec in cuda.kernels(operands, case.options, wants).items():
+                jobs.add((spec, arch))
+    parallel.compile_many(sorted(jobs, key=lambda job: job[0].sort_key))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_oracle(case):
+    operands, dout, dlse = case.arrays()
+    low = oracle.answer(operands, case.options, dout, dlse, jnp.dtype(case.dtype))
+    reference = oracle.answer(operands, case.options, dout, dlse, np.float32)
+    dirty = kernel_cases.poisoned(case, operands, dout, dlse)
+    (out, lse), (dq, dk, dv) = kernel_cases.run(dirty[0], case.options, *dirty[1:])
+    oracle.check("out", out, reference.out, low.out)
+    if lse is not None:
+        tolerance = 1e-5 if case.soft_cap is None else 1e-3
+        oracle.check("lse", lse, reference.lse, lse_tolerance=tolerance)
+    oracle.check("dq", dq, reference.query, low.query)
+    oracle.check("dk", dk, reference.key, low.key)
+    oracle.check("dv", dv, reference.value, low.value)
+
+
+@pytest.mark.parametrize("case", [Case(B=2, T=1025, S=1023, N=4, K=4, H=128, **CAUSAL)], ids=str)
+def test_repeats_are_bit_equal(case):
+    """out, dk and dv of 200 runs; dq is summed by atomics and may differ in its last bits."""
+    operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
+    (out, lse), (_, dk, dv) = kernel_cases.run(operands, case.options, dout, dlse)
+    for _ in range(200):
+        again = kernel_cases.run(operands, case.options, dout, dlse)
+        for ours, first in zip((*again[0], *again[1][1:]), (out, lse, dk, dv), strict=True):
+            assert jnp.array_equal(ours, first)
+
+
+@pytest.mark.parametrize("mask", [{}, CAUSAL, WINDOW], ids=["full", "causal", "window"])
+def test_operands_inside_larger_buffers(mask):
+    """Layers of a scan are slices of one buffer; NaN stands right before and behind each."""
+    case = Case(T=131, S=77, H=72, **mask)
+    operands, dout, dlse = case.arrays()
+    expected = kernel_cases.run(operands, case.options, dout, dlse)
+
+    def surround(array):
+        nan = np.full_like(array, np.nan)
+        return jnp.asarray(np.stack([nan, array, nan]))
+
+    stacked = [surround(array) for array in (*operands[:3], dout)]
+
+    @jax.jit
+    def middle(stacked, index):
+        query, key, value, inner_dout = (jax.lax.dynamic_index_in_dim(x, index, 0, False) for x in stacked)
+        inner = operands._replace(query=query, key=key, value=value)
+        return kernel_cases.run(inner, case.options, inner_dout, dlse)
+
+    got = middle(stacked, jnp.array(1))
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert not np.isnan(np.asarray(ours, np.float32)).any()
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=1e-2
+        )
+
+
+@pytest.mark.parametrize("wants", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_only_wanted_gradients(wants):
+    """A frozen operand changes nothing in the gradients of the others."""
+    from jax_memeff import primitives
+
+    case = Case(T=200, S=150, N=4, K=2, **CAUSAL)
+    operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
+    out, lse = primitives.forward(operands, case.options)
+    full = primitives.backward(
+        operands, case.options, out, lse, dout, dlse, Wants(True, True, True, False)
+    )
+    some = primitives.backward(
+        operands, case.options, out, lse, dout, dlse, Wants(*map(bool, wants), False)
+    )
+    for want, ours, theirs in zip(wants, some[:3], full[:3], strict=True):
+        if want:
+            np.testing.assert_allclose(
+                np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=2e-2
+            )
+        else:
+            assert ours is None
+
+
+@pytest.mark.parametrize("sizes", [{"T": 0}, {"S": 0}, {"B": 0}, {"Hv": 0}], ids=str)
+def test_zero_sizes(sizes):
+    case = dataclasses.replace(Case(), **sizes)
+    operands, dout, dlse = case.arrays()
+    (out, lse), gradients = kernel_cases.run(operands, case.options, dout, dlse)
+    assert out.shape == (case.B, case.T, case.N, case.value_dim)
+    assert (np.asarray(out, np.float32) == 0).all()
+    if case.S == 0:
+        assert (np.asarray(lse) == -np.inf).all()
+    for gradient, operand in zip(gradients, operands[:3], strict=True):
+        assert gradient.shape == operand.shape
+
+
+def test_lengths_out_of_range_are_clamped():
+    case = Case(T=100, S=90)
+    operands, dout, dlse = case.arrays()
+    wild = Mask.lengths(jnp.array([-5, 2**30]), jnp.array([2**31 - 1, -(2**31)], jnp.int32))
+    tame = Mask.lengths(jnp.array([0, 100]), jnp.array([90, 0]))
+    got = kernel_cases.run(operands._replace(mask=wild), case.options, dout, dlse)
+    expected = kernel_cases.run(operands._replace(mask=tame), case.options, dout, dlse)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert jnp.array_equal(ours, theirs)
+
+
+def test_offsets_past_two_to_the_31():
+    """The last head of a query of more than 2^31 elements is read and written where it belongs."""
+    B, T, N, H = 1, 16448, 1024, 128
+    head = jax.random.normal(jax.random.key(0), (B, T, 1, H), jnp.bfloat16)
+    small = Case(B=B, T=T, S=64, N=1, K=1, H=H)
+    key = jax.random.normal(jax.random.key(1), (B, 64, 1, H), jnp.bfloat16)
+    expected = jax.jit(lambda q: _forward(q, key, small))(head)
+    wide = jax.jit(lambda q: _forward(jnp.broadcast_to(q, (B, T, N, H)), key, small)[:, :, -1:])(head)
+    assert B * T * N * H > 2**31
+    assert jnp.array_equal(expected, wide)
+
+
+def _forward(query, key, case):
+    from jax_memeff import primitives
+
+    operands = case.arrays()[0]._replace(query=query, key=key, value=key)
+    return primitives.forward(operands, case.options)[0]
