@@ -19,7 +19,11 @@ struct Config {{
   static constexpr int kBlocksPerSm = {blocks_per_sm};
   static constexpr auto kMask = memeff::MaskKind::{mask};
   static constexpr bool kSoftCap = {soft_cap};
-{gradients}}};
+{extra}}};
+"""
+
+_PARK = """\
+  static constexpr bool kParkRegisters = {parks};
 """
 
 _GRADIENT = """\
@@ -60,7 +64,9 @@ def source(spec: KernelSpec) -> str:
         blocks_per_sm=spec.tile.blocks_per_sm,
         mask=spec.mask,
         soft_cap=_bool(spec.soft_cap),
-        gradients="" if spec.direction == "forward" else _gradients(spec),
+        extra=_PARK.format(parks=_bool(spec.tile.park))
+        if spec.direction == "forward"
+        else _gradients(spec),
     )
     if spec.direction == "forward":
         (main,) = spec.entry_points

@@ -67,16 +67,20 @@ def closure(
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
     10
     """
-    specs = [
-        spec
-        for direction, dtype, (head_dim, value_dim), (mask, soft_cap) in itertools.product(
+    problems = (
+        Problem(
+            direction,
+            dtype,
+            *dims_pair,
+            arch,
+            masks=frozenset({mask} - {"none"}),
+            soft_cap=soft_cap,
+        )
+        for direction, dtype, dims_pair, (mask, soft_cap) in itertools.product(
             DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
-        for spec in _specs(
-            arch, direction, dtype, sm80.padded(head_dim), sm80.padded(value_dim), mask, soft_cap
-        )
-    ]
-    yield from sorted(specs, key=lambda spec: spec.sort_key)
+    )
+    yield from sorted(map(select, problems), key=lambda spec: spec.sort_key)
 
 
 def table(arch: str) -> str:

@@ -122,7 +122,7 @@ def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> 
 
     rows = max(map(padded_rows, specs.values()))
     sums = max(padded_rows(spec) * spec.head_class for spec in specs.values())
-    buffers = [("row_logsumexp2", rows), ("row_delta", rows)]
+    buffers = [("row_statistics", 2 * rows)]
     buffers += [("query_gradient_sum", sums)] if wants.query else []
     return [
         _Buffer(name, jax.core.ShapedArray((size,), jnp.dtype(jnp.float32)))

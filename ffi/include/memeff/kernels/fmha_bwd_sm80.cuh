@@ -63,7 +63,7 @@ struct FmhaBackwardSm80 {
 
     ProblemShape const& shape = params.shape;
     WorkItem const item =
-        WorkItem::of_block(ceil_div(shape.key_length, kTileKey), shape.key_heads);
+        WorkItem::of_block(blockIdx.x, ceil_div(shape.key_length, kTileKey), shape.key_heads);
     int const column = item.tile * kTileKey;
     IntervalMask<Config::kMask> const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
@@ -197,33 +197,41 @@ struct FmhaBackwardSm80 {
   CUTE_DEVICE static void probabilities(BackwardParams const& params, int batch,
                                         Visit const& visit, Mask const& mask, bool needs_test,
                                         int column, Scores& scores, Scores& score_gradient) {
-    prescale_scores<Config::kSoftCap>(scores, params.scale);
-    Scores derivative = scores;  // of the soft cap: 1 - tanh^2, taken before masking
-    if (needs_test) mask.template apply<ScoreGrid>(scores, visit.row, column);
-    long long const first =
+    float2 const* const statistics =
+        reinterpret_cast<float2 const*>(params.row_statistics) +
         Tiles::tile_index(params, batch, visit.head, visit.tile) * kTileQuery;
+
+    prescale_scores<Config::kSoftCap>(scores, params.scale);
+    if constexpr (Config::kSoftCap) {
+      // The cap's derivative 1 - tanh^2 must be taken before the mask makes scores infinite.
+      for_each_score(statistics, [&](int element, int m, int n, float2 row) {
+        float const x = scores(element, m, n);
+        float& gradient = score_gradient(element, m, n);
+        gradient = (gradient - row.y) * fmaf(-x, x, 1.0f);
+      });
+    }
+    if (needs_test) mask.template apply<ScoreGrid>(scores, visit.row, column);
+    for_each_score(statistics, [&](int element, int m, int n, float2 row) {
+      float& score = scores(element, m, n);
+      float& gradient = score_gradient(element, m, n);
+      score = exp2_approx(fmaf(score, params.scale.softmax_scale, -row.x));
+      gradient = score * (Config::kSoftCap ? gradient : gradient - row.y);
+    });
+  }
+
+  // Calls body(element, m, n, (logsumexp2, delta) of the element's row) for this thread's scores.
+  template <class Body>
+  CUTE_DEVICE static void for_each_score(float2 const* statistics, Body const& body) {
+    int const thread = thread_index();
     CUTE_UNROLL
-    for (int m = 0; m < cute::size<1>(scores); ++m) {
+    for (int m = 0; m < ScoreGrid::kRowBlocks; ++m) {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        int const row = ScoreGrid::element_row(2 * half, m);
-        float const logsumexp2 = params.row_logsumexp2[first + row];
-        float const delta = params.row_delta[first + row];
+        float2 const row = statistics[ScoreGrid::element_row(2 * half, m, thread)];
         CUTE_UNROLL
-        for (int n = 0; n < cute::size<2>(scores); ++n) {
-          CUTE_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            int const element = 2 * half + i;
-            float const probability = exp2_approx(
-                fmaf(scores(element, m, n), params.scale.softmax_scale, -logsumexp2));
-            float gradient = probability * (score_gradient(element, m, n) - delta);
-            if constexpr (Config::kSoftCap) {
-              float const x = derivative(element, m, n);
-              gradient *= fmaf(-x, x, 1.0f);
-            }
-            scores(element, m, n) = probability;
-            score_gradient(element, m, n) = gradient;
-          }
+        for (int n = 0; n < 2 * ScoreGrid::kColumnBlocks; ++n) {
+          body(2 * half, m, n, row);
+          body(2 * half + 1, m, n, row);
         }
       }
     }
