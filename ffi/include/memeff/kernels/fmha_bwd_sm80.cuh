@@ -39,8 +39,10 @@ struct FmhaBackwardSm80 {
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
   static constexpr int kThreads = Tiles::kThreads;
+  static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kSharedBytes = KeyTile::kBytes + ValueTile::kBytes + 2 * QueryTile::kBytes +
-                                      OutTile::kBytes + 2 * ScoreTile::kBytes;
+                                      OutTile::kBytes + 2 * ScoreTile::kBytes +
+                                      2 * kStatisticsBytes;
 
   // dS is needed by dq and dk; a frozen query and key leave only dv, which needs P alone.
   static constexpr bool kScoreGradient = Config::kQueryGradient || Config::kKeyGradient;
@@ -60,6 +62,7 @@ struct FmhaBackwardSm80 {
     uint32_t const out_tile = query_buffers + 2 * QueryTile::kBytes;
     uint32_t const probability_tile = out_tile + OutTile::kBytes;
     uint32_t const score_tile = probability_tile + ScoreTile::kBytes;
+    uint32_t const statistics_buffers = score_tile + ScoreTile::kBytes;
 
     ProblemShape const& shape = params.shape;
     WorkItem const item =
@@ -75,11 +78,20 @@ struct FmhaBackwardSm80 {
       int const tile = tiles.begin + index - head_index * head_visits;
       return Visit{item.head * shape.group + head_index, tile * kTileQuery, tile};
     };
-    auto load_query = [&](Visit const& visit, uint32_t buffer) {
+    // Queries and the statistics of their rows, into the buffers that visits of this parity use.
+    auto load_query = [&](Visit const& visit, int parity) {
       TileLoader<QueryTile, kThreads>::copy(
-          buffer, row_pointer<Element>(params.query, item.batch, visit.row, visit.head),
+          query_buffers + parity * QueryTile::kBytes,
+          row_pointer<Element>(params.query, item.batch, visit.row, visit.head),
           params.query.row_stride * sizeof(Element), mask.query_length - visit.row,
           shape.head_dim);
+      char const* const statistics = reinterpret_cast<char const*>(
+          params.row_statistics +
+          Tiles::tile_index(params, item.batch, visit.head, visit.tile) * kTileQuery * 2);
+      int const byte = thread_index() * 16;
+      if (byte < kStatisticsBytes) {
+        copy_async(statistics_buffers + parity * kStatisticsBytes + byte, statistics + byte, true);
+      }
     };
     auto load_out_gradient = [&](Visit const& visit) {
       TileLoader<OutTile, kThreads>::copy(
@@ -101,7 +113,7 @@ struct FmhaBackwardSm80 {
       TileLoader<ValueTile, kThreads>::copy(
           value_tile, row_pointer<Element>(params.value, item.batch, column, item.head),
           params.value.row_stride * sizeof(Element), column_bound, shape.value_dim);
-      load_query(visit_at(0), query_buffers);
+      load_query(visit_at(0), 0);
       load_out_gradient(visit_at(0));
       commit_copies();
     }
@@ -114,7 +126,7 @@ struct FmhaBackwardSm80 {
       wait_copies<0>();
       __syncthreads();  // this visit's tiles are here; nobody reads the other query buffer or dS
       if (has_next) {
-        load_query(visit_at(index + 1), query_buffers + (index + 1) % 2 * QueryTile::kBytes);
+        load_query(visit_at(index + 1), (index + 1) % 2);
         commit_copies();
       }
 
@@ -136,7 +148,8 @@ struct FmhaBackwardSm80 {
       }
 
       bool const needs_test = mask.needs_test(visit.row, kTileQuery, column, kTileKey);
-      probabilities(params, item.batch, visit, mask, needs_test, column, scores, score_gradient);
+      probabilities(params, statistics_buffers + index % 2 * kStatisticsBytes, visit, mask, needs_test,
+                    column, scores, score_gradient);
       if constexpr (Config::kValueGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
       }
@@ -194,13 +207,9 @@ struct FmhaBackwardSm80 {
 
   // scores: S -> P.  score_gradient: dP -> dS, the gradient of query.key without the user's scale.
   template <class Mask, class Scores>
-  CUTE_DEVICE static void probabilities(BackwardParams const& params, int batch,
+  CUTE_DEVICE static void probabilities(BackwardParams const& params, uint32_t statistics,
                                         Visit const& visit, Mask const& mask, bool needs_test,
                                         int column, Scores& scores, Scores& score_gradient) {
-    float2 const* const statistics =
-        reinterpret_cast<float2 const*>(params.row_statistics) +
-        Tiles::tile_index(params, batch, visit.head, visit.tile) * kTileQuery;
-
     prescale_scores<Config::kSoftCap>(scores, params.scale);
     if constexpr (Config::kSoftCap) {
       // The cap's derivative 1 - tanh^2 must be taken before the mask makes scores infinite.
@@ -221,13 +230,14 @@ struct FmhaBackwardSm80 {
 
   // Calls body(element, m, n, (logsumexp2, delta) of the element's row) for this thread's scores.
   template <class Body>
-  CUTE_DEVICE static void for_each_score(float2 const* statistics, Body const& body) {
+  CUTE_DEVICE static void for_each_score(uint32_t statistics, Body const& body) {
     int const thread = thread_index();
     CUTE_UNROLL
     for (int m = 0; m < ScoreGrid::kRowBlocks; ++m) {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        float2 const row = statistics[ScoreGrid::element_row(2 * half, m, thread)];
+        float2 const row =
+            load_shared_pair(statistics + ScoreGrid::element_row(2 * half, m, thread) * 8);
         CUTE_UNROLL
         for (int n = 0; n < 2 * ScoreGrid::kColumnBlocks; ++n) {
           body(2 * half, m, n, row);
