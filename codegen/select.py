@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
-from jax_memeff.codegen.problem import DIRECTIONS, Problem
+from jax_memeff.codegen.problem import DIRECTIONS, Dtype, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec, MaskKind
 from jax_memeff.codegen.support import family_reasons, mask_kind, spec_reasons, unsupported_reasons
 from jax_memeff.codegen.tiles import sm80
@@ -56,7 +56,7 @@ def explain(problem: Problem) -> list[tuple[KernelSpec, list[str]]]:
 def closure(
     arch: str,
     *,
-    dtypes: Iterable[str] = SPEC_DTYPES,
+    dtypes: Iterable[Dtype] = SPEC_DTYPES,
     dims: Iterable[tuple[int, int]] = sm80.TUNED_DIMS,
 ) -> Iterator[KernelSpec]:
     """Specs times {plain, each feature alone, all features} for ``arch``, in a fixed order.

@@ -10,7 +10,7 @@ from jax_memeff.codegen.tiles.sm80 import Tile
 MaskKind = Literal["none", "causal", "window"]
 
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
-SPEC_DTYPES = ("f16", "bf16")
+SPEC_DTYPES: tuple[Literal["f16", "bf16"], ...] = ("f16", "bf16")
 SPEC_GRADIENTS = ("query", "key", "value")
 _BYTES_16_BIT = 2
 

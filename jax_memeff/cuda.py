@@ -1,8 +1,8 @@
 """Lowering to the kernels: problem -> code generator -> attributes of the custom call.
 
 The custom call carries everything it needs: a table of architectures with compressed images, entry
-points and launch constants, and the names of its buffers. So a program runs where it was lowered, in
-another process, or after export, without the code generator.
+points and launch constants, and the names of its buffers. So a program runs where it was lowered,
+in another process, or after export, without the code generator.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff import config
@@ -32,7 +33,7 @@ _BACKWARD_TARGET = "jax_memeff_backward"
 
 _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
-# ``kUnbounded`` of ffi/include/memeff/params.h, and the limit that keeps window arithmetic in 32 bits.
+# ``kUnbounded`` and ``kMaxLength`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
 UNBOUNDED = 1 << 30
 _MAX_LENGTH = 1 << 28
 
@@ -124,10 +125,7 @@ def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> 
     sums = max(padded_rows(spec) * spec.head_class for spec in specs.values())
     buffers = [("row_statistics", 2 * rows)]
     buffers += [("query_gradient_sum", sums)] if wants.query else []
-    return [
-        _Buffer(name, jax.core.ShapedArray((size,), jnp.dtype(jnp.float32)))
-        for name, size in buffers
-    ]
+    return [_Buffer(name, ShapedArray((size,), jnp.dtype(jnp.float32))) for name, size in buffers]
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -137,9 +135,7 @@ def _round_up(size: int, multiple: int) -> int:
 def kernels(avals: Operands, options: Options, wants: Wants | None) -> dict[str, KernelSpec]:
     """The kernel of each architecture that the program may run on."""
     _require_lengths(avals)
-    return {
-        arch: select(_problem(avals, options, wants, arch)) for arch in _architectures()
-    }
+    return {arch: select(_problem(avals, options, wants, arch)) for arch in _architectures()}
 
 
 def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) -> Problem:

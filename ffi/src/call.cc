@@ -28,8 +28,8 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   auto scale = attributes.get<ffi::Span<const float>>("scale");
   auto windows = attributes.get<ffi::Span<const int32_t>>("windows");
   auto kernels = attributes.get<ffi::Dictionary>("kernels");
-  if (!operands.has_value() || !results.has_value() || !scale.has_value() ||
-      !windows.has_value() || !kernels.has_value() || scale->size() != 3 || windows->size() != 4) {
+  if (!operands.has_value() || !results.has_value() || !scale.has_value() || !windows.has_value() ||
+      !kernels.has_value() || scale->size() != 3 || windows->size() != 4) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "the custom call needs the attributes operands, results, scale "
                                    "(3), windows (4) and kernels (was the program exported by "

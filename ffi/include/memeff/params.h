@@ -36,7 +36,7 @@ struct ProblemShape {
 // prescale, because the running maximum is taken of x and needs softmax_scale > 0.
 struct ScoreScale {
   float prescale;
-  float softmax_scale;  // of log2(e), times scale or the soft cap
+  float softmax_scale;   // of log2(e), times scale or the soft cap
   float gradient_scale;  // d(score)/d(query.key): the user's scale
 };
 
