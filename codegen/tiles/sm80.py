@@ -71,7 +71,10 @@ _SM80 = Part(
         96: _FORWARD_96,
         128: _FORWARD_128,
         192: (_FORWARD_192,),
-        256: (Tile(128, 64, 8, 1, "128 KB of 163 KB; two blocks of 96 KB would not fit"),),
+        256: (
+            Tile(128, 64, 8, 1, "128 KB; two blocks of 96 KB would not fit", soft_cap=False),
+            Tile(128, 32, 8, 1, "with 64 keys a soft cap spills"),
+        ),
     },
     backward={
         32: (
@@ -101,7 +104,10 @@ _SM86 = Part(
         96: (Tile(128, 32, 4, 2, "36 KB: the short key tile keeps two blocks in 100 KB"),),
         128: (Tile(128, 32, 4, 2, "48 KB: the short key tile keeps two blocks in 100 KB"),),
         192: (Tile(64, 64, 4, 1, "72 KB of 99 KB"),),
-        256: (Tile(64, 64, 4, 1, "96 KB of 99 KB"),),
+        256: (
+            Tile(64, 64, 4, 1, "96 KB of 99 KB", soft_cap=False),
+            Tile(64, 32, 4, 1, "with 64 keys a soft cap spills"),
+        ),
     },
     backward={
         32: (Tile(64, 128, 8, 1, "as 64"),),
