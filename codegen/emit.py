@@ -19,6 +19,7 @@ struct Config {{
   static constexpr int kBlocksPerSm = {blocks_per_sm};
   static constexpr auto kMask = memeff::MaskKind::{mask};
   static constexpr bool kSoftCap = {soft_cap};
+  static constexpr bool kDropout = {dropout};
 {gradients}}};
 """
 
@@ -60,6 +61,7 @@ def source(spec: KernelSpec) -> str:
         blocks_per_sm=spec.tile.blocks_per_sm,
         mask=spec.mask,
         soft_cap=_bool(spec.soft_cap),
+        dropout=_bool(spec.dropout),
         gradients="" if spec.direction == "forward" else _gradients(spec),
     )
     if spec.direction == "forward":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from jax_memeff.codegen.problem import DIRECTIONS, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec, MaskKind
@@ -13,14 +14,28 @@ from jax_memeff.errors import UnsupportedError
 
 _ALL_DIMS = tuple(itertools.product(sm80.CLASSES, repeat=2))
 
-# Features that change the source, as (mask, soft cap): plain, each alone, all together. A window
-# includes causal, so "all" needs no third mask.
-_FEATURE_SETS: tuple[tuple[MaskKind, bool], ...] = (
-    ("none", False),
-    ("causal", False),
-    ("window", False),
-    ("none", True),
-    ("window", True),
+
+
+class _Features(NamedTuple):
+    """What changes the source beside direction, dtype, dims and gradients: fields of a spec."""
+
+    mask: MaskKind = "none"
+    soft_cap: bool = False
+    dropout: bool = False
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Features:
+        return cls(mask_kind(problem.masks), problem.soft_cap, problem.dropout)
+
+
+# Plain, each feature alone, all together. A window includes causal, so "all" needs no third mask.
+_FEATURE_SETS = (
+    _Features(),
+    _Features(mask="causal"),
+    _Features(mask="window"),
+    _Features(soft_cap=True),
+    _Features(dropout=True),
+    _Features("window", soft_cap=True, dropout=True),
 )
 
 
@@ -65,15 +80,15 @@ def closure(
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
-    10
+    12
     """
     specs = [
         spec
-        for direction, dtype, (head_dim, value_dim), (mask, soft_cap) in itertools.product(
+        for direction, dtype, (head_dim, value_dim), features in itertools.product(
             DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
         for spec in _specs(
-            arch, direction, dtype, sm80.padded(head_dim), sm80.padded(value_dim), mask, soft_cap
+            arch, direction, dtype, sm80.padded(head_dim), sm80.padded(value_dim), features
         )
     ]
     yield from sorted(specs, key=lambda spec: spec.sort_key)
@@ -101,8 +116,7 @@ def _table(problem: Problem) -> list[KernelSpec]:
             dtype,
             head_class,
             value_class,
-            mask_kind(problem.masks),
-            problem.soft_cap,
+            _Features.of(problem),
             tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
         )
     ]
@@ -110,13 +124,21 @@ def _table(problem: Problem) -> list[KernelSpec]:
 
 
 def _specs(
-    arch, direction, dtype, head_class, value_class, mask, soft_cap, gradients=SPEC_GRADIENTS
+    arch, direction, dtype, head_class, value_class, features, gradients=SPEC_GRADIENTS
 ) -> list[KernelSpec]:
     part = sm80.part(arch)
     tiles = part.forward if direction == "forward" else part.backward
     if direction == "forward":
         gradients = ()
     return [
-        KernelSpec(direction, dtype, head_class, value_class, tile, mask, soft_cap, gradients)
+        KernelSpec(
+            direction,
+            dtype,
+            head_class,
+            value_class,
+            tile,
+            gradients=gradients,
+            **features._asdict(),
+        )
         for tile in tiles[max(head_class, value_class)]
     ]

@@ -41,6 +41,7 @@ class KernelSpec:
     tile: Tile
     mask: MaskKind = "none"
     soft_cap: bool = False
+    dropout: bool = False
     gradients: tuple[str, ...] = ()
     family: str = "sm80"
 
@@ -57,6 +58,7 @@ class KernelSpec:
         ]
         words += [self.mask] if self.mask != "none" else []
         words += ["softcap"] if self.soft_cap else []
+        words += ["dropout"] if self.dropout else []
         if self.gradients not in ((), SPEC_GRADIENTS):
             words.append("".join(f"d{gradient[0]}" for gradient in self.gradients))
         return "_".join([*words, self.family])
@@ -127,6 +129,7 @@ class KernelSpec:
             -self.tile.query * self.tile.key,
             MASK_KINDS.index(self.mask),
             self.soft_cap,
+            self.dropout,
             -len(self.gradients),
             self.gradients,
         )

@@ -27,8 +27,6 @@ def family_reasons(problem: Problem) -> list[str]:
         reasons.append(f"a {mask} mask is {not_yet}: {_XLA}")
     if problem.bias is not None:
         reasons.append(f"bias is {not_yet}: {_XLA}")
-    if problem.dropout:
-        reasons.append(f"dropout is {not_yet}: {_XLA}")
     if problem.deterministic:
         reasons.append(f"deterministic_backward is {not_yet}: leave it False, or {_XLA}")
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
@@ -59,6 +57,8 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"its mask is {spec.mask}, not {mask_kind(problem.masks)}")
     if spec.soft_cap != problem.soft_cap:
         reasons.append(f"it is compiled {'with' if spec.soft_cap else 'without'} soft cap")
+    if spec.dropout != problem.dropout:
+        reasons.append(f"it is compiled {'with' if spec.dropout else 'without'} dropout")
     wanted = tuple(name for name in SPEC_GRADIENTS if name in problem.wants)
     if spec.direction == problem.direction == "backward" and spec.gradients != wanted:
         reasons.append(

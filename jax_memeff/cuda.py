@@ -25,7 +25,7 @@ from jax_memeff.codegen.select import select
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.errors import UnsupportedError
 from jax_memeff.mask import Mask
-from jax_memeff.options import Operands, Options, Wants
+from jax_memeff.options import DropoutState, Operands, Options, Wants
 
 _FORWARD_TARGET = "jax_memeff_forward"
 _BACKWARD_TARGET = "jax_memeff_backward"
@@ -105,6 +105,8 @@ def _attention_operands(avals: Operands, operands: Operands) -> list[_Buffer]:
         _Buffer("query_lengths", avals.mask.query_lengths, operands.mask.query_lengths),
         _Buffer("key_lengths", avals.mask.key_lengths, operands.mask.key_lengths),
     ]
+    if avals.dropout is not None and operands.dropout is not None:
+        buffers += map(_Buffer, DropoutState._fields, avals.dropout, operands.dropout)
     if avals.position is not None and operands.position is not None:
         buffers += [
             _Buffer("query_position", avals.position.query, operands.position.query),
@@ -181,8 +183,8 @@ def _require_lengths(avals: Operands) -> None:
         )
 
 
-def _scores(avals: Operands, options: Options) -> dict[str, np.ndarray]:
-    """ScoreScale and the windows of MaskParams (ffi/include/memeff/params.h)."""
+def _scores(avals: Operands, options: Options) -> dict[str, Any]:
+    """ScoreScale, the windows of MaskParams, and T of dropout (ffi/include/memeff/params.h)."""
     scale, cap = options.scale, options.soft_cap
     log2e = math.log2(math.e)
     if cap is not None:
@@ -203,6 +205,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, np.ndarray]:
     return {
         "scale": np.array([prescale, softmax_scale, scale], np.float32),
         "windows": np.array(windows, np.int32),
+        "dropout_threshold": np.int32(options.dropout_threshold),
     }
 
 

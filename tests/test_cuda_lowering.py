@@ -95,10 +95,9 @@ def test_several_architectures(fake_compiler, monkeypatch):
         ({"bias": np.zeros((1, 4, 128, 128), np.float32)}, "bfloat16", "bias"),
         ({"mask": Mask.segments(np.zeros(128, int), np.zeros(128, int))}, "bfloat16", "segments"),
         ({"mask": np.ones((1, 1, 128, 128), bool)}, "bfloat16", "boolean"),
-        ({"dropout_rate": 0.5, "dropout_key": np.zeros(2, np.uint32)}, "bfloat16", "dropout"),
         ({}, "float32", "float32"),
     ],
-    ids=["bias", "segments", "boolean", "dropout", "float32"],
+    ids=["bias", "segments", "boolean", "float32"],
 )
 def test_what_no_kernel_does_raises(arguments, dtype, reason):
     with pytest.raises(UnsupportedError, match=reason) as caught:
@@ -120,6 +119,21 @@ def test_unknown_devices_are_an_error(monkeypatch):
 def test_too_long_sequences_are_an_error(fake_compiler):
     with pytest.raises(UnsupportedError, match=f"got {2**28 + 1}"):
         lower(loss, *shapes(B=1, T=2**28 + 1))
+
+
+def test_dropout_is_data_and_its_rate_an_attribute(fake_compiler):
+    def texts(key):
+        return lower(
+            lambda key, *x: jax.grad(loss, (0, 1, 2))(*x, dropout_rate=rate, dropout_key=key),
+            key,
+            *shapes(),
+        )
+
+    for rate, threshold in ((0.1, 26), (0.5, 128)):
+        text = texts(jax.random.key(0))
+        assert text.count("key_words,batch_base,head_index") == 2
+        assert text.count(f"dropout_threshold = {threshold} : i32") == 2
+    assert [spec.dropout for spec, _ in fake_compiler] == [True, True]
 
 
 def test_windows_reach_the_host_clamped(fake_compiler):

@@ -27,13 +27,15 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   auto results = attributes.get<std::string_view>("results");
   auto scale = attributes.get<ffi::Span<const float>>("scale");
   auto windows = attributes.get<ffi::Span<const int32_t>>("windows");
+  auto dropout_threshold = attributes.get<int32_t>("dropout_threshold");
   auto kernels = attributes.get<ffi::Dictionary>("kernels");
   if (!operands.has_value() || !results.has_value() || !scale.has_value() ||
-      !windows.has_value() || !kernels.has_value() || scale->size() != 3 || windows->size() != 4) {
+      !windows.has_value() || !dropout_threshold.has_value() || !kernels.has_value() ||
+      scale->size() != 3 || windows->size() != 4) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "the custom call needs the attributes operands, results, scale "
-                                   "(3), windows (4) and kernels (was the program exported by "
-                                   "another version?)"));
+                                   "(3), windows (4), dropout_threshold and kernels (was the "
+                                   "program exported by another version?)"));
   }
   auto table = KernelTable::decode(*kernels);
   if (!table.has_value()) return ffi::Unexpected(table.error());
@@ -47,6 +49,7 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   call->mask.top_left_right = (*windows)[1];
   call->mask.bottom_right_left = (*windows)[2];
   call->mask.bottom_right_right = (*windows)[3];
+  call->dropout_threshold = *dropout_threshold;
   if (ffi::Error error = call->kernels.load(); error.failure()) return ffi::Unexpected(error);
   return call;
 }
@@ -134,6 +137,16 @@ MaskParams mask_of(const Call& call, Buffers& buffers) {
   mask.query_position = static_cast<const int*>(buffers.data("query_position"));
   mask.key_position = static_cast<const int*>(buffers.data("key_position"));
   return mask;
+}
+
+DropoutParams dropout_of(const Call& call, Buffers& buffers) {
+  DropoutParams dropout = {};
+  dropout.key_words = static_cast<const unsigned*>(buffers.data("key_words"));
+  dropout.batch_base = static_cast<const unsigned*>(buffers.data("batch_base"));
+  dropout.head_index = static_cast<const unsigned*>(buffers.data("head_index"));
+  dropout.threshold = call.dropout_threshold;
+  dropout.scale = 256.0f / static_cast<float>(256 - call.dropout_threshold);
+  return dropout;
 }
 
 }  // namespace memeff::host

@@ -19,6 +19,7 @@ struct Call {
   std::map<std::string, int> results;
   ScoreScale scale;
   MaskParams mask;  // bounds only
+  int dropout_threshold;
 
   static xla::ffi::ErrorOr<std::unique_ptr<Call>> decode(const xla::ffi::Dictionary& attributes);
 };
@@ -53,8 +54,9 @@ class Buffers {
   xla::ffi::Error error_ = xla::ffi::Error::Success();
 };
 
-// The mask of a call with the pointers of this execution.
+// Mask and dropout of a call with the pointers of this execution.
 MaskParams mask_of(const Call& call, Buffers& buffers);
+DropoutParams dropout_of(const Call& call, Buffers& buffers);
 
 xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                CUstream stream);

@@ -53,6 +53,15 @@ struct MaskParams {
   const int* key_position;    // [] or null: global index of column 0
 };
 
+// What the keep bit of an element depends on beside its row and column: see dropout/keep.cuh.
+struct DropoutParams {
+  const unsigned* key_words;   // [B, 2]
+  const unsigned* batch_base;  // [B]
+  const unsigned* head_index;  // [N]
+  int threshold;               // T: an element is kept where its random byte is >= T
+  float scale;                 // 256 / (256 - T), of what is kept
+};
+
 constexpr int kUnbounded = 1 << 30;
 constexpr int kMaxLength = 1 << 28;  // largest T and S
 
@@ -60,6 +69,7 @@ struct ForwardParams {
   ProblemShape shape;
   ScoreScale scale;
   MaskParams mask;
+  DropoutParams dropout;
   TensorView query;
   TensorView key;
   TensorView value;
@@ -71,6 +81,7 @@ struct BackwardParams {
   ProblemShape shape;
   ScoreScale scale;
   MaskParams mask;
+  DropoutParams dropout;
   TensorView query;
   TensorView key;
   TensorView value;
@@ -90,7 +101,8 @@ struct BackwardParams {
 static_assert(sizeof(TensorView) == 32, "host and device disagree on TensorView");
 static_assert(sizeof(ProblemShape) == 32, "host and device disagree on ProblemShape");
 static_assert(sizeof(MaskParams) == 48, "host and device disagree on MaskParams");
-static_assert(sizeof(ForwardParams) == 232, "host and device disagree on ForwardParams");
-static_assert(sizeof(BackwardParams) == 400, "host and device disagree on BackwardParams");
+static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
+static_assert(sizeof(ForwardParams) == 264, "host and device disagree on ForwardParams");
+static_assert(sizeof(BackwardParams) == 432, "host and device disagree on BackwardParams");
 
 }  // namespace memeff

@@ -7,6 +7,8 @@
 //   S = Q K^T    dP = dO V^T    P = exp2(S - lse)    dS = P (dP - delta)
 //   dV += P^T dO    dQ = dS K    dK += dS^T Q
 //
+// With dropout, dV reads the kept P, and dP is the kept dP; both times 256 / (256 - T).
+//
 // The next query tile arrives while this one is worked on (two buffers); dO has one buffer and is
 // loaded again as soon as dV no longer reads it. Gradients that nobody asked for (Config::kQueryGradient,
 // kKeyGradient, kValueGradient) cost neither products nor memory.
@@ -15,6 +17,7 @@
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/softmax.cuh>
+#include <memeff/dropout/keep.cuh>
 #include <memeff/kernels/fmha_bwd_postprocess.cuh>
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
 #include <memeff/mask/interval.cuh>
@@ -185,6 +188,12 @@ struct FmhaBackwardSm80 {
           params.key_gradient.row_stride * sizeof(Element), key_bound, shape.head_dim);
     }
     if constexpr (Config::kValueGradient) {
+      if constexpr (Config::kDropout) {
+        CUTE_UNROLL
+        for (int i = 0; i < cute::size(value_gradient); ++i) {
+          value_gradient(i) *= kept_scale(params);
+        }
+      }
       store_tile<Element, ValueTile, ValueGrid, kThreads>(
           value_tile, value_gradient,
           row_pointer<Element>(params.value_gradient, item.batch, column, item.head),
@@ -202,31 +211,48 @@ struct FmhaBackwardSm80 {
     if (needs_test) mask.template apply<ScoreGrid>(scores, visit.row, column);
     long long const first =
         Tiles::tile_index(params, batch, visit.head, visit.tile) * kTileQuery;
-    CUTE_UNROLL
-    for (int m = 0; m < cute::size<1>(scores); ++m) {
+    auto block = [&](int m, int column_block, auto const& keep) {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         int const row = ScoreGrid::element_row(2 * half, m);
         float const logsumexp2 = params.row_logsumexp2[first + row];
         float const delta = params.row_delta[first + row];
         CUTE_UNROLL
-        for (int n = 0; n < cute::size<2>(scores); ++n) {
+        for (int chunk = 0; chunk < 2; ++chunk) {
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
             int const element = 2 * half + i;
+            int const n = 2 * column_block + chunk;
             float const probability = exp2_approx(
                 fmaf(scores(element, m, n), params.scale.softmax_scale, -logsumexp2));
-            float gradient = probability * (score_gradient(element, m, n) - delta);
+            float const kept = keep.select(score_gradient(element, m, n), half, chunk, i);
+            float gradient = probability * fmaf(kept, kept_scale(params), -delta);
             if constexpr (Config::kSoftCap) {
               float const x = derivative(element, m, n);
               gradient *= fmaf(-x, x, 1.0f);
             }
-            scores(element, m, n) = probability;
+            scores(element, m, n) = keep.select(probability, half, chunk, i);
             score_gradient(element, m, n) = gradient;
           }
         }
       }
+    };
+    if constexpr (Config::kDropout) {
+      Dropout<ScoreGrid> const dropout(params.dropout, params.mask, batch);
+      dropout.for_each_block(dropout_head(params.dropout, batch, visit.head), visit.row, column,
+                             block);
+    } else {
+      CUTE_UNROLL
+      for (int m = 0; m < ScoreGrid::kRowBlocks; ++m) {
+        CUTE_UNROLL
+        for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(m, n, KeepAll{});
+      }
     }
+  }
+
+  // What dropout multiplies the probabilities that it keeps by.
+  CUTE_DEVICE static float kept_scale(BackwardParams const& params) {
+    return Config::kDropout ? params.dropout.scale : 1.0f;
   }
 
   // dQ of this visit, added to the sums in the order that BackwardTiles defines.

@@ -12,6 +12,7 @@
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/warp_gemm.cuh>
+#include <memeff/dropout/keep.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/grid.cuh>
 
@@ -103,11 +104,30 @@ struct FmhaForwardSm80 {
         mask.template apply<ScoreGrid>(scores, row, column);
       }
       softmax.step(scores, output, params.scale.softmax_scale);
-      warp_gemm<Element, kTileKey / 16>(output, as_left_operand<Element>(scores), value);
+      auto probabilities = as_left_operand<Element>(scores);
+      if constexpr (Config::kDropout) {
+        drop(params, item, row, column, probabilities);
+      }
+      warp_gemm<Element, kTileKey / 16>(output, probabilities, value);
     }
 
-    softmax.finish(output, params.scale.softmax_scale);
+    float const output_scale = Config::kDropout ? params.dropout.scale : 1.0f;
+    softmax.finish(output, params.scale.softmax_scale, output_scale);
     store(params, softmax, output, query_tile);
+  }
+
+  // Zeros the dropped elements of P. The row sums, and so the logsumexp, have seen them.
+  template <class Probabilities>
+  CUTE_DEVICE static void drop(ForwardParams const& params, WorkItem const& item, int row,
+                               int column, Probabilities& probabilities) {
+    Dropout<ScoreGrid> const dropout(params.dropout, params.mask, item.batch);
+    dropout.for_each_block(dropout_head(params.dropout, item.batch, item.head), row, column,
+                           [&](int m, int block, KeepBlock const& keep) {
+                             CUTE_UNROLL
+                             for (int i = 0; i < 4; ++i) {
+                               probabilities.fragments[m][block][i] &= keep.pair_mask(i % 2, i / 2);
+                             }
+                           });
   }
 
   CUTE_DEVICE static WorkItem work_item(ProblemShape const& shape) {
