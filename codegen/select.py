@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jax_memeff.codegen.problem import DIRECTIONS, Problem
-from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec, MaskKind
-from jax_memeff.codegen.support import family_reasons, mask_kind, spec_reasons, unsupported_reasons
+from jax_memeff.codegen.spec import (
+    SPEC_DTYPES,
+    SPEC_GRADIENTS,
+    BiasGradient,
+    KernelSpec,
+    MaskKind,
+)
+from jax_memeff.codegen.support import (
+    bias_gradient,
+    bias_per_row,
+    family_reasons,
+    mask_kind,
+    spec_reasons,
+    unsupported_reasons,
+)
 from jax_memeff.codegen.tiles import sm80
 from jax_memeff.errors import UnsupportedError
 
@@ -22,10 +35,20 @@ class _Features(NamedTuple):
     mask: MaskKind = "none"
     soft_cap: bool = False
     dropout: bool = False
+    bias: Literal["16", "32"] | None = None
+    bias_per_row: bool = True
+    bias_gradient: BiasGradient = "none"
 
     @classmethod
     def of(cls, problem: Problem) -> _Features:
-        return cls(mask_kind(problem.masks), problem.soft_cap, problem.dropout)
+        return cls(
+            mask_kind(problem.masks),
+            problem.soft_cap,
+            problem.dropout,
+            problem.bias,
+            bias_per_row(problem),
+            bias_gradient(problem),
+        )
 
 
 # Plain, each feature alone, all together. A window includes causal, so "all" needs no third mask.
@@ -35,7 +58,11 @@ _FEATURE_SETS = (
     _Features(mask="window"),
     _Features(soft_cap=True),
     _Features(dropout=True),
-    _Features("window", soft_cap=True, dropout=True),
+    _Features(bias="16", bias_gradient="full"),
+    _Features(bias="16", bias_gradient="shared"),
+    _Features(bias="16", bias_per_row=False, bias_gradient="columns"),
+    _Features(bias="32", bias_gradient="shared"),
+    _Features("window", soft_cap=True, dropout=True, bias="32", bias_gradient="shared"),
 )
 
 
@@ -80,7 +107,7 @@ def closure(
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
-    12
+    19
     """
     specs = [
         spec
@@ -91,7 +118,7 @@ def closure(
             arch, direction, dtype, sm80.padded(head_dim), sm80.padded(value_dim), features
         )
     ]
-    yield from sorted(specs, key=lambda spec: spec.sort_key)
+    yield from sorted(set(specs), key=lambda spec: spec.sort_key)
 
 
 def table(arch: str) -> str:
@@ -129,7 +156,7 @@ def _specs(
     part = sm80.part(arch)
     tiles = part.forward if direction == "forward" else part.backward
     if direction == "forward":
-        gradients = ()
+        gradients, features = (), features._replace(bias_gradient="none")
     return [
         KernelSpec(
             direction,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,7 @@ def _attention_operands(avals: Operands, operands: Operands) -> list[_Buffer]:
         _Buffer("query", avals.query, operands.query),
         _Buffer("key", avals.key, operands.key),
         _Buffer("value", avals.value, operands.value),
+        _Buffer("bias", avals.bias, operands.bias),
         _Buffer("query_lengths", avals.mask.query_lengths, operands.mask.query_lengths),
         _Buffer("key_lengths", avals.mask.key_lengths, operands.mask.key_lengths),
     ]
@@ -126,10 +127,23 @@ def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> 
     sums = max(padded_rows(spec) * spec.head_class for spec in specs.values())
     buffers = [("row_logsumexp2", rows), ("row_delta", rows)]
     buffers += [("query_gradient_sum", sums)] if wants.query else []
+    if wants.bias and (size := max(_bias_sums(avals, spec) for spec in specs.values())):
+        buffers.append(("bias_gradient_sum", size))
     return [
         _Buffer(name, jax.core.ShapedArray((size,), jnp.dtype(jnp.float32)))
         for name, size in buffers
     ]
+
+
+def _bias_sums(avals: Operands, spec: KernelSpec) -> int:
+    """Size of the sums of the bias gradient (ffi/include/memeff/bias/gradient.cuh)."""
+    if avals.bias is None or spec.bias_gradient == "full":
+        return 0
+    batch, heads, _, _ = avals.bias.shape
+    rows = 1
+    if spec.bias_gradient == "shared":
+        rows = _round_up(avals.query.shape[1], spec.tile.query)
+    return batch * heads * rows * _round_up(avals.key.shape[1], spec.tile.key)
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -154,11 +168,23 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
         arch=arch,
         masks=_mask_names(avals.mask),
         bias=None if bias is None else "32" if bias.dtype == jnp.float32 else "16",
+        bias_layout=_bias_layout(avals),
         dropout=options.dropout_threshold > 0,
         soft_cap=options.soft_cap is not None,
         deterministic=options.deterministic_backward and wants is not None,
         wants=() if wants is None else tuple(_wanted(wants)),
     )
+
+
+def _bias_layout(avals: Operands) -> Literal["full", "shared", "columns"]:
+    """How the bias is broadcast, as far as kernels differ in it.
+
+    The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
+    """
+    batch, rows, heads, _ = avals.query.shape
+    if avals.bias is None or avals.bias.shape == (batch, heads, rows, avals.key.shape[1]):
+        return "full"
+    return "columns" if avals.bias.shape[2] == 1 else "shared"
 
 
 def _mask_names(mask: Mask) -> frozenset[str]:

@@ -92,12 +92,11 @@ def test_several_architectures(fake_compiler, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "dtype", "reason"),
     [
-        ({"bias": np.zeros((1, 4, 128, 128), np.float32)}, "bfloat16", "bias"),
         ({"mask": Mask.segments(np.zeros(128, int), np.zeros(128, int))}, "bfloat16", "segments"),
         ({"mask": np.ones((1, 1, 128, 128), bool)}, "bfloat16", "boolean"),
         ({}, "float32", "float32"),
     ],
-    ids=["bias", "segments", "boolean", "float32"],
+    ids=["segments", "boolean", "float32"],
 )
 def test_what_no_kernel_does_raises(arguments, dtype, reason):
     with pytest.raises(UnsupportedError, match=reason) as caught:
@@ -134,6 +133,46 @@ def test_dropout_is_data_and_its_rate_an_attribute(fake_compiler):
         assert text.count("key_words,batch_base,head_index") == 2
         assert text.count(f"dropout_threshold = {threshold} : i32") == 2
     assert [spec.dropout for spec, _ in fake_compiler] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "sums"),
+    [
+        ((2, 4, 128, 120), "full", None),
+        ((1, 4, 128, 120), "shared", 4 * 128 * 128),
+        ((2, 1, 128, 120), "shared", 2 * 128 * 128),
+        ((128, 120), "shared", 128 * 128),
+        ((2, 4, 1, 120), "columns", 2 * 4 * 128),
+        ((120,), "columns", 128),
+    ],
+    ids=str,
+)
+def test_bias_gradient_needs_no_more_than_the_bias(fake_compiler, shape, layout, sums):
+    bias = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def with_bias(bias, *x):
+        return loss(*x, bias=bias)
+
+    text = lower(jax.grad(with_bias, (0, 1, 2, 3)), bias, *shapes(S=120))
+    forward, backward = (spec for spec, _ in fake_compiler)
+    assert (forward.bias, forward.bias_gradient) == ("16", "none")
+    assert (backward.bias, backward.bias_gradient) == ("16", layout)
+    assert ("bias_gradient_sum" in text) == (sums is not None)
+    if sums is not None:
+        assert f"tensor<{sums}xf32>" in text
+
+
+def test_a_constant_bias_has_no_gradient(fake_compiler):
+    bias = np.zeros((1, 4, 128, 128), np.float32)
+    text = lower(jax.grad(lambda *x: loss(*x, bias=bias), (0, 1, 2)), *shapes())
+    assert "bias_gradient" not in text
+    assert [spec.bias_gradient for spec, _ in fake_compiler] == ["none", "none"]
+
+
+def test_a_bias_per_row_needs_no_kernel_for_its_gradient(fake_compiler):
+    bias = jax.ShapeDtypeStruct((1, 4, 128, 1), jnp.bfloat16)
+    text = lower(jax.grad(lambda bias, *x: loss(*x, bias=bias)), bias, *shapes())
+    assert "jax_memeff_backward" not in text
 
 
 def test_windows_reach_the_host_clamped(fake_compiler):

@@ -62,28 +62,32 @@ void Buffers::fail(const std::string& message) {
   if (error_.success()) error_ = failure(ffi::ErrorCode::kInvalidArgument, message);
 }
 
-void* Buffers::data(const std::string& name) {
+std::optional<ffi::AnyBuffer> Buffers::buffer(const std::string& name) {
   if (auto found = call_.operands.find(name); found != call_.operands.end()) {
     auto buffer = arguments_.get<ffi::AnyBuffer>(found->second);
-    if (buffer.has_value()) return buffer->untyped_data();
+    if (buffer.has_value()) return *buffer;
     fail("operand " + name + " is missing: " + buffer.error().message());
   } else if (auto found = call_.results.find(name); found != call_.results.end()) {
     auto buffer = results_.get<ffi::AnyBuffer>(found->second);
-    if (buffer.has_value()) return (*buffer)->untyped_data();
+    if (buffer.has_value()) return **buffer;
     fail("result " + name + " is missing: " + buffer.error().message());
   }
-  return nullptr;
+  return std::nullopt;
+}
+
+void* Buffers::data(const std::string& name) {
+  auto found = buffer(name);
+  return found ? found->untyped_data() : nullptr;
+}
+
+size_t Buffers::bytes(const std::string& name) {
+  auto found = buffer(name);
+  return found ? found->size_bytes() : 0;
 }
 
 ffi::AnyBuffer::Dimensions Buffers::dimensions(const std::string& name) {
-  if (auto found = call_.operands.find(name); found != call_.operands.end()) {
-    auto buffer = arguments_.get<ffi::AnyBuffer>(found->second);
-    if (buffer.has_value()) return buffer->dimensions();
-  } else if (auto found = call_.results.find(name); found != call_.results.end()) {
-    auto buffer = results_.get<ffi::AnyBuffer>(found->second);
-    if (buffer.has_value()) return (*buffer)->dimensions();
-  }
-  return {};
+  auto found = buffer(name);
+  return found ? found->dimensions() : ffi::AnyBuffer::Dimensions{};
 }
 
 TensorView Buffers::tensor(const std::string& name) {
@@ -103,6 +107,22 @@ TensorView Buffers::tensor(const std::string& name) {
   view.row_stride = dims[2] * view.head_stride;
   view.batch_stride = dims[1] * view.row_stride;
   return view;
+}
+
+ScoreView Buffers::scores(const std::string& name) {
+  ScoreView view = {};
+  if (!has(name)) return view;
+  auto const dims = dimensions(name);
+  if (dims.size() != 4) {
+    fail(name + " needs rank 4, got rank " + std::to_string(dims.size()));
+    return view;
+  }
+  auto stride = [&](size_t dim) {
+    long long elements = dims[dim] == 1 ? 0 : 1;
+    for (size_t inner = dim + 1; inner < dims.size(); ++inner) elements *= dims[inner];
+    return elements;
+  };
+  return {data(name), stride(0), stride(1), stride(2), stride(3)};
 }
 
 ProblemShape Buffers::shape() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 
 #include "kernel.h"
@@ -40,11 +41,17 @@ class Buffers {
   // A row-major [batch, sequence, head, dim] buffer whose rows the kernels move 16 bytes at a time.
   TensorView tensor(const std::string& name);
 
+  // A row-major buffer that broadcasts to the scores; null where the call has none of this name.
+  ScoreView scores(const std::string& name);
+
+  size_t bytes(const std::string& name);
+
   ProblemShape shape();
 
   const xla::ffi::Error& error() const { return error_; }
 
  private:
+  std::optional<xla::ffi::AnyBuffer> buffer(const std::string& name);
   xla::ffi::AnyBuffer::Dimensions dimensions(const std::string& name);
   void fail(const std::string& message);
 

@@ -16,6 +16,15 @@ struct TensorView {
   long long head_stride;
 };
 
+// An array that broadcasts to the scores [B, N, T, S]; the stride of a broadcast dimension is 0.
+struct ScoreView {
+  void* data;
+  long long batch_stride;
+  long long head_stride;
+  long long row_stride;
+  long long column_stride;
+};
+
 // Sizes of one call, named as in the documentation: query [B, T, N, H], key [B, S, K, H],
 // value [B, S, K, Hv].
 struct ProblemShape {
@@ -32,6 +41,7 @@ struct ProblemShape {
 // How a score becomes an exponent of two.
 //   without soft cap: x = score * prescale;  p = exp2(x * softmax_scale - lse2)
 //   with soft cap:    x = tanh(score * prescale), otherwise the same
+//   with a bias:      x as above, then x = x * softmax_scale + bias * log2(e);  p = exp2(x - lse2)
 // prescale is 1 for positive scales without soft cap, which costs nothing. A scale <= 0 goes into
 // prescale, because the running maximum is taken of x and needs softmax_scale > 0.
 struct ScoreScale {
@@ -70,6 +80,7 @@ struct ForwardParams {
   ScoreScale scale;
   MaskParams mask;
   DropoutParams dropout;
+  ScoreView bias;
   TensorView query;
   TensorView key;
   TensorView value;
@@ -82,6 +93,7 @@ struct BackwardParams {
   ScoreScale scale;
   MaskParams mask;
   DropoutParams dropout;
+  ScoreView bias;
   TensorView query;
   TensorView key;
   TensorView value;
@@ -95,14 +107,17 @@ struct BackwardParams {
   float* row_logsumexp2;            // [B, N, padded T]: base 2, +inf where a row has no keys
   float* row_delta;                 // [B, N, padded T]: rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [B, N, padded T, head dim class], in fragment order
+  ScoreView bias_gradient;
+  float* bias_gradient_sum;         // where it is summed: see bias/gradient.cuh
   int query_tiles;                  // padded T / query tile
 };
 
 static_assert(sizeof(TensorView) == 32, "host and device disagree on TensorView");
+static_assert(sizeof(ScoreView) == 40, "host and device disagree on ScoreView");
 static_assert(sizeof(ProblemShape) == 32, "host and device disagree on ProblemShape");
 static_assert(sizeof(MaskParams) == 48, "host and device disagree on MaskParams");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(ForwardParams) == 264, "host and device disagree on ForwardParams");
-static_assert(sizeof(BackwardParams) == 432, "host and device disagree on BackwardParams");
+static_assert(sizeof(ForwardParams) == 304, "host and device disagree on ForwardParams");
+static_assert(sizeof(BackwardParams) == 520, "host and device disagree on BackwardParams");
 
 }  // namespace memeff

@@ -11,13 +11,16 @@
 //
 // The next query tile arrives while this one is worked on (two buffers); dO has one buffer and is
 // loaded again as soon as dV no longer reads it. Gradients that nobody asked for (Config::kQueryGradient,
-// kKeyGradient, kValueGradient) cost neither products nor memory.
+// kKeyGradient, kValueGradient, kBiasGradient) cost neither products nor memory.
 #pragma once
 
+#include <memeff/bias/add.cuh>
+#include <memeff/bias/gradient.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/dropout/keep.cuh>
+#include <memeff/kernels/fmha_bwd_bias.cuh>
 #include <memeff/kernels/fmha_bwd_postprocess.cuh>
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
 #include <memeff/mask/interval.cuh>
@@ -45,8 +48,13 @@ struct FmhaBackwardSm80 {
   static constexpr int kSharedBytes = KeyTile::kBytes + ValueTile::kBytes + 2 * QueryTile::kBytes +
                                       OutTile::kBytes + 2 * ScoreTile::kBytes;
 
-  // dS is needed by dq and dk; a frozen query and key leave only dv, which needs P alone.
-  static constexpr bool kScoreGradient = Config::kQueryGradient || Config::kKeyGradient;
+  // dS is needed by dq and dk through shared memory, and is the gradient of the bias; where all of
+  // them are frozen, dv needs P alone.
+  static constexpr bool kStoreScoreGradient = Config::kQueryGradient || Config::kKeyGradient;
+  static constexpr bool kScoreGradient =
+      kStoreScoreGradient || Config::kBiasGradient != BiasGradient::none;
+
+  using BiasWriter = BiasGradientWriter<Config>;
 
   // One visit of the loop: a tile of rows of one query head.
   struct Visit {
@@ -90,6 +98,16 @@ struct FmhaBackwardSm80 {
           params.out_gradient.row_stride * sizeof(Element), mask.query_length - visit.row,
           shape.value_dim);
     };
+
+    if constexpr (Config::kBiasGradient == BiasGradient::full) {
+      for (int i = 0; i < shape.group; ++i) {
+        int const head = item.head * shape.group + i;
+        BiasWriter::skip(params, item.batch, head, column, 0,
+                         min(tiles.begin * kTileQuery, shape.query_length));
+        BiasWriter::skip(params, item.batch, head, column, tiles.end * kTileQuery,
+                         shape.query_length);
+      }
+    }
 
     auto key_gradient = KeyGrid::make_accumulators();      // (4, MMA_M, MMA_N)
     auto value_gradient = ValueGrid::make_accumulators();  // (4, MMA_M, MMA_N)
@@ -143,7 +161,7 @@ struct FmhaBackwardSm80 {
       if constexpr (Config::kValueGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
       }
-      if constexpr (kScoreGradient) {
+      if constexpr (kStoreScoreGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(score_tile, score_gradient);
       }
       __syncthreads();  // P and dS are complete
@@ -208,10 +226,18 @@ struct FmhaBackwardSm80 {
                                         int column, Scores& scores, Scores& score_gradient) {
     prescale_scores<Config::kSoftCap>(scores, params.scale);
     Scores derivative = scores;  // of the soft cap: 1 - tanh^2, taken before masking
+    if constexpr (Config::kBias) {
+      using BiasElement = typename Config::BiasElement;
+      BiasAdder<BiasElement, ScoreGrid, Config::kBiasPerRow>::add(
+          scores, ScorePlane<BiasElement>(params.bias, batch, visit.head, visit.row, column),
+          mask.query_length - visit.row, mask.key_length - column, params.scale.softmax_scale);
+    }
     if (needs_test) mask.template apply<ScoreGrid>(scores, visit.row, column);
     long long const first =
         Tiles::tile_index(params, batch, visit.head, visit.tile) * kTileQuery;
+    BiasWriter bias_gradient(params, {batch, visit.head, visit.row, column});
     auto block = [&](int m, int column_block, auto const& keep) {
+      float block_gradient[2][4];  // of the bias
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         int const row = ScoreGrid::element_row(2 * half, m);
@@ -224,9 +250,10 @@ struct FmhaBackwardSm80 {
             int const element = 2 * half + i;
             int const n = 2 * column_block + chunk;
             float const probability = exp2_approx(
-                fmaf(scores(element, m, n), params.scale.softmax_scale, -logsumexp2));
+                fmaf(scores(element, m, n), exponent_scale(params), -logsumexp2));
             float const kept = keep.select(score_gradient(element, m, n), half, chunk, i);
             float gradient = probability * fmaf(kept, kept_scale(params), -delta);
+            block_gradient[chunk][element] = gradient;
             if constexpr (Config::kSoftCap) {
               float const x = derivative(element, m, n);
               gradient *= fmaf(-x, x, 1.0f);
@@ -236,6 +263,7 @@ struct FmhaBackwardSm80 {
           }
         }
       }
+      bias_gradient.block(m, column_block, block_gradient);
     };
     if constexpr (Config::kDropout) {
       Dropout<ScoreGrid> const dropout(params.dropout, params.mask, batch);
@@ -248,6 +276,12 @@ struct FmhaBackwardSm80 {
         for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(m, n, KeepAll{});
       }
     }
+    bias_gradient.finish();
+  }
+
+  // Scores that met a bias are exponents of two already.
+  CUTE_DEVICE static float exponent_scale(BackwardParams const& params) {
+    return Config::kBias ? 1.0f : params.scale.softmax_scale;
   }
 
   // What dropout multiplies the probabilities that it keeps by.

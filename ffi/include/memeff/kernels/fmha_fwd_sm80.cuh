@@ -8,6 +8,7 @@
 // Each warp owns whole rows, so P goes from the accumulators of S to the operand of P V in registers.
 #pragma once
 
+#include <memeff/bias/add.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/softmax.cuh>
@@ -100,10 +101,16 @@ struct FmhaForwardSm80 {
       if (tile > tiles.begin) load_key(tile - 1);
 
       prescale_scores<Config::kSoftCap>(scores, params.scale);
+      if constexpr (Config::kBias) {
+        using BiasElement = typename Config::BiasElement;
+        BiasAdder<BiasElement, ScoreGrid, Config::kBiasPerRow>::add(
+            scores, ScorePlane<BiasElement>(params.bias, item.batch, item.head, row, column),
+            mask.query_length - row, mask.key_length - column, params.scale.softmax_scale);
+      }
       if (mask.needs_test(row, kTileQuery, column, kTileKey)) {
         mask.template apply<ScoreGrid>(scores, row, column);
       }
-      softmax.step(scores, output, params.scale.softmax_scale);
+      softmax.step(scores, output, exponent_scale(params));
       auto probabilities = as_left_operand<Element>(scores);
       if constexpr (Config::kDropout) {
         drop(params, item, row, column, probabilities);
@@ -112,8 +119,13 @@ struct FmhaForwardSm80 {
     }
 
     float const output_scale = Config::kDropout ? params.dropout.scale : 1.0f;
-    softmax.finish(output, params.scale.softmax_scale, output_scale);
+    softmax.finish(output, exponent_scale(params), output_scale);
     store(params, softmax, output, query_tile);
+  }
+
+  // Scores that met a bias are exponents of two already.
+  CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
+    return Config::kBias ? 1.0f : params.scale.softmax_scale;
   }
 
   // Zeros the dropped elements of P. The row sums, and so the logsumexp, have seen them.
