@@ -18,6 +18,8 @@ struct Config {{
   static constexpr int kWarps = {warps};
   static constexpr int kBlocksPerSm = {blocks_per_sm};
   static constexpr auto kMask = memeff::MaskKind::{mask};
+  static constexpr bool kSegments = {segments};
+  static constexpr bool kBoolean = {boolean};
   static constexpr bool kSoftCap = {soft_cap};
   static constexpr bool kDropout = {dropout};
   static constexpr bool kBias = {has_bias};
@@ -70,6 +72,8 @@ def source(spec: KernelSpec) -> str:
         warps=spec.tile.warps,
         blocks_per_sm=spec.tile.blocks_per_sm,
         mask=spec.mask,
+        segments=_bool(spec.segments),
+        boolean=_bool(spec.boolean),
         soft_cap=_bool(spec.soft_cap),
         dropout=_bool(spec.dropout),
         has_bias=_bool(spec.bias is not None),

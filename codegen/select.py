@@ -33,6 +33,8 @@ class _Features(NamedTuple):
     """What changes the source beside direction, dtype, dims and gradients: fields of a spec."""
 
     mask: MaskKind = "none"
+    segments: bool = False
+    boolean: bool = False
     soft_cap: bool = False
     dropout: bool = False
     bias: Literal["16", "32"] | None = None
@@ -43,6 +45,8 @@ class _Features(NamedTuple):
     def of(cls, problem: Problem) -> _Features:
         return cls(
             mask_kind(problem.masks),
+            "segments" in problem.masks,
+            "boolean" in problem.masks,
             problem.soft_cap,
             problem.dropout,
             problem.bias,
@@ -56,13 +60,15 @@ _FEATURE_SETS = (
     _Features(),
     _Features(mask="causal"),
     _Features(mask="window"),
+    _Features(segments=True),
+    _Features(boolean=True),
     _Features(soft_cap=True),
     _Features(dropout=True),
     _Features(bias="16", bias_gradient="full"),
     _Features(bias="16", bias_gradient="shared"),
     _Features(bias="16", bias_per_row=False, bias_gradient="columns"),
     _Features(bias="32", bias_gradient="shared"),
-    _Features("window", soft_cap=True, dropout=True, bias="32", bias_gradient="shared"),
+    _Features("window", True, True, True, True, bias="32", bias_gradient="shared"),
 )
 
 
@@ -107,7 +113,7 @@ def closure(
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
-    19
+    23
     """
     specs = [
         spec

@@ -45,6 +45,8 @@ class KernelSpec:
     tile: Tile
     mask: MaskKind = "none"
     soft_cap: bool = False
+    segments: bool = False
+    boolean: bool = False
     dropout: bool = False
     bias: Literal["16", "32"] | None = None
     bias_per_row: bool = True
@@ -64,6 +66,7 @@ class KernelSpec:
             f"{self.tile.query}x{self.tile.key}",
         ]
         words += [self.mask] if self.mask != "none" else []
+        words += [word for word in ("segments", "boolean") if getattr(self, word)]
         words += ["softcap"] if self.soft_cap else []
         words += ["dropout"] if self.dropout else []
         if self.bias:
@@ -136,6 +139,8 @@ class KernelSpec:
             self.value_class,
             -self.tile.query * self.tile.key,
             MASK_KINDS.index(self.mask),
+            self.segments,
+            self.boolean,
             self.soft_cap,
             self.dropout,
             self.bias or "",

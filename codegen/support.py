@@ -8,8 +8,6 @@ from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasGradient, KernelSpec
 from jax_memeff.codegen.tiles import sm80
 
 _XLA = "pass implementation='xla'"
-_RUN_TIME_MASKS = frozenset({"query_lengths", "key_lengths"})
-_COMPILED_MASKS = frozenset({"causal", "window"})
 
 
 def family_reasons(problem: Problem) -> list[str]:
@@ -23,8 +21,6 @@ def family_reasons(problem: Problem) -> list[str]:
         reasons.append(f"float64 has no kernel: {_XLA}, or cast to bfloat16 or float16")
     if problem.dtype == "f32":
         reasons.append(f"float32 is {not_yet}: {_XLA}, or cast to bfloat16 or float16")
-    for mask in sorted(problem.masks - _RUN_TIME_MASKS - _COMPILED_MASKS):
-        reasons.append(f"a {mask} mask is {not_yet}: {_XLA}")
     if problem.deterministic:
         reasons.append(f"deterministic_backward is {not_yet}: leave it False, or {_XLA}")
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
@@ -53,10 +49,14 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"it is for {spec.dtype}, not {problem.dtype}")
     if spec.mask != mask_kind(problem.masks):
         reasons.append(f"its mask is {spec.mask}, not {mask_kind(problem.masks)}")
-    if spec.soft_cap != problem.soft_cap:
-        reasons.append(f"it is compiled {'with' if spec.soft_cap else 'without'} soft cap")
-    if spec.dropout != problem.dropout:
-        reasons.append(f"it is compiled {'with' if spec.dropout else 'without'} dropout")
+    for feature, compiled, asked in (
+        ("segments", spec.segments, "segments" in problem.masks),
+        ("a boolean mask", spec.boolean, "boolean" in problem.masks),
+        ("soft cap", spec.soft_cap, problem.soft_cap),
+        ("dropout", spec.dropout, problem.dropout),
+    ):
+        if compiled != asked:
+            reasons.append(f"it is compiled {'with' if compiled else 'without'} {feature}")
     if spec.bias != problem.bias:
         reasons.append(f"its bias is {_bits(spec.bias)}, not {_bits(problem.bias)}")
     if problem.bias and spec.bias_per_row != bias_per_row(problem):

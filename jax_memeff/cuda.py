@@ -56,7 +56,7 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     return _custom_call(
         ctx,
         _FORWARD_TARGET,
-        _attention_operands(avals, operands),
+        _attention_operands(ctx, avals, operands),
         [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)],
         specs=specs,
         **_scores(avals, options),
@@ -83,7 +83,7 @@ def lower_backward(
         ctx,
         _BACKWARD_TARGET,
         [
-            *_attention_operands(avals, operands),
+            *_attention_operands(ctx, avals, operands),
             *(_Buffer(*buffer) for buffer in named if buffer[1] is not None),
         ],
         [*gradients, *_workspaces(avals, specs, wants)],
@@ -97,7 +97,9 @@ def _wanted(wants: Wants) -> list[str]:
     return [name for name, want in zip(Wants._fields, wants, strict=True) if want]
 
 
-def _attention_operands(avals: Operands, operands: Operands) -> list[_Buffer]:
+def _attention_operands(
+    ctx: mlir.LoweringRuleContext, avals: Operands, operands: Operands
+) -> list[_Buffer]:
     buffers = [
         _Buffer("query", avals.query, operands.query),
         _Buffer("key", avals.key, operands.key),
@@ -113,7 +115,39 @@ def _attention_operands(avals: Operands, operands: Operands) -> list[_Buffer]:
             _Buffer("query_position", avals.position.query, operands.position.query),
             _Buffer("key_position", avals.position.key, operands.position.key),
         ]
+    buffers += _element_masks(ctx, avals.mask, operands.mask)
     return [buffer for buffer in buffers if buffer.aval is not None]
+
+
+def _element_masks(ctx: mlir.LoweringRuleContext, avals: Mask, mask: Mask) -> list[_Buffer]:
+    """Segment ids stacked to [B, pairs, T] and [B, pairs, S], and the "and" of all boolean masks.
+
+    One boolean mask is passed as it is. Several are combined in the broadcast of their shapes.
+    """
+    buffers = []
+    if avals.segment_ids:
+        for name, ids, values in zip(
+            ("query_segments", "key_segments"),
+            zip(*avals.segment_ids, strict=True),
+            zip(*mask.segment_ids, strict=True),
+            strict=True,
+        ):
+            buffers.append(_computed(ctx, name, lambda *ids: jnp.stack(ids, 1), ids, values))
+    if avals.booleans:
+        both = functools.partial(functools.reduce, jnp.logical_and)
+        buffers.append(_computed(ctx, "boolean", lambda *x: both(x), avals.booleans, mask.booleans))
+    return buffers
+
+
+def _computed(
+    ctx: mlir.LoweringRuleContext, name: str, function: Any, avals: Sequence, values: Sequence
+) -> _Buffer:
+    """A buffer that XLA computes from operands before the call."""
+    result = jax.eval_shape(function, *avals)
+    aval = jax.core.ShapedArray(result.shape, result.dtype)
+    context = ctx.replace(avals_in=avals, avals_out=[aval])
+    lowered = mlir.lower_fun(function, multiple_results=False)(context, *values)
+    return _Buffer(name, aval, *lowered)
 
 
 def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> list[_Buffer]:

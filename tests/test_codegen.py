@@ -31,6 +31,8 @@ struct Config {
   static constexpr int kWarps = 8;
   static constexpr int kBlocksPerSm = 1;
   static constexpr auto kMask = memeff::MaskKind::causal;
+  static constexpr bool kSegments = false;
+  static constexpr bool kBoolean = false;
   static constexpr bool kSoftCap = true;
   static constexpr bool kDropout = false;
   static constexpr bool kBias = false;
@@ -143,7 +145,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         specs = list(select.closure(arch))
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
-        assert len(set(specs)) == len(specs) == 266
+        assert len(set(specs)) == len(specs) == 322
 
 
 @pytest.mark.parametrize("arch", PARTS)
@@ -193,8 +195,6 @@ def test_selection_is_the_first_without_reasons():
         ({"dtype": "f32"}, "float32 is not implemented in the sm80 kernels yet"),
         ({"dtype": "f64"}, "float64 has no kernel"),
         ({"deterministic": True}, "deterministic_backward is not implemented"),
-        ({"masks": {"segments"}}, "a segments mask is not implemented"),
-        ({"masks": {"boolean"}}, "a boolean mask is not implemented"),
         ({"head_dim": 68}, "head_dim is 68, and only multiples of 8"),
         ({"head_dim": 264}, "head_dim is 264, and the largest with a kernel is 256"),
         ({"alignment": 4}, "aligned to 4 bytes"),
@@ -211,12 +211,13 @@ def test_what_no_kernel_does_is_said_with_what_to_do(changes, said):
 
 
 def test_reasons_of_a_spec_name_what_differs():
-    asked = problem("backward", "f16", masks={"causal"}, soft_cap=True, dropout=True)
+    asked = problem("backward", "f16", masks={"causal", "segments"}, soft_cap=True, dropout=True)
     spec = select.select(problem(head_dim=64))
     assert support.unsupported_reasons(spec, asked) == [
         "it is a forward kernel, not a backward one",
         "it is for bf16, not f16",
         "its mask is none, not causal",
+        "it is compiled without segments",
         "it is compiled without soft cap",
         "it is compiled without dropout",
         "head_dim 128 is above its 64",
@@ -251,7 +252,7 @@ def test_impossible_problems_raise_value_error(changes):
 
 def test_closure_takes_dims_that_are_not_tuned():
     names = {spec.name for spec in select.closure("sm_80", dtypes=["f16"], dims=[(80, 40)])}
-    assert "fmha_fwd_f16_d96v64_128x64_window_softcap_dropout_bias32_sm80" in names
+    assert "fmha_fwd_f16_d96v64_128x64_window_segments_boolean_softcap_dropout_bias32_sm80" in names
     with pytest.raises(ValueError, match="expected a head dim of at most 256, got 512"):
         list(select.closure("sm_80", dims=[(512, 64)]))
 

@@ -156,6 +156,12 @@ MaskParams mask_of(const Call& call, Buffers& buffers) {
   mask.key_lengths = static_cast<const int*>(buffers.data("key_lengths"));
   mask.query_position = static_cast<const int*>(buffers.data("query_position"));
   mask.key_position = static_cast<const int*>(buffers.data("key_position"));
+  mask.query_segments = static_cast<const int*>(buffers.data("query_segments"));
+  mask.key_segments = static_cast<const int*>(buffers.data("key_segments"));
+  if (auto const segments = buffers.dimensions("query_segments"); segments.size() == 3) {
+    mask.segment_pairs = segments[1];
+  }
+  mask.boolean = buffers.scores("boolean");
   return mask;
 }
 

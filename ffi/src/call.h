@@ -45,6 +45,7 @@ class Buffers {
   ScoreView scores(const std::string& name);
 
   size_t bytes(const std::string& name);
+  xla::ffi::AnyBuffer::Dimensions dimensions(const std::string& name);
 
   ProblemShape shape();
 
@@ -52,7 +53,6 @@ class Buffers {
 
  private:
   std::optional<xla::ffi::AnyBuffer> buffer(const std::string& name);
-  xla::ffi::AnyBuffer::Dimensions dimensions(const std::string& name);
   void fail(const std::string& message);
 
   const Call& call_;

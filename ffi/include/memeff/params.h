@@ -61,6 +61,10 @@ struct MaskParams {
   const int* key_lengths;     // [B] or null
   const int* query_position;  // [] or null: global index of row 0
   const int* key_position;    // [] or null: global index of column 0
+  const int* query_segments;  // [B, segment_pairs, T]
+  const int* key_segments;    // [B, segment_pairs, S]
+  long long segment_pairs;
+  ScoreView boolean;          // one byte an element
 };
 
 // What the keep bit of an element depends on beside its row and column: see dropout/keep.cuh.
@@ -115,9 +119,9 @@ struct BackwardParams {
 static_assert(sizeof(TensorView) == 32, "host and device disagree on TensorView");
 static_assert(sizeof(ScoreView) == 40, "host and device disagree on ScoreView");
 static_assert(sizeof(ProblemShape) == 32, "host and device disagree on ProblemShape");
-static_assert(sizeof(MaskParams) == 48, "host and device disagree on MaskParams");
+static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(ForwardParams) == 304, "host and device disagree on ForwardParams");
-static_assert(sizeof(BackwardParams) == 520, "host and device disagree on BackwardParams");
+static_assert(sizeof(ForwardParams) == 368, "host and device disagree on ForwardParams");
+static_assert(sizeof(BackwardParams) == 584, "host and device disagree on BackwardParams");
 
 }  // namespace memeff

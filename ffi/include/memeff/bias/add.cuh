@@ -33,7 +33,7 @@ struct BiasAdder {
     CUTE_UNROLL
     for (int n = 0; n < cute::size<2>(scores); ++n) {
       int const column = Grid::element_column(0, n);
-      float2 values;
+      Pair<Element> values;
       if constexpr (!kPerRow) values = bias.template load<kPaired>(0, column, column_bound);
       CUTE_UNROLL
       for (int m = 0; m < cute::size<1>(scores); ++m) {
@@ -43,8 +43,8 @@ struct BiasAdder {
           if constexpr (kPerRow) {
             values = bias.template load<kPaired>(row, column, row < row_bound ? column_bound : 0);
           }
-          add_one(scores(2 * half, m, n), values.x, softmax_scale);
-          add_one(scores(2 * half + 1, m, n), values.y, softmax_scale);
+          add_one(scores(2 * half, m, n), float(values.first), softmax_scale);
+          add_one(scores(2 * half + 1, m, n), float(values.second), softmax_scale);
         }
       }
     }

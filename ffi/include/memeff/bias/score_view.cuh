@@ -34,16 +34,15 @@ struct ScorePlane {
 
   // Columns `column`, which is even, and the next; 0 where they are not below the bound.
   template <bool kPaired>
-  CUTE_DEVICE float2 load(int row, int column, int column_bound) const {
-    float2 values = make_float2(0.0f, 0.0f);
+  CUTE_DEVICE Pair<Element> load(int row, int column, int column_bound) const {
+    Pair<Element> pair = {Element(0), Element(0)};
     if (kPaired && column + 1 < column_bound) {
-      auto const pair = *reinterpret_cast<Pair<Element> const*>(origin + row * row_stride + column);
-      values = make_float2(float(pair.first), float(pair.second));
+      pair = *reinterpret_cast<Pair<Element> const*>(origin + row * row_stride + column);
     } else {
-      if (column < column_bound) values.x = float(*at(row, column));
-      if (!kPaired && column + 1 < column_bound) values.y = float(*at(row, column + 1));
+      if (column < column_bound) pair.first = *at(row, column);
+      if (!kPaired && column + 1 < column_bound) pair.second = *at(row, column + 1);
     }
-    return values;
+    return pair;
   }
 
   CUTE_DEVICE void store(int row, int column, int column_bound, float first, float second) const {

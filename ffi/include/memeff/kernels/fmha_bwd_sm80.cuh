@@ -23,7 +23,7 @@
 #include <memeff/kernels/fmha_bwd_bias.cuh>
 #include <memeff/kernels/fmha_bwd_postprocess.cuh>
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
-#include <memeff/mask/interval.cuh>
+#include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
 #include <memeff/schedule/grid.cuh>
 
@@ -76,7 +76,7 @@ struct FmhaBackwardSm80 {
     WorkItem const item =
         WorkItem::of_block(ceil_div(shape.key_length, kTileKey), shape.key_heads);
     int const column = item.tile * kTileKey;
-    IntervalMask<Config::kMask> const mask(params.mask, shape, item.batch);
+    ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
     int const head_visits = tiles.end - tiles.begin;
     int const visits = head_visits * shape.group;
@@ -156,8 +156,7 @@ struct FmhaBackwardSm80 {
                                                                              ScoreGrid::column()));
       }
 
-      bool const needs_test = mask.needs_test(visit.row, kTileQuery, column, kTileKey);
-      probabilities(params, item.batch, visit, mask, needs_test, column, scores, score_gradient);
+      probabilities(params, item.batch, visit, mask, column, scores, score_gradient);
       if constexpr (Config::kValueGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
       }
@@ -222,8 +221,8 @@ struct FmhaBackwardSm80 {
   // scores: S -> P.  score_gradient: dP -> dS, the gradient of query.key without the user's scale.
   template <class Mask, class Scores>
   CUTE_DEVICE static void probabilities(BackwardParams const& params, int batch,
-                                        Visit const& visit, Mask const& mask, bool needs_test,
-                                        int column, Scores& scores, Scores& score_gradient) {
+                                        Visit const& visit, Mask const& mask, int column,
+                                        Scores& scores, Scores& score_gradient) {
     prescale_scores<Config::kSoftCap>(scores, params.scale);
     Scores derivative = scores;  // of the soft cap: 1 - tanh^2, taken before masking
     if constexpr (Config::kBias) {
@@ -232,7 +231,8 @@ struct FmhaBackwardSm80 {
           scores, ScorePlane<BiasElement>(params.bias, batch, visit.head, visit.row, column),
           mask.query_length - visit.row, mask.key_length - column, params.scale.softmax_scale);
     }
-    if (needs_test) mask.template apply<ScoreGrid>(scores, visit.row, column);
+    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, visit.head,
+                                              visit.row, column);
     long long const first =
         Tiles::tile_index(params, batch, visit.head, visit.tile) * kTileQuery;
     BiasWriter bias_gradient(params, {batch, visit.head, visit.row, column});

@@ -14,7 +14,7 @@
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/dropout/keep.cuh>
-#include <memeff/mask/interval.cuh>
+#include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/grid.cuh>
 
 namespace memeff {
@@ -50,7 +50,7 @@ struct FmhaForwardSm80 {
     int const row = item.tile * kTileQuery;
     int const key_head = item.head / shape.group;
 
-    IntervalMask<Config::kMask> const mask(params.mask, shape, item.batch);
+    ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
 
     char const* const key_rows = row_pointer<Element>(params.key, item.batch, 0, key_head);
@@ -107,9 +107,8 @@ struct FmhaForwardSm80 {
             scores, ScorePlane<BiasElement>(params.bias, item.batch, item.head, row, column),
             mask.query_length - row, mask.key_length - column, params.scale.softmax_scale);
       }
-      if (mask.needs_test(row, kTileQuery, column, kTileKey)) {
-        mask.template apply<ScoreGrid>(scores, row, column);
-      }
+      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
+                                                row, column);
       softmax.step(scores, output, exponent_scale(params));
       auto probabilities = as_left_operand<Element>(scores);
       if constexpr (Config::kDropout) {
