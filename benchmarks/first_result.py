@@ -17,9 +17,9 @@ from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import jax_memeff.codegen  # noqa: E402
 
 import jax_memeff  # noqa: E402
+import jax_memeff.codegen  # noqa: E402
 
 _imported = time.perf_counter()
 

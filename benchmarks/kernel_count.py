@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax_memeff.codegen import compile as compiler
 
 import jax_memeff
+from jax_memeff.codegen import compile as compiler
 
 _HEAD_DIM = 128
 

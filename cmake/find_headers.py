@@ -21,7 +21,9 @@ def first_with(header: str, candidates: list[pathlib.Path], advice: str) -> str:
 
 
 jaxlib = [path / "include" for path in package_dirs("jaxlib")]
-cuda = [path / part / "include" for path in package_dirs("nvidia") for part in ("cu13", "cuda_runtime")]
+cuda = [
+    path / part / "include" for path in package_dirs("nvidia") for part in ("cu13", "cuda_runtime")
+]
 print(
     first_with("xla/ffi/api/ffi.h", jaxlib, "install jaxlib"),
     first_with(

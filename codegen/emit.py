@@ -23,7 +23,11 @@ struct Config {{
   static constexpr bool kSoftCap = {soft_cap};
   static constexpr bool kDropout = {dropout};
   static constexpr bool kBias = {has_bias};
-{bias}{gradients}}};
+{bias}{extra}}};
+"""
+
+_PARK = """\
+  static constexpr bool kParkRegisters = {parks};
 """
 
 _GRADIENT = """\
@@ -78,7 +82,9 @@ def source(spec: KernelSpec) -> str:
         dropout=_bool(spec.dropout),
         has_bias=_bool(spec.bias is not None),
         bias=_bias(spec),
-        gradients="" if spec.direction == "forward" else _gradients(spec),
+        extra=_PARK.format(parks=_bool(spec.tile.park))
+        if spec.direction == "forward"
+        else _gradients(spec),
     )
     if spec.direction == "forward":
         (main,) = spec.entry_points

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any
 
 from jax_memeff.codegen.problem import DIRECTIONS, Problem
-from jax_memeff.codegen.spec import (
-    SPEC_DTYPES,
-    SPEC_GRADIENTS,
-    BiasGradient,
-    KernelSpec,
-    MaskKind,
-)
+from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec
 from jax_memeff.codegen.support import (
     bias_gradient,
     bias_per_row,
@@ -28,47 +22,30 @@ from jax_memeff.errors import UnsupportedError
 _ALL_DIMS = tuple(itertools.product(sm80.CLASSES, repeat=2))
 
 
+_ALL_GRADIENTS = (*SPEC_GRADIENTS, "bias")
 
-class _Features(NamedTuple):
-    """What changes the source beside direction, dtype, dims and gradients: fields of a spec."""
-
-    mask: MaskKind = "none"
-    segments: bool = False
-    boolean: bool = False
-    soft_cap: bool = False
-    dropout: bool = False
-    bias: Literal["16", "32"] | None = None
-    bias_per_row: bool = True
-    bias_gradient: BiasGradient = "none"
-
-    @classmethod
-    def of(cls, problem: Problem) -> _Features:
-        return cls(
-            mask_kind(problem.masks),
-            "segments" in problem.masks,
-            "boolean" in problem.masks,
-            problem.soft_cap,
-            problem.dropout,
-            problem.bias,
-            bias_per_row(problem),
-            bias_gradient(problem),
-        )
-
-
-# Plain, each feature alone, all together. A window includes causal, so "all" needs no third mask.
-_FEATURE_SETS = (
-    _Features(),
-    _Features(mask="causal"),
-    _Features(mask="window"),
-    _Features(segments=True),
-    _Features(boolean=True),
-    _Features(soft_cap=True),
-    _Features(dropout=True),
-    _Features(bias="16", bias_gradient="full"),
-    _Features(bias="16", bias_gradient="shared"),
-    _Features(bias="16", bias_per_row=False, bias_gradient="columns"),
-    _Features(bias="32", bias_gradient="shared"),
-    _Features("window", True, True, True, True, bias="32", bias_gradient="shared"),
+# Plain, each feature alone, all together, as fields of a problem. A window includes causal, so "all"
+# needs no third mask.
+_FEATURE_SETS: tuple[dict[str, Any], ...] = (
+    {},
+    {"masks": frozenset({"causal"})},
+    {"masks": frozenset({"window"})},
+    {"masks": frozenset({"segments"})},
+    {"masks": frozenset({"boolean"})},
+    {"soft_cap": True},
+    {"dropout": True},
+    {"bias": "16", "wants": _ALL_GRADIENTS},
+    {"bias": "16", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
+    {"bias": "16", "bias_layout": "columns", "wants": _ALL_GRADIENTS},
+    {"bias": "32", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
+    {
+        "masks": frozenset({"window", "segments", "boolean"}),
+        "soft_cap": True,
+        "dropout": True,
+        "bias": "32",
+        "bias_layout": "shared",
+        "wants": _ALL_GRADIENTS,
+    },
 )
 
 
@@ -115,63 +92,62 @@ def closure(
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
     23
     """
-    specs = [
-        spec
-        for direction, dtype, (head_dim, value_dim), features in itertools.product(
+    problems = (
+        Problem(direction, dtype, *dims_pair, arch, **_features_of(direction, features))
+        for direction, dtype, dims_pair, features in itertools.product(
             DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
-        for spec in _specs(
-            arch, direction, dtype, sm80.padded(head_dim), sm80.padded(value_dim), features
-        )
-    ]
-    yield from sorted(set(specs), key=lambda spec: spec.sort_key)
+    )
+    yield from sorted(set(map(select, problems)), key=lambda spec: spec.sort_key)
+
+
+def _features_of(direction: str, features: dict[str, Any]) -> dict[str, Any]:
+    """A forward computes no gradients, so several feature sets are one there."""
+    return features if direction == "backward" else {**features, "wants": ()}
 
 
 def table(arch: str) -> str:
     """The closure of ``arch`` as aligned text, one kernel per line; a golden file in the tests."""
-    lines = [f"{'kernel':<58} {'threads':>7} {'blocks/SM':>9} {'shared bytes':>12}"]
-    for spec in closure(arch):
+    specs = list(closure(arch))
+    width = max(len(spec.name) for spec in specs)
+    lines = [f"{'kernel':<{width}} {'threads':>7} {'blocks/SM':>9} {'shared bytes':>12}"]
+    for spec in specs:
         lines.append(
-            f"{spec.name:<58} {spec.threads:>7} {spec.tile.blocks_per_sm:>9} "
+            f"{spec.name:<{width}} {spec.threads:>7} {spec.tile.blocks_per_sm:>9} "
             f"{spec.shared_bytes:>12}"
         )
     return "\n".join(lines) + "\n"
 
 
 def _table(problem: Problem) -> list[KernelSpec]:
-    dtype = problem.dtype if problem.dtype in SPEC_DTYPES else "bf16"
     specs = [
         spec
         for head_class, value_class in _ALL_DIMS
-        for spec in _specs(
-            problem.arch,
-            problem.direction,
-            dtype,
-            head_class,
-            value_class,
-            _Features.of(problem),
-            tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
-        )
+        for spec in _specs(problem, head_class, value_class)
     ]
     return sorted(specs, key=lambda spec: spec.sort_key)
 
 
-def _specs(
-    arch, direction, dtype, head_class, value_class, features, gradients=SPEC_GRADIENTS
-) -> list[KernelSpec]:
-    part = sm80.part(arch)
-    tiles = part.forward if direction == "forward" else part.backward
-    if direction == "forward":
-        gradients, features = (), features._replace(bias_gradient="none")
+def _specs(problem: Problem, head_class: int, value_class: int) -> list[KernelSpec]:
+    part = sm80.part(problem.arch)
+    forward = problem.direction == "forward"
+    tiles = part.forward if forward else part.backward
     return [
         KernelSpec(
-            direction,
-            dtype,
-            head_class,
-            value_class,
-            tile,
-            gradients=gradients,
-            **features._asdict(),
+            direction=problem.direction,
+            dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
+            head_class=head_class,
+            value_class=value_class,
+            tile=tile,
+            mask=mask_kind(problem.masks),
+            segments="segments" in problem.masks,
+            boolean="boolean" in problem.masks,
+            soft_cap=problem.soft_cap,
+            dropout=problem.dropout,
+            bias=problem.bias,
+            bias_per_row=bias_per_row(problem),
+            bias_gradient=bias_gradient(problem),
+            gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
         )
         for tile in tiles[max(head_class, value_class)]
     ]

@@ -155,7 +155,11 @@ def _forward_shared_bytes(spec: KernelSpec) -> int:
     """One tile each of query, key and value, and over them, at the end, the tile of the output."""
     query, key = spec.tile.query, spec.tile.key
     loop = query * spec.head_class + key * (spec.head_class + spec.value_class)
-    return max(loop, query * spec.value_class) * _BYTES_16_BIT
+    parked = 0
+    if spec.tile.park:
+        # Two pointers a thread, and maximum and sum (f32) of each row that it holds elements of.
+        parked = spec.threads * (2 * 8 + 8 * (2 * query // (16 * spec.tile.warps)))
+    return max(loop * _BYTES_16_BIT + parked, query * spec.value_class * _BYTES_16_BIT)
 
 
 def _backward_shared_bytes(spec: KernelSpec) -> int:

@@ -70,6 +70,8 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(
             f"it computes the gradients of {', '.join(spec.gradients)}, not of {', '.join(wanted)}"
         )
+    if spec.soft_cap and not spec.tile.soft_cap:
+        reasons.append("its tile has no registers left for a soft cap")
     if problem.head_dim > spec.head_class:
         reasons.append(f"head_dim {problem.head_dim} is above its {spec.head_class}")
     if problem.value_dim > spec.value_class:
@@ -111,7 +113,7 @@ def bias_per_row(problem: Problem) -> bool:
 
 def bias_gradient(problem: Problem) -> BiasGradient:
     """How the gradient of the bias is summed."""
-    return problem.bias_layout if "bias" in problem.wants else "none"
+    return problem.bias_layout if problem.bias and "bias" in problem.wants else "none"
 
 
 def _bits(bias: str | None) -> str:

@@ -159,7 +159,7 @@ def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> 
 
     rows = max(map(padded_rows, specs.values()))
     sums = max(padded_rows(spec) * spec.head_class for spec in specs.values())
-    buffers = [("row_logsumexp2", rows), ("row_delta", rows)]
+    buffers = [("row_statistics", 2 * rows)]
     buffers += [("query_gradient_sum", sums)] if wants.query else []
     if wants.bias and (size := max(_bias_sums(avals, spec) for spec in specs.values())):
         buffers.append(("bias_gradient_sum", size))

@@ -18,7 +18,8 @@ class UnsupportedError(Exception):
 
     def __init__(self, reasons: Sequence[str]):
         self.reasons = tuple(reasons)
-        super().__init__("no kernel fits this call:\n" + "\n".join(f"  - {r}" for r in self.reasons))
+        lines = ["no kernel fits this call:", *(f"  - {reason}" for reason in self.reasons)]
+        super().__init__("\n".join(lines))
 
     def __reduce__(self):
         return type(self), (self.reasons,)

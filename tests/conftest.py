@@ -1,10 +1,17 @@
 """Shared set-up: two CPU devices, the ``gpu`` marker, x64, and the comparison of arrays."""
 
+import importlib.util
 import os
 
 import jax
 import numpy as np
 import pytest
+
+if importlib.util.find_spec("jax_memeff._ffi") is None:
+    raise pytest.UsageError(
+        "expected an installed jax_memeff, got the source tree, which has no compiled module: "
+        "run pip install -e '.[test]' in the root of the repository"
+    )
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 2)

@@ -1,4 +1,4 @@
-"""The calls that the kernels are tested with: one table for the GPU tests and for what they compile."""
+"""The calls that the kernels are tested with: one table for GPU tests and for what they compile."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Case:
         rng = np.random.default_rng(seed)
         dtype = jnp.dtype(self.dtype)
 
-        def draw(*shape, dtype=dtype):
+        def draw(*shape, dtype: Any = dtype) -> Any:
             return rng.standard_normal(shape, np.float32).astype(dtype)
 
         operands = Operands(

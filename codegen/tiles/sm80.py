@@ -31,6 +31,13 @@ class Tile:
     warps: int
     blocks_per_sm: int
     reason: str
+    soft_cap: bool = True
+    """Whether the row also serves a soft cap, whose tanh needs registers of its own."""
+    park: bool = False
+    """Whether row statistics and pointers of a forward wait in shared memory during products, where
+    the accumulators of scores and output leave no registers for them."""
+    spill_bytes: int = 0
+    """Bytes a thread may store to local memory, where that was measured to be faster than none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,27 +51,42 @@ class Part:
     backward: Mapping[int, tuple[Tile, ...]]
 
 
-_FORWARD_64 = Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere, 128 score accumulators")
-_FORWARD_96 = Tile(128, 64, 4, 2, "48 KB and 80 accumulators: two blocks hide each other's softmax")
-_FORWARD_128 = Tile(128, 64, 4, 2, "64 KB: two blocks per SM; a longer key tile would spill")
+_FORWARD_64 = (
+    Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere", soft_cap=False),
+    Tile(128, 64, 4, 2, "half the score accumulators: with 128 keys a soft cap spills"),
+)
+_FORWARD_96 = (Tile(128, 64, 4, 2, "54 KB: two blocks per SM; parked, or it spills", park=True),)
+_FORWARD_128 = (
+    Tile(128, 64, 4, 2, "70 KB: two blocks per SM; parked, or it spills", soft_cap=False, park=True),
+    Tile(64, 64, 4, 2, "half the accumulators: with 128 queries a soft cap spills"),
+)
 _FORWARD_192 = Tile(128, 64, 8, 1, "96 KB: one block per SM, so 8 warps to hide latency")
 
 _SM80 = Part(
     name="sm_80, sm_87",
     max_shared_bytes=163 * 1024,
     forward={
-        32: (_FORWARD_64,),
-        64: (_FORWARD_64,),
-        96: (_FORWARD_96,),
-        128: (_FORWARD_128,),
+        32: _FORWARD_64,
+        64: _FORWARD_64,
+        96: _FORWARD_96,
+        128: _FORWARD_128,
         192: (_FORWARD_192,),
         256: (Tile(128, 64, 8, 1, "128 KB of 163 KB; two blocks of 96 KB would not fit"),),
     },
     backward={
-        32: (Tile(128, 128, 8, 1, "as 64: a square tile reads dQ least often"),),
-        64: (Tile(128, 128, 8, 1, "144 KB of 163 KB with double-buffered query tiles"),),
+        32: (
+            Tile(128, 128, 8, 1, "as 64: a square tile reads dQ least often", soft_cap=False),
+            Tile(64, 128, 8, 1, "as 64 with a soft cap"),
+        ),
+        64: (
+            Tile(128, 128, 8, 1, "144 KB of 163 KB with two query tiles", soft_cap=False),
+            Tile(64, 128, 8, 1, "with 128 queries a soft cap spills 220 bytes"),
+        ),
         96: (Tile(64, 128, 8, 1, "as 128: the long key tile halves the passes over dQ"),),
-        128: (Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 query rows would need 240 KB"),),
+        128: (
+            Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 queries need 240 KB", soft_cap=False),
+            Tile(64, 64, 8, 1, "with 128 keys a soft cap spills 24 bytes"),
+        ),
         192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
         256: (Tile(32, 64, 8, 1, "120 KB of 163 KB; 64 query rows would need 176 KB"),),
     },
@@ -74,9 +96,9 @@ _SM86 = Part(
     name="sm_86, sm_89, sm_120, sm_121",
     max_shared_bytes=99 * 1024,
     forward={
-        32: (_FORWARD_64,),
-        64: (_FORWARD_64,),
-        96: (_FORWARD_96,),
+        32: _FORWARD_64,
+        64: _FORWARD_64,
+        96: (Tile(128, 32, 4, 2, "36 KB: the short key tile keeps two blocks in 100 KB"),),
         128: (Tile(128, 32, 4, 2, "48 KB: the short key tile keeps two blocks in 100 KB"),),
         192: (Tile(64, 64, 4, 1, "72 KB of 99 KB"),),
         256: (Tile(64, 64, 4, 1, "96 KB of 99 KB"),),

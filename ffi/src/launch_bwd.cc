@@ -20,8 +20,7 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.value_gradient = buffers.tensor("value_gradient");
   params.logsumexp = static_cast<const float*>(buffers.data("logsumexp"));
   params.logsumexp_gradient = static_cast<const float*>(buffers.data("logsumexp_gradient"));
-  params.row_logsumexp2 = static_cast<float*>(buffers.data("row_logsumexp2"));
-  params.row_delta = static_cast<float*>(buffers.data("row_delta"));
+  params.row_statistics = static_cast<float*>(buffers.data("row_statistics"));
   params.query_gradient_sum = static_cast<float*>(buffers.data("query_gradient_sum"));
   params.bias_gradient = buffers.scores("bias_gradient");
   params.bias_gradient_sum = static_cast<float*>(buffers.data("bias_gradient_sum"));

@@ -108,8 +108,8 @@ struct BackwardParams {
   TensorView value_gradient;
   const float* logsumexp;           // [B, N, T]
   const float* logsumexp_gradient;  // [B, N, T] or null
-  float* row_logsumexp2;            // [B, N, padded T]: base 2, +inf where a row has no keys
-  float* row_delta;                 // [B, N, padded T]: rowsum(dO * O) - dlse
+  float* row_statistics;            // [B, N, padded T, 2]: logsumexp in base 2 (+inf where a row
+                                    // has no keys), and delta = rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [B, N, padded T, head dim class], in fragment order
   ScoreView bias_gradient;
   float* bias_gradient_sum;         // where it is summed: see bias/gradient.cuh
@@ -122,6 +122,6 @@ static_assert(sizeof(ProblemShape) == 32, "host and device disagree on ProblemSh
 static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
 static_assert(sizeof(ForwardParams) == 368, "host and device disagree on ForwardParams");
-static_assert(sizeof(BackwardParams) == 584, "host and device disagree on BackwardParams");
+static_assert(sizeof(BackwardParams) == 576, "host and device disagree on BackwardParams");
 
 }  // namespace memeff

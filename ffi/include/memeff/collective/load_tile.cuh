@@ -16,8 +16,9 @@ struct TileLoader {
   // tile becomes zero, whatever stands in memory there. `rows` points to element (0, 0) of the tile.
   CUTE_DEVICE static void copy(uint32_t tile, char const* rows, long long row_bytes, int row_bound,
                                int column_bound) {
-    int const thread_row = threadIdx.x / Tile::kChunks;
-    int const thread_chunk = threadIdx.x % Tile::kChunks;
+    int const thread = thread_index();
+    int const thread_row = thread / Tile::kChunks;
+    int const thread_chunk = thread % Tile::kChunks;
     char const* source = rows + thread_row * row_bytes + thread_chunk * 16;
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {

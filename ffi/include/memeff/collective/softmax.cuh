@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include <memeff/arch/copy.cuh>
 #include <memeff/core/math.cuh>
 
 namespace memeff {
@@ -34,6 +35,30 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = -infinity();
       row_sum[r] = 0.0f;
+    }
+  }
+
+  // The statistics are needed between the two products only. Where the accumulators of both leave no
+  // registers, they wait in shared memory: kParkedBytes of it for each thread.
+  static constexpr int kParkedBytes = 2 * kRows * int(sizeof(float));
+
+  CUTE_DEVICE void park(uint32_t shared) const {
+    uint32_t const slot = shared + thread_index() * kParkedBytes;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; r += 2) {
+      store_shared_vector(slot + r * 8, row_max[r], row_max[r + 1], row_sum[r], row_sum[r + 1]);
+    }
+  }
+
+  CUTE_DEVICE void unpark(uint32_t shared) {
+    uint32_t const slot = shared + thread_index() * kParkedBytes;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; r += 2) {
+      uint4 const parked = load_shared_vector(slot + r * 8);
+      row_max[r] = __uint_as_float(parked.x);
+      row_max[r + 1] = __uint_as_float(parked.y);
+      row_sum[r] = __uint_as_float(parked.z);
+      row_sum[r + 1] = __uint_as_float(parked.w);
     }
   }
 

@@ -36,8 +36,12 @@ struct WarpGrid {
   static constexpr int kColumnBlocks = kWarpColumns / 16;
 
   // Neighbouring warps share columns: they read the same right operand at the same time.
-  CUTE_DEVICE static int row() { return (threadIdx.x / kWarpSize) % kRowWarps * kWarpRows; }
-  CUTE_DEVICE static int column() { return (threadIdx.x / kWarpSize) / kRowWarps * kWarpColumns; }
+  CUTE_DEVICE static int row(int thread = threadIdx.x) {
+    return (thread / kWarpSize) % kRowWarps * kWarpRows;
+  }
+  CUTE_DEVICE static int column(int thread = threadIdx.x) {
+    return (thread / kWarpSize) / kRowWarps * kWarpColumns;
+  }
 
   CUTE_DEVICE static auto make_accumulators() {
     return cute::make_tensor<float>(
@@ -45,11 +49,11 @@ struct WarpGrid {
   }  // (4, MMA_M, MMA_N)
 
   // Row and column, inside the whole product, of an accumulator element.
-  CUTE_DEVICE static int element_row(int element, int m) {
-    return row() + m * 16 + (element / 2) * 8 + (threadIdx.x % kWarpSize) / 4;
+  CUTE_DEVICE static int element_row(int element, int m, int thread = threadIdx.x) {
+    return row(thread) + m * 16 + (element / 2) * 8 + (thread % kWarpSize) / 4;
   }
-  CUTE_DEVICE static int element_column(int element, int n) {
-    return column() + n * 8 + (threadIdx.x % 4) * 2 + element % 2;
+  CUTE_DEVICE static int element_column(int element, int n, int thread = threadIdx.x) {
+    return column(thread) + n * 8 + (thread % 4) * 2 + element % 2;
   }
 };
 
@@ -134,6 +138,7 @@ CUTE_DEVICE void warp_gemm(Accumulators& accumulators, Left left, Right right) {
   };
   left.recompute_addresses();
   right.recompute_addresses();
+  __syncwarp();
   load_left(0);
   CUTE_UNROLL
   for (int block = 0; block < kAhead; ++block) load_right(block);
@@ -141,6 +146,8 @@ CUTE_DEVICE void warp_gemm(Accumulators& accumulators, Left left, Right right) {
   for (int block = 0; block < kBlocks; ++block) {
     int const step = block / kColumnBlocks;
     int const n = block % kColumnBlocks;
+    // Keeps the compiler from reading several steps ahead, for which there are no registers.
+    if (n == 0 && step > 0) __syncwarp();
     if (block + kAhead < kBlocks) load_right(block + kAhead);
     if (n == kColumnBlocks - 1 && step + 1 < kSteps) load_left(step + 1);
     uint32_t const(&right_fragment)[4] = b[block % (kAhead + 1)];

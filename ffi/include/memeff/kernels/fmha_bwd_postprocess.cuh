@@ -17,7 +17,7 @@ struct FmhaBackwardPostprocess {
   CUTE_DEVICE static void run(BackwardParams const& params) {
     extern __shared__ __align__(1024) char shared[];
     ProblemShape const& shape = params.shape;
-    WorkItem const item = WorkItem::of_block(params.query_tiles, shape.query_heads);
+    WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
     int const row = item.tile * Tiles::kTileQuery;
     float const* const sums =
         params.query_gradient_sum +

@@ -20,7 +20,7 @@ struct FmhaBackwardPreprocess {
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
     ProblemShape const& shape = params.shape;
-    WorkItem const item = WorkItem::of_block(params.query_tiles, shape.query_heads);
+    WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
     IntervalMask<MaskKind::none> const mask(params.mask, shape, item.batch);
     long long const tile_index = Tiles::tile_index(params, item.batch, item.head, item.tile);
     int const first_row = item.tile * Tiles::kTileQuery;
@@ -48,8 +48,8 @@ struct FmhaBackwardPreprocess {
           delta -= params.logsumexp_gradient[source];
         }
         long long const target = tile_index * Tiles::kTileQuery + i;
-        params.row_logsumexp2[target] = empty ? infinity() : logsumexp * kLog2e;
-        params.row_delta[target] = empty ? 0.0f : delta;
+        reinterpret_cast<float2*>(params.row_statistics)[target] =
+            make_float2(empty ? infinity() : logsumexp * kLog2e, empty ? 0.0f : delta);
       }
     }
 

@@ -74,7 +74,7 @@ struct FmhaBackwardSm80 {
 
     ProblemShape const& shape = params.shape;
     WorkItem const item =
-        WorkItem::of_block(ceil_div(shape.key_length, kTileKey), shape.key_heads);
+        WorkItem::of_block(blockIdx.x, ceil_div(shape.key_length, kTileKey), shape.key_heads);
     int const column = item.tile * kTileKey;
     ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
@@ -223,8 +223,13 @@ struct FmhaBackwardSm80 {
   CUTE_DEVICE static void probabilities(BackwardParams const& params, int batch,
                                         Visit const& visit, Mask const& mask, int column,
                                         Scores& scores, Scores& score_gradient) {
+    float2 const* const statistics =
+        reinterpret_cast<float2 const*>(params.row_statistics) +
+        Tiles::tile_index(params, batch, visit.head, visit.tile) * kTileQuery;
+    int const thread = thread_index();
+
     prescale_scores<Config::kSoftCap>(scores, params.scale);
-    Scores derivative = scores;  // of the soft cap: 1 - tanh^2, taken before masking
+    Scores const capped = scores;  // read where a bias changes what the soft cap's derivative needs
     if constexpr (Config::kBias) {
       using BiasElement = typename Config::BiasElement;
       BiasAdder<BiasElement, ScoreGrid, Config::kBiasPerRow>::add(
@@ -233,34 +238,30 @@ struct FmhaBackwardSm80 {
     }
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, visit.head,
                                               visit.row, column);
-    long long const first =
-        Tiles::tile_index(params, batch, visit.head, visit.tile) * kTileQuery;
     BiasWriter bias_gradient(params, {batch, visit.head, visit.row, column});
     auto block = [&](int m, int column_block, auto const& keep) {
       float block_gradient[2][4];  // of the bias
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        int const row = ScoreGrid::element_row(2 * half, m);
-        float const logsumexp2 = params.row_logsumexp2[first + row];
-        float const delta = params.row_delta[first + row];
+        float2 const row = statistics[ScoreGrid::element_row(2 * half, m, thread)];
         CUTE_UNROLL
-        for (int chunk = 0; chunk < 2; ++chunk) {
-          CUTE_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            int const element = 2 * half + i;
-            int const n = 2 * column_block + chunk;
-            float const probability = exp2_approx(
-                fmaf(scores(element, m, n), exponent_scale(params), -logsumexp2));
-            float const kept = keep.select(score_gradient(element, m, n), half, chunk, i);
-            float gradient = probability * fmaf(kept, kept_scale(params), -delta);
-            block_gradient[chunk][element] = gradient;
-            if constexpr (Config::kSoftCap) {
-              float const x = derivative(element, m, n);
-              gradient *= fmaf(-x, x, 1.0f);
-            }
-            scores(element, m, n) = keep.select(probability, half, chunk, i);
-            score_gradient(element, m, n) = gradient;
+        for (int pair = 0; pair < 4; ++pair) {
+          int const chunk = pair / 2;
+          int const i = pair % 2;
+          int const element = 2 * half + i;
+          int const n = 2 * column_block + chunk;
+          float& score = scores(element, m, n);
+          float const probability = exp2_approx(fmaf(score, exponent_scale(params), -row.x));
+          float const kept = keep.select(score_gradient(element, m, n), half, chunk, i);
+          float gradient = probability * fmaf(kept, kept_scale(params), -row.y);
+          block_gradient[chunk][element] = gradient;
+          if constexpr (Config::kSoftCap) {
+            // tanh is at least -1; a masked score is -inf, and its derivative 0 as it should be.
+            float const x = Config::kBias ? capped(element, m, n) : fmaxf(score, -1.0f);
+            gradient *= fmaf(-x, x, 1.0f);
           }
+          score = keep.select(probability, half, chunk, i);
+          score_gradient(element, m, n) = gradient;
         }
       }
       bias_gradient.block(m, column_block, block_gradient);

@@ -11,6 +11,7 @@
 #include <memeff/bias/add.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/parked.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/dropout/keep.cuh>
@@ -26,46 +27,56 @@ struct FmhaForwardSm80 {
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
 
-  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
-  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
-  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;
-  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;  // over the others, at the end
-  static constexpr int kLoopBytes = QueryTile::kBytes + KeyTile::kBytes + ValueTile::kBytes;
-  static constexpr int kSharedBytes = kLoopBytes > OutTile::kBytes ? kLoopBytes : OutTile::kBytes;
-
   // Each warp owns whole rows of S and O.
   static constexpr int kWarpRows = kTileQuery / Config::kWarps;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Config::kWarps, kWarpRows>;
   static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
+  using Softmax = OnlineSoftmax<kRowBlocks>;
+  using SourcePointer = ParkedPointer<Config::kParkRegisters>;
+
+  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
+  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
+  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;
+  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;  // over the others, at the end
+  static constexpr int kParkedBytes =
+      Config::kParkRegisters ? kThreads * (Softmax::kParkedBytes + 2 * SourcePointer::kBytes) : 0;
+  static constexpr int kLoopBytes =
+      QueryTile::kBytes + KeyTile::kBytes + ValueTile::kBytes + kParkedBytes;
+  static constexpr int kSharedBytes = kLoopBytes > OutTile::kBytes ? kLoopBytes : OutTile::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
     extern __shared__ __align__(1024) char shared[];
     uint32_t const query_tile = shared_address(shared);
     uint32_t const key_tile = query_tile + QueryTile::kBytes;
     uint32_t const value_tile = key_tile + KeyTile::kBytes;
+    uint32_t const parked_key = value_tile + ValueTile::kBytes;
+    uint32_t const parked_value = parked_key + kThreads * SourcePointer::kBytes;
+    uint32_t const parked_rows = parked_value + kThreads * SourcePointer::kBytes;
 
     ProblemShape const& shape = params.shape;
-    WorkItem const item = work_item(shape);
+    WorkItem const item = work_item(shape, blockIdx.x);
     int const row = item.tile * kTileQuery;
     int const key_head = item.head / shape.group;
 
     ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
 
-    char const* const key_rows = row_pointer<Element>(params.key, item.batch, 0, key_head);
-    char const* const value_rows = row_pointer<Element>(params.value, item.batch, 0, key_head);
+    SourcePointer const key_rows(parked_key,
+                                 row_pointer<Element>(params.key, item.batch, 0, key_head));
+    SourcePointer const value_rows(parked_value,
+                                   row_pointer<Element>(params.value, item.batch, 0, key_head));
     long long const key_row_bytes = params.key.row_stride * sizeof(Element);
     long long const value_row_bytes = params.value.row_stride * sizeof(Element);
     auto load_key = [&](int tile) {
       int const column = tile * kTileKey;
-      TileLoader<KeyTile, kThreads>::copy(key_tile, key_rows + column * key_row_bytes,
+      TileLoader<KeyTile, kThreads>::copy(key_tile, key_rows.get() + column * key_row_bytes,
                                           key_row_bytes, mask.key_length - column, shape.head_dim);
       commit_copies();
     };
     auto load_value = [&](int tile) {
       int const column = tile * kTileKey;
-      TileLoader<ValueTile, kThreads>::copy(value_tile, value_rows + column * value_row_bytes,
+      TileLoader<ValueTile, kThreads>::copy(value_tile, value_rows.get() + column * value_row_bytes,
                                             value_row_bytes, mask.key_length - column,
                                             shape.value_dim);
       commit_copies();
@@ -73,7 +84,8 @@ struct FmhaForwardSm80 {
 
     auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(output);
-    OnlineSoftmax<kRowBlocks> softmax;
+    Softmax softmax;
+    if constexpr (Config::kParkRegisters) softmax.park(parked_rows);
 
     if (tiles.begin < tiles.end) {
       TileLoader<QueryTile, kThreads>::copy(
@@ -109,7 +121,9 @@ struct FmhaForwardSm80 {
       }
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);
+      if constexpr (Config::kParkRegisters) softmax.unpark(parked_rows);
       softmax.step(scores, output, exponent_scale(params));
+      if constexpr (Config::kParkRegisters) softmax.park(parked_rows);
       auto probabilities = as_left_operand<Element>(scores);
       if constexpr (Config::kDropout) {
         drop(params, item, row, column, probabilities);
@@ -117,6 +131,7 @@ struct FmhaForwardSm80 {
       warp_gemm<Element, kTileKey / 16>(output, probabilities, value);
     }
 
+    if constexpr (Config::kParkRegisters) softmax.unpark(parked_rows);
     float const output_scale = Config::kDropout ? params.dropout.scale : 1.0f;
     softmax.finish(output, exponent_scale(params), output_scale);
     store(params, softmax, output, query_tile);
@@ -141,19 +156,19 @@ struct FmhaForwardSm80 {
                            });
   }
 
-  CUTE_DEVICE static WorkItem work_item(ProblemShape const& shape) {
+  CUTE_DEVICE static WorkItem work_item(ProblemShape const& shape, unsigned block) {
     int const query_tiles = ceil_div(shape.query_length, kTileQuery);
-    WorkItem item = WorkItem::of_block(query_tiles, shape.query_heads);
+    WorkItem item = WorkItem::of_block(block, query_tiles, shape.query_heads);
     // The last rows of a causal mask have the most keys: start them first.
     if constexpr (Config::kMask == MaskKind::causal) item.tile = query_tiles - 1 - item.tile;
     return item;
   }
 
-  template <class Softmax, class Output>
+  template <class Output>
   CUTE_DEVICE static void store(ForwardParams const& params, Softmax const& softmax, Output& output,
                                 uint32_t tile) {
     ProblemShape const& shape = params.shape;
-    WorkItem const item = work_item(shape);
+    WorkItem const item = work_item(shape, block_index());
     int const row = item.tile * kTileQuery;
     int const row_bound = shape.query_length - row;
     int const query_bound =

@@ -82,18 +82,19 @@ struct IntervalMask {
   // Sets the accumulators of invalid elements to -inf.
   template <class Grid, class Accumulators>
   CUTE_DEVICE void apply(Accumulators& scores, int row, int column) const {
+    int const thread = thread_index();
     CUTE_UNROLL
     for (int m = 0; m < cute::size<1>(scores); ++m) {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        int const t = row + Grid::element_row(2 * half, m);
+        int const t = row + Grid::element_row(2 * half, m, thread);
         int const begin = row_begin(t) - column;
         int const end = row_end(t) - column;
         CUTE_UNROLL
         for (int n = 0; n < cute::size<2>(scores); ++n) {
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
-            int const s = Grid::element_column(i, n);
+            int const s = Grid::element_column(i, n, thread);
             bool const valid = s < end && (kKind != MaskKind::window || s >= begin);
             if (!valid) scores(2 * half + i, m, n) = -infinity();
           }

@@ -11,13 +11,8 @@ struct WorkItem {
   int head;
   int batch;
 
-  // Reads the block index anew at each call: an epilogue that asks again keeps its CTA's coordinates
-  // out of the registers of the main loop.
-  //
   // Tiles are innermost, so that CTAs which run together read the same keys and values from L2.
-  CUTE_DEVICE static WorkItem of_block(int tiles, int heads) {
-    unsigned block;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  CUTE_DEVICE static WorkItem of_block(unsigned block, int tiles, int heads) {
     unsigned const head_batch = block / unsigned(tiles);
     return {int(block % unsigned(tiles)), int(head_batch % unsigned(heads)),
             int(head_batch / unsigned(heads))};

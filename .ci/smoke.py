@@ -1,0 +1,54 @@
+"""A wheel under whatever JAX is installed: the host module, and the function on a CPU.
+
+Run outside the clone, so that it is the installed package that is imported.
+"""
+
+from importlib.metadata import version
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_memeff
+from jax_memeff import _ffi, cuda
+
+# Queued for CUDA: a CPU has no such platform to take them.
+cuda.register_targets()
+
+# A runtime that is older than the headers of the module refuses its handlers. It looks at them when
+# they are registered, for which the CPU's will do. The backend has to exist, and the type comes
+# before the handlers.
+jax.devices("cpu")
+jax.ffi.register_ffi_type("jax_memeff_call_on_cpu", _ffi.call_type(), platform="cpu")
+for name, stages in _ffi.targets().items():
+    jax.ffi.register_ffi_target(f"{name}_on_cpu", stages, platform="cpu", api_version=1)
+
+query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 70, 4, 16))
+
+
+def loss(attention):
+    def function(query, key, value):
+        return jnp.sum(jnp.sin(attention(query, key, value, is_causal=True)))
+
+    return jax.jit(jax.value_and_grad(function, (0, 1, 2)))
+
+
+ours = loss(jax_memeff.dot_product_attention)(query, key, value)
+theirs = loss(jax.nn.dot_product_attention)(query, key, value)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)
+
+mask = jax_memeff.Mask.window(20, 0) & jax_memeff.Mask.lengths(key=jnp.array([70, 40]))
+out, lse = jax.vmap(
+    lambda q: jax_memeff.dot_product_attention(
+        q,
+        key,
+        value,
+        mask=mask,
+        dropout_rate=0.25,
+        dropout_key=jax.random.key(1),
+        return_residual=True,
+    )
+)(query[None])
+assert out.shape == (1, 2, 70, 4, 16) and lse.dtype == jnp.float32
+installed = [f"{name} {version(name)}" for name in ("jax-memeff", "jax", "jaxlib")]
+print("works:", ", ".join(installed))

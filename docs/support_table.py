@@ -1,0 +1,94 @@
+"""The support table of README.md, asked of the code generator: ``python docs/support_table.py``.
+
+It stands between ``<!-- support:begin -->`` and ``<!-- support:end -->``; a test fails when it is
+out of date.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.select import select
+from jax_memeff.errors import UnsupportedError
+
+README = Path(__file__).parent.parent / "README.md"
+_BLOCK = re.compile(r"(<!-- support:begin -->\n).*?(<!-- support:end -->)", re.DOTALL)
+_PLAIN = Problem("forward", "bf16", 64, 64, "sm_90a")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the table: problems that differ from a plain one by ``changes``."""
+
+    feature: str
+    changes: tuple[dict[str, Any], ...]
+
+    @property
+    def text(self) -> str:
+        cells = (_cell(direction, self.changes) for direction in ("forward", "backward"))
+        return f"| {self.feature} | {' | '.join(cells)} | yes |"
+
+
+def _masks(*kinds: str) -> dict[str, Any]:
+    return {"masks": frozenset(kinds)}
+
+
+def _dims(*dims: int) -> tuple[dict[str, Any], ...]:
+    return tuple({"head_dim": dim, "value_dim": dim} for dim in dims)
+
+
+_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
+
+ROWS = (
+    Row("float16, bfloat16", ({"dtype": "f16"}, {"dtype": "bf16"})),
+    Row("float32", ({"dtype": "f32"},)),
+    Row("float64", ({"dtype": "f64"},)),
+    Row("head dims that are a multiple of 8, up to 256", _dims(*range(8, 257, 8))),
+    Row("other head dims up to 256", _dims(1, 63, 100, 255)),
+    Row("head dims above 256", _dims(264, 512)),
+    Row("value dim ≠ head dim", ({"head_dim": 192, "value_dim": 128}, {"value_dim": 32})),
+    Row("grouped-query and multi-query heads", ({},)),
+    Row("causal, both alignments", (_masks("causal"),)),
+    Row("window, both alignments", (_masks("window"), _masks("window", "causal"))),
+    Row("sequence lengths", (_masks("query_lengths", "key_lengths"),)),
+    Row("segment ids", (_masks("segments"),)),
+    Row("boolean mask", (_masks("boolean"),)),
+    Row("bias and its gradient", ({"bias": "16"}, {"bias": "32"})),
+    Row("soft cap", ({"soft_cap": True},)),
+    Row("dropout", ({"dropout": True},)),
+    Row("gradient of the logsumexp", ({},)),
+    Row("`deterministic_backward=True`", ({"deterministic": True},)),
+    Row("GPUs from sm_80 on (A100, L4, H100, B200, RTX 50)", tuple({"arch": a} for a in _ARCHS)),
+    Row("GPUs before sm_80 (V100, T4)", ({"arch": "sm_70"}, {"arch": "sm_75"})),
+)
+
+
+def _cell(direction: str, changes: tuple[dict[str, Any], ...]) -> str:
+    """ "yes" when a kernel exists for every problem, else what its absence means."""
+    for change in changes:
+        if direction == "forward" and "deterministic" in change:
+            continue  # an option of the backward
+        try:
+            select(dataclasses.replace(_PLAIN, direction=direction, **change))
+        except UnsupportedError as error:
+            return "not yet" if any(" yet" in reason for reason in error.reasons) else "no"
+    return "yes"
+
+
+def table() -> str:
+    """The table in Markdown, with a line break at its end."""
+    header = "| | CUDA forward | CUDA backward | blockwise path |\n|---|---|---|---|\n"
+    return header + "".join(f"{row.text}\n" for row in ROWS)
+
+
+def updated(text: str) -> str:
+    """``text`` with the table between its markers."""
+    return _BLOCK.sub(lambda block: block[1] + table() + block[2], text)
+
+
+if __name__ == "__main__":
+    README.write_text(updated(README.read_text()))

@@ -1,0 +1,42 @@
+// Values that wait in shared memory while the tensor cores work.
+//
+// Where the accumulators of both products fill the register file, what the products do not need is put
+// aside by hand: a few shared-memory accesses per tile, instead of spills to local memory wherever the
+// compiler sees fit. Each thread has slots of its own, so nothing here synchronises.
+#pragma once
+
+#include <memeff/arch/copy.cuh>
+
+namespace memeff {
+
+// A pointer that is in a register, or parked.
+template <bool kParked>
+class ParkedPointer {
+ public:
+  static constexpr int kBytes = 0;
+  CUTE_DEVICE ParkedPointer(uint32_t, char const* pointer) : pointer_(pointer) {}
+  CUTE_DEVICE char const* get() const { return pointer_; }
+
+ private:
+  char const* pointer_;
+};
+
+template <>
+class ParkedPointer<true> {
+ public:
+  static constexpr int kBytes = 8;  // a thread
+  CUTE_DEVICE ParkedPointer(uint32_t slots, char const* pointer)
+      : slot_(slots + thread_index() * kBytes) {
+    asm volatile("st.shared.b64 [%0], %1;" ::"r"(slot_), "l"(pointer) : "memory");
+  }
+  CUTE_DEVICE char const* get() const {
+    char const* pointer;
+    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(pointer) : "r"(slot_) : "memory");
+    return pointer;
+  }
+
+ private:
+  uint32_t slot_;
+};
+
+}  // namespace memeff

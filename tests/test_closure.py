@@ -1,0 +1,56 @@
+"""A sample of all kernels, compiled for each architecture: no spills, no lost performance.
+
+All of them: ``python -m jax_memeff build --all --arch sm_80``.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jax_memeff.codegen import parallel, select
+from jax_memeff.codegen.tiles import sm80
+
+pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+PER_DIRECTION = 2
+LARGEST_SPILL = 64
+"""More than a few registers per thread is a wrong tile, however fast it was measured to be."""
+
+
+def sample(arch):
+    """The same kernels in every run, others for each architecture, and both directions."""
+    generator = random.Random(arch)
+    specs = list(select.closure(arch))
+    return [
+        spec
+        for direction in ("forward", "backward")
+        for spec in generator.sample(
+            [spec for spec in specs if spec.direction == direction], PER_DIRECTION
+        )
+    ]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_keep_their_accumulators_in_registers(arch, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path))
+    jobs = [(spec, arch) for spec in sample(arch)]
+    wrong = []
+    for (spec, _), compiled in zip(jobs, parallel.compile_many(jobs), strict=True):
+        assert tuple(resource.name for resource in compiled.resources) == compiled.names
+        wrong += compiled.warnings
+        wrong += [
+            f"{resource.name} spills {resource.spill_store} bytes, {spec.tile.spill_bytes} allowed"
+            for resource in compiled.resources
+            if resource.spill_store > spec.tile.spill_bytes
+        ]
+    assert not wrong, "\n".join([f"on {arch}:", *wrong])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_allowed_spills_are_small(arch):
+    part = sm80.part(arch)
+    for tiles in (part.forward, part.backward):
+        assert all(0 <= tile.spill_bytes <= LARGEST_SPILL for row in tiles.values() for tile in row)
