@@ -163,9 +163,9 @@ def _forward_shared_bytes(spec: KernelSpec) -> int:
 
 
 def _backward_shared_bytes(spec: KernelSpec) -> int:
-    """Query (double-buffered) and dO tiles, key and value tiles, and the tiles of P and dS."""
+    """Tiles of query (two), dO, key, value, P and dS, and two of the rows' statistics (2 f32)."""
     query, key = spec.tile.query, spec.tile.key
     elements = query * (2 * spec.head_class + spec.value_class)
     elements += key * (spec.head_class + spec.value_class)
     elements += 2 * query * key
-    return elements * _BYTES_16_BIT
+    return elements * _BYTES_16_BIT + 2 * query * 8

@@ -36,6 +36,15 @@ CUTE_DEVICE void store_shared_vector(uint32_t address, float x, float y, float z
                : "memory");
 }
 
+CUTE_DEVICE float2 load_shared_pair(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
 CUTE_DEVICE uint4 load_shared_vector(uint32_t address) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

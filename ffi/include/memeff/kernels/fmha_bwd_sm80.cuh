@@ -45,8 +45,10 @@ struct FmhaBackwardSm80 {
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
   static constexpr int kThreads = Tiles::kThreads;
+  static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kSharedBytes = KeyTile::kBytes + ValueTile::kBytes + 2 * QueryTile::kBytes +
-                                      OutTile::kBytes + 2 * ScoreTile::kBytes;
+                                      OutTile::kBytes + 2 * ScoreTile::kBytes +
+                                      2 * kStatisticsBytes;
 
   // dS is needed by dq and dk through shared memory, and is the gradient of the bias; where all of
   // them are frozen, dv needs P alone.
@@ -71,6 +73,7 @@ struct FmhaBackwardSm80 {
     uint32_t const out_tile = query_buffers + 2 * QueryTile::kBytes;
     uint32_t const probability_tile = out_tile + OutTile::kBytes;
     uint32_t const score_tile = probability_tile + ScoreTile::kBytes;
+    uint32_t const statistics_buffers = score_tile + ScoreTile::kBytes;
 
     ProblemShape const& shape = params.shape;
     WorkItem const item =
@@ -86,11 +89,20 @@ struct FmhaBackwardSm80 {
       int const tile = tiles.begin + index - head_index * head_visits;
       return Visit{item.head * shape.group + head_index, tile * kTileQuery, tile};
     };
-    auto load_query = [&](Visit const& visit, uint32_t buffer) {
+    // Queries and the statistics of their rows, into the buffers that visits of this parity use.
+    auto load_query = [&](Visit const& visit, int parity) {
       TileLoader<QueryTile, kThreads>::copy(
-          buffer, row_pointer<Element>(params.query, item.batch, visit.row, visit.head),
+          query_buffers + parity * QueryTile::kBytes,
+          row_pointer<Element>(params.query, item.batch, visit.row, visit.head),
           params.query.row_stride * sizeof(Element), mask.query_length - visit.row,
           shape.head_dim);
+      char const* const statistics = reinterpret_cast<char const*>(
+          params.row_statistics +
+          Tiles::tile_index(params, item.batch, visit.head, visit.tile) * kTileQuery * 2);
+      int const byte = thread_index() * 16;
+      if (byte < kStatisticsBytes) {
+        copy_async(statistics_buffers + parity * kStatisticsBytes + byte, statistics + byte, true);
+      }
     };
     auto load_out_gradient = [&](Visit const& visit) {
       TileLoader<OutTile, kThreads>::copy(
@@ -122,7 +134,7 @@ struct FmhaBackwardSm80 {
       TileLoader<ValueTile, kThreads>::copy(
           value_tile, row_pointer<Element>(params.value, item.batch, column, item.head),
           params.value.row_stride * sizeof(Element), column_bound, shape.value_dim);
-      load_query(visit_at(0), query_buffers);
+      load_query(visit_at(0), 0);
       load_out_gradient(visit_at(0));
       commit_copies();
     }
@@ -135,7 +147,7 @@ struct FmhaBackwardSm80 {
       wait_copies<0>();
       __syncthreads();  // this visit's tiles are here; nobody reads the other query buffer or dS
       if (has_next) {
-        load_query(visit_at(index + 1), query_buffers + (index + 1) % 2 * QueryTile::kBytes);
+        load_query(visit_at(index + 1), (index + 1) % 2);
         commit_copies();
       }
 
@@ -156,7 +168,8 @@ struct FmhaBackwardSm80 {
                                                                              ScoreGrid::column()));
       }
 
-      probabilities(params, item.batch, visit, mask, column, scores, score_gradient);
+      probabilities(params, statistics_buffers + index % 2 * kStatisticsBytes, item.batch, visit,
+                    mask, column, scores, score_gradient);
       if constexpr (Config::kValueGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
       }
@@ -220,14 +233,9 @@ struct FmhaBackwardSm80 {
 
   // scores: S -> P.  score_gradient: dP -> dS, the gradient of query.key without the user's scale.
   template <class Mask, class Scores>
-  CUTE_DEVICE static void probabilities(BackwardParams const& params, int batch,
-                                        Visit const& visit, Mask const& mask, int column,
+  CUTE_DEVICE static void probabilities(BackwardParams const& params, uint32_t statistics,
+                                        int batch, Visit const& visit, Mask const& mask, int column,
                                         Scores& scores, Scores& score_gradient) {
-    float2 const* const statistics =
-        reinterpret_cast<float2 const*>(params.row_statistics) +
-        Tiles::tile_index(params, batch, visit.head, visit.tile) * kTileQuery;
-    int const thread = thread_index();
-
     prescale_scores<Config::kSoftCap>(scores, params.scale);
     Scores const capped = scores;  // read where a bias changes what the soft cap's derivative needs
     if constexpr (Config::kBias) {
@@ -239,11 +247,21 @@ struct FmhaBackwardSm80 {
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, visit.head,
                                               visit.row, column);
     BiasWriter bias_gradient(params, {batch, visit.head, visit.row, column});
+    int const thread = thread_index();
+    float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block
+    // The 16x16 block (m, column_block); row blocks come one after the other.
     auto block = [&](int m, int column_block, auto const& keep) {
+      if (column_block == 0) {
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          rows[half] =
+              load_shared_pair(statistics + ScoreGrid::element_row(2 * half, m, thread) * 8);
+        }
+      }
       float block_gradient[2][4];  // of the bias
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        float2 const row = statistics[ScoreGrid::element_row(2 * half, m, thread)];
+        float2 const row = rows[half];
         CUTE_UNROLL
         for (int pair = 0; pair < 4; ++pair) {
           int const chunk = pair / 2;
