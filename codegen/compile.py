@@ -8,6 +8,7 @@ namespaces into symbols; nvFatbin takes it to a tenth, and the driver loads the 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import io
 import json
@@ -20,6 +21,11 @@ from jax_memeff.codegen.resources import Resource
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.errors import CompileError
 
+_OPTIONS = {
+    "std": "c++17",
+    "device_as_default_execution_space": True,
+    "ptxas_options": ["-v"],
+}
 _FATBIN_OPTIONS = ["-64", "-compress-all", "-compress-mode=size"]
 
 _WRONG_CCCL = (
@@ -116,30 +122,27 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _options(arch: str, name: str | None = None, include_path: list[str] | None = None):
+def _options(arch: str, name: str, include_path: list[str]):
     return _import("cuda.core").ProgramOptions(
-        name=name,
-        arch=arch,
-        std="c++17",
-        device_as_default_execution_space=True,
-        ptxas_options=["-v"],
-        include_path=include_path,
+        name=name, arch=arch, include_path=include_path, **_OPTIONS
     )
 
 
-def _key(source: str, arch: str) -> bytes:
-    """What the image depends on; include paths enter as the digest of their contents."""
-    _require_nvrtc()
-    return _import("cuda.core.utils").make_program_cache_key(
-        code=source,
-        code_type="c++",
-        options=_options(arch),
-        target_type="cubin",
-        extra_digest=headers.digest() + " ".join(_FATBIN_OPTIONS).encode(),
+def _key(source: str, arch: str) -> str:
+    """What the image depends on, hashed; include paths enter as the digest of their contents."""
+    parts = (
+        source,
+        arch,
+        repr(_OPTIONS),
+        *_FATBIN_OPTIONS,
+        _nvrtc_version(),
+        headers.digest().hex(),
     )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _nvrtc(source: str, arch: str, name: str) -> tuple[bytes, str]:
+    _require_nvrtc()
     # The name is what messages call the file.
     options = _options(arch, name, [str(headers.own_include_dir()), *headers.include_dirs()])
     log = io.StringIO()

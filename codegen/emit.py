@@ -125,7 +125,8 @@ def _main(spec: KernelSpec, entry: EntryPoint, params: str) -> str:
 def _stage(entry: EntryPoint, stage: str) -> str:
     """A kernel before or after the main one of the backward."""
     cpp_type = f"memeff::FmhaBackward{stage}<Config>"
-    return _kernel(entry, stage, cpp_type, f"{stage}::kThreads", "BackwardParams")
+    bounds = f"{stage}::kThreads, {stage}::kBlocksPerSm"
+    return _kernel(entry, stage, cpp_type, bounds, "BackwardParams")
 
 
 def _kernel(entry: EntryPoint, alias: str, cpp_type: str, bounds: str, params: str) -> str:

@@ -8,6 +8,7 @@ from typing import Literal
 from jax_memeff.codegen import arch as archs
 
 Direction = Literal["forward", "backward"]
+Dtype = Literal["f16", "bf16", "f32", "f64"]
 
 DIRECTIONS = ("forward", "backward")
 DTYPES = ("f16", "bf16", "f32", "f64")
@@ -39,7 +40,7 @@ class Problem:
     """
 
     direction: Direction
-    dtype: Literal["f16", "bf16", "f32", "f64"]
+    dtype: Dtype
     head_dim: int
     value_dim: int
     arch: str

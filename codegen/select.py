@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax_memeff.codegen.problem import DIRECTIONS, Problem
+from jax_memeff.codegen.problem import DIRECTIONS, Dtype, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec
 from jax_memeff.codegen.support import (
     bias_gradient,
@@ -81,7 +81,7 @@ def explain(problem: Problem) -> list[tuple[KernelSpec, list[str]]]:
 def closure(
     arch: str,
     *,
-    dtypes: Iterable[str] = SPEC_DTYPES,
+    dtypes: Iterable[Dtype] = SPEC_DTYPES,
     dims: Iterable[tuple[int, int]] = sm80.TUNED_DIMS,
 ) -> Iterator[KernelSpec]:
     """Specs times {plain, each feature alone, all features} for ``arch``, in a fixed order.

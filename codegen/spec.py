@@ -12,7 +12,7 @@ BiasGradient = Literal["none", "full", "shared", "columns"]
 
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
 BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns")
-SPEC_DTYPES = ("f16", "bf16")
+SPEC_DTYPES: tuple[Literal["f16", "bf16"], ...] = ("f16", "bf16")
 SPEC_GRADIENTS = ("query", "key", "value")
 _BYTES_16_BIT = 2
 

@@ -62,9 +62,7 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     if problem.bias and spec.bias_per_row != bias_per_row(problem):
         reasons.append(f"its bias is {'not ' if spec.bias_per_row else ''}broadcast over rows")
     if spec.bias_gradient != bias_gradient(problem):
-        reasons.append(
-            f"its bias gradient is {spec.bias_gradient}, not {bias_gradient(problem)}"
-        )
+        reasons.append(f"its bias gradient is {spec.bias_gradient}, not {bias_gradient(problem)}")
     wanted = tuple(name for name in SPEC_GRADIENTS if name in problem.wants)
     if spec.direction == problem.direction == "backward" and spec.gradients != wanted:
         reasons.append(

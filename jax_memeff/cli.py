@@ -18,7 +18,7 @@ from rich.table import Table
 from jax_memeff import config
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import compile as compiler
-from jax_memeff.codegen import emit, headers, select
+from jax_memeff.codegen import emit, headers, program_cache, select
 from jax_memeff.codegen.parallel import compile_many
 from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
@@ -59,7 +59,7 @@ def _info(options: argparse.Namespace, out: Console) -> int:
     table.add_row("devices", ", ".join(_device_archs()) or "none found")
     table.add_row("JAX_MEMEFF_ARCHS", ", ".join(config.archs()) or "not set")
     directory = config.cache_dir()
-    sizes = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
+    sizes = [file.stat().st_size for file in program_cache.current().entries()]
     table.add_row("kernel cache", str(directory))
     table.add_row("cached kernels", f"{len(sizes)}, {sum(sizes) / 2**20:.1f} MB")
     out.print(table)

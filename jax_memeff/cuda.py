@@ -1,8 +1,8 @@
 """Lowering to the kernels: problem -> code generator -> attributes of the custom call.
 
 The custom call carries everything it needs: a table of architectures with compressed images, entry
-points and launch constants, and the names of its buffers. So a program runs where it was lowered, in
-another process, or after export, without the code generator.
+points and launch constants, and the names of its buffers. So a program runs where it was lowered,
+in another process, or after export, without the code generator.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff import config
@@ -32,7 +33,7 @@ _BACKWARD_TARGET = "jax_memeff_backward"
 
 _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
-# ``kUnbounded`` of ffi/include/memeff/params.h, and the limit that keeps window arithmetic in 32 bits.
+# ``kUnbounded`` and ``kMaxLength`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
 UNBOUNDED = 1 << 30
 _MAX_LENGTH = 1 << 28
 
@@ -144,7 +145,7 @@ def _computed(
 ) -> _Buffer:
     """A buffer that XLA computes from operands before the call."""
     result = jax.eval_shape(function, *avals)
-    aval = jax.core.ShapedArray(result.shape, result.dtype)
+    aval = ShapedArray(result.shape, result.dtype)
     context = ctx.replace(avals_in=avals, avals_out=[aval])
     lowered = mlir.lower_fun(function, multiple_results=False)(context, *values)
     return _Buffer(name, aval, *lowered)
@@ -163,10 +164,7 @@ def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> 
     buffers += [("query_gradient_sum", sums)] if wants.query else []
     if wants.bias and (size := max(_bias_sums(avals, spec) for spec in specs.values())):
         buffers.append(("bias_gradient_sum", size))
-    return [
-        _Buffer(name, jax.core.ShapedArray((size,), jnp.dtype(jnp.float32)))
-        for name, size in buffers
-    ]
+    return [_Buffer(name, ShapedArray((size,), jnp.dtype(jnp.float32))) for name, size in buffers]
 
 
 def _bias_sums(avals: Operands, spec: KernelSpec) -> int:
@@ -187,9 +185,7 @@ def _round_up(size: int, multiple: int) -> int:
 def kernels(avals: Operands, options: Options, wants: Wants | None) -> dict[str, KernelSpec]:
     """The kernel of each architecture that the program may run on."""
     _require_lengths(avals)
-    return {
-        arch: select(_problem(avals, options, wants, arch)) for arch in _architectures()
-    }
+    return {arch: select(_problem(avals, options, wants, arch)) for arch in _architectures()}
 
 
 def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) -> Problem:

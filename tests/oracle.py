@@ -164,7 +164,7 @@ def answer(
 
     dlse = np.zeros((B, T, N)) if dlse is None else dlse
     arrays = (operands.query, operands.key, operands.value, bias, kept, options.scale, dout, dlse)
-    # On the CPU: another compiler, and on a machine with a GPU a far quicker one for single operations.
+    # On the CPU: another compiler, and beside a GPU a far quicker one for single operations.
     cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
     with cpu, jax.enable_x64(np.dtype(dtype) == np.float64):
         q, k, v, bias, kept, scale, dout, dlse = (

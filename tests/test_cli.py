@@ -9,6 +9,7 @@ import pytest
 from jax_memeff import cli
 from jax_memeff.codegen import select
 from jax_memeff.codegen.compile import Compiled
+from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.resources import Resource
 from jax_memeff.errors import CompileError
 
@@ -65,9 +66,13 @@ def test_explain_shows_choice_grid_and_source(capsys):
     )  # fmt: skip
     assert code == 0
     (selected,) = [line.split() for line in out.splitlines() if "selected:" in line]
-    assert selected[:2] == ["fmha_fwd_bf16_d128_128x64_causal_softcap_sm80", "65536"]
+    spec = select.select(
+        Problem("forward", "bf16", 128, 128, "sm_90a", masks=frozenset({"causal"}), soft_cap=True)
+    )
+    assert selected[:2] == [spec.name, str(spec.shared_bytes)]
     assert "head_dim 128 is above its 32; value_dim 128 is above its 32" in out
-    assert "8 tiles of 128 query rows for each of the query heads" in out
+    tiles = -(-1000 // spec.tile.query)
+    assert f"{tiles} tiles of {spec.tile.query} query rows for each of the query heads" in out
     assert "kMask = memeff::MaskKind::causal;" in out
 
 
@@ -110,7 +115,6 @@ def test_build_prints_resources_and_is_not_fooled_by_failures(capsys, monkeypatc
         (["kernels"], "pass --arch sm_90a, or set JAX_MEMEFF_ARCHS"),
         (["kernels", "--arch", "hopper"], "expected the name of a GPU architecture"),
         (["explain", "--dtype", "int8", "--head-dim", "64"], "invalid choice"),
-        (["build", "--head-dim", "512", "--dtype", "f16", "--arch", "sm_80"], "at most 256"),
         ([], "required"),
     ],
 )
@@ -119,6 +123,11 @@ def test_wrong_arguments_exit_with_2(capsys, arguments, said):
         cli.main(arguments)
     assert raised.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_build_of_what_no_kernel_does(capsys):
+    assert cli.main(["build", "--head-dim", "512", "--dtype", "f16", "--arch", "sm_80"]) == 1
+    assert "the largest with a kernel is 256" in capsys.readouterr().err
 
 
 def test_compile_errors_exit_with_1(capsys, monkeypatch):

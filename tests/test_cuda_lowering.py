@@ -93,9 +93,7 @@ def test_what_no_kernel_does_raises():
     with pytest.raises(UnsupportedError, match="float32") as caught:
         lower(loss, *shapes(dtype="float32"))
     assert "implementation='xla'" in str(caught.value)
-    assert "stablehlo" in lower(
-        lambda *x: loss(*x, implementation="xla"), *shapes(dtype="float32")
-    )
+    assert "stablehlo" in lower(lambda *x: loss(*x, implementation="xla"), *shapes(dtype="float32"))
 
 
 def test_unknown_devices_are_an_error(monkeypatch):

@@ -86,7 +86,9 @@ def test_operands_inside_larger_buffers(mask):
 
     @jax.jit
     def middle(stacked, index):
-        query, key, value, inner_dout = (jax.lax.dynamic_index_in_dim(x, index, 0, False) for x in stacked)
+        query, key, value, inner_dout = (
+            jax.lax.dynamic_index_in_dim(x, index, 0, False) for x in stacked
+        )
         inner = operands._replace(query=query, key=key, value=value)
         return kernel_cases.run(inner, case.options, inner_dout, dlse)
 
@@ -98,7 +100,9 @@ def test_operands_inside_larger_buffers(mask):
         )
 
 
-@pytest.mark.parametrize("wants", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0)])
+@pytest.mark.parametrize(
+    "wants", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
+)
 def test_only_wanted_gradients(wants):
     """A frozen operand changes nothing in the gradients of the others."""
     from jax_memeff import primitives
@@ -110,7 +114,7 @@ def test_only_wanted_gradients(wants):
         operands, case.options, out, lse, dout, dlse, Wants(True, True, True, False)
     )
     some = primitives.backward(
-        operands, case.options, out, lse, dout, dlse, Wants(*map(bool, wants), False)
+        operands, case.options, out, lse, dout, dlse, Wants(*map(bool, wants), bias=False)
     )
     for want, ours, theirs in zip(wants, some[:3], full[:3], strict=True):
         if want:
@@ -152,9 +156,9 @@ def test_offsets_past_two_to_the_31():
     small = Case(B=B, T=T, S=64, N=1, K=1, H=H)
     key = jax.random.normal(jax.random.key(1), (B, 64, 1, H), jnp.bfloat16)
     expected = jax.jit(lambda q: _forward(q, key, small))(head)
-    wide = jax.jit(lambda q: _forward(jnp.broadcast_to(q, (B, T, N, H)), key, small)[:, :, -1:])(head)
+    wide = jax.jit(lambda q: _forward(jnp.broadcast_to(q, (B, T, N, H)), key, small)[:, :, -1:])
     assert B * T * N * H > 2**31
-    assert jnp.array_equal(expected, wide)
+    assert jnp.array_equal(expected, wide(head))
 
 
 def _forward(query, key, case):

@@ -46,6 +46,7 @@ def run_python(program, **environment):
 
 def test_the_compiled_program_holds_our_calls():
     text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*draw()).compile().as_text()
+    assert text is not None
     assert 'custom_call_target="jax_memeff_forward"' in text
     assert 'custom_call_target="jax_memeff_backward"' in text
 
@@ -76,7 +77,7 @@ def test_every_device():
 
 
 def test_command_buffers():
-    """Captured into a CUDA graph and replayed with new data, results are those of plain launches."""
+    """Captured into a CUDA graph and replayed with new data, results equal plain launches'."""
     program = """
         import json, jax, jax.numpy as jnp, jax_memeff
 

@@ -29,9 +29,9 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   auto windows = attributes.get<ffi::Span<const int32_t>>("windows");
   auto dropout_threshold = attributes.get<int32_t>("dropout_threshold");
   auto kernels = attributes.get<ffi::Dictionary>("kernels");
-  if (!operands.has_value() || !results.has_value() || !scale.has_value() ||
-      !windows.has_value() || !dropout_threshold.has_value() || !kernels.has_value() ||
-      scale->size() != 3 || windows->size() != 4) {
+  if (!operands.has_value() || !results.has_value() || !scale.has_value() || !windows.has_value() ||
+      !dropout_threshold.has_value() || !kernels.has_value() || scale->size() != 3 ||
+      windows->size() != 4) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "the custom call needs the attributes operands, results, scale "
                                    "(3), windows (4), dropout_threshold and kernels (was the "

@@ -31,8 +31,8 @@ ffi::Error execute(CUstream stream, Call* call, ffi::Dictionary, ffi::RemainingA
   return kLaunch(*call, **kernel, buffers, stream);
 }
 
-// Bindings. The attributes are bound although the later stages do not read them: a binding must name
-// everything that a call carries.
+// Bindings. The attributes are bound although the later stages do not read them: a binding must
+// name everything that a call carries.
 auto bind_execute() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<CUstream>>()

@@ -12,8 +12,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Libraries of this process by the bytes of their image. Append-only: executables share libraries and
-// come and go, and unloading one while another thread launches from it cannot be made safe.
+// Libraries of this process by the bytes of their image. Append-only: executables share libraries
+// and come and go, and unloading one while another thread launches from it cannot be made safe.
 ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& image) {
   static std::mutex mutex;
   static std::unordered_map<std::string, CUlibrary> libraries;
@@ -23,9 +23,9 @@ ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& im
   CUresult const result =
       driver.library_load(&library, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
   if (result != CUDA_SUCCESS) {
-    return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
-                                   "the driver refused a compiled kernel: " +
-                                       describe(driver, result)));
+    return ffi::Unexpected(
+        failure(ffi::ErrorCode::kInternal,
+                "the driver refused a compiled kernel: " + describe(driver, result)));
   }
   libraries.emplace(image, library);
   return library;
@@ -216,10 +216,10 @@ ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstr
   auto driver = driver_or_error();
   if (!driver.has_value()) return driver.error();
   void* arguments[] = {const_cast<void*>(params)};
-  CUresult const result = (*driver)->launch(
-      reinterpret_cast<CUfunction>(kernel.functions[index]), static_cast<unsigned>(blocks), 1, 1,
-      kernel.image->threads[index], 1, 1, kernel.image->shared_bytes[index], stream, arguments,
-      nullptr);
+  CUresult const result =
+      (*driver)->launch(reinterpret_cast<CUfunction>(kernel.functions[index]),
+                        static_cast<unsigned>(blocks), 1, 1, kernel.image->threads[index], 1, 1,
+                        kernel.image->shared_bytes[index], stream, arguments, nullptr);
   if (result == CUDA_SUCCESS) return ffi::Error::Success();
   return failure(ffi::ErrorCode::kInternal,
                  "launch of " + name + " failed: " + describe(**driver, result));

@@ -27,8 +27,7 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   if (buffers.error().failure()) return buffers.error();
 
   ProblemShape const& shape = params.shape;
-  params.query_tiles =
-      static_cast<int>(ceil_div(shape.query_length, kernel.image->tile_query));
+  params.query_tiles = static_cast<int>(ceil_div(shape.query_length, kernel.image->tile_query));
   long long const key_tiles = ceil_div(shape.key_length, kernel.image->tile_key);
   long long const query_blocks = (long long)params.query_tiles * shape.query_heads * shape.batch;
   long long const key_blocks = key_tiles * shape.key_heads * shape.batch;

@@ -26,8 +26,7 @@ py::dict targets() {
 py::dict call_type() {
   py::dict result;
   result["type_id"] = py::capsule(static_cast<void*>(memeff::host::call_type_id()));
-  result["type_info"] =
-      py::capsule(static_cast<const void*>(memeff::host::call_type_info()));
+  result["type_info"] = py::capsule(static_cast<const void*>(memeff::host::call_type_info()));
   return result;
 }
 

@@ -46,7 +46,7 @@ struct ProblemShape {
 // prescale, because the running maximum is taken of x and needs softmax_scale > 0.
 struct ScoreScale {
   float prescale;
-  float softmax_scale;  // of log2(e), times scale or the soft cap
+  float softmax_scale;   // of log2(e), times scale or the soft cap
   float gradient_scale;  // d(score)/d(query.key): the user's scale
 };
 
@@ -64,7 +64,7 @@ struct MaskParams {
   const int* query_segments;  // [B, segment_pairs, T]
   const int* key_segments;    // [B, segment_pairs, S]
   long long segment_pairs;
-  ScoreView boolean;          // one byte an element
+  ScoreView boolean;  // one byte an element
 };
 
 // What the keep bit of an element depends on beside its row and column: see dropout/keep.cuh.
@@ -112,8 +112,8 @@ struct BackwardParams {
                                     // has no keys), and delta = rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [B, N, padded T, head dim class], in fragment order
   ScoreView bias_gradient;
-  float* bias_gradient_sum;         // where it is summed: see bias/gradient.cuh
-  int query_tiles;                  // padded T / query tile
+  float* bias_gradient_sum;  // where it is summed: see bias/gradient.cuh
+  int query_tiles;           // padded T / query tile
 };
 
 static_assert(sizeof(TensorView) == 32, "host and device disagree on TensorView");

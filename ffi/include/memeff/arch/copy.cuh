@@ -54,8 +54,8 @@ CUTE_DEVICE uint4 load_shared_vector(uint32_t address) {
   return value;
 }
 
-// 16 bytes global -> shared without passing registers; zeros where `valid` is false, and then nothing
-// is read: the address may lie outside the tensor.
+// 16 bytes global -> shared without passing registers; zeros where `valid` is false, and then
+// nothing is read: the address may lie outside the tensor.
 CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(valid ? 16 : 0)

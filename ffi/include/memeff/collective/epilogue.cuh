@@ -5,8 +5,9 @@
 
 namespace memeff {
 
-// `rows` points to element (0, 0) of the tile in global memory; only rows below row_bound and columns
-// below column_bound are written. The shared tile must be free on entry for all threads of the CTA.
+// `rows` points to element (0, 0) of the tile in global memory; only rows below row_bound and
+// columns below column_bound are written. The shared tile must be free on entry for all threads of
+// the CTA.
 template <class Element, class Tile, class Grid, int kThreads, class Accumulators>
 CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, char* rows,
                             long long row_bytes, int row_bound, int column_bound) {

@@ -1,4 +1,5 @@
-// Copies a [rows, columns] tile of a tensor into shared memory with cp.async, all threads of the CTA.
+// Copies a [rows, columns] tile of a tensor into shared memory with cp.async, all threads of the
+// CTA.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -13,7 +14,8 @@ struct TileLoader {
   static constexpr int kPasses = ceil_div(Tile::kRows, kThreadRows);
 
   // Starts the copies of rows [0, row_bound) and columns [0, column_bound); everything else of the
-  // tile becomes zero, whatever stands in memory there. `rows` points to element (0, 0) of the tile.
+  // tile becomes zero, whatever stands in memory there. `rows` points to element (0, 0) of the
+  // tile.
   CUTE_DEVICE static void copy(uint32_t tile, char const* rows, long long row_bytes, int row_bound,
                                int column_bound) {
     int const thread = thread_index();

@@ -1,8 +1,8 @@
 // Values that wait in shared memory while the tensor cores work.
 //
-// Where the accumulators of both products fill the register file, what the products do not need is put
-// aside by hand: a few shared-memory accesses per tile, instead of spills to local memory wherever the
-// compiler sees fit. Each thread has slots of its own, so nothing here synchronises.
+// Where the accumulators of both products fill the register file, what the products do not need is
+// put aside by hand: a few shared-memory accesses per tile, instead of spills to local memory
+// wherever the compiler sees fit. Each thread has slots of its own, so nothing here synchronises.
 #pragma once
 
 #include <memeff/arch/copy.cuh>

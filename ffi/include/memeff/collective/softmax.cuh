@@ -38,8 +38,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // The statistics are needed between the two products only. Where the accumulators of both leave no
-  // registers, they wait in shared memory: kParkedBytes of it for each thread.
+  // The statistics are needed between the two products only. Where the accumulators of both leave
+  // no registers, they wait in shared memory: kParkedBytes of it for each thread.
   static constexpr int kParkedBytes = 2 * kRows * int(sizeof(float));
 
   CUTE_DEVICE void park(uint32_t shared) const {

@@ -161,8 +161,8 @@ CUTE_DEVICE void warp_gemm(Accumulators& accumulators, Left left, Right right) {
   }
 }
 
-// Accumulators (m16n8 blocks) as the left operand of the next product: two neighbouring column blocks
-// are exactly one m16k16 fragment of the same lane, so no lane exchanges anything.
+// Accumulators (m16n8 blocks) as the left operand of the next product: two neighbouring column
+// blocks are exactly one m16k16 fragment of the same lane, so no lane exchanges anything.
 template <class Element, class Accumulators>
 CUTE_DEVICE auto as_left_operand(Accumulators const& accumulators) {
   constexpr int kRowBlocks = cute::size<1>(Accumulators{});

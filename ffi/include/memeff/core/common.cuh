@@ -1,10 +1,10 @@
 // Words that every device file uses.
 #pragma once
 
-#include <cute/config.hpp>
-#include <cute/numeric/integral_constant.hpp>
 #include <cutlass/bfloat16.h>
 #include <cutlass/half.h>
+#include <cute/config.hpp>
+#include <cute/numeric/integral_constant.hpp>
 
 #include <memeff/params.h>
 
@@ -32,8 +32,9 @@ CUTE_DEVICE int thread_index() {
   return thread;
 }
 
-// blockIdx.x, read anew: an epilogue that asks again for its CTA's coordinates keeps them out of the
-// registers of the main loop. Before the loop blockIdx.x is better, which is known to be uniform.
+// blockIdx.x, read anew: an epilogue that asks again for its CTA's coordinates keeps them out of
+// the registers of the main loop. Before the loop blockIdx.x is better, which is known to be
+// uniform.
 CUTE_DEVICE unsigned block_index() {
   unsigned block;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));

@@ -26,10 +26,10 @@ struct SharedTile {
 
   // The same map as a CuTe layout, kept as the definition that byte_offset() is checked against.
   // 128-byte rows: Swizzle<3,3,3>; 64-byte rows: two rows share 128 bytes, so Swizzle<2,3,3>.
-  using Atom = decltype(cute::composition(
-      cute::Swizzle<kPanelColumns == 64 ? 3 : 2, 3, 3>{},
-      cute::Layout<cute::Shape<cute::_8, cute::Int<kPanelColumns>>,
-                   cute::Stride<cute::Int<kPanelColumns>, cute::_1>>{}));
+  using Atom =
+      decltype(cute::composition(cute::Swizzle<kPanelColumns == 64 ? 3 : 2, 3, 3>{},
+                                 cute::Layout<cute::Shape<cute::_8, cute::Int<kPanelColumns>>,
+                                              cute::Stride<cute::Int<kPanelColumns>, cute::_1>>{}));
   using Layout = decltype(cute::tile_to_shape(
       Atom{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>{}));  // (kRows, kColumns)
 
@@ -67,8 +67,8 @@ template <class Tile, int kColumnBlocks, bool kFromColumnZero>
 struct FragmentPointer {
   static constexpr int kBlocksPerPanel = Tile::kPanelColumns / 16;
   // Adding a block index to the chunk bits is an XOR only where no carry can leave them.
-  static constexpr bool kNoCarry =
-      kFromColumnZero || (is_power_of_two(kColumnBlocks) && Tile::kColumns % (16 * kColumnBlocks) == 0);
+  static constexpr bool kNoCarry = kFromColumnZero || (is_power_of_two(kColumnBlocks) &&
+                                                       Tile::kColumns % (16 * kColumnBlocks) == 0);
 
   uint32_t base;
   int first_row;
@@ -84,8 +84,8 @@ struct FragmentPointer {
     base = kNoCarry ? tile + Tile::byte_offset(first_row, first_chunk) : tile;
   }
 
-  // Hides the value of the base from the optimiser. Otherwise it hoists the XORed addresses out of the
-  // loop over tiles, where they occupy a dozen registers that the accumulators need.
+  // Hides the value of the base from the optimiser. Otherwise it hoists the XORed addresses out of
+  // the loop over tiles, where they occupy a dozen registers that the accumulators need.
   CUTE_DEVICE void recompute_addresses() { asm volatile("" : "+r"(base)); }
 
   CUTE_DEVICE uint32_t at(int row_block, int column_block) const {

@@ -1,7 +1,7 @@
 // Which elements of a tile of scores dropout keeps, in the accumulator layout of m16n8.
 //
-// The byte of element (row r, column c) of head index bh depends on nothing else, so every tile shape
-// and both directions drop the same elements:
+// The byte of element (row r, column c) of head index bh depends on nothing else, so every tile
+// shape and both directions drop the same elements:
 //
 //   counter = ((r>>4)<<2 | (r>>1)&3, (c>>4)<<2 | (c>>1)&3, bh, 0)
 //   word    = philox4x32_7(counter, key)[2*(r&1) + (c&1)]
@@ -87,10 +87,10 @@ struct Dropout {
       int const next = paired ? block + 1 : block;
       int const m[2] = {block / Grid::kColumnBlocks, next / Grid::kColumnBlocks};
       int const n[2] = {block % Grid::kColumnBlocks, next % Grid::kColumnBlocks};
-      uint4 const words = philox4x32_7(make_uint4(row_counter + 4 * (odd ? m[1] : m[0]),
-                                                  column_counter + 4 * (odd ? n[1] : n[0]),
-                                                  head_index, 0),
-                                       key);
+      uint4 const words =
+          philox4x32_7(make_uint4(row_counter + 4 * (odd ? m[1] : m[0]),
+                                  column_counter + 4 * (odd ? n[1] : n[0]), head_index, 0),
+                       key);
       uint2 const even_rows = make_uint2(words.x, words.y);
       uint2 const odd_rows = make_uint2(words.z, words.w);
       uint2 const own = odd ? odd_rows : even_rows;

@@ -28,9 +28,9 @@ struct FmhaBackwardBias {
     int const column_bound = shape.key_length - column;
 
     if constexpr (Config::kBiasGradient == BiasGradient::shared) {
-      float const* const sums = params.bias_gradient_sum +
-                                Tiles::bias_tile_offset(params, plane, row / kTileQuery,
-                                                        column / kTileKey);
+      float const* const sums =
+          params.bias_gradient_sum +
+          Tiles::bias_tile_offset(params, plane, row / kTileQuery, column / kTileKey);
       int const row_bound = shape.query_length - row;
       CUTE_UNROLL
       for (int m = 0; m < Grid::kRowBlocks; ++m) {

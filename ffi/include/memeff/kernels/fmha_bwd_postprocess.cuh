@@ -12,6 +12,7 @@ struct FmhaBackwardPostprocess {
   using Element = typename Config::Element;
   using Tiles = BackwardTiles<Config>;
   static constexpr int kThreads = Tiles::kThreads;
+  static constexpr int kBlocksPerSm = 2;
   static constexpr int kSharedBytes = Tiles::QueryTile::kBytes;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
@@ -28,8 +29,8 @@ struct FmhaBackwardPostprocess {
     for (int m = 0; m < cute::size<1>(query_gradient); ++m) {
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
-        float4 const sum = *reinterpret_cast<float4 const*>(
-            sums + Tiles::sum_offset(query_gradient, m, n));
+        float4 const sum =
+            *reinterpret_cast<float4 const*>(sums + Tiles::sum_offset(query_gradient, m, n));
         query_gradient(0, m, n) = sum.x * params.scale.gradient_scale;
         query_gradient(1, m, n) = sum.y * params.scale.gradient_scale;
         query_gradient(2, m, n) = sum.z * params.scale.gradient_scale;

@@ -1,6 +1,7 @@
 // Before the backward: row statistics, and zeros for the dq sums. One CTA per tile of query rows.
 //
-//   delta = rowsum(dO * O) - dlse      (FlashAttention-2, algorithm 2, with the logsumexp's gradient)
+//   delta = rowsum(dO * O) - dlse      (FlashAttention-2, algorithm 2, with the logsumexp's
+//   gradient)
 #pragma once
 
 #include <memeff/core/math.cuh>
@@ -15,7 +16,8 @@ struct FmhaBackwardPreprocess {
   using Element = typename Config::Element;
   using Tiles = BackwardTiles<Config>;
   static constexpr int kThreads = Tiles::kThreads;
-  static constexpr int kRowLanes = 8;  // lanes that share a row
+  static constexpr int kBlocksPerSm = 4;  // 64 registers; left to itself the compiler spills at 48
+  static constexpr int kRowLanes = 8;     // lanes that share a row
   static constexpr int kRowsPerPass = kThreads / kRowLanes;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
@@ -29,12 +31,9 @@ struct FmhaBackwardPreprocess {
     for (int i = threadIdx.x / kRowLanes; i < Tiles::kTileQuery; i += kRowsPerPass) {
       int const row = first_row + i;
       bool const valid = row < mask.query_length;
-      float delta = 0.0f;
-      if (valid) {
-        delta = row_dot(row_pointer<Element>(params.out, item.batch, row, item.head),
-                        row_pointer<Element>(params.out_gradient, item.batch, row, item.head),
-                        lane, shape.value_dim);
-      }
+      float delta = row_dot(row_pointer<Element>(params.out, item.batch, row, item.head),
+                            row_pointer<Element>(params.out_gradient, item.batch, row, item.head),
+                            lane, valid ? shape.value_dim : 0);
       delta += __shfl_xor_sync(0xffffffffu, delta, 1);
       delta += __shfl_xor_sync(0xffffffffu, delta, 2);
       delta += __shfl_xor_sync(0xffffffffu, delta, 4);

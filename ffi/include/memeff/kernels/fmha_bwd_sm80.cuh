@@ -1,8 +1,9 @@
 // Attention backward for GPUs with mma.sync and cp.async: keys are split over the grid.
 //
-// One CTA owns a tile of keys of one key head. It visits the query tiles that attend to it, for every
-// query head of the group, recomputes the probabilities, keeps dk and dv in registers (so they need
-// no atomics and are the same in every run) and adds its part of dq to f32 sums in global memory:
+// One CTA owns a tile of keys of one key head. It visits the query tiles that attend to it, for
+// every query head of the group, recomputes the probabilities, keeps dk and dv in registers (so
+// they need no atomics and are the same in every run) and adds its part of dq to f32 sums in global
+// memory:
 //
 //   S = Q K^T    dP = dO V^T    P = exp2(S - lse)    dS = P (dP - delta)
 //   dV += P^T dO    dQ = dS K    dK += dS^T Q
@@ -10,8 +11,9 @@
 // With dropout, dV reads the kept P, and dP is the kept dP; both times 256 / (256 - T).
 //
 // The next query tile arrives while this one is worked on (two buffers); dO has one buffer and is
-// loaded again as soon as dV no longer reads it. Gradients that nobody asked for (Config::kQueryGradient,
-// kKeyGradient, kValueGradient, kBiasGradient) cost neither products nor memory.
+// loaded again as soon as dV no longer reads it. Gradients that nobody asked for
+// (Config::kQueryGradient, kKeyGradient, kValueGradient, kBiasGradient) cost neither products nor
+// memory.
 #pragma once
 
 #include <memeff/bias/add.cuh>
@@ -94,8 +96,7 @@ struct FmhaBackwardSm80 {
       TileLoader<QueryTile, kThreads>::copy(
           query_buffers + parity * QueryTile::kBytes,
           row_pointer<Element>(params.query, item.batch, visit.row, visit.head),
-          params.query.row_stride * sizeof(Element), mask.query_length - visit.row,
-          shape.head_dim);
+          params.query.row_stride * sizeof(Element), mask.query_length - visit.row, shape.head_dim);
       char const* const statistics = reinterpret_cast<char const*>(
           params.row_statistics +
           Tiles::tile_index(params, item.batch, visit.head, visit.tile) * kTileQuery * 2);
@@ -151,13 +152,14 @@ struct FmhaBackwardSm80 {
         commit_copies();
       }
 
-      auto scores = ScoreGrid::make_accumulators();         // (4, MMA_M, MMA_N)
+      auto scores = ScoreGrid::make_accumulators();          // (4, MMA_M, MMA_N)
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
       cute::clear(score_gradient);
       warp_gemm<Element, Config::kHeadDim / 16>(
           scores,
-          LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks>(query_tile, ScoreGrid::row()),
+          LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks>(query_tile,
+                                                                       ScoreGrid::row()),
           RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks>(key_tile,
                                                                          ScoreGrid::column()));
       if constexpr (kScoreGradient) {
@@ -200,8 +202,8 @@ struct FmhaBackwardSm80 {
             key_gradient,
             LeftOperand<ScoreTile, Contiguous::outer, KeyGrid::kRowBlocks>(score_tile,
                                                                            KeyGrid::row()),
-            RightOperand<QueryTile, Contiguous::outer, KeyGrid::kColumnBlocks>(
-                query_tile, KeyGrid::column()));
+            RightOperand<QueryTile, Contiguous::outer, KeyGrid::kColumnBlocks>(query_tile,
+                                                                               KeyGrid::column()));
       }
     }
 
@@ -319,9 +321,9 @@ struct FmhaBackwardSm80 {
         LeftOperand<ScoreTile, Contiguous::k, QueryGrid::kRowBlocks>(score_tile, QueryGrid::row()),
         RightOperand<KeyTile, Contiguous::outer, QueryGrid::kColumnBlocks>(key_tile,
                                                                            QueryGrid::column()));
-    float* const sums = params.query_gradient_sum +
-                        Tiles::tile_index(params, batch, visit.head, visit.tile) *
-                            Tiles::kQueryTileFloats;
+    float* const sums =
+        params.query_gradient_sum +
+        Tiles::tile_index(params, batch, visit.head, visit.tile) * Tiles::kQueryTileFloats;
     CUTE_UNROLL
     for (int m = 0; m < cute::size<1>(query_gradient); ++m) {
       CUTE_UNROLL

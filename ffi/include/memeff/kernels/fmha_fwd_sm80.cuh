@@ -1,11 +1,12 @@
 // Attention forward for GPUs with mma.sync and cp.async: one CTA computes a tile of query rows.
 //
-// Keys and values pass through shared memory from right to left. Each is loaded while the tensor cores
-// work on the other, so that one buffer of each is enough:
+// Keys and values pass through shared memory from right to left. Each is loaded while the tensor
+// cores work on the other, so that one buffer of each is enough:
 //
 //   wait K | load V | S = Q K^T | wait V | load next K | softmax | O += P V
 //
-// Each warp owns whole rows, so P goes from the accumulators of S to the operand of P V in registers.
+// Each warp owns whole rows, so P goes from the accumulators of S to the operand of P V in
+// registers.
 #pragma once
 
 #include <memeff/bias/add.cuh>

@@ -72,8 +72,8 @@ struct IntervalMask {
     return {begin / tile, ceil_div(max(end, begin / tile * tile), tile)};
   }
 
-  // Does the tile hold an element that is not valid? Rows past query_length do not count: nothing of
-  // them is ever written.
+  // Does the tile hold an element that is not valid? Rows past query_length do not count: nothing
+  // of them is ever written.
   CUTE_DEVICE bool needs_test(int row, int rows, int column, int columns) const {
     return column + columns > row_end(row) ||
            (kKind == MaskKind::window && column < row_begin(row + rows - 1));

@@ -12,7 +12,8 @@ struct ScoreMask : IntervalMask<Config::kMask> {
   using Interval = IntervalMask<Config::kMask>;
   using Interval::Interval;
 
-  // Sets the accumulators of invalid elements of the kRows x kColumns tile at (row, column) to -inf.
+  // Sets the accumulators of invalid elements of the kRows x kColumns tile at (row, column) to
+  // -inf.
   template <int kRows, int kColumns, class Accumulators>
   CUTE_DEVICE void apply(Accumulators& scores, MaskParams const& mask, ProblemShape const& shape,
                          int batch, int head, int row, int column) const {

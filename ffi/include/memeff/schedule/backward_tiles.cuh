@@ -13,11 +13,11 @@ struct BackwardTiles {
   static constexpr int kWarps = Config::kWarps;
   static constexpr int kThreads = kWarps * kWarpSize;
 
-  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;      // also dq
-  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;       // dO
-  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;          // also dk
-  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;       // also dv
-  using ScoreTile = SharedTile<kTileQuery, kTileKey>;              // P, dS
+  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;  // also dq
+  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;   // dO
+  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;      // also dk
+  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;   // also dv
+  using ScoreTile = SharedTile<kTileQuery, kTileKey>;          // P, dS
 
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kWarps>;
   using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kWarps>;
@@ -25,8 +25,9 @@ struct BackwardTiles {
   using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps>;
 
   // dq is summed in f32 over the key tiles. The workspace keeps each thread's accumulators together
-  // (four floats a lane, 512 bytes a warp and block) instead of rows: the sums become aligned vector
-  // reductions, and the postprocess kernel, which has the same threads, reads them back as they are.
+  // (four floats a lane, 512 bytes a warp and block) instead of rows: the sums become aligned
+  // vector reductions, and the postprocess kernel, which has the same threads, reads them back as
+  // they are.
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
 
   template <class Accumulators>
@@ -35,8 +36,8 @@ struct BackwardTiles {
     return (block * kThreads + int(threadIdx.x)) * 4;
   }
 
-  // The sums of a bias gradient that is broadcast over batch elements or heads: tiles of scores, and
-  // in a tile the same order.
+  // The sums of a bias gradient that is broadcast over batch elements or heads: tiles of scores,
+  // and in a tile the same order.
   CUTE_DEVICE static long long bias_tile_offset(BackwardParams const& params, long long plane,
                                                 int query_tile, int key_tile) {
     int const key_tiles = ceil_div(params.shape.key_length, kTileKey);

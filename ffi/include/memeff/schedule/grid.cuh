@@ -1,5 +1,5 @@
-// Which piece of the problem a CTA works on. The grid is one-dimensional: its y and z dimensions end
-// at 65535, which batch sizes pass.
+// Which piece of the problem a CTA works on. The grid is one-dimensional: its y and z dimensions
+// end at 65535, which batch sizes pass.
 #pragma once
 
 #include <memeff/core/common.cuh>
