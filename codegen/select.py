@@ -24,8 +24,8 @@ _ALL_DIMS = tuple(itertools.product(sm80.CLASSES, repeat=2))
 
 _ALL_GRADIENTS = (*SPEC_GRADIENTS, "bias")
 
-# Plain, each feature alone, all together, as fields of a problem. A window includes causal, so "all"
-# needs no third mask.
+# Plain, each feature alone, all together, as fields of a problem. A window includes causal, so
+# "all" needs no third interval mask.
 _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {},
     {"masks": frozenset({"causal"})},

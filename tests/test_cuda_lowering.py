@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -110,15 +111,11 @@ def test_too_long_sequences_are_an_error(fake_compiler):
 
 
 def test_dropout_is_data_and_its_rate_an_attribute(fake_compiler):
-    def texts(key):
-        return lower(
-            lambda key, *x: jax.grad(loss, (0, 1, 2))(*x, dropout_rate=rate, dropout_key=key),
-            key,
-            *shapes(),
-        )
+    def gradients(rate, key, *operands):
+        return jax.grad(loss, (0, 1, 2))(*operands, dropout_rate=rate, dropout_key=key)
 
     for rate, threshold in ((0.1, 26), (0.5, 128)):
-        text = texts(jax.random.key(0))
+        text = lower(functools.partial(gradients, rate), jax.random.key(0), *shapes())
         assert text.count("key_words,batch_base,head_index") == 2
         assert text.count(f"dropout_threshold = {threshold} : i32") == 2
     assert [spec.dropout for spec, _ in fake_compiler] == [True, True]
