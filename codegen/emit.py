@@ -18,8 +18,12 @@ struct Config {{
   static constexpr int kWarps = {warps};
   static constexpr int kBlocksPerSm = {blocks_per_sm};
   static constexpr auto kMask = memeff::MaskKind::{mask};
+  static constexpr bool kSegments = {segments};
+  static constexpr bool kBoolean = {boolean};
   static constexpr bool kSoftCap = {soft_cap};
-{extra}}};
+  static constexpr bool kDropout = {dropout};
+  static constexpr bool kBias = {has_bias};
+{bias}{extra}}};
 """
 
 _PARK = """\
@@ -28,6 +32,15 @@ _PARK = """\
 
 _GRADIENT = """\
   static constexpr bool k{name}Gradient = {wanted};
+"""
+
+_BIAS = """\
+  using BiasElement = {element};
+  static constexpr bool kBiasPerRow = {per_row};
+"""
+
+_BIAS_GRADIENT = """\
+  static constexpr auto kBiasGradient = memeff::BiasGradient::{way};
 """
 
 _KERNEL = """
@@ -63,7 +76,12 @@ def source(spec: KernelSpec) -> str:
         warps=spec.tile.warps,
         blocks_per_sm=spec.tile.blocks_per_sm,
         mask=spec.mask,
+        segments=_bool(spec.segments),
+        boolean=_bool(spec.boolean),
         soft_cap=_bool(spec.soft_cap),
+        dropout=_bool(spec.dropout),
+        has_bias=_bool(spec.bias is not None),
+        bias=_bias(spec),
         extra=_PARK.format(parks=_bool(spec.tile.park))
         if spec.direction == "forward"
         else _gradients(spec),
@@ -71,20 +89,28 @@ def source(spec: KernelSpec) -> str:
     if spec.direction == "forward":
         (main,) = spec.entry_points
         return text + _main(spec, main, "ForwardParams")
-    preprocess, main, *postprocess = spec.entry_points
+    preprocess, main, *after = spec.entry_points
     return (
         text
         + _stage(preprocess, "Preprocess")
         + _main(spec, main, "BackwardParams")
-        + "".join(_stage(entry, "Postprocess") for entry in postprocess)
+        + "".join(_stage(entry, entry.name.rpartition("_")[2].capitalize()) for entry in after)
     )
+
+
+def _bias(spec: KernelSpec) -> str:
+    if spec.bias is None:
+        return ""
+    element = "float" if spec.bias == "32" else _ELEMENTS[spec.dtype]
+    return _BIAS.format(element=element, per_row=_bool(spec.bias_per_row))
 
 
 def _gradients(spec: KernelSpec) -> str:
-    return "".join(
+    gradients = [
         _GRADIENT.format(name=name.capitalize(), wanted=_bool(name in spec.gradients))
         for name in SPEC_GRADIENTS
-    )
+    ]
+    return "".join([*gradients, _BIAS_GRADIENT.format(way=spec.bias_gradient)])
 
 
 def _bool(value: bool) -> str:

@@ -14,6 +14,7 @@ DIRECTIONS = ("forward", "backward")
 DTYPES = ("f16", "bf16", "f32", "f64")
 MASKS = frozenset({"causal", "window", "query_lengths", "key_lengths", "segments", "boolean"})
 BIASES = (None, "16", "32")
+BIAS_LAYOUTS = ("full", "shared", "columns")
 GRADIENTS = ("query", "key", "value", "bias")
 
 
@@ -24,6 +25,8 @@ class Problem:
     ``masks`` is any subset of ``causal`` (a right bound only), ``window`` (a left bound, with or
     without a right one), ``query_lengths``, ``key_lengths``, ``segments`` and ``boolean``. Top-left
     and bottom-right alignment differ in a run-time offset, so they have no name here.
+    ``bias`` is the number of bits of its elements. Its layout is ``columns`` when it is broadcast
+    over rows, else ``shared`` when it is broadcast over batch elements or heads, else ``full``.
     ``sequence`` never changes a kernel; ``explain`` reports the grid with it.
     ``wants`` are the gradients of a backward (all of query, key and value by default), and
     ``alignment`` is the number of bytes that every row of query, key and value starts at a
@@ -44,6 +47,7 @@ class Problem:
     sequence: int | None = None
     masks: frozenset[str] = frozenset()
     bias: Literal["16", "32"] | None = None
+    bias_layout: Literal["full", "shared", "columns"] = "full"
     dropout: bool = False
     soft_cap: bool = False
     deterministic: bool = False
@@ -54,6 +58,7 @@ class Problem:
         _expect_one_of("direction", self.direction, DIRECTIONS)
         _expect_one_of("dtype", self.dtype, DTYPES)
         _expect_one_of("bias", self.bias, BIASES)
+        _expect_one_of("bias_layout", self.bias_layout, BIAS_LAYOUTS)
         for mask in sorted(self.masks):
             _expect_one_of("masks", mask, sorted(MASKS))
         for gradient in self.wants:
@@ -75,7 +80,7 @@ class Problem:
             self.arch,
             *sorted(self.masks),
         ]
-        words += [f"{self.bias}-bit bias"] if self.bias else []
+        words += [f"{self.bias}-bit {self.bias_layout} bias"] if self.bias else []
         words += [name for name in ("dropout", "soft_cap", "deterministic") if getattr(self, name)]
         words += [f"gradients of {', '.join(self.wants)}"] if self.wants else []
         words += [f"alignment={self.alignment}"] if self.alignment != 16 else []

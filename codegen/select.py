@@ -4,23 +4,48 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from jax_memeff.codegen.problem import DIRECTIONS, Dtype, Problem
-from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec, MaskKind
-from jax_memeff.codegen.support import family_reasons, mask_kind, spec_reasons, unsupported_reasons
+from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec
+from jax_memeff.codegen.support import (
+    bias_gradient,
+    bias_per_row,
+    family_reasons,
+    mask_kind,
+    spec_reasons,
+    unsupported_reasons,
+)
 from jax_memeff.codegen.tiles import sm80
 from jax_memeff.errors import UnsupportedError
 
 _ALL_DIMS = tuple(itertools.product(sm80.CLASSES, repeat=2))
 
-# Features that change the source, as (mask, soft cap): plain, each alone, all together. A window
-# includes causal, so "all" needs no third mask.
-_FEATURE_SETS: tuple[tuple[MaskKind, bool], ...] = (
-    ("none", False),
-    ("causal", False),
-    ("window", False),
-    ("none", True),
-    ("window", True),
+
+_ALL_GRADIENTS = (*SPEC_GRADIENTS, "bias")
+
+# Plain, each feature alone, all together, as fields of a problem. A window includes causal, so
+# "all" needs no third interval mask.
+_FEATURE_SETS: tuple[dict[str, Any], ...] = (
+    {},
+    {"masks": frozenset({"causal"})},
+    {"masks": frozenset({"window"})},
+    {"masks": frozenset({"segments"})},
+    {"masks": frozenset({"boolean"})},
+    {"soft_cap": True},
+    {"dropout": True},
+    {"bias": "16", "wants": _ALL_GRADIENTS},
+    {"bias": "16", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
+    {"bias": "16", "bias_layout": "columns", "wants": _ALL_GRADIENTS},
+    {"bias": "32", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
+    {
+        "masks": frozenset({"window", "segments", "boolean"}),
+        "soft_cap": True,
+        "dropout": True,
+        "bias": "32",
+        "bias_layout": "shared",
+        "wants": _ALL_GRADIENTS,
+    },
 )
 
 
@@ -65,62 +90,64 @@ def closure(
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
-    10
+    23
     """
     problems = (
-        Problem(
-            direction,
-            dtype,
-            *dims_pair,
-            arch,
-            masks=frozenset({mask} - {"none"}),
-            soft_cap=soft_cap,
-        )
-        for direction, dtype, dims_pair, (mask, soft_cap) in itertools.product(
+        Problem(direction, dtype, *dims_pair, arch, **_features_of(direction, features))
+        for direction, dtype, dims_pair, features in itertools.product(
             DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
     )
-    yield from sorted(map(select, problems), key=lambda spec: spec.sort_key)
+    yield from sorted(set(map(select, problems)), key=lambda spec: spec.sort_key)
+
+
+def _features_of(direction: str, features: dict[str, Any]) -> dict[str, Any]:
+    """A forward computes no gradients, so several feature sets are one there."""
+    return features if direction == "backward" else {**features, "wants": ()}
 
 
 def table(arch: str) -> str:
     """The closure of ``arch`` as aligned text, one kernel per line; a golden file in the tests."""
-    lines = [f"{'kernel':<58} {'threads':>7} {'blocks/SM':>9} {'shared bytes':>12}"]
-    for spec in closure(arch):
+    specs = list(closure(arch))
+    width = max(len(spec.name) for spec in specs)
+    lines = [f"{'kernel':<{width}} {'threads':>7} {'blocks/SM':>9} {'shared bytes':>12}"]
+    for spec in specs:
         lines.append(
-            f"{spec.name:<58} {spec.threads:>7} {spec.tile.blocks_per_sm:>9} "
+            f"{spec.name:<{width}} {spec.threads:>7} {spec.tile.blocks_per_sm:>9} "
             f"{spec.shared_bytes:>12}"
         )
     return "\n".join(lines) + "\n"
 
 
 def _table(problem: Problem) -> list[KernelSpec]:
-    dtype = problem.dtype if problem.dtype in SPEC_DTYPES else "bf16"
     specs = [
         spec
         for head_class, value_class in _ALL_DIMS
-        for spec in _specs(
-            problem.arch,
-            problem.direction,
-            dtype,
-            head_class,
-            value_class,
-            mask_kind(problem.masks),
-            problem.soft_cap,
-            tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
-        )
+        for spec in _specs(problem, head_class, value_class)
     ]
     return sorted(specs, key=lambda spec: spec.sort_key)
 
 
-def _specs(
-    arch, direction, dtype, head_class, value_class, mask, soft_cap, gradients=SPEC_GRADIENTS
-) -> list[KernelSpec]:
-    part = sm80.part(arch)
-    tiles = part.forward if direction == "forward" else part.backward
-    if direction == "forward":
-        gradients = ()
+def _specs(problem: Problem, head_class: int, value_class: int) -> list[KernelSpec]:
+    part = sm80.part(problem.arch)
+    forward = problem.direction == "forward"
+    tiles = part.forward if forward else part.backward
     return [
-        KernelSpec(direction, dtype, head_class, value_class, tile, mask, soft_cap, gradients)
+        KernelSpec(
+            direction=problem.direction,
+            dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
+            head_class=head_class,
+            value_class=value_class,
+            tile=tile,
+            mask=mask_kind(problem.masks),
+            segments="segments" in problem.masks,
+            boolean="boolean" in problem.masks,
+            soft_cap=problem.soft_cap,
+            dropout=problem.dropout,
+            bias=problem.bias,
+            bias_per_row=bias_per_row(problem),
+            bias_gradient=bias_gradient(problem),
+            gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
+        )
         for tile in tiles[max(head_class, value_class)]
     ]

@@ -8,8 +8,10 @@ from typing import Literal, NamedTuple
 from jax_memeff.codegen.tiles.sm80 import Tile
 
 MaskKind = Literal["none", "causal", "window"]
+BiasGradient = Literal["none", "full", "shared", "columns"]
 
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
+BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns")
 SPEC_DTYPES: tuple[Literal["f16", "bf16"], ...] = ("f16", "bf16")
 SPEC_GRADIENTS = ("query", "key", "value")
 _BYTES_16_BIT = 2
@@ -31,7 +33,9 @@ class KernelSpec:
     """A kernel of the sm80 family. Two equal specs give the same source.
 
     ``head_class`` (of query and key) and ``value_class`` are padded dims; the real ones are
-    run-time parameters. ``gradients`` are those that a backward computes, and () in a forward.
+    run-time parameters. ``gradients`` are those that a backward computes, and () in a forward;
+    the gradient of the bias is apart, because there are several ways to sum it. ``bias`` is the
+    number of bits of its elements, and ``bias_per_row`` says that it is not broadcast over rows.
     """
 
     direction: Literal["forward", "backward"]
@@ -41,6 +45,12 @@ class KernelSpec:
     tile: Tile
     mask: MaskKind = "none"
     soft_cap: bool = False
+    segments: bool = False
+    boolean: bool = False
+    dropout: bool = False
+    bias: Literal["16", "32"] | None = None
+    bias_per_row: bool = True
+    bias_gradient: BiasGradient = "none"
     gradients: tuple[str, ...] = ()
     family: str = "sm80"
 
@@ -56,9 +66,14 @@ class KernelSpec:
             f"{self.tile.query}x{self.tile.key}",
         ]
         words += [self.mask] if self.mask != "none" else []
+        words += [word for word in ("segments", "boolean") if getattr(self, word)]
         words += ["softcap"] if self.soft_cap else []
-        if self.gradients not in ((), SPEC_GRADIENTS):
-            words.append("".join(f"d{gradient[0]}" for gradient in self.gradients))
+        words += ["dropout"] if self.dropout else []
+        if self.bias:
+            words.append(f"bias{self.bias}{'' if self.bias_per_row else 'columns'}")
+        if self.direction == "backward" and self.gradients != SPEC_GRADIENTS:
+            words.append("".join(f"d{gradient[0]}" for gradient in self.gradients) or "only")
+        words += [f"dbias{self.bias_gradient}"] if self.bias_gradient != "none" else []
         return "_".join([*words, self.family])
 
     @property
@@ -78,17 +93,15 @@ class KernelSpec:
         main = EntryPoint(self.name, self.threads, self.shared_bytes)
         if self.direction == "forward":
             return (main,)
-        # The postprocess reads the sums of dq as the main kernel's warps laid them out, so all
-        # three have its threads.
+        # The last two read sums as the main kernel's warps laid them out, so all have its threads.
         preprocess = EntryPoint(f"{self.name}_preprocess", self.threads, 0)
-        if "query" not in self.gradients:
-            return (preprocess, main)
-        query_tile = self.tile.query * self.head_class * _BYTES_16_BIT
-        return (
-            preprocess,
-            main,
-            EntryPoint(f"{self.name}_postprocess", self.threads, query_tile),
-        )
+        entries = [preprocess, main]
+        if "query" in self.gradients:
+            query_tile = self.tile.query * self.head_class * _BYTES_16_BIT
+            entries.append(EntryPoint(f"{self.name}_postprocess", self.threads, query_tile))
+        if self.bias_gradient in ("shared", "columns"):
+            entries.append(EntryPoint(f"{self.name}_bias", self.threads, 0))
+        return tuple(entries)
 
     @property
     def shared_bytes(self) -> int:
@@ -126,7 +139,13 @@ class KernelSpec:
             self.value_class,
             -self.tile.query * self.tile.key,
             MASK_KINDS.index(self.mask),
+            self.segments,
+            self.boolean,
             self.soft_cap,
+            self.dropout,
+            self.bias or "",
+            not self.bias_per_row,
+            BIAS_GRADIENTS.index(self.bias_gradient),
             -len(self.gradients),
             self.gradients,
         )

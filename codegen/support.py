@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec
+from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasGradient, KernelSpec
 from jax_memeff.codegen.tiles import sm80
 
 _XLA = "pass implementation='xla'"
-_RUN_TIME_MASKS = frozenset({"query_lengths", "key_lengths"})
-_COMPILED_MASKS = frozenset({"causal", "window"})
 
 
 def family_reasons(problem: Problem) -> list[str]:
@@ -23,12 +21,6 @@ def family_reasons(problem: Problem) -> list[str]:
         reasons.append(f"float64 has no kernel: {_XLA}, or cast to bfloat16 or float16")
     if problem.dtype == "f32":
         reasons.append(f"float32 is {not_yet}: {_XLA}, or cast to bfloat16 or float16")
-    for mask in sorted(problem.masks - _RUN_TIME_MASKS - _COMPILED_MASKS):
-        reasons.append(f"a {mask} mask is {not_yet}: {_XLA}")
-    if problem.bias is not None:
-        reasons.append(f"bias is {not_yet}: {_XLA}")
-    if problem.dropout:
-        reasons.append(f"dropout is {not_yet}: {_XLA}")
     if problem.deterministic:
         reasons.append(f"deterministic_backward is {not_yet}: leave it False, or {_XLA}")
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
@@ -57,8 +49,20 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"it is for {spec.dtype}, not {problem.dtype}")
     if spec.mask != mask_kind(problem.masks):
         reasons.append(f"its mask is {spec.mask}, not {mask_kind(problem.masks)}")
-    if spec.soft_cap != problem.soft_cap:
-        reasons.append(f"it is compiled {'with' if spec.soft_cap else 'without'} soft cap")
+    for feature, compiled, asked in (
+        ("segments", spec.segments, "segments" in problem.masks),
+        ("a boolean mask", spec.boolean, "boolean" in problem.masks),
+        ("soft cap", spec.soft_cap, problem.soft_cap),
+        ("dropout", spec.dropout, problem.dropout),
+    ):
+        if compiled != asked:
+            reasons.append(f"it is compiled {'with' if compiled else 'without'} {feature}")
+    if spec.bias != problem.bias:
+        reasons.append(f"its bias is {_bits(spec.bias)}, not {_bits(problem.bias)}")
+    if problem.bias and spec.bias_per_row != bias_per_row(problem):
+        reasons.append(f"its bias is {'not ' if spec.bias_per_row else ''}broadcast over rows")
+    if spec.bias_gradient != bias_gradient(problem):
+        reasons.append(f"its bias gradient is {spec.bias_gradient}, not {bias_gradient(problem)}")
     wanted = tuple(name for name in SPEC_GRADIENTS if name in problem.wants)
     if spec.direction == problem.direction == "backward" and spec.gradients != wanted:
         reasons.append(
@@ -98,6 +102,20 @@ def mask_kind(masks: frozenset[str]):
     if "window" in masks:
         return "window"
     return "causal" if "causal" in masks else "none"
+
+
+def bias_per_row(problem: Problem) -> bool:
+    """Whether the bias differs from row to row."""
+    return problem.bias is None or problem.bias_layout != "columns"
+
+
+def bias_gradient(problem: Problem) -> BiasGradient:
+    """How the gradient of the bias is summed."""
+    return problem.bias_layout if problem.bias and "bias" in problem.wants else "none"
+
+
+def _bits(bias: str | None) -> str:
+    return "none" if bias is None else f"{bias}-bit"
 
 
 def _warps_fit(rows: int, columns: int, warps: int, owned_rows: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jax_memeff.codegen.select import select
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.errors import UnsupportedError
 from jax_memeff.mask import Mask
-from jax_memeff.options import Operands, Options, Wants
+from jax_memeff.options import DropoutState, Operands, Options, Wants
 
 _FORWARD_TARGET = "jax_memeff_forward"
 _BACKWARD_TARGET = "jax_memeff_backward"
@@ -57,7 +57,7 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     return _custom_call(
         ctx,
         _FORWARD_TARGET,
-        _attention_operands(avals, operands),
+        _attention_operands(ctx, avals, operands),
         [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)],
         specs=specs,
         **_scores(avals, options),
@@ -84,7 +84,7 @@ def lower_backward(
         ctx,
         _BACKWARD_TARGET,
         [
-            *_attention_operands(avals, operands),
+            *_attention_operands(ctx, avals, operands),
             *(_Buffer(*buffer) for buffer in named if buffer[1] is not None),
         ],
         [*gradients, *_workspaces(avals, specs, wants)],
@@ -98,20 +98,57 @@ def _wanted(wants: Wants) -> list[str]:
     return [name for name, want in zip(Wants._fields, wants, strict=True) if want]
 
 
-def _attention_operands(avals: Operands, operands: Operands) -> list[_Buffer]:
+def _attention_operands(
+    ctx: mlir.LoweringRuleContext, avals: Operands, operands: Operands
+) -> list[_Buffer]:
     buffers = [
         _Buffer("query", avals.query, operands.query),
         _Buffer("key", avals.key, operands.key),
         _Buffer("value", avals.value, operands.value),
+        _Buffer("bias", avals.bias, operands.bias),
         _Buffer("query_lengths", avals.mask.query_lengths, operands.mask.query_lengths),
         _Buffer("key_lengths", avals.mask.key_lengths, operands.mask.key_lengths),
     ]
+    if avals.dropout is not None and operands.dropout is not None:
+        buffers += map(_Buffer, DropoutState._fields, avals.dropout, operands.dropout)
     if avals.position is not None and operands.position is not None:
         buffers += [
             _Buffer("query_position", avals.position.query, operands.position.query),
             _Buffer("key_position", avals.position.key, operands.position.key),
         ]
+    buffers += _element_masks(ctx, avals.mask, operands.mask)
     return [buffer for buffer in buffers if buffer.aval is not None]
+
+
+def _element_masks(ctx: mlir.LoweringRuleContext, avals: Mask, mask: Mask) -> list[_Buffer]:
+    """Segment ids stacked to [B, pairs, T] and [B, pairs, S], and the "and" of all boolean masks.
+
+    One boolean mask is passed as it is. Several are combined in the broadcast of their shapes.
+    """
+    buffers = []
+    if avals.segment_ids:
+        for name, ids, values in zip(
+            ("query_segments", "key_segments"),
+            zip(*avals.segment_ids, strict=True),
+            zip(*mask.segment_ids, strict=True),
+            strict=True,
+        ):
+            buffers.append(_computed(ctx, name, lambda *ids: jnp.stack(ids, 1), ids, values))
+    if avals.booleans:
+        both = functools.partial(functools.reduce, jnp.logical_and)
+        buffers.append(_computed(ctx, "boolean", lambda *x: both(x), avals.booleans, mask.booleans))
+    return buffers
+
+
+def _computed(
+    ctx: mlir.LoweringRuleContext, name: str, function: Any, avals: Sequence, values: Sequence
+) -> _Buffer:
+    """A buffer that XLA computes from operands before the call."""
+    result = jax.eval_shape(function, *avals)
+    aval = ShapedArray(result.shape, result.dtype)
+    context = ctx.replace(avals_in=avals, avals_out=[aval])
+    lowered = mlir.lower_fun(function, multiple_results=False)(context, *values)
+    return _Buffer(name, aval, *lowered)
 
 
 def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> list[_Buffer]:
@@ -125,7 +162,20 @@ def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> 
     sums = max(padded_rows(spec) * spec.head_class for spec in specs.values())
     buffers = [("row_statistics", 2 * rows)]
     buffers += [("query_gradient_sum", sums)] if wants.query else []
+    if wants.bias and (size := max(_bias_sums(avals, spec) for spec in specs.values())):
+        buffers.append(("bias_gradient_sum", size))
     return [_Buffer(name, ShapedArray((size,), jnp.dtype(jnp.float32))) for name, size in buffers]
+
+
+def _bias_sums(avals: Operands, spec: KernelSpec) -> int:
+    """Size of the sums of the bias gradient (ffi/include/memeff/bias/gradient.cuh)."""
+    if avals.bias is None or spec.bias_gradient == "full":
+        return 0
+    batch, heads, _, _ = avals.bias.shape
+    rows = 1
+    if spec.bias_gradient == "shared":
+        rows = _round_up(avals.query.shape[1], spec.tile.query)
+    return batch * heads * rows * _round_up(avals.key.shape[1], spec.tile.key)
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -148,11 +198,23 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
         arch=arch,
         masks=_mask_names(avals.mask),
         bias=None if bias is None else "32" if bias.dtype == jnp.float32 else "16",
+        bias_layout=_bias_layout(avals),
         dropout=options.dropout_threshold > 0,
         soft_cap=options.soft_cap is not None,
         deterministic=options.deterministic_backward and wants is not None,
         wants=() if wants is None else tuple(_wanted(wants)),
     )
+
+
+def _bias_layout(avals: Operands) -> Literal["full", "shared", "columns"]:
+    """How the bias is broadcast, as far as kernels differ in it.
+
+    The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
+    """
+    batch, rows, heads, _ = avals.query.shape
+    if avals.bias is None or avals.bias.shape == (batch, heads, rows, avals.key.shape[1]):
+        return "full"
+    return "columns" if avals.bias.shape[2] == 1 else "shared"
 
 
 def _mask_names(mask: Mask) -> frozenset[str]:
@@ -177,8 +239,8 @@ def _require_lengths(avals: Operands) -> None:
         )
 
 
-def _scores(avals: Operands, options: Options) -> dict[str, np.ndarray]:
-    """ScoreScale and the windows of MaskParams (ffi/include/memeff/params.h)."""
+def _scores(avals: Operands, options: Options) -> dict[str, Any]:
+    """ScoreScale, the windows of MaskParams, and T of dropout (ffi/include/memeff/params.h)."""
     scale, cap = options.scale, options.soft_cap
     log2e = math.log2(math.e)
     if cap is not None:
@@ -199,6 +261,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, np.ndarray]:
     return {
         "scale": np.array([prescale, softmax_scale, scale], np.float32),
         "windows": np.array(windows, np.int32),
+        "dropout_threshold": np.int32(options.dropout_threshold),
     }
 
 

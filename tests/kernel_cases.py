@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_memeff import dropout
 from jax_memeff.mask import Mask
-from jax_memeff.options import Operands, Options
+from jax_memeff.options import DropoutState, Operands, Options, Position, Wants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,13 @@ class Case:
     soft_cap: float | None = None
     lse_gradient: bool = True
     lengths: tuple[tuple[int, int], ...] | None = None
+    bias: str | None = None
+    """A letter of "BNTS" for each full dim and 1 for each broadcast one: "1NTS"."""
+    bias_dtype: str | None = None
+    segments: int = 0
+    boolean: tuple[str, ...] = ()
+    dropout: float = 0.0
+    position: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         words = [
@@ -42,6 +50,11 @@ class Case:
         words += ["softcap"] if self.soft_cap else []
         words += [f"scale{self.scale:g}"] if self.scale is not None else []
         words += ["lengths"] if self.lengths else []
+        words += [f"bias{self.bias}{self.bias_dtype or ''}"] if self.bias else []
+        words += [f"{self.segments}segments"] if self.segments else []
+        words += [f"mask{dims}" for dims in self.boolean]
+        words += [f"dropout{self.dropout:g}"] if self.dropout else []
+        words += [f"at{self.position[0]}x{self.position[1]}"] if self.position else []
         return "-".join(words)
 
     @property
@@ -58,7 +71,16 @@ class Case:
     @property
     def options(self) -> Options:
         scale = self.H**-0.5 if self.scale is None else self.scale
-        return Options(scale=scale, soft_cap=self.soft_cap)
+        threshold = dropout.threshold(self.dropout)
+        return Options(scale=scale, soft_cap=self.soft_cap, dropout_threshold=threshold)
+
+    @property
+    def wants(self) -> Wants:
+        """What a backward kernel computes; the gradient of a bias per row needs none."""
+        return Wants(True, True, True, bias=self.bias is not None and self.bias[3] == "S")
+
+    def shape(self, dims: str) -> tuple[int, ...]:
+        return tuple(1 if dim == "1" else getattr(self, dim) for dim in dims)
 
     def arrays(self, seed: int = 0) -> tuple[Operands, Any, Any]:
         """Operands, dout and dlse (or None), NumPy in the case's dtype, all finite."""
@@ -72,14 +94,40 @@ class Case:
             draw(self.B, self.T, self.N, self.H),
             draw(self.B, self.S, self.K, self.H),
             draw(self.B, self.S, self.K, self.value_dim),
+            None if self.bias is None else self.draw_bias(rng),
+            self.full_mask & self.element_mask(rng),
             None,
-            self.full_mask,
-            None,
-            None,
+            None if self.position is None else Position(*map(np.int32, self.position)),
         )
+        if self.dropout:
+            words = rng.integers(2**32, size=(self.B, 2), dtype=np.uint32)
+            base = np.arange(self.B, dtype=np.uint32) * np.uint32(self.N)
+            state = DropoutState(words, base, np.arange(self.N, dtype=np.uint32))
+            operands = operands._replace(dropout=state)
         dout = draw(self.B, self.T, self.N, self.value_dim)
         dlse = draw(self.B, self.T, self.N, dtype=np.float32) if self.lse_gradient else None
         return operands, dout, dlse
+
+    def draw_bias(self, rng: np.random.Generator) -> Any:
+        """Normal numbers, and -inf (or what counts as it) in some elements."""
+        bias = rng.standard_normal(self.shape(self.bias or ""), np.float32)
+        bias[rng.random(bias.shape) < 0.02] = -np.inf
+        if (dtype := jnp.dtype(self.bias_dtype or self.dtype)) != np.float16:
+            bias[rng.random(bias.shape) < 0.02] = -2e38
+        return bias.astype(dtype)
+
+    def element_mask(self, rng: np.random.Generator) -> Mask:
+        mask = Mask()
+        for index in range(self.segments):
+            # Sorted ids first, with negative ones among them, then ids in no order.
+            ids = [
+                rng.integers(-1, 3, size=(self.B, length)).astype(np.int32)
+                for length in (self.T, self.S)
+            ]
+            mask &= Mask.segments(*(ids if index else map(np.sort, ids)))
+        for dims in self.boolean:
+            mask &= Mask.boolean(rng.random(self.shape(dims)) < 0.8)
+        return mask
 
 
 CAUSAL = {"mask": Mask.causal(), "mask_name": "causal"}
@@ -123,11 +171,40 @@ HEAD_DIMS = (
     (24, 200),
     (248, 256),
 )
+BIASES = ("BNTS", "1NTS", "B1TS", "11TS", "BN1S", "B11S", "1N1S", "111S", "BNT1", "1NT1", "1111")
+BOOLEANS = (("BNTS",), ("11TS",), ("B11S",), ("1N1S", "B1T1"))
 GROUPS = ((2, 2), (4, 2), (3, 1), (8, 1), (6, 2))
 
 
+def _element_cases() -> list[Case]:
+    """Bias, element masks and dropout: every value alone, and some together."""
+    found = []
+    for bias in BIASES:
+        found += [Case(T=130, S=150, bias=bias), Case(T=201, S=77, bias=bias, **CAUSAL)]
+        found += [Case(T=77, S=201, H=128, bias=bias, bias_dtype="float32")]
+        found += [Case(T=64, S=129, N=4, bias=bias, dtype="float16", soft_cap=2.0)]
+        found += [Case(T=200, S=270, bias=bias, lengths=((200, 270), (33, 100)), **BOTTOM_RIGHT)]
+    for T, S in ODD_SIZES:
+        found += [Case(T=T, S=S, bias="BNTS", **WINDOW), Case(T=T, S=S, bias="1NTS", dropout=0.1)]
+    for H, Hv in HEAD_DIMS:
+        found += [Case(T=150, S=130, H=H, Hv=Hv, bias="1NTS", dropout=0.2)]
+    for dropout_rate in (0.1, 0.5, 0.9):
+        for mask in MASKS:
+            found += [Case(T=200, S=270, dropout=dropout_rate, **mask)]
+        found += [Case(T=130, S=150, N=4, H=128, dropout=dropout_rate, position=(48, 160))]
+    for segments in (1, 2):
+        for mask in MASKS:
+            found += [Case(T=200, S=270, segments=segments, **mask)]
+        found += [Case(T=65, S=257, N=6, H=128, segments=segments, lengths=((65, 257), (40, 0)))]
+    for boolean in BOOLEANS:
+        for mask in MASKS:
+            found += [Case(T=270, S=201, boolean=boolean, **mask)]
+        found += [Case(T=129, S=64, N=4, H=128, boolean=boolean, dtype="float16")]
+    return found
+
+
 def cases() -> list[Case]:
-    """Every value of every factor, and 60 seeded draws of all factors together."""
+    """Every value of every factor, and 100 seeded draws of all factors together."""
     found = []
     for T, S in ODD_SIZES:
         found += [Case(T=T, S=S), Case(T=T, S=S, H=128, **CAUSAL)]
@@ -146,8 +223,10 @@ def cases() -> list[Case]:
         found += [Case(T=100, S=90, scale=scale, **CAUSAL), Case(T=100, S=90, scale=scale)]
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
+    found += _element_cases()
+
     rng = np.random.default_rng(1)
-    for _ in range(60):
+    for _ in range(100):
         T, S = ODD_SIZES[rng.integers(len(ODD_SIZES))]
         H, Hv = HEAD_DIMS[rng.integers(len(HEAD_DIMS))]
         N, K = GROUPS[rng.integers(len(GROUPS))]
@@ -167,6 +246,12 @@ def cases() -> list[Case]:
                 soft_cap=5.0 if rng.random() < 0.3 else None,
                 lse_gradient=bool(rng.random() < 0.5),
                 lengths=lengths,
+                bias=str(rng.choice(BIASES)) if rng.random() < 0.4 else None,
+                bias_dtype="float32" if rng.random() < 0.3 else None,
+                segments=int(rng.choice([0, 0, 0, 1, 2])),
+                boolean=BOOLEANS[rng.integers(4)] if rng.random() < 0.2 else (),
+                dropout=float(rng.choice([0.0, 0.0, 0.1, 0.5])),
+                position=(32, 16) if rng.random() < 0.2 else None,
                 **MASKS[rng.integers(len(MASKS))],
             )
         )
@@ -178,17 +263,26 @@ def poisoned(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Oper
     if case.lengths is None:
         return operands, dout, dlse
     query, key, value, dout = (np.array(x) for x in (*operands[:3], dout))
+    bias = None if operands.bias is None else np.array(operands.bias)
+    if bias is not None:
+        longest = tuple(map(max, zip(*case.lengths, strict=True)))
+        for b in range(len(bias)):
+            query_length, key_length = longest if len(bias) == 1 else case.lengths[b]
+            if bias.shape[2] > 1:
+                bias[b, :, query_length:] = np.nan
+            if bias.shape[3] > 1:
+                bias[b, :, :, key_length:] = np.nan
     dlse = None if dlse is None else np.array(dlse)
     for b, (query_length, key_length) in enumerate(case.lengths):
         for array in (query, dout) if dlse is None else (query, dout, dlse):
             array[b, query_length:] = np.nan
         for array in (key, value):
             array[b, key_length:] = np.nan
-    return operands._replace(query=query, key=key, value=value), dout, dlse
+    return operands._replace(query=query, key=key, value=value, bias=bias), dout, dlse
 
 
 def run(operands: Operands, options: Options, dout: Any, dlse: Any) -> tuple:
-    """(out, lse), (dq, dk, dv) of one jitted program."""
+    """(out, lse), (dq, dk, dv, dbias) of one jitted program; dbias is None without a bias."""
     from jax_memeff import vjp
 
     operands, dout, dlse = jax.tree.map(jnp.asarray, (operands, dout, dlse))
@@ -197,11 +291,12 @@ def run(operands: Operands, options: Options, dout: Any, dlse: Any) -> tuple:
 
 @functools.partial(jax.jit, static_argnums=(1, 4))
 def _run(operands, options, dout, dlse, attention):
-    def forward(query, key, value):
-        out, lse = attention(operands._replace(query=query, key=key, value=value), options)
+    def forward(query, key, value, bias):
+        inputs = operands._replace(query=query, key=key, value=value, bias=bias)
+        out, lse = attention(inputs, options)
         return (out, lse) if dlse is not None else out
 
-    results, transpose = jax.vjp(forward, *operands[:3])
+    results, transpose = jax.vjp(forward, *operands[:4])
     gradients = transpose(dout if dlse is None else (dout, dlse))
     out, lse = results if dlse is not None else (results, None)
     return (out, lse), gradients

@@ -79,10 +79,10 @@ def test_explain_shows_choice_grid_and_source(capsys):
 def test_explain_of_what_no_kernel_does(capsys):
     code, out = run(
         capsys, "explain", "--direction", "backward", "--dtype", "f32", "--head-dim", "64",
-        "--arch", "sm_80", "--bias", "16", "--dropout",
+        "--arch", "sm_80", "--deterministic",
     )  # fmt: skip
     assert code == 1
-    for word in ("float32", "bias", "dropout"):
+    for word in ("float32", "deterministic_backward"):
         assert f"{word} is not implemented in the sm80 kernels yet" in out
 
 

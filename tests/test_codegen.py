@@ -31,7 +31,11 @@ struct Config {
   static constexpr int kWarps = 8;
   static constexpr int kBlocksPerSm = 1;
   static constexpr auto kMask = memeff::MaskKind::causal;
+  static constexpr bool kSegments = false;
+  static constexpr bool kBoolean = false;
   static constexpr bool kSoftCap = true;
+  static constexpr bool kDropout = false;
+  static constexpr bool kBias = false;
   static constexpr bool kParkRegisters = false;
 };
 
@@ -100,6 +104,31 @@ def test_backward_computes_only_what_is_wanted(wants):
     assert reason.startswith("it computes the gradients of query, key, value, not of ")
 
 
+@pytest.mark.parametrize("layout", ["full", "shared", "columns"])
+@pytest.mark.parametrize("bits", ["16", "32"])
+def test_bias_and_its_gradient(bits, layout):
+    wants = ("query", "key", "value", "bias")
+    asked = problem("backward", bias=bits, bias_layout=layout, wants=wants)
+    spec = select.select(asked)
+    source = emit.source(spec)
+    assert f"using BiasElement = {'float' if bits == '32' else 'cutlass::bfloat16_t'};" in source
+    assert f"kBiasPerRow = {str(layout != 'columns').lower()};" in source
+    assert f"kBiasGradient = memeff::BiasGradient::{layout};" in source
+    # A gradient that is summed is rounded at the end; a full one is written directly.
+    assert (spec.entry_points[-1].name == f"{spec.name}_bias") == (layout != "full")
+    constant = select.select(problem("backward", bias=bits, bias_layout=layout))
+    assert "kBiasGradient = memeff::BiasGradient::none;" in emit.source(constant)
+    reasons = support.spec_reasons(constant, asked)
+    assert reasons == [f"its bias gradient is none, not {layout}"]
+
+
+def test_a_bias_that_is_shared_has_the_forward_of_a_full_one():
+    full, shared = (
+        select.select(problem(bias="16", bias_layout=layout)) for layout in ("full", "shared")
+    )
+    assert full == shared
+
+
 def test_run_time_matters_do_not_change_the_source():
     plain = problem(head_dim=128)
     others = [
@@ -117,7 +146,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         specs = list(select.closure(arch))
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
-        assert len(set(specs)) == len(specs) == 140
+        assert len(set(specs)) == len(specs) == 322
 
 
 @pytest.mark.parametrize("arch", PARTS)
@@ -166,11 +195,7 @@ def test_selection_is_the_first_without_reasons():
         ({"arch": "sm_75"}, "sm_75 is older than sm_80"),
         ({"dtype": "f32"}, "float32 is not implemented in the sm80 kernels yet"),
         ({"dtype": "f64"}, "float64 has no kernel"),
-        ({"bias": "16"}, "bias is not implemented in the sm80 kernels yet"),
-        ({"dropout": True}, "dropout is not implemented in the sm80 kernels yet"),
         ({"deterministic": True}, "deterministic_backward is not implemented"),
-        ({"masks": {"segments"}}, "a segments mask is not implemented"),
-        ({"masks": {"boolean"}}, "a boolean mask is not implemented"),
         ({"head_dim": 68}, "head_dim is 68, and only multiples of 8"),
         ({"head_dim": 264}, "head_dim is 264, and the largest with a kernel is 256"),
         ({"alignment": 4}, "aligned to 4 bytes"),
@@ -187,13 +212,15 @@ def test_what_no_kernel_does_is_said_with_what_to_do(changes, said):
 
 
 def test_reasons_of_a_spec_name_what_differs():
-    asked = problem("backward", "f16", masks={"causal"}, soft_cap=True)
+    asked = problem("backward", "f16", masks={"causal", "segments"}, soft_cap=True, dropout=True)
     spec = select.select(problem(head_dim=64))
     assert support.unsupported_reasons(spec, asked) == [
         "it is a forward kernel, not a backward one",
         "it is for bf16, not f16",
         "its mask is none, not causal",
+        "it is compiled without segments",
         "it is compiled without soft cap",
+        "it is compiled without dropout",
         "head_dim 128 is above its 64",
         "value_dim 128 is above its 64",
     ]
@@ -226,7 +253,7 @@ def test_impossible_problems_raise_value_error(changes):
 
 def test_closure_takes_dims_that_are_not_tuned():
     names = {spec.name for spec in select.closure("sm_80", dtypes=["f16"], dims=[(80, 40)])}
-    assert "fmha_fwd_f16_d96v64_128x64_window_softcap_sm80" in names
+    assert "fmha_fwd_f16_d96v64_128x64_window_segments_boolean_softcap_dropout_bias32_sm80" in names
     with pytest.raises(UnsupportedError, match="head_dim is 512"):
         list(select.closure("sm_80", dims=[(512, 64)]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -89,24 +90,11 @@ def test_several_architectures(fake_compiler, monkeypatch):
     assert [arch for _, arch in fake_compiler] == ["sm_80", "sm_90a"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "dtype", "reason"),
-    [
-        ({"bias": np.zeros((1, 4, 128, 128), np.float32)}, "bfloat16", "bias"),
-        ({"mask": Mask.segments(np.zeros(128, int), np.zeros(128, int))}, "bfloat16", "segments"),
-        ({"mask": np.ones((1, 1, 128, 128), bool)}, "bfloat16", "boolean"),
-        ({"dropout_rate": 0.5, "dropout_key": np.zeros(2, np.uint32)}, "bfloat16", "dropout"),
-        ({}, "float32", "float32"),
-    ],
-    ids=["bias", "segments", "boolean", "dropout", "float32"],
-)
-def test_what_no_kernel_does_raises(arguments, dtype, reason):
-    with pytest.raises(UnsupportedError, match=reason) as caught:
-        lower(lambda *x: loss(*x, **arguments), *shapes(dtype=dtype))
+def test_what_no_kernel_does_raises():
+    with pytest.raises(UnsupportedError, match="float32") as caught:
+        lower(loss, *shapes(dtype="float32"))
     assert "implementation='xla'" in str(caught.value)
-    assert "stablehlo" in lower(
-        lambda *x: loss(*x, implementation="xla", **arguments), *shapes(dtype=dtype)
-    )
+    assert "stablehlo" in lower(lambda *x: loss(*x, implementation="xla"), *shapes(dtype="float32"))
 
 
 def test_unknown_devices_are_an_error(monkeypatch):
@@ -120,6 +108,79 @@ def test_unknown_devices_are_an_error(monkeypatch):
 def test_too_long_sequences_are_an_error(fake_compiler):
     with pytest.raises(UnsupportedError, match=f"got {2**28 + 1}"):
         lower(loss, *shapes(B=1, T=2**28 + 1))
+
+
+def test_dropout_is_data_and_its_rate_an_attribute(fake_compiler):
+    def gradients(rate, key, *operands):
+        return jax.grad(loss, (0, 1, 2))(*operands, dropout_rate=rate, dropout_key=key)
+
+    for rate, threshold in ((0.1, 26), (0.5, 128)):
+        text = lower(functools.partial(gradients, rate), jax.random.key(0), *shapes())
+        assert text.count("key_words,batch_base,head_index") == 2
+        assert text.count(f"dropout_threshold = {threshold} : i32") == 2
+    assert [spec.dropout for spec, _ in fake_compiler] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "sums"),
+    [
+        ((2, 4, 128, 120), "full", None),
+        ((1, 4, 128, 120), "shared", 4 * 128 * 128),
+        ((2, 1, 128, 120), "shared", 2 * 128 * 128),
+        ((128, 120), "shared", 128 * 128),
+        ((2, 4, 1, 120), "columns", 2 * 4 * 128),
+        ((120,), "columns", 128),
+    ],
+    ids=str,
+)
+def test_bias_gradient_needs_no_more_than_the_bias(fake_compiler, shape, layout, sums):
+    bias = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def with_bias(bias, *x):
+        return loss(*x, bias=bias)
+
+    text = lower(jax.grad(with_bias, (0, 1, 2, 3)), bias, *shapes(S=120))
+    forward, backward = (spec for spec, _ in fake_compiler)
+    assert (forward.bias, forward.bias_gradient) == ("16", "none")
+    assert (backward.bias, backward.bias_gradient) == ("16", layout)
+    assert ("bias_gradient_sum" in text) == (sums is not None)
+    if sums is not None:
+        assert f"tensor<{sums}xf32>" in text
+
+
+def test_a_constant_bias_has_no_gradient(fake_compiler):
+    bias = np.zeros((1, 4, 128, 128), np.float32)
+    text = lower(jax.grad(lambda *x: loss(*x, bias=bias), (0, 1, 2)), *shapes())
+    assert "bias_gradient" not in text
+    assert [spec.bias_gradient for spec, _ in fake_compiler] == ["none", "none"]
+
+
+def test_several_segments_and_booleans_become_one_operand(fake_compiler):
+    mask = (
+        Mask.segments(np.zeros(128, int), np.zeros(128, int))
+        & Mask.segments(np.zeros((2, 128), int), np.zeros((2, 128), int))
+        & Mask.boolean(np.ones((4, 1, 128), bool))
+        & Mask.boolean(np.ones((2, 1, 128, 1), bool))
+    )
+    text = lower(lambda *x: loss(*x, mask=mask), *shapes())
+    ((spec, _),) = fake_compiler
+    assert spec.segments and spec.boolean
+    assert "query_segments,key_segments,boolean" in text
+    call = next(line for line in text.splitlines() if "@jax_memeff_forward" in line)
+    assert call.count("tensor<2x2x128xi32>") == 2
+    assert call.count("tensor<2x4x128x128xi1>") == 1
+
+
+def test_a_boolean_mask_is_not_broadcast(fake_compiler):
+    text = lower(lambda *x: loss(*x, mask=np.ones((1, 1, 1, 128), bool)), *shapes())
+    call = next(line for line in text.splitlines() if "@jax_memeff_forward" in line)
+    assert "tensor<1x1x1x128xi1>" in call
+
+
+def test_a_bias_per_row_needs_no_kernel_for_its_gradient(fake_compiler):
+    bias = jax.ShapeDtypeStruct((1, 4, 128, 1), jnp.bfloat16)
+    text = lower(jax.grad(lambda bias, *x: loss(*x, bias=bias)), bias, *shapes())
+    assert "jax_memeff_backward" not in text
 
 
 def test_windows_reach_the_host_clamped(fake_compiler):

@@ -12,7 +12,7 @@ import oracle
 import pytest
 from kernel_cases import CAUSAL, WINDOW, Case
 
-from jax_memeff import cuda
+from jax_memeff import cuda, dropout
 from jax_memeff.codegen import parallel
 from jax_memeff.mask import Mask
 from jax_memeff.options import Wants
@@ -27,7 +27,7 @@ def compiled():
     jobs = set()
     for case in CASES:
         operands, _, _ = case.arrays()
-        for wants in (None, Wants(True, True, True, False)):
+        for wants in (None, case.wants):
             for arch, spec in cuda.kernels(operands, case.options, wants).items():
                 jobs.add((spec, arch))
     parallel.compile_many(sorted(jobs, key=lambda job: job[0].sort_key))
@@ -39,35 +39,104 @@ def test_matches_the_oracle(case):
     low = oracle.answer(operands, case.options, dout, dlse, jnp.dtype(case.dtype))
     reference = oracle.answer(operands, case.options, dout, dlse, np.float32)
     dirty = kernel_cases.poisoned(case, operands, dout, dlse)
-    (out, lse), (dq, dk, dv) = kernel_cases.run(dirty[0], case.options, *dirty[1:])
+    (out, lse), (dq, dk, dv, dbias) = kernel_cases.run(dirty[0], case.options, *dirty[1:])
     oracle.check("out", out, reference.out, low.out)
     if lse is not None:
         tolerance = 1e-5 if case.soft_cap is None else 1e-3
         oracle.check("lse", lse, reference.lse, lse_tolerance=tolerance)
-    dq_floor, dk_floor = cancellation(operands, case.options, dout)
+    floor = cancellation(operands, case.options, dout)
+    dq_floor = floor * abs(case.options.scale) * largest(operands.key)
+    dk_floor = floor * abs(case.options.scale) * largest(operands.query)
     oracle.check("dq", dq, reference.query, low.query, floor=dq_floor)
     oracle.check("dk", dk, reference.key, low.key, floor=dk_floor)
     oracle.check("dv", dv, reference.value, low.value)
+    if case.bias is not None:
+        scale = reference.bias_scale
+        oracle.check("dbias", dbias, reference.bias, low.bias, scale=scale, floor=floor)
 
 
 def cancellation(operands, options, dout):
-    """Rounding errors of dP - delta, two dot products of a row in f32, in units of dq and of dk."""
-    query, key, value, dout = (np.asarray(x, np.float32) for x in (*operands[:3], dout))
-    if 0 in (*query.shape, *key.shape, *value.shape):
-        return 0.0, 0.0
-    rows = np.linalg.norm(dout, axis=-1).max() * np.linalg.norm(value, axis=-1).max()
-    error = 2.0**-22 * rows * abs(options.scale)
-    return error * np.abs(key).max(), error * np.abs(query).max()
+    """Rounding error of dP - delta, two dot products of a row in f32."""
+    value, dout = (np.asarray(x, np.float32) for x in (operands.value, dout))
+    kept_scale = 256 / (256 - options.dropout_threshold)
+    rows = np.linalg.norm(dout, axis=-1) if dout.size else np.zeros(1)
+    columns = np.linalg.norm(value, axis=-1) if value.size else np.zeros(1)
+    return 2.0**-22 * kept_scale * rows.max() * columns.max()
+
+
+def largest(array):
+    return np.abs(np.asarray(array, np.float32)).max(initial=0)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("H", [32, 64, 96, 128, 256])
+def test_dropout_bits_are_those_of_the_contract(H, soft_cap):
+    """Read from out, dv and dq of uniform probabilities; H and soft cap change the tiles."""
+    row, column = 48, 160
+    case = Case(
+        T=200, S=136, H=H, soft_cap=soft_cap, dropout=0.3, position=(row, column), scale=1.0
+    )
+    operands, _, _ = case.arrays()
+    expected = np.asarray(
+        dropout.keep_mask(
+            operands.dropout, case.options.dropout_threshold, row, column, case.T, case.S
+        )
+    )
+    zeros = operands._replace(query=np.zeros_like(operands.query))
+
+    def one_hot(length, first):
+        """[B, length, N, H], one where the row is ``first`` and the last index together."""
+        hot = np.eye(length, H, k=-first)[None, :, None, :]
+        return np.broadcast_to(hot, (case.B, length, case.N, H)).astype(operands.query.dtype)
+
+    def run(dout, **changes):
+        results = kernel_cases.run(zeros._replace(**changes), case.options, dout, None)
+        return jax.tree.map(lambda x: np.asarray(x, np.float32), results)
+
+    flat = np.full_like(operands.query, 1 / H)
+    for first in range(0, case.S, H):
+        columns = slice(first, min(first + H, case.S))
+        width = columns.stop - first
+        (out, _), _ = run(flat, value=one_hot(case.S, first))
+        kept = out.transpose(0, 2, 1, 3)[..., :width] > 0
+        np.testing.assert_array_equal(kept, expected[..., columns])
+        # With dP = 1 everywhere dS is positive exactly where the element is kept.
+        _, (dq, _, _, _) = run(flat, key=one_hot(case.S, first), value=np.ones_like(operands.value))
+        np.testing.assert_array_equal(
+            dq.transpose(0, 2, 1, 3)[..., :width] > 0, expected[..., columns]
+        )
+    for first in range(0, case.T, H):
+        rows = slice(first, min(first + H, case.T))
+        _, (_, _, dv, _) = run(one_hot(case.T, first))
+        kept = dv.transpose(0, 2, 3, 1)[:, :, : rows.stop - first] > 0
+        np.testing.assert_array_equal(kept, expected[:, :, rows])
+
+
+@pytest.mark.parametrize("dims", ["BNTS", "1NTS", "BN1S", "111S"])
+def test_only_the_gradient_of_the_bias(dims):
+    """Alone it equals what it is among the others, and no buffer of all scores is needed."""
+    from jax_memeff import primitives
+
+    case = Case(T=200, S=150, N=4, K=2, bias=dims, dropout=0.2, **CAUSAL)
+    operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
+    out, lse = primitives.forward(operands, case.options)
+    alone, full = (
+        primitives.backward(operands, case.options, out, lse, dout, dlse, wants).bias
+        for wants in (Wants(False, False, False, bias=True), case.wants)
+    )
+    np.testing.assert_allclose(
+        np.asarray(alone, np.float32), np.asarray(full, np.float32), atol=2e-2
+    )
 
 
 @pytest.mark.parametrize("case", [Case(B=2, T=1025, S=1023, N=4, K=4, H=128, **CAUSAL)], ids=str)
 def test_repeats_are_bit_equal(case):
     """out, dk and dv of 200 runs; dq is summed by atomics and may differ in its last bits."""
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
-    (out, lse), (_, dk, dv) = kernel_cases.run(operands, case.options, dout, dlse)
+    (out, lse), (_, dk, dv, _) = kernel_cases.run(operands, case.options, dout, dlse)
     for _ in range(200):
         again = kernel_cases.run(operands, case.options, dout, dlse)
-        for ours, first in zip((*again[0], *again[1][1:]), (out, lse, dk, dv), strict=True):
+        for ours, first in zip((*again[0], *again[1][1:3]), (out, lse, dk, dv), strict=True):
             assert jnp.array_equal(ours, first)
 
 
@@ -134,7 +203,7 @@ def test_zero_sizes(sizes):
     assert (np.asarray(out, np.float32) == 0).all()
     if case.S == 0:
         assert (np.asarray(lse) == -np.inf).all()
-    for gradient, operand in zip(gradients, operands[:3], strict=True):
+    for gradient, operand in zip(gradients[:3], operands[:3], strict=True):
         assert gradient.shape == operand.shape
 
 

@@ -27,13 +27,15 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   auto results = attributes.get<std::string_view>("results");
   auto scale = attributes.get<ffi::Span<const float>>("scale");
   auto windows = attributes.get<ffi::Span<const int32_t>>("windows");
+  auto dropout_threshold = attributes.get<int32_t>("dropout_threshold");
   auto kernels = attributes.get<ffi::Dictionary>("kernels");
   if (!operands.has_value() || !results.has_value() || !scale.has_value() || !windows.has_value() ||
-      !kernels.has_value() || scale->size() != 3 || windows->size() != 4) {
+      !dropout_threshold.has_value() || !kernels.has_value() || scale->size() != 3 ||
+      windows->size() != 4) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "the custom call needs the attributes operands, results, scale "
-                                   "(3), windows (4) and kernels (was the program exported by "
-                                   "another version?)"));
+                                   "(3), windows (4), dropout_threshold and kernels (was the "
+                                   "program exported by another version?)"));
   }
   auto table = KernelTable::decode(*kernels);
   if (!table.has_value()) return ffi::Unexpected(table.error());
@@ -47,6 +49,7 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   call->mask.top_left_right = (*windows)[1];
   call->mask.bottom_right_left = (*windows)[2];
   call->mask.bottom_right_right = (*windows)[3];
+  call->dropout_threshold = *dropout_threshold;
   if (ffi::Error error = call->kernels.load(); error.failure()) return ffi::Unexpected(error);
   return call;
 }
@@ -59,28 +62,32 @@ void Buffers::fail(const std::string& message) {
   if (error_.success()) error_ = failure(ffi::ErrorCode::kInvalidArgument, message);
 }
 
-void* Buffers::data(const std::string& name) {
+std::optional<ffi::AnyBuffer> Buffers::buffer(const std::string& name) {
   if (auto found = call_.operands.find(name); found != call_.operands.end()) {
     auto buffer = arguments_.get<ffi::AnyBuffer>(found->second);
-    if (buffer.has_value()) return buffer->untyped_data();
+    if (buffer.has_value()) return *buffer;
     fail("operand " + name + " is missing: " + buffer.error().message());
   } else if (auto found = call_.results.find(name); found != call_.results.end()) {
     auto buffer = results_.get<ffi::AnyBuffer>(found->second);
-    if (buffer.has_value()) return (*buffer)->untyped_data();
+    if (buffer.has_value()) return **buffer;
     fail("result " + name + " is missing: " + buffer.error().message());
   }
-  return nullptr;
+  return std::nullopt;
+}
+
+void* Buffers::data(const std::string& name) {
+  auto found = buffer(name);
+  return found ? found->untyped_data() : nullptr;
+}
+
+size_t Buffers::bytes(const std::string& name) {
+  auto found = buffer(name);
+  return found ? found->size_bytes() : 0;
 }
 
 ffi::AnyBuffer::Dimensions Buffers::dimensions(const std::string& name) {
-  if (auto found = call_.operands.find(name); found != call_.operands.end()) {
-    auto buffer = arguments_.get<ffi::AnyBuffer>(found->second);
-    if (buffer.has_value()) return buffer->dimensions();
-  } else if (auto found = call_.results.find(name); found != call_.results.end()) {
-    auto buffer = results_.get<ffi::AnyBuffer>(found->second);
-    if (buffer.has_value()) return (*buffer)->dimensions();
-  }
-  return {};
+  auto found = buffer(name);
+  return found ? found->dimensions() : ffi::AnyBuffer::Dimensions{};
 }
 
 TensorView Buffers::tensor(const std::string& name) {
@@ -100,6 +107,22 @@ TensorView Buffers::tensor(const std::string& name) {
   view.row_stride = dims[2] * view.head_stride;
   view.batch_stride = dims[1] * view.row_stride;
   return view;
+}
+
+ScoreView Buffers::scores(const std::string& name) {
+  ScoreView view = {};
+  if (!has(name)) return view;
+  auto const dims = dimensions(name);
+  if (dims.size() != 4) {
+    fail(name + " needs rank 4, got rank " + std::to_string(dims.size()));
+    return view;
+  }
+  auto stride = [&](size_t dim) {
+    long long elements = dims[dim] == 1 ? 0 : 1;
+    for (size_t inner = dim + 1; inner < dims.size(); ++inner) elements *= dims[inner];
+    return elements;
+  };
+  return {data(name), stride(0), stride(1), stride(2), stride(3)};
 }
 
 ProblemShape Buffers::shape() {
@@ -133,7 +156,23 @@ MaskParams mask_of(const Call& call, Buffers& buffers) {
   mask.key_lengths = static_cast<const int*>(buffers.data("key_lengths"));
   mask.query_position = static_cast<const int*>(buffers.data("query_position"));
   mask.key_position = static_cast<const int*>(buffers.data("key_position"));
+  mask.query_segments = static_cast<const int*>(buffers.data("query_segments"));
+  mask.key_segments = static_cast<const int*>(buffers.data("key_segments"));
+  if (auto const segments = buffers.dimensions("query_segments"); segments.size() == 3) {
+    mask.segment_pairs = segments[1];
+  }
+  mask.boolean = buffers.scores("boolean");
   return mask;
+}
+
+DropoutParams dropout_of(const Call& call, Buffers& buffers) {
+  DropoutParams dropout = {};
+  dropout.key_words = static_cast<const unsigned*>(buffers.data("key_words"));
+  dropout.batch_base = static_cast<const unsigned*>(buffers.data("batch_base"));
+  dropout.head_index = static_cast<const unsigned*>(buffers.data("head_index"));
+  dropout.threshold = call.dropout_threshold;
+  dropout.scale = 256.0f / static_cast<float>(256 - call.dropout_threshold);
+  return dropout;
 }
 
 }  // namespace memeff::host

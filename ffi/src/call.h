@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 
 #include "kernel.h"
@@ -19,6 +20,7 @@ struct Call {
   std::map<std::string, int> results;
   ScoreScale scale;
   MaskParams mask;  // bounds only
+  int dropout_threshold;
 
   static xla::ffi::ErrorOr<std::unique_ptr<Call>> decode(const xla::ffi::Dictionary& attributes);
 };
@@ -39,12 +41,18 @@ class Buffers {
   // A row-major [batch, sequence, head, dim] buffer whose rows the kernels move 16 bytes at a time.
   TensorView tensor(const std::string& name);
 
+  // A row-major buffer that broadcasts to the scores; null where the call has none of this name.
+  ScoreView scores(const std::string& name);
+
+  size_t bytes(const std::string& name);
+  xla::ffi::AnyBuffer::Dimensions dimensions(const std::string& name);
+
   ProblemShape shape();
 
   const xla::ffi::Error& error() const { return error_; }
 
  private:
-  xla::ffi::AnyBuffer::Dimensions dimensions(const std::string& name);
+  std::optional<xla::ffi::AnyBuffer> buffer(const std::string& name);
   void fail(const std::string& message);
 
   const Call& call_;
@@ -53,8 +61,9 @@ class Buffers {
   xla::ffi::Error error_ = xla::ffi::Error::Success();
 };
 
-// The mask of a call with the pointers of this execution.
+// Mask and dropout of a call with the pointers of this execution.
 MaskParams mask_of(const Call& call, Buffers& buffers);
+DropoutParams dropout_of(const Call& call, Buffers& buffers);
 
 xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                CUstream stream);

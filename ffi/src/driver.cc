@@ -31,7 +31,8 @@ bool open(Driver* driver, std::string* error) {
          find(library, "cuLibraryLoadData", &driver->library_load, error) &&
          find(library, "cuLibraryGetKernel", &driver->library_kernel, error) &&
          find(library, "cuKernelSetAttribute", &driver->kernel_set_attribute, error) &&
-         find(library, "cuLaunchKernel", &driver->launch, error);
+         find(library, "cuLaunchKernel", &driver->launch, error) &&
+         find(library, "cuMemsetD8Async", &driver->memset_async, error);
 }
 
 }  // namespace

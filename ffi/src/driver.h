@@ -20,6 +20,7 @@ struct Driver {
   decltype(&cuLibraryGetKernel) library_kernel;
   decltype(&cuKernelSetAttribute) kernel_set_attribute;
   decltype(&cuLaunchKernel) launch;
+  decltype(&cuMemsetD8Async) memset_async;
 };
 
 // Opens the driver on the first call. On failure returns null and sets `error`.

@@ -225,4 +225,14 @@ ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstr
                  "launch of " + name + " failed: " + describe(**driver, result));
 }
 
+ffi::Error fill_zero(void* data, size_t bytes, CUstream stream) {
+  auto driver = driver_or_error();
+  if (!driver.has_value()) return driver.error();
+  CUresult const result =
+      (*driver)->memset_async(reinterpret_cast<CUdeviceptr>(data), 0, bytes, stream);
+  if (result == CUDA_SUCCESS) return ffi::Error::Success();
+  return failure(ffi::ErrorCode::kInternal,
+                 "a workspace could not be zeroed: " + describe(**driver, result));
+}
+
 }  // namespace memeff::host

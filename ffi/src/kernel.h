@@ -60,6 +60,8 @@ class KernelTable {
 xla::ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstream stream,
                        const void* params);
 
+xla::ffi::Error fill_zero(void* data, size_t bytes, CUstream stream);
+
 xla::ffi::Error failure(xla::ffi::ErrorCode code, const std::string& message);
 
 }  // namespace memeff::host

@@ -8,6 +8,8 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.shape = buffers.shape();
   params.scale = call.scale;
   params.mask = mask_of(call, buffers);
+  params.dropout = dropout_of(call, buffers);
+  params.bias = buffers.scores("bias");
   params.query = buffers.tensor("query");
   params.key = buffers.tensor("key");
   params.value = buffers.tensor("value");
@@ -20,6 +22,8 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.logsumexp_gradient = static_cast<const float*>(buffers.data("logsumexp_gradient"));
   params.row_statistics = static_cast<float*>(buffers.data("row_statistics"));
   params.query_gradient_sum = static_cast<float*>(buffers.data("query_gradient_sum"));
+  params.bias_gradient = buffers.scores("bias_gradient");
+  params.bias_gradient_sum = static_cast<float*>(buffers.data("bias_gradient_sum"));
   if (buffers.error().failure()) return buffers.error();
 
   ProblemShape const& shape = params.shape;
@@ -28,11 +32,22 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   long long const query_blocks = (long long)params.query_tiles * shape.query_heads * shape.batch;
   long long const key_blocks = key_tiles * shape.key_heads * shape.batch;
 
-  enum { kPreprocess, kMain, kPostprocess };
-  auto error = launch(kernel, kPreprocess, query_blocks, stream, &params);
-  if (error.success()) error = launch(kernel, kMain, key_blocks, stream, &params);
+  int entry = 0;
+  auto error = launch(kernel, entry++, query_blocks, stream, &params);
+  bool const sums_bias = buffers.has("bias_gradient_sum");
+  if (error.success() && sums_bias) {
+    error = fill_zero(params.bias_gradient_sum, buffers.bytes("bias_gradient_sum"), stream);
+  }
+  if (error.success()) error = launch(kernel, entry++, key_blocks, stream, &params);
   if (error.success() && buffers.has("query_gradient")) {
-    error = launch(kernel, kPostprocess, query_blocks, stream, &params);
+    error = launch(kernel, entry++, query_blocks, stream, &params);
+  }
+  if (error.success() && sums_bias) {
+    ScoreView const& bias = params.bias_gradient;
+    long long const planes = (bias.batch_stride == 0 ? 1ll : shape.batch) *
+                             (bias.head_stride == 0 ? 1 : shape.query_heads);
+    long long const row_tiles = bias.row_stride == 0 ? 1 : params.query_tiles;
+    error = launch(kernel, entry, planes * row_tiles * key_tiles, stream, &params);
   }
   return error;
 }

@@ -8,6 +8,8 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.shape = buffers.shape();
   params.scale = call.scale;
   params.mask = mask_of(call, buffers);
+  params.dropout = dropout_of(call, buffers);
+  params.bias = buffers.scores("bias");
   params.query = buffers.tensor("query");
   params.key = buffers.tensor("key");
   params.value = buffers.tensor("value");

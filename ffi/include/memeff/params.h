@@ -16,6 +16,15 @@ struct TensorView {
   long long head_stride;
 };
 
+// An array that broadcasts to the scores [B, N, T, S]; the stride of a broadcast dimension is 0.
+struct ScoreView {
+  void* data;
+  long long batch_stride;
+  long long head_stride;
+  long long row_stride;
+  long long column_stride;
+};
+
 // Sizes of one call, named as in the documentation: query [B, T, N, H], key [B, S, K, H],
 // value [B, S, K, Hv].
 struct ProblemShape {
@@ -32,6 +41,7 @@ struct ProblemShape {
 // How a score becomes an exponent of two.
 //   without soft cap: x = score * prescale;  p = exp2(x * softmax_scale - lse2)
 //   with soft cap:    x = tanh(score * prescale), otherwise the same
+//   with a bias:      x as above, then x = x * softmax_scale + bias * log2(e);  p = exp2(x - lse2)
 // prescale is 1 for positive scales without soft cap, which costs nothing. A scale <= 0 goes into
 // prescale, because the running maximum is taken of x and needs softmax_scale > 0.
 struct ScoreScale {
@@ -51,6 +61,19 @@ struct MaskParams {
   const int* key_lengths;     // [B] or null
   const int* query_position;  // [] or null: global index of row 0
   const int* key_position;    // [] or null: global index of column 0
+  const int* query_segments;  // [B, segment_pairs, T]
+  const int* key_segments;    // [B, segment_pairs, S]
+  long long segment_pairs;
+  ScoreView boolean;  // one byte an element
+};
+
+// What the keep bit of an element depends on beside its row and column: see dropout/keep.cuh.
+struct DropoutParams {
+  const unsigned* key_words;   // [B, 2]
+  const unsigned* batch_base;  // [B]
+  const unsigned* head_index;  // [N]
+  int threshold;               // T: an element is kept where its random byte is >= T
+  float scale;                 // 256 / (256 - T), of what is kept
 };
 
 constexpr int kUnbounded = 1 << 30;
@@ -60,6 +83,8 @@ struct ForwardParams {
   ProblemShape shape;
   ScoreScale scale;
   MaskParams mask;
+  DropoutParams dropout;
+  ScoreView bias;
   TensorView query;
   TensorView key;
   TensorView value;
@@ -71,6 +96,8 @@ struct BackwardParams {
   ProblemShape shape;
   ScoreScale scale;
   MaskParams mask;
+  DropoutParams dropout;
+  ScoreView bias;
   TensorView query;
   TensorView key;
   TensorView value;
@@ -84,13 +111,17 @@ struct BackwardParams {
   float* row_statistics;            // [B, N, padded T, 2]: logsumexp in base 2 (+inf where a row
                                     // has no keys), and delta = rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [B, N, padded T, head dim class], in fragment order
-  int query_tiles;                  // padded T / query tile
+  ScoreView bias_gradient;
+  float* bias_gradient_sum;  // where it is summed: see bias/gradient.cuh
+  int query_tiles;           // padded T / query tile
 };
 
 static_assert(sizeof(TensorView) == 32, "host and device disagree on TensorView");
+static_assert(sizeof(ScoreView) == 40, "host and device disagree on ScoreView");
 static_assert(sizeof(ProblemShape) == 32, "host and device disagree on ProblemShape");
-static_assert(sizeof(MaskParams) == 48, "host and device disagree on MaskParams");
-static_assert(sizeof(ForwardParams) == 232, "host and device disagree on ForwardParams");
-static_assert(sizeof(BackwardParams) == 392, "host and device disagree on BackwardParams");
+static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
+static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
+static_assert(sizeof(ForwardParams) == 368, "host and device disagree on ForwardParams");
+static_assert(sizeof(BackwardParams) == 576, "host and device disagree on BackwardParams");
 
 }  // namespace memeff

@@ -98,15 +98,15 @@ struct OnlineSoftmax {
     }
   }
 
-  // Normalises the output and leaves the natural-log logsumexp of each row in row_max.
-  // Rows without keys: output 0, logsumexp -inf.
+  // Normalises the output, times output_scale, and leaves the natural-log logsumexp of each row in
+  // row_max. Rows without keys: output 0, logsumexp -inf.
   template <class Output>
-  CUTE_DEVICE void finish(Output& output, float softmax_scale) {
+  CUTE_DEVICE void finish(Output& output, float softmax_scale, float output_scale) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const sum = quad_sum(row_sum[r]);
       bool const empty = sum == 0.0f;
-      float const inverse = empty ? 0.0f : 1.0f / sum;
+      float const inverse = empty ? 0.0f : output_scale / sum;
       row_max[r] = empty ? -infinity() : row_max[r] * softmax_scale * kLn2 + __logf(sum);
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(output); ++n) {

@@ -18,6 +18,9 @@ constexpr float kLn2 = 0.6931471805599453f;
 // of loads and loops, and cost nothing where they are absent.
 enum class MaskKind { none, causal, window };
 
+// How the gradient of the bias is summed: see bias/gradient.cuh.
+enum class BiasGradient { none, full, shared, columns };
+
 CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CUTE_HOST_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 

@@ -17,7 +17,7 @@ struct FmhaBackwardPreprocess {
   using Tiles = BackwardTiles<Config>;
   static constexpr int kThreads = Tiles::kThreads;
   static constexpr int kBlocksPerSm = 4;  // 64 registers; left to itself the compiler spills at 48
-  static constexpr int kRowLanes = 8;  // lanes that share a row
+  static constexpr int kRowLanes = 8;     // lanes that share a row
   static constexpr int kRowsPerPass = kThreads / kRowLanes;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {

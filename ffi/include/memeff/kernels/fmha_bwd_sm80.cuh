@@ -8,17 +8,24 @@
 //   S = Q K^T    dP = dO V^T    P = exp2(S - lse)    dS = P (dP - delta)
 //   dV += P^T dO    dQ = dS K    dK += dS^T Q
 //
+// With dropout, dV reads the kept P, and dP is the kept dP; both times 256 / (256 - T).
+//
 // The next query tile arrives while this one is worked on (two buffers); dO has one buffer and is
 // loaded again as soon as dV no longer reads it. Gradients that nobody asked for
-// (Config::kQueryGradient, kKeyGradient, kValueGradient) cost neither products nor memory.
+// (Config::kQueryGradient, kKeyGradient, kValueGradient, kBiasGradient) cost neither products nor
+// memory.
 #pragma once
 
+#include <memeff/bias/add.cuh>
+#include <memeff/bias/gradient.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/softmax.cuh>
+#include <memeff/dropout/keep.cuh>
+#include <memeff/kernels/fmha_bwd_bias.cuh>
 #include <memeff/kernels/fmha_bwd_postprocess.cuh>
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
-#include <memeff/mask/interval.cuh>
+#include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
 #include <memeff/schedule/grid.cuh>
 
@@ -45,8 +52,13 @@ struct FmhaBackwardSm80 {
                                       OutTile::kBytes + 2 * ScoreTile::kBytes +
                                       2 * kStatisticsBytes;
 
-  // dS is needed by dq and dk; a frozen query and key leave only dv, which needs P alone.
-  static constexpr bool kScoreGradient = Config::kQueryGradient || Config::kKeyGradient;
+  // dS is needed by dq and dk through shared memory, and is the gradient of the bias; where all of
+  // them are frozen, dv needs P alone.
+  static constexpr bool kStoreScoreGradient = Config::kQueryGradient || Config::kKeyGradient;
+  static constexpr bool kScoreGradient =
+      kStoreScoreGradient || Config::kBiasGradient != BiasGradient::none;
+
+  using BiasWriter = BiasGradientWriter<Config>;
 
   // One visit of the loop: a tile of rows of one query head.
   struct Visit {
@@ -69,7 +81,7 @@ struct FmhaBackwardSm80 {
     WorkItem const item =
         WorkItem::of_block(blockIdx.x, ceil_div(shape.key_length, kTileKey), shape.key_heads);
     int const column = item.tile * kTileKey;
-    IntervalMask<Config::kMask> const mask(params.mask, shape, item.batch);
+    ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
     int const head_visits = tiles.end - tiles.begin;
     int const visits = head_visits * shape.group;
@@ -99,6 +111,16 @@ struct FmhaBackwardSm80 {
           params.out_gradient.row_stride * sizeof(Element), mask.query_length - visit.row,
           shape.value_dim);
     };
+
+    if constexpr (Config::kBiasGradient == BiasGradient::full) {
+      for (int i = 0; i < shape.group; ++i) {
+        int const head = item.head * shape.group + i;
+        BiasWriter::skip(params, item.batch, head, column, 0,
+                         min(tiles.begin * kTileQuery, shape.query_length));
+        BiasWriter::skip(params, item.batch, head, column, tiles.end * kTileQuery,
+                         shape.query_length);
+      }
+    }
 
     auto key_gradient = KeyGrid::make_accumulators();      // (4, MMA_M, MMA_N)
     auto value_gradient = ValueGrid::make_accumulators();  // (4, MMA_M, MMA_N)
@@ -148,13 +170,12 @@ struct FmhaBackwardSm80 {
                                                                              ScoreGrid::column()));
       }
 
-      bool const needs_test = mask.needs_test(visit.row, kTileQuery, column, kTileKey);
-      probabilities(params, statistics_buffers + index % 2 * kStatisticsBytes, visit, mask,
-                    needs_test, column, scores, score_gradient);
+      probabilities(params, statistics_buffers + index % 2 * kStatisticsBytes, item.batch, visit,
+                    mask, column, scores, score_gradient);
       if constexpr (Config::kValueGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
       }
-      if constexpr (kScoreGradient) {
+      if constexpr (kStoreScoreGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(score_tile, score_gradient);
       }
       __syncthreads();  // P and dS are complete
@@ -199,6 +220,12 @@ struct FmhaBackwardSm80 {
           params.key_gradient.row_stride * sizeof(Element), key_bound, shape.head_dim);
     }
     if constexpr (Config::kValueGradient) {
+      if constexpr (Config::kDropout) {
+        CUTE_UNROLL
+        for (int i = 0; i < cute::size(value_gradient); ++i) {
+          value_gradient(i) *= kept_scale(params);
+        }
+      }
       store_tile<Element, ValueTile, ValueGrid, kThreads>(
           value_tile, value_gradient,
           row_pointer<Element>(params.value_gradient, item.batch, column, item.head),
@@ -209,43 +236,78 @@ struct FmhaBackwardSm80 {
   // scores: S -> P.  score_gradient: dP -> dS, the gradient of query.key without the user's scale.
   template <class Mask, class Scores>
   CUTE_DEVICE static void probabilities(BackwardParams const& params, uint32_t statistics,
-                                        Visit const& visit, Mask const& mask, bool needs_test,
-                                        int column, Scores& scores, Scores& score_gradient) {
+                                        int batch, Visit const& visit, Mask const& mask, int column,
+                                        Scores& scores, Scores& score_gradient) {
     prescale_scores<Config::kSoftCap>(scores, params.scale);
-    if constexpr (Config::kSoftCap) {
-      // The cap's derivative 1 - tanh^2 must be taken before the mask makes scores infinite.
-      for_each_score(statistics, [&](int element, int m, int n, float2 row) {
-        float const x = scores(element, m, n);
-        float& gradient = score_gradient(element, m, n);
-        gradient = (gradient - row.y) * fmaf(-x, x, 1.0f);
-      });
+    Scores const capped = scores;  // read where a bias changes what the soft cap's derivative needs
+    if constexpr (Config::kBias) {
+      using BiasElement = typename Config::BiasElement;
+      BiasAdder<BiasElement, ScoreGrid, Config::kBiasPerRow>::add(
+          scores, ScorePlane<BiasElement>(params.bias, batch, visit.head, visit.row, column),
+          mask.query_length - visit.row, mask.key_length - column, params.scale.softmax_scale);
     }
-    if (needs_test) mask.template apply<ScoreGrid>(scores, visit.row, column);
-    for_each_score(statistics, [&](int element, int m, int n, float2 row) {
-      float& score = scores(element, m, n);
-      float& gradient = score_gradient(element, m, n);
-      score = exp2_approx(fmaf(score, params.scale.softmax_scale, -row.x));
-      gradient = score * (Config::kSoftCap ? gradient : gradient - row.y);
-    });
-  }
-
-  // Calls body(element, m, n, (logsumexp2, delta) of the element's row) for this thread's scores.
-  template <class Body>
-  CUTE_DEVICE static void for_each_score(uint32_t statistics, Body const& body) {
+    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, visit.head,
+                                              visit.row, column);
+    BiasWriter bias_gradient(params, {batch, visit.head, visit.row, column});
     int const thread = thread_index();
-    CUTE_UNROLL
-    for (int m = 0; m < ScoreGrid::kRowBlocks; ++m) {
-      CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        float2 const row =
-            load_shared_pair(statistics + ScoreGrid::element_row(2 * half, m, thread) * 8);
+    float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block
+    // The 16x16 block (m, column_block); row blocks come one after the other.
+    auto block = [&](int m, int column_block, auto const& keep) {
+      if (column_block == 0) {
         CUTE_UNROLL
-        for (int n = 0; n < 2 * ScoreGrid::kColumnBlocks; ++n) {
-          body(2 * half, m, n, row);
-          body(2 * half + 1, m, n, row);
+        for (int half = 0; half < 2; ++half) {
+          rows[half] =
+              load_shared_pair(statistics + ScoreGrid::element_row(2 * half, m, thread) * 8);
         }
       }
+      float block_gradient[2][4];  // of the bias
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float2 const row = rows[half];
+        CUTE_UNROLL
+        for (int pair = 0; pair < 4; ++pair) {
+          int const chunk = pair / 2;
+          int const i = pair % 2;
+          int const element = 2 * half + i;
+          int const n = 2 * column_block + chunk;
+          float& score = scores(element, m, n);
+          float const probability = exp2_approx(fmaf(score, exponent_scale(params), -row.x));
+          float const kept = keep.select(score_gradient(element, m, n), half, chunk, i);
+          float gradient = probability * fmaf(kept, kept_scale(params), -row.y);
+          block_gradient[chunk][element] = gradient;
+          if constexpr (Config::kSoftCap) {
+            // tanh is at least -1; a masked score is -inf, and its derivative 0 as it should be.
+            float const x = Config::kBias ? capped(element, m, n) : fmaxf(score, -1.0f);
+            gradient *= fmaf(-x, x, 1.0f);
+          }
+          score = keep.select(probability, half, chunk, i);
+          score_gradient(element, m, n) = gradient;
+        }
+      }
+      bias_gradient.block(m, column_block, block_gradient);
+    };
+    if constexpr (Config::kDropout) {
+      Dropout<ScoreGrid> const dropout(params.dropout, params.mask, batch);
+      dropout.for_each_block(dropout_head(params.dropout, batch, visit.head), visit.row, column,
+                             block);
+    } else {
+      CUTE_UNROLL
+      for (int m = 0; m < ScoreGrid::kRowBlocks; ++m) {
+        CUTE_UNROLL
+        for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(m, n, KeepAll{});
+      }
     }
+    bias_gradient.finish();
+  }
+
+  // Scores that met a bias are exponents of two already.
+  CUTE_DEVICE static float exponent_scale(BackwardParams const& params) {
+    return Config::kBias ? 1.0f : params.scale.softmax_scale;
+  }
+
+  // What dropout multiplies the probabilities that it keeps by.
+  CUTE_DEVICE static float kept_scale(BackwardParams const& params) {
+    return Config::kDropout ? params.dropout.scale : 1.0f;
   }
 
   // dQ of this visit, added to the sums in the order that BackwardTiles defines.

@@ -9,12 +9,14 @@
 // registers.
 #pragma once
 
+#include <memeff/bias/add.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/parked.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/warp_gemm.cuh>
-#include <memeff/mask/interval.cuh>
+#include <memeff/dropout/keep.cuh>
+#include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/grid.cuh>
 
 namespace memeff {
@@ -58,7 +60,7 @@ struct FmhaForwardSm80 {
     int const row = item.tile * kTileQuery;
     int const key_head = item.head / shape.group;
 
-    IntervalMask<Config::kMask> const mask(params.mask, shape, item.batch);
+    ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
 
     SourcePointer const key_rows(parked_key,
@@ -112,18 +114,47 @@ struct FmhaForwardSm80 {
       if (tile > tiles.begin) load_key(tile - 1);
 
       prescale_scores<Config::kSoftCap>(scores, params.scale);
-      if (mask.needs_test(row, kTileQuery, column, kTileKey)) {
-        mask.template apply<ScoreGrid>(scores, row, column);
+      if constexpr (Config::kBias) {
+        using BiasElement = typename Config::BiasElement;
+        BiasAdder<BiasElement, ScoreGrid, Config::kBiasPerRow>::add(
+            scores, ScorePlane<BiasElement>(params.bias, item.batch, item.head, row, column),
+            mask.query_length - row, mask.key_length - column, params.scale.softmax_scale);
       }
+      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
+                                                row, column);
       if constexpr (Config::kParkRegisters) softmax.unpark(parked_rows);
-      softmax.step(scores, output, params.scale.softmax_scale);
+      softmax.step(scores, output, exponent_scale(params));
       if constexpr (Config::kParkRegisters) softmax.park(parked_rows);
-      warp_gemm<Element, kTileKey / 16>(output, as_left_operand<Element>(scores), value);
+      auto probabilities = as_left_operand<Element>(scores);
+      if constexpr (Config::kDropout) {
+        drop(params, item, row, column, probabilities);
+      }
+      warp_gemm<Element, kTileKey / 16>(output, probabilities, value);
     }
 
     if constexpr (Config::kParkRegisters) softmax.unpark(parked_rows);
-    softmax.finish(output, params.scale.softmax_scale);
+    float const output_scale = Config::kDropout ? params.dropout.scale : 1.0f;
+    softmax.finish(output, exponent_scale(params), output_scale);
     store(params, softmax, output, query_tile);
+  }
+
+  // Scores that met a bias are exponents of two already.
+  CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
+    return Config::kBias ? 1.0f : params.scale.softmax_scale;
+  }
+
+  // Zeros the dropped elements of P. The row sums, and so the logsumexp, have seen them.
+  template <class Probabilities>
+  CUTE_DEVICE static void drop(ForwardParams const& params, WorkItem const& item, int row,
+                               int column, Probabilities& probabilities) {
+    Dropout<ScoreGrid> const dropout(params.dropout, params.mask, item.batch);
+    dropout.for_each_block(dropout_head(params.dropout, item.batch, item.head), row, column,
+                           [&](int m, int block, KeepBlock const& keep) {
+                             CUTE_UNROLL
+                             for (int i = 0; i < 4; ++i) {
+                               probabilities.fragments[m][block][i] &= keep.pair_mask(i % 2, i / 2);
+                             }
+                           });
   }
 
   CUTE_DEVICE static WorkItem work_item(ProblemShape const& shape, unsigned block) {

@@ -36,6 +36,24 @@ struct BackwardTiles {
     return (block * kThreads + int(threadIdx.x)) * 4;
   }
 
+  // The sums of a bias gradient that is broadcast over batch elements or heads: tiles of scores,
+  // and in a tile the same order.
+  CUTE_DEVICE static long long bias_tile_offset(BackwardParams const& params, long long plane,
+                                                int query_tile, int key_tile) {
+    int const key_tiles = ceil_div(params.shape.key_length, kTileKey);
+    return ((plane * params.query_tiles + query_tile) * key_tiles + key_tile) *
+           (kTileQuery * kTileKey);
+  }
+
+  CUTE_DEVICE static int bias_offset(int m, int n) {
+    return ((m * 2 * ScoreGrid::kColumnBlocks + n) * kThreads + int(threadIdx.x)) * 4;
+  }
+
+  // Length of a row of the sums of a bias gradient that is broadcast over rows.
+  CUTE_DEVICE static long long padded_keys(ProblemShape const& shape) {
+    return (long long)ceil_div(shape.key_length, kTileKey) * kTileKey;
+  }
+
   // Start of the padded rows of one (batch, head, query tile) in the statistics.
   CUTE_DEVICE static long long tile_index(BackwardParams const& params, int batch, int head,
                                           int tile) {

@@ -1,0 +1,58 @@
+// Adds a bias to scores.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/bias/score_view.cuh>
+
+namespace memeff {
+
+// A bias below this masks its element, as -inf does.
+constexpr float kMaskedBias = -1e37f;
+
+// x = x * softmax_scale + bias * log2(e): from here on scores are exponents of two, see ScoreScale.
+// Elements beyond the bounds, which count from the tile's first element, get a bias of 0.
+//
+// kPerRow is false for a bias that is broadcast over rows, which is loaded once for all of them.
+template <class Element, class Grid, bool kPerRow>
+struct BiasAdder {
+  template <class Accumulators>
+  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
+                              int column_bound, float softmax_scale) {
+    if (bias.paired) {
+      add<true>(scores, bias, row_bound, column_bound, softmax_scale);
+    } else {
+      add<false>(scores, bias, row_bound, column_bound, softmax_scale);
+    }
+  }
+
+ private:
+  template <bool kPaired, class Accumulators>
+  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
+                              int column_bound, float softmax_scale) {
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(scores); ++n) {
+      int const column = Grid::element_column(0, n);
+      Pair<Element> values;
+      if constexpr (!kPerRow) values = bias.template load<kPaired>(0, column, column_bound);
+      CUTE_UNROLL
+      for (int m = 0; m < cute::size<1>(scores); ++m) {
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          int const row = Grid::element_row(2 * half, m);
+          if constexpr (kPerRow) {
+            values = bias.template load<kPaired>(row, column, row < row_bound ? column_bound : 0);
+          }
+          add_one(scores(2 * half, m, n), float(values.first), softmax_scale);
+          add_one(scores(2 * half + 1, m, n), float(values.second), softmax_scale);
+        }
+      }
+    }
+  }
+
+  CUTE_DEVICE static void add_one(float& score, float bias, float softmax_scale) {
+    score = bias < kMaskedBias ? -infinity() : fmaf(score, softmax_scale, bias * kLog2e);
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,149 @@
+// Gradient of the bias: dS itself, summed over the dims that the bias is broadcast in.
+//
+// Three ways, chosen when the kernel is compiled:
+//   full     all four dims are full: each element has one owner, which writes it
+//   shared   broadcast over batch elements or heads: f32 sums in global memory, in the order of the
+//            accumulators, so that they are aligned vector reductions
+//   columns  broadcast over rows (and perhaps more): a tile is summed before it is added
+// The sums start at zero and are rounded by FmhaBackwardBias.
+#pragma once
+
+#include <memeff/arch/copy.cuh>
+#include <memeff/bias/score_view.cuh>
+#include <memeff/schedule/backward_tiles.cuh>
+
+namespace memeff {
+
+// Index of a (batch, head) plane of a gradient, where broadcast dims count once.
+CUTE_DEVICE long long bias_plane(BackwardParams const& params, int batch, int head) {
+  ScoreView const& gradient = params.bias_gradient;
+  int const heads = gradient.head_stride == 0 ? 1 : params.shape.query_heads;
+  return (gradient.batch_stride == 0 ? 0ll : batch) * heads +
+         (gradient.head_stride == 0 ? 0 : head);
+}
+
+template <class Config, BiasGradient kWay = Config::kBiasGradient>
+struct BiasGradientWriter;
+
+// Which elements of the scores a tile of one visit holds.
+struct ScoreTilePosition {
+  int batch;
+  int head;
+  int row;
+  int column;
+};
+
+template <class Config>
+struct BiasGradientWriter<Config, BiasGradient::none> {
+  CUTE_DEVICE BiasGradientWriter(BackwardParams const&, ScoreTilePosition) {}
+  CUTE_DEVICE void block(int, int, float const (&)[2][4]) {}
+  CUTE_DEVICE void finish() {}
+};
+
+template <class Config>
+struct BiasGradientWriter<Config, BiasGradient::full> {
+  using Grid = typename BackwardTiles<Config>::ScoreGrid;
+  using Plane = ScorePlane<typename Config::BiasElement>;
+  Plane plane;
+  int row_bound;
+  int column_bound;
+
+  CUTE_DEVICE BiasGradientWriter(BackwardParams const& params, ScoreTilePosition const& tile)
+      : plane(params.bias_gradient, tile.batch, tile.head, tile.row, tile.column),
+        row_bound(params.shape.query_length - tile.row),
+        column_bound(params.shape.key_length - tile.column) {}
+
+  // gradient[chunk][element] of the 16x16 block (m, column_block).
+  CUTE_DEVICE void block(int m, int column_block, float const (&gradient)[2][4]) {
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int const row = Grid::element_row(2 * half, m);
+      CUTE_UNROLL
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        plane.store(row, Grid::element_column(0, 2 * column_block + chunk),
+                    row < row_bound ? column_bound : 0, gradient[chunk][2 * half],
+                    gradient[chunk][2 * half + 1]);
+      }
+    }
+  }
+
+  CUTE_DEVICE void finish() {}
+
+  // Writes zeros for the rows [begin, end) of a tile of columns, which no visit computes.
+  CUTE_DEVICE static void skip(BackwardParams const& params, int batch, int head, int column,
+                               int begin, int end) {
+    constexpr int kThreads = BackwardTiles<Config>::kThreads;
+    Plane const plane(params.bias_gradient, batch, head, 0, column);
+    int const columns = min(Config::kTileKey, params.shape.key_length - column);
+    for (int row = begin + threadIdx.x / kWarpSize; row < end; row += kThreads / kWarpSize) {
+      for (int i = threadIdx.x % kWarpSize; i < columns; i += kWarpSize) {
+        *plane.at(row, i) = typename Config::BiasElement(0.0f);
+      }
+    }
+  }
+};
+
+template <class Config>
+struct BiasGradientWriter<Config, BiasGradient::shared> {
+  using Tiles = BackwardTiles<Config>;
+  float* sums;
+
+  CUTE_DEVICE BiasGradientWriter(BackwardParams const& params, ScoreTilePosition const& tile)
+      : sums(params.bias_gradient_sum +
+             Tiles::bias_tile_offset(params, bias_plane(params, tile.batch, tile.head),
+                                     tile.row / Tiles::kTileQuery, tile.column / Tiles::kTileKey)) {
+  }
+
+  CUTE_DEVICE void block(int m, int column_block, float const (&gradient)[2][4]) {
+    CUTE_UNROLL
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      float const(&sum)[4] = gradient[chunk];
+      reduce_add(sums + Tiles::bias_offset(m, 2 * column_block + chunk), sum[0], sum[1], sum[2],
+                 sum[3]);
+    }
+  }
+
+  CUTE_DEVICE void finish() {}
+};
+
+template <class Config>
+struct BiasGradientWriter<Config, BiasGradient::columns> {
+  using Tiles = BackwardTiles<Config>;
+  using Grid = typename Tiles::ScoreGrid;
+  float* sums;
+  float column_sums[Grid::kColumnBlocks][2][2];
+
+  CUTE_DEVICE BiasGradientWriter(BackwardParams const& params, ScoreTilePosition const& tile)
+      : sums(params.bias_gradient_sum +
+             bias_plane(params, tile.batch, tile.head) * Tiles::padded_keys(params.shape) +
+             tile.column) {
+    CUTE_UNROLL
+    for (int n = 0; n < Grid::kColumnBlocks; ++n) {
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) column_sums[n][i / 2][i % 2] = 0.0f;
+    }
+  }
+
+  CUTE_DEVICE void block(int, int column_block, float const (&gradient)[2][4]) {
+    CUTE_UNROLL
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      CUTE_UNROLL
+      for (int element = 0; element < 4; ++element) {
+        column_sums[column_block][chunk][element % 2] += gradient[chunk][element];
+      }
+    }
+  }
+
+  CUTE_DEVICE void finish() {
+    CUTE_UNROLL
+    for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        float const sum = row_lanes_sum(column_sums[n / 2][n % 2][i]);
+        if (threadIdx.x % kWarpSize < 4) atomicAdd(sums + Grid::element_column(i, n), sum);
+      }
+    }
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,117 @@
+// Which elements of a tile of scores dropout keeps, in the accumulator layout of m16n8.
+//
+// The byte of element (row r, column c) of head index bh depends on nothing else, so every tile
+// shape and both directions drop the same elements:
+//
+//   counter = ((r>>4)<<2 | (r>>1)&3, (c>>4)<<2 | (c>>1)&3, bh, 0)
+//   word    = philox4x32_7(counter, key)[2*(r&1) + (c&1)]
+//   byte    = word >> 8*(2*((r>>3)&1) + ((c>>3)&1)) & 255        kept where byte >= threshold
+//
+// One call serves 16 elements of a 16x16 block. Lanes l and l^4 (rows of even and of odd index) own
+// eight of them each: one makes the words of a block, the other those of the next, and they swap
+// halves.
+#pragma once
+
+#include <memeff/dropout/philox.cuh>
+
+namespace memeff {
+
+CUTE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+}
+
+// The eight elements that a lane owns of a 16x16 block: `half` is 1 in rows 8-15, `chunk` is 1 in
+// columns 8-15, and `i` is the column's lowest bit.
+struct KeepBlock {
+  uint32_t flags[2];  // of even and odd columns; the highest bit of byte 2*half + chunk: kept
+
+  // All bits set where the element is kept, none where it is dropped. Selector digits from 8 on
+  // repeat the highest bit of a byte.
+  CUTE_DEVICE uint32_t mask(int half, int chunk, int i) const {
+    return permute_bytes(flags[i], flags[i], 0x1111u * (8 + 2 * half + chunk));
+  }
+
+  // The same for two packed 16-bit elements, the even column in the low half.
+  CUTE_DEVICE uint32_t pair_mask(int half, int chunk) const {
+    return permute_bytes(flags[0], flags[1], 0xCC88u + 0x1111u * (2 * half + chunk));
+  }
+
+  CUTE_DEVICE float select(float x, int half, int chunk, int i) const {
+    return __uint_as_float(__float_as_uint(x) & mask(half, chunk, i));
+  }
+};
+
+// The same interface where nothing is dropped.
+struct KeepAll {
+  CUTE_DEVICE float select(float x, int, int, int) const { return x; }
+};
+
+template <class Grid>
+struct Dropout {
+  uint2 key;
+  uint32_t addend;  // see flags()
+  uint32_t either;
+  int first_row;  // global position of row 0, a multiple of 16
+  int first_column;
+
+  CUTE_DEVICE Dropout(DropoutParams const& dropout, MaskParams const& mask, int batch) {
+    key = make_uint2(dropout.key_words[2 * batch], dropout.key_words[2 * batch + 1]);
+    addend = 0x01010101u * (128 - (dropout.threshold & 127));
+    either = dropout.threshold < 128 ? ~0u : 0u;
+    first_row = mask.query_position != nullptr ? *mask.query_position : 0;
+    first_column = mask.key_position != nullptr ? *mask.key_position : 0;
+  }
+
+  // The highest bit of each byte: byte >= threshold. With the low seven bits of both, addend makes
+  // it a carry into the highest bit; above it the byte's own highest bit decides together with the
+  // threshold's: one of the two suffices below a threshold of 128, both are needed from it on.
+  CUTE_DEVICE uint32_t flags(uint32_t word) const {
+    uint32_t const carry = (word & 0x7F7F7F7Fu) + addend;
+    return (word & carry) | (either & (word | carry));
+  }
+
+  // Calls use(row block, column block, KeepBlock) for every 16x16 block that this warp owns of the
+  // tile at (row, column), both multiples of 16.
+  template <class Use>
+  CUTE_DEVICE void for_each_block(uint32_t head_index, int row, int column, Use use) const {
+    int const lane = threadIdx.x % kWarpSize;
+    bool const odd = lane & 4;
+    uint32_t const row_counter = uint32_t(first_row + row + Grid::row()) / 4 + lane / 8;
+    uint32_t const column_counter = uint32_t(first_column + column + Grid::column()) / 4 + lane % 4;
+    constexpr int kBlocks = Grid::kRowBlocks * Grid::kColumnBlocks;
+    CUTE_UNROLL
+    for (int block = 0; block < kBlocks; block += 2) {
+      bool const paired = block + 1 < kBlocks;
+      int const next = paired ? block + 1 : block;
+      int const m[2] = {block / Grid::kColumnBlocks, next / Grid::kColumnBlocks};
+      int const n[2] = {block % Grid::kColumnBlocks, next % Grid::kColumnBlocks};
+      uint4 const words =
+          philox4x32_7(make_uint4(row_counter + 4 * (odd ? m[1] : m[0]),
+                                  column_counter + 4 * (odd ? n[1] : n[0]), head_index, 0),
+                       key);
+      uint2 const even_rows = make_uint2(words.x, words.y);
+      uint2 const odd_rows = make_uint2(words.z, words.w);
+      uint2 const own = odd ? odd_rows : even_rows;
+      if (!paired) {
+        use(m[0], n[0], KeepBlock{flags(own.x), flags(own.y)});
+        continue;
+      }
+      uint2 other = odd ? even_rows : odd_rows;
+      other.x = __shfl_xor_sync(0xffffffffu, other.x, 4);
+      other.y = __shfl_xor_sync(0xffffffffu, other.y, 4);
+      uint2 const first = odd ? other : own;
+      uint2 const second = odd ? own : other;
+      use(m[0], n[0], KeepBlock{flags(first.x), flags(first.y)});
+      use(m[1], n[1], KeepBlock{flags(second.x), flags(second.y)});
+    }
+  }
+};
+
+// bh of the contract above.
+CUTE_DEVICE uint32_t dropout_head(DropoutParams const& dropout, int batch, int head) {
+  return dropout.batch_base[batch] + dropout.head_index[head];
+}
+
+}  // namespace memeff

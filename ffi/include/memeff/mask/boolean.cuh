@@ -1,0 +1,47 @@
+// A dense mask: one byte an element, read once.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/bias/score_view.cuh>
+
+namespace memeff {
+
+// Sets scores to -inf where the mask is false, and beyond the bounds, which count from the tile's
+// first element.
+template <class Grid>
+struct BooleanMask {
+  using Plane = ScorePlane<unsigned char>;
+
+  template <class Accumulators>
+  CUTE_DEVICE static void apply(Accumulators& scores, Plane const& plane, int row_bound,
+                                int column_bound) {
+    if (plane.paired) {
+      apply<true>(scores, plane, row_bound, column_bound);
+    } else {
+      apply<false>(scores, plane, row_bound, column_bound);
+    }
+  }
+
+ private:
+  template <bool kPaired, class Accumulators>
+  CUTE_DEVICE static void apply(Accumulators& scores, Plane const& plane, int row_bound,
+                                int column_bound) {
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(scores); ++m) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int const row = Grid::element_row(2 * half, m);
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<2>(scores); ++n) {
+          auto const valid = plane.template load<kPaired>(row, Grid::element_column(0, n),
+                                                          row < row_bound ? column_bound : 0);
+          if (!valid.first) scores(2 * half, m, n) = -infinity();
+          if (!valid.second) scores(2 * half + 1, m, n) = -infinity();
+        }
+      }
+    }
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,36 @@
+// All masks of a kernel as one: which tiles are visited, and which elements of them are valid.
+#pragma once
+
+#include <memeff/mask/boolean.cuh>
+#include <memeff/mask/interval.cuh>
+#include <memeff/mask/segments.cuh>
+
+namespace memeff {
+
+template <class Config, class Grid>
+struct ScoreMask : IntervalMask<Config::kMask> {
+  using Interval = IntervalMask<Config::kMask>;
+  using Interval::Interval;
+
+  // Sets the accumulators of invalid elements of the kRows x kColumns tile at (row, column) to
+  // -inf.
+  template <int kRows, int kColumns, class Accumulators>
+  CUTE_DEVICE void apply(Accumulators& scores, MaskParams const& mask, ProblemShape const& shape,
+                         int batch, int head, int row, int column) const {
+    int const row_bound = this->query_length - row;
+    int const column_bound = this->key_length - column;
+    if (this->needs_test(row, kRows, column, kColumns)) {
+      Interval::template apply<Grid>(scores, row, column);
+    }
+    if constexpr (Config::kSegments) {
+      SegmentMask<Grid>::apply(scores, mask, shape, batch, row, column, row_bound, column_bound);
+    }
+    if constexpr (Config::kBoolean) {
+      using Boolean = BooleanMask<Grid>;
+      Boolean::apply(scores, typename Boolean::Plane(mask.boolean, batch, head, row, column),
+                     row_bound, column_bound);
+    }
+  }
+};
+
+}  // namespace memeff
