@@ -68,8 +68,9 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(
             f"it computes the gradients of {', '.join(spec.gradients)}, not of {', '.join(wanted)}"
         )
-    if spec.soft_cap and not spec.tile.soft_cap:
-        reasons.append("its tile has no registers left for a soft cap")
+    modifiers = (("soft cap", spec.soft_cap), ("bias", spec.bias), ("dropout", spec.dropout))
+    if not spec.tile.modifiers and (present := [name for name, on in modifiers if on]):
+        reasons.append(f"its tile has no registers left for {' and '.join(present)}")
     if problem.head_dim > spec.head_class:
         reasons.append(f"head_dim {problem.head_dim} is above its {spec.head_class}")
     if problem.value_dim > spec.value_class:

@@ -31,8 +31,8 @@ class Tile:
     warps: int
     blocks_per_sm: int
     reason: str
-    soft_cap: bool = True
-    """Whether the row also serves a soft cap, whose tanh needs registers of its own."""
+    modifiers: bool = True
+    """Whether the row also serves soft cap, bias and dropout, which need registers of their own."""
     park: bool = False
     """Whether row statistics and pointers of a forward wait in shared memory during products, where
     the accumulators of scores and output leave no registers for them."""
@@ -52,13 +52,15 @@ class Part:
 
 
 _FORWARD_64 = (
-    Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere", soft_cap=False),
-    Tile(128, 64, 4, 2, "half the score accumulators: with 128 keys a soft cap spills"),
+    Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere", modifiers=False),
+    Tile(
+        128, 64, 4, 2, "half the score accumulators: with 128 keys soft cap, bias and dropout spill"
+    ),
 )
 _FORWARD_96 = (Tile(128, 64, 4, 2, "54 KB: two blocks per SM; parked, or it spills", park=True),)
 _FORWARD_128 = (
-    Tile(128, 64, 4, 2, "70 KB: two blocks; parked, or it spills", soft_cap=False, park=True),
-    Tile(64, 64, 4, 2, "half the accumulators: with 128 queries a soft cap spills"),
+    Tile(128, 64, 4, 2, "70 KB: two blocks; parked, or it spills", modifiers=False, park=True),
+    Tile(64, 64, 4, 2, "half the accumulators: with 128 queries soft cap, bias and dropout spill"),
 )
 _FORWARD_192 = Tile(128, 64, 8, 1, "96 KB: one block per SM, so 8 warps to hide latency")
 
@@ -72,23 +74,23 @@ _SM80 = Part(
         128: _FORWARD_128,
         192: (_FORWARD_192,),
         256: (
-            Tile(128, 64, 8, 1, "128 KB; two blocks of 96 KB would not fit", soft_cap=False),
-            Tile(128, 32, 8, 1, "with 64 keys a soft cap spills"),
+            Tile(128, 64, 8, 1, "128 KB; two blocks of 96 KB would not fit", modifiers=False),
+            Tile(128, 32, 8, 1, "with 64 keys soft cap spills"),
         ),
     },
     backward={
         32: (
-            Tile(128, 128, 8, 1, "as 64: a square tile reads dQ least often", soft_cap=False),
-            Tile(64, 128, 8, 1, "as 64 with a soft cap"),
+            Tile(128, 128, 8, 1, "as 64: a square tile reads dQ least often", modifiers=False),
+            Tile(64, 128, 8, 1, "as 64 with modifiers"),
         ),
         64: (
-            Tile(128, 128, 8, 1, "144 KB of 163 KB with two query tiles", soft_cap=False),
-            Tile(64, 128, 8, 1, "with 128 queries a soft cap spills 220 bytes"),
+            Tile(128, 128, 8, 1, "144 KB of 163 KB with two query tiles", modifiers=False),
+            Tile(64, 128, 8, 1, "with 128 queries soft cap spills 220 bytes"),
         ),
         96: (Tile(64, 128, 8, 1, "as 128: the long key tile halves the passes over dQ"),),
         128: (
-            Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 queries need 240 KB", soft_cap=False),
-            Tile(64, 64, 8, 1, "with 128 keys a soft cap spills 24 bytes"),
+            Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 queries need 240 KB", modifiers=False),
+            Tile(64, 64, 8, 1, "with 128 keys soft cap, bias and dropout spill 24 bytes"),
         ),
         192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
         256: (Tile(32, 64, 8, 1, "120 KB of 163 KB; 64 query rows would need 176 KB"),),
@@ -105,8 +107,8 @@ _SM86 = Part(
         128: (Tile(128, 32, 4, 2, "48 KB: the short key tile keeps two blocks in 100 KB"),),
         192: (Tile(64, 64, 4, 1, "72 KB of 99 KB"),),
         256: (
-            Tile(64, 64, 4, 1, "96 KB of 99 KB", soft_cap=False),
-            Tile(64, 32, 4, 1, "with 64 keys a soft cap spills"),
+            Tile(64, 64, 4, 1, "96 KB of 99 KB", modifiers=False),
+            Tile(64, 32, 4, 1, "with 64 keys soft cap spills"),
         ),
     },
     backward={
@@ -125,8 +127,8 @@ _SM90 = Part(
     forward={
         **_SM80.forward,
         256: (
-            Tile(64, 64, 4, 2, "96 KB: two blocks hide each other's softmax", soft_cap=False),
-            Tile(64, 32, 4, 2, "with 64 keys a soft cap spills"),
+            Tile(64, 64, 4, 2, "96 KB: two blocks hide each other's softmax", modifiers=False),
+            Tile(64, 32, 4, 2, "with 64 keys soft cap spills"),
         ),
     },
     backward={
