@@ -68,7 +68,13 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(
             f"it computes the gradients of {', '.join(spec.gradients)}, not of {', '.join(wanted)}"
         )
-    modifiers = (("soft cap", spec.soft_cap), ("bias", spec.bias), ("dropout", spec.dropout))
+    modifiers = (
+        ("soft cap", spec.soft_cap),
+        ("bias", spec.bias),
+        ("dropout", spec.dropout),
+        ("segments", spec.segments),
+        ("a boolean mask", spec.boolean),
+    )
     if not spec.tile.modifiers and (present := [name for name, on in modifiers if on]):
         reasons.append(f"its tile has no registers left for {' and '.join(present)}")
     if problem.head_dim > spec.head_class:

@@ -32,7 +32,8 @@ class Tile:
     blocks_per_sm: int
     reason: str
     modifiers: bool = True
-    """Whether the row also serves soft cap, bias and dropout, which need registers of their own."""
+    """Whether the row also serves soft cap, bias, dropout, segments and boolean masks, which need
+    registers of their own."""
     park: bool = False
     """Whether row statistics and pointers of a forward wait in shared memory during products, where
     the accumulators of scores and output leave no registers for them."""

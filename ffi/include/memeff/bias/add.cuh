@@ -30,24 +30,34 @@ struct BiasAdder {
   template <bool kPaired, class Accumulators>
   CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
                               int column_bound, float softmax_scale) {
-    CUTE_UNROLL
-    for (int n = 0; n < cute::size<2>(scores); ++n) {
-      int const column = Grid::element_column(0, n);
-      Pair<Element> values;
-      if constexpr (!kPerRow) values = bias.template load<kPaired>(0, column, column_bound);
+    int const thread = thread_index();
+    if constexpr (kPerRow) {
       CUTE_UNROLL
-      for (int m = 0; m < cute::size<1>(scores); ++m) {
+      for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {
+        int const row = Grid::element_row(2 * (r % 2), r / 2, thread);
+        int const bound = row < row_bound ? column_bound : 0;
         CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          int const row = Grid::element_row(2 * half, m);
-          if constexpr (kPerRow) {
-            values = bias.template load<kPaired>(row, column, row < row_bound ? column_bound : 0);
-          }
-          add_one(scores(2 * half, m, n), float(values.first), softmax_scale);
-          add_one(scores(2 * half + 1, m, n), float(values.second), softmax_scale);
+        for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
+          int const column = Grid::element_column(0, n, thread);
+          add_pair(scores, r, n, bias.template load<kPaired>(row, column, bound), softmax_scale);
         }
       }
+    } else {
+      CUTE_UNROLL
+      for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
+        int const column = Grid::element_column(0, n, thread);
+        auto const pair = bias.template load<kPaired>(0, column, column_bound);
+        CUTE_UNROLL
+        for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) add_pair(scores, r, n, pair, softmax_scale);
+      }
     }
+  }
+
+  template <class Accumulators>
+  CUTE_DEVICE static void add_pair(Accumulators& scores, int r, int n, Pair<Element> const& bias,
+                                   float softmax_scale) {
+    add_one(scores(2 * (r % 2), r / 2, n), float(bias.first), softmax_scale);
+    add_one(scores(2 * (r % 2) + 1, r / 2, n), float(bias.second), softmax_scale);
   }
 
   CUTE_DEVICE static void add_one(float& score, float bias, float softmax_scale) {

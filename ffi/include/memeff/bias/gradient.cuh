@@ -55,12 +55,13 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
 
   // gradient[chunk][element] of the 16x16 block (m, column_block).
   CUTE_DEVICE void block(int m, int column_block, float const (&gradient)[2][4]) {
+    int const thread = thread_index();
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
-      int const row = Grid::element_row(2 * half, m);
+      int const row = Grid::element_row(2 * half, m, thread);
       CUTE_UNROLL
       for (int chunk = 0; chunk < 2; ++chunk) {
-        plane.store(row, Grid::element_column(0, 2 * column_block + chunk),
+        plane.store(row, Grid::element_column(0, 2 * column_block + chunk, thread),
                     row < row_bound ? column_bound : 0, gradient[chunk][2 * half],
                     gradient[chunk][2 * half + 1]);
       }

@@ -76,10 +76,12 @@ struct Dropout {
   // tile at (row, column), both multiples of 16.
   template <class Use>
   CUTE_DEVICE void for_each_block(uint32_t head_index, int row, int column, Use use) const {
-    int const lane = threadIdx.x % kWarpSize;
+    int const thread = thread_index();
+    int const lane = thread % kWarpSize;
     bool const odd = lane & 4;
-    uint32_t const row_counter = uint32_t(first_row + row + Grid::row()) / 4 + lane / 8;
-    uint32_t const column_counter = uint32_t(first_column + column + Grid::column()) / 4 + lane % 4;
+    uint32_t const row_counter = uint32_t(first_row + row + Grid::row(thread)) / 4 + lane / 8;
+    uint32_t const column_counter =
+        uint32_t(first_column + column + Grid::column(thread)) / 4 + lane % 4;
     constexpr int kBlocks = Grid::kRowBlocks * Grid::kColumnBlocks;
     CUTE_UNROLL
     for (int block = 0; block < kBlocks; block += 2) {

@@ -27,14 +27,15 @@ struct BooleanMask {
   template <bool kPaired, class Accumulators>
   CUTE_DEVICE static void apply(Accumulators& scores, Plane const& plane, int row_bound,
                                 int column_bound) {
+    int const thread = thread_index();
     CUTE_UNROLL
     for (int m = 0; m < cute::size<1>(scores); ++m) {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        int const row = Grid::element_row(2 * half, m);
+        int const row = Grid::element_row(2 * half, m, thread);
         CUTE_UNROLL
         for (int n = 0; n < cute::size<2>(scores); ++n) {
-          auto const valid = plane.template load<kPaired>(row, Grid::element_column(0, n),
+          auto const valid = plane.template load<kPaired>(row, Grid::element_column(0, n, thread),
                                                           row < row_bound ? column_bound : 0);
           if (!valid.first) scores(2 * half, m, n) = -infinity();
           if (!valid.second) scores(2 * half + 1, m, n) = -infinity();

@@ -15,6 +15,7 @@ struct SegmentMask {
   CUTE_DEVICE static void apply(Accumulators& scores, MaskParams const& mask,
                                 ProblemShape const& shape, int batch, int row, int column,
                                 int row_bound, int column_bound) {
+    int const thread = thread_index();
     for (int pair = 0; pair < mask.segment_pairs; ++pair) {
       long long const sequence = (long long)batch * mask.segment_pairs + pair;
       int const* const rows = mask.query_segments + sequence * shape.query_length + row;
@@ -22,14 +23,14 @@ struct SegmentMask {
       int row_ids[2 * Grid::kRowBlocks];
       CUTE_UNROLL
       for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {
-        int const t = Grid::element_row(2 * (r % 2), r / 2);
+        int const t = Grid::element_row(2 * (r % 2), r / 2, thread);
         row_ids[r] = t < row_bound ? rows[t] : -1;
       }
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(scores); ++n) {
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          int const s = Grid::element_column(i, n);
+          int const s = Grid::element_column(i, n, thread);
           int const id = s < column_bound ? columns[s] : -1;
           CUTE_UNROLL
           for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {
