@@ -175,7 +175,7 @@ def test_missing_headers_name_the_command(cache, monkeypatch):
     assert compiler.versions()["CUTLASS"] == "not found"
 
 
-@pytest.mark.parametrize("module", ["cuda.core.utils", "cuda.bindings.nvfatbin"])
+@pytest.mark.parametrize("module", ["cuda.bindings.nvfatbin"])
 def test_missing_packages_name_the_command(cache, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(CompileError, match=f"{module} was not found") as raised:

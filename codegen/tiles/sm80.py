@@ -22,6 +22,10 @@ FIRST_CAPABILITY = 80
 """cp.async and bf16 mma.sync, which every kernel of the family uses, begin with sm_80."""
 
 
+EXTRAS = ("soft_cap", "dropout", "bias", "segments", "boolean")
+"""Features that need registers of their own between the products."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """One row: the tile of scores a block works on, its warps, and how many blocks share an SM."""
@@ -31,8 +35,9 @@ class Tile:
     warps: int
     blocks_per_sm: int
     reason: str
-    soft_cap: bool = True
-    """Whether the row also serves a soft cap, whose tanh needs registers of its own."""
+    spills_with: tuple[str, ...] = ()
+    """Which of ``EXTRAS`` the row does not serve, because with them it spills; "several" stands for
+    three or more of them together."""
     park: bool = False
     """Whether row statistics and pointers of a forward wait in shared memory during products, where
     the accumulators of scores and output leave no registers for them."""
@@ -51,14 +56,51 @@ class Part:
     backward: Mapping[int, tuple[Tile, ...]]
 
 
-_FORWARD_64 = (
-    Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere", soft_cap=False),
-    Tile(128, 64, 4, 2, "half the score accumulators: with 128 keys a soft cap spills"),
+_FORWARD_SMALL = Tile(
+    64, 64, 4, 2, "half the accumulators of 128 queries, which spill with what this row serves"
 )
-_FORWARD_96 = (Tile(128, 64, 4, 2, "54 KB: two blocks per SM; parked, or it spills", park=True),)
+_FORWARD_64 = (
+    Tile(
+        128,
+        128,
+        4,
+        2,
+        "48 KB: two blocks per SM everywhere",
+        spills_with=("soft_cap", "dropout", "bias", "boolean"),
+    ),
+    Tile(
+        128,
+        64,
+        4,
+        2,
+        "half the score accumulators: with 128 keys a soft cap spills",
+        spills_with=("several",),
+    ),
+    _FORWARD_SMALL,
+)
+_FORWARD_96 = (
+    Tile(
+        128,
+        64,
+        4,
+        2,
+        "54 KB: two blocks per SM; parked, or it spills",
+        spills_with=("several",),
+        park=True,
+    ),
+    _FORWARD_SMALL,
+)
 _FORWARD_128 = (
-    Tile(128, 64, 4, 2, "70 KB: two blocks; parked, or it spills", soft_cap=False, park=True),
-    Tile(64, 64, 4, 2, "half the accumulators: with 128 queries a soft cap spills"),
+    Tile(
+        128,
+        64,
+        4,
+        2,
+        "70 KB: two blocks; parked, or it spills",
+        spills_with=("soft_cap", "bias", "boolean"),
+        park=True,
+    ),
+    _FORWARD_SMALL,
 )
 _FORWARD_192 = Tile(128, 64, 8, 1, "96 KB: one block per SM, so 8 warps to hide latency")
 
@@ -71,21 +113,52 @@ _SM80 = Part(
         96: _FORWARD_96,
         128: _FORWARD_128,
         192: (_FORWARD_192,),
-        256: (Tile(128, 64, 8, 1, "128 KB of 163 KB; two blocks of 96 KB would not fit"),),
+        256: (
+            Tile(
+                128,
+                64,
+                8,
+                1,
+                "128 KB; two blocks of 96 KB would not fit",
+                spills_with=("soft_cap",),
+            ),
+            Tile(128, 32, 8, 1, "with 64 keys a soft cap spills"),
+        ),
     },
     backward={
         32: (
-            Tile(128, 128, 8, 1, "as 64: a square tile reads dQ least often", soft_cap=False),
-            Tile(64, 128, 8, 1, "as 64 with a soft cap"),
+            Tile(
+                128,
+                128,
+                8,
+                1,
+                "as 64: a square tile reads dQ least often",
+                spills_with=EXTRAS,
+            ),
+            Tile(64, 128, 8, 1, "as 64"),
         ),
         64: (
-            Tile(128, 128, 8, 1, "144 KB of 163 KB with two query tiles", soft_cap=False),
-            Tile(64, 128, 8, 1, "with 128 queries a soft cap spills 220 bytes"),
+            Tile(
+                128,
+                128,
+                8,
+                1,
+                "144 KB of 163 KB with two query tiles",
+                spills_with=EXTRAS,
+            ),
+            Tile(64, 128, 8, 1, "with 128 queries a soft cap spills 220 bytes, a bias 136"),
         ),
         96: (Tile(64, 128, 8, 1, "as 128: the long key tile halves the passes over dQ"),),
         128: (
-            Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 queries need 240 KB", soft_cap=False),
-            Tile(64, 64, 8, 1, "with 128 keys a soft cap spills 24 bytes"),
+            Tile(
+                64,
+                128,
+                8,
+                1,
+                "144 KB of 163 KB; 128 queries need 240 KB",
+                spills_with=("soft_cap", "bias", "segments"),
+            ),
+            Tile(64, 64, 8, 1, "with 128 keys a soft cap spills 24 bytes, a bias up to 64"),
         ),
         192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
         256: (Tile(32, 64, 8, 1, "120 KB of 163 KB; 64 query rows would need 176 KB"),),
@@ -101,7 +174,10 @@ _SM86 = Part(
         96: (Tile(128, 32, 4, 2, "36 KB: the short key tile keeps two blocks in 100 KB"),),
         128: (Tile(128, 32, 4, 2, "48 KB: the short key tile keeps two blocks in 100 KB"),),
         192: (Tile(64, 64, 4, 1, "72 KB of 99 KB"),),
-        256: (Tile(64, 64, 4, 1, "96 KB of 99 KB"),),
+        256: (
+            Tile(64, 64, 4, 1, "96 KB of 99 KB", spills_with=("soft_cap",)),
+            Tile(64, 32, 4, 1, "with 64 keys a soft cap spills"),
+        ),
     },
     backward={
         32: (Tile(64, 128, 8, 1, "as 64"),),
@@ -119,7 +195,14 @@ _SM90 = Part(
     forward={
         **_SM80.forward,
         256: (
-            Tile(64, 64, 4, 2, "96 KB: two blocks hide each other's softmax", soft_cap=False),
+            Tile(
+                64,
+                64,
+                4,
+                2,
+                "96 KB: two blocks hide each other's softmax",
+                spills_with=("soft_cap",),
+            ),
             Tile(64, 32, 4, 2, "with 64 keys a soft cap spills"),
         ),
     },
