@@ -8,15 +8,6 @@ from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasGradient, KernelSpec
 from jax_memeff.codegen.tiles import sm80
 
 _XLA = "pass implementation='xla'"
-_SEVERAL = 3
-_EXTRA_NAMES = {
-    "soft_cap": "a soft cap",
-    "dropout": "dropout",
-    "bias": "a bias",
-    "segments": "segment ids",
-    "boolean": "a boolean mask",
-    "several": "several of these at once",
-}
 
 
 def family_reasons(problem: Problem) -> list[str]:
@@ -77,9 +68,15 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(
             f"it computes the gradients of {', '.join(spec.gradients)}, not of {', '.join(wanted)}"
         )
-    for extra in _extras(spec):
-        if extra in spec.tile.spills_with:
-            reasons.append(f"its tile has no registers left for {_EXTRA_NAMES[extra]}")
+    modifiers = (
+        ("soft cap", spec.soft_cap),
+        ("bias", spec.bias),
+        ("dropout", spec.dropout),
+        ("segments", spec.segments),
+        ("a boolean mask", spec.boolean),
+    )
+    if not spec.tile.modifiers and (present := [name for name, on in modifiers if on]):
+        reasons.append(f"its tile has no registers left for {' and '.join(present)}")
     if problem.head_dim > spec.head_class:
         reasons.append(f"head_dim {problem.head_dim} is above its {spec.head_class}")
     if problem.value_dim > spec.value_class:
@@ -122,12 +119,6 @@ def bias_per_row(problem: Problem) -> bool:
 def bias_gradient(problem: Problem) -> BiasGradient:
     """How the gradient of the bias is summed."""
     return problem.bias_layout if problem.bias and "bias" in problem.wants else "none"
-
-
-def _extras(spec: KernelSpec) -> list[str]:
-    """What of ``sm80.EXTRAS`` the kernel has, and "several" where it is much."""
-    extras = [extra for extra in sm80.EXTRAS if getattr(spec, extra)]
-    return [*extras, "several"] if len(extras) >= _SEVERAL else extras
 
 
 def _bits(bias: str | None) -> str:

@@ -33,6 +33,12 @@ def sample(arch):
     ]
 
 
+def allowed_spill(spec):
+    """What the tile row records; a few registers with features beside window and soft cap."""
+    features = spec.bias or spec.dropout or spec.segments or spec.boolean
+    return LARGEST_SPILL if features else spec.tile.spill_bytes
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_keep_their_accumulators_in_registers(arch, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path))
@@ -42,9 +48,9 @@ def test_kernels_keep_their_accumulators_in_registers(arch, tmp_path, monkeypatc
         assert tuple(resource.name for resource in compiled.resources) == compiled.names
         wrong += compiled.warnings
         wrong += [
-            f"{resource.name} spills {resource.spill_store} bytes, {spec.tile.spill_bytes} allowed"
+            f"{resource.name} spills {resource.spill_store} bytes, {allowed_spill(spec)} allowed"
             for resource in compiled.resources
-            if resource.spill_store > spec.tile.spill_bytes
+            if resource.spill_store > allowed_spill(spec)
         ]
     assert not wrong, "\n".join([f"on {arch}:", *wrong])
 

@@ -253,7 +253,7 @@ def test_impossible_problems_raise_value_error(changes):
 
 def test_closure_takes_dims_that_are_not_tuned():
     names = {spec.name for spec in select.closure("sm_80", dtypes=["f16"], dims=[(80, 40)])}
-    assert "fmha_fwd_f16_d96v64_64x64_window_segments_boolean_softcap_dropout_bias32_sm80" in names
+    assert "fmha_fwd_f16_d96v64_128x64_window_segments_boolean_softcap_dropout_bias32_sm80" in names
     with pytest.raises(UnsupportedError, match="head_dim is 512"):
         list(select.closure("sm_80", dims=[(512, 64)]))
 

@@ -22,10 +22,6 @@ FIRST_CAPABILITY = 80
 """cp.async and bf16 mma.sync, which every kernel of the family uses, begin with sm_80."""
 
 
-EXTRAS = ("soft_cap", "dropout", "bias", "segments", "boolean")
-"""Features that need registers of their own between the products."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """One row: the tile of scores a block works on, its warps, and how many blocks share an SM."""
@@ -35,9 +31,9 @@ class Tile:
     warps: int
     blocks_per_sm: int
     reason: str
-    spills_with: tuple[str, ...] = ()
-    """Which of ``EXTRAS`` the row does not serve, because with them it spills; "several" stands for
-    three or more of them together."""
+    modifiers: bool = True
+    """Whether the row also serves soft cap, bias, dropout, segments and boolean masks, which need
+    registers of their own."""
     park: bool = False
     """Whether row statistics and pointers of a forward wait in shared memory during products, where
     the accumulators of scores and output leave no registers for them."""
@@ -56,51 +52,16 @@ class Part:
     backward: Mapping[int, tuple[Tile, ...]]
 
 
-_FORWARD_SMALL = Tile(
-    64, 64, 4, 2, "half the accumulators of 128 queries, which spill with what this row serves"
-)
 _FORWARD_64 = (
+    Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere", modifiers=False),
     Tile(
-        128,
-        128,
-        4,
-        2,
-        "48 KB: two blocks per SM everywhere",
-        spills_with=("soft_cap", "dropout", "bias", "boolean"),
+        128, 64, 4, 2, "half the score accumulators: with 128 keys soft cap, bias and dropout spill"
     ),
-    Tile(
-        128,
-        64,
-        4,
-        2,
-        "half the score accumulators: with 128 keys a soft cap spills",
-        spills_with=("several",),
-    ),
-    _FORWARD_SMALL,
 )
-_FORWARD_96 = (
-    Tile(
-        128,
-        64,
-        4,
-        2,
-        "54 KB: two blocks per SM; parked, or it spills",
-        spills_with=("several",),
-        park=True,
-    ),
-    _FORWARD_SMALL,
-)
+_FORWARD_96 = (Tile(128, 64, 4, 2, "54 KB: two blocks per SM; parked, or it spills", park=True),)
 _FORWARD_128 = (
-    Tile(
-        128,
-        64,
-        4,
-        2,
-        "70 KB: two blocks; parked, or it spills",
-        spills_with=("soft_cap", "bias", "boolean"),
-        park=True,
-    ),
-    _FORWARD_SMALL,
+    Tile(128, 64, 4, 2, "70 KB: two blocks; parked, or it spills", modifiers=False, park=True),
+    Tile(64, 64, 4, 2, "half the accumulators: with 128 queries soft cap, bias and dropout spill"),
 )
 _FORWARD_192 = Tile(128, 64, 8, 1, "96 KB: one block per SM, so 8 warps to hide latency")
 
@@ -114,51 +75,23 @@ _SM80 = Part(
         128: _FORWARD_128,
         192: (_FORWARD_192,),
         256: (
-            Tile(
-                128,
-                64,
-                8,
-                1,
-                "128 KB; two blocks of 96 KB would not fit",
-                spills_with=("soft_cap",),
-            ),
-            Tile(128, 32, 8, 1, "with 64 keys a soft cap spills"),
+            Tile(128, 64, 8, 1, "128 KB; two blocks of 96 KB would not fit", modifiers=False),
+            Tile(128, 32, 8, 1, "with 64 keys soft cap spills"),
         ),
     },
     backward={
         32: (
-            Tile(
-                128,
-                128,
-                8,
-                1,
-                "as 64: a square tile reads dQ least often",
-                spills_with=EXTRAS,
-            ),
-            Tile(64, 128, 8, 1, "as 64"),
+            Tile(128, 128, 8, 1, "as 64: a square tile reads dQ least often", modifiers=False),
+            Tile(64, 128, 8, 1, "as 64 with modifiers"),
         ),
         64: (
-            Tile(
-                128,
-                128,
-                8,
-                1,
-                "144 KB of 163 KB with two query tiles",
-                spills_with=EXTRAS,
-            ),
-            Tile(64, 128, 8, 1, "with 128 queries a soft cap spills 220 bytes, a bias 136"),
+            Tile(128, 128, 8, 1, "144 KB of 163 KB with two query tiles", modifiers=False),
+            Tile(64, 128, 8, 1, "with 128 queries soft cap spills 220 bytes"),
         ),
         96: (Tile(64, 128, 8, 1, "as 128: the long key tile halves the passes over dQ"),),
         128: (
-            Tile(
-                64,
-                128,
-                8,
-                1,
-                "144 KB of 163 KB; 128 queries need 240 KB",
-                spills_with=("soft_cap", "bias", "segments"),
-            ),
-            Tile(64, 64, 8, 1, "with 128 keys a soft cap spills 24 bytes, a bias up to 64"),
+            Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 queries need 240 KB", modifiers=False),
+            Tile(64, 64, 8, 1, "with 128 keys soft cap, bias and dropout spill 24 bytes"),
         ),
         192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
         256: (Tile(32, 64, 8, 1, "120 KB of 163 KB; 64 query rows would need 176 KB"),),
@@ -175,8 +108,8 @@ _SM86 = Part(
         128: (Tile(128, 32, 4, 2, "48 KB: the short key tile keeps two blocks in 100 KB"),),
         192: (Tile(64, 64, 4, 1, "72 KB of 99 KB"),),
         256: (
-            Tile(64, 64, 4, 1, "96 KB of 99 KB", spills_with=("soft_cap",)),
-            Tile(64, 32, 4, 1, "with 64 keys a soft cap spills"),
+            Tile(64, 64, 4, 1, "96 KB of 99 KB", modifiers=False),
+            Tile(64, 32, 4, 1, "with 64 keys soft cap spills"),
         ),
     },
     backward={
@@ -195,15 +128,8 @@ _SM90 = Part(
     forward={
         **_SM80.forward,
         256: (
-            Tile(
-                64,
-                64,
-                4,
-                2,
-                "96 KB: two blocks hide each other's softmax",
-                spills_with=("soft_cap",),
-            ),
-            Tile(64, 32, 4, 2, "with 64 keys a soft cap spills"),
+            Tile(64, 64, 4, 2, "96 KB: two blocks hide each other's softmax", modifiers=False),
+            Tile(64, 32, 4, 2, "with 64 keys soft cap spills"),
         ),
     },
     backward={

@@ -11,7 +11,7 @@ struct FmhaBackwardBias {
   using Grid = typename Tiles::ScoreGrid;
   using Plane = ScorePlane<typename Config::BiasElement>;
   static constexpr int kThreads = Tiles::kThreads;
-  static constexpr int kBlocksPerSm = 2;
+  static constexpr int kBlocksPerSm = 4;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
 
