@@ -68,6 +68,8 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(
             f"it computes the gradients of {', '.join(spec.gradients)}, not of {', '.join(wanted)}"
         )
+    if spec.mask not in spec.tile.masks:
+        reasons.append(f"its tile is not for the mask {spec.mask}")
     modifiers = (
         ("soft cap", spec.soft_cap),
         ("bias", spec.bias),

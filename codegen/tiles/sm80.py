@@ -34,6 +34,8 @@ class Tile:
     modifiers: bool = True
     """Whether the row also serves soft cap, bias, dropout, segments and boolean masks, which need
     registers of their own."""
+    masks: tuple[str, ...] = ("none", "causal", "window")
+    """The kinds of mask that the row serves."""
     park: bool = False
     """Whether row statistics and pointers of a forward wait in shared memory during products, where
     the accumulators of scores and output leave no registers for them."""
@@ -134,6 +136,20 @@ _SM90 = Part(
     },
     backward={
         **_SM80.backward,
+        128: (
+            Tile(64, 128, 8, 1, "145 KB of 227 KB", modifiers=False, masks=("none",)),
+            Tile(
+                64,
+                64,
+                4,
+                2,
+                "causal forward+backward 266 TFLOP/s at T 2048 on an H200, 64x128 254: less waste "
+                "at the diagonal",
+                modifiers=False,
+                masks=("causal", "window"),
+            ),
+            Tile(64, 64, 8, 1, "with 128 keys soft cap spills 24 bytes"),
+        ),
         256: (
             Tile(
                 64,

@@ -118,15 +118,16 @@ struct RegisterOperand {
 
 // accumulators += left * right over kSteps * 16 elements of k.
 //
-// The blocks of the right operand are read kAhead blocks before the tensor cores need them, and the
-// left operand of the next k step with the last block of this one. Reading a whole k step ahead
+// The blocks of the right operand are read kReadAhead blocks before the tensor cores need them, and
+// the left operand of the next k step with the last block of this one. Reading a whole k step ahead
 // instead needs up to 64 registers, which spills beside a 128-register output.
-template <class Element, int kSteps, class Accumulators, class Left, class Right>
+template <class Element, int kSteps, int kReadAhead = 2, class Accumulators, class Left,
+          class Right>
 CUTE_DEVICE void warp_gemm(Accumulators& accumulators, Left left, Right right) {
   constexpr int kRowBlocks = cute::size<1>(Accumulators{});
   constexpr int kColumnBlocks = cute::size<2>(Accumulators{}) / 2;
   constexpr int kBlocks = kSteps * kColumnBlocks;
-  constexpr int kAhead = kBlocks < 2 ? kBlocks : 2;
+  constexpr int kAhead = kBlocks < kReadAhead ? kBlocks : kReadAhead;
   uint32_t a[2][kRowBlocks][4];
   uint32_t b[kAhead + 1][4];
   auto load_left = [&](int step) {

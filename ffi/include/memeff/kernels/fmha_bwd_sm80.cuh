@@ -47,6 +47,9 @@ struct FmhaBackwardSm80 {
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
   static constexpr int kThreads = Tiles::kThreads;
+  // Blocks of four warps share an SM and hide each other's reads; eight warps alone read further
+  // ahead.
+  static constexpr int kReadAhead = Config::kWarps == 4 ? 1 : 2;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kSharedBytes = KeyTile::kBytes + ValueTile::kBytes + 2 * QueryTile::kBytes +
                                       OutTile::kBytes + 2 * ScoreTile::kBytes +
@@ -156,14 +159,14 @@ struct FmhaBackwardSm80 {
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
       cute::clear(score_gradient);
-      warp_gemm<Element, Config::kHeadDim / 16>(
+      warp_gemm<Element, Config::kHeadDim / 16, kReadAhead>(
           scores,
           LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks>(query_tile,
                                                                        ScoreGrid::row()),
           RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks>(key_tile,
                                                                          ScoreGrid::column()));
       if constexpr (kScoreGradient) {
-        warp_gemm<Element, Config::kValueDim / 16>(
+        warp_gemm<Element, Config::kValueDim / 16, kReadAhead>(
             score_gradient,
             LeftOperand<OutTile, Contiguous::k, ScoreGrid::kRowBlocks>(out_tile, ScoreGrid::row()),
             RightOperand<ValueTile, Contiguous::k, ScoreGrid::kColumnBlocks>(value_tile,
@@ -181,7 +184,7 @@ struct FmhaBackwardSm80 {
       __syncthreads();  // P and dS are complete
 
       if constexpr (Config::kValueGradient) {
-        warp_gemm<Element, kTileQuery / 16>(
+        warp_gemm<Element, kTileQuery / 16, kReadAhead>(
             value_gradient,
             LeftOperand<ScoreTile, Contiguous::outer, ValueGrid::kRowBlocks>(probability_tile,
                                                                              ValueGrid::row()),
@@ -198,7 +201,7 @@ struct FmhaBackwardSm80 {
         add_query_gradient(params, item.batch, visit, score_tile, key_tile);
       }
       if constexpr (Config::kKeyGradient) {
-        warp_gemm<Element, kTileQuery / 16>(
+        warp_gemm<Element, kTileQuery / 16, kReadAhead>(
             key_gradient,
             LeftOperand<ScoreTile, Contiguous::outer, KeyGrid::kRowBlocks>(score_tile,
                                                                            KeyGrid::row()),
@@ -316,7 +319,7 @@ struct FmhaBackwardSm80 {
                                              uint32_t key_tile) {
     auto query_gradient = QueryGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(query_gradient);
-    warp_gemm<Element, kTileKey / 16>(
+    warp_gemm<Element, kTileKey / 16, kReadAhead>(
         query_gradient,
         LeftOperand<ScoreTile, Contiguous::k, QueryGrid::kRowBlocks>(score_tile, QueryGrid::row()),
         RightOperand<KeyTile, Contiguous::outer, QueryGrid::kColumnBlocks>(key_tile,
