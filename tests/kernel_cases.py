@@ -97,16 +97,24 @@ class Case:
             None if self.bias is None else self.draw_bias(rng),
             self.full_mask & self.element_mask(rng),
             None,
-            None if self.position is None else Position(*map(np.int32, self.position)),
+            None if self.position is None else self.global_position,
         )
         if self.dropout:
-            words = rng.integers(2**32, size=(self.B, 2), dtype=np.uint32)
-            base = np.arange(self.B, dtype=np.uint32) * np.uint32(self.N)
-            state = DropoutState(words, base, np.arange(self.N, dtype=np.uint32))
-            operands = operands._replace(dropout=state)
+            operands = operands._replace(dropout=self.draw_dropout(rng))
         dout = draw(self.B, self.T, self.N, self.value_dim)
         dlse = draw(self.B, self.T, self.N, dtype=np.float32) if self.lse_gradient else None
         return operands, dout, dlse
+
+    @property
+    def global_position(self) -> Position:
+        first: Any = np.array(self.position, np.int32)
+        return Position(first[0], first[1])
+
+    def draw_dropout(self, rng: np.random.Generator) -> DropoutState:
+        words: Any = rng.integers(2**32, size=(self.B, 2), dtype=np.uint32)
+        batch_base: Any = np.arange(self.B, dtype=np.uint32) * np.uint32(self.N)
+        head_index: Any = np.arange(self.N, dtype=np.uint32)
+        return DropoutState(words, batch_base, head_index)
 
     def draw_bias(self, rng: np.random.Generator) -> Any:
         """Normal numbers, and -inf (or what counts as it) in some elements."""

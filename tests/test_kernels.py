@@ -86,6 +86,7 @@ def test_dropout_bits_are_those_of_the_contract(H, soft_cap):
         T=200, S=136, H=H, soft_cap=soft_cap, dropout=0.3, position=(row, column), scale=1.0
     )
     operands, _, _ = case.arrays()
+    assert operands.dropout is not None
     expected = np.asarray(
         dropout.keep_mask(
             operands.dropout, case.options.dropout_threshold, row, column, case.T, case.S
