@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import io
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -20,6 +21,8 @@ from jax_memeff.codegen import emit, headers, program_cache, resources
 from jax_memeff.codegen.resources import Resource
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.errors import CompileError
+
+_IMPORTING = threading.Lock()
 
 _OPTIONS = {
     "std": "c++17",
@@ -173,9 +176,14 @@ def _fatbin(cubin: bytes, arch: str, name: str) -> bytes:
 
 
 def _import(name: str) -> ModuleType:
-    """A module of the cuda-python packages, imported when first needed."""
+    """A module of the cuda-python packages, imported when first needed.
+
+    One thread at a time: while one imports cuda.core, which swaps itself for the module of a CUDA
+    version, another would get it without its names.
+    """
     try:
-        return importlib.import_module(name)
+        with _IMPORTING:
+            return importlib.import_module(name)
     except ImportError as error:
         raise _missing(name, error) from error
 

@@ -84,6 +84,23 @@ def test_cute_kernel_and_its_resources(shared_cache):
     assert len(compiled.image) < 50_000
 
 
+def test_threads_of_a_fresh_process_compile_at_once(cache):
+    """The first compilation imports cuda.core; programs are often lowered from several threads."""
+    program = f"""
+from concurrent.futures import ThreadPoolExecutor
+from jax_memeff.codegen import compile as compiler
+
+def work(i):
+    source = {TINY!r}.replace("2.f", f"{{i}}.f")
+    return compiler.compile_source(source, "sm_80", ["tiny"]).cached
+
+with ThreadPoolExecutor(8) as pool:
+    assert not any(pool.map(work, range(8)))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
 def test_damaged_entry_is_compiled_again(cache, damage):
     good = compiler.compile_source(TINY, "sm_80", ["tiny"])
