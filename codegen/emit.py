@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, EntryPoint, KernelSpec
+from jax_memeff.codegen.tiles import sm80, sm90
 
 _ELEMENTS = {"f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
 
@@ -15,15 +16,26 @@ struct Config {{
   static constexpr int kValueDim = {value_class};
   static constexpr int kTileQuery = {tile_query};
   static constexpr int kTileKey = {tile_key};
-  static constexpr int kWarps = {warps};
-  static constexpr int kBlocksPerSm = {blocks_per_sm};
-  static constexpr auto kMask = memeff::MaskKind::{mask};
+{schedule}  static constexpr auto kMask = memeff::MaskKind::{mask};
   static constexpr bool kSegments = {segments};
   static constexpr bool kBoolean = {boolean};
   static constexpr bool kSoftCap = {soft_cap};
   static constexpr bool kDropout = {dropout};
   static constexpr bool kBias = {has_bias};
 {bias}{extra}}};
+"""
+
+_SCHEDULE_SM80 = """\
+  static constexpr int kWarps = {warps};
+  static constexpr int kBlocksPerSm = {blocks_per_sm};
+"""
+
+_STAGES = """\
+  static constexpr int kStages = {stages};
+"""
+
+_QUERY_STAGES = """\
+  static constexpr int kQueryStages = {query_stages};
 """
 
 _PARK = """\
@@ -54,8 +66,8 @@ static_assert({alias}::kSharedBytes == {shared_bytes});
 
 _ENTRY = """\
 extern "C" __global__ void __launch_bounds__({bounds})
-{name}(const __grid_constant__ memeff::{params} params) {{
-  {alias}::run(params);
+{name}(const __grid_constant__ memeff::{params} params{maps}) {{
+  {alias}::run(params{pass_maps});
 }}
 """
 
@@ -73,8 +85,7 @@ def source(spec: KernelSpec) -> str:
         value_class=spec.value_class,
         tile_query=spec.tile.query,
         tile_key=spec.tile.key,
-        warps=spec.tile.warps,
-        blocks_per_sm=spec.tile.blocks_per_sm,
+        schedule=_schedule(spec),
         mask=spec.mask,
         segments=_bool(spec.segments),
         boolean=_bool(spec.boolean),
@@ -82,9 +93,7 @@ def source(spec: KernelSpec) -> str:
         dropout=_bool(spec.dropout),
         has_bias=_bool(spec.bias is not None),
         bias=_bias(spec),
-        extra=_PARK.format(parks=_bool(spec.tile.park))
-        if spec.direction == "forward"
-        else _gradients(spec),
+        extra=_gradients(spec) if spec.direction == "backward" else _park(spec.tile),
     )
     if spec.direction == "forward":
         (main,) = spec.entry_points
@@ -92,10 +101,24 @@ def source(spec: KernelSpec) -> str:
     preprocess, main, *after = spec.entry_points
     return (
         text
-        + _stage(preprocess, "Preprocess")
+        + _stage(spec, preprocess, "Preprocess")
         + _main(spec, main, "BackwardParams")
-        + "".join(_stage(entry, entry.name.rpartition("_")[2].capitalize()) for entry in after)
+        + "".join(_stage(spec, entry, entry.name.rpartition("_")[2].capitalize()) for entry in after)
     )
+
+
+def _schedule(spec: KernelSpec) -> str:
+    tile = spec.tile
+    if isinstance(tile, sm80.Tile):
+        return _SCHEDULE_SM80.format(warps=tile.warps, blocks_per_sm=tile.blocks_per_sm)
+    text = _STAGES.format(stages=tile.stages)
+    if spec.direction == "forward":
+        text += _QUERY_STAGES.format(query_stages=tile.query_stages)
+    return text
+
+
+def _park(tile: sm80.Tile | sm90.Tile) -> str:
+    return _PARK.format(parks=_bool(tile.park)) if isinstance(tile, sm80.Tile) else ""
 
 
 def _bias(spec: KernelSpec) -> str:
@@ -118,18 +141,22 @@ def _bool(value: bool) -> str:
 
 
 def _main(spec: KernelSpec, entry: EntryPoint, params: str) -> str:
-    bounds = "Kernel::kThreads, Config::kBlocksPerSm"
-    return _kernel(entry, "Kernel", spec.cpp_type, bounds, params)
+    blocks = "Config::kBlocksPerSm" if isinstance(spec.tile, sm80.Tile) else spec.tile.blocks_per_sm
+    maps = f"{spec.direction.capitalize()}Maps" if spec.tensor_maps else None
+    return _kernel(entry, "Kernel", spec.cpp_type, f"Kernel::kThreads, {blocks}", params, maps)
 
 
-def _stage(entry: EntryPoint, stage: str) -> str:
+def _stage(spec: KernelSpec, entry: EntryPoint, stage: str) -> str:
     """A kernel before or after the main one of the backward."""
-    cpp_type = f"memeff::FmhaBackward{stage}<Config>"
+    tiles = "" if spec.family == "sm80" else f", memeff::BackwardTiles{spec.family.capitalize()}<Config>"
+    cpp_type = f"memeff::FmhaBackward{stage}<Config{tiles}>"
     bounds = f"{stage}::kThreads, {stage}::kBlocksPerSm"
     return _kernel(entry, stage, cpp_type, bounds, "BackwardParams")
 
 
-def _kernel(entry: EntryPoint, alias: str, cpp_type: str, bounds: str, params: str) -> str:
+def _kernel(
+    entry: EntryPoint, alias: str, cpp_type: str, bounds: str, params: str, maps: str | None = None
+) -> str:
     text = _KERNEL + (_SHARED if entry.shared_bytes else "") + _ENTRY
     return text.format(
         alias=alias,
@@ -139,4 +166,6 @@ def _kernel(entry: EntryPoint, alias: str, cpp_type: str, bounds: str, params: s
         bounds=bounds,
         name=entry.name,
         params=params,
+        maps=f", const __grid_constant__ memeff::{maps} maps" if maps else "",
+        pass_maps=", maps" if maps else "",
     )

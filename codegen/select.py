@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.problem import DIRECTIONS, Dtype, Problem
-from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec
+from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec, panel_columns
 from jax_memeff.codegen.support import (
     bias_gradient,
     bias_per_row,
@@ -16,7 +17,7 @@ from jax_memeff.codegen.support import (
     spec_reasons,
     unsupported_reasons,
 )
-from jax_memeff.codegen.tiles import sm80
+from jax_memeff.codegen.tiles import sm80, sm90
 from jax_memeff.errors import UnsupportedError
 
 _ALL_DIMS = tuple(itertools.product(sm80.CLASSES, repeat=2))
@@ -121,33 +122,56 @@ def table(arch: str) -> str:
 
 def _table(problem: Problem) -> list[KernelSpec]:
     specs = [
-        spec
-        for head_class, value_class in _ALL_DIMS
-        for spec in _specs(problem, head_class, value_class)
+        _spec(problem, family, *classes, tile)
+        for family, classes, tile in [*_rows_sm90(problem), *_rows_sm80(problem)]
     ]
     return sorted(specs, key=lambda spec: spec.sort_key)
 
 
-def _specs(problem: Problem, head_class: int, value_class: int) -> list[KernelSpec]:
+def _rows_sm80(problem: Problem) -> Iterator[tuple[str, tuple[int, int], sm80.Tile]]:
     part = sm80.part(problem.arch)
-    forward = problem.direction == "forward"
-    tiles = part.forward if forward else part.backward
-    return [
-        KernelSpec(
-            direction=problem.direction,
-            dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
-            head_class=head_class,
-            value_class=value_class,
-            tile=tile,
-            mask=mask_kind(problem.masks),
-            segments="segments" in problem.masks,
-            boolean="boolean" in problem.masks,
-            soft_cap=problem.soft_cap,
-            dropout=problem.dropout,
-            bias=problem.bias,
-            bias_per_row=bias_per_row(problem),
-            bias_gradient=bias_gradient(problem),
-            gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
-        )
-        for tile in tiles[max(head_class, value_class)]
-    ]
+    tiles = part.forward if problem.direction == "forward" else part.backward
+    for classes in _ALL_DIMS:
+        for tile in tiles[max(classes)]:
+            yield "sm80", classes, tile
+
+
+def _rows_sm90(problem: Problem) -> Iterator[tuple[str, tuple[int, int], sm90.Tile]]:
+    if archs.capability(problem.arch) != sm90.CAPABILITY:
+        return
+    if problem.direction == "backward":
+        for dim, tiles in sm90.BACKWARD.items():
+            for tile in tiles:
+                yield "sm90", (dim, dim), tile
+        return
+    for classes in itertools.product(sm90.CLASSES, repeat=2):
+        # The output leaves from where the queries were, so both have panels of one width.
+        if len(set(map(panel_columns, classes))) == 1:
+            for tile in sm90.FORWARD[max(classes)]:
+                yield "sm90", classes, tile
+
+
+def _spec(
+    problem: Problem,
+    family: str,
+    head_class: int,
+    value_class: int,
+    tile: sm80.Tile | sm90.Tile,
+) -> KernelSpec:
+    return KernelSpec(
+        direction=problem.direction,
+        dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
+        head_class=head_class,
+        value_class=value_class,
+        tile=tile,
+        mask=mask_kind(problem.masks),
+        segments="segments" in problem.masks,
+        boolean="boolean" in problem.masks,
+        soft_cap=problem.soft_cap,
+        dropout=problem.dropout,
+        bias=problem.bias,
+        bias_per_row=bias_per_row(problem),
+        bias_gradient=bias_gradient(problem),
+        gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
+        family=family,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
-from jax_memeff.codegen.tiles.sm80 import Tile
+from jax_memeff.codegen.tiles import sm80, sm90
 
 MaskKind = Literal["none", "causal", "window"]
 BiasGradient = Literal["none", "full", "shared", "columns"]
@@ -14,7 +14,11 @@ MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
 BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns")
 SPEC_DTYPES: tuple[Literal["f16", "bf16"], ...] = ("f16", "bf16")
 SPEC_GRADIENTS = ("query", "key", "value")
+FAMILIES = ("sm90", "sm80")
+"""In the order of choice."""
 _BYTES_16_BIT = 2
+_BARRIER_BYTES = 8
+_WORK_ITEM_BYTES = 12
 
 
 class EntryPoint(NamedTuple):
@@ -28,9 +32,17 @@ class EntryPoint(NamedTuple):
     shared_bytes: int
 
 
+class TensorMap(NamedTuple):
+    """A tensor in global memory and the box of it that one copy moves."""
+
+    name: str
+    rows: int
+    columns: int
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
-    """A kernel of the sm80 family. Two equal specs give the same source.
+    """A kernel. Two equal specs give the same source.
 
     ``head_class`` (of query and key) and ``value_class`` are padded dims; the real ones are
     run-time parameters. ``gradients`` are those that a backward computes, and () in a forward;
@@ -42,7 +54,7 @@ class KernelSpec:
     dtype: Literal["f16", "bf16"]
     head_class: int
     value_class: int
-    tile: Tile
+    tile: sm80.Tile | sm90.Tile
     mask: MaskKind = "none"
     soft_cap: bool = False
     segments: bool = False
@@ -85,7 +97,15 @@ class KernelSpec:
     @property
     def threads(self) -> int:
         """Threads of a block of the main kernel."""
+        if isinstance(self.tile, sm90.Tile):
+            return sm90.WARPGROUP_THREADS * (self.consumers + 1)
         return 32 * self.tile.warps
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute: each owns 64 queries in a forward, and 64 keys in a backward."""
+        rows = self.tile.query if self.direction == "forward" else self.tile.key
+        return rows // sm90.WARPGROUP_ROWS
 
     @property
     def entry_points(self) -> tuple[EntryPoint, ...]:
@@ -93,12 +113,16 @@ class KernelSpec:
         main = EntryPoint(self.name, self.threads, self.shared_bytes)
         if self.direction == "forward":
             return (main,)
-        # The last two read sums as the main kernel's warps laid them out, so all have its threads.
-        preprocess = EntryPoint(f"{self.name}_preprocess", self.threads, 0)
+        # The last two read sums as the main kernel's warps laid them out, so all have the threads of
+        # those.
+        threads = self.threads
+        if isinstance(self.tile, sm90.Tile):
+            threads = sm90.WARPGROUP_THREADS * self.consumers
+        preprocess = EntryPoint(f"{self.name}_preprocess", threads, 0)
         entries = [preprocess, main]
         if "query" in self.gradients:
             query_tile = self.tile.query * self.head_class * _BYTES_16_BIT
-            entries.append(EntryPoint(f"{self.name}_postprocess", self.threads, query_tile))
+            entries.append(EntryPoint(f"{self.name}_postprocess", threads, query_tile))
         if self.bias_gradient in ("shared", "columns"):
             entries.append(EntryPoint(f"{self.name}_bias", self.threads, 0))
         return tuple(entries)
@@ -106,14 +130,46 @@ class KernelSpec:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block of the main kernel; the compiler asserts the number."""
+        if isinstance(self.tile, sm90.Tile):
+            sizes = _forward_sm90 if self.direction == "forward" else _backward_sm90
+            return sizes(self, self.tile)
         if self.direction == "forward":
             return _forward_shared_bytes(self)
         return _backward_shared_bytes(self)
 
     @property
+    def persistent(self) -> bool:
+        """Whether the blocks of a grid no larger than the GPU share all tiles of a problem."""
+        return isinstance(self.tile, sm90.Tile) and self.direction == "forward"
+
+    @property
+    def tensor_maps(self) -> tuple[TensorMap, ...]:
+        """What the kernel moves through the copy engine, in the order of its maps."""
+        if not isinstance(self.tile, sm90.Tile):
+            return ()
+        head, value = panel_columns(self.head_class), panel_columns(self.value_class)
+        if self.direction == "forward":
+            return (
+                TensorMap("query", sm90.WARPGROUP_ROWS, head),
+                TensorMap("key", self.tile.key, head),
+                TensorMap("value", self.tile.key, value),
+                TensorMap("out", sm90.WARPGROUP_ROWS, value),
+            )
+        return (
+            TensorMap("query", self.tile.query, head),
+            TensorMap("key", self.tile.key, head),
+            TensorMap("value", self.tile.key, value),
+            TensorMap("out_gradient", self.tile.query, value),
+            TensorMap("key_gradient", sm90.WARPGROUP_ROWS, head),
+            TensorMap("value_gradient", sm90.WARPGROUP_ROWS, value),
+        )
+
+    @property
     def products(self) -> dict[str, tuple[int, int]]:
         """The matrix products that the warps of a block share, as (rows, columns)."""
         query, key = self.tile.query, self.tile.key
+        if isinstance(self.tile, sm90.Tile):
+            return {}  # wgmma divides them
         if self.direction == "forward":
             return {"S": (query, key), "out": (query, self.value_class)}
         return {
@@ -132,7 +188,7 @@ class KernelSpec:
     def sort_key(self) -> tuple:
         """Specs are tried in this order: little padding first, then large tiles."""
         return (
-            self.family,
+            FAMILIES.index(self.family),
             ("forward", "backward").index(self.direction),
             SPEC_DTYPES.index(self.dtype),
             self.head_class,
@@ -151,8 +207,35 @@ class KernelSpec:
         )
 
 
+def panel_columns(dim: int) -> int:
+    """Columns of the panels that a shared tile of ``dim`` columns consists of."""
+    return 64 if dim % 64 == 0 else 32
+
+
+def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
+    """Rings of query (and, over it, output), key and value tiles, and what controls them.
+
+    Each buffer has two barriers, the queries' for each consumer; the ring of the next pieces of
+    work, of two, holds a work item beside them.
+    """
+    elements = tile.query_stages * tile.query * max(spec.head_class, spec.value_class)
+    elements += tile.stages * tile.key * (spec.head_class + spec.value_class)
+    buffers = tile.query_stages * spec.consumers + 2 * tile.stages + 2
+    return elements * _BYTES_16_BIT + buffers * 2 * _BARRIER_BYTES + 2 * _WORK_ITEM_BYTES
+
+
+def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
+    """Tiles of key and value, rings of query, its rows' statistics (2 f32) and dO, and two dS."""
+    dims = spec.head_class + spec.value_class
+    elements = (tile.key + tile.stages * tile.query) * dims + 2 * tile.query * tile.key
+    statistics = tile.stages * tile.query * 8
+    buffers = 2 * tile.stages + 1
+    return elements * _BYTES_16_BIT + statistics + buffers * 2 * _BARRIER_BYTES
+
+
 def _forward_shared_bytes(spec: KernelSpec) -> int:
     """One tile each of query, key and value, and over them, at the end, the tile of the output."""
+    assert isinstance(spec.tile, sm80.Tile)
     query, key = spec.tile.query, spec.tile.key
     loop = query * spec.head_class + key * (spec.head_class + spec.value_class)
     parked = 0

@@ -77,8 +77,8 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         ("segments", spec.segments),
         ("a boolean mask", spec.boolean),
     )
-    if not spec.tile.modifiers and (present := [name for name, on in modifiers if on]):
-        reasons.append(f"its tile has no registers left for {' and '.join(present)}")
+    if refused := [name for name, on in modifiers if on and not spec.tile.serves(name)]:
+        reasons.append(f"its tile has no registers left for {' and '.join(refused)}")
     if problem.head_dim > spec.head_class:
         reasons.append(f"head_dim {problem.head_dim} is above its {spec.head_class}")
     if problem.value_dim > spec.value_class:
@@ -90,8 +90,9 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
             f"has {available}"
         )
     for product, (rows, columns) in spec.products.items():
-        if not any(_warps_fit(rows, columns, spec.tile.warps, owned) for owned in spec.warp_rows):
-            reasons.append(f"{spec.tile.warps} warps cannot share its {rows}x{columns} {product}")
+        warps = spec.threads // 32
+        if not any(_warps_fit(rows, columns, warps, owned) for owned in spec.warp_rows):
+            reasons.append(f"{warps} warps cannot share its {rows}x{columns} {product}")
     return reasons
 
 

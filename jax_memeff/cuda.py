@@ -54,14 +54,18 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     operands: Operands = jax.tree.unflatten(tree, values)
     specs = kernels(avals, options, wants=None)
     out, logsumexp = ctx.avals_out
-    return _custom_call(
+    results = [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)]
+    if any(spec.persistent for spec in specs.values()):
+        results.append(_Buffer("piece_counter", ShapedArray((1,), jnp.dtype(jnp.int32))))
+    values = _custom_call(
         ctx,
         _FORWARD_TARGET,
         _attention_operands(ctx, avals, operands),
-        [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)],
+        results,
         specs=specs,
         **_scores(avals, options),
     )
+    return values[:2]
 
 
 def lower_backward(
@@ -293,6 +297,9 @@ def _kernel_table(specs: dict[str, KernelSpec]) -> dict[str, Any]:
             "threads": np.array([entry.threads for entry in entries], np.int32),
             "shared_bytes": np.array([entry.shared_bytes for entry in entries], np.int32),
             "tile": np.array([spec.tile.query, spec.tile.key], np.int32),
+            "persistent": np.int32(spec.persistent),
+            "tensor_maps": ",".join(box.name for box in spec.tensor_maps),
+            "boxes": np.array([(b.rows, b.columns) for b in spec.tensor_maps], np.int32).ravel(),
         }
     return table
 

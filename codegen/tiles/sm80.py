@@ -42,6 +42,10 @@ class Tile:
     spill_bytes: int = 0
     """Bytes a thread may store to local memory, where that was measured to be faster than none."""
 
+    def serves(self, modifier: str) -> bool:
+        """Whether kernels of this row may have ``modifier``."""
+        return self.modifiers
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:

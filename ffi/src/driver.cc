@@ -32,7 +32,8 @@ bool open(Driver* driver, std::string* error) {
          find(library, "cuLibraryGetKernel", &driver->library_kernel, error) &&
          find(library, "cuKernelSetAttribute", &driver->kernel_set_attribute, error) &&
          find(library, "cuLaunchKernel", &driver->launch, error) &&
-         find(library, "cuMemsetD8Async", &driver->memset_async, error);
+         find(library, "cuMemsetD8Async", &driver->memset_async, error) &&
+         find(library, "cuTensorMapEncodeTiled", &driver->encode_tensor_map, error);
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ struct Driver {
   decltype(&cuKernelSetAttribute) kernel_set_attribute;
   decltype(&cuLaunchKernel) launch;
   decltype(&cuMemsetD8Async) memset_async;
+  decltype(&cuTensorMapEncodeTiled) encode_tensor_map;
 };
 
 // Opens the driver on the first call. On failure returns null and sets `error`.

@@ -79,12 +79,16 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   auto threads = attributes.get<ffi::Span<const int32_t>>("threads");
   auto shared_bytes = attributes.get<ffi::Span<const int32_t>>("shared_bytes");
   auto tile = attributes.get<ffi::Span<const int32_t>>("tile");
+  auto persistent = attributes.get<int32_t>("persistent");
+  auto tensor_maps = attributes.get<std::string_view>("tensor_maps");
+  auto boxes = attributes.get<ffi::Span<const int32_t>>("boxes");
   if (!image.has_value() || !entry_points.has_value() || !threads.has_value() ||
-      !shared_bytes.has_value() || !tile.has_value()) {
+      !shared_bytes.has_value() || !tile.has_value() || !persistent.has_value() ||
+      !tensor_maps.has_value() || !boxes.has_value()) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "a kernel table entry needs image, entry_points, threads, "
-                                   "shared_bytes and tile (was the program exported by another "
-                                   "version?)"));
+                                   "shared_bytes, tile, persistent, tensor_maps and boxes (was the "
+                                   "program exported by another version?)"));
   }
   KernelImage kernel;
   kernel.arch = std::string(arch);
@@ -92,15 +96,22 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   kernel.entry_points = split(*entry_points);
   kernel.threads.assign(threads->begin(), threads->end());
   kernel.shared_bytes.assign(shared_bytes->begin(), shared_bytes->end());
+  std::vector<std::string> const maps = split(*tensor_maps);
   if (kernel.threads.size() != kernel.entry_points.size() ||
-      kernel.shared_bytes.size() != kernel.entry_points.size() || tile->size() != 2) {
+      kernel.shared_bytes.size() != kernel.entry_points.size() || tile->size() != 2 ||
+      boxes->size() != 2 * maps.size()) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "a kernel table entry has " +
                                        std::to_string(kernel.entry_points.size()) +
-                                       " entry points but not as many launch constants"));
+                                       " entry points and " + std::to_string(maps.size()) +
+                                       " tensor maps but not as many launch constants"));
   }
   kernel.tile_query = (*tile)[0];
   kernel.tile_key = (*tile)[1];
+  kernel.persistent = *persistent != 0;
+  for (size_t i = 0; i < maps.size(); ++i) {
+    kernel.maps.push_back({maps[i], (*boxes)[2 * i], (*boxes)[2 * i + 1]});
+  }
   return kernel;
 }
 
@@ -201,11 +212,18 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
     }
     kernel.functions.push_back(function);
   }
+  CUresult const result = driver.device_attribute(
+      &kernel.multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
+  if (result != CUDA_SUCCESS) {
+    return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
+                                   "the multiprocessors of device " + std::to_string(device) +
+                                       " could not be counted: " + describe(driver, result)));
+  }
   return kernel;
 }
 
 ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstream stream,
-                  const void* params) {
+                  std::initializer_list<const void*> params) {
   if (blocks == 0) return ffi::Error::Success();
   const std::string& name = kernel.image->entry_points[index];
   if (blocks > INT_MAX) {
@@ -215,11 +233,12 @@ ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstr
   }
   auto driver = driver_or_error();
   if (!driver.has_value()) return driver.error();
-  void* arguments[] = {const_cast<void*>(params)};
+  std::vector<void*> arguments;
+  for (const void* param : params) arguments.push_back(const_cast<void*>(param));
   CUresult const result =
       (*driver)->launch(reinterpret_cast<CUfunction>(kernel.functions[index]),
                         static_cast<unsigned>(blocks), 1, 1, kernel.image->threads[index], 1, 1,
-                        kernel.image->shared_bytes[index], stream, arguments, nullptr);
+                        kernel.image->shared_bytes[index], stream, arguments.data(), nullptr);
   if (result == CUDA_SUCCESS) return ffi::Error::Success();
   return failure(ffi::ErrorCode::kInternal,
                  "launch of " + name + " failed: " + describe(**driver, result));

@@ -12,6 +12,13 @@
 
 namespace memeff::host {
 
+// A tensor that a kernel moves through the copy engine, and the box that one copy moves.
+struct MapBox {
+  std::string name;
+  int rows;
+  int columns;
+};
+
 // What the code generator says of one architecture's kernel; an entry of the custom call's table.
 struct KernelImage {
   std::string arch;                       // "sm_90a"
@@ -21,6 +28,8 @@ struct KernelImage {
   std::vector<int> shared_bytes;          // dynamic, of each entry point
   int tile_query = 0;
   int tile_key = 0;
+  bool persistent = false;  // the grid is no larger than the GPU, and its blocks share the tiles
+  std::vector<MapBox> maps;  // of the main kernel, in the order of its parameter
 
   static xla::ffi::ErrorOr<KernelImage> decode(std::string_view arch,
                                                const xla::ffi::Dictionary& attributes);
@@ -30,6 +39,7 @@ struct KernelImage {
 struct DeviceKernel {
   const KernelImage* image = nullptr;
   std::vector<CUkernel> functions;
+  int multiprocessors = 0;
 };
 
 // The table of one custom call, and what became of it on the devices of this process.
@@ -56,9 +66,10 @@ class KernelTable {
   std::unique_ptr<Cache> cache_ = std::make_unique<Cache>();
 };
 
-// Launches entry point `index` with `params` on a one-dimensional grid; an empty grid is no launch.
+// Launches entry point `index` on a one-dimensional grid, with pointers to its parameters; an empty
+// grid is no launch.
 xla::ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstream stream,
-                       const void* params);
+                       std::initializer_list<const void*> params);
 
 xla::ffi::Error fill_zero(void* data, size_t bytes, CUstream stream);
 

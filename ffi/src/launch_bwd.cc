@@ -1,6 +1,19 @@
 #include "call.h"
+#include "tensor_map.h"
 
 namespace memeff::host {
+
+namespace {
+
+xla::ffi::Error launch_main(const DeviceKernel& kernel, int entry, long long blocks,
+                            Buffers& buffers, CUstream stream, const BackwardParams& params) {
+  if (kernel.image->maps.empty()) return launch(kernel, entry, blocks, stream, {&params});
+  auto maps = encode_maps<BackwardMaps>(kernel.image->maps, buffers);
+  if (!maps.has_value()) return maps.error();
+  return launch(kernel, entry, blocks, stream, {&params, &*maps});
+}
+
+}  // namespace
 
 xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                 CUstream stream) {
@@ -33,21 +46,21 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   long long const key_blocks = key_tiles * shape.key_heads * shape.batch;
 
   int entry = 0;
-  auto error = launch(kernel, entry++, query_blocks, stream, &params);
+  auto error = launch(kernel, entry++, query_blocks, stream, {&params});
   bool const sums_bias = buffers.has("bias_gradient_sum");
   if (error.success() && sums_bias) {
     error = fill_zero(params.bias_gradient_sum, buffers.bytes("bias_gradient_sum"), stream);
   }
-  if (error.success()) error = launch(kernel, entry++, key_blocks, stream, &params);
+  if (error.success()) error = launch_main(kernel, entry++, key_blocks, buffers, stream, params);
   if (error.success() && buffers.has("query_gradient")) {
-    error = launch(kernel, entry++, query_blocks, stream, &params);
+    error = launch(kernel, entry++, query_blocks, stream, {&params});
   }
   if (error.success() && sums_bias) {
     ScoreView const& bias = params.bias_gradient;
     long long const planes = (bias.batch_stride == 0 ? 1ll : shape.batch) *
                              (bias.head_stride == 0 ? 1 : shape.query_heads);
     long long const row_tiles = bias.row_stride == 0 ? 1 : params.query_tiles;
-    error = launch(kernel, entry, planes * row_tiles * key_tiles, stream, &params);
+    error = launch(kernel, entry, planes * row_tiles * key_tiles, stream, {&params});
   }
   return error;
 }

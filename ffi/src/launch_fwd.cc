@@ -1,4 +1,7 @@
+#include <algorithm>
+
 #include "call.h"
+#include "tensor_map.h"
 
 namespace memeff::host {
 
@@ -15,11 +18,22 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.value = buffers.tensor("value");
   params.out = buffers.tensor("out");
   params.logsumexp = static_cast<float*>(buffers.data("logsumexp"));
+  params.piece_counter = static_cast<int*>(buffers.data("piece_counter"));
   if (buffers.error().failure()) return buffers.error();
 
   long long const tiles = ceil_div(params.shape.query_length, kernel.image->tile_query);
   long long const blocks = tiles * params.shape.query_heads * params.shape.batch;
-  return launch(kernel, 0, blocks, stream, &params);
+  if (kernel.image->maps.empty()) return launch(kernel, 0, blocks, stream, {&params});
+
+  auto maps = encode_maps<ForwardMaps>(kernel.image->maps, buffers);
+  if (!maps.has_value()) return maps.error();
+  long long const grid =
+      kernel.image->persistent ? std::min<long long>(blocks, kernel.multiprocessors) : blocks;
+  auto error = xla::ffi::Error::Success();
+  if (grid < blocks) {
+    error = fill_zero(params.piece_counter, buffers.bytes("piece_counter"), stream);
+  }
+  return error.success() ? launch(kernel, 0, grid, stream, {&params, &*maps}) : error;
 }
 
 }  // namespace memeff::host

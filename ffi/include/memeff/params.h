@@ -90,6 +90,7 @@ struct ForwardParams {
   TensorView value;
   TensorView out;
   float* logsumexp;  // [B, N, T], natural logarithm
+  int* piece_counter;  // [1], of persistent kernels
 };
 
 struct BackwardParams {
@@ -116,12 +117,37 @@ struct BackwardParams {
   int query_tiles;           // padded T / query tile
 };
 
+// A CUtensorMap: how the tensor memory accelerator sees a tensor. The launcher encodes it.
+struct alignas(128) TensorMap {
+  unsigned long long opaque[16];
+};
+
+// The tensor maps of a forward kernel that uses them, in the order of its spec.
+struct ForwardMaps {
+  TensorMap query;
+  TensorMap key;
+  TensorMap value;
+  TensorMap out;
+};
+
+// The same of a backward kernel. Those of gradients that nobody asked for are zero.
+struct BackwardMaps {
+  TensorMap query;
+  TensorMap key;
+  TensorMap value;
+  TensorMap out_gradient;
+  TensorMap key_gradient;
+  TensorMap value_gradient;
+};
+
 static_assert(sizeof(TensorView) == 32, "host and device disagree on TensorView");
 static_assert(sizeof(ScoreView) == 40, "host and device disagree on ScoreView");
 static_assert(sizeof(ProblemShape) == 32, "host and device disagree on ProblemShape");
 static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(ForwardParams) == 368, "host and device disagree on ForwardParams");
+static_assert(sizeof(ForwardParams) == 376, "host and device disagree on ForwardParams");
 static_assert(sizeof(BackwardParams) == 576, "host and device disagree on BackwardParams");
+
+static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");
 
 }  // namespace memeff

@@ -36,6 +36,12 @@ CUTE_DEVICE void store_shared_vector(uint32_t address, float x, float y, float z
                : "memory");
 }
 
+CUTE_DEVICE float load_shared_float(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
 CUTE_DEVICE float2 load_shared_pair(uint32_t address) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"

@@ -67,34 +67,45 @@ struct OnlineSoftmax {
   CUTE_DEVICE void step(Scores& scores, Output& output, float softmax_scale) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      int const m = r / 2;
-      int const half = r % 2;
-      float maximum = row_max[r];
+      rescale_row(output, r, exponentiate_row(scores, r, softmax_scale));
+    }
+  }
+
+  // The probabilities of one row; returns the factor that the row of the output needs.
+  template <class Scores>
+  CUTE_DEVICE float exponentiate_row(Scores& scores, int r, float softmax_scale) {
+    int const m = r / 2;
+    int const half = r % 2;
+    float maximum = row_max[r];
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(scores); ++n) {
+      maximum = fmaxf(maximum, fmaxf(scores(2 * half, m, n), scores(2 * half + 1, m, n)));
+    }
+    maximum = quad_max(maximum);
+    // A row without keys so far has maximum -inf; -inf - -inf would be NaN.
+    float const reference = maximum == -infinity() ? 0.0f : maximum * softmax_scale;
+    float const correction = exp2_approx(row_max[r] * softmax_scale - reference);
+    row_max[r] = maximum;
+    float sum = row_sum[r] * correction;
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(scores); ++n) {
       CUTE_UNROLL
-      for (int n = 0; n < cute::size<2>(scores); ++n) {
-        maximum = fmaxf(maximum, fmaxf(scores(2 * half, m, n), scores(2 * half + 1, m, n)));
+      for (int i = 0; i < 2; ++i) {
+        float& x = scores(2 * half + i, m, n);
+        x = exp2_approx(fmaf(x, softmax_scale, -reference));
+        sum += x;
       }
-      maximum = quad_max(maximum);
-      // A row without keys so far has maximum -inf; -inf - -inf would be NaN.
-      float const reference = maximum == -infinity() ? 0.0f : maximum * softmax_scale;
-      float const correction = exp2_approx(row_max[r] * softmax_scale - reference);
-      row_max[r] = maximum;
-      float sum = row_sum[r] * correction;
-      CUTE_UNROLL
-      for (int n = 0; n < cute::size<2>(scores); ++n) {
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          float& x = scores(2 * half + i, m, n);
-          x = exp2_approx(fmaf(x, softmax_scale, -reference));
-          sum += x;
-        }
-      }
-      row_sum[r] = sum;
-      CUTE_UNROLL
-      for (int n = 0; n < cute::size<2>(output); ++n) {
-        output(2 * half, m, n) *= correction;
-        output(2 * half + 1, m, n) *= correction;
-      }
+    }
+    row_sum[r] = sum;
+    return correction;
+  }
+
+  template <class Output>
+  CUTE_DEVICE static void rescale_row(Output& output, int r, float correction) {
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(output); ++n) {
+      output(2 * (r % 2), r / 2, n) *= correction;
+      output(2 * (r % 2) + 1, r / 2, n) *= correction;
     }
   }
 

@@ -204,4 +204,24 @@ CUTE_DEVICE void store_accumulators(uint32_t tile, Accumulators const& accumulat
   }
 }
 
+// The same of accumulators that are packed as a left operand already.
+template <class Tile, class Grid, int kRowBlocks, int kSteps>
+CUTE_DEVICE void store_operand(uint32_t tile, RegisterOperand<kRowBlocks, kSteps> const& operand) {
+  int const thread = thread_index();  // or a loop's addresses wait in registers
+  int const lane_row = Grid::element_row(0, 0, thread);
+  int const lane_byte = (thread % 4) * 4;
+  CUTE_UNROLL
+  for (int m = 0; m < kRowBlocks; ++m) {
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        int const chunk = Grid::column(thread) / 8 + 2 * step + i / 2;
+        store_shared(tile + Tile::byte_offset(lane_row + m * 16 + (i % 2) * 8, chunk) + lane_byte,
+                     operand.fragments[m][step][i]);
+      }
+    }
+  }
+}
+
 }  // namespace memeff

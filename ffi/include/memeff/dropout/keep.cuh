@@ -48,7 +48,9 @@ struct KeepAll {
   CUTE_DEVICE float select(float x, int, int, int) const { return x; }
 };
 
-template <class Grid>
+// kTransposed: rows of the accumulators are columns of the scores, and `half` and `chunk` of a
+// KeepBlock are still those of the scores; its flags are then of even and odd rows.
+template <class Grid, bool kTransposed = false>
 struct Dropout {
   uint2 key;
   uint32_t addend;  // see flags()
@@ -79,9 +81,12 @@ struct Dropout {
     int const thread = thread_index();
     int const lane = thread % kWarpSize;
     bool const odd = lane & 4;
-    uint32_t const row_counter = uint32_t(first_row + row + Grid::row(thread)) / 4 + lane / 8;
+    int const grid_row = kTransposed ? Grid::column(thread) : Grid::row(thread);
+    int const grid_column = kTransposed ? Grid::row(thread) : Grid::column(thread);
+    uint32_t const row_counter =
+        uint32_t(first_row + row + grid_row) / 4 + (kTransposed ? lane % 4 : lane / 8);
     uint32_t const column_counter =
-        uint32_t(first_column + column + Grid::column(thread)) / 4 + lane % 4;
+        uint32_t(first_column + column + grid_column) / 4 + (kTransposed ? lane / 8 : lane % 4);
     constexpr int kBlocks = Grid::kRowBlocks * Grid::kColumnBlocks;
     CUTE_UNROLL
     for (int block = 0; block < kBlocks; block += 2) {
@@ -89,12 +94,13 @@ struct Dropout {
       int const next = paired ? block + 1 : block;
       int const m[2] = {block / Grid::kColumnBlocks, next / Grid::kColumnBlocks};
       int const n[2] = {block % Grid::kColumnBlocks, next % Grid::kColumnBlocks};
-      uint4 const words =
-          philox4x32_7(make_uint4(row_counter + 4 * (odd ? m[1] : m[0]),
-                                  column_counter + 4 * (odd ? n[1] : n[0]), head_index, 0),
-                       key);
-      uint2 const even_rows = make_uint2(words.x, words.y);
-      uint2 const odd_rows = make_uint2(words.z, words.w);
+      int const own_row = kTransposed ? (odd ? n[1] : n[0]) : (odd ? m[1] : m[0]);
+      int const own_column = kTransposed ? (odd ? m[1] : m[0]) : (odd ? n[1] : n[0]);
+      uint4 const words = philox4x32_7(
+          make_uint4(row_counter + 4 * own_row, column_counter + 4 * own_column, head_index, 0),
+          key);
+      uint2 const even_rows = make_uint2(words.x, kTransposed ? words.z : words.y);
+      uint2 const odd_rows = make_uint2(kTransposed ? words.y : words.z, words.w);
       uint2 const own = odd ? odd_rows : even_rows;
       if (!paired) {
         use(m[0], n[0], KeepBlock{flags(own.x), flags(own.y)});

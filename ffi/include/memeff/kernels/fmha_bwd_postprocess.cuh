@@ -7,10 +7,9 @@
 
 namespace memeff {
 
-template <class Config>
+template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardPostprocess {
   using Element = typename Config::Element;
-  using Tiles = BackwardTiles<Config>;
   static constexpr int kThreads = Tiles::kThreads;
   static constexpr int kBlocksPerSm = 2;
   static constexpr int kSharedBytes = Tiles::QueryTile::kBytes;

@@ -11,10 +11,9 @@
 
 namespace memeff {
 
-template <class Config>
+template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardPreprocess {
   using Element = typename Config::Element;
-  using Tiles = BackwardTiles<Config>;
   static constexpr int kThreads = Tiles::kThreads;
   static constexpr int kBlocksPerSm = 4;  // 64 registers; left to itself the compiler spills at 48
   static constexpr int kRowLanes = 8;     // lanes that share a row

@@ -102,6 +102,32 @@ struct IntervalMask {
       }
     }
   }
+
+  // The same for transposed scores, whose accumulators have keys as rows and queries as columns.
+  template <class Grid, class Accumulators>
+  CUTE_DEVICE void apply_transposed(Accumulators& scores, int row, int column) const {
+    int const thread = thread_index();
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(scores); ++m) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int const s = column + Grid::element_row(2 * half, m, thread);
+        bool const inside = s < key_length;
+        int const begin = kKind == MaskKind::none ? 0 : s - last - row;
+        int const end = s - first - row;
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<2>(scores); ++n) {
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            int const t = Grid::element_column(i, n, thread);
+            bool const valid =
+                inside && t >= begin && (kKind != MaskKind::window || t <= end);
+            if (!valid) scores(2 * half + i, m, n) = -infinity();
+          }
+        }
+      }
+    }
+  }
 };
 
 }  // namespace memeff

@@ -1,0 +1,104 @@
+"""Tiles of the sm90 family: every number that was chosen, with the reason for it.
+
+A row is found by the larger of the two padded head dims. Rows of one entry are tried in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+CLASSES = (64, 96, 128, 192, 256)
+"""Padded head dims that kernels are compiled for. The copy engine fills them up with zeros."""
+
+CAPABILITY = 90
+"""wgmma exists on sm_90a alone."""
+
+WARPGROUP_ROWS = 64
+"""Rows of a product that a consumer owns: the height of one wgmma."""
+
+WARPGROUP_THREADS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One row: the tile of scores a block works on, and the depth of its rings of buffers."""
+
+    query: int
+    key: int
+    stages: int
+    """Buffers of keys and of values; in a backward of queries and of dO."""
+    reason: str
+    query_stages: int = 2
+    """Buffers of queries in a forward: with two, the next tile's arrive while this one's output
+    leaves."""
+    modifiers: tuple[str, ...] = ()
+    """What changes scores or probabilities, and needs registers of its own, that the row serves."""
+    masks: tuple[str, ...] = ("none", "causal", "window")
+    """The kinds of mask that the row serves."""
+    spill_bytes: int = 0
+    """Bytes a thread may store to local memory, where that was measured to be faster than none."""
+
+    def serves(self, modifier: str) -> bool:
+        """Whether kernels of this row may have ``modifier``."""
+        return modifier in self.modifiers
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """The registers of an SM are dealt out to one block."""
+        return 1
+
+
+_MODIFIERS = ("soft cap", "dropout", "segments", "a boolean mask")
+
+FORWARD: Mapping[int, tuple[Tile, ...]] = {
+    64: (
+        Tile(
+            192,
+            128,
+            2,
+            "three consumers read K and V a third less often: 510 TFLOP/s at T 8192 on an H200, "
+            "with two 428",
+            modifiers=("dropout",),
+        ),
+        Tile(128, 128, 2, "with three consumers a boolean mask spills", modifiers=_MODIFIERS),
+    ),
+    96: (Tile(128, 128, 2, "as 128", modifiers=_MODIFIERS),),
+    128: (Tile(128, 128, 2, "192 KB: two buffers of everything", modifiers=_MODIFIERS),),
+    192: (
+        Tile(
+            128,
+            96,
+            2,
+            "S 48 and O 96 registers a thread",
+            query_stages=1,
+            modifiers=_MODIFIERS,
+        ),
+    ),
+    256: (
+        Tile(
+            128,
+            64,
+            2,
+            "192 KB; S 32 and O 128 registers a thread",
+            query_stages=1,
+            modifiers=_MODIFIERS,
+        ),
+    ),
+}
+
+BACKWARD: Mapping[int, tuple[Tile, ...]] = {
+    64: (
+        Tile(128, 128, 2, "a square tile: dq is summed over half as many key tiles", spill_bytes=104),
+    ),
+    128: (
+        Tile(
+            64,
+            128,
+            2,
+            "dk and dv take 128 registers a thread, S and dP 64",
+            modifiers=("dropout", "soft cap"),
+            spill_bytes=64,
+        ),
+    ),
+}

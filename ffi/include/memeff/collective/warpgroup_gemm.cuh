@@ -1,0 +1,92 @@
+// Matrix products of one warpgroup (wgmma): right operand in shared memory, left operand there or
+// in registers, accumulators in registers.
+//
+// The products are asynchronous. begin_products() orders them after everything that registers and
+// shared memory saw before; commit_products() closes a group, wait_products<n>() waits until at
+// most the n youngest groups run.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/arch/wgmma.cuh>
+#include <memeff/collective/warp_gemm.cuh>
+#include <memeff/core/shared_tile.cuh>
+
+namespace memeff {
+
+constexpr int kWarpgroupSize = 128;
+constexpr int kWarpgroupRows = 64;
+
+// The matrix descriptor of a shared tile: start address, leading and stride offsets in units of 16
+// bytes, and the swizzle (PTX ISA, "Asynchronous warpgroup level matrix instructions"). at(step) is
+// that of 16 elements of the summed dimension k.
+//
+// Contiguous::k: eight rows of a panel follow each other; the leading offset has no meaning.
+// Contiguous::outer: eight k of a panel follow each other, and panels at the leading offset.
+template <class Tile, Contiguous kOrder>
+struct DescriptorOperand {
+  static constexpr Major kMajor = kOrder == Contiguous::k ? Major::K : Major::MN;
+  static constexpr uint64_t kSwizzle = Tile::kPanelColumns == 64 ? 1 : 2;  // of 128 or 64 bytes
+  static constexpr uint64_t kLeading = kOrder == Contiguous::k ? 1 : Tile::kPanelBytes / 16;
+  static constexpr uint64_t kStride = 8 * Tile::kRowBytes / 16;
+  static constexpr uint64_t kLayout = kSwizzle << 62 | kStride << 32 | kLeading << 16;
+  static_assert(kLeading < 1 << 14);
+
+  uint64_t base;
+
+  // `row` is a multiple of eight.
+  CUTE_DEVICE explicit DescriptorOperand(uint32_t tile, int row = 0)
+      : base(kLayout | (tile + row * Tile::kRowBytes) / 16) {}
+
+  CUTE_DEVICE uint64_t at(int step) const {
+    if constexpr (kOrder == Contiguous::k) {
+      constexpr int kPanelSteps = Tile::kPanelColumns / 16;
+      return base + (step / kPanelSteps * Tile::kPanelBytes + step % kPanelSteps * 32) / 16;
+    } else {
+      return base + step * 16 * Tile::kRowBytes / 16;
+    }
+  }
+};
+
+// Hides accumulators from the optimiser between the start of a product and the wait for it.
+template <class Accumulators>
+CUTE_DEVICE void fence_accumulators(Accumulators& accumulators) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(accumulators); ++i) asm volatile("" : "+f"(accumulators(i))::"memory");
+}
+
+CUTE_DEVICE void begin_products() { cute::warpgroup_arrive(); }
+CUTE_DEVICE void commit_products() { cute::warpgroup_commit_batch(); }
+
+template <int kPending>
+CUTE_DEVICE void wait_products() {
+  cute::warpgroup_wait<kPending>();
+}
+
+// accumulators (+)= left * right over kSteps * 16 elements of k. The first step overwrites the
+// accumulators unless `accumulate`.
+template <class Element, int kSteps, class Accumulators, class Left, class Right>
+CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators, Left const& left, Right const& right,
+                                bool accumulate) {
+  constexpr int kElements = decltype(cute::size(accumulators))::value;
+  using Operation = WgmmaShared<Element, 2 * kElements, Left::kMajor, Right::kMajor>;
+  CUTE_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    wgmma<Operation>(accumulators, left.at(step), right.at(step), accumulate || step > 0,
+                     cute::make_seq<kElements>{});
+  }
+}
+
+template <class Element, int kSteps, class Accumulators, class Right>
+CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators, RegisterOperand<1, kSteps> const& left,
+                                Right const& right) {
+  constexpr int kElements = decltype(cute::size(accumulators))::value;
+  using Operation = WgmmaRegister<Element, 2 * kElements, Right::kMajor>;
+  CUTE_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    wgmma<Operation>(accumulators, left.fragments[0][step], right.at(step), true,
+                     cute::make_seq<kElements>{});
+  }
+}
+
+}  // namespace memeff

@@ -1,0 +1,421 @@
+// Attention backward for Hopper: TMA, wgmma and specialised warpgroups, keys split over the grid.
+//
+// As in fmha_bwd_sm80.cuh one CTA owns a tile of keys of one key head, keeps dk and dv in registers
+// and adds its part of dq to f32 sums in global memory. The scores are computed transposed:
+//
+//   S^T = K Q^T    dP^T = V dO^T    P^T = exp2(S^T - lse)    dS^T = P^T (dP^T - delta)
+//   dV += P^T dO    dQ = dS K    dK += dS^T Q
+//
+// Each of the two consumers owns 64 keys, so P^T and dS^T go from its accumulators to the operands
+// of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory; it has
+// two buffers there, so that one barrier of the consumers a visit is enough.
+#pragma once
+
+#include <memeff/arch/barrier.cuh>
+#include <memeff/collective/bulk_tile.cuh>
+#include <memeff/collective/softmax.cuh>
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/dropout/keep.cuh>
+#include <memeff/kernels/fmha_bwd_postprocess.cuh>
+#include <memeff/kernels/fmha_bwd_preprocess.cuh>
+#include <memeff/mask/interval.cuh>
+#include <memeff/schedule/backward_tiles_sm90.cuh>
+#include <memeff/schedule/grid.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct FmhaBackwardSm90 {
+  using Element = typename Config::Element;
+  using Tiles = BackwardTilesSm90<Config>;
+  using QueryTile = typename Tiles::QueryTile;
+  using OutTile = typename Tiles::OutTile;
+  using KeyTile = typename Tiles::KeyTile;
+  using ValueTile = typename Tiles::ValueTile;
+  using ScoreTile = typename Tiles::ScoreTile;
+  using ScoreGrid = typename Tiles::ScoreGrid;
+  using QueryGrid = typename Tiles::QueryGrid;
+  using KeyGrid = typename Tiles::KeyGrid;
+  using ValueGrid = typename Tiles::ValueGrid;
+  static constexpr int kTileQuery = Tiles::kTileQuery;
+  static constexpr int kTileKey = Tiles::kTileKey;
+  static constexpr int kConsumers = Tiles::kThreads;
+  static constexpr int kConsumerWarps = kConsumers / kWarpSize;
+  static constexpr int kThreads = kConsumers + kWarpgroupSize;
+  static constexpr int kProducerRegisters = 24;  // 64 K registers an SM
+  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kStages = Config::kStages;
+
+  // dS is needed by dq and dk; where both are frozen, dv needs P alone.
+  static constexpr bool kScoreGradient = Config::kQueryGradient || Config::kKeyGradient;
+
+  static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
+  static constexpr int kValueOffset = KeyTile::kBytes;
+  static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
+  static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
+  static constexpr int kScoreOffset = kOutOffset + kStages * OutTile::kBytes;
+  static constexpr int kStatisticsOffset = kScoreOffset + 2 * ScoreTile::kBytes;
+  static constexpr int kControlOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+
+  struct Control {
+    Pipeline<kStages> query;  // and the statistics of their rows
+    Pipeline<kStages> out_gradient;
+    Pipeline<1> key;  // and values
+  };
+  static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
+
+  // Named barriers: of all consumers, and of the threads of each.
+  static constexpr int kConsumerBarrier = 1;
+  CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 2 + warpgroup; }
+
+  using Mask = IntervalMask<Config::kMask>;
+
+  // What a CTA does: the query tiles that attend to its keys, for every head of the group.
+  struct Work {
+    WorkItem item;
+    int column;
+    TileRange tiles;
+
+    CUTE_DEVICE Work(ProblemShape const& shape, MaskParams const& mask) {
+      item = WorkItem::of_block(blockIdx.x, ceil_div(shape.key_length, kTileKey), shape.key_heads);
+      column = item.tile * kTileKey;
+      tiles = Mask(mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
+    }
+  };
+
+  CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
+    extern __shared__ __align__(1024) char shared[];
+    Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
+    uint32_t const tiles = shared_address(shared);
+    if (threadIdx.x == kConsumers) {
+      prefetch_map(maps.query);
+      prefetch_map(maps.key);
+      prefetch_map(maps.value);
+      prefetch_map(maps.out_gradient);
+      control.query.init(kConsumerWarps);
+      control.out_gradient.init(kConsumerWarps);
+      control.key.init(1);
+      fence_barrier_init();
+    }
+    __syncthreads();
+    Work const work(params.shape, params.mask);
+    if (threadIdx.x >= kConsumers) {
+      lower_registers<kProducerRegisters>();
+      if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
+    } else {
+      raise_registers<kConsumerRegisters>();
+      consume(params, maps, work, control, tiles);
+    }
+  }
+
+  CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
+                                  Work const& work, Control& control, uint32_t tiles) {
+    auto constexpr kOnce = cute::TMA::CacheHintSm90::EVICT_FIRST;
+    auto constexpr kAgain = cute::TMA::CacheHintSm90::EVICT_LAST;
+    WorkItem const& item = work.item;
+    int const group = params.shape.group;
+    if (work.tiles.begin >= work.tiles.end) return;
+    uint64_t& arrived = control.key.acquire({}, KeyTile::kBytes + ValueTile::kBytes);
+    load_bulk_tile<KeyTile>(maps.key, arrived, tiles, 0, work.column, item.head, item.batch, kOnce);
+    load_bulk_tile<ValueTile>(maps.value, arrived, tiles + kValueOffset, 0, work.column, item.head,
+                              item.batch, kOnce);
+    PipelineStage<kStages> stage;
+    CUTE_NO_UNROLL
+    for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
+      CUTE_NO_UNROLL
+      for (int tile = work.tiles.begin; tile < work.tiles.end; ++tile) {
+        int const row = tile * kTileQuery;
+        uint64_t& query = control.query.acquire(stage, QueryTile::kBytes + kStatisticsBytes);
+        load_bulk_tile<QueryTile>(maps.query, query,
+                                  tiles + kQueryOffset + stage.index * QueryTile::kBytes, 0, row,
+                                  head, item.batch, kAgain);
+        load_bulk(params.row_statistics +
+                      Tiles::tile_index(params, item.batch, head, tile) * kTileQuery * 2,
+                  query, tiles + kStatisticsOffset + stage.index * kStatisticsBytes,
+                  kStatisticsBytes);
+        load_bulk_tile<OutTile>(maps.out_gradient,
+                                control.out_gradient.acquire(stage, OutTile::kBytes),
+                                tiles + kOutOffset + stage.index * OutTile::kBytes, 0, row, head,
+                                item.batch, kAgain);
+        stage.advance();
+      }
+    }
+  }
+
+  using KeyRows = DescriptorOperand<KeyTile, Contiguous::k>;
+  using ValueRows = DescriptorOperand<ValueTile, Contiguous::k>;
+  using QueryRows = DescriptorOperand<QueryTile, Contiguous::k>;
+  using OutRows = DescriptorOperand<OutTile, Contiguous::k>;
+  using QueryColumns = DescriptorOperand<QueryTile, Contiguous::outer>;
+  using OutColumns = DescriptorOperand<OutTile, Contiguous::outer>;
+  using KeyColumns = DescriptorOperand<KeyTile, Contiguous::outer>;
+  using ScoreColumns = DescriptorOperand<ScoreTile, Contiguous::outer>;
+
+  using ScoreOperand = RegisterOperand<1, kTileQuery / 16>;
+
+  CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
+                                  Work const& work, Control& control, uint32_t tiles) {
+    ProblemShape const& shape = params.shape;
+    WorkItem const& item = work.item;
+    // Uniform over the warpgroup, and known to be.
+    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    Mask const mask(params.mask, shape, item.batch);
+
+    auto key_gradient = KeyGrid::make_accumulators();      // (4, 1, MMA_N)
+    auto value_gradient = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
+    cute::clear(key_gradient);
+    cute::clear(value_gradient);
+
+    if (work.tiles.begin < work.tiles.end) {
+      control.key.wait({});
+      if (mask.key_length < min(work.column + kTileKey, shape.key_length)) {
+        clear_rows<KeyTile>(tiles, mask.key_length - work.column);
+        clear_rows<ValueTile>(tiles + kValueOffset, mask.key_length - work.column);
+        fence_bulk_store();
+        named_barrier_sync(kConsumerBarrier, kConsumers);
+      }
+    }
+    KeyRows const keys(tiles, warpgroup * kWarpgroupRows);
+    ValueRows const values(tiles + kValueOffset, warpgroup * kWarpgroupRows);
+
+    PipelineStage<kStages> stage;
+    int score_buffer = 0;
+    int const group = shape.group;
+    CUTE_NO_UNROLL
+    for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
+      CUTE_NO_UNROLL
+      for (int tile = work.tiles.begin; tile < work.tiles.end; ++tile) {
+        int const row = tile * kTileQuery;
+        uint32_t const query_tile = tiles + kQueryOffset + stage.index * QueryTile::kBytes;
+        uint32_t const out_tile = tiles + kOutOffset + stage.index * OutTile::kBytes;
+        uint32_t const score_tile = tiles + kScoreOffset + score_buffer * ScoreTile::kBytes;
+
+        control.query.wait(stage);
+        if (mask.query_length < min(row + kTileQuery, shape.query_length)) {
+          // What stands beyond the query length may be NaN, and 0 * NaN would reach dk and dv.
+          control.out_gradient.wait(stage);
+          clear_rows<QueryTile>(query_tile, mask.query_length - row);
+          clear_rows<OutTile>(out_tile, mask.query_length - row);
+          fence_bulk_store();
+          named_barrier_sync(kConsumerBarrier, kConsumers);
+        }
+
+        auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
+        auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+        fence_accumulators(scores);
+        begin_products();
+        warpgroup_gemm<Element, Config::kHeadDim / 16>(scores, keys, QueryRows(query_tile), false);
+        commit_products();
+        control.out_gradient.wait(stage);
+        if constexpr (kScoreGradient) {
+          fence_accumulators(score_gradient);
+          begin_products();
+          warpgroup_gemm<Element, Config::kValueDim / 16>(score_gradient, values,
+                                                          OutRows(out_tile), false);
+        }
+        commit_products();
+        wait_products<1>();
+        fence_accumulators(scores);
+
+        uint32_t const statistics =
+            tiles + kStatisticsOffset + stage.index * kStatisticsBytes;
+        prescale_scores<Config::kSoftCap>(scores, params.scale);
+        auto const capped = scores;  // read by the derivative of the soft cap
+        if (mask.needs_test(row, kTileQuery, work.column, kTileKey)) {
+          mask.template apply_transposed<ScoreGrid>(scores, row, work.column);
+        }
+        exponentiate(statistics, params.scale.softmax_scale, scores);
+        fence_accumulators(scores);
+        wait_products<0>();
+        fence_accumulators(score_gradient);
+        ScoreOperand probabilities;
+        ScoreOperand left_gradient;
+        differentiate(params, statistics, item.batch, head, row, work.column, capped, scores,
+                      score_gradient, probabilities, left_gradient);
+        if constexpr (Config::kQueryGradient) {
+          store_operand<ScoreTile, ScoreGrid>(score_tile, left_gradient);
+        }
+
+        if constexpr (Config::kValueGradient) {
+          fence_accumulators(value_gradient);
+          begin_products();
+          warpgroup_gemm<Element, kTileQuery / 16>(value_gradient, probabilities,
+                                                   OutColumns(out_tile));
+        }
+        commit_products();
+        auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
+        if constexpr (Config::kQueryGradient) {
+          fence_bulk_store();
+          named_barrier_sync(kConsumerBarrier, kConsumers);  // dS is complete
+          fence_accumulators(query_gradient);
+          begin_products();
+          warpgroup_gemm<Element, kTileKey / 16>(
+              query_gradient, ScoreColumns(score_tile + Tiles::query_rows_offset(warpgroup)),
+              KeyColumns(tiles + Tiles::query_columns_offset(warpgroup)), false);
+        }
+        commit_products();
+        wait_products<1>();
+        fence_accumulators(value_gradient);
+        if (leader) control.out_gradient.release(stage);
+        if constexpr (Config::kKeyGradient) {
+          fence_accumulators(key_gradient);
+          begin_products();
+          warpgroup_gemm<Element, kTileQuery / 16>(key_gradient, left_gradient,
+                                                   QueryColumns(query_tile));
+        }
+        commit_products();
+        wait_products<1>();
+        fence_accumulators(query_gradient);
+        if constexpr (Config::kQueryGradient) {
+          add_query_gradient(params, item.batch, head, tile, query_gradient);
+        }
+        wait_products<0>();
+        fence_accumulators(key_gradient);
+        if (leader) control.query.release(stage);
+        stage.advance();
+        score_buffer ^= 1;
+      }
+    }
+
+    if constexpr (Config::kKeyGradient) scale_all(key_gradient, params.scale.gradient_scale);
+    if constexpr (Config::kValueGradient) scale_all(value_gradient, kept_scale(params));
+    store(params, maps, work, warpgroup, tiles, key_gradient, value_gradient);
+  }
+
+  // P^T from S^T. A thread has two neighbouring rows (queries) of each eight.
+  template <class Scores>
+  CUTE_DEVICE static void exponentiate(uint32_t statistics, float softmax_scale, Scores& scores) {
+    int const thread = thread_index();
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(scores); ++n) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        float const logsumexp =
+            load_shared_float(statistics + ScoreGrid::element_column(i, n, thread) * 8);
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          float& score = scores(2 * half + i, 0, n);
+          score = exp2_approx(fmaf(score, softmax_scale, -logsumexp));
+        }
+      }
+    }
+  }
+
+  // dS^T from P^T and dP^T, the gradient of query.key without the user's scale, and the kept P^T.
+  // Both are packed block by block, which frees the accumulators.
+  template <class Scores>
+  CUTE_DEVICE static void differentiate(BackwardParams const& params, uint32_t statistics,
+                                        int batch, int head, int row, int column,
+                                        Scores const& capped, Scores const& scores,
+                                        Scores const& score_gradient, ScoreOperand& probabilities,
+                                        ScoreOperand& left_gradient) {
+    int const thread = thread_index();
+    // Sixteen rows and the sixteen keys of this warp.
+    auto block = [&](int, int row_block, auto const& keep) {
+      CUTE_UNROLL
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        int const n = 2 * row_block + chunk;
+        float delta[2];
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          delta[i] =
+              load_shared_float(statistics + ScoreGrid::element_column(i, n, thread) * 8 + 4);
+        }
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          float kept[2];
+          float gradient[2];
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            int const element = 2 * half + i;
+            float const score = scores(element, 0, n);
+            float const kept_gradient =
+                keep.select(score_gradient(element, 0, n), chunk, half, i);
+            gradient[i] = score * fmaf(kept_gradient, kept_scale(params), -delta[i]);
+            if constexpr (Config::kSoftCap) {
+              float const x = capped(element, 0, n);
+              gradient[i] *= fmaf(-x, x, 1.0f);
+            }
+            kept[i] = keep.select(score, chunk, half, i);
+          }
+          probabilities.fragments[0][row_block][2 * chunk + half] = pack<Element>(kept[0], kept[1]);
+          left_gradient.fragments[0][row_block][2 * chunk + half] =
+              pack<Element>(gradient[0], gradient[1]);
+        }
+      }
+    };
+    if constexpr (Config::kDropout) {
+      Dropout<ScoreGrid, true> const dropout(params.dropout, params.mask, batch);
+      dropout.for_each_block(dropout_head(params.dropout, batch, head), row, column, block);
+    } else {
+      CUTE_UNROLL
+      for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(0, n, KeepAll{});
+    }
+  }
+
+  // What dropout multiplies the probabilities that it keeps by.
+  CUTE_DEVICE static float kept_scale(BackwardParams const& params) {
+    return Config::kDropout ? params.dropout.scale : 1.0f;
+  }
+
+  template <class Accumulators>
+  CUTE_DEVICE static void scale_all(Accumulators& accumulators, float factor) {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(accumulators); ++i) accumulators(i) *= factor;
+  }
+
+  // Zeros rows from `first` on; all consumers share the work.
+  template <class Tile>
+  CUTE_DEVICE static void clear_rows(uint32_t tile, int first) {
+    constexpr int kChunks = Tile::kColumns / 8;
+    for (int i = first * kChunks + int(threadIdx.x); i < Tile::kRows * kChunks; i += kConsumers) {
+      store_shared_vector(tile + Tile::byte_offset(i / kChunks, i % kChunks), 0, 0, 0, 0);
+    }
+  }
+
+  // dQ of one visit, added to the sums in the order that BackwardTilesSm90 defines.
+  template <class Accumulators>
+  CUTE_DEVICE static void add_query_gradient(BackwardParams const& params, int batch, int head,
+                                             int tile, Accumulators const& query_gradient) {
+    float* const sums = params.query_gradient_sum +
+                        Tiles::tile_index(params, batch, head, tile) * Tiles::kQueryTileFloats;
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
+      reduce_add(sums + Tiles::sum_offset(query_gradient, 0, n), query_gradient(0, 0, n),
+                 query_gradient(1, 0, n), query_gradient(2, 0, n), query_gradient(3, 0, n));
+    }
+  }
+
+  // dk and dv leave through the tiles of keys and values, each consumer with its own rows.
+  template <class KeyGradient, class ValueGradient>
+  CUTE_DEVICE static void store(BackwardParams const& params, BackwardMaps const& maps,
+                                Work const& work, int warpgroup, uint32_t tiles,
+                                KeyGradient const& key_gradient,
+                                ValueGradient const& value_gradient) {
+    named_barrier_sync(kConsumerBarrier, kConsumers);  // nobody reads keys any more
+    if constexpr (Config::kKeyGradient) {
+      store_accumulators<Element, KeyTile, KeyGrid>(tiles, key_gradient);
+    }
+    if constexpr (Config::kValueGradient) {
+      store_accumulators<Element, ValueTile, ValueGrid>(tiles + kValueOffset, value_gradient);
+    }
+    fence_bulk_store();
+    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
+    int const tile_row = warpgroup * kWarpgroupRows;
+    int const row = work.column + tile_row;
+    if (threadIdx.x % kWarpgroupSize == 0 && row < params.shape.key_length) {
+      if constexpr (Config::kKeyGradient) {
+        store_bulk_tile<KeyTile>(maps.key_gradient, tiles, tile_row, row, work.item.head,
+                                 work.item.batch);
+      }
+      if constexpr (Config::kValueGradient) {
+        store_bulk_tile<ValueTile>(maps.value_gradient, tiles + kValueOffset, tile_row, row,
+                                   work.item.head, work.item.batch);
+      }
+      wait_bulk_stores();
+    }
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,60 @@
+// What the three kernels of the Hopper backward agree on: tiles, padding, and the order of the dq
+// sums. See backward_tiles.cuh.
+#pragma once
+
+#include <memeff/collective/warp_gemm.cuh>
+#include <memeff/core/shared_tile.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct BackwardTilesSm90 {
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+  static constexpr int kWarpgroups = kTileKey / 64;  // consumers: 64 keys each
+  static_assert(kWarpgroups == 2);
+  static constexpr int kWarps = 4 * kWarpgroups;
+  static constexpr int kThreads = kWarps * kWarpSize;
+
+  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;  // also dq
+  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;   // dO
+  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;      // also dk
+  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;   // also dv
+  using ScoreTile = SharedTile<kTileKey, kTileQuery>;          // dS^T
+
+  using ScoreGrid = WarpGrid<kTileKey, kTileQuery, kWarps, 16>;  // transposed
+  using KeyGrid = WarpGrid<kTileKey, Config::kHeadDim, kWarps, 16>;
+  using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps, 16>;
+  // The consumers divide the rows of dq where there are enough, else its columns.
+  using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kWarps, 16>;
+  static constexpr bool kDivideRows = kTileQuery == 64 * kWarpgroups;
+  static_assert(kDivideRows || kTileQuery == 64);
+
+  // Bytes from the tile of dS^T, and from that of keys, to what a consumer's part of dq reads.
+  CUTE_DEVICE static int query_rows_offset(int warpgroup) {
+    static_assert(ScoreTile::kPanelColumns == 64);
+    return kDivideRows ? warpgroup * ScoreTile::kPanelBytes : 0;
+  }
+  CUTE_DEVICE static int query_columns_offset(int warpgroup) {
+    constexpr int kColumns = Config::kHeadDim / kWarpgroups;
+    static_assert(kDivideRows || kColumns % KeyTile::kPanelColumns == 0);
+    return kDivideRows ? 0 : warpgroup * (kColumns / KeyTile::kPanelColumns) * KeyTile::kPanelBytes;
+  }
+
+  static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
+
+  template <class Accumulators>
+  CUTE_DEVICE static int sum_offset(Accumulators const& accumulators, int m, int n) {
+    int const block = m * int(cute::size<2>(accumulators)) + n;
+    return (block * kThreads + int(threadIdx.x)) * 4;
+  }
+
+  // Start of the padded rows of one (batch, head, query tile) in the statistics.
+  CUTE_DEVICE static long long tile_index(BackwardParams const& params, int batch, int head,
+                                          int tile) {
+    long long const head_batch = (long long)batch * params.shape.query_heads + head;
+    return head_batch * params.query_tiles + tile;
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,33 @@
+// How the tensor memory accelerator of a device sees the buffers of a call.
+#pragma once
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "call.h"
+
+namespace memeff::host {
+
+// The maps of the named [batch, sequence, head, dim] buffers, encoded for this execution: they hold
+// addresses. That of a buffer which the call does not have is zero.
+xla::ffi::ErrorOr<std::vector<TensorMap>> encode_maps(const std::vector<MapBox>& boxes,
+                                                      Buffers& buffers);
+
+// The same as the parameter of a kernel, which the boxes are in the order of.
+template <class Maps>
+xla::ffi::ErrorOr<Maps> encode_maps(const std::vector<MapBox>& boxes, Buffers& buffers) {
+  auto encoded = encode_maps(boxes, buffers);
+  if (!encoded.has_value()) return xla::ffi::Unexpected(encoded.error());
+  if (encoded->size() * sizeof(TensorMap) != sizeof(Maps)) {
+    return xla::ffi::Unexpected(failure(
+        xla::ffi::ErrorCode::kInvalidArgument,
+        "expected " + std::to_string(sizeof(Maps) / sizeof(TensorMap)) + " tensor maps, got " +
+            std::to_string(encoded->size()) + " (was the program exported by another version?)"));
+  }
+  Maps maps;
+  std::memcpy(&maps, encoded->data(), sizeof(maps));
+  return maps;
+}
+
+}  // namespace memeff::host
