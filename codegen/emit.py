@@ -18,6 +18,7 @@ struct Config {{
   static constexpr int kWarps = {warps};
   static constexpr int kBlocksPerSm = {blocks_per_sm};
   static constexpr auto kMask = memeff::MaskKind::{mask};
+  static constexpr bool kVarlen = {varlen};
   static constexpr bool kSegments = {segments};
   static constexpr bool kBoolean = {boolean};
   static constexpr bool kSoftCap = {soft_cap};
@@ -76,6 +77,7 @@ def source(spec: KernelSpec) -> str:
         warps=spec.tile.warps,
         blocks_per_sm=spec.tile.blocks_per_sm,
         mask=spec.mask,
+        varlen=_bool(spec.varlen),
         segments=_bool(spec.segments),
         boolean=_bool(spec.boolean),
         soft_cap=_bool(spec.soft_cap),

@@ -44,6 +44,7 @@ class KernelSpec:
     value_class: int
     tile: Tile
     mask: MaskKind = "none"
+    varlen: bool = False
     soft_cap: bool = False
     segments: bool = False
     boolean: bool = False
@@ -66,7 +67,7 @@ class KernelSpec:
             f"{self.tile.query}x{self.tile.key}",
         ]
         words += [self.mask] if self.mask != "none" else []
-        words += [word for word in ("segments", "boolean") if getattr(self, word)]
+        words += [word for word in ("varlen", "segments", "boolean") if getattr(self, word)]
         words += ["softcap"] if self.soft_cap else []
         words += ["dropout"] if self.dropout else []
         if self.bias:
@@ -139,6 +140,7 @@ class KernelSpec:
             self.value_class,
             -self.tile.query * self.tile.key,
             MASK_KINDS.index(self.mask),
+            self.varlen,
             self.segments,
             self.boolean,
             self.soft_cap,

@@ -50,6 +50,7 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     if spec.mask != mask_kind(problem.masks):
         reasons.append(f"its mask is {spec.mask}, not {mask_kind(problem.masks)}")
     for feature, compiled, asked in (
+        ("packed sequences", spec.varlen, problem.varlen),
         ("segments", spec.segments, "segments" in problem.masks),
         ("a boolean mask", spec.boolean, "boolean" in problem.masks),
         ("soft cap", spec.soft_cap, problem.soft_cap),
