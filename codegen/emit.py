@@ -17,6 +17,7 @@ struct Config {{
   static constexpr int kTileQuery = {tile_query};
   static constexpr int kTileKey = {tile_key};
 {schedule}  static constexpr auto kMask = memeff::MaskKind::{mask};
+  static constexpr bool kVarlen = {varlen};
   static constexpr bool kSegments = {segments};
   static constexpr bool kBoolean = {boolean};
   static constexpr bool kSoftCap = {soft_cap};
@@ -87,6 +88,7 @@ def source(spec: KernelSpec) -> str:
         tile_key=spec.tile.key,
         schedule=_schedule(spec),
         mask=spec.mask,
+        varlen=_bool(spec.varlen),
         segments=_bool(spec.segments),
         boolean=_bool(spec.boolean),
         soft_cap=_bool(spec.soft_cap),

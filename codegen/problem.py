@@ -27,7 +27,8 @@ class Problem:
     and bottom-right alignment differ in a run-time offset, so they have no name here.
     ``bias`` is the number of bits of its elements. Its layout is ``columns`` when it is broadcast
     over rows, else ``shared`` when it is broadcast over batch elements or heads, else ``full``.
-    ``sequence`` never changes a kernel; ``explain`` reports the grid with it.
+    ``varlen`` is packed sequences. ``sequence`` never changes a kernel; ``explain`` reports the
+    grid with it.
     ``wants`` are the gradients of a backward (all of query, key and value by default), and
     ``alignment`` is the number of bytes that every row of query, key and value starts at a
     multiple of.
@@ -46,6 +47,7 @@ class Problem:
     arch: str
     sequence: int | None = None
     masks: frozenset[str] = frozenset()
+    varlen: bool = False
     bias: Literal["16", "32"] | None = None
     bias_layout: Literal["full", "shared", "columns"] = "full"
     dropout: bool = False
@@ -80,6 +82,7 @@ class Problem:
             self.arch,
             *sorted(self.masks),
         ]
+        words += ["varlen"] if self.varlen else []
         words += [f"{self.bias}-bit {self.bias_layout} bias"] if self.bias else []
         words += [name for name in ("dropout", "soft_cap", "deterministic") if getattr(self, name)]
         words += [f"gradients of {', '.join(self.wants)}"] if self.wants else []

@@ -31,6 +31,7 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {},
     {"masks": frozenset({"causal"})},
     {"masks": frozenset({"window"})},
+    {"varlen": True},
     {"masks": frozenset({"segments"})},
     {"masks": frozenset({"boolean"})},
     {"soft_cap": True},
@@ -41,6 +42,7 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {"bias": "32", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
     {
         "masks": frozenset({"window", "segments", "boolean"}),
+        "varlen": True,
         "soft_cap": True,
         "dropout": True,
         "bias": "32",
@@ -91,7 +93,7 @@ def closure(
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
-    23
+    25
     """
     problems = (
         Problem(direction, dtype, *dims_pair, arch, **_features_of(direction, features))
@@ -165,6 +167,7 @@ def _spec(
         value_class=value_class,
         tile=tile,
         mask=mask_kind(problem.masks),
+        varlen=problem.varlen,
         segments="segments" in problem.masks,
         boolean="boolean" in problem.masks,
         soft_cap=problem.soft_cap,

@@ -56,6 +56,7 @@ class KernelSpec:
     value_class: int
     tile: sm80.Tile | sm90.Tile
     mask: MaskKind = "none"
+    varlen: bool = False
     soft_cap: bool = False
     segments: bool = False
     boolean: bool = False
@@ -78,7 +79,7 @@ class KernelSpec:
             f"{self.tile.query}x{self.tile.key}",
         ]
         words += [self.mask] if self.mask != "none" else []
-        words += [word for word in ("segments", "boolean") if getattr(self, word)]
+        words += [word for word in ("varlen", "segments", "boolean") if getattr(self, word)]
         words += ["softcap"] if self.soft_cap else []
         words += ["dropout"] if self.dropout else []
         if self.bias:
@@ -195,6 +196,7 @@ class KernelSpec:
             self.value_class,
             -self.tile.query * self.tile.key,
             MASK_KINDS.index(self.mask),
+            self.varlen,
             self.segments,
             self.boolean,
             self.soft_cap,

@@ -50,6 +50,7 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     if spec.mask != mask_kind(problem.masks):
         reasons.append(f"its mask is {spec.mask}, not {mask_kind(problem.masks)}")
     for feature, compiled, asked in (
+        ("packed sequences", spec.varlen, problem.varlen),
         ("segments", spec.segments, "segments" in problem.masks),
         ("a boolean mask", spec.boolean, "boolean" in problem.masks),
         ("soft cap", spec.soft_cap, problem.soft_cap),
@@ -79,6 +80,8 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     )
     if refused := [name for name, on in modifiers if on and not spec.tile.serves(name)]:
         reasons.append(f"its tile has no registers left for {' and '.join(refused)}")
+    if spec.varlen and spec.family == "sm90":
+        reasons.append("its copies do not follow packed sequences yet")
     if problem.head_dim > spec.head_class:
         reasons.append(f"head_dim {problem.head_dim} is above its {spec.head_class}")
     if problem.value_dim > spec.value_class:

@@ -55,6 +55,8 @@ ROWS = (
     Row("causal, both alignments", (_masks("causal"),)),
     Row("window, both alignments", (_masks("window"), _masks("window", "causal"))),
     Row("sequence lengths", (_masks("query_lengths", "key_lengths"),)),
+    Row("packed sequences (`varlen_attention`)", ({"varlen": True},)),
+    Row("one array of query, key and value (`dot_product_attention_packed`)", ({},)),
     Row("segment ids", (_masks("segments"),)),
     Row("boolean mask", (_masks("boolean"),)),
     Row("bias and its gradient", ({"bias": "16"}, {"bias": "32"})),

@@ -7,6 +7,8 @@ from jax_memeff.errors import CompileError as CompileError
 from jax_memeff.errors import UnsupportedError as UnsupportedError
 from jax_memeff.mask import Mask as Mask
 from jax_memeff.offsets import Offsets as Offsets
+from jax_memeff.packed import dot_product_attention_packed as dot_product_attention_packed
+from jax_memeff.varlen import varlen_attention as varlen_attention
 
 
 def __getattr__(name: str) -> str:

@@ -1,19 +1,17 @@
-"""The public function: its documentation, its defaults, and the canonical form of a call."""
+"""The public function: its documentation, its defaults, and its own checks."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_memeff import compat, dropout, validate, vjp
+from jax_memeff import validate
+from jax_memeff.canonical import Call, PrecisionLike, lengths, projections, shared
 from jax_memeff.mask import Mask
 from jax_memeff.offsets import Offsets
-from jax_memeff.options import Implementation, Operands, Options
-
-PrecisionLike = Literal["default", "high", "highest"] | jax.lax.Precision | None
+from jax_memeff.options import Implementation, Operands
 
 
 @overload
@@ -184,19 +182,7 @@ def dot_product_attention(
         deterministic_backward=deterministic_backward,
         implementation=implementation,
     )
-    out, lse = vjp.attention(compat.cast_to_common_varying_axes(call.operands), call.options)
-    if not call.batched:
-        out, lse = out[0], lse[0]
-    return (out, lse) if with_residual else out
-
-
-class Call(NamedTuple):
-    """A valid call in canonical form."""
-
-    operands: Operands
-    options: Options
-    batched: bool
-    """Whether the user's arrays had a batch dim."""
+    return call.run(with_residual)
 
 
 def prepare(
@@ -206,29 +192,16 @@ def prepare(
     bias: Any,
     mask: Any,
     *,
-    scale: Any,
-    is_causal: Any,
     query_seq_lengths: Any,
     key_value_seq_lengths: Any,
-    local_window_size: Any,
-    logits_soft_cap: Any,
-    dropout_rate: Any,
-    dropout_key: Any,
-    offsets: Any,
-    precision: Any,
-    deterministic_backward: Any,
-    implementation: Any,
-) -> Call:
+    **features: Any,
+) -> Call[Operands]:
     """Check the arguments of ``dot_product_attention`` and bring them into canonical form.
 
     Raises:
         ValueError, TypeError: as ``dot_product_attention`` says.
     """
-    # NumPy's float64 becomes what jax makes of it before dtypes are compared.
-    query, key, value = (
-        jnp.asarray(validate.array(name, operand))
-        for name, operand in (("query", query), ("key", key), ("value", value))
-    )
+    query, key, value = projections(query, key, value)
     validate.query_key_value(query, key, value)
     batched = query.ndim == 4
     if not batched:
@@ -236,68 +209,13 @@ def prepare(
     batch, rows, heads, head_dim = query.shape
     columns = key.shape[1]
     scores = (batch, heads, rows, columns)
-
-    if bias is not None:
-        bias = jnp.asarray(validate.array("bias", bias))
-        validate.bias(bias, query.dtype, scores)
-        bias = _rank_4(bias)
-
-    options = Options(
-        scale=validate.scale(scale, head_dim),
-        soft_cap=validate.soft_cap(logits_soft_cap),
-        dropout_threshold=dropout.threshold(validate.dropout_rate(dropout_rate)),
-        precision=validate.precision(precision),
-        deterministic_backward=validate.flag("deterministic_backward", deterministic_backward),
-        implementation=validate.implementation(implementation),
+    options, bias, combined, state, position = shared(
+        query.dtype, head_dim, scores, bias, mask, **features
     )
-    combined = _mask(mask, scores)
-    if validate.flag("is_causal", is_causal):
-        combined &= Mask.causal()
-    window = validate.local_window(local_window_size)
-    if window is not None:
-        combined &= Mask.window(*window)
     combined &= Mask.lengths(
-        query=_lengths("query_seq_lengths", query_seq_lengths, batch, rows, batched),
-        key=_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, columns, batched),
+        query=lengths("query_seq_lengths", query_seq_lengths, batch, rows, batched),
+        key=lengths("key_value_seq_lengths", key_value_seq_lengths, batch, columns, batched),
     )
-
-    offsets = validate.offsets(offsets)
-    state = None
-    if options.dropout_threshold:
-        validate.dropout_key(dropout_key)
-        state = dropout.state(dropout_key, batch, heads, offsets)
-    operands = Operands(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        mask=combined.canonical(batch, rows, columns),
-        dropout=state,
-        position=None if offsets is None else offsets.position(),
-    )
+    combined = combined.canonical(batch, rows, columns)
+    operands = Operands(query, key, value, bias, combined, state, position)
     return Call(operands, options, batched)
-
-
-def _rank_4(array: jax.Array) -> jax.Array:
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
-
-
-def _mask(mask: Any, scores: tuple[int, int, int, int]) -> Mask:
-    if mask is None:
-        return Mask()
-    if isinstance(mask, Mask):
-        validate.mask(mask, scores)
-        return mask
-    array = validate.array("mask", mask)
-    validate.boolean_mask(array, scores)
-    return Mask.boolean(array)
-
-
-def _lengths(name: str, lengths: Any, batch: int, longest: int, batched: bool) -> Any:
-    if lengths is None:
-        return None
-    array = validate.array(name, lengths)
-    if array.ndim == 0 and not batched:
-        array = array.reshape(1)
-    validate.lengths(name, array, batch, longest)
-    return array

@@ -206,6 +206,7 @@ def _problem(options: argparse.Namespace, arch: str) -> Problem:
         arch=arch,
         sequence=options.seq,
         masks=frozenset(masks),
+        varlen=options.varlen,
         bias=options.bias,
         dropout=options.dropout,
         soft_cap=options.soft_cap,
@@ -267,7 +268,14 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--dtype", choices=DTYPES, required=True)
     _add_dims(explain, required=True)
     explain.add_argument("--seq", type=int, help="rows, to show the number of tiles")
-    for flag in ("--causal", "--window", "--soft-cap", "--dropout", "--deterministic"):
+    for flag in (
+        "--causal",
+        "--window",
+        "--varlen",
+        "--soft-cap",
+        "--dropout",
+        "--deterministic",
+    ):
         explain.add_argument(flag, action="store_true")
     explain.add_argument("--bias", choices=("16", "32"), help="bits of a bias element")
 

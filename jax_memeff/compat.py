@@ -36,6 +36,13 @@ def leading_dims(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
+def projection(aval: Any) -> Any:
+    """The type [B, T, N, H] of one of the arrays that are slots of [B, T, slots, N, H]."""
+    spec = [*aval.sharding.spec[:2], *aval.sharding.spec[3:]]
+    sharding = aval.sharding.update(spec=jax.sharding.PartitionSpec(*spec))
+    return aval.update(shape=(*aval.shape[:2], *aval.shape[3:]), sharding=sharding)
+
+
 def local(aval: Any) -> ShapedArray:
     """The type of the array as one program sees it, without mesh axes.
 

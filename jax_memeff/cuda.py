@@ -26,7 +26,7 @@ from jax_memeff.codegen.select import select
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.errors import UnsupportedError
 from jax_memeff.mask import Mask
-from jax_memeff.options import DropoutState, Operands, Options, Wants
+from jax_memeff.options import DropoutState, Operands, Options, PackedOperands, Wants
 
 _FORWARD_TARGET = "jax_memeff_forward"
 _BACKWARD_TARGET = "jax_memeff_backward"
@@ -50,8 +50,9 @@ class _Buffer(NamedTuple):
 
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
-    avals: Operands = jax.tree.unflatten(tree, ctx.avals_in)
-    operands: Operands = jax.tree.unflatten(tree, values)
+    avals, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
+    inputs = _attention_operands(ctx, avals, operands)
+    avals = _separate(avals)
     specs = kernels(avals, options, wants=None)
     out, logsumexp = ctx.avals_out
     results = [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)]
@@ -60,7 +61,7 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     values = _custom_call(
         ctx,
         _FORWARD_TARGET,
-        _attention_operands(ctx, avals, operands),
+        inputs,
         results,
         specs=specs,
         **_scores(avals, options),
@@ -74,6 +75,11 @@ def lower_backward(
     """Lowering rule of ``attention_bwd`` on CUDA."""
     avals, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, values)
+    inputs = _attention_operands(ctx, avals, operands)
+    names = [f"{name}_gradient" for name in _wanted(wants)]
+    if isinstance(avals, PackedOperands) and wants.query:
+        names = ["+".join(names[:3]), *names[3:]]
+    avals = _separate(avals)
     specs = kernels(avals, options, wants=wants)
     named = zip(
         ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
@@ -82,13 +88,12 @@ def lower_backward(
         (None, _ROW_STATISTICS, None, _ROW_STATISTICS),
         strict=True,
     )
-    names = [f"{name}_gradient" for name in _wanted(wants)]
     gradients = [_Buffer(name, aval) for name, aval in zip(names, ctx.avals_out, strict=True)]
     results = _custom_call(
         ctx,
         _BACKWARD_TARGET,
         [
-            *_attention_operands(ctx, avals, operands),
+            *inputs,
             *(_Buffer(*buffer) for buffer in named if buffer[1] is not None),
         ],
         [*gradients, *_workspaces(avals, specs, wants)],
@@ -102,17 +107,29 @@ def _wanted(wants: Wants) -> list[str]:
     return [name for name, want in zip(Wants._fields, wants, strict=True) if want]
 
 
-def _attention_operands(
-    ctx: mlir.LoweringRuleContext, avals: Operands, operands: Operands
-) -> list[_Buffer]:
-    buffers = [
-        _Buffer("query", avals.query, operands.query),
-        _Buffer("key", avals.key, operands.key),
-        _Buffer("value", avals.value, operands.value),
-        _Buffer("bias", avals.bias, operands.bias),
-        _Buffer("query_lengths", avals.mask.query_lengths, operands.mask.query_lengths),
-        _Buffer("key_lengths", avals.mask.key_lengths, operands.mask.key_lengths),
-    ]
+def _separate(avals: Operands | PackedOperands) -> Operands:
+    """The types of three arrays where one array holds query, key and value."""
+    if isinstance(avals, PackedOperands):
+        return jax.eval_shape(PackedOperands.separate, avals)
+    return avals
+
+
+def _attention_operands(ctx: mlir.LoweringRuleContext, avals: Any, operands: Any) -> list[_Buffer]:
+    """The buffers of a call. One that holds several arrays has their names, joined by "+"."""
+
+    def buffers_of(avals: Any, values: Any, *names: str) -> list[_Buffer]:
+        return [_Buffer(name, getattr(avals, name), getattr(values, name)) for name in names]
+
+    lengths = avals.mask, operands.mask
+    if isinstance(avals, PackedOperands):
+        buffers = [_Buffer("query+key+value", avals.query_key_value, operands.query_key_value)]
+    else:
+        buffers = buffers_of(avals, operands, "query", "key", "value")
+        if avals.sequences is not None:
+            lengths = avals.sequences, operands.sequences
+            buffers += buffers_of(*lengths, "query_starts", "key_starts")
+    buffers += buffers_of(avals, operands, "bias")
+    buffers += buffers_of(*lengths, "query_lengths", "key_lengths")
     if avals.dropout is not None and operands.dropout is not None:
         buffers += map(_Buffer, DropoutState._fields, avals.dropout, operands.dropout)
     if avals.position is not None and operands.position is not None:
@@ -157,9 +174,12 @@ def _computed(
 
 def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> list[_Buffer]:
     """f32 row statistics and dq sums, large enough for the tiles of every architecture."""
-    batch, length, heads, _ = avals.query.shape
+    batch, heads, length, _ = avals.scores
 
     def padded_rows(spec: KernelSpec) -> int:
+        if avals.sequences is not None:  # BackwardTiles::tile_index of schedule/backward_tiles.cuh
+            tiles = avals.query.shape[1] // spec.tile.query + batch
+            return heads * tiles * spec.tile.query
         return batch * heads * _round_up(length, spec.tile.query)
 
     rows = max(map(padded_rows, specs.values()))
@@ -178,8 +198,8 @@ def _bias_sums(avals: Operands, spec: KernelSpec) -> int:
     batch, heads, _, _ = avals.bias.shape
     rows = 1
     if spec.bias_gradient == "shared":
-        rows = _round_up(avals.query.shape[1], spec.tile.query)
-    return batch * heads * rows * _round_up(avals.key.shape[1], spec.tile.key)
+        rows = _round_up(avals.scores[2], spec.tile.query)
+    return batch * heads * rows * _round_up(avals.scores[3], spec.tile.key)
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -201,6 +221,7 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
         value_dim=avals.value.shape[3],
         arch=arch,
         masks=_mask_names(avals.mask),
+        varlen=avals.sequences is not None,
         bias=None if bias is None else "32" if bias.dtype == jnp.float32 else "16",
         bias_layout=_bias_layout(avals),
         dropout=options.dropout_threshold > 0,
@@ -215,8 +236,7 @@ def _bias_layout(avals: Operands) -> Literal["full", "shared", "columns"]:
 
     The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
     """
-    batch, rows, heads, _ = avals.query.shape
-    if avals.bias is None or avals.bias.shape == (batch, heads, rows, avals.key.shape[1]):
+    if avals.bias is None or avals.bias.shape == avals.scores:
         return "full"
     return "columns" if avals.bias.shape[2] == 1 else "shared"
 
@@ -233,7 +253,7 @@ def _mask_names(mask: Mask) -> frozenset[str]:
 
 
 def _require_lengths(avals: Operands) -> None:
-    longest = max(avals.query.shape[1], avals.key.shape[1])
+    longest = max(avals.query.shape[1], avals.key.shape[1], *avals.scores[2:])
     if longest > _MAX_LENGTH:
         raise UnsupportedError(
             [
@@ -244,7 +264,7 @@ def _require_lengths(avals: Operands) -> None:
 
 
 def _scores(avals: Operands, options: Options) -> dict[str, Any]:
-    """ScoreScale, the windows of MaskParams, and T of dropout (ffi/include/memeff/params.h)."""
+    """ScoreScale, windows, T of dropout, longest sequences (ffi/include/memeff/params.h)."""
     scale, cap = options.scale, options.soft_cap
     log2e = math.log2(math.e)
     if cap is not None:
@@ -266,7 +286,15 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
         "scale": np.array([prescale, softmax_scale, scale], np.float32),
         "windows": np.array(windows, np.int32),
         "dropout_threshold": np.int32(options.dropout_threshold),
+        "longest": np.array(_longest(avals), np.int32),
     }
+
+
+def _longest(avals: Operands) -> tuple[int, int]:
+    """The longest packed sequences, which the grid is made for: at least 1, to fill the gaps."""
+    if avals.sequences is None:
+        return 0, 0
+    return max(avals.sequences.longest_query, 1), max(avals.sequences.longest_key, 1)
 
 
 def _architectures() -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 
+from jax_memeff.sequences import Sequences
+
 if TYPE_CHECKING:
     from jax_memeff.mask import Mask
 
@@ -51,7 +53,11 @@ class Position(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The arrays of a call; a pytree. None stands for an operand that is absent."""
+    """The arrays of a call; a pytree. None stands for an operand that is absent.
+
+    With packed ``sequences`` B counts them, while query, key and value are [1, tokens, ...] and
+    segment ids [1, tokens]; the mask has no lengths, because the sequences have them.
+    """
 
     query: jax.Array
     """[B, T, N, H]"""
@@ -64,6 +70,32 @@ class Operands(NamedTuple):
     mask: Mask
     dropout: DropoutState | None
     position: Position | None
+    sequences: Sequences | None = None
+
+    @property
+    def scores(self) -> tuple[int, int, int, int]:
+        """(B, N, T, S)"""
+        batch, rows, heads, _ = self.query.shape
+        if self.sequences is None:
+            return batch, heads, rows, self.key.shape[1]
+        batch = self.sequences.query_starts.shape[0] - 1
+        return batch, heads, self.sequences.longest_query, self.sequences.longest_key
+
+
+class PackedOperands(NamedTuple):
+    """The arrays of a call whose query, key and value are one array: ``Operands`` otherwise."""
+
+    query_key_value: jax.Array
+    """[B, T, 3, N, H]"""
+    bias: jax.Array | None
+    mask: Mask
+    dropout: DropoutState | None
+    position: Position | None
+
+    def separate(self) -> Operands:
+        """The same call with three arrays."""
+        query, key, value = (self.query_key_value[:, :, index] for index in range(3))
+        return Operands(query, key, value, *self[1:])
 
 
 class Wants(NamedTuple):
@@ -81,4 +113,11 @@ class Gradients(NamedTuple):
     query: jax.Array | None
     key: jax.Array | None
     value: jax.Array | None
+    bias: jax.Array | None
+
+
+class PackedGradients(NamedTuple):
+    """Gradients of ``PackedOperands``; None where not wanted."""
+
+    query_key_value: jax.Array | None
     bias: jax.Array | None

@@ -5,6 +5,9 @@ Both take the flat leaves of a pytree, whose structure is the parameter ``tree``
 - ``attention_fwd``: ``Operands`` -> out [B, T, N, Hv], lse [B, T, N]
 - ``attention_bwd``: ``(Operands, out, lse, dout, dlse | None)`` -> the gradients that ``wants``
   names, in the order query, key, value, bias
+
+``PackedOperands`` may stand for ``Operands``: then one gradient stands for those of query, key and
+value.
 """
 
 from __future__ import annotations
@@ -17,9 +20,16 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_memeff import blockwise, compat
+from jax_memeff import blockwise, blockwise_varlen, compat
 from jax_memeff.errors import UnsupportedError
-from jax_memeff.options import Gradients, Operands, Options, Wants
+from jax_memeff.options import (
+    Gradients,
+    Operands,
+    Options,
+    PackedGradients,
+    PackedOperands,
+    Wants,
+)
 
 attention_fwd_p = Primitive("attention_fwd")
 attention_fwd_p.multiple_results = True
@@ -27,7 +37,7 @@ attention_bwd_p = Primitive("attention_bwd")
 attention_bwd_p.multiple_results = True
 
 
-def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]:
+def forward(operands: Operands | PackedOperands, options: Options) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, Hv] in the query's dtype and logsumexp [B, T, N] (f32; f64 for f64)."""
     leaves, tree = jax.tree.flatten(operands)
     out, lse = attention_fwd_p.bind(*leaves, tree=tree, options=options)
@@ -35,28 +45,34 @@ def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]
 
 
 def backward(
-    operands: Operands,
+    operands: Operands | PackedOperands,
     options: Options,
     out: jax.Array,
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array | None,
     wants: Wants,
-) -> Gradients:
+) -> Gradients | PackedGradients:
     """The gradients that ``wants`` names; the others are None and cost nothing."""
     leaves, tree = jax.tree.flatten((operands, out, lse, dout, dlse))
     wanted = iter(attention_bwd_p.bind(*leaves, tree=tree, options=options, wants=wants))
+    if isinstance(operands, PackedOperands):
+        dqkv = next(wanted) if wants.query else None
+        return PackedGradients(dqkv, next(wanted) if wants.bias else None)
     return Gradients(*(next(wanted) if want else None for want in wants))
 
 
 def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
     del options
     operands: Any = jax.tree.unflatten(tree, avals)
-    query = operands.query
+    if isinstance(operands, PackedOperands):
+        query = value = compat.projection(operands.query_key_value)
+    else:
+        query, value = operands.query, operands.value
     lse_dtype = jnp.promote_types(query.dtype, jnp.float32)
     rows = query.shape[:3]
     return (
-        compat.leading_dims(query, (*rows, operands.value.shape[3]), query.dtype),
+        compat.leading_dims(query, (*rows, value.shape[3]), query.dtype),
         compat.leading_dims(query, rows, lse_dtype),
     )
 
@@ -64,24 +80,38 @@ def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
 def _backward_types(*avals: Any, tree: Any, options: Options, wants: Wants) -> tuple[Any, ...]:
     del options
     operands: Any = jax.tree.unflatten(tree, avals)[0]
-    differentiable = (operands.query, operands.key, operands.value, operands.bias)
+    if isinstance(operands, PackedOperands):
+        differentiable = {"query": operands.query_key_value, "bias": operands.bias}
+    else:
+        differentiable = {name: getattr(operands, name) for name in Wants._fields}
     return tuple(
         aval.update(weak_type=False)
-        for aval, want in zip(differentiable, wants, strict=True)
-        if want and aval is not None
+        for name, aval in differentiable.items()
+        if getattr(wants, name) and aval is not None
     )
 
 
 def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[jax.Array]:
-    return blockwise.forward(jax.tree.unflatten(tree, leaves), options)
+    operands = jax.tree.unflatten(tree, leaves)
+    if isinstance(operands, PackedOperands):
+        operands = operands.separate()
+    path = blockwise if operands.sequences is None else blockwise_varlen
+    return path.forward(operands, options)
 
 
 def _blockwise_backward(
     *leaves: jax.Array, tree: Any, options: Options, wants: Wants
 ) -> Sequence[jax.Array]:
     operands, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
-    gradients = blockwise.backward(operands, options, out, lse, dout, dlse, wants)
-    return [gradient for gradient in gradients if gradient is not None]
+    is_packed = isinstance(operands, PackedOperands)
+    if is_packed:
+        operands = operands.separate()
+    path = blockwise if operands.sequences is None else blockwise_varlen
+    gradients = path.backward(operands, options, out, lse, dout, dlse, wants)
+    wanted = [gradient for gradient in gradients if gradient is not None]
+    if is_packed and wants.query:
+        return [jnp.stack(wanted[:3], 2), *wanted[3:]]
+    return wanted
 
 
 def _cuda_forward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:

@@ -174,6 +174,14 @@ def window_side(value: Any) -> int:
     return size
 
 
+def float_dtype(name: str, value: Any) -> None:
+    if value.dtype.name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {value.dtype}; cast it, "
+            f"for example {name}.astype('float32')"
+        )
+
+
 def query_key_value(query: Any, key: Any, value: Any) -> None:
     """Ranks, dims and dtypes of the three, before anything is reshaped."""
     named = {"query": query, "key": key, "value": value}
@@ -188,11 +196,7 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
             raise ValueError(
                 f"{name} must have the rank of query, {query.ndim}, got shape {operand.shape}"
             )
-        if operand.dtype.name not in FLOAT_DTYPES:
-            raise TypeError(
-                f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {operand.dtype}; cast it, "
-                f"for example {name}.astype('float32')"
-            )
+        float_dtype(name, operand)
     for name in ("key", "value"):
         if named[name].dtype != query.dtype:
             raise TypeError(
@@ -281,13 +285,20 @@ def segment_ids(name: str, value: Any, batch: int, length: int) -> None:
         )
 
 
-def mask(value: Any, scores: tuple[int, int, int, int]) -> None:
-    """Every array of a ``Mask`` against the scores [B, N, T, S] of this call."""
+def mask(
+    value: Any, scores: tuple[int, int, int, int], tokens: tuple[int, int] | None = None
+) -> None:
+    """Every array of a ``Mask`` against the scores [B, N, T, S] of this call.
+
+    Packed sequences have a segment id for each of their ``tokens``.
+    """
     batch, _, rows, columns = scores
     if value.query_lengths is not None:
         lengths("query lengths", value.query_lengths, batch, rows)
     if value.key_lengths is not None:
         lengths("key lengths", value.key_lengths, batch, columns)
+    if tokens is not None:
+        batch, (rows, columns) = 1, tokens
     for query_ids, key_ids in value.segment_ids:
         segment_ids("query segment ids", query_ids, batch, rows)
         segment_ids("key segment ids", key_ids, batch, columns)

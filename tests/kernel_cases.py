@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packing
 
 from jax_memeff import dropout
 from jax_memeff.mask import Mask
@@ -40,6 +41,8 @@ class Case:
     boolean: tuple[str, ...] = ()
     dropout: float = 0.0
     position: tuple[int, int] | None = None
+    packed: bool = False
+    """The sequences that ``lengths`` names stand one after the other, with gaps between them."""
 
     def __str__(self) -> str:
         words = [
@@ -49,7 +52,7 @@ class Case:
         ]
         words += ["softcap"] if self.soft_cap else []
         words += [f"scale{self.scale:g}"] if self.scale is not None else []
-        words += ["lengths"] if self.lengths else []
+        words += ["packed" if self.packed else "lengths"] if self.lengths else []
         words += [f"bias{self.bias}{self.bias_dtype or ''}"] if self.bias else []
         words += [f"{self.segments}segments"] if self.segments else []
         words += [f"mask{dims}" for dims in self.boolean]
@@ -211,6 +214,49 @@ def _element_cases() -> list[Case]:
     return found
 
 
+def _packed_cases() -> list[Case]:
+    """Packed sequences: alone, with each other feature, and with draws of all together."""
+    sequences = ((200, 270), (0, 100), (77, 0), (1, 1), (130, 33))
+    packed = functools.partial(Case, B=5, T=200, S=270, lengths=sequences, packed=True)
+    found = [packed(H=H, **mask) for H in (64, 128) for mask in MASKS]
+    found += [packed(soft_cap=2.0, **mask) for mask in MASKS]
+    found += [packed(H=H, Hv=Hv, **CAUSAL) for H, Hv in HEAD_DIMS]
+    found += [packed(N=N, K=K, dtype="float16") for N, K in GROUPS]
+    found += [packed(bias=bias, **BOTTOM_RIGHT) for bias in BIASES]
+    found += [packed(bias=bias, H=128, dropout=0.2) for bias in BIASES]
+    found += [packed(segments=segments, **mask) for segments in (1, 2) for mask in MASKS]
+    found += [packed(boolean=boolean, **WINDOW) for boolean in BOOLEANS]
+    found += [packed(dropout=0.1, position=(48, 160), **WINDOW), packed(lse_gradient=False)]
+    found += [packed(B=1, lengths=((200, 270),)), packed(B=2, lengths=((0, 0), (0, 0)))]
+    rng = np.random.default_rng(2)
+    for _ in range(60):
+        B, N, K = int(rng.integers(1, 7)), *GROUPS[rng.integers(len(GROUPS))]
+        T, S = ODD_SIZES[rng.integers(len(ODD_SIZES))]
+        H, Hv = HEAD_DIMS[rng.integers(len(HEAD_DIMS))]
+        lengths = rng.integers(0, (T + 1, S + 1), (B, 2)) * (rng.random((B, 2)) < 0.9)
+        found.append(
+            Case(
+                B=B,
+                T=T,
+                S=S,
+                N=N,
+                K=K,
+                H=H,
+                Hv=Hv,
+                dtype=str(rng.choice(["bfloat16", "float16"])),
+                soft_cap=5.0 if rng.random() < 0.3 else None,
+                lengths=tuple((int(query), int(key)) for query, key in lengths),
+                packed=True,
+                bias=str(rng.choice(BIASES)) if rng.random() < 0.4 else None,
+                segments=int(rng.choice([0, 0, 0, 1])),
+                boolean=BOOLEANS[rng.integers(4)] if rng.random() < 0.2 else (),
+                dropout=float(rng.choice([0.0, 0.0, 0.1])),
+                **MASKS[rng.integers(len(MASKS))],
+            )
+        )
+    return found
+
+
 def cases() -> list[Case]:
     """Every value of every factor, and 100 seeded draws of all factors together."""
     found = []
@@ -231,7 +277,7 @@ def cases() -> list[Case]:
         found += [Case(T=100, S=90, scale=scale, **CAUSAL), Case(T=100, S=90, scale=scale)]
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
-    found += _element_cases()
+    found += _element_cases() + _packed_cases()
 
     rng = np.random.default_rng(1)
     for _ in range(100):
@@ -287,6 +333,19 @@ def poisoned(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Oper
         for array in (key, value):
             array[b, key_length:] = np.nan
     return operands._replace(query=query, key=key, value=value, bias=bias), dout, dlse
+
+
+def passed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
+    """What the call of a case is given: poisoned beyond the lengths, and packed if it says so."""
+    dirty = poisoned(case, operands, dout, dlse)
+    return packing.packed(case, *dirty) if case.packed else dirty
+
+
+def run_case(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple:
+    """The results of :func:`run` in the shapes of the arrays of the case."""
+    arrays, *cotangents = passed(case, operands, dout, dlse)
+    results = run(arrays, case.options, *cotangents)
+    return packing.unpacked(case, results) if case.packed else results
 
 
 def run(operands: Operands, options: Options, dout: Any, dlse: Any) -> tuple:

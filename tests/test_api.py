@@ -61,7 +61,9 @@ def test_public_names():
         "UnsupportedError",
         "check",
         "dot_product_attention",
+        "dot_product_attention_packed",
         "dropout",
+        "varlen_attention",
     }
     with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = jax_memeff.colour  # type: ignore[attr-defined]

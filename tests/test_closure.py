@@ -35,7 +35,7 @@ def sample(arch):
 
 def allowed_spill(spec):
     """What the tile row records; a few registers with features beside window and soft cap."""
-    features = spec.bias or spec.dropout or spec.segments or spec.boolean
+    features = spec.bias or spec.dropout or spec.segments or spec.boolean or spec.varlen
     return LARGEST_SPILL if features else spec.tile.spill_bytes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -187,3 +188,104 @@ def test_windows_reach_the_host_clamped(fake_compiler):
     text = lower(lambda *x: loss(*x, mask=Mask.window(2**40, 3)), *shapes())
     unbounded = cuda.UNBOUNDED
     assert f"windows = dense<[{2**28}, 3, {unbounded}, {unbounded}]>" in text
+
+
+def attention_calls(text):
+    return [line for line in text.splitlines() if "@jax_memeff_" in line]
+
+
+def test_projections_are_read_and_written_in_place(fake_compiler):
+    """One operand, one gradient, and no operation that copies either."""
+    qkv = jax.ShapeDtypeStruct((2, 128, 3, 4, 64), jnp.bfloat16)
+
+    def packed_loss(qkv):
+        out = jax_memeff.dot_product_attention_packed(qkv, is_causal=True)
+        return out.astype(jnp.float32).sum()
+
+    text = lower(jax.grad(packed_loss), qkv)
+    whole = "tensor<2x128x3x4x64xbf16>"
+    forward, backward = attention_calls(text)
+    assert 'operands = "query+key+value"' in forward
+    assert f": ({whole}) -> (" in forward
+    assert 'results = "query_gradient+key_gradient+value_gradient,row_statistics,' in backward
+    assert f") -> ({whole}, " in backward
+    copies = ("slice", "concatenate", "pad", "transpose", "reshape", "gather", "scatter", "select")
+    assert not [name for name in copies if f"stablehlo.{name}" in text]
+    # The kernels are those of three arrays.
+    lower(jax.grad(functools.partial(loss, is_causal=True), (0, 1, 2)), *shapes(N=4, K=4))
+    assert len(fake_compiler) == 2
+
+
+def test_projections_with_a_bias(fake_compiler):
+    qkv = jax.ShapeDtypeStruct((128, 3, 4, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((4, 128, 128), jnp.bfloat16)
+
+    def packed_loss(qkv, bias):
+        out = jax_memeff.dot_product_attention_packed(qkv, bias)
+        return out.astype(jnp.float32).sum()
+
+    names = 'results = "{}row_statistics,'
+    projections = "query_gradient+key_gradient+value_gradient,"
+    both = lower(jax.grad(packed_loss, (0, 1)), qkv, bias)
+    assert names.format(projections + "bias_gradient,") in both
+    assert names.format(projections) in lower(jax.grad(packed_loss), qkv, bias)
+    assert 'results = "bias_gradient,' in lower(jax.grad(packed_loss, 1), qkv, bias)
+
+
+def varlen_shapes(total_q=1000, total_k=900, sequences=7, N=4, K=2, H=64) -> tuple[Any, ...]:
+    struct = jax.ShapeDtypeStruct
+    query, key = (
+        struct((total, heads, H), jnp.bfloat16) for total, heads in ((total_q, N), (total_k, K))
+    )
+    return query, key, key, *[struct((sequences + 1,), jnp.int32)] * 2
+
+
+def varlen_loss(*arrays: Any, longest=300, **features: Any):
+    attention: Any = jax_memeff.varlen_attention
+    out = attention(*arrays, longest, longest, **features)
+    return out.astype(jnp.float32).sum()
+
+
+def test_packed_sequences_are_not_padded(fake_compiler):
+    """Nothing but numbers per sequence is computed before the kernels."""
+    text = lower(jax.grad(varlen_loss, (0, 1, 2)), *varlen_shapes())
+    forward, backward = attention_calls(text)
+    assert 'operands = "query,key,value,query_starts,key_starts,query_lengths,key_lengths"' in (
+        forward
+    )
+    assert "longest = dense<300> : tensor<2xi32>" in forward
+    assert [spec.varlen for spec, _ in fake_compiler] == [True, True]
+    for line in text.splitlines():
+        copies = ("slice", "concatenate", "pad", "gather", "scatter", "select", "transpose")
+        if any(f"stablehlo.{name}" in line for name in copies):
+            assert "bf16" not in line
+    tile = next(spec.tile.query for spec, _ in fake_compiler if spec.direction == "backward")
+    rows = 4 * (1000 // tile + 7) * tile
+    assert f"tensor<{2 * rows}xf32>, tensor<{64 * rows}xf32>" in backward
+
+
+def test_workspaces_do_not_depend_on_the_longest_sequence(fake_compiler):
+    def types(longest):
+        gradient = jax.grad(functools.partial(varlen_loss, longest=longest), (0, 1, 2))
+        backward = attention_calls(lower(gradient, *varlen_shapes()))[1]
+        return backward.rpartition("->")[2]
+
+    assert types(10) == types(1000)
+
+
+def test_sequences_do_not_make_kernels(fake_compiler):
+    for total, sequences, longest in ((1000, 7, 300), (77, 1, 77), (5000, 300, 0)):
+        gradient = jax.grad(functools.partial(varlen_loss, longest=longest), (0, 1, 2))
+        lower(gradient, *varlen_shapes(total, total, sequences))
+    assert len(fake_compiler) == 2
+
+
+def test_no_sequence_needs_no_kernel(fake_compiler):
+    assert "jax_memeff" not in lower(varlen_loss, *varlen_shapes(sequences=0))
+
+
+def test_too_many_tokens_are_an_error(fake_compiler):
+    with pytest.raises(UnsupportedError, match=f"got {2**28 + 1}"):
+        lower(varlen_loss, *varlen_shapes(total_q=2**28 + 1))
+    with pytest.raises(UnsupportedError, match=f"got {2**29}"):
+        lower(functools.partial(varlen_loss, longest=2**29), *varlen_shapes())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +14,23 @@ import oracle
 import pytest
 from kernel_cases import CAUSAL, WINDOW, Case
 
-from jax_memeff import cuda, dropout
+import jax_memeff
+from jax_memeff import cuda, dropout, vjp
 from jax_memeff.codegen import parallel
 from jax_memeff.mask import Mask
-from jax_memeff.options import Wants
+from jax_memeff.options import PackedOperands, Wants
 
 pytestmark = pytest.mark.gpu
 CASES = kernel_cases.cases()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Compile the kernels of all cases before the first runs."""
+def compiled(request):
+    """Compile the kernels of the selected cases before the first runs."""
     jobs = set()
-    for case in CASES:
-        operands, _, _ = case.arrays()
+    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    for case in (call.params["case"] for call in calls if "case" in call.params):
+        operands, _, _ = kernel_cases.passed(case, *case.arrays())
         for wants in (None, case.wants):
             for arch, spec in cuda.kernels(operands, case.options, wants).items():
                 jobs.add((spec, arch))
@@ -38,8 +42,7 @@ def test_matches_the_oracle(case):
     operands, dout, dlse = case.arrays()
     low = oracle.answer(operands, case.options, dout, dlse, jnp.dtype(case.dtype))
     reference = oracle.answer(operands, case.options, dout, dlse, np.float32)
-    dirty = kernel_cases.poisoned(case, operands, dout, dlse)
-    (out, lse), (dq, dk, dv, dbias) = kernel_cases.run(dirty[0], case.options, *dirty[1:])
+    (out, lse), (dq, dk, dv, dbias) = kernel_cases.run_case(case, operands, dout, dlse)
     oracle.check("out", out, reference.out, low.out)
     if lse is not None:
         tolerance = 1e-5 if case.soft_cap is None else 1e-3
@@ -245,3 +248,91 @@ def _forward(query, key, case):
 
     operands = case.arrays()[0]._replace(query=query, key=key, value=key)
     return primitives.forward(operands, case.options)[0]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"H": 128, "dropout": 0.3}, {"bias": "BNTS", "segments": 1, **CAUSAL}],
+    ids=["plain", "dropout", "bias"],
+)
+def test_packed_sequences_have_the_bits_of_padded_ones(features):
+    """Output, logsumexp, and the gradients that no atomics sum."""
+    lengths = ((200, 270), (0, 100), (77, 0), (130, 33))
+    case = Case(B=4, T=200, S=270, lengths=lengths, **features)
+    operands, dout, dlse = case.arrays()
+    padded = kernel_cases.run_case(case, operands, dout, dlse)
+    packed = dataclasses.replace(case, packed=True)
+    (out, lse), (_, dk, dv, dbias) = kernel_cases.run_case(packed, operands, dout, dlse)
+    (padded_out, padded_lse), (_, padded_dk, padded_dv, padded_dbias) = padded
+    pairs = [(out, padded_out), (lse, padded_lse), (dk, padded_dk), (dv, padded_dv)]
+    pairs += [] if dbias is None else [(dbias, padded_dbias)]
+    for ours, theirs in pairs:
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_cu_seqlens_are_safe(seed):
+    """Wild values give what the blockwise path gives; the buffers end where they are allocated."""
+    rng = np.random.default_rng(seed)
+    total_q, total_k, longest, B = 300, 250, int(rng.choice([0, 1, 50, 1000])), 6
+    wild = rng.choice([-(2**31), -7, 0, 5, 100, 130, 250, 300, 2**31 - 1], (2, B + 1))
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((total, 2, 64)), jnp.bfloat16)
+        for total in (total_q, total_k, total_k)
+    )
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def gradients(arrays, cu_seqlens, implementation):
+        def loss(query, key, value):
+            attention: Any = jax_memeff.varlen_attention
+            out, lse = attention(
+                query,
+                key,
+                value,
+                *cu_seqlens,
+                longest,
+                longest,
+                is_causal=True,
+                return_residual=True,
+                implementation=implementation,
+            )
+            return out.astype(jnp.float32).sum() + jnp.where(lse == -jnp.inf, 0, lse).sum(), out
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
+
+    arrays = (query, key, value)
+    cu_seqlens = tuple(map(jnp.asarray, wild.astype(np.int32)))
+    ours, theirs = (gradients(arrays, cu_seqlens, name) for name in ("cuda", "xla"))
+    for got, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        got, expected = (np.asarray(x, np.float32) for x in (got, expected))
+        np.testing.assert_allclose(got, expected, atol=0.05)
+        empty = (expected == 0).all((1, 2))
+        assert (got[empty] == 0).all()
+
+
+@pytest.mark.parametrize("features", [{}, {"H": 72, "N": 3, "K": 3, **WINDOW}], ids=["64", "72"])
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.2])
+def test_one_array_of_projections(features, dropout_rate):
+    """Bit-equal to three arrays; dq is summed by atomics."""
+    case = Case(T=200, S=200, dropout=dropout_rate, **features)
+    operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
+    expected = kernel_cases.run(operands, case.options, dout, dlse)
+    qkv = jnp.stack(operands[:3], 2)
+
+    @jax.jit
+    def packed(qkv):
+        def forward(qkv):
+            inputs = PackedOperands(qkv, None, operands.mask, operands.dropout, None)
+            return vjp.attention(inputs, case.options)
+
+        results, transpose = jax.vjp(forward, qkv)
+        return results, transpose((dout, dlse))[0]
+
+    results, dqkv = packed(qkv)
+    dq, dk, dv = jnp.unstack(dqkv, axis=2)
+    exact = zip((*results, dk, dv), (*expected[0], *expected[1][1:3]), strict=True)
+    for ours, theirs in exact:
+        assert jnp.array_equal(ours, theirs)
+    np.testing.assert_allclose(
+        np.asarray(dq, np.float32), np.asarray(expected[1][0], np.float32), atol=2e-2
+    )

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <sstream>
+#include <utility>
 
 namespace memeff::host {
 namespace {
@@ -10,11 +11,23 @@ namespace ffi = xla::ffi;
 
 constexpr int kAlignment = 16;  // bytes of one cp.async and of one vector store
 
-std::map<std::string, int> positions(std::string_view names) {
-  std::map<std::string, int> result;
-  std::istringstream stream{std::string(names)};
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> words;
+  std::istringstream stream(text);
+  for (std::string word; std::getline(stream, word, separator);) words.push_back(word);
+  return words;
+}
+
+// "query+key+value,bias": the first buffer holds three arrays, the second one.
+std::map<std::string, Place> places(std::string_view buffers) {
+  std::map<std::string, Place> result;
   int position = 0;
-  for (std::string name; std::getline(stream, name, ',');) result[name] = position++;
+  for (const std::string& buffer : split(std::string(buffers), ',')) {
+    const std::vector<std::string> names = split(buffer, '+');
+    const int slots = static_cast<int>(names.size());
+    for (int slot = 0; slot < slots; ++slot) result[names[slot]] = {position, slot, slots};
+    ++position;
+  }
   return result;
 }
 
@@ -28,21 +41,22 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   auto scale = attributes.get<ffi::Span<const float>>("scale");
   auto windows = attributes.get<ffi::Span<const int32_t>>("windows");
   auto dropout_threshold = attributes.get<int32_t>("dropout_threshold");
+  auto longest = attributes.get<ffi::Span<const int32_t>>("longest");
   auto kernels = attributes.get<ffi::Dictionary>("kernels");
   if (!operands.has_value() || !results.has_value() || !scale.has_value() || !windows.has_value() ||
-      !dropout_threshold.has_value() || !kernels.has_value() || scale->size() != 3 ||
-      windows->size() != 4) {
+      !dropout_threshold.has_value() || !longest.has_value() || !kernels.has_value() ||
+      scale->size() != 3 || windows->size() != 4 || longest->size() != 2) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "the custom call needs the attributes operands, results, scale "
-                                   "(3), windows (4), dropout_threshold and kernels (was the "
-                                   "program exported by another version?)"));
+                                   "(3), windows (4), dropout_threshold, longest (2) and kernels "
+                                   "(was the program exported by another version?)"));
   }
   auto table = KernelTable::decode(*kernels);
   if (!table.has_value()) return ffi::Unexpected(table.error());
   auto call = std::make_unique<Call>();
   call->kernels = std::move(*table);
-  call->operands = positions(*operands);
-  call->results = positions(*results);
+  call->operands = places(*operands);
+  call->results = places(*results);
   call->scale = {(*scale)[0], (*scale)[1], (*scale)[2]};
   call->mask = {};
   call->mask.top_left_left = (*windows)[0];
@@ -50,13 +64,20 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   call->mask.bottom_right_left = (*windows)[2];
   call->mask.bottom_right_right = (*windows)[3];
   call->dropout_threshold = *dropout_threshold;
+  call->longest_query = (*longest)[0];
+  call->longest_key = (*longest)[1];
   if (ffi::Error error = call->kernels.load(); error.failure()) return ffi::Unexpected(error);
   return call;
 }
 
-bool Buffers::has(const std::string& name) const {
-  return call_.operands.count(name) != 0 || call_.results.count(name) != 0;
+const Place* Buffers::place(const std::string& name) const {
+  for (const auto* places : {&call_.operands, &call_.results}) {
+    if (auto found = places->find(name); found != places->end()) return &found->second;
+  }
+  return nullptr;
 }
+
+bool Buffers::has(const std::string& name) const { return place(name) != nullptr; }
 
 void Buffers::fail(const std::string& message) {
   if (error_.success()) error_ = failure(ffi::ErrorCode::kInvalidArgument, message);
@@ -64,11 +85,11 @@ void Buffers::fail(const std::string& message) {
 
 std::optional<ffi::AnyBuffer> Buffers::buffer(const std::string& name) {
   if (auto found = call_.operands.find(name); found != call_.operands.end()) {
-    auto buffer = arguments_.get<ffi::AnyBuffer>(found->second);
+    auto buffer = arguments_.get<ffi::AnyBuffer>(found->second.position);
     if (buffer.has_value()) return *buffer;
     fail("operand " + name + " is missing: " + buffer.error().message());
   } else if (auto found = call_.results.find(name); found != call_.results.end()) {
-    auto buffer = results_.get<ffi::AnyBuffer>(found->second);
+    auto buffer = results_.get<ffi::AnyBuffer>(found->second.position);
     if (buffer.has_value()) return **buffer;
     fail("result " + name + " is missing: " + buffer.error().message());
   }
@@ -85,9 +106,19 @@ size_t Buffers::bytes(const std::string& name) {
   return found ? found->size_bytes() : 0;
 }
 
-ffi::AnyBuffer::Dimensions Buffers::dimensions(const std::string& name) {
+std::vector<long long> Buffers::dimensions(const std::string& name) {
   auto found = buffer(name);
-  return found ? found->dimensions() : ffi::AnyBuffer::Dimensions{};
+  if (!found) return {};
+  auto const dims = found->dimensions();
+  std::vector<long long> result(dims.begin(), dims.end());
+  if (place(name)->slots > 1) {
+    if (dims.size() != 5 || dims[2] != place(name)->slots) {
+      fail(name + " needs a buffer [B, T, " + std::to_string(place(name)->slots) + ", N, H]");
+      return {};
+    }
+    result.erase(result.begin() + 2);
+  }
+  return result;
 }
 
 TensorView Buffers::tensor(const std::string& name) {
@@ -98,14 +129,16 @@ TensorView Buffers::tensor(const std::string& name) {
     fail(name + " needs rank 4, got rank " + std::to_string(dims.size()));
     return view;
   }
-  view.data = data(name);
+  view.head_stride = dims[3];
+  long long const slot_stride = dims[2] * view.head_stride;
+  view.row_stride = place(name)->slots * slot_stride;
+  view.batch_stride = dims[1] * view.row_stride;
+  view.data = static_cast<char*>(data(name)) +
+              place(name)->slot * slot_stride * ffi::ByteWidth(buffer(name)->element_type());
   if (reinterpret_cast<std::uintptr_t>(view.data) % kAlignment != 0) {
     fail(name + " starts at an address that is not a multiple of " + std::to_string(kAlignment) +
          " bytes, which this kernel was compiled for: copy it before the call");
   }
-  view.head_stride = dims[3];
-  view.row_stride = dims[2] * view.head_stride;
-  view.batch_stride = dims[1] * view.row_stride;
   return view;
 }
 
@@ -147,6 +180,14 @@ ProblemShape Buffers::shape() {
   shape.key_heads = static_cast<int>(key[2]);
   shape.value_dim = static_cast<int>(value[3]);
   shape.group = shape.query_heads / shape.key_heads;
+  if (has("query_starts")) {
+    shape.query_tokens = std::exchange(shape.query_length, call_.longest_query);
+    shape.key_tokens = std::exchange(shape.key_length, call_.longest_key);
+    shape.query_starts = static_cast<const int*>(data("query_starts"));
+    shape.key_starts = static_cast<const int*>(data("key_starts"));
+    auto const starts = dimensions("query_starts");
+    shape.batch = starts.empty() ? 0 : static_cast<int>(starts[0]) - 1;
+  }
   return shape;
 }
 

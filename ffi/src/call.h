@@ -4,6 +4,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "kernel.h"
 #include "memeff/params.h"
@@ -11,16 +12,25 @@
 
 namespace memeff::host {
 
+// Where a named array is: a buffer, or slot `slot` of one [B, T, slots, N, H] that holds several.
+struct Place {
+  int position;
+  int slot;
+  int slots;
+};
+
 // State of a call site: made in the instantiate stage, read by the later ones.
 struct Call {
   static xla::ffi::TypeId id;
 
   KernelTable kernels;
-  std::map<std::string, int> operands;  // name -> position; absent operands have no entry
-  std::map<std::string, int> results;
+  std::map<std::string, Place> operands;  // by name; absent operands have no entry
+  std::map<std::string, Place> results;
   ScoreScale scale;
   MaskParams mask;  // bounds only
   int dropout_threshold;
+  int longest_query;  // of packed sequences
+  int longest_key;
 
   static xla::ffi::ErrorOr<std::unique_ptr<Call>> decode(const xla::ffi::Dictionary& attributes);
 };
@@ -38,20 +48,23 @@ class Buffers {
   // Start of a buffer, or null where the call has none of this name.
   void* data(const std::string& name);
 
-  // A row-major [batch, sequence, head, dim] buffer whose rows the kernels move 16 bytes at a time.
+  // A row-major [batch, sequence, head, dim] array whose rows the kernels move 16 bytes at a time.
   TensorView tensor(const std::string& name);
 
   // A row-major buffer that broadcasts to the scores; null where the call has none of this name.
   ScoreView scores(const std::string& name);
 
   size_t bytes(const std::string& name);
-  xla::ffi::AnyBuffer::Dimensions dimensions(const std::string& name);
+
+  // Without the slots of a buffer that holds several arrays.
+  std::vector<long long> dimensions(const std::string& name);
 
   ProblemShape shape();
 
   const xla::ffi::Error& error() const { return error_; }
 
  private:
+  const Place* place(const std::string& name) const;
   std::optional<xla::ffi::AnyBuffer> buffer(const std::string& name);
   void fail(const std::string& message);
 

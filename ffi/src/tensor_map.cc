@@ -16,7 +16,7 @@ static_assert(alignof(CUtensorMap) <= alignof(TensorMap));
 // swizzle of its shared tile (core/shared_tile.cuh); what lies beyond the tensor reads as zero and
 // is not written.
 ffi::ErrorOr<TensorMap> encode(const Driver& driver, const MapBox& box, TensorView const& view,
-                               ffi::AnyBuffer::Dimensions dims) {
+                               const std::vector<long long>& dims) {
   cuuint64_t const sizes[] = {
       static_cast<cuuint64_t>(dims[3]), static_cast<cuuint64_t>(dims[1]),
       static_cast<cuuint64_t>(dims[2]), static_cast<cuuint64_t>(dims[0])};

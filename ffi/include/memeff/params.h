@@ -27,6 +27,11 @@ struct ScoreView {
 
 // Sizes of one call, named as in the documentation: query [B, T, N, H], key [B, S, K, H],
 // value [B, S, K, Hv].
+//
+// Packed sequences stand one after the other in query [1, tokens, N, H], key and value; B counts
+// them, T and S are the longest that there may be. Sequence b begins at token starts[b] and has
+// the lengths of MaskParams. What lies between its end and starts[b + 1] belongs to no sequence;
+// starts[B] is starts[0] + tokens, so that the last of these gaps goes on at token 0.
 struct ProblemShape {
   int batch;         // B
   int query_length;  // T
@@ -36,6 +41,10 @@ struct ProblemShape {
   int head_dim;      // H
   int value_dim;     // Hv
   int group;         // N / K
+  int query_tokens;  // of packed sequences; 0 where there are none
+  int key_tokens;
+  const int* query_starts;  // [B + 1] or null
+  const int* key_starts;
 };
 
 // How a score becomes an exponent of two.
@@ -61,8 +70,8 @@ struct MaskParams {
   const int* key_lengths;     // [B] or null
   const int* query_position;  // [] or null: global index of row 0
   const int* key_position;    // [] or null: global index of column 0
-  const int* query_segments;  // [B, segment_pairs, T]
-  const int* key_segments;    // [B, segment_pairs, S]
+  const int* query_segments;  // [B, segment_pairs, T], or [segment_pairs, tokens]
+  const int* key_segments;    // [B, segment_pairs, S], or [segment_pairs, tokens]
   long long segment_pairs;
   ScoreView boolean;  // one byte an element
 };
@@ -89,7 +98,7 @@ struct ForwardParams {
   TensorView key;
   TensorView value;
   TensorView out;
-  float* logsumexp;  // [B, N, T], natural logarithm
+  float* logsumexp;  // [B, N, T] or [N, tokens], natural logarithm
   int* piece_counter;  // [1], of persistent kernels
 };
 
@@ -107,11 +116,11 @@ struct BackwardParams {
   TensorView query_gradient;
   TensorView key_gradient;
   TensorView value_gradient;
-  const float* logsumexp;           // [B, N, T]
-  const float* logsumexp_gradient;  // [B, N, T] or null
-  float* row_statistics;            // [B, N, padded T, 2]: logsumexp in base 2 (+inf where a row
-                                    // has no keys), and delta = rowsum(dO * O) - dlse
-  float* query_gradient_sum;        // [B, N, padded T, head dim class], in fragment order
+  const float* logsumexp;           // [B, N, T] or [N, tokens]
+  const float* logsumexp_gradient;  // the same, or null
+  float* row_statistics;            // [tiles, query tile, 2]: logsumexp in base 2 (+inf where a
+                                    // row has no keys), and delta = rowsum(dO * O) - dlse
+  float* query_gradient_sum;        // [tiles, query tile, head dim class], in fragment order
   ScoreView bias_gradient;
   float* bias_gradient_sum;  // where it is summed: see bias/gradient.cuh
   int query_tiles;           // padded T / query tile
@@ -142,11 +151,11 @@ struct BackwardMaps {
 
 static_assert(sizeof(TensorView) == 32, "host and device disagree on TensorView");
 static_assert(sizeof(ScoreView) == 40, "host and device disagree on ScoreView");
-static_assert(sizeof(ProblemShape) == 32, "host and device disagree on ProblemShape");
+static_assert(sizeof(ProblemShape) == 56, "host and device disagree on ProblemShape");
 static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(ForwardParams) == 376, "host and device disagree on ForwardParams");
-static_assert(sizeof(BackwardParams) == 576, "host and device disagree on BackwardParams");
+static_assert(sizeof(ForwardParams) == 400, "host and device disagree on ForwardParams");
+static_assert(sizeof(BackwardParams) == 600, "host and device disagree on BackwardParams");
 
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");
 

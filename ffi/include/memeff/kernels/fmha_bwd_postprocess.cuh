@@ -2,8 +2,9 @@
 #pragma once
 
 #include <memeff/collective/epilogue.cuh>
+#include <memeff/mask/interval.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
-#include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/sequences.cuh>
 
 namespace memeff {
 
@@ -19,6 +20,16 @@ struct FmhaBackwardPostprocess {
     ProblemShape const& shape = params.shape;
     WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
     int const row = item.tile * Tiles::kTileQuery;
+    int row_bound = shape.query_length - row;
+    if constexpr (Config::kVarlen) {
+      int const length = IntervalMask<MaskKind::none>(params.mask, shape, item.batch).query_length;
+      Gap::of_queries(shape, item.batch, length)
+          .template clear<Element, kThreads>(params.query_gradient, item.head, shape.head_dim,
+                                             item.tile, params.query_tiles);
+      row_bound = length - row;
+      if (row_bound <= 0) return;
+    }
+    Origin const origin = query_origin<Config>(shape, item.batch);
     float const* const sums =
         params.query_gradient_sum +
         Tiles::tile_index(params, item.batch, item.head, item.tile) * Tiles::kQueryTileFloats;
@@ -38,9 +49,8 @@ struct FmhaBackwardPostprocess {
     }
     store_tile<Element, typename Tiles::QueryTile, typename Tiles::QueryGrid, kThreads>(
         shared_address(shared), query_gradient,
-        row_pointer<Element>(params.query_gradient, item.batch, row, item.head),
-        params.query_gradient.row_stride * sizeof(Element), shape.query_length - row,
-        shape.head_dim);
+        row_pointer<Element>(params.query_gradient, origin.batch, origin.row + row, item.head),
+        params.query_gradient.row_stride * sizeof(Element), row_bound, shape.head_dim);
   }
 };
 

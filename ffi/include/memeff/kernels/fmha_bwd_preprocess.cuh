@@ -7,7 +7,7 @@
 #include <memeff/core/math.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
-#include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/sequences.cuh>
 
 namespace memeff {
 
@@ -23,22 +23,26 @@ struct FmhaBackwardPreprocess {
     ProblemShape const& shape = params.shape;
     WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
     IntervalMask<MaskKind::none> const mask(params.mask, shape, item.batch);
-    long long const tile_index = Tiles::tile_index(params, item.batch, item.head, item.tile);
     int const first_row = item.tile * Tiles::kTileQuery;
+    if constexpr (Config::kVarlen) {
+      if (first_row >= mask.query_length) return;  // the workspaces have no such tile
+    }
+    long long const tile_index = Tiles::tile_index(params, item.batch, item.head, item.tile);
+    Origin const origin = query_origin<Config>(shape, item.batch);
     int const lane = threadIdx.x % kRowLanes;
 
     for (int i = threadIdx.x / kRowLanes; i < Tiles::kTileQuery; i += kRowsPerPass) {
       int const row = first_row + i;
       bool const valid = row < mask.query_length;
-      float delta = row_dot(row_pointer<Element>(params.out, item.batch, row, item.head),
-                            row_pointer<Element>(params.out_gradient, item.batch, row, item.head),
-                            lane, valid ? shape.value_dim : 0);
+      float delta = row_dot(
+          row_pointer<Element>(params.out, origin.batch, origin.row + row, item.head),
+          row_pointer<Element>(params.out_gradient, origin.batch, origin.row + row, item.head),
+          lane, valid ? shape.value_dim : 0);
       delta += __shfl_xor_sync(0xffffffffu, delta, 1);
       delta += __shfl_xor_sync(0xffffffffu, delta, 2);
       delta += __shfl_xor_sync(0xffffffffu, delta, 4);
       if (lane == 0) {
-        long long const head_batch = (long long)item.batch * shape.query_heads + item.head;
-        long long const source = head_batch * shape.query_length + row;
+        long long const source = logsumexp_offset<Config>(shape, origin, item.head) + row;
         // +inf makes every probability of a row without keys, or beyond the length, exactly 0.
         float logsumexp = valid ? params.logsumexp[source] : -infinity();
         bool const empty = logsumexp == -infinity();

@@ -27,7 +27,7 @@
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
-#include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/sequences.cuh>
 
 namespace memeff {
 
@@ -88,6 +88,8 @@ struct FmhaBackwardSm80 {
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
     int const head_visits = tiles.end - tiles.begin;
     int const visits = head_visits * shape.group;
+    Origin const queries = query_origin<Config>(shape, item.batch);
+    Origin const keys = key_origin<Config>(shape, item.batch);
 
     auto visit_at = [&](int index) {
       int const head_index = shape.group == 1 ? 0 : index / head_visits;
@@ -98,7 +100,7 @@ struct FmhaBackwardSm80 {
     auto load_query = [&](Visit const& visit, int parity) {
       TileLoader<QueryTile, kThreads>::copy(
           query_buffers + parity * QueryTile::kBytes,
-          row_pointer<Element>(params.query, item.batch, visit.row, visit.head),
+          row_pointer<Element>(params.query, queries.batch, queries.row + visit.row, visit.head),
           params.query.row_stride * sizeof(Element), mask.query_length - visit.row, shape.head_dim);
       char const* const statistics = reinterpret_cast<char const*>(
           params.row_statistics +
@@ -109,10 +111,11 @@ struct FmhaBackwardSm80 {
       }
     };
     auto load_out_gradient = [&](Visit const& visit) {
-      TileLoader<OutTile, kThreads>::copy(
-          out_tile, row_pointer<Element>(params.out_gradient, item.batch, visit.row, visit.head),
-          params.out_gradient.row_stride * sizeof(Element), mask.query_length - visit.row,
-          shape.value_dim);
+      TileLoader<OutTile, kThreads>::copy(out_tile,
+                                          row_pointer<Element>(params.out_gradient, queries.batch,
+                                                               queries.row + visit.row, visit.head),
+                                          params.out_gradient.row_stride * sizeof(Element),
+                                          mask.query_length - visit.row, shape.value_dim);
     };
 
     if constexpr (Config::kBiasGradient == BiasGradient::full) {
@@ -125,6 +128,11 @@ struct FmhaBackwardSm80 {
       }
     }
 
+    if constexpr (Config::kVarlen) {
+      clear_gap(params, item, mask.key_length);
+      if (column >= mask.key_length) return;
+    }
+
     auto key_gradient = KeyGrid::make_accumulators();      // (4, MMA_M, MMA_N)
     auto value_gradient = ValueGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(key_gradient);
@@ -133,10 +141,10 @@ struct FmhaBackwardSm80 {
     if (visits > 0) {
       int const column_bound = mask.key_length - column;
       TileLoader<KeyTile, kThreads>::copy(
-          key_tile, row_pointer<Element>(params.key, item.batch, column, item.head),
+          key_tile, row_pointer<Element>(params.key, keys.batch, keys.row + column, item.head),
           params.key.row_stride * sizeof(Element), column_bound, shape.head_dim);
       TileLoader<ValueTile, kThreads>::copy(
-          value_tile, row_pointer<Element>(params.value, item.batch, column, item.head),
+          value_tile, row_pointer<Element>(params.value, keys.batch, keys.row + column, item.head),
           params.value.row_stride * sizeof(Element), column_bound, shape.value_dim);
       load_query(visit_at(0), 0);
       load_out_gradient(visit_at(0));
@@ -211,7 +219,8 @@ struct FmhaBackwardSm80 {
     }
 
     __syncthreads();  // the key and value tiles, which the results go through, are no longer read
-    int const key_bound = shape.key_length - column;
+    // Past a packed sequence the next one begins.
+    int const key_bound = (Config::kVarlen ? mask.key_length : shape.key_length) - column;
     if constexpr (Config::kKeyGradient) {
       CUTE_UNROLL
       for (int i = 0; i < cute::size(key_gradient); ++i) {
@@ -219,7 +228,7 @@ struct FmhaBackwardSm80 {
       }
       store_tile<Element, KeyTile, KeyGrid, kThreads>(
           key_tile, key_gradient,
-          row_pointer<Element>(params.key_gradient, item.batch, column, item.head),
+          row_pointer<Element>(params.key_gradient, keys.batch, keys.row + column, item.head),
           params.key_gradient.row_stride * sizeof(Element), key_bound, shape.head_dim);
     }
     if constexpr (Config::kValueGradient) {
@@ -231,7 +240,7 @@ struct FmhaBackwardSm80 {
       }
       store_tile<Element, ValueTile, ValueGrid, kThreads>(
           value_tile, value_gradient,
-          row_pointer<Element>(params.value_gradient, item.batch, column, item.head),
+          row_pointer<Element>(params.value_gradient, keys.batch, keys.row + column, item.head),
           params.value_gradient.row_stride * sizeof(Element), key_bound, shape.value_dim);
     }
   }
@@ -301,6 +310,22 @@ struct FmhaBackwardSm80 {
       }
     }
     bias_gradient.finish();
+  }
+
+  // Gradients 0 for this CTA's share of the keys that belong to no sequence.
+  CUTE_DEVICE static void clear_gap(BackwardParams const& params, WorkItem const& item,
+                                    int length) {
+    ProblemShape const& shape = params.shape;
+    int const tiles = ceil_div(shape.key_length, kTileKey);
+    Gap const gap = Gap::of_keys(shape, item.batch, length);
+    if constexpr (Config::kKeyGradient) {
+      gap.template clear<Element, kThreads>(params.key_gradient, item.head, shape.head_dim,
+                                            item.tile, tiles);
+    }
+    if constexpr (Config::kValueGradient) {
+      gap.template clear<Element, kThreads>(params.value_gradient, item.head, shape.value_dim,
+                                            item.tile, tiles);
+    }
   }
 
   // Scores that met a bias are exponents of two already.

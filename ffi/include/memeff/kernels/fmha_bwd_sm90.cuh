@@ -20,7 +20,7 @@
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/backward_tiles_sm90.cuh>
-#include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/sequences.cuh>
 
 namespace memeff {
 

@@ -17,7 +17,7 @@
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/dropout/keep.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/sequences.cuh>
 
 namespace memeff {
 
@@ -61,12 +61,18 @@ struct FmhaForwardSm80 {
     int const key_head = item.head / shape.group;
 
     ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
+    if constexpr (Config::kVarlen) {
+      clear_gap(params, item, mask.query_length);
+      if (row >= mask.query_length) return;
+    }
     TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
 
+    Origin const queries = query_origin<Config>(shape, item.batch);
+    Origin const keys = key_origin<Config>(shape, item.batch);
     SourcePointer const key_rows(parked_key,
-                                 row_pointer<Element>(params.key, item.batch, 0, key_head));
-    SourcePointer const value_rows(parked_value,
-                                   row_pointer<Element>(params.value, item.batch, 0, key_head));
+                                 row_pointer<Element>(params.key, keys.batch, keys.row, key_head));
+    SourcePointer const value_rows(
+        parked_value, row_pointer<Element>(params.value, keys.batch, keys.row, key_head));
     long long const key_row_bytes = params.key.row_stride * sizeof(Element);
     long long const value_row_bytes = params.value.row_stride * sizeof(Element);
     auto load_key = [&](int tile) {
@@ -90,7 +96,8 @@ struct FmhaForwardSm80 {
 
     if (tiles.begin < tiles.end) {
       TileLoader<QueryTile, kThreads>::copy(
-          query_tile, row_pointer<Element>(params.query, item.batch, row, item.head),
+          query_tile,
+          row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head),
           params.query.row_stride * sizeof(Element), mask.query_length - row, shape.head_dim);
       load_key(tiles.end - 1);
     }
@@ -171,12 +178,14 @@ struct FmhaForwardSm80 {
     ProblemShape const& shape = params.shape;
     WorkItem const item = work_item(shape, block_index());
     int const row = item.tile * kTileQuery;
-    int const row_bound = shape.query_length - row;
     int const query_bound =
         IntervalMask<Config::kMask>(params.mask, shape, item.batch).query_length - row;
+    // Past a packed sequence the next one begins.
+    int const row_bound = Config::kVarlen ? query_bound : shape.query_length - row;
+    Origin const origin = query_origin<Config>(shape, item.batch);
     if (threadIdx.x % 4 == 0) {
-      long long const head_batch = (long long)item.batch * shape.query_heads + item.head;
-      float* const logsumexp = params.logsumexp + head_batch * shape.query_length + row;
+      float* const logsumexp =
+          params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head) + row;
       CUTE_UNROLL
       for (int r = 0; r < 2 * kRowBlocks; ++r) {
         int const tile_row = OutGrid::element_row(2 * (r % 2), r / 2);
@@ -188,8 +197,18 @@ struct FmhaForwardSm80 {
     if (query_bound < kTileQuery) zero_rows(output, query_bound);
     __syncthreads();  // the tiles that OutTile covers are no longer read
     store_tile<Element, OutTile, OutGrid, kThreads>(
-        tile, output, row_pointer<Element>(params.out, item.batch, row, item.head),
+        tile, output, row_pointer<Element>(params.out, origin.batch, origin.row + row, item.head),
         params.out.row_stride * sizeof(Element), row_bound, shape.value_dim);
+  }
+
+  // Output 0 and logsumexp -inf for this CTA's share of the tokens that belong to no sequence.
+  CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length) {
+    ProblemShape const& shape = params.shape;
+    int const tiles = ceil_div(shape.query_length, kTileQuery);
+    Gap const gap = Gap::of_queries(shape, item.batch, length);
+    gap.template clear<Element, kThreads>(params.out, item.head, shape.value_dim, item.tile, tiles);
+    gap.template clear_logsumexp<kThreads>(
+        params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
   }
 
   // Rows from `bound` on lie beyond the query length: their output is 0.

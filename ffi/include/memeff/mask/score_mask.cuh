@@ -23,7 +23,8 @@ struct ScoreMask : IntervalMask<Config::kMask> {
       Interval::template apply<Grid>(scores, row, column);
     }
     if constexpr (Config::kSegments) {
-      SegmentMask<Grid>::apply(scores, mask, shape, batch, row, column, row_bound, column_bound);
+      SegmentMask<Grid, Config::kVarlen>::apply(scores, mask, shape, batch, row, column, row_bound,
+                                                column_bound);
     }
     if constexpr (Config::kBoolean) {
       using Boolean = BooleanMask<Grid>;

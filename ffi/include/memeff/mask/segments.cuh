@@ -9,7 +9,8 @@ namespace memeff {
 
 // Sets scores to -inf where an id of the row and of the column differ, for every pair of id arrays.
 // Elements beyond the bounds, which count from the tile's first element, become -inf too.
-template <class Grid>
+// Packed sequences have ids per token.
+template <class Grid, bool kVarlen>
 struct SegmentMask {
   template <class Accumulators>
   CUTE_DEVICE static void apply(Accumulators& scores, MaskParams const& mask,
@@ -17,9 +18,16 @@ struct SegmentMask {
                                 int row_bound, int column_bound) {
     int const thread = thread_index();
     for (int pair = 0; pair < mask.segment_pairs; ++pair) {
-      long long const sequence = (long long)batch * mask.segment_pairs + pair;
-      int const* const rows = mask.query_segments + sequence * shape.query_length + row;
-      int const* const columns = mask.key_segments + sequence * shape.key_length + column;
+      int const* rows = mask.query_segments + row;
+      int const* columns = mask.key_segments + column;
+      if constexpr (kVarlen) {
+        rows += (long long)pair * shape.query_tokens + shape.query_starts[batch];
+        columns += (long long)pair * shape.key_tokens + shape.key_starts[batch];
+      } else {
+        long long const sequence = (long long)batch * mask.segment_pairs + pair;
+        rows += sequence * shape.query_length;
+        columns += sequence * shape.key_length;
+      }
       int row_ids[2 * Grid::kRowBlocks];
       CUTE_UNROLL
       for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {

@@ -54,9 +54,18 @@ struct BackwardTiles {
     return (long long)ceil_div(shape.key_length, kTileKey) * kTileKey;
   }
 
-  // Start of the padded rows of one (batch, head, query tile) in the statistics.
+  // Index of one (batch, head, query tile) in the workspaces.
+  //
+  // Packed sequences take the tiles they need and no more: sequence b begins at tile
+  // starts[b] / kTileQuery + b of a head. It has at most length / kTileQuery + 1 tiles, rounded
+  // down, so it ends where the next one begins or before.
   CUTE_DEVICE static long long tile_index(BackwardParams const& params, int batch, int head,
                                           int tile) {
+    if constexpr (Config::kVarlen) {
+      ProblemShape const& shape = params.shape;
+      int const head_tiles = shape.query_tokens / kTileQuery + shape.batch;
+      return (long long)head * head_tiles + shape.query_starts[batch] / kTileQuery + batch + tile;
+    }
     long long const head_batch = (long long)batch * params.shape.query_heads + head;
     return head_batch * params.query_tiles + tile;
   }

@@ -1,0 +1,163 @@
+"""The blockwise path for packed sequences: one after the other, each as a call of its own.
+
+A sequence's rows are taken out of the tokens as it begins and put back as it ends, so there is
+never more than one padded sequence beside the tokens themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_memeff import blockwise
+from jax_memeff.options import DropoutState, Gradients, Operands, Options, Wants
+from jax_memeff.sequences import token_indices
+
+
+def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]:
+    """As :func:`jax_memeff.blockwise.forward`, of operands with packed sequences.
+
+    Returns:
+        out: [1, tokens, N, Hv] and lse: [1, tokens, N]; 0 and -inf where a token is in no sequence.
+    """
+    _, tokens, heads, _ = operands.query.shape
+    accumulator = jnp.promote_types(operands.query.dtype, jnp.float32)
+    results = (
+        jnp.zeros((1, tokens, heads, operands.value.shape[3]), operands.query.dtype),
+        jnp.full((1, tokens, heads), -jnp.inf, accumulator),
+    )
+    if _is_empty(operands):
+        return results
+
+    def sequence(index: jax.Array, results: tuple[jax.Array, jax.Array]):
+        rows, columns = _tokens(operands, index)
+        one = blockwise.forward(_sequence(operands, index, rows, columns), options)
+        return tuple(_put(result, rows, part) for result, part in zip(results, one, strict=True))
+
+    return lax.fori_loop(0, operands.scores[0], sequence, results)
+
+
+def backward(
+    operands: Operands,
+    options: Options,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    wants: Wants,
+) -> Gradients:
+    """As :func:`jax_memeff.blockwise.backward`, of operands with packed sequences."""
+    bias = operands.bias
+    wants = wants._replace(bias=wants.bias and bias is not None)
+    differentiable = (operands.query, operands.key, operands.value, bias)
+    sums = Gradients(
+        *(
+            jnp.zeros(array.shape, array.dtype) if want and array is not None else None
+            for array, want in zip(differentiable, wants, strict=True)
+        )
+    )
+    if _is_empty(operands):
+        return sums
+    if bias is not None:
+        # A bias that sequences share is summed over them, and not in 16 bits.
+        accumulator = jnp.promote_types(bias.dtype, jnp.float32)
+        operands = operands._replace(bias=bias.astype(accumulator))
+        if sums.bias is not None:
+            sums = sums._replace(bias=sums.bias.astype(accumulator))
+
+    def sequence(index: jax.Array, sums: Gradients) -> Gradients:
+        rows, columns = _tokens(operands, index)
+        part = blockwise.backward(
+            _sequence(operands, index, rows, columns),
+            options,
+            _take(out, rows),
+            jnp.take(lse, rows, 1, mode="fill", fill_value=-jnp.inf),
+            _take(dout, rows),
+            None if dlse is None else _take(dlse, rows),
+            wants,
+        )
+        dbias = sums.bias
+        if dbias is not None and part.bias is not None:
+            dbias = dbias + part.bias if dbias.shape[0] == 1 else dbias.at[index].set(part.bias[0])
+        return Gradients(
+            _put(sums.query, rows, part.query),
+            _put(sums.key, columns, part.key),
+            _put(sums.value, columns, part.value),
+            dbias,
+        )
+
+    sums = lax.fori_loop(0, operands.scores[0], sequence, sums)
+    if sums.bias is not None and bias is not None:
+        sums = sums._replace(bias=sums.bias.astype(bias.dtype))
+    return sums
+
+
+def _is_empty(operands: Operands) -> bool:
+    return 0 in (*operands.scores, operands.query.shape[1], operands.key.shape[1])
+
+
+def _tokens(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The tokens of a sequence's queries, [T], and of its keys, [S]."""
+    sequences: Any = operands.sequences
+    return (
+        token_indices(
+            sequences.query_starts[index],
+            sequences.query_lengths[index],
+            sequences.longest_query,
+            operands.query.shape[1],
+        ),
+        token_indices(
+            sequences.key_starts[index],
+            sequences.key_lengths[index],
+            sequences.longest_key,
+            operands.key.shape[1],
+        ),
+    )
+
+
+def _sequence(
+    operands: Operands, index: jax.Array, rows: jax.Array, columns: jax.Array
+) -> Operands:
+    """One sequence as a batch of one."""
+
+    def element(x: Any) -> Any:
+        return x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, index, 1)
+
+    mask, state = operands.mask, operands.dropout
+    sequences: Any = operands.sequences
+    return operands._replace(
+        query=_take(operands.query, rows),
+        key=_take(operands.key, columns),
+        value=_take(operands.value, columns),
+        bias=element(operands.bias),
+        mask=dataclasses.replace(
+            mask,
+            query_lengths=element(sequences.query_lengths),
+            key_lengths=element(sequences.key_lengths),
+            segment_ids=tuple(
+                (_take(query_ids, rows), _take(key_ids, columns))
+                for query_ids, key_ids in mask.segment_ids
+            ),
+            booleans=tuple(map(element, mask.booleans)),
+        ),
+        dropout=None
+        if state is None
+        else DropoutState(element(state.key_words), element(state.batch_base), state.head_index),
+        sequences=None,
+    )
+
+
+def _take(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The rows of a sequence, and zeros beyond its length."""
+    return jnp.take(x, tokens, 1, mode="fill", fill_value=0)
+
+
+def _put(x: Any, tokens: jax.Array, rows: Any) -> Any:
+    """``x`` with the rows of a sequence; what lies beyond its length is dropped."""
+    if x is None or rows is None:
+        return None
+    return x.at[:, tokens].set(rows, mode="drop")

@@ -1,0 +1,111 @@
+"""A padded call as packed sequences: the same rows without the padding, NaN between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_memeff.options import Operands
+from jax_memeff.sequences import Sequences
+
+if TYPE_CHECKING:
+    from kernel_cases import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Where each sequence of a case stands among the tokens of one side."""
+
+    lengths: tuple[int, ...]
+    gaps: tuple[int, ...]
+    """Tokens that belong to no sequence: before the first, and after each."""
+
+    @property
+    def starts(self) -> list[int]:
+        ends = np.cumsum([self.gaps[0], *np.add(self.lengths, self.gaps[1:])])
+        return [int(end) for end in ends[:-1]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) + sum(self.gaps)
+
+    def pack(self, padded: Any, fill: float) -> Any:
+        """[B, T, ...] to [1, tokens, ...]."""
+        padded = np.asarray(padded)
+        packed = np.full((self.tokens, *padded.shape[2:]), fill, padded.dtype)
+        for b, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            packed[start : start + length] = padded[b, :length]
+        return packed[None]
+
+    def unpack(self, packed: Any, longest: int, fill: float) -> np.ndarray:
+        """[1, tokens, ...] to [B, T, ...], and the gaps must hold ``fill``."""
+        packed = np.asarray(packed)[0]
+        padded = np.full((len(self.lengths), longest, *packed.shape[1:]), fill, packed.dtype)
+        in_gap = np.ones(self.tokens, bool)
+        for b, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            padded[b, :length] = packed[start : start + length]
+            in_gap[start : start + length] = False
+        np.testing.assert_array_equal(packed[in_gap], np.full_like(packed[in_gap], fill))
+        return padded
+
+
+def packings(case: Case, seed: int = 0) -> tuple[Packing, Packing]:
+    """Of the queries and of the keys of a case with lengths; gaps of any size, many of none."""
+    rng = np.random.default_rng(seed)
+    assert case.lengths is not None
+    queries, keys = (
+        Packing(side, tuple(int(x) for x in rng.choice([0, 0, 1, 7, 150], case.B + 1)))
+        for side in zip(*case.lengths, strict=True)
+    )
+    return queries, keys
+
+
+def packed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
+    """The arrays of a case with lengths, packed; NaN in the gaps."""
+    queries, keys = packings(case)
+
+    def sequence_starts(packing: Packing) -> Any:
+        starts = packing.starts
+        return np.array([*starts, starts[0] + packing.tokens], np.int32)
+
+    segments = tuple(
+        (queries.pack(query_ids, 0), keys.pack(key_ids, 0))
+        for query_ids, key_ids in operands.mask.segment_ids
+    )
+    return (
+        operands._replace(
+            query=queries.pack(operands.query, np.nan),
+            key=keys.pack(operands.key, np.nan),
+            value=keys.pack(operands.value, np.nan),
+            mask=dataclasses.replace(
+                operands.mask, segment_ids=segments, query_lengths=None, key_lengths=None
+            ),
+            sequences=Sequences(
+                sequence_starts(queries),
+                sequence_starts(keys),
+                np.array(queries.lengths, np.int32),  # type: ignore[arg-type]
+                np.array(keys.lengths, np.int32),  # type: ignore[arg-type]
+                case.T,
+                case.S,
+            ),
+        ),
+        queries.pack(dout, np.nan),
+        None if dlse is None else queries.pack(dlse, np.nan),
+    )
+
+
+def unpacked(case: Case, results: tuple) -> tuple:
+    """Results of ``kernel_cases.run`` of packed arrays as those of the padded ones."""
+    (out, lse), (dq, dk, dv, dbias) = results
+    queries, keys = packings(case)
+    return (
+        queries.unpack(out, case.T, 0),
+        None if lse is None else queries.unpack(lse, case.T, -np.inf),
+    ), (
+        queries.unpack(dq, case.T, 0),
+        keys.unpack(dk, case.S, 0),
+        keys.unpack(dv, case.S, 0),
+        dbias,
+    )
