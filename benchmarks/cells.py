@@ -25,8 +25,16 @@ class Cell:
     bias: bool = False
     """A ``[1, N, T, S]`` bias in ``dtype``; forward+backward includes its gradient."""
     dropout: float = 0.0
+    sequences: tuple[int, ...] | None = None
+    """Lengths of packed sequences, which share the one batch element."""
 
     def __post_init__(self):
+        tokens = (self.batch, self.query_length, self.key_length)
+        if self.sequences is not None and tokens != (1, *[sum(self.sequences)] * 2):
+            raise ValueError(
+                f"sequences of {sum(self.sequences)} tokens need as many queries and keys in one "
+                f"batch element, got batch, query_length, key_length {tokens}"
+            )
         if self.window is not None and not self.causal:
             raise ValueError(f"window={self.window} needs causal=True, got causal={self.causal}")
 
@@ -49,6 +57,8 @@ class Cell:
         parts = [dims, f"B{self.batch}", heads, lengths]
         if self.dtype != "bfloat16":
             parts.append(self.dtype)
+        if self.sequences is not None:
+            parts.append(f"{len(self.sequences)} sequences to {max(self.sequences)}")
         if self.causal:
             parts.append("causal")
         if self.window is not None:
@@ -69,7 +79,10 @@ class Cell:
         >>> small()[0].flops(backward=False) == 4 * 8 * 1024 * 1024 * 64
         True
         """
-        pairs = self.query_length * self.key_length * (0.5 if self.causal else 1.0)
+        lengths = [(self.query_length, self.key_length)]
+        if self.sequences is not None:
+            lengths = [(length, length) for length in self.sequences]
+        pairs = sum(rows * columns for rows, columns in lengths) * (0.5 if self.causal else 1.0)
         if self.window is not None:
             rows = range(self.query_length)
             pairs = sum(
@@ -137,6 +150,18 @@ def features() -> list[Cell]:
     return cells
 
 
+def varlen() -> list[Cell]:
+    """16384 tokens in packed sequences: all alike, and of lengths that differ by a factor of 64."""
+    mixed = tuple(length for length in (64, 128, 256, 512, 1024, 2048, 4096) for _ in range(2))
+    mixed += (64,) * 2
+    return [
+        Cell("varlen", 1, 16384, 16384, heads, heads, dim, dim, causal=causal, sequences=sequences)
+        for (heads, dim), causal, sequences in itertools.product(
+            ((32, 64), (16, 128)), (False, True), ((2048,) * 8, mixed)
+        )
+    ]
+
+
 def dims() -> list[Cell]:
     """Head dims beyond the main grid: H ≠ Hv, and one that no tile fits exactly."""
     return [
@@ -152,7 +177,7 @@ def float32() -> list[Cell]:
 
 SETS = {
     function.__name__: function
-    for function in (tiny, small, quick, main, gqa, features, dims, float32)
+    for function in (tiny, small, quick, main, gqa, features, varlen, dims, float32)
 }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from cells import Cell
 
 
@@ -24,7 +26,7 @@ class Peer:
     label: str
     framework: Literal["jax", "torch"]
     attention: Callable[[Cell], Callable[[Any], Any]]
-    missing: Callable[[Cell], list[str]] = lambda cell: []
+    missing: Callable[[Cell], list[str]]
     """What the peer has no argument for; an empty list means that it is tried."""
     dtype: str | None = None
     """Runs in this dtype instead of the cell's."""
@@ -34,6 +36,23 @@ class Peer:
 
 def _memeff(cell: Cell, implementation: Literal["cuda", "xla"]):
     import jax_memeff
+
+    if cell.sequences is not None:
+        starts, longest = _starts(cell.sequences), max(cell.sequences)
+
+        def varlen(inputs):
+            tokens = (inputs.query[0], inputs.key[0], inputs.value[0])
+            return jax_memeff.varlen_attention(
+                *tokens,
+                starts,
+                starts,
+                longest,
+                longest,
+                is_causal=cell.causal,
+                implementation=implementation,
+            )[None]
+
+        return varlen
 
     def attention(inputs):
         return jax_memeff.dot_product_attention(
@@ -105,6 +124,32 @@ def _torch_sdpa(cell: Cell, backend: str):
     return attention
 
 
+def _starts(sequences: tuple[int, ...]) -> np.ndarray:
+    return np.array([*itertools.accumulate(sequences, initial=0)], np.int32)
+
+
+def _torch_varlen(cell: Cell):
+    torch = importlib.import_module("torch")
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    sequences = cell.sequences or ()
+    starts = torch.tensor(_starts(sequences), device="cuda")
+    longest = max(sequences)
+
+    def attention(tensors):
+        tokens = (tensors.query, tensors.key, tensors.value)
+        out = varlen_attn(
+            *(tensor.transpose(1, 2)[0] for tensor in tokens),
+            starts,
+            starts,
+            longest,
+            longest,
+            window_size=(-1, 0 if cell.causal else -1),
+        )
+        return out[None].transpose(1, 2)
+
+    return attention
+
+
 def _flash_attention_4(cell: Cell):
     flash = importlib.import_module("flash_attn.cute")
 
@@ -122,19 +167,37 @@ def _flash_attention_4(cell: Cell):
 
 
 def _without(*features: str) -> Callable[[Cell], list[str]]:
-    """A peer that has no argument for these fields of a cell."""
-    return lambda cell: [name for name in features if getattr(cell, name) != getattr(Cell, name)]
+    """A peer that has no argument for these fields of a cell, nor for packed sequences."""
+    missing = (*features, "sequences")
+    return lambda cell: [name for name in missing if getattr(cell, name) != getattr(Cell, name)]
+
+
+def _nothing(cell: Cell) -> list[str]:
+    del cell
+    return []
+
+
+def _only_varlen(cell: Cell) -> list[str]:
+    """A peer that is for packed sequences alone."""
+    return ["batches"] if cell.sequences is None else []
 
 
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("memeff_cuda", "jax-memeff", "jax", functools.partial(_memeff, implementation="cuda")),
+        Peer(
+            "memeff_cuda",
+            "jax-memeff",
+            "jax",
+            functools.partial(_memeff, implementation="cuda"),
+            _nothing,
+        ),
         Peer(
             "memeff_xla",
             "jax-memeff (blockwise)",
             "jax",
             functools.partial(_memeff, implementation="xla"),
+            _nothing,
         ),
         Peer(
             "jax_xla",
@@ -181,6 +244,7 @@ PEERS = {
             functools.partial(_torch_sdpa, backend="CUDNN_ATTENTION"),
             _without("window"),
         ),
+        Peer("torch_varlen", "torch varlen FlashAttention-2", "torch", _torch_varlen, _only_varlen),
         Peer("fa4", "FlashAttention-4", "torch", _flash_attention_4, _without("bias", "dropout")),
     )
 }
