@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.problem import DIRECTIONS, Dtype, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec, panel_columns
 from jax_memeff.codegen.support import (
@@ -139,7 +138,7 @@ def _rows_sm80(problem: Problem) -> Iterator[tuple[str, tuple[int, int], sm80.Ti
 
 
 def _rows_sm90(problem: Problem) -> Iterator[tuple[str, tuple[int, int], sm90.Tile]]:
-    if archs.capability(problem.arch) != sm90.CAPABILITY:
+    if problem.arch != sm90.ARCH:
         return
     if problem.direction == "backward":
         for dim, tiles in sm90.BACKWARD.items():

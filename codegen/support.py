@@ -80,8 +80,11 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     )
     if refused := [name for name, on in modifiers if on and not spec.tile.serves(name)]:
         reasons.append(f"its tile has no registers left for {' and '.join(refused)}")
-    if spec.varlen and spec.family == "sm90":
-        reasons.append("its copies do not follow packed sequences yet")
+    if spec.family == "sm90":
+        if spec.varlen:
+            reasons.append("its copies do not follow packed sequences yet")
+        if 2 * max(problem.head_dim, problem.value_dim) <= min(spec.head_class, spec.value_class):
+            reasons.append("half of its columns would be padding")
     if problem.head_dim > spec.head_class:
         reasons.append(f"head_dim {problem.head_dim} is above its {spec.head_class}")
     if problem.value_dim > spec.value_class:

@@ -13,11 +13,11 @@ from jax_memeff import config
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, resources, select, support
 from jax_memeff.codegen.problem import DIRECTIONS, Problem
-from jax_memeff.codegen.tiles import sm80
+from jax_memeff.codegen.tiles import sm80, sm90
 from jax_memeff.errors import UnsupportedError
 
 GOLDEN = Path(__file__).parent / "golden"
-PARTS = ("sm_80", "sm_86", "sm_90")
+PARTS = ("sm_80", "sm_86", "sm_90", "sm_90a")
 
 FORWARD = """\
 #include <memeff/kernels/fmha_fwd_sm80.cuh>
@@ -147,7 +147,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         specs = list(select.closure(arch))
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
-        assert len(set(specs)) == len(specs) == 350
+        assert len(set(specs)) == len(specs) == (340 if arch == "sm_90a" else 350)
 
 
 @pytest.mark.parametrize("arch", PARTS)
@@ -169,11 +169,36 @@ def test_every_tile_has_a_reason():
     for part in map(sm80.part, PARTS):
         for tiles in [*part.forward.values(), *part.backward.values()]:
             assert tiles and all(len(tile.reason) > 4 for tile in tiles)
+    for tiles in [*sm90.FORWARD.values(), *sm90.BACKWARD.values()]:
+        assert tiles and all(len(tile.reason) > 4 for tile in tiles)
+
+
+def test_hopper_kernels_come_first_and_say_why_not():
+    """sm_90 without the letter has no wgmma; what the sm90 family lacks falls to sm80."""
+    plain = problem(masks={"causal"}, arch="sm_90a")
+    assert select.select(plain).family == "sm90"
+    assert select.select(dataclasses.replace(plain, arch="sm_90")).family == "sm80"
+    biased = dataclasses.replace(plain, bias="16")
+    assert select.select(biased).family == "sm80"
+    refused = [reasons for spec, reasons in select.explain(biased) if spec.family == "sm90"]
+    assert "its tile has no registers left for bias" in itertools.chain(*refused)
+
+
+def test_hopper_source_takes_tensor_maps():
+    spec = select.select(problem("backward", head_dim=64, arch="sm_90a"))
+    source = emit.source(spec)
+    assert "const __grid_constant__ memeff::BackwardMaps maps" in source
+    assert "memeff::FmhaBackwardPreprocess<Config, memeff::BackwardTilesSm90<Config>>" in source
+    assert [box.name for box in spec.tensor_maps][:3] == ["query", "key", "value"]
+    preprocess, main, postprocess = spec.entry_points
+    # The producer is a warpgroup of the main kernel alone.
+    assert preprocess.threads == postprocess.threads == main.threads - 128
 
 
 def test_tuned_dims_are_not_padded_further():
     """A tile that cannot be arranged would move its problems to a larger class unnoticed."""
-    for arch, direction in itertools.product(PARTS, DIRECTIONS):
+    sm80_only = [arch for arch in PARTS if arch != sm90.ARCH]
+    for arch, direction in itertools.product(sm80_only, DIRECTIONS):
         for head_dim, value_dim in sm80.TUNED_DIMS:
             asked = problem(direction, head_dim=head_dim, value_dim=value_dim, arch=arch)
             spec = select.select(asked)

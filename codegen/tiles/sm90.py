@@ -11,8 +11,8 @@ from collections.abc import Mapping
 CLASSES = (64, 96, 128, 192, 256)
 """Padded head dims that kernels are compiled for. The copy engine fills them up with zeros."""
 
-CAPABILITY = 90
-"""wgmma exists on sm_90a alone."""
+ARCH = "sm_90a"
+"""wgmma belongs to this architecture alone; sm_90 without the letter takes the sm80 family."""
 
 WARPGROUP_ROWS = 64
 """Rows of a product that a consumer owns: the height of one wgmma."""

@@ -212,8 +212,8 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
     }
     kernel.functions.push_back(function);
   }
-  CUresult const result = driver.device_attribute(
-      &kernel.multiprocessors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
+  CUresult const result = driver.device_attribute(&kernel.multiprocessors,
+                                                  CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
   if (result != CUDA_SUCCESS) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
                                    "the multiprocessors of device " + std::to_string(device) +

@@ -28,7 +28,7 @@ struct KernelImage {
   std::vector<int> shared_bytes;          // dynamic, of each entry point
   int tile_query = 0;
   int tile_key = 0;
-  bool persistent = false;  // the grid is no larger than the GPU, and its blocks share the tiles
+  bool persistent = false;   // the grid is no larger than the GPU, and its blocks share the tiles
   std::vector<MapBox> maps;  // of the main kernel, in the order of its parameter
 
   static xla::ffi::ErrorOr<KernelImage> decode(std::string_view arch,

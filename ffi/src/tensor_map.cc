@@ -17,9 +17,8 @@ static_assert(alignof(CUtensorMap) <= alignof(TensorMap));
 // is not written.
 ffi::ErrorOr<TensorMap> encode(const Driver& driver, const MapBox& box, TensorView const& view,
                                const std::vector<long long>& dims) {
-  cuuint64_t const sizes[] = {
-      static_cast<cuuint64_t>(dims[3]), static_cast<cuuint64_t>(dims[1]),
-      static_cast<cuuint64_t>(dims[2]), static_cast<cuuint64_t>(dims[0])};
+  cuuint64_t const sizes[] = {static_cast<cuuint64_t>(dims[3]), static_cast<cuuint64_t>(dims[1]),
+                              static_cast<cuuint64_t>(dims[2]), static_cast<cuuint64_t>(dims[0])};
   cuuint64_t const strides[] = {static_cast<cuuint64_t>(view.row_stride * kElementBytes),
                                 static_cast<cuuint64_t>(view.head_stride * kElementBytes),
                                 static_cast<cuuint64_t>(view.batch_stride * kElementBytes)};
@@ -33,10 +32,9 @@ ffi::ErrorOr<TensorMap> encode(const Driver& driver, const MapBox& box, TensorVi
       CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    return ffi::Unexpected(
-        failure(ffi::ErrorCode::kInternal,
-                box.name + " could not be described to the copy engine: " +
-                    describe(driver, result)));
+    return ffi::Unexpected(failure(
+        ffi::ErrorCode::kInternal,
+        box.name + " could not be described to the copy engine: " + describe(driver, result)));
   }
   TensorMap encoded;
   std::memcpy(&encoded, &map, sizeof(map));

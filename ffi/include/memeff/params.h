@@ -98,7 +98,7 @@ struct ForwardParams {
   TensorView key;
   TensorView value;
   TensorView out;
-  float* logsumexp;  // [B, N, T] or [N, tokens], natural logarithm
+  float* logsumexp;    // [B, N, T] or [N, tokens], natural logarithm
   int* piece_counter;  // [1], of persistent kernels
 };
 

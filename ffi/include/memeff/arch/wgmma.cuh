@@ -13,17 +13,17 @@ using cute::SM90::GMMA::Major;
 // q = l % 4, of every eight columns the elements of m16n8: rows 16w + g and 16w + g + 8, columns
 // 2q and 2q + 1.
 template <class Element, int kColumns, Major kLeftMajor, Major kRightMajor>
-using WgmmaShared = decltype(cute::SM90::GMMA::ss_op_selector<
-                             Element, Element, float,
-                             cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>, kLeftMajor,
-                             kRightMajor>());
+using WgmmaShared =
+    decltype(cute::SM90::GMMA::ss_op_selector<
+             Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>,
+             kLeftMajor, kRightMajor>());
 
 // The same with the left operand in registers, as fragments of m16k16.
 template <class Element, int kColumns, Major kRightMajor>
-using WgmmaRegister = decltype(cute::SM90::GMMA::rs_op_selector<
-                               Element, Element, float,
-                               cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>, Major::K,
-                               kRightMajor>());
+using WgmmaRegister =
+    decltype(cute::SM90::GMMA::rs_op_selector<
+             Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>,
+             Major::K, kRightMajor>());
 
 CUTE_DEVICE cute::SM90::GMMA::ScaleOut accumulate_if(bool accumulate) {
   return accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;

@@ -52,7 +52,8 @@ struct DescriptorOperand {
 template <class Accumulators>
 CUTE_DEVICE void fence_accumulators(Accumulators& accumulators) {
   CUTE_UNROLL
-  for (int i = 0; i < cute::size(accumulators); ++i) asm volatile("" : "+f"(accumulators(i))::"memory");
+  for (int i = 0; i < cute::size(accumulators); ++i)
+    asm volatile("" : "+f"(accumulators(i))::"memory");
 }
 
 CUTE_DEVICE void begin_products() { cute::warpgroup_arrive(); }

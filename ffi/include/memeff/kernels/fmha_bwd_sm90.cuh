@@ -133,10 +133,9 @@ struct FmhaBackwardSm90 {
                       Tiles::tile_index(params, item.batch, head, tile) * kTileQuery * 2,
                   query, tiles + kStatisticsOffset + stage.index * kStatisticsBytes,
                   kStatisticsBytes);
-        load_bulk_tile<OutTile>(maps.out_gradient,
-                                control.out_gradient.acquire(stage, OutTile::kBytes),
-                                tiles + kOutOffset + stage.index * OutTile::kBytes, 0, row, head,
-                                item.batch, kAgain);
+        load_bulk_tile<OutTile>(
+            maps.out_gradient, control.out_gradient.acquire(stage, OutTile::kBytes),
+            tiles + kOutOffset + stage.index * OutTile::kBytes, 0, row, head, item.batch, kAgain);
         stage.advance();
       }
     }
@@ -211,15 +210,14 @@ struct FmhaBackwardSm90 {
         if constexpr (kScoreGradient) {
           fence_accumulators(score_gradient);
           begin_products();
-          warpgroup_gemm<Element, Config::kValueDim / 16>(score_gradient, values,
-                                                          OutRows(out_tile), false);
+          warpgroup_gemm<Element, Config::kValueDim / 16>(score_gradient, values, OutRows(out_tile),
+                                                          false);
         }
         commit_products();
         wait_products<1>();
         fence_accumulators(scores);
 
-        uint32_t const statistics =
-            tiles + kStatisticsOffset + stage.index * kStatisticsBytes;
+        uint32_t const statistics = tiles + kStatisticsOffset + stage.index * kStatisticsBytes;
         prescale_scores<Config::kSoftCap>(scores, params.scale);
         auto const capped = scores;  // read by the derivative of the soft cap
         if (mask.needs_test(row, kTileQuery, work.column, kTileKey)) {
@@ -330,8 +328,7 @@ struct FmhaBackwardSm90 {
           for (int i = 0; i < 2; ++i) {
             int const element = 2 * half + i;
             float const score = scores(element, 0, n);
-            float const kept_gradient =
-                keep.select(score_gradient(element, 0, n), chunk, half, i);
+            float const kept_gradient = keep.select(score_gradient(element, 0, n), chunk, half, i);
             gradient[i] = score * fmaf(kept_gradient, kept_scale(params), -delta[i]);
             if constexpr (Config::kSoftCap) {
               float const x = capped(element, 0, n);

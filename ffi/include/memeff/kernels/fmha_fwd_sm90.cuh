@@ -242,8 +242,9 @@ struct FmhaForwardSm90 {
           modify(params, mask, item, row, tile * kTileKey, scores);
           exponentiate(softmax, scores, correction, params);
           fence_accumulators(scores);
-          // The wait for the next keys stands here because the assembler, left with one basic block,
-          // puts the exponentials behind the wait for the product that they should run under.
+          // The wait for the next keys stands here because the assembler, left with one basic
+          // block, puts the exponentials behind the wait for the product that they should run
+          // under.
           if (tile > range.begin) control.key.wait(key_stage);
           wait_products<0>();
           fence_accumulators(output);
@@ -277,9 +278,8 @@ struct FmhaForwardSm90 {
 
   // Gives the buffer before `query` back to the producer when the output in it has left. That takes
   // a microsecond, so with two buffers it is asked for when the next piece is under way.
-  CUTE_DEVICE static void release_stored(Control& control,
-                                         PipelineStage<kQueryStages> const& query, int warpgroup,
-                                         bool& stored) {
+  CUTE_DEVICE static void release_stored(Control& control, PipelineStage<kQueryStages> const& query,
+                                         int warpgroup, bool& stored) {
     if (stored && threadIdx.x % kWarpgroupSize == 0) {
       wait_bulk_stores();
       PipelineStage<kQueryStages> previous = query;
@@ -345,14 +345,14 @@ struct FmhaForwardSm90 {
                                int column, Probabilities& probabilities) {
     if constexpr (Config::kDropout) {
       Dropout<ScoreGrid> const dropout(params.dropout, params.mask, item.batch);
-      dropout.for_each_block(
-          dropout_head(params.dropout, item.batch, item.head), row, column,
-          [&](int m, int block, KeepBlock const& keep) {
-            CUTE_UNROLL
-            for (int i = 0; i < 4; ++i) {
-              probabilities.fragments[m][block][i] &= keep.pair_mask(i % 2, i / 2);
-            }
-          });
+      dropout.for_each_block(dropout_head(params.dropout, item.batch, item.head), row, column,
+                             [&](int m, int block, KeepBlock const& keep) {
+                               CUTE_UNROLL
+                               for (int i = 0; i < 4; ++i) {
+                                 probabilities.fragments[m][block][i] &=
+                                     keep.pair_mask(i % 2, i / 2);
+                               }
+                             });
     }
   }
 

@@ -120,8 +120,7 @@ struct IntervalMask {
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
             int const t = Grid::element_column(i, n, thread);
-            bool const valid =
-                inside && t >= begin && (kKind != MaskKind::window || t <= end);
+            bool const valid = inside && t >= begin && (kKind != MaskKind::window || t <= end);
             if (!valid) scores(2 * half + i, m, n) = -infinity();
           }
         }
