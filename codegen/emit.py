@@ -105,7 +105,9 @@ def source(spec: KernelSpec) -> str:
         text
         + _stage(spec, preprocess, "Preprocess")
         + _main(spec, main, "BackwardParams")
-        + "".join(_stage(spec, entry, entry.name.rpartition("_")[2].capitalize()) for entry in after)
+        + "".join(
+            _stage(spec, entry, entry.name.rpartition("_")[2].capitalize()) for entry in after
+        )
     )
 
 
@@ -150,7 +152,11 @@ def _main(spec: KernelSpec, entry: EntryPoint, params: str) -> str:
 
 def _stage(spec: KernelSpec, entry: EntryPoint, stage: str) -> str:
     """A kernel before or after the main one of the backward."""
-    tiles = "" if spec.family == "sm80" else f", memeff::BackwardTiles{spec.family.capitalize()}<Config>"
+    tiles = (
+        ""
+        if spec.family == "sm80"
+        else f", memeff::BackwardTiles{spec.family.capitalize()}<Config>"
+    )
     cpp_type = f"memeff::FmhaBackward{stage}<Config{tiles}>"
     bounds = f"{stage}::kThreads, {stage}::kBlocksPerSm"
     return _kernel(entry, stage, cpp_type, bounds, "BackwardParams")

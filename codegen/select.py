@@ -132,9 +132,9 @@ def _table(problem: Problem) -> list[KernelSpec]:
 def _rows_sm80(problem: Problem) -> Iterator[tuple[str, tuple[int, int], sm80.Tile]]:
     part = sm80.part(problem.arch)
     tiles = part.forward if problem.direction == "forward" else part.backward
-    for classes in _ALL_DIMS:
-        for tile in tiles[max(classes)]:
-            yield "sm80", classes, tile
+    for head_class, value_class in _ALL_DIMS:
+        for tile in tiles[max(head_class, value_class)]:
+            yield "sm80", (head_class, value_class), tile
 
 
 def _rows_sm90(problem: Problem) -> Iterator[tuple[str, tuple[int, int], sm90.Tile]]:
@@ -145,11 +145,11 @@ def _rows_sm90(problem: Problem) -> Iterator[tuple[str, tuple[int, int], sm90.Ti
             for tile in tiles:
                 yield "sm90", (dim, dim), tile
         return
-    for classes in itertools.product(sm90.CLASSES, repeat=2):
+    for head_class, value_class in itertools.product(sm90.CLASSES, repeat=2):
         # The output leaves from where the queries were, so both have panels of one width.
-        if len(set(map(panel_columns, classes))) == 1:
-            for tile in sm90.FORWARD[max(classes)]:
-                yield "sm90", classes, tile
+        if panel_columns(head_class) == panel_columns(value_class):
+            for tile in sm90.FORWARD[max(head_class, value_class)]:
+                yield "sm90", (head_class, value_class), tile
 
 
 def _spec(

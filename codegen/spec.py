@@ -183,7 +183,7 @@ class KernelSpec:
     @property
     def warp_rows(self) -> tuple[int, ...]:
         """How many rows of a product a warp may own; in the forward each owns whole rows."""
-        return (self.tile.query // self.tile.warps,) if self.direction == "forward" else (16, 32)
+        return (self.tile.query * 32 // self.threads,) if self.direction == "forward" else (16, 32)
 
     @property
     def sort_key(self) -> tuple:

@@ -58,15 +58,14 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     results = [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)]
     if any(spec.persistent for spec in specs.values()):
         results.append(_Buffer("piece_counter", ShapedArray((1,), jnp.dtype(jnp.int32))))
-    values = _custom_call(
+    return _custom_call(
         ctx,
         _FORWARD_TARGET,
         inputs,
         results,
         specs=specs,
         **_scores(avals, options),
-    )
-    return values[:2]
+    )[:2]
 
 
 def lower_backward(

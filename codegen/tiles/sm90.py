@@ -89,7 +89,9 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
 
 BACKWARD: Mapping[int, tuple[Tile, ...]] = {
     64: (
-        Tile(128, 128, 2, "a square tile: dq is summed over half as many key tiles", spill_bytes=104),
+        Tile(
+            128, 128, 2, "a square tile: dq is summed over half as many key tiles", spill_bytes=104
+        ),
     ),
     128: (
         Tile(
