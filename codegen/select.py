@@ -123,8 +123,8 @@ def table(arch: str) -> str:
 
 def _table(problem: Problem) -> list[KernelSpec]:
     specs = [
-        _spec(problem, family, *classes, tile)
-        for family, classes, tile in [*_rows_sm90(problem), *_rows_sm80(problem)]
+        _spec(problem, family, head_class, value_class, tile)
+        for family, (head_class, value_class), tile in [*_rows_sm90(problem), *_rows_sm80(problem)]
     ]
     return sorted(specs, key=lambda spec: spec.sort_key)
 

@@ -103,6 +103,13 @@ class KernelSpec:
         return 32 * self.tile.warps
 
     @property
+    def computing_threads(self) -> int:
+        """The threads of the main kernel less those that only copy."""
+        if isinstance(self.tile, sm90.Tile):
+            return sm90.WARPGROUP_THREADS * self.consumers
+        return self.threads
+
+    @property
     def consumers(self) -> int:
         """Warpgroups that compute: each owns 64 queries in a forward, and 64 keys in a backward."""
         rows = self.tile.query if self.direction == "forward" else self.tile.key
@@ -114,11 +121,8 @@ class KernelSpec:
         main = EntryPoint(self.name, self.threads, self.shared_bytes)
         if self.direction == "forward":
             return (main,)
-        # The last two read sums as the main kernel's warps laid them out, so all have the threads of
-        # those.
-        threads = self.threads
-        if isinstance(self.tile, sm90.Tile):
-            threads = sm90.WARPGROUP_THREADS * self.consumers
+        # The last two read sums as the threads of the main kernel laid them out.
+        threads = self.computing_threads
         preprocess = EntryPoint(f"{self.name}_preprocess", threads, 0)
         entries = [preprocess, main]
         if "query" in self.gradients:
