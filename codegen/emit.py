@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, EntryPoint, KernelSpec
 
 _ELEMENTS = {"f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
@@ -29,6 +31,12 @@ struct Config {{
 
 _PARK = """\
   static constexpr bool kParkRegisters = {parks};
+"""
+
+_SPLIT = """\
+  static constexpr int kKeyWarps = {key_warps};
+  static constexpr int kStages = {stages};
+  static constexpr bool kPackHeads = {pack_heads};
 """
 
 _GRADIENT = """\
@@ -68,7 +76,7 @@ def source(spec: KernelSpec) -> str:
     takes from ``spec``.
     """
     text = _CONFIG.format(
-        header=f"fmha_{'fwd' if spec.direction == 'forward' else 'bwd'}_{spec.family}",
+        header=_header(spec),
         element=_ELEMENTS[spec.dtype],
         head_class=spec.head_class,
         value_class=spec.value_class,
@@ -84,19 +92,32 @@ def source(spec: KernelSpec) -> str:
         dropout=_bool(spec.dropout),
         has_bias=_bool(spec.bias is not None),
         bias=_bias(spec),
-        extra=_PARK.format(parks=_bool(spec.tile.park))
-        if spec.direction == "forward"
-        else _gradients(spec),
+        extra=_forward(spec) if spec.direction == "forward" else _gradients(spec),
     )
     if spec.direction == "forward":
-        (main,) = spec.entry_points
-        return text + _main(spec, main, "ForwardParams")
+        main, *after = spec.entry_points
+        return text + _main(spec, main, "ForwardParams") + _stages(spec, after, "Forward")
     preprocess, main, *after = spec.entry_points
     return (
         text
-        + _stage(preprocess, "Preprocess")
+        + _stages(spec, [preprocess], "Backward")
         + _main(spec, main, "BackwardParams")
-        + "".join(_stage(entry, entry.name.rpartition("_")[2].capitalize()) for entry in after)
+        + _stages(spec, after, "Backward")
+    )
+
+
+def _header(spec: KernelSpec) -> str:
+    direction = "fwd" if spec.direction == "forward" else "bwd"
+    return f"fmha_{direction}_{'split_' if spec.split else ''}{spec.family}"
+
+
+def _forward(spec: KernelSpec) -> str:
+    if not spec.split:
+        return _PARK.format(parks=_bool(spec.tile.park))
+    return _SPLIT.format(
+        key_warps=spec.tile.key_warps,
+        stages=spec.tile.stages,
+        pack_heads=_bool(spec.pack_heads),
     )
 
 
@@ -124,11 +145,15 @@ def _main(spec: KernelSpec, entry: EntryPoint, params: str) -> str:
     return _kernel(entry, "Kernel", spec.cpp_type, bounds, params)
 
 
-def _stage(entry: EntryPoint, stage: str) -> str:
-    """A kernel before or after the main one of the backward."""
-    cpp_type = f"memeff::FmhaBackward{stage}<Config>"
-    bounds = f"{stage}::kThreads, {stage}::kBlocksPerSm"
-    return _kernel(entry, stage, cpp_type, bounds, "BackwardParams")
+def _stages(spec: KernelSpec, entries: Sequence[EntryPoint], direction: str) -> str:
+    """The kernels before or after the main one."""
+    text = ""
+    for entry in entries:
+        stage = entry.name.removeprefix(f"{spec.name}_").capitalize()
+        cpp_type = f"memeff::Fmha{direction}{stage}<Config>"
+        bounds = f"{stage}::kThreads, {stage}::kBlocksPerSm"
+        text += _kernel(entry, stage, cpp_type, bounds, f"{direction}Params")
+    return text
 
 
 def _kernel(entry: EntryPoint, alias: str, cpp_type: str, bounds: str, params: str) -> str:

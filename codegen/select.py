@@ -13,6 +13,7 @@ from jax_memeff.codegen.support import (
     bias_per_row,
     family_reasons,
     mask_kind,
+    pack_heads,
     spec_reasons,
     unsupported_reasons,
 )
@@ -33,6 +34,8 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {"varlen": True},
     {"masks": frozenset({"segments"})},
     {"masks": frozenset({"boolean"})},
+    {"query_rows": "16"},
+    {"query_rows": "64"},
     {"soft_cap": True},
     {"dropout": True},
     {"bias": "16", "wants": _ALL_GRADIENTS},
@@ -92,7 +95,7 @@ def closure(
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
-    25
+    27
     """
     problems = (
         Problem(direction, dtype, *dims_pair, arch, **_features_of(direction, features))
@@ -104,8 +107,10 @@ def closure(
 
 
 def _features_of(direction: str, features: dict[str, Any]) -> dict[str, Any]:
-    """A forward computes no gradients, so several feature sets are one there."""
-    return features if direction == "backward" else {**features, "wants": ()}
+    """A forward computes no gradients, a backward does not split keys for few query rows: several
+    feature sets are one there.
+    """
+    return {**features, **({"query_rows": None} if direction == "backward" else {"wants": ()})}
 
 
 def table(arch: str) -> str:
@@ -134,6 +139,9 @@ def _specs(problem: Problem, head_class: int, value_class: int) -> list[KernelSp
     part = sm80.part(problem.arch)
     forward = problem.direction == "forward"
     tiles = part.forward if forward else part.backward
+    larger = max(head_class, value_class)
+    choices = [(tile, False) for tile in tiles[larger]]
+    choices += [(tile, True) for tile in part.split[larger]] if forward else []
     return [
         KernelSpec(
             direction=problem.direction,
@@ -151,6 +159,8 @@ def _specs(problem: Problem, head_class: int, value_class: int) -> list[KernelSp
             bias_per_row=bias_per_row(problem),
             bias_gradient=bias_gradient(problem),
             gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
+            split=split,
+            pack_heads=split and pack_heads(problem),
         )
-        for tile in tiles[max(head_class, value_class)]
+        for tile, split in choices
     ]

@@ -79,12 +79,15 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   auto threads = attributes.get<ffi::Span<const int32_t>>("threads");
   auto shared_bytes = attributes.get<ffi::Span<const int32_t>>("shared_bytes");
   auto tile = attributes.get<ffi::Span<const int32_t>>("tile");
+  auto blocks_per_sm = attributes.get<int32_t>("blocks_per_sm");
+  auto pack_heads = attributes.get<bool>("pack_heads");
   if (!image.has_value() || !entry_points.has_value() || !threads.has_value() ||
-      !shared_bytes.has_value() || !tile.has_value()) {
+      !shared_bytes.has_value() || !tile.has_value() || !blocks_per_sm.has_value() ||
+      !pack_heads.has_value()) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "a kernel table entry needs image, entry_points, threads, "
-                                   "shared_bytes and tile (was the program exported by another "
-                                   "version?)"));
+                                   "shared_bytes, tile, blocks_per_sm and pack_heads (was the "
+                                   "program exported by another version?)"));
   }
   KernelImage kernel;
   kernel.arch = std::string(arch);
@@ -101,6 +104,8 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   }
   kernel.tile_query = (*tile)[0];
   kernel.tile_key = (*tile)[1];
+  kernel.blocks_per_sm = *blocks_per_sm;
+  kernel.pack_heads = *pack_heads;
   return kernel;
 }
 
@@ -183,6 +188,13 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
         "this program was compiled for " + archs + " and runs on a device of compute capability " +
             std::to_string(*capability / 10) + "." + std::to_string(*capability % 10) +
             "; set JAX_MEMEFF_ARCHS to all architectures it should run on and lower it again"));
+  }
+  if (CUresult result = driver.device_attribute(&kernel.multiprocessors,
+                                                CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
+      result != CUDA_SUCCESS) {
+    return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
+                                   "the multiprocessors of device " + std::to_string(device) +
+                                       " could not be counted: " + describe(driver, result)));
   }
   auto library = load_library(driver, kernel.image->image);
   if (!library.has_value()) return ffi::Unexpected(library.error());

@@ -21,6 +21,8 @@ struct KernelImage {
   std::vector<int> shared_bytes;          // dynamic, of each entry point
   int tile_query = 0;
   int tile_key = 0;
+  int blocks_per_sm = 0;    // of the main kernel, at least
+  bool pack_heads = false;  // see schedule/packed_rows.cuh
 
   static xla::ffi::ErrorOr<KernelImage> decode(std::string_view arch,
                                                const xla::ffi::Dictionary& attributes);
@@ -29,6 +31,7 @@ struct KernelImage {
 // A kernel on one device.
 struct DeviceKernel {
   const KernelImage* image = nullptr;
+  int multiprocessors = 0;
   std::vector<CUkernel> functions;
 };
 

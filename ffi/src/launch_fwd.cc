@@ -17,6 +17,7 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.logsumexp = static_cast<float*>(buffers.data("logsumexp"));
   if (buffers.error().failure()) return buffers.error();
 
+  if (kernel.image->entry_points.size() > 1) return launch_split(kernel, buffers, params, stream);
   long long const tiles = ceil_div(params.shape.query_length, kernel.image->tile_query);
   long long const blocks = tiles * params.shape.query_heads * params.shape.batch;
   return launch(kernel, 0, blocks, stream, &params);

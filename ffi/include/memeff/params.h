@@ -98,7 +98,10 @@ struct ForwardParams {
   TensorView key;
   TensorView value;
   TensorView out;
-  float* logsumexp;  // [B, N, T] or [N, tokens], natural logarithm
+  float* logsumexp;          // [B, N, T] or [N, tokens], natural logarithm
+  float* partial_logsumexp;  // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh
+  float* partial_out;        // the same rows, [value dim class] each
+  int splits;                // of the keys; 1: no partial results
 };
 
 struct BackwardParams {
@@ -130,7 +133,7 @@ static_assert(sizeof(ScoreView) == 40, "host and device disagree on ScoreView");
 static_assert(sizeof(ProblemShape) == 56, "host and device disagree on ProblemShape");
 static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(ForwardParams) == 392, "host and device disagree on ForwardParams");
+static_assert(sizeof(ForwardParams) == 416, "host and device disagree on ForwardParams");
 static_assert(sizeof(BackwardParams) == 600, "host and device disagree on BackwardParams");
 
 }  // namespace memeff
