@@ -66,7 +66,7 @@ class Compilation:
             arrays = jax.eval_shape(lambda cell=cell: cell_inputs.make(cell))
             for backward in DIRECTIONS.values():
                 calls = calls_per_launch(cell.flops(backward))
-                for peer in peers:
+                for peer in peers if cell.gradients or not backward else ():
                     if peer.framework == "jax" and not peer.missing(cell):
                         self._futures[cell, peer.name, backward] = self._pool.submit(
                             jax_programs.compile_program, peer, cell, arrays, calls, backward
@@ -152,6 +152,7 @@ def measure_direction(
             "calls_per_launch": outcome.calls,
             "launches_per_batch": outcome.launches,
             "tflops": cell.flops(backward) / outcome.seconds / 1e12,
+            "bytes_per_second": cell.key_value_bytes / outcome.seconds,
             "ratio_to_best": best / outcome.seconds if best else None,
             "dtype": peer.dtype or cell.dtype,
         }
@@ -168,10 +169,13 @@ def measure_direction(
     return records
 
 
-def _line(records: dict[str, dict[str, Any]]) -> str:
+def _line(cell: Cell, records: dict[str, dict[str, Any]]) -> str:
     parts = []
     for name, record in records.items():
-        figure = f"{record['tflops']:.4g}" if "tflops" in record else "none"
+        figure = "none"
+        if "tflops" in record:
+            rate = record["tflops"] if cell.gradients else record["bytes_per_second"] / 1e12
+            figure = f"{rate:.4g}"
         if not record.get("difference", 0.0) <= _SUSPICIOUS_DIFFERENCE:
             figure += f" [red](differs by {record['difference']:.2g})[/red]"
         parts.append(f"{name} {figure}")
@@ -232,6 +236,8 @@ def main() -> None:
         "cells": [],
         "host": {},
     }
+    if any(not cell.gradients for cell in options.cells):
+        document["device"]["copy_bytes_per_second"] = host_cost.copy_rate()
     console = Console()
     with Progress(console=console) as progress:
         if options.cells:
@@ -241,6 +247,8 @@ def main() -> None:
                 inputs = jax.block_until_ready(cell_inputs.make(cell))
                 results = {}
                 for direction, backward in DIRECTIONS.items():
+                    if backward and not cell.gradients:
+                        continue
                     results[direction] = measure_direction(
                         cell,
                         backward,
@@ -251,7 +259,8 @@ def main() -> None:
                         options.batch_ms / 1e3,
                     )
                     console.print(
-                        f"{cell.name} {direction}: {_line(results[direction])}", soft_wrap=True
+                        f"{cell.name} {direction}: {_line(cell, results[direction])}",
+                        soft_wrap=True,
                     )
                     gc.collect()
                     torch_programs.free_memory()
@@ -259,7 +268,7 @@ def main() -> None:
                     {
                         "name": cell.name,
                         **vars(cell),
-                        "flops": {d: cell.flops(b) for d, b in DIRECTIONS.items()},
+                        "flops": {d: cell.flops(DIRECTIONS[d]) for d in results},
                         "results": results,
                     }
                 )

@@ -27,6 +27,8 @@ class Cell:
     dropout: float = 0.0
     sequences: tuple[int, ...] | None = None
     """Lengths of packed sequences, which share the one batch element."""
+    gradients: bool = True
+    """Forward+backward is measured too."""
 
     def __post_init__(self):
         tokens = (self.batch, self.query_length, self.key_length)
@@ -69,6 +71,16 @@ class Cell:
             parts.append(f"dropout {self.dropout:g}")
         return " ".join(parts)
 
+    @property
+    def key_value_bytes(self) -> int:
+        """What has to be read for a few queries, beside which all else is small.
+
+        >>> decode()[1].key_value_bytes == 2 * 32768 * 8 * 128 * 2
+        True
+        """
+        elements = self.batch * self.key_length * self.key_heads * (self.head_dim + self.value_dim)
+        return elements * (4 if self.dtype == "float32" else 2)
+
     def flops(self, backward: bool) -> float:
         """Floating-point operations counted for one call, or for one call and its gradients.
 
@@ -92,6 +104,10 @@ class Cell:
         return forward * (3.5 if backward else 1.0)
 
 
+def _decode(batch: int, queries: int, keys: int, heads: int, key_heads: int, dim: int) -> Cell:
+    return Cell("decode", batch, queries, keys, heads, key_heads, dim, dim, gradients=False)
+
+
 def _square(group: str, batch: int, length: int, heads: int, dim: int, **features) -> Cell:
     return Cell(group, batch, length, length, heads, heads, dim, dim, **features)
 
@@ -106,6 +122,7 @@ def tiny() -> list[Cell]:
     return [
         _square("tiny", 2, 96, 2, 16, dtype="float32", causal=True),
         Cell("tiny", 1, 48, 64, 4, 2, 16, 16, dtype="float32", bias=True),
+        Cell("decode", 1, 2, 64, 4, 2, 16, 16, dtype="float32", gradients=False),
     ]
 
 
@@ -135,6 +152,19 @@ def main() -> list[Cell]:
 def gqa() -> list[Cell]:
     """Eight query heads per key head."""
     return [Cell("gqa", 2, 4096, 4096, 64, 8, dim, dim, causal=True) for dim in (64, 128)]
+
+
+def decode() -> list[Cell]:
+    """One or a few queries and long keys: as fast as keys and values are read."""
+    return [
+        _decode(16, 1, 8192, 32, 8, 128),
+        _decode(1, 1, 32768, 32, 8, 128),
+        _decode(16, 16, 8192, 32, 8, 128),
+        _decode(16, 1, 8192, 8, 8, 128),
+        _decode(16, 1, 8192, 32, 1, 128),
+        _decode(16, 1, 8192, 32, 8, 64),
+        _decode(16, 1, 8192, 16, 8, 256),
+    ]
 
 
 def features() -> list[Cell]:
@@ -177,7 +207,7 @@ def float32() -> list[Cell]:
 
 SETS = {
     function.__name__: function
-    for function in (tiny, small, quick, main, gqa, features, varlen, dims, float32)
+    for function in (tiny, small, quick, main, gqa, decode, features, varlen, dims, float32)
 }
 
 

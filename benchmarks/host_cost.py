@@ -24,6 +24,8 @@ from timing import Failure, Timing, first_line, measure
 _ROUNDS = 7
 _BATCH_SECONDS = 0.05
 
+_COPY_BYTES = 1 << 29
+
 # The device is done with such a call sooner than the host can launch the next.
 _CELL = Cell("host", 1, 128, 128, 8, 8, 64, 64, dtype="bfloat16")
 
@@ -55,6 +57,17 @@ def batch_overhead() -> float:
         program.wait()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
+
+
+def copy_rate() -> float:
+    """Bytes a second that the device moves, read and written, where nothing else is to be done."""
+    array = jnp.ones(_COPY_BYTES // 4, jnp.float32)
+    timing = measure(
+        {"copy": _JittedCall(jnp.negative, array)}, rounds=_ROUNDS, batch_seconds=_BATCH_SECONDS
+    )["copy"]
+    if isinstance(timing, Failure):
+        raise RuntimeError(timing.reason)
+    return 2 * _COPY_BYTES / timing.seconds
 
 
 def dispatch(peers: Sequence[Peer]) -> dict[str, Any]:

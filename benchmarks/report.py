@@ -24,6 +24,7 @@ _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
 _MISSING = "n/a"
+_FEW_QUERIES = "decode"
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -45,7 +46,7 @@ def ratios(document: dict[str, Any], direction: str, peer: str) -> dict[str, flo
     own = ours(document)
     found = {}
     for cell in document["cells"]:
-        results = cell["results"][direction]
+        results = cell["results"].get(direction, {})
         if "seconds" in results.get(own, {}) and "seconds" in results.get(peer, {}):
             found[cell["name"]] = results[peer]["seconds"] / results[own]["seconds"]
     return found
@@ -83,9 +84,14 @@ def _machine(document: dict[str, Any]) -> str:
     return f"{device['name']}{driver}, {document['date']}; {parts}."
 
 
-def _figures(document: dict[str, Any], direction: str, reasons: list[str]) -> str:
+def _figures(
+    document: dict[str, Any], direction: str, reasons: list[str], few_queries: bool
+) -> str:
+    """TFLOP/s of each cell and peer, or TB/s of keys and values where there are few queries."""
     rows = []
     for cell in document["cells"]:
+        if direction not in cell["results"] or (cell["group"] == _FEW_QUERIES) != few_queries:
+            continue
         row = [cell["name"]]
         for peer in document["peers"]:
             record = cell["results"][direction][peer]
@@ -94,10 +100,12 @@ def _figures(document: dict[str, Any], direction: str, reasons: list[str]) -> st
                     reasons.append(record["error"])
                 row.append(f"[{reasons.index(record['error']) + 1}]")
                 continue
-            figure = f"{record['tflops']:.3g}"
+            rate = record["bytes_per_second"] / 1e12 if few_queries else record["tflops"]
+            figure = f"{rate:.3g}"
             row.append(f"**{figure}**" if record["ratio_to_best"] == 1 else figure)
         rows.append(row)
-    return _table(["TFLOP/s", *document["peers"].values()], rows)
+    unit = "TB/s" if few_queries else "TFLOP/s"
+    return _table([unit, *document["peers"].values()], rows) if rows else ""
 
 
 def tables(document: dict[str, Any], plot: str | None) -> str:
@@ -107,8 +115,14 @@ def tables(document: dict[str, Any], plot: str | None) -> str:
         parts.append(f"![TFLOP/s over the sequence length]({plot})")
     reasons: list[str] = []
     for direction, title in _TITLES.items():
-        figures = _figures(document, direction, reasons)
-        parts.append(f"### {title}\n\nThe fastest of each row is bold.\n\n{figures}")
+        if figures := _figures(document, direction, reasons, few_queries=False):
+            parts.append(f"### {title}\n\nThe fastest of each row is bold.\n\n{figures}")
+    if figures := _figures(document, "forward", reasons, few_queries=True):
+        copy = document["device"]["copy_bytes_per_second"] / 1e12
+        parts.append(
+            "### Few queries, long keys\n\nForward; keys and values read once, in a second. The "
+            f"device copies {copy:.3g} TB/s, read and written.\n\n{figures}"
+        )
     if reasons:
         listed = "\n".join(f"- [{i}] `{reason}`" for i, reason in enumerate(reasons, 1))
         parts.append(f"No figure, because:\n\n{listed}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, EntryPoint, KernelSpec
-from jax_memeff.codegen.tiles import sm80, sm90
+from jax_memeff.codegen.tiles import sm80
 
 _ELEMENTS = {"f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
 
@@ -43,6 +45,12 @@ _PARK = """\
   static constexpr bool kParkRegisters = {parks};
 """
 
+_SPLIT = """\
+  static constexpr int kKeyWarps = {key_warps};
+  static constexpr int kStages = {stages};
+  static constexpr bool kPackHeads = {pack_heads};
+"""
+
 _GRADIENT = """\
   static constexpr bool k{name}Gradient = {wanted};
 """
@@ -80,7 +88,7 @@ def source(spec: KernelSpec) -> str:
     takes from ``spec``.
     """
     text = _CONFIG.format(
-        header=f"fmha_{'fwd' if spec.direction == 'forward' else 'bwd'}_{spec.family}",
+        header=_header(spec),
         element=_ELEMENTS[spec.dtype],
         head_class=spec.head_class,
         value_class=spec.value_class,
@@ -95,19 +103,34 @@ def source(spec: KernelSpec) -> str:
         dropout=_bool(spec.dropout),
         has_bias=_bool(spec.bias is not None),
         bias=_bias(spec),
-        extra=_gradients(spec) if spec.direction == "backward" else _park(spec.tile),
+        extra=_forward(spec) if spec.direction == "forward" else _gradients(spec),
     )
     if spec.direction == "forward":
-        (main,) = spec.entry_points
-        return text + _main(spec, main, "ForwardParams")
+        main, *after = spec.entry_points
+        return text + _main(spec, main, "ForwardParams") + _stages(spec, after, "Forward")
     preprocess, main, *after = spec.entry_points
     return (
         text
-        + _stage(spec, preprocess, "Preprocess")
+        + _stages(spec, [preprocess], "Backward")
         + _main(spec, main, "BackwardParams")
-        + "".join(
-            _stage(spec, entry, entry.name.rpartition("_")[2].capitalize()) for entry in after
-        )
+        + _stages(spec, after, "Backward")
+    )
+
+
+def _header(spec: KernelSpec) -> str:
+    direction = "fwd" if spec.direction == "forward" else "bwd"
+    return f"fmha_{direction}_{'split_' if spec.split else ''}{spec.family}"
+
+
+def _forward(spec: KernelSpec) -> str:
+    if not isinstance(spec.tile, sm80.Tile):
+        return ""
+    if not spec.split:
+        return _PARK.format(parks=_bool(spec.tile.park))
+    return _SPLIT.format(
+        key_warps=spec.tile.key_warps,
+        stages=spec.tile.stages,
+        pack_heads=_bool(spec.pack_heads),
     )
 
 
@@ -119,10 +142,6 @@ def _schedule(spec: KernelSpec) -> str:
     if spec.direction == "forward":
         text += _QUERY_STAGES.format(query_stages=tile.query_stages)
     return text
-
-
-def _park(tile: sm80.Tile | sm90.Tile) -> str:
-    return _PARK.format(parks=_bool(tile.park)) if isinstance(tile, sm80.Tile) else ""
 
 
 def _bias(spec: KernelSpec) -> str:
@@ -150,16 +169,18 @@ def _main(spec: KernelSpec, entry: EntryPoint, params: str) -> str:
     return _kernel(entry, "Kernel", spec.cpp_type, f"Kernel::kThreads, {blocks}", params, maps)
 
 
-def _stage(spec: KernelSpec, entry: EntryPoint, stage: str) -> str:
-    """A kernel before or after the main one of the backward."""
-    tiles = (
-        ""
-        if spec.family == "sm80"
-        else f", memeff::BackwardTiles{spec.family.capitalize()}<Config>"
-    )
-    cpp_type = f"memeff::FmhaBackward{stage}<Config{tiles}>"
-    bounds = f"{stage}::kThreads, {stage}::kBlocksPerSm"
-    return _kernel(entry, stage, cpp_type, bounds, "BackwardParams")
+def _stages(spec: KernelSpec, entries: Sequence[EntryPoint], direction: str) -> str:
+    """The kernels before or after the main one."""
+    text = ""
+    tiles = ""
+    if spec.family != "sm80":
+        tiles = f", memeff::{direction}Tiles{spec.family.capitalize()}<Config>"
+    for entry in entries:
+        stage = entry.name.removeprefix(f"{spec.name}_").capitalize()
+        cpp_type = f"memeff::Fmha{direction}{stage}<Config{tiles}>"
+        bounds = f"{stage}::kThreads, {stage}::kBlocksPerSm"
+        text += _kernel(entry, stage, cpp_type, bounds, f"{direction}Params")
+    return text
 
 
 def _kernel(

@@ -14,6 +14,7 @@ DIRECTIONS = ("forward", "backward")
 DTYPES = ("f16", "bf16", "f32", "f64")
 MASKS = frozenset({"causal", "window", "query_lengths", "key_lengths", "segments", "boolean"})
 BIASES = (None, "16", "32")
+QUERY_ROWS = (None, "16", "64")
 BIAS_LAYOUTS = ("full", "shared", "columns")
 GRADIENTS = ("query", "key", "value", "bias")
 
@@ -31,7 +32,8 @@ class Problem:
     grid with it.
     ``wants`` are the gradients of a backward (all of query, key and value by default), and
     ``alignment`` is the number of bytes that every row of query, key and value starts at a
-    multiple of.
+    multiple of. ``query_rows`` is set where a forward has few: they fit into a tile of so many
+    rows, or there are too few tiles for a GPU; see ``support.query_rows``.
 
     Raises ``ValueError`` for a value that no problem can have; a possible problem that no kernel
     solves is left to ``select``.
@@ -55,12 +57,14 @@ class Problem:
     deterministic: bool = False
     wants: tuple[str, ...] = ()
     alignment: int = 16
+    query_rows: Literal["16", "64"] | None = None
 
     def __post_init__(self):
         _expect_one_of("direction", self.direction, DIRECTIONS)
         _expect_one_of("dtype", self.dtype, DTYPES)
         _expect_one_of("bias", self.bias, BIASES)
         _expect_one_of("bias_layout", self.bias_layout, BIAS_LAYOUTS)
+        _expect_one_of("query_rows", self.query_rows, QUERY_ROWS)
         for mask in sorted(self.masks):
             _expect_one_of("masks", mask, sorted(MASKS))
         for gradient in self.wants:
@@ -87,6 +91,7 @@ class Problem:
         words += [name for name in ("dropout", "soft_cap", "deterministic") if getattr(self, name)]
         words += [f"gradients of {', '.join(self.wants)}"] if self.wants else []
         words += [f"alignment={self.alignment}"] if self.alignment != 16 else []
+        words += [f"query_rows={self.query_rows}"] if self.query_rows else []
         return ", ".join(words)
 
 

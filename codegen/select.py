@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_memeff.codegen.problem import DIRECTIONS, Dtype, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec, panel_columns
@@ -13,6 +13,7 @@ from jax_memeff.codegen.support import (
     bias_per_row,
     family_reasons,
     mask_kind,
+    pack_heads,
     spec_reasons,
     unsupported_reasons,
 )
@@ -33,6 +34,8 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {"varlen": True},
     {"masks": frozenset({"segments"})},
     {"masks": frozenset({"boolean"})},
+    {"query_rows": "16"},
+    {"query_rows": "64"},
     {"soft_cap": True},
     {"dropout": True},
     {"bias": "16", "wants": _ALL_GRADIENTS},
@@ -92,7 +95,7 @@ def closure(
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
-    25
+    27
     """
     problems = (
         Problem(direction, dtype, *dims_pair, arch, **_features_of(direction, features))
@@ -104,8 +107,10 @@ def closure(
 
 
 def _features_of(direction: str, features: dict[str, Any]) -> dict[str, Any]:
-    """A forward computes no gradients, so several feature sets are one there."""
-    return features if direction == "backward" else {**features, "wants": ()}
+    """A forward computes no gradients, a backward does not split keys for few query rows: several
+    feature sets are one there.
+    """
+    return {**features, **({"query_rows": None} if direction == "backward" else {"wants": ()})}
 
 
 def table(arch: str) -> str:
@@ -121,50 +126,55 @@ def table(arch: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+class Row(NamedTuple):
+    """A row of a table of tiles, and where it stands there."""
+
+    family: str
+    head_class: int
+    value_class: int
+    tile: sm80.Tile | sm90.Tile
+    split: bool = False
+
+
 def _table(problem: Problem) -> list[KernelSpec]:
-    specs = [
-        _spec(problem, family, head_class, value_class, tile)
-        for family, (head_class, value_class), tile in [*_rows_sm90(problem), *_rows_sm80(problem)]
-    ]
-    return sorted(specs, key=lambda spec: spec.sort_key)
+    rows = [*_rows_sm90(problem), *_rows_sm80(problem)]
+    return sorted((_spec(problem, row) for row in rows), key=lambda spec: spec.sort_key)
 
 
-def _rows_sm80(problem: Problem) -> Iterator[tuple[str, tuple[int, int], sm80.Tile]]:
+def _rows_sm80(problem: Problem) -> Iterator[Row]:
     part = sm80.part(problem.arch)
     tiles = part.forward if problem.direction == "forward" else part.backward
+    split = part.split if problem.direction == "forward" else {}
     for head_class, value_class in _ALL_DIMS:
-        for tile in tiles[max(head_class, value_class)]:
-            yield "sm80", (head_class, value_class), tile
+        larger = max(head_class, value_class)
+        for tile in tiles[larger]:
+            yield Row("sm80", head_class, value_class, tile)
+        for tile in split.get(larger, ()):
+            yield Row("sm80", head_class, value_class, tile, split=True)
 
 
-def _rows_sm90(problem: Problem) -> Iterator[tuple[str, tuple[int, int], sm90.Tile]]:
+def _rows_sm90(problem: Problem) -> Iterator[Row]:
     if problem.arch != sm90.ARCH:
         return
     if problem.direction == "backward":
         for dim, tiles in sm90.BACKWARD.items():
             for tile in tiles:
-                yield "sm90", (dim, dim), tile
+                yield Row("sm90", dim, dim, tile)
         return
     for head_class, value_class in itertools.product(sm90.CLASSES, repeat=2):
         # The output leaves from where the queries were, so both have panels of one width.
         if panel_columns(head_class) == panel_columns(value_class):
             for tile in sm90.FORWARD[max(head_class, value_class)]:
-                yield "sm90", (head_class, value_class), tile
+                yield Row("sm90", head_class, value_class, tile)
 
 
-def _spec(
-    problem: Problem,
-    family: str,
-    head_class: int,
-    value_class: int,
-    tile: sm80.Tile | sm90.Tile,
-) -> KernelSpec:
+def _spec(problem: Problem, row: Row) -> KernelSpec:
     return KernelSpec(
         direction=problem.direction,
         dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
-        head_class=head_class,
-        value_class=value_class,
-        tile=tile,
+        head_class=row.head_class,
+        value_class=row.value_class,
+        tile=row.tile,
         mask=mask_kind(problem.masks),
         varlen=problem.varlen,
         segments="segments" in problem.masks,
@@ -175,5 +185,7 @@ def _spec(
         bias_per_row=bias_per_row(problem),
         bias_gradient=bias_gradient(problem),
         gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
-        family=family,
+        split=row.split,
+        pack_heads=row.split and pack_heads(problem),
+        family=row.family,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 from jax_memeff.codegen.tiles import sm80, sm90
@@ -16,6 +17,7 @@ SPEC_DTYPES: tuple[Literal["f16", "bf16"], ...] = ("f16", "bf16")
 SPEC_GRADIENTS = ("query", "key", "value")
 FAMILIES = ("sm90", "sm80")
 """In the order of choice."""
+COMBINE_THREADS = 128
 _BYTES_16_BIT = 2
 _BARRIER_BYTES = 8
 _WORK_ITEM_BYTES = 12
@@ -48,6 +50,8 @@ class KernelSpec:
     run-time parameters. ``gradients`` are those that a backward computes, and () in a forward;
     the gradient of the bias is apart, because there are several ways to sum it. ``bias`` is the
     number of bits of its elements, and ``bias_per_row`` says that it is not broadcast over rows.
+    ``split`` is a forward that splits the keys over blocks and combines their results; with
+    ``pack_heads`` its tiles have the rows of all query heads that share a key head.
     """
 
     direction: Literal["forward", "backward"]
@@ -65,6 +69,8 @@ class KernelSpec:
     bias_per_row: bool = True
     bias_gradient: BiasGradient = "none"
     gradients: tuple[str, ...] = ()
+    split: bool = False
+    pack_heads: bool = False
     family: str = "sm80"
 
     @property
@@ -78,6 +84,8 @@ class KernelSpec:
             f"d{self.head_class}{value}",
             f"{self.tile.query}x{self.tile.key}",
         ]
+        words += ["split"] if self.split else []
+        words += ["gqa"] if self.pack_heads else []
         words += [self.mask] if self.mask != "none" else []
         words += [word for word in ("varlen", "segments", "boolean") if getattr(self, word)]
         words += ["softcap"] if self.soft_cap else []
@@ -93,6 +101,7 @@ class KernelSpec:
     def cpp_type(self) -> str:
         """The device class the source instantiates."""
         kernel = "FmhaForward" if self.direction == "forward" else "FmhaBackward"
+        kernel += "Split" if self.split else ""
         return f"memeff::{kernel}{self.family.capitalize()}<Config>"
 
     @property
@@ -119,6 +128,8 @@ class KernelSpec:
     def entry_points(self) -> tuple[EntryPoint, ...]:
         """The functions of the source in launch order."""
         main = EntryPoint(self.name, self.threads, self.shared_bytes)
+        if self.split:
+            return (main, EntryPoint(f"{self.name}_combine", COMBINE_THREADS, 0))
         if self.direction == "forward":
             return (main,)
         # The last two read sums as the threads of the main kernel laid them out.
@@ -138,6 +149,8 @@ class KernelSpec:
         if isinstance(self.tile, sm90.Tile):
             sizes = _forward_sm90 if self.direction == "forward" else _backward_sm90
             return sizes(self, self.tile)
+        if self.split:
+            return _split_shared_bytes(self)
         if self.direction == "forward":
             return _forward_shared_bytes(self)
         return _backward_shared_bytes(self)
@@ -175,6 +188,8 @@ class KernelSpec:
         query, key = self.tile.query, self.tile.key
         if isinstance(self.tile, sm90.Tile):
             return {}  # wgmma divides them
+        if self.split:
+            return {"S": (query, key)}
         if self.direction == "forward":
             return {"S": (query, key), "out": (query, self.value_class)}
         return {
@@ -187,17 +202,22 @@ class KernelSpec:
     @property
     def warp_rows(self) -> tuple[int, ...]:
         """How many rows of a product a warp may own; in the forward each owns whole rows."""
-        return (self.tile.query * 32 // self.threads,) if self.direction == "forward" else (16, 32)
+        if self.direction == "backward":
+            return (16, 32)
+        if isinstance(self.tile, sm90.Tile):
+            return (16,)
+        return (self.tile.query * self.tile.key_warps // self.tile.warps,)
 
     @property
     def sort_key(self) -> tuple:
-        """Specs are tried in this order: little padding first, then large tiles."""
+        """Specs are tried in this order: little padding, then few split rows, then large tiles."""
         return (
             FAMILIES.index(self.family),
             ("forward", "backward").index(self.direction),
             SPEC_DTYPES.index(self.dtype),
             self.head_class,
             self.value_class,
+            self.tile.query if self.split else math.inf,
             -self.tile.query * self.tile.key,
             MASK_KINDS.index(self.mask),
             self.varlen,
@@ -249,6 +269,20 @@ def _forward_shared_bytes(spec: KernelSpec) -> int:
         # Two pointers a thread, and maximum and sum (f32) of each row that it holds elements of.
         parked = spec.threads * (2 * 8 + 8 * (2 * query // (16 * spec.tile.warps)))
     return max(loop * _BYTES_16_BIT + parked, query * spec.value_class * _BYTES_16_BIT)
+
+
+def _split_shared_bytes(spec: KernelSpec) -> int:
+    """A tile of query and stages of key and value, and over them, at the end, what the teams of
+    warps add up: maximum and sum of their rows, and the f32 outputs of all teams but one.
+    """
+    tile = spec.tile
+    assert isinstance(tile, sm80.Tile)
+    stage = tile.key * (spec.head_class + spec.value_class) * _BYTES_16_BIT
+    loop = tile.query * spec.head_class * _BYTES_16_BIT + tile.stages * stage
+    if tile.key_warps == 1:
+        return loop
+    statistics = spec.threads * 8 * (2 * spec.warp_rows[0] // 16)
+    return max(loop, statistics + (tile.key_warps - 1) * tile.query * spec.value_class * 4)
 
 
 def _backward_shared_bytes(spec: KernelSpec) -> int:

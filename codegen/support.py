@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasGradient, KernelSpec
 from jax_memeff.codegen.tiles import sm80
 
 _XLA = "pass implementation='xla'"
+
+_FEW_TILES = 64
+"""So many tiles, of the rows that follow, leave half of a large GPU idle."""
+_PLAIN_ROWS = 128
 
 
 def family_reasons(problem: Problem) -> list[str]:
@@ -64,6 +70,12 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"its bias is {'not ' if spec.bias_per_row else ''}broadcast over rows")
     if spec.bias_gradient != bias_gradient(problem):
         reasons.append(f"its bias gradient is {spec.bias_gradient}, not {bias_gradient(problem)}")
+    if spec.split and problem.varlen:
+        reasons.append("it does not split the keys of packed sequences yet")
+    elif spec.split and problem.query_rows is None:
+        reasons.append("it splits the keys, and there are tiles for a whole GPU without that")
+    if spec.split and problem.query_rows and spec.tile.query < int(problem.query_rows):
+        reasons.append(f"its tile has {spec.tile.query} rows, not {problem.query_rows}")
     wanted = tuple(name for name in SPEC_GRADIENTS if name in problem.wants)
     if spec.direction == problem.direction == "backward" and spec.gradients != wanted:
         reasons.append(
@@ -83,6 +95,8 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     if spec.family == "sm90":
         if spec.varlen:
             reasons.append("its copies do not follow packed sequences yet")
+        if problem.query_rows is not None:
+            reasons.append("it does not split the keys, and there are too few tiles without that")
         if 2 * max(problem.head_dim, problem.value_dim) <= min(spec.head_class, spec.value_class):
             reasons.append("half of its columns would be padding")
     if problem.head_dim > spec.head_class:
@@ -118,6 +132,33 @@ def mask_kind(masks: frozenset[str]):
     if "window" in masks:
         return "window"
     return "causal" if "causal" in masks else "none"
+
+
+def pack_heads(problem: Problem) -> bool:
+    """Whether a tile of a split forward has rows of all query heads that share a key head.
+
+    Features that look at heads or at positions in 16x16 blocks take them one by one.
+    """
+    return not (problem.bias or problem.dropout or problem.masks & {"boolean", "segments"})
+
+
+def query_rows(
+    problem: Problem, *, batch: int, queries: int, heads: int, group: int
+) -> Literal["16", "64"] | None:
+    """The ``query_rows`` of a forward of these sizes.
+
+    >>> plain = Problem("forward", "bf16", 64, 64, "sm_80")
+    >>> query_rows(plain, batch=1, queries=1, heads=32, group=4)
+    '16'
+    >>> query_rows(plain, batch=8, queries=2048, heads=32, group=4)
+    """
+    if problem.varlen:
+        return None
+    rows = queries * group if pack_heads(problem) else queries
+    if rows <= 16:
+        return "16"
+    few_tiles = batch * heads * -(-queries // _PLAIN_ROWS) <= _FEW_TILES
+    return "64" if rows <= 64 or few_tiles else None
 
 
 def bias_per_row(problem: Problem) -> bool:

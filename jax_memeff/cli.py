@@ -20,7 +20,7 @@ from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import compile as compiler
 from jax_memeff.codegen import emit, headers, program_cache, select
 from jax_memeff.codegen.parallel import compile_many
-from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Problem
+from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, QUERY_ROWS, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.support import family_reasons
 from jax_memeff.codegen.tiles import sm80
@@ -123,6 +123,8 @@ def _grid(spec: KernelSpec, sequence: int) -> str:
     tile = spec.tile.query if forward else spec.tile.key
     rows, heads = ("query", "query heads") if forward else ("key", "key heads")
     count = -(-sequence // tile)
+    if spec.split:
+        return f"{count} tiles of {tile} rows; as many splits of the keys as fill the device"
     return f"{count} tiles of {tile} {rows} rows for each of the {heads} and batch elements"
 
 
@@ -211,6 +213,7 @@ def _problem(options: argparse.Namespace, arch: str) -> Problem:
         dropout=options.dropout,
         soft_cap=options.soft_cap,
         deterministic=options.deterministic,
+        query_rows=options.query_rows,
     )
 
 
@@ -268,6 +271,11 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--dtype", choices=DTYPES, required=True)
     _add_dims(explain, required=True)
     explain.add_argument("--seq", type=int, help="rows, to show the number of tiles")
+    explain.add_argument(
+        "--query-rows",
+        choices=[rows for rows in QUERY_ROWS if rows],
+        help="few queries: they fit into so many rows, and the keys are split",
+    )
     for flag in (
         "--causal",
         "--window",

@@ -7,6 +7,7 @@ in another process, or after export, without the code generator.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -18,9 +19,10 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jax_memeff import config
+from jax_memeff import config, splits
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import compile as compiler
+from jax_memeff.codegen import support
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import select
 from jax_memeff.codegen.spec import KernelSpec
@@ -56,16 +58,17 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     specs = kernels(avals, options, wants=None)
     out, logsumexp = ctx.avals_out
     results = [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)]
+    workspaces = splits.partial_results(avals, specs.values())
     if any(spec.persistent for spec in specs.values()):
-        results.append(_Buffer("piece_counter", ShapedArray((1,), jnp.dtype(jnp.int32))))
+        workspaces["piece_counter"] = ShapedArray((1,), jnp.dtype(jnp.int32))
     return _custom_call(
         ctx,
         _FORWARD_TARGET,
         inputs,
-        results,
+        [*results, *(_Buffer(*named) for named in workspaces.items())],
         specs=specs,
         **_scores(avals, options),
-    )[:2]
+    )[: len(results)]
 
 
 def lower_backward(
@@ -213,7 +216,7 @@ def kernels(avals: Operands, options: Options, wants: Wants | None) -> dict[str,
 
 def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) -> Problem:
     bias = avals.bias
-    return Problem(
+    problem = Problem(
         direction="forward" if wants is None else "backward",
         dtype=_DTYPES[avals.query.dtype.name],  # type: ignore[arg-type]
         head_dim=avals.query.shape[3],
@@ -228,6 +231,12 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
         deterministic=options.deterministic_backward and wants is not None,
         wants=() if wants is None else tuple(_wanted(wants)),
     )
+    if wants is not None:
+        return problem
+    batch, queries, heads, _ = avals.query.shape
+    group = heads // avals.key.shape[2] if heads else 1
+    rows = support.query_rows(problem, batch=batch, queries=queries, heads=heads, group=group)
+    return dataclasses.replace(problem, query_rows=rows)
 
 
 def _bias_layout(avals: Operands) -> Literal["full", "shared", "columns"]:
@@ -324,7 +333,9 @@ def _kernel_table(specs: dict[str, KernelSpec]) -> dict[str, Any]:
             "threads": np.array([entry.threads for entry in entries], np.int32),
             "shared_bytes": np.array([entry.shared_bytes for entry in entries], np.int32),
             "tile": np.array([spec.tile.query, spec.tile.key], np.int32),
-            "persistent": np.int32(spec.persistent),
+            "blocks_per_sm": np.int32(spec.tile.blocks_per_sm),
+            "pack_heads": np.bool_(spec.pack_heads),
+            "persistent": np.bool_(spec.persistent),
             "tensor_maps": ",".join(box.name for box in spec.tensor_maps),
             "boxes": np.array([(b.rows, b.columns) for b in spec.tensor_maps], np.int32).ravel(),
         }

@@ -257,6 +257,32 @@ def _packed_cases() -> list[Case]:
     return found
 
 
+FEW_QUERIES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17)
+LONG_KEYS = (1, 63, 513, 2049, 5000)
+
+
+def split_cases() -> list[Case]:
+    """Few queries and long keys, every feature with several sizes."""
+    found = []
+    for index, T in enumerate(FEW_QUERIES):
+        S = LONG_KEYS[index % len(LONG_KEYS)]
+        for N, K in ((2, 2), (3, 1), (8, 2), (8, 1)):
+            found += [Case(T=T, S=S, N=N, K=K), Case(T=T, S=2 * S + 1, N=N, K=K, H=128, **CAUSAL)]
+            found += [Case(T=T, S=4097, N=N, K=K, **BOTTOM_RIGHT)]
+        found += [Case(T=T, S=3001, N=8, K=2, H=128, dtype="float16", soft_cap=2.0)]
+        found += [Case(T=T, S=3001, N=8, K=2, lengths=((T, 3001), (T // 2, 77)), **BOTTOM_RIGHT)]
+        found += [Case(T=T, S=3001, N=8, K=2, lengths=((T, 0), (0, 3000)), H=128)]
+        found += [Case(T=T, S=1500, N=8, K=2, **mask) for mask in (WINDOW, BOTH_WINDOWS)]
+        found += [Case(T=T, S=1501, N=8, K=2, bias=bias) for bias in ("1NTS", "B11S", "BNT1")]
+        found += [Case(T=T, S=1501, N=8, K=2, dropout=0.3, position=(16, 48))]
+        found += [Case(T=T, S=1501, N=8, K=2, segments=2), Case(T=T, S=999, boolean=("B11S",))]
+    for H, Hv in HEAD_DIMS:
+        found += [Case(T=5, S=1025, N=8, K=4, H=H, Hv=Hv), Case(T=20, S=1025, H=H, Hv=Hv, **CAUSAL)]
+    found += [Case(B=3, T=1, S=70000, N=4, K=1, H=128), Case(B=1, T=64, S=9999, N=1, K=1)]
+    found += [Case(T=2, S=600, N=8, K=2, scale=scale) for scale in (-0.3, 0.0)]
+    return found
+
+
 def cases() -> list[Case]:
     """Every value of every factor, and 100 seeded draws of all factors together."""
     found = []
@@ -278,6 +304,7 @@ def cases() -> list[Case]:
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
     found += _element_cases() + _packed_cases()
+    found += split_cases()
 
     rng = np.random.default_rng(1)
     for _ in range(100):

@@ -44,8 +44,10 @@ def test_examples_in_docstrings(modules, name):
 
 
 def test_every_peer_has_a_figure_or_a_reason(document):
-    assert len(document["cells"]) == 2
+    assert len(document["cells"]) == 3
     for cell in document["cells"]:
+        directions = ["forward", "forward_backward"] if cell["gradients"] else ["forward"]
+        assert list(cell["results"]) == directions
         for results in cell["results"].values():
             assert list(results) == ["memeff_xla", "jax_xla", "torch_flash"]
             for name in ("memeff_xla", "jax_xla"):
@@ -142,6 +144,21 @@ def test_report_writes_between_the_markers(document, modules, tmp_path, monkeypa
     report.main()
     assert page.read_text() == text
     assert image.read_bytes() == drawn
+
+
+def test_few_queries_are_reported_as_bandwidth(document, modules):
+    made = copy.deepcopy(document)
+    cell = made["cells"][0]
+    cell |= {"group": "decode", "name": "few"}
+    del cell["results"]["forward_backward"]
+    for record, rate in zip(cell["results"]["forward"].values(), (3e12, 2e12), strict=False):
+        record |= {"bytes_per_second": rate, "ratio_to_best": rate / 3e12}
+    made["device"]["copy_bytes_per_second"] = 4.3e12
+    text = modules("report").tables(made, None)
+    assert "The device copies 4.3 TB/s, read and written." in text
+    assert "| few | **3** | 2 | [1] |" in text
+    assert text.count("| few |") == 1
+    assert document["device"]["copy_bytes_per_second"] > 0
 
 
 def test_report_names_a_missing_marker(modules):

@@ -76,6 +76,19 @@ def test_explain_shows_choice_grid_and_source(capsys):
     assert "kMask = memeff::MaskKind::causal;" in out
 
 
+def test_explain_of_few_queries(capsys):
+    problem = Problem("forward", "bf16", 128, 128, "sm_90a", query_rows="16")
+    _, out = run(
+        capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a",
+        "--query-rows", "16", "--seq", "1",
+    )  # fmt: skip
+    (selected,) = [line.split() for line in out.splitlines() if "selected:" in line]
+    assert selected[0] == select.select(problem).name
+    assert "1 tiles of 16 rows; as many splits of the keys as fill the device" in out
+    _, out = run(capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a")
+    assert "it splits the keys, and there are tiles for a whole GPU without that" in out
+
+
 def test_explain_of_what_no_kernel_does(capsys):
     code, out = run(
         capsys, "explain", "--direction", "backward", "--dtype", "f32", "--head-dim", "64",

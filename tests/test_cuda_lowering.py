@@ -72,6 +72,33 @@ def test_kernels_do_not_depend_on_sizes(fake_compiler):
     assert len(fake_compiler) <= 8
 
 
+def test_few_queries_do_not_make_many_kernels(fake_compiler):
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        B, T, S, K, group = (int(x) for x in rng.integers(1, (20, 80, 9000, 9, 9)))
+        lower(loss, *shapes(B, T, S, K * group, K))
+    assert {spec.tile.query for spec, _ in fake_compiler if spec.split} == {16, 64}
+    assert len(fake_compiler) <= 8
+
+
+def test_partial_results_of_few_queries(fake_compiler):
+    """Their number is bounded by sizes alone: the device is not known."""
+    text = lower(loss, *shapes(B=16, T=1, S=8192, N=32, K=8))
+    assert 'results = "out,logsumexp,partial_logsumexp,partial_out"' in text
+    assert "tensor<4x512xf32>" in text and "tensor<4x512x64xf32>" in text
+    assert "pack_heads = true" in text
+    text = lower(loss, *shapes(B=64, T=1, S=8192, N=64, K=64))  # splits enough without any
+    assert 'results = "out,logsumexp"' in text
+    text = lower(loss, *shapes(B=2, T=1, S=64, N=4, K=4))  # and one tile cannot be split
+    assert 'results = "out,logsumexp"' in text
+    assert all(spec.split for spec, _ in fake_compiler)
+
+
+def test_enough_queries_need_no_partial_results(fake_compiler):
+    text = lower(loss, *shapes(B=8, T=2048, S=2048, N=8, K=8))
+    assert "partial" not in text and "pack_heads = false" in text
+
+
 def test_values_do_not_make_kernels(fake_compiler):
     for scale, left in ((0.1, 5), (0.2, 50), (-0.3, 500)):
         lower(lambda *x, s=scale, n=left: loss(*x, scale=s, local_window_size=n), *shapes())

@@ -39,6 +39,10 @@ class Tile:
     park: bool = False
     """Whether row statistics and pointers of a forward wait in shared memory during products, where
     the accumulators of scores and output leave no registers for them."""
+    key_warps: int = 1
+    """Of a split forward: among how many warps (or teams of them) the keys of a tile are shared."""
+    stages: int = 1
+    """Of a split forward: tiles of keys and values in shared memory."""
     spill_bytes: int = 0
     """Bytes a thread may store to local memory, where that was measured to be faster than none."""
 
@@ -56,6 +60,8 @@ class Part:
     """What one block may have after opting in: the SM's shared memory less 1 KB."""
     forward: Mapping[int, tuple[Tile, ...]]
     backward: Mapping[int, tuple[Tile, ...]]
+    split: Mapping[int, tuple[Tile, ...]]
+    """Forwards whose keys are split, for few query rows."""
 
 
 _FORWARD_64 = (
@@ -70,6 +76,27 @@ _FORWARD_128 = (
     Tile(64, 64, 4, 2, "half the accumulators: with 128 queries soft cap, bias and dropout spill"),
 )
 _FORWARD_192 = Tile(128, 64, 8, 1, "96 KB: one block per SM, so 8 warps to hide latency")
+
+
+def _split(
+    query: int, key: int, warps: int, blocks: int, key_warps: int, stages: int, reason: str
+) -> Tile:
+    return Tile(query, key, warps, blocks, reason, key_warps=key_warps, stages=stages)
+
+
+# Of splits with one key warp for each warp no block waits for another warp of its own; 64 rows need
+# the registers of two warps. Copies in flight hide the latency of the memory: some 64 KB for an SM.
+_SPLIT_16x128 = _split(16, 128, 4, 2, 4, 3, "hd 64: 4.3 TB/s on an H200, as with 3 or 4 blocks")
+_SPLIT_16x64 = _split(16, 64, 4, 2, 4, 3, "hd 128: 4.46 TB/s on an H200; 2 stages 4.06")
+_SPLIT_64x128 = _split(
+    64, 128, 4, 2, 2, 2, "hd 64: 134 us for T 32 of S 4096 on an H200, 64x256 154"
+)
+_SPLIT_64x64 = (
+    dataclasses.replace(
+        _split(64, 64, 4, 2, 2, 3, "hd 128: 4.28 TB/s on an H200, 8 warps 3.71"), modifiers=False
+    ),
+    _split(64, 64, 8, 1, 2, 3, "with 4 warps soft cap, bias and dropout spill"),
+)
 
 _SM80 = Part(
     name="sm_80, sm_87",
@@ -102,6 +129,26 @@ _SM80 = Part(
         192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
         256: (Tile(32, 64, 8, 1, "120 KB of 163 KB; 64 query rows would need 176 KB"),),
     },
+    split={
+        32: (_SPLIT_16x128, _SPLIT_64x128),
+        64: (
+            _split(16, 128, 4, 2, 4, 2, "66 KB: two blocks per SM"),
+            _SPLIT_64x128,
+        ),
+        96: (_SPLIT_16x64, _split(64, 64, 4, 1, 2, 3, "84 KB of 163 KB")),
+        128: (
+            _split(16, 64, 4, 2, 4, 2, "68 KB: two blocks per SM"),
+            _split(64, 64, 4, 1, 2, 3, "112 KB of 163 KB"),
+        ),
+        192: (
+            _split(16, 64, 4, 1, 4, 3, "150 KB of 163 KB"),
+            _split(64, 64, 8, 1, 2, 2, "120 KB of 163 KB"),
+        ),
+        256: (
+            _split(16, 64, 4, 1, 4, 2, "136 KB of 163 KB"),
+            _split(64, 64, 8, 1, 2, 2, "160 KB of 163 KB"),
+        ),
+    },
 )
 
 _SM86 = Part(
@@ -125,6 +172,32 @@ _SM86 = Part(
         128: (Tile(64, 64, 8, 1, "96 KB of 99 KB"),),
         192: (Tile(32, 64, 8, 1, "92 KB of 99 KB; 64 query rows would need 136 KB"),),
         256: (Tile(32, 32, 4, 1, "84 KB of 99 KB; 64 keys need 120 KB; 4 warps share 32x32"),),
+    },
+    split={
+        32: (
+            _split(16, 128, 4, 1, 4, 3, "49 KB of 99 KB"),
+            _split(64, 128, 4, 1, 2, 2, "36 KB of 99 KB"),
+        ),
+        64: (
+            _split(16, 128, 4, 1, 4, 2, "66 KB of 99 KB"),
+            _split(64, 128, 4, 1, 2, 2, "72 KB of 99 KB"),
+        ),
+        96: (
+            _split(16, 64, 4, 1, 4, 3, "75 KB of 99 KB"),
+            _split(64, 64, 4, 1, 2, 3, "84 KB of 99 KB"),
+        ),
+        128: (
+            _split(16, 64, 4, 1, 4, 2, "68 KB of 99 KB"),
+            _split(64, 64, 4, 1, 2, 2, "80 KB of 99 KB"),
+        ),
+        192: (
+            _split(16, 32, 2, 1, 2, 3, "78 KB of 99 KB; with 64 keys two stages need 102 KB"),
+            _split(64, 32, 8, 1, 2, 2, "72 KB of 99 KB"),
+        ),
+        256: (
+            _split(16, 32, 2, 1, 2, 2, "72 KB of 99 KB"),
+            _split(64, 32, 8, 1, 2, 2, "96 KB of 99 KB"),
+        ),
     },
 )
 
@@ -164,6 +237,20 @@ _SM90 = Part(
                 "has none, 223",
                 spill_bytes=64,
             ),
+        ),
+    },
+    split={
+        32: (_SPLIT_16x128, _SPLIT_64x128),
+        64: (_SPLIT_16x128, _SPLIT_64x128),
+        96: (_SPLIT_16x64, *_SPLIT_64x64),
+        128: (_SPLIT_16x64, *_SPLIT_64x64),
+        192: (
+            _split(16, 64, 4, 1, 4, 4, "198 KB of 227 KB"),
+            _split(64, 64, 8, 1, 2, 3, "168 KB of 227 KB; with 4 warps 32 rows each spill"),
+        ),
+        256: (
+            _split(16, 64, 4, 1, 4, 3, "4.5 TB/s on an H200, as with 2 stages"),
+            _split(64, 64, 8, 1, 2, 3, "224 KB of 227 KB; with 4 warps 32 rows each spill"),
         ),
     },
 )

@@ -80,6 +80,9 @@ DropoutParams dropout_of(const Call& call, Buffers& buffers);
 
 xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                CUstream stream);
+// The forward of a kernel that splits the keys; fills in the part of `params` that is about it.
+xla::ffi::Error launch_split(const DeviceKernel& kernel, Buffers& buffers, ForwardParams& params,
+                             CUstream stream);
 xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                 CUstream stream);
 

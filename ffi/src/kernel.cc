@@ -79,15 +79,19 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   auto threads = attributes.get<ffi::Span<const int32_t>>("threads");
   auto shared_bytes = attributes.get<ffi::Span<const int32_t>>("shared_bytes");
   auto tile = attributes.get<ffi::Span<const int32_t>>("tile");
-  auto persistent = attributes.get<int32_t>("persistent");
+  auto blocks_per_sm = attributes.get<int32_t>("blocks_per_sm");
+  auto pack_heads = attributes.get<bool>("pack_heads");
+  auto persistent = attributes.get<bool>("persistent");
   auto tensor_maps = attributes.get<std::string_view>("tensor_maps");
   auto boxes = attributes.get<ffi::Span<const int32_t>>("boxes");
   if (!image.has_value() || !entry_points.has_value() || !threads.has_value() ||
-      !shared_bytes.has_value() || !tile.has_value() || !persistent.has_value() ||
-      !tensor_maps.has_value() || !boxes.has_value()) {
+      !shared_bytes.has_value() || !tile.has_value() || !blocks_per_sm.has_value() ||
+      !pack_heads.has_value() || !persistent.has_value() || !tensor_maps.has_value() ||
+      !boxes.has_value()) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "a kernel table entry needs image, entry_points, threads, "
-                                   "shared_bytes, tile, persistent, tensor_maps and boxes (was the "
+                                   "shared_bytes, tile, blocks_per_sm, pack_heads, persistent, "
+                                   "tensor_maps and boxes (was the "
                                    "program exported by another version?)"));
   }
   KernelImage kernel;
@@ -108,7 +112,9 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   }
   kernel.tile_query = (*tile)[0];
   kernel.tile_key = (*tile)[1];
-  kernel.persistent = *persistent != 0;
+  kernel.blocks_per_sm = *blocks_per_sm;
+  kernel.pack_heads = *pack_heads;
+  kernel.persistent = *persistent;
   for (size_t i = 0; i < maps.size(); ++i) {
     kernel.maps.push_back({maps[i], (*boxes)[2 * i], (*boxes)[2 * i + 1]});
   }
@@ -195,6 +201,13 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
             std::to_string(*capability / 10) + "." + std::to_string(*capability % 10) +
             "; set JAX_MEMEFF_ARCHS to all architectures it should run on and lower it again"));
   }
+  if (CUresult result = driver.device_attribute(&kernel.multiprocessors,
+                                                CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
+      result != CUDA_SUCCESS) {
+    return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
+                                   "the multiprocessors of device " + std::to_string(device) +
+                                       " could not be counted: " + describe(driver, result)));
+  }
   auto library = load_library(driver, kernel.image->image);
   if (!library.has_value()) return ffi::Unexpected(library.error());
   for (size_t i = 0; i < kernel.image->entry_points.size(); ++i) {
@@ -211,13 +224,6 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
                                          std::to_string(device) + ": " + describe(driver, result)));
     }
     kernel.functions.push_back(function);
-  }
-  CUresult const result = driver.device_attribute(&kernel.multiprocessors,
-                                                  CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
-  if (result != CUDA_SUCCESS) {
-    return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
-                                   "the multiprocessors of device " + std::to_string(device) +
-                                       " could not be counted: " + describe(driver, result)));
   }
   return kernel;
 }

@@ -30,6 +30,8 @@ struct KernelImage {
   int tile_key = 0;
   bool persistent = false;   // the grid is no larger than the GPU, and its blocks share the tiles
   std::vector<MapBox> maps;  // of the main kernel, in the order of its parameter
+  int blocks_per_sm = 0;     // of the main kernel, at least
+  bool pack_heads = false;   // see schedule/packed_rows.cuh
 
   static xla::ffi::ErrorOr<KernelImage> decode(std::string_view arch,
                                                const xla::ffi::Dictionary& attributes);
@@ -38,8 +40,8 @@ struct KernelImage {
 // A kernel on one device.
 struct DeviceKernel {
   const KernelImage* image = nullptr;
-  std::vector<CUkernel> functions;
   int multiprocessors = 0;
+  std::vector<CUkernel> functions;
 };
 
 // The table of one custom call, and what became of it on the devices of this process.

@@ -21,6 +21,7 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.piece_counter = static_cast<int*>(buffers.data("piece_counter"));
   if (buffers.error().failure()) return buffers.error();
 
+  if (kernel.image->entry_points.size() > 1) return launch_split(kernel, buffers, params, stream);
   long long const tiles = ceil_div(params.shape.query_length, kernel.image->tile_query);
   long long const blocks = tiles * params.shape.query_heads * params.shape.batch;
   if (kernel.image->maps.empty()) return launch(kernel, 0, blocks, stream, {&params});

@@ -98,8 +98,11 @@ struct ForwardParams {
   TensorView key;
   TensorView value;
   TensorView out;
-  float* logsumexp;    // [B, N, T] or [N, tokens], natural logarithm
-  int* piece_counter;  // [1], of persistent kernels
+  float* logsumexp;          // [B, N, T] or [N, tokens], natural logarithm
+  float* partial_logsumexp;  // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh
+  float* partial_out;        // the same rows, [value dim class] each
+  int splits;                // of the keys; 1: no partial results
+  int* piece_counter;        // [1], of persistent kernels
 };
 
 struct BackwardParams {
@@ -154,7 +157,7 @@ static_assert(sizeof(ScoreView) == 40, "host and device disagree on ScoreView");
 static_assert(sizeof(ProblemShape) == 56, "host and device disagree on ProblemShape");
 static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(ForwardParams) == 400, "host and device disagree on ForwardParams");
+static_assert(sizeof(ForwardParams) == 424, "host and device disagree on ForwardParams");
 static_assert(sizeof(BackwardParams) == 600, "host and device disagree on BackwardParams");
 
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");

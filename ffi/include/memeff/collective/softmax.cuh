@@ -109,6 +109,27 @@ struct OnlineSoftmax {
     }
   }
 
+  // What two outputs are multiplied by before they are added.
+  struct Weights {
+    float own[kRows];
+    float other[kRows];
+  };
+
+  // Takes in the statistics of the same rows over other keys.
+  CUTE_DEVICE Weights merge(OnlineSoftmax const& other, float softmax_scale) {
+    Weights weights;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float const maximum = fmaxf(row_max[r], other.row_max[r]);
+      float const reference = maximum == -infinity() ? 0.0f : maximum * softmax_scale;
+      weights.own[r] = exp2_approx(row_max[r] * softmax_scale - reference);
+      weights.other[r] = exp2_approx(other.row_max[r] * softmax_scale - reference);
+      row_max[r] = maximum;
+      row_sum[r] = row_sum[r] * weights.own[r] + other.row_sum[r] * weights.other[r];
+    }
+    return weights;
+  }
+
   // Normalises the output, times output_scale, and leaves the natural-log logsumexp of each row in
   // row_max. Rows without keys: output 0, logsumexp -inf.
   template <class Output>

@@ -53,6 +53,20 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+CUTE_DEVICE float warp_max(float x) {
+  CUTE_UNROLL
+  for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+  }
+  return x;
+}
+
+CUTE_DEVICE float warp_sum(float x) {
+  CUTE_UNROLL
+  for (int lanes = 1; lanes < kWarpSize; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
+
 // Sum over the eight lanes that share a column of an m16n8 accumulator.
 CUTE_DEVICE float row_lanes_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 4);

@@ -10,12 +10,12 @@
 #pragma once
 
 #include <memeff/bias/add.cuh>
+#include <memeff/collective/drop.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/parked.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/warp_gemm.cuh>
-#include <memeff/dropout/keep.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/sequences.cuh>
 
@@ -134,7 +134,7 @@ struct FmhaForwardSm80 {
       if constexpr (Config::kParkRegisters) softmax.park(parked_rows);
       auto probabilities = as_left_operand<Element>(scores);
       if constexpr (Config::kDropout) {
-        drop(params, item, row, column, probabilities);
+        drop_elements<ScoreGrid>(params, item.batch, item.head, row, column, probabilities);
       }
       warp_gemm<Element, kTileKey / 16>(output, probabilities, value);
     }
@@ -148,20 +148,6 @@ struct FmhaForwardSm80 {
   // Scores that met a bias are exponents of two already.
   CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
     return Config::kBias ? 1.0f : params.scale.softmax_scale;
-  }
-
-  // Zeros the dropped elements of P. The row sums, and so the logsumexp, have seen them.
-  template <class Probabilities>
-  CUTE_DEVICE static void drop(ForwardParams const& params, WorkItem const& item, int row,
-                               int column, Probabilities& probabilities) {
-    Dropout<ScoreGrid> const dropout(params.dropout, params.mask, item.batch);
-    dropout.for_each_block(dropout_head(params.dropout, item.batch, item.head), row, column,
-                           [&](int m, int block, KeepBlock const& keep) {
-                             CUTE_UNROLL
-                             for (int i = 0; i < 4; ++i) {
-                               probabilities.fragments[m][block][i] &= keep.pair_mask(i % 2, i / 2);
-                             }
-                           });
   }
 
   CUTE_DEVICE static WorkItem work_item(ProblemShape const& shape, unsigned block) {

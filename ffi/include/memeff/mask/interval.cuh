@@ -3,7 +3,7 @@
 
 #include <cute/tensor.hpp>
 
-#include <memeff/core/common.cuh>
+#include <memeff/schedule/packed_rows.cuh>
 
 namespace memeff {
 
@@ -15,21 +15,25 @@ struct TileRange {
 
 // Column s of row t is valid when  t < query_length,  s < key_length  and
 // t + first <= s <= t + last.  Both window alignments and the global positions of a shard fold into
-// the two offsets, because each is constant in one batch element.
-template <MaskKind kKind>
+// the two offsets, because each is constant in one batch element. Rows of several heads may be
+// packed: then every row below counts those of a tile.
+template <MaskKind kKind, bool kPackHeads = false>
 struct IntervalMask {
-  int query_length;
+  PackedRows<kPackHeads> rows;
+  int query_length;  // in rows
   int key_length;
   int first;  // used by MaskKind::window
   int last;   // used by MaskKind::causal and MaskKind::window
 
-  CUTE_DEVICE IntervalMask(MaskParams const& mask, ProblemShape const& shape, int batch) {
-    query_length = clamp_length(mask.query_lengths, batch, shape.query_length);
+  CUTE_DEVICE IntervalMask(MaskParams const& mask, ProblemShape const& shape, int batch)
+      : rows(shape) {
+    int const queries = clamp_length(mask.query_lengths, batch, shape.query_length);
+    query_length = rows.count(queries);
     key_length = clamp_length(mask.key_lengths, batch, shape.key_length);
     if constexpr (kKind != MaskKind::none) {
       int const shift = clamp((mask.query_position != nullptr ? *mask.query_position : 0) -
                               (mask.key_position != nullptr ? *mask.key_position : 0));
-      int const bottom_right = key_length - query_length + shift;
+      int const bottom_right = key_length - queries + shift;
       last = min(bound(mask.top_left_right, shift), bound(mask.bottom_right_right, bottom_right));
       first = -min(bound(mask.top_left_left, -shift), bound(mask.bottom_right_left, -bottom_right));
     }
@@ -46,15 +50,15 @@ struct IntervalMask {
   }
 
   CUTE_DEVICE int row_begin(int row) const {
-    return kKind == MaskKind::window ? max(row + first, 0) : 0;
+    return kKind == MaskKind::window ? max(rows.query(row) + first, 0) : 0;
   }
   CUTE_DEVICE int row_end(int row) const {
-    return kKind == MaskKind::none ? key_length : min(row + last + 1, key_length);
+    return kKind == MaskKind::none ? key_length : min(rows.query(row) + last + 1, key_length);
   }
 
-  // Key tiles with a valid element for some row of [row, row + rows).
-  CUTE_DEVICE TileRange key_tiles(int row, int rows, int tile) const {
-    int const last_row = min(row + rows, query_length) - 1;
+  // Key tiles with a valid element for some row of [row, row + count).
+  CUTE_DEVICE TileRange key_tiles(int row, int count, int tile) const {
+    int const last_row = min(row + count, query_length) - 1;
     if (last_row < row) return {0, 0};
     int const end = max(row_end(last_row), 0);
     return {min(row_begin(row), end) / tile, ceil_div(end, tile)};
@@ -74,9 +78,9 @@ struct IntervalMask {
 
   // Does the tile hold an element that is not valid? Rows past query_length do not count: nothing
   // of them is ever written.
-  CUTE_DEVICE bool needs_test(int row, int rows, int column, int columns) const {
+  CUTE_DEVICE bool needs_test(int row, int count, int column, int columns) const {
     return column + columns > row_end(row) ||
-           (kKind == MaskKind::window && column < row_begin(row + rows - 1));
+           (kKind == MaskKind::window && column < row_begin(row + count - 1));
   }
 
   // Sets the accumulators of invalid elements to -inf.

@@ -7,9 +7,9 @@
 
 namespace memeff {
 
-template <class Config, class Grid>
-struct ScoreMask : IntervalMask<Config::kMask> {
-  using Interval = IntervalMask<Config::kMask>;
+template <class Config, class Grid, bool kPackHeads = false>
+struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
+  using Interval = IntervalMask<Config::kMask, kPackHeads>;
   using Interval::Interval;
 
   // Sets the accumulators of invalid elements of the kRows x kColumns tile at (row, column) to

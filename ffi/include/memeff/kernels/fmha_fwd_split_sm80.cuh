@@ -1,0 +1,241 @@
+// Attention forward for few query rows and long keys: the keys are split over warps and CTAs.
+//
+// Such a call is as fast as its keys and values arrive. Rows are few, so warps share them and take
+// different keys: a team of warps covers all rows of the tile, and has keys, values and copies of
+// its own. Where a team is one warp, no barrier of the CTA stands in the main loop. Copies run
+// kStages - 1 tiles ahead:
+//
+//   wait for tile i | start the copy of tile i + kStages - 1 | S = Q K^T | softmax | O += P V
+//
+// At the end the teams add up through shared memory, and the splits, which are CTAs, through
+// partial results in global memory and the kernel of fmha_fwd_combine.cuh.
+#pragma once
+
+#include <memeff/bias/add.cuh>
+#include <memeff/collective/drop.cuh>
+#include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/softmax.cuh>
+#include <memeff/collective/team.cuh>
+#include <memeff/collective/warp_gemm.cuh>
+#include <memeff/kernels/fmha_fwd_combine.cuh>
+#include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/key_splits.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct FmhaForwardSplitSm80 {
+  using Element = typename Config::Element;
+  static constexpr int kThreads = Config::kWarps * kWarpSize;
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+  static constexpr int kStages = Config::kStages;
+
+  using Team = WarpTeam<Config::kWarps, Config::kKeyWarps>;
+  static constexpr int kWarpRows = kTileQuery / Team::kWarps;
+  static constexpr int kTeamKeys = kTileKey / Config::kKeyWarps;
+  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
+  using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Team::kWarps, kWarpRows>;  // of a team
+  static_assert(ScoreGrid::kWarpColumns == kTeamKeys && OutGrid::kColumnWarps == 1);
+  using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks>;
+  using Rows = PackedRows<Config::kPackHeads>;
+  using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
+
+  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
+  using KeyTile = SharedTile<kTeamKeys, Config::kHeadDim>;
+  using ValueTile = SharedTile<kTeamKeys, Config::kValueDim>;
+  static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
+  static constexpr int kTeamBytes = kStages * kStageBytes;
+  static constexpr int kLoopBytes = QueryTile::kBytes + Team::kTeams * kTeamBytes;
+  using Merge = TeamMerge<Team, Softmax, kTileQuery * Config::kValueDim>;  // over the others
+  static constexpr int kSharedBytes = kLoopBytes > Merge::kBytes ? kLoopBytes : Merge::kBytes;
+
+  CUTE_DEVICE static void run(ForwardParams const& params) {
+    extern __shared__ __align__(1024) char shared[];
+    uint32_t const query_tile = shared_address(shared);
+    uint32_t const team_tiles = query_tile + QueryTile::kBytes + Team::index() * kTeamBytes;
+
+    ProblemShape const& shape = params.shape;
+    SplitWorkItem const item = work_item(params);
+    int const row = item.tile * kTileQuery;
+    int const key_head = Config::kPackHeads ? item.head : item.head / shape.group;
+
+    Mask const mask(params.mask, shape, item.batch);
+    TileRange const tiles =
+        share_of_split(mask.key_tiles(row, kTileQuery, kTileKey), item.split, params.splits);
+
+    char const* const key_rows = row_pointer<Element>(params.key, item.batch, 0, key_head);
+    char const* const value_rows = row_pointer<Element>(params.value, item.batch, 0, key_head);
+    long long const key_row_bytes = params.key.row_stride * sizeof(Element);
+    long long const value_row_bytes = params.value.row_stride * sizeof(Element);
+    auto load = [&](int tile, int stage) {
+      if (tile < tiles.end) {
+        int const column = tile * kTileKey + Team::index() * kTeamKeys;
+        uint32_t const stage_tiles = team_tiles + stage * kStageBytes;
+        TileLoader<KeyTile, Team::kThreads>::copy(stage_tiles, key_rows + column * key_row_bytes,
+                                                  key_row_bytes, mask.key_length - column,
+                                                  shape.head_dim, Team::thread());
+        TileLoader<ValueTile, Team::kThreads>::copy(
+            stage_tiles + KeyTile::kBytes, value_rows + column * value_row_bytes, value_row_bytes,
+            mask.key_length - column, shape.value_dim, Team::thread());
+      }
+      commit_copies();  // of an empty group past the end, so that the waits keep their count
+    };
+
+    auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+    cute::clear(output);
+    Softmax softmax;
+
+    if (tiles.begin < tiles.end) load_query(params, item, row, query_tile);
+    commit_copies();
+    CUTE_UNROLL
+    for (int stage = 0; stage < kStages - 1; ++stage) load(tiles.begin + stage, stage);
+    wait_copies<kStages - 1>();
+    __syncthreads();  // queries are here
+
+    LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks> const query(query_tile,
+                                                                             ScoreGrid::row());
+    using KeyOperand = RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks>;
+    using ValueOperand = RightOperand<ValueTile, Contiguous::outer, OutGrid::kColumnBlocks>;
+
+    int stage = 0;
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      int const column = tile * kTileKey;
+      wait_copies<kStages - 2>();
+      Team::sync();  // this tile is here; the team no longer reads the previous one
+      int const previous = stage == 0 ? kStages - 1 : stage - 1;
+      load(tile + kStages - 1, previous);
+
+      uint32_t const stage_tiles = team_tiles + stage * kStageBytes;
+      auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+      cute::clear(scores);
+      warp_gemm<Element, Config::kHeadDim / 16>(scores, query, KeyOperand(stage_tiles, 0));
+
+      prescale_scores<Config::kSoftCap>(scores, params.scale);
+      if constexpr (Config::kBias) {
+        using BiasElement = typename Config::BiasElement;
+        BiasAdder<BiasElement, ScoreGrid, Config::kBiasPerRow>::add(
+            scores, ScorePlane<BiasElement>(params.bias, item.batch, item.head, row, column),
+            mask.query_length - row, mask.key_length - column, params.scale.softmax_scale);
+      }
+      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
+                                                row, column);
+      softmax.step(scores, output, exponent_scale(params));
+      auto probabilities = as_left_operand<Element>(scores);
+      if constexpr (Config::kDropout) {
+        drop_elements<ScoreGrid>(params, item.batch, item.head, row, column, probabilities);
+      }
+      warp_gemm<Element, kTeamKeys / 16>(output, probabilities,
+                                         ValueOperand(stage_tiles + KeyTile::kBytes, 0));
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+
+    __syncthreads();  // the tiles that Merge covers are no longer read
+    Merge::run(query_tile, softmax, output, exponent_scale(params));
+    if (Team::index() > 0) return;
+    softmax.finish(output, exponent_scale(params), Config::kDropout ? params.dropout.scale : 1.0f);
+    if (params.splits == 1) {
+      store(params, softmax, output);
+    } else {
+      store_partial(params, softmax, output);
+    }
+  }
+
+  // Scores that met a bias are exponents of two already.
+  CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
+    return Config::kBias ? 1.0f : params.scale.softmax_scale;
+  }
+
+  CUTE_DEVICE static SplitWorkItem work_item(ForwardParams const& params) {
+    Rows const rows(params.shape);
+    int const tiles = ceil_div(rows.count(params.shape.query_length), kTileQuery);
+    return SplitWorkItem::of_block(block_index(), params.shape.query_heads / rows.heads, tiles,
+                                   params.splits);
+  }
+
+  // Starts the copies of a tile of queries; rows and columns beyond the bounds become zero.
+  CUTE_DEVICE static void load_query(ForwardParams const& params, SplitWorkItem const& item,
+                                     int row, uint32_t tile) {
+    constexpr int kRowChunks = Config::kHeadDim / 8;
+    ProblemShape const& shape = params.shape;
+    Rows const rows(shape);
+    int const bound = rows.count(shape.query_length);
+    for (int i = threadIdx.x; i < kTileQuery * kRowChunks; i += kThreads) {
+      int const tile_row = i / kRowChunks;
+      int const chunk = i % kRowChunks;
+      int const r = min(row + tile_row, bound - 1);
+      char const* const source = row_pointer<Element>(params.query, item.batch, rows.query(r),
+                                                      rows.query_head(item.head, r));
+      copy_async(tile + QueryTile::byte_offset(tile_row, chunk), source + chunk * 16,
+                 row + tile_row < bound && chunk * 8 < shape.head_dim);
+    }
+  }
+
+  // Calls use(row, is within the query length, row of the fragments) for the rows of this lane.
+  template <class Use>
+  CUTE_DEVICE static void for_each_row(ForwardParams const& params, SplitWorkItem const& item,
+                                       Use use) {
+    int const bound = Rows(params.shape).count(params.shape.query_length);
+    int const length = Mask(params.mask, params.shape, item.batch).query_length;
+    CUTE_UNROLL
+    for (int r = 0; r < Softmax::kRows; ++r) {
+      int const row = item.tile * kTileQuery + OutGrid::element_row(2 * (r % 2), r / 2);
+      if (row < bound) use(row, row < length, r);
+    }
+  }
+
+  template <class Output>
+  CUTE_DEVICE static void store(ForwardParams const& params, Softmax const& softmax,
+                                Output const& output) {
+    ProblemShape const& shape = params.shape;
+    SplitWorkItem const item = work_item(params);
+    Rows const rows(shape);
+    for_each_row(params, item, [&](int row, bool valid, int r) {
+      int const query = rows.query(row);
+      int const head = rows.query_head(item.head, row);
+      if (threadIdx.x % 4 == 0) {
+        long long const head_batch = (long long)item.batch * shape.query_heads + head;
+        params.logsumexp[head_batch * shape.query_length + query] =
+            valid ? softmax.row_max[r] : -infinity();
+      }
+      char* const out = row_pointer<Element>(params.out, item.batch, query, head);
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(output); ++n) {
+        int const column = OutGrid::element_column(0, n, Team::thread());
+        if (column < shape.value_dim) {
+          uint32_t const pair =
+              pack<Element>(output(2 * (r % 2), r / 2, n), output(2 * (r % 2) + 1, r / 2, n));
+          *reinterpret_cast<uint32_t*>(out + column * sizeof(Element)) = valid ? pair : 0;
+        }
+      }
+    });
+  }
+
+  // Rows without keys are written too: the combination reads all before it knows.
+  template <class Output>
+  CUTE_DEVICE static void store_partial(ForwardParams const& params, Softmax const& softmax,
+                                        Output const& output) {
+    ProblemShape const& shape = params.shape;
+    SplitWorkItem const item = work_item(params);
+    Rows const rows(shape);
+    int const tile_heads = shape.query_heads / rows.heads;
+    long long const first =
+        item.split * partial_rows(shape) +
+        ((long long)item.batch * tile_heads + item.head) * rows.count(shape.query_length);
+    for_each_row(params, item, [&](int row, bool valid, int r) {
+      if (threadIdx.x % 4 == 0) {
+        params.partial_logsumexp[first + row] = valid ? softmax.row_max[r] : -infinity();
+      }
+      float* const out = params.partial_out + (first + row) * Config::kValueDim;
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(output); ++n) {
+        *reinterpret_cast<float2*>(out + OutGrid::element_column(0, n, Team::thread())) =
+            make_float2(valid ? output(2 * (r % 2), r / 2, n) : 0.0f,
+                        valid ? output(2 * (r % 2) + 1, r / 2, n) : 0.0f);
+      }
+    });
+  }
+};
+
+}  // namespace memeff
