@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax_memeff.codegen.problem import DIRECTIONS, Dtype, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec
 from jax_memeff.codegen.support import (
+    bias_access,
     bias_gradient,
-    bias_per_row,
     family_reasons,
     mask_kind,
     pack_heads,
@@ -40,7 +41,9 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {"dropout": True},
     {"bias": "16", "wants": _ALL_GRADIENTS},
     {"bias": "16", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
+    {"bias": "16", "bias_layout": "shared", "bias_alignment": 2, "wants": _ALL_GRADIENTS},
     {"bias": "16", "bias_layout": "columns", "wants": _ALL_GRADIENTS},
+    {"bias": "16", "bias_layout": "rows"},
     {"bias": "32", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
     {
         "masks": frozenset({"window", "segments", "boolean"}),
@@ -132,7 +135,13 @@ def _table(problem: Problem) -> list[KernelSpec]:
         for head_class, value_class in _ALL_DIMS
         for spec in _specs(problem, head_class, value_class)
     ]
-    return sorted(specs, key=lambda spec: spec.sort_key)
+    return sorted(specs, key=_order)
+
+
+def _order(spec: KernelSpec) -> tuple:
+    """Little padding first, then few split rows; other rows in the order of tiles/."""
+    split_rows = spec.tile.query if spec.split else math.inf
+    return spec.head_class, spec.value_class, split_rows
 
 
 def _specs(problem: Problem, head_class: int, value_class: int) -> list[KernelSpec]:
@@ -156,7 +165,7 @@ def _specs(problem: Problem, head_class: int, value_class: int) -> list[KernelSp
             soft_cap=problem.soft_cap,
             dropout=problem.dropout,
             bias=problem.bias,
-            bias_per_row=bias_per_row(problem),
+            bias_access=bias_access(problem),
             bias_gradient=bias_gradient(problem),
             gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
             split=split,
