@@ -57,7 +57,7 @@ _GRADIENT = """\
 
 _BIAS = """\
   using BiasElement = {element};
-  static constexpr bool kBiasPerRow = {per_row};
+  static constexpr auto kBiasAccess = memeff::BiasAccess::{access};
 """
 
 _BIAS_GRADIENT = """\
@@ -148,7 +148,7 @@ def _bias(spec: KernelSpec) -> str:
     if spec.bias is None:
         return ""
     element = "float" if spec.bias == "32" else _ELEMENTS[spec.dtype]
-    return _BIAS.format(element=element, per_row=_bool(spec.bias_per_row))
+    return _BIAS.format(element=element, access=spec.bias_access)
 
 
 def _gradients(spec: KernelSpec) -> str:

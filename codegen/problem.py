@@ -15,7 +15,7 @@ DTYPES = ("f16", "bf16", "f32", "f64")
 MASKS = frozenset({"causal", "window", "query_lengths", "key_lengths", "segments", "boolean"})
 BIASES = (None, "16", "32")
 QUERY_ROWS = (None, "16", "64")
-BIAS_LAYOUTS = ("full", "shared", "columns")
+BIAS_LAYOUTS = ("full", "shared", "columns", "rows")
 GRADIENTS = ("query", "key", "value", "bias")
 
 
@@ -26,10 +26,11 @@ class Problem:
     ``masks`` is any subset of ``causal`` (a right bound only), ``window`` (a left bound, with or
     without a right one), ``query_lengths``, ``key_lengths``, ``segments`` and ``boolean``. Top-left
     and bottom-right alignment differ in a run-time offset, so they have no name here.
-    ``bias`` is the number of bits of its elements. Its layout is ``columns`` when it is broadcast
-    over rows, else ``shared`` when it is broadcast over batch elements or heads, else ``full``.
-    ``varlen`` is packed sequences. ``sequence`` never changes a kernel; ``explain`` reports the
-    grid with it.
+    ``bias`` is the number of bits of its elements. Its layout is ``rows`` when it is broadcast over
+    columns, else ``columns`` when over rows, else ``shared`` when over batch elements or heads,
+    else ``full``. ``bias_alignment`` is the number of bytes that each of its rows starts at a
+    multiple of. ``varlen`` is packed sequences. ``sequence`` never changes a kernel; ``explain``
+    reports the grid with it.
     ``wants`` are the gradients of a backward (all of query, key and value by default), and
     ``alignment`` is the number of bytes that every row of query, key and value starts at a
     multiple of. ``query_rows`` is set where a forward has few: they fit into a tile of so many
@@ -51,7 +52,8 @@ class Problem:
     masks: frozenset[str] = frozenset()
     varlen: bool = False
     bias: Literal["16", "32"] | None = None
-    bias_layout: Literal["full", "shared", "columns"] = "full"
+    bias_layout: Literal["full", "shared", "columns", "rows"] = "full"
+    bias_alignment: int = 16
     dropout: bool = False
     soft_cap: bool = False
     deterministic: bool = False
@@ -71,7 +73,7 @@ class Problem:
             _expect_one_of("wants", gradient, GRADIENTS)
         if self.direction == "backward" and not self.wants:
             object.__setattr__(self, "wants", ("query", "key", "value"))
-        for name in ("head_dim", "value_dim", "alignment"):
+        for name in ("head_dim", "value_dim", "alignment", "bias_alignment"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} to be at least 1, got {getattr(self, name)}")
         archs.capability(self.arch)
@@ -88,6 +90,7 @@ class Problem:
         ]
         words += ["varlen"] if self.varlen else []
         words += [f"{self.bias}-bit {self.bias_layout} bias"] if self.bias else []
+        words += [f"bias_alignment={self.bias_alignment}"] if self.bias_alignment != 16 else []
         words += [name for name in ("dropout", "soft_cap", "deterministic") if getattr(self, name)]
         words += [f"gradients of {', '.join(self.wants)}"] if self.wants else []
         words += [f"alignment={self.alignment}"] if self.alignment != 16 else []

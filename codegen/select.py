@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jax_memeff.codegen.problem import DIRECTIONS, Dtype, Problem
-from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec, panel_columns
+from jax_memeff.codegen.spec import (
+    FAMILIES,
+    SPEC_DTYPES,
+    SPEC_GRADIENTS,
+    KernelSpec,
+    panel_columns,
+)
 from jax_memeff.codegen.support import (
+    bias_access,
     bias_gradient,
-    bias_per_row,
     family_reasons,
     mask_kind,
     pack_heads,
@@ -40,7 +47,9 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {"dropout": True},
     {"bias": "16", "wants": _ALL_GRADIENTS},
     {"bias": "16", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
+    {"bias": "16", "bias_layout": "shared", "bias_alignment": 2, "wants": _ALL_GRADIENTS},
     {"bias": "16", "bias_layout": "columns", "wants": _ALL_GRADIENTS},
+    {"bias": "16", "bias_layout": "rows"},
     {"bias": "32", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
     {
         "masks": frozenset({"window", "segments", "boolean"}),
@@ -138,7 +147,13 @@ class Row(NamedTuple):
 
 def _table(problem: Problem) -> list[KernelSpec]:
     rows = [*_rows_sm90(problem), *_rows_sm80(problem)]
-    return sorted((_spec(problem, row) for row in rows), key=lambda spec: spec.sort_key)
+    return sorted((_spec(problem, row) for row in rows), key=_order)
+
+
+def _order(spec: KernelSpec) -> tuple:
+    """Families, then little padding, then few split rows; other rows in the order of tiles/."""
+    split_rows = spec.tile.query if spec.split else math.inf
+    return FAMILIES.index(spec.family), spec.head_class, spec.value_class, split_rows
 
 
 def _rows_sm80(problem: Problem) -> Iterator[Row]:
@@ -182,7 +197,7 @@ def _spec(problem: Problem, row: Row) -> KernelSpec:
         soft_cap=problem.soft_cap,
         dropout=problem.dropout,
         bias=problem.bias,
-        bias_per_row=bias_per_row(problem),
+        bias_access=bias_access(problem),
         bias_gradient=bias_gradient(problem),
         gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
         split=row.split,

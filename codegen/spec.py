@@ -9,9 +9,11 @@ from typing import Literal, NamedTuple
 from jax_memeff.codegen.tiles import sm80, sm90
 
 MaskKind = Literal["none", "causal", "window"]
+BiasAccess = Literal["vectors", "words", "columns", "rows"]
 BiasGradient = Literal["none", "full", "shared", "columns"]
 
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
+BIAS_ACCESSES: tuple[BiasAccess, ...] = ("vectors", "words", "columns", "rows")
 BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns")
 SPEC_DTYPES: tuple[Literal["f16", "bf16"], ...] = ("f16", "bf16")
 SPEC_GRADIENTS = ("query", "key", "value")
@@ -49,7 +51,8 @@ class KernelSpec:
     ``head_class`` (of query and key) and ``value_class`` are padded dims; the real ones are
     run-time parameters. ``gradients`` are those that a backward computes, and () in a forward;
     the gradient of the bias is apart, because there are several ways to sum it. ``bias`` is the
-    number of bits of its elements, and ``bias_per_row`` says that it is not broadcast over rows.
+    number of bits of its elements, and ``bias_access`` how they come to the scores
+    (ffi/include/memeff/core/common.cuh).
     ``split`` is a forward that splits the keys over blocks and combines their results; with
     ``pack_heads`` its tiles have the rows of all query heads that share a key head.
     """
@@ -66,7 +69,7 @@ class KernelSpec:
     boolean: bool = False
     dropout: bool = False
     bias: Literal["16", "32"] | None = None
-    bias_per_row: bool = True
+    bias_access: BiasAccess = "vectors"
     bias_gradient: BiasGradient = "none"
     gradients: tuple[str, ...] = ()
     split: bool = False
@@ -91,7 +94,8 @@ class KernelSpec:
         words += ["softcap"] if self.soft_cap else []
         words += ["dropout"] if self.dropout else []
         if self.bias:
-            words.append(f"bias{self.bias}{'' if self.bias_per_row else 'columns'}")
+            access = "" if self.bias_access == "vectors" else self.bias_access
+            words.append(f"bias{self.bias}{access}")
         if self.direction == "backward" and self.gradients != SPEC_GRADIENTS:
             words.append("".join(f"d{gradient[0]}" for gradient in self.gradients) or "only")
         words += [f"dbias{self.bias_gradient}"] if self.bias_gradient != "none" else []
@@ -226,7 +230,7 @@ class KernelSpec:
             self.soft_cap,
             self.dropout,
             self.bias or "",
-            not self.bias_per_row,
+            BIAS_ACCESSES.index(self.bias_access),
             BIAS_GRADIENTS.index(self.bias_gradient),
             -len(self.gradients),
             self.gradients,
@@ -260,15 +264,18 @@ def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
 
 
 def _forward_shared_bytes(spec: KernelSpec) -> int:
-    """One tile each of query, key and value, and over them, at the end, the tile of the output."""
+    """One tile each of query, key, value and bias, and over them at the end that of the output."""
     assert isinstance(spec.tile, sm80.Tile)
     query, key = spec.tile.query, spec.tile.key
     loop = query * spec.head_class + key * (spec.head_class + spec.value_class)
     parked = 0
     if spec.tile.park:
-        # Two pointers a thread, and maximum and sum (f32) of each row that it holds elements of.
-        parked = spec.threads * (2 * 8 + 8 * (2 * query // (16 * spec.tile.warps)))
-    return max(loop * _BYTES_16_BIT + parked, query * spec.value_class * _BYTES_16_BIT)
+        # Pointers of a thread, and maximum and sum (f32) of each row that it holds elements of.
+        pointers = 3 if _bias_rows(spec, query) else 2
+        parked = spec.threads * (8 * pointers + 8 * (2 * query // (16 * spec.tile.warps)))
+    # Each warp has its own part of the bias.
+    bias = spec.tile.warps * _bias_bytes(spec, query // spec.tile.warps)
+    return max(loop * _BYTES_16_BIT + parked + bias, query * spec.value_class * _BYTES_16_BIT)
 
 
 def _split_shared_bytes(spec: KernelSpec) -> int:
@@ -286,9 +293,21 @@ def _split_shared_bytes(spec: KernelSpec) -> int:
 
 
 def _backward_shared_bytes(spec: KernelSpec) -> int:
-    """Tiles of query (two), dO, key, value, P and dS, and two of the rows' statistics (2 f32)."""
+    """Tiles of query (two), dO, key, value, P, dS, bias, and two of row statistics (2 f32)."""
     query, key = spec.tile.query, spec.tile.key
     elements = query * (2 * spec.head_class + spec.value_class)
     elements += key * (spec.head_class + spec.value_class)
     elements += 2 * query * key
-    return elements * _BYTES_16_BIT + 2 * query * 8
+    return elements * _BYTES_16_BIT + 2 * query * 8 + _bias_bytes(spec, query)
+
+
+def _bias_rows(spec: KernelSpec, rows: int) -> int:
+    """How many rows of the bias a tile of ``rows`` rows needs in shared memory."""
+    if spec.bias is None or spec.bias_access == "rows":
+        return 0
+    return 1 if spec.bias_access == "columns" else rows
+
+
+def _bias_bytes(spec: KernelSpec, rows: int) -> int:
+    """Shared memory of a tile of the bias (ffi/include/memeff/bias/tile.cuh)."""
+    return _bias_rows(spec, rows) * (spec.tile.key + 8) * int(spec.bias or 0) // 8

@@ -6,7 +6,7 @@ from typing import Literal
 
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasGradient, KernelSpec
+from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasAccess, BiasGradient, KernelSpec
 from jax_memeff.codegen.tiles import sm80
 
 _XLA = "pass implementation='xla'"
@@ -66,8 +66,8 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
             reasons.append(f"it is compiled {'with' if compiled else 'without'} {feature}")
     if spec.bias != problem.bias:
         reasons.append(f"its bias is {_bits(spec.bias)}, not {_bits(problem.bias)}")
-    if problem.bias and spec.bias_per_row != bias_per_row(problem):
-        reasons.append(f"its bias is {'not ' if spec.bias_per_row else ''}broadcast over rows")
+    if problem.bias and spec.bias_access != bias_access(problem):
+        reasons.append(f"it reads a bias by {spec.bias_access}, not by {bias_access(problem)}")
     if spec.bias_gradient != bias_gradient(problem):
         reasons.append(f"its bias gradient is {spec.bias_gradient}, not {bias_gradient(problem)}")
     if spec.split and problem.varlen:
@@ -85,16 +85,19 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"its tile is not for the mask {spec.mask}")
     modifiers = (
         ("soft cap", spec.soft_cap),
-        ("bias", spec.bias),
+        ("bias", spec.bias and spec.bias_access != "rows"),
         ("dropout", spec.dropout),
         ("segments", spec.segments),
         ("a boolean mask", spec.boolean),
     )
-    if refused := [name for name, on in modifiers if on and not spec.tile.serves(name)]:
-        reasons.append(f"its tile has no registers left for {' and '.join(refused)}")
+    unserved = [name for name, on in modifiers if on and name not in spec.tile.modifiers]
+    if unserved:
+        reasons.append(f"its tile has no registers left for {' and '.join(unserved)}")
     if spec.family == "sm90":
         if spec.varlen:
             reasons.append("its copies do not follow packed sequences yet")
+        if spec.bias:
+            reasons.append("it adds no bias yet")
         if problem.query_rows is not None:
             reasons.append("it does not split the keys, and there are too few tiles without that")
         if 2 * max(problem.head_dim, problem.value_dim) <= min(spec.head_class, spec.value_class):
@@ -103,11 +106,12 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"head_dim {problem.head_dim} is above its {spec.head_class}")
     if problem.value_dim > spec.value_class:
         reasons.append(f"value_dim {problem.value_dim} is above its {spec.value_class}")
-    available = sm80.part(problem.arch).max_shared_bytes
+    blocks = spec.tile.blocks_per_sm
+    available = sm80.part(problem.arch).shared_bytes(blocks)
     if spec.shared_bytes > available:
         reasons.append(
             f"it needs {spec.shared_bytes} bytes of shared memory, and a block on {problem.arch} "
-            f"has {available}"
+            f"has {available}{f' when {blocks} share an SM' if blocks > 1 else ''}"
         )
     for product, (rows, columns) in spec.products.items():
         warps = spec.threads // 32
@@ -161,14 +165,18 @@ def query_rows(
     return "64" if rows <= 64 or few_tiles else None
 
 
-def bias_per_row(problem: Problem) -> bool:
-    """Whether the bias differs from row to row."""
-    return problem.bias is None or problem.bias_layout != "columns"
+def bias_access(problem: Problem) -> BiasAccess:
+    """How the bias comes to the scores."""
+    if problem.bias and problem.bias_layout in ("columns", "rows"):
+        return problem.bias_layout
+    return "vectors" if problem.bias_alignment % 16 == 0 else "words"
 
 
 def bias_gradient(problem: Problem) -> BiasGradient:
-    """How the gradient of the bias is summed."""
-    return problem.bias_layout if problem.bias and "bias" in problem.wants else "none"
+    """How the gradient of the bias is summed; one that is broadcast over columns needs no sum."""
+    if problem.bias is None or problem.bias_layout == "rows" or "bias" not in problem.wants:
+        return "none"
+    return problem.bias_layout
 
 
 def _bits(bias: str | None) -> str:

@@ -226,6 +226,7 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
         varlen=avals.sequences is not None,
         bias=None if bias is None else "32" if bias.dtype == jnp.float32 else "16",
         bias_layout=_bias_layout(avals),
+        bias_alignment=_bias_alignment(avals),
         dropout=options.dropout_threshold > 0,
         soft_cap=options.soft_cap is not None,
         deterministic=options.deterministic_backward and wants is not None,
@@ -239,14 +240,22 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
     return dataclasses.replace(problem, query_rows=rows)
 
 
-def _bias_layout(avals: Operands) -> Literal["full", "shared", "columns"]:
+def _bias_layout(avals: Operands) -> Literal["full", "shared", "columns", "rows"]:
     """How the bias is broadcast, as far as kernels differ in it.
 
     The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
     """
     if avals.bias is None or avals.bias.shape == avals.scores:
         return "full"
+    if avals.bias.shape[3] == 1 and avals.scores[3] != 1:
+        return "rows"
     return "columns" if avals.bias.shape[2] == 1 else "shared"
+
+
+def _bias_alignment(avals: Operands) -> int:
+    """Bytes, up to 16, that every row of the bias starts at a multiple of."""
+    bias = avals.bias
+    return 16 if bias is None else math.gcd(16, bias.shape[3] * bias.dtype.itemsize)
 
 
 def _mask_names(mask: Mask) -> frozenset[str]:
@@ -272,7 +281,7 @@ def _require_lengths(avals: Operands) -> None:
 
 
 def _scores(avals: Operands, options: Options) -> dict[str, Any]:
-    """ScoreScale, windows, T of dropout, longest sequences (ffi/include/memeff/params.h)."""
+    """What ffi/src/call.cc decodes: ScoreScale, the windows of MaskParams, and other scalars."""
     scale, cap = options.scale, options.soft_cap
     log2e = math.log2(math.e)
     if cap is not None:
@@ -295,6 +304,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
         "windows": np.array(windows, np.int32),
         "dropout_threshold": np.int32(options.dropout_threshold),
         "longest": np.array(_longest(avals), np.int32),
+        "bias_alignment": np.int32(_bias_alignment(avals)),
     }
 
 

@@ -39,6 +39,8 @@ class Case:
     bias_dtype: str | None = None
     segments: int = 0
     boolean: tuple[str, ...] = ()
+    block: int | None = None
+    """Boolean masks, and ids that are not sorted, stay the same in blocks of so many positions."""
     dropout: float = 0.0
     position: tuple[int, int] | None = None
     packed: bool = False
@@ -56,6 +58,7 @@ class Case:
         words += [f"bias{self.bias}{self.bias_dtype or ''}"] if self.bias else []
         words += [f"{self.segments}segments"] if self.segments else []
         words += [f"mask{dims}" for dims in self.boolean]
+        words += [f"blocks{self.block}"] if self.block else []
         words += [f"dropout{self.dropout:g}"] if self.dropout else []
         words += [f"at{self.position[0]}x{self.position[1]}"] if self.position else []
         return "-".join(words)
@@ -120,9 +123,10 @@ class Case:
         return DropoutState(words, batch_base, head_index)
 
     def draw_bias(self, rng: np.random.Generator) -> Any:
-        """Normal numbers, and -inf (or what counts as it) in some elements."""
+        """Normal numbers, and -inf (or what counts as it) in some elements and in whole rows."""
         bias = rng.standard_normal(self.shape(self.bias or ""), np.float32)
         bias[rng.random(bias.shape) < 0.02] = -np.inf
+        bias[rng.random(bias.shape[:3]) < 0.04] = -np.inf
         if (dtype := jnp.dtype(self.bias_dtype or self.dtype)) != np.float16:
             bias[rng.random(bias.shape) < 0.02] = -2e38
         return bias.astype(dtype)
@@ -132,13 +136,22 @@ class Case:
         for index in range(self.segments):
             # Sorted ids first, with negative ones among them, then ids in no order.
             ids = [
-                rng.integers(-1, 3, size=(self.B, length)).astype(np.int32)
+                self.in_blocks(rng.integers(-1, 3, size=(self.B, length)).astype(np.int32))
                 for length in (self.T, self.S)
             ]
             mask &= Mask.segments(*(ids if index else map(np.sort, ids)))
         for dims in self.boolean:
-            mask &= Mask.boolean(rng.random(self.shape(dims)) < 0.8)
+            probability = 0.3 if self.block else 0.8
+            drawn = rng.random(self.shape(dims)) < probability
+            mask &= Mask.boolean(self.in_blocks(self.in_blocks(drawn), axis=2))
         return mask
+
+    def in_blocks(self, array: Any, axis: int = -1) -> Any:
+        """The array with the first of each ``block`` elements along ``axis`` in their place."""
+        if self.block is None or array.shape[axis] == 1:
+            return array
+        position = np.arange(array.shape[axis])
+        return np.take(array, position - position % self.block, axis)
 
 
 CAUSAL = {"mask": Mask.causal(), "mask_name": "causal"}
@@ -195,6 +208,10 @@ def _element_cases() -> list[Case]:
         found += [Case(T=77, S=201, H=128, bias=bias, bias_dtype="float32")]
         found += [Case(T=64, S=129, N=4, bias=bias, dtype="float16", soft_cap=2.0)]
         found += [Case(T=200, S=270, bias=bias, lengths=((200, 270), (33, 100)), **BOTTOM_RIGHT)]
+        # Rows of 16-byte multiples: other copies than those of the odd sizes above.
+        found += [Case(T=150, S=200, bias=bias), Case(T=200, S=136, N=4, K=2, bias=bias, **CAUSAL)]
+        found += [Case(T=77, S=264, H=128, bias=bias, bias_dtype="float32", **WINDOW)]
+        found += [Case(T=130, S=144, bias=bias, soft_cap=2.0, lengths=((77, 144), (130, 9)))]
     for T, S in ODD_SIZES:
         found += [Case(T=T, S=S, bias="BNTS", **WINDOW), Case(T=T, S=S, bias="1NTS", dropout=0.1)]
     for H, Hv in HEAD_DIMS:
@@ -207,10 +224,19 @@ def _element_cases() -> list[Case]:
         for mask in MASKS:
             found += [Case(T=200, S=270, segments=segments, **mask)]
         found += [Case(T=65, S=257, N=6, H=128, segments=segments, lengths=((65, 257), (40, 0)))]
+        # Tiles without a valid element, and with valid ones only.
+        found += [Case(T=700, S=650, segments=segments, block=90), Case(T=530, S=777, segments=2)]
+        found += [Case(T=400, S=2300, N=4, segments=segments, block=70, bias="BNTS", **CAUSAL)]
+        found += [Case(T=2200, S=300, K=1, H=128, segments=segments, block=64, dropout=0.2)]
     for boolean in BOOLEANS:
         for mask in MASKS:
             found += [Case(T=270, S=201, boolean=boolean, **mask)]
         found += [Case(T=129, S=64, N=4, H=128, boolean=boolean, dtype="float16")]
+        found += [Case(T=600, S=720, N=4, K=2, boolean=boolean, block=64, bias="BNTS")]
+        found += [Case(T=300, S=2500, H=128, boolean=boolean, block=150, **WINDOW)]
+        found += [Case(T=2500, S=300, boolean=boolean, segments=1, block=80)]
+        lengths = ((350, 500), (512, 77))
+        found += [Case(T=512, S=512, boolean=boolean, block=128, lengths=lengths, **CAUSAL)]
     return found
 
 

@@ -316,3 +316,21 @@ def test_too_many_tokens_are_an_error(fake_compiler):
         lower(varlen_loss, *varlen_shapes(total_q=2**28 + 1))
     with pytest.raises(UnsupportedError, match=f"got {2**29}"):
         lower(functools.partial(varlen_loss, longest=2**29), *varlen_shapes())
+
+
+@pytest.mark.parametrize(
+    ("S", "dtype", "alignment", "access"),
+    [
+        (120, jnp.bfloat16, 16, "vectors"),
+        (124, jnp.bfloat16, 8, "words"),
+        (124, jnp.float32, 16, "vectors"),
+        (123, jnp.bfloat16, 2, "words"),
+    ],
+    ids=str,
+)
+def test_rows_of_a_bias_decide_how_it_is_read(fake_compiler, S, dtype, alignment, access):
+    bias = jax.ShapeDtypeStruct((4, 128, S), dtype)
+    text = lower(lambda bias, *x: loss(*x, bias=bias), bias, *shapes(S=S))
+    ((spec, _),) = fake_compiler
+    assert spec.bias_access == access
+    assert f"bias_alignment = {alignment} : i32" in text

@@ -171,6 +171,20 @@ def test_only_the_gradient_of_the_bias(dims):
     )
 
 
+def test_the_gradient_of_a_shared_bias_needs_no_buffer_of_all_scores():
+    B, N, T, H = 32, 4, 1024, 64
+
+    def loss(query, key, value, bias):
+        out = jax_memeff.dot_product_attention(query, key, value, bias)
+        return jnp.sum(out.astype(jnp.float32))
+
+    operand = jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1, N, T, T), jnp.bfloat16)
+    program = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(operand, operand, operand, bias).compile()
+    memory = program.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < B * N * T * T * 2 / 2
+
+
 @pytest.mark.parametrize("case", [Case(B=2, T=1025, S=1023, N=4, K=4, H=128, **CAUSAL)], ids=str)
 def test_repeats_are_bit_equal(case):
     """out, dk and dv of 200 runs; dq is summed by atomics and may differ in its last bits."""

@@ -22,6 +22,13 @@ FIRST_CAPABILITY = 80
 """cp.async and bf16 mma.sync, which every kernel of the family uses, begin with sm_80."""
 
 
+MODIFIERS = ("soft cap", "bias", "dropout", "segments", "a boolean mask")
+"""What needs registers of its own in the main loop."""
+
+_NO_BOOLEAN = ("soft cap", "bias", "dropout", "segments")
+_NO_SOFT_CAP = ("bias", "dropout", "segments")
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """One row: the tile of scores a block works on, its warps, and how many blocks share an SM."""
@@ -31,9 +38,8 @@ class Tile:
     warps: int
     blocks_per_sm: int
     reason: str
-    modifiers: bool = True
-    """Whether the row also serves soft cap, bias, dropout, segments and boolean masks, which need
-    registers of their own."""
+    modifiers: tuple[str, ...] = MODIFIERS
+    """Which of ``MODIFIERS`` the row also serves, alone and together."""
     masks: tuple[str, ...] = ("none", "causal", "window")
     """The kinds of mask that the row serves."""
     park: bool = False
@@ -45,10 +51,6 @@ class Tile:
     """Of a split forward: tiles of keys and values in shared memory."""
     spill_bytes: int = 0
     """Bytes a thread may store to local memory, where that was measured to be faster than none."""
-
-    def serves(self, modifier: str) -> bool:
-        """Whether kernels of this row may have ``modifier``."""
-        return self.modifiers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +65,33 @@ class Part:
     split: Mapping[int, tuple[Tile, ...]]
     """Forwards whose keys are split, for few query rows."""
 
+    def shared_bytes(self, blocks: int) -> int:
+        """What each of ``blocks`` blocks on an SM may have; every one takes 1 KB for the system."""
+        return (self.max_shared_bytes + 1024) // blocks - 1024
+
 
 _FORWARD_64 = (
-    Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere", modifiers=False),
+    Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere", modifiers=()),
     Tile(
         128, 64, 4, 2, "half the score accumulators: with 128 keys soft cap, bias and dropout spill"
     ),
 )
-_FORWARD_96 = (Tile(128, 64, 4, 2, "54 KB: two blocks per SM; parked, or it spills", park=True),)
+_FORWARD_96 = (
+    Tile(128, 64, 4, 2, "54 KB: two blocks per SM; parked, or it spills", park=True),
+    Tile(64, 64, 4, 2, "54 KB with a 32-bit bias"),
+)
 _FORWARD_128 = (
-    Tile(128, 64, 4, 2, "70 KB: two blocks; parked, or it spills", modifiers=False, park=True),
-    Tile(64, 64, 4, 2, "half the accumulators: with 128 queries soft cap, bias and dropout spill"),
+    Tile(
+        128,
+        64,
+        4,
+        2,
+        "70 KB: two blocks; parked, or it spills; with bias 260 TFLOP/s, 64x64 213, at T 2048 on "
+        "an H200",
+        modifiers=_NO_BOOLEAN,
+        park=True,
+    ),
+    Tile(64, 64, 4, 2, "half the accumulators: with 128 queries a boolean mask spills"),
 )
 _FORWARD_192 = Tile(128, 64, 8, 1, "96 KB: one block per SM, so 8 warps to hide latency")
 
@@ -93,7 +111,7 @@ _SPLIT_64x128 = _split(
 )
 _SPLIT_64x64 = (
     dataclasses.replace(
-        _split(64, 64, 4, 2, 2, 3, "hd 128: 4.28 TB/s on an H200, 8 warps 3.71"), modifiers=False
+        _split(64, 64, 4, 2, 2, 3, "hd 128: 4.28 TB/s on an H200, 8 warps 3.71"), modifiers=()
     ),
     _split(64, 64, 8, 1, 2, 3, "with 4 warps soft cap, bias and dropout spill"),
 )
@@ -108,22 +126,22 @@ _SM80 = Part(
         128: _FORWARD_128,
         192: (_FORWARD_192,),
         256: (
-            Tile(128, 64, 8, 1, "128 KB; two blocks of 96 KB would not fit", modifiers=False),
+            Tile(128, 64, 8, 1, "128 KB; two blocks of 96 KB would not fit", modifiers=()),
             Tile(128, 32, 8, 1, "with 64 keys soft cap spills"),
         ),
     },
     backward={
         32: (
-            Tile(128, 128, 8, 1, "as 64: a square tile reads dQ least often", modifiers=False),
+            Tile(128, 128, 8, 1, "as 64: a square tile reads dQ least often", modifiers=()),
             Tile(64, 128, 8, 1, "as 64 with modifiers"),
         ),
         64: (
-            Tile(128, 128, 8, 1, "144 KB of 163 KB with two query tiles", modifiers=False),
+            Tile(128, 128, 8, 1, "144 KB of 163 KB with two query tiles", modifiers=()),
             Tile(64, 128, 8, 1, "with 128 queries soft cap spills 220 bytes"),
         ),
         96: (Tile(64, 128, 8, 1, "as 128: the long key tile halves the passes over dQ"),),
         128: (
-            Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 queries need 240 KB", modifiers=False),
+            Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 queries need 240 KB", modifiers=()),
             Tile(64, 64, 8, 1, "with 128 keys soft cap, bias and dropout spill 24 bytes"),
         ),
         192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
@@ -155,22 +173,37 @@ _SM86 = Part(
     name="sm_86, sm_89, sm_120, sm_121",
     max_shared_bytes=99 * 1024,
     forward={
-        32: _FORWARD_64,
-        64: _FORWARD_64,
-        96: (Tile(128, 32, 4, 2, "36 KB: the short key tile keeps two blocks in 100 KB"),),
-        128: (Tile(128, 32, 4, 2, "48 KB: the short key tile keeps two blocks in 100 KB"),),
+        32: (*_FORWARD_64, Tile(128, 32, 4, 2, "with a bias: two blocks in 100 KB")),
+        64: (*_FORWARD_64, Tile(128, 32, 4, 2, "with a bias: two blocks in 100 KB")),
+        96: (
+            Tile(128, 32, 4, 2, "36 KB: the short key tile keeps two blocks in 100 KB"),
+            Tile(64, 32, 4, 2, "with a 32-bit bias: two blocks in 100 KB"),
+        ),
+        128: (
+            Tile(128, 32, 4, 2, "48 KB: the short key tile keeps two blocks in 100 KB"),
+            Tile(64, 32, 4, 2, "with a bias: two blocks in 100 KB"),
+        ),
         192: (Tile(64, 64, 4, 1, "72 KB of 99 KB"),),
         256: (
-            Tile(64, 64, 4, 1, "96 KB of 99 KB", modifiers=False),
+            Tile(64, 64, 4, 1, "96 KB of 99 KB", modifiers=()),
             Tile(64, 32, 4, 1, "with 64 keys soft cap spills"),
         ),
     },
     backward={
         32: (Tile(64, 128, 8, 1, "as 64"),),
-        64: (Tile(64, 128, 8, 1, "88 KB of 99 KB; 128 query rows would need 144 KB"),),
+        64: (
+            Tile(64, 128, 8, 1, "89 KB of 99 KB; 128 query rows would need 144 KB"),
+            Tile(64, 64, 8, 1, "with a bias: 66 or 75 KB of 99 KB"),
+        ),
         96: (Tile(64, 64, 8, 1, "76 KB of 99 KB; 128 keys would need 116 KB"),),
-        128: (Tile(64, 64, 8, 1, "96 KB of 99 KB"),),
-        192: (Tile(32, 64, 8, 1, "92 KB of 99 KB; 64 query rows would need 136 KB"),),
+        128: (
+            Tile(64, 64, 8, 1, "97 KB of 99 KB"),
+            Tile(32, 64, 8, 1, "with a bias: 69 or 74 KB of 99 KB"),
+        ),
+        192: (
+            Tile(32, 64, 8, 1, "92 KB of 99 KB; 64 query rows would need 136 KB"),
+            Tile(32, 32, 4, 1, "with a 32-bit bias: 70 KB of 99 KB"),
+        ),
         256: (Tile(32, 32, 4, 1, "84 KB of 99 KB; 64 keys need 120 KB; 4 warps share 32x32"),),
     },
     split={
@@ -207,14 +240,27 @@ _SM90 = Part(
     forward={
         **_SM80.forward,
         256: (
-            Tile(64, 64, 4, 2, "96 KB: two blocks hide each other's softmax", modifiers=False),
+            Tile(64, 64, 4, 2, "96 KB: two blocks hide each other's softmax", modifiers=()),
             Tile(64, 32, 4, 2, "with 64 keys soft cap spills"),
         ),
     },
     backward={
         **_SM80.backward,
+        64: (
+            _SM80.backward[64][0],
+            Tile(
+                64,
+                64,
+                4,
+                2,
+                "with bias, forward+backward 180 TFLOP/s at T 2048 on an H200; 64x128 with eight "
+                "warps 168",
+                modifiers=_NO_BOOLEAN,
+            ),
+            _SM80.backward[64][1],
+        ),
         128: (
-            Tile(64, 128, 8, 1, "145 KB of 227 KB", modifiers=False, masks=("none",)),
+            Tile(64, 128, 8, 1, "145 KB of 227 KB", modifiers=_NO_SOFT_CAP, masks=("none",)),
             Tile(
                 64,
                 64,
@@ -222,10 +268,10 @@ _SM90 = Part(
                 2,
                 "causal forward+backward 266 TFLOP/s at T 2048 on an H200, 64x128 254: less waste "
                 "at the diagonal",
-                modifiers=False,
+                modifiers=_NO_SOFT_CAP,
                 masks=("causal", "window"),
             ),
-            Tile(64, 64, 8, 1, "with 128 keys soft cap spills 24 bytes"),
+            Tile(64, 64, 8, 1, "with 128 keys soft cap beside a bias spills, and a boolean mask"),
         ),
         256: (
             Tile(

@@ -33,15 +33,11 @@ class Tile:
     """Buffers of queries in a forward: with two, the next tile's arrive while this one's output
     leaves."""
     modifiers: tuple[str, ...] = ()
-    """What changes scores or probabilities, and needs registers of its own, that the row serves."""
+    """Which of ``sm80.MODIFIERS`` the row also serves, alone and together."""
     masks: tuple[str, ...] = ("none", "causal", "window")
     """The kinds of mask that the row serves."""
     spill_bytes: int = 0
     """Bytes a thread may store to local memory, where that was measured to be faster than none."""
-
-    def serves(self, modifier: str) -> bool:
-        """Whether kernels of this row may have ``modifier``."""
-        return modifier in self.modifiers
 
     @property
     def blocks_per_sm(self) -> int:

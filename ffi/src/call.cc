@@ -42,14 +42,16 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   auto windows = attributes.get<ffi::Span<const int32_t>>("windows");
   auto dropout_threshold = attributes.get<int32_t>("dropout_threshold");
   auto longest = attributes.get<ffi::Span<const int32_t>>("longest");
+  auto bias_alignment = attributes.get<int32_t>("bias_alignment");
   auto kernels = attributes.get<ffi::Dictionary>("kernels");
   if (!operands.has_value() || !results.has_value() || !scale.has_value() || !windows.has_value() ||
-      !dropout_threshold.has_value() || !longest.has_value() || !kernels.has_value() ||
-      scale->size() != 3 || windows->size() != 4 || longest->size() != 2) {
+      !dropout_threshold.has_value() || !longest.has_value() || !bias_alignment.has_value() ||
+      !kernels.has_value() || scale->size() != 3 || windows->size() != 4 || longest->size() != 2) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "the custom call needs the attributes operands, results, scale "
-                                   "(3), windows (4), dropout_threshold, longest (2) and kernels "
-                                   "(was the program exported by another version?)"));
+                                   "(3), windows (4), dropout_threshold, longest (2), "
+                                   "bias_alignment and kernels (was the program exported by "
+                                   "another version?)"));
   }
   auto table = KernelTable::decode(*kernels);
   if (!table.has_value()) return ffi::Unexpected(table.error());
@@ -66,6 +68,7 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   call->dropout_threshold = *dropout_threshold;
   call->longest_query = (*longest)[0];
   call->longest_key = (*longest)[1];
+  call->bias_alignment = *bias_alignment;
   if (ffi::Error error = call->kernels.load(); error.failure()) return ffi::Unexpected(error);
   return call;
 }
@@ -135,14 +138,17 @@ TensorView Buffers::tensor(const std::string& name) {
   view.batch_stride = dims[1] * view.row_stride;
   view.data = static_cast<char*>(data(name)) +
               place(name)->slot * slot_stride * ffi::ByteWidth(buffer(name)->element_type());
-  if (reinterpret_cast<std::uintptr_t>(view.data) % kAlignment != 0) {
-    fail(name + " starts at an address that is not a multiple of " + std::to_string(kAlignment) +
-         " bytes, which this kernel was compiled for: copy it before the call");
-  }
+  require_alignment(name, view.data, kAlignment);
   return view;
 }
 
-ScoreView Buffers::scores(const std::string& name) {
+void Buffers::require_alignment(const std::string& name, const void* data, int alignment) {
+  if (reinterpret_cast<std::uintptr_t>(data) % alignment == 0) return;
+  fail(name + " starts at an address that is not a multiple of " + std::to_string(alignment) +
+       " bytes, which this kernel was compiled for: copy it before the call");
+}
+
+ScoreView Buffers::scores(const std::string& name, int alignment) {
   ScoreView view = {};
   if (!has(name)) return view;
   auto const dims = dimensions(name);
@@ -155,7 +161,9 @@ ScoreView Buffers::scores(const std::string& name) {
     for (size_t inner = dim + 1; inner < dims.size(); ++inner) elements *= dims[inner];
     return elements;
   };
-  return {data(name), stride(0), stride(1), stride(2), stride(3)};
+  view = {data(name), stride(0), stride(1), stride(2), stride(3)};
+  require_alignment(name, view.data, alignment);
+  return view;
 }
 
 ProblemShape Buffers::shape() {

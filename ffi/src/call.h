@@ -31,6 +31,7 @@ struct Call {
   int dropout_threshold;
   int longest_query;  // of packed sequences
   int longest_key;
+  int bias_alignment;  // bytes that the kernel expects rows of the bias to start at a multiple of
 
   static xla::ffi::ErrorOr<std::unique_ptr<Call>> decode(const xla::ffi::Dictionary& attributes);
 };
@@ -51,8 +52,9 @@ class Buffers {
   // A row-major [batch, sequence, head, dim] array whose rows the kernels move 16 bytes at a time.
   TensorView tensor(const std::string& name);
 
-  // A row-major buffer that broadcasts to the scores; null where the call has none of this name.
-  ScoreView scores(const std::string& name);
+  // A row-major buffer that broadcasts to the scores, and starts at a multiple of `alignment`
+  // bytes; null where the call has none of this name.
+  ScoreView scores(const std::string& name, int alignment = 1);
 
   size_t bytes(const std::string& name);
 
@@ -67,6 +69,7 @@ class Buffers {
   const Place* place(const std::string& name) const;
   std::optional<xla::ffi::AnyBuffer> buffer(const std::string& name);
   void fail(const std::string& message);
+  void require_alignment(const std::string& name, const void* data, int alignment);
 
   const Call& call_;
   const xla::ffi::RemainingArgs& arguments_;
@@ -76,6 +79,7 @@ class Buffers {
 
 // Mask and dropout of a call with the pointers of this execution.
 MaskParams mask_of(const Call& call, Buffers& buffers);
+
 DropoutParams dropout_of(const Call& call, Buffers& buffers);
 
 xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,

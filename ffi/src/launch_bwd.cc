@@ -22,7 +22,7 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.scale = call.scale;
   params.mask = mask_of(call, buffers);
   params.dropout = dropout_of(call, buffers);
-  params.bias = buffers.scores("bias");
+  params.bias = buffers.scores("bias", call.bias_alignment);
   params.query = buffers.tensor("query");
   params.key = buffers.tensor("key");
   params.value = buffers.tensor("value");
@@ -35,7 +35,7 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.logsumexp_gradient = static_cast<const float*>(buffers.data("logsumexp_gradient"));
   params.row_statistics = static_cast<float*>(buffers.data("row_statistics"));
   params.query_gradient_sum = static_cast<float*>(buffers.data("query_gradient_sum"));
-  params.bias_gradient = buffers.scores("bias_gradient");
+  params.bias_gradient = buffers.scores("bias_gradient", call.bias_alignment);
   params.bias_gradient_sum = static_cast<float*>(buffers.data("bias_gradient_sum"));
   if (buffers.error().failure()) return buffers.error();
 

@@ -12,7 +12,7 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.scale = call.scale;
   params.mask = mask_of(call, buffers);
   params.dropout = dropout_of(call, buffers);
-  params.bias = buffers.scores("bias");
+  params.bias = buffers.scores("bias", call.bias_alignment);
   params.query = buffers.tensor("query");
   params.key = buffers.tensor("key");
   params.value = buffers.tensor("value");

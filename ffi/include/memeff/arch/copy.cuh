@@ -36,9 +36,9 @@ CUTE_DEVICE void store_shared_vector(uint32_t address, float x, float y, float z
                : "memory");
 }
 
-CUTE_DEVICE float load_shared_float(uint32_t address) {
-  float value;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+CUTE_DEVICE uint32_t load_shared(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
 
@@ -65,6 +65,12 @@ CUTE_DEVICE uint4 load_shared_vector(uint32_t address) {
 CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// The first `bytes` of 4 bytes, and zeros behind them.
+CUTE_DEVICE void copy_word_async(uint32_t shared, void const* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");
 }
 

@@ -3,66 +3,92 @@
 
 #include <cute/tensor.hpp>
 
-#include <memeff/bias/score_view.cuh>
+#include <memeff/bias/tile.cuh>
 
 namespace memeff {
 
-// A bias below this masks its element, as -inf does.
-constexpr float kMaskedBias = -1e37f;
+// The pairs of neighbouring columns that a lane owns of a 16x16 block of a BiasTile, in the layout
+// of the accumulators.
+template <class Tile>
+class BiasReader {
+ public:
+  using Element = typename Tile::Element;
 
-// x = x * softmax_scale + bias * log2(e): from here on scores are exponents of two, see ScoreScale.
-// Elements beyond the bounds, which count from the tile's first element, get a bias of 0.
-//
-// kPerRow is false for a bias that is broadcast over rows, which is loaded once for all of them.
-template <class Element, class Grid, bool kPerRow>
-struct BiasAdder {
-  template <class Accumulators>
-  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
-                              int column_bound, float softmax_scale) {
-    if (bias.paired) {
-      add<true>(scores, bias, row_bound, column_bound, softmax_scale);
+  // `row` and `column` are those of the warp's first element inside the tile, and `source` is where
+  // the tile's first element stands in global memory.
+  CUTE_DEVICE BiasReader(uint32_t tile, int row, int column, char const* source,
+                         long long row_bytes) {
+    int const lane = thread_index() % kWarpSize;
+    int const lane_row = kMatrices ? lane % 16 : lane / 4;
+    int const lane_column = kMatrices ? lane / 16 * 8 : lane % 4 * 2;
+    int const first_row = Tile::kPerRow ? row + lane_row : 0;
+    base_ = tile + first_row * Tile::kRowBytes + (column + lane_column) * int(sizeof(Element));
+    // Rows of a lane differ by multiples of eight, so that they begin alike in their words.
+    shift_ = kMatrices ? 0 : Tile::bit_shift(source + first_row * row_bytes);
+  }
+
+  // pairs[chunk][half]: half is 1 in rows 8-15, chunk is 1 in columns 8-15.
+  CUTE_DEVICE void load(float2 (&pairs)[2][2], int row_block, int column_block) const {
+    uint32_t const block = base_ + (Tile::kPerRow ? row_block * 16 * Tile::kRowBytes : 0) +
+                           column_block * 16 * int(sizeof(Element));
+    if constexpr (kMatrices) {
+      uint32_t fragment[4];
+      load_matrix<false>(fragment, block);
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) pairs[i / 2][i % 2] = unpack_pair(fragment[i]);
     } else {
-      add<false>(scores, bias, row_bound, column_bound, softmax_scale);
+      CUTE_UNROLL
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        uint32_t const address = block + chunk * 8 * int(sizeof(Element));
+        pairs[chunk][0] = load_pair(address);
+        pairs[chunk][1] =
+            Tile::kPerRow ? load_pair(address + 8 * Tile::kRowBytes) : pairs[chunk][0];
+      }
     }
   }
 
  private:
-  template <bool kPaired, class Accumulators>
-  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
-                              int column_bound, float softmax_scale) {
-    int const thread = thread_index();
-    if constexpr (kPerRow) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {
-        int const row = Grid::element_row(2 * (r % 2), r / 2, thread);
-        int const bound = row < row_bound ? column_bound : 0;
-        CUTE_UNROLL
-        for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
-          int const column = Grid::element_column(0, n, thread);
-          add_pair(scores, r, n, bias.template load<kPaired>(row, column, bound), softmax_scale);
-        }
-      }
+  static constexpr bool kMatrices = Tile::kVectors && sizeof(Element) == 2;
+
+  CUTE_DEVICE static float2 unpack_pair(uint32_t pair) {
+    return make_float2(unpack<Element>(pair, 0), unpack<Element>(pair, 1));
+  }
+
+  CUTE_DEVICE float2 load_pair(uint32_t address) const {
+    if constexpr (sizeof(Element) == 4) {
+      return load_shared_pair(address);
     } else {
-      CUTE_UNROLL
-      for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
-        int const column = Grid::element_column(0, n, thread);
-        auto const pair = bias.template load<kPaired>(0, column, column_bound);
-        CUTE_UNROLL
-        for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) add_pair(scores, r, n, pair, softmax_scale);
-      }
+      return unpack_pair(__funnelshift_r(load_shared(address), load_shared(address + 4), shift_));
     }
   }
 
-  template <class Accumulators>
-  CUTE_DEVICE static void add_pair(Accumulators& scores, int r, int n, Pair<Element> const& bias,
-                                   float softmax_scale) {
-    add_one(scores(2 * (r % 2), r / 2, n), float(bias.first), softmax_scale);
-    add_one(scores(2 * (r % 2) + 1, r / 2, n), float(bias.second), softmax_scale);
-  }
-
-  CUTE_DEVICE static void add_one(float& score, float bias, float softmax_scale) {
-    score = bias < kMaskedBias ? -infinity() : fmaf(score, softmax_scale, bias * kLog2e);
-  }
+  uint32_t base_;
+  uint32_t shift_;
 };
+
+// x = x * softmax_scale + bias * log2(e): from here on scores are exponents of two, see ScoreScale.
+template <class Tile, class Accumulators>
+CUTE_DEVICE void add_bias(Accumulators& scores, BiasReader<Tile> const& bias, float softmax_scale) {
+  auto add = [&](float& score, float x) {
+    score = x < kMaskedBias ? -infinity() : fmaf(score, softmax_scale, x * kLog2e);
+  };
+  constexpr int kRowBlocks = cute::size<1>(Accumulators{});
+  constexpr int kColumnBlocks = cute::size<2>(Accumulators{}) / 2;
+  CUTE_UNROLL
+  for (int block = 0; block < kColumnBlocks; ++block) {
+    float2 pairs[2][2];
+    CUTE_UNROLL
+    for (int m = 0; m < kRowBlocks; ++m) {
+      if (Tile::kPerRow || m == 0) bias.load(pairs, m, block);
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        int const chunk = i / 2;
+        int const half = i % 2;
+        add(scores(2 * half, m, 2 * block + chunk), pairs[chunk][half].x);
+        add(scores(2 * half + 1, m, 2 * block + chunk), pairs[chunk][half].y);
+      }
+    }
+  }
+}
 
 }  // namespace memeff

@@ -10,6 +10,7 @@
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/bias/score_view.cuh>
+#include <memeff/collective/epilogue.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
 
 namespace memeff {
@@ -35,6 +36,7 @@ struct ScoreTilePosition {
 
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::none> {
+  static constexpr bool kFromTile = false;
   CUTE_DEVICE BiasGradientWriter(BackwardParams const&, ScoreTilePosition) {}
   CUTE_DEVICE void block(int, int, float const (&)[2][4]) {}
   CUTE_DEVICE void finish() {}
@@ -42,8 +44,13 @@ struct BiasGradientWriter<Config, BiasGradient::none> {
 
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::full> {
-  using Grid = typename BackwardTiles<Config>::ScoreGrid;
-  using Plane = ScorePlane<typename Config::BiasElement>;
+  using Tiles = BackwardTiles<Config>;
+  using Grid = typename Tiles::ScoreGrid;
+  using Element = typename Config::BiasElement;
+  using Plane = ScorePlane<Element>;
+  // The dS that dq and dk read from shared memory is stored as it is, unless soft cap changes it.
+  static constexpr bool kVectors = Config::kBiasAccess == BiasAccess::vectors;
+  static constexpr bool kFromTile = kVectors && sizeof(Element) == 2 && !Config::kSoftCap;
   Plane plane;
   int row_bound;
   int column_bound;
@@ -55,6 +62,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
 
   // gradient[chunk][element] of the 16x16 block (m, column_block).
   CUTE_DEVICE void block(int m, int column_block, float const (&gradient)[2][4]) {
+    if constexpr (kFromTile) return;
     int const thread = thread_index();
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -70,15 +78,25 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
 
   CUTE_DEVICE void finish() {}
 
+  // Stores the dS of a visit, which the whole CTA has written.
+  CUTE_DEVICE static void store(BackwardParams const& params, ScoreTilePosition const& position,
+                                uint32_t score_tile) {
+    Plane const plane(params.bias_gradient, position.batch, position.head, position.row,
+                      position.column);
+    store_rows<typename Tiles::ScoreTile, Tiles::kThreads>(
+        score_tile, reinterpret_cast<char*>(plane.origin), plane.row_stride * sizeof(Element),
+        params.shape.query_length - position.row, params.shape.key_length - position.column);
+  }
+
   // Writes zeros for the rows [begin, end) of a tile of columns, which no visit computes.
   CUTE_DEVICE static void skip(BackwardParams const& params, int batch, int head, int column,
                                int begin, int end) {
-    constexpr int kThreads = BackwardTiles<Config>::kThreads;
+    constexpr int kThreads = Tiles::kThreads;
     Plane const plane(params.bias_gradient, batch, head, 0, column);
     int const columns = min(Config::kTileKey, params.shape.key_length - column);
     for (int row = begin + threadIdx.x / kWarpSize; row < end; row += kThreads / kWarpSize) {
       for (int i = threadIdx.x % kWarpSize; i < columns; i += kWarpSize) {
-        *plane.at(row, i) = typename Config::BiasElement(0.0f);
+        *plane.at(row, i) = Element(0.0f);
       }
     }
   }
@@ -87,6 +105,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::shared> {
   using Tiles = BackwardTiles<Config>;
+  static constexpr bool kFromTile = false;
   float* sums;
 
   CUTE_DEVICE BiasGradientWriter(BackwardParams const& params, ScoreTilePosition const& tile)
@@ -111,6 +130,7 @@ template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::columns> {
   using Tiles = BackwardTiles<Config>;
   using Grid = typename Tiles::ScoreGrid;
+  static constexpr bool kFromTile = false;
   float* sums;
   float column_sums[Grid::kColumnBlocks][2][2];
 

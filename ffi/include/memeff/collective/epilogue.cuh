@@ -5,14 +5,11 @@
 
 namespace memeff {
 
-// `rows` points to element (0, 0) of the tile in global memory; only rows below row_bound and
-// columns below column_bound are written. The shared tile must be free on entry for all threads of
-// the CTA.
-template <class Element, class Tile, class Grid, int kThreads, class Accumulators>
-CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, char* rows,
-                            long long row_bytes, int row_bound, int column_bound) {
-  store_accumulators<Element, Tile, Grid>(tile, accumulators);
-  __syncthreads();
+// Stores a shared tile. `rows` points to element (0, 0) of the tile in global memory; only rows
+// below row_bound and columns below column_bound are written.
+template <class Tile, int kThreads>
+CUTE_DEVICE void store_rows(uint32_t tile, char* rows, long long row_bytes, int row_bound,
+                            int column_bound) {
   constexpr int kRowChunks = Tile::kColumns / 8;
   CUTE_UNROLL
   for (int i = threadIdx.x; i < Tile::kRows * kRowChunks; i += kThreads) {
@@ -23,6 +20,15 @@ CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, cha
           load_shared_vector(tile + Tile::byte_offset(row, chunk));
     }
   }
+}
+
+// The same from accumulators. The shared tile must be free on entry for all threads of the CTA.
+template <class Element, class Tile, class Grid, int kThreads, class Accumulators>
+CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, char* rows,
+                            long long row_bytes, int row_bound, int column_bound) {
+  store_accumulators<Element, Tile, Grid>(tile, accumulators);
+  __syncthreads();
+  store_rows<Tile, kThreads>(tile, rows, row_bytes, row_bound, column_bound);
 }
 
 }  // namespace memeff

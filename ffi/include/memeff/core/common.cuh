@@ -21,6 +21,13 @@ enum class MaskKind { none, causal, window };
 // How the gradient of the bias is summed: see bias/gradient.cuh.
 enum class BiasGradient { none, full, shared, columns };
 
+// How a bias comes to the scores: see bias/tile.cuh.
+//   vectors  by tiles, 16 bytes at a time: each row begins at a multiple of 16 bytes
+//   words    by tiles, 4 bytes at a time: rows begin anywhere
+//   columns  broadcast over rows: one row of each tile
+//   rows     broadcast over columns: one element a row
+enum class BiasAccess { vectors, words, columns, rows };
+
 CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CUTE_HOST_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 

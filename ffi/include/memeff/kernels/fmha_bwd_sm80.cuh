@@ -51,17 +51,19 @@ struct FmhaBackwardSm80 {
   // ahead.
   static constexpr int kReadAhead = Config::kWarps == 4 ? 1 : 2;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
+  static constexpr bool kBiasTile = has_bias_tile<Config>();
+  using BiasRows = BiasTile<Config, kTileQuery, kTileKey, kThreads>;
   static constexpr int kSharedBytes = KeyTile::kBytes + ValueTile::kBytes + 2 * QueryTile::kBytes +
                                       OutTile::kBytes + 2 * ScoreTile::kBytes +
-                                      2 * kStatisticsBytes;
+                                      2 * kStatisticsBytes + bias_tile_bytes<Config, BiasRows>();
 
   // dS is needed by dq and dk through shared memory, and is the gradient of the bias; where all of
   // them are frozen, dv needs P alone.
-  static constexpr bool kStoreScoreGradient = Config::kQueryGradient || Config::kKeyGradient;
+  using BiasWriter = BiasGradientWriter<Config>;
+  static constexpr bool kStoreScoreGradient =
+      Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kFromTile;
   static constexpr bool kScoreGradient =
       kStoreScoreGradient || Config::kBiasGradient != BiasGradient::none;
-
-  using BiasWriter = BiasGradientWriter<Config>;
 
   // One visit of the loop: a tile of rows of one query head.
   struct Visit {
@@ -79,10 +81,11 @@ struct FmhaBackwardSm80 {
     uint32_t const probability_tile = out_tile + OutTile::kBytes;
     uint32_t const score_tile = probability_tile + ScoreTile::kBytes;
     uint32_t const statistics_buffers = score_tile + ScoreTile::kBytes;
+    uint32_t const bias_tile = statistics_buffers + 2 * kStatisticsBytes;
 
     ProblemShape const& shape = params.shape;
-    WorkItem const item =
-        WorkItem::of_block(blockIdx.x, ceil_div(shape.key_length, kTileKey), shape.key_heads);
+    WorkItem const item = work_item<Config>(shape, params.bias, blockIdx.x,
+                                            ceil_div(shape.key_length, kTileKey), shape.key_heads);
     int const column = item.tile * kTileKey;
     ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
@@ -118,6 +121,14 @@ struct FmhaBackwardSm80 {
                                           mask.query_length - visit.row, shape.value_dim);
     };
 
+    auto load_bias = [&](Visit const& visit) {
+      if constexpr (kBiasTile) {
+        BiasRows::copy(bias_tile, thread_index(), bias_source(params, item.batch, visit, column),
+                       bias_row_bytes(params), mask.query_length - visit.row,
+                       mask.key_length - column);
+      }
+    };
+
     if constexpr (Config::kBiasGradient == BiasGradient::full) {
       for (int i = 0; i < shape.group; ++i) {
         int const head = item.head * shape.group + i;
@@ -148,6 +159,7 @@ struct FmhaBackwardSm80 {
           params.value.row_stride * sizeof(Element), column_bound, shape.value_dim);
       load_query(visit_at(0), 0);
       load_out_gradient(visit_at(0));
+      load_bias(visit_at(0));
       commit_copies();
     }
 
@@ -181,15 +193,19 @@ struct FmhaBackwardSm80 {
                                                                              ScoreGrid::column()));
       }
 
-      probabilities(params, statistics_buffers + index % 2 * kStatisticsBytes, item.batch, visit,
-                    mask, column, scores, score_gradient);
+      probabilities(params, statistics_buffers + index % 2 * kStatisticsBytes, bias_tile,
+                    item.batch, visit, mask, column, scores, score_gradient);
       if constexpr (Config::kValueGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
       }
       if constexpr (kStoreScoreGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(score_tile, score_gradient);
       }
-      __syncthreads();  // P and dS are complete
+      __syncthreads();  // P and dS are complete; nobody reads this bias any more
+      if (kBiasTile && has_next) load_bias(visit_at(index + 1));
+      if constexpr (BiasWriter::kFromTile) {
+        BiasWriter::store(params, {item.batch, visit.head, visit.row, column}, score_tile);
+      }
 
       if constexpr (Config::kValueGradient) {
         warp_gemm<Element, kTileQuery / 16, kReadAhead>(
@@ -248,15 +264,18 @@ struct FmhaBackwardSm80 {
   // scores: S -> P.  score_gradient: dP -> dS, the gradient of query.key without the user's scale.
   template <class Mask, class Scores>
   CUTE_DEVICE static void probabilities(BackwardParams const& params, uint32_t statistics,
-                                        int batch, Visit const& visit, Mask const& mask, int column,
-                                        Scores& scores, Scores& score_gradient) {
+                                        uint32_t bias_tile, int batch, Visit const& visit,
+                                        Mask const& mask, int column, Scores& scores,
+                                        Scores& score_gradient) {
     prescale_scores<Config::kSoftCap>(scores, params.scale);
     Scores const capped = scores;  // read where a bias changes what the soft cap's derivative needs
-    if constexpr (Config::kBias) {
-      using BiasElement = typename Config::BiasElement;
-      BiasAdder<BiasElement, ScoreGrid, Config::kBiasPerRow>::add(
-          scores, ScorePlane<BiasElement>(params.bias, batch, visit.head, visit.row, column),
-          mask.query_length - visit.row, mask.key_length - column, params.scale.softmax_scale);
+    if constexpr (kBiasTile) {
+      int const thread = thread_index();
+      add_bias(
+          scores,
+          BiasReader<BiasRows>(bias_tile, ScoreGrid::row(thread), ScoreGrid::column(thread),
+                               bias_source(params, batch, visit, column), bias_row_bytes(params)),
+          params.scale.softmax_scale);
     }
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, visit.head,
                                               visit.row, column);
@@ -289,7 +308,7 @@ struct FmhaBackwardSm80 {
           block_gradient[chunk][element] = gradient;
           if constexpr (Config::kSoftCap) {
             // tanh is at least -1; a masked score is -inf, and its derivative 0 as it should be.
-            float const x = Config::kBias ? capped(element, m, n) : fmaxf(score, -1.0f);
+            float const x = kBiasTile ? capped(element, m, n) : fmaxf(score, -1.0f);
             gradient *= fmaf(-x, x, 1.0f);
           }
           score = keep.select(probability, half, chunk, i);
@@ -330,7 +349,18 @@ struct FmhaBackwardSm80 {
 
   // Scores that met a bias are exponents of two already.
   CUTE_DEVICE static float exponent_scale(BackwardParams const& params) {
-    return Config::kBias ? 1.0f : params.scale.softmax_scale;
+    return kBiasTile ? 1.0f : params.scale.softmax_scale;
+  }
+
+  // Where the tile of the bias that a visit needs begins in global memory.
+  CUTE_DEVICE static char const* bias_source(BackwardParams const& params, int batch,
+                                             Visit const& visit, int column) {
+    return bias_row<Config>(params.bias, batch, visit.head, visit.row) +
+           column * (long long)sizeof(typename Config::BiasElement);
+  }
+
+  CUTE_DEVICE static long long bias_row_bytes(BackwardParams const& params) {
+    return params.bias.row_stride * sizeof(typename Config::BiasElement);
   }
 
   // What dropout multiplies the probabilities that it keeps by.

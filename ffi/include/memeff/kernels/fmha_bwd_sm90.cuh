@@ -290,7 +290,7 @@ struct FmhaBackwardSm90 {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         float const logsumexp =
-            load_shared_float(statistics + ScoreGrid::element_column(i, n, thread) * 8);
+            __uint_as_float(load_shared(statistics + ScoreGrid::element_column(i, n, thread) * 8));
         CUTE_UNROLL
         for (int half = 0; half < 2; ++half) {
           float& score = scores(2 * half + i, 0, n);
@@ -317,8 +317,8 @@ struct FmhaBackwardSm90 {
         float delta[2];
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          delta[i] =
-              load_shared_float(statistics + ScoreGrid::element_column(i, n, thread) * 8 + 4);
+          delta[i] = __uint_as_float(
+              load_shared(statistics + ScoreGrid::element_column(i, n, thread) * 8 + 4));
         }
         CUTE_UNROLL
         for (int half = 0; half < 2; ++half) {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <memeff/bias/add.cuh>
+#include <memeff/bias/rows.cuh>
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
@@ -35,15 +36,22 @@ struct FmhaForwardSm80 {
   static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
   using Softmax = OnlineSoftmax<kRowBlocks>;
   using SourcePointer = ParkedPointer<Config::kParkRegisters>;
+  // Each warp copies and reads its own rows of a bias, so that it waits for no other.
+  static constexpr bool kBiasTile = has_bias_tile<Config>();
+  using BiasRows = BiasTile<Config, kWarpRows, kTileKey, kWarpSize>;
+  static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
+  using BiasPointer = ParkedPointer<Config::kParkRegisters && kBiasTile>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
   using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
   using ValueTile = SharedTile<kTileKey, Config::kValueDim>;
   using OutTile = SharedTile<kTileQuery, Config::kValueDim>;  // over the others, at the end
   static constexpr int kParkedBytes =
-      Config::kParkRegisters ? kThreads * (Softmax::kParkedBytes + 2 * SourcePointer::kBytes) : 0;
-  static constexpr int kLoopBytes =
-      QueryTile::kBytes + KeyTile::kBytes + ValueTile::kBytes + kParkedBytes;
+      Config::kParkRegisters
+          ? kThreads * (Softmax::kParkedBytes + 2 * SourcePointer::kBytes + BiasPointer::kBytes)
+          : 0;
+  static constexpr int kLoopBytes = QueryTile::kBytes + KeyTile::kBytes + ValueTile::kBytes +
+                                    kParkedBytes + Config::kWarps * kBiasBytes;
   static constexpr int kSharedBytes = kLoopBytes > OutTile::kBytes ? kLoopBytes : OutTile::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
@@ -54,9 +62,11 @@ struct FmhaForwardSm80 {
     uint32_t const parked_key = value_tile + ValueTile::kBytes;
     uint32_t const parked_value = parked_key + kThreads * SourcePointer::kBytes;
     uint32_t const parked_rows = parked_value + kThreads * SourcePointer::kBytes;
+    uint32_t const parked_bias = parked_rows + kThreads * Softmax::kParkedBytes;
+    uint32_t const bias_tiles = value_tile + ValueTile::kBytes + kParkedBytes;
 
     ProblemShape const& shape = params.shape;
-    WorkItem const item = work_item(shape, blockIdx.x);
+    WorkItem const item = work_item(params, blockIdx.x);
     int const row = item.tile * kTileQuery;
     int const key_head = item.head / shape.group;
 
@@ -89,6 +99,20 @@ struct FmhaForwardSm80 {
       commit_copies();
     };
 
+    BiasPointer const bias_rows(
+        parked_bias, bias_row<Config>(params.bias, item.batch, item.head, row + ScoreGrid::row()));
+    auto load_bias = [&](int tile) {
+      if constexpr (kBiasTile) {
+        int const thread = thread_index();
+        int const column = tile * kTileKey;
+        BiasRows::copy(bias_tiles + thread / kWarpSize * kBiasBytes, thread % kWarpSize,
+                       bias_rows.get() + column * sizeof(typename Config::BiasElement),
+                       params.bias.row_stride * sizeof(typename Config::BiasElement),
+                       mask.query_length - row - ScoreGrid::row(thread), mask.key_length - column);
+        commit_copies();
+      }
+    };
+
     auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(output);
     Softmax softmax;
@@ -100,6 +124,7 @@ struct FmhaForwardSm80 {
           row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head),
           params.query.row_stride * sizeof(Element), mask.query_length - row, shape.head_dim);
       load_key(tiles.end - 1);
+      load_bias(tiles.end - 1);
     }
 
     LeftOperand<QueryTile, Contiguous::k, kRowBlocks> const query(query_tile, ScoreGrid::row());
@@ -108,7 +133,7 @@ struct FmhaForwardSm80 {
 
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       int const column = tile * kTileKey;
-      wait_copies<0>();
+      wait_copies<kBiasTile ? 1 : 0>();
       __syncthreads();  // keys are here; nobody reads the previous values any more
       load_value(tile);
 
@@ -121,11 +146,14 @@ struct FmhaForwardSm80 {
       if (tile > tiles.begin) load_key(tile - 1);
 
       prescale_scores<Config::kSoftCap>(scores, params.scale);
-      if constexpr (Config::kBias) {
-        using BiasElement = typename Config::BiasElement;
-        BiasAdder<BiasElement, ScoreGrid, Config::kBiasPerRow>::add(
-            scores, ScorePlane<BiasElement>(params.bias, item.batch, item.head, row, column),
-            mask.query_length - row, mask.key_length - column, params.scale.softmax_scale);
+      if constexpr (kBiasTile) {
+        add_bias(scores,
+                 BiasReader<BiasRows>(
+                     bias_tiles + thread_index() / kWarpSize * kBiasBytes, 0, 0, bias_rows.get(),
+                     params.bias.row_stride * sizeof(typename Config::BiasElement)),
+                 params.scale.softmax_scale);
+        __syncwarp();  // nobody reads this bias any more
+        if (tile > tiles.begin) load_bias(tile - 1);
       }
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);
@@ -141,18 +169,28 @@ struct FmhaForwardSm80 {
 
     if constexpr (Config::kParkRegisters) softmax.unpark(parked_rows);
     float const output_scale = Config::kDropout ? params.dropout.scale : 1.0f;
-    softmax.finish(output, exponent_scale(params), output_scale);
+    if constexpr (Config::kBias && !kBiasTile) {
+      RowBias<Config, OutGrid> const bias(params.bias, item.batch, item.head, row,
+                                          mask.query_length - row);
+      bias.mask(softmax);
+      softmax.finish(output, exponent_scale(params), output_scale);
+      bias.add(softmax);
+    } else {
+      softmax.finish(output, exponent_scale(params), output_scale);
+    }
     store(params, softmax, output, query_tile);
   }
 
   // Scores that met a bias are exponents of two already.
   CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
-    return Config::kBias ? 1.0f : params.scale.softmax_scale;
+    return kBiasTile ? 1.0f : params.scale.softmax_scale;
   }
 
-  CUTE_DEVICE static WorkItem work_item(ProblemShape const& shape, unsigned block) {
+  CUTE_DEVICE static WorkItem work_item(ForwardParams const& params, unsigned block) {
+    ProblemShape const& shape = params.shape;
     int const query_tiles = ceil_div(shape.query_length, kTileQuery);
-    WorkItem item = WorkItem::of_block(block, query_tiles, shape.query_heads);
+    WorkItem item =
+        memeff::work_item<Config>(shape, params.bias, block, query_tiles, shape.query_heads);
     // The last rows of a causal mask have the most keys: start them first.
     if constexpr (Config::kMask == MaskKind::causal) item.tile = query_tiles - 1 - item.tile;
     return item;
@@ -162,7 +200,7 @@ struct FmhaForwardSm80 {
   CUTE_DEVICE static void store(ForwardParams const& params, Softmax const& softmax, Output& output,
                                 uint32_t tile) {
     ProblemShape const& shape = params.shape;
-    WorkItem const item = work_item(shape, block_index());
+    WorkItem const item = work_item(params, block_index());
     int const row = item.tile * kTileQuery;
     int const query_bound =
         IntervalMask<Config::kMask>(params.mask, shape, item.batch).query_length - row;

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <memeff/arch/barrier.cuh>
-#include <memeff/bias/add.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -218,7 +217,7 @@ struct FmhaForwardSm90 {
         modify(params, mask, item, row, tile * kTileKey, scores);
         exponentiate(softmax, scores, correction, params);
         auto probabilities = as_left_operand<Element>(scores);
-        drop(params, item, row, tile * kTileKey, probabilities);
+        drop(params, item, row, tile, probabilities);
 
         if (tile > range.begin) control.key.wait(key_stage);
 
@@ -251,7 +250,7 @@ struct FmhaForwardSm90 {
           if (leader) control.value.release(value_stage);
           value_stage.advance();
           probabilities = as_left_operand<Element>(scores);
-          drop(params, item, row, tile * kTileKey, probabilities);
+          drop(params, item, row, tile, probabilities);
           CUTE_UNROLL
           for (int r = 0; r < Softmax::kRows; ++r) Softmax::rescale_row(output, r, correction[r]);
         }
@@ -266,7 +265,7 @@ struct FmhaForwardSm90 {
         value_stage.advance();
       }
       release_stored(control, query, warpgroup, stored);
-      softmax.finish(output, exponent_scale(params),
+      softmax.finish(output, params.scale.softmax_scale,
                      Config::kDropout ? params.dropout.scale : 1.0f);
       store(params, maps, item, mask.query_length - row, softmax, output, query_tile, warpgroup);
       stored = true;
@@ -309,24 +308,21 @@ struct FmhaForwardSm90 {
     }
   }
 
-  // Soft cap, bias and masks: scores that are ready for the softmax.
+  // Soft cap and masks: scores that are ready for the softmax.
   template <class Mask, class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
                                  WorkItem const& item, int row, int column, Scores& scores) {
     prescale_scores<Config::kSoftCap>(scores, params.scale);
-    if constexpr (Config::kBias) {
-      using BiasElement = typename Config::BiasElement;
-      BiasAdder<BiasElement, ScoreGrid, Config::kBiasPerRow>::add(
-          scores, ScorePlane<BiasElement>(params.bias, item.batch, item.head, row, column),
-          mask.query_length - row, mask.key_length - column, params.scale.softmax_scale);
-    }
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
                                               item.head, row, column);
   }
 
-  // Scores that met a bias are exponents of two already.
-  CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
-    return Config::kBias ? 1.0f : params.scale.softmax_scale;
+  template <class Probabilities>
+  CUTE_DEVICE static void drop(ForwardParams const& params, WorkItem const& item, int row, int tile,
+                               Probabilities& probabilities) {
+    if constexpr (Config::kDropout) {
+      drop_elements<ScoreGrid>(params, item.batch, item.head, row, tile * kTileKey, probabilities);
+    }
   }
 
   template <class Scores>
@@ -335,24 +331,7 @@ struct FmhaForwardSm90 {
                                        ForwardParams const& params) {
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
-      correction[r] = softmax.exponentiate_row(scores, r, exponent_scale(params));
-    }
-  }
-
-  // Zeros the dropped elements of P. The row sums, and so the logsumexp, have seen them.
-  template <class Probabilities>
-  CUTE_DEVICE static void drop(ForwardParams const& params, WorkItem const& item, int row,
-                               int column, Probabilities& probabilities) {
-    if constexpr (Config::kDropout) {
-      Dropout<ScoreGrid> const dropout(params.dropout, params.mask, item.batch);
-      dropout.for_each_block(dropout_head(params.dropout, item.batch, item.head), row, column,
-                             [&](int m, int block, KeepBlock const& keep) {
-                               CUTE_UNROLL
-                               for (int i = 0; i < 4; ++i) {
-                                 probabilities.fragments[m][block][i] &=
-                                     keep.pair_mask(i % 2, i / 2);
-                               }
-                             });
+      correction[r] = softmax.exponentiate_row(scores, r, params.scale.softmax_scale);
     }
   }
 

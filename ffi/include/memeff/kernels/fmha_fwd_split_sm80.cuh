@@ -11,7 +11,7 @@
 // partial results in global memory and the kernel of fmha_fwd_combine.cuh.
 #pragma once
 
-#include <memeff/bias/add.cuh>
+#include <memeff/bias/direct.cuh>
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/softmax.cuh>
@@ -115,7 +115,8 @@ struct FmhaForwardSplitSm80 {
       prescale_scores<Config::kSoftCap>(scores, params.scale);
       if constexpr (Config::kBias) {
         using BiasElement = typename Config::BiasElement;
-        BiasAdder<BiasElement, ScoreGrid, Config::kBiasPerRow>::add(
+        constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
+        DirectBiasAdder<BiasElement, ScoreGrid, kPerRow>::add(
             scores, ScorePlane<BiasElement>(params.bias, item.batch, item.head, row, column),
             mask.query_length - row, mask.key_length - column, params.scale.softmax_scale);
       }

@@ -2,7 +2,7 @@
 // end at 65535, which batch sizes pass.
 #pragma once
 
-#include <memeff/core/common.cuh>
+#include <memeff/bias/tile.cuh>
 
 namespace memeff {
 
@@ -17,7 +17,24 @@ struct WorkItem {
     return {int(block % unsigned(tiles)), int(head_batch % unsigned(heads)),
             int(head_batch / unsigned(heads))};
   }
+
+  // Batch elements are innermost: where they share a bias, it is read once for all of them.
+  CUTE_DEVICE static WorkItem of_block_by_batch(unsigned block, int tiles, int batch) {
+    unsigned const head_tile = block / unsigned(batch);
+    return {int(head_tile % unsigned(tiles)), int(head_tile / unsigned(tiles)),
+            int(block % unsigned(batch))};
+  }
 };
+
+// The piece of a CTA: `tiles` pieces for each of `heads` heads of each batch element.
+template <class Config>
+CUTE_DEVICE WorkItem work_item(ProblemShape const& shape, ScoreView const& bias, unsigned block,
+                               int tiles, int heads) {
+  if constexpr (has_bias_tile<Config>()) {
+    if (bias.batch_stride == 0) return WorkItem::of_block_by_batch(block, tiles, shape.batch);
+  }
+  return WorkItem::of_block(block, tiles, heads);
+}
 
 // First element of row `row` of one head of a tensor.
 template <class Element>

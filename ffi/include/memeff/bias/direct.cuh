@@ -1,0 +1,67 @@
+// Adds a bias to scores, each lane its own elements from global memory: for the few rows of a split
+// forward, where there is nothing to share.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/bias/score_view.cuh>
+#include <memeff/bias/tile.cuh>
+
+namespace memeff {
+
+// x = x * softmax_scale + bias * log2(e): from here on scores are exponents of two, see ScoreScale.
+// Elements beyond the bounds, which count from the tile's first element, get a bias of 0.
+//
+// kPerRow is false for a bias that is broadcast over rows, which is loaded once for all of them.
+template <class Element, class Grid, bool kPerRow>
+struct DirectBiasAdder {
+  template <class Accumulators>
+  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
+                              int column_bound, float softmax_scale) {
+    if (bias.paired) {
+      add<true>(scores, bias, row_bound, column_bound, softmax_scale);
+    } else {
+      add<false>(scores, bias, row_bound, column_bound, softmax_scale);
+    }
+  }
+
+ private:
+  template <bool kPaired, class Accumulators>
+  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
+                              int column_bound, float softmax_scale) {
+    int const thread = thread_index();
+    if constexpr (kPerRow) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {
+        int const row = Grid::element_row(2 * (r % 2), r / 2, thread);
+        int const bound = row < row_bound ? column_bound : 0;
+        CUTE_UNROLL
+        for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
+          int const column = Grid::element_column(0, n, thread);
+          add_pair(scores, r, n, bias.template load<kPaired>(row, column, bound), softmax_scale);
+        }
+      }
+    } else {
+      CUTE_UNROLL
+      for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
+        int const column = Grid::element_column(0, n, thread);
+        auto const pair = bias.template load<kPaired>(0, column, column_bound);
+        CUTE_UNROLL
+        for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) add_pair(scores, r, n, pair, softmax_scale);
+      }
+    }
+  }
+
+  template <class Accumulators>
+  CUTE_DEVICE static void add_pair(Accumulators& scores, int r, int n, Pair<Element> const& bias,
+                                   float softmax_scale) {
+    add_one(scores(2 * (r % 2), r / 2, n), float(bias.first), softmax_scale);
+    add_one(scores(2 * (r % 2) + 1, r / 2, n), float(bias.second), softmax_scale);
+  }
+
+  CUTE_DEVICE static void add_one(float& score, float bias, float softmax_scale) {
+    score = bias < kMaskedBias ? -infinity() : fmaf(score, softmax_scale, bias * kLog2e);
+  }
+};
+
+}  // namespace memeff
