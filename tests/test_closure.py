@@ -10,7 +10,7 @@ import random
 import pytest
 
 from jax_memeff.codegen import parallel, select
-from jax_memeff.codegen.tiles import sm80
+from jax_memeff.codegen.tiles import sm80, sm90
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 
@@ -58,5 +58,5 @@ def test_kernels_keep_their_accumulators_in_registers(arch, tmp_path, monkeypatc
 @pytest.mark.parametrize("arch", ARCHS)
 def test_allowed_spills_are_small(arch):
     part = sm80.part(arch)
-    for tiles in (part.forward, part.backward):
+    for tiles in (part.forward, part.backward, sm90.FORWARD, sm90.BACKWARD):
         assert all(0 <= tile.spill_bytes <= LARGEST_SPILL for row in tiles.values() for tile in row)

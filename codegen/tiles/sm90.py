@@ -45,7 +45,7 @@ class Tile:
         return 1
 
 
-_MODIFIERS = ("soft cap", "dropout", "segments", "a boolean mask")
+_MODIFIERS = ("soft cap", "dropout", "segments")
 
 FORWARD: Mapping[int, tuple[Tile, ...]] = {
     64: (
@@ -57,7 +57,13 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
             "with two 428",
             modifiers=("dropout",),
         ),
-        Tile(128, 128, 2, "with three consumers a boolean mask spills", modifiers=_MODIFIERS),
+        Tile(
+            128,
+            128,
+            2,
+            "with three consumers a boolean mask spills",
+            modifiers=(*_MODIFIERS, "a boolean mask"),
+        ),
     ),
     96: (Tile(128, 128, 2, "as 128", modifiers=_MODIFIERS),),
     128: (Tile(128, 128, 2, "192 KB: two buffers of everything", modifiers=_MODIFIERS),),
@@ -83,10 +89,16 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
     ),
 }
 
+_BACKWARD_MODIFIERS = ("dropout", "soft cap")
+
 BACKWARD: Mapping[int, tuple[Tile, ...]] = {
     64: (
         Tile(
-            128, 128, 2, "a square tile: dq is summed over half as many key tiles", spill_bytes=104
+            64,
+            128,
+            2,
+            "with 128 queries S and dP take 128 registers a thread, and 26 spill",
+            modifiers=_BACKWARD_MODIFIERS,
         ),
     ),
     128: (
@@ -95,8 +107,7 @@ BACKWARD: Mapping[int, tuple[Tile, ...]] = {
             128,
             2,
             "dk and dv take 128 registers a thread, S and dP 64",
-            modifiers=("dropout", "soft cap"),
-            spill_bytes=64,
+            modifiers=_BACKWARD_MODIFIERS,
         ),
     ),
 }

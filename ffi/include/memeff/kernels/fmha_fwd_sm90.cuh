@@ -15,7 +15,7 @@
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
-#include <memeff/dropout/keep.cuh>
+#include <memeff/collective/drop.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/persistent.cuh>
 

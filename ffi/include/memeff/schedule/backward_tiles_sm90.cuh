@@ -36,9 +36,9 @@ struct BackwardTilesSm90 {
     return kDivideRows ? warpgroup * ScoreTile::kPanelBytes : 0;
   }
   CUTE_DEVICE static int query_columns_offset(int warpgroup) {
-    constexpr int kColumns = Config::kHeadDim / kWarpgroups;
-    static_assert(kDivideRows || kColumns % KeyTile::kPanelColumns == 0);
-    return kDivideRows ? 0 : warpgroup * (kColumns / KeyTile::kPanelColumns) * KeyTile::kPanelBytes;
+    int const column = kDivideRows ? 0 : warpgroup * (Config::kHeadDim / kWarpgroups);
+    int const panel = column / KeyTile::kPanelColumns;
+    return panel * KeyTile::kPanelBytes + column % KeyTile::kPanelColumns * 2;
   }
 
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
