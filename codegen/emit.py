@@ -19,6 +19,7 @@ struct Config {{
   static constexpr int kTileKey = {tile_key};
   static constexpr int kWarps = {warps};
   static constexpr int kBlocksPerSm = {blocks_per_sm};
+  static constexpr int kAlignment = {alignment};
   static constexpr auto kMask = memeff::MaskKind::{mask};
   static constexpr bool kVarlen = {varlen};
   static constexpr bool kSegments = {segments};
@@ -78,12 +79,13 @@ def source(spec: KernelSpec) -> str:
     text = _CONFIG.format(
         header=_header(spec),
         element=_ELEMENTS[spec.dtype],
-        head_class=spec.head_class,
-        value_class=spec.value_class,
+        head_class=spec.head_columns,
+        value_class=spec.value_columns,
         tile_query=spec.tile.query,
         tile_key=spec.tile.key,
         warps=spec.tile.warps,
         blocks_per_sm=spec.tile.blocks_per_sm,
+        alignment=spec.alignment,
         mask=spec.mask,
         varlen=_bool(spec.varlen),
         segments=_bool(spec.segments),
@@ -97,6 +99,8 @@ def source(spec: KernelSpec) -> str:
     if spec.direction == "forward":
         main, *after = spec.entry_points
         return text + _main(spec, main, "ForwardParams") + _stages(spec, after, "Forward")
+    if spec.wide:
+        return text + _stages(spec, spec.entry_points, "BackwardWide")
     preprocess, main, *after = spec.entry_points
     return (
         text
@@ -108,10 +112,13 @@ def source(spec: KernelSpec) -> str:
 
 def _header(spec: KernelSpec) -> str:
     direction = "fwd" if spec.direction == "forward" else "bwd"
-    return f"fmha_{direction}_{'split_' if spec.split else ''}{spec.family}"
+    kind = "split_" if spec.split else "wide_" if spec.wide else ""
+    return f"fmha_{direction}_{kind}{spec.family}"
 
 
 def _forward(spec: KernelSpec) -> str:
+    if spec.wide:
+        return ""
     if not spec.split:
         return _PARK.format(parks=_bool(spec.tile.park))
     return _SPLIT.format(
@@ -148,11 +155,12 @@ def _main(spec: KernelSpec, entry: EntryPoint, params: str) -> str:
 def _stages(spec: KernelSpec, entries: Sequence[EntryPoint], direction: str) -> str:
     """The kernels before or after the main one."""
     text = ""
+    params = f"{direction.removesuffix('Wide')}Params"
     for entry in entries:
         stage = entry.name.removeprefix(f"{spec.name}_").capitalize()
         cpp_type = f"memeff::Fmha{direction}{stage}<Config>"
         bounds = f"{stage}::kThreads, {stage}::kBlocksPerSm"
-        text += _kernel(entry, stage, cpp_type, bounds, f"{direction}Params")
+        text += _kernel(entry, stage, cpp_type, bounds, params)
     return text
 
 

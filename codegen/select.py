@@ -21,8 +21,7 @@ from jax_memeff.codegen.support import (
 from jax_memeff.codegen.tiles import sm80
 from jax_memeff.errors import UnsupportedError
 
-_ALL_DIMS = tuple(itertools.product(sm80.CLASSES, repeat=2))
-
+_ALL_DIMS = (*itertools.product(sm80.CLASSES, repeat=2), (sm80.WIDE, sm80.WIDE))
 
 _ALL_GRADIENTS = (*SPEC_GRADIENTS, "bias")
 
@@ -55,6 +54,8 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
         "wants": _ALL_GRADIENTS,
     },
 )
+
+_NOT_IN_WIDE_KERNELS = ("varlen", "bias", "bias_layout", "bias_alignment", "wants")
 
 
 def select(problem: Problem) -> KernelSpec:
@@ -101,7 +102,7 @@ def closure(
     27
     """
     problems = (
-        Problem(direction, dtype, *dims_pair, arch, **_features_of(direction, features))
+        Problem(direction, dtype, *dims_pair, arch, **_features_of(direction, dims_pair, features))
         for direction, dtype, dims_pair, features in itertools.product(
             DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
@@ -109,10 +110,12 @@ def closure(
     yield from sorted(set(map(select, problems)), key=lambda spec: spec.sort_key)
 
 
-def _features_of(direction: str, features: dict[str, Any]) -> dict[str, Any]:
-    """A forward computes no gradients, a backward does not split keys for few query rows: several
-    feature sets are one there.
+def _features_of(direction: str, dims: tuple[int, int], features: dict[str, Any]) -> dict[str, Any]:
+    """A forward computes no gradients, a backward does not split keys for few query rows, and wide
+    kernels have neither that nor packed sequences or a bias: several feature sets are one there.
     """
+    if max(dims) > sm80.CLASSES[-1]:
+        features = {name: x for name, x in features.items() if name not in _NOT_IN_WIDE_KERNELS}
     return {**features, **({"query_rows": None} if direction == "backward" else {"wants": ()})}
 
 
@@ -150,7 +153,7 @@ def _specs(problem: Problem, head_class: int, value_class: int) -> list[KernelSp
     tiles = part.forward if forward else part.backward
     larger = max(head_class, value_class)
     choices = [(tile, False) for tile in tiles[larger]]
-    choices += [(tile, True) for tile in part.split[larger]] if forward else []
+    choices += [(tile, True) for tile in part.split.get(larger, ())] if forward else []
     return [
         KernelSpec(
             direction=problem.direction,
@@ -170,6 +173,7 @@ def _specs(problem: Problem, head_class: int, value_class: int) -> list[KernelSp
             gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
             split=split,
             pack_heads=split and pack_heads(problem),
+            alignment=16 if split else problem.alignment,
         )
         for tile, split in choices
     ]

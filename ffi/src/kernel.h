@@ -17,12 +17,14 @@ struct KernelImage {
   std::string arch;                       // "sm_90a"
   std::string image;                      // fatbin
   std::vector<std::string> entry_points;  // in launch order
+  std::vector<std::string> grids;         // tiles of what each is launched on: queries, keys, bias
   std::vector<int> threads;               // of each entry point
   std::vector<int> shared_bytes;          // dynamic, of each entry point
   int tile_query = 0;
   int tile_key = 0;
   int blocks_per_sm = 0;    // of the main kernel, at least
   bool pack_heads = false;  // see schedule/packed_rows.cuh
+  int alignment = 0;        // bytes that rows of all tensors are multiples of
 
   static xla::ffi::ErrorOr<KernelImage> decode(std::string_view arch,
                                                const xla::ffi::Dictionary& attributes);
