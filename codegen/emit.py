@@ -18,7 +18,8 @@ struct Config {{
   static constexpr int kValueDim = {value_class};
   static constexpr int kTileQuery = {tile_query};
   static constexpr int kTileKey = {tile_key};
-{schedule}  static constexpr auto kMask = memeff::MaskKind::{mask};
+{schedule}  static constexpr int kAlignment = {alignment};
+  static constexpr auto kMask = memeff::MaskKind::{mask};
   static constexpr bool kVarlen = {varlen};
   static constexpr bool kSegments = {segments};
   static constexpr bool kBoolean = {boolean};
@@ -90,11 +91,12 @@ def source(spec: KernelSpec) -> str:
     text = _CONFIG.format(
         header=_header(spec),
         element=_ELEMENTS[spec.dtype],
-        head_class=spec.head_class,
-        value_class=spec.value_class,
+        head_class=spec.head_columns,
+        value_class=spec.value_columns,
         tile_query=spec.tile.query,
         tile_key=spec.tile.key,
         schedule=_schedule(spec),
+        alignment=spec.alignment,
         mask=spec.mask,
         varlen=_bool(spec.varlen),
         segments=_bool(spec.segments),
@@ -108,6 +110,8 @@ def source(spec: KernelSpec) -> str:
     if spec.direction == "forward":
         main, *after = spec.entry_points
         return text + _main(spec, main, "ForwardParams") + _stages(spec, after, "Forward")
+    if spec.wide:
+        return text + _stages(spec, spec.entry_points, "BackwardWide")
     preprocess, main, *after = spec.entry_points
     return (
         text
@@ -119,11 +123,12 @@ def source(spec: KernelSpec) -> str:
 
 def _header(spec: KernelSpec) -> str:
     direction = "fwd" if spec.direction == "forward" else "bwd"
-    return f"fmha_{direction}_{'split_' if spec.split else ''}{spec.family}"
+    kind = "split_" if spec.split else "wide_" if spec.wide else ""
+    return f"fmha_{direction}_{kind}{spec.family}"
 
 
 def _forward(spec: KernelSpec) -> str:
-    if not isinstance(spec.tile, sm80.Tile):
+    if spec.wide or not isinstance(spec.tile, sm80.Tile):
         return ""
     if not spec.split:
         return _PARK.format(parks=_bool(spec.tile.park))
@@ -172,6 +177,7 @@ def _main(spec: KernelSpec, entry: EntryPoint, params: str) -> str:
 def _stages(spec: KernelSpec, entries: Sequence[EntryPoint], direction: str) -> str:
     """The kernels before or after the main one."""
     text = ""
+    params = f"{direction.removesuffix('Wide')}Params"
     tiles = ""
     if spec.family != "sm80":
         tiles = f", memeff::{direction}Tiles{spec.family.capitalize()}<Config>"
@@ -179,7 +185,7 @@ def _stages(spec: KernelSpec, entries: Sequence[EntryPoint], direction: str) -> 
         stage = entry.name.removeprefix(f"{spec.name}_").capitalize()
         cpp_type = f"memeff::Fmha{direction}{stage}<Config{tiles}>"
         bounds = f"{stage}::kThreads, {stage}::kBlocksPerSm"
-        text += _kernel(entry, stage, cpp_type, bounds, f"{direction}Params")
+        text += _kernel(entry, stage, cpp_type, bounds, params)
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from jax_memeff.codegen import arch as archs
@@ -11,7 +12,8 @@ Direction = Literal["forward", "backward"]
 Dtype = Literal["f16", "bf16", "f32", "f64"]
 
 DIRECTIONS = ("forward", "backward")
-DTYPES = ("f16", "bf16", "f32", "f64")
+DTYPE_BYTES: dict[Dtype, int] = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+DTYPES = tuple(DTYPE_BYTES)
 MASKS = frozenset({"causal", "window", "query_lengths", "key_lengths", "segments", "boolean"})
 BIASES = (None, "16", "32")
 QUERY_ROWS = (None, "16", "64")
@@ -31,10 +33,9 @@ class Problem:
     else ``full``. ``bias_alignment`` is the number of bytes that each of its rows starts at a
     multiple of. ``varlen`` is packed sequences. ``sequence`` never changes a kernel; ``explain``
     reports the grid with it.
-    ``wants`` are the gradients of a backward (all of query, key and value by default), and
-    ``alignment`` is the number of bytes that every row of query, key and value starts at a
-    multiple of. ``query_rows`` is set where a forward has few: they fit into a tile of so many
-    rows, or there are too few tiles for a GPU; see ``support.query_rows``.
+    ``wants`` are the gradients of a backward (all of query, key and value by default).
+    ``query_rows`` is set where a forward has few: they fit into a tile of so many rows, or there
+    are too few tiles for a GPU; see ``support.query_rows``.
 
     Raises ``ValueError`` for a value that no problem can have; a possible problem that no kernel
     solves is left to ``select``.
@@ -58,7 +59,6 @@ class Problem:
     soft_cap: bool = False
     deterministic: bool = False
     wants: tuple[str, ...] = ()
-    alignment: int = 16
     query_rows: Literal["16", "64"] | None = None
 
     def __post_init__(self):
@@ -73,10 +73,23 @@ class Problem:
             _expect_one_of("wants", gradient, GRADIENTS)
         if self.direction == "backward" and not self.wants:
             object.__setattr__(self, "wants", ("query", "key", "value"))
-        for name in ("head_dim", "value_dim", "alignment", "bias_alignment"):
+        for name in ("head_dim", "value_dim", "bias_alignment"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} to be at least 1, got {getattr(self, name)}")
         archs.capability(self.arch)
+
+    @property
+    def alignment(self) -> int:
+        """Bytes, at most 16, that rows of query, key, value and their gradients are multiples of.
+
+        A row begins where it does in an array of its own, or in a slice of a larger one along a
+        leading dim, which is a multiple of its size away.
+
+        >>> Problem("forward", "bf16", 128, 100, "sm_80").alignment
+        8
+        """
+        size = DTYPE_BYTES[self.dtype]
+        return math.gcd(16, self.head_dim * size, self.value_dim * size)
 
     def __str__(self) -> str:
         """One line with every input that is not at its default."""

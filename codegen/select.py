@@ -27,8 +27,7 @@ from jax_memeff.codegen.support import (
 from jax_memeff.codegen.tiles import sm80, sm90
 from jax_memeff.errors import UnsupportedError
 
-_ALL_DIMS = tuple(itertools.product(sm80.CLASSES, repeat=2))
-
+_ALL_DIMS = (*itertools.product(sm80.CLASSES, repeat=2), (sm80.WIDE, sm80.WIDE))
 
 _ALL_GRADIENTS = (*SPEC_GRADIENTS, "bias")
 
@@ -61,6 +60,8 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
         "wants": _ALL_GRADIENTS,
     },
 )
+
+_NOT_IN_WIDE_KERNELS = ("varlen", "bias", "bias_layout", "bias_alignment", "wants")
 
 
 def select(problem: Problem) -> KernelSpec:
@@ -107,7 +108,7 @@ def closure(
     27
     """
     problems = (
-        Problem(direction, dtype, *dims_pair, arch, **_features_of(direction, features))
+        Problem(direction, dtype, *dims_pair, arch, **_features_of(direction, dims_pair, features))
         for direction, dtype, dims_pair, features in itertools.product(
             DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
@@ -115,10 +116,12 @@ def closure(
     yield from sorted(set(map(select, problems)), key=lambda spec: spec.sort_key)
 
 
-def _features_of(direction: str, features: dict[str, Any]) -> dict[str, Any]:
-    """A forward computes no gradients, a backward does not split keys for few query rows: several
-    feature sets are one there.
+def _features_of(direction: str, dims: tuple[int, int], features: dict[str, Any]) -> dict[str, Any]:
+    """A forward computes no gradients, a backward does not split keys for few query rows, and wide
+    kernels have neither that nor packed sequences or a bias: several feature sets are one there.
     """
+    if max(dims) > sm80.CLASSES[-1]:
+        features = {name: x for name, x in features.items() if name not in _NOT_IN_WIDE_KERNELS}
     return {**features, **({"query_rows": None} if direction == "backward" else {"wants": ()})}
 
 
@@ -202,5 +205,6 @@ def _spec(problem: Problem, row: Row) -> KernelSpec:
         gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
         split=row.split,
         pack_heads=row.split and pack_heads(problem),
+        alignment=16 if row.split or row.family == "sm90" else problem.alignment,
         family=row.family,
     )

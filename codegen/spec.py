@@ -28,12 +28,13 @@ _WORK_ITEM_BYTES = 12
 class EntryPoint(NamedTuple):
     """A ``__global__`` function of the source, and what a launch of it needs.
 
-    ``shared_bytes`` is the dynamic shared memory of a block.
+    ``shared_bytes`` is the dynamic shared memory of a block, and ``grid`` what blocks are tiles of.
     """
 
     name: str
     threads: int
     shared_bytes: int
+    grid: Literal["queries", "keys", "bias"] = "queries"
 
 
 class TensorMap(NamedTuple):
@@ -55,6 +56,8 @@ class KernelSpec:
     (ffi/include/memeff/core/common.cuh).
     ``split`` is a forward that splits the keys over blocks and combines their results; with
     ``pack_heads`` its tiles have the rows of all query heads that share a key head.
+    ``alignment`` is what rows of query, key, value, output and gradients begin at multiples of, in
+    bytes.
     """
 
     direction: Literal["forward", "backward"]
@@ -74,17 +77,19 @@ class KernelSpec:
     gradients: tuple[str, ...] = ()
     split: bool = False
     pack_heads: bool = False
+    alignment: int = 16
     family: str = "sm80"
 
     @property
     def name(self) -> str:
         """``fmha_fwd_bf16_d192v128_128x64_causal_softcap_sm80``, also the main entry point."""
+        dims = "wide" if self.wide else f"d{self.head_class}"
         value = "" if self.value_class == self.head_class else f"v{self.value_class}"
         words = [
             "fmha",
             "fwd" if self.direction == "forward" else "bwd",
             self.dtype,
-            f"d{self.head_class}{value}",
+            f"{dims}{value}",
             f"{self.tile.query}x{self.tile.key}",
         ]
         words += ["split"] if self.split else []
@@ -99,14 +104,20 @@ class KernelSpec:
         if self.direction == "backward" and self.gradients != SPEC_GRADIENTS:
             words.append("".join(f"d{gradient[0]}" for gradient in self.gradients) or "only")
         words += [f"dbias{self.bias_gradient}"] if self.bias_gradient != "none" else []
+        words += [f"align{self.alignment}"] if self.alignment != 16 else []
         return "_".join([*words, self.family])
 
     @property
     def cpp_type(self) -> str:
         """The device class the source instantiates."""
         kernel = "FmhaForward" if self.direction == "forward" else "FmhaBackward"
-        kernel += "Split" if self.split else ""
+        kernel += "Split" if self.split else "Wide" if self.wide else ""
         return f"memeff::{kernel}{self.family.capitalize()}<Config>"
+
+    @property
+    def wide(self) -> bool:
+        """Whether the kernel takes any head dim, in steps and chunks of its columns."""
+        return self.head_class == sm80.WIDE
 
     @property
     def threads(self) -> int:
@@ -131,21 +142,30 @@ class KernelSpec:
     @property
     def entry_points(self) -> tuple[EntryPoint, ...]:
         """The functions of the source in launch order."""
-        main = EntryPoint(self.name, self.threads, self.shared_bytes)
+        main = EntryPoint(self.name, self.threads, self.shared_bytes, "keys")
         if self.split:
-            return (main, EntryPoint(f"{self.name}_combine", COMBINE_THREADS, 0))
+            combine = EntryPoint(f"{self.name}_combine", COMBINE_THREADS, 0)
+            return (main._replace(grid="queries"), combine)
         if self.direction == "forward":
-            return (main,)
+            return (main._replace(grid="queries"),)
         # The last two read sums as the threads of the main kernel laid them out.
         threads = self.computing_threads
         preprocess = EntryPoint(f"{self.name}_preprocess", threads, 0)
-        entries = [preprocess, main]
-        if "query" in self.gradients:
+        entries = [preprocess, *self._wide_entry_points] if self.wide else [preprocess, main]
+        if "query" in self.gradients and not self.wide:
             query_tile = self.tile.query * self.head_class * _BYTES_16_BIT
             entries.append(EntryPoint(f"{self.name}_postprocess", threads, query_tile))
         if self.bias_gradient in ("shared", "columns"):
-            entries.append(EntryPoint(f"{self.name}_bias", self.threads, 0))
+            entries.append(EntryPoint(f"{self.name}_bias", self.threads, 0, "bias"))
         return tuple(entries)
+
+    @property
+    def _wide_entry_points(self) -> list[EntryPoint]:
+        """One for the gradient of the query, one for the others."""
+        query = EntryPoint(f"{self.name}_query", self.threads, self.shared_bytes)
+        key = EntryPoint(f"{self.name}_key", self.threads, self.shared_bytes, "keys")
+        others = {"key", "value"} & set(self.gradients)
+        return [query] * ("query" in self.gradients) + [key] * bool(others)
 
     @property
     def shared_bytes(self) -> int:
@@ -156,8 +176,8 @@ class KernelSpec:
         if self.split:
             return _split_shared_bytes(self)
         if self.direction == "forward":
-            return _forward_shared_bytes(self)
-        return _backward_shared_bytes(self)
+            return _wide_forward_shared_bytes(self) if self.wide else _forward_shared_bytes(self)
+        return _wide_backward_shared_bytes(self) if self.wide else _backward_shared_bytes(self)
 
     @property
     def persistent(self) -> bool:
@@ -195,18 +215,28 @@ class KernelSpec:
         if self.split:
             return {"S": (query, key)}
         if self.direction == "forward":
-            return {"S": (query, key), "out": (query, self.value_class)}
+            return {"S": (query, key), "out": (query, self.value_columns)}
         return {
             "S": (query, key),
-            "dq": (query, self.head_class),
-            "dk": (key, self.head_class),
-            "dv": (key, self.value_class),
+            "dq": (query, self.head_columns),
+            "dk": (key, self.head_columns),
+            "dv": (key, self.value_columns),
         }
+
+    @property
+    def head_columns(self) -> int:
+        """Columns of dq and dk that accumulators hold: a chunk of them in a wide kernel."""
+        return self.tile.chunk or self.head_class
+
+    @property
+    def value_columns(self) -> int:
+        """Columns of out and dv that accumulators hold."""
+        return self.tile.chunk or self.value_class
 
     @property
     def warp_rows(self) -> tuple[int, ...]:
         """How many rows of a product a warp may own; in the forward each owns whole rows."""
-        if self.direction == "backward":
+        if self.direction == "backward" or self.wide:
             return (16, 32)
         if isinstance(self.tile, sm90.Tile):
             return (16,)
@@ -234,6 +264,7 @@ class KernelSpec:
             BIAS_GRADIENTS.index(self.bias_gradient),
             -len(self.gradients),
             self.gradients,
+            -self.alignment,
         )
 
 
@@ -311,3 +342,27 @@ def _bias_rows(spec: KernelSpec, rows: int) -> int:
 def _bias_bytes(spec: KernelSpec, rows: int) -> int:
     """Shared memory of a tile of the bias (ffi/include/memeff/bias/tile.cuh)."""
     return _bias_rows(spec, rows) * (spec.tile.key + 8) * int(spec.bias or 0) // 8
+
+
+# Columns of an operand that one step of a wide kernel brings into shared memory, or rows of it
+# where a chunk of its columns is what a product computes.
+_WIDE_STEP = 64
+
+
+def _wide_buffers(spec: KernelSpec) -> int:
+    """Two buffers, each for a step of both operands of the scores, or of a chunk."""
+    tile = spec.tile
+    return 2 * max(tile.query + tile.key, tile.chunk) * _WIDE_STEP * _BYTES_16_BIT
+
+
+def _wide_forward_shared_bytes(spec: KernelSpec) -> int:
+    """P, the buffers, and for each row two factors and a maximum of each warp that shares it."""
+    query, key = spec.tile.query, spec.tile.key
+    column_warps = (spec.threads // 32) // (query // 32)
+    return query * key * _BYTES_16_BIT + _wide_buffers(spec) + (column_warps + 2) * query * 4
+
+
+def _wide_backward_shared_bytes(spec: KernelSpec) -> int:
+    """P and dS, the buffers, and two of the rows' statistics (2 f32)."""
+    query, key = spec.tile.query, spec.tile.key
+    return 2 * query * key * _BYTES_16_BIT + _wide_buffers(spec) + 2 * query * 8

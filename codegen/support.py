@@ -19,7 +19,6 @@ _PLAIN_ROWS = 128
 def family_reasons(problem: Problem) -> list[str]:
     """What no spec of the sm80 family does, so that it is said once and not per spec."""
     not_yet = "not implemented in the sm80 kernels yet"
-    largest = sm80.CLASSES[-1]
     reasons = []
     if archs.capability(problem.arch) < sm80.FIRST_CAPABILITY:
         reasons.append(f"{problem.arch} is older than sm_80, the first with kernels: {_XLA}")
@@ -30,20 +29,17 @@ def family_reasons(problem: Problem) -> list[str]:
     if problem.deterministic:
         reasons.append(f"deterministic_backward is {not_yet}: leave it False, or {_XLA}")
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
-        if dim % 8:
-            reasons.append(
-                f"{name} is {dim}, and only multiples of 8 are implemented in the sm80 kernels "
-                f"yet: pad {'query and key' if name == 'head_dim' else 'value'} with zeros, "
-                f"or {_XLA}"
-            )
-        if dim > largest:
-            reasons.append(f"{name} is {dim}, and the largest with a kernel is {largest}: {_XLA}")
-    if problem.alignment < 16:
-        reasons.append(
-            f"rows of query, key and value are aligned to {problem.alignment} bytes, and the sm80 "
-            f"kernels need 16 so far: pass arrays that start at a multiple of 16 bytes, or {_XLA}"
-        )
+        if dim > sm80.WIDE:
+            reasons.append(f"{name} is {dim}, and the largest with a kernel is {sm80.WIDE}: {_XLA}")
+    for feature, asked in (("packed sequences", problem.varlen), ("a bias", problem.bias)):
+        if asked and wide(problem):
+            reasons.append(f"{feature} with head dims above {sm80.CLASSES[-1]}: {not_yet}: {_XLA}")
     return reasons
+
+
+def wide(problem: Problem) -> bool:
+    """Whether only the kernels that take head dims in pieces serve the problem."""
+    return max(problem.head_dim, problem.value_dim) > sm80.CLASSES[-1]
 
 
 def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
@@ -81,6 +77,11 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(
             f"it computes the gradients of {', '.join(spec.gradients)}, not of {', '.join(wanted)}"
         )
+    if spec.alignment > problem.alignment:
+        reasons.append(
+            f"it moves {spec.alignment} bytes at a time, and rows begin at multiples of "
+            f"{problem.alignment}"
+        )
     if spec.mask not in spec.tile.masks:
         reasons.append(f"its tile is not for the mask {spec.mask}")
     modifiers = (
@@ -89,6 +90,7 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         ("dropout", spec.dropout),
         ("segments", spec.segments),
         ("a boolean mask", spec.boolean),
+        (sm80.PIECES, spec.wide and spec.alignment < 16),
     )
     unserved = [name for name, on in modifiers if on and name not in spec.tile.modifiers]
     if unserved:

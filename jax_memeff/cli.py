@@ -299,6 +299,6 @@ def _parser() -> argparse.ArgumentParser:
 def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
     classes = ", ".join(map(str, sm80.CLASSES))
     parser.add_argument(
-        "--head-dim", type=int, required=required, help=f"padded to one of {classes}"
+        "--head-dim", type=int, required=required, help=f"padded to one of {classes}, or wide"
     )
     parser.add_argument("--value-dim", type=int, help="default: the head dim")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -65,7 +65,11 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
         ctx,
         _FORWARD_TARGET,
         inputs,
-        [*results, *(_Buffer(*named) for named in workspaces.items())],
+        [
+            *results,
+            *(_Buffer(*named) for named in workspaces.items()),
+            *_forward_workspaces(avals, specs),
+        ],
         specs=specs,
         **_scores(avals, options),
     )[: len(results)]
@@ -174,23 +178,71 @@ def _computed(
     return _Buffer(name, aval, *lowered)
 
 
+def _forward_workspaces(avals: Operands, specs: dict[str, KernelSpec]) -> list[_Buffer]:
+    return _buffers([("out_sum", max(_out_sum(avals, spec) for spec in specs.values()))])
+
+
 def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> list[_Buffer]:
-    """f32 row statistics and dq sums, large enough for the tiles of every architecture."""
+    """f32 row statistics and sums, large enough for the tiles of every architecture."""
+
+    def largest(size: Callable[[Operands, KernelSpec], int]) -> int:
+        return max(size(avals, spec) for spec in specs.values())
+
+    sizes = [("row_statistics", 2 * largest(_padded_queries))]
+    sizes += [("query_gradient_sum", largest(_query_gradient_sum))] if wants.query else []
+    sizes += [("key_gradient_sum", largest(_key_gradient_sum))] if wants.key else []
+    sizes += [("value_gradient_sum", largest(_value_gradient_sum))] if wants.value else []
+    sizes += [("bias_gradient_sum", largest(_bias_sums))] if wants.bias else []
+    return _buffers(sizes)
+
+
+def _buffers(sizes: list[tuple[str, int]]) -> list[_Buffer]:
+    """f32 buffers of those sizes that are not 0."""
+    f32 = jnp.dtype(jnp.float32)
+    return [_Buffer(name, ShapedArray((size,), f32)) for name, size in sizes if size]
+
+
+def _padded_queries(avals: Operands, spec: KernelSpec) -> int:
     batch, heads, length, _ = avals.scores
+    if avals.sequences is not None:  # BackwardTiles::tile_index of schedule/backward_tiles.cuh
+        return heads * (avals.query.shape[1] // spec.tile.query + batch) * spec.tile.query
+    return batch * heads * _round_up(length, spec.tile.query)
 
-    def padded_rows(spec: KernelSpec) -> int:
-        if avals.sequences is not None:  # BackwardTiles::tile_index of schedule/backward_tiles.cuh
-            tiles = avals.query.shape[1] // spec.tile.query + batch
-            return heads * tiles * spec.tile.query
-        return batch * heads * _round_up(length, spec.tile.query)
 
-    rows = max(map(padded_rows, specs.values()))
-    sums = max(padded_rows(spec) * spec.head_class for spec in specs.values())
-    buffers = [("row_statistics", 2 * rows)]
-    buffers += [("query_gradient_sum", sums)] if wants.query else []
-    if wants.bias and (size := max(_bias_sums(avals, spec) for spec in specs.values())):
-        buffers.append(("bias_gradient_sum", size))
-    return [_Buffer(name, ShapedArray((size,), jnp.dtype(jnp.float32))) for name, size in buffers]
+def _padded_keys(avals: Operands, spec: KernelSpec) -> int:
+    batch, length, heads, _ = avals.key.shape
+    return batch * heads * _round_up(length, spec.tile.key)
+
+
+def _out_sum(avals: Operands, spec: KernelSpec) -> int:
+    """A wide kernel sums between the tiles of keys, where there are several."""
+    if not spec.wide or avals.scores[3] <= spec.tile.key:
+        return 0
+    return _padded_queries(avals, spec) * _round_up(avals.value.shape[3], spec.tile.chunk)
+
+
+def _query_gradient_sum(avals: Operands, spec: KernelSpec) -> int:
+    if not spec.wide:
+        return _padded_queries(avals, spec) * spec.head_class
+    if avals.scores[3] <= spec.tile.key:
+        return 0
+    return _padded_queries(avals, spec) * _round_up(avals.query.shape[3], spec.tile.chunk)
+
+
+def _key_gradient_sum(avals: Operands, spec: KernelSpec) -> int:
+    return _key_sums(avals, spec, avals.key.shape[3])
+
+
+def _value_gradient_sum(avals: Operands, spec: KernelSpec) -> int:
+    return _key_sums(avals, spec, avals.value.shape[3])
+
+
+def _key_sums(avals: Operands, spec: KernelSpec, dim: int) -> int:
+    """A wide kernel sums between the tiles of queries of all heads of a group."""
+    _, heads, length, _ = avals.scores
+    if not spec.wide or (length <= spec.tile.query and heads == avals.key.shape[2]):
+        return 0
+    return _padded_keys(avals, spec) * _round_up(dim, spec.tile.chunk)
 
 
 def _bias_sums(avals: Operands, spec: KernelSpec) -> int:
@@ -340,6 +392,7 @@ def _kernel_table(specs: dict[str, KernelSpec]) -> dict[str, Any]:
         table[arch] = {
             "image": compiler.compile(spec, arch).image,
             "entry_points": ",".join(entry.name for entry in entries),
+            "grids": ",".join(entry.grid for entry in entries),
             "threads": np.array([entry.threads for entry in entries], np.int32),
             "shared_bytes": np.array([entry.shared_bytes for entry in entries], np.int32),
             "tile": np.array([spec.tile.query, spec.tile.key], np.int32),
@@ -348,6 +401,7 @@ def _kernel_table(specs: dict[str, KernelSpec]) -> dict[str, Any]:
             "persistent": np.bool_(spec.persistent),
             "tensor_maps": ",".join(box.name for box in spec.tensor_maps),
             "boxes": np.array([(b.rows, b.columns) for b in spec.tensor_maps], np.int32).ravel(),
+            "alignment": np.int32(spec.alignment),
         }
     return table
 

@@ -139,8 +139,8 @@ def test_wrong_arguments_exit_with_2(capsys, arguments, said):
 
 
 def test_build_of_what_no_kernel_does(capsys):
-    assert cli.main(["build", "--head-dim", "512", "--dtype", "f16", "--arch", "sm_80"]) == 1
-    assert "the largest with a kernel is 256" in capsys.readouterr().err
+    assert cli.main(["build", "--head-dim", "70000", "--dtype", "f16", "--arch", "sm_80"]) == 1
+    assert "the largest with a kernel is 65536" in capsys.readouterr().err
 
 
 def test_compile_errors_exit_with_1(capsys, monkeypatch):

@@ -20,10 +20,14 @@ LARGEST_SPILL = 64
 """More than a few registers per thread is a wrong tile, however fast it was measured to be."""
 
 
+ODD_DIMS = ((7, 7), (66, 66), (100, 100), (255, 33))
+"""Head dims whose rows begin at multiples of 2, 4 and 8 bytes."""
+
+
 def sample(arch):
     """The same kernels in every run, others for each architecture, and both directions."""
     generator = random.Random(arch)
-    specs = list(select.closure(arch))
+    specs = [*select.closure(arch), *select.closure(arch, dims=ODD_DIMS)]
     return [
         spec
         for direction in ("forward", "backward")
@@ -34,8 +38,10 @@ def sample(arch):
 
 
 def allowed_spill(spec):
-    """What the tile row records; a few registers with features beside window and soft cap."""
+    """What the tile row records; a few registers with features beside window and soft cap, and
+    with rows that are moved in pieces."""
     features = spec.bias or spec.dropout or spec.segments or spec.boolean or spec.varlen
+    features = features or spec.alignment < 16
     return LARGEST_SPILL if features else spec.tile.spill_bytes
 
 

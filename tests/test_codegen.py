@@ -30,6 +30,7 @@ struct Config {
   static constexpr int kTileKey = 64;
   static constexpr int kWarps = 8;
   static constexpr int kBlocksPerSm = 1;
+  static constexpr int kAlignment = 16;
   static constexpr auto kMask = memeff::MaskKind::causal;
   static constexpr bool kVarlen = false;
   static constexpr bool kSegments = false;
@@ -224,7 +225,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         specs = list(select.closure(arch))
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
-        assert len(set(specs)) == len(specs) == (424 if arch == "sm_90a" else 434)
+        assert len(set(specs)) == len(specs) == (456 if arch == "sm_90a" else 466)
 
 
 @pytest.mark.parametrize("features", [{}, {"bias": "16"}, {"bias": "32"}], ids=str)
@@ -241,6 +242,22 @@ def test_every_pair_of_head_dims_has_a_kernel(arch, direction, features):
         # Every block on an SM also takes 1 KB for the system.
         shared = spec.tile.blocks_per_sm * (spec.shared_bytes + 1024)
         assert shared <= sm80.part(arch).max_shared_bytes + 1024
+
+
+@pytest.mark.parametrize(
+    ("dims", "alignment"),
+    [((7, 7), 2), ((66, 64), 4), ((64, 66), 4), ((100, 72), 8), ((24, 56), 16), ((1, 256), 2)],
+)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_rows_begin_at_what_the_dims_allow(direction, dims, alignment):
+    asked = problem(direction, "f16", *dims)
+    spec = select.select(asked)
+    assert spec.alignment == asked.alignment == alignment
+    assert f"kAlignment = {alignment};" in emit.source(spec)
+    assert (f"_align{alignment}_" in spec.name) == (alignment < 16)
+    aligned = dataclasses.replace(spec, alignment=16)
+    reasons = [f"it moves 16 bytes at a time, and rows begin at multiples of {alignment}"]
+    assert support.spec_reasons(aligned, asked) == (reasons if alignment < 16 else [])
 
 
 def test_every_tile_has_a_reason():
@@ -300,9 +317,9 @@ def test_selection_is_the_first_without_reasons():
         ({"dtype": "f32"}, "float32 is not implemented in the sm80 kernels yet"),
         ({"dtype": "f64"}, "float64 has no kernel"),
         ({"deterministic": True}, "deterministic_backward is not implemented"),
-        ({"head_dim": 68}, "head_dim is 68, and only multiples of 8"),
-        ({"head_dim": 264}, "head_dim is 264, and the largest with a kernel is 256"),
-        ({"alignment": 4}, "aligned to 4 bytes"),
+        ({"varlen": True, "value_dim": 257}, "packed sequences with head dims above 256"),
+        ({"bias": "16", "head_dim": 257}, "a bias with head dims above 256"),
+        ({"head_dim": 65537}, "head_dim is 65537, and the largest with a kernel is 65536"),
     ],
 )
 def test_what_no_kernel_does_is_said_with_what_to_do(changes, said):
@@ -359,8 +376,8 @@ def test_closure_takes_dims_that_are_not_tuned():
     names = {spec.name for spec in select.closure("sm_80", dtypes=["f16"], dims=[(80, 40)])}
     features = "window_varlen_segments_boolean_softcap_dropout_bias32"
     assert f"fmha_fwd_f16_d96v64_64x64_{features}_sm80" in names
-    with pytest.raises(UnsupportedError, match="head_dim is 512"):
-        list(select.closure("sm_80", dims=[(512, 64)]))
+    with pytest.raises(UnsupportedError, match="head_dim is 70000"):
+        list(select.closure("sm_80", dims=[(70000, 64)]))
 
 
 def test_resources_of_a_log_in_the_order_of_the_names():

@@ -54,7 +54,7 @@ def test_the_program_holds_our_calls_and_real_kernels():
     assert text.count("custom_call @jax_memeff_backward") == 1
     images = re.findall(r'image = "([^"]*)"', text)
     assert len(images) == 2 and all(len(image) > 10_000 for image in images)
-    assert "fmha_bwd_bf16_d64_128x128_sm90_postprocess" in text
+    assert "fmha_bwd_bf16_d64_64x128_sm90_postprocess" in text
 
 
 def test_the_program_is_the_same_in_every_lowering(fake_compiler):
@@ -174,6 +174,22 @@ def test_bias_gradient_needs_no_more_than_the_bias(fake_compiler, shape, layout,
     assert ("bias_gradient_sum" in text) == (sums is not None)
     if sums is not None:
         assert f"tensor<{sums}xf32>" in text
+
+
+def test_sums_of_wide_heads_are_as_large_as_the_gradients(fake_compiler):
+    B, T, N, K, H = 2, 2048, 4, 2, 4096
+    text = lower(jax.grad(loss, (0, 1, 2)), *shapes(B, T, T, N, K, H))
+    calls = [line for line in text.splitlines() if "custom_call @jax_memeff" in line]
+    f32 = [[int(n) for n in re.findall(r"tensor<(\d{2,})xf32>", call)] for call in calls]
+    queries, keys = B * N * T * H, B * K * T * H
+    assert [sum(sizes) for sizes in f32] == [queries, queries + 2 * keys + 2 * B * N * T]
+    assert all(spec.wide for spec, _ in fake_compiler)
+
+
+def test_wide_heads_of_one_tile_need_no_sums(fake_compiler):
+    text = lower(jax.grad(loss, (0, 1, 2)), *shapes(T=64, S=100, N=2, K=2, H=512))
+    assert "_sum" not in text
+    assert "_sum" in lower(jax.grad(loss, (0, 1, 2)), *shapes(T=64, S=100, N=4, K=2, H=512))
 
 
 def test_a_constant_bias_has_no_gradient(fake_compiler):

@@ -110,7 +110,7 @@ def test_forward_without_splits_matches_the_oracle(case, monkeypatch):
 
 
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
-@pytest.mark.parametrize("H", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("H", [32, 64, 96, 128, 256, 264])
 def test_dropout_bits_are_those_of_the_contract(H, soft_cap):
     """Read from out, dv and dq of uniform probabilities; H and soft cap change the tiles."""
     row, column = 48, 160
@@ -185,7 +185,14 @@ def test_the_gradient_of_a_shared_bias_needs_no_buffer_of_all_scores():
     assert memory is not None and memory.temp_size_in_bytes < B * N * T * T * 2 / 2
 
 
-@pytest.mark.parametrize("case", [Case(B=2, T=1025, S=1023, N=4, K=4, H=128, **CAUSAL)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=2, T=1025, S=1023, N=4, K=4, H=128, **CAUSAL),
+        Case(B=2, T=1025, S=1023, N=4, K=4, H=320, **CAUSAL),
+    ],
+    ids=str,
+)
 def test_repeats_are_bit_equal(case):
     """out, dk and dv of 200 runs; dq is summed by atomics and may differ in its last bits."""
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
@@ -196,10 +203,11 @@ def test_repeats_are_bit_equal(case):
             assert jnp.array_equal(ours, first)
 
 
+@pytest.mark.parametrize("H", [72, 7, 66, 100, 301, 328])
 @pytest.mark.parametrize("mask", [{}, CAUSAL, WINDOW], ids=["full", "causal", "window"])
-def test_operands_inside_larger_buffers(mask):
+def test_operands_inside_larger_buffers(mask, H):
     """Layers of a scan are slices of one buffer; NaN stands right before and behind each."""
-    case = Case(T=131, S=77, H=72, **mask)
+    case = Case(B=1, T=131, S=77, N=1, K=1, H=H, **mask)
     operands, dout, dlse = case.arrays()
     expected = kernel_cases.run(operands, case.options, dout, dlse)
 
@@ -223,6 +231,30 @@ def test_operands_inside_larger_buffers(mask):
         np.testing.assert_allclose(
             np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=1e-2
         )
+
+
+@pytest.mark.parametrize("H", [7, 66, 100, 72, 301, 328])
+def test_layers_of_a_scan(H):
+    """Each layer's operands are slices of one buffer, at any multiple of a row."""
+    case = Case(B=1, T=131, S=77, N=1, K=1, H=H)
+    layers = 5
+
+    @jax.jit
+    def scanned(arrays):
+        def layer(carry, arrays):
+            operands, dout, dlse = arrays
+            return carry, kernel_cases.run(operands, case.options, dout, dlse)
+
+        return jax.lax.scan(layer, 0, arrays)[1]
+
+    drawn = [case.arrays(seed) for seed in range(layers)]
+    got = scanned(jax.tree.map(lambda *x: jnp.stack(x), *drawn))
+    for index, (operands, dout, dlse) in enumerate(drawn):
+        expected = kernel_cases.run(operands, case.options, dout, dlse)
+        for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(
+                np.asarray(ours[index], np.float32), np.asarray(theirs, np.float32), atol=1e-2
+            )
 
 
 @pytest.mark.parametrize(
@@ -272,6 +304,17 @@ def test_lengths_out_of_range_are_clamped():
     expected = kernel_cases.run(operands._replace(mask=tame), case.options, dout, dlse)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert jnp.array_equal(ours, theirs)
+
+
+def test_memory_of_wide_heads():
+    """Beside arguments and results: f32 sums of the gradients, and out, kept for the backward."""
+    case = Case(B=1, T=2048, S=2048, N=2, K=2, H=4096, lse_gradient=False)
+    operands, dout, _ = case.arrays()
+    program = jax.jit(kernel_cases.run, static_argnums=(1,))
+    memory = program.lower(operands, case.options, dout, None).compile().memory_analysis()
+    assert memory is not None
+    elements = dout.size
+    assert memory.temp_size_in_bytes < 1.01 * (3 * 4 * elements + 2 * elements)
 
 
 def test_offsets_past_two_to_the_31():

@@ -14,7 +14,19 @@ from jax_memeff.codegen import arch as archs
 CLASSES = (32, 64, 96, 128, 192, 256)
 """Padded head dims that kernels are compiled for; a dim takes the smallest that holds it."""
 
-TUNED_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+WIDE = 65536
+"""The class of larger dims, up to this one: a kernel that takes them in steps and chunks."""
+
+TUNED_DIMS = (
+    (32, 32),
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (192, 128),
+    (192, 192),
+    (256, 256),
+    (WIDE, WIDE),
+)
 """(head_dim, value_dim) classes that ``build --all`` compiles; (192, 128) is multi-head latent
 attention. Other pairs take the tile of the larger class."""
 
@@ -22,7 +34,8 @@ FIRST_CAPABILITY = 80
 """cp.async and bf16 mma.sync, which every kernel of the family uses, begin with sm_80."""
 
 
-MODIFIERS = ("soft cap", "bias", "dropout", "segments", "a boolean mask")
+PIECES = "rows that are moved in pieces"
+MODIFIERS = ("soft cap", "bias", "dropout", "segments", "a boolean mask", PIECES)
 """What needs registers of its own in the main loop."""
 
 _NO_BOOLEAN = ("soft cap", "bias", "dropout", "segments")
@@ -49,6 +62,8 @@ class Tile:
     """Of a split forward: among how many warps (or teams of them) the keys of a tile are shared."""
     stages: int = 1
     """Of a split forward: tiles of keys and values in shared memory."""
+    chunk: int = 0
+    """Columns of out or of a gradient that a block of a wide kernel computes at a time."""
     spill_bytes: int = 0
     """Bytes a thread may store to local memory, where that was measured to be faster than none."""
 
@@ -115,6 +130,49 @@ _SPLIT_64x64 = (
     ),
     _split(64, 64, 8, 1, 2, 3, "with 4 warps soft cap, bias and dropout spill"),
 )
+_WIDE_FORWARD = (
+    Tile(
+        128,
+        256,
+        8,
+        1,
+        "162 KB: 256 keys halve the passes over the sums of out",
+        modifiers=(),
+        chunk=256,
+        spill_bytes=16,
+    ),
+    Tile(
+        128,
+        128,
+        8,
+        1,
+        "98 KB; half the score accumulators, as modifiers need",
+        chunk=256,
+        spill_bytes=16,
+    ),
+)
+
+_WIDE_BACKWARD = (
+    Tile(
+        128,
+        128,
+        8,
+        1,
+        "130 KB of 163 KB: square, as S and dP read both operands",
+        modifiers=(),
+        chunk=256,
+        spill_bytes=24,
+    ),
+    Tile(
+        64,
+        128,
+        8,
+        1,
+        "97 KB; with 128 queries modifiers spill up to 900 bytes, here pointers, between products",
+        chunk=256,
+        spill_bytes=24,
+    ),
+)
 
 _SM80 = Part(
     name="sm_80, sm_87",
@@ -129,6 +187,7 @@ _SM80 = Part(
             Tile(128, 64, 8, 1, "128 KB; two blocks of 96 KB would not fit", modifiers=()),
             Tile(128, 32, 8, 1, "with 64 keys soft cap spills"),
         ),
+        WIDE: _WIDE_FORWARD,
     },
     backward={
         32: (
@@ -146,6 +205,7 @@ _SM80 = Part(
         ),
         192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
         256: (Tile(32, 64, 8, 1, "120 KB of 163 KB; 64 query rows would need 176 KB"),),
+        WIDE: _WIDE_BACKWARD,
     },
     split={
         32: (_SPLIT_16x128, _SPLIT_64x128),
@@ -188,6 +248,7 @@ _SM86 = Part(
             Tile(64, 64, 4, 1, "96 KB of 99 KB", modifiers=()),
             Tile(64, 32, 4, 1, "with 64 keys soft cap spills"),
         ),
+        WIDE: (_WIDE_FORWARD[1],),
     },
     backward={
         32: (Tile(64, 128, 8, 1, "as 64"),),
@@ -205,6 +266,7 @@ _SM86 = Part(
             Tile(32, 32, 4, 1, "with a 32-bit bias: 70 KB of 99 KB"),
         ),
         256: (Tile(32, 32, 4, 1, "84 KB of 99 KB; 64 keys need 120 KB; 4 warps share 32x32"),),
+        WIDE: (_WIDE_BACKWARD[1],),
     },
     split={
         32: (
@@ -284,6 +346,7 @@ _SM90 = Part(
                 spill_bytes=64,
             ),
         ),
+        WIDE: _WIDE_BACKWARD,
     },
     split={
         32: (_SPLIT_16x128, _SPLIT_64x128),
@@ -314,15 +377,3 @@ def part(arch: str) -> Part:
     (227, 99)
     """
     return _BY_CAPABILITY.get(archs.capability(arch), _SM86)
-
-
-def padded(dim: int) -> int:
-    """The smallest class that holds ``dim``; ``ValueError`` above the largest.
-
-    >>> padded(80)
-    96
-    """
-    for padded_dim in CLASSES:
-        if dim <= padded_dim:
-            return padded_dim
-    raise ValueError(f"expected a head dim of at most {CLASSES[-1]}, got {dim}")

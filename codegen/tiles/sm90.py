@@ -40,6 +40,11 @@ class Tile:
     """Bytes a thread may store to local memory, where that was measured to be faster than none."""
 
     @property
+    def chunk(self) -> int:
+        """No row walks its columns in chunks; see ``sm80.Tile``."""
+        return 0
+
+    @property
     def blocks_per_sm(self) -> int:
         """The registers of an SM are dealt out to one block."""
         return 1

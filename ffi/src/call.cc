@@ -9,8 +9,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kAlignment = 16;  // bytes of one cp.async and of one vector store
-
 std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> words;
   std::istringstream stream(text);
@@ -138,7 +136,7 @@ TensorView Buffers::tensor(const std::string& name) {
   view.batch_stride = dims[1] * view.row_stride;
   view.data = static_cast<char*>(data(name)) +
               place(name)->slot * slot_stride * ffi::ByteWidth(buffer(name)->element_type());
-  require_alignment(name, view.data, kAlignment);
+  require_alignment(name, view.data, alignment_);
   return view;
 }
 

@@ -40,16 +40,16 @@ struct Call {
 // kept; a launcher asks for everything it needs and checks once.
 class Buffers {
  public:
-  Buffers(const Call& call, const xla::ffi::RemainingArgs& arguments,
+  Buffers(const Call& call, const KernelImage& image, const xla::ffi::RemainingArgs& arguments,
           const xla::ffi::RemainingRets& results)
-      : call_(call), arguments_(arguments), results_(results) {}
+      : call_(call), alignment_(image.alignment), arguments_(arguments), results_(results) {}
 
   bool has(const std::string& name) const;
 
   // Start of a buffer, or null where the call has none of this name.
   void* data(const std::string& name);
 
-  // A row-major [batch, sequence, head, dim] array whose rows the kernels move 16 bytes at a time.
+  // A row-major [batch, sequence, head, dim] array that starts where the kernel expects rows to.
   TensorView tensor(const std::string& name);
 
   // A row-major buffer that broadcasts to the scores, and starts at a multiple of `alignment`
@@ -72,6 +72,7 @@ class Buffers {
   void require_alignment(const std::string& name, const void* data, int alignment);
 
   const Call& call_;
+  int alignment_;
   const xla::ffi::RemainingArgs& arguments_;
   const xla::ffi::RemainingRets& results_;
   xla::ffi::Error error_ = xla::ffi::Error::Success();

@@ -27,7 +27,7 @@ ffi::Error execute(CUstream stream, Call* call, ffi::Dictionary, ffi::RemainingA
                    ffi::RemainingRets results) {
   auto kernel = call->kernels.resolve();
   if (!kernel.has_value()) return kernel.error();
-  Buffers buffers(*call, arguments, results);
+  Buffers buffers(*call, *(*kernel)->image, arguments, results);
   return kLaunch(*call, **kernel, buffers, stream);
 }
 

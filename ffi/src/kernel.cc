@@ -76,32 +76,36 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
                                               const ffi::Dictionary& attributes) {
   auto image = attributes.get<std::string_view>("image");
   auto entry_points = attributes.get<std::string_view>("entry_points");
+  auto grids = attributes.get<std::string_view>("grids");
   auto threads = attributes.get<ffi::Span<const int32_t>>("threads");
   auto shared_bytes = attributes.get<ffi::Span<const int32_t>>("shared_bytes");
   auto tile = attributes.get<ffi::Span<const int32_t>>("tile");
+  auto alignment = attributes.get<int32_t>("alignment");
   auto blocks_per_sm = attributes.get<int32_t>("blocks_per_sm");
   auto pack_heads = attributes.get<bool>("pack_heads");
   auto persistent = attributes.get<bool>("persistent");
   auto tensor_maps = attributes.get<std::string_view>("tensor_maps");
   auto boxes = attributes.get<ffi::Span<const int32_t>>("boxes");
-  if (!image.has_value() || !entry_points.has_value() || !threads.has_value() ||
-      !shared_bytes.has_value() || !tile.has_value() || !blocks_per_sm.has_value() ||
-      !pack_heads.has_value() || !persistent.has_value() || !tensor_maps.has_value() ||
-      !boxes.has_value()) {
+  if (!image.has_value() || !entry_points.has_value() || !grids.has_value() ||
+      !threads.has_value() || !shared_bytes.has_value() || !tile.has_value() ||
+      !alignment.has_value() || !blocks_per_sm.has_value() || !pack_heads.has_value() ||
+      !persistent.has_value() || !tensor_maps.has_value() || !boxes.has_value()) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
-                                   "a kernel table entry needs image, entry_points, threads, "
-                                   "shared_bytes, tile, blocks_per_sm, pack_heads, persistent, "
-                                   "tensor_maps and boxes (was the "
+                                   "a kernel table entry needs image, entry_points, grids, "
+                                   "threads, shared_bytes, tile, alignment, blocks_per_sm, "
+                                   "pack_heads, persistent, tensor_maps and boxes (was the "
                                    "program exported by another version?)"));
   }
   KernelImage kernel;
   kernel.arch = std::string(arch);
   kernel.image = std::string(*image);
   kernel.entry_points = split(*entry_points);
+  kernel.grids = split(*grids);
   kernel.threads.assign(threads->begin(), threads->end());
   kernel.shared_bytes.assign(shared_bytes->begin(), shared_bytes->end());
   std::vector<std::string> const maps = split(*tensor_maps);
   if (kernel.threads.size() != kernel.entry_points.size() ||
+      kernel.grids.size() != kernel.entry_points.size() ||
       kernel.shared_bytes.size() != kernel.entry_points.size() || tile->size() != 2 ||
       boxes->size() != 2 * maps.size()) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
@@ -114,6 +118,7 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   kernel.tile_key = (*tile)[1];
   kernel.blocks_per_sm = *blocks_per_sm;
   kernel.pack_heads = *pack_heads;
+  kernel.alignment = *alignment;
   kernel.persistent = *persistent;
   for (size_t i = 0; i < maps.size(); ++i) {
     kernel.maps.push_back({maps[i], (*boxes)[2 * i], (*boxes)[2 * i + 1]});
@@ -229,7 +234,7 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
 }
 
 ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstream stream,
-                  std::initializer_list<const void*> params) {
+                  const std::vector<const void*>& params) {
   if (blocks == 0) return ffi::Error::Success();
   const std::string& name = kernel.image->entry_points[index];
   if (blocks > INT_MAX) {

@@ -24,6 +24,7 @@ struct KernelImage {
   std::string arch;                       // "sm_90a"
   std::string image;                      // fatbin
   std::vector<std::string> entry_points;  // in launch order
+  std::vector<std::string> grids;         // tiles of what each is launched on: queries, keys, bias
   std::vector<int> threads;               // of each entry point
   std::vector<int> shared_bytes;          // dynamic, of each entry point
   int tile_query = 0;
@@ -32,6 +33,7 @@ struct KernelImage {
   std::vector<MapBox> maps;  // of the main kernel, in the order of its parameter
   int blocks_per_sm = 0;     // of the main kernel, at least
   bool pack_heads = false;   // see schedule/packed_rows.cuh
+  int alignment = 0;         // bytes that rows of all tensors are multiples of
 
   static xla::ffi::ErrorOr<KernelImage> decode(std::string_view arch,
                                                const xla::ffi::Dictionary& attributes);
@@ -71,7 +73,7 @@ class KernelTable {
 // Launches entry point `index` on a one-dimensional grid, with pointers to its parameters; an empty
 // grid is no launch.
 xla::ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstream stream,
-                       std::initializer_list<const void*> params);
+                       const std::vector<const void*>& params);
 
 xla::ffi::Error fill_zero(void* data, size_t bytes, CUstream stream);
 

@@ -3,18 +3,6 @@
 
 namespace memeff::host {
 
-namespace {
-
-xla::ffi::Error launch_main(const DeviceKernel& kernel, int entry, long long blocks,
-                            Buffers& buffers, CUstream stream, const BackwardParams& params) {
-  if (kernel.image->maps.empty()) return launch(kernel, entry, blocks, stream, {&params});
-  auto maps = encode_maps<BackwardMaps>(kernel.image->maps, buffers);
-  if (!maps.has_value()) return maps.error();
-  return launch(kernel, entry, blocks, stream, {&params, &*maps});
-}
-
-}  // namespace
-
 xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                 CUstream stream) {
   BackwardParams params = {};
@@ -35,6 +23,8 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.logsumexp_gradient = static_cast<const float*>(buffers.data("logsumexp_gradient"));
   params.row_statistics = static_cast<float*>(buffers.data("row_statistics"));
   params.query_gradient_sum = static_cast<float*>(buffers.data("query_gradient_sum"));
+  params.key_gradient_sum = static_cast<float*>(buffers.data("key_gradient_sum"));
+  params.value_gradient_sum = static_cast<float*>(buffers.data("value_gradient_sum"));
   params.bias_gradient = buffers.scores("bias_gradient", call.bias_alignment);
   params.bias_gradient_sum = static_cast<float*>(buffers.data("bias_gradient_sum"));
   if (buffers.error().failure()) return buffers.error();
@@ -42,25 +32,26 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   ProblemShape const& shape = params.shape;
   params.query_tiles = static_cast<int>(ceil_div(shape.query_length, kernel.image->tile_query));
   long long const key_tiles = ceil_div(shape.key_length, kernel.image->tile_key);
-  long long const query_blocks = (long long)params.query_tiles * shape.query_heads * shape.batch;
-  long long const key_blocks = key_tiles * shape.key_heads * shape.batch;
+  ScoreView const& bias = params.bias_gradient;
+  long long const bias_planes = (bias.batch_stride == 0 ? 1ll : shape.batch) *
+                                (bias.head_stride == 0 ? 1 : shape.query_heads);
+  long long const bias_row_tiles = bias.row_stride == 0 ? 1 : params.query_tiles;
+  std::map<std::string, long long> const blocks = {
+      {"queries", (long long)params.query_tiles * shape.query_heads * shape.batch},
+      {"keys", key_tiles * shape.key_heads * shape.batch},
+      {"bias", bias_planes * bias_row_tiles * key_tiles}};
 
-  int entry = 0;
-  auto error = launch(kernel, entry++, query_blocks, stream, {&params});
-  bool const sums_bias = buffers.has("bias_gradient_sum");
-  if (error.success() && sums_bias) {
+  auto maps = encode_maps<BackwardMaps>(kernel.image->maps, buffers);
+  if (!maps.has_value()) return maps.error();
+  auto error = xla::ffi::Error::Success();
+  if (buffers.has("bias_gradient_sum")) {
     error = fill_zero(params.bias_gradient_sum, buffers.bytes("bias_gradient_sum"), stream);
   }
-  if (error.success()) error = launch_main(kernel, entry++, key_blocks, buffers, stream, params);
-  if (error.success() && buffers.has("query_gradient")) {
-    error = launch(kernel, entry++, query_blocks, stream, {&params});
-  }
-  if (error.success() && sums_bias) {
-    ScoreView const& bias = params.bias_gradient;
-    long long const planes = (bias.batch_stride == 0 ? 1ll : shape.batch) *
-                             (bias.head_stride == 0 ? 1 : shape.query_heads);
-    long long const row_tiles = bias.row_stride == 0 ? 1 : params.query_tiles;
-    error = launch(kernel, entry, planes * row_tiles * key_tiles, stream, {&params});
+  for (size_t entry = 0; entry < kernel.image->grids.size() && error.success(); ++entry) {
+    const std::string& grid = kernel.image->grids[entry];
+    std::vector<const void*> arguments = {&params};
+    if (grid == "keys" && !kernel.image->maps.empty()) arguments.push_back(&*maps);
+    error = launch(kernel, static_cast<int>(entry), blocks.at(grid), stream, arguments);
   }
   return error;
 }

@@ -19,6 +19,7 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.out = buffers.tensor("out");
   params.logsumexp = static_cast<float*>(buffers.data("logsumexp"));
   params.piece_counter = static_cast<int*>(buffers.data("piece_counter"));
+  params.out_sum = static_cast<float*>(buffers.data("out_sum"));
   if (buffers.error().failure()) return buffers.error();
 
   if (kernel.image->entry_points.size() > 1) return launch_split(kernel, buffers, params, stream);

@@ -14,9 +14,11 @@ namespace memeff::host {
 xla::ffi::ErrorOr<std::vector<TensorMap>> encode_maps(const std::vector<MapBox>& boxes,
                                                       Buffers& buffers);
 
-// The same as the parameter of a kernel, which the boxes are in the order of.
+// The same as the parameter of a kernel, which the boxes are in the order of; zero for a kernel
+// without boxes.
 template <class Maps>
 xla::ffi::ErrorOr<Maps> encode_maps(const std::vector<MapBox>& boxes, Buffers& buffers) {
+  if (boxes.empty()) return Maps{};
   auto encoded = encode_maps(boxes, buffers);
   if (!encoded.has_value()) return xla::ffi::Unexpected(encoded.error());
   if (encoded->size() * sizeof(TensorMap) != sizeof(Maps)) {

@@ -103,6 +103,8 @@ struct ForwardParams {
   float* partial_out;        // the same rows, [value dim class] each
   int splits;                // of the keys; 1: no partial results
   int* piece_counter;        // [1], of persistent kernels
+  float* out_sum;            // of wide kernels: [B, N, padded T, padded Hv], in the order of
+                             // collective/chunked_product.cuh
 };
 
 struct BackwardParams {
@@ -124,6 +126,8 @@ struct BackwardParams {
   float* row_statistics;            // [tiles, query tile, 2]: logsumexp in base 2 (+inf where a
                                     // row has no keys), and delta = rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [tiles, query tile, head dim class], in fragment order
+  float* key_gradient_sum;          // of wide kernels: [B, K, padded S, padded H] and
+  float* value_gradient_sum;        // [B, K, padded S, padded Hv]
   ScoreView bias_gradient;
   float* bias_gradient_sum;  // where it is summed: see bias/gradient.cuh
   int query_tiles;           // padded T / query tile
@@ -157,8 +161,8 @@ static_assert(sizeof(ScoreView) == 40, "host and device disagree on ScoreView");
 static_assert(sizeof(ProblemShape) == 56, "host and device disagree on ProblemShape");
 static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(ForwardParams) == 424, "host and device disagree on ForwardParams");
-static_assert(sizeof(BackwardParams) == 600, "host and device disagree on BackwardParams");
+static_assert(sizeof(ForwardParams) == 432, "host and device disagree on ForwardParams");
+static_assert(sizeof(BackwardParams) == 616, "host and device disagree on BackwardParams");
 
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");
 

@@ -74,6 +74,54 @@ CUTE_DEVICE void copy_word_async(uint32_t shared, void const* global, int bytes)
                : "memory");
 }
 
+// The same for 8 or 4 bytes, which stay in L1: neighbouring copies share their sectors.
+template <int kBytes>
+CUTE_DEVICE void copy_piece_async(uint32_t shared, void const* global, bool valid) {
+  static_assert(kBytes == 8 || kBytes == 4);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global),
+               "n"(kBytes), "r"(valid ? kBytes : 0)
+               : "memory");
+}
+
+// 16 bytes of which the first `bytes` exist; zeros for the others. The address is a multiple of
+// kAlignment, and so is `bytes`.
+template <int kAlignment>
+CUTE_DEVICE uint4 load_vector(char const* address, int bytes) {
+  if constexpr (kAlignment == 16) {
+    return *reinterpret_cast<uint4 const*>(address);
+  } else {
+    using Piece = typename cute::uint_bit<8 * kAlignment>::type;
+    union {
+      uint4 vector;
+      Piece pieces[16 / kAlignment];
+    } value;
+    CUTE_UNROLL
+    for (int i = 0; i < 16 / kAlignment; ++i) {
+      bool const exists = i * kAlignment < bytes;
+      value.pieces[i] = exists ? reinterpret_cast<Piece const*>(address)[i] : Piece(0);
+    }
+    return value.vector;
+  }
+}
+
+// The reverse: writes the first `bytes` of 16.
+template <int kAlignment>
+CUTE_DEVICE void store_vector(char* address, uint4 const& vector, int bytes) {
+  if constexpr (kAlignment == 16) {
+    *reinterpret_cast<uint4*>(address) = vector;
+  } else {
+    using Piece = typename cute::uint_bit<8 * kAlignment>::type;
+    union {
+      uint4 vector;
+      Piece pieces[16 / kAlignment];
+    } const value = {vector};
+    CUTE_UNROLL
+    for (int i = 0; i < 16 / kAlignment; ++i) {
+      if (i * kAlignment < bytes) reinterpret_cast<Piece*>(address)[i] = value.pieces[i];
+    }
+  }
+}
+
 CUTE_DEVICE void commit_copies() { cute::cp_async_fence(); }
 
 // Waits until at most kPending of the youngest committed groups are in flight.

@@ -1,5 +1,7 @@
-// Copies a [rows, columns] tile of a tensor into shared memory with cp.async, all threads of the
-// CTA.
+// Copies a [rows, columns] tile of a tensor into shared memory, all threads of the CTA.
+//
+// kAlignment is the number of bytes that rows, and their lengths, are multiples of. cp.async moves
+// 16, 8 or 4 of them; rows that begin at any 2 bytes pass registers.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -7,7 +9,7 @@
 
 namespace memeff {
 
-template <class Tile, int kThreads>
+template <class Tile, int kThreads, int kAlignment = 16>
 struct TileLoader {
   static constexpr int kThreadRows = kThreads / Tile::kChunks;  // rows of one panel in one pass
   static_assert(kThreads % Tile::kChunks == 0);
@@ -18,6 +20,10 @@ struct TileLoader {
   // tile, `thread` counts the kThreads that share the work.
   CUTE_DEVICE static void copy(uint32_t tile, char const* rows, long long row_bytes, int row_bound,
                                int column_bound, int thread = thread_index()) {
+    if constexpr (kAlignment < 16) {
+      copy_pieces(tile, rows, row_bytes, row_bound, column_bound, thread);
+      return;
+    }
     int const thread_row = thread / Tile::kChunks;
     int const thread_chunk = thread % Tile::kChunks;
     char const* source = rows + thread_row * row_bytes + thread_chunk * 16;
@@ -43,6 +49,36 @@ struct TileLoader {
     int const rows = pass * kThreadRows;
     return kThreadRows % 8 == 0 ? Tile::byte_offset(thread_row, chunk) + rows * Tile::kRowBytes
                                 : Tile::byte_offset(thread_row + rows, chunk);
+  }
+
+  // Neighbouring lanes copy neighbouring pieces, so that a warp reads whole sectors.
+  static constexpr int kPiece = kAlignment < 4 ? 4 : kAlignment;
+  static constexpr int kRowPieces = Tile::kPanels * Tile::kRowBytes / kPiece;
+  static constexpr int kUnroll = 2;
+
+  CUTE_DEVICE static void copy_pieces(uint32_t tile, char const* rows, long long row_bytes,
+                                      int row_bound, int column_bound, int thread) {
+    int const bytes = column_bound * 2;
+#pragma unroll kUnroll
+    for (int i = thread; i < Tile::kRows * kRowPieces; i += kThreads) {
+      int const row = i / kRowPieces;
+      int const byte = i % kRowPieces * kPiece;
+      uint32_t const target = tile + Tile::byte_offset(row, byte / 16) + byte % 16;
+      char const* const source = rows + row * row_bytes + byte;
+      int const valid_bytes = row < row_bound ? bytes - byte : 0;
+      if constexpr (kAlignment >= 4) {
+        copy_piece_async<kPiece>(target, source, valid_bytes > 0);
+      } else {
+        store_shared(target, load_pair(source, valid_bytes));
+      }
+    }
+  }
+
+  CUTE_DEVICE static uint32_t load_pair(char const* source, int valid_bytes) {
+    uint16_t const* const elements = reinterpret_cast<uint16_t const*>(source);
+    uint32_t const low = valid_bytes > 0 ? elements[0] : 0;
+    uint32_t const high = valid_bytes > 2 ? elements[1] : 0;
+    return low | high << 16;
   }
 };
 

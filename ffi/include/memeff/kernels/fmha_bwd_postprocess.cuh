@@ -47,7 +47,8 @@ struct FmhaBackwardPostprocess {
         query_gradient(3, m, n) = sum.w * params.scale.gradient_scale;
       }
     }
-    store_tile<Element, typename Tiles::QueryTile, typename Tiles::QueryGrid, kThreads>(
+    store_tile<Element, typename Tiles::QueryTile, typename Tiles::QueryGrid, kThreads,
+               Config::kAlignment>(
         shared_address(shared), query_gradient,
         row_pointer<Element>(params.query_gradient, origin.batch, origin.row + row, item.head),
         params.query_gradient.row_stride * sizeof(Element), row_bound, shape.head_dim);

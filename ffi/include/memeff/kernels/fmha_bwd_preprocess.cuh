@@ -74,8 +74,9 @@ struct FmhaBackwardPreprocess {
   CUTE_DEVICE static float row_dot(char const* a, char const* b, int lane, int columns) {
     float sum = 0.0f;
     for (int column = lane * 8; column < columns; column += kRowLanes * 8) {
-      uint4 const x = *reinterpret_cast<uint4 const*>(a + column * 2);
-      uint4 const y = *reinterpret_cast<uint4 const*>(b + column * 2);
+      int const bytes = (columns - column) * 2;
+      uint4 const x = load_vector<Config::kAlignment>(a + column * 2, bytes);
+      uint4 const y = load_vector<Config::kAlignment>(b + column * 2, bytes);
       sum += pair_dot(x.x, y.x) + pair_dot(x.y, y.y) + pair_dot(x.z, y.z) + pair_dot(x.w, y.w);
     }
     return sum;

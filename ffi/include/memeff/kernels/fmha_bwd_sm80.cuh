@@ -101,7 +101,7 @@ struct FmhaBackwardSm80 {
     };
     // Queries and the statistics of their rows, into the buffers that visits of this parity use.
     auto load_query = [&](Visit const& visit, int parity) {
-      TileLoader<QueryTile, kThreads>::copy(
+      TileLoader<QueryTile, kThreads, Config::kAlignment>::copy(
           query_buffers + parity * QueryTile::kBytes,
           row_pointer<Element>(params.query, queries.batch, queries.row + visit.row, visit.head),
           params.query.row_stride * sizeof(Element), mask.query_length - visit.row, shape.head_dim);
@@ -114,11 +114,12 @@ struct FmhaBackwardSm80 {
       }
     };
     auto load_out_gradient = [&](Visit const& visit) {
-      TileLoader<OutTile, kThreads>::copy(out_tile,
-                                          row_pointer<Element>(params.out_gradient, queries.batch,
-                                                               queries.row + visit.row, visit.head),
-                                          params.out_gradient.row_stride * sizeof(Element),
-                                          mask.query_length - visit.row, shape.value_dim);
+      TileLoader<OutTile, kThreads, Config::kAlignment>::copy(
+          out_tile,
+          row_pointer<Element>(params.out_gradient, queries.batch, queries.row + visit.row,
+                               visit.head),
+          params.out_gradient.row_stride * sizeof(Element), mask.query_length - visit.row,
+          shape.value_dim);
     };
 
     auto load_bias = [&](Visit const& visit) {
@@ -151,10 +152,10 @@ struct FmhaBackwardSm80 {
 
     if (visits > 0) {
       int const column_bound = mask.key_length - column;
-      TileLoader<KeyTile, kThreads>::copy(
+      TileLoader<KeyTile, kThreads, Config::kAlignment>::copy(
           key_tile, row_pointer<Element>(params.key, keys.batch, keys.row + column, item.head),
           params.key.row_stride * sizeof(Element), column_bound, shape.head_dim);
-      TileLoader<ValueTile, kThreads>::copy(
+      TileLoader<ValueTile, kThreads, Config::kAlignment>::copy(
           value_tile, row_pointer<Element>(params.value, keys.batch, keys.row + column, item.head),
           params.value.row_stride * sizeof(Element), column_bound, shape.value_dim);
       load_query(visit_at(0), 0);
@@ -242,7 +243,7 @@ struct FmhaBackwardSm80 {
       for (int i = 0; i < cute::size(key_gradient); ++i) {
         key_gradient(i) *= params.scale.gradient_scale;
       }
-      store_tile<Element, KeyTile, KeyGrid, kThreads>(
+      store_tile<Element, KeyTile, KeyGrid, kThreads, Config::kAlignment>(
           key_tile, key_gradient,
           row_pointer<Element>(params.key_gradient, keys.batch, keys.row + column, item.head),
           params.key_gradient.row_stride * sizeof(Element), key_bound, shape.head_dim);
@@ -254,7 +255,7 @@ struct FmhaBackwardSm80 {
           value_gradient(i) *= kept_scale(params);
         }
       }
-      store_tile<Element, ValueTile, ValueGrid, kThreads>(
+      store_tile<Element, ValueTile, ValueGrid, kThreads, Config::kAlignment>(
           value_tile, value_gradient,
           row_pointer<Element>(params.value_gradient, keys.batch, keys.row + column, item.head),
           params.value_gradient.row_stride * sizeof(Element), key_bound, shape.value_dim);

@@ -87,15 +87,16 @@ struct FmhaForwardSm80 {
     long long const value_row_bytes = params.value.row_stride * sizeof(Element);
     auto load_key = [&](int tile) {
       int const column = tile * kTileKey;
-      TileLoader<KeyTile, kThreads>::copy(key_tile, key_rows.get() + column * key_row_bytes,
-                                          key_row_bytes, mask.key_length - column, shape.head_dim);
+      TileLoader<KeyTile, kThreads, Config::kAlignment>::copy(
+          key_tile, key_rows.get() + column * key_row_bytes, key_row_bytes,
+          mask.key_length - column, shape.head_dim);
       commit_copies();
     };
     auto load_value = [&](int tile) {
       int const column = tile * kTileKey;
-      TileLoader<ValueTile, kThreads>::copy(value_tile, value_rows.get() + column * value_row_bytes,
-                                            value_row_bytes, mask.key_length - column,
-                                            shape.value_dim);
+      TileLoader<ValueTile, kThreads, Config::kAlignment>::copy(
+          value_tile, value_rows.get() + column * value_row_bytes, value_row_bytes,
+          mask.key_length - column, shape.value_dim);
       commit_copies();
     };
 
@@ -119,7 +120,7 @@ struct FmhaForwardSm80 {
     if constexpr (Config::kParkRegisters) softmax.park(parked_rows);
 
     if (tiles.begin < tiles.end) {
-      TileLoader<QueryTile, kThreads>::copy(
+      TileLoader<QueryTile, kThreads, Config::kAlignment>::copy(
           query_tile,
           row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head),
           params.query.row_stride * sizeof(Element), mask.query_length - row, shape.head_dim);
@@ -220,7 +221,7 @@ struct FmhaForwardSm80 {
     }
     if (query_bound < kTileQuery) zero_rows(output, query_bound);
     __syncthreads();  // the tiles that OutTile covers are no longer read
-    store_tile<Element, OutTile, OutGrid, kThreads>(
+    store_tile<Element, OutTile, OutGrid, kThreads, Config::kAlignment>(
         tile, output, row_pointer<Element>(params.out, origin.batch, origin.row + row, item.head),
         params.out.row_stride * sizeof(Element), row_bound, shape.value_dim);
   }

@@ -13,9 +13,9 @@
 
 #include <memeff/arch/barrier.cuh>
 #include <memeff/collective/bulk_tile.cuh>
+#include <memeff/collective/drop.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
-#include <memeff/collective/drop.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/persistent.cuh>
 

@@ -1,0 +1,186 @@
+// A product with more columns than accumulators can hold, chunk by chunk.
+//
+//   sum[rows, columns] += left[rows, k] right[k, columns]
+//
+// `left` lies in shared memory, `right` streams through a StepRing, and the sum is in global memory
+// in f32 between the visits of the CTA that owns its rows. Each thread reads what it wrote itself,
+// in the order of its accumulators, so nothing is synchronised and every run adds in one order.
+#pragma once
+
+#include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/step_ring.cuh>
+#include <memeff/collective/warp_gemm.cuh>
+
+namespace memeff {
+
+// The result that the last visit rounds and writes: rows below row_bound, columns below columns.
+struct ChunkedTarget {
+  char* rows;
+  long long row_bytes;
+  int row_bound;
+  int columns;
+};
+
+// kOrder is how `left` lies in LeftTile, as for LeftOperand.
+template <class Config, class LeftTile, Contiguous kOrder>
+struct ChunkedProduct {
+  using Element = typename Config::Element;
+  static constexpr bool kByK = kOrder == Contiguous::k;
+  static constexpr int kRows = kByK ? LeftTile::kRows : LeftTile::kColumns;
+  static constexpr int kDepth = kByK ? LeftTile::kColumns : LeftTile::kRows;
+  static constexpr int kChunk = Config::kValueDim;
+  static constexpr int kThreads = Config::kWarps * kWarpSize;
+  static constexpr int kStep = 64;  // of the depth
+  static_assert(kDepth % kStep == 0);
+  using Grid = WarpGrid<kRows, kChunk, Config::kWarps>;
+  using StepTile = SharedTile<kStep, kChunk>;
+  static constexpr int kChunkFloats = kRows * kChunk;
+
+  char const* right;
+  long long right_row_bytes;
+  int right_bound;  // rows of the right operand; those beyond count as zeros
+  int columns;
+
+  CUTE_DEVICE int depth_steps() const { return ceil_div(min(kDepth, right_bound), kStep); }
+
+  CUTE_DEVICE void load(int step, uint32_t buffer) const {
+    int const chunk = step / depth_steps();
+    int const row = step % depth_steps() * kStep;
+    TileLoader<StepTile, kThreads, Config::kAlignment>::copy(
+        buffer, right + row * right_row_bytes + chunk * (kChunk * int(sizeof(Element))),
+        right_row_bytes, right_bound - row, columns - chunk * kChunk);
+  }
+
+  // The first visit begins at zero and the last writes the target; `sums`, which those between them
+  // need, are of this tile of rows. rescale(row) multiplies what earlier visits have summed, and
+  // finish(row) the result.
+  template <class Rescale, class Finish, class LoadNext>
+  CUTE_DEVICE void run(StepRing& ring, uint32_t left, float* sums, bool first, bool last,
+                       ChunkedTarget const& target, Rescale rescale, Finish finish,
+                       LoadNext load_next) const {
+    int const row_steps = depth_steps();
+    auto accumulators = Grid::make_accumulators();  // (4, MMA_M, MMA_N)
+    ring.run(
+        row_steps * ceil_div(columns, kChunk),
+        [&](int step, uint32_t buffer) { load(step, buffer); },
+        [&](int step, uint32_t buffer) {
+          int const chunk = step / row_steps;
+          int const depth = step % row_steps;
+          float* const chunk_sums = sums + chunk * (long long)kChunkFloats;
+          if (depth == 0) {
+            if (first) {
+              cute::clear(accumulators);
+            } else {
+              read(accumulators, chunk_sums);
+              multiply_rows(accumulators, rescale);
+            }
+          }
+          warp_gemm<Element, kStep / 16>(
+              accumulators,
+              LeftOperand<LeftTile, kOrder, Grid::kRowBlocks>(
+                  left + depth * (kByK ? kStep / LeftTile::kPanelColumns * LeftTile::kPanelBytes
+                                       : kStep * LeftTile::kRowBytes),
+                  Grid::row()),
+              RightOperand<StepTile, Contiguous::outer, Grid::kColumnBlocks>(buffer,
+                                                                             Grid::column()));
+          if (depth == row_steps - 1) {
+            if (last) {
+              multiply_rows(accumulators, finish);
+              store(accumulators, target, chunk * kChunk);
+            } else {
+              write(accumulators, chunk_sums);
+            }
+          }
+        },
+        load_next);
+  }
+
+  // Zeros where no visit adds anything.
+  CUTE_DEVICE static void store_zeros(ChunkedTarget const& target) {
+    auto zeros = Grid::make_accumulators();  // (4, MMA_M, MMA_N)
+    cute::clear(zeros);
+    for (int column = 0; column < target.columns; column += kChunk) store(zeros, target, column);
+  }
+
+ private:
+  template <class Accumulators>
+  CUTE_DEVICE static float4* address(Accumulators const& accumulators, float* sums, int m, int n) {
+    int const block = m * int(cute::size<2>(accumulators)) + n;
+    return reinterpret_cast<float4*>(sums) + block * kThreads + thread_index();
+  }
+
+  template <class Accumulators>
+  CUTE_DEVICE static void read(Accumulators& accumulators, float* sums) {
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(accumulators); ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(accumulators); ++n) {
+        float4 const sum = *address(accumulators, sums, m, n);
+        accumulators(0, m, n) = sum.x;
+        accumulators(1, m, n) = sum.y;
+        accumulators(2, m, n) = sum.z;
+        accumulators(3, m, n) = sum.w;
+      }
+    }
+  }
+
+  template <class Accumulators>
+  CUTE_DEVICE static void write(Accumulators const& accumulators, float* sums) {
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(accumulators); ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(accumulators); ++n) {
+        *address(accumulators, sums, m, n) =
+            make_float4(accumulators(0, m, n), accumulators(1, m, n), accumulators(2, m, n),
+                        accumulators(3, m, n));
+      }
+    }
+  }
+
+  template <class Accumulators, class Factor>
+  CUTE_DEVICE static void multiply_rows(Accumulators& accumulators, Factor factor) {
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(accumulators); ++m) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float const scale = factor(Grid::element_row(2 * half, m));
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<2>(accumulators); ++n) {
+          accumulators(2 * half, m, n) *= scale;
+          accumulators(2 * half + 1, m, n) *= scale;
+        }
+      }
+    }
+  }
+
+  // Pairs of neighbouring columns: a quad writes 16 bytes of a row.
+  template <class Accumulators>
+  CUTE_DEVICE static void store(Accumulators const& accumulators, ChunkedTarget const& target,
+                                int column) {
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(accumulators); ++m) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int const row = Grid::element_row(2 * half, m);
+        if (row >= target.row_bound) continue;
+        Element* const out = reinterpret_cast<Element*>(target.rows + row * target.row_bytes);
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<2>(accumulators); ++n) {
+          int const first = column + Grid::element_column(0, n);
+          float const x = accumulators(2 * half, m, n);
+          float const y = accumulators(2 * half + 1, m, n);
+          if constexpr (Config::kAlignment >= 4) {
+            if (first < target.columns) {
+              *reinterpret_cast<uint32_t*>(out + first) = pack<Element>(x, y);
+            }
+          } else {
+            if (first < target.columns) out[first] = Element(x);
+            if (first + 1 < target.columns) out[first + 1] = Element(y);
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace memeff
