@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, EntryPoint, KernelSpec
 
-_ELEMENTS = {"f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
+_ELEMENTS = {
+    "f16": "cutlass::half_t",
+    "bf16": "cutlass::bfloat16_t",
+    "f32": "memeff::Tf32x3",
+    "tf32": "memeff::Tf32",
+}
 
 _CONFIG = """\
 #include <memeff/kernels/{header}.cuh>
@@ -38,6 +43,10 @@ _SPLIT = """\
   static constexpr int kKeyWarps = {key_warps};
   static constexpr int kStages = {stages};
   static constexpr bool kPackHeads = {pack_heads};
+"""
+
+_QUERY_BUFFERS = """\
+  static constexpr int kQueryBuffers = {buffers};
 """
 
 _GRADIENT = """\
@@ -94,7 +103,7 @@ def source(spec: KernelSpec) -> str:
         dropout=_bool(spec.dropout),
         has_bias=_bool(spec.bias is not None),
         bias=_bias(spec),
-        extra=_forward(spec) if spec.direction == "forward" else _gradients(spec),
+        extra=_forward(spec) if spec.direction == "forward" else _backward(spec),
     )
     if spec.direction == "forward":
         main, *after = spec.entry_points
@@ -135,12 +144,13 @@ def _bias(spec: KernelSpec) -> str:
     return _BIAS.format(element=element, access=spec.bias_access)
 
 
-def _gradients(spec: KernelSpec) -> str:
+def _backward(spec: KernelSpec) -> str:
     gradients = [
         _GRADIENT.format(name=name.capitalize(), wanted=_bool(name in spec.gradients))
         for name in SPEC_GRADIENTS
     ]
-    return "".join([*gradients, _BIAS_GRADIENT.format(way=spec.bias_gradient)])
+    buffers = _QUERY_BUFFERS.format(buffers=spec.tile.query_buffers)
+    return "".join([buffers, *gradients, _BIAS_GRADIENT.format(way=spec.bias_gradient)])
 
 
 def _bool(value: bool) -> str:

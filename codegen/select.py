@@ -7,18 +7,19 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax_memeff.codegen.problem import DIRECTIONS, Dtype, Problem
+from jax_memeff.codegen.problem import DIRECTIONS, F32_DTYPES, Dtype, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, SPEC_GRADIENTS, KernelSpec
 from jax_memeff.codegen.support import (
     bias_access,
     bias_gradient,
     family_reasons,
+    has_tile,
     mask_kind,
     pack_heads,
     spec_reasons,
     unsupported_reasons,
 )
-from jax_memeff.codegen.tiles import sm80
+from jax_memeff.codegen.tiles import sm80, sm80_f32
 from jax_memeff.errors import UnsupportedError
 
 _ALL_DIMS = (*itertools.product(sm80.CLASSES, repeat=2), (sm80.WIDE, sm80.WIDE))
@@ -95,27 +96,40 @@ def closure(
 ) -> Iterator[KernelSpec]:
     """Specs times {plain, each feature alone, all features} for ``arch``, in a fixed order.
 
-    ``dims`` are pairs (head_dim, value_dim), padded to their classes. This is what
+    ``dims`` are pairs (head_dim, value_dim), padded to their classes; where shared memory is too
+    small for f32 of these dims they are left out. This is what
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
     27
     """
     problems = (
-        Problem(direction, dtype, *dims_pair, arch, **_features_of(direction, dims_pair, features))
+        Problem(
+            direction,
+            dtype,
+            *dims_pair,
+            arch,
+            **_features_of(direction, dtype, dims_pair, features),
+        )
         for direction, dtype, dims_pair, features in itertools.product(
             DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
     )
-    yield from sorted(set(map(select, problems)), key=lambda spec: spec.sort_key)
+    solved = filter(has_tile, problems)
+    yield from sorted(set(map(select, solved)), key=lambda spec: spec.sort_key)
 
 
-def _features_of(direction: str, dims: tuple[int, int], features: dict[str, Any]) -> dict[str, Any]:
-    """A forward computes no gradients, a backward does not split keys for few query rows, and wide
-    kernels have neither that nor packed sequences or a bias: several feature sets are one there.
+def _features_of(
+    direction: str, dtype: Dtype, dims: tuple[int, int], features: dict[str, Any]
+) -> dict[str, Any]:
+    """A forward computes no gradients, a backward does not split keys for few query rows, f32 has
+    no bias of 16 bits, and wide kernels have neither those splits nor packed sequences or a bias:
+    several feature sets are one there.
     """
     if max(dims) > sm80.CLASSES[-1]:
         features = {name: x for name, x in features.items() if name not in _NOT_IN_WIDE_KERNELS}
+    if "bias" in features and dtype in F32_DTYPES:
+        features = {**features, "bias": "32"}
     return {**features, **({"query_rows": None} if direction == "backward" else {"wants": ()})}
 
 
@@ -149,15 +163,19 @@ def _order(spec: KernelSpec) -> tuple:
 
 def _specs(problem: Problem, head_class: int, value_class: int) -> list[KernelSpec]:
     part = sm80.part(problem.arch)
+    dtype = problem.dtype if problem.dtype in SPEC_DTYPES else "bf16"
     forward = problem.direction == "forward"
-    tiles = part.forward if forward else part.backward
     larger = max(head_class, value_class)
-    choices = [(tile, False) for tile in tiles[larger]]
-    choices += [(tile, True) for tile in part.split.get(larger, ())] if forward else []
+    if dtype in F32_DTYPES:
+        choices = [(tile, False) for tile in sm80_f32.rows(part, problem.direction, larger)]
+    else:
+        tiles = part.forward if forward else part.backward
+        choices = [(tile, False) for tile in tiles[larger]]
+        choices += [(tile, True) for tile in part.split.get(larger, ())] if forward else []
     return [
         KernelSpec(
             direction=problem.direction,
-            dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
+            dtype=dtype,
             head_class=head_class,
             value_class=value_class,
             tile=tile,

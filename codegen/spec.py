@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Literal, NamedTuple
 
+from jax_memeff.codegen.problem import DTYPE_BYTES
 from jax_memeff.codegen.tiles.sm80 import WIDE, Tile
 
 MaskKind = Literal["none", "causal", "window"]
@@ -15,10 +16,11 @@ BiasGradient = Literal["none", "full", "shared", "columns"]
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
 BIAS_ACCESSES: tuple[BiasAccess, ...] = ("vectors", "words", "columns", "rows")
 BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns")
-SPEC_DTYPES: tuple[Literal["f16", "bf16"], ...] = ("f16", "bf16")
+SpecDtype = Literal["f16", "bf16", "f32", "tf32"]
+
+SPEC_DTYPES: tuple[SpecDtype, ...] = ("f16", "bf16", "f32", "tf32")
 SPEC_GRADIENTS = ("query", "key", "value")
 COMBINE_THREADS = 128
-_BYTES_16_BIT = 2
 
 
 class EntryPoint(NamedTuple):
@@ -49,7 +51,7 @@ class KernelSpec:
     """
 
     direction: Literal["forward", "backward"]
-    dtype: Literal["f16", "bf16"]
+    dtype: SpecDtype
     head_class: int
     value_class: int
     tile: Tile
@@ -108,6 +110,11 @@ class KernelSpec:
         return self.head_class == WIDE
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of query, key, value and output."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
     def threads(self) -> int:
         """Threads of a block of the main kernel."""
         return 32 * self.tile.warps
@@ -125,7 +132,7 @@ class KernelSpec:
         preprocess = EntryPoint(f"{self.name}_preprocess", self.threads, 0)
         entries = [preprocess, *self._wide_entry_points] if self.wide else [preprocess, main]
         if "query" in self.gradients and not self.wide:
-            query_tile = self.tile.query * self.head_class * _BYTES_16_BIT
+            query_tile = self.tile.query * self.head_class * self.element_bytes
             entries.append(EntryPoint(f"{self.name}_postprocess", self.threads, query_tile))
         if self.bias_gradient in ("shared", "columns"):
             entries.append(EntryPoint(f"{self.name}_bias", self.threads, 0, "bias"))
@@ -217,7 +224,9 @@ def _forward_shared_bytes(spec: KernelSpec) -> int:
         parked = spec.threads * (8 * pointers + 8 * (2 * query // (16 * spec.tile.warps)))
     # Each warp has its own part of the bias.
     bias = spec.tile.warps * _bias_bytes(spec, query // spec.tile.warps)
-    return max(loop * _BYTES_16_BIT + parked + bias, query * spec.value_class * _BYTES_16_BIT)
+    return max(
+        loop * spec.element_bytes + parked + bias, query * spec.value_class * spec.element_bytes
+    )
 
 
 def _split_shared_bytes(spec: KernelSpec) -> int:
@@ -225,8 +234,8 @@ def _split_shared_bytes(spec: KernelSpec) -> int:
     warps add up: maximum and sum of their rows, and the f32 outputs of all teams but one.
     """
     tile = spec.tile
-    stage = tile.key * (spec.head_class + spec.value_class) * _BYTES_16_BIT
-    loop = tile.query * spec.head_class * _BYTES_16_BIT + tile.stages * stage
+    stage = tile.key * (spec.head_class + spec.value_class) * spec.element_bytes
+    loop = tile.query * spec.head_class * spec.element_bytes + tile.stages * stage
     if tile.key_warps == 1:
         return loop
     statistics = spec.threads * 8 * (2 * spec.warp_rows[0] // 16)
@@ -234,12 +243,12 @@ def _split_shared_bytes(spec: KernelSpec) -> int:
 
 
 def _backward_shared_bytes(spec: KernelSpec) -> int:
-    """Tiles of query (two), dO, key, value, P, dS, bias, and two of row statistics (2 f32)."""
-    query, key = spec.tile.query, spec.tile.key
-    elements = query * (2 * spec.head_class + spec.value_class)
+    """Tiles of query, dO, key, value, P, dS, bias, and row statistics (2 f32) of those of query."""
+    query, key, buffers = spec.tile.query, spec.tile.key, spec.tile.query_buffers
+    elements = query * (buffers * spec.head_class + spec.value_class)
     elements += key * (spec.head_class + spec.value_class)
     elements += 2 * query * key
-    return elements * _BYTES_16_BIT + 2 * query * 8 + _bias_bytes(spec, query)
+    return elements * spec.element_bytes + buffers * query * 8 + _bias_bytes(spec, query)
 
 
 def _bias_rows(spec: KernelSpec, rows: int) -> int:
@@ -262,17 +271,17 @@ _WIDE_STEP = 64
 def _wide_buffers(spec: KernelSpec) -> int:
     """Two buffers, each for a step of both operands of the scores, or of a chunk."""
     tile = spec.tile
-    return 2 * max(tile.query + tile.key, tile.chunk) * _WIDE_STEP * _BYTES_16_BIT
+    return 2 * max(tile.query + tile.key, tile.chunk) * _WIDE_STEP * spec.element_bytes
 
 
 def _wide_forward_shared_bytes(spec: KernelSpec) -> int:
     """P, the buffers, and for each row two factors and a maximum of each warp that shares it."""
     query, key = spec.tile.query, spec.tile.key
     column_warps = spec.tile.warps // (query // 32)
-    return query * key * _BYTES_16_BIT + _wide_buffers(spec) + (column_warps + 2) * query * 4
+    return query * key * spec.element_bytes + _wide_buffers(spec) + (column_warps + 2) * query * 4
 
 
 def _wide_backward_shared_bytes(spec: KernelSpec) -> int:
     """P and dS, the buffers, and two of the rows' statistics (2 f32)."""
     query, key = spec.tile.query, spec.tile.key
-    return 2 * query * key * _BYTES_16_BIT + _wide_buffers(spec) + 2 * query * 8
+    return 2 * query * key * spec.element_bytes + _wide_buffers(spec) + 2 * query * 8
