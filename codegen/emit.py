@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, EntryPoint, KernelSpec
 from jax_memeff.codegen.tiles import sm80
 
-_ELEMENTS = {"f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
+_ELEMENTS = {
+    "f16": "cutlass::half_t",
+    "bf16": "cutlass::bfloat16_t",
+    "f32": "memeff::Tf32x3",
+    "tf32": "memeff::Tf32",
+}
 
 _CONFIG = """\
 #include <memeff/kernels/{header}.cuh>
@@ -50,6 +55,10 @@ _SPLIT = """\
   static constexpr int kKeyWarps = {key_warps};
   static constexpr int kStages = {stages};
   static constexpr bool kPackHeads = {pack_heads};
+"""
+
+_QUERY_BUFFERS = """\
+  static constexpr int kQueryBuffers = {buffers};
 """
 
 _GRADIENT = """\
@@ -105,7 +114,7 @@ def source(spec: KernelSpec) -> str:
         dropout=_bool(spec.dropout),
         has_bias=_bool(spec.bias is not None),
         bias=_bias(spec),
-        extra=_forward(spec) if spec.direction == "forward" else _gradients(spec),
+        extra=_forward(spec) if spec.direction == "forward" else _backward(spec),
     )
     if spec.direction == "forward":
         main, *after = spec.entry_points
@@ -142,7 +151,10 @@ def _forward(spec: KernelSpec) -> str:
 def _schedule(spec: KernelSpec) -> str:
     tile = spec.tile
     if isinstance(tile, sm80.Tile):
-        return _SCHEDULE_SM80.format(warps=tile.warps, blocks_per_sm=tile.blocks_per_sm)
+        text = _SCHEDULE_SM80.format(warps=tile.warps, blocks_per_sm=tile.blocks_per_sm)
+        if spec.direction == "backward":
+            text += _QUERY_BUFFERS.format(buffers=tile.query_buffers)
+        return text
     text = _STAGES.format(stages=tile.stages)
     if spec.direction == "forward":
         text += _QUERY_STAGES.format(query_stages=tile.query_stages)
@@ -156,7 +168,7 @@ def _bias(spec: KernelSpec) -> str:
     return _BIAS.format(element=element, access=spec.bias_access)
 
 
-def _gradients(spec: KernelSpec) -> str:
+def _backward(spec: KernelSpec) -> str:
     gradients = [
         _GRADIENT.format(name=name.capitalize(), wanted=_bool(name in spec.gradients))
         for name in SPEC_GRADIENTS

@@ -9,11 +9,12 @@ from typing import Literal
 from jax_memeff.codegen import arch as archs
 
 Direction = Literal["forward", "backward"]
-Dtype = Literal["f16", "bf16", "f32", "f64"]
+Dtype = Literal["f16", "bf16", "f32", "tf32", "f64"]
 
 DIRECTIONS = ("forward", "backward")
-DTYPE_BYTES: dict[Dtype, int] = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+DTYPE_BYTES: dict[Dtype, int] = {"f16": 2, "bf16": 2, "f32": 4, "tf32": 4, "f64": 8}
 DTYPES = tuple(DTYPE_BYTES)
+F32_DTYPES = ("f32", "tf32")
 MASKS = frozenset({"causal", "window", "query_lengths", "key_lengths", "segments", "boolean"})
 BIASES = (None, "16", "32")
 QUERY_ROWS = (None, "16", "64")
@@ -25,6 +26,8 @@ GRADIENTS = ("query", "key", "value", "bias")
 class Problem:
     """One feature set on one architecture; batch, sequence lengths and heads are run-time matters.
 
+    ``dtype`` is that of query, key and value; f32 has two names, because kernels differ in how they
+    multiply it: ``f32`` in three TF32 products, to the precision of f32, and ``tf32`` in one.
     ``masks`` is any subset of ``causal`` (a right bound only), ``window`` (a left bound, with or
     without a right one), ``query_lengths``, ``key_lengths``, ``segments`` and ``boolean``. Top-left
     and bottom-right alignment differ in a run-time offset, so they have no name here.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from jax_memeff.codegen.problem import DIRECTIONS, Dtype, Problem
+from jax_memeff.codegen.problem import DIRECTIONS, F32_DTYPES, Dtype, Problem
 from jax_memeff.codegen.spec import (
     FAMILIES,
     SPEC_DTYPES,
@@ -19,12 +19,13 @@ from jax_memeff.codegen.support import (
     bias_access,
     bias_gradient,
     family_reasons,
+    has_tile,
     mask_kind,
     pack_heads,
     spec_reasons,
     unsupported_reasons,
 )
-from jax_memeff.codegen.tiles import sm80, sm90
+from jax_memeff.codegen.tiles import sm80, sm80_f32, sm90
 from jax_memeff.errors import UnsupportedError
 
 _ALL_DIMS = (*itertools.product(sm80.CLASSES, repeat=2), (sm80.WIDE, sm80.WIDE))
@@ -101,27 +102,40 @@ def closure(
 ) -> Iterator[KernelSpec]:
     """Specs times {plain, each feature alone, all features} for ``arch``, in a fixed order.
 
-    ``dims`` are pairs (head_dim, value_dim), padded to their classes. This is what
+    ``dims`` are pairs (head_dim, value_dim), padded to their classes; where shared memory is too
+    small for f32 of these dims they are left out. This is what
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
-    27
+    31
     """
     problems = (
-        Problem(direction, dtype, *dims_pair, arch, **_features_of(direction, dims_pair, features))
+        Problem(
+            direction,
+            dtype,
+            *dims_pair,
+            arch,
+            **_features_of(direction, dtype, dims_pair, features),
+        )
         for direction, dtype, dims_pair, features in itertools.product(
             DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
     )
-    yield from sorted(set(map(select, problems)), key=lambda spec: spec.sort_key)
+    solved = filter(has_tile, problems)
+    yield from sorted(set(map(select, solved)), key=lambda spec: spec.sort_key)
 
 
-def _features_of(direction: str, dims: tuple[int, int], features: dict[str, Any]) -> dict[str, Any]:
-    """A forward computes no gradients, a backward does not split keys for few query rows, and wide
-    kernels have neither that nor packed sequences or a bias: several feature sets are one there.
+def _features_of(
+    direction: str, dtype: Dtype, dims: tuple[int, int], features: dict[str, Any]
+) -> dict[str, Any]:
+    """A forward computes no gradients, a backward does not split keys for few query rows, f32 has
+    no bias of 16 bits, and wide kernels have neither those splits nor packed sequences or a bias:
+    several feature sets are one there.
     """
     if max(dims) > sm80.CLASSES[-1]:
         features = {name: x for name, x in features.items() if name not in _NOT_IN_WIDE_KERNELS}
+    if "bias" in features and dtype in F32_DTYPES:
+        features = {**features, "bias": "32"}
     return {**features, **({"query_rows": None} if direction == "backward" else {"wants": ()})}
 
 
@@ -161,18 +175,22 @@ def _order(spec: KernelSpec) -> tuple:
 
 def _rows_sm80(problem: Problem) -> Iterator[Row]:
     part = sm80.part(problem.arch)
-    tiles = part.forward if problem.direction == "forward" else part.backward
-    split = part.split if problem.direction == "forward" else {}
+    forward = problem.direction == "forward"
     for head_class, value_class in _ALL_DIMS:
         larger = max(head_class, value_class)
-        for tile in tiles[larger]:
+        if problem.dtype in F32_DTYPES:
+            tiles, split = sm80_f32.rows(part, problem.direction, larger), ()
+        else:
+            tiles = (part.forward if forward else part.backward)[larger]
+            split = part.split.get(larger, ()) if forward else ()
+        for tile in tiles:
             yield Row("sm80", head_class, value_class, tile)
-        for tile in split.get(larger, ()):
+        for tile in split:
             yield Row("sm80", head_class, value_class, tile, split=True)
 
 
 def _rows_sm90(problem: Problem) -> Iterator[Row]:
-    if problem.arch != sm90.ARCH:
+    if problem.arch != sm90.ARCH or problem.dtype in F32_DTYPES:
         return
     if problem.direction == "backward":
         for dim, tiles in sm90.BACKWARD.items():

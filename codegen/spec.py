@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Literal, NamedTuple
 
+from jax_memeff.codegen.problem import DTYPE_BYTES
 from jax_memeff.codegen.tiles import sm80, sm90
 
 MaskKind = Literal["none", "causal", "window"]
@@ -15,12 +16,13 @@ BiasGradient = Literal["none", "full", "shared", "columns"]
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
 BIAS_ACCESSES: tuple[BiasAccess, ...] = ("vectors", "words", "columns", "rows")
 BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns")
-SPEC_DTYPES: tuple[Literal["f16", "bf16"], ...] = ("f16", "bf16")
+SpecDtype = Literal["f16", "bf16", "f32", "tf32"]
+
+SPEC_DTYPES: tuple[SpecDtype, ...] = ("f16", "bf16", "f32", "tf32")
 SPEC_GRADIENTS = ("query", "key", "value")
 FAMILIES = ("sm90", "sm80")
 """In the order of choice."""
 COMBINE_THREADS = 128
-_BYTES_16_BIT = 2
 _BARRIER_BYTES = 8
 _WORK_ITEM_BYTES = 12
 
@@ -61,7 +63,7 @@ class KernelSpec:
     """
 
     direction: Literal["forward", "backward"]
-    dtype: Literal["f16", "bf16"]
+    dtype: SpecDtype
     head_class: int
     value_class: int
     tile: sm80.Tile | sm90.Tile
@@ -120,6 +122,11 @@ class KernelSpec:
         return self.head_class == sm80.WIDE
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of query, key, value and output."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
     def threads(self) -> int:
         """Threads of a block of the main kernel."""
         if isinstance(self.tile, sm90.Tile):
@@ -153,7 +160,7 @@ class KernelSpec:
         preprocess = EntryPoint(f"{self.name}_preprocess", threads, 0)
         entries = [preprocess, *self._wide_entry_points] if self.wide else [preprocess, main]
         if "query" in self.gradients and not self.wide:
-            query_tile = self.tile.query * self.head_class * _BYTES_16_BIT
+            query_tile = self.tile.query * self.head_class * self.element_bytes
             entries.append(EntryPoint(f"{self.name}_postprocess", threads, query_tile))
         if self.bias_gradient in ("shared", "columns"):
             entries.append(EntryPoint(f"{self.name}_bias", self.threads, 0, "bias"))
@@ -282,7 +289,7 @@ def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
     elements = tile.query_stages * tile.query * max(spec.head_class, spec.value_class)
     elements += tile.stages * tile.key * (spec.head_class + spec.value_class)
     buffers = tile.query_stages * spec.consumers + 2 * tile.stages + 2
-    return elements * _BYTES_16_BIT + buffers * 2 * _BARRIER_BYTES + 2 * _WORK_ITEM_BYTES
+    return elements * spec.element_bytes + buffers * 2 * _BARRIER_BYTES + 2 * _WORK_ITEM_BYTES
 
 
 def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
@@ -291,7 +298,7 @@ def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
     elements = (tile.key + tile.stages * tile.query) * dims + 2 * tile.query * tile.key
     statistics = tile.stages * tile.query * 8
     buffers = 2 * tile.stages + 1
-    return elements * _BYTES_16_BIT + statistics + buffers * 2 * _BARRIER_BYTES
+    return elements * spec.element_bytes + statistics + buffers * 2 * _BARRIER_BYTES
 
 
 def _forward_shared_bytes(spec: KernelSpec) -> int:
@@ -306,7 +313,9 @@ def _forward_shared_bytes(spec: KernelSpec) -> int:
         parked = spec.threads * (8 * pointers + 8 * (2 * query // (16 * spec.tile.warps)))
     # Each warp has its own part of the bias.
     bias = spec.tile.warps * _bias_bytes(spec, query // spec.tile.warps)
-    return max(loop * _BYTES_16_BIT + parked + bias, query * spec.value_class * _BYTES_16_BIT)
+    return max(
+        loop * spec.element_bytes + parked + bias, query * spec.value_class * spec.element_bytes
+    )
 
 
 def _split_shared_bytes(spec: KernelSpec) -> int:
@@ -315,8 +324,8 @@ def _split_shared_bytes(spec: KernelSpec) -> int:
     """
     tile = spec.tile
     assert isinstance(tile, sm80.Tile)
-    stage = tile.key * (spec.head_class + spec.value_class) * _BYTES_16_BIT
-    loop = tile.query * spec.head_class * _BYTES_16_BIT + tile.stages * stage
+    stage = tile.key * (spec.head_class + spec.value_class) * spec.element_bytes
+    loop = tile.query * spec.head_class * spec.element_bytes + tile.stages * stage
     if tile.key_warps == 1:
         return loop
     statistics = spec.threads * 8 * (2 * spec.warp_rows[0] // 16)
@@ -324,12 +333,13 @@ def _split_shared_bytes(spec: KernelSpec) -> int:
 
 
 def _backward_shared_bytes(spec: KernelSpec) -> int:
-    """Tiles of query (two), dO, key, value, P, dS, bias, and two of row statistics (2 f32)."""
-    query, key = spec.tile.query, spec.tile.key
-    elements = query * (2 * spec.head_class + spec.value_class)
+    """Tiles of query, dO, key, value, P, dS, bias, and row statistics (2 f32) of those of query."""
+    assert isinstance(spec.tile, sm80.Tile)
+    query, key, buffers = spec.tile.query, spec.tile.key, spec.tile.query_buffers
+    elements = query * (buffers * spec.head_class + spec.value_class)
     elements += key * (spec.head_class + spec.value_class)
     elements += 2 * query * key
-    return elements * _BYTES_16_BIT + 2 * query * 8 + _bias_bytes(spec, query)
+    return elements * spec.element_bytes + buffers * query * 8 + _bias_bytes(spec, query)
 
 
 def _bias_rows(spec: KernelSpec, rows: int) -> int:
@@ -352,17 +362,17 @@ _WIDE_STEP = 64
 def _wide_buffers(spec: KernelSpec) -> int:
     """Two buffers, each for a step of both operands of the scores, or of a chunk."""
     tile = spec.tile
-    return 2 * max(tile.query + tile.key, tile.chunk) * _WIDE_STEP * _BYTES_16_BIT
+    return 2 * max(tile.query + tile.key, tile.chunk) * _WIDE_STEP * spec.element_bytes
 
 
 def _wide_forward_shared_bytes(spec: KernelSpec) -> int:
     """P, the buffers, and for each row two factors and a maximum of each warp that shares it."""
     query, key = spec.tile.query, spec.tile.key
     column_warps = (spec.threads // 32) // (query // 32)
-    return query * key * _BYTES_16_BIT + _wide_buffers(spec) + (column_warps + 2) * query * 4
+    return query * key * spec.element_bytes + _wide_buffers(spec) + (column_warps + 2) * query * 4
 
 
 def _wide_backward_shared_bytes(spec: KernelSpec) -> int:
     """P and dS, the buffers, and two of the rows' statistics (2 f32)."""
     query, key = spec.tile.query, spec.tile.key
-    return 2 * query * key * _BYTES_16_BIT + _wide_buffers(spec) + 2 * query * 8
+    return 2 * query * key * spec.element_bytes + _wide_buffers(spec) + 2 * query * 8

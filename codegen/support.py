@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from jax_memeff.codegen import arch as archs
-from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasAccess, BiasGradient, KernelSpec
-from jax_memeff.codegen.tiles import sm80
+from jax_memeff.codegen.tiles import sm80, sm80_f32
 
 _XLA = "pass implementation='xla'"
 
@@ -24,17 +24,36 @@ def family_reasons(problem: Problem) -> list[str]:
         reasons.append(f"{problem.arch} is older than sm_80, the first with kernels: {_XLA}")
     if problem.dtype == "f64":
         reasons.append(f"float64 has no kernel: {_XLA}, or cast to bfloat16 or float16")
-    if problem.dtype == "f32":
-        reasons.append(f"float32 is {not_yet}: {_XLA}, or cast to bfloat16 or float16")
+    if problem.dtype in F32_DTYPES and problem.bias == "16":
+        reasons.append(f"a 16-bit bias with float32 inputs has no kernel: cast it, or {_XLA}")
     if problem.deterministic:
         reasons.append(f"deterministic_backward is {not_yet}: leave it False, or {_XLA}")
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
         if dim > sm80.WIDE:
             reasons.append(f"{name} is {dim}, and the largest with a kernel is {sm80.WIDE}: {_XLA}")
+    if not has_tile(problem):
+        reasons.append(
+            f"float32 has no {problem.direction} kernel of head dim "
+            f"{max(problem.head_dim, problem.value_dim)} on {problem.arch} yet: cast to bfloat16 "
+            f"or float16, or {_XLA}"
+        )
     for feature, asked in (("packed sequences", problem.varlen), ("a bias", problem.bias)):
         if asked and wide(problem):
             reasons.append(f"{feature} with head dims above {sm80.CLASSES[-1]}: {not_yet}: {_XLA}")
     return reasons
+
+
+def has_tile(problem: Problem) -> bool:
+    """Whether the head dims have a tile: all but wide ones of f32, and some of f32 where a block
+    has little shared memory.
+    """
+    if problem.dtype not in F32_DTYPES:
+        return True
+    if wide(problem):
+        return False
+    dim = max(problem.head_dim, problem.value_dim)
+    padded_dim = min(size for size in sm80.CLASSES if size >= dim)
+    return bool(sm80_f32.rows(sm80.part(problem.arch), problem.direction, padded_dim))
 
 
 def wide(problem: Problem) -> bool:

@@ -45,7 +45,7 @@ _ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 
 ROWS = (
     Row("float16, bfloat16", ({"dtype": "f16"}, {"dtype": "bf16"})),
-    Row("float32", ({"dtype": "f32"},)),
+    Row("float32", ({"dtype": "f32"}, {"dtype": "tf32"})),
     Row("float64", ({"dtype": "f64"},)),
     Row("head dims up to 256", _dims(*range(1, 257))),
     Row("head dims from 257 to 65536", _dims(257, 264, 512, 1000, 4096, 65536)),

@@ -23,7 +23,7 @@ from jax_memeff import config, splits
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import compile as compiler
 from jax_memeff.codegen import support
-from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.problem import Dtype, Problem
 from jax_memeff.codegen.select import select
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.errors import UnsupportedError
@@ -33,7 +33,12 @@ from jax_memeff.options import DropoutState, Operands, Options, PackedOperands, 
 _FORWARD_TARGET = "jax_memeff_forward"
 _BACKWARD_TARGET = "jax_memeff_backward"
 
-_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+_DTYPES: dict[str, Dtype] = {
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "f32",
+    "float64": "f64",
+}
 
 # ``kUnbounded`` and ``kMaxLength`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
 UNBOUNDED = 1 << 30
@@ -270,7 +275,7 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
     bias = avals.bias
     problem = Problem(
         direction="forward" if wants is None else "backward",
-        dtype=_DTYPES[avals.query.dtype.name],  # type: ignore[arg-type]
+        dtype=_dtype(avals, options),
         head_dim=avals.query.shape[3],
         value_dim=avals.value.shape[3],
         arch=arch,
@@ -290,6 +295,11 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
     group = heads // avals.key.shape[2] if heads else 1
     rows = support.query_rows(problem, batch=batch, queries=queries, heads=heads, group=group)
     return dataclasses.replace(problem, query_rows=rows)
+
+
+def _dtype(avals: Operands, options: Options) -> Dtype:
+    dtype = _DTYPES[avals.query.dtype.name]
+    return "tf32" if dtype == "f32" and options.precision == "tf32" else dtype
 
 
 def _bias_layout(avals: Operands) -> Literal["full", "shared", "columns", "rows"]:

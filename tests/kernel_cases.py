@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class Case:
     block: int | None = None
     """Boolean masks, and ids that are not sorted, stay the same in blocks of so many positions."""
     dropout: float = 0.0
+    precision: Literal["tf32x3", "tf32"] = "tf32x3"
     position: tuple[int, int] | None = None
     packed: bool = False
     """The sequences that ``lengths`` names stand one after the other, with gaps between them."""
@@ -60,6 +61,7 @@ class Case:
         words += [f"mask{dims}" for dims in self.boolean]
         words += [f"blocks{self.block}"] if self.block else []
         words += [f"dropout{self.dropout:g}"] if self.dropout else []
+        words += [self.precision] if self.precision != "tf32x3" else []
         words += [f"at{self.position[0]}x{self.position[1]}"] if self.position else []
         return "-".join(words)
 
@@ -78,7 +80,12 @@ class Case:
     def options(self) -> Options:
         scale = self.H**-0.5 if self.scale is None else self.scale
         threshold = dropout.threshold(self.dropout)
-        return Options(scale=scale, soft_cap=self.soft_cap, dropout_threshold=threshold)
+        return Options(
+            scale=scale,
+            soft_cap=self.soft_cap,
+            dropout_threshold=threshold,
+            precision=self.precision,
+        )
 
     @property
     def wants(self) -> Wants:
@@ -321,6 +328,31 @@ def split_cases() -> list[Case]:
     return found
 
 
+def _f32_cases() -> list[Case]:
+    """Every feature and head dim in f32, whose tiles, fragments and sums are others."""
+    found = []
+    f32 = functools.partial(Case, dtype="float32")
+    for T, S in ODD_SIZES:
+        found += [f32(T=T, S=S, **WINDOW), f32(T=T, S=S, H=128, N=4, bias="1NTS", dropout=0.1)]
+    for H, Hv in HEAD_DIMS + ODD_HEAD_DIMS:
+        found += [f32(T=130, S=150, H=H, Hv=Hv), f32(T=150, S=130, H=H, Hv=Hv, **CAUSAL)]
+        found += [f32(T=150, S=130, H=H, Hv=Hv, bias="BN1S", dropout=0.2, soft_cap=3.0, **WINDOW)]
+        found += [f32(T=150, S=130, H=H, Hv=Hv, precision="tf32")]
+    for mask in MASKS:
+        found += [f32(T=200, S=270, soft_cap=2.0, **mask), f32(T=200, S=270, segments=2, **mask)]
+        found += [f32(T=200, S=270, dropout=0.5, lengths=((200, 270), (0, 100)), **mask)]
+        found += [f32(T=200, S=270, H=128, boolean=("BNTS",), lengths=((77, 0), (3, 1)), **mask)]
+        found += [f32(T=200, S=270, H=128, dropout=0.1, precision="tf32", **mask)]
+    for bias in BIASES:
+        found += [f32(T=201, S=77, bias=bias), f32(T=77, S=201, H=128, bias=bias, **CAUSAL)]
+    for N, K in GROUPS:
+        found += [f32(T=130, S=150, N=N, K=K, **BOTTOM_RIGHT)]
+    for scale in (-0.3, 0.0, 2.5):
+        found += [f32(T=100, S=90, scale=scale, **CAUSAL)]
+    found += [f32(T=130, S=150, dropout=0.3, position=(48, 160)), f32(lse_gradient=False)]
+    return found
+
+
 def cases() -> list[Case]:
     """Every value of every factor, and 100 seeded draws of all factors together."""
     found = []
@@ -361,7 +393,7 @@ def cases() -> list[Case]:
         found += [Case(T=100, S=90, scale=scale, **CAUSAL), Case(T=100, S=90, scale=scale)]
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
-    found += _element_cases() + _packed_cases()
+    found += _element_cases() + _packed_cases() + _f32_cases()
     found += split_cases()
 
     rng = np.random.default_rng(1)

@@ -13,7 +13,7 @@ from jax_memeff import config
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, resources, select, support
 from jax_memeff.codegen.problem import DIRECTIONS, Problem
-from jax_memeff.codegen.tiles import sm80, sm90
+from jax_memeff.codegen.tiles import sm80, sm80_f32, sm90
 from jax_memeff.errors import UnsupportedError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -225,7 +225,8 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         specs = list(select.closure(arch))
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
-        assert len(set(specs)) == len(specs) == (456 if arch == "sm_90a" else 466)
+        # float32 has no backward of 192 and more head dims in 99 KB.
+        assert len(set(specs)) == len(specs) == {"sm_86": 760, "sm_90a": 834}.get(arch, 844)
 
 
 @pytest.mark.parametrize("features", [{}, {"bias": "16"}, {"bias": "32"}], ids=str)
@@ -260,10 +261,32 @@ def test_rows_begin_at_what_the_dims_allow(direction, dims, alignment):
     assert support.spec_reasons(aligned, asked) == (reasons if alignment < 16 else [])
 
 
+@pytest.mark.parametrize("arch", PARTS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", ["f32", "tf32"])
+def test_every_pair_of_float32_head_dims_has_a_kernel(arch, direction, dtype):
+    largest = 128 if (arch, direction) == ("sm_86", "backward") else 256
+    for head_dim, value_dim in itertools.product((*range(1, largest, 15), largest), repeat=2):
+        spec = select.select(problem(direction, dtype, head_dim, value_dim, arch))
+        assert head_dim <= spec.head_class and value_dim <= spec.value_class
+        assert spec.shared_bytes <= sm80.part(arch).shared_bytes(spec.tile.blocks_per_sm)
+
+
+def test_float32_names_how_it_is_multiplied():
+    for dtype, element in (("f32", "memeff::Tf32x3"), ("tf32", "memeff::Tf32")):
+        spec = select.select(problem(dtype=dtype, head_dim=64, bias="32"))
+        assert spec.name.startswith(f"fmha_fwd_{dtype}_d64_")
+        assert f"using Element = {element};" in emit.source(spec)
+        assert "using BiasElement = float;" in emit.source(spec)
+
+
 def test_every_tile_has_a_reason():
     for part in map(sm80.part, PARTS):
         for tiles in [*part.forward.values(), *part.backward.values()]:
             assert tiles and all(len(tile.reason) > 4 for tile in tiles)
+        for direction, dim in itertools.product(DIRECTIONS, sm80.CLASSES):
+            for tile in sm80_f32.rows(part, direction, dim):
+                assert len(tile.reason) > 4
     for tiles in [*sm90.FORWARD.values(), *sm90.BACKWARD.values()]:
         assert tiles and all(len(tile.reason) > 4 for tile in tiles)
 
@@ -290,14 +313,17 @@ def test_hopper_source_takes_tensor_maps():
     assert preprocess.threads == postprocess.threads == main.threads - 128
 
 
-def test_tuned_dims_are_not_padded_further():
+@pytest.mark.parametrize("features", [{}, {"bias": "32"}, {"soft_cap": True, "dropout": True}])
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_tuned_dims_are_not_padded_further(dtype, features):
     """A tile that cannot be arranged would move its problems to a larger class unnoticed."""
     sm80_only = [arch for arch in PARTS if arch != sm90.ARCH]
     for arch, direction in itertools.product(sm80_only, DIRECTIONS):
-        for head_dim, value_dim in sm80.TUNED_DIMS:
-            asked = problem(direction, head_dim=head_dim, value_dim=value_dim, arch=arch)
-            spec = select.select(asked)
-            assert (spec.head_class, spec.value_class) == (head_dim, value_dim)
+        for dims in sm80.TUNED_DIMS:
+            asked = problem(direction, dtype, *dims, arch, **features)
+            if not support.family_reasons(asked):
+                spec = select.select(asked)
+                assert (spec.head_class, spec.value_class) == dims
 
 
 def test_selection_is_the_first_without_reasons():
@@ -314,7 +340,12 @@ def test_selection_is_the_first_without_reasons():
     ("changes", "said"),
     [
         ({"arch": "sm_75"}, "sm_75 is older than sm_80"),
-        ({"dtype": "f32"}, "float32 is not implemented in the sm80 kernels yet"),
+        ({"dtype": "f32", "bias": "16"}, "a 16-bit bias with float32 inputs has no kernel"),
+        ({"dtype": "tf32", "head_dim": 257}, "float32 has no forward kernel of head dim 257"),
+        (
+            {"direction": "backward", "dtype": "f32", "head_dim": 129, "arch": "sm_86"},
+            "float32 has no backward kernel of head dim 129 on sm_86 yet",
+        ),
         ({"dtype": "f64"}, "float64 has no kernel"),
         ({"deterministic": True}, "deterministic_backward is not implemented"),
         ({"varlen": True, "value_dim": 257}, "packed sequences with head dims above 256"),

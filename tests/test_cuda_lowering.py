@@ -119,10 +119,22 @@ def test_several_architectures(fake_compiler, monkeypatch):
 
 
 def test_what_no_kernel_does_raises():
-    with pytest.raises(UnsupportedError, match="float32") as caught:
-        lower(loss, *shapes(dtype="float32"))
+    with pytest.raises(UnsupportedError, match="float32 has no forward kernel") as caught:
+        lower(loss, *shapes(H=264, dtype="float32"))
     assert "implementation='xla'" in str(caught.value)
-    assert "stablehlo" in lower(lambda *x: loss(*x, implementation="xla"), *shapes(dtype="float32"))
+    xla = functools.partial(loss, implementation="xla")
+    assert "stablehlo" in lower(xla, *shapes(H=264, dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [(None, "f32"), ("high", "f32"), ("highest", "f32"), ("default", "tf32")],
+)
+def test_precision_chooses_the_products_of_float32_only(fake_compiler, precision, dtype):
+    gradient = jax.grad(functools.partial(loss, precision=precision), (0, 1, 2))
+    lower(gradient, *shapes(dtype="float32"))
+    lower(gradient, *shapes(dtype="float16"))
+    assert [spec.dtype for spec, _ in fake_compiler] == [dtype, dtype, "f16", "f16"]
 
 
 def test_unknown_devices_are_an_error(monkeypatch):

@@ -64,6 +64,8 @@ class Tile:
     """Of a split forward: tiles of keys and values in shared memory."""
     chunk: int = 0
     """Columns of out or of a gradient that a block of a wide kernel computes at a time."""
+    query_buffers: int = 2
+    """Query tiles of a backward in shared memory; with one, the next is not loaded ahead."""
     spill_bytes: int = 0
     """Bytes a thread may store to local memory, where that was measured to be faster than none."""
 

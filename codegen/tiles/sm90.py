@@ -61,12 +61,13 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
             "three consumers read K and V a third less often: 510 TFLOP/s at T 8192 on an H200, "
             "with two 428",
             modifiers=("dropout",),
+            masks=("none", "causal"),
         ),
         Tile(
             128,
             128,
             2,
-            "with three consumers a boolean mask spills",
+            "with three consumers a window and a boolean mask spill",
             modifiers=(*_MODIFIERS, "a boolean mask"),
         ),
     ),
@@ -111,8 +112,9 @@ BACKWARD: Mapping[int, tuple[Tile, ...]] = {
             64,
             128,
             2,
-            "dk and dv take 128 registers a thread, S and dP 64",
+            "dk and dv take 128 registers a thread, S and dP 64; a soft cap spills one more",
             modifiers=_BACKWARD_MODIFIERS,
+            spill_bytes=4,
         ),
     ),
 }

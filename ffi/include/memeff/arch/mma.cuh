@@ -3,7 +3,7 @@
 
 #include <cute/arch/mma_sm80.hpp>
 
-#include <memeff/core/common.cuh>
+#include <memeff/core/tf32.cuh>
 
 namespace memeff {
 
@@ -21,6 +21,12 @@ struct MmaAtom<cutlass::bfloat16_t> {
 template <>
 struct MmaAtom<cutlass::half_t> {
   using Operation = cute::SM80_16x8x16_F32F16F16F32_TN;
+};
+
+// m16n8k8, TF32 operands: the same with k 0-3 and k 4-7, one 32-bit element a register.
+template <>
+struct MmaAtom<Tf32> {
+  using Operation = cute::SM80_16x8x8_F32TF32TF32F32_TN;
 };
 
 template <class Element, class Accumulator>

@@ -10,15 +10,15 @@ namespace memeff {
 template <class Tile, int kThreads, int kAlignment = 16>
 CUTE_DEVICE void store_rows(uint32_t tile, char* rows, long long row_bytes, int row_bound,
                             int column_bound) {
-  constexpr int kRowChunks = Tile::kColumns / 8;
+  constexpr int kRowChunks = Tile::kColumns / Tile::kChunkColumns;
   CUTE_UNROLL
   for (int i = threadIdx.x; i < Tile::kRows * kRowChunks; i += kThreads) {
     int const row = i / kRowChunks;
     int const chunk = i % kRowChunks;
-    if (row < row_bound && chunk * 8 < column_bound) {
+    if (row < row_bound && chunk * Tile::kChunkColumns < column_bound) {
       store_vector<kAlignment>(rows + row * row_bytes + chunk * 16,
                                load_shared_vector(tile + Tile::byte_offset(row, chunk)),
-                               column_bound * 2 - chunk * 16);
+                               column_bound * Tile::kElementBytes - chunk * 16);
     }
   }
 }

@@ -34,7 +34,7 @@ struct TileLoader {
         CUTE_UNROLL
         for (int panel = 0; panel < Tile::kPanels; ++panel) {
           int const chunk = thread_chunk + panel * Tile::kChunks;
-          bool const valid = row < row_bound && chunk * 8 < column_bound;
+          bool const valid = row < row_bound && chunk * Tile::kChunkColumns < column_bound;
           copy_async(tile + row_offset(pass, thread_row, thread_chunk) + panel * Tile::kPanelBytes,
                      source + panel * (Tile::kChunks * 16), valid);
         }
@@ -58,7 +58,7 @@ struct TileLoader {
 
   CUTE_DEVICE static void copy_pieces(uint32_t tile, char const* rows, long long row_bytes,
                                       int row_bound, int column_bound, int thread) {
-    int const bytes = column_bound * 2;
+    int const bytes = column_bound * Tile::kElementBytes;
 #pragma unroll kUnroll
     for (int i = thread; i < Tile::kRows * kRowPieces; i += kThreads) {
       int const row = i / kRowPieces;

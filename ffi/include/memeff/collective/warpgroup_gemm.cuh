@@ -79,8 +79,8 @@ CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators, Left const& left, Ri
 }
 
 template <class Element, int kSteps, class Accumulators, class Right>
-CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators, RegisterOperand<1, kSteps> const& left,
-                                Right const& right) {
+CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators,
+                                RegisterOperand<1, kSteps, 2> const& left, Right const& right) {
   constexpr int kElements = decltype(cute::size(accumulators))::value;
   using Operation = WgmmaRegister<Element, 2 * kElements, Right::kMajor>;
   CUTE_UNROLL

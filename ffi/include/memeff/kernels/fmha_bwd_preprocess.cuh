@@ -73,18 +73,26 @@ struct FmhaBackwardPreprocess {
   // This lane's part of the dot product of two rows.
   CUTE_DEVICE static float row_dot(char const* a, char const* b, int lane, int columns) {
     float sum = 0.0f;
-    for (int column = lane * 8; column < columns; column += kRowLanes * 8) {
-      int const bytes = (columns - column) * 2;
-      uint4 const x = load_vector<Config::kAlignment>(a + column * 2, bytes);
-      uint4 const y = load_vector<Config::kAlignment>(b + column * 2, bytes);
-      sum += pair_dot(x.x, y.x) + pair_dot(x.y, y.y) + pair_dot(x.z, y.z) + pair_dot(x.w, y.w);
+    constexpr int kBytes = sizeof(Element);
+    constexpr int kChunk = 16 / kBytes;
+    // Left to itself the compiler reads so many at a time that it spills.
+#pragma unroll 2
+    for (int column = lane * kChunk; column < columns; column += kRowLanes * kChunk) {
+      int const bytes = (columns - column) * kBytes;
+      uint4 const x = load_vector<Config::kAlignment>(a + column * kBytes, bytes);
+      uint4 const y = load_vector<Config::kAlignment>(b + column * kBytes, bytes);
+      sum += word_dot(x.x, y.x) + word_dot(x.y, y.y) + word_dot(x.z, y.z) + word_dot(x.w, y.w);
     }
     return sum;
   }
 
-  CUTE_DEVICE static float pair_dot(uint32_t x, uint32_t y) {
-    return unpack<Element>(x, 0) * unpack<Element>(y, 0) +
-           unpack<Element>(x, 1) * unpack<Element>(y, 1);
+  CUTE_DEVICE static float word_dot(uint32_t x, uint32_t y) {
+    if constexpr (kIs32Bit<Element>) {
+      return __uint_as_float(x) * __uint_as_float(y);
+    } else {
+      return unpack<Element>(x, 0) * unpack<Element>(y, 0) +
+             unpack<Element>(x, 1) * unpack<Element>(y, 1);
+    }
   }
 };
 

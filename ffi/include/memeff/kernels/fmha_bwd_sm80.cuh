@@ -10,8 +10,9 @@
 //
 // With dropout, dV reads the kept P, and dP is the kept dP; both times 256 / (256 - T).
 //
-// The next query tile arrives while this one is worked on (two buffers); dO has one buffer and is
-// loaded again as soon as dV no longer reads it. Gradients that nobody asked for
+// The next query tile arrives while this one is worked on (two buffers, or one where shared memory
+// is short, and then it is waited for); dO has one buffer and is loaded again as soon as dV no
+// longer reads it. Gradients that nobody asked for
 // (Config::kQueryGradient, kKeyGradient, kValueGradient, kBiasGradient) cost neither products nor
 // memory.
 #pragma once
@@ -50,12 +51,14 @@ struct FmhaBackwardSm80 {
   // Blocks of four warps share an SM and hide each other's reads; eight warps alone read further
   // ahead.
   static constexpr int kReadAhead = Config::kWarps == 4 ? 1 : 2;
+  static constexpr int kStep = kStepElements<Element>;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr bool kBiasTile = has_bias_tile<Config>();
   using BiasRows = BiasTile<Config, kTileQuery, kTileKey, kThreads>;
-  static constexpr int kSharedBytes = KeyTile::kBytes + ValueTile::kBytes + 2 * QueryTile::kBytes +
-                                      OutTile::kBytes + 2 * ScoreTile::kBytes +
-                                      2 * kStatisticsBytes + bias_tile_bytes<Config, BiasRows>();
+  static constexpr int kBuffers = Config::kQueryBuffers;
+  static constexpr int kSharedBytes =
+      KeyTile::kBytes + ValueTile::kBytes + kBuffers * (QueryTile::kBytes + kStatisticsBytes) +
+      OutTile::kBytes + 2 * ScoreTile::kBytes + bias_tile_bytes<Config, BiasRows>();
 
   // dS is needed by dq and dk through shared memory, and is the gradient of the bias; where all of
   // them are frozen, dv needs P alone.
@@ -77,11 +80,11 @@ struct FmhaBackwardSm80 {
     uint32_t const key_tile = shared_address(shared);
     uint32_t const value_tile = key_tile + KeyTile::kBytes;
     uint32_t const query_buffers = value_tile + ValueTile::kBytes;
-    uint32_t const out_tile = query_buffers + 2 * QueryTile::kBytes;
+    uint32_t const out_tile = query_buffers + kBuffers * QueryTile::kBytes;
     uint32_t const probability_tile = out_tile + OutTile::kBytes;
     uint32_t const score_tile = probability_tile + ScoreTile::kBytes;
     uint32_t const statistics_buffers = score_tile + ScoreTile::kBytes;
-    uint32_t const bias_tile = statistics_buffers + 2 * kStatisticsBytes;
+    uint32_t const bias_tile = statistics_buffers + kBuffers * kStatisticsBytes;
 
     ProblemShape const& shape = params.shape;
     WorkItem const item = work_item<Config>(shape, params.bias, blockIdx.x,
@@ -99,10 +102,10 @@ struct FmhaBackwardSm80 {
       int const tile = tiles.begin + index - head_index * head_visits;
       return Visit{item.head * shape.group + head_index, tile * kTileQuery, tile};
     };
-    // Queries and the statistics of their rows, into the buffers that visits of this parity use.
-    auto load_query = [&](Visit const& visit, int parity) {
+    // Queries and the statistics of their rows, into one of the buffers.
+    auto load_query = [&](Visit const& visit, int buffer) {
       TileLoader<QueryTile, kThreads, Config::kAlignment>::copy(
-          query_buffers + parity * QueryTile::kBytes,
+          query_buffers + buffer * QueryTile::kBytes,
           row_pointer<Element>(params.query, queries.batch, queries.row + visit.row, visit.head),
           params.query.row_stride * sizeof(Element), mask.query_length - visit.row, shape.head_dim);
       char const* const statistics = reinterpret_cast<char const*>(
@@ -110,7 +113,7 @@ struct FmhaBackwardSm80 {
           Tiles::tile_index(params, item.batch, visit.head, visit.tile) * kTileQuery * 2);
       int const byte = thread_index() * 16;
       if (byte < kStatisticsBytes) {
-        copy_async(statistics_buffers + parity * kStatisticsBytes + byte, statistics + byte, true);
+        copy_async(statistics_buffers + buffer * kStatisticsBytes + byte, statistics + byte, true);
       }
     };
     auto load_out_gradient = [&](Visit const& visit) {
@@ -166,13 +169,13 @@ struct FmhaBackwardSm80 {
 
     for (int index = 0; index < visits; ++index) {
       Visit const visit = visit_at(index);
-      uint32_t const query_tile = query_buffers + index % 2 * QueryTile::kBytes;
+      uint32_t const query_tile = query_buffers + index % kBuffers * QueryTile::kBytes;
       bool const has_next = index + 1 < visits;
 
       wait_copies<0>();
       __syncthreads();  // this visit's tiles are here; nobody reads the other query buffer or dS
-      if (has_next) {
-        load_query(visit_at(index + 1), (index + 1) % 2);
+      if (kBuffers == 2 && has_next) {
+        load_query(visit_at(index + 1), (index + 1) % kBuffers);
         commit_copies();
       }
 
@@ -180,21 +183,21 @@ struct FmhaBackwardSm80 {
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
       cute::clear(score_gradient);
-      warp_gemm<Element, Config::kHeadDim / 16, kReadAhead>(
+      warp_gemm<Element, Config::kHeadDim / kStep, kReadAhead>(
           scores,
           LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks>(query_tile,
                                                                        ScoreGrid::row()),
           RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks>(key_tile,
                                                                          ScoreGrid::column()));
       if constexpr (kScoreGradient) {
-        warp_gemm<Element, Config::kValueDim / 16, kReadAhead>(
+        warp_gemm<Element, Config::kValueDim / kStep, kReadAhead>(
             score_gradient,
             LeftOperand<OutTile, Contiguous::k, ScoreGrid::kRowBlocks>(out_tile, ScoreGrid::row()),
             RightOperand<ValueTile, Contiguous::k, ScoreGrid::kColumnBlocks>(value_tile,
                                                                              ScoreGrid::column()));
       }
 
-      probabilities(params, statistics_buffers + index % 2 * kStatisticsBytes, bias_tile,
+      probabilities(params, statistics_buffers + index % kBuffers * kStatisticsBytes, bias_tile,
                     item.batch, visit, mask, column, scores, score_gradient);
       if constexpr (Config::kValueGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
@@ -209,7 +212,7 @@ struct FmhaBackwardSm80 {
       }
 
       if constexpr (Config::kValueGradient) {
-        warp_gemm<Element, kTileQuery / 16, kReadAhead>(
+        warp_gemm<Element, kTileQuery / kStep, kReadAhead>(
             value_gradient,
             LeftOperand<ScoreTile, Contiguous::outer, ValueGrid::kRowBlocks>(probability_tile,
                                                                              ValueGrid::row()),
@@ -226,12 +229,17 @@ struct FmhaBackwardSm80 {
         add_query_gradient(params, item.batch, visit, score_tile, key_tile);
       }
       if constexpr (Config::kKeyGradient) {
-        warp_gemm<Element, kTileQuery / 16, kReadAhead>(
+        warp_gemm<Element, kTileQuery / kStep, kReadAhead>(
             key_gradient,
             LeftOperand<ScoreTile, Contiguous::outer, KeyGrid::kRowBlocks>(score_tile,
                                                                            KeyGrid::row()),
             RightOperand<QueryTile, Contiguous::outer, KeyGrid::kColumnBlocks>(query_tile,
                                                                                KeyGrid::column()));
+      }
+      if (kBuffers == 1 && has_next) {
+        __syncthreads();  // nobody reads the queries any more
+        load_query(visit_at(index + 1), 0);
+        commit_copies();
       }
     }
 
@@ -268,7 +276,7 @@ struct FmhaBackwardSm80 {
                                         uint32_t bias_tile, int batch, Visit const& visit,
                                         Mask const& mask, int column, Scores& scores,
                                         Scores& score_gradient) {
-    prescale_scores<Config::kSoftCap>(scores, params.scale);
+    prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
     Scores const capped = scores;  // read where a bias changes what the soft cap's derivative needs
     if constexpr (kBiasTile) {
       int const thread = thread_index();
@@ -375,7 +383,7 @@ struct FmhaBackwardSm80 {
                                              uint32_t key_tile) {
     auto query_gradient = QueryGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(query_gradient);
-    warp_gemm<Element, kTileKey / 16, kReadAhead>(
+    warp_gemm<Element, kTileKey / kStep, kReadAhead>(
         query_gradient,
         LeftOperand<ScoreTile, Contiguous::k, QueryGrid::kRowBlocks>(score_tile, QueryGrid::row()),
         RightOperand<KeyTile, Contiguous::outer, QueryGrid::kColumnBlocks>(key_tile,

@@ -150,7 +150,7 @@ struct FmhaBackwardSm90 {
   using KeyColumns = DescriptorOperand<KeyTile, Contiguous::outer>;
   using ScoreColumns = DescriptorOperand<ScoreTile, Contiguous::outer>;
 
-  using ScoreOperand = RegisterOperand<1, kTileQuery / 16>;
+  using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
 
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
@@ -218,7 +218,7 @@ struct FmhaBackwardSm90 {
         fence_accumulators(scores);
 
         uint32_t const statistics = tiles + kStatisticsOffset + stage.index * kStatisticsBytes;
-        prescale_scores<Config::kSoftCap>(scores, params.scale);
+        prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
         auto const capped = scores;  // read by the derivative of the soft cap
         if (mask.needs_test(row, kTileQuery, work.column, kTileKey)) {
           mask.template apply_transposed<ScoreGrid>(scores, row, work.column);

@@ -34,7 +34,7 @@ struct FmhaForwardSm80 {
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Config::kWarps, kWarpRows>;
   static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
-  using Softmax = OnlineSoftmax<kRowBlocks>;
+  using Softmax = OnlineSoftmax<kRowBlocks, kIs32Bit<Element>>;
   using SourcePointer = ParkedPointer<Config::kParkRegisters>;
   // Each warp copies and reads its own rows of a bias, so that it waits for no other.
   static constexpr bool kBiasTile = has_bias_tile<Config>();
@@ -42,10 +42,14 @@ struct FmhaForwardSm80 {
   static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
   using BiasPointer = ParkedPointer<Config::kParkRegisters && kBiasTile>;
 
-  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
-  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
-  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;
-  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;  // over the others, at the end
+  template <int kRows, int kColumns>
+  using Tile = SharedTile<kRows, kColumns, sizeof(Element)>;
+  using QueryTile = Tile<kTileQuery, Config::kHeadDim>;
+  using KeyTile = Tile<kTileKey, Config::kHeadDim>;
+  using ValueTile = Tile<kTileKey, Config::kValueDim>;
+  using OutTile = Tile<kTileQuery, Config::kValueDim>;  // over the others, at the end
+  // Of P V in parts (32-bit elements): all columns at a time where that leaves enough registers.
+  static constexpr int kPartAccumulators = kRowBlocks * OutGrid::kColumnBlocks * 8 <= 64 ? 64 : 32;
   static constexpr int kParkedBytes =
       Config::kParkRegisters
           ? kThreads * (Softmax::kParkedBytes + 2 * SourcePointer::kBytes + BiasPointer::kBytes)
@@ -130,7 +134,8 @@ struct FmhaForwardSm80 {
 
     LeftOperand<QueryTile, Contiguous::k, kRowBlocks> const query(query_tile, ScoreGrid::row());
     RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks> const key(key_tile, 0);
-    RightOperand<ValueTile, Contiguous::outer, OutGrid::kColumnBlocks> const value(value_tile, 0);
+    RightOperand<ValueTile, Contiguous::outer, OutGrid::kColumnBlocks,
+                 kRegisterOrder<Element>> const value(value_tile, 0);
 
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       int const column = tile * kTileKey;
@@ -140,13 +145,13 @@ struct FmhaForwardSm80 {
 
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
-      warp_gemm<Element, Config::kHeadDim / 16>(scores, query, key);
+      warp_gemm<Element, Config::kHeadDim / kStepElements<Element>>(scores, query, key);
 
       wait_copies<0>();
       __syncthreads();  // values are here; nobody reads these keys any more
       if (tile > tiles.begin) load_key(tile - 1);
 
-      prescale_scores<Config::kSoftCap>(scores, params.scale);
+      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
       if constexpr (kBiasTile) {
         add_bias(scores,
                  BiasReader<BiasRows>(
@@ -165,7 +170,8 @@ struct FmhaForwardSm80 {
       if constexpr (Config::kDropout) {
         drop_elements<ScoreGrid>(params, item.batch, item.head, row, column, probabilities);
       }
-      warp_gemm<Element, kTileKey / 16>(output, probabilities, value);
+      warp_gemm<Element, kTileKey / kStepElements<Element>, 2, kPartAccumulators>(
+          output, probabilities, value);
     }
 
     if constexpr (Config::kParkRegisters) softmax.unpark(parked_rows);

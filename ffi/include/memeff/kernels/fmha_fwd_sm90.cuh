@@ -312,7 +312,7 @@ struct FmhaForwardSm90 {
   template <class Mask, class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
                                  WorkItem const& item, int row, int column, Scores& scores) {
-    prescale_scores<Config::kSoftCap>(scores, params.scale);
+    prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
                                               item.head, row, column);
   }

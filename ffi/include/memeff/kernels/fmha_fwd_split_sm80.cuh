@@ -112,7 +112,7 @@ struct FmhaForwardSplitSm80 {
       cute::clear(scores);
       warp_gemm<Element, Config::kHeadDim / 16>(scores, query, KeyOperand(stage_tiles, 0));
 
-      prescale_scores<Config::kSoftCap>(scores, params.scale);
+      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
       if constexpr (Config::kBias) {
         using BiasElement = typename Config::BiasElement;
         constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;

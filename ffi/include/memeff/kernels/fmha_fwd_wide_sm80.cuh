@@ -112,7 +112,7 @@ struct FmhaForwardWideSm80 {
           },
           [&](uint32_t buffer) { product.load(0, buffer); });
 
-      prescale_scores<Config::kSoftCap>(scores, params.scale);
+      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);
       softmax.step(scores, params.scale.softmax_scale);

@@ -13,11 +13,13 @@ struct BackwardTiles {
   static constexpr int kWarps = Config::kWarps;
   static constexpr int kThreads = kWarps * kWarpSize;
 
-  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;  // also dq
-  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;   // dO
-  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;      // also dk
-  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;   // also dv
-  using ScoreTile = SharedTile<kTileQuery, kTileKey>;          // P, dS
+  template <int kRows, int kColumns>
+  using Tile = SharedTile<kRows, kColumns, sizeof(typename Config::Element)>;
+  using QueryTile = Tile<kTileQuery, Config::kHeadDim>;  // also dq
+  using OutTile = Tile<kTileQuery, Config::kValueDim>;   // dO
+  using KeyTile = Tile<kTileKey, Config::kHeadDim>;      // also dk
+  using ValueTile = Tile<kTileKey, Config::kValueDim>;   // also dv
+  using ScoreTile = Tile<kTileQuery, kTileKey>;          // P, dS
 
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kWarps>;
   using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kWarps>;
