@@ -118,21 +118,17 @@ def source(spec: KernelSpec) -> str:
     )
     if spec.direction == "forward":
         main, *after = spec.entry_points
-        return text + _main(spec, main, "ForwardParams") + _stages(spec, after, "Forward")
-    if spec.wide:
-        return text + _stages(spec, spec.entry_points, "BackwardWide")
+        return text + _main(spec, main) + _stages(spec, after)
+    if spec.wide or spec.divided:
+        return text + _stages(spec, spec.entry_points, "Wide" if spec.wide else "Divided")
     preprocess, main, *after = spec.entry_points
-    return (
-        text
-        + _stages(spec, [preprocess], "Backward")
-        + _main(spec, main, "BackwardParams")
-        + _stages(spec, after, "Backward")
-    )
+    return text + _stages(spec, [preprocess]) + _main(spec, main) + _stages(spec, after)
 
 
 def _header(spec: KernelSpec) -> str:
     direction = "fwd" if spec.direction == "forward" else "bwd"
-    kind = "split_" if spec.split else "wide_" if spec.wide else ""
+    kinds = {"split": spec.split, "wide": spec.wide, "divided": spec.divided}
+    kind = "".join(f"{kind}_" for kind, is_so in kinds.items() if is_so)
     return f"fmha_{direction}_{kind}{spec.family}"
 
 
@@ -180,31 +176,29 @@ def _bool(value: bool) -> str:
     return str(value).lower()
 
 
-def _main(spec: KernelSpec, entry: EntryPoint, params: str) -> str:
+def _main(spec: KernelSpec, entry: EntryPoint) -> str:
     blocks = "Config::kBlocksPerSm" if isinstance(spec.tile, sm80.Tile) else spec.tile.blocks_per_sm
-    maps = f"{spec.direction.capitalize()}Maps" if spec.tensor_maps else None
-    return _kernel(entry, "Kernel", spec.cpp_type, f"Kernel::kThreads, {blocks}", params, maps)
+    return _kernel(spec, entry, "Kernel", spec.cpp_type, f"Kernel::kThreads, {blocks}")
 
 
-def _stages(spec: KernelSpec, entries: Sequence[EntryPoint], direction: str) -> str:
-    """The kernels before or after the main one."""
+def _stages(spec: KernelSpec, entries: Sequence[EntryPoint], kind: str = "") -> str:
+    """The kernels before or after the main one, or, of a ``kind``, those instead of it."""
     text = ""
-    params = f"{direction.removesuffix('Wide')}Params"
+    direction = spec.direction.capitalize()
     tiles = ""
-    if spec.family != "sm80":
+    if spec.family != "sm80" and not kind:
         tiles = f", memeff::{direction}Tiles{spec.family.capitalize()}<Config>"
     for entry in entries:
         stage = entry.name.removeprefix(f"{spec.name}_").capitalize()
-        cpp_type = f"memeff::Fmha{direction}{stage}<Config{tiles}>"
-        bounds = f"{stage}::kThreads, {stage}::kBlocksPerSm"
-        text += _kernel(entry, stage, cpp_type, bounds, params)
+        cpp_type = f"memeff::Fmha{direction}{kind}{stage}<Config{tiles}>"
+        text += _kernel(spec, entry, stage, cpp_type, f"{stage}::kThreads, {stage}::kBlocksPerSm")
     return text
 
 
-def _kernel(
-    entry: EntryPoint, alias: str, cpp_type: str, bounds: str, params: str, maps: str | None = None
-) -> str:
+def _kernel(spec: KernelSpec, entry: EntryPoint, alias: str, cpp_type: str, bounds: str) -> str:
     text = _KERNEL + (_SHARED if entry.shared_bytes else "") + _ENTRY
+    direction = spec.direction.capitalize()
+    maps = f", const __grid_constant__ memeff::{direction}Maps maps"
     return text.format(
         alias=alias,
         cpp_type=cpp_type,
@@ -212,7 +206,7 @@ def _kernel(
         shared_bytes=entry.shared_bytes,
         bounds=bounds,
         name=entry.name,
-        params=params,
-        maps=f", const __grid_constant__ memeff::{maps} maps" if maps else "",
-        pass_maps=", maps" if maps else "",
+        params=f"{direction}Params",
+        maps=maps if entry.takes_maps else "",
+        pass_maps=", maps" if entry.takes_maps else "",
     )

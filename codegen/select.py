@@ -193,9 +193,10 @@ def _rows_sm90(problem: Problem) -> Iterator[Row]:
     if problem.arch != sm90.ARCH or problem.dtype in F32_DTYPES:
         return
     if problem.direction == "backward":
-        for dim, tiles in sm90.BACKWARD.items():
-            for tile in tiles:
-                yield Row("sm90", dim, dim, tile)
+        for head_class, value_class in itertools.product(sm90.BACKWARD, repeat=2):
+            for tile in sm90.BACKWARD[max(head_class, value_class)]:
+                if tile.divided or head_class == value_class:
+                    yield Row("sm90", head_class, value_class, tile)
         return
     for head_class, value_class in itertools.product(sm90.CLASSES, repeat=2):
         # The output leaves from where the queries were, so both have panels of one width.

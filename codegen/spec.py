@@ -30,13 +30,15 @@ _WORK_ITEM_BYTES = 12
 class EntryPoint(NamedTuple):
     """A ``__global__`` function of the source, and what a launch of it needs.
 
-    ``shared_bytes`` is the dynamic shared memory of a block, and ``grid`` what blocks are tiles of.
+    ``shared_bytes`` is the dynamic shared memory of a block, ``grid`` what blocks are tiles of, and
+    ``takes_maps`` whether the tensor maps of the spec are its second parameter.
     """
 
     name: str
     threads: int
     shared_bytes: int
     grid: Literal["queries", "keys", "bias"] = "queries"
+    takes_maps: bool = False
 
 
 class TensorMap(NamedTuple):
@@ -117,6 +119,11 @@ class KernelSpec:
         return f"memeff::{kernel}{self.family.capitalize()}<Config>"
 
     @property
+    def divided(self) -> bool:
+        """Whether a backward has a kernel for dq, and one for dk and dv, that wgmma computes."""
+        return isinstance(self.tile, sm90.Tile) and self.tile.divided
+
+    @property
     def wide(self) -> bool:
         """Whether the kernel takes any head dim, in steps and chunks of its columns."""
         return self.head_class == sm80.WIDE
@@ -142,14 +149,17 @@ class KernelSpec:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that compute: each owns 64 queries in a forward, and 64 keys in a backward."""
-        rows = self.tile.query if self.direction == "forward" else self.tile.key
-        return rows // sm90.WARPGROUP_ROWS
+        """Warpgroups that compute: each owns 64 queries in a forward, and 64 keys in a backward
+        that is not divided.
+        """
+        by_query = self.direction == "forward" or self.divided
+        return (self.tile.query if by_query else self.tile.key) // sm90.WARPGROUP_ROWS
 
     @property
     def entry_points(self) -> tuple[EntryPoint, ...]:
         """The functions of the source in launch order."""
-        main = EntryPoint(self.name, self.threads, self.shared_bytes, "keys")
+        maps = bool(self.tensor_maps)
+        main = EntryPoint(self.name, self.threads, self.shared_bytes, "keys", maps)
         if self.split:
             combine = EntryPoint(f"{self.name}_combine", COMBINE_THREADS, 0)
             return (main._replace(grid="queries"), combine)
@@ -158,8 +168,9 @@ class KernelSpec:
         # The last two read sums as the threads of the main kernel laid them out.
         threads = self.computing_threads
         preprocess = EntryPoint(f"{self.name}_preprocess", threads, 0)
-        entries = [preprocess, *self._wide_entry_points] if self.wide else [preprocess, main]
-        if "query" in self.gradients and not self.wide:
+        owns_outputs = self.wide or self.divided
+        entries = [preprocess, *self._owners] if owns_outputs else [preprocess, main]
+        if "query" in self.gradients and not owns_outputs:
             query_tile = self.tile.query * self.head_class * self.element_bytes
             entries.append(EntryPoint(f"{self.name}_postprocess", threads, query_tile))
         if self.bias_gradient in ("shared", "columns"):
@@ -167,16 +178,22 @@ class KernelSpec:
         return tuple(entries)
 
     @property
-    def _wide_entry_points(self) -> list[EntryPoint]:
+    def _owners(self) -> list[EntryPoint]:
         """One for the gradient of the query, one for the others."""
-        query = EntryPoint(f"{self.name}_query", self.threads, self.shared_bytes)
-        key = EntryPoint(f"{self.name}_key", self.threads, self.shared_bytes, "keys")
+        maps = bool(self.tensor_maps)
+        query_bytes, key_bytes = _divided_sm90(self) if self.divided else 2 * (self.shared_bytes,)
+        query = EntryPoint(f"{self.name}_query", self.threads, query_bytes, "queries", maps)
+        key = EntryPoint(f"{self.name}_key", self.threads, key_bytes, "keys", maps)
         others = {"key", "value"} & set(self.gradients)
         return [query] * ("query" in self.gradients) + [key] * bool(others)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block of the main kernel; the compiler asserts the number."""
+        """Dynamic shared memory of a block of the main kernel, or of the larger of two; the
+        compiler asserts the number.
+        """
+        if self.divided:
+            return max(_divided_sm90(self))
         if isinstance(self.tile, sm90.Tile):
             sizes = _forward_sm90 if self.direction == "forward" else _backward_sm90
             return sizes(self, self.tile)
@@ -204,11 +221,13 @@ class KernelSpec:
                 TensorMap("value", self.tile.key, value),
                 TensorMap("out", sm90.WARPGROUP_ROWS, value),
             )
+        queries = sm90.WARPGROUP_ROWS if self.divided else self.tile.query
         return (
-            TensorMap("query", self.tile.query, head),
+            TensorMap("query", queries, head),
             TensorMap("key", self.tile.key, head),
             TensorMap("value", self.tile.key, value),
-            TensorMap("out_gradient", self.tile.query, value),
+            TensorMap("out_gradient", queries, value),
+            TensorMap("query_gradient", sm90.WARPGROUP_ROWS, head),
             TensorMap("key_gradient", sm90.WARPGROUP_ROWS, head),
             TensorMap("value_gradient", sm90.WARPGROUP_ROWS, value),
         )
@@ -299,6 +318,24 @@ def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
     statistics = tile.stages * tile.query * 8
     buffers = 2 * tile.stages + 1
     return elements * spec.element_bytes + statistics + buffers * 2 * _BARRIER_BYTES
+
+
+def _divided_sm90(spec: KernelSpec) -> tuple[int, int]:
+    """Of the kernel that owns queries: tiles of query and dO, rings of key and, a buffer less, of
+    value. Of the one that owns keys: tiles of key and value, and two each of as many rows of query
+    and dO, of P and of dS, and of statistics (2 f32) beside query and beside dO.
+    """
+    query, key, stages = spec.tile.query, spec.tile.key, spec.tile.stages
+    head, value = spec.head_class, spec.value_class
+    query_elements = query * (head + value) + key * (stages * head + (stages - 1) * value)
+    key_elements = 3 * key * (head + value) + 4 * key * key
+    query_buffers = 1 + stages + stages - 1
+    key_buffers = 2 + 4 * 2
+    barriers = 2 * _BARRIER_BYTES
+    return (
+        query_elements * spec.element_bytes + query_buffers * barriers,
+        key_elements * spec.element_bytes + 4 * key * 8 + key_buffers * barriers,
+    )
 
 
 def _forward_shared_bytes(spec: KernelSpec) -> int:

@@ -227,6 +227,8 @@ def _out_sum(avals: Operands, spec: KernelSpec) -> int:
 
 
 def _query_gradient_sum(avals: Operands, spec: KernelSpec) -> int:
+    if spec.divided:
+        return 0
     if not spec.wide:
         return _padded_queries(avals, spec) * spec.head_class
     if avals.scores[3] <= spec.tile.key:
@@ -405,6 +407,7 @@ def _kernel_table(specs: dict[str, KernelSpec]) -> dict[str, Any]:
             "grids": ",".join(entry.grid for entry in entries),
             "threads": np.array([entry.threads for entry in entries], np.int32),
             "shared_bytes": np.array([entry.shared_bytes for entry in entries], np.int32),
+            "takes_maps": np.array([entry.takes_maps for entry in entries], np.int32),
             "tile": np.array([spec.tile.query, spec.tile.key], np.int32),
             "blocks_per_sm": np.int32(spec.tile.blocks_per_sm),
             "pack_heads": np.bool_(spec.pack_heads),

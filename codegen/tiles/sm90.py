@@ -36,6 +36,9 @@ class Tile:
     """Which of ``sm80.MODIFIERS`` the row also serves, alone and together."""
     masks: tuple[str, ...] = ("none", "causal", "window")
     """The kinds of mask that the row serves."""
+    divided: bool = False
+    """A backward in two kernels: one owns ``query`` queries and visits ``key`` keys at a time, the
+    other owns ``key`` keys."""
     spill_bytes: int = 0
     """Bytes a thread may store to local memory, where that was measured to be faster than none."""
 
@@ -97,6 +100,15 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
 
 _BACKWARD_MODIFIERS = ("dropout", "soft cap")
 
+_DIVIDED = Tile(
+    128,
+    64,
+    2,
+    "dq takes 128 registers a thread, as do dk and dv of 64 keys; 226 KB at head dim 256",
+    modifiers=("dropout",),
+    divided=True,
+)
+
 BACKWARD: Mapping[int, tuple[Tile, ...]] = {
     64: (
         Tile(
@@ -117,4 +129,6 @@ BACKWARD: Mapping[int, tuple[Tile, ...]] = {
             spill_bytes=4,
         ),
     ),
+    192: (_DIVIDED,),
+    256: (_DIVIDED,),
 }

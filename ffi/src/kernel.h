@@ -27,10 +27,11 @@ struct KernelImage {
   std::vector<std::string> grids;         // tiles of what each is launched on: queries, keys, bias
   std::vector<int> threads;               // of each entry point
   std::vector<int> shared_bytes;          // dynamic, of each entry point
+  std::vector<int> takes_maps;            // whether each has the tensor maps as a parameter
   int tile_query = 0;
   int tile_key = 0;
   bool persistent = false;   // the grid is no larger than the GPU, and its blocks share the tiles
-  std::vector<MapBox> maps;  // of the main kernel, in the order of its parameter
+  std::vector<MapBox> maps;  // in the order of that parameter
   int blocks_per_sm = 0;     // of the main kernel, at least
   bool pack_heads = false;   // see schedule/packed_rows.cuh
   int alignment = 0;         // bytes that rows of all tensors are multiples of

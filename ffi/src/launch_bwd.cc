@@ -50,7 +50,7 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   for (size_t entry = 0; entry < kernel.image->grids.size() && error.success(); ++entry) {
     const std::string& grid = kernel.image->grids[entry];
     std::vector<const void*> arguments = {&params};
-    if (grid == "keys" && !kernel.image->maps.empty()) arguments.push_back(&*maps);
+    if (kernel.image->takes_maps[entry] != 0) arguments.push_back(&*maps);
     error = launch(kernel, static_cast<int>(entry), blocks.at(grid), stream, arguments);
   }
   return error;

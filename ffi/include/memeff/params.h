@@ -152,6 +152,7 @@ struct BackwardMaps {
   TensorMap key;
   TensorMap value;
   TensorMap out_gradient;
+  TensorMap query_gradient;  // where it is written at once
   TensorMap key_gradient;
   TensorMap value_gradient;
 };

@@ -37,17 +37,18 @@ struct PipelineStage {
   }
 };
 
-// A ring of buffers in shared memory between one producer thread, whose copies arrive by bytes, and
-// consumer warps, which arrive once each when they have read a buffer.
+// A ring of buffers in shared memory between one producer thread, whose copies arrive by bytes, or
+// producers that write, which arrive once each, and consumer warps, which arrive once each when
+// they have read a buffer.
 template <int kStages>
 struct Pipeline {
   uint64_t full[kStages];
   uint64_t empty[kStages];
 
-  CUTE_DEVICE void init(int consumer_arrivals) {
+  CUTE_DEVICE void init(int consumer_arrivals, int producer_arrivals = 1) {
     CUTE_UNROLL
     for (int stage = 0; stage < kStages; ++stage) {
-      cute::initialize_barrier(full[stage], 1);
+      cute::initialize_barrier(full[stage], producer_arrivals);
       cute::initialize_barrier(empty[stage], consumer_arrivals);
     }
   }

@@ -4,6 +4,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include <memeff/arch/copy.cuh>
 #include <memeff/core/shared_tile.cuh>
 
 namespace memeff {
@@ -52,6 +53,18 @@ CUTE_DEVICE void store_bulk_tile(TensorMap const& map, uint32_t tile, int tile_r
 
 // Makes ordinary writes to shared memory visible to the copy engine.
 CUTE_DEVICE void fence_bulk_store() { cute::tma_store_fence(); }
+
+// Zeros rows of a tile from `first` on. Rows beyond a length are in the tensor, may be NaN, and
+// 0 * NaN is not 0. kThreads threads share the work; they pass fence_bulk_store() and a barrier
+// before a product reads the tile.
+template <class Tile, int kThreads>
+CUTE_DEVICE void clear_rows(uint32_t tile, int first) {
+  constexpr int kChunks = Tile::kColumns / Tile::kChunkColumns;
+  for (int i = first * kChunks + int(threadIdx.x) % kThreads; i < Tile::kRows * kChunks;
+       i += kThreads) {
+    store_shared_vector(tile + Tile::byte_offset(i / kChunks, i % kChunks), 0, 0, 0, 0);
+  }
+}
 
 // Waits until the shared memory of this thread's stores may be overwritten.
 CUTE_DEVICE void wait_bulk_stores() { cute::tma_store_wait<0>(); }

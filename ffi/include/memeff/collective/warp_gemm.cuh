@@ -364,6 +364,12 @@ CUTE_DEVICE void store_pair(uint32_t address, float first, float second) {
   }
 }
 
+template <class Accumulators>
+CUTE_DEVICE void scale_accumulators(Accumulators& accumulators, float factor) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(accumulators); ++i) accumulators(i) *= factor;
+}
+
 // Writes accumulators, rounded to Element, into a shared tile.
 template <class Element, class Tile, class Grid, class Accumulators>
 CUTE_DEVICE void store_accumulators(uint32_t tile, Accumulators const& accumulators) {

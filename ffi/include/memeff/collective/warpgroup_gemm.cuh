@@ -17,6 +17,25 @@ namespace memeff {
 constexpr int kWarpgroupSize = 128;
 constexpr int kWarpgroupRows = 64;
 
+// A product that one warpgroup of several computes alone: rows and columns do not depend on which.
+template <int kRows, int kColumns>
+struct WarpgroupGrid : WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16> {
+  using Grid = WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16>;
+
+  CUTE_DEVICE static int row(int thread = threadIdx.x) {
+    return Grid::row(thread % kWarpgroupSize);
+  }
+  CUTE_DEVICE static int column(int thread = threadIdx.x) {
+    return Grid::column(thread % kWarpgroupSize);
+  }
+  CUTE_DEVICE static int element_row(int element, int m, int thread = threadIdx.x) {
+    return Grid::element_row(element, m, thread % kWarpgroupSize);
+  }
+  CUTE_DEVICE static int element_column(int element, int n, int thread = threadIdx.x) {
+    return Grid::element_column(element, n, thread % kWarpgroupSize);
+  }
+};
+
 // The matrix descriptor of a shared tile: start address, leading and stride offsets in units of 16
 // bytes, and the swizzle (PTX ISA, "Asynchronous warpgroup level matrix instructions"). at(step) is
 // that of 16 elements of the summed dimension k.

@@ -117,6 +117,12 @@ struct Dropout {
   }
 };
 
+// What the probabilities that dropout keeps are multiplied by.
+template <class Config>
+CUTE_DEVICE float kept_scale(DropoutParams const& dropout) {
+  return Config::kDropout ? dropout.scale : 1.0f;
+}
+
 // bh of the contract above.
 CUTE_DEVICE uint32_t dropout_head(DropoutParams const& dropout, int batch, int head) {
   return dropout.batch_base[batch] + dropout.head_index[head];

@@ -12,6 +12,12 @@
 
 namespace memeff {
 
+// For kernels that sum no dq in global memory.
+template <class Config>
+struct WithoutQueryGradient : Config {
+  static constexpr bool kQueryGradient = false;
+};
+
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardPreprocess {
   using Element = typename Config::Element;

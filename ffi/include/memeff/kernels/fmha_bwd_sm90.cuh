@@ -14,6 +14,7 @@
 #include <memeff/arch/barrier.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/softmax.cuh>
+#include <memeff/collective/transposed_scores.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/dropout/keep.cuh>
 #include <memeff/kernels/fmha_bwd_postprocess.cuh>
@@ -169,8 +170,8 @@ struct FmhaBackwardSm90 {
     if (work.tiles.begin < work.tiles.end) {
       control.key.wait({});
       if (mask.key_length < min(work.column + kTileKey, shape.key_length)) {
-        clear_rows<KeyTile>(tiles, mask.key_length - work.column);
-        clear_rows<ValueTile>(tiles + kValueOffset, mask.key_length - work.column);
+        clear_rows<KeyTile, kConsumers>(tiles, mask.key_length - work.column);
+        clear_rows<ValueTile, kConsumers>(tiles + kValueOffset, mask.key_length - work.column);
         fence_bulk_store();
         named_barrier_sync(kConsumerBarrier, kConsumers);
       }
@@ -194,8 +195,8 @@ struct FmhaBackwardSm90 {
         if (mask.query_length < min(row + kTileQuery, shape.query_length)) {
           // What stands beyond the query length may be NaN, and 0 * NaN would reach dk and dv.
           control.out_gradient.wait(stage);
-          clear_rows<QueryTile>(query_tile, mask.query_length - row);
-          clear_rows<OutTile>(out_tile, mask.query_length - row);
+          clear_rows<QueryTile, kConsumers>(query_tile, mask.query_length - row);
+          clear_rows<OutTile, kConsumers>(out_tile, mask.query_length - row);
           fence_bulk_store();
           named_barrier_sync(kConsumerBarrier, kConsumers);
         }
@@ -223,7 +224,7 @@ struct FmhaBackwardSm90 {
         if (mask.needs_test(row, kTileQuery, work.column, kTileKey)) {
           mask.template apply_transposed<ScoreGrid>(scores, row, work.column);
         }
-        exponentiate(statistics, params.scale.softmax_scale, scores);
+        exponentiate_transposed<ScoreGrid>(statistics, params.scale.softmax_scale, scores);
         fence_accumulators(scores);
         wait_products<0>();
         fence_accumulators(score_gradient);
@@ -276,28 +277,11 @@ struct FmhaBackwardSm90 {
       }
     }
 
-    if constexpr (Config::kKeyGradient) scale_all(key_gradient, params.scale.gradient_scale);
-    if constexpr (Config::kValueGradient) scale_all(value_gradient, kept_scale(params));
+    if constexpr (Config::kKeyGradient)
+      scale_accumulators(key_gradient, params.scale.gradient_scale);
+    if constexpr (Config::kValueGradient)
+      scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
     store(params, maps, work, warpgroup, tiles, key_gradient, value_gradient);
-  }
-
-  // P^T from S^T. A thread has two neighbouring rows (queries) of each eight.
-  template <class Scores>
-  CUTE_DEVICE static void exponentiate(uint32_t statistics, float softmax_scale, Scores& scores) {
-    int const thread = thread_index();
-    CUTE_UNROLL
-    for (int n = 0; n < cute::size<2>(scores); ++n) {
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        float const logsumexp =
-            __uint_as_float(load_shared(statistics + ScoreGrid::element_column(i, n, thread) * 8));
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          float& score = scores(2 * half + i, 0, n);
-          score = exp2_approx(fmaf(score, softmax_scale, -logsumexp));
-        }
-      }
-    }
   }
 
   // dS^T from P^T and dP^T, the gradient of query.key without the user's scale, and the kept P^T.
@@ -329,7 +313,8 @@ struct FmhaBackwardSm90 {
             int const element = 2 * half + i;
             float const score = scores(element, 0, n);
             float const kept_gradient = keep.select(score_gradient(element, 0, n), chunk, half, i);
-            gradient[i] = score * fmaf(kept_gradient, kept_scale(params), -delta[i]);
+            gradient[i] =
+                score * fmaf(kept_gradient, kept_scale<Config>(params.dropout), -delta[i]);
             if constexpr (Config::kSoftCap) {
               float const x = capped(element, 0, n);
               gradient[i] *= fmaf(-x, x, 1.0f);
@@ -348,26 +333,6 @@ struct FmhaBackwardSm90 {
     } else {
       CUTE_UNROLL
       for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(0, n, KeepAll{});
-    }
-  }
-
-  // What dropout multiplies the probabilities that it keeps by.
-  CUTE_DEVICE static float kept_scale(BackwardParams const& params) {
-    return Config::kDropout ? params.dropout.scale : 1.0f;
-  }
-
-  template <class Accumulators>
-  CUTE_DEVICE static void scale_all(Accumulators& accumulators, float factor) {
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size(accumulators); ++i) accumulators(i) *= factor;
-  }
-
-  // Zeros rows from `first` on; all consumers share the work.
-  template <class Tile>
-  CUTE_DEVICE static void clear_rows(uint32_t tile, int first) {
-    constexpr int kChunks = Tile::kColumns / 8;
-    for (int i = first * kChunks + int(threadIdx.x); i < Tile::kRows * kChunks; i += kConsumers) {
-      store_shared_vector(tile + Tile::byte_offset(i / kChunks, i % kChunks), 0, 0, 0, 0);
     }
   }
 

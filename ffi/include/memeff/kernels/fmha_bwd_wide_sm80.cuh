@@ -16,10 +16,6 @@ namespace memeff {
 
 // The statistics of the rows; the sums need no zeros.
 template <class Config>
-struct WithoutQueryGradient : Config {
-  static constexpr bool kQueryGradient = false;
-};
-template <class Config>
 struct FmhaBackwardWidePreprocess : FmhaBackwardPreprocess<WithoutQueryGradient<Config>> {};
 
 // A tile of scores of one query head.

@@ -220,6 +220,16 @@ struct FmhaForwardSm90 {
         drop(params, item, row, tile, probabilities);
 
         if (tile > range.begin) control.key.wait(key_stage);
+        int const column = tile * kTileKey;
+        if (mask.key_length < min(column + kTileKey, shape.key_length)) {
+          // Each consumer clears the rows for itself: they write the same zeros.
+          control.value.wait(value_stage);
+          clear_rows<ValueTile, kWarpgroupSize>(
+              tiles + kValueOffset + value_stage.index * ValueTile::kBytes,
+              mask.key_length - column);
+          fence_bulk_store();
+          named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
+        }
 
         CUTE_NO_UNROLL
         for (--tile; tile >= range.begin; --tile) {
@@ -333,18 +343,6 @@ struct FmhaForwardSm90 {
     for (int r = 0; r < Softmax::kRows; ++r) {
       correction[r] = softmax.exponentiate_row(scores, r, params.scale.softmax_scale);
     }
-  }
-
-  // Zeros the values from row `first` of a tile on, which lie beyond the key length and may be NaN:
-  // their probabilities are 0, and 0 * NaN is not. Each consumer does it for itself.
-  CUTE_DEVICE static void zero_rows(uint32_t tile, int first, int warpgroup) {
-    constexpr int kChunks = (ValueTile::kColumns / 8);
-    for (int i = first * kChunks + int(threadIdx.x) % kWarpgroupSize; i < kTileKey * kChunks;
-         i += kWarpgroupSize) {
-      store_shared_vector(tile + ValueTile::byte_offset(i / kChunks, i % kChunks), 0, 0, 0, 0);
-    }
-    fence_bulk_store();
-    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
 
   // Output and logsumexp of this warpgroup's rows. Rows from query_bound on lie beyond the query
