@@ -1,10 +1,8 @@
-// Barriers of Hopper: mbarriers in shared memory, on CuTe's operations, and named barriers.
+// Barriers: named ones, and those of Hopper in shared memory (mbarriers), on CuTe's operations.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
-
-#include <memeff/core/common.cuh>
 
 namespace memeff {
 
@@ -17,64 +15,28 @@ CUTE_DEVICE void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// A phase of the barrier ends with so many arrivals, and all the bytes expected until then.
+CUTE_DEVICE void init_barrier(uint64_t& barrier, int arrivals) {
+  cute::initialize_barrier(barrier, arrivals);
+}
+
 // Makes initialised mbarriers visible to the copy engine; __syncthreads() makes them visible to the
 // other threads.
 CUTE_DEVICE void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Position in a ring of kStages buffers. The parity is that of the pass over the ring.
-template <int kStages>
-struct PipelineStage {
-  int index = 0;
-  int parity = 0;
+CUTE_DEVICE void arrive_barrier(uint64_t& barrier) { cute::arrive_barrier(barrier); }
 
-  CUTE_DEVICE void advance() {
-    if (++index == kStages) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
+// Arrives, and lets the phase wait for `bytes` that a copy brings.
+CUTE_DEVICE void arrive_and_expect(uint64_t& barrier, int bytes) {
+  cute::set_barrier_transaction_bytes(barrier, bytes);
+}
 
-// A ring of buffers in shared memory between one producer thread, whose copies arrive by bytes, or
-// producers that write, which arrive once each, and consumer warps, which arrive once each when
-// they have read a buffer.
-template <int kStages>
-struct Pipeline {
-  uint64_t full[kStages];
-  uint64_t empty[kStages];
-
-  CUTE_DEVICE void init(int consumer_arrivals, int producer_arrivals = 1) {
-    CUTE_UNROLL
-    for (int stage = 0; stage < kStages; ++stage) {
-      cute::initialize_barrier(full[stage], producer_arrivals);
-      cute::initialize_barrier(empty[stage], consumer_arrivals);
-    }
-  }
-
-  // The producer: a buffer that was never filled counts as empty, hence the opposite parity.
-  CUTE_DEVICE uint64_t& acquire(PipelineStage<kStages> const& stage, int bytes) {
-    cute::wait_barrier(empty[stage.index], stage.parity ^ 1);
-    cute::set_barrier_transaction_bytes(full[stage.index], bytes);
-    return full[stage.index];
-  }
-
-  // The producer, where it fills the buffer with ordinary writes.
-  CUTE_DEVICE void acquire(PipelineStage<kStages> const& stage) {
-    cute::wait_barrier(empty[stage.index], stage.parity ^ 1);
-  }
-  CUTE_DEVICE void commit(PipelineStage<kStages> const& stage) {
-    cute::arrive_barrier(full[stage.index]);
-  }
-
-  // A consumer.
-  CUTE_DEVICE void wait(PipelineStage<kStages> const& stage) {
-    cute::wait_barrier(full[stage.index], stage.parity);
-  }
-  CUTE_DEVICE void release(PipelineStage<kStages> const& stage) {
-    cute::arrive_barrier(empty[stage.index]);
-  }
-};
+// Waits for the end of the last phase of this parity; phases begin with 0. Before the first phase
+// ends, that of parity 1 has ended.
+CUTE_DEVICE void wait_barrier(uint64_t& barrier, int parity) {
+  cute::wait_barrier(barrier, parity);
+}
 
 }  // namespace memeff

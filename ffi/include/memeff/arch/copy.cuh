@@ -64,6 +64,16 @@ CUTE_DEVICE uint4 load_shared_vector(uint32_t address) {
   return value;
 }
 
+CUTE_DEVICE void store_shared_pointer(uint32_t address, char const* pointer) {
+  asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(pointer) : "memory");
+}
+
+CUTE_DEVICE char const* load_shared_pointer(uint32_t address) {
+  char const* pointer;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(pointer) : "r"(address) : "memory");
+  return pointer;
+}
+
 // 16 bytes global -> shared without passing registers; zeros where `valid` is false, and then
 // nothing is read: the address may lie outside the tensor.
 CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
@@ -85,45 +95,6 @@ CUTE_DEVICE void copy_piece_async(uint32_t shared, void const* global, bool vali
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global),
                "n"(kBytes), "r"(valid ? kBytes : 0)
                : "memory");
-}
-
-// 16 bytes of which the first `bytes` exist; zeros for the others. The address is a multiple of
-// kAlignment, and so is `bytes`.
-template <int kAlignment>
-CUTE_DEVICE uint4 load_vector(char const* address, int bytes) {
-  if constexpr (kAlignment == 16) {
-    return *reinterpret_cast<uint4 const*>(address);
-  } else {
-    using Piece = typename cute::uint_bit<8 * kAlignment>::type;
-    union {
-      uint4 vector;
-      Piece pieces[16 / kAlignment];
-    } value;
-    CUTE_UNROLL
-    for (int i = 0; i < 16 / kAlignment; ++i) {
-      bool const exists = i * kAlignment < bytes;
-      value.pieces[i] = exists ? reinterpret_cast<Piece const*>(address)[i] : Piece(0);
-    }
-    return value.vector;
-  }
-}
-
-// The reverse: writes the first `bytes` of 16.
-template <int kAlignment>
-CUTE_DEVICE void store_vector(char* address, uint4 const& vector, int bytes) {
-  if constexpr (kAlignment == 16) {
-    *reinterpret_cast<uint4*>(address) = vector;
-  } else {
-    using Piece = typename cute::uint_bit<8 * kAlignment>::type;
-    union {
-      uint4 vector;
-      Piece pieces[16 / kAlignment];
-    } const value = {vector};
-    CUTE_UNROLL
-    for (int i = 0; i < 16 / kAlignment; ++i) {
-      if (i * kAlignment < bytes) reinterpret_cast<Piece*>(address)[i] = value.pieces[i];
-    }
-  }
 }
 
 CUTE_DEVICE void commit_copies() { cute::cp_async_fence(); }

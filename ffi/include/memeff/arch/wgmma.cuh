@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cute/arch/mma_sm90.hpp>
+#include <cute/tensor.hpp>
 
 #include <memeff/core/common.cuh>
 
@@ -25,20 +26,41 @@ using WgmmaRegister =
              Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>,
              Major::K, kRightMajor>());
 
-CUTE_DEVICE cute::SM90::GMMA::ScaleOut accumulate_if(bool accumulate) {
-  return accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+template <class Operation, class Accumulators, class... Operands, int... kIndex>
+CUTE_DEVICE void issue_wgmma(Accumulators& c, bool accumulate, cute::seq<kIndex...>,
+                             Operands... operands) {
+  using cute::SM90::GMMA::ScaleOut;
+  Operation::fma(operands..., c(kIndex)..., accumulate ? ScaleOut::One : ScaleOut::Zero);
 }
 
-template <class Operation, class Accumulators, int... kIndex>
-CUTE_DEVICE void wgmma(Accumulators& c, uint64_t a, uint64_t b, bool accumulate,
-                       cute::seq<kIndex...>) {
-  Operation::fma(a, b, c(kIndex)..., accumulate_if(accumulate));
+// c (+)= a b of matrix descriptors. Without `accumulate` c is overwritten.
+template <class Element, Major kLeftMajor, Major kRightMajor, class Accumulators>
+CUTE_DEVICE void wgmma(Accumulators& c, uint64_t a, uint64_t b, bool accumulate) {
+  constexpr int kElements = decltype(cute::size(c))::value;
+  issue_wgmma<WgmmaShared<Element, 2 * kElements, kLeftMajor, kRightMajor>>(
+      c, accumulate, cute::make_seq<kElements>{}, a, b);
 }
 
-template <class Operation, class Accumulators, int... kIndex>
-CUTE_DEVICE void wgmma(Accumulators& c, uint32_t const (&a)[4], uint64_t b, bool accumulate,
-                       cute::seq<kIndex...>) {
-  Operation::fma(a[0], a[1], a[2], a[3], b, c(kIndex)..., accumulate_if(accumulate));
+// c += a b, a in registers.
+template <class Element, Major kRightMajor, class Accumulators>
+CUTE_DEVICE void wgmma(Accumulators& c, uint32_t const (&a)[4], uint64_t b) {
+  constexpr int kElements = decltype(cute::size(c))::value;
+  issue_wgmma<WgmmaRegister<Element, 2 * kElements, kRightMajor>>(
+      c, true, cute::make_seq<kElements>{}, a[0], a[1], a[2], a[3], b);
+}
+
+// Orders the products that follow after everything that registers and shared memory saw before.
+CUTE_DEVICE void begin_products() { cute::warpgroup_arrive(); }
+CUTE_DEVICE void commit_products() { cute::warpgroup_commit_batch(); }
+
+template <int kPending>
+CUTE_DEVICE void wait_products() {
+  cute::warpgroup_wait<kPending>();
+}
+
+// Hides an accumulator, and memory, from the optimiser.
+CUTE_DEVICE void fence_accumulator(float& accumulator) {
+  asm volatile("" : "+f"(accumulator)::"memory");
 }
 
 // Raises or lowers the registers of every thread of this warpgroup.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memeff/collective/warp_gemm.cuh>
+#include <memeff/core/vector.cuh>
 
 namespace memeff {
 

@@ -27,13 +27,9 @@ class ParkedPointer<true> {
   static constexpr int kBytes = 8;  // a thread
   CUTE_DEVICE ParkedPointer(uint32_t slots, char const* pointer)
       : slot_(slots + thread_index() * kBytes) {
-    asm volatile("st.shared.b64 [%0], %1;" ::"r"(slot_), "l"(pointer) : "memory");
+    store_shared_pointer(slot_, pointer);
   }
-  CUTE_DEVICE char const* get() const {
-    char const* pointer;
-    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(pointer) : "r"(slot_) : "memory");
-    return pointer;
-  }
+  CUTE_DEVICE char const* get() const { return load_shared_pointer(slot_); }
 
  private:
   uint32_t slot_;

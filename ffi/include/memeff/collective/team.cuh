@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>
 
 namespace memeff {
@@ -23,7 +24,7 @@ struct WarpTeam {
     if constexpr (kWarps == 1) {
       __syncwarp();
     } else {
-      asm volatile("bar.sync %0, %1;" ::"r"(index() + 1), "n"(kThreads) : "memory");
+      named_barrier_sync(index() + 1, kThreads);
     }
   }
 };

@@ -71,16 +71,7 @@ struct DescriptorOperand {
 template <class Accumulators>
 CUTE_DEVICE void fence_accumulators(Accumulators& accumulators) {
   CUTE_UNROLL
-  for (int i = 0; i < cute::size(accumulators); ++i)
-    asm volatile("" : "+f"(accumulators(i))::"memory");
-}
-
-CUTE_DEVICE void begin_products() { cute::warpgroup_arrive(); }
-CUTE_DEVICE void commit_products() { cute::warpgroup_commit_batch(); }
-
-template <int kPending>
-CUTE_DEVICE void wait_products() {
-  cute::warpgroup_wait<kPending>();
+  for (int i = 0; i < cute::size(accumulators); ++i) fence_accumulator(accumulators(i));
 }
 
 // accumulators (+)= left * right over kSteps * 16 elements of k. The first step overwrites the
@@ -88,24 +79,19 @@ CUTE_DEVICE void wait_products() {
 template <class Element, int kSteps, class Accumulators, class Left, class Right>
 CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators, Left const& left, Right const& right,
                                 bool accumulate) {
-  constexpr int kElements = decltype(cute::size(accumulators))::value;
-  using Operation = WgmmaShared<Element, 2 * kElements, Left::kMajor, Right::kMajor>;
   CUTE_UNROLL
   for (int step = 0; step < kSteps; ++step) {
-    wgmma<Operation>(accumulators, left.at(step), right.at(step), accumulate || step > 0,
-                     cute::make_seq<kElements>{});
+    wgmma<Element, Left::kMajor, Right::kMajor>(accumulators, left.at(step), right.at(step),
+                                                accumulate || step > 0);
   }
 }
 
 template <class Element, int kSteps, class Accumulators, class Right>
 CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators,
                                 RegisterOperand<1, kSteps, 2> const& left, Right const& right) {
-  constexpr int kElements = decltype(cute::size(accumulators))::value;
-  using Operation = WgmmaRegister<Element, 2 * kElements, Right::kMajor>;
   CUTE_UNROLL
   for (int step = 0; step < kSteps; ++step) {
-    wgmma<Operation>(accumulators, left.fragments[0][step], right.at(step), true,
-                     cute::make_seq<kElements>{});
+    wgmma<Element, Right::kMajor>(accumulators, left.fragments[0][step], right.at(step));
   }
 }
 

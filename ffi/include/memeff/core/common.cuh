@@ -7,6 +7,7 @@
 #include <cute/numeric/integral_constant.hpp>
 
 #include <memeff/params.h>
+#include <memeff/arch/thread.cuh>
 
 namespace memeff {
 
@@ -30,23 +31,6 @@ enum class BiasAccess { vectors, words, columns, rows };
 
 CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CUTE_HOST_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
-
-// threadIdx.x, read anew. What is computed from it is then computed where it is used and does not
-// occupy registers across a main loop that needs them all.
-CUTE_DEVICE int thread_index() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-// blockIdx.x, read anew: an epilogue that asks again for its CTA's coordinates keeps them out of
-// the registers of the main loop. Before the loop blockIdx.x is better, which is known to be
-// uniform.
-CUTE_DEVICE unsigned block_index() {
-  unsigned block;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  return block;
-}
 
 CUTE_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 

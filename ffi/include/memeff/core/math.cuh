@@ -1,41 +1,12 @@
-// Scalar functions on the special function unit, and packed conversions.
+// Conversions, and sums and maxima over lanes.
 #pragma once
 
+#include <memeff/arch/math.cuh>
 #include <memeff/core/common.cuh>
 
 namespace memeff {
 
-CUTE_DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-CUTE_DEVICE float tanh_approx(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Two floats as two adjacent 16-bit elements, `low` at the lower address.
-template <class Element>
-CUTE_DEVICE uint32_t pack(float low, float high);
-
-template <>
-CUTE_DEVICE uint32_t pack<cutlass::bfloat16_t>(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-template <>
-CUTE_DEVICE uint32_t pack<cutlass::half_t>(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// The reverse: element `index` (0 low, 1 high) of a packed pair.
+// The reverse of pack(): element `index` (0 low, 1 high) of a packed pair.
 template <class Element>
 CUTE_DEVICE float unpack(uint32_t packed, int index) {
   uint16_t const bits = static_cast<uint16_t>(index == 0 ? packed : packed >> 16);

@@ -115,7 +115,7 @@ struct FragmentPointer {
 
   // Hides the value of the base from the optimiser. Otherwise it hoists the XORed addresses out of
   // the loop over tiles, where they occupy a dozen registers that the accumulators need.
-  CUTE_DEVICE void recompute_addresses() { asm volatile("" : "+r"(base)); }
+  CUTE_DEVICE void recompute_addresses() { hide_value(base); }
 
   CUTE_DEVICE uint32_t at(int row_block, int column_block) const {
     if constexpr (kNoCarry) {
@@ -158,7 +158,7 @@ struct ElementPointer {
                      : row * Tile::kRowBytes + Tile::swizzle(row) * 16);
   }
 
-  CUTE_DEVICE void recompute_addresses() { asm volatile("" : "+r"(base)); }
+  CUTE_DEVICE void recompute_addresses() { hide_value(base); }
 
   CUTE_DEVICE uint32_t at(int row_block, int column_block, int row, int column) const {
     uint32_t const flip = (row * kRowSwizzle) ^ (column * 32);

@@ -12,23 +12,17 @@
 // halves.
 #pragma once
 
+#include <memeff/arch/math.cuh>
 #include <memeff/dropout/philox.cuh>
 
 namespace memeff {
-
-CUTE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t result;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
-  return result;
-}
 
 // The eight elements that a lane owns of a 16x16 block: `half` is 1 in rows 8-15, `chunk` is 1 in
 // columns 8-15, and `i` is the column's lowest bit.
 struct KeepBlock {
   uint32_t flags[2];  // of even and odd columns; the highest bit of byte 2*half + chunk: kept
 
-  // All bits set where the element is kept, none where it is dropped. Selector digits from 8 on
-  // repeat the highest bit of a byte.
+  // All bits set where the element is kept, none where it is dropped.
   CUTE_DEVICE uint32_t mask(int half, int chunk, int i) const {
     return permute_bytes(flags[i], flags[i], 0x1111u * (8 + 2 * half + chunk));
   }

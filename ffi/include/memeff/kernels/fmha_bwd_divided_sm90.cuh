@@ -9,8 +9,8 @@
 // seven products instead of five, and send no sums anywhere; every run adds in one order.
 #pragma once
 
-#include <memeff/arch/barrier.cuh>
 #include <memeff/collective/bulk_tile.cuh>
+#include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/transposed_scores.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -130,8 +130,8 @@ struct FmhaBackwardDividedQuery {
 
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
-    auto constexpr kOnce = cute::TMA::CacheHintSm90::EVICT_FIRST;
-    auto constexpr kAgain = cute::TMA::CacheHintSm90::EVICT_LAST;
+    auto constexpr kOnce = CacheHint::EVICT_FIRST;
+    auto constexpr kAgain = CacheHint::EVICT_LAST;
     WorkItem const& item = work.item;
     if (work.tiles.begin >= work.tiles.end) return;
     uint64_t& arrived = control.query.acquire({}, QueryTile::kBytes + OutTile::kBytes);
@@ -448,8 +448,8 @@ struct FmhaBackwardDividedKey {
 
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
-    auto constexpr kOnce = cute::TMA::CacheHintSm90::EVICT_FIRST;
-    auto constexpr kAgain = cute::TMA::CacheHintSm90::EVICT_LAST;
+    auto constexpr kOnce = CacheHint::EVICT_FIRST;
+    auto constexpr kAgain = CacheHint::EVICT_LAST;
     WorkItem const& item = work.item;
     int const count = visits(work, params.shape.group);
     if (count == 0) return;

@@ -16,7 +16,7 @@ struct FmhaBackwardPostprocess {
   static constexpr int kSharedBytes = Tiles::QueryTile::kBytes;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = dynamic_shared();
     ProblemShape const& shape = params.shape;
     WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
     int const row = item.tile * Tiles::kTileQuery;

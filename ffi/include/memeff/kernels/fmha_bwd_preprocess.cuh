@@ -6,6 +6,7 @@
 
 #include <memeff/bias/rows.cuh>
 #include <memeff/core/math.cuh>
+#include <memeff/core/vector.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
 #include <memeff/schedule/sequences.cuh>

@@ -76,7 +76,7 @@ struct FmhaBackwardSm80 {
   };
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = dynamic_shared();
     uint32_t const key_tile = shared_address(shared);
     uint32_t const value_tile = key_tile + KeyTile::kBytes;
     uint32_t const query_buffers = value_tile + ValueTile::kBytes;

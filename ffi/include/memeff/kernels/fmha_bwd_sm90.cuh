@@ -11,8 +11,8 @@
 // two buffers there, so that one barrier of the consumers a visit is enough.
 #pragma once
 
-#include <memeff/arch/barrier.cuh>
 #include <memeff/collective/bulk_tile.cuh>
+#include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/transposed_scores.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -85,7 +85,7 @@ struct FmhaBackwardSm90 {
   };
 
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = dynamic_shared();
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
     if (threadIdx.x == kConsumers) {
@@ -111,8 +111,8 @@ struct FmhaBackwardSm90 {
 
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
-    auto constexpr kOnce = cute::TMA::CacheHintSm90::EVICT_FIRST;
-    auto constexpr kAgain = cute::TMA::CacheHintSm90::EVICT_LAST;
+    auto constexpr kOnce = CacheHint::EVICT_FIRST;
+    auto constexpr kAgain = CacheHint::EVICT_LAST;
     WorkItem const& item = work.item;
     int const group = params.shape.group;
     if (work.tiles.begin >= work.tiles.end) return;

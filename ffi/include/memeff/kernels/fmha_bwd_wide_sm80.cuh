@@ -164,7 +164,7 @@ struct FmhaBackwardWideQuery {
   static constexpr int kTileKey = Config::kTileKey;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = dynamic_shared();
     ProblemShape const& shape = params.shape;
     WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
     int const row = item.tile * kTileQuery;
@@ -214,7 +214,7 @@ struct FmhaBackwardWideKey {
   static constexpr int kTileKey = Config::kTileKey;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = dynamic_shared();
     ProblemShape const& shape = params.shape;
     int const key_tiles = ceil_div(shape.key_length, kTileKey);
     WorkItem const item = WorkItem::of_block(blockIdx.x, key_tiles, shape.key_heads);

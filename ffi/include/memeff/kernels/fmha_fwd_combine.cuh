@@ -53,7 +53,7 @@ struct FmhaForwardCombine {
   // Combines the rows [first, first + count), each with row_sets sets of threads.
   CUTE_DEVICE static void combine(ForwardParams const& params, long long first, int count,
                                   int row_sets) {
-    __shared__ Sum sums[kSets][kColumnThreads];
+    auto& sums = static_shared<Sum[kSets][kColumnThreads]>();
     int const set = threadIdx.x / kColumnThreads;
     int const column_thread = threadIdx.x % kColumnThreads;
     long long const row = first + set / row_sets;

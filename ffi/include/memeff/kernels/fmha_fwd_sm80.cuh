@@ -59,7 +59,7 @@ struct FmhaForwardSm80 {
   static constexpr int kSharedBytes = kLoopBytes > OutTile::kBytes ? kLoopBytes : OutTile::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = dynamic_shared();
     uint32_t const query_tile = shared_address(shared);
     uint32_t const key_tile = query_tile + QueryTile::kBytes;
     uint32_t const value_tile = key_tile + KeyTile::kBytes;

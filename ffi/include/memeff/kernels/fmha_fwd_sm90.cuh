@@ -11,9 +11,9 @@
 // another (Shah et al. 2024, FlashAttention-3, section 3.1).
 #pragma once
 
-#include <memeff/arch/barrier.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/drop.cuh>
+#include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/mask/score_mask.cuh>
@@ -74,7 +74,7 @@ struct FmhaForwardSm90 {
   using Value = DescriptorOperand<ValueTile, Contiguous::outer>;
 
   CUTE_DEVICE static void run(ForwardParams const& params, ForwardMaps const& maps) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = dynamic_shared();
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
     if (threadIdx.x == kConsumers) {
@@ -142,7 +142,7 @@ struct FmhaForwardSm90 {
             control.query[warpgroup].acquire(query, QueryTile::kBytes / kWarpgroups);
         load_bulk_tile<QueryTile>(maps.query, arrived, tiles + query.index * kQueryBytes, tile_row,
                                   item.tile * kTileQuery + tile_row, item.head, item.batch,
-                                  cute::TMA::CacheHintSm90::EVICT_FIRST);
+                                  CacheHint::EVICT_FIRST);
       }
       query.advance();
     }
@@ -165,7 +165,7 @@ struct FmhaForwardSm90 {
       for (int tile = range.end - 1; tile >= range.begin; --tile) {
         load_bulk_tile<Tile>(map, ring.acquire(stage, Tile::kBytes),
                              buffers + stage.index * Tile::kBytes, 0, tile * kTileKey, key_head,
-                             item.batch, cute::TMA::CacheHintSm90::EVICT_LAST);
+                             item.batch, CacheHint::EVICT_LAST);
         stage.advance();
       }
     }

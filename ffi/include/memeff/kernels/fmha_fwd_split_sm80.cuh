@@ -52,7 +52,7 @@ struct FmhaForwardSplitSm80 {
   static constexpr int kSharedBytes = kLoopBytes > Merge::kBytes ? kLoopBytes : Merge::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = dynamic_shared();
     uint32_t const query_tile = shared_address(shared);
     uint32_t const team_tiles = query_tile + QueryTile::kBytes + Team::index() * kTeamBytes;
 

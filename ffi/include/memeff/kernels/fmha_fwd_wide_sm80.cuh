@@ -37,7 +37,7 @@ struct FmhaForwardWideSm80 {
   static constexpr int kSharedBytes = ScoreTile::kBytes + 2 * kBufferBytes + Softmax::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
-    extern __shared__ __align__(1024) char shared[];
+    char* const shared = dynamic_shared();
     uint32_t const probability_tile = shared_address(shared);
     uint32_t const buffers = probability_tile + ScoreTile::kBytes;
 

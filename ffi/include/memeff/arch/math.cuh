@@ -1,0 +1,48 @@
+// Instructions on numbers: the special function unit, packed conversions, bytes.
+#pragma once
+
+#include <cutlass/bfloat16.h>
+#include <cutlass/half.h>
+#include <cute/config.hpp>
+
+namespace memeff {
+
+CUTE_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+CUTE_DEVICE float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats as two adjacent 16-bit elements, `low` at the lower address.
+template <class Element>
+CUTE_DEVICE uint32_t pack(float low, float high);
+
+template <>
+CUTE_DEVICE uint32_t pack<cutlass::bfloat16_t>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+CUTE_DEVICE uint32_t pack<cutlass::half_t>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Four bytes out of the eight of `a` (0-3) and `b` (4-7), by the four digits of the selector. A
+// digit from 8 on repeats the highest bit of byte `digit - 8`.
+CUTE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+}
+
+}  // namespace memeff
