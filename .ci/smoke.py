@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_memeff
-from jax_memeff import _ffi, cuda
+from jax_memeff import _ffi
 
 # Queued for CUDA: a CPU has no such platform to take them.
-cuda.register_targets()
+jax_memeff.register_targets()
 
 # A runtime that is older than the headers of the module refuses its handlers. It looks at them when
 # they are registered, for which the CPU's will do. The backend has to exist, and the type comes

@@ -5,6 +5,8 @@ from jax_memeff.api import dot_product_attention as dot_product_attention
 from jax_memeff.check import check as check
 from jax_memeff.errors import CompileError as CompileError
 from jax_memeff.errors import UnsupportedError as UnsupportedError
+from jax_memeff.export import export_disabled_checks as export_disabled_checks
+from jax_memeff.export import register_targets as register_targets
 from jax_memeff.mask import Mask as Mask
 from jax_memeff.offsets import Offsets as Offsets
 from jax_memeff.packed import dot_product_attention_packed as dot_product_attention_packed

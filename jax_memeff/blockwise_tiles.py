@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from jax_memeff import dropout
+from jax_memeff.export import require_static
 from jax_memeff.mask import slice_tile
 from jax_memeff.options import Operands, Options
 
@@ -30,6 +31,9 @@ Measured on two CPU cores, H = 64, forward and backward, T = 1024: with 4 heads 
 0.85 of the time of 256; with 8 heads, where a tile of 512 has 2**21 elements, 1.4. With 8 batch
 elements and 8 heads at T = 512, blocks of 128 take 0.5 of the time of 256.
 """
+
+_ASSUMED_BATCH = 8
+"""What a symbolic batch size counts as: it is unknown while blocks are cut."""
 
 _MASKED_BIAS = -1e37
 """A bias below this masks its element, as -inf does."""
@@ -88,9 +92,17 @@ class Problem:
     @classmethod
     def of(cls, operands: Operands, options: Options) -> Problem:
         query, key, value, mask = operands.query, operands.key, operands.value, operands.mask
+        require_static(
+            {"query": query.shape[1:], "key": key.shape[1:], "value": value.shape[1:]},
+            where="only the batch size may be symbolic on the blockwise path",
+            remedy="export a program for each size, or one for the longest sequence and pass "
+            "query_seq_lengths and key_value_seq_lengths; varlen_attention takes a symbolic "
+            "number of tokens",
+        )
         batch, length, heads, _ = query.shape
         longest = LONGEST_BLOCK
-        while longest > _SHORTEST_BLOCK and batch * heads * longest**2 > _LARGEST_TILE:
+        likely_batch = _ASSUMED_BATCH if export.is_symbolic_dim(batch) else batch
+        while longest > _SHORTEST_BLOCK and likely_batch * heads * longest**2 > _LARGEST_TILE:
             longest //= 2
         return cls(
             operands,

@@ -27,6 +27,7 @@ from jax_memeff.codegen.problem import Dtype, Problem
 from jax_memeff.codegen.select import select
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.errors import UnsupportedError
+from jax_memeff.export import register_targets, require_static
 from jax_memeff.mask import Mask
 from jax_memeff.options import DropoutState, Operands, Options, PackedOperands, Wants
 
@@ -269,6 +270,16 @@ def _round_up(size: int, multiple: int) -> int:
 
 def kernels(avals: Operands, options: Options, wants: Wants | None) -> dict[str, KernelSpec]:
     """The kernel of each architecture that the program may run on."""
+    require_static(
+        {
+            "query": avals.query.shape,
+            "key": avals.key.shape,
+            "value": avals.value.shape,
+            "scores": avals.scores,
+        },
+        where="programs for CUDA have static sizes",
+        remedy="export a program for each size, or pass implementation='xla'",
+    )
     _require_lengths(avals)
     return {arch: select(_problem(avals, options, wants, arch)) for arch in _architectures()}
 
@@ -453,16 +464,3 @@ def _layouts(buffers: Iterable[_Buffer]) -> list[Sequence[int]]:
         tuple(reversed(range(len(buffer.aval.shape)))) if buffer.layout is None else buffer.layout
         for buffer in buffers
     ]
-
-
-@functools.cache
-def register_targets() -> None:
-    """Tell XLA about the custom calls; the first CUDA lowering does it.
-
-    A process that runs an exported program without lowering one itself calls this before.
-    """
-    from jax_memeff import _ffi
-
-    jax.ffi.register_ffi_type("jax_memeff_call", _ffi.call_type(), platform="CUDA")
-    for name, stages in _ffi.targets().items():
-        jax.ffi.register_ffi_target(name, stages, platform="CUDA", api_version=1)

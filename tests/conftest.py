@@ -1,4 +1,4 @@
-"""Shared set-up: two CPU devices, the ``gpu`` marker, x64, and the comparison of arrays."""
+"""Shared set-up: two CPU devices, the ``gpu`` marker, and fixtures for numbers and kernels."""
 
 import importlib.util
 import os
@@ -61,3 +61,17 @@ def assert_close():
             assert error <= tolerance * max(np.linalg.norm(theirs[finite]), 1e-30), error
 
     return compare
+
+
+@pytest.fixture
+def fake_compiler(monkeypatch):
+    """Counts kernels instead of compiling them."""
+    from jax_memeff.codegen import compile as compiler  # after the check that it is installed
+
+    compiled = {}
+
+    def compile(spec, arch):
+        return compiled.setdefault((spec, arch), compiler.Compiled(b"", (), (), (), "", 0.0, True))
+
+    monkeypatch.setattr(compiler, "compile", compile)
+    return compiled

@@ -13,25 +13,12 @@ import pytest
 
 import jax_memeff
 from jax_memeff import Mask, UnsupportedError, cuda
-from jax_memeff.codegen import compile as compiler
 
 
 @pytest.fixture(autouse=True)
 def _arch(monkeypatch):
     jax.clear_caches()  # jax keeps lowered programs, whose architectures another test chose
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
-
-
-@pytest.fixture
-def fake_compiler(monkeypatch):
-    """Counts kernels instead of compiling them."""
-    compiled = {}
-
-    def compile(spec, arch):
-        return compiled.setdefault((spec, arch), compiler.Compiled(b"", (), (), (), "", 0.0, True))
-
-    monkeypatch.setattr(compiler, "compile", compile)
-    return compiled
 
 
 def lower(function, *operands):
