@@ -115,8 +115,6 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     if unserved:
         reasons.append(f"its tile has no registers left for {' and '.join(unserved)}")
     if spec.family == "sm90":
-        if spec.varlen:
-            reasons.append("its copies do not follow packed sequences yet")
         if spec.bias:
             reasons.append("it adds no bias yet")
         if problem.query_rows is not None:

@@ -4,7 +4,9 @@
 
 #include <memeff/arch/bulk_copy.cuh>
 #include <memeff/arch/copy.cuh>
+#include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/shared_tile.cuh>
+#include <memeff/schedule/grid.cuh>
 
 namespace memeff {
 
@@ -33,6 +35,39 @@ CUTE_DEVICE void store_bulk_tile(TensorMap const& map, uint32_t tile, int tile_r
               panel * Tile::kPanelColumns, row, head, batch);
   }
   commit_bulk_stores();
+}
+
+// A warpgroup's 64 rows of a tile, from `tile_row` on, to global memory, where `row` is that of the
+// tile's first. Rows from `bound` of the tile on are not written. The copy engine knows the end of
+// the tensor alone: where a packed sequence ends before, the threads write its last rows. All
+// threads of the warpgroup call this after fence_bulk_store() and a barrier.
+template <class Config, class Tile>
+CUTE_DEVICE void store_part(TensorMap const& map, TensorView const& tensor, uint32_t tile,
+                            int tile_row, int row, int bound, int head, int batch, int columns) {
+  using Element = typename Config::Element;
+  int const thread = int(threadIdx.x) % kWarpgroupSize;
+  if (!Config::kVarlen || tile_row + kWarpgroupRows <= bound) {
+    if (thread == 0 && tile_row < bound) {
+      store_bulk_tile<Tile>(map, tile, tile_row, row + tile_row, head, batch);
+    }
+    return;
+  }
+  constexpr int kChunks = Tile::kColumns / Tile::kChunkColumns;
+  char* const rows = row_pointer<Element>(tensor, batch, row, head);
+  for (int i = tile_row * kChunks + thread; i < bound * kChunks; i += kWarpgroupSize) {
+    int const column = i % kChunks * Tile::kChunkColumns;
+    if (column >= columns) continue;
+    *reinterpret_cast<uint4*>(rows + (i / kChunks) * tensor.row_stride * sizeof(Element) +
+                              column * sizeof(Element)) =
+        load_shared_vector(tile + Tile::byte_offset(i / kChunks, i % kChunks));
+  }
+}
+
+// Does a tile that ends at `end` hold rows beyond `length` that the copy engine has read? Without
+// packed sequences it fills up what is beyond the tensor, which has `rows`, with zeros.
+template <class Config>
+CUTE_DEVICE bool reads_beyond(int length, int end, int rows) {
+  return length < (Config::kVarlen ? end : min(end, rows));
 }
 
 // Zeros rows of a tile from `first` on. Rows beyond a length are in the tensor, may be NaN, and

@@ -144,7 +144,8 @@ struct FmhaBackwardSm80 {
     }
 
     if constexpr (Config::kVarlen) {
-      clear_gap(params, item, mask.key_length);
+      clear_key_gap<Config, kThreads>(params, item, mask.key_length,
+                                      ceil_div(shape.key_length, kTileKey));
       if (column >= mask.key_length) return;
     }
 
@@ -338,22 +339,6 @@ struct FmhaBackwardSm80 {
       }
     }
     bias_gradient.finish();
-  }
-
-  // Gradients 0 for this CTA's share of the keys that belong to no sequence.
-  CUTE_DEVICE static void clear_gap(BackwardParams const& params, WorkItem const& item,
-                                    int length) {
-    ProblemShape const& shape = params.shape;
-    int const tiles = ceil_div(shape.key_length, kTileKey);
-    Gap const gap = Gap::of_keys(shape, item.batch, length);
-    if constexpr (Config::kKeyGradient) {
-      gap.template clear<Element, kThreads>(params.key_gradient, item.head, shape.head_dim,
-                                            item.tile, tiles);
-    }
-    if constexpr (Config::kValueGradient) {
-      gap.template clear<Element, kThreads>(params.value_gradient, item.head, shape.value_dim,
-                                            item.tile, tiles);
-    }
   }
 
   // Scores that met a bias are exponents of two already.

@@ -117,26 +117,30 @@ struct FmhaBackwardSm90 {
     int const group = params.shape.group;
     if (work.tiles.begin >= work.tiles.end) return;
     uint64_t& arrived = control.key.acquire({}, KeyTile::kBytes + ValueTile::kBytes);
-    load_bulk_tile<KeyTile>(maps.key, arrived, tiles, 0, work.column, item.head, item.batch, kOnce);
-    load_bulk_tile<ValueTile>(maps.value, arrived, tiles + kValueOffset, 0, work.column, item.head,
-                              item.batch, kOnce);
+    Origin const queries = query_origin<Config>(params.shape, item.batch);
+    Origin const keys = key_origin<Config>(params.shape, item.batch);
+    load_bulk_tile<KeyTile>(maps.key, arrived, tiles, 0, keys.row + work.column, item.head,
+                            keys.batch, kOnce);
+    load_bulk_tile<ValueTile>(maps.value, arrived, tiles + kValueOffset, 0, keys.row + work.column,
+                              item.head, keys.batch, kOnce);
     PipelineStage<kStages> stage;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
       CUTE_NO_UNROLL
       for (int tile = work.tiles.begin; tile < work.tiles.end; ++tile) {
-        int const row = tile * kTileQuery;
+        int const row = queries.row + tile * kTileQuery;
         uint64_t& query = control.query.acquire(stage, QueryTile::kBytes + kStatisticsBytes);
         load_bulk_tile<QueryTile>(maps.query, query,
                                   tiles + kQueryOffset + stage.index * QueryTile::kBytes, 0, row,
-                                  head, item.batch, kAgain);
+                                  head, queries.batch, kAgain);
         load_bulk(params.row_statistics +
                       Tiles::tile_index(params, item.batch, head, tile) * kTileQuery * 2,
                   query, tiles + kStatisticsOffset + stage.index * kStatisticsBytes,
                   kStatisticsBytes);
-        load_bulk_tile<OutTile>(
-            maps.out_gradient, control.out_gradient.acquire(stage, OutTile::kBytes),
-            tiles + kOutOffset + stage.index * OutTile::kBytes, 0, row, head, item.batch, kAgain);
+        load_bulk_tile<OutTile>(maps.out_gradient,
+                                control.out_gradient.acquire(stage, OutTile::kBytes),
+                                tiles + kOutOffset + stage.index * OutTile::kBytes, 0, row, head,
+                                queries.batch, kAgain);
         stage.advance();
       }
     }
@@ -169,7 +173,7 @@ struct FmhaBackwardSm90 {
 
     if (work.tiles.begin < work.tiles.end) {
       control.key.wait({});
-      if (mask.key_length < min(work.column + kTileKey, shape.key_length)) {
+      if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
         clear_rows<KeyTile, kConsumers>(tiles, mask.key_length - work.column);
         clear_rows<ValueTile, kConsumers>(tiles + kValueOffset, mask.key_length - work.column);
         fence_bulk_store();
@@ -192,7 +196,7 @@ struct FmhaBackwardSm90 {
         uint32_t const score_tile = tiles + kScoreOffset + score_buffer * ScoreTile::kBytes;
 
         control.query.wait(stage);
-        if (mask.query_length < min(row + kTileQuery, shape.query_length)) {
+        if (reads_beyond<Config>(mask.query_length, row + kTileQuery, shape.query_length)) {
           // What stands beyond the query length may be NaN, and 0 * NaN would reach dk and dv.
           control.out_gradient.wait(stage);
           clear_rows<QueryTile, kConsumers>(query_tile, mask.query_length - row);
@@ -281,7 +285,7 @@ struct FmhaBackwardSm90 {
       scale_accumulators(key_gradient, params.scale.gradient_scale);
     if constexpr (Config::kValueGradient)
       scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
-    store(params, maps, work, warpgroup, tiles, key_gradient, value_gradient);
+    store(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
   }
 
   // dS^T from P^T and dP^T, the gradient of query.key without the user's scale, and the kept P^T.
@@ -352,9 +356,10 @@ struct FmhaBackwardSm90 {
   // dk and dv leave through the tiles of keys and values, each consumer with its own rows.
   template <class KeyGradient, class ValueGradient>
   CUTE_DEVICE static void store(BackwardParams const& params, BackwardMaps const& maps,
-                                Work const& work, int warpgroup, uint32_t tiles,
+                                Work const& work, int key_length, int warpgroup, uint32_t tiles,
                                 KeyGradient const& key_gradient,
                                 ValueGradient const& value_gradient) {
+    ProblemShape const& shape = params.shape;
     named_barrier_sync(kConsumerBarrier, kConsumers);  // nobody reads keys any more
     if constexpr (Config::kKeyGradient) {
       store_accumulators<Element, KeyTile, KeyGrid>(tiles, key_gradient);
@@ -364,18 +369,23 @@ struct FmhaBackwardSm90 {
     }
     fence_bulk_store();
     named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
+    Origin const keys = key_origin<Config>(shape, work.item.batch);
+    int const row = keys.row + work.column;
     int const tile_row = warpgroup * kWarpgroupRows;
-    int const row = work.column + tile_row;
-    if (threadIdx.x % kWarpgroupSize == 0 && row < params.shape.key_length) {
-      if constexpr (Config::kKeyGradient) {
-        store_bulk_tile<KeyTile>(maps.key_gradient, tiles, tile_row, row, work.item.head,
-                                 work.item.batch);
-      }
-      if constexpr (Config::kValueGradient) {
-        store_bulk_tile<ValueTile>(maps.value_gradient, tiles + kValueOffset, tile_row, row,
-                                   work.item.head, work.item.batch);
-      }
-      wait_bulk_stores();
+    int const bound = (Config::kVarlen ? key_length : shape.key_length) - work.column;
+    if constexpr (Config::kKeyGradient) {
+      store_part<Config, KeyTile>(maps.key_gradient, params.key_gradient, tiles, tile_row, row,
+                                  bound, work.item.head, keys.batch, shape.head_dim);
+    }
+    if constexpr (Config::kValueGradient) {
+      store_part<Config, ValueTile>(maps.value_gradient, params.value_gradient,
+                                    tiles + kValueOffset, tile_row, row, bound, work.item.head,
+                                    keys.batch, shape.value_dim);
+    }
+    wait_bulk_stores();
+    if constexpr (Config::kVarlen) {
+      clear_key_gap<Config, kConsumers>(params, work.item, key_length,
+                                        ceil_div(shape.key_length, kTileKey));
     }
   }
 };

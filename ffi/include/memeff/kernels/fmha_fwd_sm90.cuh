@@ -18,6 +18,7 @@
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/persistent.cuh>
+#include <memeff/schedule/sequences.cuh>
 
 namespace memeff {
 
@@ -128,24 +129,39 @@ struct FmhaForwardSm90 {
     PipelineStage<kPieceStages> slot;
     int piece = int(blockIdx.x);
     while (true) {
-      WorkItem const item = Schedule::item(params.shape, piece);
+      WorkItem item = Schedule::item(params.shape, piece);
+      while (is_idle(params, item)) {
+        piece = Schedule::next_piece(params.shape, params.piece_counter);
+        item = Schedule::item(params.shape, piece);
+      }
       control.piece.acquire(slot);
       control.items[slot.index] = item;
       control.piece.commit(slot);
       slot.advance();
       if (item.batch < 0) break;
       piece = Schedule::next_piece(params.shape, params.piece_counter);
+      Origin const origin = query_origin<Config>(params.shape, item.batch);
       CUTE_UNROLL
       for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
         int const tile_row = warpgroup * kWarpgroupRows;
         uint64_t& arrived =
             control.query[warpgroup].acquire(query, QueryTile::kBytes / kWarpgroups);
         load_bulk_tile<QueryTile>(maps.query, arrived, tiles + query.index * kQueryBytes, tile_row,
-                                  item.tile * kTileQuery + tile_row, item.head, item.batch,
-                                  CacheHint::EVICT_FIRST);
+                                  origin.row + item.tile * kTileQuery + tile_row, item.head,
+                                  origin.batch, CacheHint::EVICT_FIRST);
       }
       query.advance();
     }
+  }
+
+  // Is the tile beyond the end of a packed sequence, with no gap behind it to be cleared?
+  CUTE_DEVICE static bool is_idle(ForwardParams const& params, WorkItem const& item) {
+    if constexpr (!Config::kVarlen) return false;
+    if (item.batch < 0) return false;
+    int const length =
+        ScoreMask<Config, ScoreGrid>(params.mask, params.shape, item.batch).query_length;
+    Gap const gap = Gap::of_queries(params.shape, item.batch, length);
+    return item.tile * kTileQuery >= length && gap.begin >= gap.end;
   }
 
   // The thread that copies keys, and the one that copies values.
@@ -160,12 +176,13 @@ struct FmhaForwardSm90 {
       if (item.batch < 0) break;
       ScoreMask<Config, ScoreGrid> const mask(params.mask, params.shape, item.batch);
       TileRange const range = mask.key_tiles(item.tile * kTileQuery, kTileQuery, kTileKey);
+      Origin const origin = key_origin<Config>(params.shape, item.batch);
       int const key_head = item.head / params.shape.group;
       CUTE_NO_UNROLL
       for (int tile = range.end - 1; tile >= range.begin; --tile) {
         load_bulk_tile<Tile>(map, ring.acquire(stage, Tile::kBytes),
-                             buffers + stage.index * Tile::kBytes, 0, tile * kTileKey, key_head,
-                             item.batch, CacheHint::EVICT_LAST);
+                             buffers + stage.index * Tile::kBytes, 0, origin.row + tile * kTileKey,
+                             key_head, origin.batch, CacheHint::EVICT_LAST);
         stage.advance();
       }
     }
@@ -221,7 +238,7 @@ struct FmhaForwardSm90 {
 
         if (tile > range.begin) control.key.wait(key_stage);
         int const column = tile * kTileKey;
-        if (mask.key_length < min(column + kTileKey, shape.key_length)) {
+        if (reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length)) {
           // Each consumer clears the rows for itself: they write the same zeros.
           control.value.wait(value_stage);
           clear_rows<ValueTile, kWarpgroupSize>(
@@ -278,6 +295,7 @@ struct FmhaForwardSm90 {
       softmax.finish(output, params.scale.softmax_scale,
                      Config::kDropout ? params.dropout.scale : 1.0f);
       store(params, maps, item, mask.query_length - row, softmax, output, query_tile, warpgroup);
+      if constexpr (Config::kVarlen) clear_gap(params, item, mask.query_length);
       stored = true;
       query.advance();
       if constexpr (kQueryStages == 1) release_stored(control, query, warpgroup, stored);
@@ -353,9 +371,11 @@ struct FmhaForwardSm90 {
                                 Output& output, uint32_t tile, int warpgroup) {
     ProblemShape const& shape = params.shape;
     int const row = item.tile * kTileQuery;
-    int const row_bound = shape.query_length - row;
-    long long const head_batch = (long long)item.batch * shape.query_heads + item.head;
-    float* const logsumexp = params.logsumexp + head_batch * shape.query_length + row;
+    // Past a packed sequence the next one begins.
+    int const row_bound = Config::kVarlen ? query_bound : shape.query_length - row;
+    Origin const origin = query_origin<Config>(shape, item.batch);
+    float* const logsumexp =
+        params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head) + row;
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
       int const tile_row = OutGrid::element_row(2 * r, 0);
@@ -374,12 +394,24 @@ struct FmhaForwardSm90 {
     store_accumulators<Element, OutTile, OutGrid>(tile, output);
     fence_bulk_store();
     named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
-    if (threadIdx.x % kWarpgroupSize == 0) {
-      int const tile_row = warpgroup * kWarpgroupRows;
-      if (tile_row < row_bound) {
-        store_bulk_tile<OutTile>(maps.out, tile, tile_row, row + tile_row, item.head, item.batch);
-      }
+    store_part<Config, OutTile>(maps.out, params.out, tile, warpgroup * kWarpgroupRows,
+                                origin.row + row, row_bound, item.head, origin.batch,
+                                shape.value_dim);
+    // Where threads wrote, they have read the tile before the producer gets it back.
+    if constexpr (Config::kVarlen) {
+      named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
     }
+  }
+
+  // Output 0 and logsumexp -inf for this piece's share of the tokens that belong to no sequence.
+  CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length) {
+    ProblemShape const& shape = params.shape;
+    int const tiles = Schedule::query_tiles(shape);
+    Gap const gap = Gap::of_queries(shape, item.batch, length);
+    gap.template clear<Element, kConsumers>(params.out, item.head, shape.value_dim, item.tile,
+                                            tiles);
+    gap.template clear_logsumexp<kConsumers>(
+        params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
   }
 };
 

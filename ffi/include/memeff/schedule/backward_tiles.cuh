@@ -3,6 +3,7 @@
 
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/shared_tile.cuh>
+#include <memeff/schedule/query_tiles.cuh>
 
 namespace memeff {
 
@@ -56,20 +57,9 @@ struct BackwardTiles {
     return (long long)ceil_div(shape.key_length, kTileKey) * kTileKey;
   }
 
-  // Index of one (batch, head, query tile) in the workspaces.
-  //
-  // Packed sequences take the tiles they need and no more: sequence b begins at tile
-  // starts[b] / kTileQuery + b of a head. It has at most length / kTileQuery + 1 tiles, rounded
-  // down, so it ends where the next one begins or before.
   CUTE_DEVICE static long long tile_index(BackwardParams const& params, int batch, int head,
                                           int tile) {
-    if constexpr (Config::kVarlen) {
-      ProblemShape const& shape = params.shape;
-      int const head_tiles = shape.query_tokens / kTileQuery + shape.batch;
-      return (long long)head * head_tiles + shape.query_starts[batch] / kTileQuery + batch + tile;
-    }
-    long long const head_batch = (long long)batch * params.shape.query_heads + head;
-    return head_batch * params.query_tiles + tile;
+    return query_tile_index<Config>(params, batch, head, tile);
   }
 };
 

@@ -4,6 +4,7 @@
 
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/shared_tile.cuh>
+#include <memeff/schedule/query_tiles.cuh>
 
 namespace memeff {
 
@@ -49,11 +50,9 @@ struct BackwardTilesSm90 {
     return (block * kThreads + int(threadIdx.x)) * 4;
   }
 
-  // Start of the padded rows of one (batch, head, query tile) in the statistics.
   CUTE_DEVICE static long long tile_index(BackwardParams const& params, int batch, int head,
                                           int tile) {
-    long long const head_batch = (long long)batch * params.shape.query_heads + head;
-    return head_batch * params.query_tiles + tile;
+    return query_tile_index<Config>(params, batch, head, tile);
   }
 };
 

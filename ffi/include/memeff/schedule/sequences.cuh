@@ -68,4 +68,21 @@ struct Gap {
   }
 };
 
+// dk and dv 0 for this CTA's share of the keys that belong to no sequence; `length` is that of the
+// sequence, and `tiles` how many CTAs it has.
+template <class Config, int kThreads>
+CUTE_DEVICE void clear_key_gap(BackwardParams const& params, WorkItem const& item, int length,
+                               int tiles) {
+  using Element = typename Config::Element;
+  Gap const gap = Gap::of_keys(params.shape, item.batch, length);
+  if constexpr (Config::kKeyGradient) {
+    gap.template clear<Element, kThreads>(params.key_gradient, item.head, params.shape.head_dim,
+                                          item.tile, tiles);
+  }
+  if constexpr (Config::kValueGradient) {
+    gap.template clear<Element, kThreads>(params.value_gradient, item.head, params.shape.value_dim,
+                                          item.tile, tiles);
+  }
+}
+
 }  // namespace memeff

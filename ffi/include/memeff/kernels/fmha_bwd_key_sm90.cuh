@@ -1,0 +1,473 @@
+// The gradients of key and value for Hopper and head dims above 128: see fmha_bwd_divided_sm90.cuh.
+//
+// One consumer computes P^T = exp2(K Q^T - lse) and owns dK, the other computes
+// dS^T = P^T (V dO^T - delta) and owns dV. P^T and dS^T go from one to the other through shared
+// memory, where each has two buffers; S and dP of one tile of queries run beside dK and dV of the
+// tile before.
+#pragma once
+
+#include <memeff/collective/bulk_tile.cuh>
+#include <memeff/collective/pipeline.cuh>
+#include <memeff/collective/softmax.cuh>
+#include <memeff/collective/transposed_scores.cuh>
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/dropout/keep.cuh>
+#include <memeff/mask/interval.cuh>
+#include <memeff/schedule/backward_tiles_divided.cuh>
+#include <memeff/schedule/sequences.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct FmhaBackwardDividedKey {
+  using Element = typename Config::Element;
+  using Tiles = BackwardTilesDivided<Config>;
+  static constexpr int kTileQuery = Tiles::kVisitQuery;
+  static constexpr int kTileKey = Tiles::kTileKey;
+  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
+  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;  // dO
+  using KeyTile = typename Tiles::KeyTile;
+  using ValueTile = typename Tiles::ValueTile;
+  using ScoreTile = SharedTile<kTileKey, kTileQuery>;  // P^T, dS^T
+  static constexpr int kConsumers = Tiles::kThreads;
+  static constexpr int kWarpgroupWarps = kWarpgroupSize / kWarpSize;
+  static constexpr int kThreads = kConsumers + kWarpgroupSize;
+  static constexpr int kBlocksPerSm = 1;
+  static constexpr int kProducerRegisters = 24;  // 64 K registers an SM
+  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kStages = 2;
+  static constexpr int kScoreStages = 2;
+
+  using ScoreGrid = WarpgroupGrid<kTileKey, kTileQuery>;  // transposed
+  using KeyGrid = WarpgroupGrid<kTileKey, Config::kHeadDim>;
+  using ValueGrid = WarpgroupGrid<kTileKey, Config::kValueDim>;
+  using Mask = IntervalMask<Config::kMask>;
+
+  static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
+  static constexpr int kValueOffset = KeyTile::kBytes;
+  static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
+  static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
+  static constexpr int kProbabilityOffset = kOutOffset + kStages * OutTile::kBytes;
+  static constexpr int kGradientOffset = kProbabilityOffset + kScoreStages * ScoreTile::kBytes;
+  static constexpr int kQueryStatisticsOffset = kGradientOffset + kScoreStages * ScoreTile::kBytes;
+  static constexpr int kOutStatisticsOffset = kQueryStatisticsOffset + kStages * kStatisticsBytes;
+  static constexpr int kControlOffset = kOutStatisticsOffset + kStages * kStatisticsBytes;
+
+  struct Control {
+    Pipeline<1> key;
+    Pipeline<1> value;
+    Pipeline<kStages> query;         // and the statistics of their rows
+    Pipeline<kStages> out_gradient;  // and the statistics
+    Pipeline<kScoreStages> probability;
+    Pipeline<kScoreStages> score_gradient;
+  };
+  static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
+
+  CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
+
+  // What a CTA does: the query tiles that attend to its keys, for every head of the group.
+  struct Work {
+    WorkItem item;
+    int column;
+    TileRange tiles;
+
+    CUTE_DEVICE Work(BackwardParams const& params) {
+      ProblemShape const& shape = params.shape;
+      item = WorkItem::of_block(blockIdx.x, ceil_div(shape.key_length, kTileKey), shape.key_heads);
+      column = item.tile * kTileKey;
+      tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
+    }
+  };
+
+  // One tile of queries of one head, and the buffers it is in.
+  struct Visit {
+    int head;
+    int tile;
+    PipelineStage<kStages> stage;
+
+    CUTE_DEVICE Visit(Work const& work, int group)
+        : head(work.item.head * group), tile(work.tiles.begin) {}
+
+    CUTE_DEVICE int row() const { return tile * kTileQuery; }
+
+    CUTE_DEVICE void advance(Work const& work) {
+      if (++tile == work.tiles.end) {
+        tile = work.tiles.begin;
+        ++head;
+      }
+      stage.advance();
+    }
+  };
+
+  CUTE_DEVICE static int visits(Work const& work, int group) {
+    return max(work.tiles.end - work.tiles.begin, 0) * group;
+  }
+
+  CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
+    char* const shared = dynamic_shared();
+    Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
+    uint32_t const tiles = shared_address(shared);
+    if (threadIdx.x == kConsumers) {
+      control.key.init(1);
+      control.value.init(1);
+      control.query.init(kWarpgroupWarps);
+      control.out_gradient.init(kWarpgroupWarps);
+      control.probability.init(kWarpgroupWarps, kWarpgroupWarps);
+      control.score_gradient.init(kWarpgroupWarps, kWarpgroupWarps);
+      fence_barrier_init();
+    }
+    __syncthreads();
+    Work const work(params);
+    if (threadIdx.x >= kConsumers) {
+      lower_registers<kProducerRegisters>();
+      if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
+      return;
+    }
+    raise_registers<kConsumerRegisters>();
+    // Uniform over the warpgroup, and known to be.
+    if (__shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0) == 0) {
+      consume_queries(params, maps, work, control, tiles);
+    } else {
+      consume_gradients(params, maps, work, control, tiles);
+    }
+  }
+
+  CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
+                                  Work const& work, Control& control, uint32_t tiles) {
+    auto constexpr kOnce = CacheHint::EVICT_FIRST;
+    auto constexpr kAgain = CacheHint::EVICT_LAST;
+    WorkItem const& item = work.item;
+    int const count = visits(work, params.shape.group);
+    if (count == 0) return;
+    Origin const queries = query_origin<Config>(params.shape, item.batch);
+    Origin const keys = key_origin<Config>(params.shape, item.batch);
+    load_bulk_tile<KeyTile>(maps.key, control.key.acquire({}, KeyTile::kBytes), tiles, 0,
+                            keys.row + work.column, item.head, keys.batch, kOnce);
+    load_bulk_tile<ValueTile>(maps.value, control.value.acquire({}, ValueTile::kBytes),
+                              tiles + kValueOffset, 0, keys.row + work.column, item.head,
+                              keys.batch, kOnce);
+    Visit visit(work, params.shape.group);
+    CUTE_NO_UNROLL
+    for (int i = 0; i < count; ++i) {
+      PipelineStage<kStages> const& stage = visit.stage;
+      float const* const statistics =
+          Tiles::statistics(params, item.batch, visit.head, visit.row());
+      uint64_t& query = control.query.acquire(stage, QueryTile::kBytes + kStatisticsBytes);
+      load_bulk_tile<QueryTile>(maps.query, query,
+                                tiles + kQueryOffset + stage.index * QueryTile::kBytes, 0,
+                                queries.row + visit.row(), visit.head, queries.batch, kAgain);
+      load_bulk(statistics, query, tiles + kQueryStatisticsOffset + stage.index * kStatisticsBytes,
+                kStatisticsBytes);
+      uint64_t& out = control.out_gradient.acquire(stage, OutTile::kBytes + kStatisticsBytes);
+      load_bulk_tile<OutTile>(maps.out_gradient, out,
+                              tiles + kOutOffset + stage.index * OutTile::kBytes, 0,
+                              queries.row + visit.row(), visit.head, queries.batch, kAgain);
+      load_bulk(statistics, out, tiles + kOutStatisticsOffset + stage.index * kStatisticsBytes,
+                kStatisticsBytes);
+      visit.advance(work);
+    }
+  }
+
+  using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
+
+  // The consumer of queries: P^T = exp2(K Q^T - lse) for the other one, and dK += dS^T Q.
+  CUTE_DEVICE static void consume_queries(BackwardParams const& params, BackwardMaps const& maps,
+                                          Work const& work, Control& control, uint32_t tiles) {
+    ProblemShape const& shape = params.shape;
+    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    Mask const mask(params.mask, shape, work.item.batch);
+    auto key_gradient = KeyGrid::make_accumulators();  // (4, 1, MMA_N)
+    cute::clear(key_gradient);
+
+    if (int const count = visits(work, shape.group); count > 0) {
+      auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+      Visit visit(work, shape.group);
+      PipelineStage<kScoreStages> slot;
+      auto begin_scores = [&] {
+        uint32_t const query_tile = tiles + kQueryOffset + visit.stage.index * QueryTile::kBytes;
+        control.query.wait(visit.stage);
+        if (reads_beyond<Config>(mask.query_length, visit.row() + kTileQuery, shape.query_length)) {
+          clear_beyond<QueryTile>(query_tile, mask.query_length - visit.row(), 0);
+        }
+        fence_accumulators(scores);
+        begin_products();
+        warpgroup_gemm<Element, Config::kHeadDim / 16>(
+            scores, DescriptorOperand<KeyTile, Contiguous::k>(tiles),
+            DescriptorOperand<QueryTile, Contiguous::k>(query_tile), false);
+        commit_products();
+      };
+      auto send_probabilities = [&] {
+        fence_accumulators(scores);
+        prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+        if (mask.needs_test(visit.row(), kTileQuery, work.column, kTileKey)) {
+          mask.template apply_transposed<ScoreGrid>(scores, visit.row(), work.column);
+        }
+        exponentiate_transposed<ScoreGrid>(
+            tiles + kQueryStatisticsOffset + visit.stage.index * kStatisticsBytes,
+            params.scale.softmax_scale, scores);
+        if constexpr (Config::kDropout) mark_dropped(params, work, visit, scores);
+        control.probability.acquire(slot);
+        store_operand<ScoreTile, ScoreGrid>(
+            tiles + kProbabilityOffset + slot.index * ScoreTile::kBytes,
+            as_left_operand<Element>(scores));
+        __syncwarp();
+        if (leader) control.probability.commit(slot);
+      };
+      auto begin_gradient = [&](PipelineStage<kStages> const& stage,
+                                PipelineStage<kScoreStages> const& gradient) {
+        if constexpr (Config::kKeyGradient) {
+          control.score_gradient.wait(gradient);
+          fence_accumulators(key_gradient);
+          begin_products();
+          warpgroup_gemm<Element, kTileQuery / 16>(
+              key_gradient,
+              DescriptorOperand<ScoreTile, Contiguous::k>(tiles + kGradientOffset +
+                                                          gradient.index * ScoreTile::kBytes),
+              DescriptorOperand<QueryTile, Contiguous::outer>(tiles + kQueryOffset +
+                                                              stage.index * QueryTile::kBytes),
+              true);
+        }
+        commit_products();
+      };
+      // What dK of a visit, which has ended, read.
+      auto release = [&](PipelineStage<kStages> const& stage,
+                         PipelineStage<kScoreStages> const& gradient) {
+        fence_accumulators(key_gradient);
+        if (!leader) return;
+        control.query.release(stage);
+        if constexpr (Config::kKeyGradient) control.score_gradient.release(gradient);
+      };
+
+      control.key.wait({});
+      if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
+        clear_beyond<KeyTile>(tiles, mask.key_length - work.column, 0);
+      }
+      begin_scores();
+      wait_products<0>();
+      send_probabilities();
+      CUTE_NO_UNROLL
+      for (int i = 1; i < count; ++i) {
+        Visit const before = visit;
+        PipelineStage<kScoreStages> const slot_before = slot;
+        visit.advance(work);
+        slot.advance();
+        begin_scores();
+        begin_gradient(before.stage, slot_before);
+        wait_products<1>();
+        send_probabilities();
+        wait_products<0>();
+        release(before.stage, slot_before);
+      }
+      begin_gradient(visit.stage, slot);
+      wait_products<0>();
+      release(visit.stage, slot);
+    }
+    if constexpr (Config::kKeyGradient) {
+      scale_accumulators(key_gradient, params.scale.gradient_scale);
+      store<KeyTile, KeyGrid>(maps.key_gradient, params.key_gradient, shape, work, mask.key_length,
+                              tiles, 0, shape.head_dim, key_gradient);
+    }
+    if constexpr (Config::kVarlen) {
+      clear_key_gap<Config, kWarpgroupSize>(params, work.item, mask.key_length,
+                                            ceil_div(shape.key_length, kTileKey));
+    }
+  }
+
+  // The consumer of dO: dS^T = P^T (V dO^T - delta) for the other one, and dV += P^T dO.
+  CUTE_DEVICE static void consume_gradients(BackwardParams const& params, BackwardMaps const& maps,
+                                            Work const& work, Control& control, uint32_t tiles) {
+    ProblemShape const& shape = params.shape;
+    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    Mask const mask(params.mask, shape, work.item.batch);
+    uint32_t const value_tile = tiles + kValueOffset;
+    auto value_gradient = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
+    cute::clear(value_gradient);
+
+    if (int const count = visits(work, shape.group); count > 0) {
+      auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+      Visit visit(work, shape.group);
+      PipelineStage<kScoreStages> slot;
+      auto begin_score_gradient = [&] {
+        uint32_t const out_tile = tiles + kOutOffset + visit.stage.index * OutTile::kBytes;
+        control.out_gradient.wait(visit.stage);
+        if (reads_beyond<Config>(mask.query_length, visit.row() + kTileQuery, shape.query_length)) {
+          clear_beyond<OutTile>(out_tile, mask.query_length - visit.row(), 1);
+        }
+        if constexpr (Config::kKeyGradient) {
+          fence_accumulators(score_gradient);
+          begin_products();
+          warpgroup_gemm<Element, Config::kValueDim / 16>(
+              score_gradient, DescriptorOperand<ValueTile, Contiguous::k>(value_tile),
+              DescriptorOperand<OutTile, Contiguous::k>(out_tile), false);
+        }
+        commit_products();
+      };
+      auto load_probabilities = [&] {
+        ScoreOperand operand;
+        LeftOperand<ScoreTile, Contiguous::k, 1> const source(
+            tiles + kProbabilityOffset + slot.index * ScoreTile::kBytes, ScoreGrid::row());
+        CUTE_UNROLL
+        for (int step = 0; step < kTileQuery / 16; ++step) {
+          source.load(operand.fragments[0][step], 0, step);
+        }
+        return operand;
+      };
+      auto send_score_gradient = [&] {
+        fence_accumulators(score_gradient);
+        control.probability.wait(slot);
+        if constexpr (Config::kKeyGradient) {
+          ScoreOperand const gradient = differentiate(
+              params, tiles + kOutStatisticsOffset + visit.stage.index * kStatisticsBytes,
+              load_probabilities(), score_gradient);
+          control.score_gradient.acquire(slot);
+          store_operand<ScoreTile, ScoreGrid>(
+              tiles + kGradientOffset + slot.index * ScoreTile::kBytes, gradient);
+          fence_bulk_store();
+          __syncwarp();
+          if (leader) control.score_gradient.commit(slot);
+        }
+      };
+      // Read again, and not kept from above: no register of an operand may be set while a product
+      // runs (C7513).
+      auto take_probabilities = [&] {
+        ScoreOperand operand = load_probabilities();
+        __syncwarp();
+        if (leader) control.probability.release(slot);
+        if constexpr (Config::kDropout) drop_marked(operand);
+        return operand;
+      };
+      auto begin_gradient = [&](PipelineStage<kStages> const& stage,
+                                ScoreOperand const& probabilities) {
+        if constexpr (Config::kValueGradient) {
+          fence_accumulators(value_gradient);
+          begin_products();
+          warpgroup_gemm<Element, kTileQuery / 16>(
+              value_gradient, probabilities,
+              DescriptorOperand<OutTile, Contiguous::outer>(tiles + kOutOffset +
+                                                            stage.index * OutTile::kBytes));
+        }
+        commit_products();
+      };
+      auto release = [&](PipelineStage<kStages> const& stage) {
+        fence_accumulators(value_gradient);
+        if (leader) control.out_gradient.release(stage);
+      };
+
+      control.value.wait({});
+      if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
+        clear_beyond<ValueTile>(value_tile, mask.key_length - work.column, 1);
+      }
+      begin_score_gradient();
+      wait_products<0>();
+      send_score_gradient();
+      ScoreOperand probabilities = take_probabilities();
+      CUTE_NO_UNROLL
+      for (int i = 1; i < count; ++i) {
+        PipelineStage<kStages> const before = visit.stage;
+        visit.advance(work);
+        slot.advance();
+        begin_score_gradient();
+        begin_gradient(before, probabilities);
+        wait_products<1>();
+        send_score_gradient();
+        wait_products<0>();
+        release(before);
+        probabilities = take_probabilities();
+      }
+      begin_gradient(visit.stage, probabilities);
+      wait_products<0>();
+      release(visit.stage);
+    }
+    if constexpr (Config::kValueGradient) {
+      scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
+      store<ValueTile, ValueGrid>(maps.value_gradient, params.value_gradient, shape, work,
+                                  mask.key_length, value_tile, 1, shape.value_dim, value_gradient);
+    }
+  }
+
+  // Rows beyond a length may be NaN, which would reach dk and dv. A tile has one reader, which
+  // clears it.
+  template <class Tile>
+  CUTE_DEVICE static void clear_beyond(uint32_t tile, int first, int warpgroup) {
+    clear_rows<Tile, kWarpgroupSize>(tile, max(first, 0));
+    fence_bulk_store();
+    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
+  }
+
+  // Probabilities are not negative: the sign tells the other consumer what dropout has dropped.
+  template <class Scores>
+  CUTE_DEVICE static void mark_dropped(BackwardParams const& params, Work const& work,
+                                       Visit const& visit, Scores& scores) {
+    int const batch = work.item.batch;
+    Dropout<ScoreGrid, true> const dropout(params.dropout, params.mask, batch);
+    dropout.for_each_block(dropout_head(params.dropout, batch, visit.head), visit.row(),
+                           work.column, [&](int, int row_block, auto const& keep) {
+                             CUTE_UNROLL
+                             for (int i = 0; i < 8; ++i) {
+                               int const chunk = i / 4;
+                               float& score = scores(i % 4, 0, 2 * row_block + chunk);
+                               score = keep.select(2.0f * score, chunk, i % 4 / 2, i % 2) - score;
+                             }
+                           });
+  }
+
+  CUTE_DEVICE static void drop_marked(ScoreOperand& probabilities) {
+    CUTE_UNROLL
+    for (int i = 0; i < kTileQuery / 4; ++i) {
+      uint32_t& pair = probabilities.fragments[0][i / 4][i % 4];
+      pair = pack<Element>(fmaxf(unpack<Element>(pair, 0), 0.0f),
+                           fmaxf(unpack<Element>(pair, 1), 0.0f));
+    }
+  }
+
+  // dS^T from P^T and dP^T, the gradient of query.key without the user's scale.
+  template <class Scores>
+  CUTE_DEVICE static ScoreOperand differentiate(BackwardParams const& params, uint32_t statistics,
+                                                ScoreOperand const& probabilities,
+                                                Scores const& score_gradient) {
+    int const thread = thread_index();
+    ScoreOperand result;
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(score_gradient); ++n) {
+      float delta[2];
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        delta[i] = __uint_as_float(
+            load_shared(statistics + ScoreGrid::element_column(i, n, thread) * 8 + 4));
+      }
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int const fragment = 2 * (n % 2) + half;
+        float gradient[2];
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float const p = unpack<Element>(probabilities.fragments[0][n / 2][fragment], i);
+          float kept = score_gradient(2 * half + i, 0, n);
+          if (Config::kDropout && p < 0.0f) kept = 0.0f;
+          gradient[i] = fabsf(p) * fmaf(kept, kept_scale<Config>(params.dropout), -delta[i]);
+        }
+        result.fragments[0][n / 2][fragment] = pack<Element>(gradient[0], gradient[1]);
+      }
+    }
+    return result;
+  }
+
+  // A gradient leaves through the tile whose only reader is the warpgroup that owns it.
+  template <class Tile, class Grid, class Accumulators>
+  CUTE_DEVICE static void store(TensorMap const& map, TensorView const& tensor,
+                                ProblemShape const& shape, Work const& work, int key_length,
+                                uint32_t tile, int warpgroup, int columns,
+                                Accumulators const& accumulators) {
+    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
+    store_accumulators<Element, Tile, Grid>(tile, accumulators);
+    fence_bulk_store();
+    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
+    Origin const origin = key_origin<Config>(shape, work.item.batch);
+    int const bound = (Config::kVarlen ? key_length : shape.key_length) - work.column;
+    store_part<Config, Tile>(map, tensor, tile, 0, origin.row + work.column, bound, work.item.head,
+                             origin.batch, columns);
+    wait_bulk_stores();
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,304 @@
+// The gradient of the query for Hopper and head dims above 128: see fmha_bwd_divided_sm90.cuh.
+//
+// Each of two consumers owns 64 queries, and dS goes from its accumulators to the operand of dQ in
+// registers. dQ of one tile of keys runs beside S and dP of the next.
+#pragma once
+
+#include <memeff/collective/bulk_tile.cuh>
+#include <memeff/collective/pipeline.cuh>
+#include <memeff/collective/softmax.cuh>
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/dropout/keep.cuh>
+#include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/backward_tiles_divided.cuh>
+#include <memeff/schedule/sequences.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct FmhaBackwardDividedQuery {
+  using Element = typename Config::Element;
+  using Tiles = BackwardTilesDivided<Config>;
+  using QueryTile = typename Tiles::QueryTile;
+  using OutTile = typename Tiles::OutTile;
+  using KeyTile = typename Tiles::KeyTile;
+  using ValueTile = typename Tiles::ValueTile;
+  static constexpr int kTileQuery = Tiles::kTileQuery;
+  static constexpr int kTileKey = Tiles::kTileKey;
+  static constexpr int kConsumers = Tiles::kThreads;
+  static constexpr int kConsumerWarps = kConsumers / kWarpSize;
+  static constexpr int kThreads = kConsumers + kWarpgroupSize;
+  static constexpr int kBlocksPerSm = 1;
+  static constexpr int kProducerRegisters = 24;  // 64 K registers an SM
+  static constexpr int kConsumerRegisters = 240;
+
+  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kConsumerWarps, 16>;
+  using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kConsumerWarps, 16>;
+  using Mask = ScoreMask<Config, ScoreGrid>;
+
+  // Keys are read by two products, the second of which ends an iteration: they need a buffer more.
+  static constexpr int kKeyStages = Config::kStages;
+  static constexpr int kValueStages = kKeyStages - 1;
+  static constexpr int kOutOffset = QueryTile::kBytes;
+  static constexpr int kKeyOffset = kOutOffset + OutTile::kBytes;
+  static constexpr int kValueOffset = kKeyOffset + kKeyStages * KeyTile::kBytes;
+  static constexpr int kControlOffset = kValueOffset + kValueStages * ValueTile::kBytes;
+
+  struct Control {
+    Pipeline<1> query;  // and dO
+    Pipeline<kKeyStages> key;
+    Pipeline<kValueStages> value;
+  };
+  static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
+
+  CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
+
+  // What a CTA does. Causal rows with the most keys come first.
+  struct Work {
+    WorkItem item;
+    int row;
+    TileRange tiles;
+
+    CUTE_DEVICE Work(BackwardParams const& params) {
+      item = WorkItem::of_block(blockIdx.x, params.query_tiles, params.shape.query_heads);
+      if constexpr (Config::kMask == MaskKind::causal) {
+        item.tile = params.query_tiles - 1 - item.tile;
+      }
+      row = item.tile * kTileQuery;
+      tiles = Mask(params.mask, params.shape, item.batch).key_tiles(row, kTileQuery, kTileKey);
+    }
+  };
+
+  CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
+    char* const shared = dynamic_shared();
+    Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
+    uint32_t const tiles = shared_address(shared);
+    if (threadIdx.x == kConsumers) {
+      control.query.init(1);
+      control.key.init(kConsumerWarps);
+      control.value.init(kConsumerWarps);
+      fence_barrier_init();
+    }
+    __syncthreads();
+    Work const work(params);
+    if (threadIdx.x >= kConsumers) {
+      lower_registers<kProducerRegisters>();
+      if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
+    } else {
+      raise_registers<kConsumerRegisters>();
+      consume(params, maps, work, control, tiles);
+    }
+  }
+
+  CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
+                                  Work const& work, Control& control, uint32_t tiles) {
+    auto constexpr kOnce = CacheHint::EVICT_FIRST;
+    auto constexpr kAgain = CacheHint::EVICT_LAST;
+    WorkItem const& item = work.item;
+    if (work.tiles.begin >= work.tiles.end) return;
+    uint64_t& arrived = control.query.acquire({}, QueryTile::kBytes + OutTile::kBytes);
+    Origin const queries = query_origin<Config>(params.shape, item.batch);
+    Origin const keys = key_origin<Config>(params.shape, item.batch);
+    CUTE_UNROLL
+    for (int tile_row = 0; tile_row < kTileQuery; tile_row += kWarpgroupRows) {
+      int const row = queries.row + work.row + tile_row;
+      load_bulk_tile<QueryTile>(maps.query, arrived, tiles, tile_row, row, item.head, queries.batch,
+                                kOnce);
+      load_bulk_tile<OutTile>(maps.out_gradient, arrived, tiles + kOutOffset, tile_row, row,
+                              item.head, queries.batch, kOnce);
+    }
+    PipelineStage<kKeyStages> key;
+    PipelineStage<kValueStages> value;
+    int const key_head = item.head / params.shape.group;
+    CUTE_NO_UNROLL
+    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; --tile) {
+      int const row = keys.row + tile * kTileKey;
+      load_bulk_tile<KeyTile>(maps.key, control.key.acquire(key, KeyTile::kBytes),
+                              tiles + kKeyOffset + key.index * KeyTile::kBytes, 0, row, key_head,
+                              keys.batch, kAgain);
+      load_bulk_tile<ValueTile>(maps.value, control.value.acquire(value, ValueTile::kBytes),
+                                tiles + kValueOffset + value.index * ValueTile::kBytes, 0, row,
+                                key_head, keys.batch, kAgain);
+      key.advance();
+      value.advance();
+    }
+  }
+
+  using QueryRows = DescriptorOperand<QueryTile, Contiguous::k>;
+  using OutRows = DescriptorOperand<OutTile, Contiguous::k>;
+  using KeyRows = DescriptorOperand<KeyTile, Contiguous::k>;
+  using KeyColumns = DescriptorOperand<KeyTile, Contiguous::outer>;
+  using ValueRows = DescriptorOperand<ValueTile, Contiguous::k>;
+  using ScoreOperand = RegisterOperand<1, kTileKey / 16, sizeof(Element)>;
+
+  CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
+                                  Work const& work, Control& control, uint32_t tiles) {
+    ProblemShape const& shape = params.shape;
+    WorkItem const& item = work.item;
+    // Uniform over the warpgroup, and known to be.
+    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    Mask const mask(params.mask, shape, item.batch);
+    QueryRows const queries(tiles, warpgroup * kWarpgroupRows);
+    OutRows const out_gradients(tiles + kOutOffset, warpgroup * kWarpgroupRows);
+
+    auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
+    cute::clear(query_gradient);
+    if (work.tiles.begin < work.tiles.end) {
+      RowStatistics const statistics(params, item, work.row);
+      PipelineStage<kKeyStages> key;
+      PipelineStage<kValueStages> value;
+      ScoreOperand left_gradient;
+      control.query.wait({});
+      clear_beyond(control, mask, shape, work, warpgroup, tiles);
+      CUTE_NO_UNROLL
+      for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; --tile) {
+        uint32_t const key_tile = tiles + kKeyOffset + key.index * KeyTile::kBytes;
+        auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
+        auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+        control.key.wait(key);
+        fence_accumulators(scores);
+        begin_products();
+        warpgroup_gemm<Element, Config::kHeadDim / 16>(scores, queries, KeyRows(key_tile), false);
+        commit_products();
+        control.value.wait(value);
+        fence_accumulators(score_gradient);
+        begin_products();
+        warpgroup_gemm<Element, Config::kValueDim / 16>(
+            score_gradient, out_gradients,
+            ValueRows(tiles + kValueOffset + value.index * ValueTile::kBytes), false);
+        commit_products();
+        wait_products<1>();  // S, and dQ of the tile before
+        fence_accumulators(scores);
+        fence_accumulators(query_gradient);
+        if (leader && tile < work.tiles.end - 1) control.key.release(previous(key));
+
+        prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+        mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
+                                                  work.row, tile * kTileKey);
+        statistics.exponentiate(params.scale.softmax_scale, scores);
+        fence_accumulators(scores);
+        wait_products<0>();
+        fence_accumulators(score_gradient);
+        if (leader) control.value.release(value);
+        value.advance();
+        differentiate(params, item, statistics, work.row, tile * kTileKey, scores, score_gradient,
+                      left_gradient);
+
+        fence_accumulators(query_gradient);
+        begin_products();
+        warpgroup_gemm<Element, kTileKey / 16>(query_gradient, left_gradient, KeyColumns(key_tile));
+        commit_products();
+        key.advance();
+      }
+      wait_products<0>();
+      fence_accumulators(query_gradient);
+    }
+    store(params, maps, work, mask.query_length - work.row, warpgroup, tiles, query_gradient);
+  }
+
+  CUTE_DEVICE static PipelineStage<kKeyStages> previous(PipelineStage<kKeyStages> stage) {
+    stage.index = (stage.index + kKeyStages - 1) % kKeyStages;
+    return stage;
+  }
+
+  // Logsumexp and delta of the two rows that a thread owns elements of.
+  struct RowStatistics {
+    float2 rows[2];
+
+    CUTE_DEVICE RowStatistics(BackwardParams const& params, WorkItem const& item, int row) {
+      float const* const source = Tiles::statistics(params, item.batch, item.head, row);
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        rows[half] = reinterpret_cast<float2 const*>(source)[ScoreGrid::element_row(2 * half, 0)];
+      }
+    }
+
+    // P from S.
+    template <class Scores>
+    CUTE_DEVICE void exponentiate(float softmax_scale, Scores& scores) const {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        scores(i) = exp2_approx(fmaf(scores(i), softmax_scale, -rows[i % 4 / 2].x));
+      }
+    }
+  };
+
+  // What stands beyond the key length, in the first tile that is visited, may be NaN and would
+  // reach dq. Each consumer clears it for itself: they write the same zeros.
+  CUTE_DEVICE static void clear_beyond(Control& control, Mask const& mask,
+                                       ProblemShape const& shape, Work const& work, int warpgroup,
+                                       uint32_t tiles) {
+    int const column = (work.tiles.end - 1) * kTileKey;
+    if (!reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length)) return;
+    control.key.wait({});
+    control.value.wait({});
+    clear_rows<KeyTile, kWarpgroupSize>(tiles + kKeyOffset, mask.key_length - column);
+    clear_rows<ValueTile, kWarpgroupSize>(tiles + kValueOffset, mask.key_length - column);
+    fence_bulk_store();
+    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
+  }
+
+  // dS from P and dP, the gradient of query.key without the user's scale, packed block by block.
+  template <class Scores>
+  CUTE_DEVICE static void differentiate(BackwardParams const& params, WorkItem const& item,
+                                        RowStatistics const& statistics, int row, int column,
+                                        Scores const& scores, Scores const& score_gradient,
+                                        ScoreOperand& left_gradient) {
+    auto block = [&](int, int column_block, auto const& keep) {
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        int const half = i % 2;
+        int const chunk = i / 2;
+        int const n = 2 * column_block + chunk;
+        float gradient[2];
+        CUTE_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          int const element = 2 * half + j;
+          float const kept = keep.select(score_gradient(element, 0, n), half, chunk, j);
+          gradient[j] = scores(element, 0, n) *
+                        fmaf(kept, kept_scale<Config>(params.dropout), -statistics.rows[half].y);
+        }
+        left_gradient.fragments[0][column_block][i] = pack<Element>(gradient[0], gradient[1]);
+      }
+    };
+    if constexpr (Config::kDropout) {
+      Dropout<ScoreGrid> const dropout(params.dropout, params.mask, item.batch);
+      dropout.for_each_block(dropout_head(params.dropout, item.batch, item.head), row, column,
+                             block);
+    } else {
+      CUTE_UNROLL
+      for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(0, n, KeepAll{});
+    }
+  }
+
+  // dq leaves through the tile of queries, each consumer with its own rows. Those from query_bound
+  // on lie beyond the query length and get 0.
+  template <class Accumulators>
+  CUTE_DEVICE static void store(BackwardParams const& params, BackwardMaps const& maps,
+                                Work const& work, int query_bound, int warpgroup, uint32_t tiles,
+                                Accumulators& query_gradient) {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(query_gradient); ++i) {
+      bool const beyond = QueryGrid::element_row(i % 4, 0) >= query_bound;
+      query_gradient(i) = beyond ? 0.0f : query_gradient(i) * params.scale.gradient_scale;
+    }
+    store_accumulators<Element, QueryTile, QueryGrid>(tiles, query_gradient);
+    fence_bulk_store();
+    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
+    Origin const origin = query_origin<Config>(params.shape, work.item.batch);
+    int const row_bound = Config::kVarlen ? query_bound : params.shape.query_length - work.row;
+    store_part<Config, QueryTile>(maps.query_gradient, params.query_gradient, tiles,
+                                  warpgroup * kWarpgroupRows, origin.row + work.row, row_bound,
+                                  work.item.head, origin.batch, params.shape.head_dim);
+    wait_bulk_stores();
+    if constexpr (Config::kVarlen) {
+      Gap::of_queries(params.shape, work.item.batch, query_bound + work.row)
+          .template clear<Element, kConsumers>(params.query_gradient, work.item.head,
+                                               params.shape.head_dim, work.item.tile,
+                                               params.query_tiles);
+    }
+  }
+};
+
+}  // namespace memeff

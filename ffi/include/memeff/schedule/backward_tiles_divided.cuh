@@ -1,0 +1,36 @@
+// What the kernels of the divided backward (kernels/fmha_bwd_divided_sm90.cuh) agree on.
+#pragma once
+
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/core/shared_tile.cuh>
+#include <memeff/schedule/query_tiles.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct BackwardTilesDivided {
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+  static constexpr int kVisitQuery = 64;  // queries of a visit of the key kernel
+  static_assert(kTileQuery == 128 && kTileKey == 64);
+  static constexpr int kWarpgroups = 2;  // consumers
+  static constexpr int kThreads = kWarpgroups * kWarpgroupSize;
+
+  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;  // also dq
+  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;   // dO
+  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;      // also dk
+  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;   // also dv
+
+  CUTE_DEVICE static long long tile_index(BackwardParams const& params, int batch, int head,
+                                          int tile) {
+    return query_tile_index<Config>(params, batch, head, tile);
+  }
+
+  // Logsumexp and delta of the rows from `row` on.
+  CUTE_DEVICE static float const* statistics(BackwardParams const& params, int batch, int head,
+                                             int row) {
+    return params.row_statistics + (tile_index(params, batch, head, 0) * kTileQuery + row) * 2;
+  }
+};
+
+}  // namespace memeff
