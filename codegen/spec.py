@@ -300,7 +300,8 @@ def panel_columns(dim: int) -> int:
 
 
 def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
-    """Rings of query (and, over it, output), key and value tiles, and what controls them.
+    """Rings of query (and, over it, output), key and value tiles, the bias of each warp's rows, and
+    what controls them.
 
     Each buffer has two barriers, the queries' for each consumer; the ring of the next pieces of
     work, of two, holds a work item beside them.
@@ -308,7 +309,10 @@ def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
     elements = tile.query_stages * tile.query * max(spec.head_class, spec.value_class)
     elements += tile.stages * tile.key * (spec.head_class + spec.value_class)
     buffers = tile.query_stages * spec.consumers + 2 * tile.stages + 2
-    return elements * spec.element_bytes + buffers * 2 * _BARRIER_BYTES + 2 * _WORK_ITEM_BYTES
+    control = buffers * 2 * _BARRIER_BYTES + 2 * _WORK_ITEM_BYTES
+    return (
+        elements * spec.element_bytes + control + _warp_biases(spec, spec.computing_threads // 32)
+    )
 
 
 def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
@@ -348,11 +352,8 @@ def _forward_shared_bytes(spec: KernelSpec) -> int:
         # Pointers of a thread, and maximum and sum (f32) of each row that it holds elements of.
         pointers = 3 if _bias_rows(spec, query) else 2
         parked = spec.threads * (8 * pointers + 8 * (2 * query // (16 * spec.tile.warps)))
-    # Each warp has its own part of the bias.
-    bias = spec.tile.warps * _bias_bytes(spec, query // spec.tile.warps)
-    return max(
-        loop * spec.element_bytes + parked + bias, query * spec.value_class * spec.element_bytes
-    )
+    loop_bytes = loop * spec.element_bytes + parked + _warp_biases(spec, spec.tile.warps)
+    return max(loop_bytes, query * spec.value_class * spec.element_bytes)
 
 
 def _split_shared_bytes(spec: KernelSpec) -> int:
@@ -389,6 +390,11 @@ def _bias_rows(spec: KernelSpec, rows: int) -> int:
 def _bias_bytes(spec: KernelSpec, rows: int) -> int:
     """Shared memory of a tile of the bias (ffi/include/memeff/bias/tile.cuh)."""
     return _bias_rows(spec, rows) * (spec.tile.key + 8) * int(spec.bias or 0) // 8
+
+
+def _warp_biases(spec: KernelSpec, warps: int) -> int:
+    """Shared memory of a tile of the bias of which each warp has its own rows."""
+    return warps * _bias_bytes(spec, spec.tile.query // warps)
 
 
 # Columns of an operand that one step of a wide kernel brings into shared memory, or rows of it

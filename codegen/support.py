@@ -115,7 +115,7 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     if unserved:
         reasons.append(f"its tile has no registers left for {' and '.join(unserved)}")
     if spec.family == "sm90":
-        if spec.bias:
+        if spec.bias and spec.bias_access != "rows" and spec.direction == "backward":
             reasons.append("it adds no bias yet")
         if problem.query_rows is not None:
             reasons.append("it does not split the keys, and there are too few tiles without that")

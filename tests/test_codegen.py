@@ -296,7 +296,7 @@ def test_hopper_kernels_come_first_and_say_why_not():
     plain = problem(masks={"causal"}, arch="sm_90a")
     assert select.select(plain).family == "sm90"
     assert select.select(dataclasses.replace(plain, arch="sm_90")).family == "sm80"
-    biased = dataclasses.replace(plain, bias="16")
+    biased = problem("backward", masks={"causal"}, arch="sm_90a", bias="16")
     assert select.select(biased).family == "sm80"
     refused = [reasons for spec, reasons in select.explain(biased) if spec.family == "sm90"]
     assert "it adds no bias yet" in itertools.chain(*refused)
@@ -311,6 +311,23 @@ def test_hopper_source_takes_tensor_maps():
     preprocess, main, postprocess = spec.entry_points
     # The producer is a warpgroup of the main kernel alone.
     assert preprocess.threads == postprocess.threads == main.threads - 128
+
+
+def test_hopper_backward_of_large_head_dims_is_divided():
+    """Its two kernels own their gradients, so there are neither sums of dq nor a postprocess."""
+    spec = select.select(problem("backward", head_dim=192, value_dim=128, arch="sm_90a"))
+    source = emit.source(spec)
+    assert [entry.name.removeprefix(spec.name) for entry in spec.entry_points] == [
+        "_preprocess",
+        "_query",
+        "_key",
+    ]
+    assert [entry.grid for entry in spec.entry_points] == ["queries", "queries", "keys"]
+    assert [entry.takes_maps for entry in spec.entry_points] == [False, True, True]
+    for entry in spec.entry_points[1:]:
+        assert f"::kSharedBytes == {entry.shared_bytes});" in source
+    only_value = problem("backward", head_dim=256, arch="sm_90a", wants={"value"})
+    assert [entry.grid for entry in select.select(only_value).entry_points] == ["queries", "keys"]
 
 
 @pytest.mark.parametrize("features", [{}, {"bias": "32"}, {"soft_cap": True, "dropout": True}])

@@ -53,7 +53,7 @@ class Tile:
         return 1
 
 
-_MODIFIERS = ("soft cap", "dropout", "segments")
+_MODIFIERS = ("soft cap", "bias", "dropout", "segments")
 
 FORWARD: Mapping[int, tuple[Tile, ...]] = {
     64: (
@@ -75,13 +75,24 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
         ),
     ),
     96: (Tile(128, 128, 2, "as 128", modifiers=_MODIFIERS),),
-    128: (Tile(128, 128, 2, "192 KB: two buffers of everything", modifiers=_MODIFIERS),),
+    128: (
+        Tile(128, 128, 2, "192 KB: two buffers of everything", modifiers=_MODIFIERS),
+        Tile(128, 64, 2, "a bias of 32 bits takes 36 KB, and 68 above", modifiers=_MODIFIERS),
+    ),
     192: (
         Tile(
             128,
             96,
             2,
             "S 48 and O 96 registers a thread",
+            query_stages=1,
+            modifiers=tuple(name for name in _MODIFIERS if name != "bias"),
+        ),
+        Tile(
+            128,
+            64,
+            2,
+            "a warp copies rows of the bias whose vectors divide its lanes",
             query_stages=1,
             modifiers=_MODIFIERS,
         ),

@@ -11,6 +11,8 @@
 // another (Shah et al. 2024, FlashAttention-3, section 3.1).
 #pragma once
 
+#include <memeff/bias/add.cuh>
+#include <memeff/bias/rows.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/pipeline.cuh>
@@ -51,6 +53,11 @@ struct FmhaForwardSm90 {
   static constexpr int kStages = Config::kStages;
   static constexpr int kQueryStages = Config::kQueryStages;
 
+  static constexpr bool kBiasTile = has_bias_tile<Config>();
+  // Each warp copies the bias of its own rows, for itself.
+  using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
+  static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
+
   static constexpr int kPieceStages = 2;
   struct Control {
     Pipeline<kQueryStages> query[kWarpgroups];  // each consumer's own rows
@@ -61,7 +68,8 @@ struct FmhaForwardSm90 {
   };
   static constexpr int kKeyOffset = kQueryStages * kQueryBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
-  static constexpr int kControlOffset = kValueOffset + kStages * ValueTile::kBytes;
+  static constexpr int kBiasOffset = kValueOffset + kStages * ValueTile::kBytes;
+  static constexpr int kControlOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
   // Named barriers: one for the turns of each consumer, and one for its threads alone.
@@ -129,10 +137,10 @@ struct FmhaForwardSm90 {
     PipelineStage<kPieceStages> slot;
     int piece = int(blockIdx.x);
     while (true) {
-      WorkItem item = Schedule::item(params.shape, piece);
+      WorkItem item = Schedule::item(params.shape, piece, shares_bias(params));
       while (is_idle(params, item)) {
         piece = Schedule::next_piece(params.shape, params.piece_counter);
-        item = Schedule::item(params.shape, piece);
+        item = Schedule::item(params.shape, piece, shares_bias(params));
       }
       control.piece.acquire(slot);
       control.items[slot.index] = item;
@@ -152,6 +160,10 @@ struct FmhaForwardSm90 {
       }
       query.advance();
     }
+  }
+
+  CUTE_DEVICE static bool shares_bias(ForwardParams const& params) {
+    return kBiasTile && params.bias.batch_stride == 0;
   }
 
   // Is the tile beyond the end of a packed sequence, with no gap behind it to be cleared?
@@ -219,6 +231,7 @@ struct FmhaForwardSm90 {
         auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
         float correction[Softmax::kRows];
         int tile = range.end - 1;
+        load_bias(params, mask, item, row, tile, tiles);
         control.key.wait(key_stage);
         take_turn(warpgroup);
         fence_accumulators(scores);
@@ -231,7 +244,7 @@ struct FmhaForwardSm90 {
         fence_accumulators(scores);
         if (leader) control.key.release(key_stage);
         key_stage.advance();
-        modify(params, mask, item, row, tile * kTileKey, scores);
+        modify(params, mask, item, row, tile, range, tiles, scores);
         exponentiate(softmax, scores, correction, params);
         auto probabilities = as_left_operand<Element>(scores);
         drop(params, item, row, tile, probabilities);
@@ -265,7 +278,7 @@ struct FmhaForwardSm90 {
           fence_accumulators(scores);
           if (leader) control.key.release(key_stage);
           key_stage.advance();
-          modify(params, mask, item, row, tile * kTileKey, scores);
+          modify(params, mask, item, row, tile, range, tiles, scores);
           exponentiate(softmax, scores, correction, params);
           fence_accumulators(scores);
           // The wait for the next keys stands here because the assembler, left with one basic
@@ -292,8 +305,7 @@ struct FmhaForwardSm90 {
         value_stage.advance();
       }
       release_stored(control, query, warpgroup, stored);
-      softmax.finish(output, params.scale.softmax_scale,
-                     Config::kDropout ? params.dropout.scale : 1.0f);
+      finish(params, item, row, mask.query_length - row, softmax, output);
       store(params, maps, item, mask.query_length - row, softmax, output, query_tile, warpgroup);
       if constexpr (Config::kVarlen) clear_gap(params, item, mask.query_length);
       stored = true;
@@ -336,11 +348,23 @@ struct FmhaForwardSm90 {
     }
   }
 
-  // Soft cap and masks: scores that are ready for the softmax.
+  // Soft cap, bias and masks: scores that are ready for the softmax.
   template <class Mask, class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
-                                 WorkItem const& item, int row, int column, Scores& scores) {
+                                 WorkItem const& item, int row, int tile, TileRange const& range,
+                                 uint32_t tiles, Scores& scores) {
+    int const column = tile * kTileKey;
     prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+    if constexpr (kBiasTile) {
+      wait_copies<0>();
+      __syncwarp();  // the bias of all lanes is here
+      add_bias(scores,
+               BiasReader<BiasRows>(bias_tile(tiles), 0, 0, bias_source(params, item, row, column),
+                                    bias_row_bytes(params)),
+               params.scale.softmax_scale);
+      __syncwarp();  // nobody reads it any more
+      if (tile > range.begin) load_bias(params, mask, item, row, tile - 1, tiles);
+    }
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
                                               item.head, row, column);
   }
@@ -359,7 +383,56 @@ struct FmhaForwardSm90 {
                                        ForwardParams const& params) {
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
-      correction[r] = softmax.exponentiate_row(scores, r, params.scale.softmax_scale);
+      correction[r] = softmax.exponentiate_row(scores, r, exponent_scale(params));
+    }
+  }
+
+  // Scores that met a bias are exponents of two already.
+  CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
+    return kBiasTile ? 1.0f : params.scale.softmax_scale;
+  }
+
+  CUTE_DEVICE static uint32_t bias_tile(uint32_t tiles) {
+    return tiles + kBiasOffset + thread_index() / kWarpSize * kBiasBytes;
+  }
+
+  // Where the bias of this warp's rows begins.
+  CUTE_DEVICE static char const* bias_source(ForwardParams const& params, WorkItem const& item,
+                                             int row, int column) {
+    return bias_row<Config>(params.bias, item.batch, item.head,
+                            row + ScoreGrid::row(thread_index())) +
+           column * (long long)sizeof(typename Config::BiasElement);
+  }
+
+  CUTE_DEVICE static long long bias_row_bytes(ForwardParams const& params) {
+    return params.bias.row_stride * (long long)sizeof(typename Config::BiasElement);
+  }
+
+  template <class Mask>
+  CUTE_DEVICE static void load_bias(ForwardParams const& params, Mask const& mask,
+                                    WorkItem const& item, int row, int tile, uint32_t tiles) {
+    if constexpr (kBiasTile) {
+      int const thread = thread_index();
+      int const column = tile * kTileKey;
+      BiasRows::copy(bias_tile(tiles), thread % kWarpSize, bias_source(params, item, row, column),
+                     bias_row_bytes(params), mask.query_length - row - ScoreGrid::row(thread),
+                     mask.key_length - column);
+      commit_copies();
+    }
+  }
+
+  // The end of the softmax. A bias that is broadcast over columns has an effect here alone.
+  template <class Output>
+  CUTE_DEVICE static void finish(ForwardParams const& params, WorkItem const& item, int row,
+                                 int row_bound, Softmax& softmax, Output& output) {
+    float const output_scale = kept_scale<Config>(params.dropout);
+    if constexpr (Config::kBias && !kBiasTile) {
+      RowBias<Config, OutGrid> const bias(params.bias, item.batch, item.head, row, row_bound);
+      bias.mask(softmax);
+      softmax.finish(output, exponent_scale(params), output_scale);
+      bias.add(softmax);
+    } else {
+      softmax.finish(output, exponent_scale(params), output_scale);
     }
   }
 

@@ -34,13 +34,14 @@ struct PersistentSchedule {
     return end > int(gridDim.x) ? int(gridDim.x) + atomicAdd(counter, 1) : end;
   }
 
-  // A batch of -1 stands for one past the last.
-  CUTE_DEVICE static WorkItem item(ProblemShape const& shape, int piece) {
+  // A batch of -1 stands for one past the last. Where batch elements share a bias, they take the
+  // same tile of a head one after the other, and it is read once for all of them.
+  CUTE_DEVICE static WorkItem item(ProblemShape const& shape, int piece, bool shares_bias) {
     int const tiles = query_tiles(shape);
     int tile = piece % tiles;
     int head_batch = piece / tiles;
     if (head_batch >= shape.query_heads * shape.batch) return {0, 0, -1};
-    if constexpr (kMask == MaskKind::causal) {
+    if (kMask == MaskKind::causal || shares_bias) {
       // The last rows have the most keys: they come first.
       int const section = section_heads(shape);
       int const first = head_batch / section * section;
@@ -49,6 +50,7 @@ struct PersistentSchedule {
       tile = tiles - 1 - rank / here;
       head_batch = first + rank % here;
     }
+    if (shares_bias) return {tile, head_batch / shape.batch, head_batch % shape.batch};
     return {tile, head_batch % shape.query_heads, head_batch / shape.query_heads};
   }
 };
