@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import kernel_cases
 import numpy as np
-import oracle
 import pytest
-from kernel_cases import BOTTOM_RIGHT, CAUSAL, WINDOW, Case
+from attention_case import Case, assert_matches_the_oracle
+from kernel_cases import BOTTOM_RIGHT, CAUSAL, WINDOW
 
 import jax_memeff
 from jax_memeff import Mask, Offsets
@@ -36,21 +35,7 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_oracle(case):
     """NaN stands between the sequences, and gradients there are 0."""
-    operands, dout, dlse = case.arrays()
-    low = None
-    if case.dtype != "float32":
-        low = oracle.answer(operands, case.options, dout, dlse, jnp.dtype(case.dtype))
-    wide = np.float64 if low is None else np.float32
-    reference = oracle.answer(operands, case.options, dout, dlse, wide)
-    (out, lse), gradients = kernel_cases.run_case(case, operands, dout, dlse)
-    oracle.check("out", out, reference.out, low and low.out)
-    if lse is not None:
-        oracle.check("lse", lse, reference.lse)
-    for name, got in zip(("query", "key", "value", "bias"), gradients, strict=True):
-        if got is not None:
-            expected, rough = getattr(reference, name), low and getattr(low, name)
-            scale = reference.bias_scale if name == "bias" else None
-            oracle.check(name, got, expected, rough, scale=scale)
+    assert_matches_the_oracle(case)
 
 
 QUERY = jax.random.normal(jax.random.key(1), (30, 4, 8))
