@@ -435,6 +435,16 @@ def test_architectures():
     assert sm80.part("sm_120") is sm80.part("sm_89") is sm80.part("sm_131")
 
 
+def test_ptx_is_of_the_kernels_of_its_architecture():
+    """Hopper's own instructions are not in PTX that later GPUs can run."""
+    for arch, kernels in (("compute_80", "sm_80"), ("compute_90", "sm_90")):
+        assert list(select.closure(arch, dims=[(64, 64)])) == list(
+            select.closure(kernels, dims=[(64, 64)])
+        )
+    with pytest.raises(ValueError, match="expected the name of a GPU architecture"):
+        archs.capability("compute_90a")
+
+
 def test_config_reads_the_environment(monkeypatch, tmp_path):
     for name in ("JAX_MEMEFF_ARCHS", "JAX_MEMEFF_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -447,6 +457,8 @@ def test_config_reads_the_environment(monkeypatch, tmp_path):
     assert config.cache_dir() == tmp_path / "kernels"
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a, sm_80,sm_90a")
     assert config.archs() == ("sm_90a", "sm_80")
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "compute_80")
+    assert config.archs() == ("compute_80",)
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "hopper")
     with pytest.raises(ValueError, match=r"expected JAX_MEMEFF_ARCHS .* got 'hopper'"):
         config.archs()

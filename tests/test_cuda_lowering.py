@@ -99,10 +99,10 @@ def test_only_wanted_gradients_are_results(fake_compiler):
 
 
 def test_several_architectures(fake_compiler, monkeypatch):
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_90a")
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a,compute_80")
     text = lower(loss, *shapes())
-    assert 'archs = "sm_80,sm_90a"' in text
-    assert [arch for _, arch in fake_compiler] == ["sm_80", "sm_90a"]
+    assert 'archs = "sm_90a,compute_80"' in text
+    assert [arch for _, arch in fake_compiler] == ["sm_90a", "compute_80"]
 
 
 def test_what_no_kernel_does_raises():
