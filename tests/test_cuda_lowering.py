@@ -113,6 +113,11 @@ def test_what_no_kernel_does_raises():
     assert "stablehlo" in lower(xla, *shapes(H=264, dtype="float32"))
 
 
+def test_float64_says_what_to_do(x64):
+    with pytest.raises(UnsupportedError, match=r"float64 has no kernel.*'xla', or cast"):
+        lower(loss, *shapes(dtype="float64"))
+
+
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [(None, "f32"), ("high", "f32"), ("highest", "f32"), ("default", "tf32")],
