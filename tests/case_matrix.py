@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import oracle
 from attention_case import Case
-from kernel_cases import BIASES, BOOLEANS, CAUSAL, MASKS
+from kernel_cases import BIASES, BOOLEANS, CAUSAL, MASKS, WINDOW
 
 Row = Mapping[str, Any]
 
@@ -254,6 +254,14 @@ def small_cases() -> list[Case]:
         found.append(max(small, key=lambda case: len(missing & small[case])))
         missing -= small[found[-1]]
     return found
+
+
+def sanitized_cases() -> list[Case]:
+    """What is run under compute-sanitizer: small rows, and plain calls for Hopper's kernels."""
+    found = small_cases()
+    for H in (64, 128, 256):
+        found += [Case(T=130, S=150, H=H, Hv=H), Case(T=150, S=130, H=H, Hv=H, **CAUSAL)]
+    return [*found, Case(T=65, S=129, N=4, H=264, Hv=264, dtype="float16", **WINDOW)]
 
 
 def _values(row: Row) -> set[tuple[str, int]]:

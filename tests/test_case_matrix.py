@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 
 import case_matrix
+import kernel_cases
 import pytest
 from attention_case import Case, assert_matches_the_oracle, passed
 from case_matrix import AXES
@@ -38,6 +39,14 @@ def test_every_pair_of_values_occurs():
             assert occurs == case_matrix.possible(together), together
     names = [str(case) for case in case_matrix.cases()]
     assert 250 <= len(names) == len(set(names)) <= 400
+
+
+def test_what_is_sanitized_is_among_the_cases():
+    sanitized = case_matrix.sanitized_cases()
+    assert set(map(str, sanitized)) <= {
+        str(case) for case in (*kernel_cases.cases(), *case_matrix.cases())
+    }
+    assert max(max(case.T, case.S, case.H) for case in sanitized) <= 320
 
 
 @pytest.mark.parametrize("refusal", case_matrix.REFUSALS, ids=lambda refusal: refusal.reason)

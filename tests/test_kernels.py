@@ -25,6 +25,13 @@ from jax_memeff.options import PackedOperands, Wants
 
 pytestmark = pytest.mark.gpu
 CASES = [*kernel_cases.cases(), *case_matrix.cases()]
+SANITIZED = frozenset(map(str, case_matrix.sanitized_cases()))
+
+
+def marked(cases):
+    """The cases, some with the marker of those that are run under compute-sanitizer."""
+    marks = (pytest.mark.sanitizer,)
+    return [pytest.param(case, marks=marks if str(case) in SANITIZED else ()) for case in cases]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,13 +56,13 @@ def without_splits(monkeypatch):
     monkeypatch.setattr(cuda.support, "query_rows", lambda *_, **__: None)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", marked(CASES), ids=str)
 def test_matches_the_oracle(case):
     assert_matches_the_oracle(case)
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.T > 64 and not case.packed], ids=str
+    "case", marked(case for case in CASES if case.T > 64 and not case.packed), ids=str
 )
 def test_forward_without_splits_matches_the_oracle(case, monkeypatch):
     from jax_memeff import primitives
