@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import multiprocessing
 import os
 import random
-import shutil
 from typing import Any
 
 import emulator
@@ -24,8 +22,6 @@ from attention_case import Case, assert_results_match, passed, poisoned, run_cas
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, WINDOW
 
 from jax_memeff import cuda
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,17 +112,10 @@ def drawn(count: int) -> list[Run]:
 RUNS = SM80 + SM90 + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
 
 
-@pytest.fixture(scope="module")
-def machine():
-    """A process with an emulated GPU; the oracle of a case is computed in this one meanwhile."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, spawn, emulator.install) as process:
-        yield process
-
-
 @pytest.fixture(scope="module", autouse=True)
-def compiled(request):
+def compiled(request, machine):
     """Compiles the kernels of the selected cases before the first runs."""
+    del machine  # it skips where there is no g++
     calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
     jobs = set()
     with pytest.MonkeyPatch.context() as patch:

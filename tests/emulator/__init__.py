@@ -87,6 +87,22 @@ def compile(spec: KernelSpec, arch: str) -> compiler.Compiled:
     )
 
 
+def launch(source: str, name: str, *, threads: int, shared_bytes: int) -> None:
+    """Runs one block of a kernel without parameters, of ``EMULATOR_KERNEL(name)`` in ``source``.
+
+    Raises ``RuntimeError`` saying what failed.
+    """
+    driver = _driver()
+    directories = [str(headers.own_include_dir()), *headers.include_dirs()]
+    image = os.fsencode(_library("kernels", {"kernels.cc": source}, _KERNEL_OPTIONS, directories))
+    library, kernel, error = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_char_p()
+    driver.cuLibraryLoadData(ctypes.byref(library), image, None, None, 0, None, None, 0)
+    driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
+    if driver.cuLaunchKernel(kernel, 1, 1, 1, threads, 1, 1, shared_bytes, None, None, None):
+        driver.cuGetErrorName(0, ctypes.byref(error))
+        raise RuntimeError((error.value or b"").decode())
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     sources = {file.name: file.read_text() for file in sorted(_HERE.glob("src/*"))}
