@@ -157,8 +157,7 @@ def measure_direction(
             "dtype": peer.dtype or cell.dtype,
         }
         if peer.framework == "jax":
-            hlo = programs[peer.name].compiled.as_text()
-            records[peer.name]["loop_body"] = jax_programs.loop_body(hlo)
+            records[peer.name] |= jax_programs.facts(programs[peer.name].compiled)
     compared = [peer.name for peer in peers if peer.name in timings]
     try:
         for name, difference in _differences(programs, compared, cell).items():

@@ -25,6 +25,7 @@ class Cell:
     bias: bool = False
     """A ``[1, N, T, S]`` bias in ``dtype``; forward+backward includes its gradient."""
     dropout: float = 0.0
+    soft_cap: float | None = None
     sequences: tuple[int, ...] | None = None
     """Lengths of packed sequences, which share the one batch element."""
     gradients: bool = True
@@ -69,6 +70,8 @@ class Cell:
             parts.append("bias")
         if self.dropout:
             parts.append(f"dropout {self.dropout:g}")
+        if self.soft_cap is not None:
+            parts.append(f"soft cap {self.soft_cap:g}")
         return " ".join(parts)
 
     @property
@@ -168,16 +171,44 @@ def decode() -> list[Cell]:
 
 
 def features() -> list[Cell]:
-    """Bias with gradient, dropout, both, and a sliding window."""
-    cells = []
-    for dim in (64, 128):
-        cells += [
-            _constant_size("features", 2048, dim, bias=True),
-            _constant_size("features", 2048, dim, dropout=0.1),
-            _constant_size("features", 2048, dim, bias=True, dropout=0.1),
-            _constant_size("features", 16384, dim, causal=True, window=1024),
-        ]
-    return cells
+    """Bias with gradient, dropout, and both."""
+    modifiers = ({"bias": True}, {"dropout": 0.1}, {"bias": True, "dropout": 0.1})
+    return [
+        _constant_size("features", length, dim, **modifier)
+        for dim, length, modifier in itertools.product((64, 128, 256), (2048, 4096), modifiers)
+    ]
+
+
+def window() -> list[Cell]:
+    """A sliding window over a long sequence."""
+    return [
+        _constant_size("window", 16384, dim, causal=True, window=1024) for dim in (64, 128, 256)
+    ]
+
+
+def softcap() -> list[Cell]:
+    """Capped scores, and the same cells without the cap."""
+    return [
+        _constant_size("softcap", 4096, dim, causal=causal, soft_cap=cap)
+        for dim, causal, cap in itertools.product((64, 128), (False, True), (None, 30.0))
+    ]
+
+
+def deterministic() -> list[Cell]:
+    """What ``deterministic_backward`` costs: a peer of its own, ``memeff_deterministic``."""
+    cells = [
+        _constant_size("deterministic", length, dim, causal=causal)
+        for dim, length, causal in itertools.product((64, 128), (2048, 4096, 8192), (False, True))
+    ]
+    return cells + [_constant_size("deterministic", 4096, dim, bias=True) for dim in (64, 128)]
+
+
+def memory() -> list[Cell]:
+    """A bias that many batch elements share, and a head dim far above what registers hold."""
+    return [
+        _square("memory", 32, 2048, 8, 64, bias=True),
+        _square("memory", 1, 2048, 4, 4096),
+    ]
 
 
 def varlen() -> list[Cell]:
@@ -202,12 +233,30 @@ def dims() -> list[Cell]:
 
 def float32() -> list[Cell]:
     """Single precision."""
-    return [_constant_size("float32", 2048, dim, dtype="float32") for dim in (64, 128)]
+    return [
+        _constant_size("float32", length, dim, dtype="float32")
+        for dim, length in itertools.product((64, 128), (2048, 4096))
+    ]
 
 
 SETS = {
     function.__name__: function
-    for function in (tiny, small, quick, main, gqa, decode, features, varlen, dims, float32)
+    for function in (
+        tiny,
+        small,
+        quick,
+        main,
+        gqa,
+        decode,
+        features,
+        window,
+        softcap,
+        varlen,
+        dims,
+        float32,
+        deterministic,
+        memory,
+    )
 }
 
 

@@ -74,6 +74,15 @@ def compile_program(peer: Peer, cell: Cell, inputs: Inputs, calls: int, backward
     return jax.jit(program, donate_argnums=1).lower(arrays, results).compile(), results
 
 
+def facts(compiled: Any) -> dict[str, Any]:
+    """What is timed (:func:`loop_body`), and its memory beside operands and results."""
+    memory = compiled.memory_analysis()
+    return {
+        "loop_body": loop_body(compiled.as_text()),
+        "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+    }
+
+
 # What costs no kernel in a compiled loop body.
 _FREE = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"))
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")

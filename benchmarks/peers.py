@@ -34,7 +34,7 @@ class Peer:
     """Knows no scale: its query is multiplied by ``1/sqrt(H)`` before the clock starts."""
 
 
-def _memeff(cell: Cell, implementation: Literal["cuda", "xla"]):
+def _memeff(cell: Cell, implementation: Literal["cuda", "xla"], deterministic: bool = False):
     import jax_memeff
 
     if cell.sequences is not None:
@@ -49,6 +49,7 @@ def _memeff(cell: Cell, implementation: Literal["cuda", "xla"]):
                 longest,
                 longest,
                 is_causal=cell.causal,
+                deterministic_backward=deterministic,
                 implementation=implementation,
             )[None]
 
@@ -64,6 +65,8 @@ def _memeff(cell: Cell, implementation: Literal["cuda", "xla"]):
             local_window_size=None if cell.window is None else (cell.window, 0),
             dropout_rate=cell.dropout,
             dropout_key=inputs.dropout_key,
+            logits_soft_cap=cell.soft_cap,
+            deterministic_backward=deterministic,
             implementation=implementation,
         )
 
@@ -159,6 +162,7 @@ def _flash_attention_4(cell: Cell):
             *(tensor.transpose(1, 2) for tensor in (tensors.query, tensors.key, tensors.value)),
             causal=cell.causal,
             window_size=(None, None) if cell.window is None else (cell.window, 0),
+            softcap=cell.soft_cap or 0.0,
         )
         out = result[0] if isinstance(result, tuple) else result
         return out.transpose(1, 2)
@@ -200,25 +204,32 @@ PEERS = {
             _nothing,
         ),
         Peer(
+            "memeff_deterministic",
+            "jax-memeff (deterministic)",
+            "jax",
+            functools.partial(_memeff, implementation="cuda", deterministic=True),
+            _nothing,
+        ),
+        Peer(
             "jax_xla",
             "jax.nn XLA",
             "jax",
             functools.partial(_jax_nn, implementation="xla"),
-            _without("dropout"),
+            _without("dropout", "soft_cap"),
         ),
         Peer(
             "jax_cudnn",
             "jax.nn cuDNN",
             "jax",
             functools.partial(_jax_nn, implementation="cudnn"),
-            _without("dropout"),
+            _without("dropout", "soft_cap"),
         ),
         Peer(
             "pallas_mgpu",
             "Pallas Mosaic GPU (f16)",
             "jax",
             _pallas_mosaic_gpu,
-            _without("window", "bias", "dropout"),
+            _without("window", "bias", "dropout", "soft_cap"),
             # Its shared-memory buffers are declared float16, whatever the operands are.
             dtype="float16",
             prescaled=True,
@@ -228,38 +239,38 @@ PEERS = {
             "torch mem-efficient",
             "torch",
             functools.partial(_torch_sdpa, backend="EFFICIENT_ATTENTION"),
-            _without("window"),
+            _without("window", "soft_cap"),
         ),
         Peer(
             "torch_flash",
             "torch FlashAttention-2",
             "torch",
             functools.partial(_torch_sdpa, backend="FLASH_ATTENTION"),
-            _without("window"),
+            _without("window", "soft_cap"),
         ),
         Peer(
             "torch_cudnn",
             "torch cuDNN",
             "torch",
             functools.partial(_torch_sdpa, backend="CUDNN_ATTENTION"),
-            _without("window"),
+            _without("window", "soft_cap"),
         ),
         Peer("torch_varlen", "torch varlen FlashAttention-2", "torch", _torch_varlen, _only_varlen),
         Peer("fa4", "FlashAttention-4", "torch", _flash_attention_4, _without("bias", "dropout")),
     )
 }
 
-OURS = ("memeff_cuda", "memeff_xla")
+OURS = ("memeff_cuda", "memeff_xla", "memeff_deterministic")
 
 
 def peers(names: str) -> list[Peer]:
-    """The peers of a comma-separated list of names; ``all`` is everyone but the blockwise path.
+    """The peers of a comma-separated list of names; ``all`` is ours by default and all others.
 
     >>> [peer.label for peer in peers("memeff_cuda,torch_cudnn")]
     ['jax-memeff', 'torch cuDNN']
     """
     if names == "all":
-        return [peer for peer in PEERS.values() if peer.name != "memeff_xla"]
+        return [peer for peer in PEERS.values() if peer.name not in OURS[1:]]
     unknown = [name for name in names.split(",") if name not in PEERS]
     if unknown:
         raise ValueError(f"unknown peers {unknown}: expected 'all' or some of {', '.join(PEERS)}")

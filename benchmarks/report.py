@@ -34,36 +34,43 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def ours(document: dict[str, Any]) -> str:
-    """The name of the implementation that the others are compared with."""
-    found = [name for name in OURS if name in document["peers"]]
+    """The name of the implementation that the others are compared with: our first one."""
+    found = [name for name in document["peers"] if name in OURS]
     if not found:
         raise ValueError(f"expected one of {OURS} among the peers, got {list(document['peers'])}")
     return found[0]
 
 
-def ratios(document: dict[str, Any], direction: str, peer: str) -> dict[str, float]:
-    """Speed of ours over that of ``peer``, by the name of each cell that both have a figure for."""
-    own = ours(document)
+def ratios(cells: Iterable[dict[str, Any]], direction: str, own: str, peers: Iterable[str]):
+    """Speed of ours over that of the fastest of ``peers``, by the name of each cell that ours and
+    one of them have a figure for.
+    """
     found = {}
-    for cell in document["cells"]:
+    for cell in cells:
         results = cell["results"].get(direction, {})
-        if "seconds" in results.get(own, {}) and "seconds" in results.get(peer, {}):
-            found[cell["name"]] = results[peer]["seconds"] / results[own]["seconds"]
+        others = [results[peer]["seconds"] for peer in peers if "seconds" in results.get(peer, {})]
+        if others and "seconds" in results.get(own, {}):
+            found[cell["name"]] = min(others) / results[own]["seconds"]
     return found
 
 
 def summary(document: dict[str, Any]) -> str:
-    """Geometric mean and minimum of the ratio against each peer.
+    """Geometric mean and minimum of the ratio against each peer, and in each group of cells
+    against the fastest peer of each cell.
 
     The cells are those that both have a figure for, so their number stands beside.
     """
+    own, cells = ours(document), document["cells"]
+    compared = {label: (cells, [peer]) for peer, label in document["peers"].items() if peer != own}
+    others = [peer for peer in document["peers"] if peer not in OURS]
+    for group in dict.fromkeys(cell["group"] for cell in cells):
+        members = [cell for cell in cells if cell["group"] == group]
+        compared[f"the fastest of all, `{group}` cells"] = (members, others)
     rows = []
-    for peer, label in document["peers"].items():
-        if peer == ours(document):
-            continue
+    for label, (members, peers) in compared.items():
         row = [label]
         for direction in _TITLES:
-            if values := ratios(document, direction, peer):
+            if values := ratios(members, direction, own, peers):
                 mean = math.exp(math.fsum(map(math.log, values.values())) / len(values))
                 slowest = min(values, key=lambda name: values[name])
                 least = f"{values[slowest]:.2f} ({slowest})"
@@ -71,7 +78,7 @@ def summary(document: dict[str, Any]) -> str:
             else:
                 row += ["0", _MISSING, _MISSING]
         rows.append(row)
-    header = [f"speed of {document['peers'][ours(document)]} / peer"]
+    header = [f"speed of {document['peers'][own]} / peer"]
     for title in _TITLES.values():
         header += [f"{title.lower()}: cells", "geometric mean", "minimum"]
     return f"{_machine(document)}\n\n{_table(header, rows)}"
@@ -108,6 +115,17 @@ def _figures(
     return _table([unit, *document["peers"].values()], rows) if rows else ""
 
 
+def _memory(document: dict[str, Any]) -> str:
+    """MiB that XLA plans for a call of each ``memory`` cell; other peers do not say."""
+    rows = []
+    for cell in document["cells"]:
+        for direction, results in cell["results"].items() if cell["group"] == "memory" else ():
+            sizes = (results[peer].get("temporary_bytes") for peer in document["peers"])
+            figures = [_MISSING if size is None else f"{size / 2**20:.0f}" for size in sizes]
+            rows.append([f"{cell['name']}, {_TITLES[direction].lower()}", *figures])
+    return _table(["MiB", *document["peers"].values()], rows) if rows else ""
+
+
 def tables(document: dict[str, Any], plot: str | None) -> str:
     """Summary, plot, one table for each direction, and why figures are missing."""
     parts = [summary(document)]
@@ -123,6 +141,8 @@ def tables(document: dict[str, Any], plot: str | None) -> str:
             "### Few queries, long keys\n\nForward; keys and values read once, in a second. The "
             f"device copies {copy:.3g} TB/s, read and written.\n\n{figures}"
         )
+    if memory := _memory(document):
+        parts.append(f"### Memory\n\nBeside operands and results.\n\n{memory}")
     if reasons:
         listed = "\n".join(f"- [{i}] `{reason}`" for i, reason in enumerate(reasons, 1))
         parts.append(f"No figure, because:\n\n{listed}")

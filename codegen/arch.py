@@ -1,10 +1,14 @@
-"""Names of GPU architectures: ``"sm_80"``, ``"sm_90a"``, and the compute capability in them."""
+"""Names of GPU architectures: ``"sm_80"``, ``"sm_90a"``, and the compute capability in them.
+
+``"compute_80"`` is the virtual architecture of sm_80: kernels as PTX, which the driver compiles for
+any device of capability 8.0 or later.
+"""
 
 from __future__ import annotations
 
 import re
 
-_ARCH = re.compile(r"sm_(\d{2,3})([af]?)")
+_ARCH = re.compile(r"(?:sm_(\d{2,3})[af]?|compute_(\d{2,3}))")
 
 # Capabilities whose architecture-specific instructions (the "a" suffix) a kernel family uses.
 # A kernel is compiled for the capability of one device, so the suffix costs no portability.
@@ -12,7 +16,7 @@ _ARCHITECTURE_SPECIFIC = frozenset({90, 100, 103})
 
 
 def capability(arch: str) -> int:
-    """The compute capability times ten: 80 for ``"sm_80"``, 90 for ``"sm_90a"``.
+    """The compute capability times ten: 80 for ``"sm_80"`` and ``"compute_80"``.
 
     Raises ``ValueError`` when ``arch`` is not the name of an architecture.
 
@@ -24,7 +28,16 @@ def capability(arch: str) -> int:
         raise ValueError(
             f"expected the name of a GPU architecture such as 'sm_80' or 'sm_90a', got {arch!r}"
         )
-    return int(match[1])
+    return int(match[1] or match[2])
+
+
+def is_virtual(arch: str) -> bool:
+    """Whether kernels for ``arch`` are PTX.
+
+    >>> is_virtual("compute_80"), is_virtual("sm_80")
+    (True, False)
+    """
+    return arch.startswith("compute_")
 
 
 def of_capability(major: int, minor: int) -> str:

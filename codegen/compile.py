@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
+from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, headers, program_cache, resources
 from jax_memeff.codegen.resources import Resource
 from jax_memeff.codegen.spec import KernelSpec
@@ -50,8 +51,9 @@ class Compiled:
     """A kernel ready to be loaded.
 
     ``image`` is a compressed fatbin, ``names`` the entry points in launch order, ``resources`` what
-    ptxas reported for each, ``warnings`` its remarks about lost performance, ``seconds`` the time
-    this call took, and ``cached`` whether the image was found and not compiled.
+    ptxas reported for each (for PTX on the GPUs that it is named after), ``warnings`` its remarks
+    about lost performance, ``seconds`` the time this call took, and ``cached`` whether the image
+    was found and not compiled.
     """
 
     image: bytes
@@ -77,9 +79,9 @@ def compile_source(source: str, arch: str, names: Sequence[str]) -> Compiled:
     if (found := lookup_source(source, arch, names)) is not None:
         return found
     start = time.perf_counter()
-    cubin, log = _nvrtc(source, arch, names[0])
+    code, log = _nvrtc(source, arch, names[0])
     compiled = Compiled(
-        image=_fatbin(cubin, arch, names[0]),
+        image=_fatbin(code, arch, names[0]),
         names=tuple(names),
         resources=tuple(resources.parse(log, names)),
         warnings=tuple(resources.warnings(log)),
@@ -126,8 +128,9 @@ def versions() -> dict[str, str]:
 
 
 def _options(arch: str, name: str, include_path: list[str]):
+    real = arch.replace("compute_", "sm_")
     return _import("cuda.core").ProgramOptions(
-        name=name, arch=arch, include_path=include_path, **_OPTIONS
+        name=name, arch=real, include_path=include_path, **_OPTIONS
     )
 
 
@@ -151,23 +154,36 @@ def _nvrtc(source: str, arch: str, name: str) -> tuple[bytes, str]:
     log = io.StringIO()
     try:
         program = _import("cuda.core").Program(source, "c++", options=options)
-        cubin = bytes(program.compile("cubin", logs=log).code)
+        code = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core's NVRTCError is not a public name
         # The text is "6: NVRTC_ERROR_COMPILATION, compilation log:", an empty line, and the log.
         status, _, tail = _text(str(error)).partition("compilation log:")
         log_text, parts = tail.strip() or f"error: {status.strip()}", versions()
         raise CompileError(log_text, parts, _advice(log_text, parts)) from error
-    return cubin, _text(log.getvalue())
+    return _ptx(program) if archs.is_virtual(arch) else code, _text(log.getvalue())
 
 
-def _fatbin(cubin: bytes, arch: str, name: str) -> bytes:
+def _ptx(program) -> bytes:
+    """The PTX of a compiled program: cuda.core compiles to PTX only where it finds a driver."""
+    nvrtc = _import("cuda.bindings.nvrtc")
+    _, size = nvrtc.nvrtcGetPTXSize(program.handle)
+    text = bytes(size)
+    nvrtc.nvrtcGetPTX(program.handle, text)
+    return text
+
+
+def _fatbin(code: bytes, arch: str, name: str) -> bytes:
     nvfatbin = _import("cuda.bindings.nvfatbin")
     try:
         handle = nvfatbin.create(_FATBIN_OPTIONS, len(_FATBIN_OPTIONS))
     except _import("cuda.pathfinder").DynamicLibNotFoundError as error:
         raise _missing("nvFatbin", error) from None
     try:
-        nvfatbin.add_cubin(handle, cubin, len(cubin), arch.removeprefix("sm_"), name)
+        number = arch.partition("_")[2]
+        if archs.is_virtual(arch):
+            nvfatbin.add_ptx(handle, code, len(code), number, name, "")
+        else:
+            nvfatbin.add_cubin(handle, code, len(code), number, name)
         image = bytearray(nvfatbin.size(handle))
         nvfatbin.get(handle, image)
     finally:

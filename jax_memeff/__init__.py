@@ -11,6 +11,7 @@ from jax_memeff.mask import Mask as Mask
 from jax_memeff.offsets import Offsets as Offsets
 from jax_memeff.packed import dot_product_attention_packed as dot_product_attention_packed
 from jax_memeff.varlen import varlen_attention as varlen_attention
+from jax_memeff.vjp import forward_mode as forward_mode
 
 
 def __getattr__(name: str) -> str:

@@ -49,7 +49,8 @@ def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]
             col, first_col = cols.start(index)
 
             def update(state: State) -> State:
-                tile = problem.tile(query, problem.key_tile(col), row, col, None, first_col)
+                key, bias = problem.key_tile(col), problem.bias_tile(row, col)
+                tile = problem.tile(query, key, bias, row, col, None, first_col)
                 return _online_softmax(state, tile, problem.value_tile(col))
 
             return when(problem.may_attend(row, col), update, state)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff.blockwise_tiles import Problem, dot, grouped, select, ungrouped, when
-from jax_memeff.mask import slice_tile
+from jax_memeff.mask import Mask, slice_tile
 from jax_memeff.options import Gradients, Operands, Options, Wants
 
 
@@ -63,7 +63,7 @@ def backward(
         value=problem.zeros(*problem.value.shape) if wants.value else None,
         bias=_bias_sums(problem) if wants_bias and not constant_rows else None,
     )
-    row_is_live = _live_rows(operands, lse)
+    row_is_live = live_rows(operands.mask, lse)
     if dlse is not None:
         dlse = jnp.where(row_is_live, dlse, 0)
     is_empty = 0 in (*operands.query.shape[:3], operands.key.shape[1])
@@ -123,8 +123,8 @@ def _backward_loops(
             col, first_col = cols.start(index)
 
             def update(local: _Sums) -> _Sums:
-                key = problem.key_tile(col)
-                tile = problem.tile(query, key, row, col, first_row, first_col)
+                key, bias = problem.key_tile(col), problem.bias_tile(row, col)
+                tile = problem.tile(query, key, bias, row, col, first_row, first_col)
                 probabilities = jnp.exp(tile.scores - lse_tile)
                 dvalue = local.value
                 if dvalue is not None:
@@ -186,10 +186,10 @@ def _bias_sums(problem: Problem) -> jax.Array | None:
     return problem.zeros(*bias.shape).astype(dtype)
 
 
-def _live_rows(operands: Operands, lse: jax.Array) -> jax.Array:
+def live_rows(mask: Mask, lse: jax.Array) -> jax.Array:
     """bool[B, T, N]: the rows that have valid keys. Whatever stands in others reaches nothing."""
     live = lse != -jnp.inf
-    lengths = operands.mask.query_lengths
+    lengths = mask.query_lengths
     if lengths is None:
         return live
     return live & (lax.broadcasted_iota(jnp.int32, lse.shape, 1) < lengths[:, None, None])

@@ -137,6 +137,13 @@ class Problem:
         tile = lax.dynamic_slice_in_dim(self.value, start, self.cols.size, 2)
         return tile.astype(self.accumulator)
 
+    def bias_tile(self, row: jax.Array, col: jax.Array) -> jax.Array | None:
+        """The bias of one tile, [b, n, rows or 1, cols or 1]."""
+        bias = self.operands.bias
+        if bias is None:
+            return None
+        return slice_tile(bias, (row, col), (self.rows.size, self.cols.size))
+
     def per_head(self, tile: jax.Array) -> jax.Array:
         """[b, n, rows, cols] to [b, K or 1, G or 1, rows, cols]."""
         kv_heads = self.key.shape[1] if tile.shape[1] != 1 else 1
@@ -152,6 +159,7 @@ class Problem:
         self,
         query: jax.Array,
         key: jax.Array,
+        bias: jax.Array | None,
         row: jax.Array,
         col: jax.Array,
         first_row: jax.Array | None,
@@ -162,6 +170,7 @@ class Problem:
         Args:
             query: [B, K, G, rows, H], scaled.
             key: [B, K, cols, H].
+            bias: as of :meth:`bias_tile`.
             row, col: where the tile starts.
             first_row, first_col: the elements before are counted by another tile, and are invalid
                 here; None where rows may be computed twice.
@@ -181,8 +190,8 @@ class Problem:
         if options.soft_cap is not None:
             capped = jnp.tanh(scores / options.soft_cap)
             scores, cap_slope = options.soft_cap * capped, 1 - capped * capped
-        if operands.bias is not None:
-            bias = slice_tile(operands.bias, (row, col), shape).astype(self.accumulator)
+        if bias is not None:
+            bias = bias.astype(self.accumulator)
             valid = _and(valid, jnp.logical_not(bias < _MASKED_BIAS))
             scores = scores + self.per_head(bias)
         if valid is not None:

@@ -34,8 +34,8 @@ def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]
         return results
 
     def sequence(index: jax.Array, results: tuple[jax.Array, jax.Array]):
-        rows, columns = _tokens(operands, index)
-        one = blockwise.forward(_sequence(operands, index, rows, columns), options)
+        rows, columns = tokens_of(operands, index)
+        one = blockwise.forward(sequence_of(operands, index, rows, columns), options)
         return tuple(_put(result, rows, part) for result, part in zip(results, one, strict=True))
 
     return lax.fori_loop(0, operands.scores[0], sequence, results)
@@ -70,9 +70,9 @@ def backward(
             sums = sums._replace(bias=sums.bias.astype(accumulator))
 
     def sequence(index: jax.Array, sums: Gradients) -> Gradients:
-        rows, columns = _tokens(operands, index)
+        rows, columns = tokens_of(operands, index)
         part = blockwise.backward(
-            _sequence(operands, index, rows, columns),
+            sequence_of(operands, index, rows, columns),
             options,
             _take(out, rows),
             jnp.take(lse, rows, 1, mode="fill", fill_value=-jnp.inf),
@@ -100,7 +100,7 @@ def _is_empty(operands: Operands) -> bool:
     return 0 in (*operands.scores, operands.query.shape[1], operands.key.shape[1])
 
 
-def _tokens(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+def tokens_of(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The tokens of a sequence's queries, [T], and of its keys, [S]."""
     sequences: Any = operands.sequences
     return (
@@ -119,7 +119,7 @@ def _tokens(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Array]
     )
 
 
-def _sequence(
+def sequence_of(
     operands: Operands, index: jax.Array, rows: jax.Array, columns: jax.Array
 ) -> Operands:
     """One sequence as a batch of one."""

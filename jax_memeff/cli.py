@@ -1,6 +1,7 @@
 """``python -m jax_memeff info | kernels | explain | build``; none of them needs a GPU.
 
-Exit codes: 0 done, 1 no kernel fits or a kernel does not compile, 2 wrong arguments.
+Exit codes: 0 done, 1 no kernel fits or a kernel does not compile, 2 wrong arguments, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import compile as compiler
 from jax_memeff.codegen import emit, headers, program_cache, select
 from jax_memeff.codegen.parallel import compile_many
-from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, QUERY_ROWS, Problem
+from jax_memeff.codegen.problem import BIAS_LAYOUTS, DIRECTIONS, DTYPES, QUERY_ROWS, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.support import family_reasons
 from jax_memeff.codegen.tiles import sm80
 from jax_memeff.errors import CompileError, UnsupportedError
 
 _FILE_WIDTH = 160
+_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+_MASK_FLAGS = ("causal", "window", "segments", "boolean")
 
 _NO_ARCH = (
     "no architecture to work for: pass --arch sm_90a, or set JAX_MEMEFF_ARCHS "
@@ -157,6 +160,12 @@ def _build(options: argparse.Namespace, out: Console) -> int:
         except CompileError:
             if len(results) < len(set(jobs)):  # not a kernel, but the toolchain failed
                 raise
+        except KeyboardInterrupt:
+            progress.console.print(
+                f"interrupted: {len(results)} of {len(set(jobs))} kernels are done; the same "
+                "command takes them from the cache and goes on"
+            )
+            return _INTERRUPTED
     failed: list[CompileError] = []
     for spec, arch in dict.fromkeys(jobs):  # kernels end in another order, one that varies
         result = results[spec, arch]
@@ -199,7 +208,7 @@ def _table(name: str, *columns: str) -> Table:
 
 
 def _problem(options: argparse.Namespace, arch: str) -> Problem:
-    masks = {name for name in ("causal", "window") if getattr(options, name)}
+    masks = {name for name in _MASK_FLAGS if getattr(options, name)}
     return Problem(
         direction=options.direction,
         dtype=options.dtype,
@@ -210,6 +219,7 @@ def _problem(options: argparse.Namespace, arch: str) -> Problem:
         masks=frozenset(masks),
         varlen=options.varlen,
         bias=options.bias,
+        bias_layout=options.bias_layout,
         dropout=options.dropout,
         soft_cap=options.soft_cap,
         deterministic=options.deterministic,
@@ -276,16 +286,16 @@ def _parser() -> argparse.ArgumentParser:
         choices=[rows for rows in QUERY_ROWS if rows],
         help="few queries: they fit into so many rows, and the keys are split",
     )
-    for flag in (
-        "--causal",
-        "--window",
-        "--varlen",
-        "--soft-cap",
-        "--dropout",
-        "--deterministic",
-    ):
-        explain.add_argument(flag, action="store_true")
+    for flag in (*_MASK_FLAGS, "varlen", "soft-cap", "dropout", "deterministic"):
+        explain.add_argument(f"--{flag}", action="store_true")
     explain.add_argument("--bias", choices=("16", "32"), help="bits of a bias element")
+    explain.add_argument(
+        "--bias-layout",
+        choices=BIAS_LAYOUTS,
+        default=BIAS_LAYOUTS[0],
+        help="broadcast over batch elements or heads (shared), over rows (columns), or over "
+        "columns (rows)",
+    )
 
     build = add(
         "build", _build, "compile kernels into the cache: plain, each feature alone, all features"

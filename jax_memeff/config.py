@@ -1,8 +1,8 @@
 """Environment variables, parsed here and nowhere else. They are read at each call.
 
 ==========================  ====================================================================
-``JAX_MEMEFF_ARCHS``        architectures to compile for, such as ``sm_80,sm_90a``; by default
-                            those of the local CUDA devices
+``JAX_MEMEFF_ARCHS``        architectures to compile for, such as ``sm_80,sm_90a``, or
+                            ``compute_80`` for PTX; by default those of the local CUDA devices
 ``JAX_MEMEFF_CACHE_DIR``    where compiled kernels are kept; by default
                             ``$XDG_CACHE_HOME/jax_memeff``, else ``~/.cache/jax_memeff``
 ==========================  ====================================================================
@@ -11,10 +11,9 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
-_ARCH = re.compile(r"sm_\d{2,3}[af]?")
+from jax_memeff.codegen import arch as architectures
 
 
 def archs() -> tuple[str, ...]:
@@ -30,11 +29,13 @@ def archs() -> tuple[str, ...]:
     text = os.environ.get("JAX_MEMEFF_ARCHS", "")
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if not _ARCH.fullmatch(name):
+        try:
+            architectures.capability(name)
+        except ValueError as error:
             raise ValueError(
                 "expected JAX_MEMEFF_ARCHS to be a comma-separated list of names such as "
                 f"'sm_80,sm_90a', got {name!r} in {text!r}"
-            )
+            ) from error
     return tuple(dict.fromkeys(names))
 
 

@@ -1,18 +1,21 @@
-"""The primitives ``attention_fwd`` and ``attention_bwd``: types, batching, lowering per platform.
+"""The primitives of attention: types, batching, lowering per platform.
 
-Both take the flat leaves of a pytree, whose structure is the parameter ``tree``:
+They take the flat leaves of a pytree, whose structure is the parameter ``tree``:
 
 - ``attention_fwd``: ``Operands`` -> out [B, T, N, Hv], lse [B, T, N]
 - ``attention_bwd``: ``(Operands, out, lse, dout, dlse | None)`` -> the gradients that ``wants``
   names, in the order query, key, value, bias
+- ``attention_tangent``: ``(Operands, out, lse, Gradients)``, tangents of the operands -> those of
+  out and lse
 
 ``PackedOperands`` may stand for ``Operands``: then one gradient stands for those of query, key and
-value.
+value. How they are differentiated is in ``derivatives.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_memeff import blockwise, blockwise_varlen, compat
+from jax_memeff import blockwise, blockwise_derivatives, blockwise_varlen, compat
 from jax_memeff.errors import UnsupportedError
 from jax_memeff.options import (
     Gradients,
@@ -35,6 +38,8 @@ attention_fwd_p = Primitive("attention_fwd")
 attention_fwd_p.multiple_results = True
 attention_bwd_p = Primitive("attention_bwd")
 attention_bwd_p.multiple_results = True
+attention_tangent_p = Primitive("attention_tangent")
+attention_tangent_p.multiple_results = True
 
 
 def forward(operands: Operands | PackedOperands, options: Options) -> tuple[jax.Array, jax.Array]:
@@ -55,11 +60,31 @@ def backward(
 ) -> Gradients | PackedGradients:
     """The gradients that ``wants`` names; the others are None and cost nothing."""
     leaves, tree = jax.tree.flatten((operands, out, lse, dout, dlse))
-    wanted = iter(attention_bwd_p.bind(*leaves, tree=tree, options=options, wants=wants))
+    wanted = attention_bwd_p.bind(*leaves, tree=tree, options=options, wants=wants)
+    return gradients_from(iter(wanted), operands, wants)
+
+
+def gradients_from(
+    wanted: Iterator[Any], operands: Operands | PackedOperands, wants: Wants
+) -> Gradients | PackedGradients:
+    """What ``attention_bwd`` gives, by name."""
     if isinstance(operands, PackedOperands):
         dqkv = next(wanted) if wants.query else None
         return PackedGradients(dqkv, next(wanted) if wants.bias else None)
     return Gradients(*(next(wanted) if want else None for want in wants))
+
+
+def tangent(
+    operands: Operands | PackedOperands,
+    options: Options,
+    out: jax.Array,
+    lse: jax.Array,
+    tangents: Gradients | PackedGradients,
+) -> tuple[jax.Array, jax.Array]:
+    """Tangents of out and lse for tangents of the operands, of which None is zero."""
+    leaves, tree = jax.tree.flatten((operands, out, lse, tangents))
+    dout, dlse = attention_tangent_p.bind(*leaves, tree=tree, options=options)
+    return dout, dlse
 
 
 def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
@@ -91,6 +116,12 @@ def _backward_types(*avals: Any, tree: Any, options: Options, wants: Wants) -> t
     )
 
 
+def _tangent_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
+    del options
+    _, out, lse, _ = jax.tree.unflatten(tree, avals)
+    return out.update(weak_type=False), lse.update(weak_type=False)
+
+
 def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[jax.Array]:
     operands = jax.tree.unflatten(tree, leaves)
     if isinstance(operands, PackedOperands):
@@ -114,6 +145,12 @@ def _blockwise_backward(
     return wanted
 
 
+def tangent_in_jax(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[jax.Array]:
+    """``attention_tangent`` in JAX, which may be differentiated further."""
+    operands, out, lse, tangents = jax.tree.unflatten(tree, leaves)
+    return blockwise_derivatives.tangent(operands, options, out, lse, tangents)
+
+
 def _cuda_forward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
     # Imported here: cuda.py brings in the code generator, which `import jax_memeff` must not.
     from jax_memeff import cuda
@@ -128,7 +165,11 @@ def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any)
 
 
 def _register(
-    primitive: Primitive, types: Callable, in_jax: Callable, on_cuda: Callable, static: tuple
+    primitive: Primitive,
+    types: Callable,
+    in_jax: Callable,
+    on_cuda: Callable | None,
+    static: tuple[str, ...],
 ) -> None:
     lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
 
@@ -147,12 +188,12 @@ def _register(
             )
         return default_lowering(ctx, *operands, **params)
 
-    def cuda(ctx, *operands, **params):
+    def cuda(kernels, ctx, *operands, **params):
         # Empty problems have constants for results; no kernel is compiled for them.
         empty = any(0 in aval.shape for aval in ctx.avals_in)
         if empty or params["options"].implementation == "xla":
             return default_lowering(ctx, *operands, **params)
-        return on_cuda(ctx, *operands, **params)
+        return kernels(ctx, *operands, **params)
 
     def batch(leaves, dims, **params):
         # One element at a time: an element of the batch has exactly the bits of its own call.
@@ -175,8 +216,9 @@ def _register(
 
     primitive.def_abstract_eval(types)
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
-    mlir.register_lowering(primitive, anywhere)
-    mlir.register_lowering(primitive, cuda, platform="cuda")
+    mlir.register_lowering(primitive, default_lowering if on_cuda is None else anywhere)
+    if on_cuda is not None:
+        mlir.register_lowering(primitive, functools.partial(cuda, on_cuda), platform="cuda")
     batching.primitive_batchers[primitive] = batch
 
 
@@ -193,4 +235,11 @@ _register(
     in_jax=_blockwise_backward,
     on_cuda=_cuda_backward,
     static=("tree", "options", "wants"),
+)
+_register(
+    attention_tangent_p,
+    types=_tangent_types,
+    in_jax=tangent_in_jax,
+    on_cuda=None,
+    static=("tree", "options"),
 )

@@ -10,16 +10,15 @@ saves it would still run the forward again.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_memeff import primitives
+from jax_memeff import derivatives, primitives
 from jax_memeff.options import Operands, Options, PackedOperands, Wants
-from jax_memeff.sequences import token_indices
 
 AnyOperands = Operands | PackedOperands
 
@@ -39,12 +38,40 @@ class _Residuals(NamedTuple):
     perturbed: _Perturbed
 
 
-def _attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.Array]:
+_forward_mode = jax.make_user_context(False)
+
+
+def forward_mode() -> AbstractContextManager[None]:
+    """A context in which calls of attention have forward-mode derivatives.
+
+    ``jax.jvp``, ``jax.jacfwd`` and ``jax.linearize`` refuse a ``jax.custom_vjp``, which attention
+    is by default. In this context it is not; the call itself has to be traced inside. Reverse mode
+    and ``jax.checkpoint`` work as they do outside, and so do results and gradients.
+
+    Tangents are computed on the blockwise path, on every platform, at linear memory.
+
+    >>> import jax, jax.numpy as jnp, jax_memeff
+    >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
+    >>> with jax_memeff.forward_mode():
+    ...     out, tangent = jax.jvp(
+    ...         lambda query: jax_memeff.dot_product_attention(query, key, value), [query], [key]
+    ...     )
+    >>> tangent.shape
+    (1, 16, 2, 8)
+    """
+    return _forward_mode(True)
+
+
+def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of canonical operands, differentiable in query, key, value and bias."""
+    if _forward_mode.value:
+        return primitives.forward(operands, options)
+    return _attention(operands, options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.Array]:
     return primitives.forward(operands, options)
-
-
-attention = jax.custom_vjp(_attention, nondiff_argnums=(1,))
 
 
 def _forward(operands: Any, options: Options) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
@@ -55,9 +82,7 @@ def _forward(operands: Any, options: Options) -> tuple[tuple[jax.Array, jax.Arra
         bias=operands.bias is not None and operands.bias.perturbed,
     )
     values: AnyOperands = jax.tree.map(lambda primal: primal.value, operands)
-    out, lse = primitives.forward(values, options)
-    out = checkpoint_name(out, "jax_memeff_out")
-    lse = checkpoint_name(lse, "jax_memeff_lse")
+    out, lse = derivatives.named(*primitives.forward(values, options))
     return (out, lse), _Residuals(values, out, lse, _Perturbed(wants))
 
 
@@ -66,43 +91,9 @@ def _backward(options: Options, residuals: _Residuals, cotangents: Any) -> tuple
     wants = perturbed.wants
     dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
 
-    gradients: dict[str, jax.Array | None] = {}
-    row_bias = wants.bias and operands.bias is not None and operands.bias.shape[3] == 1
-    in_kernel = wants._replace(bias=wants.bias and not row_bias)
-    if any(in_kernel) and not (dout is None and dlse is None):
-        dout = jnp.zeros_like(out) if dout is None else dout
-        gradients = primitives.backward(
-            operands, options, out, lse, dout, dlse, in_kernel
-        )._asdict()
-    if row_bias and dlse is not None:
-        gradients["bias"] = _row_bias_gradient(operands, lse, dlse)
-
+    gradients = derivatives.cotangents(operands, options, (out, lse), dout, dlse, wants)
     none = type(operands)(*[None] * len(operands._fields))  # type: ignore[arg-type]
-    return (none._replace(**gradients),)
+    return (none._replace(**gradients._asdict()),)
 
 
-def _row_bias_gradient(operands: Any, lse: jax.Array, dlse: jax.Array) -> jax.Array:
-    """Gradient of a bias [b, n, t, 1] that is one number per row of the scores.
-
-    ``ds = p * (dp - D)`` with ``D = rowsum(dout * out) - dlse`` sums over a row to dlse exactly,
-    because ``sum(p * dp) = rowsum(dout * out)``, with dropout too: a shift of a whole row changes
-    its logsumexp and nothing else.
-    """
-    bias = operands.bias
-    if lse.size == 0:
-        return jnp.zeros_like(bias)
-    rows = jnp.where(jnp.isneginf(lse), 0, dlse)
-    if isinstance(operands, Operands) and operands.sequences is not None:
-        tokens = token_indices(
-            operands.sequences.query_starts[:-1],
-            operands.sequences.query_lengths,
-            operands.scores[2],
-            rows.shape[1],
-        )
-        rows = rows[0].at[tokens].get(mode="fill", fill_value=0)
-    per_row = jnp.swapaxes(rows, 1, 2)[..., None]
-    broadcast = tuple(dim for dim, size in enumerate(bias.shape) if size == 1)
-    return jnp.sum(per_row, axis=broadcast, keepdims=True).astype(bias.dtype)
-
-
-attention.defvjp(_forward, _backward, symbolic_zeros=True)
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,7 +1,10 @@
 """Shared set-up: two CPU devices, the ``gpu`` marker, and fixtures for numbers and kernels."""
 
+import concurrent.futures
 import importlib.util
+import multiprocessing
 import os
+import shutil
 
 import jax
 import numpy as np
@@ -37,6 +40,18 @@ def _device(request):
     else:
         with jax.default_device(jax.devices("cpu")[0]):
             yield
+
+
+@pytest.fixture(scope="session")
+def machine():
+    """A process with an emulated GPU; ``submit`` gives it work."""
+    if shutil.which("g++") is None:
+        pytest.skip("kernels run on the CPU where there is g++")
+    import emulator
+
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn, emulator.install) as process:
+        yield process
 
 
 @pytest.fixture

@@ -4,162 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import packing
+from attention_case import Case
 
-from jax_memeff import dropout
 from jax_memeff.mask import Mask
-from jax_memeff.options import DropoutState, Operands, Options, Position, Wants
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Sizes and features of one call; ``lengths`` are (query, key) pairs, one per batch element."""
-
-    B: int = 2
-    T: int = 65
-    S: int = 65
-    N: int = 2
-    K: int = 2
-    H: int = 64
-    Hv: int | None = None
-    dtype: str = "bfloat16"
-    mask: Mask = dataclasses.field(default_factory=Mask)
-    mask_name: str = "full"
-    scale: float | None = None
-    soft_cap: float | None = None
-    lse_gradient: bool = True
-    lengths: tuple[tuple[int, int], ...] | None = None
-    bias: str | None = None
-    """A letter of "BNTS" for each full dim and 1 for each broadcast one: "1NTS"."""
-    bias_dtype: str | None = None
-    segments: int = 0
-    boolean: tuple[str, ...] = ()
-    block: int | None = None
-    """Boolean masks, and ids that are not sorted, stay the same in blocks of so many positions."""
-    dropout: float = 0.0
-    precision: Literal["tf32x3", "tf32"] = "tf32x3"
-    position: tuple[int, int] | None = None
-    packed: bool = False
-    """The sequences that ``lengths`` names stand one after the other, with gaps between them."""
-
-    def __str__(self) -> str:
-        words = [
-            f"B{self.B}T{self.T}S{self.S}N{self.N}K{self.K}H{self.H}v{self.value_dim}",
-            self.dtype,
-            self.mask_name,
-        ]
-        words += ["softcap"] if self.soft_cap else []
-        words += [f"scale{self.scale:g}"] if self.scale is not None else []
-        words += ["packed" if self.packed else "lengths"] if self.lengths else []
-        words += [f"bias{self.bias}{self.bias_dtype or ''}"] if self.bias else []
-        words += [f"{self.segments}segments"] if self.segments else []
-        words += [f"mask{dims}" for dims in self.boolean]
-        words += [f"blocks{self.block}"] if self.block else []
-        words += [f"dropout{self.dropout:g}"] if self.dropout else []
-        words += [self.precision] if self.precision != "tf32x3" else []
-        words += [f"at{self.position[0]}x{self.position[1]}"] if self.position else []
-        return "-".join(words)
-
-    @property
-    def value_dim(self) -> int:
-        return self.H if self.Hv is None else self.Hv
-
-    @property
-    def full_mask(self) -> Mask:
-        if self.lengths is None:
-            return self.mask
-        query, key = (jnp.array(x, jnp.int32) for x in zip(*self.lengths, strict=True))
-        return self.mask & Mask.lengths(query, key)
-
-    @property
-    def options(self) -> Options:
-        scale = self.H**-0.5 if self.scale is None else self.scale
-        threshold = dropout.threshold(self.dropout)
-        return Options(
-            scale=scale,
-            soft_cap=self.soft_cap,
-            dropout_threshold=threshold,
-            precision=self.precision,
-        )
-
-    @property
-    def wants(self) -> Wants:
-        """What a backward kernel computes; the gradient of a bias per row needs none."""
-        return Wants(True, True, True, bias=self.bias is not None and self.bias[3] == "S")
-
-    def shape(self, dims: str) -> tuple[int, ...]:
-        return tuple(1 if dim == "1" else getattr(self, dim) for dim in dims)
-
-    def arrays(self, seed: int = 0) -> tuple[Operands, Any, Any]:
-        """Operands, dout and dlse (or None), NumPy in the case's dtype, all finite."""
-        rng = np.random.default_rng(seed)
-        dtype = jnp.dtype(self.dtype)
-
-        def draw(*shape, dtype: Any = dtype) -> Any:
-            return rng.standard_normal(shape, np.float32).astype(dtype)
-
-        operands = Operands(
-            draw(self.B, self.T, self.N, self.H),
-            draw(self.B, self.S, self.K, self.H),
-            draw(self.B, self.S, self.K, self.value_dim),
-            None if self.bias is None else self.draw_bias(rng),
-            self.full_mask & self.element_mask(rng),
-            None,
-            None if self.position is None else self.global_position,
-        )
-        if self.dropout:
-            operands = operands._replace(dropout=self.draw_dropout(rng))
-        dout = draw(self.B, self.T, self.N, self.value_dim)
-        dlse = draw(self.B, self.T, self.N, dtype=np.float32) if self.lse_gradient else None
-        return operands, dout, dlse
-
-    @property
-    def global_position(self) -> Position:
-        first: Any = np.array(self.position, np.int32)
-        return Position(first[0], first[1])
-
-    def draw_dropout(self, rng: np.random.Generator) -> DropoutState:
-        words: Any = rng.integers(2**32, size=(self.B, 2), dtype=np.uint32)
-        batch_base: Any = np.arange(self.B, dtype=np.uint32) * np.uint32(self.N)
-        head_index: Any = np.arange(self.N, dtype=np.uint32)
-        return DropoutState(words, batch_base, head_index)
-
-    def draw_bias(self, rng: np.random.Generator) -> Any:
-        """Normal numbers, and -inf (or what counts as it) in some elements and in whole rows."""
-        bias = rng.standard_normal(self.shape(self.bias or ""), np.float32)
-        bias[rng.random(bias.shape) < 0.02] = -np.inf
-        bias[rng.random(bias.shape[:3]) < 0.04] = -np.inf
-        if (dtype := jnp.dtype(self.bias_dtype or self.dtype)) != np.float16:
-            bias[rng.random(bias.shape) < 0.02] = -2e38
-        return bias.astype(dtype)
-
-    def element_mask(self, rng: np.random.Generator) -> Mask:
-        mask = Mask()
-        for index in range(self.segments):
-            # Sorted ids first, with negative ones among them, then ids in no order.
-            ids = [
-                self.in_blocks(rng.integers(-1, 3, size=(self.B, length)).astype(np.int32))
-                for length in (self.T, self.S)
-            ]
-            mask &= Mask.segments(*(ids if index else map(np.sort, ids)))
-        for dims in self.boolean:
-            probability = 0.3 if self.block else 0.8
-            drawn = rng.random(self.shape(dims)) < probability
-            mask &= Mask.boolean(self.in_blocks(self.in_blocks(drawn), axis=2))
-        return mask
-
-    def in_blocks(self, array: Any, axis: int = -1) -> Any:
-        """The array with the first of each ``block`` elements along ``axis`` in their place."""
-        if self.block is None or array.shape[axis] == 1:
-            return array
-        position = np.arange(array.shape[axis])
-        return np.take(array, position - position % self.block, axis)
-
 
 CAUSAL = {"mask": Mask.causal(), "mask_name": "causal"}
 BOTTOM_RIGHT = {"mask": Mask.causal("bottom_right"), "mask_name": "bottom_right"}
@@ -260,7 +108,7 @@ def _element_cases() -> list[Case]:
 
 
 def _packed_cases() -> list[Case]:
-    """Packed sequences: alone, with each other feature, and with draws of all together."""
+    """Packed sequences: alone, and with each other feature."""
     sequences = ((200, 270), (0, 100), (77, 0), (1, 1), (130, 33))
     packed = functools.partial(Case, B=5, T=200, S=270, lengths=sequences, packed=True)
     found = [packed(H=H, **mask) for H in (64, 128) for mask in MASKS]
@@ -273,32 +121,6 @@ def _packed_cases() -> list[Case]:
     found += [packed(boolean=boolean, **WINDOW) for boolean in BOOLEANS]
     found += [packed(dropout=0.1, position=(48, 160), **WINDOW), packed(lse_gradient=False)]
     found += [packed(B=1, lengths=((200, 270),)), packed(B=2, lengths=((0, 0), (0, 0)))]
-    rng = np.random.default_rng(2)
-    for _ in range(60):
-        B, N, K = int(rng.integers(1, 7)), *GROUPS[rng.integers(len(GROUPS))]
-        T, S = ODD_SIZES[rng.integers(len(ODD_SIZES))]
-        H, Hv = HEAD_DIMS[rng.integers(len(HEAD_DIMS))]
-        lengths = rng.integers(0, (T + 1, S + 1), (B, 2)) * (rng.random((B, 2)) < 0.9)
-        found.append(
-            Case(
-                B=B,
-                T=T,
-                S=S,
-                N=N,
-                K=K,
-                H=H,
-                Hv=Hv,
-                dtype=str(rng.choice(["bfloat16", "float16"])),
-                soft_cap=5.0 if rng.random() < 0.3 else None,
-                lengths=tuple((int(query), int(key)) for query, key in lengths),
-                packed=True,
-                bias=str(rng.choice(BIASES)) if rng.random() < 0.4 else None,
-                segments=int(rng.choice([0, 0, 0, 1])),
-                boolean=BOOLEANS[rng.integers(4)] if rng.random() < 0.2 else (),
-                dropout=float(rng.choice([0.0, 0.0, 0.1])),
-                **MASKS[rng.integers(len(MASKS))],
-            )
-        )
     return found
 
 
@@ -353,8 +175,27 @@ def _f32_cases() -> list[Case]:
     return found
 
 
+def dropout_cases() -> list[Case]:
+    """Dropout where all elements are valid, on tiles of every shape; no heads share a key head."""
+    found = []
+    case = functools.partial(Case, T=200, S=136, dropout=0.3, position=(48, 160), scale=1.0)
+    for H in (32, 64, 96, 128, 256, 264):
+        found += [case(H=H), case(H=H, soft_cap=3.0)]
+    for H in (64, 128):
+        lengths = ((200, 136), (77, 100), (0, 5))
+        found += [case(B=3, H=H, lengths=lengths), case(B=3, H=H, lengths=lengths, packed=True)]
+        found += [case(H=H, dtype="float32"), case(H=H, dtype="float32", precision="tf32")]
+        found += [case(H=H, bias="1NTS"), case(H=H, bias="BNTS", bias_dtype="float32")]
+        found += [case(S=200, H=H, projections=True), case(H=H, dtype="float16")]
+        # Few rows, which split the keys, and rows that see every key in spite of their mask.
+        found += [case(T=3, H=H), case(T=40, H=H)]
+        found += [case(H=H, mask=Mask.window(400, 400), mask_name="wide_window")]
+        found += [dataclasses.replace(case(H=H, **CAUSAL), position=(192, 48))]
+    return found
+
+
 def cases() -> list[Case]:
-    """Every value of every factor, and 100 seeded draws of all factors together."""
+    """Every value of every factor; ``case_matrix.py`` has their combinations."""
     found = []
     for H, Hv in ODD_HEAD_DIMS + WIDE_HEAD_DIMS:
         found += [Case(T=130, S=150, H=H, Hv=Hv), Case(T=1025, S=257, H=H, Hv=Hv, **CAUSAL)]
@@ -396,92 +237,4 @@ def cases() -> list[Case]:
     found += _element_cases() + _packed_cases() + _f32_cases()
     found += split_cases()
 
-    rng = np.random.default_rng(1)
-    for _ in range(100):
-        T, S = ODD_SIZES[rng.integers(len(ODD_SIZES))]
-        dims = HEAD_DIMS + ODD_HEAD_DIMS + WIDE_HEAD_DIMS
-        H, Hv = dims[rng.integers(len(dims))]
-        N, K = GROUPS[rng.integers(len(GROUPS))]
-        lengths = None
-        if rng.random() < 0.3:
-            drawn = rng.integers(0, (T + 1, S + 1), (2, 2))
-            lengths = tuple((int(query), int(key)) for query, key in drawn)
-        found.append(
-            Case(
-                T=T,
-                S=S,
-                N=N,
-                K=K,
-                H=H,
-                Hv=Hv,
-                dtype=str(rng.choice(["bfloat16", "float16"])),
-                soft_cap=5.0 if rng.random() < 0.3 else None,
-                lse_gradient=bool(rng.random() < 0.5),
-                lengths=lengths,
-                bias=None if max(H, Hv) > 256 or rng.random() > 0.4 else str(rng.choice(BIASES)),
-                bias_dtype="float32" if rng.random() < 0.3 else None,
-                segments=int(rng.choice([0, 0, 0, 1, 2])),
-                boolean=BOOLEANS[rng.integers(4)] if rng.random() < 0.2 else (),
-                dropout=float(rng.choice([0.0, 0.0, 0.1, 0.5])),
-                position=(32, 16) if rng.random() < 0.2 else None,
-                **MASKS[rng.integers(len(MASKS))],
-            )
-        )
     return found
-
-
-def poisoned(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
-    """The same arrays with NaN beyond the lengths."""
-    if case.lengths is None:
-        return operands, dout, dlse
-    query, key, value, dout = (np.array(x) for x in (*operands[:3], dout))
-    bias = None if operands.bias is None else np.array(operands.bias)
-    if bias is not None:
-        longest = tuple(map(max, zip(*case.lengths, strict=True)))
-        for b in range(len(bias)):
-            query_length, key_length = longest if len(bias) == 1 else case.lengths[b]
-            if bias.shape[2] > 1:
-                bias[b, :, query_length:] = np.nan
-            if bias.shape[3] > 1:
-                bias[b, :, :, key_length:] = np.nan
-    dlse = None if dlse is None else np.array(dlse)
-    for b, (query_length, key_length) in enumerate(case.lengths):
-        for array in (query, dout) if dlse is None else (query, dout, dlse):
-            array[b, query_length:] = np.nan
-        for array in (key, value):
-            array[b, key_length:] = np.nan
-    return operands._replace(query=query, key=key, value=value, bias=bias), dout, dlse
-
-
-def passed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
-    """What the call of a case is given: poisoned beyond the lengths, and packed if it says so."""
-    dirty = poisoned(case, operands, dout, dlse)
-    return packing.packed(case, *dirty) if case.packed else dirty
-
-
-def run_case(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple:
-    """The results of :func:`run` in the shapes of the arrays of the case."""
-    arrays, *cotangents = passed(case, operands, dout, dlse)
-    results = run(arrays, case.options, *cotangents)
-    return packing.unpacked(case, results) if case.packed else results
-
-
-def run(operands: Operands, options: Options, dout: Any, dlse: Any) -> tuple:
-    """(out, lse), (dq, dk, dv, dbias) of one jitted program; dbias is None without a bias."""
-    from jax_memeff import vjp
-
-    operands, dout, dlse = jax.tree.map(jnp.asarray, (operands, dout, dlse))
-    return _run(operands, options, dout, dlse, vjp.attention)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 4))
-def _run(operands, options, dout, dlse, attention):
-    def forward(query, key, value, bias):
-        inputs = operands._replace(query=query, key=key, value=value, bias=bias)
-        out, lse = attention(inputs, options)
-        return (out, lse) if dlse is not None else out
-
-    results, transpose = jax.vjp(forward, *operands[:4])
-    gradients = transpose(dout if dlse is None else (dout, dlse))
-    out, lse = results if dlse is not None else (results, None)
-    return (out, lse), gradients

@@ -104,6 +104,44 @@ def kept_elements(
     return ((word >> shift.astype(np.uint64)) & np.uint64(255)) >= threshold
 
 
+def kept_factors(operands: Operands, options: Options) -> np.ndarray:
+    """What dropout multiplies the probabilities by, [B, N, T, S]."""
+    B, T, N, _ = operands.query.shape
+    S, threshold = operands.key.shape[1], options.dropout_threshold
+    if not threshold or operands.dropout is None:
+        return np.ones((B, N, T, S))
+    kept = kept_elements(operands.dropout, threshold, T, S, operands.position)
+    return 256 / (256 - threshold) * kept
+
+
+def formula(query, key, value, bias, valid, kept, scale, soft_cap):
+    """Output and logsumexp, by their definition, as a function that JAX differentiates.
+
+    Args:
+        query, key, value: arrays of any float dtype.
+        bias: broadcasts to [B, N, T, S], finite.
+        valid: bool[B, N, T, S].
+        kept: [B, N, T, S], what probabilities are multiplied by.
+        scale: of the products.
+        soft_cap: static, or None.
+    """
+    groups = query.shape[2] // max(key.shape[2], 1)
+    highest = jax.lax.Precision.HIGHEST
+    key, value = jnp.repeat(key, groups, 2), jnp.repeat(value, groups, 2)
+    scores = scale * jnp.einsum("btnh,bsnh->bnts", query, key, precision=highest)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = scores + bias
+    has_keys = jnp.any(valid, -1, keepdims=True)
+    # Rows without keys get finite scores here, and their defined values below, so that JAX's
+    # gradients of them are zero and not NaN.
+    scores = jnp.where(valid | ~has_keys, scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, -1, keepdims=True)
+    probabilities = jnp.where(valid, jnp.exp(scores - lse), 0) * kept
+    out = jnp.einsum("bnts,bsnh->btnh", probabilities, value, precision=highest)
+    return out, jnp.where(has_keys, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
+
+
 # Operations round as they are written: XLA would keep more bits between fused 16-bit operations.
 # The oracle runs once per compilation, so it is not optimised.
 @functools.partial(
@@ -112,25 +150,10 @@ def kept_elements(
     compiler_options={"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0},
 )
 def _answer(query, key, value, bias, valid, kept, scale, dout, dlse, soft_cap):
-    groups = query.shape[2] // max(key.shape[2], 1)
-    highest = jax.lax.Precision.HIGHEST
+    def differentiable(query, key, value, bias):
+        return formula(query, key, value, bias, valid, kept, scale, soft_cap)
 
-    def formula(query, key, value, bias):
-        key, value = jnp.repeat(key, groups, 2), jnp.repeat(value, groups, 2)
-        scores = scale * jnp.einsum("btnh,bsnh->bnts", query, key, precision=highest)
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = scores + bias
-        has_keys = jnp.any(valid, -1, keepdims=True)
-        # Rows without keys get finite scores here, and their defined values below, so that JAX's
-        # gradients of them are zero and not NaN.
-        scores = jnp.where(valid | ~has_keys, scores, -jnp.inf)
-        lse = jax.nn.logsumexp(scores, -1, keepdims=True)
-        probabilities = jnp.where(valid, jnp.exp(scores - lse), 0) * kept
-        out = jnp.einsum("bnts,bsnh->btnh", probabilities, value, precision=highest)
-        return out, jnp.where(has_keys, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
-
-    results, transpose = jax.vjp(formula, query, key, value, bias)
+    results, transpose = jax.vjp(differentiable, query, key, value, bias)
     return results, transpose((dout, dlse))
 
 
@@ -148,13 +171,7 @@ def answer(
     B, T, N, _ = operands.query.shape
     S = operands.key.shape[1]
     valid = valid_elements(operands.mask, B, N, T, S, operands.position)
-    kept = np.ones((B, N, T, S))
-    if options.dropout_threshold and operands.dropout is not None:
-        kept = (
-            256
-            / (256 - options.dropout_threshold)
-            * kept_elements(operands.dropout, options.dropout_threshold, T, S, operands.position)
-        )
+    kept = kept_factors(operands, options)
     bias = np.zeros((1, 1, 1, 1))
     if operands.bias is not None:
         bias = np.asarray(operands.bias).astype(np.float64)

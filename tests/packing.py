@@ -11,7 +11,7 @@ from jax_memeff.options import Operands
 from jax_memeff.sequences import Sequences
 
 if TYPE_CHECKING:
-    from kernel_cases import Case
+    from attention_case import Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def packed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operan
 
 
 def unpacked(case: Case, results: tuple) -> tuple:
-    """Results of ``kernel_cases.run`` of packed arrays as those of the padded ones."""
+    """Results of ``attention_case.run`` of packed arrays as those of the padded ones."""
     (out, lse), (dq, dk, dv, dbias) = results
     queries, keys = packings(case)
     return (

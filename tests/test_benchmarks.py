@@ -135,6 +135,8 @@ def test_report_writes_between_the_markers(document, modules, tmp_path, monkeypa
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
     assert "| jax.nn XLA | 2 | 1.41 | 1.00 (T2048) | 2 | 1.41 | 1.00 (T2048) |" in text
     assert "| torch FlashAttention-2 | 0 | n/a | n/a | 0 | n/a | n/a |" in text
+    fastest = "| the fastest of all, `main` cells |"
+    assert f"{fastest} 2 | 1.41 | 1.00 (T2048) | 2 | 1.41 | 1.00 (T2048) |" in text
     assert "| T512 | **400** | 200 | [1] |" in text
     assert "![TFLOP/s over the sequence length](plot.svg)" in text
     assert "200 random shapes of one feature set compile 2 kernels." in text
@@ -159,6 +161,79 @@ def test_few_queries_are_reported_as_bandwidth(document, modules):
     assert "| few | **3** | 2 | [1] |" in text
     assert text.count("| few |") == 1
     assert document["device"]["copy_bytes_per_second"] > 0
+
+
+def test_the_fastest_peer_of_each_cell_counts(document, modules):
+    made = _synthetic(document)
+    made["cells"][1]["group"] = "features"
+    for results in made["cells"][0]["results"].values():
+        results["torch_flash"] = {"seconds": 5e-4}
+    text = modules("report").summary(made)
+    assert "`main` cells | 1 | 0.50 | 0.50 (T512) | 1 | 0.50 | 0.50 (T512) |" in text
+    assert "`features` cells | 1 | 1.00 | 1.00 (T2048) |" in text
+
+
+def test_ours_is_the_first_of_ours_among_the_peers(document, modules):
+    report, made = modules("report"), _synthetic(document)
+    slower = {"seconds": 1.1e-3}
+    for cell in made["cells"]:
+        for results in cell["results"].values():
+            results["memeff_deterministic"] = slower
+    made["peers"] = {"memeff_deterministic": "deterministic", "memeff_xla": "default"}
+    text = report.summary(made)
+    assert "speed of deterministic / peer" in text
+    assert "| default | 2 | 0.91 | 0.91 (T512) |" in text
+    assert "`main` cells | 0 | n/a |" in text
+
+
+def test_memory_is_reported_in_a_table_of_its_own(document, modules):
+    made = copy.deepcopy(document)
+    cell = made["cells"][0]
+    assert all(cell["results"]["forward"][name]["temporary_bytes"] > 0 for name in ("jax_xla",))
+    assert "### Memory" not in modules("report").tables(made, None)
+    cell |= {"group": "memory", "name": "wide"}
+    cell["results"]["forward"]["memeff_xla"]["temporary_bytes"] = 3 * 2**20
+    cell["results"]["forward"]["jax_xla"]["temporary_bytes"] = None
+    text = modules("report").tables(made, None)
+    assert "| wide, forward | 3 | n/a | n/a |" in text
+
+
+def test_every_table_has_its_cells(modules):
+    """What the project promises figures for: sizes, features and their number."""
+    sets = modules("cells").SETS
+    for name, number in (("main", 24), ("features", 18), ("float32", 4), ("deterministic", 14)):
+        cells = sets[name]()
+        assert len({cell.name for cell in cells}) == len(cells) == number
+        for cell in cells:
+            assert cell.batch * cell.query_length == 16384
+            assert cell.heads * cell.head_dim == 2048
+            assert cell.group == name and cell.gradients
+    grid = {(c.head_dim, c.query_length, c.causal) for c in sets["main"]()}
+    assert {dim for dim, _, _ in grid} == {64, 128, 256}
+    assert {length for _, length, _ in grid} == {512, 2048, 8192, 16384}
+    modified = {(c.query_length, c.bias, c.dropout) for c in sets["features"]()}
+    assert modified == {
+        (length, *modifier)
+        for length in (2048, 4096)
+        for modifier in ((True, 0), (False, 0.1), (True, 0.1))
+    }
+    capped = {c.soft_cap for c in sets["softcap"]()}
+    assert capped == {None, 30.0}
+    assert all(c.heads == 8 * c.key_heads for c in sets["gqa"]())
+    assert any((c.head_dim, c.value_dim) == (192, 128) for c in sets["dims"]())
+    assert all((c.window, c.query_length) == (1024, 16384) for c in sets["window"]())
+    shared, wide = sets["memory"]()
+    assert shared.batch == 32 and shared.bias
+    assert (wide.head_dim, wide.query_length) == (4096, 2048)
+
+
+def test_peers_say_what_they_have_no_argument_for(modules):
+    peers, sets = modules("peers").PEERS, modules("cells").SETS
+    capped = next(cell for cell in sets["softcap"]() if cell.soft_cap)
+    able = {name for name, peer in peers.items() if not peer.missing(capped)}
+    assert able == {"memeff_cuda", "memeff_xla", "memeff_deterministic", "fa4"}
+    everyone = {peer.name for peer in modules("peers").peers("all")}
+    assert set(peers) - everyone == {"memeff_xla", "memeff_deterministic"}
 
 
 def test_report_names_a_missing_marker(modules):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jax_memeff import cli
-from jax_memeff.codegen import select
+from jax_memeff.codegen import compile as compiler
+from jax_memeff.codegen import parallel, program_cache, select
 from jax_memeff.codegen.compile import Compiled
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.resources import Resource
@@ -119,6 +120,59 @@ def test_build_prints_resources_and_is_not_fooled_by_failures(capsys, monkeypatc
     shared = str(specs[1].shared_bytes + 512)
     assert line.split()[1:] == ["sm_80", "168", "24", shared, "1.25", "no"]
     assert "did not compile" in out and "no [bold] luck" in out and "C7510" in out
+
+
+def test_an_interrupted_build_goes_on_where_it_was(capsys, monkeypatch):
+    """Kernels without an include compile at once; the third compilation is interrupted."""
+    specs = list(select.closure("sm_80", dtypes=["bf16"], dims=[(32, 32)]))[:5]
+    monkeypatch.setattr(select, "closure", lambda arch, **chosen: specs)
+    monkeypatch.setattr(parallel, "_available_cores", lambda: 1)
+    monkeypatch.setattr(
+        compiler.emit,
+        "source",
+        lambda spec: "".join(
+            f'extern "C" __global__ void {entry.name}() {{}}\n' for entry in spec.entry_points
+        ),
+    )
+    compiled, nvrtc = [], compiler._nvrtc
+
+    def interrupted(source, arch, name):
+        if len(compiled) == 2:
+            raise KeyboardInterrupt
+        compiled.append(name)
+        return nvrtc(source, arch, name)
+
+    monkeypatch.setattr(compiler, "_nvrtc", interrupted)
+    assert cli.main(["build", "--all", "--arch", "sm_80"]) == 130
+    assert "2 of 5 kernels are done" in " ".join(capsys.readouterr().err.split())
+    assert compiled == [spec.name for spec in specs[:2]]
+
+    program_cache.current().memory.clear()  # the next command is another process
+    monkeypatch.setattr(compiler, "_nvrtc", lambda *args: compiled.append(args[2]) or nvrtc(*args))
+    code, out = run(capsys, "build", "--all", "--arch", "sm_80")
+    assert code == 0
+    assert compiled == [spec.name for spec in specs]
+    cached = [line.split()[-1] for line in out.splitlines() if line.split()[0] in compiled]
+    assert cached == ["yes", "yes", "no", "no", "no"]
+
+
+def test_explain_tells_why_each_kernel_is_rejected(capsys):
+    code, out = run(
+        capsys, "explain", "--dtype", "bf16", "--head-dim", "64", "--arch", "sm_90a",
+        "--segments", "--boolean", "--bias", "16", "--bias-layout", "shared",
+    )  # fmt: skip
+    assert code == 0
+    problem = Problem(
+        "forward", "bf16", 64, 64, "sm_90a",
+        masks=frozenset({"segments", "boolean"}), bias="16", bias_layout="shared",
+    )  # fmt: skip
+    verdicts = {spec.name: refused for spec, refused in select.explain(problem)}
+    assert {name.split("_")[-1] for name in verdicts} == {"sm80", "sm90"}
+    text = " ".join(out.split())
+    for name, refused in verdicts.items():
+        assert f"{name} " in text
+        for reason in refused:
+            assert reason.split()[0] in text
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,36 @@ def test_selection_is_the_first_without_reasons():
     assert refused["fmha_bwd_bf16_d32v256_32x64_sm80"] == ["8 warps cannot share its 32x32 dq"]
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"masks": {"window", "query_lengths", "key_lengths"}},
+        {"masks": {"segments", "boolean"}, "soft_cap": True, "dropout": True},
+        {"bias": "32", "bias_layout": "shared"},
+        {"bias": "16", "bias_layout": "rows", "bias_alignment": 2},
+        {"varlen": True, "masks": {"causal"}},
+        {"head_dim": 20, "value_dim": 200},
+        {"head_dim": 7, "value_dim": 7},
+        {"head_dim": 320},
+        {"dtype": "f32"},
+    ],
+    ids=str,
+)
+def test_every_rejected_kernel_of_every_family_has_its_reasons(direction, changes):
+    """Those before the chosen one; no reason is said of a kernel twice."""
+    asked = problem(direction, arch="sm_90a", **changes)
+    explained = select.explain(asked)
+    families = {spec.family for spec, _ in explained}
+    assert families == ({"sm80"} if asked.dtype == "f32" else {"sm80", "sm90"})
+    chosen = [spec for spec, _ in explained].index(select.select(asked))
+    for index, (_, reasons) in enumerate(explained):
+        assert bool(reasons) if index < chosen else index > chosen or not reasons
+        assert all(len(reason.split()) > 2 for reason in reasons)
+        assert len(set(reasons)) == len(reasons)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -452,6 +482,16 @@ def test_architectures():
     assert sm80.part("sm_120") is sm80.part("sm_89") is sm80.part("sm_131")
 
 
+def test_ptx_is_of_the_kernels_of_its_architecture():
+    """Hopper's own instructions are not in PTX that later GPUs can run."""
+    for arch, kernels in (("compute_80", "sm_80"), ("compute_90", "sm_90")):
+        assert list(select.closure(arch, dims=[(64, 64)])) == list(
+            select.closure(kernels, dims=[(64, 64)])
+        )
+    with pytest.raises(ValueError, match="expected the name of a GPU architecture"):
+        archs.capability("compute_90a")
+
+
 def test_config_reads_the_environment(monkeypatch, tmp_path):
     for name in ("JAX_MEMEFF_ARCHS", "JAX_MEMEFF_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -464,6 +504,8 @@ def test_config_reads_the_environment(monkeypatch, tmp_path):
     assert config.cache_dir() == tmp_path / "kernels"
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a, sm_80,sm_90a")
     assert config.archs() == ("sm_90a", "sm_80")
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "compute_80")
+    assert config.archs() == ("compute_80",)
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "hopper")
     with pytest.raises(ValueError, match=r"expected JAX_MEMEFF_ARCHS .* got 'hopper'"):
         config.archs()

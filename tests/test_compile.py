@@ -76,6 +76,19 @@ def test_attention_kernel_compiles_once(shared_cache, direction, arch):
     assert compiler.lookup(spec, "sm_90") is None
 
 
+def test_ptx_is_for_any_later_device(cache):
+    code, _ = compiler._nvrtc(TINY, "compute_80", "tiny")
+    assert b".target sm_80" in code and b".entry tiny" in code
+    assert code.endswith(b"\0")
+    compiled = compiler.compile_source(TINY, "compute_80", ["tiny"])
+    assert compiled.image == compiler._fatbin(code, "compute_80", "tiny")
+    assert compiled.image.startswith(FATBIN_MAGIC)
+    assert [resource.name for resource in compiled.resources] == ["tiny"]
+    assert compiler.lookup_source(TINY, "compute_80", ["tiny"]) is not None
+    assert compiler.lookup_source(TINY, "sm_80", ["tiny"]) is None
+    assert compiler.compile_source(TINY, "sm_80", ["tiny"]).image != compiled.image
+
+
 def test_cute_kernel_and_its_resources(shared_cache):
     compiled = compiler.compile_source(CUTE, "sm_90a", ["reverse"])
     (resource,) = compiled.resources

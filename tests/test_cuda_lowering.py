@@ -99,10 +99,10 @@ def test_only_wanted_gradients_are_results(fake_compiler):
 
 
 def test_several_architectures(fake_compiler, monkeypatch):
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_90a")
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a,compute_80")
     text = lower(loss, *shapes())
-    assert 'archs = "sm_80,sm_90a"' in text
-    assert [arch for _, arch in fake_compiler] == ["sm_80", "sm_90a"]
+    assert 'archs = "sm_90a,compute_80"' in text
+    assert [arch for _, arch in fake_compiler] == ["sm_90a", "compute_80"]
 
 
 def test_what_no_kernel_does_raises():
@@ -111,6 +111,11 @@ def test_what_no_kernel_does_raises():
     assert "implementation='xla'" in str(caught.value)
     xla = functools.partial(loss, implementation="xla")
     assert "stablehlo" in lower(xla, *shapes(H=264, dtype="float32"))
+
+
+def test_float64_says_what_to_do(x64):
+    with pytest.raises(UnsupportedError, match=r"float64 has no kernel.*'xla', or cast"):
+        lower(loss, *shapes(dtype="float64"))
 
 
 @pytest.mark.parametrize(

@@ -6,24 +6,32 @@ import dataclasses
 import functools
 from typing import Any
 
+import case_matrix
 import jax
 import jax.numpy as jnp
 import kernel_cases
 import numpy as np
 import oracle
 import pytest
-from kernel_cases import CAUSAL, WINDOW, Case
+from attention_case import Case, assert_matches_the_oracle, passed, poisoned, run, run_case
+from dropout_bits import assert_dropout_bits
+from kernel_cases import CAUSAL, WINDOW
 
 import jax_memeff
-from jax_memeff import cuda, dropout, vjp
+from jax_memeff import cuda, vjp
 from jax_memeff.codegen import parallel
 from jax_memeff.mask import Mask
 from jax_memeff.options import PackedOperands, Wants
 
 pytestmark = pytest.mark.gpu
-CASES = kernel_cases.cases()
-TF32_TOLERANCE = 1e-3
-"""Relative Frobenius error of products with 11 bits."""
+CASES = [*kernel_cases.cases(), *case_matrix.cases()]
+SANITIZED = frozenset(map(str, case_matrix.sanitized_cases()))
+
+
+def marked(cases):
+    """The cases, some with the marker of those that are run under compute-sanitizer."""
+    marks = (pytest.mark.sanitizer,)
+    return [pytest.param(case, marks=marks if str(case) in SANITIZED else ()) for case in cases]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +40,7 @@ def compiled(request):
     jobs = set()
     calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
     for case in (call.params["case"] for call in calls if "case" in call.params):
-        operands, _, _ = kernel_cases.passed(case, *case.arrays())
+        operands, _, _ = passed(case, *case.arrays())
         for wants in (None, case.wants):
             for arch, spec in cuda.kernels(operands, case.options, wants).items():
                 jobs.add((spec, arch))
@@ -48,61 +56,13 @@ def without_splits(monkeypatch):
     monkeypatch.setattr(cuda.support, "query_rows", lambda *_, **__: None)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", marked(CASES), ids=str)
 def test_matches_the_oracle(case):
-    operands, dout, dlse = case.arrays()
-    wide = case.dtype == "float32"
-    answer = functools.partial(oracle.answer, operands, case.options, dout, dlse)
-    reference = answer(np.float64 if wide else np.float32)
-    low = None if wide else answer(jnp.dtype(case.dtype))
-    (out, lse), (dq, dk, dv, dbias) = kernel_cases.run_case(case, operands, dout, dlse)
-
-    def check(name, got, field, **allowances):
-        oracle.check(
-            name,
-            got,
-            getattr(reference, field),
-            None if low is None else getattr(low, field),
-            wide_tolerance=TF32_TOLERANCE if case.precision == "tf32" else None,
-            **allowances,
-        )
-
-    check("out", out, "out")
-    if lse is not None:
-        rough = case.precision == "tf32" or (case.soft_cap is not None and not wide)
-        check("lse", lse, "lse", lse_tolerance=1e-3 if rough else 1e-5)
-    floor = cancellation(operands, case.options, dout, reference.out)
-    check("dq", dq, "query", floor=floor * abs(case.options.scale) * largest(operands.key))
-    check("dk", dk, "key", floor=floor * abs(case.options.scale) * largest(operands.query))
-    check("dv", dv, "value")
-    if case.bias is not None:
-        check("dbias", dbias, "bias", scale=reference.bias_scale, floor=floor)
-
-
-def cancellation(operands, options, dout, out):
-    """Rounding error of dP - delta where they cancel: two dot products of a row in f32.
-
-    With dropout the one key of a row is scaled, so out = scale * value is rounded to 16 bits and
-    delta = rowsum(dout * out) with it, while dP is not: four standard deviations of that sum.
-    """
-    value, dout, out = (np.asarray(x, np.float32) for x in (operands.value, dout, out))
-    if 0 in (*value.shape, *dout.shape):
-        return 0.0
-    kept_scale = 256 / (256 - options.dropout_threshold)
-    rows = np.linalg.norm(dout, axis=-1).max() * np.linalg.norm(value, axis=-1).max()
-    error = 2.0**-22 * kept_scale * rows
-    if options.dropout_threshold:
-        half_ulp = float(jnp.finfo(operands.query.dtype).eps) / 2
-        error += 4 * half_ulp / np.sqrt(3) * np.linalg.norm(dout * out, axis=-1).max()
-    return error
-
-
-def largest(array):
-    return np.abs(np.asarray(array, np.float32)).max(initial=0)
+    assert_matches_the_oracle(case)
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.T > 64 and not case.packed], ids=str
+    "case", marked(case for case in CASES if case.T > 64 and not case.packed), ids=str
 )
 def test_forward_without_splits_matches_the_oracle(case, monkeypatch):
     from jax_memeff import primitives
@@ -111,7 +71,7 @@ def test_forward_without_splits_matches_the_oracle(case, monkeypatch):
     operands, dout, dlse = case.arrays()
     low = oracle.answer(operands, case.options, dout, dlse, jnp.dtype(case.dtype))
     reference = oracle.answer(operands, case.options, dout, dlse, np.float32)
-    dirty, _, _ = kernel_cases.poisoned(case, operands, dout, dlse)
+    dirty, _, _ = poisoned(case, operands, dout, dlse)
     # A function of its own: jit must not find the program that splits.
     out, lse = jax.jit(lambda operands: primitives.forward(operands, case.options))(
         jax.tree.map(jnp.asarray, dirty)
@@ -121,49 +81,9 @@ def test_forward_without_splits_matches_the_oracle(case, monkeypatch):
     oracle.check("lse", lse, reference.lse, lse_tolerance=tolerance)
 
 
-@pytest.mark.parametrize("soft_cap", [None, 3.0])
-@pytest.mark.parametrize("H", [32, 64, 96, 128, 256, 264])
-def test_dropout_bits_are_those_of_the_contract(H, soft_cap):
-    """Read from out, dv and dq of uniform probabilities; H and soft cap change the tiles."""
-    row, column = 48, 160
-    case = Case(
-        T=200, S=136, H=H, soft_cap=soft_cap, dropout=0.3, position=(row, column), scale=1.0
-    )
-    operands, _, _ = case.arrays()
-    assert operands.dropout is not None
-    expected = np.asarray(
-        dropout.keep_mask(
-            operands.dropout, case.options.dropout_threshold, row, column, case.T, case.S
-        )
-    )
-    zeros = operands._replace(query=np.zeros_like(operands.query))
-
-    def one_hot(length, first):
-        """[B, length, N, H], one where the row is ``first`` and the last index together."""
-        hot = np.eye(length, H, k=-first)[None, :, None, :]
-        return np.broadcast_to(hot, (case.B, length, case.N, H)).astype(operands.query.dtype)
-
-    def run(dout, **changes):
-        results = kernel_cases.run(zeros._replace(**changes), case.options, dout, None)
-        return jax.tree.map(lambda x: np.asarray(x, np.float32), results)
-
-    flat = np.full_like(operands.query, 1 / H)
-    for first in range(0, case.S, H):
-        columns = slice(first, min(first + H, case.S))
-        width = columns.stop - first
-        (out, _), _ = run(flat, value=one_hot(case.S, first))
-        kept = out.transpose(0, 2, 1, 3)[..., :width] > 0
-        np.testing.assert_array_equal(kept, expected[..., columns])
-        # With dP = 1 everywhere dS is positive exactly where the element is kept.
-        _, (dq, _, _, _) = run(flat, key=one_hot(case.S, first), value=np.ones_like(operands.value))
-        np.testing.assert_array_equal(
-            dq.transpose(0, 2, 1, 3)[..., :width] > 0, expected[..., columns]
-        )
-    for first in range(0, case.T, H):
-        rows = slice(first, min(first + H, case.T))
-        _, (_, _, dv, _) = run(one_hot(case.T, first))
-        kept = dv.transpose(0, 2, 3, 1)[:, :, : rows.stop - first] > 0
-        np.testing.assert_array_equal(kept, expected[:, :, rows])
+@pytest.mark.parametrize("case", kernel_cases.dropout_cases(), ids=str)
+def test_dropout_bits_are_those_of_the_contract(case):
+    assert_dropout_bits(case)
 
 
 @pytest.mark.parametrize("dims", ["BNTS", "1NTS", "BN1S", "111S"])
@@ -208,9 +128,9 @@ def test_the_gradient_of_a_shared_bias_needs_no_buffer_of_all_scores():
 def test_repeats_are_bit_equal(case):
     """out, dk and dv of 200 runs; dq is summed by atomics and may differ in its last bits."""
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
-    (out, lse), (_, dk, dv, _) = kernel_cases.run(operands, case.options, dout, dlse)
+    (out, lse), (_, dk, dv, _) = run(operands, case.options, dout, dlse)
     for _ in range(200):
-        again = kernel_cases.run(operands, case.options, dout, dlse)
+        again = run(operands, case.options, dout, dlse)
         for ours, first in zip((*again[0], *again[1][1:3]), (out, lse, dk, dv), strict=True):
             assert jnp.array_equal(ours, first)
 
@@ -221,7 +141,7 @@ def test_operands_inside_larger_buffers(mask, H):
     """Layers of a scan are slices of one buffer; NaN stands right before and behind each."""
     case = Case(B=1, T=131, S=77, N=1, K=1, H=H, **mask)
     operands, dout, dlse = case.arrays()
-    expected = kernel_cases.run(operands, case.options, dout, dlse)
+    expected = run(operands, case.options, dout, dlse)
 
     def surround(array):
         nan = np.full_like(array, np.nan)
@@ -235,7 +155,7 @@ def test_operands_inside_larger_buffers(mask, H):
             jax.lax.dynamic_index_in_dim(x, index, 0, False) for x in stacked
         )
         inner = operands._replace(query=query, key=key, value=value)
-        return kernel_cases.run(inner, case.options, inner_dout, dlse)
+        return run(inner, case.options, inner_dout, dlse)
 
     got = middle(stacked, jnp.array(1))
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
@@ -255,14 +175,14 @@ def test_layers_of_a_scan(H):
     def scanned(arrays):
         def layer(carry, arrays):
             operands, dout, dlse = arrays
-            return carry, kernel_cases.run(operands, case.options, dout, dlse)
+            return carry, run(operands, case.options, dout, dlse)
 
         return jax.lax.scan(layer, 0, arrays)[1]
 
     drawn = [case.arrays(seed) for seed in range(layers)]
     got = scanned(jax.tree.map(lambda *x: jnp.stack(x), *drawn))
     for index, (operands, dout, dlse) in enumerate(drawn):
-        expected = kernel_cases.run(operands, case.options, dout, dlse)
+        expected = run(operands, case.options, dout, dlse)
         for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(
                 np.asarray(ours[index], np.float32), np.asarray(theirs, np.float32), atol=1e-2
@@ -298,7 +218,7 @@ def test_only_wanted_gradients(wants):
 def test_zero_sizes(sizes):
     case = dataclasses.replace(Case(), **sizes)
     operands, dout, dlse = case.arrays()
-    (out, lse), gradients = kernel_cases.run(operands, case.options, dout, dlse)
+    (out, lse), gradients = run(operands, case.options, dout, dlse)
     assert out.shape == (case.B, case.T, case.N, case.value_dim)
     assert (np.asarray(out, np.float32) == 0).all()
     if case.S == 0:
@@ -312,8 +232,8 @@ def test_lengths_out_of_range_are_clamped():
     operands, dout, dlse = case.arrays()
     wild = Mask.lengths(jnp.array([-5, 2**30]), jnp.array([2**31 - 1, -(2**31)], jnp.int32))
     tame = Mask.lengths(jnp.array([0, 100]), jnp.array([90, 0]))
-    got = kernel_cases.run(operands._replace(mask=wild), case.options, dout, dlse)
-    expected = kernel_cases.run(operands._replace(mask=tame), case.options, dout, dlse)
+    got = run(operands._replace(mask=wild), case.options, dout, dlse)
+    expected = run(operands._replace(mask=tame), case.options, dout, dlse)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert jnp.array_equal(ours, theirs)
 
@@ -322,7 +242,7 @@ def test_memory_of_wide_heads():
     """Beside arguments and results: f32 sums of the gradients, and out, kept for the backward."""
     case = Case(B=1, T=2048, S=2048, N=2, K=2, H=4096, lse_gradient=False)
     operands, dout, _ = case.arrays()
-    program = jax.jit(kernel_cases.run, static_argnums=(1,))
+    program = jax.jit(run, static_argnums=(1,))
     memory = program.lower(operands, case.options, dout, None).compile().memory_analysis()
     assert memory is not None
     elements = dout.size
@@ -358,9 +278,9 @@ def test_packed_sequences_have_the_bits_of_padded_ones(features):
     lengths = ((200, 270), (0, 100), (77, 0), (130, 33))
     case = Case(B=4, T=200, S=270, lengths=lengths, **features)
     operands, dout, dlse = case.arrays()
-    padded = kernel_cases.run_case(case, operands, dout, dlse)
+    padded = run_case(case, operands, dout, dlse)
     packed = dataclasses.replace(case, packed=True)
-    (out, lse), (_, dk, dv, dbias) = kernel_cases.run_case(packed, operands, dout, dlse)
+    (out, lse), (_, dk, dv, dbias) = run_case(packed, operands, dout, dlse)
     (padded_out, padded_lse), (_, padded_dk, padded_dv, padded_dbias) = padded
     pairs = [(out, padded_out), (lse, padded_lse), (dk, padded_dk), (dv, padded_dv)]
     pairs += [] if dbias is None else [(dbias, padded_dbias)]
@@ -414,7 +334,7 @@ def test_one_array_of_projections(features, dropout_rate):
     """Bit-equal to three arrays; dq is summed by atomics."""
     case = Case(T=200, S=200, dropout=dropout_rate, **features)
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
-    expected = kernel_cases.run(operands, case.options, dout, dlse)
+    expected = run(operands, case.options, dout, dlse)
     qkv = jnp.stack(operands[:3], 2)
 
     @jax.jit

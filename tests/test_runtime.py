@@ -104,6 +104,21 @@ def test_command_buffers():
     np.testing.assert_allclose(captured, plain, rtol=2e-2)
 
 
+@pytest.mark.parametrize("archs", ["compute_80", "sm_80,compute_80,compute_86"])
+def test_ptx_runs_on_later_devices(archs):
+    """The driver compiles the PTX of the architecture that is nearest."""
+    program = """
+        import json, jax, jax.numpy as jnp, jax_memeff
+        x = jax.random.normal(jax.random.key(0), (2, 300, 4, 64), jnp.bfloat16)
+        f = lambda x: jax_memeff.dot_product_attention(x, x, x, is_causal=True)
+        loss = lambda x: jnp.sum(f(x).astype(jnp.float32) ** 2)
+        value, grad = jax.jit(jax.value_and_grad(loss))(x)
+        print(json.dumps([float(value), float(jnp.sum(jnp.abs(grad.astype(jnp.float32))))]))
+    """
+    expected = run_python(program)
+    assert run_python(program, JAX_MEMEFF_ARCHS=archs) == pytest.approx(expected, rel=1e-2)
+
+
 def test_a_second_process_compiles_nothing(tmp_path):
     """It takes the kernels from our cache and the program from JAX's persistent cache."""
     program = """

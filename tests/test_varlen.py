@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import kernel_cases
 import numpy as np
-import oracle
 import pytest
-from kernel_cases import BOTTOM_RIGHT, CAUSAL, WINDOW, Case
+from attention_case import Case, assert_matches_the_oracle
+from kernel_cases import BOTTOM_RIGHT, CAUSAL, WINDOW
 
 import jax_memeff
 from jax_memeff import Mask, Offsets
+from jax_memeff.sequences import starts_and_lengths
 
 LENGTHS = ((40, 50), (0, 7), (13, 0), (17, 20))
 SIZES: Any = {"B": 4, "T": 40, "S": 50, "H": 16, "lengths": LENGTHS, "packed": True}
@@ -36,21 +36,7 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_oracle(case):
     """NaN stands between the sequences, and gradients there are 0."""
-    operands, dout, dlse = case.arrays()
-    low = None
-    if case.dtype != "float32":
-        low = oracle.answer(operands, case.options, dout, dlse, jnp.dtype(case.dtype))
-    wide = np.float64 if low is None else np.float32
-    reference = oracle.answer(operands, case.options, dout, dlse, wide)
-    (out, lse), gradients = kernel_cases.run_case(case, operands, dout, dlse)
-    oracle.check("out", out, reference.out, low and low.out)
-    if lse is not None:
-        oracle.check("lse", lse, reference.lse)
-    for name, got in zip(("query", "key", "value", "bias"), gradients, strict=True):
-        if got is not None:
-            expected, rough = getattr(reference, name), low and getattr(low, name)
-            scale = reference.bias_scale if name == "bias" else None
-            oracle.check(name, got, expected, rough, scale=scale)
+    assert_matches_the_oracle(case)
 
 
 QUERY = jax.random.normal(jax.random.key(1), (30, 4, 8))
@@ -121,6 +107,33 @@ def test_is_the_padded_call_without_the_padding(features):
         np.testing.assert_allclose(lse[start : start + length], padded_lse[b, :length], atol=1e-5)
     assert not in_sequence[:2].any() and in_sequence[2:].all()
     assert (out[:2] == 0).all() and (lse[:2] == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_cu_seqlens_have_one_meaning(seed):
+    """A sequence covers [clip(cu[i]), clip(max(cu[i + 1], cu[i]))), at most the longest of it.
+
+    Where values decrease, that would give tokens to two sequences: a start then counts as the
+    largest value before it, and sequences stay apart and in order.
+    """
+    rng = np.random.default_rng(seed)
+    tokens, longest = 100, 60
+    for _ in range(50):
+        cu_seqlens = rng.integers(-30, 150, rng.integers(1, 9)).astype(np.int32)
+        if rng.random() < 0.5:
+            cu_seqlens = np.sort(cu_seqlens)
+        starts, lengths = starts_and_lengths(jnp.asarray(cu_seqlens), longest, tokens)
+        first, end = cu_seqlens[:-1], np.maximum(cu_seqlens[1:], cu_seqlens[:-1])
+        before = np.maximum.accumulate(cu_seqlens)[:-1]
+        in_order = first == before
+        first, end = (np.clip(x, 0, tokens) for x in (first, end))
+        np.testing.assert_array_equal(np.asarray(starts)[:-1][in_order], first[in_order])
+        np.testing.assert_array_equal(
+            np.asarray(lengths)[in_order], np.minimum(end - first, longest)[in_order]
+        )
+        ends = np.asarray(starts)[:-1] + np.asarray(lengths)
+        assert (np.asarray(lengths) >= 0).all()
+        assert (np.asarray(starts)[1:-1] >= ends[:-1]).all() and (ends <= tokens).all()
 
 
 def test_lengths_of_a_mask_shorten_sequences():

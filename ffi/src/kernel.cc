@@ -23,16 +23,21 @@ ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& im
   CUresult const result =
       driver.library_load(&library, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
   if (result != CUDA_SUCCESS) {
+    const char* advice = result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+                             ? "; it is PTX of an NVRTC that is newer than the driver"
+                             : "";
     return ffi::Unexpected(
         failure(ffi::ErrorCode::kInternal,
-                "the driver refused a compiled kernel: " + describe(driver, result)));
+                "the driver refused a compiled kernel: " + describe(driver, result) + advice));
   }
   libraries.emplace(image, library);
   return library;
 }
 
-// "sm_90a" -> 90
-int capability_of(const std::string& arch) { return std::atoi(arch.c_str() + 3); }
+// "sm_90a" -> 90, "compute_80" -> 80
+int capability_of(const std::string& arch) { return std::atoi(arch.c_str() + arch.find('_') + 1); }
+
+bool is_ptx(const std::string& arch) { return arch.rfind("compute_", 0) == 0; }
 
 ffi::ErrorOr<int> capability_of(const Driver& driver, CUdevice device) {
   int major = 0;
@@ -167,10 +172,17 @@ ffi::Error KernelTable::load() {
 }
 
 const KernelImage* KernelTable::find(int capability) const {
+  const KernelImage* ptx = nullptr;
   for (const KernelImage& image : images_) {
-    if (capability_of(image.arch) == capability) return &image;
+    int const written_for = capability_of(image.arch);
+    if (!is_ptx(image.arch)) {
+      if (written_for == capability) return &image;
+    } else if (written_for <= capability &&
+               (ptx == nullptr || written_for > capability_of(ptx->arch))) {
+      ptx = &image;
+    }
   }
-  return nullptr;
+  return ptx;
 }
 
 ffi::ErrorOr<const DeviceKernel*> KernelTable::resolve() {

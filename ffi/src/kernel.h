@@ -21,7 +21,7 @@ struct MapBox {
 
 // What the code generator says of one architecture's kernel; an entry of the custom call's table.
 struct KernelImage {
-  std::string arch;                       // "sm_90a"
+  std::string arch;                       // "sm_90a", or "compute_80" for PTX
   std::string image;                      // fatbin
   std::vector<std::string> entry_points;  // in launch order
   std::vector<std::string> grids;         // tiles of what each is launched on: queries, keys, bias
@@ -65,6 +65,7 @@ class KernelTable {
   };
 
   xla::ffi::ErrorOr<DeviceKernel> prepare(const Driver& driver, CUdevice device) const;
+  // The image for this capability, else the PTX of the highest one below it.
   const KernelImage* find(int capability) const;
 
   std::vector<KernelImage> images_;

@@ -1,0 +1,309 @@
+"""A call of attention as tests see it: its arrays, its run, its comparison with the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import packing
+
+from jax_memeff import dropout
+from jax_memeff.mask import Mask
+from jax_memeff.options import (
+    DropoutState,
+    Operands,
+    Options,
+    PackedOperands,
+    Position,
+    Wants,
+)
+
+TF32_TOLERANCE = 1e-3
+"""Relative Frobenius error of products with 11 bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes and features of one call; ``lengths`` are (query, key) pairs, one per batch element."""
+
+    B: int = 2
+    T: int = 65
+    S: int = 65
+    N: int = 2
+    K: int = 2
+    H: int = 64
+    Hv: int | None = None
+    dtype: str = "bfloat16"
+    mask: Mask = dataclasses.field(default_factory=Mask)
+    mask_name: str = "full"
+    scale: float | None = None
+    soft_cap: float | None = None
+    lse_gradient: bool = True
+    lengths: tuple[tuple[int, int], ...] | None = None
+    bias: str | None = None
+    """A letter of "BNTS" for each full dim and 1 for each broadcast one: "1NTS"."""
+    bias_dtype: str | None = None
+    segments: int = 0
+    boolean: tuple[str, ...] = ()
+    block: int | None = None
+    """Boolean masks, and ids that are not sorted, stay the same in blocks of so many positions."""
+    dropout: float = 0.0
+    precision: Literal["tf32x3", "tf32"] = "tf32x3"
+    position: tuple[int, int] | None = None
+    packed: bool = False
+    """The sequences that ``lengths`` names stand one after the other, with gaps between them."""
+    projections: bool = False
+    """Query, key and value are one array."""
+    deterministic: bool = False
+    mask_seed: int | None = None
+    """Bias and element masks are drawn from it, and not after query, key and value."""
+
+    def __str__(self) -> str:
+        words = [
+            f"B{self.B}T{self.T}S{self.S}N{self.N}K{self.K}H{self.H}v{self.value_dim}",
+            self.dtype,
+            self.mask_name,
+        ]
+        words += ["softcap"] if self.soft_cap else []
+        words += [f"scale{self.scale:g}"] if self.scale is not None else []
+        words += ["packed" if self.packed else "lengths"] if self.lengths else []
+        words += [f"bias{self.bias}{self.bias_dtype or ''}"] if self.bias else []
+        words += [f"{self.segments}segments"] if self.segments else []
+        words += [f"mask{dims}" for dims in self.boolean]
+        words += [f"blocks{self.block}"] if self.block else []
+        words += [f"dropout{self.dropout:g}"] if self.dropout else []
+        words += [self.precision] if self.precision != "tf32x3" else []
+        words += [f"at{self.position[0]}x{self.position[1]}"] if self.position else []
+        words += ["projections"] if self.projections else []
+        words += ["deterministic"] if self.deterministic else []
+        return "-".join(words)
+
+    @property
+    def value_dim(self) -> int:
+        return self.H if self.Hv is None else self.Hv
+
+    @property
+    def full_mask(self) -> Mask:
+        if self.lengths is None:
+            return self.mask
+        query, key = (jnp.array(x, jnp.int32) for x in zip(*self.lengths, strict=True))
+        return self.mask & Mask.lengths(query, key)
+
+    @property
+    def options(self) -> Options:
+        scale = self.H**-0.5 if self.scale is None else self.scale
+        threshold = dropout.threshold(self.dropout)
+        return Options(
+            scale=scale,
+            soft_cap=self.soft_cap,
+            dropout_threshold=threshold,
+            precision=self.precision,
+            deterministic_backward=self.deterministic,
+        )
+
+    @property
+    def wants(self) -> Wants:
+        """What a backward kernel computes; the gradient of a bias per row needs none."""
+        return Wants(True, True, True, bias=self.bias is not None and self.bias[3] == "S")
+
+    def shape(self, dims: str) -> tuple[int, ...]:
+        return tuple(1 if dim == "1" else getattr(self, dim) for dim in dims)
+
+    def arrays(self, seed: int = 0) -> tuple[Operands, Any, Any]:
+        """Operands, dout and dlse (or None), NumPy in the case's dtype, all finite."""
+        rng = np.random.default_rng(seed)
+        dtype = jnp.dtype(self.dtype)
+
+        def draw(*shape, dtype: Any = dtype) -> Any:
+            return rng.standard_normal(shape, np.float32).astype(dtype)
+
+        operands = Operands(
+            draw(self.B, self.T, self.N, self.H),
+            draw(self.B, self.S, self.K, self.H),
+            draw(self.B, self.S, self.K, self.value_dim),
+            *self.draw_bias_and_mask(
+                rng if self.mask_seed is None else np.random.default_rng(self.mask_seed)
+            ),
+            None,
+            None if self.position is None else self.global_position,
+        )
+        if self.dropout:
+            operands = operands._replace(dropout=self.draw_dropout(rng))
+        dout = draw(self.B, self.T, self.N, self.value_dim)
+        dlse = draw(self.B, self.T, self.N, dtype=np.float32) if self.lse_gradient else None
+        return operands, dout, dlse
+
+    @property
+    def global_position(self) -> Position:
+        first: Any = np.array(self.position, np.int32)
+        return Position(first[0], first[1])
+
+    def draw_dropout(self, rng: np.random.Generator) -> DropoutState:
+        words: Any = rng.integers(2**32, size=(self.B, 2), dtype=np.uint32)
+        batch_base: Any = np.arange(self.B, dtype=np.uint32) * np.uint32(self.N)
+        head_index: Any = np.arange(self.N, dtype=np.uint32)
+        return DropoutState(words, batch_base, head_index)
+
+    def draw_bias_and_mask(self, rng: np.random.Generator) -> tuple[Any, Mask]:
+        bias = None if self.bias is None else self.draw_bias(rng)
+        return bias, self.full_mask & self.element_mask(rng)
+
+    def draw_bias(self, rng: np.random.Generator) -> Any:
+        """Normal numbers, and -inf (or what counts as it) in some elements and in whole rows."""
+        bias = rng.standard_normal(self.shape(self.bias or ""), np.float32)
+        bias[rng.random(bias.shape) < 0.02] = -np.inf
+        bias[rng.random(bias.shape[:3]) < 0.04] = -np.inf
+        if (dtype := jnp.dtype(self.bias_dtype or self.dtype)) != np.float16:
+            bias[rng.random(bias.shape) < 0.02] = -2e38
+        return bias.astype(dtype)
+
+    def element_mask(self, rng: np.random.Generator) -> Mask:
+        mask = Mask()
+        for index in range(self.segments):
+            # Sorted ids first, with negative ones among them, then ids in no order.
+            ids = [
+                self.in_blocks(rng.integers(-1, 3, size=(self.B, length)).astype(np.int32))
+                for length in (self.T, self.S)
+            ]
+            mask &= Mask.segments(*(ids if index else map(np.sort, ids)))
+        for dims in self.boolean:
+            probability = 0.3 if self.block else 0.8
+            drawn = rng.random(self.shape(dims)) < probability
+            mask &= Mask.boolean(self.in_blocks(self.in_blocks(drawn), axis=2))
+        return mask
+
+    def in_blocks(self, array: Any, axis: int = -1) -> Any:
+        """The array with the first of each ``block`` elements along ``axis`` in their place."""
+        if self.block is None or array.shape[axis] == 1:
+            return array
+        position = np.arange(array.shape[axis])
+        return np.take(array, position - position % self.block, axis)
+
+
+def poisoned(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
+    """The same arrays with NaN beyond the lengths."""
+    if case.lengths is None:
+        return operands, dout, dlse
+    query, key, value, dout = (np.array(x) for x in (*operands[:3], dout))
+    bias = None if operands.bias is None else np.array(operands.bias)
+    if bias is not None:
+        longest = tuple(map(max, zip(*case.lengths, strict=True)))
+        for b in range(len(bias)):
+            query_length, key_length = longest if len(bias) == 1 else case.lengths[b]
+            if bias.shape[2] > 1:
+                bias[b, :, query_length:] = np.nan
+            if bias.shape[3] > 1:
+                bias[b, :, :, key_length:] = np.nan
+    dlse = None if dlse is None else np.array(dlse)
+    for b, (query_length, key_length) in enumerate(case.lengths):
+        for array in (query, dout) if dlse is None else (query, dout, dlse):
+            array[b, query_length:] = np.nan
+        for array in (key, value):
+            array[b, key_length:] = np.nan
+    return operands._replace(query=query, key=key, value=value, bias=bias), dout, dlse
+
+
+def passed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
+    """What the call of a case is given: poisoned beyond the lengths, and packed if it says so."""
+    dirty = poisoned(case, operands, dout, dlse)
+    return packing.packed(case, *dirty) if case.packed else dirty
+
+
+def run_case(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple:
+    """The results of :func:`run` in the shapes of the arrays of the case."""
+    arrays, *cotangents = passed(case, operands, dout, dlse)
+    if case.projections:
+        together: Any = np.stack(arrays[:3], 2)
+        operands_together = PackedOperands(together, *arrays[3:7])
+        results, (dqkv, dbias) = run(operands_together, case.options, *cotangents)
+        return results, (*jnp.unstack(dqkv, axis=2), dbias)
+    results = run(arrays, case.options, *cotangents)
+    return packing.unpacked(case, results) if case.packed else results
+
+
+def run(operands: Operands | PackedOperands, options: Options, dout: Any, dlse: Any) -> tuple:
+    """(out, lse), (dq, dk, dv, dbias) of one jitted program; dbias is None without a bias."""
+    from jax_memeff import vjp
+
+    operands, dout, dlse = jax.tree.map(jnp.asarray, (operands, dout, dlse))
+    return _run(operands, options, dout, dlse, vjp.attention)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 4))
+def _run(operands, options, dout, dlse, attention):
+    arrays = operands._fields[: operands._fields.index("bias") + 1]
+
+    def forward(differentiable):
+        out, lse = attention(operands._replace(**differentiable), options)
+        return (out, lse) if dlse is not None else out
+
+    results, transpose = jax.vjp(forward, {name: getattr(operands, name) for name in arrays})
+    (gradients,) = transpose(dout if dlse is None else (dout, dlse))
+    out, lse = results if dlse is not None else (results, None)
+    return (out, lse), tuple(gradients[name] for name in arrays)
+
+
+def assert_matches_the_oracle(case: Case) -> None:
+    """Run a case and compare each of its results with the oracle's."""
+    assert_results_match(case, run_case(case, *case.arrays()))
+
+
+def assert_results_match(case: Case, results: tuple) -> None:
+    """The same for results of :func:`run_case`, or of a forward alone, where gradients are None."""
+    operands, dout, dlse = case.arrays()
+    wide = case.dtype == "float32"
+    answer = functools.partial(oracle.answer, operands, case.options, dout, dlse)
+    reference = answer(np.float64 if wide else np.float32)
+    low = None if wide else answer(jnp.dtype(case.dtype))
+    (out, lse), gradients = results
+
+    def check(name, got, field, **allowances):
+        oracle.check(
+            name,
+            got,
+            getattr(reference, field),
+            None if low is None else getattr(low, field),
+            wide_tolerance=TF32_TOLERANCE if case.precision == "tf32" else None,
+            **allowances,
+        )
+
+    check("out", out, "out")
+    if lse is not None:
+        rough = case.precision == "tf32" or (case.soft_cap is not None and not wide)
+        check("lse", lse, "lse", lse_tolerance=1e-3 if rough else 1e-5)
+    if gradients is None:
+        return
+    dq, dk, dv, dbias = gradients
+    floor = cancellation(operands, case.options, dout, reference.out)
+    check("dq", dq, "query", floor=floor * abs(case.options.scale) * largest(operands.key))
+    check("dk", dk, "key", floor=floor * abs(case.options.scale) * largest(operands.query))
+    check("dv", dv, "value")
+    if case.bias is not None:
+        check("dbias", dbias, "bias", scale=reference.bias_scale, floor=floor)
+
+
+def cancellation(operands, options, dout, out):
+    """Rounding error of dP - delta where they cancel: two dot products of a row in f32.
+
+    With dropout the one key of a row is scaled, so out = scale * value is rounded to 16 bits and
+    delta = rowsum(dout * out) with it, while dP is not: four standard deviations of that sum.
+    """
+    value, dout, out = (np.asarray(x, np.float32) for x in (operands.value, dout, out))
+    if 0 in (*value.shape, *dout.shape):
+        return 0.0
+    kept_scale = 256 / (256 - options.dropout_threshold)
+    rows = np.linalg.norm(dout, axis=-1).max() * np.linalg.norm(value, axis=-1).max()
+    error = 2.0**-22 * kept_scale * rows
+    if options.dropout_threshold:
+        half_ulp = float(jnp.finfo(operands.query.dtype).eps) / 2
+        error += 4 * half_ulp / np.sqrt(3) * np.linalg.norm(dout * out, axis=-1).max()
+    return error
+
+
+def largest(array):
+    return np.abs(np.asarray(array, np.float32)).max(initial=0)

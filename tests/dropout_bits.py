@@ -1,0 +1,46 @@
+"""The dropout bits of a path, recovered from its results."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import oracle
+from attention_case import Case, run_case
+
+
+def assert_dropout_bits(case: Case) -> None:
+    """Read from out, dq and dv of uniform probabilities, by the oracle's own definition."""
+    operands, _, _ = case.arrays()
+    assert operands.dropout is not None
+    sizes = case.T, case.S, operands.position
+    expected = oracle.kept_elements(operands.dropout, case.options.dropout_threshold, *sizes)
+    expected &= oracle.valid_elements(operands.mask, case.B, case.N, *sizes)
+    bias = None if operands.bias is None else np.zeros_like(operands.bias)
+    uniform = operands._replace(query=np.zeros_like(operands.query), bias=bias)
+
+    def one_hot(length, first):
+        """[B, length, N, H], one where the row is ``first`` and the last index together."""
+        hot = np.eye(length, case.H, k=-first)[None, :, None, :]
+        return np.broadcast_to(hot, (case.B, length, case.N, case.H)).astype(uniform.query.dtype)
+
+    def results(dout, **changes):
+        found = run_case(case, uniform._replace(**changes), dout, None)
+        return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
+
+    flat = np.full_like(operands.query, 1 / case.H)
+    ones = np.ones_like(operands.value)
+    for first in range(0, case.S, case.H):
+        columns = slice(first, min(first + case.H, case.S))
+        width = columns.stop - first
+        (out, _), _ = results(flat, value=one_hot(case.S, first))
+        kept = out.transpose(0, 2, 1, 3)[..., :width] > 0
+        np.testing.assert_array_equal(kept, expected[..., columns])
+        # With dP = 1 everywhere dS is positive exactly where the element is kept.
+        _, (dq, _, _, _) = results(flat, key=one_hot(case.S, first), value=ones)
+        kept = dq.transpose(0, 2, 1, 3)[..., :width] > 0
+        np.testing.assert_array_equal(kept, expected[..., columns])
+    for first in range(0, case.T, case.H):
+        rows = slice(first, min(first + case.H, case.T))
+        _, (_, _, dv, _) = results(one_hot(case.T, first))
+        kept = dv.transpose(0, 2, 3, 1)[:, :, : rows.stop - first] > 0
+        np.testing.assert_array_equal(kept, expected[:, :, rows])

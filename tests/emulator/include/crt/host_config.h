@@ -1,0 +1,2 @@
+// In nvcc: which host compilers it works with.
+#pragma once

@@ -1,0 +1,87 @@
+// What nvcc knows without a header, for a C++ compiler. It is included before everything else.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <vector_functions.h>
+#include <vector_types.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "emulator/machine.h"
+
+extern uint3 threadIdx;
+extern uint3 blockIdx;
+extern dim3 gridDim;
+
+using std::max;
+using std::min;
+
+template <class To, class From>
+To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+inline float __int_as_float(int x) { return bit_cast<float>(x); }
+inline float __uint_as_float(unsigned x) { return bit_cast<float>(x); }
+inline int __float_as_int(float x) { return bit_cast<int>(x); }
+inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
+
+inline float __fmul_rn(float x, float y) { return x * y; }
+#define __logf(x) std::log(float(x))
+
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return unsigned((uint64_t(high) << 32 | low) >> (shift % 32));
+}
+
+inline void __syncthreads() { emulator::sync_threads(); }
+inline void __syncwarp(unsigned = ~0u) { emulator::sync_warp(); }
+// All lanes that have not exited: __syncwarp() waits for those.
+inline unsigned __activemask() { return ~0u; }
+
+template <class Value>
+Value __shfl_sync(unsigned, Value value, int lane) {
+  return bit_cast<Value>(emulator::shuffle(bit_cast<uint32_t>(value), lane));
+}
+
+template <class Value>
+Value __shfl_xor_sync(unsigned mask, Value value, int lanes) {
+  return __shfl_sync(mask, value, int(threadIdx.x % 32) ^ lanes);
+}
+
+inline unsigned __ballot_sync(unsigned, int predicate) { return emulator::ballot(predicate != 0); }
+inline int __any_sync(unsigned, int predicate) { return emulator::ballot(predicate != 0) != 0; }
+inline int __all_sync(unsigned, int predicate) { return emulator::ballot(predicate == 0) == 0; }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
+// No other thread runs in between; some do before.
+template <class Value>
+Value atomicAdd(Value* address, Value value) {
+  emulator::yield();
+  Value const old = *address;
+  *address += value;
+  return old;
+}
+
+// What a kernel library exports beside a kernel: a call with pointers to the parameters.
+namespace emulator {
+
+template <class... Params, int... kIndex>
+void call(void (*kernel)(Params...), void** arguments, std::integer_sequence<int, kIndex...>) {
+  kernel(*static_cast<std::remove_cv_t<Params>*>(arguments[kIndex])...);
+}
+
+template <class... Params>
+void call(void (*kernel)(Params...), void** arguments) {
+  call(kernel, arguments, std::make_integer_sequence<int, sizeof...(Params)>{});
+}
+
+}  // namespace emulator
+
+#define EMULATOR_KERNEL(name) \
+  extern "C" void emulated_##name(void** arguments) { emulator::call(name, arguments); }

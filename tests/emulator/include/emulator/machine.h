@@ -1,0 +1,68 @@
+// The machine that kernels run on where there is no GPU: what arch/ of this directory is made of.
+//
+// A thread is a fiber. It runs until it waits; then the scheduler goes on with a warp picked at
+// random among those of all blocks on the machine. Everything that a GPU does beside its threads
+// (copies, the products of wgmma) is done when it is started, or as late as the program allows.
+#pragma once
+
+#include <cstdint>
+
+namespace emulator {
+
+enum class Format { bf16, f16, tf32 };
+
+// Ends the launch with this message; does not return.
+[[noreturn]] void fail(char const* format, ...) __attribute__((format(printf, 1, 2)));
+
+// Lets other threads run.
+void yield();
+
+// Shared memory. Addresses are 32 bits wide and begin at 1024; every access is checked.
+constexpr uint32_t kFirstSharedAddress = 1024;
+char* dynamic_shared();
+void* static_shared(void const* name, int bytes);
+uint32_t shared_address(void const* pointer);
+// Ordinary accesses: `bytes` is the alignment too.
+char const* read_shared(uint32_t address, int bytes);
+char* write_shared(uint32_t address, int bytes);
+
+// Barriers.
+void sync_threads();
+void sync_warp();
+void named_barrier(int barrier, int threads, bool wait);
+void init_barrier(uint64_t& barrier, int arrivals);
+void arrive_barrier(uint64_t& barrier, int expected_bytes);
+void wait_barrier(uint64_t& barrier, int parity);
+
+// Instructions that the lanes of a warp execute together.
+uint32_t shuffle(uint32_t value, int lane);
+uint32_t ballot(bool predicate);
+void load_matrix(uint32_t (&fragment)[4], uint32_t address, bool transpose);
+void mma(Format format, float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1);
+
+// cp.async: `bytes` of `size` bytes, zeros behind them.
+void copy_async(uint32_t shared, void const* global, int size, int bytes);
+void commit_copies();
+void wait_copies(int pending);
+
+// wgmma: c (+)= a b of m64nNk16, with the left operand in registers or in shared memory. The
+// accumulators are NaN until they have been waited for.
+struct Operand {
+  uint64_t descriptor;
+  bool contiguous_k;
+};
+void wgmma(Format format, float* c, int elements, uint32_t const* a, Operand left, Operand right,
+           bool accumulate);
+void commit_products();
+void wait_products(int pending);
+
+// The copy engine.
+void load_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4]);
+void load_bulk(void const* global, uint64_t& barrier, uint32_t shared, int bytes);
+void store_box(void const* map, uint32_t shared, int const (&start)[4]);
+void commit_bulk_stores();
+void wait_bulk_stores();
+// Later reads of the copy engine and of wgmma see what this thread wrote before.
+void fence_async_proxy();
+
+}  // namespace emulator

@@ -1,0 +1,35 @@
+// Instructions on numbers.
+#pragma once
+
+#include <cutlass/bfloat16.h>
+#include <cutlass/half.h>
+#include <cute/config.hpp>
+
+namespace memeff {
+
+// Numbers below the normal ones count as zero, and so do such results.
+CUTE_DEVICE float flush_to_zero(float x) {
+  return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+}
+
+CUTE_DEVICE float exp2_approx(float x) { return flush_to_zero(std::exp2(flush_to_zero(x))); }
+CUTE_DEVICE float tanh_approx(float x) { return std::tanh(x); }
+
+template <class Element>
+CUTE_DEVICE uint32_t pack(float low, float high) {
+  return Element(low).raw() | uint32_t(Element(high).raw()) << 16;
+}
+
+CUTE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint64_t const bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t const digit = selector >> (4 * i) & 15;
+    uint32_t byte = bytes >> (digit % 8 * 8) & 255;
+    if (digit >= 8) byte = byte & 128 ? 255 : 0;
+    result |= byte << (8 * i);
+  }
+  return result;
+}
+
+}  // namespace memeff

@@ -1,0 +1,20 @@
+// What a thread knows of itself and its block.
+#pragma once
+
+#include <cute/config.hpp>
+
+namespace memeff {
+
+CUTE_DEVICE int thread_index() { return int(threadIdx.x); }
+CUTE_DEVICE unsigned block_index() { return blockIdx.x; }
+CUTE_DEVICE void hide_value(unsigned&) {}
+
+CUTE_DEVICE char* dynamic_shared() { return emulator::dynamic_shared(); }
+
+template <class Object>
+CUTE_DEVICE Object& static_shared() {
+  static char const name = 0;
+  return *static_cast<Object*>(emulator::static_shared(&name, sizeof(Object)));
+}
+
+}  // namespace memeff

@@ -1,0 +1,147 @@
+// Where threads meet.
+#include <cstring>
+
+#include "machine.h"
+
+namespace emulator {
+namespace {
+
+// An mbarrier, in the 64 bits that a kernel has for it.
+struct Mbarrier {
+  uint64_t phase : 1;
+  uint64_t pending : 11;   // arrivals
+  uint64_t arrivals : 11;  // of a phase
+  int64_t bytes : 24;      // expected and not here
+  uint64_t magic : 17;
+};
+static_assert(sizeof(Mbarrier) == 8);
+constexpr uint64_t kPhaseBit = 1;
+constexpr uint64_t kMagic = 0x15a5a;
+
+Mbarrier read(uint64_t const& word) {
+  Mbarrier barrier;
+  std::memcpy(&barrier, &word, sizeof(barrier));
+  if (barrier.magic != kMagic) fail("an mbarrier that is not initialised");
+  return barrier;
+}
+
+void write(uint64_t& word, Mbarrier barrier) {
+  if (barrier.pending == 0 && barrier.bytes == 0) {
+    barrier.phase ^= 1;
+    barrier.pending = barrier.arrivals;
+    note_progress();
+  }
+  std::memcpy(&word, &barrier, sizeof(barrier));
+}
+
+void complete(NamedBarrier& barrier) {
+  barrier.arrived = 0;
+  barrier.threads = 0;
+  ++barrier.generation;
+  note_progress();
+}
+
+std::string in_shared(uint64_t const& barrier) {
+  return "the mbarrier at byte " +
+         std::to_string(reinterpret_cast<char const*>(&barrier) - this_block().shared);
+}
+
+}  // namespace
+
+Exchange& meet(char const* instruction, uint32_t const* words, int count,
+               std::function<void(Exchange&)> const& last) {
+  Warp& warp = this_warp();
+  uint64_t const generation = warp.generation;
+  Exchange& exchange = warp.exchanges[generation % 2];
+  if (warp.arrived > 0 && std::strcmp(instruction, warp.instruction) != 0) {
+    fail("lanes of a warp execute %s and %s at a time", warp.instruction, instruction);
+  }
+  if (count > 0 && warp.live != kLanes) {
+    fail("%s of a warp in which %d lanes have exited", instruction, kLanes - warp.live);
+  }
+  warp.instruction = instruction;
+  std::memcpy(exchange.in[this_lane()], words, size_t(count) * sizeof(uint32_t));
+  if (++warp.arrived == warp.live) {
+    last(exchange);
+    warp.arrived = 0;
+    ++warp.generation;
+    note_progress();
+  } else {
+    wait_for({&warp.generation, ~uint64_t(0), generation, false, instruction});
+  }
+  return exchange;
+}
+
+void sync_warp() {
+  meet("__syncwarp", nullptr, 0, [](Exchange&) {});
+}
+
+void sync_threads() {
+  Block& block = this_block();
+  NamedBarrier& barrier = block.barriers[0];
+  uint64_t const generation = barrier.generation;
+  if (++barrier.arrived == block.live) {
+    complete(barrier);
+  } else {
+    wait_for({&barrier.generation, ~uint64_t(0), generation, false, "__syncthreads"});
+  }
+}
+
+void named_barrier(int index, int threads, bool wait) {
+  if (index < 1 || index >= kNamedBarriers) fail("there is no named barrier %d", index);
+  if (threads % kLanes != 0) fail("barrier %d for %d threads, no whole warps", index, threads);
+  NamedBarrier& barrier = this_block().barriers[index];
+  if (barrier.threads != 0 && barrier.threads != threads) {
+    fail("barrier %d is for %d threads, and for %d", index, barrier.threads, threads);
+  }
+  uint64_t const generation = barrier.generation;
+  barrier.threads = threads;
+  if (++barrier.arrived == threads) {
+    complete(barrier);
+  } else if (wait) {
+    wait_for({&barrier.generation, ~uint64_t(0), generation, false,
+              "named barrier " + std::to_string(index)});
+  }
+}
+
+void thread_exits(Fiber& fiber) {
+  Block& block = *fiber.block;
+  Warp& warp = block.warps[fiber.thread / kLanes];
+  --block.live;
+  --warp.live;
+  if (warp.arrived > 0 && warp.arrived == warp.live) {
+    warp.arrived = 0;
+    ++warp.generation;
+  }
+  if (block.barriers[0].arrived > 0 && block.barriers[0].arrived == block.live) {
+    complete(block.barriers[0]);
+  }
+}
+
+void init_barrier(uint64_t& word, int arrivals) {
+  Mbarrier barrier = {};
+  barrier.pending = barrier.arrivals = unsigned(arrivals);
+  barrier.magic = kMagic;
+  std::memcpy(&word, &barrier, sizeof(barrier));
+}
+
+void arrive_barrier(uint64_t& word, int expected_bytes) {
+  Mbarrier barrier = read(word);
+  if (barrier.pending == 0) fail("too many arrivals at %s", in_shared(word).c_str());
+  barrier.bytes += expected_bytes;
+  --barrier.pending;
+  write(word, barrier);
+}
+
+void complete_bytes(uint64_t& word, int bytes) {
+  Mbarrier barrier = read(word);
+  barrier.bytes -= bytes;
+  write(word, barrier);
+}
+
+void wait_barrier(uint64_t& word, int parity) {
+  read(word);
+  wait_for({&word, kPhaseBit, uint64_t(parity), false, in_shared(word)});
+}
+
+}  // namespace emulator

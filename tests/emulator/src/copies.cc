@@ -1,0 +1,205 @@
+// Shared memory, and who copies to and from it.
+#include <algorithm>
+#include <cstring>
+
+#include "machine.h"
+
+namespace emulator {
+namespace {
+
+constexpr uint32_t kThreadBits = 11;
+
+void require_aligned(void const* address, int bytes, char const* what) {
+  if (reinterpret_cast<uintptr_t>(address) % unsigned(bytes) != 0) {
+    fail("%s at %p in global memory, no multiple of %d", what, address, bytes);
+  }
+}
+
+void make(AsyncCopy const& copy) {
+  char* const target = shared_range(this_block(), copy.shared, copy.size, copy.size, "cp.async");
+  std::memset(target, 0, size_t(copy.size));
+  std::memcpy(target, copy.global, size_t(copy.bytes));
+  mark_written(this_block(), copy.shared, copy.size,
+               uint32_t(this_fiber().thread + 1) | this_fiber().fences << kThreadBits);
+}
+
+// The copy engine makes a copy now, or some time later.
+void start(std::function<void()> transfer) {
+  if (settings().deferred) {
+    this_block().transfers.push_back(std::move(transfer));
+  } else {
+    transfer();
+  }
+}
+
+TensorMap read_map(void const* encoded) {
+  TensorMap map;
+  std::memcpy(&map, encoded, sizeof(map));
+  if (map.magic != TensorMap::kMagic) fail("a tensor map that nobody encoded");
+  return map;
+}
+
+// The engine permutes the 16-byte chunks of shared memory by its address.
+uint32_t swizzled(uint32_t address, uint32_t swizzle_bytes) {
+  return address ^ ((address >> 3) & (swizzle_bytes - 16));
+}
+
+// Calls use(shared address, global address or null where it lies outside, bytes) for all 16-byte
+// chunks of a box with the outer two extents 1.
+template <class Use>
+void for_each_chunk(TensorMap const& map, uint32_t shared, int const (&start)[4], Use use) {
+  uint32_t const row_bytes = map.box[0] * map.element_bytes;
+  if (shared % 128 != 0) fail("a box at byte %u of shared memory, no multiple of 128", shared);
+  auto inside = [&](int dim, long long index) {
+    return index >= 0 && index < (long long)(map.sizes[dim]);
+  };
+  for (int r = 0; r < map.box[1]; ++r) {
+    long long const row = (long long)start[1] + r;
+    bool const row_inside = inside(1, row) && inside(2, start[2]) && inside(3, start[3]);
+    for (uint32_t byte = 0; byte < row_bytes; byte += 16) {
+      long long const column = start[0] + (long long)(byte / map.element_bytes);
+      long long const left = ((long long)(map.sizes[0]) - column) * map.element_bytes;
+      int const bytes = row_inside && column >= 0 ? int(std::clamp(left, 0ll, 16ll)) : 0;
+      char* const global = map.data + column * map.element_bytes + row * (long long)map.strides[0] +
+                           start[2] * (long long)map.strides[1] +
+                           start[3] * (long long)map.strides[2];
+      use(swizzled(shared + uint32_t(r) * row_bytes + byte, map.swizzle_bytes), global, bytes);
+    }
+  }
+}
+
+}  // namespace
+
+char* dynamic_shared() { return this_block().shared; }
+
+void* static_shared(void const* name, int bytes) {
+  std::vector<char>& memory = this_block().statics[name];
+  if (memory.empty()) memory.assign(size_t(bytes), char(0xff));
+  return memory.data();
+}
+
+uint32_t shared_address(void const* pointer) {
+  long const offset = static_cast<char const*>(pointer) - this_block().shared;
+  if (offset < 0 || offset > this_block().shared_bytes) fail("no address of shared memory");
+  return kFirstSharedAddress + uint32_t(offset);
+}
+
+char* shared_range(Block& block, uint32_t address, int bytes, int alignment, char const* what) {
+  long const offset = long(address) - long(kFirstSharedAddress);
+  if (offset < 0 || offset + bytes > block.shared_bytes) {
+    fail("%s of %d bytes at byte %ld of shared memory, which has %d", what, bytes, offset,
+         block.shared_bytes);
+  }
+  if (offset % alignment != 0) {
+    fail("%s at byte %ld of shared memory, no multiple of %d", what, offset, alignment);
+  }
+  return block.shared + offset;
+}
+
+void mark_written(Block& block, uint32_t address, int bytes, uint32_t writer) {
+  uint32_t const first = (address - kFirstSharedAddress) / 4;
+  uint32_t const last = (address - kFirstSharedAddress + uint32_t(bytes) - 1) / 4;
+  std::fill(block.writers.begin() + first, block.writers.begin() + last + 1, writer);
+}
+
+char const* async_read(Block& block, uint32_t address, int bytes, char const* what) {
+  char const* const source = shared_range(block, address, bytes, 16, what);
+  uint32_t const first = (address - kFirstSharedAddress) / 4;
+  for (uint32_t word = first; word < first + uint32_t(bytes) / 4; ++word) {
+    uint32_t const writer = block.writers[word];
+    if (writer == 0) continue;
+    uint32_t const thread = (writer & ((1u << kThreadBits) - 1)) - 1;
+    if (block.fibers[thread].fences == writer >> kThreadBits) {
+      fail("%s reads byte %u of shared memory, which thread %u wrote and did not fence", what,
+           4 * word, thread);
+    }
+  }
+  return source;
+}
+
+char const* read_shared(uint32_t address, int bytes) {
+  return shared_range(this_block(), address, bytes, bytes, "a load");
+}
+
+char* write_shared(uint32_t address, int bytes) {
+  char* const target = shared_range(this_block(), address, bytes, bytes, "a store");
+  mark_written(this_block(), address, bytes,
+               uint32_t(this_fiber().thread + 1) | this_fiber().fences << kThreadBits);
+  return target;
+}
+
+void fence_async_proxy() { ++this_fiber().fences; }
+
+void copy_async(uint32_t shared, void const* global, int size, int bytes) {
+  shared_range(this_block(), shared, size, size, "cp.async");
+  if (bytes > 0) require_aligned(global, size, "cp.async");
+  AsyncCopy const copy = {shared, global, size, bytes};
+  if (settings().deferred) {
+    this_fiber().open_copies.push_back(copy);
+  } else {
+    make(copy);
+  }
+}
+
+void commit_copies() {
+  Fiber& fiber = this_fiber();
+  fiber.copy_groups.push_back(std::move(fiber.open_copies));
+  fiber.open_copies.clear();
+}
+
+void wait_copies(int pending) {
+  auto& groups = this_fiber().copy_groups;
+  while (int(groups.size()) > pending) {
+    for (AsyncCopy const& copy : groups.front()) make(copy);
+    groups.pop_front();
+  }
+}
+
+void load_box(void const* encoded, uint64_t& barrier, uint32_t shared, int const (&start)[4]) {
+  TensorMap const map = read_map(encoded);
+  emulator::start([=, block = &this_block(), arrived = &barrier, c = start[0], r = start[1],
+                   h = start[2], b = start[3]] {
+    int total = 0;
+    for_each_chunk(map, shared, {c, r, h, b}, [&](uint32_t address, char* global, int bytes) {
+      char* const target = shared_range(*block, address, 16, 16, "the load of a box");
+      std::memset(target, 0, 16);
+      if (bytes > 0) std::memcpy(target, global, size_t(bytes));
+      mark_written(*block, address, 16, 0);
+      total += 16;
+    });
+    complete_bytes(*arrived, total);
+  });
+}
+
+void load_bulk(void const* global, uint64_t& barrier, uint32_t shared, int bytes) {
+  require_aligned(global, 16, "a bulk load");
+  if (bytes % 16 != 0) fail("a bulk load of %d bytes, no multiple of 16", bytes);
+  start([=, block = &this_block(), arrived = &barrier] {
+    std::memcpy(shared_range(*block, shared, bytes, 16, "a bulk load"), global, size_t(bytes));
+    mark_written(*block, shared, bytes, 0);
+    complete_bytes(*arrived, bytes);
+  });
+}
+
+void store_box(void const* encoded, uint32_t shared, int const (&start)[4]) {
+  TensorMap const map = read_map(encoded);
+  ++this_fiber().stores;
+  this_fiber().stores_committed = false;
+  emulator::start(
+      [=, fiber = &this_fiber(), c = start[0], r = start[1], h = start[2], b = start[3]] {
+        for_each_chunk(map, shared, {c, r, h, b}, [&](uint32_t address, char* global, int bytes) {
+          char const* const source = async_read(*fiber->block, address, 16, "the store of a box");
+          if (bytes > 0) std::memcpy(global, source, size_t(bytes));
+        });
+        --fiber->stores;
+      });
+}
+
+void commit_bulk_stores() { this_fiber().stores_committed = true; }
+
+void wait_bulk_stores() {
+  if (!this_fiber().stores_committed) fail("a wait for bulk stores that are not committed");
+  wait_for({&this_fiber().stores, ~uint64_t(0), 0, true, "the copy engine's stores"});
+}
+
+}  // namespace emulator

@@ -1,0 +1,136 @@
+// The handlers of the host library as XLA's CPU client can call them: with a stream, which that
+// client does not have, and with buffers that end at pages nobody may touch.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "machine.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace {
+
+constexpr size_t kAlignment = 16;  // that the host library asks for
+
+XLA_FFI_Error* null_stream(XLA_FFI_Stream_Get_Args* arguments) {
+  arguments->stream = nullptr;
+  return nullptr;
+}
+
+XLA_FFI_Api const* with_stream(XLA_FFI_Api const* api) {
+  static std::vector<char> const copy = [api] {
+    std::vector<char> bytes(api->struct_size);
+    std::memcpy(bytes.data(), api, bytes.size());
+    reinterpret_cast<XLA_FFI_Api*>(bytes.data())->XLA_FFI_Stream_Get = null_stream;
+    return bytes;
+  }();
+  return reinterpret_cast<XLA_FFI_Api const*>(copy.data());
+}
+
+size_t bytes_of(XLA_FFI_Buffer const& buffer) {
+  size_t bytes = 0;
+  switch (buffer.dtype) {
+    case XLA_FFI_DataType_PRED:
+    case XLA_FFI_DataType_S8:
+    case XLA_FFI_DataType_U8:
+      bytes = 1;
+      break;
+    case XLA_FFI_DataType_S16:
+    case XLA_FFI_DataType_U16:
+    case XLA_FFI_DataType_F16:
+    case XLA_FFI_DataType_BF16:
+      bytes = 2;
+      break;
+    case XLA_FFI_DataType_S64:
+    case XLA_FFI_DataType_U64:
+    case XLA_FFI_DataType_F64:
+      bytes = 8;
+      break;
+    default:
+      bytes = 4;
+  }
+  for (int64_t dim = 0; dim < buffer.rank; ++dim) bytes *= size_t(buffer.dims[dim]);
+  return bytes;
+}
+
+// A copy of a buffer whose end, or every second time whose begin, is that of its pages. What stands
+// around it is NaN, and so are results before they are written.
+class GuardedBuffer {
+ public:
+  GuardedBuffer(XLA_FFI_Buffer const& original, bool is_result, bool at_end)
+      : buffer_(original), original_(original.data), bytes_(bytes_of(original)) {
+    size_t const page = size_t(sysconf(_SC_PAGESIZE));
+    size_t const room = (bytes_ + page - 1) / page * page;
+    mapped_bytes_ = room + 2 * page;
+    mapping_ = static_cast<char*>(
+        mmap(nullptr, mapped_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    char* const begin = mapping_ + page;
+    mprotect(begin, room, PROT_READ | PROT_WRITE);
+    std::memset(begin, 0xff, room);
+    char* const data = at_end ? begin + (room - bytes_) / kAlignment * kAlignment : begin;
+    if (!is_result && bytes_ > 0) std::memcpy(data, original_, bytes_);
+    buffer_.data = data;
+  }
+  GuardedBuffer(GuardedBuffer const&) = delete;
+  ~GuardedBuffer() { munmap(mapping_, mapped_bytes_); }
+
+  void copy_back() const {
+    if (bytes_ > 0) std::memcpy(original_, buffer_.data, bytes_);
+  }
+  XLA_FFI_Buffer* get() { return &buffer_; }
+
+ private:
+  XLA_FFI_Buffer buffer_;
+  void* original_;
+  size_t bytes_;
+  size_t mapped_bytes_;
+  char* mapping_;
+};
+
+using Buffers = std::vector<std::unique_ptr<GuardedBuffer>>;
+
+std::vector<void*> guard(void* const* originals, int64_t count, bool are_results,
+                         Buffers* buffers) {
+  std::vector<void*> guarded;
+  for (int64_t i = 0; i < count; ++i) {
+    auto const& original = *static_cast<XLA_FFI_Buffer const*>(originals[i]);
+    bool const at_end = (emulator::settings().seed + uint64_t(i)) % 2 == 0;
+    buffers->push_back(std::make_unique<GuardedBuffer>(original, are_results, at_end));
+    guarded.push_back(buffers->back()->get());
+  }
+  return guarded;
+}
+
+XLA_FFI_Error* call(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
+  if (frame->extension_start != nullptr) return handler(frame);  // a question about the handler
+  XLA_FFI_CallFrame copy = *frame;
+  Buffers operands;
+  Buffers results;
+  std::vector<void*> const arguments = guard(frame->args.args, frame->args.size, false, &operands);
+  std::vector<void*> const returned = guard(frame->rets.rets, frame->rets.size, true, &results);
+  copy.api = with_stream(frame->api);
+  copy.args.args = const_cast<void**>(arguments.data());
+  copy.rets.rets = const_cast<void**>(returned.data());
+  XLA_FFI_Error* const error = handler(&copy);
+  for (auto const& result : results) result->copy_back();
+  return error;
+}
+
+constexpr int kMostHandlers = 4;
+XLA_FFI_Handler* handlers[kMostHandlers];
+int handler_count = 0;
+
+template <int kIndex>
+XLA_FFI_Error* proxy(XLA_FFI_CallFrame* frame) {
+  return call(handlers[kIndex], frame);
+}
+
+}  // namespace
+
+extern "C" XLA_FFI_Handler* emulator_proxy(XLA_FFI_Handler* handler) {
+  static XLA_FFI_Handler* const proxies[] = {proxy<0>, proxy<1>, proxy<2>, proxy<3>};
+  handlers[handler_count] = handler;
+  return proxies[handler_count++];
+}

@@ -1,0 +1,165 @@
+// What a launch consists of while it runs.
+#pragma once
+
+#include <csetjmp>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "emulator/machine.h"
+
+namespace emulator {
+
+constexpr int kLanes = 32;
+constexpr int kNamedBarriers = 16;
+
+// How the machine behaves; the same settings give the same run.
+struct Settings {
+  int capability = 80;
+  int multiprocessors = 3;
+  int blocks_per_multiprocessor = 1;
+  bool deferred = true;  // copies and products take effect as late as the program allows
+  uint64_t seed = 0;
+};
+Settings& settings();
+
+uint64_t random_number();
+
+// What a waiting thread waits for: the masked word to equal `value`, or to differ from it.
+struct Wait {
+  uint64_t const* word = nullptr;
+  uint64_t mask = 0;
+  uint64_t value = 0;
+  bool equal = false;
+  std::string what;
+
+  bool over() const { return word == nullptr || ((*word & mask) == value) == equal; }
+};
+
+struct AsyncCopy {
+  uint32_t shared;
+  void const* global;
+  int size;
+  int bytes;
+};
+
+struct Block;
+
+struct Fiber {
+  Block* block = nullptr;
+  int thread = 0;
+  std::jmp_buf context;
+  char* stack = nullptr;
+  bool started = false;
+  bool done = false;
+  Wait wait;
+
+  std::vector<AsyncCopy> open_copies;
+  std::deque<std::vector<AsyncCopy>> copy_groups;
+
+  uint64_t products = 0;        // started
+  uint64_t product_groups = 0;  // committed
+  uint64_t stores = 0;          // of the copy engine, which reads shared memory
+  bool stores_committed = true;
+  uint32_t fences = 0;
+};
+
+// A wgmma as one warp sees it: 16 rows of its accumulators.
+struct Product {
+  Format format;
+  Operand left;
+  Operand right;
+  bool left_in_registers;
+  bool accumulate;
+  int elements;  // of a lane
+  uint64_t group;
+  int lanes = 0;  // that have started it
+  float* c[kLanes];
+  uint32_t a[kLanes][4];
+  std::vector<float> before[kLanes];  // what the accumulators were; empty: as they are
+};
+
+struct Exchange {
+  uint32_t in[kLanes][8];
+  uint32_t out[kLanes][4];
+};
+
+struct Warp {
+  int live = kLanes;
+  int arrived = 0;
+  uint64_t generation = 0;
+  char const* instruction = nullptr;  // that the arrived lanes execute
+  Exchange exchanges[2];              // of even and odd generations
+  std::deque<Product> products;
+  uint64_t finished_products = 0;
+};
+
+struct NamedBarrier {
+  int arrived = 0;
+  int threads = 0;
+  uint64_t generation = 0;
+};
+
+struct Block {
+  unsigned index;
+  int live;
+  char* shared;
+  int shared_bytes;
+  // For each word of shared memory the thread that wrote it last, plus one, and above bit 11 how
+  // many fences of the asynchronous proxy it had passed; 0 where the copy engine wrote.
+  std::vector<uint32_t> writers;
+  std::map<void const*, std::vector<char>> statics;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  NamedBarrier barriers[kNamedBarriers];
+  std::vector<std::function<void()>> transfers;  // that the copy engine has not made
+};
+
+// The thread that runs; null in the scheduler.
+Fiber* current_fiber();
+Fiber& this_fiber();
+Warp& this_warp();
+inline Block& this_block() { return *this_fiber().block; }
+inline int this_lane() { return this_fiber().thread % kLanes; }
+
+// Waits until the masked word equals `value` (or differs from it).
+void wait_for(Wait wait);
+// Threads get somewhere: a launch in which none does hangs.
+void note_progress();
+
+// All lanes of the warp meet. The last one calls `last`, which sees what every lane brought; what
+// it leaves in `out` is there until each lane comes to the next meeting.
+Exchange& meet(char const* instruction, uint32_t const* words, int count,
+               std::function<void(Exchange&)> const& last);
+
+// A range of shared memory, checked.
+char* shared_range(Block& block, uint32_t address, int bytes, int alignment, char const* what);
+// The same, about to be read by the copy engine or by wgmma.
+char const* async_read(Block& block, uint32_t address, int bytes, char const* what);
+void mark_written(Block& block, uint32_t address, int bytes, uint32_t writer);
+
+void complete_bytes(uint64_t& barrier, int bytes);
+void thread_exits(Fiber& fiber);
+
+// Runs a grid to its end. Returns an empty string, or what went wrong.
+std::string run_grid(std::string const& name, void (*kernel)(void**), void** arguments,
+                     unsigned blocks, unsigned threads, unsigned shared_bytes);
+
+// A tensor map, as cuTensorMapEncodeTiled of the driver leaves it for the copy engine.
+struct TensorMap {
+  static constexpr uint32_t kMagic = 0x7E45074D;
+  uint32_t magic;
+  uint32_t swizzle_bytes;
+  char* data;
+  uint64_t sizes[4];    // elements, innermost first
+  uint64_t strides[3];  // bytes
+  uint16_t box[4];
+  uint32_t element_bytes;
+};
+static_assert(sizeof(TensorMap) <= 128);
+
+}  // namespace emulator

@@ -1,0 +1,159 @@
+"""The kernels without a GPU: the whole library on the machine of ``emulator/``.
+
+A process of its own holds that machine, because it replaces how JAX lowers for the CPU.
+``JAX_MEMEFF_EMULATED_CASES=100`` adds so many cases of the GPU tests, drawn at random.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import random
+from typing import Any
+
+import emulator
+import jax
+import kernel_cases
+import numpy as np
+import pytest
+import test_kernels
+from attention_case import Case, assert_results_match, passed, poisoned, run_case
+from kernel_cases import BOTTOM_RIGHT, CAUSAL, WINDOW
+
+from jax_memeff import cuda
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A case on a machine; ``splits`` keeps the choice of kernels that split the keys."""
+
+    case: Case
+    arch: str = "sm_80"
+    seed: int = 0
+    deferred: bool = True
+    multiprocessors: int = 3
+    splits: bool = False
+    gradients: bool = True
+
+    def __str__(self) -> str:
+        words = [self.arch, str(self.case), f"seed{self.seed}"]
+        return "-".join(words + ([] if self.deferred else ["immediate"]))
+
+    def start(self) -> None:
+        """Makes this process the machine; called in the process of ``machine``."""
+        emulator.configure(
+            self.arch,
+            multiprocessors=self.multiprocessors,
+            deferred=self.deferred,
+            seed=self.seed,
+        )
+
+
+def on_three_schedules(case: Case, **options: Any) -> list[Run]:
+    """The same kernels with everything as late as possible, twice, and at once."""
+    late = [Run(case, seed=seed, **options) for seed in (0, 1)]
+    return [*late, Run(case, seed=2, deferred=False, **options)]
+
+
+LENGTHS = ((130, 150), (77, 33), (0, 150))
+EVERYTHING = Case(
+    B=3,
+    T=130,
+    S=150,
+    H=66,
+    Hv=40,
+    dtype="float16",
+    soft_cap=2.0,
+    lengths=LENGTHS,
+    bias="1NTS",
+    segments=1,
+    boolean=("B11S",),
+    dropout=0.2,
+    **WINDOW,
+)
+SM80 = [
+    *on_three_schedules(Case(B=1, T=200, S=150, N=4, K=2, **CAUSAL)),
+    *on_three_schedules(EVERYTHING),
+    Run(Case(B=2, T=70, S=90, dtype="float32", bias="BN1S", lengths=((70, 90), (33, 50)))),
+    Run(Case(B=1, T=70, S=150, N=2, K=1, H=264, **CAUSAL)),
+    Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT)),
+    Run(Case(B=1, T=5, S=700, N=4, K=1, **BOTTOM_RIGHT), splits=True, gradients=False),
+]
+SM90 = [
+    *on_three_schedules(
+        Case(B=2, T=300, S=270, N=4, K=2, **CAUSAL), arch="sm_90a", multiprocessors=2
+    ),
+    Run(Case(B=1, T=300, S=200, H=128, dropout=0.2, soft_cap=3.0, **WINDOW), arch="sm_90a"),
+    Run(Case(B=1, T=200, S=300, H=192, Hv=128, segments=1), arch="sm_90a", gradients=False),
+    Run(Case(B=1, T=200, S=270, H=256), arch="sm_90a", multiprocessors=1, gradients=False),
+]
+
+
+def drawn(count: int) -> list[Run]:
+    """Cases of the GPU tests that take seconds here."""
+    small = [
+        case
+        for case in kernel_cases.cases()
+        if case.B * case.T * case.S * case.N * max(case.H, case.value_dim) < 3e7
+    ]
+    generator = random.Random(0)
+    return [
+        Run(
+            case,
+            arch=generator.choice(["sm_80", "sm_86", "sm_90a"]),
+            seed=generator.randrange(1000),
+            deferred=generator.random() < 0.8,
+        )
+        for case in generator.sample(small, min(count, len(small)))
+    ]
+
+
+RUNS = SM80 + SM90 + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request, machine):
+    """Compiles the kernels of the selected cases before the first runs."""
+    del machine  # it skips where there is no g++
+    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    jobs = set()
+    with pytest.MonkeyPatch.context() as patch:
+        for run in (call.params["run"] for call in calls if "run" in call.params):
+            patch.setenv("JAX_MEMEFF_ARCHS", run.arch)
+            jobs |= {(spec, run.arch) for spec in specs(run)}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(lambda job: emulator.compile(*job), jobs))
+
+
+def specs(run):
+    operands, _, _ = passed(run.case, *run.case.arrays())
+    with pytest.MonkeyPatch.context() as patch:
+        if not run.splits:
+            test_kernels.without_splits(patch)
+        for wants in (None, run.case.wants) if run.gradients else (None,):
+            yield from cuda.kernels(operands, run.case.options, wants).values()
+
+
+def results(run):
+    """What ``run_case`` gives, as NumPy arrays; for the process of ``machine``."""
+    from jax_memeff import primitives
+
+    run.start()
+    arrays = run.case.arrays()
+    with pytest.MonkeyPatch.context() as patch:
+        if not run.splits:
+            test_kernels.without_splits(patch)
+        if run.gradients:
+            found = run_case(run.case, *arrays)
+        else:
+            operands, _, _ = poisoned(run.case, *arrays)
+            forward = jax.jit(lambda operands: primitives.forward(operands, run.case.options))
+            found = forward(operands), None
+        return jax.tree.map(np.asarray, found)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_matches_the_oracle(run, machine):
+    found = machine.submit(results, run).result()
+    assert_results_match(run.case, found)

@@ -1,0 +1,131 @@
+"""The emulated machine: what a kernel must not do ends its launch with a message."""
+
+from __future__ import annotations
+
+import emulator
+import pytest
+
+SHARED_BYTES = 4096
+THREADS = 128
+
+# Each of these kernels, of one block, makes one mistake.
+KERNELS = """
+#include <memeff/arch/barrier.cuh>
+#include <memeff/arch/bulk_copy.cuh>
+#include <memeff/arch/copy.cuh>
+#include <memeff/arch/wgmma.cuh>
+
+using namespace memeff;
+
+uint32_t shared() { return shared_address(dynamic_shared()); }
+uint64_t& barrier() { return *reinterpret_cast<uint64_t*>(dynamic_shared()); }
+
+#define KERNEL(name) extern "C" void name(); EMULATOR_KERNEL(name) void name()
+
+KERNEL(store_beyond_shared_memory) { store_shared(shared() + 4096, 0); }
+
+KERNEL(load_between_vectors) { load_shared_vector(shared() + 8); }
+
+KERNEL(copy_from_between_vectors) {
+  alignas(16) char source[32] = {};
+  copy_async(shared(), source + 4, true);
+}
+
+KERNEL(read_between_vectors) {
+  alignas(16) char source[32] = {};
+  uint4 volatile* const vector = reinterpret_cast<uint4 volatile*>(source + 4);
+  vector->x = vector->y;
+}
+
+KERNEL(follow_null) { *static_cast<int volatile*>(nullptr) = 0; }
+
+KERNEL(leave_one_warp_waiting) {
+  if (threadIdx.x < 32) named_barrier_sync(1, 64);
+}
+
+KERNEL(disagree_about_a_barrier) { named_barrier_sync(1, threadIdx.x < 64 ? 64 : 128); }
+
+KERNEL(diverge) {
+  if (threadIdx.x % 2 == 0) {
+    __shfl_xor_sync(~0u, 0, 1);
+  } else {
+    __ballot_sync(~0u, 1);
+  }
+}
+
+KERNEL(wait_without_init) { wait_barrier(barrier(), 0); }
+
+KERNEL(arrive_too_often) {
+  if (threadIdx.x > 0) return;
+  init_barrier(barrier(), 2);
+  arrive_and_expect(barrier(), 16);
+  arrive_barrier(barrier());
+  arrive_barrier(barrier());
+}
+
+KERNEL(wait_for_too_many_bytes) {
+  alignas(16) static char source[16];
+  if (threadIdx.x == 0) {
+    init_barrier(barrier(), 1);
+    arrive_and_expect(barrier(), 32);
+    load_bulk(source, barrier(), shared() + 16, 16);
+  }
+  __syncthreads();
+  wait_barrier(barrier(), 0);
+}
+
+KERNEL(leave_a_copy_behind) {
+  alignas(16) static char source[16];
+  if (threadIdx.x > 0) return;
+  init_barrier(barrier(), 1);
+  load_bulk(source, barrier(), shared() + 16, 16);
+}
+
+template <bool kFence>
+void multiply() {
+  for (int i = int(threadIdx.x); i < 1024; i += 128) store_shared(shared() + 4 * i, 0);
+  if (kFence) fence_bulk_store();
+  __syncthreads();
+  uint64_t const tile = 1ull << 62 | 64ull << 32 | 1ull << 16 | shared() / 16;  // 8 rows a KB
+  auto c = cute::make_tensor<float>(cute::Shape<cute::_4>{});
+  uint32_t const a[4] = {};
+  cute::clear(c);
+  wgmma<cutlass::bfloat16_t, Major::K>(c, a, tile);
+  commit_products();
+  wait_products<0>();
+}
+
+KERNEL(multiply_without_a_fence) { multiply<false>(); }
+KERNEL(no_mistake) { multiply<true>(); }
+"""
+
+MISTAKES = {
+    "store_beyond_shared_memory": "a store of 4 bytes at byte 4096 of shared memory, which has",
+    "load_between_vectors": "a load at byte 8 of shared memory, no multiple of 16",
+    "copy_from_between_vectors": "cp.async at .* in global memory, no multiple of 16",
+    "read_between_vectors": "a misaligned vector access",
+    "follow_null": "an access to .*, outside of all buffers",
+    "leave_one_warp_waiting": "the kernel hangs; 32 threads of block 0 warp 0 at named barrier 1",
+    "disagree_about_a_barrier": "barrier 1 is for (64|128) threads, and for (64|128)",
+    "diverge": "lanes of a warp execute (shfl and vote|vote and shfl) at a time",
+    "wait_without_init": "an mbarrier that is not initialised",
+    "arrive_too_often": "too many arrivals at the mbarrier at byte 0",
+    "wait_for_too_many_bytes": "the kernel hangs; .* at the mbarrier at byte 0",
+    "leave_a_copy_behind": "block 0 ends while 1 copies of the copy engine are in flight",
+    "multiply_without_a_fence": "wgmma reads byte .* wrote and did not fence",
+}
+
+
+def launch(name):
+    emulator.configure("sm_90a", seed=3)
+    emulator.launch(KERNELS, name, threads=THREADS, shared_bytes=SHARED_BYTES)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_ends_the_launch(name, machine):
+    with pytest.raises(RuntimeError, match=MISTAKES[name]):
+        machine.submit(launch, name).result()
+
+
+def test_another_kernel_runs_after_a_mistake(machine):
+    machine.submit(launch, "no_mistake").result()
