@@ -155,15 +155,15 @@ def ring_attention(
     Context" (https://arxiv.org/abs/2310.01889), section 3.
 
     >>> import functools, jax, jax.numpy as jnp, jax_memeff
-    >>> from jax.sharding import PartitionSpec as P
+    >>> from jax.sharding import Mesh, PartitionSpec as P
     >>> n = len(jax.devices())
-    >>> mesh = jax.make_mesh((n,), ("sequence",))
+    >>> mesh = Mesh(jax.devices(), ("sequence",))
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 16 * n, 4, 8))
     >>> ring = functools.partial(
     ...     jax_memeff.ring_attention, axis_name="sequence", layout="zigzag", is_causal=True
     ... )
-    >>> sharded = jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=P(None, "sequence"),
-    ...                                 out_specs=P(None, "sequence")))
+    >>> spec = P(None, "sequence")
+    >>> sharded = jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=spec, out_specs=spec))
     >>> out = sharded(*(jax_memeff.zigzag(x, 1, n) for x in (query, key, value)))
     >>> one_device = jax_memeff.dot_product_attention(query, key, value, is_causal=True)
     >>> bool(jnp.allclose(jax_memeff.unzigzag(out, 1, n), one_device, atol=1e-5))
