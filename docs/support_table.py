@@ -7,11 +7,12 @@ out of date.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 
-from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.problem import BIAS_LAYOUTS, BIASES, GRADIENTS, MASKS, Problem
 from jax_memeff.codegen.select import select
 from jax_memeff.errors import UnsupportedError
 
@@ -37,10 +38,25 @@ def _masks(*kinds: str) -> dict[str, Any]:
     return {"masks": frozenset(kinds)}
 
 
+def _biases(**changes: Any) -> tuple[dict[str, Any], ...]:
+    """A bias of every size and broadcast, in rows of any alignment, and its gradient."""
+    return tuple(
+        {"bias": bits, "bias_layout": layout, "bias_alignment": alignment, **changes}
+        for bits, layout, alignment in itertools.product(BIASES[1:], BIAS_LAYOUTS, (2, 16))
+    )
+
+
 def _dims(*dims: int) -> tuple[dict[str, Any], ...]:
     return tuple({"head_dim": dim, "value_dim": dim} for dim in dims)
 
 
+_EVERYTHING = {
+    "masks": frozenset(MASKS),
+    "soft_cap": True,
+    "dropout": True,
+    "varlen": True,
+}
+_WIDE = {"head_dim": 512, "value_dim": 512}
 _ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 
 ROWS = (
@@ -58,10 +74,18 @@ ROWS = (
     Row("one array of query, key and value (`dot_product_attention_packed`)", ({},)),
     Row("segment ids", (_masks("segments"),)),
     Row("boolean mask", (_masks("boolean"),)),
-    Row("bias and its gradient", ({"bias": "16"}, {"bias": "32"})),
+    Row("bias of every broadcast, and its gradient", _biases()),
     Row("soft cap", ({"soft_cap": True},)),
     Row("dropout", ({"dropout": True},)),
     Row("gradient of the logsumexp", ({},)),
+    Row("all masks, bias, dropout and soft cap in one call", _biases(**_EVERYTHING)),
+    Row(
+        "packed sequences, bias or float32 with head dims above 256",
+        tuple(
+            {**_WIDE, **change} for change in ({"varlen": True}, {"bias": "16"}, {"dtype": "f32"})
+        ),
+    ),
+    Row("few queries, as in decoding", ({"query_rows": "16"}, {"query_rows": "64"})),
     Row("`deterministic_backward=True`", ({"deterministic": True},)),
     Row("GPUs from sm_80 on (A100, L4, H100, B200, RTX 50)", tuple({"arch": a} for a in _ARCHS)),
     Row("GPUs before sm_80 (V100, T4)", ({"arch": "sm_70"}, {"arch": "sm_75"})),
@@ -73,6 +97,8 @@ def _cell(direction: str, changes: tuple[dict[str, Any], ...]) -> str:
     for change in changes:
         if direction == "forward" and "deterministic" in change:
             continue  # an option of the backward
+        if direction == "backward" and "bias" in change:
+            change = {**change, "wants": GRADIENTS}
         try:
             select(dataclasses.replace(_PLAIN, direction=direction, **change))
         except UnsupportedError as error:

@@ -10,6 +10,9 @@ from jax_memeff.export import register_targets as register_targets
 from jax_memeff.mask import Mask as Mask
 from jax_memeff.offsets import Offsets as Offsets
 from jax_memeff.packed import dot_product_attention_packed as dot_product_attention_packed
+from jax_memeff.ring import ring_attention as ring_attention
+from jax_memeff.ring_schedule import unzigzag as unzigzag
+from jax_memeff.ring_schedule import zigzag as zigzag
 from jax_memeff.varlen import varlen_attention as varlen_attention
 from jax_memeff.vjp import forward_mode as forward_mode
 

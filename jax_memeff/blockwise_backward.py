@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff.blockwise_tiles import Problem, dot, grouped, select, ungrouped, when
+from jax_memeff.blockwise_tiles import (
+    Problem,
+    dot,
+    grouped,
+    read_block,
+    select,
+    ungrouped,
+    when,
+    write_block,
+)
 from jax_memeff.mask import Mask, slice_tile
 from jax_memeff.options import Gradients, Operands, Options, Wants
 
@@ -56,7 +65,8 @@ def backward(
     bias = operands.bias
     wants_bias = wants.bias and bias is not None
     # Adding a constant to a row of scores changes no probability and shifts the logsumexp by it.
-    constant_rows = bias is not None and bias.shape[3] == 1
+    # A single column is computed: in ring attention it is not the whole row.
+    constant_rows = bias is not None and bias.shape[3] == 1 != operands.key.shape[1]
     sums = _Sums(
         query=problem.zeros(*problem.query.shape) if wants.query else None,
         key=problem.zeros(*problem.key.shape) if wants.key else None,
@@ -150,24 +160,24 @@ def _backward_loops(
             # Only slices go through the conditional: what goes through it may be copied.
             local = _Sums(
                 sums.query,
-                _slice(sums.key, col, cols.size, 2),
-                _slice(sums.value, col, cols.size, 2),
+                read_block(sums.key, col, cols.size, 2),
+                read_block(sums.value, col, cols.size, 2),
                 None if sums.bias is None else slice_tile(sums.bias, (row, col), tile_shape),
             )
             local = when(problem.may_attend(row, col), update, local)
             return _Sums(
                 local.query,
-                _write(sums.key, local.key, (2, col)),
-                _write(sums.value, local.value, (2, col)),
-                _write(sums.bias, local.bias, (2, row), (3, col)),
+                write_block(sums.key, local.key, (2, col)),
+                write_block(sums.value, local.value, (2, col)),
+                write_block(sums.bias, local.bias, (2, row), (3, col)),
             )
 
         tile_shape = (rows.size, cols.size)
         dquery = None if sums.query is None else problem.zeros(*query.shape)
         block = lax.fori_loop(0, cols.count, key_block, sums._replace(query=dquery))
         if sums.query is not None and block.query is not None:
-            dquery = _slice(sums.query, row, rows.size, 3) + block.query * problem.options.scale
-            dquery = _write(sums.query, dquery, (3, row))
+            dquery = read_block(sums.query, row, rows.size, 3) + block.query * problem.options.scale
+            dquery = write_block(sums.query, dquery, (3, row))
         return block._replace(query=dquery)
 
     return lax.fori_loop(0, rows.count, query_block, sums)
@@ -199,19 +209,3 @@ def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Sum the axes that are 1 in the shape."""
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
     return jnp.sum(x, axes, keepdims=True)
-
-
-def _slice(x: jax.Array | None, start: jax.Array, size: int, axis: int) -> jax.Array | None:
-    return None if x is None else lax.dynamic_slice_in_dim(x, start, size, axis)
-
-
-def _write(
-    x: jax.Array | None, tile: jax.Array | None, *starts: tuple[int, jax.Array]
-) -> jax.Array | None:
-    """Write a tile at (axis, start) pairs; axes of size 1 start at 0."""
-    if x is None or tile is None:
-        return None
-    first = [jnp.int32(0)] * x.ndim
-    for axis, start in starts:
-        first[axis] = start if x.shape[axis] != 1 else first[axis]
-    return lax.dynamic_update_slice(x, tile, first)

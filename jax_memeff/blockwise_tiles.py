@@ -35,7 +35,7 @@ elements and 8 heads at T = 512, blocks of 128 take 0.5 of the time of 256.
 _ASSUMED_BATCH = 8
 """What a symbolic batch size counts as: it is unknown while blocks are cut."""
 
-_MASKED_BIAS = -1e37
+MASKED_BIAS = -1e37
 """A bias below this masks its element, as -inf does."""
 
 
@@ -192,7 +192,7 @@ class Problem:
             scores, cap_slope = options.soft_cap * capped, 1 - capped * capped
         if bias is not None:
             bias = bias.astype(self.accumulator)
-            valid = _and(valid, jnp.logical_not(bias < _MASKED_BIAS))
+            valid = _and(valid, jnp.logical_not(bias < MASKED_BIAS))
             scores = scores + self.per_head(bias)
         if valid is not None:
             scores = jnp.where(self.per_head(valid), scores, -jnp.inf)
@@ -255,3 +255,20 @@ def when(condition: jax.Array | None, update, state):
     if condition is None:
         return update(state)
     return lax.cond(condition, update, lambda state: state, state)
+
+
+def read_block(x: jax.Array | None, start: jax.Array, size: int, axis: int) -> jax.Array | None:
+    """Part of an axis; None stays None."""
+    return None if x is None else lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def write_block(
+    x: jax.Array | None, tile: jax.Array | None, *starts: tuple[int, jax.Array]
+) -> jax.Array | None:
+    """Write a tile at (axis, start) pairs; axes of size 1 start at 0."""
+    if x is None or tile is None:
+        return None
+    first = [jnp.int32(0)] * x.ndim
+    for axis, start in starts:
+        first[axis] = start if x.shape[axis] != 1 else first[axis]
+    return lax.dynamic_update_slice(x, tile, first)

@@ -23,8 +23,8 @@ class Offsets:
         batch: global index of the first batch element.
         head: global index of the first query head.
         num_heads: global number of query heads; None is the number of heads of the call.
-        query: global index of the first query row.
-        key: global index of the first key column.
+        query: global index of the first query row; with dropout in the kernels a multiple of 16.
+        key: global index of the first key column; likewise.
 
     >>> Offsets(query=512).position()
     Position(query=Array(512, dtype=int32), key=Array(0, dtype=int32))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
@@ -131,6 +132,12 @@ def flag(name: str, value: Any) -> bool:
         got = "a traced value" if isinstance(value, Tracer) else repr(value)
         raise TypeError(f"{name} must be True or False, got {got}")
     return bool(value)
+
+
+def choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        expected = " or ".join(map(repr, choices))
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
 
 
 def implementation(value: Any) -> Literal["cuda", "xla"] | None:

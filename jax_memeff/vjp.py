@@ -25,7 +25,7 @@ AnyOperands = Operands | PackedOperands
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Perturbed:
+class Perturbed:
     """Which operands are differentiated; static, so it may stand among the residuals."""
 
     wants: Wants
@@ -35,7 +35,7 @@ class _Residuals(NamedTuple):
     operands: AnyOperands
     out: jax.Array
     lse: jax.Array
-    perturbed: _Perturbed
+    perturbed: Perturbed
 
 
 _forward_mode = jax.make_user_context(False)
@@ -83,7 +83,7 @@ def _forward(operands: Any, options: Options) -> tuple[tuple[jax.Array, jax.Arra
     )
     values: AnyOperands = jax.tree.map(lambda primal: primal.value, operands)
     out, lse = derivatives.named(*primitives.forward(values, options))
-    return (out, lse), _Residuals(values, out, lse, _Perturbed(wants))
+    return (out, lse), _Residuals(values, out, lse, Perturbed(wants))
 
 
 def _backward(options: Options, residuals: _Residuals, cotangents: Any) -> tuple[AnyOperands]:

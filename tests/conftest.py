@@ -1,4 +1,4 @@
-"""Shared set-up: two CPU devices, the ``gpu`` marker, and fixtures for numbers and kernels."""
+"""Shared set-up: eight CPU devices, the ``gpu`` marker, and fixtures for numbers and kernels."""
 
 import concurrent.futures
 import importlib.util
@@ -17,7 +17,7 @@ if importlib.util.find_spec("jax_memeff._ffi") is None:
     )
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_collection_modifyitems(items):
