@@ -33,6 +33,7 @@ from matplotlib.figure import Figure
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import jax_memeff
+from jax_memeff.flax import rotary_embedding
 
 VOCABULARY = 256
 TARGET = 0.75
@@ -142,17 +143,6 @@ def jax_attention(query, key, value, dropout_rate, dropout_key):
 ATTENTIONS: dict[str, Attention] = {"memeff": memeff_attention, "jax": jax_attention}
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions on ``[B, T, N, H]``, computed in float32."""
-    half = x.shape[-1] // 2
-    frequency = 10_000.0 ** -(jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency
-    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
 class Block(nnx.Module):
     """Self-attention and a feed-forward layer, each behind a norm and added to its input."""
 
@@ -175,7 +165,8 @@ class Block(nnx.Module):
         qkv = self.qkv(self.norm_attention(x))
         qkv = qkv.reshape(batch, length, 3, self.heads, width // self.heads)
         query, key, value = (qkv[:, :, i] for i in range(3))
-        out = self.attention(rotate(query), rotate(key), value, dropout_rate, dropout_key)
+        query, key = (rotary_embedding(x, jnp.arange(length)) for x in (query, key))
+        out = self.attention(query, key, value, dropout_rate, dropout_key)
         x = x + self.out(out.reshape(batch, length, width))
         return x + self.down(jax.nn.gelu(self.up(self.norm_feed_forward(x))))
 

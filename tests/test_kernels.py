@@ -36,7 +36,10 @@ def marked(cases):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request):
-    """Compile the kernels of the selected cases before the first runs."""
+    """Compile the kernels of the selected cases before the first runs.
+
+    Of several xdist workers each compiles a share, in one process.
+    """
     jobs = set()
     calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
     for case in (call.params["case"] for call in calls if "case" in call.params):
@@ -48,7 +51,12 @@ def compiled(request):
             without_splits(patch)
             for arch, spec in cuda.kernels(operands, case.options, None).items():
                 jobs.add((spec, arch))
-    parallel.compile_many(sorted(jobs, key=lambda job: job[0].sort_key))
+    ordered = sorted(jobs, key=lambda job: (job[0].sort_key, job[0].name, job[1]))
+    if worker := getattr(request.config, "workerinput", None):
+        index = int(worker["workerid"].removeprefix("gw"))
+        parallel.compile_many(ordered[index :: worker["workercount"]], processes=1)
+    else:
+        parallel.compile_many(ordered)
 
 
 def without_splits(monkeypatch):

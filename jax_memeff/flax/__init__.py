@@ -1,5 +1,7 @@
 """Attention for Flax modules, linen and nnx. Needs the ``flax`` extra."""
 
+from jax_memeff.flax import linen, nnx
 from jax_memeff.flax.attention import attention_fn
+from jax_memeff.flax.rotary import rotary_embedding
 
-__all__ = ["attention_fn"]
+__all__ = ["attention_fn", "linen", "nnx", "rotary_embedding"]

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_memeff import api, compat, validate, vjp
 from jax_memeff.errors import UnsupportedError
+from jax_memeff.mask import Mask
 from jax_memeff.options import DropoutState
 
 
@@ -97,14 +98,44 @@ def attention_fn(
         "qk_attn_weights_einsum": qk_attn_weights_einsum,
         "attn_weights_value_einsum": attn_weights_value_einsum,
     }
-    _refuse(module, [name for name, function in replaced.items() if function is not None])
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    batch_shape = _batch_shape(query, key, value)
+    refuse(module, [name for name, function in replaced.items() if function is not None])
+    return attend(
+        *promote_dtype((query, key, value), dtype=dtype),
+        bias=bias,
+        mask=None if mask is None else jnp.asarray(mask),
+        conditions=Mask(),
+        is_causal=is_causal,
+        dropout_rate=0.0 if deterministic else dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+    )
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: ArrayLike | None,
+    mask: jax.Array | None,
+    conditions: Mask,
+    is_causal: bool,
+    dropout_rate: float,
+    dropout_rng: jax.Array | None,
+    broadcast_dropout: bool,
+    precision: Any,
+) -> jax.Array:
+    """``attention_fn`` of arrays of one dtype, with more ``conditions`` beside the mask.
+
+    The arrays of ``conditions`` have one batch dimension, of the size of all of them.
+    """
+    batch_shape = batch_dims(query, key, value)
     if bias is not None:
         bias = _flatten_score_batch("bias", _bias_dtype(jnp.asarray(bias), query), batch_shape)
     if mask is not None:
-        mask = _flatten_score_batch("mask", jnp.asarray(mask) != 0, batch_shape)
-    rate = 0.0 if deterministic else validate.dropout_rate(dropout_rate)
+        conditions &= Mask.boolean(_flatten_score_batch("mask", mask != 0, batch_shape))
+    rate = validate.dropout_rate(dropout_rate)
     if rate > 0 and dropout_rng is None:
         raise ValueError(
             f"dropout_rng must be given when dropout_rate is {rate} and deterministic is False,"
@@ -116,7 +147,7 @@ def attention_fn(
         key.reshape(batch, *key.shape[-3:]),
         value.reshape(batch, *value.shape[-3:]),
         bias,
-        mask,
+        conditions,
         scale=None,
         is_causal=is_causal,
         query_seq_lengths=None,
@@ -144,7 +175,7 @@ def _shared(state: DropoutState) -> DropoutState:
     )
 
 
-def _refuse(module: Any, replaced: list[str]) -> None:
+def refuse(module: Any, replaced: list[str]) -> None:
     """Raise for what memory-efficient attention cannot do."""
     reasons = []
     if module is not None:
@@ -162,7 +193,7 @@ def _refuse(module: Any, replaced: list[str]) -> None:
         raise UnsupportedError(reasons)
 
 
-def _batch_shape(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
+def batch_dims(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
     """The batch dimensions that query, key and value have in common."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim < 3:

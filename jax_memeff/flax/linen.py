@@ -1,0 +1,199 @@
+"""The attention modules for ``flax.linen``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from jax.typing import ArrayLike
+
+from jax_memeff.flax import attention
+from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
+from jax_memeff.mask import Mask
+
+
+class MultiHeadAttention(linen.MultiHeadDotProductAttention):
+    """``flax.linen.MultiHeadAttention`` with linear memory, and with more arguments.
+
+    Parameters and cache have the names and shapes of Flax's own module, so that checkpoints of one
+    load into the other; so do outputs and gradients agree, but for rows that may attend to nothing
+    (0 here) and the bits of dropout.
+
+    >>> import jax, jax.numpy as jnp, jax_memeff.flax.linen
+    >>> layer = jax_memeff.flax.linen.MultiHeadAttention(num_heads=4, num_kv_heads=2)
+    >>> x = jax.random.normal(jax.random.key(0), (2, 10, 32))
+    >>> variables = layer.init(jax.random.key(1), x)
+    >>> jax.tree.map(jnp.shape, variables["params"]["key"])
+    {'bias': (2, 8), 'kernel': (32, 2, 8)}
+    >>> layer.apply(variables, x, is_causal=True).shape
+    (2, 10, 32)
+
+    Beside the fields of Flax's module there are:
+
+    Attributes:
+      num_kv_heads: K, which divides ``num_heads``; None is ``num_heads``. Query head ``n`` reads
+        ``n // (N // K)``.
+      rotary_base: turns queries and keys by their position
+        (:func:`jax_memeff.flax.rotary_embedding`); None is no rotary embedding.
+
+    ``decode=True`` keeps the cache of Flax: ``init`` with inputs of the full length makes it, and a
+    call with the collection ``cache`` mutable appends its T new tokens, one or several, and attends
+    to what is in the cache, causally.
+    """
+
+    attention_fn: Callable[..., jax.Array] = attention.attention_fn
+    num_kv_heads: int | None = None
+    rotary_base: float | None = None
+
+    @linen.compact
+    def __call__(  # type: ignore[override]
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | Mask | None = None,
+        segment_ids: SegmentIds | None = None,
+        is_causal: bool = False,
+        deterministic: bool | None = None,
+        dropout_rng: jax.Array | None = None,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Project, attend, project.
+
+        Args:
+          inputs_q: ``[batch..., T, features]``.
+          inputs_k: ``[batch..., S, features]``; ``inputs_q`` by default.
+          inputs_v: ``[batch..., S, features]``; ``inputs_k`` by default.
+          bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. It has a gradient.
+          mask: broadcasts to ``[batch..., N, T, S]``, nonzero attends; or a
+            :class:`jax_memeff.Mask`, whose arrays count all batch dimensions as one. While decoding
+            S is the length of the cache, and windows count from the tokens' places in it.
+          segment_ids: integers ``[batch..., T]`` of sequences packed into one row, or the pair of
+            those of queries and of keys: equal ids attend, negative ones attend to nothing. Rotary
+            positions need not start again, as only their differences matter.
+          is_causal: row ``t`` attends to columns ``s <= t``; always so while decoding.
+          deterministic: True turns dropout off; needed here or as a field where the rate is not 0.
+          dropout_rng: the key of dropout, before the stream ``dropout``.
+          sow_weights: has to be False: weights are never formed.
+
+        Returns:
+          ``[batch..., T, out_features]``.
+
+        Raises:
+          ValueError: shapes do not fit, head counts do not divide, ``segment_ids`` while decoding.
+          TypeError: ``attention_fn`` was replaced.
+          jax_memeff.UnsupportedError: ``sow_weights``, replaced matrix products, or no kernel does
+            what is asked for.
+        """
+        self._refuse(sow_weights)
+        if inputs_k is None and inputs_v is not None:
+            raise ValueError("inputs_k must be given where inputs_v is, got None")
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        query, key, value = self._project(inputs_q, inputs_k, inputs_v)
+        quiet = self.dropout_rate == 0 or linen.merge_param(
+            "deterministic", self.deterministic, deterministic
+        )
+        if not quiet and dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        variables = self._cache(key, value) if self.decode else None
+        out, cache = attend_heads(
+            query,
+            key,
+            value,
+            None if variables is None else Cache(*(variable.value for variable in variables)),
+            rotary_base=self.rotary_base,
+            bias=bias,
+            mask=mask,
+            segment_ids=segment_ids,
+            is_causal=is_causal,
+            dropout_rate=0.0 if quiet else self.dropout_rate,
+            dropout_rng=dropout_rng,
+            broadcast_dropout=self.broadcast_dropout,
+            dtype=self.dtype,
+            precision=self.precision,
+        )
+        if variables is not None and cache is not None:
+            for variable, array in zip(variables, cache, strict=True):
+                variable.value = array
+        return linen.DenseGeneral(
+            features=self.out_features or inputs_q.shape[-1],
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            dot_general=self.out_dot_general,
+            dot_general_cls=self.out_dot_general_cls,
+            name="out",
+        )(out)
+
+    def _refuse(self, sow_weights: bool) -> None:
+        if self.attention_fn is not attention.attention_fn:
+            raise TypeError(
+                "attention_fn cannot be replaced in this module: use flax.linen.MultiHeadAttention"
+            )
+        replaced = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
+        attention.refuse(
+            self if sow_weights else None,
+            [name for name in replaced if getattr(self, name) is not None],
+        )
+
+    def _project(self, *inputs: jax.Array) -> list[jax.Array]:
+        """Query ``[batch..., T, N, H]``, key and value ``[batch..., S, K, H]``."""
+        qkv_features = self.qkv_features or inputs[0].shape[-1]
+        key_heads = self.num_kv_heads or self.num_heads
+        if qkv_features % self.num_heads:
+            raise ValueError(
+                f"qkv_features must be a multiple of num_heads, {self.num_heads}, got"
+                f" {qkv_features}"
+            )
+        if self.num_heads % key_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, {key_heads}, got {self.num_heads}"
+            )
+        dense = functools.partial(
+            linen.DenseGeneral,
+            axis=-1,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            use_bias=self.use_bias,
+            precision=self.precision,
+            dot_general=self.qkv_dot_general,
+            dot_general_cls=self.qkv_dot_general_cls,
+        )
+        head_dim = qkv_features // self.num_heads
+        heads = {"query": self.num_heads, "key": key_heads, "value": key_heads}
+        projected = [
+            dense(features=(count, head_dim), name=name)(array)
+            for (name, count), array in zip(heads.items(), inputs, strict=True)
+        ]
+        if self.normalize_qk:
+            norm = functools.partial(
+                linen.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype
+            )
+            projected[:2] = norm(name="query_ln")(projected[0]), norm(name="key_ln")(projected[1])
+        return projected
+
+    def _cache(self, key: jax.Array, value: jax.Array) -> tuple[linen.Variable, ...] | None:
+        """The variables of the cache, in ``Cache``'s order; None in the call that makes them."""
+        exists = self.has_variable("cache", "cached_key")
+        variables = (
+            self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype),
+            self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype),
+            self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32)),
+        )
+        return variables if exists else None
+
+
+class MultiHeadDotProductAttention(MultiHeadAttention):
+    """:class:`MultiHeadAttention` under Flax's other name, which unnamed submodules are called."""

@@ -1,0 +1,196 @@
+"""The attention module for ``flax.nnx``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx.module import first_from
+from jax.typing import ArrayLike
+
+from jax_memeff.flax import attention
+from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
+from jax_memeff.mask import Mask
+
+
+class MultiHeadAttention(nnx.MultiHeadAttention):
+    """``flax.nnx.MultiHeadAttention`` with linear memory, and with more arguments.
+
+    Parameters and cache have the names and shapes of Flax's own module, so that checkpoints of one
+    load into the other; so do outputs and gradients agree, but for rows that may attend to nothing
+    (0 here) and the bits of dropout.
+
+    >>> from flax import nnx
+    >>> import jax, jax.numpy as jnp, jax_memeff.flax.nnx
+    >>> layer = jax_memeff.flax.nnx.MultiHeadAttention(
+    ...     num_heads=4, in_features=32, num_kv_heads=2, rotary_base=10_000.0, rngs=nnx.Rngs(0)
+    ... )
+    >>> x = jax.random.normal(jax.random.key(0), (2, 10, 32))
+    >>> whole = layer(x, is_causal=True)
+
+    The same, three tokens and then one token at a time, through a cache:
+
+    >>> layer.init_cache(x.shape)
+    >>> step = nnx.jit(lambda layer, x: layer(x, decode=True))
+    >>> parts = [step(layer, x[:, :3])] + [step(layer, x[:, i : i + 1]) for i in range(3, 10)]
+    >>> bool(jnp.allclose(jnp.concatenate(parts, 1), whole, atol=1e-5))
+    True
+
+    Args:
+      num_heads: N, the number of query heads.
+      in_features: of the inputs.
+      qkv_features: N times the head dim; ``in_features`` by default.
+      out_features: of the result; ``in_features`` by default.
+      num_kv_heads: K, which divides N; N by default. Query head ``n`` reads ``n // (N // K)``.
+      in_kv_features: of ``inputs_k`` and ``inputs_v``; ``in_features`` by default.
+      rotary_base: turns queries and keys by their position
+        (:func:`jax_memeff.flax.rotary_embedding`); None is no rotary embedding.
+      rngs: of the initial parameters and of dropout.
+      settings: every other keyword of Flax's module but ``attention_fn``.
+
+    Raises:
+      TypeError: ``attention_fn`` is given.
+      ValueError: head counts that do not divide.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        *,
+        rotary_base: float | None = None,
+        rngs: nnx.Rngs,
+        **settings: Any,
+    ):
+        if "attention_fn" in settings:
+            raise TypeError(
+                "attention_fn cannot be replaced in this module: use flax.nnx.MultiHeadAttention"
+            )
+        super().__init__(
+            num_heads,
+            in_features,
+            qkv_features,
+            out_features,
+            num_kv_heads,
+            in_kv_features,
+            attention_fn=attention.attention_fn,
+            rngs=rngs,
+            **settings,
+        )
+        self.rotary_base = rotary_base
+
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | Mask | None = None,
+        segment_ids: SegmentIds | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+    ) -> jax.Array:
+        """Project, attend, project.
+
+        Args:
+          inputs_q: ``[batch..., T, in_features]``.
+          inputs_k: ``[batch..., S, in_kv_features]``; ``inputs_q`` by default.
+          inputs_v: ``[batch..., S, in_kv_features]``; ``inputs_k`` by default.
+          bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. It has a gradient.
+          mask: broadcasts to ``[batch..., N, T, S]``, nonzero attends; or a
+            :class:`jax_memeff.Mask`, whose arrays count all batch dimensions as one.
+          segment_ids: integers ``[batch..., T]`` of sequences packed into one row, or the pair of
+            those of queries and of keys: equal ids attend, negative ones attend to nothing. Rotary
+            positions need not start again, as only their differences matter.
+          deterministic: True turns dropout off; needed here or in the constructor where the rate
+            is not 0.
+          rngs: for dropout, before those of the constructor.
+          sow_weights: has to be False: weights are never formed.
+          decode: append the T new tokens, one or several, to the cache that ``init_cache`` made,
+            and attend to what is in it, causally. T may differ from step to step (each compiles
+            once). S is the length of the cache, and windows of ``mask`` count from the tokens'
+            places in it. New tokens of a full cache take the place of its last ones.
+          is_causal: row ``t`` attends to columns ``s <= t``; always so while decoding.
+          out_sharding: of the result.
+          qkv_sharding: of the projections.
+
+        Returns:
+          ``[batch..., T, out_features]``.
+
+        Raises:
+          ValueError: shapes do not fit, the cache is missing, ``segment_ids`` while decoding,
+            dropout without ``deterministic`` or without ``rngs``.
+          jax_memeff.UnsupportedError: ``sow_weights``, or no kernel does what is asked for.
+        """
+        attention.refuse(self if sow_weights else None, [])
+        if inputs_k is None and inputs_v is not None:
+            raise ValueError("inputs_k must be given where inputs_v is, got None")
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        query = self.query(inputs_q, out_sharding=qkv_sharding)
+        key = self.key(inputs_k, out_sharding=qkv_sharding)
+        value = self.value(inputs_v, out_sharding=qkv_sharding)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
+        decode = self.decode if decode is None else decode
+        dropout_rng = self._dropout_rng(deterministic, rngs)
+        out, cache = attend_heads(
+            query,
+            key,
+            value,
+            self._cache() if decode else None,
+            rotary_base=self.rotary_base,
+            bias=bias,
+            mask=mask,
+            segment_ids=segment_ids,
+            is_causal=is_causal,
+            dropout_rate=0.0 if dropout_rng is None else self.dropout_rate,
+            dropout_rng=dropout_rng,
+            broadcast_dropout=self.broadcast_dropout,
+            dtype=self.dtype,
+            precision=self.precision,
+        )
+        if cache is not None:
+            for name, array in cache._asdict().items():
+                getattr(self, name)[...] = array
+        return self.out(out, out_sharding=out_sharding)
+
+    def _cache(self) -> Cache:
+        variables = [getattr(self, name) for name in Cache._fields]
+        if any(variable is None for variable in variables):
+            raise ValueError(
+                "decode=True needs a cache: call init_cache([batch..., longest, features]) first"
+            )
+        return Cache(*(variable[...] for variable in variables))
+
+    def _dropout_rng(
+        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+    ) -> jax.Array | None:
+        """The key of this call's dropout; None is no dropout."""
+        if self.dropout_rate == 0:
+            return None
+        quiet = first_from(
+            deterministic,
+            self.deterministic,
+            error_msg="deterministic must be True or False where dropout_rate is not 0, got None;"
+            " pass it to the call or to the constructor",
+        )
+        if quiet:
+            return None
+        stream = self.rngs if rngs is None else rngs
+        if stream is None:
+            raise ValueError(
+                "rngs must be given for dropout in a module made with keep_rngs=False, got None"
+            )
+        return stream.dropout() if isinstance(stream, nnx.Rngs) else stream()
