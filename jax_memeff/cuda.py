@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -282,6 +283,20 @@ def kernels(avals: Operands, options: Options, wants: Wants | None) -> dict[str,
     )
     _require_lengths(avals)
     return {arch: select(_problem(avals, options, wants, arch)) for arch in _architectures()}
+
+
+def digest(
+    avals: Sequence[Any], *, tree: Any, options: Options, wants: Wants | None = None
+) -> bytes:
+    """What the kernels of a call depend on: changes with the code generator and the device code.
+
+    Raises:
+        UnsupportedError, CompileError: as the lowering would.
+    """
+    operands = jax.tree.unflatten(tree, avals)
+    specs = kernels(_separate(operands if wants is None else operands[0]), options, wants)
+    keys = [compiler.key(spec, arch) for arch, spec in specs.items()]
+    return hashlib.sha256(repr((specs, keys)).encode()).digest()
 
 
 def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) -> Problem:
