@@ -165,7 +165,7 @@ def plot(result: dict, path: Path) -> None:
     for layout in LAYOUTS:
         times.plot(result["lengths"], result["seconds"][layout], "o-", label=layout)
     times.set(xlabel="tokens", ylabel="seconds", title="forward + backward", xscale="log")
-    times.set_yscale("log")
+    times.set_ylim(bottom=0)
     times.set_xticks(result["lengths"], [f"{length:,}" for length in result["lengths"]])
     times.minorticks_off()
     times.legend()
