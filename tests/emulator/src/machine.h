@@ -21,13 +21,14 @@ constexpr int kNamedBarriers = 16;
 struct Settings {
   int capability = 80;
   int multiprocessors = 3;
-  int blocks_per_multiprocessor = 1;
-  bool deferred = true;  // copies and products take effect as late as the program allows
   uint64_t seed = 0;
 };
 Settings& settings();
 
 uint64_t random_number();
+
+// Whether something asynchronous takes effect now, and not as late as the program allows.
+inline bool at_once() { return random_number() % 2 == 0; }
 
 // What a waiting thread waits for: the masked word to equal `value`, or to differ from it.
 struct Wait {

@@ -256,8 +256,8 @@ void wgmma(Format format, float* c, int elements, uint32_t const* a, Operand lef
     product.before[lane].assign(c, c + elements);
     std::fill_n(c, elements, std::numeric_limits<float>::quiet_NaN());
   }
-  if (++product.lanes == kLanes && !settings().deferred) {
-    finish_first(this_block(), fiber.thread / kLanes);
+  if (++product.lanes == kLanes && at_once()) {
+    while (warp.finished_products <= index) finish_first(this_block(), fiber.thread / kLanes);
   }
 }
 

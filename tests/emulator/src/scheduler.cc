@@ -211,8 +211,7 @@ void take_turn() {
 }
 
 void run_blocks(unsigned blocks, unsigned threads, unsigned shared_bytes) {
-  unsigned const resident =
-      unsigned(settings().multiprocessors * settings().blocks_per_multiprocessor);
+  unsigned const resident = unsigned(settings().multiprocessors);
   unsigned next = 0;
   std::vector<int> free_slots;
   for (unsigned slot = 0; slot < resident; ++slot) free_slots.push_back(int(slot));
