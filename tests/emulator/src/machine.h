@@ -78,6 +78,7 @@ struct Product {
   bool accumulate;
   int elements;  // of a lane
   uint64_t group;
+  bool at_once;
   int lanes = 0;  // that have started it
   float* c[kLanes];
   uint32_t a[kLanes][4];
@@ -90,12 +91,15 @@ struct Exchange {
 };
 
 struct Warp {
+  uint64_t asleep_until = 0;  // this turn, or until no other warp can run
   int live = kLanes;
   int arrived = 0;
   uint64_t generation = 0;
   char const* instruction = nullptr;  // that the arrived lanes execute
   Exchange exchanges[2];              // of even and odd generations
   std::deque<Product> products;
+  uint64_t newest_group = ~uint64_t(0);  // of products
+  bool newest_at_once = false;           // do they take effect when they are started?
   uint64_t finished_products = 0;
 };
 
@@ -129,6 +133,8 @@ inline int this_lane() { return this_fiber().thread % kLanes; }
 
 // Waits until the masked word equals `value` (or differs from it).
 void wait_for(Wait wait);
+// Others run here, and often for long: what this thread did just now may let them go on.
+void stall();
 // Threads get somewhere: a launch in which none does hangs.
 void note_progress();
 
