@@ -63,7 +63,13 @@ def test_public_names():
         "dot_product_attention",
         "dot_product_attention_packed",
         "dropout",
+        "export_disabled_checks",
+        "forward_mode",
+        "register_targets",
+        "ring_attention",
+        "unzigzag",
         "varlen_attention",
+        "zigzag",
     }
     with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = jax_memeff.colour  # type: ignore[attr-defined]
