@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jax_memeff import config, splits
+from jax_memeff import config, divisors, splits
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import compile as compiler
 from jax_memeff.codegen import support
@@ -31,6 +31,7 @@ from jax_memeff.errors import UnsupportedError
 from jax_memeff.export import register_targets, require_static
 from jax_memeff.mask import Mask
 from jax_memeff.options import DropoutState, Operands, Options, PackedOperands, Wants
+from jax_memeff.sequences import MOST_POSITIONS
 
 _FORWARD_TARGET = "jax_memeff_forward"
 _BACKWARD_TARGET = "jax_memeff_backward"
@@ -42,9 +43,8 @@ _DTYPES: dict[str, Dtype] = {
     "float64": "f64",
 }
 
-# ``kUnbounded`` and ``kMaxLength`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
+# ``kUnbounded`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
 UNBOUNDED = 1 << 30
-_MAX_LENGTH = 1 << 28
 
 # lse is [B, T, N] for users and [B, N, T] in memory; minor to major.
 _ROW_STATISTICS = (1, 2, 0)
@@ -60,6 +60,7 @@ class _Buffer(NamedTuple):
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
     avals, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
+    avals, operands = _unshared(ctx, avals, operands, options)
     inputs = _attention_operands(ctx, avals, operands)
     avals = _separate(avals)
     specs = kernels(avals, options, wants=None)
@@ -88,6 +89,7 @@ def lower_backward(
     """Lowering rule of ``attention_bwd`` on CUDA."""
     avals, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, values)
+    avals, operands = _unshared(ctx, avals, operands, options)
     inputs = _attention_operands(ctx, avals, operands)
     names = [f"{name}_gradient" for name in _wanted(wants)]
     if isinstance(avals, PackedOperands) and wants.query:
@@ -114,6 +116,25 @@ def lower_backward(
         **_scores(avals, options),
     )
     return results[: len(gradients)]
+
+
+def _unshared(
+    ctx: mlir.LoweringRuleContext, avals: Any, operands: Any, options: Options
+) -> tuple[Any, Any]:
+    """Types and values with copies of what elements of the batch share."""
+
+    def function(*leaves: Any) -> Any:
+        return jax.tree.leaves(divisors.whole(jax.tree.unflatten(tree, leaves), options))
+
+    given, tree = jax.tree.flatten(avals)
+    given = [ShapedArray(aval.shape, aval.dtype) for aval in given]
+    results = [ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(function, *given)]
+    if results == given:
+        return avals, operands
+    context = ctx.replace(avals_in=given, avals_out=results)
+    values = mlir.lower_fun(function, multiple_results=True)(context, *jax.tree.leaves(operands))
+    values = [value for (value,) in values]
+    return jax.tree.unflatten(tree, results), jax.tree.unflatten(tree, values)
 
 
 def _wanted(wants: Wants) -> list[str]:
@@ -361,10 +382,10 @@ def _mask_names(mask: Mask) -> frozenset[str]:
 
 def _require_lengths(avals: Operands) -> None:
     longest = max(avals.query.shape[1], avals.key.shape[1], *avals.scores[2:])
-    if longest > _MAX_LENGTH:
+    if longest > MOST_POSITIONS:
         raise UnsupportedError(
             [
-                f"sequences have at most {_MAX_LENGTH} positions in the kernels, got {longest}",
+                f"sequences have at most {MOST_POSITIONS} positions in the kernels, got {longest}",
                 "pass implementation='xla', or split the sequence",
             ]
         )
@@ -382,7 +403,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
         prescale, softmax_scale = scale * log2e, 1.0
 
     def bound(limit: int | None) -> int:
-        return UNBOUNDED if limit is None else max(min(limit, _MAX_LENGTH), -_MAX_LENGTH)
+        return UNBOUNDED if limit is None else max(min(limit, MOST_POSITIONS), -MOST_POSITIONS)
 
     windows = [
         bound(limit)

@@ -13,6 +13,7 @@ all that its program depends on.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -35,7 +36,8 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_memeff import compat, sharding
-from jax_memeff.options import Gradients, PackedGradients, PackedOperands
+from jax_memeff.divisors import whole_call
+from jax_memeff.options import Divisors, Gradients, PackedGradients, PackedOperands
 
 Lowering = Callable[..., Sequence[Any]]
 
@@ -64,15 +66,23 @@ def by_shards(
             )
         if compat.devices_of_compiler(ctx) == 1:
             return lowering(ctx, *values, **params)
-        avals = tuple(map(compat.local, typed))
-        digest = hashlib.sha256(_python_digest() + repr((avals, params)).encode())
+        given = tuple(map(compat.local, typed))
+
+        def whole(*leaves: jax.Array) -> list[jax.Array]:
+            # A device has a part of the batch, which cannot count where the others' elements are.
+            return whole_call(leaves, params)
+
+        avals = tuple(ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(whole, *given))
+        options = dataclasses.replace(params["options"], divisors=Divisors())
+        call = _Call(primitive, {**params, "options": options}, avals)
+        digest = hashlib.sha256(_python_digest() + repr((avals, call.params)).encode())
         if kernel_digest is not None:
-            digest.update(kernel_digest(avals, **params))
-        call = _Call(primitive, params, avals)
+            digest.update(kernel_digest(avals, **call.params))
         in_jax = mlir.lower_fun(
-            lambda *leaves: call.partitioned(leaves, digest.hexdigest()), multiple_results=True
+            lambda *leaves: call.partitioned(whole(*leaves), digest.hexdigest()),
+            multiple_results=True,
         )
-        return in_jax(ctx.replace(avals_in=avals), *values)
+        return in_jax(ctx.replace(avals_in=given), *values)
 
     return lower
 

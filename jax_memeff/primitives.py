@@ -24,6 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_memeff import blockwise, blockwise_derivatives, blockwise_varlen, compat, partitioning
+from jax_memeff.batching import rule
 from jax_memeff.errors import UnsupportedError
 from jax_memeff.options import (
     Gradients,
@@ -203,25 +204,6 @@ def _register(
             return default_lowering(ctx, *operands, **params)
         return lower(ctx, *operands, **params)
 
-    def batch(leaves, dims, **params):
-        # One element at a time: an element of the batch has exactly the bits of its own call.
-        mapped = [
-            jnp.moveaxis(leaf, dim, 0)
-            for leaf, dim in zip(leaves, dims, strict=True)
-            if dim is not None
-        ]
-
-        def one(elements):
-            element = iter(elements)
-            operands = [
-                leaf if dim is None else next(element)
-                for leaf, dim in zip(leaves, dims, strict=True)
-            ]
-            return primitive.bind(*operands, **params)
-
-        results = jax.lax.map(one, mapped)
-        return results, [0] * len(results)
-
     compat.lower_with_devices(primitive)
     primitive.def_abstract_eval(types)
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
@@ -229,7 +211,7 @@ def _register(
     if on_cuda is not None:
         kernels = partitioning.by_shards(primitive, on_cuda, _kernel_digest)
         mlir.register_lowering(primitive, functools.partial(cuda, kernels), platform="cuda")
-    batching.primitive_batchers[primitive] = batch
+    batching.primitive_batchers[primitive] = functools.partial(rule, primitive)
 
 
 _register(
