@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -80,8 +81,13 @@ def gradients_of(function: Any) -> Any:
     return gradients
 
 
+@functools.cache
+def compiled(function: Any) -> Any:
+    return jax.jit(function, compiler_options=UNOPTIMISED)
+
+
 def run(function: Any, *arguments: Any) -> Any:
-    return jax.jit(function, compiler_options=UNOPTIMISED)(*arguments)
+    return compiled(function)(*arguments)
 
 
 def split(names: tuple[str, ...], wanted: Any = ARRAYS) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -91,7 +97,7 @@ def split(names: tuple[str, ...], wanted: Any = ARRAYS) -> tuple[dict[str, Any],
 
 
 def one_by_one(function: Any, names: tuple[str, ...], arrays: dict[str, Any]) -> Any:
-    function = jax.jit(function, compiler_options=UNOPTIMISED)
+    function = compiled(function)
     elements = [
         function({name: x[i] if name in names else x for name, x in arrays.items()})
         for i in range(SIZE)
@@ -105,7 +111,7 @@ def names_of(function: Any, *arguments: Any) -> list[str]:
 
 
 # Compiled once: an element's call is the same whatever was mapped.
-every_gradient = jax.jit(gradients_of(everything), compiler_options=UNOPTIMISED)
+every_gradient = gradients_of(everything)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_nested(inner, outer, assert_close):
         return (0, None) if mapped == "query" else (None, 0)
 
     vmapped = jax.vmap(jax.vmap(attend, axes(inner)), axes(outer))
-    element = jax.jit(attend, compiler_options=UNOPTIMISED)
+    element = compiled(attend)
     elements = jnp.stack(
         [
             jnp.stack([element(*_pick(query, key, inner, outer, i, j)) for j in range(3)])
@@ -274,7 +280,7 @@ def packed(arrays: dict[str, Any]) -> Any:
     )
 
 
-every_packed_gradient = jax.jit(gradients_of(packed), compiler_options=UNOPTIMISED)
+every_packed_gradient = gradients_of(packed)
 
 
 @pytest.mark.parametrize("names", [("query",), ("bias",), ("starts",), tuple(TOKENS)], ids="-".join)
