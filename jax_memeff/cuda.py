@@ -133,7 +133,6 @@ def _unshared(
         return avals, operands
     context = ctx.replace(avals_in=given, avals_out=results)
     values = mlir.lower_fun(function, multiple_results=True)(context, *jax.tree.leaves(operands))
-    values = [value for (value,) in values]
     return jax.tree.unflatten(tree, results), jax.tree.unflatten(tree, values)
 
 
