@@ -36,8 +36,8 @@ def family_reasons(problem: Problem) -> list[str]:
             reasons.append(f"{name} is {dim}, and the largest with a kernel is {sm80.WIDE}: {_XLA}")
     if problem.dtype != "f64" and problem.dtype not in dtypes:
         reasons.append(
-            f"the tensor cores of {problem.arch} do not multiply {_DTYPE_NAMES[problem.dtype]}: cast "
-            f"to float16, or {_XLA}"
+            f"the tensor cores of {problem.arch} do not multiply {_DTYPE_NAMES[problem.dtype]}: "
+            f"cast to float16, or {_XLA}"
         )
     elif not has_tile(problem):
         reasons.append(
@@ -45,9 +45,6 @@ def family_reasons(problem: Problem) -> list[str]:
             f"{max(problem.head_dim, problem.value_dim)} on {problem.arch} yet: cast to bfloat16 "
             f"or float16, or {_XLA}"
         )
-    for feature, asked in (("packed sequences", problem.varlen), ("a bias", problem.bias)):
-        if asked and wide(problem):
-            reasons.append(f"{feature} with head dims above {sm80.CLASSES[-1]}: {not_yet}: {_XLA}")
     return reasons
 
 
@@ -90,8 +87,9 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
             reasons.append(f"it is compiled {'with' if compiled else 'without'} {feature}")
     if spec.bias != problem.bias:
         reasons.append(f"its bias is {_bits(spec.bias)}, not {_bits(problem.bias)}")
-    if problem.bias and spec.bias_access != bias_access(problem):
-        reasons.append(f"it reads a bias by {spec.bias_access}, not by {bias_access(problem)}")
+    access = bias_access(problem, wide=spec.wide)
+    if problem.bias and spec.bias_access != access:
+        reasons.append(f"it reads a bias by {spec.bias_access}, not by {access}")
     if spec.bias_gradient != bias_gradient(problem):
         reasons.append(f"its bias gradient is {spec.bias_gradient}, not {bias_gradient(problem)}")
     if spec.split and problem.varlen:
@@ -114,7 +112,7 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"its tile is not for the mask {spec.mask}")
     modifiers = (
         ("soft cap", spec.soft_cap),
-        ("bias", spec.bias and spec.bias_access != "rows"),
+        ("bias", spec.bias and (spec.wide or spec.bias_access != "rows")),
         ("dropout", spec.dropout),
         ("segments", spec.segments),
         ("a boolean mask", spec.boolean),
@@ -193,10 +191,12 @@ def query_rows(
     return "64" if rows <= 64 or few_tiles else None
 
 
-def bias_access(problem: Problem) -> BiasAccess:
-    """How the bias comes to the scores."""
+def bias_access(problem: Problem, *, wide: bool = False) -> BiasAccess:
+    """How the bias comes to the scores of a kernel, which may be one for wide head dims."""
     if problem.bias and problem.bias_layout in ("columns", "rows"):
         return problem.bias_layout
+    if problem.bias and wide:
+        return "elements"
     return "vectors" if problem.bias_alignment % 16 == 0 else "words"
 
 

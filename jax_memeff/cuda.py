@@ -230,15 +230,21 @@ def _buffers(sizes: list[tuple[str, int]]) -> list[_Buffer]:
 
 
 def _padded_queries(avals: Operands, spec: KernelSpec) -> int:
-    batch, heads, length, _ = avals.scores
-    if avals.sequences is not None:  # BackwardTiles::tile_index of schedule/backward_tiles.cuh
-        return heads * (avals.query.shape[1] // spec.tile.query + batch) * spec.tile.query
-    return batch * heads * _round_up(length, spec.tile.query)
+    _, heads, length, _ = avals.scores
+    return heads * _padded_rows(avals, avals.query.shape[1], length, spec.tile.query)
 
 
 def _padded_keys(avals: Operands, spec: KernelSpec) -> int:
-    batch, length, heads, _ = avals.key.shape
-    return batch * heads * _round_up(length, spec.tile.key)
+    heads, length = avals.key.shape[2], avals.scores[3]
+    return heads * _padded_rows(avals, avals.key.shape[1], length, spec.tile.key)
+
+
+def _padded_rows(avals: Operands, tokens: int, length: int, tile: int) -> int:
+    """Rows of one head in the workspaces; packed sequences as in schedule/query_tiles.cuh."""
+    batch = avals.scores[0]
+    if avals.sequences is not None:
+        return (tokens // tile + batch) * tile
+    return batch * _round_up(length, tile)
 
 
 def _out_sum(avals: Operands, spec: KernelSpec) -> int:

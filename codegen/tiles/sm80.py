@@ -314,7 +314,15 @@ _SM90 = Part(
     },
 )
 
-_BY_CAPABILITY = {75: sm75.PART, 80: _SM80, 87: _SM80, 90: _SM90, 100: _SM90, 103: _SM90, 110: _SM90}
+_BY_CAPABILITY = {
+    75: sm75.PART,
+    80: _SM80,
+    87: _SM80,
+    90: _SM90,
+    100: _SM90,
+    103: _SM90,
+    110: _SM90,
+}
 
 
 def part(arch: str) -> Part:
