@@ -115,6 +115,11 @@ def remember(spec: KernelSpec, arch: str, compiled: Compiled) -> None:
     program_cache.current().put(key, _pack(compiled), to_disk=False)
 
 
+def key(spec: KernelSpec, arch: str) -> str:
+    """A digest of what the compiled kernel depends on: source, headers, compiler and options."""
+    return _key(emit.source(spec), arch)
+
+
 def versions() -> dict[str, str]:
     """The parts of the toolchain and their versions; "not found" for what is absent."""
     found = {"driver": _driver_version(), "NVRTC": _nvrtc_version()}

@@ -62,8 +62,6 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     },
 )
 
-_NOT_IN_WIDE_KERNELS = ("varlen", "bias", "bias_layout", "bias_alignment", "wants")
-
 
 def select(problem: Problem) -> KernelSpec:
     """The first spec of the ordered table that solves ``problem``.
@@ -115,7 +113,7 @@ def closure(
             dtype,
             *dims_pair,
             arch,
-            **_features_of(direction, dtype, dims_pair, features),
+            **_features_of(direction, dtype, features),
         )
         for direction, dtype, dims_pair, features in itertools.product(
             DIRECTIONS, dtypes, dims, _FEATURE_SETS
@@ -125,15 +123,10 @@ def closure(
     yield from sorted(set(map(select, solved)), key=lambda spec: spec.sort_key)
 
 
-def _features_of(
-    direction: str, dtype: Dtype, dims: tuple[int, int], features: dict[str, Any]
-) -> dict[str, Any]:
-    """A forward computes no gradients, a backward does not split keys for few query rows, f32 has
-    no bias of 16 bits, and wide kernels have neither those splits nor packed sequences or a bias:
-    several feature sets are one there.
+def _features_of(direction: str, dtype: Dtype, features: dict[str, Any]) -> dict[str, Any]:
+    """A forward computes no gradients, a backward does not split keys for few query rows, and f32
+    has no bias of 16 bits: several feature sets are one there.
     """
-    if max(dims) > sm80.CLASSES[-1]:
-        features = {name: x for name, x in features.items() if name not in _NOT_IN_WIDE_KERNELS}
     if "bias" in features and dtype in F32_DTYPES:
         features = {**features, "bias": "32"}
     return {**features, **({"query_rows": None} if direction == "backward" else {"wants": ()})}
@@ -219,7 +212,7 @@ def _spec(problem: Problem, row: Row) -> KernelSpec:
         soft_cap=problem.soft_cap,
         dropout=problem.dropout,
         bias=problem.bias,
-        bias_access=bias_access(problem),
+        bias_access=bias_access(problem, wide=row.head_class == sm80.WIDE),
         bias_gradient=bias_gradient(problem),
         gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
         split=row.split,

@@ -10,11 +10,11 @@ from jax_memeff.codegen.problem import DTYPE_BYTES
 from jax_memeff.codegen.tiles import sm80, sm90
 
 MaskKind = Literal["none", "causal", "window"]
-BiasAccess = Literal["vectors", "words", "columns", "rows"]
+BiasAccess = Literal["vectors", "words", "columns", "rows", "elements"]
 BiasGradient = Literal["none", "full", "shared", "columns"]
 
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
-BIAS_ACCESSES: tuple[BiasAccess, ...] = ("vectors", "words", "columns", "rows")
+BIAS_ACCESSES: tuple[BiasAccess, ...] = ("vectors", "words", "columns", "rows", "elements")
 BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns")
 SpecDtype = Literal["f16", "bf16", "f32", "tf32"]
 
@@ -103,7 +103,8 @@ class KernelSpec:
         words += ["softcap"] if self.soft_cap else []
         words += ["dropout"] if self.dropout else []
         if self.bias:
-            access = "" if self.bias_access == "vectors" else self.bias_access
+            usual = "elements" if self.wide else "vectors"
+            access = "" if self.bias_access == usual else self.bias_access
             words.append(f"bias{self.bias}{access}")
         if self.direction == "backward" and self.gradients != SPEC_GRADIENTS:
             words.append("".join(f"d{gradient[0]}" for gradient in self.gradients) or "only")
@@ -184,7 +185,7 @@ class KernelSpec:
         query_bytes, key_bytes = _divided_sm90(self) if self.divided else 2 * (self.shared_bytes,)
         query = EntryPoint(f"{self.name}_query", self.threads, query_bytes, "queries", maps)
         key = EntryPoint(f"{self.name}_key", self.threads, key_bytes, "keys", maps)
-        others = {"key", "value"} & set(self.gradients)
+        others = {"key", "value"} & set(self.gradients) or self.bias_gradient != "none"
         return [query] * ("query" in self.gradients) + [key] * bool(others)
 
     @property

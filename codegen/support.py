@@ -7,9 +7,10 @@ from typing import Literal
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasAccess, BiasGradient, KernelSpec
-from jax_memeff.codegen.tiles import sm80, sm80_f32
+from jax_memeff.codegen.tiles import sm80, sm80_f32, tile
 
 _XLA = "pass implementation='xla'"
+_DTYPE_NAMES = {"bf16": "bfloat16", "f32": "float32", "tf32": "float32"}
 
 _FEW_TILES = 64
 """So many tiles, of the rows that follow, leave half of a large GPU idle."""
@@ -20,8 +21,10 @@ def family_reasons(problem: Problem) -> list[str]:
     """What no spec of the sm80 family does, so that it is said once and not per spec."""
     not_yet = "not implemented in the sm80 kernels yet"
     reasons = []
-    if archs.capability(problem.arch) < sm80.FIRST_CAPABILITY:
-        reasons.append(f"{problem.arch} is older than sm_80, the first with kernels: {_XLA}")
+    dtypes = sm80.part(problem.arch).dtypes
+    first = sm80.FIRST_CAPABILITY
+    if archs.capability(problem.arch) < first:
+        reasons.append(f"{problem.arch} is older than sm_{first}, the first with kernels: {_XLA}")
     if problem.dtype == "f64":
         reasons.append(f"float64 has no kernel: {_XLA}, or cast to bfloat16 or float16")
     if problem.dtype in F32_DTYPES and problem.bias == "16":
@@ -31,29 +34,32 @@ def family_reasons(problem: Problem) -> list[str]:
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
         if dim > sm80.WIDE:
             reasons.append(f"{name} is {dim}, and the largest with a kernel is {sm80.WIDE}: {_XLA}")
-    if not has_tile(problem):
+    if problem.dtype != "f64" and problem.dtype not in dtypes:
+        reasons.append(
+            f"the tensor cores of {problem.arch} do not multiply {_DTYPE_NAMES[problem.dtype]}: "
+            f"cast to float16, or {_XLA}"
+        )
+    elif not has_tile(problem):
         reasons.append(
             f"float32 has no {problem.direction} kernel of head dim "
             f"{max(problem.head_dim, problem.value_dim)} on {problem.arch} yet: cast to bfloat16 "
             f"or float16, or {_XLA}"
         )
-    for feature, asked in (("packed sequences", problem.varlen), ("a bias", problem.bias)):
-        if asked and wide(problem):
-            reasons.append(f"{feature} with head dims above {sm80.CLASSES[-1]}: {not_yet}: {_XLA}")
     return reasons
 
 
 def has_tile(problem: Problem) -> bool:
-    """Whether the head dims have a tile: all but wide ones of f32, and some of f32 where a block
-    has little shared memory.
+    """Whether dtype and head dims have a tile: all but dtypes that the tensor cores lack, wide dims
+    of f32, and some of f32 where a block has little shared memory.
     """
-    if problem.dtype not in F32_DTYPES:
-        return True
+    part = sm80.part(problem.arch)
+    if problem.dtype not in F32_DTYPES or problem.dtype not in part.dtypes:
+        return problem.dtype in (*part.dtypes, "f64")
     if wide(problem):
         return False
     dim = max(problem.head_dim, problem.value_dim)
     padded_dim = min(size for size in sm80.CLASSES if size >= dim)
-    return bool(sm80_f32.rows(sm80.part(problem.arch), problem.direction, padded_dim))
+    return bool(sm80_f32.rows(part, problem.direction, padded_dim))
 
 
 def wide(problem: Problem) -> bool:
@@ -81,8 +87,9 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
             reasons.append(f"it is compiled {'with' if compiled else 'without'} {feature}")
     if spec.bias != problem.bias:
         reasons.append(f"its bias is {_bits(spec.bias)}, not {_bits(problem.bias)}")
-    if problem.bias and spec.bias_access != bias_access(problem):
-        reasons.append(f"it reads a bias by {spec.bias_access}, not by {bias_access(problem)}")
+    access = bias_access(problem, wide=spec.wide)
+    if problem.bias and spec.bias_access != access:
+        reasons.append(f"it reads a bias by {spec.bias_access}, not by {access}")
     if spec.bias_gradient != bias_gradient(problem):
         reasons.append(f"its bias gradient is {spec.bias_gradient}, not {bias_gradient(problem)}")
     if spec.split and problem.varlen:
@@ -105,11 +112,11 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"its tile is not for the mask {spec.mask}")
     modifiers = (
         ("soft cap", spec.soft_cap),
-        ("bias", spec.bias and spec.bias_access != "rows"),
+        ("bias", spec.bias and (spec.wide or spec.bias_access != "rows")),
         ("dropout", spec.dropout),
         ("segments", spec.segments),
         ("a boolean mask", spec.boolean),
-        (sm80.PIECES, spec.wide and spec.alignment < 16),
+        (tile.PIECES, spec.wide and spec.alignment < 16),
     )
     unserved = [name for name, on in modifiers if on and name not in spec.tile.modifiers]
     if unserved:
@@ -184,10 +191,12 @@ def query_rows(
     return "64" if rows <= 64 or few_tiles else None
 
 
-def bias_access(problem: Problem) -> BiasAccess:
-    """How the bias comes to the scores."""
+def bias_access(problem: Problem, *, wide: bool = False) -> BiasAccess:
+    """How the bias comes to the scores of a kernel, which may be one for wide head dims."""
     if problem.bias and problem.bias_layout in ("columns", "rows"):
         return problem.bias_layout
+    if problem.bias and wide:
+        return "elements"
     return "vectors" if problem.bias_alignment % 16 == 0 else "words"
 
 

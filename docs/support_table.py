@@ -80,15 +80,15 @@ ROWS = (
     Row("gradient of the logsumexp", ({},)),
     Row("all masks, bias, dropout and soft cap in one call", _biases(**_EVERYTHING)),
     Row(
-        "packed sequences, bias or float32 with head dims above 256",
-        tuple(
-            {**_WIDE, **change} for change in ({"varlen": True}, {"bias": "16"}, {"dtype": "f32"})
-        ),
+        "packed sequences and bias with head dims above 256",
+        ({**_WIDE, "varlen": True}, *_biases(**_WIDE)),
     ),
+    Row("float32 with head dims above 256", ({**_WIDE, "dtype": "f32"},)),
     Row("few queries, as in decoding", ({"query_rows": "16"}, {"query_rows": "64"})),
     Row("`deterministic_backward=True`", ({"deterministic": True},)),
     Row("GPUs from sm_80 on (A100, L4, H100, B200, RTX 50)", tuple({"arch": a} for a in _ARCHS)),
-    Row("GPUs before sm_80 (V100, T4)", ({"arch": "sm_70"}, {"arch": "sm_75"})),
+    Row("sm_75 (T4, RTX 20), float16", ({"arch": "sm_75", "dtype": "f16"},)),
+    Row("GPUs before sm_75 (V100)", ({"arch": "sm_70", "dtype": "f16"},)),
 )
 
 

@@ -15,6 +15,7 @@ operands of the scans over them: their cotangents are then written once, block b
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,9 @@ from jax import lax
 from jax_memeff import blockwise_varlen
 from jax_memeff.blockwise_backward import live_rows
 from jax_memeff.blockwise_tiles import Blocks, Problem, dot, grouped, select, ungrouped, when
+from jax_memeff.divisors import whole
 from jax_memeff.options import (
+    Divisors,
     Gradients,
     Operands,
     Options,
@@ -90,15 +93,17 @@ def _sums_of(
     operands: Any, options: Options, lse: jax.Array, names: list[str]
 ) -> tuple[Callable[..., Sums], list[jax.Array]]:
     """The sums as a function of the named operands, and these."""
+    unshared = dataclasses.replace(options, divisors=Divisors())
 
     def sums(*arrays: jax.Array) -> Sums:
         call = operands._replace(**dict(zip(names, arrays, strict=True)))
+        call = whole(call, options)
         if isinstance(call, PackedOperands):
             call = call.separate()
         if 0 in (*call.scores, call.query.shape[1], call.key.shape[1]):
             return _zeros(call, lse)
         fixed = jnp.where(live_rows(operands.mask, lse), lse, 0)
-        return (_row_sums if call.sequences is None else _row_sums_varlen)(call, options, fixed)
+        return (_row_sums if call.sequences is None else _row_sums_varlen)(call, unshared, fixed)
 
     return sums, [getattr(operands, name) for name in names]
 
@@ -200,7 +205,9 @@ def _row_sums_varlen(operands: Operands, options: Options, lse: jax.Array) -> Su
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def sequence_sums(index: jax.Array, own_bias: jax.Array | None):
         rows, columns = blockwise_varlen.tokens_of(operands, index)
-        one = blockwise_varlen.sequence_of(operands._replace(bias=None), index, rows, columns)
+        one = blockwise_varlen.sequence_of(
+            operands._replace(bias=None), options, index, rows, columns
+        )
         one = one._replace(bias=bias if own_bias is None else own_bias)
         sums = _row_sums(one, options, jnp.take(lse, rows, 1, mode="fill", fill_value=0))
         return rows, sums

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from jax_memeff import dropout
+from jax_memeff.divisors import broadcastable, expanded
 from jax_memeff.export import require_static
 from jax_memeff.mask import slice_tile
 from jax_memeff.options import Operands, Options
@@ -100,6 +101,10 @@ class Problem:
             "number of tokens",
         )
         batch, length, heads, _ = query.shape
+        if mask.key_lengths is not None:
+            # Garbage beyond the lengths is zeroed, and every element has a length of its own.
+            key = _select_rows(expanded(key, options.divisors.key, batch), mask.key_lengths)
+            value = _select_rows(expanded(value, options.divisors.value, batch), mask.key_lengths)
         longest = LONGEST_BLOCK
         likely_batch = _ASSUMED_BATCH if export.is_symbolic_dim(batch) else batch
         while longest > _SHORTEST_BLOCK and likely_batch * heads * longest**2 > _LARGEST_TILE:
@@ -108,8 +113,8 @@ class Problem:
             operands,
             options,
             grouped(_select_rows(query, mask.query_lengths), key.shape[2]),
-            _select_rows(key, mask.key_lengths).transpose(0, 2, 1, 3),
-            _select_rows(value, mask.key_lengths).transpose(0, 2, 1, 3),
+            key.transpose(0, 2, 1, 3),
+            value.transpose(0, 2, 1, 3),
             jnp.promote_types(query.dtype, jnp.float32),
             _cut(length, longest),
             _cut(key.shape[1], longest),
@@ -131,18 +136,22 @@ class Problem:
 
     def key_tile(self, start: jax.Array) -> jax.Array:
         tile = lax.dynamic_slice_in_dim(self.key, start, self.cols.size, 2)
-        return tile.astype(self.accumulator)
+        return self._of_batch(tile, self.options.divisors.key)
 
     def value_tile(self, start: jax.Array) -> jax.Array:
         tile = lax.dynamic_slice_in_dim(self.value, start, self.cols.size, 2)
-        return tile.astype(self.accumulator)
+        return self._of_batch(tile, self.options.divisors.value)
+
+    def _of_batch(self, tile: jax.Array, divisor: int) -> jax.Array:
+        return expanded(tile.astype(self.accumulator), divisor, self.query.shape[0])
 
     def bias_tile(self, row: jax.Array, col: jax.Array) -> jax.Array | None:
         """The bias of one tile, [b, n, rows or 1, cols or 1]."""
         bias = self.operands.bias
         if bias is None:
             return None
-        return slice_tile(bias, (row, col), (self.rows.size, self.cols.size))
+        tile = slice_tile(bias, (row, col), (self.rows.size, self.cols.size))
+        return broadcastable(tile, self.options.divisors.bias, self.query.shape[0])
 
     def per_head(self, tile: jax.Array) -> jax.Array:
         """[b, n, rows, cols] to [b, K or 1, G or 1, rows, cols]."""
@@ -177,7 +186,12 @@ class Problem:
         """
         operands, options = self.operands, self.options
         sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
-        valid = operands.mask.tile(sizes, (row, col), shape, operands.position)
+        mask = dataclasses.replace(operands.mask, booleans=())
+        valid = mask.tile(sizes, (row, col), shape, operands.position)
+        divisors = options.divisors.of_booleans(operands.mask)
+        for array, divisor in zip(operands.mask.booleans, divisors, strict=True):
+            boolean = slice_tile(array, (row, col), shape)
+            valid = _and(valid, broadcastable(boolean, divisor, self.query.shape[0]))
         if self.cols.overlap:
             columns = (col + lax.iota(jnp.int32, shape[1]))[None, None, None, :]
             valid = _and(valid, columns >= first_col)

@@ -35,7 +35,7 @@ def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]
 
     def sequence(index: jax.Array, results: tuple[jax.Array, jax.Array]):
         rows, columns = tokens_of(operands, index)
-        one = blockwise.forward(sequence_of(operands, index, rows, columns), options)
+        one = blockwise.forward(sequence_of(operands, options, index, rows, columns), options)
         return tuple(_put(result, rows, part) for result, part in zip(results, one, strict=True))
 
     return lax.fori_loop(0, operands.scores[0], sequence, results)
@@ -72,7 +72,7 @@ def backward(
     def sequence(index: jax.Array, sums: Gradients) -> Gradients:
         rows, columns = tokens_of(operands, index)
         part = blockwise.backward(
-            sequence_of(operands, index, rows, columns),
+            sequence_of(operands, options, index, rows, columns),
             options,
             _take(out, rows),
             jnp.take(lse, rows, 1, mode="fill", fill_value=-jnp.inf),
@@ -120,20 +120,23 @@ def tokens_of(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def sequence_of(
-    operands: Operands, index: jax.Array, rows: jax.Array, columns: jax.Array
+    operands: Operands, options: Options, index: jax.Array, rows: jax.Array, columns: jax.Array
 ) -> Operands:
     """One sequence as a batch of one."""
 
-    def element(x: Any) -> Any:
-        return x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, index, 1)
+    def element(x: Any, divisor: int = 1) -> Any:
+        if x is None or x.shape[0] == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, index // divisor % x.shape[0], 1)
 
     mask, state = operands.mask, operands.dropout
+    booleans = zip(mask.booleans, options.divisors.of_booleans(mask), strict=True)
     sequences: Any = operands.sequences
     return operands._replace(
         query=_take(operands.query, rows),
         key=_take(operands.key, columns),
         value=_take(operands.value, columns),
-        bias=element(operands.bias),
+        bias=element(operands.bias, options.divisors.bias),
         mask=dataclasses.replace(
             mask,
             query_lengths=element(sequences.query_lengths),
@@ -142,7 +145,7 @@ def sequence_of(
                 (_take(query_ids, rows), _take(key_ids, columns))
                 for query_ids, key_ids in mask.segment_ids
             ),
-            booleans=tuple(map(element, mask.booleans)),
+            booleans=tuple(element(*boolean) for boolean in booleans),
         ),
         dropout=None
         if state is None

@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_memeff import compat, dropout, validate, vjp
+from jax_memeff import dropout, sharding, validate, vjp
 from jax_memeff.mask import Mask
 from jax_memeff.options import DropoutState, Operands, Options, PackedOperands, Position
 
@@ -26,7 +26,7 @@ class Call(NamedTuple, Generic[AnyOperands]):
 
     def run(self, with_residual: bool) -> Any:
         """The output, or the pair of it and the logsumexp."""
-        out, lse = vjp.attention(compat.cast_to_common_varying_axes(self.operands), self.options)
+        out, lse = sharding.attention(vjp.attention, self.operands, self.options)
         if not self.batched:
             out, lse = out[0], lse[0]
         return (out, lse) if with_residual else out

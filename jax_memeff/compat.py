@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax._src import dispatch
+from jax._src.sharding import IndivisibleError
+from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import Mesh, PartitionSpec
 
 
 def cast_to_common_varying_axes(tree: Any) -> Any:
@@ -50,3 +56,32 @@ def local(aval: Any) -> ShapedArray:
     carries vary over.
     """
     return ShapedArray(aval.shape, aval.dtype)
+
+
+def lower_with_devices(primitive: Primitive) -> None:
+    """Let the lowering rule of a primitive know the mesh, as that of custom_partitioning does."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def devices_of_compiler(ctx: mlir.LoweringRuleContext) -> int:
+    """How many devices XLA divides the program among, at this place of it.
+
+    Inside ``jax.shard_map`` that is one.
+    """
+    return getattr(ctx.module_context.axis_context, "num_devices", 1)
+
+
+def spec_of(sharding: Any, mesh: Mesh, rank: int) -> PartitionSpec | None:
+    """The spec over a mesh of a sharding that custom_partitioning did not decode.
+
+    None where no spec says it: it is made of parts of mesh axes, or the mesh is not known.
+    """
+    if sharding.is_fully_replicated:
+        return PartitionSpec()
+    if mesh.empty:
+        return None
+    try:
+        (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(rank), mesh)
+    except IndivisibleError:
+        return None
+    return spec

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -19,7 +20,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jax_memeff import config, splits
+from jax_memeff import config, divisors, splits
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import compile as compiler
 from jax_memeff.codegen import support
@@ -30,6 +31,7 @@ from jax_memeff.errors import UnsupportedError
 from jax_memeff.export import register_targets, require_static
 from jax_memeff.mask import Mask
 from jax_memeff.options import DropoutState, Operands, Options, PackedOperands, Wants
+from jax_memeff.sequences import MOST_POSITIONS
 
 _FORWARD_TARGET = "jax_memeff_forward"
 _BACKWARD_TARGET = "jax_memeff_backward"
@@ -41,9 +43,8 @@ _DTYPES: dict[str, Dtype] = {
     "float64": "f64",
 }
 
-# ``kUnbounded`` and ``kMaxLength`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
+# ``kUnbounded`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
 UNBOUNDED = 1 << 30
-_MAX_LENGTH = 1 << 28
 
 # lse is [B, T, N] for users and [B, N, T] in memory; minor to major.
 _ROW_STATISTICS = (1, 2, 0)
@@ -59,6 +60,7 @@ class _Buffer(NamedTuple):
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
     avals, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
+    avals, operands = _unshared(ctx, avals, operands, options)
     inputs = _attention_operands(ctx, avals, operands)
     avals = _separate(avals)
     specs = kernels(avals, options, wants=None)
@@ -87,6 +89,7 @@ def lower_backward(
     """Lowering rule of ``attention_bwd`` on CUDA."""
     avals, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, values)
+    avals, operands = _unshared(ctx, avals, operands, options)
     inputs = _attention_operands(ctx, avals, operands)
     names = [f"{name}_gradient" for name in _wanted(wants)]
     if isinstance(avals, PackedOperands) and wants.query:
@@ -113,6 +116,24 @@ def lower_backward(
         **_scores(avals, options),
     )
     return results[: len(gradients)]
+
+
+def _unshared(
+    ctx: mlir.LoweringRuleContext, avals: Any, operands: Any, options: Options
+) -> tuple[Any, Any]:
+    """Types and values with copies of what elements of the batch share."""
+
+    def function(*leaves: Any) -> Any:
+        return jax.tree.leaves(divisors.whole(jax.tree.unflatten(tree, leaves), options))
+
+    given, tree = jax.tree.flatten(avals)
+    given = [ShapedArray(aval.shape, aval.dtype) for aval in given]
+    results = [ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(function, *given)]
+    if results == given:
+        return avals, operands
+    context = ctx.replace(avals_in=given, avals_out=results)
+    values = mlir.lower_fun(function, multiple_results=True)(context, *jax.tree.leaves(operands))
+    return jax.tree.unflatten(tree, results), jax.tree.unflatten(tree, values)
 
 
 def _wanted(wants: Wants) -> list[str]:
@@ -209,15 +230,21 @@ def _buffers(sizes: list[tuple[str, int]]) -> list[_Buffer]:
 
 
 def _padded_queries(avals: Operands, spec: KernelSpec) -> int:
-    batch, heads, length, _ = avals.scores
-    if avals.sequences is not None:  # BackwardTiles::tile_index of schedule/backward_tiles.cuh
-        return heads * (avals.query.shape[1] // spec.tile.query + batch) * spec.tile.query
-    return batch * heads * _round_up(length, spec.tile.query)
+    _, heads, length, _ = avals.scores
+    return heads * _padded_rows(avals, avals.query.shape[1], length, spec.tile.query)
 
 
 def _padded_keys(avals: Operands, spec: KernelSpec) -> int:
-    batch, length, heads, _ = avals.key.shape
-    return batch * heads * _round_up(length, spec.tile.key)
+    heads, length = avals.key.shape[2], avals.scores[3]
+    return heads * _padded_rows(avals, avals.key.shape[1], length, spec.tile.key)
+
+
+def _padded_rows(avals: Operands, tokens: int, length: int, tile: int) -> int:
+    """Rows of one head in the workspaces; packed sequences as in schedule/query_tiles.cuh."""
+    batch = avals.scores[0]
+    if avals.sequences is not None:
+        return (tokens // tile + batch) * tile
+    return batch * _round_up(length, tile)
 
 
 def _out_sum(avals: Operands, spec: KernelSpec) -> int:
@@ -284,6 +311,20 @@ def kernels(avals: Operands, options: Options, wants: Wants | None) -> dict[str,
     return {arch: select(_problem(avals, options, wants, arch)) for arch in _architectures()}
 
 
+def digest(
+    avals: Sequence[Any], *, tree: Any, options: Options, wants: Wants | None = None
+) -> bytes:
+    """What the kernels of a call depend on: changes with the code generator and the device code.
+
+    Raises:
+        UnsupportedError, CompileError: as the lowering would.
+    """
+    operands = jax.tree.unflatten(tree, avals)
+    specs = kernels(_separate(operands if wants is None else operands[0]), options, wants)
+    keys = [compiler.key(spec, arch) for arch, spec in specs.items()]
+    return hashlib.sha256(repr((specs, keys)).encode()).digest()
+
+
 def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) -> Problem:
     bias = avals.bias
     problem = Problem(
@@ -346,10 +387,10 @@ def _mask_names(mask: Mask) -> frozenset[str]:
 
 def _require_lengths(avals: Operands) -> None:
     longest = max(avals.query.shape[1], avals.key.shape[1], *avals.scores[2:])
-    if longest > _MAX_LENGTH:
+    if longest > MOST_POSITIONS:
         raise UnsupportedError(
             [
-                f"sequences have at most {_MAX_LENGTH} positions in the kernels, got {longest}",
+                f"sequences have at most {MOST_POSITIONS} positions in the kernels, got {longest}",
                 "pass implementation='xla', or split the sequence",
             ]
         )
@@ -367,7 +408,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
         prescale, softmax_scale = scale * log2e, 1.0
 
     def bound(limit: int | None) -> int:
-        return UNBOUNDED if limit is None else max(min(limit, _MAX_LENGTH), -_MAX_LENGTH)
+        return UNBOUNDED if limit is None else max(min(limit, MOST_POSITIONS), -MOST_POSITIONS)
 
     windows = [
         bound(limit)

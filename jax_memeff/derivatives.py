@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jax_memeff import blockwise_derivatives, primitives
+from jax_memeff import blockwise_derivatives, divisors, primitives
 from jax_memeff.options import Gradients, Operands, Options, PackedGradients, PackedOperands, Wants
 from jax_memeff.sequences import token_indices
 
@@ -86,7 +86,19 @@ def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) ->
     )
     chosen = _gradients_like(operands)
     chosen = type(chosen)(*(getattr(moving, name) for name in chosen._fields))
-    return results, primitives.tangent(operands, options, *results, chosen)
+    # The transpose is the backward, whose gradients are those of unshared operands.
+    shared = [name for name in divisors.shareable(operands) if getattr(chosen, name) is not None]
+    batch = divisors.batch_of(operands)
+
+    def unshared(arrays: Any) -> Any:
+        return arrays._replace(
+            **{
+                name: divisors.whole_array(name, getattr(arrays, name), options, batch)
+                for name in shared
+            }
+        )
+
+    return results, primitives.tangent(unshared(operands), options, *results, unshared(chosen))
 
 
 def _gradients_like(operands: AnyOperands) -> Gradients | PackedGradients:

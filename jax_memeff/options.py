@@ -18,6 +18,23 @@ if TYPE_CHECKING:
 Implementation = Literal["cuda", "xla"]
 
 
+class Divisors(NamedTuple):
+    """How operands that have fewer elements than the batch B are shared by it.
+
+    Batch element b reads element ``(b // divisor) % elements``. They come from ``jax.vmap``, which
+    makes its axis the outermost part of the batch.
+    """
+
+    key: int = 1
+    value: int = 1
+    bias: int = 1
+    booleans: tuple[int, ...] = ()
+    """Of the arrays of ``Mask.booleans``; all 1 when empty."""
+
+    def of_booleans(self, mask: Mask) -> tuple[int, ...]:
+        return self.booleans or (1,) * len(mask.booleans)
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The static part of a call: hashable, and a parameter of the primitives."""
@@ -30,6 +47,7 @@ class Options:
     deterministic_backward: bool = False
     implementation: Implementation | None = None
     """None: the kernels on CUDA, the blockwise path elsewhere."""
+    divisors: Divisors = dataclasses.field(default_factory=Divisors)
 
 
 class DropoutState(NamedTuple):
@@ -62,11 +80,11 @@ class Operands(NamedTuple):
     query: jax.Array
     """[B, T, N, H]"""
     key: jax.Array
-    """[B, S, K, H]"""
+    """[B, S, K, H], or fewer elements: see :class:`Divisors`"""
     value: jax.Array
-    """[B, S, K, Hv]"""
+    """[B, S, K, Hv], likewise"""
     bias: jax.Array | None
-    """[1|B, 1|N, 1|T, 1|S], of the query's dtype or float32"""
+    """[1|B, 1|N, 1|T, 1|S], likewise, of the query's dtype or float32"""
     mask: Mask
     dropout: DropoutState | None
     position: Position | None

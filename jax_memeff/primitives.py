@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_memeff import blockwise, blockwise_derivatives, blockwise_varlen, compat
+from jax_memeff import blockwise, blockwise_derivatives, blockwise_varlen, compat, partitioning
+from jax_memeff.batching import rule
 from jax_memeff.errors import UnsupportedError
 from jax_memeff.options import (
     Gradients,
@@ -164,6 +165,12 @@ def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any)
     return cuda.lower_backward(ctx, *operands, **params)
 
 
+def _kernel_digest(avals: Sequence[Any], **params: Any) -> bytes:
+    from jax_memeff import cuda
+
+    return cuda.digest(avals, **params)
+
+
 def _register(
     primitive: Primitive,
     types: Callable,
@@ -173,9 +180,11 @@ def _register(
 ) -> None:
     lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
 
-    def default_lowering(ctx, *operands, **params):
+    def one_device(ctx, *operands, **params):
         local = ctx.replace(avals_in=[compat.local(aval) for aval in ctx.avals_in])
         return lower_in_jax(local, *operands, **params)
+
+    default_lowering = partitioning.by_shards(primitive, one_device)
 
     def anywhere(ctx, *operands, **params):
         if params["options"].implementation == "cuda":
@@ -188,38 +197,21 @@ def _register(
             )
         return default_lowering(ctx, *operands, **params)
 
-    def cuda(kernels, ctx, *operands, **params):
+    def cuda(lower, ctx, *operands, **params):
         # Empty problems have constants for results; no kernel is compiled for them.
         empty = any(0 in aval.shape for aval in ctx.avals_in)
         if empty or params["options"].implementation == "xla":
             return default_lowering(ctx, *operands, **params)
-        return kernels(ctx, *operands, **params)
+        return lower(ctx, *operands, **params)
 
-    def batch(leaves, dims, **params):
-        # One element at a time: an element of the batch has exactly the bits of its own call.
-        mapped = [
-            jnp.moveaxis(leaf, dim, 0)
-            for leaf, dim in zip(leaves, dims, strict=True)
-            if dim is not None
-        ]
-
-        def one(elements):
-            element = iter(elements)
-            operands = [
-                leaf if dim is None else next(element)
-                for leaf, dim in zip(leaves, dims, strict=True)
-            ]
-            return primitive.bind(*operands, **params)
-
-        results = jax.lax.map(one, mapped)
-        return results, [0] * len(results)
-
+    compat.lower_with_devices(primitive)
     primitive.def_abstract_eval(types)
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
     mlir.register_lowering(primitive, default_lowering if on_cuda is None else anywhere)
     if on_cuda is not None:
-        mlir.register_lowering(primitive, functools.partial(cuda, on_cuda), platform="cuda")
-    batching.primitive_batchers[primitive] = batch
+        kernels = partitioning.by_shards(primitive, on_cuda, _kernel_digest)
+        mlir.register_lowering(primitive, functools.partial(cuda, kernels), platform="cuda")
+    batching.primitive_batchers[primitive] = functools.partial(rule, primitive)
 
 
 _register(

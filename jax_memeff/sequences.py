@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+MOST_POSITIONS = 1 << 28
+"""Rows and columns of the largest problem of the kernels: ``kMaxLength`` of memeff/params.h."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -90,8 +90,6 @@ _F32 = ("float32", "tf32")
 _NOT_YET = "not implemented in the sm80 kernels yet"
 
 REFUSALS = (
-    Refusal({"dims": _WIDE, "bias": BIASES}, f"a bias with head dims above 256: {_NOT_YET}"),
-    Refusal({"dims": _WIDE, "layout": ("packed",)}, "packed sequences with head dims above 256"),
     Refusal({"dims": _WIDE, "dtype": _F32}, "float32 has no"),
     Refusal({"deterministic": (True,)}, f"deterministic_backward is {_NOT_YET}"),
 )
@@ -99,7 +97,6 @@ REFUSALS = (
 _INEXPRESSIBLE = (
     {"sizes": _SIZES[:1], "mask": (CAUSAL,)},  # one key
     {"bias": (None,), "bias_dtype": ("float32",)},
-    {"dims": _WIDE, "bias_dtype": ("float32",)},  # follows: they have no bias
     # One array of query, key and value has one length, one number of heads and one dim.
     {"layout": ("projections",), "sizes": tuple((T, S) for T, S in _SIZES if T != S)},
     {"layout": ("projections",), "heads": tuple((N, K) for N, K in _HEADS if N != K)},

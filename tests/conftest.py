@@ -20,6 +20,12 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     jax.config.update("jax_num_cpu_devices", 8)
 
 
+def pytest_sessionstart():
+    # Most of the time of the tests is compilation, which takes half as long without.
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
 def pytest_collection_modifyitems(items):
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if not on_gpu:

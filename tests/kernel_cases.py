@@ -121,6 +121,8 @@ def _packed_cases() -> list[Case]:
     found += [packed(boolean=boolean, **WINDOW) for boolean in BOOLEANS]
     found += [packed(dropout=0.1, position=(48, 160), **WINDOW), packed(lse_gradient=False)]
     found += [packed(B=1, lengths=((200, 270),)), packed(B=2, lengths=((0, 0), (0, 0)))]
+    found += [packed(H=H, Hv=Hv, **WINDOW) for H, Hv in WIDE_HEAD_DIMS]
+    found += [packed(H=264, N=4, K=2, bias="BNTS", dropout=0.2)]
     return found
 
 
@@ -203,7 +205,6 @@ def cases() -> list[Case]:
         found += [Case(T=200, S=270, H=H, Hv=Hv, lengths=((77, 0), (200, 131)), soft_cap=2.0)]
         found += [Case(T=129, S=77, N=6, H=H, Hv=Hv, segments=1, dropout=0.2)]
         found += [Case(T=77, S=129, H=H, Hv=Hv, boolean=("B11S",))]
-    for H, Hv in ODD_HEAD_DIMS:
         found += [Case(T=77, S=129, H=H, Hv=Hv, bias=bias) for bias in ("1NTS", "BN1S", "BNT1")]
     for T, S in ODD_SIZES:
         found += [Case(T=T, S=S, H=320), Case(T=T, S=S, H=300, **BOTTOM_RIGHT)]
@@ -211,6 +212,9 @@ def cases() -> list[Case]:
         found += [Case(T=700, S=650, N=4, K=2, H=320, Hv=280, **mask)]
         found += [Case(T=300, S=400, H=512, lengths=((300, 20), (0, 390)), **mask)]
         found += [Case(T=270, S=300, H=264, dropout=0.1, soft_cap=2.0, **mask)]
+        found += [Case(T=270, S=300, H=264, bias="1NTS", dropout=0.1, soft_cap=2.0, **mask)]
+    for bias in BIASES:
+        found += [Case(T=150, S=300, N=4, K=2, H=264, bias=bias)]
     for boolean in BOOLEANS:
         found += [Case(T=150, S=300, H=264, boolean=boolean, segments=2)]
     found += [Case(T=257, S=385, H=4096), Case(B=1, T=129, S=140, N=1, K=1, H=16384)]

@@ -14,7 +14,7 @@ from jax_memeff.codegen.tiles import sm80, sm90
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 PER_DIRECTION = 2
 LARGEST_SPILL = 64
 """More than a few registers per thread is a wrong tile, however fast it was measured to be."""

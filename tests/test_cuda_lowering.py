@@ -354,3 +354,20 @@ def test_rows_of_a_bias_decide_how_it_is_read(fake_compiler, S, dtype, alignment
     ((spec, _),) = fake_compiler
     assert spec.bias_access == access
     assert f"bias_alignment = {alignment} : i32" in text
+
+
+def test_the_kernels_get_whole_batches_of_what_a_vmap_shares(fake_compiler):
+    """Three elements of a batch of 2 read the same keys, and each has a mask of its own."""
+    query, key, value = shapes()
+    queries = jax.ShapeDtypeStruct((3, *query.shape), query.dtype)
+    masks = jax.ShapeDtypeStruct((3, 1, 1, 128, 128), jnp.bool_)
+    attend: Any = jax_memeff.dot_product_attention
+
+    def mapped(queries, key, value, masks):
+        return jax.vmap(lambda q, m: attend(q, key, value, mask=m))(queries, masks)
+
+    text = lower(mapped, queries, key, value, masks)
+    (call,) = (line for line in text.splitlines() if "custom_call @jax_memeff_forward" in line)
+    types = call[call.rindex(" : (") :]
+    assert types.count("tensor<6x128x2x64xbf16>") == 2
+    assert "tensor<6x1x128x128xi1>" in types

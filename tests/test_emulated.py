@@ -14,7 +14,6 @@ from typing import Any
 
 import emulator
 import jax
-import kernel_cases
 import numpy as np
 import pytest
 import test_kernels
@@ -31,29 +30,20 @@ class Run:
     case: Case
     arch: str = "sm_80"
     seed: int = 0
-    deferred: bool = True
     multiprocessors: int = 3
     splits: bool = False
     gradients: bool = True
 
     def __str__(self) -> str:
-        words = [self.arch, str(self.case), f"seed{self.seed}"]
-        return "-".join(words + ([] if self.deferred else ["immediate"]))
+        return f"{self.arch}-{self.case}-seed{self.seed}"
 
     def start(self) -> None:
         """Makes this process the machine; called in the process of ``machine``."""
-        emulator.configure(
-            self.arch,
-            multiprocessors=self.multiprocessors,
-            deferred=self.deferred,
-            seed=self.seed,
-        )
+        emulator.configure(self.arch, multiprocessors=self.multiprocessors, seed=self.seed)
 
 
 def on_three_schedules(case: Case, **options: Any) -> list[Run]:
-    """The same kernels with everything as late as possible, twice, and at once."""
-    late = [Run(case, seed=seed, **options) for seed in (0, 1)]
-    return [*late, Run(case, seed=2, deferred=False, **options)]
+    return [Run(case, seed=seed, **options) for seed in range(3)]
 
 
 LENGTHS = ((130, 150), (77, 33), (0, 150))
@@ -77,6 +67,8 @@ SM80 = [
     *on_three_schedules(EVERYTHING),
     Run(Case(B=2, T=70, S=90, dtype="float32", bias="BN1S", lengths=((70, 90), (33, 50)))),
     Run(Case(B=1, T=70, S=150, N=2, K=1, H=264, **CAUSAL)),
+    Run(Case(B=3, T=130, S=150, H=264, bias="1NTS", lengths=LENGTHS, packed=True)),
+    Run(Case(B=1, T=70, S=90, N=4, K=2, H=128, dtype="float16", **CAUSAL), arch="sm_75"),
     Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT)),
     Run(Case(B=1, T=5, S=700, N=4, K=1, **BOTTOM_RIGHT), splits=True, gradients=False),
 ]
@@ -100,7 +92,7 @@ def drawn(count: int) -> list[Run]:
     """Cases of the GPU tests that take seconds here."""
     small = [
         case
-        for case in kernel_cases.cases()
+        for case in test_kernels.CASES
         if case.B * case.T * case.S * case.N * max(case.H, case.value_dim) < 3e7
     ]
     generator = random.Random(0)
@@ -109,7 +101,6 @@ def drawn(count: int) -> list[Run]:
             case,
             arch=generator.choice(["sm_80", "sm_86", "sm_90a"]),
             seed=generator.randrange(1000),
-            deferred=generator.random() < 0.8,
         )
         for case in generator.sample(small, min(count, len(small)))
     ]
@@ -161,5 +152,5 @@ def results(run):
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_matches_the_oracle(run, machine):
-    found = machine.submit(results, run).result()
+    found = machine.submit(results, run).result(timeout=600)
     assert_results_match(run.case, found)

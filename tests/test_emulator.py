@@ -43,7 +43,7 @@ KERNEL(leave_one_warp_waiting) {
   if (threadIdx.x < 32) named_barrier_sync(1, 64);
 }
 
-KERNEL(disagree_about_a_barrier) { named_barrier_sync(1, threadIdx.x < 64 ? 64 : 128); }
+KERNEL(disagree_about_a_barrier) { named_barrier_sync(1, threadIdx.x < 32 ? 64 : 128); }
 
 KERNEL(diverge) {
   if (threadIdx.x % 2 == 0) {

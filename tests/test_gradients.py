@@ -236,6 +236,23 @@ def test_scan_over_layers(remat, assert_close):
     )
 
 
+@pytest.mark.parametrize(("policy", "forwards"), [(POLICIES["both_names"][0], 1), (None, 2)])
+def test_forwards_of_a_scan_over_layers(policy, forwards):
+    """With both results saved the backward's loop runs no forward."""
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x, _):
+        return x + attention(x, x[:, :, :K], x[:, :, :K], is_causal=True), None
+
+    def loss(x):
+        return jnp.sum(jax.lax.scan(layer, x, length=3)[0])
+
+    loops = named(jax.grad(loss), "scan", QUERY)
+    count = [str(loop.params["jaxpr"]).count("attention_fwd[") for loop in loops]
+    assert sum(count) == forwards
+    assert sum(str(loop.params["jaxpr"]).count("attention_bwd[") for loop in loops) == 1
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_gradients_have_the_operands_dtypes(dtype):
     operands = [x.astype(dtype) for x in (QUERY, KEY, VALUE)]

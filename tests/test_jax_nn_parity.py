@@ -1,4 +1,7 @@
-"""Where the two agree, changing the import from jax.nn changes no result."""
+"""Where the two agree, changing the import from jax.nn changes no result.
+
+Beside cases of our own there is each case of JAX's tests of its function (``tests/nn_test.py``).
+"""
 
 import functools
 import inspect
@@ -14,6 +17,12 @@ import jax_memeff
 B, T, S, N, K, H = 2, 19, 23, 4, 2, 8
 OURS: Any = jax_memeff.dot_product_attention
 THEIRS: Any = jax.nn.dot_product_attention
+
+
+# Programs that run once; what XLA would gain it loses in compiling them.
+unoptimised: Any = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -42,6 +51,19 @@ CASES = {
     "bias_of_rows": {"bias": BIAS[:, :1, :1, :]},
     "window": {"local_window_size": 6},
     "window_sides": {"local_window_size": (7, 9), "is_causal": True},
+    "causal_and_window": {"local_window_size": (3, 2), "is_causal": True},
+    "custom_mask": {"mask": jnp.tril(jnp.ones((1, 1, T, S), bool))},
+    "bias_and_causal": {"bias": BIAS[:1], "is_causal": True},
+    "causal_and_padding": {
+        "is_causal": True,
+        "query_seq_lengths": QUERY_LENGTHS,
+        "key_value_seq_lengths": KEY_LENGTHS,
+    },
+    "custom_mask_and_padding": {
+        "mask": jnp.tril(jnp.ones((1, 1, T, S), bool)),
+        "query_seq_lengths": QUERY_LENGTHS,
+        "key_value_seq_lengths": KEY_LENGTHS,
+    },
     "key_lengths": {"key_value_seq_lengths": KEY_LENGTHS},
     "query_lengths": {"query_seq_lengths": QUERY_LENGTHS},
     "all": {
@@ -69,7 +91,7 @@ def test_output_residual_and_gradients(name, assert_close):
         out, residual = jnp.where(rows[..., None], out, 0), jnp.where(rows, residual, 0)
         return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)), (out, residual)
 
-    @jax.jit
+    @unoptimised
     def both(*operands):
         wanted = tuple(range(len(operands)))
         return [
@@ -83,7 +105,99 @@ def test_output_residual_and_gradients(name, assert_close):
 
 
 def results(attention, *operands, **arguments):
-    return jax.jit(functools.partial(attention, **arguments))(*operands)
+    return unoptimised(functools.partial(attention, **arguments))(*operands)
+
+
+@pytest.mark.parametrize("use_vmap", [False, True], ids=["", "vmap"])
+@pytest.mark.parametrize(
+    ("dtype", "group"), [("bfloat16", 1), ("float16", 2), ("bfloat16", 4)], ids=str
+)
+def test_groups_in_low_precision(dtype, group, use_vmap):
+    """Against repeated heads in float32; under vmap the arrays have no batch dim of their own."""
+    query = normal(0, B, T, N, H, dtype=dtype)
+    key, value = (normal(seed, B, S, N // group, H, dtype=dtype) for seed in (1, 2))
+    cotangent = normal(3, B, T, N, H, dtype=dtype)
+
+    def ours(query, key, value):
+        attention = jax.vmap(OURS) if use_vmap else functools.partial(OURS, implementation="xla")
+        return attention(query, key, value)
+
+    def theirs(query, key, value):
+        key, value = (jnp.repeat(x.astype(jnp.float32), group, 2) for x in (key, value))
+        return THEIRS(query.astype(jnp.float32), key, value)
+
+    @unoptimised
+    def both(*operands):
+        answers = []
+        for attention in (ours, theirs):
+            out, transpose = jax.vjp(attention, *operands)
+            answers.append((out, *transpose(cotangent.astype(out.dtype))))
+        return answers
+
+    for got, want in zip(*both(query, key, value), strict=True):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(
+            got.astype(jnp.float32), want.astype(jnp.float32), rtol=0.02, atol=0.02
+        )
+
+
+@pytest.mark.parametrize("use_vmap", [False, True], ids=["", "vmap"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_bias_gradient_of_self_attention(batch, use_vmap, assert_close):
+    x, bias = normal(0, batch, T, N, H), normal(1, batch, N, T, T)
+    mask = jnp.ones((1, 1, T), bool)
+
+    def gradients(attention):
+        def attend(x, bias):
+            return attention(query=x, key=x, value=x, bias=bias, mask=mask)
+
+        attend = jax.vmap(attend) if use_vmap else attend
+        return lambda x, bias: jax.vjp(attend, x, bias)[1](x)
+
+    @unoptimised
+    def both(x, bias):
+        return gradients(OURS)(x, bias), gradients(THEIRS)(x, bias)
+
+    assert_close(*both(x, bias))
+
+
+def test_a_window_needs_no_mask():
+    large, small = (
+        results(OURS, *operands(), mask=None, local_window_size=(size, size)) for size in (12, 1)
+    )
+    assert not jnp.allclose(large, small)
+
+
+def test_float64_and_a_mask_make_no_infinities(x64):
+    """Under ``jax.debug_infs``, without a batch dim, and with a mask of one dimension."""
+    query, key = jnp.zeros((5, 6, 11)), jnp.zeros((7, 3, 11))
+    assert query.dtype == jnp.float64
+    with jax.debug_infs(True):
+        out = OURS(query, key, key, mask=jnp.arange(7) <= 3)
+    assert out.shape == query.shape and not np.any(out)
+
+
+QUERY, KEY, VALUE = operands()
+BAD_CALLS = {
+    "rank": {"query": QUERY[None]},
+    "head dims": {"query": QUERY[..., 1:]},
+    "heads": {"query": QUERY[:, :, 1:]},
+    "batch sizes": {"key": KEY[1:]},
+    "lengths of key and value": {"value": VALUE[:, 1:]},
+    "dtypes": {"key": KEY.astype(jnp.bfloat16)},
+    "dtype of the mask": {"mask": MASK.astype(jnp.float32)},
+    "number of lengths": {"key_value_seq_lengths": jnp.zeros((B + 1,), jnp.int32)},
+    "dtype of lengths": {"query_seq_lengths": jnp.zeros((B,), jnp.float32)},
+    "implementation": {"implementation": "fastest"},
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_what_is_an_error_there_is_one_here(name):
+    arguments = {"query": QUERY, "key": KEY, "value": VALUE, **BAD_CALLS[name]}
+    for attention in (OURS, THEIRS):
+        with pytest.raises((ValueError, TypeError)):
+            attention(**arguments)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

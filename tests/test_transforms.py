@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -71,8 +72,12 @@ def forward_derivatives(function: Any, arrays: Any, vector: Any) -> Any:
 
 
 def compiled(derivatives: Any, function: Any, arrays: Any, vector: Any) -> Any:
-    run = jax.jit(derivatives, static_argnums=0, compiler_options=UNOPTIMISED)
-    return run(function, arrays, vector)
+    return compiler(derivatives)(function, arrays, vector)
+
+
+@functools.cache
+def compiler(derivatives: Any) -> Any:
+    return jax.jit(derivatives, static_argnums=0, compiler_options=UNOPTIMISED)
 
 
 def ours_and_materialised(case: Case) -> tuple[Any, Any, Any, Any]:

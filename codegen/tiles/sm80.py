@@ -7,15 +7,13 @@ of the two padded head dims. Rows of one entry are tried in order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from jax_memeff.codegen import arch as archs
+from jax_memeff.codegen.tiles import sm75
+from jax_memeff.codegen.tiles.tile import WIDE, Part, Tile
 
 CLASSES = (32, 64, 96, 128, 192, 256)
 """Padded head dims that kernels are compiled for; a dim takes the smallest that holds it."""
-
-WIDE = 65536
-"""The class of larger dims, up to this one: a kernel that takes them in steps and chunks."""
 
 TUNED_DIMS = (
     (32, 32),
@@ -30,62 +28,12 @@ TUNED_DIMS = (
 """(head_dim, value_dim) classes that ``build --all`` compiles; (192, 128) is multi-head latent
 attention. Other pairs take the tile of the larger class."""
 
-FIRST_CAPABILITY = 80
-"""cp.async and bf16 mma.sync, which every kernel of the family uses, begin with sm_80."""
-
-
-PIECES = "rows that are moved in pieces"
-MODIFIERS = ("soft cap", "bias", "dropout", "segments", "a boolean mask", PIECES)
-"""What needs registers of its own in the main loop."""
+FIRST_CAPABILITY = 75
+"""ldmatrix, and mma.sync in the fragments that every kernel of the family uses, begin with sm_75;
+compilers of CUDA 13 know nothing older."""
 
 _NO_BOOLEAN = ("soft cap", "bias", "dropout", "segments")
 _NO_SOFT_CAP = ("bias", "dropout", "segments")
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """One row: the tile of scores a block works on, its warps, and how many blocks share an SM."""
-
-    query: int
-    key: int
-    warps: int
-    blocks_per_sm: int
-    reason: str
-    modifiers: tuple[str, ...] = MODIFIERS
-    """Which of ``MODIFIERS`` the row also serves, alone and together."""
-    masks: tuple[str, ...] = ("none", "causal", "window")
-    """The kinds of mask that the row serves."""
-    park: bool = False
-    """Whether row statistics and pointers of a forward wait in shared memory during products, where
-    the accumulators of scores and output leave no registers for them."""
-    key_warps: int = 1
-    """Of a split forward: among how many warps (or teams of them) the keys of a tile are shared."""
-    stages: int = 1
-    """Of a split forward: tiles of keys and values in shared memory."""
-    chunk: int = 0
-    """Columns of out or of a gradient that a block of a wide kernel computes at a time."""
-    query_buffers: int = 2
-    """Query tiles of a backward in shared memory; with one, the next is not loaded ahead."""
-    spill_bytes: int = 0
-    """Bytes a thread may store to local memory, where that was measured to be faster than none."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Architectures that have the same shared memory, and the tiles chosen for them."""
-
-    name: str
-    max_shared_bytes: int
-    """What one block may have after opting in: the SM's shared memory less 1 KB."""
-    forward: Mapping[int, tuple[Tile, ...]]
-    backward: Mapping[int, tuple[Tile, ...]]
-    split: Mapping[int, tuple[Tile, ...]]
-    """Forwards whose keys are split, for few query rows."""
-
-    def shared_bytes(self, blocks: int) -> int:
-        """What each of ``blocks`` blocks on an SM may have; every one takes 1 KB for the system."""
-        return (self.max_shared_bytes + 1024) // blocks - 1024
-
 
 _FORWARD_64 = (
     Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere", modifiers=()),
@@ -366,14 +314,22 @@ _SM90 = Part(
     },
 )
 
-_BY_CAPABILITY = {80: _SM80, 87: _SM80, 90: _SM90, 100: _SM90, 103: _SM90, 110: _SM90}
+_BY_CAPABILITY = {
+    75: sm75.PART,
+    80: _SM80,
+    87: _SM80,
+    90: _SM90,
+    100: _SM90,
+    103: _SM90,
+    110: _SM90,
+}
 
 
 def part(arch: str) -> Part:
     """The part of the table that serves ``arch``.
 
-    An architecture that is not listed gets the smallest tiles: 99 KB is what every GPU from sm_80
-    on gives a block.
+    An architecture that is not listed gets the tiles of 99 KB: what every GPU from sm_80 on gives a
+    block.
 
     >>> part("sm_90a").max_shared_bytes // 1024, part("sm_89").max_shared_bytes // 1024
     (227, 99)

@@ -55,16 +55,15 @@ def install() -> None:
     mlir.register_lowering(primitives.attention_bwd_p, cuda.lower_backward, platform="cpu")
 
 
-def configure(arch: str, *, multiprocessors: int = 3, deferred: bool = True, seed: int = 0) -> None:
+def configure(arch: str, *, multiprocessors: int = 3, seed: int = 0) -> None:
     """The machine from now on; a program that was compiled before keeps its kernels.
 
-    Blocks run on ``multiprocessors`` at a time, one on each. ``seed`` orders their warps.
-    ``deferred`` lets asynchronous copies and products take effect as late as the program allows,
-    else they do at once.
+    Blocks run on ``multiprocessors`` at a time, one on each. ``seed`` orders their warps, and says
+    which asynchronous copies and products take effect at once and which as late as possible.
     """
     os.environ["JAX_MEMEFF_ARCHS"] = arch
     capability = architectures.capability(arch)
-    _driver().emulator_configure(capability, multiprocessors, deferred, ctypes.c_uint64(seed))
+    _driver().emulator_configure(capability, multiprocessors, ctypes.c_uint64(seed))
     jax.clear_caches()
 
 

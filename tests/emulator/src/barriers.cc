@@ -102,6 +102,7 @@ void named_barrier(int index, int threads, bool wait) {
     wait_for({&barrier.generation, ~uint64_t(0), generation, false,
               "named barrier " + std::to_string(index)});
   }
+  if (!wait) stall();
 }
 
 void thread_exits(Fiber& fiber) {
@@ -131,6 +132,7 @@ void arrive_barrier(uint64_t& word, int expected_bytes) {
   barrier.bytes += expected_bytes;
   --barrier.pending;
   write(word, barrier);
+  stall();
 }
 
 void complete_bytes(uint64_t& word, int bytes) {

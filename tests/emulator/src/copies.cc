@@ -25,10 +25,10 @@ void make(AsyncCopy const& copy) {
 
 // The copy engine makes a copy now, or some time later.
 void start(std::function<void()> transfer) {
-  if (settings().deferred) {
-    this_block().transfers.push_back(std::move(transfer));
-  } else {
+  if (at_once()) {
     transfer();
+  } else {
+    this_block().transfers.push_back(std::move(transfer));
   }
 }
 
@@ -134,10 +134,10 @@ void copy_async(uint32_t shared, void const* global, int size, int bytes) {
   shared_range(this_block(), shared, size, size, "cp.async");
   if (bytes > 0) require_aligned(global, size, "cp.async");
   AsyncCopy const copy = {shared, global, size, bytes};
-  if (settings().deferred) {
-    this_fiber().open_copies.push_back(copy);
-  } else {
+  if (at_once()) {
     make(copy);
+  } else {
+    this_fiber().open_copies.push_back(copy);
   }
 }
 

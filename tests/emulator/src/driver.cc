@@ -138,9 +138,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* encoded, CUtensorMapDataType type, 
   return CUDA_SUCCESS;
 }
 
-void emulator_configure(int capability, int multiprocessors, int deferred,
-                        unsigned long long seed) {
-  emulator::settings() = {capability, multiprocessors, 1, deferred != 0, seed};
+void emulator_configure(int capability, int multiprocessors, unsigned long long seed) {
+  emulator::settings() = {capability, multiprocessors, seed};
 }
 
 }  // extern "C"

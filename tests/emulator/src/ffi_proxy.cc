@@ -131,6 +131,7 @@ XLA_FFI_Error* proxy(XLA_FFI_CallFrame* frame) {
 
 extern "C" XLA_FFI_Handler* emulator_proxy(XLA_FFI_Handler* handler) {
   static XLA_FFI_Handler* const proxies[] = {proxy<0>, proxy<1>, proxy<2>, proxy<3>};
+  if (handler_count == kMostHandlers) return nullptr;
   handlers[handler_count] = handler;
   return proxies[handler_count++];
 }

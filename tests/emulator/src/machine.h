@@ -21,13 +21,14 @@ constexpr int kNamedBarriers = 16;
 struct Settings {
   int capability = 80;
   int multiprocessors = 3;
-  int blocks_per_multiprocessor = 1;
-  bool deferred = true;  // copies and products take effect as late as the program allows
   uint64_t seed = 0;
 };
 Settings& settings();
 
 uint64_t random_number();
+
+// Whether something asynchronous takes effect now, and not as late as the program allows.
+inline bool at_once() { return random_number() % 2 == 0; }
 
 // What a waiting thread waits for: the masked word to equal `value`, or to differ from it.
 struct Wait {
@@ -77,6 +78,7 @@ struct Product {
   bool accumulate;
   int elements;  // of a lane
   uint64_t group;
+  bool at_once;
   int lanes = 0;  // that have started it
   float* c[kLanes];
   uint32_t a[kLanes][4];
@@ -89,12 +91,15 @@ struct Exchange {
 };
 
 struct Warp {
+  uint64_t asleep_until = 0;  // this turn, or until no other warp can run
   int live = kLanes;
   int arrived = 0;
   uint64_t generation = 0;
   char const* instruction = nullptr;  // that the arrived lanes execute
   Exchange exchanges[2];              // of even and odd generations
   std::deque<Product> products;
+  uint64_t newest_group = ~uint64_t(0);  // of products
+  bool newest_at_once = false;           // do they take effect when they are started?
   uint64_t finished_products = 0;
 };
 
@@ -128,6 +133,8 @@ inline int this_lane() { return this_fiber().thread % kLanes; }
 
 // Waits until the masked word equals `value` (or differs from it).
 void wait_for(Wait wait);
+// Others run here, and often for long: what this thread did just now may let them go on.
+void stall();
 // Threads get somewhere: a launch in which none does hangs.
 void note_progress();
 

@@ -247,6 +247,11 @@ void wgmma(Format format, float* c, int elements, uint32_t const* a, Operand lef
     product.accumulate = accumulate;
     product.elements = elements;
     product.group = fiber.product_groups;
+    if (product.group != warp.newest_group) {
+      warp.newest_group = product.group;
+      warp.newest_at_once = at_once();
+    }
+    product.at_once = warp.newest_at_once;
     warp.products.push_back(std::move(product));
   }
   Product& product = warp.products[index - warp.finished_products];
@@ -256,8 +261,8 @@ void wgmma(Format format, float* c, int elements, uint32_t const* a, Operand lef
     product.before[lane].assign(c, c + elements);
     std::fill_n(c, elements, std::numeric_limits<float>::quiet_NaN());
   }
-  if (++product.lanes == kLanes && !settings().deferred) {
-    finish_first(this_block(), fiber.thread / kLanes);
+  if (++product.lanes == kLanes && product.at_once) {
+    while (warp.finished_products <= index) finish_first(this_block(), fiber.thread / kLanes);
   }
 }
 

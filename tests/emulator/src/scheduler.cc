@@ -24,7 +24,9 @@ namespace {
 
 constexpr size_t kStackBytes = 256 << 10;
 constexpr long long kPatience = 20'000'000;  // turns without progress
-constexpr int kTransferOdds = 64;
+constexpr int kTransferOdds = 1024;
+constexpr int kSleepOdds = 256;
+constexpr int kLongestSleep = 4096;  // turns
 
 struct Launch {
   std::string name;
@@ -35,6 +37,7 @@ struct Launch {
   std::jmp_buf scheduler;
   std::jmp_buf abort;
   std::string error;
+  uint64_t turns = 0;
   long long idle_turns = 0;
   pthread_t os_thread;
 };
@@ -115,13 +118,29 @@ void suspend() {
 bool can_run(Fiber const& fiber) { return !fiber.done && fiber.wait.over(); }
 
 bool can_run(Block const& block, int warp) {
+  if (block.warps[warp].asleep_until > launch->turns) return false;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (can_run(block.fibers[warp * kLanes + lane])) return true;
   }
   return false;
 }
 
+void sleep(Warp& warp) { warp.asleep_until = launch->turns + random_number() % kLongestSleep; }
+
+bool wake_all() {
+  bool slept = false;
+  for (auto const& block : launch->blocks) {
+    for (Warp& warp : block->warps) {
+      slept = slept || warp.asleep_until > launch->turns;
+      warp.asleep_until = 0;
+    }
+  }
+  return slept;
+}
+
 bool run_warp(Block& block, int warp) {
+  if (random_number() % kSleepOdds == 0) sleep(block.warps[warp]);
+  if (block.warps[warp].asleep_until > launch->turns) return false;
   bool ran = false;
   int const first = int(random_number() % kLanes);
   for (int i = 0; i < kLanes; ++i) {
@@ -187,6 +206,7 @@ void retire(Block& block) {
 
 // One turn of a warp, or one copy.
 void take_turn() {
+  ++launch->turns;
   if (++launch->idle_turns > kPatience) fail_hanging();
   Block& block = *launch->blocks[random_number() % launch->blocks.size()];
   if (!block.transfers.empty() && random_number() % kTransferOdds == 0) run_transfer(block);
@@ -204,6 +224,7 @@ void take_turn() {
     run_warp(*chosen, warp);
     return;
   }
+  if (wake_all()) return;
   for (auto const& any : launch->blocks) {
     if (!any->transfers.empty()) return run_transfer(*any);
   }
@@ -211,8 +232,7 @@ void take_turn() {
 }
 
 void run_blocks(unsigned blocks, unsigned threads, unsigned shared_bytes) {
-  unsigned const resident =
-      unsigned(settings().multiprocessors * settings().blocks_per_multiprocessor);
+  unsigned const resident = unsigned(settings().multiprocessors);
   unsigned next = 0;
   std::vector<int> free_slots;
   for (unsigned slot = 0; slot < resident; ++slot) free_slots.push_back(int(slot));
@@ -303,6 +323,12 @@ void wait_for(Wait wait) {
 }
 
 void yield() { suspend(); }
+
+void stall() {
+  if (random_number() % 2 == 0) return;
+  sleep(this_warp());
+  suspend();
+}
 
 void fail(char const* format, ...) {
   char text[4096];

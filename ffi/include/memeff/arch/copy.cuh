@@ -6,6 +6,13 @@
 
 #include <memeff/core/common.cuh>
 
+// cp.async begins with sm_80.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define MEMEFF_ASYNC_COPIES 0
+#else
+#define MEMEFF_ASYNC_COPIES 1
+#endif
+
 namespace memeff {
 
 CUTE_DEVICE uint32_t shared_address(void const* pointer) {
@@ -74,8 +81,9 @@ CUTE_DEVICE char const* load_shared_pointer(uint32_t address) {
   return pointer;
 }
 
-// 16 bytes global -> shared without passing registers; zeros where `valid` is false, and then
-// nothing is read: the address may lie outside the tensor.
+// Copies global -> shared: 16 bytes, and zeros where `valid` is false. Then nothing is read: the
+// address may lie outside the tensor. They pass no registers from sm_80 on.
+#if MEMEFF_ASYNC_COPIES
 CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(valid ? 16 : 0)
@@ -96,6 +104,54 @@ CUTE_DEVICE void copy_piece_async(uint32_t shared, void const* global, bool vali
                "n"(kBytes), "r"(valid ? kBytes : 0)
                : "memory");
 }
+#else
+// A load and a store. The loads are not volatile and the kernel writes nothing that they read, so
+// the compiler starts those of an unrolled loop together, and waits for them once.
+CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
+  uint32_t x, y, z, w;
+  asm("{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=&r"(x), "=&r"(y), "=&r"(z), "=&r"(w)
+      : "l"(__cvta_generic_to_global(global)), "r"(int(valid)));
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x), "r"(y), "r"(z),
+               "r"(w)
+               : "memory");
+}
+
+// The first `bytes`, an even number, of 4 bytes, and zeros behind them.
+CUTE_DEVICE void copy_word_async(uint32_t shared, void const* global, int bytes) {
+  uint32_t word;
+  asm("{\n"
+      ".reg .pred p;\n"
+      ".reg .b16 half;\n"
+      "mov.b32 %0, 0;\n"
+      "setp.eq.b32 p, %2, 4;\n"
+      "@p ld.global.nc.b32 %0, [%1];\n"
+      "setp.eq.b32 p, %2, 2;\n"
+      "@p ld.global.nc.b16 half, [%1];\n"
+      "@p cvt.u32.u16 %0, half;\n"
+      "}"
+      : "=&r"(word)
+      : "l"(__cvta_generic_to_global(global)), "r"(bytes));
+  store_shared(shared, word);
+}
+
+template <int kBytes>
+CUTE_DEVICE void copy_piece_async(uint32_t shared, void const* global, bool valid) {
+  static_assert(kBytes == 8 || kBytes == 4);
+  CUTE_UNROLL
+  for (int byte = 0; byte < kBytes; byte += 4) {
+    copy_word_async(shared + byte, static_cast<char const*>(global) + byte, valid ? 4 : 0);
+  }
+}
+#endif
 
 CUTE_DEVICE void commit_copies() { cute::cp_async_fence(); }
 

@@ -1,6 +1,7 @@
 // The matrix instruction of the sm80 family, through CuTe's atoms.
 #pragma once
 
+#include <cute/arch/mma_sm75.hpp>
 #include <cute/arch/mma_sm80.hpp>
 
 #include <memeff/core/tf32.cuh>
@@ -18,9 +19,24 @@ struct MmaAtom<cutlass::bfloat16_t> {
   using Operation = cute::SM80_16x8x16_F32BF16BF16F32_TN;
 };
 
+// Before sm_80 the instruction has half the k, and the fragments are those of one after the other.
+struct TwoHalfProducts {
+  using Half = cute::SM75_16x8x8_F32F16F16F32_TN;
+  CUTE_DEVICE static void fma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1,
+                              uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, float c0,
+                              float c1, float c2, float c3) {
+    Half::fma(d0, d1, d2, d3, a0, a1, b0, c0, c1, c2, c3);
+    Half::fma(d0, d1, d2, d3, a2, a3, b1, d0, d1, d2, d3);
+  }
+};
+
 template <>
 struct MmaAtom<cutlass::half_t> {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  using Operation = TwoHalfProducts;
+#else
   using Operation = cute::SM80_16x8x16_F32F16F16F32_TN;
+#endif
 };
 
 // m16n8k8, TF32 operands: the same with k 0-3 and k 4-7, one 32-bit element a register.

@@ -1,5 +1,5 @@
 // Adds a bias to scores, each lane its own elements from global memory: for the few rows of a split
-// forward, where there is nothing to share.
+// forward, where there is nothing to share, and for wide kernels, where products take much longer.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -63,5 +63,17 @@ struct DirectBiasAdder {
     score = bias < kMaskedBias ? -infinity() : fmaf(score, softmax_scale, bias * kLog2e);
   }
 };
+
+// The same for a kernel of this configuration; the tile begins at (row, column) of the scores.
+template <class Config, class Grid, class Accumulators>
+CUTE_DEVICE void add_bias_elements(Accumulators& scores, ScoreView const& bias, int batch, int head,
+                                   int row, int column, int row_bound, int column_bound,
+                                   float softmax_scale) {
+  using Element = typename Config::BiasElement;
+  constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
+  DirectBiasAdder<Element, Grid, kPerRow>::add(scores,
+                                               ScorePlane<Element>(bias, batch, head, row, column),
+                                               row_bound, column_bound, softmax_scale);
+}
 
 }  // namespace memeff

@@ -27,7 +27,8 @@ enum class BiasGradient { none, full, shared, columns };
 //   words    by tiles, 4 bytes at a time: rows begin anywhere
 //   columns  broadcast over rows: one row of each tile
 //   rows     broadcast over columns: one element a row
-enum class BiasAccess { vectors, words, columns, rows };
+//   elements each lane reads its own from global memory: see bias/direct.cuh
+enum class BiasAccess { vectors, words, columns, rows, elements };
 
 CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CUTE_HOST_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }

@@ -133,16 +133,7 @@ struct FmhaBackwardSm80 {
       }
     };
 
-    if constexpr (Config::kBiasGradient == BiasGradient::full) {
-      for (int i = 0; i < shape.group; ++i) {
-        int const head = item.head * shape.group + i;
-        BiasWriter::skip(params, item.batch, head, column, 0,
-                         min(tiles.begin * kTileQuery, shape.query_length));
-        BiasWriter::skip(params, item.batch, head, column, tiles.end * kTileQuery,
-                         shape.query_length);
-      }
-    }
-
+    skip_bias_gradient(params, item, tiles);
     if constexpr (Config::kVarlen) {
       clear_key_gap<Config, kThreads>(params, item, mask.key_length,
                                       ceil_div(shape.key_length, kTileKey));
@@ -198,8 +189,11 @@ struct FmhaBackwardSm80 {
                                                                              ScoreGrid::column()));
       }
 
-      probabilities(params, statistics_buffers + index % kBuffers * kStatisticsBytes, bias_tile,
-                    item.batch, visit, mask, column, scores, score_gradient);
+      auto add_bias_to = [&](auto& x) {
+        add_bias_tile(params, bias_tile, item.batch, visit, column, x);
+      };
+      probabilities(params, statistics_buffers + index % kBuffers * kStatisticsBytes, item.batch,
+                    visit, mask, column, scores, score_gradient, add_bias_to);
       if constexpr (Config::kValueGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
       }
@@ -272,21 +266,15 @@ struct FmhaBackwardSm80 {
   }
 
   // scores: S -> P.  score_gradient: dP -> dS, the gradient of query.key without the user's scale.
-  template <class Mask, class Scores>
+  // add_bias_to(scores) is called where the main loop reads a bias.
+  template <class Mask, class Scores, class AddBias>
   CUTE_DEVICE static void probabilities(BackwardParams const& params, uint32_t statistics,
-                                        uint32_t bias_tile, int batch, Visit const& visit,
-                                        Mask const& mask, int column, Scores& scores,
-                                        Scores& score_gradient) {
+                                        int batch, Visit const& visit, Mask const& mask, int column,
+                                        Scores& scores, Scores& score_gradient,
+                                        AddBias add_bias_to) {
     prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
     Scores const capped = scores;  // read where a bias changes what the soft cap's derivative needs
-    if constexpr (kBiasTile) {
-      int const thread = thread_index();
-      add_bias(
-          scores,
-          BiasReader<BiasRows>(bias_tile, ScoreGrid::row(thread), ScoreGrid::column(thread),
-                               bias_source(params, batch, visit, column), bias_row_bytes(params)),
-          params.scale.softmax_scale);
-    }
+    if constexpr (kBiasTile) add_bias_to(scores);
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, visit.head,
                                               visit.row, column);
     BiasWriter bias_gradient(params, {batch, visit.head, visit.row, column});
@@ -341,9 +329,34 @@ struct FmhaBackwardSm80 {
     bias_gradient.finish();
   }
 
+  // Zeros of a full bias gradient where no visit computes it.
+  CUTE_DEVICE static void skip_bias_gradient(BackwardParams const& params, WorkItem const& item,
+                                             TileRange const& tiles) {
+    if constexpr (Config::kBiasGradient == BiasGradient::full) {
+      int const column = item.tile * kTileKey;
+      int const rows = params.shape.query_length;
+      for (int i = 0; i < params.shape.group; ++i) {
+        int const head = item.head * params.shape.group + i;
+        BiasWriter::skip(params, item.batch, head, column, 0, min(tiles.begin * kTileQuery, rows));
+        BiasWriter::skip(params, item.batch, head, column, tiles.end * kTileQuery, rows);
+      }
+    }
+  }
+
   // Scores that met a bias are exponents of two already.
   CUTE_DEVICE static float exponent_scale(BackwardParams const& params) {
     return kBiasTile ? 1.0f : params.scale.softmax_scale;
+  }
+
+  template <class Scores>
+  CUTE_DEVICE static void add_bias_tile(BackwardParams const& params, uint32_t tile, int batch,
+                                        Visit const& visit, int column, Scores& scores) {
+    int const thread = thread_index();
+    add_bias(
+        scores,
+        BiasReader<BiasRows>(tile, ScoreGrid::row(thread), ScoreGrid::column(thread),
+                             bias_source(params, batch, visit, column), bias_row_bytes(params)),
+        params.scale.softmax_scale);
   }
 
   // Where the tile of the bias that a visit needs begins in global memory.

@@ -2,13 +2,14 @@
 //
 //   FmhaBackwardWideQuery   one CTA a tile of queries: dQ += dS K for every tile of keys
 //   FmhaBackwardWideKey     one CTA a tile of keys: dV += P^T dO and dK += dS^T Q for every tile of
-//                           queries
+//                           queries, and the gradient of the bias
 //
 // Both compute S = Q K^T and dP = dO V^T in steps of 64 columns. That is two products more than the
 // five that one kernel would need, but no gradient is added to by several CTAs: f32 sums in global
 // memory have one reader and writer, and every run adds in one order.
 #pragma once
 
+#include <memeff/bias/direct.cuh>
 #include <memeff/collective/chunked_product.cuh>
 #include <memeff/kernels/fmha_bwd_sm80.cuh>
 
@@ -17,6 +18,9 @@ namespace memeff {
 // The statistics of the rows; the sums need no zeros.
 template <class Config>
 struct FmhaBackwardWidePreprocess : FmhaBackwardPreprocess<WithoutQueryGradient<Config>> {};
+
+template <class Config>
+using FmhaBackwardWideBias = FmhaBackwardBias<Config>;
 
 // A tile of scores of one query head.
 struct WideTile {
@@ -53,14 +57,18 @@ struct WideScores {
 
   BackwardParams const& params;
   Mask const& mask;
+  Origin queries;
+  Origin keys;
   uint32_t probability_tile;
   uint32_t score_tile;
   uint32_t buffers;
   uint32_t statistics_buffers;
 
-  CUTE_DEVICE WideScores(BackwardParams const& params, Mask const& mask, uint32_t shared)
+  CUTE_DEVICE WideScores(BackwardParams const& params, Mask const& mask, int batch, uint32_t shared)
       : params(params),
         mask(mask),
+        queries(query_origin<Config>(params.shape, batch)),
+        keys(key_origin<Config>(params.shape, batch)),
         probability_tile(shared),
         score_tile(probability_tile + ScoreTile::kBytes),
         buffers(score_tile + ScoreTile::kBytes),
@@ -91,8 +99,9 @@ struct WideScores {
   template <bool kProbabilities, bool kScoreGradients, class LoadNext>
   CUTE_DEVICE void compute(StepRing& ring, WideTile const& tile, int parity,
                            LoadNext load_next) const {
+    constexpr bool kGradients = kScoreGradients || Config::kBiasGradient != BiasGradient::none;
     int const head_steps = steps(params.shape.head_dim);
-    int const value_steps = kScoreGradients ? steps(params.shape.value_dim) : 0;
+    int const value_steps = kGradients ? steps(params.shape.value_dim) : 0;
     auto scores = ScoreGrid::make_accumulators();          // (4, MMA_M, MMA_N)
     auto score_gradient = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(scores);
@@ -105,16 +114,21 @@ struct WideScores {
                                                                                   ScoreGrid::row());
           RightOperand<KeyStep, Contiguous::k, ScoreGrid::kColumnBlocks> const right(
               buffer + QueryStep::kBytes, ScoreGrid::column());
-          if (!kScoreGradients || step < head_steps) {
+          if (!kGradients || step < head_steps) {
             warp_gemm<Element, kStep / 16>(scores, left, right);
           } else {
             warp_gemm<Element, kStep / 16>(score_gradient, left, right);
           }
         },
         load_next);
-    Narrow::probabilities(params, statistics_buffers + parity * kStatisticsBytes, 0, tile.batch,
+    auto add_bias_to = [&](auto& x) {
+      add_bias_elements<Config, ScoreGrid>(
+          x, params.bias, tile.batch, tile.query_head, tile.row, tile.column,
+          mask.query_length - tile.row, mask.key_length - tile.column, params.scale.softmax_scale);
+    };
+    Narrow::probabilities(params, statistics_buffers + parity * kStatisticsBytes, tile.batch,
                           {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column,
-                          scores, score_gradient);
+                          scores, score_gradient, add_bias_to);
     if constexpr (kProbabilities) {
       store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
     }
@@ -123,17 +137,11 @@ struct WideScores {
     }
   }
 
-  // The rows that a product reads from a [.., columns] tensor, from `row` on and below `length`.
-  template <class Product>
-  CUTE_DEVICE static Product product(TensorView const& tensor, int batch, int row, int head,
-                                     int length, int columns) {
-    return {row_pointer<Element>(tensor, batch, row, head),
-            tensor.row_stride * (long long)sizeof(Element), length - row, columns};
-  }
-
-  CUTE_DEVICE static ChunkedTarget target(TensorView const& tensor, int batch, int row, int head,
-                                          int length, int columns) {
-    return {row_pointer<Element>(tensor, batch, row, head),
+  // The rows of one head from `row` on and below `length`: what a product reads, or it writes.
+  template <class Rows>
+  CUTE_DEVICE static Rows rows(TensorView const& tensor, Origin const& origin, int row, int head,
+                               int length, int columns) {
+    return {row_pointer<Element>(tensor, origin.batch, origin.row + row, head),
             tensor.row_stride * (long long)sizeof(Element), length - row, columns};
   }
 
@@ -142,20 +150,27 @@ struct WideScores {
                              int columns, int first, uint32_t buffer) const {
     TileLoader<QueryStep, kThreads, Config::kAlignment>::copy(
         buffer,
-        row_pointer<Element>(left, tile.batch, tile.row, tile.query_head) +
+        row_pointer<Element>(left, queries.batch, queries.row + tile.row, tile.query_head) +
             first * int(sizeof(Element)),
         left.row_stride * sizeof(Element), mask.query_length - tile.row, columns - first);
     TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
         buffer + QueryStep::kBytes,
-        row_pointer<Element>(right, tile.batch, tile.column, tile.key_head) +
+        row_pointer<Element>(right, keys.batch, keys.row + tile.column, tile.key_head) +
             first * int(sizeof(Element)),
         right.row_stride * sizeof(Element), mask.key_length - tile.column, columns - first);
   }
 };
 
+// The gradient of the bias is the other kernel's.
+template <class Config>
+struct WithoutBiasGradient : Config {
+  static constexpr auto kBiasGradient = BiasGradient::none;
+};
+
 template <class Config>
 struct FmhaBackwardWideQuery {
-  using Scores = WideScores<Config>;
+  using Element = typename Config::Element;
+  using Scores = WideScores<WithoutBiasGradient<Config>>;
   using Product = typename Scores::QueryProduct;
   static constexpr int kThreads = Scores::kThreads;
   static constexpr int kBlocksPerSm = Config::kBlocksPerSm;
@@ -170,9 +185,18 @@ struct FmhaBackwardWideQuery {
     int const row = item.tile * kTileQuery;
     int const key_head = item.head / shape.group;
     typename Scores::Mask const mask(params.mask, shape, item.batch);
+    int length = shape.query_length;
+    if constexpr (Config::kVarlen) {
+      length = mask.query_length;
+      Gap::of_queries(shape, item.batch, length)
+          .template clear<Element, kThreads>(params.query_gradient, item.head, shape.head_dim,
+                                             item.tile, params.query_tiles);
+      if (row >= length) return;
+    }
     TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
-    ChunkedTarget const target = Scores::target(params.query_gradient, item.batch, row, item.head,
-                                                shape.query_length, shape.head_dim);
+    Scores const scores(params, mask, item.batch, shared_address(shared));
+    auto const target = Scores::template rows<ChunkedTarget>(
+        params.query_gradient, scores.queries, row, item.head, length, shape.head_dim);
     if (tiles.begin >= tiles.end) {
       Product::store_zeros(target);
       return;
@@ -181,7 +205,6 @@ struct FmhaBackwardWideQuery {
         params.query_gradient_sum +
         BackwardTiles<Config>::tile_index(params, item.batch, item.head, item.tile) *
             ceil_div(shape.head_dim, Product::kChunk) * Product::kChunkFloats;
-    Scores const scores(params, mask, shared_address(shared));
     auto tile_at = [&](int tile) {
       return WideTile{item.batch, item.head, key_head, row, tile * kTileKey};
     };
@@ -189,8 +212,8 @@ struct FmhaBackwardWideQuery {
     ring.start([&](uint32_t buffer) { scores.load(tile_at(tiles.begin), 0, 0, buffer); });
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       int const parity = (tile - tiles.begin) % 2;
-      auto const product = Scores::template product<Product>(
-          params.key, item.batch, tile * kTileKey, key_head, mask.key_length, shape.head_dim);
+      auto const product = Scores::template rows<Product>(
+          params.key, scores.keys, tile * kTileKey, key_head, mask.key_length, shape.head_dim);
       scores.template compute<false, true>(ring, tile_at(tile), parity,
                                            [&](uint32_t buffer) { product.load(0, buffer); });
       product.run(
@@ -223,11 +246,19 @@ struct FmhaBackwardWideKey {
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
     int const head_visits = tiles.end - tiles.begin;
     int const visits = head_visits * shape.group;
+    Scores::Narrow::skip_bias_gradient(params, item, tiles);
+    int length = shape.key_length;
+    if constexpr (Config::kVarlen) {
+      length = mask.key_length;
+      clear_key_gap<Config, kThreads>(params, item, length, key_tiles);
+      if (column >= length) return;
+    }
 
-    ChunkedTarget const key_target = Scores::target(params.key_gradient, item.batch, column,
-                                                    item.head, shape.key_length, shape.head_dim);
-    ChunkedTarget const value_target = Scores::target(params.value_gradient, item.batch, column,
-                                                      item.head, shape.key_length, shape.value_dim);
+    Scores const scores(params, mask, item.batch, shared_address(shared));
+    auto const key_target = Scores::template rows<ChunkedTarget>(
+        params.key_gradient, scores.keys, column, item.head, length, shape.head_dim);
+    auto const value_target = Scores::template rows<ChunkedTarget>(
+        params.value_gradient, scores.keys, column, item.head, length, shape.value_dim);
     if (visits <= 0) {
       if constexpr (Config::kKeyGradient) Product::store_zeros(key_target);
       if constexpr (Config::kValueGradient) Product::store_zeros(value_target);
@@ -235,11 +266,10 @@ struct FmhaBackwardWideKey {
     }
 
     long long const tile_index =
-        ((long long)item.batch * shape.key_heads + item.head) * key_tiles + item.tile;
+        key_tile_index<Config>(shape, key_tiles, item.batch, item.head, item.tile);
     auto sums_of = [&](float* sums, int columns) {
       return sums + tile_index * ceil_div(columns, Product::kChunk) * Product::kChunkFloats;
     };
-    Scores const scores(params, mask, shared_address(shared));
     auto tile_at = [&](int index) {
       int const head_index = shape.group == 1 ? 0 : index / head_visits;
       int const tile = tiles.begin + index - head_index * head_visits;
@@ -254,10 +284,11 @@ struct FmhaBackwardWideKey {
       int const parity = index % 2;
       WideTile const tile = tile_at(index);
       auto const value_product =
-          Scores::template product<Product>(params.out_gradient, item.batch, tile.row,
-                                            tile.query_head, mask.query_length, shape.value_dim);
-      auto const key_product = Scores::template product<Product>(
-          params.query, item.batch, tile.row, tile.query_head, mask.query_length, shape.head_dim);
+          Scores::template rows<Product>(params.out_gradient, scores.queries, tile.row,
+                                         tile.query_head, mask.query_length, shape.value_dim);
+      auto const key_product =
+          Scores::template rows<Product>(params.query, scores.queries, tile.row, tile.query_head,
+                                         mask.query_length, shape.head_dim);
       auto load_next_tile = [&](uint32_t buffer) {
         if (!last) scores.load(tile_at(index + 1), 0, 1 - parity, buffer);
       };

@@ -114,11 +114,9 @@ struct FmhaForwardSplitSm80 {
 
       prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
       if constexpr (Config::kBias) {
-        using BiasElement = typename Config::BiasElement;
-        constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
-        DirectBiasAdder<BiasElement, ScoreGrid, kPerRow>::add(
-            scores, ScorePlane<BiasElement>(params.bias, item.batch, item.head, row, column),
-            mask.query_length - row, mask.key_length - column, params.scale.softmax_scale);
+        add_bias_elements<Config, ScoreGrid>(scores, params.bias, item.batch, item.head, row,
+                                             column, mask.query_length - row,
+                                             mask.key_length - column, params.scale.softmax_scale);
       }
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);

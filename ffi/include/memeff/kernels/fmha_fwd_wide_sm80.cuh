@@ -9,12 +9,14 @@
 // The scores are computed once, and the traffic of O shrinks with the number of keys in a tile.
 #pragma once
 
+#include <memeff/bias/direct.cuh>
 #include <memeff/collective/block_softmax.cuh>
 #include <memeff/collective/chunked_product.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/dropout/keep.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/query_tiles.cuh>
+#include <memeff/schedule/sequences.cuh>
 
 namespace memeff {
 
@@ -50,16 +52,24 @@ struct FmhaForwardWideSm80 {
     int const key_head = item.head / shape.group;
 
     ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
+    if constexpr (Config::kVarlen) {
+      clear_gap(params, item, query_tiles, mask.query_length);
+      if (row >= mask.query_length) return;
+    }
     TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
-    char const* const query_rows = row_pointer<Element>(params.query, item.batch, row, item.head);
-    ChunkedTarget const target = {row_pointer<Element>(params.out, item.batch, row, item.head),
-                                  params.out.row_stride * (long long)sizeof(Element),
-                                  shape.query_length - row, shape.value_dim};
-    long long const head_batch = (long long)item.batch * shape.query_heads + item.head;
-    int const row_bound = shape.query_length - row;
+    Origin const queries = query_origin<Config>(shape, item.batch);
+    Origin const keys = key_origin<Config>(shape, item.batch);
+    char const* const query_rows =
+        row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head);
+    // Past a packed sequence the next one begins.
+    int const row_bound = (Config::kVarlen ? mask.query_length : shape.query_length) - row;
+    ChunkedTarget const target = {
+        row_pointer<Element>(params.out, queries.batch, queries.row + row, item.head),
+        params.out.row_stride * (long long)sizeof(Element), row_bound, shape.value_dim};
     auto write_logsumexp = [&](int tile_row, float logsumexp) {
       if (tile_row < row_bound) {
-        params.logsumexp[head_batch * shape.query_length + row + tile_row] = logsumexp;
+        params.logsumexp[logsumexp_offset<Config>(shape, queries, item.head) + row + tile_row] =
+            logsumexp;
       }
     };
     if (tiles.begin >= tiles.end) {
@@ -68,9 +78,10 @@ struct FmhaForwardWideSm80 {
       return;
     }
 
-    float* const sums = params.out_sum + (head_batch * query_tiles + item.tile) *
-                                             ceil_div(shape.value_dim, OutProduct::kChunk) *
-                                             OutProduct::kChunkFloats;
+    float* const sums =
+        params.out_sum +
+        query_tile_index<Config>(shape, query_tiles, item.batch, item.head, item.tile) *
+            ceil_div(shape.value_dim, OutProduct::kChunk) * OutProduct::kChunkFloats;
     auto load_scores = [&](int tile, int step, uint32_t buffer) {
       int const first = step * kStep;
       int const column = tile * kTileKey;
@@ -80,7 +91,7 @@ struct FmhaForwardWideSm80 {
           shape.head_dim - first);
       TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
           buffer + QueryStep::kBytes,
-          row_pointer<Element>(params.key, item.batch, column, key_head) +
+          row_pointer<Element>(params.key, keys.batch, keys.row + column, key_head) +
               first * int(sizeof(Element)),
           params.key.row_stride * sizeof(Element), mask.key_length - column,
           shape.head_dim - first);
@@ -94,9 +105,10 @@ struct FmhaForwardWideSm80 {
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       int const column = tile * kTileKey;
       bool const last = tile == tiles.begin;
-      OutProduct const product = {row_pointer<Element>(params.value, item.batch, column, key_head),
-                                  params.value.row_stride * (long long)sizeof(Element),
-                                  mask.key_length - column, shape.value_dim};
+      OutProduct const product = {
+          row_pointer<Element>(params.value, keys.batch, keys.row + column, key_head),
+          params.value.row_stride * (long long)sizeof(Element), mask.key_length - column,
+          shape.value_dim};
 
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
@@ -113,12 +125,17 @@ struct FmhaForwardWideSm80 {
           [&](uint32_t buffer) { product.load(0, buffer); });
 
       prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+      if constexpr (Config::kBias) {
+        add_bias_elements<Config, ScoreGrid>(scores, params.bias, item.batch, item.head, row,
+                                             column, mask.query_length - row,
+                                             mask.key_length - column, params.scale.softmax_scale);
+      }
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);
-      softmax.step(scores, params.scale.softmax_scale);
+      softmax.step(scores, exponent_scale(params));
       if (last) {
         float const output_scale = Config::kDropout ? params.dropout.scale : 1.0f;
-        softmax.finish(params.scale.softmax_scale, output_scale, mask.query_length - row,
+        softmax.finish(exponent_scale(params), output_scale, mask.query_length - row,
                        write_logsumexp);
       }
       if constexpr (Config::kDropout) drop(params, item, row, column, scores);
@@ -132,6 +149,21 @@ struct FmhaForwardWideSm80 {
             if (!last) load_scores(tile - 1, 0, buffer);
           });
     }
+  }
+
+  // Scores that met a bias are exponents of two already.
+  CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
+    return Config::kBias ? 1.0f : params.scale.softmax_scale;
+  }
+
+  // Output 0 and logsumexp -inf for this CTA's share of the tokens that belong to no sequence.
+  CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int tiles,
+                                    int length) {
+    ProblemShape const& shape = params.shape;
+    Gap const gap = Gap::of_queries(shape, item.batch, length);
+    gap.template clear<Element, kThreads>(params.out, item.head, shape.value_dim, item.tile, tiles);
+    gap.template clear_logsumexp<kThreads>(
+        params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
   }
 
   // Zeros the dropped elements of P. The row sums, and so the logsumexp, have seen them.

@@ -1,26 +1,43 @@
-// Where the tiles of query rows stand in the workspaces of the backward.
+// Where the tiles of query and key rows stand in workspaces.
 #pragma once
 
 #include <memeff/core/common.cuh>
 
 namespace memeff {
 
-// Index of one (batch, head, query tile).
+// Index of one (batch, head, query tile); `tiles` is how many a head of a batch element has.
 //
 // Packed sequences take the tiles they need and no more: sequence b begins at tile
 // starts[b] / kTileQuery + b of a head. It has at most length / kTileQuery + 1 tiles, rounded
 // down, so it ends where the next one begins or before.
 template <class Config>
-CUTE_DEVICE long long query_tile_index(BackwardParams const& params, int batch, int head,
+CUTE_DEVICE long long query_tile_index(ProblemShape const& shape, int tiles, int batch, int head,
                                        int tile) {
-  ProblemShape const& shape = params.shape;
   if constexpr (Config::kVarlen) {
     int const head_tiles = shape.query_tokens / Config::kTileQuery + shape.batch;
     return (long long)head * head_tiles + shape.query_starts[batch] / Config::kTileQuery + batch +
            tile;
   }
   long long const head_batch = (long long)batch * shape.query_heads + head;
-  return head_batch * params.query_tiles + tile;
+  return head_batch * tiles + tile;
+}
+
+template <class Config>
+CUTE_DEVICE long long query_tile_index(BackwardParams const& params, int batch, int head,
+                                       int tile) {
+  return query_tile_index<Config>(params.shape, params.query_tiles, batch, head, tile);
+}
+
+// The same of key tiles.
+template <class Config>
+CUTE_DEVICE long long key_tile_index(ProblemShape const& shape, int tiles, int batch, int head,
+                                     int tile) {
+  if constexpr (Config::kVarlen) {
+    int const head_tiles = shape.key_tokens / Config::kTileKey + shape.batch;
+    return (long long)head * head_tiles + shape.key_starts[batch] / Config::kTileKey + batch + tile;
+  }
+  long long const head_batch = (long long)batch * shape.key_heads + head;
+  return head_batch * tiles + tile;
 }
 
 }  // namespace memeff

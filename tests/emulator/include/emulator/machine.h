@@ -1,8 +1,8 @@
 // The machine that kernels run on where there is no GPU: what arch/ of this directory is made of.
 //
 // A thread is a fiber. It runs until it waits; then the scheduler goes on with a warp picked at
-// random among those of all blocks on the machine. Everything that a GPU does beside its threads
-// (copies, the products of wgmma) is done when it is started, or as late as the program allows.
+// random among those of all blocks on the machine. What a GPU does beside its threads (copies, the
+// products of wgmma) is done when it is started, or as late as the program allows, at random.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,346 @@
+"""vmap: every element is the call of its own, in one call where its arrays fit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_blockwise_cost import primitives_of
+
+import jax_memeff
+from jax_memeff import Mask, Offsets
+
+SIZE, B, T, S, N, K, H = 3, 2, 5, 7, 4, 2, 8
+UNOPTIMISED = {"xla_backend_optimization_level": 0}
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+ARRAYS = {
+    "query": normal(0, SIZE, B, T, N, H),
+    "key": normal(1, SIZE, B, S, K, H),
+    "value": normal(2, SIZE, B, S, K, H),
+    "bias": normal(3, SIZE, B, N, T, S),
+    "head_bias": normal(4, SIZE, 1, N, 1, S),
+    "mask": normal(5, SIZE, B, 1, T, S) < 1,
+    "shared_mask": normal(6, SIZE, 1, 1, T, S) < 1,
+    "lengths": jnp.array([[1, 7], [3, 0], [5, 5]]),
+    "segments": jnp.array([[0, 0, 1, 1, 1, 2, 2], [0] * 7, [0, 1, 1, 1, 1, 1, 1]]),
+    "dropout_key": jax.random.split(jax.random.key(7), SIZE),
+}
+
+
+def everything(arrays: dict[str, Any]) -> Any:
+    """(out, lse) with every array, the two biases added and the two masks combined."""
+    return jax_memeff.dot_product_attention(
+        arrays["query"],
+        arrays["key"],
+        arrays["value"],
+        arrays["bias"] + arrays["head_bias"],
+        mask=Mask.boolean(arrays["mask"])
+        & Mask.boolean(arrays["shared_mask"])
+        & Mask.segments(arrays["segments"][:T], arrays["segments"])
+        & Mask.causal("bottom_right"),
+        key_value_seq_lengths=arrays["lengths"],
+        dropout_rate=0.25,
+        dropout_key=arrays["dropout_key"],
+        logits_soft_cap=3.0,
+        return_residual=True,
+    )
+
+
+def plain(arrays: dict[str, Any]) -> Any:
+    return jax_memeff.dot_product_attention(
+        arrays["query"],
+        arrays["key"],
+        arrays["value"],
+        arrays["head_bias"],
+        arrays["shared_mask"],
+        return_residual=True,
+    )
+
+
+def gradients_of(function: Any) -> Any:
+    """The results, and gradients of a function of them, of the arrays of floats."""
+
+    def gradients(arrays: dict[str, Any]) -> Any:
+        floats = {name: x for name, x in arrays.items() if x.dtype == jnp.float32}
+
+        def loss(floats: Any) -> Any:
+            out, lse = function({**arrays, **floats})
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, lse) ** 2), out
+
+        return jax.grad(loss, has_aux=True)(floats)
+
+    return gradients
+
+
+@functools.cache
+def compiled(function: Any) -> Any:
+    return jax.jit(function, compiler_options=UNOPTIMISED)
+
+
+def run(function: Any, *arguments: Any) -> Any:
+    return compiled(function)(*arguments)
+
+
+def split(names: tuple[str, ...], wanted: Any = ARRAYS) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays of which the named ones have the mapped axis, and the axes of a vmap."""
+    arrays = {name: ARRAYS[name] if name in names else ARRAYS[name][0] for name in wanted}
+    return arrays, {name: 0 if name in names else None for name in wanted}
+
+
+def one_by_one(function: Any, names: tuple[str, ...], arrays: dict[str, Any]) -> Any:
+    function = compiled(function)
+    elements = [
+        function({name: x[i] if name in names else x for name, x in arrays.items()})
+        for i in range(SIZE)
+    ]
+    return jax.tree.map(lambda *x: jnp.stack(x), *elements)
+
+
+def names_of(function: Any, *arguments: Any) -> list[str]:
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    return [equation.primitive.name for equation in primitives_of(jaxpr)]
+
+
+# Compiled once: an element's call is the same whatever was mapped.
+every_gradient = gradients_of(everything)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("query",),
+        ("key",),
+        ("value", "lengths"),
+        ("bias",),
+        ("head_bias", "shared_mask"),
+        ("mask", "segments"),
+        ("dropout_key",),
+        tuple(ARRAYS),
+    ],
+    ids="-".join,
+)
+def test_each_operand(names, assert_close):
+    """An element has the dropout bits of its own call, in the gradients too."""
+    arrays, axes = split(names)
+    vmapped = jax.vmap(gradients_of(everything), in_axes=(axes,))
+    assert "scan" not in names_of(vmapped, arrays)
+    assert_close(run(vmapped, arrays), one_by_one(every_gradient, names, arrays), 1e-5)
+
+
+def forward_call(function: Any, *arguments: Any) -> list[tuple[int, ...]]:
+    """Shapes of the operands of the one forward of a function."""
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    (call,) = (x for x in primitives_of(jaxpr) if x.primitive.name == "attention_fwd")
+    return [variable.aval.shape for variable in call.invars]
+
+
+@pytest.mark.parametrize("names", [("query",), ("query", "head_bias"), ("query", "shared_mask")])
+def test_what_is_not_mapped_is_not_repeated(names, assert_close):
+    wanted = ("query", "key", "value", "head_bias", "shared_mask")
+    arrays, axes = split(names, wanted)
+    vmapped = jax.vmap(plain, in_axes=(axes,))
+    shapes = [
+        (SIZE * B, T, N, H),
+        (B, S, K, H),
+        (B, S, K, H),
+        (SIZE if "head_bias" in names else 1, N, 1, S),
+        (SIZE if "shared_mask" in names else 1, 1, T, S),
+    ]
+    assert forward_call(vmapped, arrays) == shapes
+    assert_close(run(vmapped, arrays), one_by_one(plain, names, arrays))
+
+
+@pytest.mark.parametrize("inner", ["query", "key"])
+@pytest.mark.parametrize("outer", ["query", "key"])
+def test_nested(inner, outer, assert_close):
+    """Without a batch of their own, keys fit in any of two mapped axes."""
+    shapes = {"query": (T, N, H), "key": (S, K, H)}
+    sizes = {
+        name: [size for size, axis in ((4, outer), (3, inner)) if axis == name] for name in shapes
+    }
+    query, key = (normal(8, *sizes[name], *shapes[name]) for name in shapes)
+
+    def attend(query: Any, key: Any) -> Any:
+        return jax_memeff.dot_product_attention(query, key, key)
+
+    def axes(mapped: str) -> tuple[int | None, int | None]:
+        return (0, None) if mapped == "query" else (None, 0)
+
+    vmapped = jax.vmap(jax.vmap(attend, axes(inner)), axes(outer))
+    element = compiled(attend)
+    elements = jnp.stack(
+        [
+            jnp.stack([element(*_pick(query, key, inner, outer, i, j)) for j in range(3)])
+            for i in range(4)
+        ]
+    )
+    assert "scan" not in names_of(vmapped, query, key)
+    assert_close(run(vmapped, query, key), elements)
+
+
+def _pick(query: Any, key: Any, inner: str, outer: str, i: int, j: int) -> Any:
+    arrays = {"query": query, "key": key}
+    arrays[outer] = arrays[outer][i]
+    arrays[inner] = arrays[inner][j]
+    return arrays["query"], arrays["key"]
+
+
+def test_axes_of_inputs_and_outputs(assert_close):
+    query = jnp.moveaxis(ARRAYS["query"], 0, 2)
+    key = jnp.moveaxis(ARRAYS["key"], 0, -1)
+    vmapped = jax.vmap(
+        lambda query, key: jax_memeff.dot_product_attention(query, key, key),
+        in_axes=(2, -1),
+        out_axes=3,
+    )
+    arrays = {name: ARRAYS[name] for name in ("query", "key")}
+    want = one_by_one(
+        lambda x: jax_memeff.dot_product_attention(x["query"], x["key"], x["key"]),
+        ("query", "key"),
+        arrays,
+    )
+    assert_close(run(vmapped, query, key), jnp.moveaxis(want, 0, 3))
+
+
+def test_gradient_of_vmap_and_of_its_gradient(assert_close):
+    """In the context of forward mode too, where the batching rule comes first."""
+    queries, key = normal(9, SIZE, T, N, H), normal(10, S, K, H)
+
+    def attend(query: Any, key: Any) -> Any:
+        return jax_memeff.dot_product_attention(query, key, key)
+
+    def batched(queries: Any, key: Any) -> Any:
+        return attend(queries, jnp.broadcast_to(key, (SIZE, S, K, H)))
+
+    def derivatives(function: Any) -> Any:
+        gradient = jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), (0, 1))
+
+        def of_gradient(*arrays: Any) -> Any:
+            return sum(jnp.sum(jnp.cos(x)) for x in gradient(*arrays))
+
+        return lambda *arrays: (gradient(*arrays), jax.grad(of_gradient, (0, 1))(*arrays))
+
+    def vmapped(queries: Any, key: Any) -> Any:
+        return jax.vmap(attend, (0, None))(queries, key)
+
+    want = run(derivatives(batched), queries, key)
+    assert_close(run(derivatives(vmapped), queries, key), want, 1e-5)
+    with jax_memeff.forward_mode():
+        assert_close(run(derivatives(vmapped), queries, key), want, 1e-5)
+
+
+def test_jacobians(assert_close):
+    """``jacrev`` maps cotangents, and ``jacfwd`` tangents."""
+    query, key, bias = normal(11, 2, 2, 2), normal(12, 3, 2, 2), normal(13, 2, 2, 3)
+
+    def attend(query: Any, bias: Any) -> Any:
+        return jax_memeff.dot_product_attention(query, key, key, bias)
+
+    reverse = run(jax.jacrev(attend, (0, 1)), query, bias)
+    with jax_memeff.forward_mode():
+        assert_close(run(jax.jacfwd(attend, (0, 1)), query, bias), reverse, 1e-5)
+
+
+TOKENS = {
+    "query": normal(14, SIZE, 9, 4, 8),
+    "key": normal(15, SIZE, 8, 2, 8),
+    "value": normal(16, SIZE, 8, 2, 8),
+    "bias": normal(17, SIZE, 2, 1, 5, 6),
+    "starts": jnp.array([[0, 4, 8], [1, 6, 7], [3, 3, 5]]),
+    "segments": jnp.array([[0, 0, 1, 1, 1, 2, 2, 2, 2], [0] * 9, [0, 1, 1, 1, 1, 1, 1, 2, 2]]),
+    "dropout_key": jax.random.split(jax.random.key(18), SIZE),
+}
+
+
+def packed(arrays: dict[str, Any]) -> Any:
+    attention: Any = jax_memeff.varlen_attention
+    return attention(
+        arrays["query"],
+        arrays["key"],
+        arrays["value"],
+        arrays["starts"],
+        arrays["starts"],
+        5,
+        6,
+        arrays["bias"],
+        Mask.segments(arrays["segments"], arrays["segments"][:8]),
+        is_causal=True,
+        dropout_rate=0.25,
+        dropout_key=arrays["dropout_key"],
+        return_residual=True,
+    )
+
+
+every_packed_gradient = gradients_of(packed)
+
+
+@pytest.mark.parametrize("names", [("query",), ("bias",), ("starts",), tuple(TOKENS)], ids="-".join)
+def test_packed_sequences(names, assert_close):
+    arrays = {name: x if name in names else x[0] for name, x in TOKENS.items()}
+    axes = {name: 0 if name in names else None for name in TOKENS}
+    vmapped = jax.vmap(gradients_of(packed), in_axes=(axes,))
+    assert "scan" not in names_of(vmapped, arrays)
+    assert_close(run(vmapped, arrays), one_by_one(every_packed_gradient, names, arrays), 1e-5)
+
+
+def test_packed_projections(assert_close):
+    qkv, bias = normal(19, SIZE, B, T, 3, N, H), normal(20, SIZE, N, T, T)
+
+    def attend(arrays: Any) -> Any:
+        attention: Any = jax_memeff.dot_product_attention_packed
+        return attention(arrays["qkv"], arrays["bias"], return_residual=True)
+
+    arrays = {"qkv": qkv, "bias": bias}
+    vmapped = jax.vmap(attend, ({"qkv": 0, "bias": 0},))
+    assert "scan" not in names_of(vmapped, arrays)
+    assert_close(run(vmapped, arrays), one_by_one(attend, ("qkv", "bias"), arrays))
+
+
+def test_what_does_not_fit_goes_one_by_one(assert_close):
+    """A bias that the elements of a batch share has one gradient, and offsets are one number."""
+    arrays, axes = split(("query",), ("query", "key", "value", "head_bias", "shared_mask"))
+    vmapped = jax.vmap(gradients_of(plain), in_axes=(axes,))
+    assert "scan" in names_of(vmapped, arrays)
+    assert_close(run(vmapped, arrays), one_by_one(gradients_of(plain), ("query",), arrays), 1e-5)
+
+    def at(offset: Any) -> Any:
+        query, key = ARRAYS["query"][0], ARRAYS["key"][0]
+        offsets = Offsets(query=offset)
+        return jax_memeff.dot_product_attention(query, key, key, is_causal=True, offsets=offsets)
+
+    offsets = jnp.array([0, 1, 4])
+    assert "scan" in names_of(jax.vmap(at), offsets)
+    assert_close(run(jax.vmap(at), offsets), jnp.stack([at(offset) for offset in offsets]))
+
+
+def test_a_mapped_axis_may_be_sharded(assert_close):
+    """Over an Auto axis, without a batch of its own: no operand is gathered."""
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    queries, key = normal(21, 4, T, N, H), normal(22, S, K, H)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    def attend(query: Any, key: Any) -> Any:
+        return jax_memeff.dot_product_attention(query, key, key)
+
+    split, whole = (jax.NamedSharding(mesh, spec) for spec in (jax.P("data"), jax.P()))
+    sharded = jax.device_put(queries, split), jax.device_put(key, whole)
+    program: Any = attend.lower(*sharded).compile().as_text()
+    assert "all-gather" not in program
+    assert_close(attend(*sharded), attend(queries, key))
+
+
+def test_no_elements():
+    empty = jnp.zeros((0, B, T, N, H))
+    out = jax.vmap(lambda q: jax_memeff.dot_product_attention(q, q, q))(empty)
+    assert out.shape == empty.shape
+    assert np.asarray(out).size == 0
