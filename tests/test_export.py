@@ -33,7 +33,7 @@ def shape(*sizes, dtype=jnp.float32):
 
 def draw(struct, sizes: dict[str, int], seed: int):
     """Random values for a shape whose symbolic sizes are given."""
-    dims = [int(sizes.get(str(size), size)) for size in struct.shape]
+    dims = [sizes[str(size)] if str(size) in sizes else int(size) for size in struct.shape]
     if struct.dtype == jnp.int32:
         return jax.random.randint(jax.random.key(seed), dims, 1, T)
     return jax.random.normal(jax.random.key(seed), dims, struct.dtype)
