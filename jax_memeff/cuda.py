@@ -46,6 +46,9 @@ _DTYPES: dict[str, Dtype] = {
 # ``kUnbounded`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
 UNBOUNDED = 1 << 30
 
+# ``kLongSumColumns`` of ffi/include/memeff/params.h.
+_LONG_SUM_COLUMNS = 8192
+
 # lse is [B, T, N] for users and [B, N, T] in memory; minor to major.
 _ROW_STATISTICS = (1, 2, 0)
 
@@ -206,7 +209,10 @@ def _computed(
 
 
 def _forward_workspaces(avals: Operands, specs: dict[str, KernelSpec]) -> list[_Buffer]:
-    return _buffers([("out_sum", max(_out_sum(avals, spec) for spec in specs.values()))])
+    sizes = (("out_sum", _out_sum), ("score_sum", _score_sum))
+    return _buffers(
+        [(name, max(size(avals, spec) for spec in specs.values())) for name, size in sizes]
+    )
 
 
 def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> list[_Buffer]:
@@ -252,6 +258,13 @@ def _out_sum(avals: Operands, spec: KernelSpec) -> int:
     if not spec.wide or avals.scores[3] <= spec.tile.key:
         return 0
     return _padded_queries(avals, spec) * _round_up(avals.value.shape[3], spec.tile.chunk)
+
+
+def _score_sum(avals: Operands, spec: KernelSpec) -> int:
+    """Of more columns than that a wide kernel sums the scores of a tile in several runs."""
+    if not spec.wide or avals.query.shape[3] <= _LONG_SUM_COLUMNS:
+        return 0
+    return _padded_queries(avals, spec) * spec.tile.key
 
 
 def _query_gradient_sum(avals: Operands, spec: KernelSpec) -> int:

@@ -311,6 +311,15 @@ def test_packed_sequences_are_not_padded(fake_compiler):
     assert f"tensor<{2 * rows}xf32>, tensor<{64 * rows}xf32>" in backward
 
 
+@pytest.mark.parametrize(("H", "sums"), [(8192, False), (8200, True)])
+def test_scores_of_many_columns_are_summed_in_runs(fake_compiler, H, sums):
+    text = lower(loss, *shapes(B=2, T=130, S=100, N=4, K=2, H=H))
+    ((spec, _),) = fake_compiler
+    scores = 2 * 4 * 2 * spec.tile.query * spec.tile.key  # T has two tiles
+    assert ('results = "out,logsumexp,score_sum"' in text) == sums
+    assert (f"tensor<{scores}xf32>" in text) == sums
+
+
 def test_workspaces_do_not_depend_on_the_longest_sequence(fake_compiler):
     def types(longest):
         gradient = jax.grad(functools.partial(varlen_loss, longest=longest), (0, 1, 2))

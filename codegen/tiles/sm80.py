@@ -89,7 +89,7 @@ _WIDE_FORWARD = (
         "162 KB: 256 keys halve the passes over the sums of out",
         modifiers=(),
         chunk=256,
-        spill_bytes=16,
+        spill_bytes=24,
     ),
     Tile(
         128,

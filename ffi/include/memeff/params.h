@@ -88,6 +88,8 @@ struct DropoutParams {
 constexpr int kUnbounded = 1 << 30;
 constexpr int kMaxLength = 1 << 28;  // largest T and S
 
+constexpr int kLongSumColumns = 8192;  // that tensor cores sum precisely enough for the logsumexp
+
 struct ForwardParams {
   ProblemShape shape;
   ScoreScale scale;
@@ -105,6 +107,8 @@ struct ForwardParams {
   int* piece_counter;        // [1], of persistent kernels
   float* out_sum;            // of wide kernels: [B, N, padded T, padded Hv], in the order of
                              // collective/chunked_product.cuh
+  float* score_sum;          // of wide kernels where H > kLongSumColumns: a tile of scores for each
+                             // of queries; see collective/long_sum.cuh
 };
 
 struct BackwardParams {
@@ -162,7 +166,7 @@ static_assert(sizeof(ScoreView) == 40, "host and device disagree on ScoreView");
 static_assert(sizeof(ProblemShape) == 56, "host and device disagree on ProblemShape");
 static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(ForwardParams) == 432, "host and device disagree on ForwardParams");
+static_assert(sizeof(ForwardParams) == 440, "host and device disagree on ForwardParams");
 static_assert(sizeof(BackwardParams) == 616, "host and device disagree on BackwardParams");
 
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");

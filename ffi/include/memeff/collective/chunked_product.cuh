@@ -13,6 +13,14 @@
 
 namespace memeff {
 
+// Where four accumulators of a thread wait in global memory: each thread's are its own, a warp's
+// side by side.
+template <int kThreads, class Accumulators>
+CUTE_DEVICE float4* waiting_sum(Accumulators const& accumulators, float* sums, int m, int n) {
+  int const block = m * int(cute::size<2>(accumulators)) + n;
+  return reinterpret_cast<float4*>(sums) + block * kThreads + thread_index();
+}
+
 // The result that the last visit rounds and writes: rows below row_bound, columns below columns.
 struct ChunkedTarget {
   char* rows;
@@ -104,18 +112,12 @@ struct ChunkedProduct {
 
  private:
   template <class Accumulators>
-  CUTE_DEVICE static float4* address(Accumulators const& accumulators, float* sums, int m, int n) {
-    int const block = m * int(cute::size<2>(accumulators)) + n;
-    return reinterpret_cast<float4*>(sums) + block * kThreads + thread_index();
-  }
-
-  template <class Accumulators>
   CUTE_DEVICE static void read(Accumulators& accumulators, float* sums) {
     CUTE_UNROLL
     for (int m = 0; m < cute::size<1>(accumulators); ++m) {
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(accumulators); ++n) {
-        float4 const sum = *address(accumulators, sums, m, n);
+        float4 const sum = *waiting_sum<kThreads>(accumulators, sums, m, n);
         accumulators(0, m, n) = sum.x;
         accumulators(1, m, n) = sum.y;
         accumulators(2, m, n) = sum.z;
@@ -130,7 +132,7 @@ struct ChunkedProduct {
     for (int m = 0; m < cute::size<1>(accumulators); ++m) {
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(accumulators); ++n) {
-        *address(accumulators, sums, m, n) =
+        *waiting_sum<kThreads>(accumulators, sums, m, n) =
             make_float4(accumulators(0, m, n), accumulators(1, m, n), accumulators(2, m, n),
                         accumulators(3, m, n));
       }

@@ -12,6 +12,7 @@
 #include <memeff/bias/direct.cuh>
 #include <memeff/collective/block_softmax.cuh>
 #include <memeff/collective/chunked_product.cuh>
+#include <memeff/collective/long_sum.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/dropout/keep.cuh>
 #include <memeff/mask/score_mask.cuh>
@@ -27,6 +28,7 @@ struct FmhaForwardWideSm80 {
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
   static constexpr int kStep = 64;  // columns of query and key
+  using Sum = LongSum<kThreads, kStep>;
 
   using ScoreTile = SharedTile<kTileQuery, kTileKey>;  // P
   using QueryStep = SharedTile<kTileQuery, kStep>;
@@ -112,17 +114,31 @@ struct FmhaForwardWideSm80 {
 
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
-      ring.run(
-          score_steps, [&](int step, uint32_t buffer) { load_scores(tile, step, buffer); },
-          [&](int, uint32_t buffer) {
-            warp_gemm<Element, kStep / 16>(
-                scores,
-                LeftOperand<QueryStep, Contiguous::k, ScoreGrid::kRowBlocks>(buffer,
-                                                                             ScoreGrid::row()),
-                RightOperand<KeyStep, Contiguous::k, ScoreGrid::kColumnBlocks>(
-                    buffer + QueryStep::kBytes, ScoreGrid::column()));
-          },
-          [&](uint32_t buffer) { product.load(0, buffer); });
+      CUTE_NO_UNROLL
+      for (int first = 0; first < score_steps; first += Sum::kRunSteps) {
+        int const end = min(first + Sum::kRunSteps, score_steps);
+        ring.run(
+            end - first,
+            [&](int step, uint32_t buffer) { load_scores(tile, first + step, buffer); },
+            [&](int, uint32_t buffer) {
+              warp_gemm<Element, kStep / 16>(
+                  scores,
+                  LeftOperand<QueryStep, Contiguous::k, ScoreGrid::kRowBlocks>(buffer,
+                                                                               ScoreGrid::row()),
+                  RightOperand<KeyStep, Contiguous::k, ScoreGrid::kColumnBlocks>(
+                      buffer + QueryStep::kBytes, ScoreGrid::column()));
+            },
+            [&](uint32_t buffer) {
+              if (end < score_steps) {
+                load_scores(tile, end, buffer);
+              } else {
+                product.load(0, buffer);
+              }
+            });
+        if (shape.head_dim > kLongSumColumns) {
+          Sum::add_run(scores, score_sum(params), first == 0, end == score_steps);
+        }
+      }
 
       prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
       if constexpr (Config::kBias) {
@@ -149,6 +165,16 @@ struct FmhaForwardWideSm80 {
             if (!last) load_scores(tile - 1, 0, buffer);
           });
     }
+  }
+
+  // Where the scores of this CTA's tile wait; asked for anew, as are all that lead there.
+  CUTE_DEVICE static float* score_sum(ForwardParams const& params) {
+    ProblemShape const& shape = params.shape;
+    int const tiles = ceil_div(shape.query_length, kTileQuery);
+    WorkItem const item = WorkItem::of_block(block_index(), tiles, shape.query_heads);
+    return params.score_sum +
+           query_tile_index<Config>(shape, tiles, item.batch, item.head, item.tile) *
+               (kTileQuery * kTileKey);
   }
 
   // Scores that met a bias are exponents of two already.

@@ -1,0 +1,40 @@
+// Products summed over more columns than tensor cores sum precisely.
+//
+// They cut off the bits of an accumulator that do not fit instead of rounding it, so that a long
+// sum becomes too small: over 65536 columns by 1e-4 of the scores, which is more than an f32
+// logsumexp may be wrong by. So the accumulators sum runs of columns, and the runs are added with
+// rounding, in global memory.
+#pragma once
+
+#include <memeff/collective/chunked_product.cuh>
+
+namespace memeff {
+
+template <int kThreads, int kStep>
+struct LongSum {
+  static constexpr int kRunSteps = kLongSumColumns / kStep;  // of kStep columns each
+
+  // After a run: adds its sums to those of the runs before. The last run gets the total, and those
+  // before it leave theirs in `totals` and the accumulators zero.
+  template <class Accumulators>
+  CUTE_DEVICE static void add_run(Accumulators& accumulators, float* totals, bool first,
+                                  bool last) {
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(accumulators); ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(accumulators); ++n) {
+        float4* const total = waiting_sum<kThreads>(accumulators, totals, m, n);
+        float4 sum = first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *total;
+        sum = make_float4(sum.x + accumulators(0, m, n), sum.y + accumulators(1, m, n),
+                          sum.z + accumulators(2, m, n), sum.w + accumulators(3, m, n));
+        if (!last) *total = sum;
+        accumulators(0, m, n) = last ? sum.x : 0.0f;
+        accumulators(1, m, n) = last ? sum.y : 0.0f;
+        accumulators(2, m, n) = last ? sum.z : 0.0f;
+        accumulators(3, m, n) = last ? sum.w : 0.0f;
+      }
+    }
+  }
+};
+
+}  // namespace memeff
