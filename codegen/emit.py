@@ -70,8 +70,10 @@ _BIAS = """\
   static constexpr auto kBiasAccess = memeff::BiasAccess::{access};
 """
 
-_BIAS_GRADIENT = """\
+_SUMS = """\
   static constexpr auto kBiasGradient = memeff::BiasGradient::{way};
+  static constexpr bool kDeterministic = {deterministic};
+  static constexpr bool kOrdersQueries = {orders_queries};
 """
 
 _KERNEL = """
@@ -169,7 +171,12 @@ def _backward(spec: KernelSpec) -> str:
         _GRADIENT.format(name=name.capitalize(), wanted=_bool(name in spec.gradients))
         for name in SPEC_GRADIENTS
     ]
-    return "".join([*gradients, _BIAS_GRADIENT.format(way=spec.bias_gradient)])
+    sums = _SUMS.format(
+        way=spec.bias_gradient,
+        deterministic=_bool(spec.deterministic),
+        orders_queries=_bool(spec.orders_queries),
+    )
+    return "".join([*gradients, sums])
 
 
 def _bool(value: bool) -> str:

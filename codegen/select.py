@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -23,6 +25,7 @@ from jax_memeff.codegen.support import (
     mask_kind,
     pack_heads,
     spec_reasons,
+    sums_in_order,
     unsupported_reasons,
 )
 from jax_memeff.codegen.tiles import sm80, sm80_f32, sm90
@@ -51,6 +54,10 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {"bias": "16", "bias_layout": "columns", "wants": _ALL_GRADIENTS},
     {"bias": "16", "bias_layout": "rows"},
     {"bias": "32", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
+    {"deterministic": True},
+    {"deterministic": True, "masks": frozenset({"causal"})},
+    {"deterministic": True, "bias": "16", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
+    {"deterministic": True, "bias": "16", "bias_layout": "columns", "wants": _ALL_GRADIENTS},
     {
         "masks": frozenset({"window", "segments", "boolean"}),
         "varlen": True,
@@ -100,12 +107,12 @@ def closure(
 ) -> Iterator[KernelSpec]:
     """Specs times {plain, each feature alone, all features} for ``arch``, in a fixed order.
 
-    ``dims`` are pairs (head_dim, value_dim), padded to their classes; where shared memory is too
-    small for f32 of these dims they are left out. This is what
+    ``dims`` are pairs (head_dim, value_dim), padded to their classes; sums in an order that no
+    kernel has, and f32 of dims for which shared memory is too small, are left out. This is what
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
-    31
+    35
     """
     problems = (
         Problem(
@@ -119,8 +126,13 @@ def closure(
             DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
     )
-    solved = filter(has_tile, problems)
-    yield from sorted(set(map(select, solved)), key=lambda spec: spec.sort_key)
+    found = set()
+    for problem in filter(has_tile, problems):
+        # Where only wide kernels serve, they lack one sum in an order.
+        lacking = (UnsupportedError,) if problem.deterministic else ()
+        with contextlib.suppress(*lacking):
+            found.add(select(problem))
+    yield from sorted(found, key=lambda spec: spec.sort_key)
 
 
 def _features_of(direction: str, dtype: Dtype, features: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +211,7 @@ def _rows_sm90(problem: Problem) -> Iterator[Row]:
 
 
 def _spec(problem: Problem, row: Row) -> KernelSpec:
-    return KernelSpec(
+    spec = KernelSpec(
         direction=problem.direction,
         dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
         head_class=row.head_class,
@@ -220,3 +232,4 @@ def _spec(problem: Problem, row: Row) -> KernelSpec:
         alignment=16 if row.split or row.family == "sm90" else problem.alignment,
         family=row.family,
     )
+    return dataclasses.replace(spec, deterministic=sums_in_order(spec, problem))

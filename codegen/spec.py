@@ -11,11 +11,11 @@ from jax_memeff.codegen.tiles import sm80, sm90
 
 MaskKind = Literal["none", "causal", "window"]
 BiasAccess = Literal["vectors", "words", "columns", "rows", "elements"]
-BiasGradient = Literal["none", "full", "shared", "columns"]
+BiasGradient = Literal["none", "full", "shared", "columns", "recomputed"]
 
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
 BIAS_ACCESSES: tuple[BiasAccess, ...] = ("vectors", "words", "columns", "rows", "elements")
-BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns")
+BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns", "recomputed")
 SpecDtype = Literal["f16", "bf16", "f32", "tf32"]
 
 SPEC_DTYPES: tuple[SpecDtype, ...] = ("f16", "bf16", "f32", "tf32")
@@ -62,6 +62,7 @@ class KernelSpec:
     ``pack_heads`` its tiles have the rows of all query heads that share a key head.
     ``alignment`` is what rows of query, key, value, output and gradients begin at multiples of, in
     bytes.
+    ``deterministic`` kernels add what several blocks contribute in the same order in every run.
     """
 
     direction: Literal["forward", "backward"]
@@ -82,6 +83,7 @@ class KernelSpec:
     split: bool = False
     pack_heads: bool = False
     alignment: int = 16
+    deterministic: bool = False
     family: str = "sm80"
 
     @property
@@ -110,6 +112,7 @@ class KernelSpec:
             words.append("".join(f"d{gradient[0]}" for gradient in self.gradients) or "only")
         words += [f"dbias{self.bias_gradient}"] if self.bias_gradient != "none" else []
         words += [f"align{self.alignment}"] if self.alignment != 16 else []
+        words += ["deterministic"] if self.deterministic else []
         return "_".join([*words, self.family])
 
     @property
@@ -157,6 +160,16 @@ class KernelSpec:
         return (self.tile.query if by_query else self.tile.key) // sm90.WARPGROUP_ROWS
 
     @property
+    def owns_outputs(self) -> bool:
+        """Whether a backward writes each gradient from the blocks that own it, without sums."""
+        return self.wide or self.divided
+
+    @property
+    def orders_queries(self) -> bool:
+        """Whether blocks that add to the gradient of the query wait for each other."""
+        return self.deterministic and "query" in self.gradients and not self.owns_outputs
+
+    @property
     def entry_points(self) -> tuple[EntryPoint, ...]:
         """The functions of the source in launch order."""
         maps = bool(self.tensor_maps)
@@ -169,13 +182,15 @@ class KernelSpec:
         # The last two read sums as the threads of the main kernel laid them out.
         threads = self.computing_threads
         preprocess = EntryPoint(f"{self.name}_preprocess", threads, 0)
-        owns_outputs = self.wide or self.divided
-        entries = [preprocess, *self._owners] if owns_outputs else [preprocess, main]
-        if "query" in self.gradients and not owns_outputs:
+        entries = [preprocess, *self._owners] if self.owns_outputs else [preprocess, main]
+        if "query" in self.gradients and not self.owns_outputs:
             query_tile = self.tile.query * self.head_class * self.element_bytes
             entries.append(EntryPoint(f"{self.name}_postprocess", threads, query_tile))
         if self.bias_gradient in ("shared", "columns"):
             entries.append(EntryPoint(f"{self.name}_bias", self.threads, 0, "bias"))
+        if self.bias_gradient == "recomputed":
+            shared_bytes = _recompute_shared_bytes(self)
+            entries.append(EntryPoint(f"{self.name}_recompute", self.threads, shared_bytes, "bias"))
         return tuple(entries)
 
     @property
@@ -292,6 +307,7 @@ class KernelSpec:
             -len(self.gradients),
             self.gradients,
             -self.alignment,
+            self.deterministic,
         )
 
 
@@ -379,6 +395,13 @@ def _backward_shared_bytes(spec: KernelSpec) -> int:
     elements += key * (spec.head_class + spec.value_class)
     elements += 2 * query * key
     return elements * spec.element_bytes + buffers * query * 8 + _bias_bytes(spec, query)
+
+
+def _recompute_shared_bytes(spec: KernelSpec) -> int:
+    """Tiles of query, dO, key, value and bias, and two of the rows' statistics (2 f32)."""
+    query, key = spec.tile.query, spec.tile.key
+    elements = (query + key) * (spec.head_class + spec.value_class)
+    return elements * spec.element_bytes + 2 * query * 8 + _bias_bytes(spec, query)
 
 
 def _bias_rows(spec: KernelSpec, rows: int) -> int:

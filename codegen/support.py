@@ -7,7 +7,7 @@ from typing import Literal
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasAccess, BiasGradient, KernelSpec
-from jax_memeff.codegen.tiles import sm80, sm80_f32, tile
+from jax_memeff.codegen.tiles import sm80, sm80_f32, sm90, tile
 
 _XLA = "pass implementation='xla'"
 _DTYPE_NAMES = {"bf16": "bfloat16", "f32": "float32", "tf32": "float32"}
@@ -19,7 +19,6 @@ _PLAIN_ROWS = 128
 
 def family_reasons(problem: Problem) -> list[str]:
     """What no spec of the sm80 family does, so that it is said once and not per spec."""
-    not_yet = "not implemented in the sm80 kernels yet"
     reasons = []
     dtypes = sm80.part(problem.arch).dtypes
     first = sm80.FIRST_CAPABILITY
@@ -29,8 +28,6 @@ def family_reasons(problem: Problem) -> list[str]:
         reasons.append(f"float64 has no kernel: {_XLA}, or cast to bfloat16 or float16")
     if problem.dtype in F32_DTYPES and problem.bias == "16":
         reasons.append(f"a 16-bit bias with float32 inputs has no kernel: cast it, or {_XLA}")
-    if problem.deterministic:
-        reasons.append(f"deterministic_backward is {not_yet}: leave it False, or {_XLA}")
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
         if dim > sm80.WIDE:
             reasons.append(f"{name} is {dim}, and the largest with a kernel is {sm80.WIDE}: {_XLA}")
@@ -98,6 +95,13 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append("it splits the keys, and there are tiles for a whole GPU without that")
     if spec.split and problem.query_rows and spec.tile.query < int(problem.query_rows):
         reasons.append(f"its tile has {spec.tile.query} rows, not {problem.query_rows}")
+    if spec.deterministic != sums_in_order(spec, problem):
+        reasons.append(f"its sums are {'' if spec.deterministic else 'not '}deterministic")
+    if spec.wide and spec.bias_gradient == "recomputed":
+        reasons.append(
+            "it has no order for the gradient of a bias that batch elements or heads share: leave "
+            f"deterministic_backward False, or {_XLA}"
+        )
     wanted = tuple(name for name in SPEC_GRADIENTS if name in problem.wants)
     if spec.direction == problem.direction == "backward" and spec.gradients != wanted:
         reasons.append(
@@ -124,6 +128,10 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     if spec.family == "sm90":
         if spec.bias and spec.bias_access != "rows" and spec.direction == "backward":
             reasons.append("it adds no bias yet")
+        if spec.deterministic:
+            reasons.append("it adds to the gradient of the query in no order")
+        if spec.divided and max(problem.head_dim, problem.value_dim) <= sm90.UNDIVIDED:
+            reasons.append(f"it is for head dims above {sm90.UNDIVIDED}")
         if problem.query_rows is not None:
             reasons.append("it does not split the keys, and there are too few tiles without that")
         if 2 * max(problem.head_dim, problem.value_dim) <= min(spec.head_class, spec.value_class):
@@ -204,7 +212,15 @@ def bias_gradient(problem: Problem) -> BiasGradient:
     """How the gradient of the bias is summed; one that is broadcast over columns needs no sum."""
     if problem.bias is None or problem.bias_layout == "rows" or "bias" not in problem.wants:
         return "none"
+    if problem.deterministic and problem.bias_layout == "shared":
+        return "recomputed"
     return problem.bias_layout
+
+
+def sums_in_order(spec: KernelSpec, problem: Problem) -> bool:
+    """Whether ``spec`` adds up what must have an order; dk, dv and full bias gradients have one."""
+    query_sums = "query" in problem.wants and not spec.owns_outputs
+    return problem.deterministic and (query_sums or bias_gradient(problem) == "columns")
 
 
 def _bits(bias: str | None) -> str:

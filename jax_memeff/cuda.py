@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jax_memeff import config, divisors, splits
+from jax_memeff import config, divisors, workspaces
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import compile as compiler
 from jax_memeff.codegen import support
@@ -46,9 +47,6 @@ _DTYPES: dict[str, Dtype] = {
 # ``kUnbounded`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
 UNBOUNDED = 1 << 30
 
-# ``kLongSumColumns`` of ffi/include/memeff/params.h.
-_LONG_SUM_COLUMNS = 8192
-
 # lse is [B, T, N] for users and [B, N, T] in memory; minor to major.
 _ROW_STATISTICS = (1, 2, 0)
 
@@ -69,18 +67,11 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     specs = kernels(avals, options, wants=None)
     out, logsumexp = ctx.avals_out
     results = [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)]
-    workspaces = splits.partial_results(avals, specs.values())
-    if any(spec.persistent for spec in specs.values()):
-        workspaces["piece_counter"] = ShapedArray((1,), jnp.dtype(jnp.int32))
     return _custom_call(
         ctx,
         _FORWARD_TARGET,
         inputs,
-        [
-            *results,
-            *(_Buffer(*named) for named in workspaces.items()),
-            *_forward_workspaces(avals, specs),
-        ],
+        [*results, *itertools.starmap(_Buffer, workspaces.forward(avals, specs.values()))],
         specs=specs,
         **_scores(avals, options),
     )[: len(results)]
@@ -114,7 +105,10 @@ def lower_backward(
             *inputs,
             *(_Buffer(*buffer) for buffer in named if buffer[1] is not None),
         ],
-        [*gradients, *_workspaces(avals, specs, wants)],
+        [
+            *gradients,
+            *itertools.starmap(_Buffer, workspaces.backward(avals, specs.values(), wants)),
+        ],
         specs=specs,
         **_scores(avals, options),
     )
@@ -206,106 +200,6 @@ def _computed(
     context = ctx.replace(avals_in=avals, avals_out=[aval])
     lowered = mlir.lower_fun(function, multiple_results=False)(context, *values)
     return _Buffer(name, aval, *lowered)
-
-
-def _forward_workspaces(avals: Operands, specs: dict[str, KernelSpec]) -> list[_Buffer]:
-    sizes = (("out_sum", _out_sum), ("score_sum", _score_sum))
-    return _buffers(
-        [(name, max(size(avals, spec) for spec in specs.values())) for name, size in sizes]
-    )
-
-
-def _workspaces(avals: Operands, specs: dict[str, KernelSpec], wants: Wants) -> list[_Buffer]:
-    """f32 row statistics and sums, large enough for the tiles of every architecture."""
-
-    def largest(size: Callable[[Operands, KernelSpec], int]) -> int:
-        return max(size(avals, spec) for spec in specs.values())
-
-    sizes = [("row_statistics", 2 * largest(_padded_queries))]
-    sizes += [("query_gradient_sum", largest(_query_gradient_sum))] if wants.query else []
-    sizes += [("key_gradient_sum", largest(_key_gradient_sum))] if wants.key else []
-    sizes += [("value_gradient_sum", largest(_value_gradient_sum))] if wants.value else []
-    sizes += [("bias_gradient_sum", largest(_bias_sums))] if wants.bias else []
-    return _buffers(sizes)
-
-
-def _buffers(sizes: list[tuple[str, int]]) -> list[_Buffer]:
-    """f32 buffers of those sizes that are not 0."""
-    f32 = jnp.dtype(jnp.float32)
-    return [_Buffer(name, ShapedArray((size,), f32)) for name, size in sizes if size]
-
-
-def _padded_queries(avals: Operands, spec: KernelSpec) -> int:
-    _, heads, length, _ = avals.scores
-    return heads * _padded_rows(avals, avals.query.shape[1], length, spec.tile.query)
-
-
-def _padded_keys(avals: Operands, spec: KernelSpec) -> int:
-    heads, length = avals.key.shape[2], avals.scores[3]
-    return heads * _padded_rows(avals, avals.key.shape[1], length, spec.tile.key)
-
-
-def _padded_rows(avals: Operands, tokens: int, length: int, tile: int) -> int:
-    """Rows of one head in the workspaces; packed sequences as in schedule/query_tiles.cuh."""
-    batch = avals.scores[0]
-    if avals.sequences is not None:
-        return (tokens // tile + batch) * tile
-    return batch * _round_up(length, tile)
-
-
-def _out_sum(avals: Operands, spec: KernelSpec) -> int:
-    """A wide kernel sums between the tiles of keys, where there are several."""
-    if not spec.wide or avals.scores[3] <= spec.tile.key:
-        return 0
-    return _padded_queries(avals, spec) * _round_up(avals.value.shape[3], spec.tile.chunk)
-
-
-def _score_sum(avals: Operands, spec: KernelSpec) -> int:
-    """Of more columns than that a wide kernel sums the scores of a tile in several runs."""
-    if not spec.wide or avals.query.shape[3] <= _LONG_SUM_COLUMNS:
-        return 0
-    return _padded_queries(avals, spec) * spec.tile.key
-
-
-def _query_gradient_sum(avals: Operands, spec: KernelSpec) -> int:
-    if spec.divided:
-        return 0
-    if not spec.wide:
-        return _padded_queries(avals, spec) * spec.head_class
-    if avals.scores[3] <= spec.tile.key:
-        return 0
-    return _padded_queries(avals, spec) * _round_up(avals.query.shape[3], spec.tile.chunk)
-
-
-def _key_gradient_sum(avals: Operands, spec: KernelSpec) -> int:
-    return _key_sums(avals, spec, avals.key.shape[3])
-
-
-def _value_gradient_sum(avals: Operands, spec: KernelSpec) -> int:
-    return _key_sums(avals, spec, avals.value.shape[3])
-
-
-def _key_sums(avals: Operands, spec: KernelSpec, dim: int) -> int:
-    """A wide kernel sums between the tiles of queries of all heads of a group."""
-    _, heads, length, _ = avals.scores
-    if not spec.wide or (length <= spec.tile.query and heads == avals.key.shape[2]):
-        return 0
-    return _padded_keys(avals, spec) * _round_up(dim, spec.tile.chunk)
-
-
-def _bias_sums(avals: Operands, spec: KernelSpec) -> int:
-    """Size of the sums of the bias gradient (ffi/include/memeff/bias/gradient.cuh)."""
-    if avals.bias is None or spec.bias_gradient == "full":
-        return 0
-    batch, heads, _, _ = avals.bias.shape
-    rows = 1
-    if spec.bias_gradient == "shared":
-        rows = _round_up(avals.scores[2], spec.tile.query)
-    return batch * heads * rows * _round_up(avals.scores[3], spec.tile.key)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def kernels(avals: Operands, options: Options, wants: Wants | None) -> dict[str, KernelSpec]:

@@ -77,7 +77,7 @@ class Refusal:
     """Values that no kernel takes together."""
 
     values: Mapping[str, tuple]
-    """The values of one or two axes that this is about."""
+    """The values of the axes that this is about."""
     reason: str
     """What the error says."""
 
@@ -91,7 +91,10 @@ _NOT_YET = "not implemented in the sm80 kernels yet"
 
 REFUSALS = (
     Refusal({"dims": _WIDE, "dtype": _F32}, "float32 has no"),
-    Refusal({"deterministic": (True,)}, f"deterministic_backward is {_NOT_YET}"),
+    Refusal(
+        {"dims": _WIDE, "deterministic": (True,), "bias": ("1NTS", "B1TS", "11TS")},
+        "no order for the gradient of a bias that batch elements or heads share",
+    ),
 )
 
 _INEXPRESSIBLE = (

@@ -63,6 +63,8 @@ WIDE_HEAD_DIMS = ((264, 264), (320, 320), (512, 64), (72, 520), (301, 299), (100
 """Above what accumulators hold: in steps and chunks of columns."""
 
 BIASES = ("BNTS", "1NTS", "B1TS", "11TS", "BN1S", "B11S", "1N1S", "111S", "BNT1", "1NT1", "1111")
+SUMMED_BIASES = ("1NTS", "B1TS", "11TS", "BN1S", "B11S", "1N1S", "111S")
+"""Those whose gradient several blocks, or one for several heads, contribute to."""
 BOOLEANS = (("BNTS",), ("11TS",), ("B11S",), ("1N1S", "B1T1"))
 GROUPS = ((2, 2), (4, 2), (3, 1), (8, 1), (6, 2))
 
@@ -196,6 +198,27 @@ def dropout_cases() -> list[Case]:
     return found
 
 
+def deterministic_cases() -> list[Case]:
+    """Every way to sum gradients in an order, with every mask."""
+    found = []
+    for mask in MASKS:
+        found += [Case(T=300, S=333, N=6, H=128, **mask), Case(T=513, S=385, **mask)]
+        found += [Case(T=300, S=333, lengths=((211, 333), (0, 100)), **mask)]
+        found += [Case(B=1, T=1100, S=1300, N=8, dropout=0.2, segments=1, **mask)]
+        found += [Case(T=333, S=300, N=4, bias=bias, **mask) for bias in BIASES]
+    for H, Hv in HEAD_DIMS:
+        found += [Case(T=150, S=280, H=H, Hv=Hv, bias="1NTS"), Case(T=150, S=280, H=H, Hv=Hv)]
+    found += [Case(T=300, S=200, N=4, bias=bias, dropout=0.3, soft_cap=3.0) for bias in BIASES]
+    lengths = ((100, 150), (333, 20), (0, 200))
+    for bias in (None, *SUMMED_BIASES):
+        found += [Case(B=3, T=333, S=200, bias=bias, lengths=lengths, dtype="float16")]
+        found += [Case(B=3, T=333, S=200, bias=bias, lengths=lengths, packed=True, **CAUSAL)]
+        found += [Case(T=130, S=150, bias=bias, dtype="float32", dropout=0.2, **WINDOW)]
+    for H, Hv in WIDE_HEAD_DIMS[:3] + ODD_HEAD_DIMS[:3]:
+        found += [Case(T=130, S=150, H=H, Hv=Hv), Case(T=130, S=150, N=4, H=H, Hv=Hv, **CAUSAL)]
+    return [dataclasses.replace(case, deterministic=True) for case in found]
+
+
 def cases() -> list[Case]:
     """Every value of every factor; ``case_matrix.py`` has their combinations."""
     found = []
@@ -238,6 +261,6 @@ def cases() -> list[Case]:
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
     found += _element_cases() + _packed_cases() + _f32_cases()
-    found += split_cases()
+    found += split_cases() + deterministic_cases()
 
     return found

@@ -196,6 +196,43 @@ def test_wide_heads_of_one_tile_need_no_sums(fake_compiler):
     assert "_sum" in lower(jax.grad(loss, (0, 1, 2)), *shapes(T=64, S=100, N=4, K=2, H=512))
 
 
+@pytest.mark.parametrize(
+    ("shape", "columns"),
+    [((2, 4, 128, 120), 0), ((1, 4, 128, 120), 0), ((2, 4, 1, 120), 128), ((120,), 128)],
+    ids=str,
+)
+def test_deterministic_sums(fake_compiler, shape, columns):
+    """dq has a queue of key tiles; a bias gradient has sums only where it is one row."""
+    bias = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def with_bias(bias, *x):
+        return loss(*x, bias=bias, deterministic_backward=True)
+
+    text = lower(jax.grad(with_bias, (0, 1, 2, 3)), bias, *shapes(S=120))
+    forward, backward = (spec for spec, _ in fake_compiler)
+    assert not forward.deterministic and backward.deterministic
+    call = next(line for line in text.splitlines() if "@jax_memeff_backward" in line)
+    tiles = -(-120 // backward.tile.key)
+    assert f"tensor<{1 + 2 * 2 * tiles}xi32>" in call
+    assert ("bias_gradient_sum" in text) == (columns > 0)
+    if columns:
+        rows = 2 * 4 * backward.tile.query // 16
+        assert f"tensor<{rows * columns}xf32>" in call
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"B": 4, "T": 2048, "S": 2048, "N": 16, "K": 16}, {"T": 1, "N": 2}]
+)
+def test_every_key_tile_has_a_place_in_the_order(fake_compiler, sizes):
+    gradient = jax.grad(functools.partial(loss, deterministic_backward=True), (0, 1, 2))
+    operands = shapes(**sizes)
+    call = attention_calls(lower(gradient, *operands))[1]
+    (backward,) = (spec for spec, _ in fake_compiler if spec.deterministic)
+    batch, length, heads, _ = operands[1].shape
+    tiles = batch * heads * -(-length // backward.tile.key)
+    assert f"tensor<{1 + tiles}xi32>" in call
+
+
 def test_a_constant_bias_has_no_gradient(fake_compiler):
     bias = np.zeros((1, 4, 128, 128), np.float32)
     text = lower(jax.grad(lambda *x: loss(*x, bias=bias), (0, 1, 2)), *shapes())

@@ -86,6 +86,18 @@ SM90 = [
         gradients=False,
     ),
 ]
+DETERMINISTIC = [
+    Run(dataclasses.replace(case, deterministic=True), arch=arch)
+    for arch, case in (
+        ("sm_80", Case(B=1, T=70, S=400, N=2, K=1, dtype="float32", **BOTTOM_RIGHT)),
+        ("sm_86", Case(T=70, S=150, N=3, K=1, dtype="float32", bias="11TS", dropout=0.2)),
+        (
+            "sm_80",
+            Case(B=3, T=130, S=150, dtype="float32", bias="1N1S", lengths=LENGTHS, packed=True),
+        ),
+        ("sm_90a", Case(B=1, T=100, S=500, N=2, K=1, bias="1NTS", **WINDOW)),
+    )
+]
 
 
 def drawn(count: int) -> list[Run]:
@@ -154,3 +166,15 @@ def results(run):
 def test_matches_the_oracle(run, machine):
     found = machine.submit(results, run).result(timeout=600)
     assert_results_match(run.case, found)
+
+
+@pytest.mark.parametrize("run", DETERMINISTIC, ids=str)
+def test_deterministic_gradients_have_the_same_bits_on_every_schedule(run, machine):
+    first, other = (
+        machine.submit(
+            results, dataclasses.replace(run, seed=seed, multiprocessors=blocks)
+        ).result()
+        for seed, blocks in ((0, 1), (1, 9))
+    )
+    assert_results_match(run.case, first)
+    jax.tree.map(np.testing.assert_array_equal, other, first)

@@ -18,6 +18,11 @@ import jax_memeff
 
 pytestmark = pytest.mark.gpu
 
+CAPTURE = (
+    "--xla_gpu_graph_min_graph_size=1 "
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUDNN,CUSTOM_CALL,WHILE"
+)
+
 
 def attention(query, key, value):
     return jax_memeff.dot_product_attention(query, key, value, is_causal=True)
@@ -95,11 +100,7 @@ def test_command_buffers():
             sums += [float(value), float(jnp.sum(grad.astype(jnp.float32)))]
         print(json.dumps(sums))
     """
-    captured = run_python(
-        program,
-        XLA_FLAGS="--xla_gpu_graph_min_graph_size=1 "
-        "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUDNN,CUSTOM_CALL,WHILE",
-    )
+    captured = run_python(program, XLA_FLAGS=CAPTURE)
     plain = run_python(program, XLA_FLAGS="--xla_gpu_enable_command_buffer=")
     np.testing.assert_allclose(captured, plain, rtol=2e-2)
 
@@ -117,6 +118,35 @@ def test_ptx_runs_on_later_devices(archs):
     """
     expected = run_python(program)
     assert run_python(program, JAX_MEMEFF_ARCHS=archs) == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("shape", [(4, 200, 200), (1, 1, 200), (2, 1, 200, 200)], ids=str)
+def test_sums_start_at_zero_in_command_buffers(shape, deterministic):
+    """The workspaces of a replay hold what the replay before it left there."""
+    program = f"""
+        import json, jax, jax.numpy as jnp, jax_memeff
+
+        def loss(bias, x, w):
+            def layer(x, w):
+                h = jax_memeff.dot_product_attention(
+                    x * w, x, x, bias, deterministic_backward={deterministic})
+                return h + x, None
+            return jnp.sum(jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2)
+
+        step = jax.jit(jax.grad(loss, (0, 1)))
+        norms = []
+        for seed in range(4):
+            keys = jax.random.split(jax.random.key(seed))
+            bias = jax.random.normal(keys[0], {shape}, jnp.bfloat16)
+            x = jax.random.normal(keys[1], (2, 200, 4, 64), jnp.bfloat16)
+            gradients = step(bias, x, jnp.linspace(0.5, 1, 5, dtype=jnp.bfloat16))
+            norms += [float(jnp.linalg.norm(g.astype(jnp.float32))) for g in gradients]
+        print(json.dumps(norms))
+    """
+    captured = run_python(program, XLA_FLAGS=CAPTURE)
+    plain = run_python(program, XLA_FLAGS="--xla_gpu_enable_command_buffer=")
+    np.testing.assert_allclose(captured, plain, rtol=1e-2)
 
 
 def test_a_second_process_compiles_nothing(tmp_path):

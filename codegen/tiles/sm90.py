@@ -143,3 +143,5 @@ BACKWARD: Mapping[int, tuple[Tile, ...]] = {
     192: (_DIVIDED,),
     256: (_DIVIDED,),
 }
+UNDIVIDED = max(dim for dim, tiles in BACKWARD.items() if not tiles[0].divided)
+"""The largest head dim with one kernel for all gradients."""

@@ -122,14 +122,18 @@ std::vector<long long> Buffers::dimensions(const std::string& name) {
   return result;
 }
 
+std::vector<long long> Buffers::four_dimensions(const std::string& name) {
+  if (!has(name)) return {};
+  auto const dims = dimensions(name);
+  if (dims.size() == 4) return dims;
+  fail(name + " needs rank 4, got rank " + std::to_string(dims.size()));
+  return {};
+}
+
 TensorView Buffers::tensor(const std::string& name) {
   TensorView view = {};
-  if (!has(name)) return view;
-  auto const dims = dimensions(name);
-  if (dims.size() != 4) {
-    fail(name + " needs rank 4, got rank " + std::to_string(dims.size()));
-    return view;
-  }
+  auto const dims = four_dimensions(name);
+  if (dims.empty()) return view;
   view.head_stride = dims[3];
   long long const slot_stride = dims[2] * view.head_stride;
   view.row_stride = place(name)->slots * slot_stride;
@@ -148,12 +152,8 @@ void Buffers::require_alignment(const std::string& name, const void* data, int a
 
 ScoreView Buffers::scores(const std::string& name, int alignment) {
   ScoreView view = {};
-  if (!has(name)) return view;
-  auto const dims = dimensions(name);
-  if (dims.size() != 4) {
-    fail(name + " needs rank 4, got rank " + std::to_string(dims.size()));
-    return view;
-  }
+  auto const dims = four_dimensions(name);
+  if (dims.empty()) return view;
   auto stride = [&](size_t dim) {
     long long elements = dims[dim] == 1 ? 0 : 1;
     for (size_t inner = dim + 1; inner < dims.size(); ++inner) elements *= dims[inner];

@@ -61,6 +61,9 @@ class Buffers {
   // Without the slots of a buffer that holds several arrays.
   std::vector<long long> dimensions(const std::string& name);
 
+  // The same of a buffer of rank 4; empty where there is none, or one of another rank, which fails.
+  std::vector<long long> four_dimensions(const std::string& name);
+
   ProblemShape shape();
 
   const xla::ffi::Error& error() const { return error_; }

@@ -26,6 +26,7 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.key_gradient_sum = static_cast<float*>(buffers.data("key_gradient_sum"));
   params.value_gradient_sum = static_cast<float*>(buffers.data("value_gradient_sum"));
   params.bias_gradient = buffers.scores("bias_gradient", call.bias_alignment);
+  params.order = static_cast<int*>(buffers.data("order"));
   params.bias_gradient_sum = static_cast<float*>(buffers.data("bias_gradient_sum"));
   if (buffers.error().failure()) return buffers.error();
 

@@ -135,6 +135,7 @@ struct BackwardParams {
   ScoreView bias_gradient;
   float* bias_gradient_sum;  // where it is summed: see bias/gradient.cuh
   int query_tiles;           // padded T / query tile
+  int* order;                // of sums that are the same in every run: see schedule/turn.cuh
 };
 
 // A CUtensorMap: how the tensor memory accelerator sees a tensor. The launcher encodes it.
@@ -167,7 +168,7 @@ static_assert(sizeof(ProblemShape) == 56, "host and device disagree on ProblemSh
 static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
 static_assert(sizeof(ForwardParams) == 440, "host and device disagree on ForwardParams");
-static_assert(sizeof(BackwardParams) == 616, "host and device disagree on BackwardParams");
+static_assert(sizeof(BackwardParams) == 624, "host and device disagree on BackwardParams");
 
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");
 

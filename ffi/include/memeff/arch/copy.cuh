@@ -161,6 +161,17 @@ CUTE_DEVICE void wait_copies() {
   cute::cp_async_wait<kPending>();
 }
 
+// A word that other CTAs wait for: what was written before the store is seen after the load.
+CUTE_DEVICE void store_release(int* address, int value) {
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+CUTE_DEVICE int load_acquire(int const* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // Adds four floats to global memory, in no particular order with other adders.
 CUTE_DEVICE void reduce_add(float* address, float x, float y, float z, float w) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

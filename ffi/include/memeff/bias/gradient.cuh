@@ -1,11 +1,13 @@
 // Gradient of the bias: dS itself, summed over the dims that the bias is broadcast in.
 //
-// Three ways, chosen when the kernel is compiled:
-//   full     all four dims are full: each element has one owner, which writes it
-//   shared   broadcast over batch elements or heads: f32 sums in global memory, in the order of the
-//            accumulators, so that they are aligned vector reductions
-//   columns  broadcast over rows (and perhaps more): a tile is summed before it is added
-// The sums start at zero and are rounded by FmhaBackwardBias.
+// Four ways, chosen when the kernel is compiled:
+//   full        all four dims are full: each element has one owner, which writes it
+//   shared      broadcast over batch elements or heads: f32 sums in global memory, in the order of
+//               the accumulators, so that they are aligned vector reductions
+//   recomputed  broadcast over batch elements or heads, and the same in every run: a kernel of its
+//               own, FmhaBackwardRecompute
+//   columns     broadcast over rows (and perhaps more): a tile is summed before it is added
+// The sums of `shared` and `columns` start at zero and are rounded by FmhaBackwardBias.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -22,6 +24,97 @@ CUTE_DEVICE long long bias_plane(BackwardParams const& params, int batch, int he
   return (gradient.batch_stride == 0 ? 0ll : batch) * heads +
          (gradient.head_stride == 0 ? 0 : head);
 }
+
+// The tile of the gradient that a CTA of a kernel after the main one writes.
+template <class Config>
+struct BiasGradientTile {
+  using Tiles = BackwardTiles<Config>;
+  using Plane = ScorePlane<typename Config::BiasElement>;
+  int plane;
+  int row;
+  int column;
+  int row_bound;  // counts from the tile's first element, as column_bound
+  int column_bound;
+  Plane gradient;
+
+  CUTE_DEVICE explicit BiasGradientTile(BackwardParams const& params)
+      : BiasGradientTile(params, params.bias_gradient.row_stride == 0 ? 1 : params.query_tiles,
+                         ceil_div(params.shape.key_length, Tiles::kTileKey),
+                         params.bias_gradient.head_stride == 0 ? 1 : params.shape.query_heads) {}
+
+  // Elements of the accumulators' block (m, n).
+  CUTE_DEVICE void store(int m, int n, float x, float y, float z, float w) const {
+    int const i = Tiles::ScoreGrid::element_row(0, m);
+    int const j = Tiles::ScoreGrid::element_column(0, n);
+    gradient.store(i, j, i < row_bound ? column_bound : 0, x, y);
+    gradient.store(i + 8, j, i + 8 < row_bound ? column_bound : 0, z, w);
+  }
+
+ private:
+  CUTE_DEVICE BiasGradientTile(BackwardParams const& params, unsigned row_tiles, unsigned key_tiles,
+                               unsigned heads)
+      : plane(blockIdx.x / key_tiles / row_tiles),
+        row(blockIdx.x / key_tiles % row_tiles * Tiles::kTileQuery),
+        column(blockIdx.x % key_tiles * Tiles::kTileKey),
+        row_bound(params.shape.query_length - row),
+        column_bound(params.shape.key_length - column),
+        gradient(params.bias_gradient, plane / heads, plane % heads, row, column) {}
+};
+
+// The batch elements and heads that share a plane of the gradient, numbered.
+struct BiasMembers {
+  int first_batch;
+  int first_head;
+  int heads;
+  int count;
+
+  CUTE_DEVICE BiasMembers(BackwardParams const& params, int plane) {
+    ProblemShape const& shape = params.shape;
+    bool const all_batches = params.bias_gradient.batch_stride == 0;
+    bool const all_heads = params.bias_gradient.head_stride == 0;
+    first_batch = all_batches ? 0 : all_heads ? plane : plane / shape.query_heads;
+    first_head = all_heads ? 0 : plane % shape.query_heads;
+    heads = all_heads ? shape.query_heads : 1;
+    count = heads * (all_batches ? shape.batch : 1);
+  }
+
+  CUTE_DEVICE int batch(int member) const { return first_batch + member / heads; }
+  CUTE_DEVICE int head(int member) const { return first_head + member % heads; }
+};
+
+// Rows of sums over the columns of the scores. Warps add to the row of their plane as they come;
+// where every run must give the same bits, each row of warps has a row of sums for each batch
+// element and head, to which only one thread adds.
+template <class Config>
+struct ColumnSums {
+  using Tiles = BackwardTiles<Config>;
+  using Grid = typename Tiles::ScoreGrid;
+
+  CUTE_DEVICE static float* row_of(BackwardParams const& params, int batch, int head,
+                                   int row_warp) {
+    long long row = bias_plane(params, batch, head);
+    if constexpr (Config::kDeterministic) {
+      row = ((long long)batch * params.shape.query_heads + head) * Grid::kRowWarps + row_warp;
+    }
+    return params.bias_gradient_sum + row * Tiles::padded_keys(params.shape);
+  }
+
+  CUTE_DEVICE static float total(BackwardParams const& params, int plane, int column) {
+    if constexpr (!Config::kDeterministic) {
+      return params.bias_gradient_sum[plane * Tiles::padded_keys(params.shape) + column];
+    }
+    BiasMembers const members(params, plane);
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int member = 0; member < members.count; ++member) {
+      CUTE_UNROLL
+      for (int warp = 0; warp < Grid::kRowWarps; ++warp) {
+        sum += row_of(params, members.batch(member), members.head(member), warp)[column];
+      }
+    }
+    return sum;
+  }
+};
 
 template <class Config, BiasGradient kWay = Config::kBiasGradient>
 struct BiasGradientWriter;
@@ -40,6 +133,12 @@ struct BiasGradientWriter<Config, BiasGradient::none> {
   CUTE_DEVICE BiasGradientWriter(BackwardParams const&, ScoreTilePosition) {}
   CUTE_DEVICE void block(int, int, float const (&)[2][4]) {}
   CUTE_DEVICE void finish() {}
+};
+
+template <class Config>
+struct BiasGradientWriter<Config, BiasGradient::recomputed>
+    : BiasGradientWriter<Config, BiasGradient::none> {
+  using BiasGradientWriter<Config, BiasGradient::none>::BiasGradientWriter;
 };
 
 template <class Config>
@@ -135,8 +234,8 @@ struct BiasGradientWriter<Config, BiasGradient::columns> {
   float column_sums[Grid::kColumnBlocks][2][2];
 
   CUTE_DEVICE BiasGradientWriter(BackwardParams const& params, ScoreTilePosition const& tile)
-      : sums(params.bias_gradient_sum +
-             bias_plane(params, tile.batch, tile.head) * Tiles::padded_keys(params.shape) +
+      : sums(ColumnSums<Config>::row_of(params, tile.batch, tile.head,
+                                        Grid::row() / Grid::kWarpRows) +
              tile.column) {
     CUTE_UNROLL
     for (int n = 0; n < Grid::kColumnBlocks; ++n) {

@@ -20,7 +20,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 enum class MaskKind { none, causal, window };
 
 // How the gradient of the bias is summed: see bias/gradient.cuh.
-enum class BiasGradient { none, full, shared, columns };
+enum class BiasGradient { none, full, shared, columns, recomputed };
 
 // How a bias comes to the scores: see bias/tile.cuh.
 //   vectors  by tiles, 16 bytes at a time: each row begins at a multiple of 16 bytes

@@ -10,6 +10,7 @@
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
 #include <memeff/schedule/sequences.cuh>
+#include <memeff/schedule/turn.cuh>
 
 namespace memeff {
 
@@ -28,6 +29,12 @@ struct FmhaBackwardPreprocess {
   static constexpr int kRowsPerPass = kThreads / kRowLanes;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
+    if constexpr (Config::kOrdersQueries) {
+      unsigned const words = Turn<Config>::words(params.shape, Tiles::kTileKey);
+      for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) {
+        params.order[i] = 0;
+      }
+    }
     ProblemShape const& shape = params.shape;
     WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
     IntervalMask<MaskKind::none> const mask(params.mask, shape, item.batch);

@@ -14,7 +14,7 @@
 // is short, and then it is waited for); dO has one buffer and is loaded again as soon as dV no
 // longer reads it. Gradients that nobody asked for
 // (Config::kQueryGradient, kKeyGradient, kValueGradient, kBiasGradient) cost neither products nor
-// memory.
+// memory. Config::kOrdersQueries puts the additions to dq in an order (schedule/turn.cuh).
 #pragma once
 
 #include <memeff/bias/add.cuh>
@@ -26,9 +26,11 @@
 #include <memeff/kernels/fmha_bwd_bias.cuh>
 #include <memeff/kernels/fmha_bwd_postprocess.cuh>
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
+#include <memeff/kernels/fmha_bwd_recompute.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
 #include <memeff/schedule/sequences.cuh>
+#include <memeff/schedule/turn.cuh>
 
 namespace memeff {
 
@@ -66,7 +68,10 @@ struct FmhaBackwardSm80 {
   static constexpr bool kStoreScoreGradient =
       Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kFromTile;
   static constexpr bool kScoreGradient =
-      kStoreScoreGradient || Config::kBiasGradient != BiasGradient::none;
+      kStoreScoreGradient || (Config::kBiasGradient != BiasGradient::none &&
+                              Config::kBiasGradient != BiasGradient::recomputed);
+
+  using QueryOrder = cute::conditional_t<Config::kOrdersQueries, Turn<Config>, AnyOrder<Config>>;
 
   // One visit of the loop: a tile of rows of one query head.
   struct Visit {
@@ -87,8 +92,9 @@ struct FmhaBackwardSm80 {
     uint32_t const bias_tile = statistics_buffers + kBuffers * kStatisticsBytes;
 
     ProblemShape const& shape = params.shape;
-    WorkItem const item = work_item<Config>(shape, params.bias, blockIdx.x,
-                                            ceil_div(shape.key_length, kTileKey), shape.key_heads);
+    int const key_tiles = ceil_div(shape.key_length, kTileKey);
+    QueryOrder order(params, key_tiles, reinterpret_cast<int*>(shared));
+    WorkItem const item = order.item(params, key_tiles);
     int const column = item.tile * kTileKey;
     ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
@@ -101,6 +107,10 @@ struct FmhaBackwardSm80 {
       int const head_index = shape.group == 1 ? 0 : index / head_visits;
       int const tile = tiles.begin + index - head_index * head_visits;
       return Visit{item.head * shape.group + head_index, tile * kTileQuery, tile};
+    };
+    // Where a visit stands among all that the CTAs of a key head may have, in the same order.
+    auto position = [&](Visit const& visit) {
+      return (visit.head - item.head * shape.group) * params.query_tiles + visit.tile;
     };
     // Queries and the statistics of their rows, into one of the buffers.
     auto load_query = [&](Visit const& visit, int buffer) {
@@ -137,7 +147,10 @@ struct FmhaBackwardSm80 {
     if constexpr (Config::kVarlen) {
       clear_key_gap<Config, kThreads>(params, item, mask.key_length,
                                       ceil_div(shape.key_length, kTileKey));
-      if (column >= mask.key_length) return;
+      if (column >= mask.key_length) {
+        order.publish(kFinished);
+        return;
+      }
     }
 
     auto key_gradient = KeyGrid::make_accumulators();      // (4, MMA_M, MMA_N)
@@ -166,6 +179,7 @@ struct FmhaBackwardSm80 {
 
       wait_copies<0>();
       __syncthreads();  // this visit's tiles are here; nobody reads the other query buffer or dS
+      order.publish(position(visit));
       if (kBuffers == 2 && has_next) {
         load_query(visit_at(index + 1), (index + 1) % kBuffers);
         commit_copies();
@@ -221,7 +235,8 @@ struct FmhaBackwardSm80 {
       }
 
       if constexpr (Config::kQueryGradient) {
-        add_query_gradient(params, item.batch, visit, score_tile, key_tile);
+        add_query_gradient(params, item.batch, visit, score_tile, key_tile,
+                           [&] { order.wait(position(visit)); });
       }
       if constexpr (Config::kKeyGradient) {
         warp_gemm<Element, kTileQuery / kStep, kReadAhead>(
@@ -239,6 +254,7 @@ struct FmhaBackwardSm80 {
     }
 
     __syncthreads();  // the key and value tiles, which the results go through, are no longer read
+    order.publish(kFinished);
     // Past a packed sequence the next one begins.
     int const key_bound = (Config::kVarlen ? mask.key_length : shape.key_length) - column;
     if constexpr (Config::kKeyGradient) {
@@ -272,12 +288,23 @@ struct FmhaBackwardSm80 {
                                         int batch, Visit const& visit, Mask const& mask, int column,
                                         Scores& scores, Scores& score_gradient,
                                         AddBias add_bias_to) {
+    probabilities(params, statistics, batch, visit, mask, column, scores, score_gradient,
+                  add_bias_to,
+                  [&] { return BiasWriter(params, {batch, visit.head, visit.row, column}); });
+  }
+
+  // The same with another use of the bias's gradient.
+  template <class Mask, class Scores, class AddBias, class MakeWriter>
+  CUTE_DEVICE static void probabilities(BackwardParams const& params, uint32_t statistics,
+                                        int batch, Visit const& visit, Mask const& mask, int column,
+                                        Scores& scores, Scores& score_gradient, AddBias add_bias_to,
+                                        MakeWriter make_writer) {
     prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
     Scores const capped = scores;  // read where a bias changes what the soft cap's derivative needs
     if constexpr (kBiasTile) add_bias_to(scores);
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, visit.head,
                                               visit.row, column);
-    BiasWriter bias_gradient(params, {batch, visit.head, visit.row, column});
+    auto bias_gradient = make_writer();
     int const thread = thread_index();
     float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block
     // The 16x16 block (m, column_block); row blocks come one after the other.
@@ -375,10 +402,11 @@ struct FmhaBackwardSm80 {
     return Config::kDropout ? params.dropout.scale : 1.0f;
   }
 
-  // dQ of this visit, added to the sums in the order that BackwardTiles defines.
+  // dQ of this visit, added to the sums in the order that BackwardTiles defines, after `wait`.
+  template <class Wait>
   CUTE_DEVICE static void add_query_gradient(BackwardParams const& params, int batch,
                                              Visit const& visit, uint32_t score_tile,
-                                             uint32_t key_tile) {
+                                             uint32_t key_tile, Wait const& wait) {
     auto query_gradient = QueryGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(query_gradient);
     warp_gemm<Element, kTileKey / kStep, kReadAhead>(
@@ -386,6 +414,7 @@ struct FmhaBackwardSm80 {
         LeftOperand<ScoreTile, Contiguous::k, QueryGrid::kRowBlocks>(score_tile, QueryGrid::row()),
         RightOperand<KeyTile, Contiguous::outer, QueryGrid::kColumnBlocks>(key_tile,
                                                                            QueryGrid::column()));
+    wait();
     float* const sums =
         params.query_gradient_sum +
         Tiles::tile_index(params, batch, visit.head, visit.tile) * Tiles::kQueryTileFloats;

@@ -67,6 +67,16 @@ CUTE_DEVICE void wait_copies() {
   emulator::wait_copies(kPending);
 }
 
+CUTE_DEVICE void store_release(int* address, int value) {
+  emulator::yield();
+  *address = value;
+}
+
+CUTE_DEVICE int load_acquire(int const* address) {
+  emulator::yield();
+  return *address;
+}
+
 CUTE_DEVICE void reduce_add(float* address, float x, float y, float z, float w) {
   emulator::yield();
   float const values[] = {x, y, z, w};

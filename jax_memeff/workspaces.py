@@ -1,0 +1,141 @@
+"""What kernels write beside their results: sizes known before the device is.
+
+Each is large enough for the kernels of every architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import jax.numpy as jnp
+from jax.core import ShapedArray
+
+from jax_memeff import splits
+from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.options import Operands, Wants
+
+# ``kLongSumColumns`` of ffi/include/memeff/params.h.
+_LONG_SUM_COLUMNS = 8192
+
+
+def forward(avals: Operands, specs: Iterable[KernelSpec]) -> Iterator[tuple[str, ShapedArray]]:
+    """Names and types of the workspaces of a forward (ffi/include/memeff/params.h)."""
+    specs = list(specs)
+    yield from splits.partial_results(avals, specs).items()
+    if any(spec.persistent for spec in specs):
+        yield "piece_counter", _int32(1)
+    for name, sum_size in (("out_sum", _out_sum), ("score_sum", _score_sum)):
+        if size := max(sum_size(avals, spec) for spec in specs):
+            yield name, _float32(size)
+
+
+def backward(
+    avals: Operands, specs: Iterable[KernelSpec], wants: Wants
+) -> Iterator[tuple[str, ShapedArray]]:
+    """Names and types of the workspaces of a backward (ffi/include/memeff/params.h)."""
+    specs = list(specs)
+
+    def largest(size: Callable[[Operands, KernelSpec], int]) -> int:
+        return max(size(avals, spec) for spec in specs)
+
+    sizes = [("row_statistics", 2 * largest(_padded_queries))]
+    sizes += [("query_gradient_sum", largest(_query_gradient_sum))] if wants.query else []
+    sizes += [("key_gradient_sum", largest(_key_gradient_sum))] if wants.key else []
+    sizes += [("value_gradient_sum", largest(_value_gradient_sum))] if wants.value else []
+    sizes += [("bias_gradient_sum", largest(_bias_sums))] if wants.bias else []
+    yield from ((name, _float32(size)) for name, size in sizes if size)
+    if size := largest(_order):
+        yield "order", _int32(size)
+
+
+def _float32(size: int) -> ShapedArray:
+    return ShapedArray((size,), jnp.dtype(jnp.float32))
+
+
+def _int32(size: int) -> ShapedArray:
+    return ShapedArray((size,), jnp.dtype(jnp.int32))
+
+
+def _padded_queries(avals: Operands, spec: KernelSpec) -> int:
+    _, heads, length, _ = avals.scores
+    return heads * _padded_rows(avals, avals.query.shape[1], length, spec.tile.query)
+
+
+def _padded_keys(avals: Operands, spec: KernelSpec) -> int:
+    heads, length = avals.key.shape[2], avals.scores[3]
+    return heads * _padded_rows(avals, avals.key.shape[1], length, spec.tile.key)
+
+
+def _padded_rows(avals: Operands, tokens: int, length: int, tile: int) -> int:
+    """Rows of one head in the workspaces; packed sequences as in schedule/query_tiles.cuh."""
+    batch = avals.scores[0]
+    if avals.sequences is not None:
+        return (tokens // tile + batch) * tile
+    return batch * _round_up(length, tile)
+
+
+def _out_sum(avals: Operands, spec: KernelSpec) -> int:
+    """A wide kernel sums between the tiles of keys, where there are several."""
+    if not spec.wide or avals.scores[3] <= spec.tile.key:
+        return 0
+    return _padded_queries(avals, spec) * _round_up(avals.value.shape[3], spec.tile.chunk)
+
+
+def _score_sum(avals: Operands, spec: KernelSpec) -> int:
+    """Of more columns than that a wide kernel sums the scores of a tile in several runs."""
+    if not spec.wide or avals.query.shape[3] <= _LONG_SUM_COLUMNS:
+        return 0
+    return _padded_queries(avals, spec) * spec.tile.key
+
+
+def _query_gradient_sum(avals: Operands, spec: KernelSpec) -> int:
+    if spec.divided:
+        return 0
+    if not spec.wide:
+        return _padded_queries(avals, spec) * spec.head_class
+    if avals.scores[3] <= spec.tile.key:
+        return 0
+    return _padded_queries(avals, spec) * _round_up(avals.query.shape[3], spec.tile.chunk)
+
+
+def _key_gradient_sum(avals: Operands, spec: KernelSpec) -> int:
+    return _key_sums(avals, spec, avals.key.shape[3])
+
+
+def _value_gradient_sum(avals: Operands, spec: KernelSpec) -> int:
+    return _key_sums(avals, spec, avals.value.shape[3])
+
+
+def _key_sums(avals: Operands, spec: KernelSpec, dim: int) -> int:
+    """A wide kernel sums between the tiles of queries of all heads of a group."""
+    _, heads, length, _ = avals.scores
+    if not spec.wide or (length <= spec.tile.query and heads == avals.key.shape[2]):
+        return 0
+    return _padded_keys(avals, spec) * _round_up(dim, spec.tile.chunk)
+
+
+def _bias_sums(avals: Operands, spec: KernelSpec) -> int:
+    """The sums of the gradient of a bias (ffi/include/memeff/bias/gradient.cuh)."""
+    if avals.bias is None or spec.bias_gradient not in ("shared", "columns"):
+        return 0
+    batch, heads, _, _ = avals.bias.shape
+    rows = 1
+    if spec.bias_gradient == "shared":
+        rows = _round_up(avals.scores[2], spec.tile.query)
+    elif spec.deterministic:
+        # Every batch element and head, and every row of warps in them, has sums of its own.
+        batch, heads, _, _ = avals.scores
+        rows = spec.tile.query // 16
+    return batch * heads * rows * _round_up(avals.scores[3], spec.tile.key)
+
+
+def _order(avals: Operands, spec: KernelSpec) -> int:
+    """A ticket counter and the progress of each key tile (ffi/include/memeff/schedule/turn.cuh)."""
+    if not spec.orders_queries:
+        return 0
+    batch, _, _, columns = avals.scores
+    return 1 + batch * avals.key.shape[2] * -(-columns // spec.tile.key)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
