@@ -31,6 +31,8 @@ from jax_memeff.codegen.spec import KernelSpec
 _HERE = Path(__file__).parent
 _OPTIONS = ["-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
 _KERNEL_OPTIONS = [
+    # Each kernel has a Config of its own, and constants of the same name in all of them.
+    "-fno-gnu-unique",
     *("-O1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-include", "emulator/cuda_builtins.h"),
     # A misaligned access ends the kernel with a signal.
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
