@@ -235,7 +235,6 @@ class KernelSpec:
                 TensorMap("query", sm90.WARPGROUP_ROWS, head),
                 TensorMap("key", self.tile.key, head),
                 TensorMap("value", self.tile.key, value),
-                TensorMap("out", sm90.WARPGROUP_ROWS, value),
             )
         queries = sm90.WARPGROUP_ROWS if self.divided else self.tile.query
         return (
@@ -317,16 +316,15 @@ def panel_columns(dim: int) -> int:
 
 
 def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
-    """Rings of query (and, over it, output), key and value tiles, the bias of each warp's rows, and
-    what controls them.
+    """Rings of query, key and value tiles, the bias of each warp's rows, and what controls them.
 
     Each buffer has two barriers, the queries' for each consumer; the ring of the next pieces of
-    work, of two, holds a work item beside them.
+    work, of four, holds a work item beside them.
     """
-    elements = tile.query_stages * tile.query * max(spec.head_class, spec.value_class)
+    elements = tile.query_stages * tile.query * spec.head_class
     elements += tile.stages * tile.key * (spec.head_class + spec.value_class)
-    buffers = tile.query_stages * spec.consumers + 2 * tile.stages + 2
-    control = buffers * 2 * _BARRIER_BYTES + 2 * _WORK_ITEM_BYTES
+    buffers = tile.query_stages * spec.consumers + 2 * tile.stages + 4
+    control = buffers * 2 * _BARRIER_BYTES + 4 * _WORK_ITEM_BYTES
     return (
         elements * spec.element_bytes + control + _warp_biases(spec, spec.computing_threads // 32)
     )

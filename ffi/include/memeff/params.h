@@ -148,7 +148,6 @@ struct ForwardMaps {
   TensorMap query;
   TensorMap key;
   TensorMap value;
-  TensorMap out;
 };
 
 // The same of a backward kernel. Those of gradients that nobody asked for are zero.

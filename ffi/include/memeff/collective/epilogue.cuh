@@ -33,4 +33,49 @@ CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, cha
   store_rows<Tile, kThreads, kAlignment>(tile, rows, row_bytes, row_bound, column_bound);
 }
 
+// The transpose of the 4 x 4 words of a quad: word i of lane j becomes word j of lane i.
+CUTE_DEVICE void transpose_quad(uint32_t (&words)[4]) {
+  CUTE_UNROLL
+  for (int distance = 1; distance < 4; distance *= 2) {
+    bool const upper = threadIdx.x & distance;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if (i & distance) continue;
+      uint32_t& low = words[i];
+      uint32_t& high = words[i + distance];
+      uint32_t const received = __shfl_xor_sync(0xffffffffu, upper ? low : high, distance);
+      low = upper ? received : low;
+      high = upper ? high : received;
+    }
+  }
+}
+
+// Writes row r (of the two that a lane holds elements of) of accumulators to global memory, without
+// shared memory, if it `exists`; zeros unless it is `valid`. Of each eight columns a lane of a quad
+// holds two; the quad exchanges them, so that of each 32 columns a lane has eight neighbours. All
+// lanes of a warp call it; rows begin at multiples of 16 bytes, and `columns` is one of eight.
+template <class Element, class Accumulators>
+CUTE_DEVICE void store_row(char* row, Accumulators const& accumulators, int r, int columns,
+                           bool exists, bool valid) {
+  constexpr int kQuad = 4;
+  constexpr int kBlocks = decltype(cute::size<2>(accumulators))::value;
+  static_assert(sizeof(Element) == 2 && kBlocks % kQuad == 0);
+  CUTE_UNROLL
+  for (int n = 0; n < kBlocks; n += kQuad) {
+    uint32_t pairs[kQuad];
+    CUTE_UNROLL
+    for (int i = 0; i < kQuad; ++i) {
+      uint32_t const pair =
+          pack<Element>(accumulators(2 * r, 0, n + i), accumulators(2 * r + 1, 0, n + i));
+      pairs[i] = valid ? pair : 0;
+    }
+    transpose_quad(pairs);
+    int const column = (n + int(threadIdx.x) % kQuad) * 8;
+    if (exists && column < columns) {
+      *reinterpret_cast<uint4*>(row + column * sizeof(Element)) =
+          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+}
+
 }  // namespace memeff

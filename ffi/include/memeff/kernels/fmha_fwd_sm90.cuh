@@ -2,10 +2,14 @@
 //
 // The last warpgroup is the producer: a thread each copies queries, keys and values into rings of
 // buffers. Each of the others, a consumer, owns 64 query rows of a tile and walks its
-// keys from right to left. Inside a consumer the scores of the next tile are computed together with
-// the product of this tile's probabilities, and the softmax runs under both:
+// keys from right to left. Inside a consumer the scores of the next visit are computed together
+// with the product of this visit's probabilities, and the softmax runs under both:
 //
-//   issue S(j-1) = Q K(j-1)^T | issue O += P(j) V(j) | wait S(j-1) | softmax | wait O | P(j-1)
+//   issue S(j+1) = Q K(j+1)^T | issue O += P(j) V(j) | wait S(j+1) | softmax | wait O | P(j+1)
+//
+// The visits of one tile of queries follow those of another without a break: the first scores of a
+// tile are computed together with the last product of the one before, whose output leaves from
+// registers under the products of other consumers.
 //
 // Consumers take turns in issuing products, so that the softmax of one runs under the products of
 // another (Shah et al. 2024, FlashAttention-3, section 3.1).
@@ -15,6 +19,7 @@
 #include <memeff/bias/rows.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/drop.cuh>
+#include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -45,11 +50,6 @@ struct FmhaForwardSm90 {
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
   using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
   using ValueTile = SharedTile<kTileKey, Config::kValueDim>;
-  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;
-  // The output of a tile leaves from where its queries were: each warp overwrites its own rows.
-  static constexpr int kQueryBytes =
-      QueryTile::kBytes > OutTile::kBytes ? QueryTile::kBytes : OutTile::kBytes;
-  static_assert(QueryTile::kPanelColumns == OutTile::kPanelColumns);
   static constexpr int kStages = Config::kStages;
   static constexpr int kQueryStages = Config::kQueryStages;
 
@@ -58,7 +58,7 @@ struct FmhaForwardSm90 {
   using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
   static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
 
-  static constexpr int kPieceStages = 2;
+  static constexpr int kPieceStages = 4;
   struct Control {
     Pipeline<kQueryStages> query[kWarpgroups];  // each consumer's own rows
     Pipeline<kStages> key;
@@ -66,7 +66,7 @@ struct FmhaForwardSm90 {
     Pipeline<kPieceStages> piece;
     WorkItem items[kPieceStages];  // batch is -1 behind the last
   };
-  static constexpr int kKeyOffset = kQueryStages * kQueryBytes;
+  static constexpr int kKeyOffset = kQueryStages * QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   static constexpr int kBiasOffset = kValueOffset + kStages * ValueTile::kBytes;
   static constexpr int kControlOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
@@ -90,9 +90,8 @@ struct FmhaForwardSm90 {
       prefetch_map(maps.query);
       prefetch_map(maps.key);
       prefetch_map(maps.value);
-      prefetch_map(maps.out);
       CUTE_UNROLL
-      for (auto& query : control.query) query.init(1);
+      for (auto& query : control.query) query.init(kWarpgroupSize / kWarpSize);
       control.key.init(kConsumerWarps);
       control.value.init(kConsumerWarps);
       control.piece.init(kConsumerWarps + 2);
@@ -115,19 +114,15 @@ struct FmhaForwardSm90 {
       }
     } else {
       raise_registers<kConsumerRegisters>();
-      consume(params, maps, control, tiles);
+      consume(params, control, tiles);
     }
   }
 
-  // The next piece of work, for a warp that reads it; a batch of -1 comes behind the last.
-  CUTE_DEVICE static WorkItem take_item(Control& control, PipelineStage<kPieceStages>& slot,
-                                        bool leader) {
+  // The next piece of work; a batch of -1 comes behind the last. It stays in its slot until the
+  // reader, a warp, releases that.
+  CUTE_DEVICE static WorkItem take_item(Control& control, PipelineStage<kPieceStages> const& slot) {
     control.piece.wait(slot);
-    WorkItem const item = control.items[slot.index];
-    __syncwarp(__activemask());
-    if (leader) control.piece.release(slot);
-    slot.advance();
-    return item;
+    return control.items[slot.index];
   }
 
   // The thread that hands out pieces, and copies their queries.
@@ -154,9 +149,9 @@ struct FmhaForwardSm90 {
         int const tile_row = warpgroup * kWarpgroupRows;
         uint64_t& arrived =
             control.query[warpgroup].acquire(query, QueryTile::kBytes / kWarpgroups);
-        load_bulk_tile<QueryTile>(maps.query, arrived, tiles + query.index * kQueryBytes, tile_row,
-                                  origin.row + item.tile * kTileQuery + tile_row, item.head,
-                                  origin.batch, CacheHint::EVICT_FIRST);
+        load_bulk_tile<QueryTile>(maps.query, arrived, tiles + query.index * QueryTile::kBytes,
+                                  tile_row, origin.row + item.tile * kTileQuery + tile_row,
+                                  item.head, origin.batch, CacheHint::EVICT_FIRST);
       }
       query.advance();
     }
@@ -184,10 +179,12 @@ struct FmhaForwardSm90 {
     PipelineStage<kStages> stage;
     PipelineStage<kPieceStages> slot;
     while (true) {
-      WorkItem const item = take_item(control, slot, true);
+      WorkItem const item = take_item(control, slot);
+      control.piece.release(slot);
+      slot.advance();
       if (item.batch < 0) break;
       ScoreMask<Config, ScoreGrid> const mask(params.mask, params.shape, item.batch);
-      TileRange const range = mask.key_tiles(item.tile * kTileQuery, kTileQuery, kTileKey);
+      TileRange const range = visits(mask, item);
       Origin const origin = key_origin<Config>(params.shape, item.batch);
       int const key_head = item.head / params.shape.group;
       CUTE_NO_UNROLL
@@ -200,8 +197,15 @@ struct FmhaForwardSm90 {
     }
   }
 
-  CUTE_DEVICE static void consume(ForwardParams const& params, ForwardMaps const& maps,
-                                  Control& control, uint32_t tiles) {
+  using Mask = ScoreMask<Config, ScoreGrid>;
+
+  // The key tiles of a piece. One whose rows attend to nothing visits a tile that its mask empties.
+  CUTE_DEVICE static TileRange visits(Mask const& mask, WorkItem const& item) {
+    TileRange const range = mask.key_tiles(item.tile * kTileQuery, kTileQuery, kTileKey);
+    return range.begin < range.end ? range : TileRange{0, 1};
+  }
+
+  CUTE_DEVICE static void consume(ForwardParams const& params, Control& control, uint32_t tiles) {
     ProblemShape const& shape = params.shape;
     // Uniform over the warpgroup, and known to be.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
@@ -210,124 +214,136 @@ struct FmhaForwardSm90 {
     PipelineStage<kStages> key_stage;
     PipelineStage<kStages> value_stage;
     PipelineStage<kPieceStages> slot;
-    bool stored = false;  // an output is leaving from the previous buffer of queries
     if (warpgroup == 0) give_turn(kWarpgroups - 1);
 
+    WorkItem item = take_item(control, slot);
+    if (item.batch < 0) return;
+    Mask mask(params.mask, shape, item.batch);
+    TileRange range = visits(mask, item);
+    int tile = range.end - 1;
+    Softmax softmax;
+    float correction[Softmax::kRows];
+    auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
+    auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+    cute::clear(output);
+
+    control.query[warpgroup].wait(query);
+    load_bias(params, mask, item, tile, tiles);
+    control.key.wait(key_stage);
+    take_turn(warpgroup);
+    fence_accumulators(scores);
+    begin_products();
+    warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, query, warpgroup),
+                                        keys(tiles, key_stage), false);
+    commit_products();
+    give_turn(warpgroup);
+    wait_products<0>();
+    fence_accumulators(scores);
+    if (leader) {
+      control.key.release(key_stage);
+      if (tile == range.begin) control.query[warpgroup].release(query);
+    }
+    key_stage.advance();
+    modify(params, mask, item, tile, range, tiles, scores);
+    exponentiate(softmax, scores, correction, params);
+    if (tile > range.begin) control.key.wait(key_stage);
+    auto probabilities = as_left_operand<Element>(scores);
+    drop(params, item, tile, probabilities);
+    clear_values(control, mask, shape, tile, value_stage, tiles, warpgroup);
+
+    CUTE_NO_UNROLL
     while (true) {
-      WorkItem const item = take_item(control, slot, leader);
-      if (item.batch < 0) break;
-      int const row = item.tile * kTileQuery;
-      ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
-      TileRange const range = mask.key_tiles(row, kTileQuery, kTileKey);
-      uint32_t const query_tile = tiles + query.index * kQueryBytes;
-
-      auto output = OutGrid::make_accumulators();  // (4, 1, MMA_N)
-      cute::clear(output);
-      Softmax softmax;
-      Query const queries(query_tile, warpgroup * kWarpgroupRows);
-      control.query[warpgroup].wait(query);
-
-      if (range.begin < range.end) {
-        auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-        float correction[Softmax::kRows];
-        int tile = range.end - 1;
-        load_bias(params, mask, item, row, tile, tiles);
+      bool const last = tile == range.begin;  // of the piece, is the visit whose P is ready
+      Softmax const done = softmax;
+      if (last) {
+        PipelineStage<kPieceStages> next = slot;
+        next.advance();
+        WorkItem const following = take_item(control, next);
+        if (following.batch < 0) break;
+        item = following;
+        mask = Mask(params.mask, shape, item.batch);
+        range = visits(mask, item);
+        tile = range.end;
+        softmax = Softmax();
+        query.advance();
+        control.query[warpgroup].wait(query);
+        load_bias(params, mask, item, tile - 1, tiles);
         control.key.wait(key_stage);
-        take_turn(warpgroup);
-        fence_accumulators(scores);
-        begin_products();
-        warpgroup_gemm<Element, kHeadSteps>(scores, queries, keys(tiles, key_stage), false);
-        commit_products();
-        give_turn(warpgroup);
-        release_stored(control, query, warpgroup, stored);
-        wait_products<0>();
-        fence_accumulators(scores);
-        if (leader) control.key.release(key_stage);
-        key_stage.advance();
-        modify(params, mask, item, row, tile, range, tiles, scores);
-        exponentiate(softmax, scores, correction, params);
-        auto probabilities = as_left_operand<Element>(scores);
-        drop(params, item, row, tile, probabilities);
-
-        if (tile > range.begin) control.key.wait(key_stage);
-        int const column = tile * kTileKey;
-        if (reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length)) {
-          // Each consumer clears the rows for itself: they write the same zeros.
-          control.value.wait(value_stage);
-          clear_rows<ValueTile, kWarpgroupSize>(
-              tiles + kValueOffset + value_stage.index * ValueTile::kBytes,
-              mask.key_length - column);
-          fence_bulk_store();
-          named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
-        }
-
-        CUTE_NO_UNROLL
-        for (--tile; tile >= range.begin; --tile) {
-          take_turn(warpgroup);
-          fence_accumulators(scores);
-          fence_accumulators(output);
-          begin_products();
-          warpgroup_gemm<Element, kHeadSteps>(scores, queries, keys(tiles, key_stage), false);
-          commit_products();
-          control.value.wait(value_stage);
-          begin_products();
-          warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, value_stage));
-          commit_products();
-          give_turn(warpgroup);
-          wait_products<1>();
-          fence_accumulators(scores);
-          if (leader) control.key.release(key_stage);
-          key_stage.advance();
-          modify(params, mask, item, row, tile, range, tiles, scores);
-          exponentiate(softmax, scores, correction, params);
-          fence_accumulators(scores);
-          // The wait for the next keys stands here because the assembler, left with one basic
-          // block, puts the exponentials behind the wait for the product that they should run
-          // under.
-          if (tile > range.begin) control.key.wait(key_stage);
-          wait_products<0>();
-          fence_accumulators(output);
-          if (leader) control.value.release(value_stage);
-          value_stage.advance();
-          probabilities = as_left_operand<Element>(scores);
-          drop(params, item, row, tile, probabilities);
-          CUTE_UNROLL
-          for (int r = 0; r < Softmax::kRows; ++r) Softmax::rescale_row(output, r, correction[r]);
-        }
-        control.value.wait(value_stage);
-        fence_accumulators(output);
-        begin_products();
-        warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, value_stage));
-        commit_products();
-        wait_products<0>();
-        fence_accumulators(output);
-        if (leader) control.value.release(value_stage);
-        value_stage.advance();
       }
-      release_stored(control, query, warpgroup, stored);
-      finish(params, item, row, mask.query_length - row, softmax, output);
-      store(params, maps, item, mask.query_length - row, softmax, output, query_tile, warpgroup);
-      if constexpr (Config::kVarlen) clear_gap(params, item, mask.query_length);
-      stored = true;
-      query.advance();
-      if constexpr (kQueryStages == 1) release_stored(control, query, warpgroup, stored);
+      --tile;
+      take_turn(warpgroup);
+      fence_accumulators(scores);
+      fence_accumulators(output);
+      begin_products();
+      warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, query, warpgroup),
+                                          keys(tiles, key_stage), false);
+      commit_products();
+      control.value.wait(value_stage);
+      begin_products();
+      warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, value_stage));
+      commit_products();
+      give_turn(warpgroup);
+      wait_products<1>();
+      fence_accumulators(scores);
+      if (leader) {
+        control.key.release(key_stage);
+        if (tile == range.begin) control.query[warpgroup].release(query);
+      }
+      key_stage.advance();
+      modify(params, mask, item, tile, range, tiles, scores);
+      exponentiate(softmax, scores, correction, params);
+      fence_accumulators(scores);
+      // The wait for the next keys stands here because the assembler, left with one basic
+      // block, puts the exponentials behind the wait for the product that they should run
+      // under.
+      if (tile > range.begin) control.key.wait(key_stage);
+      wait_products<0>();
+      fence_accumulators(output);
+      if (leader) control.value.release(value_stage);
+      value_stage.advance();
+      probabilities = as_left_operand<Element>(scores);
+      drop(params, item, tile, probabilities);
+      if (last) {
+        finish_piece(params, control.items[slot.index], done, output);
+        __syncwarp();
+        if (leader) control.piece.release(slot);
+        slot.advance();
+        cute::clear(output);
+        clear_values(control, mask, shape, tile, value_stage, tiles, warpgroup);
+      } else {
+        CUTE_UNROLL
+        for (int r = 0; r < Softmax::kRows; ++r) Softmax::rescale_row(output, r, correction[r]);
+      }
     }
-    wait_bulk_stores();
+    control.value.wait(value_stage);
+    fence_accumulators(output);
+    begin_products();
+    warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, value_stage));
+    commit_products();
+    wait_products<0>();
+    fence_accumulators(output);
+    finish_piece(params, item, softmax, output);
   }
 
-  // Gives the buffer before `query` back to the producer when the output in it has left. That takes
-  // a microsecond, so with two buffers it is asked for when the next piece is under way.
-  CUTE_DEVICE static void release_stored(Control& control, PipelineStage<kQueryStages> const& query,
-                                         int warpgroup, bool& stored) {
-    if (stored && threadIdx.x % kWarpgroupSize == 0) {
-      wait_bulk_stores();
-      PipelineStage<kQueryStages> previous = query;
-      previous.index = (query.index + kQueryStages - 1) % kQueryStages;
-      control.query[warpgroup].release(previous);
-    }
-    stored = false;
+  // Zeros the values of the first visit of a piece that lie beyond the key length. Each consumer
+  // does it for itself: they write the same zeros.
+  CUTE_DEVICE static void clear_values(Control& control, Mask const& mask,
+                                       ProblemShape const& shape, int tile,
+                                       PipelineStage<kStages> const& stage, uint32_t tiles,
+                                       int warpgroup) {
+    int const column = tile * kTileKey;
+    if (!reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length)) return;
+    control.value.wait(stage);
+    clear_rows<ValueTile, kWarpgroupSize>(tiles + kValueOffset + stage.index * ValueTile::kBytes,
+                                          max(mask.key_length - column, 0));
+    fence_bulk_store();
+    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
 
+  CUTE_DEVICE static Query queries(uint32_t tiles, PipelineStage<kQueryStages> const& stage,
+                                   int warpgroup) {
+    return Query(tiles + stage.index * QueryTile::kBytes, warpgroup * kWarpgroupRows);
+  }
   CUTE_DEVICE static Key keys(uint32_t tiles, PipelineStage<kStages> const& stage) {
     return Key(tiles + kKeyOffset + stage.index * KeyTile::kBytes);
   }
@@ -351,8 +367,9 @@ struct FmhaForwardSm90 {
   // Soft cap, bias and masks: scores that are ready for the softmax.
   template <class Mask, class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
-                                 WorkItem const& item, int row, int tile, TileRange const& range,
+                                 WorkItem const& item, int tile, TileRange const& range,
                                  uint32_t tiles, Scores& scores) {
+    int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
     prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
     if constexpr (kBiasTile) {
@@ -363,17 +380,18 @@ struct FmhaForwardSm90 {
                                     bias_row_bytes(params)),
                params.scale.softmax_scale);
       __syncwarp();  // nobody reads it any more
-      if (tile > range.begin) load_bias(params, mask, item, row, tile - 1, tiles);
+      if (tile > range.begin) load_bias(params, mask, item, tile - 1, tiles);
     }
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
                                               item.head, row, column);
   }
 
   template <class Probabilities>
-  CUTE_DEVICE static void drop(ForwardParams const& params, WorkItem const& item, int row, int tile,
+  CUTE_DEVICE static void drop(ForwardParams const& params, WorkItem const& item, int tile,
                                Probabilities& probabilities) {
     if constexpr (Config::kDropout) {
-      drop_elements<ScoreGrid>(params, item.batch, item.head, row, tile * kTileKey, probabilities);
+      drop_elements<ScoreGrid>(params, item.batch, item.head, item.tile * kTileQuery,
+                               tile * kTileKey, probabilities);
     }
   }
 
@@ -410,15 +428,27 @@ struct FmhaForwardSm90 {
 
   template <class Mask>
   CUTE_DEVICE static void load_bias(ForwardParams const& params, Mask const& mask,
-                                    WorkItem const& item, int row, int tile, uint32_t tiles) {
+                                    WorkItem const& item, int tile, uint32_t tiles) {
     if constexpr (kBiasTile) {
       int const thread = thread_index();
+      int const row = item.tile * kTileQuery;
       int const column = tile * kTileKey;
       BiasRows::copy(bias_tile(tiles), thread % kWarpSize, bias_source(params, item, row, column),
                      bias_row_bytes(params), mask.query_length - row - ScoreGrid::row(thread),
                      mask.key_length - column);
       commit_copies();
     }
+  }
+
+  // Output and logsumexp of this warpgroup's rows of a piece.
+  template <class Output>
+  CUTE_DEVICE static void finish_piece(ForwardParams const& params, WorkItem const item,
+                                       Softmax softmax, Output& output) {
+    int const row = item.tile * kTileQuery;
+    int const query_length = Mask(params.mask, params.shape, item.batch).query_length;
+    finish(params, item, row, query_length - row, softmax, output);
+    store(params, item, row, query_length, softmax, output);
+    if constexpr (Config::kVarlen) clear_gap(params, item, query_length);
   }
 
   // The end of the softmax. A bias that is broadcast over columns has an effect here alone.
@@ -436,43 +466,25 @@ struct FmhaForwardSm90 {
     }
   }
 
-  // Output and logsumexp of this warpgroup's rows. Rows from query_bound on lie beyond the query
-  // length and get 0 and -inf.
+  // Rows beyond the query length get 0 and -inf.
   template <class Output>
-  CUTE_DEVICE static void store(ForwardParams const& params, ForwardMaps const& maps,
-                                WorkItem const& item, int query_bound, Softmax const& softmax,
-                                Output& output, uint32_t tile, int warpgroup) {
+  CUTE_DEVICE static void store(ForwardParams const& params, WorkItem const& item, int row,
+                                int query_length, Softmax const& softmax, Output const& output) {
     ProblemShape const& shape = params.shape;
-    int const row = item.tile * kTileQuery;
     // Past a packed sequence the next one begins.
-    int const row_bound = Config::kVarlen ? query_bound : shape.query_length - row;
+    int const row_bound = Config::kVarlen ? query_length : shape.query_length;
     Origin const origin = query_origin<Config>(shape, item.batch);
-    float* const logsumexp =
-        params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head) + row;
+    float* const logsumexp = params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head);
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
-      int const tile_row = OutGrid::element_row(2 * r, 0);
-      bool const beyond = tile_row >= query_bound;
-      if (threadIdx.x % 4 == 0 && tile_row < row_bound) {
-        logsumexp[tile_row] = beyond ? -infinity() : softmax.row_max[r];
-      }
-      if (beyond) {
-        CUTE_UNROLL
-        for (int n = 0; n < cute::size<2>(output); ++n) {
-          output(2 * r, 0, n) = 0.0f;
-          output(2 * r + 1, 0, n) = 0.0f;
-        }
-      }
-    }
-    store_accumulators<Element, OutTile, OutGrid>(tile, output);
-    fence_bulk_store();
-    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
-    store_part<Config, OutTile>(maps.out, params.out, tile, warpgroup * kWarpgroupRows,
-                                origin.row + row, row_bound, item.head, origin.batch,
-                                shape.value_dim);
-    // Where threads wrote, they have read the tile before the producer gets it back.
-    if constexpr (Config::kVarlen) {
-      named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
+      int const query = row + OutGrid::element_row(2 * r, 0);
+      bool const exists = query < row_bound;
+      bool const valid = query < query_length;
+      if (threadIdx.x % 4 == 0 && exists)
+        logsumexp[query] = valid ? softmax.row_max[r] : -infinity();
+      char* const out =
+          row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head);
+      store_row<Element>(out, output, r, shape.value_dim, exists, valid);
     }
   }
 
