@@ -86,6 +86,15 @@ SM90 = [
         gradients=False,
     ),
 ]
+SM90 += [
+    Run(case, arch="sm_90a", seed=1, multiprocessors=2)
+    for case in (
+        Case(B=3, T=200, S=150, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **CAUSAL),
+        Case(B=2, T=140, S=200, K=1, bias="11TS", bias_dtype="float32", soft_cap=2.0, **WINDOW),
+        Case(B=3, T=130, S=150, bias="BNTS", lengths=LENGTHS, packed=True),
+        Case(B=2, T=130, S=150, K=1, bias="1N1S", dtype="float16", dropout=0.2),
+    )
+]
 DETERMINISTIC = [
     Run(dataclasses.replace(case, deterministic=True), arch=arch)
     for arch, case in (

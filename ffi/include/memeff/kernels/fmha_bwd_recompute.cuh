@@ -21,7 +21,7 @@ template <class Config>
 struct FmhaBackwardSm80;
 
 template <class Config>
-struct FmhaBackwardRecompute {
+struct FmhaBackwardRecompute<Config, BackwardTiles<Config>> {
   using Element = typename Config::Element;
   using Main = FmhaBackwardSm80<Config>;
   using Tiles = BackwardTiles<Config>;

@@ -143,7 +143,7 @@ struct FmhaBackwardSm80 {
       }
     };
 
-    skip_bias_gradient(params, item, tiles);
+    clear_unvisited<Config, kThreads>(params, item, tiles);
     if constexpr (Config::kVarlen) {
       clear_key_gap<Config, kThreads>(params, item, mask.key_length,
                                       ceil_div(shape.key_length, kTileKey));
@@ -354,20 +354,6 @@ struct FmhaBackwardSm80 {
       }
     }
     bias_gradient.finish();
-  }
-
-  // Zeros of a full bias gradient where no visit computes it.
-  CUTE_DEVICE static void skip_bias_gradient(BackwardParams const& params, WorkItem const& item,
-                                             TileRange const& tiles) {
-    if constexpr (Config::kBiasGradient == BiasGradient::full) {
-      int const column = item.tile * kTileKey;
-      int const rows = params.shape.query_length;
-      for (int i = 0; i < params.shape.group; ++i) {
-        int const head = item.head * params.shape.group + i;
-        BiasWriter::skip(params, item.batch, head, column, 0, min(tiles.begin * kTileQuery, rows));
-        BiasWriter::skip(params, item.batch, head, column, tiles.end * kTileQuery, rows);
-      }
-    }
   }
 
   // Scores that met a bias are exponents of two already.
