@@ -31,7 +31,7 @@ CUTE_DEVICE long long bias_plane(BackwardParams const& params, int batch, int he
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardRecompute;
 
-// The tile of the gradient that a CTA of a kernel after the main one writes.
+// A tile of the gradient, one of count(), that a CTA of a kernel after the main one writes.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct BiasGradientTile {
   using Plane = ScorePlane<typename Config::BiasElement>;
@@ -42,13 +42,13 @@ struct BiasGradientTile {
   int column_bound;
   Plane gradient;
 
-  CUTE_DEVICE explicit BiasGradientTile(BackwardParams const& params)
-      : BiasGradientTile(params,
-                         params.bias_gradient.row_stride == 0
-                             ? 1
-                             : ceil_div(params.shape.query_length, Tiles::kTileQuery),
-                         ceil_div(params.shape.key_length, Tiles::kTileKey),
-                         params.bias_gradient.head_stride == 0 ? 1 : params.shape.query_heads) {}
+  CUTE_DEVICE BiasGradientTile(BackwardParams const& params, unsigned index)
+      : BiasGradientTile(params, index, row_tiles(params), key_tiles(params), heads(params)) {}
+
+  CUTE_DEVICE static int count(BackwardParams const& params) {
+    int const batch = params.bias_gradient.batch_stride == 0 ? 1 : params.shape.batch;
+    return batch * heads(params) * row_tiles(params) * key_tiles(params);
+  }
 
   // Elements of the accumulators' block (m, n).
   CUTE_DEVICE void store(int m, int n, float x, float y, float z, float w) const {
@@ -59,14 +59,25 @@ struct BiasGradientTile {
   }
 
  private:
-  CUTE_DEVICE BiasGradientTile(BackwardParams const& params, unsigned row_tiles, unsigned key_tiles,
-                               unsigned heads)
-      : plane(blockIdx.x / key_tiles / row_tiles),
-        row(blockIdx.x / key_tiles % row_tiles * Tiles::kTileQuery),
-        column(blockIdx.x % key_tiles * Tiles::kTileKey),
+  CUTE_DEVICE BiasGradientTile(BackwardParams const& params, unsigned index, unsigned row_tiles,
+                               unsigned key_tiles, unsigned heads)
+      : plane(index / key_tiles / row_tiles),
+        row(index / key_tiles % row_tiles * Tiles::kTileQuery),
+        column(index % key_tiles * Tiles::kTileKey),
         row_bound(params.shape.query_length - row),
         column_bound(params.shape.key_length - column),
         gradient(params.bias_gradient, plane / heads, plane % heads, row, column) {}
+
+  CUTE_DEVICE static int row_tiles(BackwardParams const& params) {
+    int const rows = params.bias_gradient.row_stride == 0 ? 1 : params.shape.query_length;
+    return ceil_div(rows, Tiles::kTileQuery);
+  }
+  CUTE_DEVICE static int key_tiles(BackwardParams const& params) {
+    return ceil_div(params.shape.key_length, Tiles::kTileKey);
+  }
+  CUTE_DEVICE static int heads(BackwardParams const& params) {
+    return params.bias_gradient.head_stride == 0 ? 1 : params.shape.query_heads;
+  }
 };
 
 // The batch elements and heads that share a plane of the gradient, numbered.

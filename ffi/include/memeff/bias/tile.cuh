@@ -14,6 +14,11 @@ CUTE_DEVICE float biased_score(float score, float bias, float softmax_scale) {
   return bias < kMaskedBias ? -infinity() : fmaf(score, softmax_scale, bias * kLog2e);
 }
 
+// The same for a backward: the logsumexp, which knows what is masked, is far above that.
+CUTE_DEVICE float biased_known_score(float score, float bias, float softmax_scale) {
+  return fmaf(score, softmax_scale, bias * kLog2e);
+}
+
 // Does the main loop read a bias? One that is broadcast over columns shifts whole rows: it changes
 // the logsumexp, which is corrected before and after the loop.
 template <class Config>

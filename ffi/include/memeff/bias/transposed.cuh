@@ -67,7 +67,7 @@ class TransposedBiasReader {
   uint32_t base_[kMatrices ? 1 : kPairRows];
 };
 
-// As add_bias().
+// As add_bias<true>().
 template <class Tile, class Accumulators>
 CUTE_DEVICE void add_bias_transposed(Accumulators& scores, TransposedBiasReader<Tile> const& bias,
                                      float softmax_scale) {
@@ -78,8 +78,10 @@ CUTE_DEVICE void add_bias_transposed(Accumulators& scores, TransposedBiasReader<
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       float2 const pair = pairs[Tile::kPerRow ? n % 2 : 0][half];
-      scores(2 * half, 0, n) = biased_score(scores(2 * half, 0, n), pair.x, softmax_scale);
-      scores(2 * half + 1, 0, n) = biased_score(scores(2 * half + 1, 0, n), pair.y, softmax_scale);
+      float& first = scores(2 * half, 0, n);
+      float& second = scores(2 * half + 1, 0, n);
+      first = biased_known_score(first, pair.x, softmax_scale);
+      second = biased_known_score(second, pair.y, softmax_scale);
     }
   }
 }

@@ -12,7 +12,7 @@ struct FmhaBackwardBias {
   static constexpr int kBlocksPerSm = 4;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
-    BiasGradientTile<Config, Tiles> const tile(params);
+    BiasGradientTile<Config, Tiles> const tile(params, blockIdx.x);
 
     if constexpr (Config::kBiasGradient == BiasGradient::shared) {
       float const* const sums =

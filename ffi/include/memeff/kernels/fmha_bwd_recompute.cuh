@@ -62,7 +62,7 @@ struct FmhaBackwardRecompute<Config, BackwardTiles<Config>> {
     uint32_t const bias_tile = statistics_buffers + 2 * kStatisticsBytes;
 
     ProblemShape const& shape = params.shape;
-    BiasGradientTile<Config> const tile(params);
+    BiasGradientTile<Config> const tile(params, blockIdx.x);
     int const row = tile.row;
     int const column = tile.column;
     BiasMembers const members(params, tile.plane);

@@ -1,11 +1,15 @@
 // After the backward, for Hopper: the gradient of a bias that is broadcast over batch elements or
 // heads, the same in every run.
 //
-// As in fmha_bwd_recompute.cuh one CTA owns a tile of the gradient, visits the batch elements and
-// heads that share it and keeps the sum of dS in registers. The tile is a square of as many queries
-// as keys, of which each consumer owns 64 queries. The operands of a product are a pair of buffers,
-// that of S = Q K^T and that of dP = dO V^T in turn: one ring, in which the next member's arrive
-// under the products of this one. The bias is the same for all members and is copied once.
+// As in fmha_bwd_recompute.cuh a tile of the gradient has one owner, which visits the batch
+// elements and heads that share it and keeps the sum of dS in registers. A tile is a square of as
+// many queries as keys, of which each consumer owns 64 queries. The operands of a product are a
+// pair of buffers, that of S = Q K^T and that of dP = dO V^T in turn: one ring, in which the next
+// arrive under the products of these. The bias is the same for all members of a tile and is copied
+// once.
+//
+// Each CTA of a grid no larger than the GPU has every so many tiles, so that the operands of one
+// arrive while the one before is finished.
 #pragma once
 
 #include <memeff/bias/add.cuh>
@@ -62,13 +66,14 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
   using Control = Pipeline<kStages>;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
-  // The tile of a CTA, and the members that have a valid element in it.
+  // A tile, and the members that have a valid element in it.
   struct Work {
-    BiasGradientTile<Config, Tiles> tile;
+    using Tile = BiasGradientTile<Config, Tiles>;
+    Tile tile;
     BiasMembers members;
 
-    CUTE_DEVICE explicit Work(BackwardParams const& params)
-        : tile(params), members(params, tile.plane) {}
+    CUTE_DEVICE Work(BackwardParams const& params, int index)
+        : tile(params, index), members(params, tile.plane) {}
 
     // The first of them from `member` on.
     CUTE_DEVICE int next(BackwardParams const& params, int member) const {
@@ -91,26 +96,30 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
       fence_barrier_init();
     }
     __syncthreads();
-    Work const work(params);
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
-      if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
+      if (threadIdx.x == kConsumers) produce(params, maps, control, tiles);
     } else {
       raise_registers<kConsumerRegisters>();
-      consume(params, work, control, tiles);
+      consume(params, control, tiles);
     }
   }
 
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
-                                  Work const& work, Control& control, uint32_t tiles) {
+                                  Control& control, uint32_t tiles) {
     PipelineStage<kStages> stage;
+    int const count = Work::Tile::count(params);
     CUTE_NO_UNROLL
-    for (int member = work.next(params, 0); member < work.members.count;
-         member = work.next(params, member + 1)) {
-      load_pair<QueryTile, KeyTile>(params, maps.query, maps.key, work, member, control, stage,
-                                    tiles);
-      load_pair<OutTile, ValueTile>(params, maps.out_gradient, maps.value, work, member, control,
-                                    stage, tiles);
+    for (int index = blockIdx.x; index < count; index += gridDim.x) {
+      Work const work(params, index);
+      CUTE_NO_UNROLL
+      for (int member = work.next(params, 0); member < work.members.count;
+           member = work.next(params, member + 1)) {
+        load_pair<QueryTile, KeyTile>(params, maps.query, maps.key, work, member, control, stage,
+                                      tiles);
+        load_pair<OutTile, ValueTile>(params, maps.out_gradient, maps.value, work, member, control,
+                                      stage, tiles);
+      }
     }
   }
 
@@ -136,47 +145,55 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
     stage.advance();
   }
 
-  CUTE_DEVICE static void consume(BackwardParams const& params, Work const& work, Control& control,
-                                  uint32_t tiles) {
-    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
-    auto sums = Grid::make_accumulators();             // (4, 1, MMA_N)
-    cute::clear(sums);
-    int member = work.next(params, 0);
-    if (member < work.members.count) load_bias(params, work, tiles);
-    RowStatistics following_statistics(params, work, member);
+  CUTE_DEVICE static void consume(BackwardParams const& params, Control& control, uint32_t tiles) {
     PipelineStage<kStages> stage;
+    int const count = Work::Tile::count(params);
     CUTE_NO_UNROLL
-    while (member < work.members.count) {
-      int const batch = work.members.batch(member);
-      int const head = work.members.head(member);
-      Mask const mask(params.mask, params.shape, batch);
-      RowStatistics const statistics = following_statistics;
-      int const following = work.next(params, member + 1);
+    for (int index = blockIdx.x; index < count; index += gridDim.x) {
+      Work const work(params, index);
+      auto sums = Grid::make_accumulators();  // (4, 1, MMA_N)
+      cute::clear(sums);
+      int member = work.next(params, 0);
+      if (member < work.members.count) load_bias(params, work, tiles);
+      CUTE_NO_UNROLL
+      while (member < work.members.count) {
+        visit(params, work, member, control, stage, tiles, sums);
+        member = work.next(params, member + 1);
+      }
+      CUTE_UNROLL
+      for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
+        work.tile.store(0, n, sums(0, 0, n), sums(1, 0, n), sums(2, 0, n), sums(3, 0, n));
+      }
+    }
+  }
 
-      auto scores = Grid::make_accumulators();          // (4, 1, MMA_N)
-      auto score_gradient = Grid::make_accumulators();  // (4, 1, MMA_N)
-      PipelineStage<kStages> const score_stage = stage;
-      begin_product<QueryTile, KeyTile>(params, mask, work, control, stage, tiles, scores);
-      stage.advance();
-      begin_product<OutTile, ValueTile>(params, mask, work, control, stage, tiles, score_gradient);
-      following_statistics = RowStatistics(params, work, following);
-      wait_products<1>();
-      fence_accumulators(scores);
-      if (leader) control.release(score_stage);
-      modify(params, mask, work, batch, head, tiles, scores);
-      statistics.exponentiate(scores);
-      fence_accumulators(scores);
-      wait_products<0>();
-      fence_accumulators(score_gradient);
-      if (leader) control.release(stage);
-      stage.advance();
-      add_gradient(params, work, statistics, batch, head, scores, score_gradient, sums);
-      member = following;
-    }
-    CUTE_UNROLL
-    for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
-      work.tile.store(0, n, sums(0, 0, n), sums(1, 0, n), sums(2, 0, n), sums(3, 0, n));
-    }
+  template <class Accumulators>
+  CUTE_DEVICE static void visit(BackwardParams const& params, Work const& work, int member,
+                                Control& control, PipelineStage<kStages>& stage, uint32_t tiles,
+                                Accumulators& sums) {
+    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    int const batch = work.members.batch(member);
+    int const head = work.members.head(member);
+    Mask const mask(params.mask, params.shape, batch);
+    RowStatistics const statistics(params, mask, work, batch, head);
+
+    auto scores = Grid::make_accumulators();          // (4, 1, MMA_N)
+    auto score_gradient = Grid::make_accumulators();  // (4, 1, MMA_N)
+    PipelineStage<kStages> const score_stage = stage;
+    begin_product<QueryTile, KeyTile>(params, mask, work, control, stage, tiles, scores);
+    stage.advance();
+    begin_product<OutTile, ValueTile>(params, mask, work, control, stage, tiles, score_gradient);
+    wait_products<1>();
+    fence_accumulators(scores);
+    if (leader) control.release(score_stage);
+    modify(params, mask, work, batch, head, tiles, scores);
+    statistics.exponentiate(scores);
+    fence_accumulators(scores);
+    wait_products<0>();
+    fence_accumulators(score_gradient);
+    if (leader) control.release(stage);
+    stage.advance();
+    add_gradient(params, work, statistics, batch, head, scores, score_gradient, sums);
   }
 
   // Starts the product of a pair when it is here, as a group.
@@ -219,20 +236,18 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
   struct RowStatistics {
     float2 rows[2];
 
-    // Those of a member; of rows beyond its length, as of rows without keys, every P is 0.
-    CUTE_DEVICE RowStatistics(BackwardParams const& params, Work const& work, int member) {
-      if (member >= work.members.count) return;
-      int const batch = work.members.batch(member);
+    // Of rows beyond the length, as of rows without keys, every P is 0.
+    CUTE_DEVICE RowStatistics(BackwardParams const& params, Mask const& mask, Work const& work,
+                              int batch, int head) {
       float const* const source =
           params.row_statistics +
-          Statistics::tile_index(params, batch, work.members.head(member), 0) *
-              Statistics::kTileQuery * 2;
-      int const length = Mask(params.mask, params.shape, batch).query_length;
+          Statistics::tile_index(params, batch, head, 0) * Statistics::kTileQuery * 2;
+      int const thread = thread_index();
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        int const row = work.tile.row + Grid::element_row(2 * half, 0);
-        rows[half] = row < length ? reinterpret_cast<float2 const*>(source)[row]
-                                  : make_float2(infinity(), 0.0f);
+        int const row = work.tile.row + Grid::element_row(2 * half, 0, thread);
+        rows[half] = row < mask.query_length ? reinterpret_cast<float2 const*>(source)[row]
+                                             : make_float2(infinity(), 0.0f);
       }
     }
 
@@ -251,7 +266,9 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
   CUTE_DEVICE static void modify(BackwardParams const& params, Mask const& mask, Work const& work,
                                  int batch, int head, uint32_t tiles, Scores& scores) {
     prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-    add_bias(
+    wait_copies<0>();
+    __syncwarp();  // the bias of all lanes is here
+    add_bias<true>(
         scores,
         BiasReader<BiasRows>(bias_tile(tiles), 0, 0, bias_source(params, work), row_bytes(params)),
         params.scale.softmax_scale);
@@ -315,12 +332,11 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
   CUTE_DEVICE static void load_bias(BackwardParams const& params, Work const& work,
                                     uint32_t tiles) {
     int const thread = thread_index();
+    __syncwarp();  // nobody reads that of the tile before
     BiasRows::copy(bias_tile(tiles), thread % kWarpSize, bias_source(params, work),
                    row_bytes(params), work.tile.row_bound - Grid::row(thread),
                    work.tile.column_bound);
     commit_copies();
-    wait_copies<0>();
-    __syncwarp();  // the bias of all lanes is here
   }
 };
 

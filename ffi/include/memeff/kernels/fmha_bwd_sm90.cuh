@@ -258,6 +258,9 @@ struct FmhaBackwardSm90 {
         if constexpr (Config::kQueryGradient) {
           store_operand<ScoreTile, ScoreGrid>(score_tile, left_gradient);
         }
+        if constexpr (BiasWriter::kFromTile) {
+          BiasWriter::store(params, {item.batch, head, row, work.column}, score_tile);
+        }
 
         if constexpr (Config::kValueGradient) {
           fence_accumulators(value_gradient);
