@@ -25,6 +25,8 @@ FAMILIES = ("sm90", "sm80")
 COMBINE_THREADS = 128
 _BARRIER_BYTES = 8
 _WORK_ITEM_BYTES = 12
+_TICKET_BYTES = 8
+"""Of which four align barriers."""
 
 
 class EntryPoint(NamedTuple):
@@ -345,14 +347,17 @@ def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
 
 def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
     """Tiles of key and value, rings of query, its rows' statistics (2 f32) and dO, two dS, and the
-    bias of each warp's 16 keys.
+    bias of each warp's 16 keys. A kernel whose blocks wait for each other has two barriers more,
+    and a ticket.
     """
     dims = spec.head_class + spec.value_class
     elements = (tile.key + tile.stages * tile.query) * dims + 2 * tile.query * tile.key
     statistics = tile.stages * tile.query * 8
     buffers = 2 * tile.stages + 1
     bias = tile.key // 16 * _bias_bytes(spec, tile.query, 16)
-    return elements * spec.element_bytes + statistics + bias + buffers * 2 * _BARRIER_BYTES
+    order = 2 * _BARRIER_BYTES + _TICKET_BYTES if spec.orders_queries else 0
+    control = buffers * 2 * _BARRIER_BYTES + order
+    return elements * spec.element_bytes + statistics + bias + control
 
 
 def _recompute_sm90(spec: KernelSpec) -> tuple[int, int]:

@@ -129,8 +129,6 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     if spec.family == "sm90":
         if spec.bias and spec.bias_access != "rows" and spec.divided:
             reasons.append("it adds no bias yet")
-        if spec.deterministic:
-            reasons.append("it adds to the gradient of the query in no order")
         if spec.divided and max(problem.head_dim, problem.value_dim) <= sm90.UNDIVIDED:
             reasons.append(f"it is for head dims above {sm90.UNDIVIDED}")
         if problem.query_rows is not None:

@@ -112,6 +112,9 @@ struct FmhaBackwardSm80 {
     auto position = [&](Visit const& visit) {
       return (visit.head - item.head * shape.group) * params.query_tiles + visit.tile;
     };
+    auto publish = [&](int done) {
+      if (threadIdx.x == 0) order.publish(done);
+    };
     // Queries and the statistics of their rows, into one of the buffers.
     auto load_query = [&](Visit const& visit, int buffer) {
       TileLoader<QueryTile, kThreads, Config::kAlignment>::copy(
@@ -148,7 +151,7 @@ struct FmhaBackwardSm80 {
       clear_key_gap<Config, kThreads>(params, item, mask.key_length,
                                       ceil_div(shape.key_length, kTileKey));
       if (column >= mask.key_length) {
-        order.publish(kFinished);
+        publish(kFinished);
         return;
       }
     }
@@ -179,7 +182,7 @@ struct FmhaBackwardSm80 {
 
       wait_copies<0>();
       __syncthreads();  // this visit's tiles are here; nobody reads the other query buffer or dS
-      order.publish(position(visit));
+      publish(position(visit));
       if (kBuffers == 2 && has_next) {
         load_query(visit_at(index + 1), (index + 1) % kBuffers);
         commit_copies();
@@ -254,7 +257,7 @@ struct FmhaBackwardSm80 {
     }
 
     __syncthreads();  // the key and value tiles, which the results go through, are no longer read
-    order.publish(kFinished);
+    publish(kFinished);
     // Past a packed sequence the next one begins.
     int const key_bound = (Config::kVarlen ? mask.key_length : shape.key_length) - column;
     if constexpr (Config::kKeyGradient) {

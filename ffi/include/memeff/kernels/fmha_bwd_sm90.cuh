@@ -9,6 +9,8 @@
 // Each of the two consumers owns 64 keys, so P^T and dS^T go from its accumulators to the operands
 // of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory; it has
 // two buffers there, so that one barrier of the consumers a visit is enough.
+//
+// Config::kOrdersQueries puts the additions to dq in an order (schedule/turn_sm90.cuh).
 #pragma once
 
 #include <memeff/bias/gradient_transposed.cuh>
@@ -26,6 +28,7 @@
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/backward_tiles_sm90.cuh>
 #include <memeff/schedule/sequences.cuh>
+#include <memeff/schedule/turn_sm90.cuh>
 
 namespace memeff {
 
@@ -72,7 +75,10 @@ struct FmhaBackwardSm90 {
   static constexpr int kBiasOffset = kStatisticsOffset + kStages * kStatisticsBytes;
   static constexpr int kControlOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
 
-  struct Control {
+  using QueryOrder =
+      cute::conditional_t<Config::kOrdersQueries, TurnSm90<Config>, AnyOrderSm90<Config>>;
+
+  struct Control : QueryOrder::Control {
     Pipeline<kStages> query;  // and the statistics of their rows
     Pipeline<kStages> out_gradient;
     Pipeline<1> key;  // and values
@@ -91,11 +97,11 @@ struct FmhaBackwardSm90 {
     int column;
     TileRange tiles;
 
-    CUTE_DEVICE Work(ProblemShape const& shape, MaskParams const& mask, ScoreView const& bias) {
-      item = work_item<Config>(shape, bias, blockIdx.x, ceil_div(shape.key_length, kTileKey),
-                               shape.key_heads);
+    CUTE_DEVICE Work(BackwardParams const& params, Control const& control) {
+      ProblemShape const& shape = params.shape;
+      item = QueryOrder::item(params, control);
       column = item.tile * kTileKey;
-      tiles = Mask(mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
+      tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
     }
   };
 
@@ -111,13 +117,15 @@ struct FmhaBackwardSm90 {
       control.query.init(kConsumerWarps);
       control.out_gradient.init(kConsumerWarps);
       control.key.init(1);
+      QueryOrder::init(params, control, kConsumerWarps);
       fence_barrier_init();
     }
     __syncthreads();
-    Work const work(params.shape, params.mask, params.bias);
+    Work const work(params, control);
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
+      QueryOrder::keep(params, control, work.tiles, int(threadIdx.x) - kConsumers);
     } else {
       raise_registers<kConsumerRegisters>();
       consume(params, maps, work, control, tiles);
@@ -293,7 +301,9 @@ struct FmhaBackwardSm90 {
         wait_products<1>();
         fence_accumulators(query_gradient);
         if constexpr (Config::kQueryGradient) {
+          QueryOrder::begin_additions(control, score_buffer);  // which alternates by visits, too
           add_query_gradient(params, item.batch, head, tile, query_gradient);
+          QueryOrder::end_additions(control);
         }
         wait_products<0>();
         fence_accumulators(key_gradient);
