@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cells as cell_sets
+import documents
 import host_cost
 import inputs as cell_inputs
 import jax
@@ -87,12 +88,6 @@ class Compilation:
         return jax_programs.JaxProgram(compiled, adapted, zeros, calls)
 
 
-@jax.jit
-def _distance(result: jax.Array, reference: jax.Array) -> jax.Array:
-    result, reference = result.astype(jnp.float32), reference.astype(jnp.float32)
-    return jnp.linalg.norm((result - reference).ravel()) / jnp.linalg.norm(reference.ravel())
-
-
 def _differences(programs: dict[str, Any], timed: Sequence[str], cell: Cell) -> dict[str, float]:
     """Largest relative Frobenius distance of each peer's results to those of the first peer.
 
@@ -106,7 +101,7 @@ def _differences(programs: dict[str, Any], timed: Sequence[str], cell: Cell) -> 
         # The gradient of a query that was scaled beforehand is another gradient.
         compared = 1 if all_peers.PEERS[name].prescaled else len(reference)
         pairs = zip(programs[name].results()[:compared], reference, strict=False)
-        found[name] = max(float(_distance(result, ours)) for result, ours in pairs)
+        found[name] = max(float(jax_programs.distance(result, ours)) for result, ours in pairs)
     return found
 
 
@@ -181,19 +176,6 @@ def _line(cell: Cell, records: dict[str, dict[str, Any]]) -> str:
     return "  ".join(parts)
 
 
-def _write(path: Path, document: dict[str, Any]) -> None:
-    """Replaces the file at once, so that an interrupted run leaves the cells it has finished."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(document, indent=1) + "\n")
-    temporary.replace(path)
-
-
-def _default_output(device_name: str) -> Path:
-    device = device_name.lower().replace(" ", "-")
-    return Path(__file__).parent / "results" / f"{device}-{machine.today()}.json"
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cells", default="main", help=f"some of {', '.join(cell_sets.SETS)}")
@@ -220,7 +202,7 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     options = _arguments()
     device = machine.device()
-    path = options.output or _default_output(str(device["name"]))
+    path = options.output or documents.default_path(str(device["name"]))
     document: dict[str, Any] = {
         "date": machine.today(),
         "device": device,
@@ -271,11 +253,11 @@ def main() -> None:
                         "results": results,
                     }
                 )
-                _write(path, document)
+                documents.write(path, document)
         for row in progress.track(options.host, description="host cost"):
             document["host"][row] = host_cost.ROWS[row](options.peers)
             console.print(f"{row}: {json.dumps(document['host'][row])}", markup=False)
-            _write(path, document)
+            documents.write(path, document)
     console.print(f"wrote {path}", soft_wrap=True)
 
 

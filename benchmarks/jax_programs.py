@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from cells import Cell
 from inputs import Inputs, adapt
 from jax import lax
@@ -51,6 +52,13 @@ def one_call(attention: Any, backward: bool):
         return (out, *(gradients[name] for name in inputs.differentiable()))
 
     return forward_and_backward if backward else forward
+
+
+@jax.jit
+def distance(result: jax.Array, reference: jax.Array) -> jax.Array:
+    """Relative, in the Frobenius norm."""
+    result, reference = result.astype(jnp.float32), reference.astype(jnp.float32)
+    return jnp.linalg.norm((result - reference).ravel()) / jnp.linalg.norm(reference.ravel())
 
 
 def compile_program(peer: Peer, cell: Cell, inputs: Inputs, calls: int, backward: bool):

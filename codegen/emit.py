@@ -76,6 +76,10 @@ _SUMS = """\
   static constexpr bool kOrdersQueries = {orders_queries};
 """
 
+_RECOMPUTE = """\
+  static constexpr int kRecomputeStages = {stages};
+"""
+
 _KERNEL = """
 using {alias} = {cpp_type};
 static_assert({alias}::kThreads == {threads});
@@ -176,7 +180,10 @@ def _backward(spec: KernelSpec) -> str:
         deterministic=_bool(spec.deterministic),
         orders_queries=_bool(spec.orders_queries),
     )
-    return "".join([*gradients, sums])
+    recompute = ""
+    if spec.family == "sm90" and spec.bias_gradient == "recomputed":
+        recompute = _RECOMPUTE.format(stages=spec.recompute_stages)
+    return "".join([*gradients, sums, recompute])
 
 
 def _bool(value: bool) -> str:

@@ -225,7 +225,7 @@ def _spec(problem: Problem, row: Row) -> KernelSpec:
         dropout=problem.dropout,
         bias=problem.bias,
         bias_access=bias_access(problem, wide=row.head_class == sm80.WIDE),
-        bias_gradient=bias_gradient(problem),
+        bias_gradient=bias_gradient(problem, row.family),
         gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
         split=row.split,
         pack_heads=row.split and pack_heads(problem),

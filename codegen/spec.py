@@ -25,19 +25,22 @@ FAMILIES = ("sm90", "sm80")
 COMBINE_THREADS = 128
 _BARRIER_BYTES = 8
 _WORK_ITEM_BYTES = 12
+_TICKET_BYTES = 8
+"""Of which four align barriers."""
 
 
 class EntryPoint(NamedTuple):
     """A ``__global__`` function of the source, and what a launch of it needs.
 
-    ``shared_bytes`` is the dynamic shared memory of a block, ``grid`` what blocks are tiles of, and
-    ``takes_maps`` whether the tensor maps of the spec are its second parameter.
+    ``shared_bytes`` is the dynamic shared memory of a block, ``grid`` what blocks are tiles of (a
+    bias gradient by tiles of scores, or by squares of as many queries as keys), and ``takes_maps``
+    whether the tensor maps of the spec are its second parameter.
     """
 
     name: str
     threads: int
     shared_bytes: int
-    grid: Literal["queries", "keys", "bias"] = "queries"
+    grid: Literal["queries", "keys", "bias", "bias_squares"] = "queries"
     takes_maps: bool = False
 
 
@@ -187,10 +190,14 @@ class KernelSpec:
             query_tile = self.tile.query * self.head_class * self.element_bytes
             entries.append(EntryPoint(f"{self.name}_postprocess", threads, query_tile))
         if self.bias_gradient in ("shared", "columns"):
-            entries.append(EntryPoint(f"{self.name}_bias", self.threads, 0, "bias"))
+            entries.append(EntryPoint(f"{self.name}_bias", threads, 0, "bias"))
         if self.bias_gradient == "recomputed":
+            recompute = EntryPoint(f"{self.name}_recompute", self.threads, 0, "bias", maps)
             shared_bytes = _recompute_shared_bytes(self)
-            entries.append(EntryPoint(f"{self.name}_recompute", self.threads, shared_bytes, "bias"))
+            if self.family == "sm90":
+                recompute = recompute._replace(grid="bias_squares")
+                shared_bytes, _ = _recompute_sm90(self)
+            entries.append(recompute._replace(shared_bytes=shared_bytes))
         return tuple(entries)
 
     @property
@@ -218,6 +225,12 @@ class KernelSpec:
         if self.direction == "forward":
             return _wide_forward_shared_bytes(self) if self.wide else _forward_shared_bytes(self)
         return _wide_backward_shared_bytes(self) if self.wide else _backward_shared_bytes(self)
+
+    @property
+    def recompute_stages(self) -> int:
+        """Pairs of operands in the kernel for the gradient of a shared bias on wgmma."""
+        _, stages = _recompute_sm90(self)
+        return stages
 
     @property
     def persistent(self) -> bool:
@@ -331,12 +344,30 @@ def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
 
 
 def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
-    """Tiles of key and value, rings of query, its rows' statistics (2 f32) and dO, and two dS."""
+    """Tiles of key and value, rings of query, its rows' statistics (2 f32) and dO, two dS, and the
+    bias of each warp's 16 keys. A kernel whose blocks wait for each other has two barriers more,
+    and a ticket.
+    """
     dims = spec.head_class + spec.value_class
     elements = (tile.key + tile.stages * tile.query) * dims + 2 * tile.query * tile.key
     statistics = tile.stages * tile.query * 8
     buffers = 2 * tile.stages + 1
-    return elements * spec.element_bytes + statistics + buffers * 2 * _BARRIER_BYTES
+    bias = tile.key // 16 * _bias_bytes(spec, tile.query, 16)
+    order = 2 * _BARRIER_BYTES + _TICKET_BYTES if spec.orders_queries else 0
+    control = buffers * 2 * _BARRIER_BYTES + order
+    return elements * spec.element_bytes + statistics + bias + control
+
+
+def _recompute_sm90(spec: KernelSpec) -> tuple[int, int]:
+    """A square of the bias, and a ring of pairs of operands: bytes, and how many pairs fit. Three
+    let the copies run ahead of the products.
+    """
+    rows = spec.tile.key
+    bias = _bias_bytes(spec, rows)
+    pair = 2 * rows * max(spec.head_class, spec.value_class) * spec.element_bytes
+    pair += 2 * _BARRIER_BYTES
+    stages = min(3, (sm80.part(sm90.ARCH).shared_bytes(blocks=1) - bias) // pair)
+    return bias + stages * pair, stages
 
 
 def _divided_sm90(spec: KernelSpec) -> tuple[int, int]:
@@ -409,9 +440,11 @@ def _bias_rows(spec: KernelSpec, rows: int) -> int:
     return 1 if spec.bias_access == "columns" else rows
 
 
-def _bias_bytes(spec: KernelSpec, rows: int) -> int:
-    """Shared memory of a tile of the bias (ffi/include/memeff/bias/tile.cuh)."""
-    return _bias_rows(spec, rows) * (spec.tile.key + 8) * int(spec.bias or 0) // 8
+def _bias_bytes(spec: KernelSpec, rows: int, columns: int | None = None) -> int:
+    """Shared memory of a tile of the bias (ffi/include/memeff/bias/tile.cuh), of as many columns as
+    the tile of keys by default.
+    """
+    return _bias_rows(spec, rows) * ((columns or spec.tile.key) + 8) * int(spec.bias or 0) // 8
 
 
 def _warp_biases(spec: KernelSpec, warps: int) -> int:

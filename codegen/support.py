@@ -87,8 +87,9 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     access = bias_access(problem, wide=spec.wide)
     if problem.bias and spec.bias_access != access:
         reasons.append(f"it reads a bias by {spec.bias_access}, not by {access}")
-    if spec.bias_gradient != bias_gradient(problem):
-        reasons.append(f"its bias gradient is {spec.bias_gradient}, not {bias_gradient(problem)}")
+    gradient = bias_gradient(problem, spec.family)
+    if spec.bias_gradient != gradient:
+        reasons.append(f"its bias gradient is {spec.bias_gradient}, not {gradient}")
     if spec.split and problem.varlen:
         reasons.append("it does not split the keys of packed sequences yet")
     elif spec.split and problem.query_rows is None:
@@ -126,10 +127,8 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     if unserved:
         reasons.append(f"its tile has no registers left for {' and '.join(unserved)}")
     if spec.family == "sm90":
-        if spec.bias and spec.bias_access != "rows" and spec.direction == "backward":
+        if spec.bias and spec.bias_access != "rows" and spec.divided:
             reasons.append("it adds no bias yet")
-        if spec.deterministic:
-            reasons.append("it adds to the gradient of the query in no order")
         if spec.divided and max(problem.head_dim, problem.value_dim) <= sm90.UNDIVIDED:
             reasons.append(f"it is for head dims above {sm90.UNDIVIDED}")
         if problem.query_rows is not None:
@@ -208,11 +207,13 @@ def bias_access(problem: Problem, *, wide: bool = False) -> BiasAccess:
     return "vectors" if problem.bias_alignment % 16 == 0 else "words"
 
 
-def bias_gradient(problem: Problem) -> BiasGradient:
-    """How the gradient of the bias is summed; one that is broadcast over columns needs no sum."""
+def bias_gradient(problem: Problem, family: str) -> BiasGradient:
+    """How the gradient of the bias is summed; one that is broadcast over columns needs no sum. The
+    two products more that wgmma computes cost less than sums in global memory.
+    """
     if problem.bias is None or problem.bias_layout == "rows" or "bias" not in problem.wants:
         return "none"
-    if problem.deterministic and problem.bias_layout == "shared":
+    if problem.bias_layout == "shared" and (problem.deterministic or family == "sm90"):
         return "recomputed"
     return problem.bias_layout
 
@@ -220,7 +221,8 @@ def bias_gradient(problem: Problem) -> BiasGradient:
 def sums_in_order(spec: KernelSpec, problem: Problem) -> bool:
     """Whether ``spec`` adds up what must have an order; dk, dv and full bias gradients have one."""
     query_sums = "query" in problem.wants and not spec.owns_outputs
-    return problem.deterministic and (query_sums or bias_gradient(problem) == "columns")
+    bias_sums = bias_gradient(problem, spec.family) == "columns"
+    return problem.deterministic and (query_sums or bias_sums)
 
 
 def _bits(bias: str | None) -> str:

@@ -48,6 +48,23 @@ def _device(request):
             yield
 
 
+@pytest.fixture
+def devices(request, monkeypatch):
+    """Devices of one platform, as several_devices.py asks for them.
+
+    Problems on GPUs get the kernels of longer ones, which do not split their keys.
+    """
+    platform, count = request.param
+    found = jax.devices(platform)
+    if len(found) < count:
+        pytest.skip(f"needs {count} devices of the platform {platform}, and jax has {len(found)}")
+    if platform == "cuda":
+        from jax_memeff.codegen import support  # after the check that it is installed
+
+        monkeypatch.setattr(support, "query_rows", lambda *_, **__: None)
+    return tuple(found[:count])
+
+
 @pytest.fixture(scope="session")
 def machine():
     """A process with an emulated GPU; ``submit`` gives it work."""

@@ -35,7 +35,7 @@ def document(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "cells", "host_cost", "jax_programs", "peers", "report", "timing"]
+    "name", ["attention", "cells", "host_cost", "jax_programs", "peers", "report", "ring", "timing"]
 )
 def test_examples_in_docstrings(modules, name):
     failed, attempted = doctest.testmod(modules(name))
@@ -70,6 +70,35 @@ def test_dispatch_is_timed_for_both_directions(document):
     for direction in ("forward", "forward_backward"):
         assert set(rows[direction]) == {"bare", "memeff_xla", "jax_xla"}
         assert all(row["us"] > 0 for row in rows[direction].values())
+
+
+def test_the_ring_is_timed_beside_the_share_of_a_device(tmp_path):
+    path = tmp_path / "ring.json"
+    command = [sys.executable, str(BENCHMARKS / "ring.py"), "--devices", "2", "--tokens", "64"]
+    command += ["--heads", "4", "--key-heads", "2", "--head-dim", "8", "--dtype", "float32"]
+    command += ["--implementation", "xla", "--rounds", "1", "--batch-ms", "1"]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    result = subprocess.run(
+        [*command, "--output", str(path)], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    document = json.loads(path.read_text())
+    assert document["ring"]["devices"] == 2 and document["ring"]["heads"] == 4
+    # Two of the four heads: 4 H for each pair of a query and a key, half of which are masked.
+    share = {"forward": 4 * 2 * 64**2 / 2 * 8}
+    share["forward_backward"] = 3.5 * share["forward"]
+    for direction, results in document["ring"]["results"].items():
+        for record in results.values():
+            flops = record["tflops_per_device"] * 1e12 * record["seconds"]
+            assert flops == pytest.approx(share[direction])
+        ratio = results["share"]["seconds"] / results["ring"]["seconds"]
+        assert results["ring"]["of_one_device"] == pytest.approx(ratio)
+        assert results["ring"]["difference"] < 1e-5
+        assert results["ring"]["transfers"] > 0
 
 
 def test_measure_keeps_going_without_a_failing_program(modules):

@@ -226,7 +226,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
         # float16 alone on sm_75; float32 has no backward of 192 and more head dims in 99 KB.
-        count = {"sm_75": 253, "sm_86": 872, "sm_90a": 954}.get(arch, 980)
+        count = {"sm_75": 253, "sm_86": 872, "sm_90a": 936}.get(arch, 980)
         assert len(set(specs)) == len(specs) == count
 
 
@@ -323,10 +323,24 @@ def test_hopper_kernels_come_first_and_say_why_not():
     plain = problem(masks={"causal"}, arch="sm_90a")
     assert select.select(plain).family == "sm90"
     assert select.select(dataclasses.replace(plain, arch="sm_90")).family == "sm80"
-    biased = problem("backward", masks={"causal"}, arch="sm_90a", bias="16")
+    biased = problem("backward", head_dim=256, masks={"causal"}, arch="sm_90a", bias="16")
     assert select.select(biased).family == "sm80"
     refused = [reasons for spec, reasons in select.explain(biased) if spec.family == "sm90"]
     assert "it adds no bias yet" in itertools.chain(*refused)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "bias", "pairs"), [(64, "32", 3), (128, "16", 3), (128, "32", 2)]
+)
+def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias, pairs):
+    wants = ("query", "key", "value", "bias")
+    asked = problem("backward", head_dim=head_dim, arch="sm_90a", bias=bias, wants=wants)
+    spec = select.select(dataclasses.replace(asked, bias_layout="shared"))
+    assert (spec.family, spec.bias_gradient) == ("sm90", "recomputed")
+    assert spec.recompute_stages == pairs
+    *_, recompute = spec.entry_points
+    assert (recompute.grid, recompute.takes_maps) == ("bias_squares", True)
+    assert recompute.shared_bytes <= sm80.part("sm_90a").shared_bytes(blocks=1)
 
 
 def test_hopper_source_takes_tensor_maps():

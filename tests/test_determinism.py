@@ -28,6 +28,9 @@ REPEATED = [
     Case(B=2, T=700, S=700, N=2, H=256, **CAUSAL),
     Case(B=2, T=700, S=700, N=4, H=192, Hv=128, soft_cap=5.0),
     Case(B=3, T=700, S=700, lengths=((700, 600), (0, 9), (300, 700)), packed=True, **CAUSAL),
+    # Key heads that share the tickets with others, and those that are left over.
+    Case(B=3, T=300, S=900, N=7, K=7, H=128, dropout=0.1),
+    Case(B=9, T=300, S=500, N=4, K=2, H=128, soft_cap=3.0, **WINDOW),
     # More CTAs than any GPU runs at the same time.
     Case(B=4, T=2048, S=2048, N=16, K=16, **CAUSAL),
     Case(B=4, T=2048, S=2048, N=16, K=16),
@@ -63,17 +66,26 @@ def test_deterministic_kernels_are_others_only_where_they_add(changes, ordered, 
     assert ("FmhaBackwardRecompute<Config>" in source) == (bias_gradient == "recomputed")
 
 
-def test_hopper_kernels_serve_where_each_gradient_has_an_owner():
+@pytest.mark.parametrize(
+    ("changes", "ordered"),
+    [
+        ({}, True),
+        ({"masks": frozenset({"causal"}), "varlen": True, "dropout": True}, True),
+        ({"head_dim": 64, "value_dim": 64, "masks": frozenset({"window"})}, True),
+        ({"wants": ("key", "value")}, False),
+        ({"head_dim": 192}, False),
+        ({"head_dim": 256, "value_dim": 256}, False),
+    ],
+)
+def test_hopper_kernels_have_an_order_where_gradients_have_no_owner(changes, ordered):
     asked = Problem("backward", "bf16", 128, 128, "sm_90a", deterministic=True)
-    refused = {spec.name: reasons for spec, reasons in select.explain(asked) if reasons}
-    name = "fmha_bwd_bf16_d128_64x128_deterministic_sm90"
-    assert refused[name] == ["it adds to the gradient of the query in no order"]
-    assert select.select(asked).family == "sm80"
-    for changes in ({"wants": ("key", "value")}, {"head_dim": 256, "value_dim": 256}):
-        others = dataclasses.replace(asked, **changes)
-        plain = dataclasses.replace(others, deterministic=False)
-        assert select.select(others) == select.select(plain)
-        assert select.select(others).family == "sm90"
+    asked = dataclasses.replace(asked, **changes)
+    spec = select.select(asked)
+    plain = select.select(dataclasses.replace(asked, deterministic=False))
+    assert spec.family == "sm90"
+    assert spec == dataclasses.replace(plain, deterministic=ordered)
+    assert spec.orders_queries == ordered
+    assert f"kOrdersQueries = {str(ordered).lower()};" in emit.source(spec)
 
 
 def test_forwards_are_the_same_kernels():

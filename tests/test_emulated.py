@@ -62,6 +62,7 @@ EVERYTHING = Case(
     dropout=0.2,
     **WINDOW,
 )
+PACKED = ((300, 700), (77, 33), (0, 150))
 SM80 = [
     *on_three_schedules(Case(B=1, T=200, S=150, N=4, K=2, **CAUSAL)),
     *on_three_schedules(EVERYTHING),
@@ -86,6 +87,15 @@ SM90 = [
         gradients=False,
     ),
 ]
+SM90 += [
+    Run(case, arch="sm_90a", seed=1, multiprocessors=2)
+    for case in (
+        Case(B=3, T=200, S=150, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **CAUSAL),
+        Case(B=2, T=140, S=200, K=1, bias="11TS", bias_dtype="float32", soft_cap=2.0, **WINDOW),
+        Case(B=3, T=130, S=150, bias="BNTS", lengths=LENGTHS, packed=True),
+        Case(B=2, T=130, S=150, K=1, bias="1N1S", dtype="float16", dropout=0.2),
+    )
+]
 DETERMINISTIC = [
     Run(dataclasses.replace(case, deterministic=True), arch=arch)
     for arch, case in (
@@ -96,6 +106,11 @@ DETERMINISTIC = [
             Case(B=3, T=130, S=150, dtype="float32", bias="1N1S", lengths=LENGTHS, packed=True),
         ),
         ("sm_90a", Case(B=1, T=100, S=500, N=2, K=1, bias="1NTS", **WINDOW)),
+        # Bits of float16 differ where a few roundings of float32 do.
+        ("sm_90a", Case(B=1, T=300, S=600, N=4, K=2, dtype="float16")),
+        ("sm_90a", Case(B=3, T=300, S=700, H=128, dtype="float16", lengths=PACKED, packed=True)),
+        # More key heads than take tickets in turn.
+        ("sm_90a", Case(B=9, T=70, S=200, dtype="float16")),
     )
 ]
 

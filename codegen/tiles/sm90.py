@@ -109,7 +109,7 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
     ),
 }
 
-_BACKWARD_MODIFIERS = ("dropout", "soft cap")
+_BACKWARD_MODIFIERS = ("dropout", "soft cap", "bias")
 
 _DIVIDED = Tile(
     128,

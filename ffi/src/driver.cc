@@ -12,7 +12,7 @@ bool find(void* library, const char* name, Function* function, std::string* erro
   *function = reinterpret_cast<Function>(dlsym(library, name));
   if (*function != nullptr) return true;
   *error = std::string("libcuda.so.1 has no ") + name +
-           ": the kernels need an NVIDIA driver of CUDA 12.0 or later";
+           ": the kernels need an NVIDIA driver of CUDA 12.4 or later";
   return false;
 }
 
@@ -31,6 +31,8 @@ bool open(Driver* driver, std::string* error) {
          find(library, "cuLibraryLoadData", &driver->library_load, error) &&
          find(library, "cuLibraryGetKernel", &driver->library_kernel, error) &&
          find(library, "cuKernelSetAttribute", &driver->kernel_set_attribute, error) &&
+         find(library, "cuKernelGetFunction", &driver->kernel_function, error) &&
+         find(library, "cuFuncLoad", &driver->load_function, error) &&
          find(library, "cuLaunchKernel", &driver->launch, error) &&
          find(library, "cuMemsetD8Async", &driver->memset_async, error) &&
          find(library, "cuTensorMapEncodeTiled", &driver->encode_tensor_map, error);

@@ -19,6 +19,8 @@ struct Driver {
   decltype(&cuLibraryLoadData) library_load;
   decltype(&cuLibraryGetKernel) library_kernel;
   decltype(&cuKernelSetAttribute) kernel_set_attribute;
+  decltype(&cuKernelGetFunction) kernel_function;
+  decltype(&cuFuncLoad) load_function;
   decltype(&cuLaunchKernel) launch;
   decltype(&cuMemsetD8Async) memset_async;
   decltype(&cuTensorMapEncodeTiled) encode_tensor_map;

@@ -52,7 +52,7 @@ class KernelTable {
  public:
   static xla::ffi::ErrorOr<KernelTable> decode(const xla::ffi::Dictionary& kernels);
 
-  // Loads the images that a device of this machine can run.
+  // Loads the images that a device of this machine can run; without a driver, none.
   xla::ffi::Error load();
 
   // The kernel for the current device; prepares it on the device's first call. Thread-safe.

@@ -96,6 +96,13 @@ CUresult cuKernelSetAttribute(CUfunction_attribute, int bytes, CUkernel, CUdevic
   return failure(CUDA_ERROR_INVALID_VALUE, std::to_string(bytes) + " bytes of shared memory");
 }
 
+CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
+  *function = reinterpret_cast<CUfunction>(kernel);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuFuncLoad(CUfunction) { return CUDA_SUCCESS; }
+
 CUresult cuLaunchKernel(CUfunction function, unsigned blocks, unsigned, unsigned, unsigned threads,
                         unsigned, unsigned, unsigned shared_bytes, CUstream, void** arguments,
                         void**) {

@@ -66,11 +66,12 @@ class BiasReader {
   uint32_t shift_;
 };
 
-// x = x * softmax_scale + bias * log2(e): from here on scores are exponents of two, see ScoreScale.
-template <class Tile, class Accumulators>
+// Makes exponents of two of the scores of a warp. kKnown: see biased_known_score().
+template <bool kKnown = false, class Tile, class Accumulators>
 CUTE_DEVICE void add_bias(Accumulators& scores, BiasReader<Tile> const& bias, float softmax_scale) {
   auto add = [&](float& score, float x) {
-    score = x < kMaskedBias ? -infinity() : fmaf(score, softmax_scale, x * kLog2e);
+    score = kKnown ? biased_known_score(score, x, softmax_scale)
+                   : biased_score(score, x, softmax_scale);
   };
   constexpr int kRowBlocks = cute::size<1>(Accumulators{});
   constexpr int kColumnBlocks = cute::size<2>(Accumulators{}) / 2;

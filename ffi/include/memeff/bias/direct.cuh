@@ -9,8 +9,8 @@
 
 namespace memeff {
 
-// x = x * softmax_scale + bias * log2(e): from here on scores are exponents of two, see ScoreScale.
-// Elements beyond the bounds, which count from the tile's first element, get a bias of 0.
+// Makes exponents of two of scores. Elements beyond the bounds, which count from the tile's first
+// element, get a bias of 0.
 //
 // kPerRow is false for a bias that is broadcast over rows, which is loaded once for all of them.
 template <class Element, class Grid, bool kPerRow>
@@ -55,12 +55,10 @@ struct DirectBiasAdder {
   template <class Accumulators>
   CUTE_DEVICE static void add_pair(Accumulators& scores, int r, int n, Pair<Element> const& bias,
                                    float softmax_scale) {
-    add_one(scores(2 * (r % 2), r / 2, n), float(bias.first), softmax_scale);
-    add_one(scores(2 * (r % 2) + 1, r / 2, n), float(bias.second), softmax_scale);
-  }
-
-  CUTE_DEVICE static void add_one(float& score, float bias, float softmax_scale) {
-    score = bias < kMaskedBias ? -infinity() : fmaf(score, softmax_scale, bias * kLog2e);
+    float& first = scores(2 * (r % 2), r / 2, n);
+    float& second = scores(2 * (r % 2) + 1, r / 2, n);
+    first = biased_score(first, float(bias.first), softmax_scale);
+    second = biased_score(second, float(bias.second), softmax_scale);
   }
 };
 

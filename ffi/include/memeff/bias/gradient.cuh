@@ -13,7 +13,9 @@
 #include <memeff/arch/copy.cuh>
 #include <memeff/bias/score_view.cuh>
 #include <memeff/collective/epilogue.cuh>
+#include <memeff/mask/interval.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
+#include <memeff/schedule/grid.cuh>
 
 namespace memeff {
 
@@ -25,10 +27,13 @@ CUTE_DEVICE long long bias_plane(BackwardParams const& params, int batch, int he
          (gradient.head_stride == 0 ? 0 : head);
 }
 
-// The tile of the gradient that a CTA of a kernel after the main one writes.
-template <class Config>
+// The kernel of the way `recomputed`, which the Tiles of each family specialise.
+template <class Config, class Tiles = BackwardTiles<Config>>
+struct FmhaBackwardRecompute;
+
+// A tile of the gradient, one of count(), that a CTA of a kernel after the main one writes.
+template <class Config, class Tiles = BackwardTiles<Config>>
 struct BiasGradientTile {
-  using Tiles = BackwardTiles<Config>;
   using Plane = ScorePlane<typename Config::BiasElement>;
   int plane;
   int row;
@@ -37,10 +42,13 @@ struct BiasGradientTile {
   int column_bound;
   Plane gradient;
 
-  CUTE_DEVICE explicit BiasGradientTile(BackwardParams const& params)
-      : BiasGradientTile(params, params.bias_gradient.row_stride == 0 ? 1 : params.query_tiles,
-                         ceil_div(params.shape.key_length, Tiles::kTileKey),
-                         params.bias_gradient.head_stride == 0 ? 1 : params.shape.query_heads) {}
+  CUTE_DEVICE BiasGradientTile(BackwardParams const& params, unsigned index)
+      : BiasGradientTile(params, index, row_tiles(params), key_tiles(params), heads(params)) {}
+
+  CUTE_DEVICE static int count(BackwardParams const& params) {
+    int const batch = params.bias_gradient.batch_stride == 0 ? 1 : params.shape.batch;
+    return batch * heads(params) * row_tiles(params) * key_tiles(params);
+  }
 
   // Elements of the accumulators' block (m, n).
   CUTE_DEVICE void store(int m, int n, float x, float y, float z, float w) const {
@@ -51,14 +59,25 @@ struct BiasGradientTile {
   }
 
  private:
-  CUTE_DEVICE BiasGradientTile(BackwardParams const& params, unsigned row_tiles, unsigned key_tiles,
-                               unsigned heads)
-      : plane(blockIdx.x / key_tiles / row_tiles),
-        row(blockIdx.x / key_tiles % row_tiles * Tiles::kTileQuery),
-        column(blockIdx.x % key_tiles * Tiles::kTileKey),
+  CUTE_DEVICE BiasGradientTile(BackwardParams const& params, unsigned index, unsigned row_tiles,
+                               unsigned key_tiles, unsigned heads)
+      : plane(index / key_tiles / row_tiles),
+        row(index / key_tiles % row_tiles * Tiles::kTileQuery),
+        column(index % key_tiles * Tiles::kTileKey),
         row_bound(params.shape.query_length - row),
         column_bound(params.shape.key_length - column),
         gradient(params.bias_gradient, plane / heads, plane % heads, row, column) {}
+
+  CUTE_DEVICE static int row_tiles(BackwardParams const& params) {
+    int const rows = params.bias_gradient.row_stride == 0 ? 1 : params.shape.query_length;
+    return ceil_div(rows, Tiles::kTileQuery);
+  }
+  CUTE_DEVICE static int key_tiles(BackwardParams const& params) {
+    return ceil_div(params.shape.key_length, Tiles::kTileKey);
+  }
+  CUTE_DEVICE static int heads(BackwardParams const& params) {
+    return params.bias_gradient.head_stride == 0 ? 1 : params.shape.query_heads;
+  }
 };
 
 // The batch elements and heads that share a plane of the gradient, numbered.
@@ -83,18 +102,17 @@ struct BiasMembers {
 };
 
 // Rows of sums over the columns of the scores. Warps add to the row of their plane as they come;
-// where every run must give the same bits, each row of warps has a row of sums for each batch
-// element and head, to which only one thread adds.
-template <class Config>
+// where every run must give the same bits, each row of warps (each of Tiles::kBiasSumRows) has a
+// row of sums for each batch element and head, to which only one thread adds.
+template <class Config, class Tiles = BackwardTiles<Config>>
 struct ColumnSums {
-  using Tiles = BackwardTiles<Config>;
-  using Grid = typename Tiles::ScoreGrid;
+  static constexpr int kRowWarps = Tiles::kBiasSumRows;
 
   CUTE_DEVICE static float* row_of(BackwardParams const& params, int batch, int head,
                                    int row_warp) {
     long long row = bias_plane(params, batch, head);
     if constexpr (Config::kDeterministic) {
-      row = ((long long)batch * params.shape.query_heads + head) * Grid::kRowWarps + row_warp;
+      row = ((long long)batch * params.shape.query_heads + head) * kRowWarps + row_warp;
     }
     return params.bias_gradient_sum + row * Tiles::padded_keys(params.shape);
   }
@@ -108,13 +126,39 @@ struct ColumnSums {
 #pragma unroll 4
     for (int member = 0; member < members.count; ++member) {
       CUTE_UNROLL
-      for (int warp = 0; warp < Grid::kRowWarps; ++warp) {
+      for (int warp = 0; warp < kRowWarps; ++warp) {
         sum += row_of(params, members.batch(member), members.head(member), warp)[column];
       }
     }
     return sum;
   }
 };
+
+// Zeros of a full gradient for the rows of a tile of columns that no visit computes: those of all
+// heads of the group outside the visited tiles. kThreads threads share them.
+template <class Config, int kThreads>
+CUTE_DEVICE void clear_unvisited(BackwardParams const& params, WorkItem const& item,
+                                 TileRange const& visited) {
+  if constexpr (Config::kBiasGradient == BiasGradient::full) {
+    using Element = typename Config::BiasElement;
+    int const column = item.tile * Config::kTileKey;
+    int const columns = min(Config::kTileKey, params.shape.key_length - column);
+    int const rows = params.shape.query_length;
+    auto clear = [&](int head, int begin, int end) {
+      ScorePlane<Element> const plane(params.bias_gradient, item.batch, head, 0, column);
+      for (int row = begin + threadIdx.x / kWarpSize; row < end; row += kThreads / kWarpSize) {
+        for (int i = threadIdx.x % kWarpSize; i < columns; i += kWarpSize) {
+          *plane.at(row, i) = Element(0.0f);
+        }
+      }
+    };
+    for (int i = 0; i < params.shape.group; ++i) {
+      int const head = item.head * params.shape.group + i;
+      clear(head, 0, min(visited.begin * Config::kTileQuery, rows));
+      clear(head, visited.end * Config::kTileQuery, rows);
+    }
+  }
+}
 
 template <class Config, BiasGradient kWay = Config::kBiasGradient>
 struct BiasGradientWriter;
@@ -185,19 +229,6 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
     store_rows<typename Tiles::ScoreTile, Tiles::kThreads>(
         score_tile, reinterpret_cast<char*>(plane.origin), plane.row_stride * sizeof(Element),
         params.shape.query_length - position.row, params.shape.key_length - position.column);
-  }
-
-  // Writes zeros for the rows [begin, end) of a tile of columns, which no visit computes.
-  CUTE_DEVICE static void skip(BackwardParams const& params, int batch, int head, int column,
-                               int begin, int end) {
-    constexpr int kThreads = Tiles::kThreads;
-    Plane const plane(params.bias_gradient, batch, head, 0, column);
-    int const columns = min(Config::kTileKey, params.shape.key_length - column);
-    for (int row = begin + threadIdx.x / kWarpSize; row < end; row += kThreads / kWarpSize) {
-      for (int i = threadIdx.x % kWarpSize; i < columns; i += kWarpSize) {
-        *plane.at(row, i) = Element(0.0f);
-      }
-    }
   }
 };
 

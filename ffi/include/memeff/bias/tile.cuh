@@ -9,6 +9,16 @@ namespace memeff {
 // A bias below this masks its element, as -inf does.
 constexpr float kMaskedBias = -1e37f;
 
+// x = x * softmax_scale + bias * log2(e): from here on scores are exponents of two, see ScoreScale.
+CUTE_DEVICE float biased_score(float score, float bias, float softmax_scale) {
+  return bias < kMaskedBias ? -infinity() : fmaf(score, softmax_scale, bias * kLog2e);
+}
+
+// The same for a backward: the logsumexp, which knows what is masked, is far above that.
+CUTE_DEVICE float biased_known_score(float score, float bias, float softmax_scale) {
+  return fmaf(score, softmax_scale, bias * kLog2e);
+}
+
 // Does the main loop read a bias? One that is broadcast over columns shifts whole rows: it changes
 // the logsumexp, which is corrected before and after the loop.
 template <class Config>
@@ -73,13 +83,14 @@ struct BiasTile {
   CUTE_DEVICE static void copy_words(uint32_t tile, int thread, char const* source,
                                      long long row_bytes, int row_bound, int column_bound) {
     constexpr int kRowWords = kColumns * int(sizeof(Element)) / 4 + (sizeof(Element) < 4 ? 1 : 0);
-    int const lane = thread % kWarpSize;
-    for (int row = thread / kWarpSize; row < kRows; row += kThreads / kWarpSize) {
+    constexpr int kLanes = kRowWords > kWarpSize / 2 ? kWarpSize : kWarpSize / 2;  // of a row
+    int const lane = thread % kLanes;
+    for (int row = thread / kLanes; row < kRows; row += kThreads / kLanes) {
       char const* const begin = source + row * row_bytes;
       int const before = bit_shift(begin) / 8;
       int const bytes = row < row_bound ? column_bound * int(sizeof(Element)) + before : 0;
       CUTE_UNROLL
-      for (int word = lane; word < kRowWords; word += kWarpSize) {
+      for (int word = lane; word < kRowWords; word += kLanes) {
         copy_word_async(tile + row * kRowBytes + word * 4, begin - before + word * 4,
                         min(max(bytes - word * 4, 0), 4));
       }

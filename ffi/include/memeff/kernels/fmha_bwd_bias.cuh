@@ -5,15 +5,14 @@
 
 namespace memeff {
 
-template <class Config>
+template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardBias {
-  using Tiles = BackwardTiles<Config>;
   using Grid = typename Tiles::ScoreGrid;
   static constexpr int kThreads = Tiles::kThreads;
   static constexpr int kBlocksPerSm = 4;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
-    BiasGradientTile<Config> const tile(params);
+    BiasGradientTile<Config, Tiles> const tile(params, blockIdx.x);
 
     if constexpr (Config::kBiasGradient == BiasGradient::shared) {
       float const* const sums =
@@ -31,7 +30,7 @@ struct FmhaBackwardBias {
     } else {
       for (int j = threadIdx.x; j < min(Tiles::kTileKey, tile.column_bound); j += kThreads) {
         *tile.gradient.at(0, j) = typename Config::BiasElement(
-            ColumnSums<Config>::total(params, tile.plane, tile.column + j));
+            ColumnSums<Config, Tiles>::total(params, tile.plane, tile.column + j));
       }
     }
   }

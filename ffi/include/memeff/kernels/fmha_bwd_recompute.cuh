@@ -21,7 +21,7 @@ template <class Config>
 struct FmhaBackwardSm80;
 
 template <class Config>
-struct FmhaBackwardRecompute {
+struct FmhaBackwardRecompute<Config, BackwardTiles<Config>> {
   using Element = typename Config::Element;
   using Main = FmhaBackwardSm80<Config>;
   using Tiles = BackwardTiles<Config>;
@@ -62,7 +62,7 @@ struct FmhaBackwardRecompute {
     uint32_t const bias_tile = statistics_buffers + 2 * kStatisticsBytes;
 
     ProblemShape const& shape = params.shape;
-    BiasGradientTile<Config> const tile(params);
+    BiasGradientTile<Config> const tile(params, blockIdx.x);
     int const row = tile.row;
     int const column = tile.column;
     BiasMembers const members(params, tile.plane);

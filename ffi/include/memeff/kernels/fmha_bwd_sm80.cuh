@@ -112,6 +112,9 @@ struct FmhaBackwardSm80 {
     auto position = [&](Visit const& visit) {
       return (visit.head - item.head * shape.group) * params.query_tiles + visit.tile;
     };
+    auto publish = [&](int done) {
+      if (threadIdx.x == 0) order.publish(done);
+    };
     // Queries and the statistics of their rows, into one of the buffers.
     auto load_query = [&](Visit const& visit, int buffer) {
       TileLoader<QueryTile, kThreads, Config::kAlignment>::copy(
@@ -143,12 +146,12 @@ struct FmhaBackwardSm80 {
       }
     };
 
-    skip_bias_gradient(params, item, tiles);
+    clear_unvisited<Config, kThreads>(params, item, tiles);
     if constexpr (Config::kVarlen) {
       clear_key_gap<Config, kThreads>(params, item, mask.key_length,
                                       ceil_div(shape.key_length, kTileKey));
       if (column >= mask.key_length) {
-        order.publish(kFinished);
+        publish(kFinished);
         return;
       }
     }
@@ -179,7 +182,7 @@ struct FmhaBackwardSm80 {
 
       wait_copies<0>();
       __syncthreads();  // this visit's tiles are here; nobody reads the other query buffer or dS
-      order.publish(position(visit));
+      publish(position(visit));
       if (kBuffers == 2 && has_next) {
         load_query(visit_at(index + 1), (index + 1) % kBuffers);
         commit_copies();
@@ -254,7 +257,7 @@ struct FmhaBackwardSm80 {
     }
 
     __syncthreads();  // the key and value tiles, which the results go through, are no longer read
-    order.publish(kFinished);
+    publish(kFinished);
     // Past a packed sequence the next one begins.
     int const key_bound = (Config::kVarlen ? mask.key_length : shape.key_length) - column;
     if constexpr (Config::kKeyGradient) {
@@ -354,20 +357,6 @@ struct FmhaBackwardSm80 {
       }
     }
     bias_gradient.finish();
-  }
-
-  // Zeros of a full bias gradient where no visit computes it.
-  CUTE_DEVICE static void skip_bias_gradient(BackwardParams const& params, WorkItem const& item,
-                                             TileRange const& tiles) {
-    if constexpr (Config::kBiasGradient == BiasGradient::full) {
-      int const column = item.tile * kTileKey;
-      int const rows = params.shape.query_length;
-      for (int i = 0; i < params.shape.group; ++i) {
-        int const head = item.head * params.shape.group + i;
-        BiasWriter::skip(params, item.batch, head, column, 0, min(tiles.begin * kTileQuery, rows));
-        BiasWriter::skip(params, item.batch, head, column, tiles.end * kTileQuery, rows);
-      }
-    }
   }
 
   // Scores that met a bias are exponents of two already.

@@ -9,19 +9,26 @@
 // Each of the two consumers owns 64 keys, so P^T and dS^T go from its accumulators to the operands
 // of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory; it has
 // two buffers there, so that one barrier of the consumers a visit is enough.
+//
+// Config::kOrdersQueries puts the additions to dq in an order (schedule/turn_sm90.cuh).
 #pragma once
 
+#include <memeff/bias/gradient_transposed.cuh>
+#include <memeff/bias/transposed.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/transposed_scores.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/dropout/keep.cuh>
+#include <memeff/kernels/fmha_bwd_bias.cuh>
 #include <memeff/kernels/fmha_bwd_postprocess.cuh>
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
+#include <memeff/kernels/fmha_bwd_recompute_sm90.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/backward_tiles_sm90.cuh>
 #include <memeff/schedule/sequences.cuh>
+#include <memeff/schedule/turn_sm90.cuh>
 
 namespace memeff {
 
@@ -47,8 +54,17 @@ struct FmhaBackwardSm90 {
   static constexpr int kConsumerRegisters = 240;
   static constexpr int kStages = Config::kStages;
 
-  // dS is needed by dq and dk; where both are frozen, dv needs P alone.
-  static constexpr bool kScoreGradient = Config::kQueryGradient || Config::kKeyGradient;
+  // dS is needed by dq and dk, and is the gradient of the bias; where all of them are frozen, dv
+  // needs P alone.
+  using BiasWriter = TransposedBiasGradient<Config, Tiles>;
+  using BiasSums = typename BiasWriter::Sums;
+  static constexpr bool kScoreGradient =
+      Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kNeeded;
+
+  static constexpr bool kBiasTile = has_bias_tile<Config>();
+  // Each warp copies the bias of its own keys, for itself.
+  using BiasColumns = BiasTile<Config, kTileQuery, 16, kWarpSize>;
+  static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasColumns>();
 
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kValueOffset = KeyTile::kBytes;
@@ -56,9 +72,13 @@ struct FmhaBackwardSm90 {
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kScoreOffset = kOutOffset + kStages * OutTile::kBytes;
   static constexpr int kStatisticsOffset = kScoreOffset + 2 * ScoreTile::kBytes;
-  static constexpr int kControlOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+  static constexpr int kBiasOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+  static constexpr int kControlOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
 
-  struct Control {
+  using QueryOrder =
+      cute::conditional_t<Config::kOrdersQueries, TurnSm90<Config>, AnyOrderSm90<Config>>;
+
+  struct Control : QueryOrder::Control {
     Pipeline<kStages> query;  // and the statistics of their rows
     Pipeline<kStages> out_gradient;
     Pipeline<1> key;  // and values
@@ -77,10 +97,11 @@ struct FmhaBackwardSm90 {
     int column;
     TileRange tiles;
 
-    CUTE_DEVICE Work(ProblemShape const& shape, MaskParams const& mask) {
-      item = WorkItem::of_block(blockIdx.x, ceil_div(shape.key_length, kTileKey), shape.key_heads);
+    CUTE_DEVICE Work(BackwardParams const& params, Control const& control) {
+      ProblemShape const& shape = params.shape;
+      item = QueryOrder::item(params, control);
       column = item.tile * kTileKey;
-      tiles = Mask(mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
+      tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
     }
   };
 
@@ -96,13 +117,15 @@ struct FmhaBackwardSm90 {
       control.query.init(kConsumerWarps);
       control.out_gradient.init(kConsumerWarps);
       control.key.init(1);
+      QueryOrder::init(params, control, kConsumerWarps);
       fence_barrier_init();
     }
     __syncthreads();
-    Work const work(params.shape, params.mask);
+    Work const work(params, control);
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
+      QueryOrder::keep(params, control, work.tiles, int(threadIdx.x) - kConsumers);
     } else {
       raise_registers<kConsumerRegisters>();
       consume(params, maps, work, control, tiles);
@@ -170,8 +193,10 @@ struct FmhaBackwardSm90 {
     auto value_gradient = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(key_gradient);
     cute::clear(value_gradient);
+    clear_unvisited<Config, kConsumers>(params, item, work.tiles);
 
     if (work.tiles.begin < work.tiles.end) {
+      load_bias(params, mask, work, item.head * shape.group, work.tiles.begin, tiles);
       control.key.wait({});
       if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
         clear_rows<KeyTile, kConsumers>(tiles, mask.key_length - work.column);
@@ -188,6 +213,7 @@ struct FmhaBackwardSm90 {
     int const group = shape.group;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
+      BiasSums bias_sums;
       CUTE_NO_UNROLL
       for (int tile = work.tiles.begin; tile < work.tiles.end; ++tile) {
         int const row = tile * kTileQuery;
@@ -225,19 +251,23 @@ struct FmhaBackwardSm90 {
         uint32_t const statistics = tiles + kStatisticsOffset + stage.index * kStatisticsBytes;
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
         auto const capped = scores;  // read by the derivative of the soft cap
+        add_bias(params, mask, work, head, tile, tiles, scores);
         if (mask.needs_test(row, kTileQuery, work.column, kTileKey)) {
           mask.template apply_transposed<ScoreGrid>(scores, row, work.column);
         }
-        exponentiate_transposed<ScoreGrid>(statistics, params.scale.softmax_scale, scores);
+        exponentiate_transposed<ScoreGrid>(statistics, exponent_scale(params), scores);
         fence_accumulators(scores);
         wait_products<0>();
         fence_accumulators(score_gradient);
         ScoreOperand probabilities;
         ScoreOperand left_gradient;
         differentiate(params, statistics, item.batch, head, row, work.column, capped, scores,
-                      score_gradient, probabilities, left_gradient);
+                      score_gradient, probabilities, left_gradient, bias_sums);
         if constexpr (Config::kQueryGradient) {
           store_operand<ScoreTile, ScoreGrid>(score_tile, left_gradient);
+        }
+        if constexpr (BiasWriter::kFromTile) {
+          BiasWriter::store(params, {item.batch, head, row, work.column}, score_tile);
         }
 
         if constexpr (Config::kValueGradient) {
@@ -271,7 +301,9 @@ struct FmhaBackwardSm90 {
         wait_products<1>();
         fence_accumulators(query_gradient);
         if constexpr (Config::kQueryGradient) {
+          QueryOrder::begin_additions(control, score_buffer);  // which alternates by visits, too
           add_query_gradient(params, item.batch, head, tile, query_gradient);
+          QueryOrder::end_additions(control);
         }
         wait_products<0>();
         fence_accumulators(key_gradient);
@@ -279,6 +311,7 @@ struct FmhaBackwardSm90 {
         stage.advance();
         score_buffer ^= 1;
       }
+      BiasWriter::finish(params, item.batch, head, work.column, bias_sums);
     }
 
     if constexpr (Config::kKeyGradient)
@@ -288,6 +321,60 @@ struct FmhaBackwardSm90 {
     store(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
   }
 
+  // Scores that met a bias are exponents of two already.
+  CUTE_DEVICE static float exponent_scale(BackwardParams const& params) {
+    return kBiasTile ? 1.0f : params.scale.softmax_scale;
+  }
+
+  CUTE_DEVICE static uint32_t bias_tile(uint32_t tiles) {
+    return tiles + kBiasOffset + thread_index() / kWarpSize * kBiasBytes;
+  }
+
+  // Where the bias of this warp's keys begins.
+  CUTE_DEVICE static char const* bias_source(BackwardParams const& params, Work const& work,
+                                             int head, int row) {
+    return bias_row<Config>(params.bias, work.item.batch, head, row) +
+           (work.column + ScoreGrid::row(thread_index())) *
+               (long long)sizeof(typename Config::BiasElement);
+  }
+
+  CUTE_DEVICE static long long bias_row_bytes(BackwardParams const& params) {
+    return params.bias.row_stride * (long long)sizeof(typename Config::BiasElement);
+  }
+
+  CUTE_DEVICE static void load_bias(BackwardParams const& params, Mask const& mask,
+                                    Work const& work, int head, int tile, uint32_t tiles) {
+    if constexpr (kBiasTile) {
+      int const thread = thread_index();
+      int const row = tile * kTileQuery;
+      BiasColumns::copy(bias_tile(tiles), thread % kWarpSize, bias_source(params, work, head, row),
+                        bias_row_bytes(params), mask.query_length - row,
+                        mask.key_length - work.column - ScoreGrid::row(thread));
+      commit_copies();
+    }
+  }
+
+  // Adds the bias of a visit, which began to arrive during the one before, and lets that of the
+  // next begin.
+  template <class Scores>
+  CUTE_DEVICE static void add_bias(BackwardParams const& params, Mask const& mask, Work const& work,
+                                   int head, int tile, uint32_t tiles, Scores& scores) {
+    if constexpr (kBiasTile) {
+      wait_copies<0>();
+      __syncwarp();  // the bias of all lanes is here
+      TransposedBiasReader<BiasColumns> const bias(
+          bias_tile(tiles), bias_source(params, work, head, tile * kTileQuery),
+          bias_row_bytes(params));
+      add_bias_transposed(scores, bias, params.scale.softmax_scale);
+      __syncwarp();  // nobody reads it any more
+      bool const last = tile + 1 == work.tiles.end;
+      if (last) ++head;
+      if (head < (work.item.head + 1) * params.shape.group) {
+        load_bias(params, mask, work, head, last ? work.tiles.begin : tile + 1, tiles);
+      }
+    }
+  }
+
   // dS^T from P^T and dP^T, the gradient of query.key without the user's scale, and the kept P^T.
   // Both are packed block by block, which frees the accumulators.
   template <class Scores>
@@ -295,8 +382,9 @@ struct FmhaBackwardSm90 {
                                         int batch, int head, int row, int column,
                                         Scores const& capped, Scores const& scores,
                                         Scores const& score_gradient, ScoreOperand& probabilities,
-                                        ScoreOperand& left_gradient) {
+                                        ScoreOperand& left_gradient, BiasSums& bias_sums) {
     int const thread = thread_index();
+    BiasWriter const bias_gradient(params, {batch, head, row, column});
     // Sixteen rows and the sixteen keys of this warp.
     auto block = [&](int, int row_block, auto const& keep) {
       CUTE_UNROLL
@@ -319,11 +407,15 @@ struct FmhaBackwardSm90 {
             float const kept_gradient = keep.select(score_gradient(element, 0, n), chunk, half, i);
             gradient[i] =
                 score * fmaf(kept_gradient, kept_scale<Config>(params.dropout), -delta[i]);
-            if constexpr (Config::kSoftCap) {
-              float const x = capped(element, 0, n);
+            kept[i] = keep.select(score, chunk, half, i);
+          }
+          bias_gradient.pair(bias_sums, n, half, gradient);
+          if constexpr (Config::kSoftCap) {
+            CUTE_UNROLL
+            for (int i = 0; i < 2; ++i) {
+              float const x = capped(2 * half + i, 0, n);
               gradient[i] *= fmaf(-x, x, 1.0f);
             }
-            kept[i] = keep.select(score, chunk, half, i);
           }
           probabilities.fragments[0][row_block][2 * chunk + half] = pack<Element>(kept[0], kept[1]);
           left_gradient.fragments[0][row_block][2 * chunk + half] =

@@ -246,7 +246,7 @@ struct FmhaBackwardWideKey {
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
     int const head_visits = tiles.end - tiles.begin;
     int const visits = head_visits * shape.group;
-    Scores::Narrow::skip_bias_gradient(params, item, tiles);
+    clear_unvisited<Config, kThreads>(params, item, tiles);
     int length = shape.key_length;
     if constexpr (Config::kVarlen) {
       length = mask.key_length;

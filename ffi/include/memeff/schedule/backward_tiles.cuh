@@ -52,7 +52,9 @@ struct BackwardTiles {
     return ((m * 2 * ScoreGrid::kColumnBlocks + n) * kThreads + int(threadIdx.x)) * 4;
   }
 
-  // Length of a row of the sums of a bias gradient that is broadcast over rows.
+  // The sums of a bias gradient that is broadcast over rows: how many rows a batch element and head
+  // has where they are in an order, and the length of one.
+  static constexpr int kBiasSumRows = ScoreGrid::kRowWarps;
   CUTE_DEVICE static long long padded_keys(ProblemShape const& shape) {
     return (long long)ceil_div(shape.key_length, kTileKey) * kTileKey;
   }

@@ -50,6 +50,13 @@ struct BackwardTilesSm90 {
     return (block * kThreads + int(threadIdx.x)) * 4;
   }
 
+  // The sums of a bias gradient that is broadcast over rows, as in BackwardTiles. A CTA adds to
+  // each once a head.
+  static constexpr int kBiasSumRows = 1;
+  CUTE_DEVICE static long long padded_keys(ProblemShape const& shape) {
+    return (long long)ceil_div(shape.key_length, kTileKey) * kTileKey;
+  }
+
   CUTE_DEVICE static long long tile_index(BackwardParams const& params, int batch, int head,
                                           int tile) {
     return query_tile_index<Config>(params, batch, head, tile);

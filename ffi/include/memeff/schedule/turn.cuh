@@ -11,6 +11,9 @@
 // Work is handed out by a ticket, in the order in which CTAs start. So a CTA waits only for CTAs
 // that already run or have finished, whatever the order in which the hardware starts blocks, and
 // whatever else runs on the device.
+//
+// Several queues take tickets in turn. SMs become free faster than the CTAs of one queue may follow
+// each other without a mask, and would wait; so each queue grows by a CTA when many have started.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -36,46 +39,61 @@ struct AnyOrder {
 template <class Config>
 class Turn {
  public:
+  // 132 SMs with as many visits to make as a block has at T = 1024 take 8 queues; more cost nothing
+  // while the query tiles that they visit fit L2.
+  static constexpr unsigned kQueuesInTurn = 16;
+
   // The number of words in BackwardParams::order: a ticket counter, and the progress of each CTA.
   CUTE_DEVICE static unsigned words(ProblemShape const& shape, int tile_key) {
     return 1u + ceil_div(shape.key_length, tile_key) * shape.key_heads * shape.batch;
   }
 
-  // Draws a ticket for the CTA; `scratch` is a word of shared memory that nobody uses.
-  CUTE_DEVICE Turn(BackwardParams const& params, int key_tiles, int* scratch) {
-    if (threadIdx.x == 0) *scratch = atomicAdd(params.order, 1);
-    __syncthreads();
-    unsigned const ticket = *scratch;
-    __syncthreads();
-    int const heads = params.shape.key_heads;
-    WorkItem const item = work_item<Config>(params.shape, params.bias, ticket, key_tiles, heads);
-    place_ = (item.batch * heads + item.head) * key_tiles + item.tile;
-    progress_ = params.order + 1;
-    seen_ = item.tile == 0 ? kFinished : 0;
+  // The ticket of a CTA; one thread draws it.
+  CUTE_DEVICE static int draw(BackwardParams const& params) { return atomicAdd(params.order, 1); }
+
+  CUTE_DEVICE Turn(BackwardParams const& params, int key_tiles, int ticket) {
+    ProblemShape const& shape = params.shape;
+    unsigned const tiles = key_tiles;
+    unsigned const first = ticket / (kQueuesInTurn * tiles) * kQueuesInTurn;
+    unsigned const queues = min(kQueuesInTurn, shape.batch * shape.key_heads - first);
+    unsigned const rest = ticket - first * tiles;
+    unsigned const queue = first + rest % queues;
+    unsigned const position = rest / queues;
+    item_ = work_item<Config>(shape, params.bias, queue, 1, shape.key_heads);
+    item_.tile = tiles - 1 - position;
+    progress_ = params.order + 1 + queue * tiles + position;
+    seen_ = position == 0 ? kFinished : 0;
   }
+
+  // The same where all threads of the CTA need it; `scratch` is a word of shared memory that nobody
+  // uses.
+  CUTE_DEVICE Turn(BackwardParams const& params, int key_tiles, int* scratch)
+      : Turn(params, key_tiles, draw(params, scratch)) {}
 
   // The work of the CTA, whatever its block index.
-  CUTE_DEVICE WorkItem item(BackwardParams const& params, int key_tiles) const {
-    WorkItem item = WorkItem::of_block(place_, key_tiles, params.shape.key_heads);
-    item.tile = key_tiles - 1 - item.tile;
-    return item;
-  }
+  CUTE_DEVICE WorkItem item(BackwardParams const&, int) const { return item_; }
 
-  // Says that this CTA has added everything before `position`. All its threads have met at a
-  // barrier since.
-  CUTE_DEVICE void publish(int position) const {
-    if (threadIdx.x == 0) store_release(progress_ + place_, position);
-  }
+  // Says that this CTA has added everything before `position`. One thread does, that has met those
+  // which added at a barrier since: a release covers what it knows from them, too.
+  CUTE_DEVICE void publish(int position) const { store_release(progress_, position); }
 
   // Returns when the CTA before this one has added everything up to `position`.
   CUTE_DEVICE void wait(int position) {
-    while (seen_ <= position) seen_ = load_acquire(progress_ + place_ - 1);
+    while (seen_ <= position) seen_ = load_acquire(progress_ - 1);
   }
 
  private:
+  CUTE_DEVICE static int draw(BackwardParams const& params, int* scratch) {
+    if (threadIdx.x == 0) *scratch = draw(params);
+    __syncthreads();
+    int const ticket = *scratch;
+    __syncthreads();
+    return ticket;
+  }
+
+  WorkItem item_;
   int* progress_;
-  int place_;  // in all queues, one after the other
-  int seen_;   // progress of the CTA before this one, when last asked
+  int seen_;  // progress of the CTA before this one, when last asked
 };
 
 }  // namespace memeff

@@ -1,0 +1,343 @@
+// After the backward, for Hopper: the gradient of a bias that is broadcast over batch elements or
+// heads, the same in every run.
+//
+// As in fmha_bwd_recompute.cuh a tile of the gradient has one owner, which visits the batch
+// elements and heads that share it and keeps the sum of dS in registers. A tile is a square of as
+// many queries as keys, of which each consumer owns 64 queries. The operands of a product are a
+// pair of buffers, that of S = Q K^T and that of dP = dO V^T in turn: one ring, in which the next
+// arrive under the products of these. The bias is the same for all members of a tile and is copied
+// once.
+//
+// Each CTA of a grid no larger than the GPU has every so many tiles, so that the operands of one
+// arrive while the one before is finished.
+#pragma once
+
+#include <memeff/bias/add.cuh>
+#include <memeff/bias/gradient.cuh>
+#include <memeff/collective/bulk_tile.cuh>
+#include <memeff/collective/pipeline.cuh>
+#include <memeff/collective/softmax.cuh>
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/dropout/keep.cuh>
+#include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/backward_tiles_sm90.cuh>
+#include <memeff/schedule/sequences.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct BiasTilesSm90 {
+  static constexpr int kTileKey = Config::kTileKey;
+  static constexpr int kTileQuery = kTileKey;
+  static constexpr int kWarps = kTileQuery / 16;
+  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kWarps, 16>;
+};
+
+template <class Config>
+struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
+  using Element = typename Config::Element;
+  using BiasElement = typename Config::BiasElement;
+  using Statistics = BackwardTilesSm90<Config>;
+  using Tiles = BiasTilesSm90<Config>;
+  using Grid = typename Tiles::ScoreGrid;
+  using Mask = ScoreMask<Config, Grid>;
+  static constexpr int kTileQuery = Tiles::kTileQuery;
+  static constexpr int kTileKey = Tiles::kTileKey;
+  static constexpr int kConsumerWarps = Tiles::kWarps;
+  static constexpr int kConsumers = kConsumerWarps * kWarpSize;
+  static constexpr int kThreads = kConsumers + kWarpgroupSize;
+  static constexpr int kBlocksPerSm = 1;
+  static constexpr int kProducerRegisters = 24;  // 64 K registers an SM
+  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kStages = Config::kRecomputeStages;
+  static constexpr int kConsumerBarrier = 1;
+
+  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
+  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
+  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;
+  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;
+  static constexpr int kPairBytes =
+      cute::max(QueryTile::kBytes + KeyTile::kBytes, OutTile::kBytes + ValueTile::kBytes);
+
+  // Each warp copies the bias of its own rows, for itself.
+  using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
+  static constexpr int kBiasOffset = kStages * kPairBytes;
+  static constexpr int kControlOffset = kBiasOffset + kConsumerWarps * BiasRows::kBytes;
+  using Control = Pipeline<kStages>;
+  static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
+
+  // A tile, and the members that have a valid element in it.
+  struct Work {
+    using Tile = BiasGradientTile<Config, Tiles>;
+    Tile tile;
+    BiasMembers members;
+
+    CUTE_DEVICE Work(BackwardParams const& params, int index)
+        : tile(params, index), members(params, tile.plane) {}
+
+    // The first of them from `member` on.
+    CUTE_DEVICE int next(BackwardParams const& params, int member) const {
+      int const key = tile.column / kTileKey;
+      for (; member < members.count; ++member) {
+        Mask const mask(params.mask, params.shape, members.batch(member));
+        TileRange const visited = mask.key_tiles(tile.row, kTileQuery, kTileKey);
+        if (visited.begin <= key && key < visited.end) break;
+      }
+      return member;
+    }
+  };
+
+  CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
+    char* const shared = dynamic_shared();
+    Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
+    uint32_t const tiles = shared_address(shared);
+    if (threadIdx.x == kConsumers) {
+      control.init(kConsumerWarps);
+      fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x >= kConsumers) {
+      lower_registers<kProducerRegisters>();
+      if (threadIdx.x == kConsumers) produce(params, maps, control, tiles);
+    } else {
+      raise_registers<kConsumerRegisters>();
+      consume(params, control, tiles);
+    }
+  }
+
+  CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
+                                  Control& control, uint32_t tiles) {
+    PipelineStage<kStages> stage;
+    int const count = Work::Tile::count(params);
+    CUTE_NO_UNROLL
+    for (int index = blockIdx.x; index < count; index += gridDim.x) {
+      Work const work(params, index);
+      CUTE_NO_UNROLL
+      for (int member = work.next(params, 0); member < work.members.count;
+           member = work.next(params, member + 1)) {
+        load_pair<QueryTile, KeyTile>(params, maps.query, maps.key, work, member, control, stage,
+                                      tiles);
+        load_pair<OutTile, ValueTile>(params, maps.out_gradient, maps.value, work, member, control,
+                                      stage, tiles);
+      }
+    }
+  }
+
+  template <class Rows, class Columns>
+  CUTE_DEVICE static void load_pair(BackwardParams const& params, TensorMap const& rows,
+                                    TensorMap const& columns, Work const& work, int member,
+                                    Control& control, PipelineStage<kStages>& stage,
+                                    uint32_t tiles) {
+    int const batch = work.members.batch(member);
+    int const head = work.members.head(member);
+    Origin const queries = query_origin<Config>(params.shape, batch);
+    Origin const keys = key_origin<Config>(params.shape, batch);
+    uint64_t& arrived = control.acquire(stage, Rows::kBytes + Columns::kBytes);
+    uint32_t const pair = tiles + stage.index * kPairBytes;
+    // The boxes are those of the main kernel.
+    CUTE_UNROLL
+    for (int row = 0; row < kTileQuery; row += Config::kTileQuery) {
+      load_bulk_tile<Rows>(rows, arrived, pair, row, queries.row + work.tile.row + row, head,
+                           queries.batch, CacheHint::EVICT_LAST);
+    }
+    load_bulk_tile<Columns>(columns, arrived, pair + Rows::kBytes, 0, keys.row + work.tile.column,
+                            head / params.shape.group, keys.batch, CacheHint::EVICT_LAST);
+    stage.advance();
+  }
+
+  CUTE_DEVICE static void consume(BackwardParams const& params, Control& control, uint32_t tiles) {
+    PipelineStage<kStages> stage;
+    int const count = Work::Tile::count(params);
+    CUTE_NO_UNROLL
+    for (int index = blockIdx.x; index < count; index += gridDim.x) {
+      Work const work(params, index);
+      auto sums = Grid::make_accumulators();  // (4, 1, MMA_N)
+      cute::clear(sums);
+      int member = work.next(params, 0);
+      if (member < work.members.count) load_bias(params, work, tiles);
+      CUTE_NO_UNROLL
+      while (member < work.members.count) {
+        visit(params, work, member, control, stage, tiles, sums);
+        member = work.next(params, member + 1);
+      }
+      CUTE_UNROLL
+      for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
+        work.tile.store(0, n, sums(0, 0, n), sums(1, 0, n), sums(2, 0, n), sums(3, 0, n));
+      }
+    }
+  }
+
+  template <class Accumulators>
+  CUTE_DEVICE static void visit(BackwardParams const& params, Work const& work, int member,
+                                Control& control, PipelineStage<kStages>& stage, uint32_t tiles,
+                                Accumulators& sums) {
+    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    int const batch = work.members.batch(member);
+    int const head = work.members.head(member);
+    Mask const mask(params.mask, params.shape, batch);
+    RowStatistics const statistics(params, mask, work, batch, head);
+
+    auto scores = Grid::make_accumulators();          // (4, 1, MMA_N)
+    auto score_gradient = Grid::make_accumulators();  // (4, 1, MMA_N)
+    PipelineStage<kStages> const score_stage = stage;
+    begin_product<QueryTile, KeyTile>(params, mask, work, control, stage, tiles, scores);
+    stage.advance();
+    begin_product<OutTile, ValueTile>(params, mask, work, control, stage, tiles, score_gradient);
+    wait_products<1>();
+    fence_accumulators(scores);
+    if (leader) control.release(score_stage);
+    modify(params, mask, work, batch, head, tiles, scores);
+    statistics.exponentiate(scores);
+    fence_accumulators(scores);
+    wait_products<0>();
+    fence_accumulators(score_gradient);
+    if (leader) control.release(stage);
+    stage.advance();
+    add_gradient(params, work, statistics, batch, head, scores, score_gradient, sums);
+  }
+
+  // Starts the product of a pair when it is here, as a group.
+  template <class Rows, class Columns, class Accumulators>
+  CUTE_DEVICE static void begin_product(BackwardParams const& params, Mask const& mask,
+                                        Work const& work, Control& control,
+                                        PipelineStage<kStages> const& stage, uint32_t tiles,
+                                        Accumulators& accumulators) {
+    uint32_t const pair = tiles + stage.index * kPairBytes;
+    control.wait(stage);
+    clear_beyond<Rows, Columns>(params.shape, mask, work, pair);
+    // Uniform over the warpgroup, and known to be.
+    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    fence_accumulators(accumulators);
+    begin_products();
+    warpgroup_gemm<Element, Rows::kColumns / 16>(
+        accumulators, DescriptorOperand<Rows, Contiguous::k>(pair, warpgroup * kWarpgroupRows),
+        DescriptorOperand<Columns, Contiguous::k>(pair + Rows::kBytes), false);
+    commit_products();
+  }
+
+  // What stands beyond the lengths of a member may be NaN, and so would be their P and dP.
+  template <class Rows, class Columns>
+  CUTE_DEVICE static void clear_beyond(ProblemShape const& shape, Mask const& mask,
+                                       Work const& work, uint32_t pair) {
+    int const row = work.tile.row;
+    int const column = work.tile.column;
+    bool const rows = reads_beyond<Config>(mask.query_length, row + kTileQuery, shape.query_length);
+    bool const columns = reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length);
+    if (!rows && !columns) return;
+    if (rows) clear_rows<Rows, kConsumers>(pair, mask.query_length - row);
+    if (columns) {
+      clear_rows<Columns, kConsumers>(pair + Rows::kBytes, mask.key_length - column);
+    }
+    fence_bulk_store();
+    named_barrier_sync(kConsumerBarrier, kConsumers);
+  }
+
+  // Logsumexp and delta of the two rows that a thread owns elements of.
+  struct RowStatistics {
+    float2 rows[2];
+
+    // Of rows beyond the length, as of rows without keys, every P is 0.
+    CUTE_DEVICE RowStatistics(BackwardParams const& params, Mask const& mask, Work const& work,
+                              int batch, int head) {
+      float const* const source =
+          params.row_statistics +
+          Statistics::tile_index(params, batch, head, 0) * Statistics::kTileQuery * 2;
+      int const thread = thread_index();
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int const row = work.tile.row + Grid::element_row(2 * half, 0, thread);
+        rows[half] = row < mask.query_length ? reinterpret_cast<float2 const*>(source)[row]
+                                             : make_float2(infinity(), 0.0f);
+      }
+    }
+
+    // P from exponents of two.
+    template <class Scores>
+    CUTE_DEVICE void exponentiate(Scores& scores) const {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        scores(i) = exp2_approx(scores(i) - rows[i % 4 / 2].x);
+      }
+    }
+  };
+
+  // Soft cap, bias and masks.
+  template <class Scores>
+  CUTE_DEVICE static void modify(BackwardParams const& params, Mask const& mask, Work const& work,
+                                 int batch, int head, uint32_t tiles, Scores& scores) {
+    prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+    wait_copies<0>();
+    __syncwarp();  // the bias of all lanes is here
+    add_bias<true>(
+        scores,
+        BiasReader<BiasRows>(bias_tile(tiles), 0, 0, bias_source(params, work), row_bytes(params)),
+        params.scale.softmax_scale);
+    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, head,
+                                              work.tile.row, work.tile.column);
+    // The bias of a row beyond the length of this member may be NaN.
+    int const row_bound = mask.query_length - work.tile.row;
+    if (row_bound < kTileQuery) {
+      int const thread = thread_index();
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        if (Grid::element_row(i % 4, 0, thread) >= row_bound) scores(i) = -infinity();
+      }
+    }
+  }
+
+  // sums += dS = P (dP - delta), where dropout has thinned dP.
+  template <class Scores>
+  CUTE_DEVICE static void add_gradient(BackwardParams const& params, Work const& work,
+                                       RowStatistics const& statistics, int batch, int head,
+                                       Scores const& scores, Scores const& score_gradient,
+                                       Scores& sums) {
+    auto block = [&](int, int column_block, auto const& keep) {
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        int const element = i % 4;
+        int const chunk = i / 4;
+        int const half = element / 2;
+        int const n = 2 * column_block + chunk;
+        float const kept = keep.select(score_gradient(element, 0, n), half, chunk, element % 2);
+        float const gradient =
+            fmaf(kept, kept_scale<Config>(params.dropout), -statistics.rows[half].y);
+        sums(element, 0, n) = fmaf(scores(element, 0, n), gradient, sums(element, 0, n));
+      }
+    };
+    if constexpr (Config::kDropout) {
+      Dropout<Grid> const dropout(params.dropout, params.mask, batch);
+      dropout.for_each_block(dropout_head(params.dropout, batch, head), work.tile.row,
+                             work.tile.column, block);
+    } else {
+      CUTE_UNROLL
+      for (int n = 0; n < Grid::kColumnBlocks; ++n) block(0, n, KeepAll{});
+    }
+  }
+
+  CUTE_DEVICE static uint32_t bias_tile(uint32_t tiles) {
+    return tiles + kBiasOffset + thread_index() / kWarpSize * BiasRows::kBytes;
+  }
+
+  // Where the bias of this warp's rows begins: that of the first member, which is that of all.
+  CUTE_DEVICE static char const* bias_source(BackwardParams const& params, Work const& work) {
+    return bias_row<Config>(params.bias, work.members.first_batch, work.members.first_head,
+                            work.tile.row + Grid::row(thread_index())) +
+           work.tile.column * (long long)sizeof(BiasElement);
+  }
+
+  CUTE_DEVICE static long long row_bytes(BackwardParams const& params) {
+    return params.bias.row_stride * (long long)sizeof(BiasElement);
+  }
+
+  CUTE_DEVICE static void load_bias(BackwardParams const& params, Work const& work,
+                                    uint32_t tiles) {
+    int const thread = thread_index();
+    __syncwarp();  // nobody reads that of the tile before
+    BiasRows::copy(bias_tile(tiles), thread % kWarpSize, bias_source(params, work),
+                   row_bytes(params), work.tile.row_bound - Grid::row(thread),
+                   work.tile.column_bound);
+    commit_copies();
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,57 @@
+"""One process of a ring of processes: ``python ring_process.py ADDRESS PROCESSES INDEX PLATFORM``.
+
+Each process has one device, and compares what it computes with the same part of what one device
+computes of the whole. Its last line is JSON: the largest relative error of an array.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import numpy as np
+from ring_case import case, ordered
+from several_devices import Devices, sizes
+
+LAYOUT = "zigzag"
+
+
+def errors(got: jax.Array, want: jax.Array, axis: int, devices: Devices) -> list[float]:
+    """Relative, in the Frobenius norm, of the parts of a result in this process.
+
+    Args:
+        axis: the dim of both that is the sequence.
+    """
+    expected = ordered(LAYOUT, np.asarray(want, np.float64), axis, devices)
+    found = []
+    for shard in got.addressable_shards:
+        ours, theirs = np.asarray(shard.data, np.float64), expected[shard.index]
+        finite = np.isfinite(theirs)
+        np.testing.assert_array_equal(ours[~finite], theirs[~finite])
+        difference = np.linalg.norm(ours[finite] - theirs[finite])
+        found.append(float(difference / np.linalg.norm(theirs[finite])))
+    return found
+
+
+def main(address: str, processes: str, index: str, platform: str) -> None:
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(
+        address,
+        int(processes),
+        int(index),
+        local_device_ids=[int(index)] if platform == "cuda" else None,
+    )
+    devices = jax.devices(platform)
+    assert len(devices) == int(processes) and len(jax.local_devices(backend=platform)) == 1
+    problem = case("everything", sizes(devices))
+    (results, bias_gradient), (wanted, wanted_bias) = problem.run(devices, LAYOUT), problem.want
+    found = errors(bias_gradient, wanted_bias, 2, devices)
+    for got, want in zip(results, wanted, strict=True):
+        found += errors(got, want, 1, devices)
+    print(json.dumps({"devices": len(devices), "arrays": len(found), "error": max(found)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,86 @@
+"""Where the tests of several devices run: on those of the host, and on GPUs where there are some.
+
+``at("devices", cpu=4, cuda=[2, 4])`` gives a test the fixture ``devices`` of conftest.py for each
+of them. Problems are larger on GPUs, in bfloat16 and of a head dim that has the fastest kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+Devices = Sequence[jax.Device]
+
+
+class Sizes(NamedTuple):
+    """What problems of several devices are made of."""
+
+    dtype: Any
+    head_dim: int
+    scale: int
+    """Of the lengths of sequences."""
+    tolerance: float
+    """Of relative errors in the Frobenius norm: a few roundings of results."""
+
+
+ON_HOST = Sizes(np.float32, 8, 1, 5e-6)
+ON_GPUS = Sizes(jnp.bfloat16, 64, 8, 2**-7)
+
+
+def sizes(devices: Devices) -> Sizes:
+    return ON_HOST if devices[0].platform == "cpu" else ON_GPUS
+
+
+def at(names: str, cpu: Iterable[Any] | int, cuda: Iterable[Any] = ()):
+    """``parametrize`` with devices as the last of the names.
+
+    Args:
+        names: of the parameters; "devices" is the last one.
+        cpu: the number of devices; or all parameters, of tests with more than one.
+        cuda: the same for GPUs, each of them.
+    """
+
+    def parameters(platform: str, given: Any, marks: tuple[Any, ...]):
+        *others, count = given if isinstance(given, tuple) else (given,)
+        texts = [*map(str, others), f"{platform}{count}"]
+        return pytest.param(*others, (platform, count), marks=marks, id="-".join(texts))
+
+    on_host = [cpu] if isinstance(cpu, int) else cpu
+    return pytest.mark.parametrize(
+        names,
+        [
+            *(parameters("cpu", given, ()) for given in on_host),
+            *(parameters("cuda", given, (pytest.mark.gpu,)) for given in cuda),
+        ],
+        indirect=["devices"],
+    )
+
+
+def transfers(text: str, *kinds: str) -> list[str]:
+    """The types of what the transfers of these kinds give in a compiled program.
+
+    An asynchronous one gives its results where it is done.
+
+    >>> transfers('''
+    ...   %a = bf16[8]{0} all-gather(%x), dimensions={0}
+    ...   %s = (bf16[4]{0}, f32[8]{0}) collective-permute-start(%y)
+    ...   %d = (bf16[4]{0}, f32[8]{0}) collective-permute-done(%s)''', "collective-permute")
+    ['bf16[4]', 'f32[8]']
+    """
+    found = re.findall(rf"= (.+?) (?:{'|'.join(kinds)})(?:-done)?\(", text)
+    return [array for result in found for array in re.findall(r"\w+\[[\d,]*\]", result)]
+
+
+def shape_of(array: str) -> tuple[int, ...]:
+    """The shape of what ``transfers`` calls an array.
+
+    >>> shape_of("bf16[2,128,4,64]")
+    (2, 128, 4, 64)
+    """
+    return tuple(map(int, re.findall(r"\d+", array.split("[")[1])))
