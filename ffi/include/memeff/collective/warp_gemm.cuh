@@ -35,12 +35,14 @@ struct WarpGrid {
   static constexpr int kRowBlocks = kWarpRows / 16;
   static constexpr int kColumnBlocks = kWarpColumns / 16;
 
-  // Neighbouring warps share columns: they read the same right operand at the same time.
-  CUTE_DEVICE static int row(int thread = threadIdx.x) {
-    return (thread / kWarpSize) % kRowWarps * kWarpRows;
+  // Neighbouring warps share columns: they read the same right operand at the same time. Unsigned
+  // indices and a column that is known to be 0 save instructions wherever addresses are computed.
+  CUTE_DEVICE static int row(unsigned thread = threadIdx.x) {
+    unsigned const warp = thread / kWarpSize;
+    return (kColumnWarps == 1 ? warp : warp % kRowWarps) * kWarpRows;
   }
-  CUTE_DEVICE static int column(int thread = threadIdx.x) {
-    return (thread / kWarpSize) / kRowWarps * kWarpColumns;
+  CUTE_DEVICE static int column(unsigned thread = threadIdx.x) {
+    return kColumnWarps == 1 ? 0 : thread / kWarpSize / kRowWarps * kWarpColumns;
   }
 
   CUTE_DEVICE static auto make_accumulators() {
@@ -49,10 +51,10 @@ struct WarpGrid {
   }  // (4, MMA_M, MMA_N)
 
   // Row and column, inside the whole product, of an accumulator element.
-  CUTE_DEVICE static int element_row(int element, int m, int thread = threadIdx.x) {
-    return row(thread) + m * 16 + (element / 2) * 8 + (thread % kWarpSize) / 4;
+  CUTE_DEVICE static int element_row(int element, int m, unsigned thread = threadIdx.x) {
+    return row(thread) + m * 16 + (element / 2) * 8 + thread % kWarpSize / 4;
   }
-  CUTE_DEVICE static int element_column(int element, int n, int thread = threadIdx.x) {
+  CUTE_DEVICE static int element_column(int element, int n, unsigned thread = threadIdx.x) {
     return column(thread) + n * 8 + (thread % 4) * 2 + element % 2;
   }
 };

@@ -22,16 +22,16 @@ template <int kRows, int kColumns>
 struct WarpgroupGrid : WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16> {
   using Grid = WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16>;
 
-  CUTE_DEVICE static int row(int thread = threadIdx.x) {
+  CUTE_DEVICE static int row(unsigned thread = threadIdx.x) {
     return Grid::row(thread % kWarpgroupSize);
   }
-  CUTE_DEVICE static int column(int thread = threadIdx.x) {
+  CUTE_DEVICE static int column(unsigned thread = threadIdx.x) {
     return Grid::column(thread % kWarpgroupSize);
   }
-  CUTE_DEVICE static int element_row(int element, int m, int thread = threadIdx.x) {
+  CUTE_DEVICE static int element_row(int element, int m, unsigned thread = threadIdx.x) {
     return Grid::element_row(element, m, thread % kWarpgroupSize);
   }
-  CUTE_DEVICE static int element_column(int element, int n, int thread = threadIdx.x) {
+  CUTE_DEVICE static int element_column(int element, int n, unsigned thread = threadIdx.x) {
     return Grid::element_column(element, n, thread % kWarpgroupSize);
   }
 };
