@@ -1,7 +1,8 @@
 """Tables and a plot from results: ``python benchmarks/report.py RESULTS.json``.
 
 What it writes stands between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``:
-``tables`` is everything, ``summary`` the ratios alone, ``host`` the host's cost.
+``tables`` is everything, ``summary`` the ratios alone, ``host`` the host's cost. The results of
+ring.py are ``ring``, and leave the other blocks as they are.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _TITLES = {"forward": "Forward", "forward_backward": "Forward + backward"}
 _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
+_NAMES = ("tables", "summary", "host", "ring")
 _MISSING = "n/a"
 _FEW_QUERIES = "decode"
 
@@ -204,6 +206,23 @@ def host(document: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def ring(document: dict[str, Any]) -> str:
+    """What ring.py measured: times, and throughput of each device beside that of one alone."""
+    measured = document["ring"]
+    rows = []
+    for direction, title in _TITLES.items():
+        for name, record in measured["results"][direction].items():
+            label = f"{title.lower()}, {name}"
+            if "error" in record:
+                rows.append([label, f"`{record['error']}`", _MISSING, _MISSING])
+                continue
+            ratio = f"{record['of_one_device']:.1%}" if "of_one_device" in record else ""
+            rate = f"{record['tflops_per_device']:.3g}"
+            rows.append([label, f"{1e3 * record['seconds']:.1f}", rate, ratio])
+    header = [f"{measured['name']}, {measured['devices']} devices", "ms", "TFLOP/s of a device"]
+    return f"{_machine(document)}\n\n{_table([*header, 'of one device on its share'], rows)}"
+
+
 def plot(document: dict[str, Any], path: Path) -> bool:
     """TFLOP/s over T of the main grid, a panel for each direction, head dim and mask.
 
@@ -262,26 +281,32 @@ def plot(document: dict[str, Any], path: Path) -> bool:
 
 
 def insert(text: str, blocks: dict[str, str]) -> str:
-    """``text`` with the content of each marked block replaced.
+    """``text`` with the content of each marked block replaced that is in ``blocks``.
 
-    Raises ``ValueError`` where there is no marker, or one with a name that is not in ``blocks``.
+    Raises ``ValueError`` where there is no marker, or one of a name that no block has.
 
     >>> insert("<!-- benchmarks:begin host -->\\n<!-- benchmarks:end -->", {"host": "3 us"})
     '<!-- benchmarks:begin host -->\\n3 us\\n<!-- benchmarks:end -->'
     """
     names = [match["name"] for match in _BLOCK.finditer(text)]
-    if not names or (unknown := set(names) - set(blocks)):
+    if not names or (unknown := set(names) - set(_NAMES)):
         wrong = f"the names {sorted(unknown)}" if names else "none"
         raise ValueError(
             "expected lines '<!-- benchmarks:begin NAME -->' and '<!-- benchmarks:end -->' with "
-            f"a NAME out of {', '.join(blocks)}, got {wrong}: add them where the figures belong"
+            f"a NAME out of {', '.join(_NAMES)}, got {wrong}: add them where the figures belong"
         )
-    return _BLOCK.sub(lambda m: f"{m[1]}{blocks[m['name']]}\n{m[3]}", text)
+
+    def replaced(block: re.Match[str]) -> str:
+        if block["name"] not in blocks:
+            return block[0]
+        return f"{block[1]}{blocks[block['name']]}\n{block[3]}"
+
+    return _BLOCK.sub(replaced, text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("results", type=Path, help="what attention.py wrote")
+    parser.add_argument("results", type=Path, help="what attention.py or ring.py wrote")
     parser.add_argument(
         "--into", type=Path, nargs="+", default=_TARGETS, help="default: docs and README.md"
     )
@@ -293,14 +318,19 @@ def main() -> None:
     )
     options = parser.parse_args()
     document = json.loads(options.results.read_text())
-    plotted = plot(document, options.plot)
+    of_ring = "ring" in document
+    plotted = not of_ring and plot(document, options.plot)
     for path in options.into:
         image = os.path.relpath(options.plot, path.parent) if plotted else None
-        blocks = {
-            "tables": tables(document, image),
-            "summary": summary(document),
-            "host": host(document),
-        }
+        blocks = (
+            {"ring": ring(document)}
+            if of_ring
+            else {
+                "tables": tables(document, image),
+                "summary": summary(document),
+                "host": host(document),
+            }
+        )
         try:
             path.write_text(insert(path.read_text(), blocks))
         except (OSError, ValueError) as error:

@@ -37,7 +37,7 @@ from timing import Failure, Timing, measure
 
 import jax_memeff
 
-SHARE, RING, WITH_OPTIONS = "share", "ring", "ring with options"
+SHARE, RING = "share", "ring"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Problem:
             donate_argnums=1,
             keep_unused=True,
             out_shardings=sharding,
-            compiler_options=options if name == WITH_OPTIONS else None,
+            compiler_options=options,
         )
         return JaxProgram(compiled.lower(inputs, results).compile(), inputs, results, calls=1)
 
@@ -213,10 +213,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--implementation", choices=("cuda", "xla"), default="cuda")
     parser.add_argument(
         "--compiler-options",
-        type=_compiler_options,
-        default={},
+        action="append",
+        default=[],
         metavar="NAME=VALUE,...",
-        help="of XLA: the ring is timed without and with them",
+        help="of XLA; may be given several times: the ring is timed without and with each",
     )
     parser.add_argument("--output", type=Path, help="default: results/<device>-<date>-ring.json")
     parser.add_argument("--rounds", type=int, default=5, help="batches of each program")
@@ -246,26 +246,26 @@ def main() -> None:
             "batch_ms": options.batch_ms,
             "clock": "host clock around batches of launches; see benchmarks/README.md",
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
-            "compiler_options": options.compiler_options,
         },
         "ring": {"name": cell.name, **vars(cell), "devices": len(devices), "results": {}},
     }
-    names = [SHARE, RING, *([WITH_OPTIONS] if options.compiler_options else [])]
+    compiler_options: dict[str, Any] = {SHARE: None, RING: None}
+    for text in options.compiler_options:
+        compiler_options[f"{RING}, {text}"] = _compiler_options(text)
     ring, share = problem.inputs()
     console = Console()
     with ThreadPoolExecutor() as pool:
         futures = {
             (direction, name): pool.submit(
-                *(problem.program, name, share if name == SHARE else ring, backward),
-                options.compiler_options,
+                *(problem.program, name, share if name == SHARE else ring, backward), given
             )
             for direction, backward in DIRECTIONS.items()
-            for name in names
+            for name, given in compiler_options.items()
         }
         programs = {key: future.result() for key, future in futures.items()}
     path = options.output or documents.default_path(str(document["device"]["name"]), "-ring")
     for direction, backward in DIRECTIONS.items():
-        chosen = {name: programs[direction, name] for name in names}
+        chosen = {name: programs[direction, name] for name in compiler_options}
         found = records(problem, backward, chosen, options.rounds, options.batch_ms / 1e3)
         document["ring"]["results"][direction] = found
         for name, record in found.items():

@@ -228,7 +228,7 @@ class KernelSpec:
 
     @property
     def recompute_stages(self) -> int:
-        """Pairs of operands in the kernel for the gradient of a shared bias on wgmma."""
+        """Pairs of parts of operands in the kernel for the gradient of a shared bias on wgmma."""
         _, stages = _recompute_sm90(self)
         return stages
 
@@ -359,14 +359,14 @@ def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
 
 
 def _recompute_sm90(spec: KernelSpec) -> tuple[int, int]:
-    """A square of the bias, and a ring of pairs of operands: bytes, and how many pairs fit. Three
-    let the copies run ahead of the products.
+    """A square of the bias, and a ring of pairs of parts of operands: bytes, and how many pairs
+    fit. No more than those of two visits help.
     """
-    rows = spec.tile.key
-    bias = _bias_bytes(spec, rows)
-    pair = 2 * rows * max(spec.head_class, spec.value_class) * spec.element_bytes
-    pair += 2 * _BARRIER_BYTES
-    stages = min(3, (sm80.part(sm90.ARCH).shared_bytes(blocks=1) - bias) // pair)
+    rows = max(spec.tile.query, spec.tile.key)
+    bias = _bias_bytes(spec, rows, rows)
+    pair = 2 * rows * sm90.PART_COLUMNS * spec.element_bytes + 2 * _BARRIER_BYTES
+    visit = (spec.head_class + spec.value_class) // sm90.PART_COLUMNS
+    stages = min(2 * visit, (sm80.part(sm90.ARCH).shared_bytes(blocks=1) - bias) // pair)
     return bias + stages * pair, stages
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_memeff import compat, primitives
+from jax_memeff import compat, primitives, ring_transfer
 from jax_memeff.blockwise_tiles import read_block, write_block
 from jax_memeff.derivatives import named
 from jax_memeff.mask import Mask, slice_tile
@@ -57,11 +57,13 @@ class Ring:
         return chunks_of_devices(self.layout, self.devices)
 
     def shift(self, tree: Any, hops: int) -> Any:
-        """What the device ``hops`` places before this one has."""
-        if hops % self.devices == 0:
+        """What the device ``hops`` places before this one has, in one transfer."""
+        if hops % self.devices == 0 or not jax.tree.leaves(tree):
             return tree
         pairs = [(rank, (rank + hops) % self.devices) for rank in range(self.devices)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), tree)
+        return ring_transfer.unpack(
+            lax.ppermute(ring_transfer.pack(tree), self.axis_name, pairs), tree
+        )
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The columns [B, S local, ...] of all devices, in natural order."""
@@ -195,25 +197,32 @@ class _Call:
 
         def step(carry: tuple[Keys, Sums], plan: Step, way: _Way) -> tuple[Keys, Sums]:
             keys, sums = carry
-            # Both transfers are independent of the products between them, and can overlap them:
-            # the keys of the next step leave now, and what was summed for these keys arrives.
-            following = ring.shift(keys, way.next_hops)
-            arriving = ring.shift(sums.keys, way.last_hops)
+            # The transfer is independent of the products, and can overlap them: the keys of the
+            # next step leave now, and what was summed for these keys arrives.
+            if way.next_hops == way.last_hops:
+                following, arriving = ring.shift((keys, sums.keys), way.next_hops)
+            else:
+                following = ring.shift(keys, way.next_hops)
+                arriving = ring.shift(sums.keys, way.last_hops)
             products = [x[rank] for x in plan.products]
 
             def compute(index: Any, sums: Sums) -> Sums:
                 return visit(keys, Product(*(x[index] for x in products)), sums)
 
-            count = plan.counts[rank] if way.count is None else way.count
             sums = sums._replace(keys=no_keys)
-            sums = compute(0, sums) if way.count == 1 else lax.fori_loop(0, count, compute, sums)
+            if way.count is None:
+                sums = lax.fori_loop(0, plan.counts[rank], compute, sums)
+            else:
+                for index in range(way.count):
+                    sums = compute(index, sums)
             return following, sums._replace(keys=jax.tree.map(jnp.add, arriving, sums.keys))
 
         carry = ring.shift(self.keys, plan[0].hops), sums
         for way, alike in _loops(plan):
             carry = _repeat(functools.partial(step, way=way), carry, alike)
         sums = carry[1]
-        return sums._replace(keys=ring.shift(sums.keys, -plan[-1].hops))
+        rounded = jax.tree.map(lambda x: x.astype(operands.key.dtype), sums.keys)
+        return sums._replace(keys=ring.shift(rounded, -plan[-1].hops))
 
 
 class _Way(NamedTuple):

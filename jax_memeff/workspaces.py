@@ -123,9 +123,10 @@ def _bias_sums(avals: Operands, spec: KernelSpec) -> int:
     if spec.bias_gradient == "shared":
         rows = _round_up(avals.scores[2], spec.tile.query)
     elif spec.deterministic:
-        # Every batch element and head, and every row of warps in them, has sums of its own.
+        # Every batch element and head, and on mma.sync every row of warps in them, has sums of its
+        # own.
         batch, heads, _, _ = avals.scores
-        rows = spec.tile.query // 16
+        rows = 1 if spec.family == "sm90" else spec.tile.query // 16
     return batch * heads * rows * _round_up(avals.scores[3], spec.tile.key)
 
 

@@ -7,6 +7,14 @@ import numpy as np
 import oracle
 from attention_case import Case, run_case
 
+from jax_memeff import dropout
+
+
+def kept_by_half(dropout_key: jax.Array, batch: int, heads: int, length: int) -> np.ndarray:
+    """What a rate of one half keeps, bool[batch, heads, length, length]."""
+    state = jax.tree.map(np.asarray, dropout.state(dropout_key, batch=batch, num_heads=heads))
+    return oracle.kept_elements(state, dropout.threshold(0.5), length, length, None)
+
 
 def assert_dropout_bits(case: Case) -> None:
     """Read from out, dq and dv of uniform probabilities, by the oracle's own definition."""

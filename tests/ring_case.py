@@ -84,9 +84,10 @@ class Case:
         return compiled(one_device)(self.by_row, self.by_score)
 
     def inputs(self, layout: str, devices: Devices) -> tuple[Any, Any]:
-        by_row = jax.tree.map(lambda x: ordered(layout, x, 1, devices), self.by_row)
+        by_row, by_score = jax.tree.map(np.asarray, (self.by_row, self.by_score))
+        by_row = jax.tree.map(lambda x: ordered(layout, x, 1, devices), by_row)
         return by_row, jax.tree.map(
-            lambda x: ordered(layout, x, 2, devices) if x.shape[2] != 1 else x, self.by_score
+            lambda x: ordered(layout, x, 2, devices) if x.shape[2] != 1 else x, by_score
         )
 
     def program(self, devices: Devices, layout: str, method: str = "ring"):
@@ -111,12 +112,12 @@ class Case:
     def run(self, devices: Devices, layout: str, method: str = "ring") -> Any:
         """What the ring gives, in the order of its layout."""
         program = self.program(devices, layout, method)
-        inputs = jax.tree.map(np.asarray, self.inputs(layout, devices))
+        inputs = self.inputs(layout, devices)
         return program(*jax.tree.map(_placed, inputs, program.input_shardings[0]))
 
     def got(self, devices: Devices, layout: str, method: str = "ring") -> Any:
         """The same in natural order."""
-        results, bias_gradient = self.run(devices, layout, method)
+        results, bias_gradient = jax.tree.map(np.asarray, self.run(devices, layout, method))
         if bias_gradient is not None and bias_gradient.shape[2] != 1:
             bias_gradient = natural(layout, bias_gradient, 2, devices)
         return tuple(natural(layout, x, 1, devices) for x in results), bias_gradient

@@ -72,7 +72,7 @@ def test_dispatch_is_timed_for_both_directions(document):
         assert all(row["us"] > 0 for row in rows[direction].values())
 
 
-def test_the_ring_is_timed_beside_the_share_of_a_device(tmp_path):
+def test_the_ring_is_timed_beside_the_share_of_a_device(modules, tmp_path, monkeypatch):
     path = tmp_path / "ring.json"
     command = [sys.executable, str(BENCHMARKS / "ring.py"), "--devices", "2", "--tokens", "64"]
     command += ["--heads", "4", "--key-heads", "2", "--head-dim", "8", "--dtype", "float32"]
@@ -99,6 +99,18 @@ def test_the_ring_is_timed_beside_the_share_of_a_device(tmp_path):
         assert results["ring"]["of_one_device"] == pytest.approx(ratio)
         assert results["ring"]["difference"] < 1e-5
         assert results["ring"]["transfers"] > 0
+
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- benchmarks:begin tables -->\nkept\n<!-- benchmarks:end -->\n"
+        "<!-- benchmarks:begin ring -->\nstale\n<!-- benchmarks:end -->\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["report.py", str(path), "--into", str(page)])
+    modules("report").main()
+    text = page.read_text()
+    assert "kept" in text and "stale" not in text
+    assert f"| forward + backward, ring | {1e3 * results['ring']['seconds']:.1f} |" in text
+    assert "| hd8 B1 N4/2 T64 float32 causal, 2 devices | ms |" in text
 
 
 def test_measure_keeps_going_without_a_failing_program(modules):

@@ -106,6 +106,7 @@ DETERMINISTIC = [
             Case(B=3, T=130, S=150, dtype="float32", bias="1N1S", lengths=LENGTHS, packed=True),
         ),
         ("sm_90a", Case(B=1, T=100, S=500, N=2, K=1, bias="1NTS", **WINDOW)),
+        ("sm_90a", Case(B=3, T=150, S=140, N=4, K=2, bias="111S", bias_dtype="float32")),
         # Bits of float16 differ where a few roundings of float32 do.
         ("sm_90a", Case(B=1, T=300, S=600, N=4, K=2, dtype="float16")),
         ("sm_90a", Case(B=3, T=300, S=700, H=128, dtype="float16", lengths=PACKED, packed=True)),

@@ -19,6 +19,9 @@ WARPGROUP_ROWS = 64
 
 WARPGROUP_THREADS = 128
 
+PART_COLUMNS = 64
+"""Columns of the operands that the kernel for the gradient of a shared bias copies at a time."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:

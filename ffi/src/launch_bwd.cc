@@ -38,14 +38,14 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
                                 (bias.head_stride == 0 ? 1 : shape.query_heads);
   long long const bias_row_tiles = bias.row_stride == 0 ? 1 : params.query_tiles;
   // Blocks of a grid no larger than the device share the squares.
-  long long const bias_squares = std::min<long long>(
-      bias_planes * ceil_div(shape.query_length, kernel.image->tile_key) * key_tiles,
-      kernel.multiprocessors);
+  long long const square = std::max(kernel.image->tile_query, kernel.image->tile_key);
+  long long const bias_squares =
+      bias_planes * ceil_div(shape.query_length, square) * ceil_div(shape.key_length, square);
   std::map<std::string, long long> const blocks = {
       {"queries", (long long)params.query_tiles * shape.query_heads * shape.batch},
       {"keys", key_tiles * shape.key_heads * shape.batch},
       {"bias", bias_planes * bias_row_tiles * key_tiles},
-      {"bias_squares", bias_squares}};
+      {"bias_squares", std::min<long long>(bias_squares, kernel.multiprocessors)}};
 
   auto maps = encode_maps<BackwardMaps>(kernel.image->maps, buffers);
   if (!maps.has_value()) return maps.error();

@@ -58,7 +58,36 @@ struct BiasGradientTile {
     gradient.store(i + 8, j, i + 8 < row_bound ? column_bound : 0, z, w);
   }
 
+  // All of them, of one row block.
+  template <class Accumulators>
+  CUTE_DEVICE void store(Accumulators const& sums) const {
+    bool const whole = row_bound >= Tiles::kTileQuery && column_bound >= Tiles::kTileKey;
+    if (gradient.paired && whole) {
+      store_whole(sums);
+    } else {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(sums); ++n) {
+        store(0, n, sums(0, 0, n), sums(1, 0, n), sums(2, 0, n), sums(3, 0, n));
+      }
+    }
+  }
+
  private:
+  template <class Accumulators>
+  CUTE_DEVICE void store_whole(Accumulators const& sums) const {
+    using Element = typename Config::BiasElement;
+    using Grid = typename Tiles::ScoreGrid;
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      Element* const row = gradient.at(Grid::element_row(2 * half, 0), Grid::element_column(0, 0));
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(sums); ++n) {
+        *reinterpret_cast<Pair<Element>*>(row + n * 8) = {Element(sums(2 * half, 0, n)),
+                                                          Element(sums(2 * half + 1, 0, n))};
+      }
+    }
+  }
+
   CUTE_DEVICE BiasGradientTile(BackwardParams const& params, unsigned index, unsigned row_tiles,
                                unsigned key_tiles, unsigned heads)
       : plane(index / key_tiles / row_tiles),

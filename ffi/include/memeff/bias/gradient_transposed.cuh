@@ -17,7 +17,7 @@ struct TransposedBiasGradient {
 
   CUTE_DEVICE TransposedBiasGradient(BackwardParams const&, ScoreTilePosition const&) {}
   CUTE_DEVICE void pair(Sums&, int, int, float const (&)[2]) const {}
-  CUTE_DEVICE static void finish(BackwardParams const&, int, int, int, Sums&) {}
+  CUTE_DEVICE static void finish(BackwardParams const&, int, int, int, Sums const&) {}
 };
 
 template <class Config, class Tiles>
@@ -78,7 +78,7 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
     }
   }
 
-  CUTE_DEVICE static void finish(BackwardParams const&, int, int, int, Sums&) {}
+  CUTE_DEVICE static void finish(BackwardParams const&, int, int, int, Sums const&) {}
 };
 
 template <class Config, class Tiles>
@@ -98,13 +98,12 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::columns> {
 
   // After the last visit of a head, the first `column` of which is that of the tile.
   CUTE_DEVICE static void finish(BackwardParams const& params, int batch, int head, int column,
-                                 Sums& sums) {
+                                 Sums const& sums) {
     float* const row = ColumnSums<Config, Tiles>::row_of(params, batch, head, 0) + column;
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       float const sum = quad_sum(sums.keys[half]);
       if (threadIdx.x % 4 == 0) atomicAdd(row + Grid::element_row(2 * half, 0), sum);
-      sums.keys[half] = 0.0f;
     }
   }
 };

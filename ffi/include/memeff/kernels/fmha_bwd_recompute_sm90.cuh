@@ -3,10 +3,10 @@
 //
 // As in fmha_bwd_recompute.cuh a tile of the gradient has one owner, which visits the batch
 // elements and heads that share it and keeps the sum of dS in registers. A tile is a square of as
-// many queries as keys, of which each consumer owns 64 queries. The operands of a product are a
-// pair of buffers, that of S = Q K^T and that of dP = dO V^T in turn: one ring, in which the next
-// arrive under the products of these. The bias is the same for all members of a tile and is copied
-// once.
+// many queries as keys, of which each consumer owns 64 queries. The operands come in parts of 64
+// columns, those of S = Q K^T and those of dP = dO V^T in turn: one ring of pairs of buffers, in
+// which the next arrive under the products of these. The bias is the same for all members of a tile
+// and is copied once.
 //
 // Each CTA of a grid no larger than the GPU has every so many tiles, so that the operands of one
 // arrive while the one before is finished.
@@ -27,17 +27,17 @@ namespace memeff {
 
 template <class Config>
 struct BiasTilesSm90 {
-  static constexpr int kTileKey = Config::kTileKey;
-  static constexpr int kTileQuery = kTileKey;
+  static constexpr int kTileQuery = cute::max(Config::kTileQuery, Config::kTileKey);
+  static constexpr int kTileKey = kTileQuery;
   static constexpr int kWarps = kTileQuery / 16;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kWarps, 16>;
 };
 
-template <class Config>
-struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
+// MainTiles are those of the kernels before.
+template <class Config, class MainTiles>
+struct RecomputeSm90 {
   using Element = typename Config::Element;
   using BiasElement = typename Config::BiasElement;
-  using Statistics = BackwardTilesSm90<Config>;
   using Tiles = BiasTilesSm90<Config>;
   using Grid = typename Tiles::ScoreGrid;
   using Mask = ScoreMask<Config, Grid>;
@@ -52,12 +52,15 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
   static constexpr int kStages = Config::kRecomputeStages;
   static constexpr int kConsumerBarrier = 1;
 
-  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
-  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
-  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;
-  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;
-  static constexpr int kPairBytes =
-      cute::max(QueryTile::kBytes + KeyTile::kBytes, OutTile::kBytes + ValueTile::kBytes);
+  static constexpr int kPartColumns = 64;
+  static constexpr int kHeadParts = Config::kHeadDim / kPartColumns;
+  static constexpr int kValueParts = Config::kValueDim / kPartColumns;
+  using Part = SharedTile<kTileQuery, kPartColumns>;  // of queries or dO, of keys or values
+  static_assert(kTileQuery == kTileKey && Part::kPanels == 1);
+  static constexpr int kPairBytes = 2 * Part::kBytes;
+  // Rows of the boxes that the copy engine moves, as in the other kernels.
+  static constexpr int kQueryBox = kWarpgroupRows;
+  static constexpr int kKeyBox = Config::kTileKey;
 
   // Each warp copies the bias of its own rows, for itself.
   using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
@@ -115,34 +118,43 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
       CUTE_NO_UNROLL
       for (int member = work.next(params, 0); member < work.members.count;
            member = work.next(params, member + 1)) {
-        load_pair<QueryTile, KeyTile>(params, maps.query, maps.key, work, member, control, stage,
-                                      tiles);
-        load_pair<OutTile, ValueTile>(params, maps.out_gradient, maps.value, work, member, control,
-                                      stage, tiles);
+        load_pairs<kHeadParts>(params, maps.query, maps.key, work, member, control, stage, tiles);
+        load_pairs<kValueParts>(params, maps.out_gradient, maps.value, work, member, control, stage,
+                                tiles);
       }
     }
   }
 
-  template <class Rows, class Columns>
-  CUTE_DEVICE static void load_pair(BackwardParams const& params, TensorMap const& rows,
-                                    TensorMap const& columns, Work const& work, int member,
-                                    Control& control, PipelineStage<kStages>& stage,
-                                    uint32_t tiles) {
+  template <int kParts>
+  CUTE_DEVICE static void load_pairs(BackwardParams const& params, TensorMap const& rows,
+                                     TensorMap const& columns, Work const& work, int member,
+                                     Control& control, PipelineStage<kStages>& stage,
+                                     uint32_t tiles) {
     int const batch = work.members.batch(member);
     int const head = work.members.head(member);
     Origin const queries = query_origin<Config>(params.shape, batch);
     Origin const keys = key_origin<Config>(params.shape, batch);
-    uint64_t& arrived = control.acquire(stage, Rows::kBytes + Columns::kBytes);
-    uint32_t const pair = tiles + stage.index * kPairBytes;
-    // The boxes are those of the main kernel.
-    CUTE_UNROLL
-    for (int row = 0; row < kTileQuery; row += Config::kTileQuery) {
-      load_bulk_tile<Rows>(rows, arrived, pair, row, queries.row + work.tile.row + row, head,
-                           queries.batch, CacheHint::EVICT_LAST);
+    CUTE_NO_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      uint64_t& arrived = control.acquire(stage, kPairBytes);
+      uint32_t const pair = tiles + stage.index * kPairBytes;
+      int const column = part * kPartColumns;
+      load_part<kQueryBox>(rows, arrived, pair, column, queries.row + work.tile.row, head,
+                           queries.batch);
+      load_part<kKeyBox>(columns, arrived, pair + Part::kBytes, column, keys.row + work.tile.column,
+                         head / params.shape.group, keys.batch);
+      stage.advance();
     }
-    load_bulk_tile<Columns>(columns, arrived, pair + Rows::kBytes, 0, keys.row + work.tile.column,
-                            head / params.shape.group, keys.batch, CacheHint::EVICT_LAST);
-    stage.advance();
+  }
+
+  template <int kBox>
+  CUTE_DEVICE static void load_part(TensorMap const& map, uint64_t& arrived, uint32_t part,
+                                    int column, int row, int head, int batch) {
+    CUTE_UNROLL
+    for (int i = 0; i < Part::kRows; i += kBox) {
+      load_box(map, arrived, part + i * Part::kRowBytes, column, row + i, head, batch,
+               CacheHint::EVICT_LAST);
+    }
   }
 
   CUTE_DEVICE static void consume(BackwardParams const& params, Control& control, uint32_t tiles) {
@@ -160,10 +172,7 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
         visit(params, work, member, control, stage, tiles, sums);
         member = work.next(params, member + 1);
       }
-      CUTE_UNROLL
-      for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
-        work.tile.store(0, n, sums(0, 0, n), sums(1, 0, n), sums(2, 0, n), sums(3, 0, n));
-      }
+      work.tile.store(sums);
     }
   }
 
@@ -171,7 +180,6 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
   CUTE_DEVICE static void visit(BackwardParams const& params, Work const& work, int member,
                                 Control& control, PipelineStage<kStages>& stage, uint32_t tiles,
                                 Accumulators& sums) {
-    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
     int const batch = work.members.batch(member);
     int const head = work.members.head(member);
     Mask const mask(params.mask, params.shape, batch);
@@ -179,44 +187,59 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
 
     auto scores = Grid::make_accumulators();          // (4, 1, MMA_N)
     auto score_gradient = Grid::make_accumulators();  // (4, 1, MMA_N)
-    PipelineStage<kStages> const score_stage = stage;
-    begin_product<QueryTile, KeyTile>(params, mask, work, control, stage, tiles, scores);
-    stage.advance();
-    begin_product<OutTile, ValueTile>(params, mask, work, control, stage, tiles, score_gradient);
+    PipelineStage<kStages> read = stage;
+    begin_product<kHeadParts>(params, mask, work, control, stage, tiles, scores);
+    begin_product<kValueParts>(params, mask, work, control, stage, tiles, score_gradient);
     wait_products<1>();
     fence_accumulators(scores);
-    if (leader) control.release(score_stage);
+    release<kHeadParts>(control, read);
     modify(params, mask, work, batch, head, tiles, scores);
     statistics.exponentiate(scores);
     fence_accumulators(scores);
+    // A branch, which the exponentials stay before: the assembler, left with one basic block, puts
+    // them behind the wait for the product that they should run under.
+    clear_rows_beyond(mask.query_length - work.tile.row, scores);
     wait_products<0>();
     fence_accumulators(score_gradient);
-    if (leader) control.release(stage);
-    stage.advance();
+    release<kValueParts>(control, read);
     add_gradient(params, work, statistics, batch, head, scores, score_gradient, sums);
   }
 
-  // Starts the product of a pair when it is here, as a group.
-  template <class Rows, class Columns, class Accumulators>
+  // Starts the product of the next pairs, as a group.
+  template <int kParts, class Accumulators>
   CUTE_DEVICE static void begin_product(BackwardParams const& params, Mask const& mask,
                                         Work const& work, Control& control,
-                                        PipelineStage<kStages> const& stage, uint32_t tiles,
+                                        PipelineStage<kStages>& stage, uint32_t tiles,
                                         Accumulators& accumulators) {
-    uint32_t const pair = tiles + stage.index * kPairBytes;
-    control.wait(stage);
-    clear_beyond<Rows, Columns>(params.shape, mask, work, pair);
+    using Operand = DescriptorOperand<Part, Contiguous::k>;
     // Uniform over the warpgroup, and known to be.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-    fence_accumulators(accumulators);
-    begin_products();
-    warpgroup_gemm<Element, Rows::kColumns / 16>(
-        accumulators, DescriptorOperand<Rows, Contiguous::k>(pair, warpgroup * kWarpgroupRows),
-        DescriptorOperand<Columns, Contiguous::k>(pair + Rows::kBytes), false);
+    CUTE_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      uint32_t const pair = tiles + stage.index * kPairBytes;
+      control.wait(stage);
+      clear_beyond(params.shape, mask, work, pair);
+      fence_accumulators(accumulators);
+      begin_products();
+      warpgroup_gemm<Element, kPartColumns / 16>(accumulators,
+                                                 Operand(pair, warpgroup * kWarpgroupRows),
+                                                 Operand(pair + Part::kBytes), part > 0);
+      stage.advance();
+    }
     commit_products();
   }
 
+  // Gives back the buffers of a product that has ended, from `stage` on.
+  template <int kParts>
+  CUTE_DEVICE static void release(Control& control, PipelineStage<kStages>& stage) {
+    CUTE_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      if (threadIdx.x % kWarpSize == 0) control.release(stage);
+      stage.advance();
+    }
+  }
+
   // What stands beyond the lengths of a member may be NaN, and so would be their P and dP.
-  template <class Rows, class Columns>
   CUTE_DEVICE static void clear_beyond(ProblemShape const& shape, Mask const& mask,
                                        Work const& work, uint32_t pair) {
     int const row = work.tile.row;
@@ -224,10 +247,8 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
     bool const rows = reads_beyond<Config>(mask.query_length, row + kTileQuery, shape.query_length);
     bool const columns = reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length);
     if (!rows && !columns) return;
-    if (rows) clear_rows<Rows, kConsumers>(pair, mask.query_length - row);
-    if (columns) {
-      clear_rows<Columns, kConsumers>(pair + Rows::kBytes, mask.key_length - column);
-    }
+    if (rows) clear_rows<Part, kConsumers>(pair, mask.query_length - row);
+    if (columns) clear_rows<Part, kConsumers>(pair + Part::kBytes, mask.key_length - column);
     fence_bulk_store();
     named_barrier_sync(kConsumerBarrier, kConsumers);
   }
@@ -241,7 +262,7 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
                               int batch, int head) {
       float const* const source =
           params.row_statistics +
-          Statistics::tile_index(params, batch, head, 0) * Statistics::kTileQuery * 2;
+          MainTiles::tile_index(params, batch, head, 0) * MainTiles::kTileQuery * 2;
       int const thread = thread_index();
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
@@ -274,13 +295,16 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
         params.scale.softmax_scale);
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, head,
                                               work.tile.row, work.tile.column);
-    // The bias of a row beyond the length of this member may be NaN.
-    int const row_bound = mask.query_length - work.tile.row;
+  }
+
+  // The bias of a row beyond the length of a member may be NaN, and so would be its P.
+  template <class Scores>
+  CUTE_DEVICE static void clear_rows_beyond(int row_bound, Scores& scores) {
     if (row_bound < kTileQuery) {
       int const thread = thread_index();
       CUTE_UNROLL
       for (int i = 0; i < cute::size(scores); ++i) {
-        if (Grid::element_row(i % 4, 0, thread) >= row_bound) scores(i) = -infinity();
+        if (Grid::element_row(i % 4, 0, thread) >= row_bound) scores(i) = 0.0f;
       }
     }
   }
@@ -339,5 +363,9 @@ struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>> {
     commit_copies();
   }
 };
+
+template <class Config>
+struct FmhaBackwardRecompute<Config, BackwardTilesSm90<Config>>
+    : RecomputeSm90<Config, BackwardTilesSm90<Config>> {};
 
 }  // namespace memeff
