@@ -290,18 +290,21 @@ def assert_results_match(case: Case, results: tuple) -> None:
 def cancellation(operands, options, dout, out):
     """Rounding error of dP - delta where they cancel: two dot products of a row in f32.
 
-    With dropout the one key of a row is scaled, so out = scale * value is rounded to 16 bits and
-    delta = rowsum(dout * out) with it, while dP is not: four standard deviations of that sum.
+    delta = rowsum(dout * out) is that of the rounded out, while dP is not rounded; and TF32 takes
+    11 bits of the operands of dP. Of both sums, whose terms are rounded independently, four
+    standard deviations.
     """
+    dtype = operands.query.dtype
     value, dout, out = (np.asarray(x, np.float32) for x in (operands.value, dout, out))
     if 0 in (*value.shape, *dout.shape):
         return 0.0
     kept_scale = 256 / (256 - options.dropout_threshold)
-    rows = np.linalg.norm(dout, axis=-1).max() * np.linalg.norm(value, axis=-1).max()
-    error = 2.0**-22 * kept_scale * rows
-    if options.dropout_threshold:
-        half_ulp = float(jnp.finfo(operands.query.dtype).eps) / 2
-        error += 4 * half_ulp / np.sqrt(3) * np.linalg.norm(dout * out, axis=-1).max()
+    rows = kept_scale * np.linalg.norm(dout, axis=-1).max() * np.linalg.norm(value, axis=-1).max()
+    half_ulp = float(jnp.finfo(dtype).eps) / 2
+    error = 2.0**-22 * rows
+    error += 4 * half_ulp / np.sqrt(3) * np.linalg.norm(dout * out, axis=-1).max()
+    if dtype == np.float32 and options.precision == "tf32":
+        error += 4 * 2.0**-12 * np.sqrt(2 / 3) * rows / np.sqrt(value.shape[-1])
     return error
 
 

@@ -17,6 +17,16 @@ namespace memeff {
 constexpr int kWarpgroupSize = 128;
 constexpr int kWarpgroupRows = 64;
 
+// Registers of each thread of the consumers, when a thread of the producer's warpgroup keeps
+// kProducer. Both are multiples of eight, and come out of what the CTA has at launch, where every
+// thread has the same: raising them any further waits for ever.
+template <int kThreads, int kProducer>
+constexpr int consumer_registers() {
+  constexpr int kLaunch = (64 << 10) / kThreads / 8 * 8;
+  return (kThreads * kLaunch - kWarpgroupSize * kProducer) / (kThreads - kWarpgroupSize) / 8 * 8;
+}
+static_assert(consumer_registers<384, 24>() == 240 && consumer_registers<384, 32>() == 232);
+
 // A product that one warpgroup of several computes alone: rows and columns do not depend on which.
 template <int kRows, int kColumns>
 struct WarpgroupGrid : WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16> {

@@ -33,8 +33,8 @@ struct FmhaBackwardDividedKey {
   static constexpr int kWarpgroupWarps = kWarpgroupSize / kWarpSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
   static constexpr int kBlocksPerSm = 1;
-  static constexpr int kProducerRegisters = 24;  // 64 K registers an SM
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
   static constexpr int kStages = 2;
   static constexpr int kScoreStages = 2;
 

@@ -29,8 +29,8 @@ struct FmhaBackwardDividedQuery {
   static constexpr int kConsumerWarps = kConsumers / kWarpSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
   static constexpr int kBlocksPerSm = 1;
-  static constexpr int kProducerRegisters = 24;  // 64 K registers an SM
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kConsumerWarps, 16>;
   using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kConsumerWarps, 16>;

@@ -47,8 +47,8 @@ struct RecomputeSm90 {
   static constexpr int kConsumers = kConsumerWarps * kWarpSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
   static constexpr int kBlocksPerSm = 1;
-  static constexpr int kProducerRegisters = 24;  // 64 K registers an SM
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
   static constexpr int kStages = Config::kRecomputeStages;
   static constexpr int kConsumerBarrier = 1;
 

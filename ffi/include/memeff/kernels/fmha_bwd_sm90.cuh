@@ -50,8 +50,8 @@ struct FmhaBackwardSm90 {
   static constexpr int kConsumers = Tiles::kThreads;
   static constexpr int kConsumerWarps = kConsumers / kWarpSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
-  static constexpr int kProducerRegisters = 24;  // 64 K registers an SM
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
   static constexpr int kStages = Config::kStages;
 
   // dS is needed by dq and dk, and is the gradient of the bias; where all of them are frozen, dv

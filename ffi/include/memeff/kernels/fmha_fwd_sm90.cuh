@@ -38,9 +38,8 @@ struct FmhaForwardSm90 {
   static constexpr int kConsumers = kWarpgroups * kWarpgroupSize;
   static constexpr int kConsumerWarps = kConsumers / kWarpSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
-  // 64 K registers an SM; both are multiples of eight.
   static constexpr int kProducerRegisters = 32;
-  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 240;
+  static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kConsumerWarps, 16>;
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, kConsumerWarps, 16>;
