@@ -226,7 +226,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
         # float16 alone on sm_75; float32 has no backward of 192 and more head dims in 99 KB.
-        count = {"sm_75": 253, "sm_86": 872, "sm_90a": 936}.get(arch, 980)
+        count = {"sm_75": 253, "sm_86": 872, "sm_90a": 932}.get(arch, 980)
         assert len(set(specs)) == len(specs) == count
 
 
@@ -341,6 +341,30 @@ def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias
     *_, recompute = spec.entry_points
     assert (recompute.grid, recompute.takes_maps) == ("bias_squares", True)
     assert recompute.shared_bytes <= sm80.part("sm_90a").shared_bytes(blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "features", "family"),
+    [
+        (64, {"masks": {"segments", "window"}, "soft_cap": True, "dropout": True}, "sm90"),
+        (64, {"masks": {"segments", "boolean"}, "soft_cap": True, "dropout": True}, "sm90"),
+        (64, {"masks": {"segments"}, "bias": "32", "soft_cap": True}, "sm90"),
+        (64, {"masks": {"boolean"}, "bias": "32"}, "sm80"),
+        (128, {"masks": {"segments", "causal"}, "soft_cap": True}, "sm90"),
+        (128, {"masks": {"segments"}, "bias": "16", "dropout": True}, "sm90"),
+        (128, {"masks": {"segments", "boolean"}, "dropout": True}, "sm90"),
+        (128, {"masks": {"segments"}, "soft_cap": True, "dropout": True}, "sm80"),
+        (128, {"masks": {"boolean"}, "soft_cap": True}, "sm80"),
+        (192, {"masks": {"segments", "boolean"}, "varlen": True}, "sm90"),
+        (256, {"masks": {"segments", "boolean"}, "dropout": True}, "sm90"),
+    ],
+)
+def test_hopper_backward_takes_masks_as_long_as_registers_last(head_dim, features, family):
+    spec = select.select(problem("backward", head_dim=head_dim, arch="sm_90a", **features))
+    assert spec.family == family
+    assert (spec.segments, spec.boolean) == tuple(
+        kind in features["masks"] for kind in ("segments", "boolean")
+    )
 
 
 def test_hopper_source_takes_tensor_maps():

@@ -112,14 +112,12 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
     ),
 }
 
-_BACKWARD_MODIFIERS = ("dropout", "soft cap", "bias")
-
 _DIVIDED = Tile(
     128,
     64,
     2,
     "dq takes 128 registers a thread, as do dk and dv of 64 keys; 226 KB at head dim 256",
-    modifiers=("dropout",),
+    modifiers=("dropout", "segments", "a boolean mask"),
     divided=True,
 )
 
@@ -130,7 +128,14 @@ BACKWARD: Mapping[int, tuple[Tile, ...]] = {
             128,
             2,
             "with 128 queries S and dP take 128 registers a thread, and 26 spill",
-            modifiers=_BACKWARD_MODIFIERS,
+            modifiers=_MODIFIERS,
+        ),
+        Tile(
+            64,
+            128,
+            2,
+            "with a boolean mask the kernel for the gradient of a shared bias spills",
+            modifiers=("soft cap", "dropout", "segments", "a boolean mask"),
         ),
     ),
     128: (
@@ -139,9 +144,18 @@ BACKWARD: Mapping[int, tuple[Tile, ...]] = {
             128,
             2,
             "dk and dv take 128 registers a thread, S and dP 64; a soft cap spills one more",
-            modifiers=_BACKWARD_MODIFIERS,
+            modifiers=("soft cap", "bias", "dropout"),
             spill_bytes=4,
         ),
+        Tile(
+            64,
+            128,
+            2,
+            "with dropout, too, a soft cap spills 72",
+            modifiers=("soft cap", "segments"),
+        ),
+        Tile(64, 128, 2, "as 64", modifiers=("bias", "dropout", "segments")),
+        Tile(64, 128, 2, "as 64", modifiers=("dropout", "segments", "a boolean mask")),
     ),
     192: (_DIVIDED,),
     256: (_DIVIDED,),

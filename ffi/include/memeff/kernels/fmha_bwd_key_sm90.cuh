@@ -12,7 +12,7 @@
 #include <memeff/collective/transposed_scores.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/dropout/keep.cuh>
-#include <memeff/mask/interval.cuh>
+#include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles_divided.cuh>
 #include <memeff/schedule/sequences.cuh>
 
@@ -41,7 +41,7 @@ struct FmhaBackwardDividedKey {
   using ScoreGrid = WarpgroupGrid<kTileKey, kTileQuery>;  // transposed
   using KeyGrid = WarpgroupGrid<kTileKey, Config::kHeadDim>;
   using ValueGrid = WarpgroupGrid<kTileKey, Config::kValueDim>;
-  using Mask = IntervalMask<Config::kMask>;
+  using Mask = ScoreMask<Config, ScoreGrid>;
 
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kValueOffset = KeyTile::kBytes;
@@ -199,9 +199,8 @@ struct FmhaBackwardDividedKey {
       auto send_probabilities = [&] {
         fence_accumulators(scores);
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-        if (mask.needs_test(visit.row(), kTileQuery, work.column, kTileKey)) {
-          mask.template apply_transposed<ScoreGrid>(scores, visit.row(), work.column);
-        }
+        mask.template apply_transposed<kTileQuery, kTileKey>(
+            scores, params.mask, shape, work.item.batch, visit.head, visit.row(), work.column);
         exponentiate_transposed<ScoreGrid>(
             tiles + kQueryStatisticsOffset + visit.stage.index * kStatisticsBytes,
             params.scale.softmax_scale, scores);

@@ -25,7 +25,7 @@
 #include <memeff/kernels/fmha_bwd_postprocess.cuh>
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
 #include <memeff/kernels/fmha_bwd_recompute_sm90.cuh>
-#include <memeff/mask/interval.cuh>
+#include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles_sm90.cuh>
 #include <memeff/schedule/sequences.cuh>
 #include <memeff/schedule/turn_sm90.cuh>
@@ -89,7 +89,7 @@ struct FmhaBackwardSm90 {
   static constexpr int kConsumerBarrier = 1;
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 2 + warpgroup; }
 
-  using Mask = IntervalMask<Config::kMask>;
+  using Mask = ScoreMask<Config, ScoreGrid>;
 
   // What a CTA does: the query tiles that attend to its keys, for every head of the group.
   struct Work {
@@ -252,9 +252,8 @@ struct FmhaBackwardSm90 {
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
         auto const capped = scores;  // read by the derivative of the soft cap
         add_bias(params, mask, work, head, tile, tiles, scores);
-        if (mask.needs_test(row, kTileQuery, work.column, kTileKey)) {
-          mask.template apply_transposed<ScoreGrid>(scores, row, work.column);
-        }
+        mask.template apply_transposed<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch,
+                                                             head, row, work.column);
         exponentiate_transposed<ScoreGrid>(statistics, exponent_scale(params), scores);
         fence_accumulators(scores);
         wait_products<0>();

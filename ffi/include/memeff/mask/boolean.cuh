@@ -23,6 +23,23 @@ struct BooleanMask {
     }
   }
 
+  // The same for transposed scores, whose accumulators have columns of the mask as rows.
+  template <class Accumulators>
+  CUTE_DEVICE static void apply_transposed(Accumulators& scores, Plane const& plane, int row_bound,
+                                           int column_bound) {
+    int const thread = thread_index();
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(scores); ++n) {
+      CUTE_UNROLL
+      for (int element = 0; element < 4; ++element) {
+        int const row = Grid::element_column(element % 2, n, thread);
+        int const column = Grid::element_row(element, 0, thread);
+        bool const inside = row < row_bound && column < column_bound;
+        if (!inside || !*plane.at(row, column)) scores(element, 0, n) = -infinity();
+      }
+    }
+  }
+
  private:
   template <bool kPaired, class Accumulators>
   CUTE_DEVICE static void apply(Accumulators& scores, Plane const& plane, int row_bound,

@@ -32,6 +32,28 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
                      row_bound, column_bound);
     }
   }
+
+  // The same for transposed scores, whose accumulators have keys as rows and queries as columns.
+  template <int kRows, int kColumns, class Accumulators>
+  CUTE_DEVICE void apply_transposed(Accumulators& scores, MaskParams const& mask,
+                                    ProblemShape const& shape, int batch, int head, int row,
+                                    int column) const {
+    int const row_bound = this->query_length - row;
+    int const column_bound = this->key_length - column;
+    if (this->needs_test(row, kRows, column, kColumns)) {
+      Interval::template apply_transposed<Grid>(scores, row, column);
+    }
+    if constexpr (Config::kSegments) {
+      SegmentMask<Grid, Config::kVarlen>::template apply<true>(scores, mask, shape, batch, row,
+                                                               column, row_bound, column_bound);
+    }
+    if constexpr (Config::kBoolean) {
+      using Boolean = BooleanMask<Grid>;
+      Boolean::apply_transposed(scores,
+                                typename Boolean::Plane(mask.boolean, batch, head, row, column),
+                                row_bound, column_bound);
+    }
+  }
 };
 
 }  // namespace memeff

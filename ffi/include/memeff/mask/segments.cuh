@@ -12,7 +12,8 @@ namespace memeff {
 // Packed sequences have ids per token.
 template <class Grid, bool kVarlen>
 struct SegmentMask {
-  template <class Accumulators>
+  // kTransposed: rows of the accumulators are columns of the scores.
+  template <bool kTransposed = false, class Accumulators>
   CUTE_DEVICE static void apply(Accumulators& scores, MaskParams const& mask,
                                 ProblemShape const& shape, int batch, int row, int column,
                                 int row_bound, int column_bound) {
@@ -28,22 +29,34 @@ struct SegmentMask {
         rows += sequence * shape.query_length;
         columns += sequence * shape.key_length;
       }
-      int row_ids[2 * Grid::kRowBlocks];
-      CUTE_UNROLL
-      for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {
-        int const t = Grid::element_row(2 * (r % 2), r / 2, thread);
-        row_ids[r] = t < row_bound ? rows[t] : -1;
+      if constexpr (kTransposed) {
+        compare(scores, thread, columns, column_bound, rows, row_bound);
+      } else {
+        compare(scores, thread, rows, row_bound, columns, column_bound);
       }
+    }
+  }
+
+ private:
+  // The ids of rows and columns of the accumulators.
+  template <class Accumulators>
+  CUTE_DEVICE static void compare(Accumulators& scores, int thread, int const* rows, int row_bound,
+                                  int const* columns, int column_bound) {
+    int row_ids[2 * Grid::kRowBlocks];
+    CUTE_UNROLL
+    for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {
+      int const row = Grid::element_row(2 * (r % 2), r / 2, thread);
+      row_ids[r] = row < row_bound ? rows[row] : -1;
+    }
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(scores); ++n) {
       CUTE_UNROLL
-      for (int n = 0; n < cute::size<2>(scores); ++n) {
+      for (int i = 0; i < 2; ++i) {
+        int const column = Grid::element_column(i, n, thread);
+        int const id = column < column_bound ? columns[column] : -1;
         CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          int const s = Grid::element_column(i, n, thread);
-          int const id = s < column_bound ? columns[s] : -1;
-          CUTE_UNROLL
-          for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {
-            if (row_ids[r] != id || id < 0) scores(2 * (r % 2) + i, r / 2, n) = -infinity();
-          }
+        for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {
+          if (row_ids[r] != id || id < 0) scores(2 * (r % 2) + i, r / 2, n) = -infinity();
         }
       }
     }
