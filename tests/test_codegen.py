@@ -356,7 +356,10 @@ def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias
         (128, {"masks": {"segments"}, "soft_cap": True, "dropout": True}, "sm80"),
         (128, {"masks": {"boolean"}, "soft_cap": True}, "sm80"),
         (192, {"masks": {"segments", "boolean"}, "varlen": True}, "sm90"),
+        (192, {"masks": {"boolean"}, "soft_cap": True, "dropout": True}, "sm90"),
         (256, {"masks": {"segments", "boolean"}, "dropout": True}, "sm90"),
+        (256, {"masks": {"segments", "causal"}, "soft_cap": True}, "sm90"),
+        (256, {"masks": {"causal"}, "soft_cap": True, "dropout": True}, "sm80"),
     ],
 )
 def test_hopper_backward_takes_masks_as_long_as_registers_last(head_dim, features, family):

@@ -78,7 +78,7 @@ SM90 = [
         Case(B=2, T=300, S=270, N=4, K=2, **CAUSAL), arch="sm_90a", multiprocessors=2
     ),
     Run(Case(B=1, T=300, S=200, H=128, dropout=0.2, soft_cap=3.0, **WINDOW), arch="sm_90a"),
-    Run(Case(B=1, T=200, S=300, H=192, Hv=128, segments=1), arch="sm_90a"),
+    Run(Case(B=1, T=200, S=300, H=192, Hv=128, soft_cap=3.0, segments=1), arch="sm_90a"),
     Run(Case(B=1, T=200, S=270, N=2, K=1, H=256, dropout=0.2), arch="sm_90a", multiprocessors=1),
     Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **CAUSAL), arch="sm_90a"),
     Run(Case(B=3, T=130, S=150, lengths=LENGTHS, bias="1NTS", segments=1), arch="sm_90a"),

@@ -117,7 +117,7 @@ _DIVIDED = Tile(
     64,
     2,
     "dq takes 128 registers a thread, as do dk and dv of 64 keys; 226 KB at head dim 256",
-    modifiers=("dropout", "segments", "a boolean mask"),
+    modifiers=("soft cap", "dropout", "segments", "a boolean mask"),
     divided=True,
 )
 
@@ -158,7 +158,14 @@ BACKWARD: Mapping[int, tuple[Tile, ...]] = {
         Tile(64, 128, 2, "as 64", modifiers=("dropout", "segments", "a boolean mask")),
     ),
     192: (_DIVIDED,),
-    256: (_DIVIDED,),
+    256: (
+        dataclasses.replace(_DIVIDED, modifiers=("dropout", "segments", "a boolean mask")),
+        dataclasses.replace(
+            _DIVIDED,
+            reason="the derivative of a soft cap takes 32 registers; with dropout 24 spill",
+            modifiers=("soft cap", "segments"),
+        ),
+    ),
 }
 UNDIVIDED = max(dim for dim, tiles in BACKWARD.items() if not tiles[0].divided)
 """The largest head dim with one kernel for all gradients."""

@@ -3,7 +3,7 @@
 // One consumer computes P^T = exp2(K Q^T - lse) and owns dK, the other computes
 // dS^T = P^T (V dO^T - delta) and owns dV. P^T and dS^T go from one to the other through shared
 // memory, where each has two buffers; S and dP of one tile of queries run beside dK and dV of the
-// tile before.
+// tile before. The derivative of a soft cap is known to the first, which multiplies dS^T by it.
 #pragma once
 
 #include <memeff/collective/bulk_tile.cuh>
@@ -180,7 +180,8 @@ struct FmhaBackwardDividedKey {
     cute::clear(key_gradient);
 
     if (int const count = visits(work, shape.group); count > 0) {
-      auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+      auto scores = ScoreGrid::make_accumulators();      // (4, 1, MMA_N)
+      auto derivative = ScoreGrid::make_accumulators();  // of the soft cap, for dS
       Visit visit(work, shape.group);
       PipelineStage<kScoreStages> slot;
       auto begin_scores = [&] {
@@ -199,6 +200,12 @@ struct FmhaBackwardDividedKey {
       auto send_probabilities = [&] {
         fence_accumulators(scores);
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+        if constexpr (Config::kSoftCap) {
+          CUTE_UNROLL
+          for (int i = 0; i < cute::size(scores); ++i) {
+            derivative(i) = fmaf(-scores(i), scores(i), 1.0f);
+          }
+        }
         mask.template apply_transposed<kTileQuery, kTileKey>(
             scores, params.mask, shape, work.item.batch, visit.head, visit.row(), work.column);
         exponentiate_transposed<ScoreGrid>(
@@ -215,13 +222,14 @@ struct FmhaBackwardDividedKey {
       auto begin_gradient = [&](PipelineStage<kStages> const& stage,
                                 PipelineStage<kScoreStages> const& gradient) {
         if constexpr (Config::kKeyGradient) {
+          uint32_t const gradient_tile =
+              tiles + kGradientOffset + gradient.index * ScoreTile::kBytes;
           control.score_gradient.wait(gradient);
+          if constexpr (Config::kSoftCap) multiply(gradient_tile, derivative);
           fence_accumulators(key_gradient);
           begin_products();
           warpgroup_gemm<Element, kTileQuery / 16>(
-              key_gradient,
-              DescriptorOperand<ScoreTile, Contiguous::k>(tiles + kGradientOffset +
-                                                          gradient.index * ScoreTile::kBytes),
+              key_gradient, DescriptorOperand<ScoreTile, Contiguous::k>(gradient_tile),
               DescriptorOperand<QueryTile, Contiguous::outer>(tiles + kQueryOffset +
                                                               stage.index * QueryTile::kBytes),
               true);
@@ -302,14 +310,7 @@ struct FmhaBackwardDividedKey {
         commit_products();
       };
       auto load_probabilities = [&] {
-        ScoreOperand operand;
-        LeftOperand<ScoreTile, Contiguous::k, 1> const source(
-            tiles + kProbabilityOffset + slot.index * ScoreTile::kBytes, ScoreGrid::row());
-        CUTE_UNROLL
-        for (int step = 0; step < kTileQuery / 16; ++step) {
-          source.load(operand.fragments[0][step], 0, step);
-        }
-        return operand;
+        return load_operand(tiles + kProbabilityOffset + slot.index * ScoreTile::kBytes);
       };
       auto send_score_gradient = [&] {
         fence_accumulators(score_gradient);
@@ -382,6 +383,33 @@ struct FmhaBackwardDividedKey {
       store<ValueTile, ValueGrid>(maps.value_gradient, params.value_gradient, shape, work,
                                   mask.key_length, value_tile, 1, shape.value_dim, value_gradient);
     }
+  }
+
+  CUTE_DEVICE static ScoreOperand load_operand(uint32_t tile) {
+    ScoreOperand operand;
+    LeftOperand<ScoreTile, Contiguous::k, 1> const source(tile, ScoreGrid::row());
+    CUTE_UNROLL
+    for (int step = 0; step < kTileQuery / 16; ++step) {
+      source.load(operand.fragments[0][step], 0, step);
+    }
+    return operand;
+  }
+
+  // dS^T of the score before the soft cap, in the place of that behind it: its consumer knows the
+  // derivative, and what computed it does not.
+  template <class Factors>
+  CUTE_DEVICE static void multiply(uint32_t tile, Factors const& factors) {
+    ScoreOperand operand = load_operand(tile);
+    CUTE_UNROLL
+    for (int i = 0; i < kTileQuery / 4; ++i) {
+      uint32_t& pair = operand.fragments[0][i / 4][i % 4];
+      int const element = i % 2 * 2;
+      pair = pack<Element>(unpack<Element>(pair, 0) * factors(element, 0, i / 2),
+                           unpack<Element>(pair, 1) * factors(element + 1, 0, i / 2));
+    }
+    store_operand<ScoreTile, ScoreGrid>(tile, operand);
+    fence_bulk_store();
+    named_barrier_sync(warpgroup_barrier(0), kWarpgroupSize);
   }
 
   // Rows beyond a length may be NaN, which would reach dk and dv. A tile has one reader, which

@@ -214,12 +214,17 @@ struct FmhaBackwardDividedQuery {
       }
     }
 
-    // P from S.
+    // P from S; with a soft cap, times its derivative.
     template <class Scores>
     CUTE_DEVICE void exponentiate(float softmax_scale, Scores& scores) const {
       CUTE_UNROLL
       for (int i = 0; i < cute::size(scores); ++i) {
-        scores(i) = exp2_approx(fmaf(scores(i), softmax_scale, -rows[i % 4 / 2].x));
+        float const score = scores(i);
+        scores(i) = exp2_approx(fmaf(score, softmax_scale, -rows[i % 4 / 2].x));
+        if constexpr (Config::kSoftCap) {
+          float const x = fmaxf(score, -1.0f);  // tanh is no less; a masked score is -inf
+          scores(i) *= fmaf(-x, x, 1.0f);
+        }
       }
     }
   };
