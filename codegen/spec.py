@@ -207,7 +207,8 @@ class KernelSpec:
         query_bytes, key_bytes = _divided_sm90(self) if self.divided else 2 * (self.shared_bytes,)
         query = EntryPoint(f"{self.name}_query", self.threads, query_bytes, "queries", maps)
         key = EntryPoint(f"{self.name}_key", self.threads, key_bytes, "keys", maps)
-        others = {"key", "value"} & set(self.gradients) or self.bias_gradient != "none"
+        sums_bias = self.bias_gradient == "columns" or (self.wide and self.bias_gradient != "none")
+        others = {"key", "value"} & set(self.gradients) or sums_bias
         return [query] * ("query" in self.gradients) + [key] * bool(others)
 
     @property

@@ -127,8 +127,11 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     if unserved:
         reasons.append(f"its tile has no registers left for {' and '.join(unserved)}")
     if spec.family == "sm90":
-        if spec.bias and spec.bias_access != "rows" and spec.divided:
-            reasons.append("it adds no bias yet")
+        beside = {"full": "query", "columns": "key"}.get(spec.bias_gradient)
+        if spec.divided and beside and beside not in spec.gradients:
+            reasons.append(
+                f"it computes the gradient of this bias beside that of the {beside} only"
+            )
         if spec.divided and max(problem.head_dim, problem.value_dim) <= sm90.UNDIVIDED:
             reasons.append(f"it is for head dims above {sm90.UNDIVIDED}")
         if problem.query_rows is not None:

@@ -226,7 +226,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
         # float16 alone on sm_75; float32 has no backward of 192 and more head dims in 99 KB.
-        count = {"sm_75": 253, "sm_86": 872, "sm_90a": 932}.get(arch, 980)
+        count = {"sm_75": 253, "sm_86": 872, "sm_90a": 930}.get(arch, 980)
         assert len(set(specs)) == len(specs) == count
 
 
@@ -323,14 +323,16 @@ def test_hopper_kernels_come_first_and_say_why_not():
     plain = problem(masks={"causal"}, arch="sm_90a")
     assert select.select(plain).family == "sm90"
     assert select.select(dataclasses.replace(plain, arch="sm_90")).family == "sm80"
-    biased = problem("backward", head_dim=256, masks={"causal"}, arch="sm_90a", bias="16")
+    biased = problem("backward", head_dim=256, arch="sm_90a", bias="16", wants=("bias",))
     assert select.select(biased).family == "sm80"
     refused = [reasons for spec, reasons in select.explain(biased) if spec.family == "sm90"]
-    assert "it adds no bias yet" in itertools.chain(*refused)
+    reason = "it computes the gradient of this bias beside that of the query only"
+    assert reason in itertools.chain(*refused)
+    assert select.select(dataclasses.replace(biased, wants=("query", "bias"))).family == "sm90"
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "bias", "pairs"), [(64, "32", 4), (128, "16", 6), (128, "32", 4)]
+    ("head_dim", "bias", "pairs"), [(64, "32", 4), (128, "16", 6), (128, "32", 4), (256, "32", 4)]
 )
 def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias, pairs):
     wants = ("query", "key", "value", "bias")

@@ -90,7 +90,7 @@ SM90 += [
         Case(B=3, T=200, S=150, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **CAUSAL),
         Case(B=2, T=140, S=200, K=1, bias="11TS", bias_dtype="float32", soft_cap=2.0, **WINDOW),
         Case(B=3, T=130, S=150, bias="BNTS", lengths=LENGTHS, packed=True),
-        Case(B=2, T=130, S=150, K=1, bias="1N1S", dtype="float16", dropout=0.2),
+        Case(B=2, T=140, S=150, K=1, H=256, bias="1NTS", dropout=0.2, lengths=LENGTHS[:2]),
     )
 ]
 DETERMINISTIC = [

@@ -120,6 +120,9 @@ _DIVIDED = Tile(
     modifiers=("soft cap", "dropout", "segments", "a boolean mask"),
     divided=True,
 )
+_DIVIDED_BIAS = dataclasses.replace(
+    _DIVIDED, reason="each lane loads the bias of its elements", modifiers=("dropout", "bias")
+)
 
 BACKWARD: Mapping[int, tuple[Tile, ...]] = {
     64: (
@@ -157,7 +160,7 @@ BACKWARD: Mapping[int, tuple[Tile, ...]] = {
         Tile(64, 128, 2, "as 64", modifiers=("bias", "dropout", "segments")),
         Tile(64, 128, 2, "as 64", modifiers=("dropout", "segments", "a boolean mask")),
     ),
-    192: (_DIVIDED,),
+    192: (_DIVIDED, _DIVIDED_BIAS),
     256: (
         dataclasses.replace(_DIVIDED, modifiers=("dropout", "segments", "a boolean mask")),
         dataclasses.replace(
@@ -165,6 +168,7 @@ BACKWARD: Mapping[int, tuple[Tile, ...]] = {
             reason="the derivative of a soft cap takes 32 registers; with dropout 24 spill",
             modifiers=("soft cap", "segments"),
         ),
+        _DIVIDED_BIAS,
     ),
 }
 UNDIVIDED = max(dim for dim, tiles in BACKWARD.items() if not tiles[0].divided)

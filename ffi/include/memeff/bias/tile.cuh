@@ -27,6 +27,12 @@ CUTE_HOST_DEVICE constexpr bool has_bias_tile() {
   return false;
 }
 
+// Scores that met a bias in the main loop are exponents of two already.
+template <class Config>
+CUTE_DEVICE float exponent_scale(ScoreScale const& scale) {
+  return has_bias_tile<Config>() ? 1.0f : scale.softmax_scale;
+}
+
 // kRows x kColumns elements, or one row of them where the bias is broadcast over rows. kThreads
 // threads copy it.
 template <class Config, int kRows_, int kColumns, int kThreads>

@@ -4,6 +4,7 @@
 
 #include <cute/tensor.hpp>
 
+#include <memeff/bias/score_view.cuh>
 #include <memeff/bias/tile.cuh>
 
 namespace memeff {
@@ -85,5 +86,56 @@ CUTE_DEVICE void add_bias_transposed(Accumulators& scores, TransposedBiasReader<
     }
   }
 }
+
+// A bias that waits in registers where no shared memory is left for it: a tile is loaded while the
+// tensor cores work, each lane its own elements, and added when they have the scores.
+template <class Config, class Grid, bool kHolds = has_bias_tile<Config>()>
+struct HeldTransposedBias {
+  CUTE_DEVICE void load(ScoreView const&, int, int, int, int, int, int) {}
+  template <class Accumulators>
+  CUTE_DEVICE void add(Accumulators&, float) const {}
+};
+
+template <class Config, class Grid>
+struct HeldTransposedBias<Config, Grid, true> {
+  using Element = typename Config::BiasElement;
+  static constexpr int kRows = 2 * Grid::kRowBlocks;
+  static constexpr int kPairs = 2 * Grid::kColumnBlocks;
+  Pair<Element> pairs[kRows][kPairs];  // of neighbouring queries
+
+  // The tile at (row, column) of the scores. Elements beyond the bounds, which count from there,
+  // are 0.
+  CUTE_DEVICE void load(ScoreView const& bias, int batch, int head, int row, int column,
+                        int row_bound, int column_bound) {
+    int const thread = thread_index();
+    ScorePlane<Element> const plane(bias, batch, head, row, column);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      int const key = Grid::element_row(2 * (r % 2), r / 2, thread);
+      int const bound = key < column_bound ? row_bound : 0;
+      CUTE_UNROLL
+      for (int n = 0; n < kPairs; ++n) {
+        int const query = Grid::element_column(0, n, thread);
+        pairs[r][n] = {Element(0), Element(0)};
+        if (query < bound) pairs[r][n].first = *plane.at(query, key);
+        if (query + 1 < bound) pairs[r][n].second = *plane.at(query + 1, key);
+      }
+    }
+  }
+
+  template <class Accumulators>
+  CUTE_DEVICE void add(Accumulators& scores, float softmax_scale) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int n = 0; n < kPairs; ++n) {
+        float& first = scores(2 * (r % 2), r / 2, n);
+        float& second = scores(2 * (r % 2) + 1, r / 2, n);
+        first = biased_known_score(first, float(pairs[r][n].first), softmax_scale);
+        second = biased_known_score(second, float(pairs[r][n].second), softmax_scale);
+      }
+    }
+  }
+};
 
 }  // namespace memeff

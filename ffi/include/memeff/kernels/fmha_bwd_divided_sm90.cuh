@@ -9,9 +9,11 @@
 // seven products instead of five, and send no sums anywhere; every run adds in one order.
 #pragma once
 
+#include <memeff/kernels/fmha_bwd_bias.cuh>
 #include <memeff/kernels/fmha_bwd_key_sm90.cuh>
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
 #include <memeff/kernels/fmha_bwd_query_sm90.cuh>
+#include <memeff/kernels/fmha_bwd_recompute_sm90.cuh>
 
 namespace memeff {
 
@@ -19,5 +21,11 @@ namespace memeff {
 template <class Config>
 struct FmhaBackwardDividedPreprocess
     : FmhaBackwardPreprocess<WithoutQueryGradient<Config>, BackwardTilesDivided<Config>> {};
+
+template <class Config>
+struct FmhaBackwardDividedBias : FmhaBackwardBias<Config, BackwardTilesDivided<Config>> {};
+
+template <class Config>
+struct FmhaBackwardDividedRecompute : RecomputeSm90<Config, BackwardTilesDivided<Config>> {};
 
 }  // namespace memeff

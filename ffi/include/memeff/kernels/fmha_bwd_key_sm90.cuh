@@ -6,6 +6,8 @@
 // tile before. The derivative of a soft cap is known to the first, which multiplies dS^T by it.
 #pragma once
 
+#include <memeff/bias/gradient_transposed.cuh>
+#include <memeff/bias/transposed.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
@@ -38,7 +40,13 @@ struct FmhaBackwardDividedKey {
   static constexpr int kStages = 2;
   static constexpr int kScoreStages = 2;
 
-  using ScoreGrid = WarpgroupGrid<kTileKey, kTileQuery>;  // transposed
+  using ScoreGrid = typename Tiles::ScoreGrid;
+  using Bias = HeldTransposedBias<Config, ScoreGrid>;
+  // A gradient that nothing shares is written by the kernel that owns the rows.
+  static constexpr bool kSumsBias = Config::kBiasGradient == BiasGradient::columns;
+  using BiasWriter =
+      TransposedBiasGradient<Config, Tiles, kSumsBias ? BiasGradient::columns : BiasGradient::none>;
+  using BiasSums = typename BiasWriter::Sums;
   using KeyGrid = WarpgroupGrid<kTileKey, Config::kHeadDim>;
   using ValueGrid = WarpgroupGrid<kTileKey, Config::kValueDim>;
   using Mask = ScoreMask<Config, ScoreGrid>;
@@ -73,7 +81,8 @@ struct FmhaBackwardDividedKey {
 
     CUTE_DEVICE Work(BackwardParams const& params) {
       ProblemShape const& shape = params.shape;
-      item = WorkItem::of_block(blockIdx.x, ceil_div(shape.key_length, kTileKey), shape.key_heads);
+      item = work_item<Config>(shape, params.bias, blockIdx.x, ceil_div(shape.key_length, kTileKey),
+                               shape.key_heads);
       column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
     }
@@ -184,6 +193,11 @@ struct FmhaBackwardDividedKey {
       auto derivative = ScoreGrid::make_accumulators();  // of the soft cap, for dS
       Visit visit(work, shape.group);
       PipelineStage<kScoreStages> slot;
+      Bias bias;
+      auto load_bias = [&] {
+        bias.load(params.bias, work.item.batch, visit.head, visit.row(), work.column,
+                  mask.query_length - visit.row(), mask.key_length - work.column);
+      };
       auto begin_scores = [&] {
         uint32_t const query_tile = tiles + kQueryOffset + visit.stage.index * QueryTile::kBytes;
         control.query.wait(visit.stage);
@@ -206,11 +220,12 @@ struct FmhaBackwardDividedKey {
             derivative(i) = fmaf(-scores(i), scores(i), 1.0f);
           }
         }
+        bias.add(scores, params.scale.softmax_scale);
         mask.template apply_transposed<kTileQuery, kTileKey>(
             scores, params.mask, shape, work.item.batch, visit.head, visit.row(), work.column);
         exponentiate_transposed<ScoreGrid>(
             tiles + kQueryStatisticsOffset + visit.stage.index * kStatisticsBytes,
-            params.scale.softmax_scale, scores);
+            exponent_scale<Config>(params.scale), scores);
         if constexpr (Config::kDropout) mark_dropped(params, work, visit, scores);
         control.probability.acquire(slot);
         store_operand<ScoreTile, ScoreGrid>(
@@ -250,6 +265,7 @@ struct FmhaBackwardDividedKey {
         clear_beyond<KeyTile>(tiles, mask.key_length - work.column, 0);
       }
       begin_scores();
+      load_bias();
       wait_products<0>();
       send_probabilities();
       CUTE_NO_UNROLL
@@ -260,6 +276,7 @@ struct FmhaBackwardDividedKey {
         slot.advance();
         begin_scores();
         begin_gradient(before.stage, slot_before);
+        load_bias();
         wait_products<1>();
         send_probabilities();
         wait_products<0>();
@@ -294,6 +311,7 @@ struct FmhaBackwardDividedKey {
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
       Visit visit(work, shape.group);
       PipelineStage<kScoreStages> slot;
+      BiasSums bias_sums;
       auto begin_score_gradient = [&] {
         uint32_t const out_tile = tiles + kOutOffset + visit.stage.index * OutTile::kBytes;
         control.out_gradient.wait(visit.stage);
@@ -318,7 +336,11 @@ struct FmhaBackwardDividedKey {
         if constexpr (Config::kKeyGradient) {
           ScoreOperand const gradient = differentiate(
               params, tiles + kOutStatisticsOffset + visit.stage.index * kStatisticsBytes,
-              load_probabilities(), score_gradient);
+              load_probabilities(), score_gradient, bias_sums);
+          if (kSumsBias && visit.tile + 1 == work.tiles.end) {
+            BiasWriter::finish(params, work.item.batch, visit.head, work.column, bias_sums);
+            bias_sums = {};
+          }
           control.score_gradient.acquire(slot);
           store_operand<ScoreTile, ScoreGrid>(
               tiles + kGradientOffset + slot.index * ScoreTile::kBytes, gradient);
@@ -451,8 +473,9 @@ struct FmhaBackwardDividedKey {
   template <class Scores>
   CUTE_DEVICE static ScoreOperand differentiate(BackwardParams const& params, uint32_t statistics,
                                                 ScoreOperand const& probabilities,
-                                                Scores const& score_gradient) {
+                                                Scores const& score_gradient, BiasSums& bias_sums) {
     int const thread = thread_index();
+    BiasWriter const bias_gradient(params, {});
     ScoreOperand result;
     CUTE_UNROLL
     for (int n = 0; n < cute::size<2>(score_gradient); ++n) {
@@ -473,6 +496,7 @@ struct FmhaBackwardDividedKey {
           if (Config::kDropout && p < 0.0f) kept = 0.0f;
           gradient[i] = fabsf(p) * fmaf(kept, kept_scale<Config>(params.dropout), -delta[i]);
         }
+        bias_gradient.pair(bias_sums, n, half, gradient);
         result.fragments[0][n / 2][fragment] = pack<Element>(gradient[0], gradient[1]);
       }
     }

@@ -4,6 +4,8 @@
 // registers. dQ of one tile of keys runs beside S and dP of the next.
 #pragma once
 
+#include <memeff/bias/direct.cuh>
+#include <memeff/bias/gradient.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
@@ -60,7 +62,8 @@ struct FmhaBackwardDividedQuery {
     TileRange tiles;
 
     CUTE_DEVICE Work(BackwardParams const& params) {
-      item = WorkItem::of_block(blockIdx.x, params.query_tiles, params.shape.query_heads);
+      item = work_item<Config>(params.shape, params.bias, blockIdx.x, params.query_tiles,
+                               params.shape.query_heads);
       if constexpr (Config::kMask == MaskKind::causal) {
         item.tile = params.query_tiles - 1 - item.tile;
       }
@@ -174,16 +177,22 @@ struct FmhaBackwardDividedQuery {
         if (leader && tile < work.tiles.end - 1) control.key.release(previous(key));
 
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+        if constexpr (has_bias_tile<Config>()) {
+          int const column = tile * kTileKey;
+          add_bias_elements<Config, ScoreGrid>(
+              scores, params.bias, item.batch, item.head, work.row, column,
+              mask.query_length - work.row, mask.key_length - column, params.scale.softmax_scale);
+        }
         mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                   work.row, tile * kTileKey);
-        statistics.exponentiate(params.scale.softmax_scale, scores);
+        statistics.exponentiate(exponent_scale<Config>(params.scale), scores);
         fence_accumulators(scores);
         wait_products<0>();
         fence_accumulators(score_gradient);
         if (leader) control.value.release(value);
         value.advance();
-        differentiate(params, item, statistics, work.row, tile * kTileKey, scores, score_gradient,
-                      left_gradient);
+        differentiate(params, item, statistics, work.row, tile * kTileKey,
+                      mask.query_length - work.row, scores, score_gradient, left_gradient);
 
         fence_accumulators(query_gradient);
         begin_products();
@@ -194,6 +203,7 @@ struct FmhaBackwardDividedQuery {
       wait_products<0>();
       fence_accumulators(query_gradient);
     }
+    clear_unvisited_keys(params, work);
     store(params, maps, work, mask.query_length - work.row, warpgroup, tiles, query_gradient);
   }
 
@@ -248,8 +258,8 @@ struct FmhaBackwardDividedQuery {
   template <class Scores>
   CUTE_DEVICE static void differentiate(BackwardParams const& params, WorkItem const& item,
                                         RowStatistics const& statistics, int row, int column,
-                                        Scores const& scores, Scores const& score_gradient,
-                                        ScoreOperand& left_gradient) {
+                                        int query_bound, Scores const& scores,
+                                        Scores const& score_gradient, ScoreOperand& left_gradient) {
     auto block = [&](int, int column_block, auto const& keep) {
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
@@ -264,6 +274,7 @@ struct FmhaBackwardDividedQuery {
           gradient[j] = scores(element, 0, n) *
                         fmaf(kept, kept_scale<Config>(params.dropout), -statistics.rows[half].y);
         }
+        store_bias_gradient(params, item, row, column, query_bound, half, n, gradient);
         left_gradient.fragments[0][column_block][i] = pack<Element>(gradient[0], gradient[1]);
       }
     };
@@ -274,6 +285,42 @@ struct FmhaBackwardDividedQuery {
     } else {
       CUTE_UNROLL
       for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(0, n, KeepAll{});
+    }
+  }
+
+  // Two neighbouring elements of a bias gradient that nothing shares. What is computed for rows
+  // beyond the query length may be NaN.
+  CUTE_DEVICE static void store_bias_gradient(BackwardParams const& params, WorkItem const& item,
+                                              int row, int column, int query_bound, int half, int n,
+                                              float const (&gradient)[2]) {
+    if constexpr (Config::kBiasGradient == BiasGradient::full) {
+      ScorePlane<typename Config::BiasElement> const plane(params.bias_gradient, item.batch,
+                                                           item.head, row, column);
+      int const tile_row = ScoreGrid::element_row(2 * half, 0);
+      int const columns = params.shape.key_length - column;
+      bool const beyond = tile_row >= query_bound;
+      plane.store(tile_row, ScoreGrid::element_column(0, n),
+                  tile_row < params.shape.query_length - row ? columns : 0,
+                  beyond ? 0.0f : gradient[0], beyond ? 0.0f : gradient[1]);
+    }
+  }
+
+  // Its zeros where no visit computes it.
+  CUTE_DEVICE static void clear_unvisited_keys(BackwardParams const& params, Work const& work) {
+    if constexpr (Config::kBiasGradient == BiasGradient::full) {
+      using BiasElement = typename Config::BiasElement;
+      ScorePlane<BiasElement> const plane(params.bias_gradient, work.item.batch, work.item.head,
+                                          work.row, 0);
+      int const rows = min(kTileQuery, params.shape.query_length - work.row);
+      auto clear = [&](int begin, int end) {
+        for (int row = threadIdx.x / kWarpSize; row < rows; row += kConsumerWarps) {
+          for (int column = begin + threadIdx.x % kWarpSize; column < end; column += kWarpSize) {
+            *plane.at(row, column) = BiasElement(0.0f);
+          }
+        }
+      };
+      clear(0, min(work.tiles.begin * kTileKey, params.shape.key_length));
+      clear(work.tiles.end * kTileKey, params.shape.key_length);
     }
   }
 

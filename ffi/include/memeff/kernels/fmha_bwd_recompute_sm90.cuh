@@ -57,6 +57,9 @@ struct RecomputeSm90 {
   static constexpr int kValueParts = Config::kValueDim / kPartColumns;
   using Part = SharedTile<kTileQuery, kPartColumns>;  // of queries or dO, of keys or values
   static_assert(kTileQuery == kTileKey && Part::kPanels == 1);
+  // Where the ring is too small for both products, the first gives its buffers back before.
+  static constexpr bool kHoldsVisit = kHeadParts + kValueParts <= kStages;
+  static_assert(cute::max(kHeadParts, kValueParts) <= kStages);
   static constexpr int kPairBytes = 2 * Part::kBytes;
   // Rows of the boxes that the copy engine moves, as in the other kernels.
   static constexpr int kQueryBox = kWarpgroupRows;
@@ -188,11 +191,15 @@ struct RecomputeSm90 {
     auto scores = Grid::make_accumulators();          // (4, 1, MMA_N)
     auto score_gradient = Grid::make_accumulators();  // (4, 1, MMA_N)
     PipelineStage<kStages> read = stage;
+    auto end_scores = [&](auto pending) {
+      wait_products<pending>();
+      fence_accumulators(scores);
+      release<kHeadParts>(control, read);
+    };
     begin_product<kHeadParts>(params, mask, work, control, stage, tiles, scores);
+    if constexpr (!kHoldsVisit) end_scores(cute::Int<0>{});
     begin_product<kValueParts>(params, mask, work, control, stage, tiles, score_gradient);
-    wait_products<1>();
-    fence_accumulators(scores);
-    release<kHeadParts>(control, read);
+    if constexpr (kHoldsVisit) end_scores(cute::Int<1>{});
     modify(params, mask, work, batch, head, tiles, scores);
     statistics.exponentiate(scores);
     fence_accumulators(scores);

@@ -254,7 +254,8 @@ struct FmhaBackwardSm90 {
         add_bias(params, mask, work, head, tile, tiles, scores);
         mask.template apply_transposed<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch,
                                                              head, row, work.column);
-        exponentiate_transposed<ScoreGrid>(statistics, exponent_scale(params), scores);
+        exponentiate_transposed<ScoreGrid>(statistics, exponent_scale<Config>(params.scale),
+                                           scores);
         fence_accumulators(scores);
         wait_products<0>();
         fence_accumulators(score_gradient);
@@ -318,11 +319,6 @@ struct FmhaBackwardSm90 {
     if constexpr (Config::kValueGradient)
       scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
     store(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
-  }
-
-  // Scores that met a bias are exponents of two already.
-  CUTE_DEVICE static float exponent_scale(BackwardParams const& params) {
-    return kBiasTile ? 1.0f : params.scale.softmax_scale;
   }
 
   CUTE_DEVICE static uint32_t bias_tile(uint32_t tiles) {

@@ -21,6 +21,14 @@ struct BackwardTilesDivided {
   using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;      // also dk
   using ValueTile = SharedTile<kTileKey, Config::kValueDim>;   // also dv
 
+  using ScoreGrid = WarpgroupGrid<kTileKey, kVisitQuery>;  // of the key kernel, transposed
+
+  // The sums of a bias gradient that is broadcast over rows, as in BackwardTilesSm90.
+  static constexpr int kBiasSumRows = 1;
+  CUTE_DEVICE static long long padded_keys(ProblemShape const& shape) {
+    return (long long)ceil_div(shape.key_length, kTileKey) * kTileKey;
+  }
+
   CUTE_DEVICE static long long tile_index(BackwardParams const& params, int batch, int head,
                                           int tile) {
     return query_tile_index<Config>(params, batch, head, tile);
