@@ -100,8 +100,10 @@ template <class Config, class Grid>
 struct HeldTransposedBias<Config, Grid, true> {
   using Element = typename Config::BiasElement;
   static constexpr int kRows = 2 * Grid::kRowBlocks;
-  static constexpr int kPairs = 2 * Grid::kColumnBlocks;
-  Pair<Element> pairs[kRows][kPairs];  // of neighbouring queries
+  // Of neighbouring queries; one element serves them all where the bias is broadcast over rows.
+  static constexpr bool kPerQuery = Config::kBiasAccess != BiasAccess::columns;
+  static constexpr int kPairs = kPerQuery ? 2 * Grid::kColumnBlocks : 1;
+  Pair<Element> pairs[kRows][kPairs];
 
   // The tile at (row, column) of the scores. Elements beyond the bounds, which count from there,
   // are 0.
@@ -115,10 +117,17 @@ struct HeldTransposedBias<Config, Grid, true> {
       int const bound = key < column_bound ? row_bound : 0;
       CUTE_UNROLL
       for (int n = 0; n < kPairs; ++n) {
-        int const query = Grid::element_column(0, n, thread);
+        int const query = kPerQuery ? Grid::element_column(0, n, thread) : 0;
         pairs[r][n] = {Element(0), Element(0)};
         if (query < bound) pairs[r][n].first = *plane.at(query, key);
-        if (query + 1 < bound) pairs[r][n].second = *plane.at(query + 1, key);
+        if (kPerQuery && query + 1 < bound) pairs[r][n].second = *plane.at(query + 1, key);
+      }
+    }
+    // Otherwise each element of 16 bits waits in a register of its own.
+    if constexpr (sizeof(Element) == 2) {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows * kPairs; ++i) {
+        hide_value(reinterpret_cast<uint32_t&>(pairs[i / kPairs][i % kPairs]));
       }
     }
   }
@@ -128,11 +137,13 @@ struct HeldTransposedBias<Config, Grid, true> {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
-      for (int n = 0; n < kPairs; ++n) {
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        Pair<Element> const& pair = pairs[r][kPerQuery ? n : 0];
         float& first = scores(2 * (r % 2), r / 2, n);
         float& second = scores(2 * (r % 2) + 1, r / 2, n);
-        first = biased_known_score(first, float(pairs[r][n].first), softmax_scale);
-        second = biased_known_score(second, float(pairs[r][n].second), softmax_scale);
+        first = biased_known_score(first, float(pair.first), softmax_scale);
+        second =
+            biased_known_score(second, float(kPerQuery ? pair.second : pair.first), softmax_scale);
       }
     }
   }
