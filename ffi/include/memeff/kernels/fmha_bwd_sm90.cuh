@@ -251,12 +251,13 @@ struct FmhaBackwardSm90 {
         uint32_t const statistics = tiles + kStatisticsOffset + stage.index * kStatisticsBytes;
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
         auto const capped = scores;  // read by the derivative of the soft cap
-        add_bias(params, mask, work, head, tile, tiles, scores);
+        add_bias(params, work, head, row, tiles, scores);
         mask.template apply_transposed<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch,
                                                              head, row, work.column);
         exponentiate_transposed<ScoreGrid>(statistics, exponent_scale<Config>(params.scale),
                                            scores);
         fence_accumulators(scores);
+        load_next_bias(params, mask, work, head, tile, tiles);
         wait_products<0>();
         fence_accumulators(score_gradient);
         ScoreOperand probabilities;
@@ -349,19 +350,25 @@ struct FmhaBackwardSm90 {
     }
   }
 
-  // Adds the bias of a visit, which began to arrive during the one before, and lets that of the
-  // next begin.
+  // Adds the bias of a visit, which began to arrive during the one before.
   template <class Scores>
-  CUTE_DEVICE static void add_bias(BackwardParams const& params, Mask const& mask, Work const& work,
-                                   int head, int tile, uint32_t tiles, Scores& scores) {
+  CUTE_DEVICE static void add_bias(BackwardParams const& params, Work const& work, int head,
+                                   int row, uint32_t tiles, Scores& scores) {
     if constexpr (kBiasTile) {
       wait_copies<0>();
       __syncwarp();  // the bias of all lanes is here
       TransposedBiasReader<BiasColumns> const bias(
-          bias_tile(tiles), bias_source(params, work, head, tile * kTileQuery),
-          bias_row_bytes(params));
+          bias_tile(tiles), bias_source(params, work, head, row), bias_row_bytes(params));
       add_bias_transposed(scores, bias, params.scale.softmax_scale);
-      __syncwarp();  // nobody reads it any more
+    }
+  }
+
+  // Lets the bias of the next visit arrive. It stands behind the exponentials because its branch
+  // keeps them before the wait for dP, which the assembler puts them behind in one basic block.
+  CUTE_DEVICE static void load_next_bias(BackwardParams const& params, Mask const& mask,
+                                         Work const& work, int head, int tile, uint32_t tiles) {
+    if constexpr (kBiasTile) {
+      __syncwarp();  // nobody reads this one any more
       bool const last = tile + 1 == work.tiles.end;
       if (last) ++head;
       if (head < (work.item.head + 1) * params.shape.group) {
