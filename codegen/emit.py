@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, EntryPoint, KernelSpec
-from jax_memeff.codegen.tiles import sm80
+from jax_memeff.codegen.tiles import sm80, sm90
 
 _ELEMENTS = {
     "f16": "cutlass::half_t",
@@ -13,6 +13,9 @@ _ELEMENTS = {
     "f32": "memeff::Tf32x3",
     "tf32": "memeff::Tf32",
 }
+
+# Left out otherwise, because CuTe's file of these shapes takes seconds to read.
+_EXTENDED_SHAPES = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n"
 
 _CONFIG = """\
 #include <memeff/kernels/{header}.cuh>
@@ -103,7 +106,8 @@ def source(spec: KernelSpec) -> str:
     The assertions make the compiler prove the thread and shared-memory numbers that the launcher
     takes from ``spec``.
     """
-    text = _CONFIG.format(
+    text = _EXTENDED_SHAPES if _has_extended_shapes(spec) else ""
+    text += _CONFIG.format(
         header=_header(spec),
         element=_ELEMENTS[spec.dtype],
         head_class=spec.head_columns,
@@ -161,6 +165,10 @@ def _schedule(spec: KernelSpec) -> str:
     if spec.direction == "forward":
         text += _QUERY_STAGES.format(query_stages=tile.query_stages)
     return text
+
+
+def _has_extended_shapes(spec: KernelSpec) -> bool:
+    return isinstance(spec.tile, sm90.Tile) and spec.tile.key not in sm90.BASIC_COLUMNS
 
 
 def _bias(spec: KernelSpec) -> str:

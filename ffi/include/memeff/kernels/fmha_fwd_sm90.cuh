@@ -11,8 +11,9 @@
 // tile are computed together with the last product of the one before, whose output leaves from
 // registers under the products of other consumers.
 //
-// Consumers take turns in issuing products, so that the softmax of one runs under the products of
-// another (Shah et al. 2024, FlashAttention-3, section 3.1).
+// Without a mask consumers take turns in issuing products, so that the softmax of one runs under
+// the products of another (Shah et al. 2024, FlashAttention-3, section 3.1). With a mask each
+// passes over the key tiles at the end that only the rows of others attend to.
 #pragma once
 
 #include <memeff/bias/add.cuh>
@@ -197,11 +198,37 @@ struct FmhaForwardSm90 {
   }
 
   using Mask = ScoreMask<Config, ScoreGrid>;
+  static constexpr bool kPassesOver = Config::kMask != MaskKind::none;
+  static constexpr bool kTurns = kWarpgroups > 1 && !kPassesOver;
 
   // The key tiles of a piece. One whose rows attend to nothing visits a tile that its mask empties.
   CUTE_DEVICE static TileRange visits(Mask const& mask, WorkItem const& item) {
     TileRange const range = mask.key_tiles(item.tile * kTileQuery, kTileQuery, kTileKey);
     return range.begin < range.end ? range : TileRange{0, 1};
+  }
+
+  // The key tile that a consumer visits first. It passes over fewer than kStages: while it waits
+  // for the next keys it holds values of the piece before, and others may need that buffer for
+  // more.
+  CUTE_DEVICE static int first_visit(Mask const& mask, WorkItem const& item, TileRange const& range,
+                                     int warpgroup) {
+    if constexpr (!kPassesOver) return range.end - 1;
+    int const row = item.tile * kTileQuery + warpgroup * kWarpgroupRows;
+    int const end = mask.key_tiles(row, kWarpgroupRows, kTileKey).end;
+    return max(min(end, range.end) - 1, max(range.begin, range.end - kStages));
+  }
+
+  // Gives the buffers of `count` tiles back unread.
+  CUTE_DEVICE static void pass_over(Pipeline<kStages>& ring, PipelineStage<kStages>& stage,
+                                    int count, bool leader) {
+    if constexpr (kPassesOver) {
+      CUTE_NO_UNROLL
+      for (; count > 0; --count) {
+        ring.wait(stage);  // or the arrival would count for the tile before
+        if (leader) ring.release(stage);
+        stage.advance();
+      }
+    }
   }
 
   CUTE_DEVICE static void consume(ForwardParams const& params, Control& control, uint32_t tiles) {
@@ -219,7 +246,7 @@ struct FmhaForwardSm90 {
     if (item.batch < 0) return;
     Mask mask(params.mask, shape, item.batch);
     TileRange range = visits(mask, item);
-    int tile = range.end - 1;
+    int tile = first_visit(mask, item, range, warpgroup);
     Softmax softmax;
     float correction[Softmax::kRows];
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
@@ -228,6 +255,8 @@ struct FmhaForwardSm90 {
 
     control.query[warpgroup].wait(query);
     load_bias(params, mask, item, tile, tiles);
+    pass_over(control.key, key_stage, range.end - 1 - tile, leader);
+    pass_over(control.value, value_stage, range.end - 1 - tile, leader);
     control.key.wait(key_stage);
     take_turn(warpgroup);
     fence_accumulators(scores);
@@ -262,11 +291,12 @@ struct FmhaForwardSm90 {
         item = following;
         mask = Mask(params.mask, shape, item.batch);
         range = visits(mask, item);
-        tile = range.end;
+        tile = first_visit(mask, item, range, warpgroup) + 1;
         softmax = Softmax();
         query.advance();
         control.query[warpgroup].wait(query);
         load_bias(params, mask, item, tile - 1, tiles);
+        pass_over(control.key, key_stage, range.end - tile, leader);
         control.key.wait(key_stage);
       }
       --tile;
@@ -308,6 +338,7 @@ struct FmhaForwardSm90 {
         if (leader) control.piece.release(slot);
         slot.advance();
         cute::clear(output);
+        pass_over(control.value, value_stage, range.end - 1 - tile, leader);
         clear_values(control, mask, shape, tile, value_stage, tiles, warpgroup);
       } else {
         CUTE_UNROLL
@@ -352,12 +383,12 @@ struct FmhaForwardSm90 {
 
   // A consumer issues its products when it is its turn; the next one's turn begins when it has.
   CUTE_DEVICE static void take_turn(int warpgroup) {
-    if constexpr (kWarpgroups > 1) {
+    if constexpr (kTurns) {
       named_barrier_sync(turn_barrier(warpgroup), 2 * kWarpgroupSize);
     }
   }
   CUTE_DEVICE static void give_turn(int warpgroup) {
-    if constexpr (kWarpgroups > 1) {
+    if constexpr (kTurns) {
       int const next = warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1;
       named_barrier_arrive(turn_barrier(next), 2 * kWarpgroupSize);
     }
