@@ -187,6 +187,8 @@ struct FmhaBackwardDividedQuery {
                                                   work.row, tile * kTileKey);
         statistics.exponentiate(exponent_scale<Config>(params.scale), scores);
         fence_accumulators(scores);
+        // Long over; it ends a basic block, as in fmha_bwd_sm90.cuh.
+        control.query.wait({});
         wait_products<0>();
         fence_accumulators(score_gradient);
         if (leader) control.value.release(value);
