@@ -1,8 +1,8 @@
 """Tables and a plot from results: ``python benchmarks/report.py RESULTS.json``.
 
 What it writes stands between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``:
-``tables`` is everything, ``summary`` the ratios alone, ``host`` the host's cost. The results of
-ring.py are ``ring``, and leave the other blocks as they are.
+``tables`` is everything, ``summary`` the ratios alone, ``host`` the host's cost. Results without a
+cell of the main grid are ``features``, those of ring.py ``ring``. What was not measured stays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _TITLES = {"forward": "Forward", "forward_backward": "Forward + backward"}
 _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
-_NAMES = ("tables", "summary", "host", "ring")
+_NAMES = ("tables", "summary", "host", "features", "ring")
+_GRID = frozenset(("main", "small", "tiny"))
 _MISSING = "n/a"
 _FEW_QUERIES = "decode"
 
@@ -280,6 +281,21 @@ def plot(document: dict[str, Any], path: Path) -> bool:
     return True
 
 
+def of_grid(document: dict[str, Any]) -> bool:
+    """Whether results hold cells of the main grid, whose figures are plotted."""
+    return any(cell["group"] in _GRID for cell in document.get("cells", ()))
+
+
+def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
+    """What results say, by the name of the block that it belongs into."""
+    if "ring" in document:
+        return {"ring": ring(document)}
+    if document["cells"] and not of_grid(document):
+        return {"features": tables(document, None)}
+    found = {"tables": tables(document, image), "summary": summary(document)}
+    return found | ({"host": host(document)} if document["host"] else {})
+
+
 def insert(text: str, blocks: dict[str, str]) -> str:
     """``text`` with the content of each marked block replaced that is in ``blocks``.
 
@@ -318,21 +334,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     document = json.loads(options.results.read_text())
-    of_ring = "ring" in document
-    plotted = not of_ring and plot(document, options.plot)
+    plotted = of_grid(document) and plot(document, options.plot)
     for path in options.into:
         image = os.path.relpath(options.plot, path.parent) if plotted else None
-        blocks = (
-            {"ring": ring(document)}
-            if of_ring
-            else {
-                "tables": tables(document, image),
-                "summary": summary(document),
-                "host": host(document),
-            }
-        )
         try:
-            path.write_text(insert(path.read_text(), blocks))
+            path.write_text(insert(path.read_text(), blocks(document, image)))
         except (OSError, ValueError) as error:
             raise SystemExit(f"{path}: {error}") from error
         print(f"updated {path}")

@@ -284,8 +284,9 @@ def _forward(query, key, case):
     [{}, {"H": 128, "dropout": 0.3}, {"bias": "BNTS", "segments": 1, **CAUSAL}],
     ids=["plain", "dropout", "bias"],
 )
-def test_packed_sequences_have_the_bits_of_padded_ones(features):
-    """Output, logsumexp, and the gradients that no atomics sum."""
+def test_packed_sequences_have_the_bits_of_padded_ones(features, monkeypatch):
+    """Output, logsumexp, and the gradients that no atomics sum; of kernels with the same tiles."""
+    without_splits(monkeypatch)
     lengths = ((200, 270), (0, 100), (77, 0), (130, 33))
     case = Case(B=4, T=200, S=270, lengths=lengths, **features)
     operands, dout, dlse = case.arrays()

@@ -187,7 +187,8 @@ struct FmhaBackwardDividedQuery {
                                                   work.row, tile * kTileKey);
         statistics.exponentiate(exponent_scale<Config>(params.scale), scores);
         fence_accumulators(scores);
-        // Long over; it ends a basic block, as in fmha_bwd_sm90.cuh.
+        // Long over; it ends a basic block, or the assembler puts the exponentials behind the wait
+        // for the product that they should run under.
         control.query.wait({});
         wait_products<0>();
         fence_accumulators(score_gradient);

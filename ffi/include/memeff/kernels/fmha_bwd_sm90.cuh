@@ -258,9 +258,6 @@ struct FmhaBackwardSm90 {
                                            scores);
         fence_accumulators(scores);
         load_next_bias(params, mask, work, head, tile, tiles);
-        // Long over; it ends a basic block, or the assembler puts the exponentials behind the wait
-        // for the product that they should run under.
-        control.key.wait({});
         wait_products<0>();
         fence_accumulators(score_gradient);
         ScoreOperand probabilities;
