@@ -36,8 +36,8 @@ class Tile:
     """Buffers of keys and of values; in a backward of queries and of dO."""
     reason: str
     query_stages: int = 2
-    """Buffers of queries in a forward: with two, the next tile's arrive while this one's output
-    leaves."""
+    """Buffers of queries in a forward: with two, the next tile's arrive while this one's are
+    read."""
     modifiers: tuple[str, ...] = ()
     """Which of ``sm80.MODIFIERS`` the row also serves, alone and together."""
     masks: tuple[str, ...] = ("none", "causal", "window")
