@@ -3,16 +3,19 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
+#include <memeff/arch/thread.cuh>
 
 namespace memeff {
 
 // Named barrier 0 is __syncthreads().
 CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+  random_sleep();
 }
 
 CUTE_DEVICE void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+  random_sleep();
 }
 
 // A phase of the barrier ends with so many arrivals, and all the bytes expected until then.

@@ -1,4 +1,5 @@
-// What a thread knows of itself and its block, and how it hides values from the optimiser.
+// What a thread knows of itself and its block, how it hides values from the optimiser, and how the
+// tests make it late.
 #pragma once
 
 #include <cute/config.hpp>
@@ -24,6 +25,19 @@ CUTE_DEVICE unsigned block_index() {
 
 // The optimiser knows nothing of the value from here on.
 CUTE_DEVICE void hide_value(unsigned& value) { asm volatile("" : "+r"(value)); }
+
+// Nothing, unless MEMEFF_RANDOM_SLEEP is defined: then the warp sometimes sleeps for a moment,
+// which is another one in every run. It stands wherever warps meet, so that a test sees what
+// happens when any of them is late there.
+CUTE_DEVICE void random_sleep() {
+#ifdef MEMEFF_RANDOM_SLEEP
+  unsigned clock;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
+  unsigned const hash =
+      (clock + 0x9e3779b9u * (block_index() * 32 + thread_index() / 32)) * 0x85ebca6bu;
+  if ((hash >> 16) % 8 == 0) asm volatile("nanosleep.u32 %0;" ::"r"(hash >> 22));
+#endif
+}
 
 // The shared memory that the launch asks for. It starts at a multiple of 1024 bytes.
 CUTE_DEVICE char* dynamic_shared() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memeff/arch/barrier.cuh>
+#include <memeff/arch/thread.cuh>
 
 namespace memeff {
 
@@ -38,6 +39,7 @@ struct Pipeline {
   // The producer: a buffer that was never filled counts as empty, hence the opposite parity.
   CUTE_DEVICE uint64_t& acquire(PipelineStage<kStages> const& stage, int bytes) {
     wait_barrier(empty[stage.index], stage.parity ^ 1);
+    random_sleep();
     arrive_and_expect(full[stage.index], bytes);
     return full[stage.index];
   }
@@ -45,17 +47,21 @@ struct Pipeline {
   // The producer, where it fills the buffer with ordinary writes.
   CUTE_DEVICE void acquire(PipelineStage<kStages> const& stage) {
     wait_barrier(empty[stage.index], stage.parity ^ 1);
+    random_sleep();
   }
   CUTE_DEVICE void commit(PipelineStage<kStages> const& stage) {
     arrive_barrier(full[stage.index]);
+    random_sleep();
   }
 
   // A consumer.
   CUTE_DEVICE void wait(PipelineStage<kStages> const& stage) {
     wait_barrier(full[stage.index], stage.parity);
+    random_sleep();
   }
   CUTE_DEVICE void release(PipelineStage<kStages> const& stage) {
     arrive_barrier(empty[stage.index]);
+    random_sleep();
   }
 };
 

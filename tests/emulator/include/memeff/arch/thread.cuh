@@ -9,6 +9,12 @@ CUTE_DEVICE int thread_index() { return int(threadIdx.x); }
 CUTE_DEVICE unsigned block_index() { return blockIdx.x; }
 CUTE_DEVICE void hide_value(unsigned&) {}
 
+CUTE_DEVICE void random_sleep() {
+#ifdef MEMEFF_RANDOM_SLEEP
+  emulator::yield();
+#endif
+}
+
 CUTE_DEVICE char* dynamic_shared() { return emulator::dynamic_shared(); }
 
 template <class Object>

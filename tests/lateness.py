@@ -1,0 +1,60 @@
+"""Kernels that are late at random, and have as many buffers as a test asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from attention_case import Case
+
+from jax_memeff import cuda
+from jax_memeff.codegen import emit
+from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.tiles import sm90
+
+SMALLEST_KEY_TILE = 32
+
+
+def make_late(patch: pytest.MonkeyPatch) -> None:
+    """Kernels sleep at random from now on, wherever their warps meet (arch/thread.cuh)."""
+    source = emit.source
+    patch.setattr(emit, "source", lambda spec: f"#define MEMEFF_RANDOM_SLEEP\n{source(spec)}")
+
+
+def set_stages(patch: pytest.MonkeyPatch, stages: int) -> None:
+    """Problems of any size get kernels of Hopper from now on, which have so many stages.
+
+    A backward in two kernels keeps those it has: fewer or more are not to be had.
+    """
+    patch.setattr(cuda.support, "query_rows", lambda *_, **__: None)
+    patch.setattr(
+        sm90, "FORWARD", {dim: _fitting(row, stages) for dim, row in sm90.FORWARD.items()}
+    )
+    patch.setattr(
+        sm90, "BACKWARD", {dim: _staged(row, stages) for dim, row in sm90.BACKWARD.items()}
+    )
+
+
+def _staged(row: Sequence[sm90.Tile], stages: int) -> list[sm90.Tile]:
+    return [tile if tile.divided else dataclasses.replace(tile, stages=stages) for tile in row]
+
+
+def _fitting(row: Sequence[sm90.Tile], stages: int) -> list[sm90.Tile]:
+    """The tiles with so many stages, and smaller ones for where those find no room."""
+    large = _staged(row, stages)
+    medium = [dataclasses.replace(tile, query_stages=1) for tile in large]
+    small = [dataclasses.replace(tile, key=SMALLEST_KEY_TILE) for tile in medium]
+    return [*large, *medium, *small]
+
+
+def kernels(case: Case) -> list[KernelSpec]:
+    """Forward and backward of a case on Hopper, as set_stages() has them."""
+    operands, _, _ = case.arrays()
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_MEMEFF_ARCHS", sm90.ARCH)
+        for wants in (None, case.wants):
+            found += cuda.kernels(operands, case.options, wants).values()
+    assert all(spec.family == "sm90" for spec in found)
+    return found

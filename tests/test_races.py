@@ -1,0 +1,146 @@
+"""The kernels of Hopper while their warps are late at random: equal bits in every run.
+
+Each wait, arrival and barrier of these kernels is followed by a sleep, sometimes (random_sleep() of
+``arch/thread.cuh``), so that a buffer that is read too early, or given back too early, is read or
+written at another time in every run. With one stage every copy waits for a reader, with three the
+copies run far ahead.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+
+import jax
+import jax.numpy as jnp
+import lateness
+import numpy as np
+import pytest
+from attention_case import Case, assert_results_match, run_case
+from kernel_cases import CAUSAL
+
+from jax_memeff import primitives
+from jax_memeff.codegen import compile as compiler
+from jax_memeff.codegen.tiles import sm90
+from jax_memeff.options import Gradients
+
+gpu = pytest.mark.gpu
+REPEATS = 1000
+EVERYTHING = {"bias": "1NTS", "dropout": 0.2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hunt:
+    case: Case
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.stages}stages-{self.case}"
+
+
+def hunt(H: int, stages: int, **features) -> Hunt:
+    return Hunt(Case(B=60, T=257, S=304, N=2, K=1, H=H, **features), stages)
+
+
+HUNTS = [
+    made
+    for H in (64, 128)
+    for made in (
+        *(hunt(H, stages, **CAUSAL) for stages in (1, 3)),
+        hunt(H, 2, deterministic=True, **CAUSAL),
+        hunt(H, 1, **EVERYTHING),
+        hunt(H, 3, deterministic=True, **EVERYTHING),
+    )
+]
+HUNTS += [hunt(256, stages, **CAUSAL) for stages in (1, 2, 3)] + [hunt(256, 2, **EVERYTHING)]
+
+
+@pytest.fixture(scope="module")
+def compiled(request):
+    """Compiles the kernels of the selected hunts before the first begins."""
+    if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
+        pytest.skip("these are the kernels of Hopper")
+    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    specs = set()
+    for made in (call.params["made"] for call in calls if "made" in call.params):
+        with pytest.MonkeyPatch.context() as patch:
+            lateness.set_stages(patch, made.stages)
+            specs.update(lateness.kernels(made.case))
+    # NVRTC holds a lock, so that threads would take turns.
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(mp_context=spawn) as processes:
+        list(processes.map(compile_late, sorted(specs, key=lambda spec: spec.sort_key)))
+
+
+def compile_late(spec):
+    """Leaves the kernel in the cache on disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        lateness.make_late(patch)
+        compiler.compile(spec, sm90.ARCH)
+
+
+def bits(array):
+    return jax.lax.bitcast_convert_type(array, {2: jnp.uint16, 4: jnp.uint32}[array.itemsize])
+
+
+def results(case, operands, dout, dlse):
+    """What has the same bits in every run, by name."""
+    out, lse = primitives.forward(operands, case.options)
+    gradients = primitives.backward(operands, case.options, out, lse, dout, dlse, case.wants)
+    assert isinstance(gradients, Gradients)
+    found = {"out": out, "lse": lse, "dk": gradients.key, "dv": gradients.value}
+    if case.deterministic or case.H > sm90.UNDIVIDED:
+        found["dq"] = gradients.query
+    return found if gradients.bias is None else {**found, "dbias": gradients.bias}
+
+
+def count_other_runs(case, repeats):
+    """In how many runs each result had other bits than in the first."""
+
+    @jax.jit
+    def count(operands, dout, dlse, zero):
+        def run(index):
+            # XLA cannot know that it is the same query in every run, or one would serve for all.
+            query = operands.query + (index * zero).astype(operands.query.dtype)
+            return results(case, operands._replace(query=query), dout, dlse)
+
+        def compare(index, counts):
+            other = run(index)
+            return {
+                name: counts[name] + jnp.any(bits(other[name]) != bits(first[name]))
+                for name in counts
+            }
+
+        first = run(jnp.int32(0))
+        return jax.lax.fori_loop(1, repeats, compare, dict.fromkeys(first, jnp.int32(0)))
+
+    arrays = jax.tree.map(jnp.asarray, case.arrays())
+    return {name: int(found) for name, found in count(*arrays, jnp.int32(0)).items()}
+
+
+@gpu
+@pytest.mark.parametrize("made", HUNTS, ids=str)
+def test_bits_are_equal_in_every_run(made, compiled, monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", sm90.ARCH)
+    lateness.set_stages(monkeypatch, made.stages)
+    lateness.make_late(monkeypatch)
+    counts = count_other_runs(made.case, REPEATS)
+    assert counts == dict.fromkeys(counts, 0)
+
+
+def emulated(made):
+    """For the process of ``machine``."""
+    import emulator
+
+    emulator.configure(sm90.ARCH, seed=made.stages)
+    with pytest.MonkeyPatch.context() as patch:
+        lateness.set_stages(patch, made.stages)
+        lateness.make_late(patch)
+        return jax.tree.map(np.asarray, run_case(made.case, *made.case.arrays()))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_any_number_of_stages_matches_the_oracle(stages, machine):
+    made = Hunt(Case(B=1, T=200, S=300, N=2, K=1, **CAUSAL), stages)
+    assert_results_match(made.case, machine.submit(emulated, made).result(timeout=600))
