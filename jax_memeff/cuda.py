@@ -47,6 +47,9 @@ _DTYPES: dict[str, Dtype] = {
 # ``kUnbounded`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
 UNBOUNDED = 1 << 30
 
+# Scores are multiplied by a smaller scale before a bias is added, not afterwards.
+LEAST_SOFTMAX_SCALE = 1e-6
+
 # lse is [B, T, N] for users and [B, N, T] in memory; minor to major.
 _ROW_STATISTICS = (1, 2, 0)
 
@@ -309,7 +312,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
     log2e = math.log2(math.e)
     if cap is not None:
         prescale, softmax_scale = scale / cap, cap * log2e
-    elif scale > 0:
+    elif scale > LEAST_SOFTMAX_SCALE:
         prescale, softmax_scale = 1.0, scale * log2e
     else:
         prescale, softmax_scale = scale * log2e, 1.0
@@ -323,7 +326,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
         for limit in ((None, None) if window is None else (window.left, window.right))
     ]
     return {
-        "scale": np.array([prescale, softmax_scale, scale], np.float32),
+        "scale": np.array([prescale, softmax_scale, scale, log2e / softmax_scale], np.float32),
         "windows": np.array(windows, np.int32),
         "dropout_threshold": np.int32(options.dropout_threshold),
         "longest": np.array(_longest(avals), np.int32),

@@ -44,7 +44,7 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   auto kernels = attributes.get<ffi::Dictionary>("kernels");
   if (!operands.has_value() || !results.has_value() || !scale.has_value() || !windows.has_value() ||
       !dropout_threshold.has_value() || !longest.has_value() || !bias_alignment.has_value() ||
-      !kernels.has_value() || scale->size() != 3 || windows->size() != 4 || longest->size() != 2) {
+      !kernels.has_value() || scale->size() != 4 || windows->size() != 4 || longest->size() != 2) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "the custom call needs the attributes operands, results, scale "
                                    "(3), windows (4), dropout_threshold, longest (2), "
@@ -57,7 +57,7 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   call->kernels = std::move(*table);
   call->operands = places(*operands);
   call->results = places(*results);
-  call->scale = {(*scale)[0], (*scale)[1], (*scale)[2]};
+  call->scale = {(*scale)[0], (*scale)[1], (*scale)[2], (*scale)[3]};
   call->mask = {};
   call->mask.top_left_left = (*windows)[0];
   call->mask.top_left_right = (*windows)[1];

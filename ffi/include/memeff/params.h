@@ -50,13 +50,15 @@ struct ProblemShape {
 // How a score becomes an exponent of two.
 //   without soft cap: x = score * prescale;  p = exp2(x * softmax_scale - lse2)
 //   with soft cap:    x = tanh(score * prescale), otherwise the same
-//   with a bias:      x as above, then x = x * softmax_scale + bias * log2(e);  p = exp2(x - lse2)
+//   with a bias:      x as above, then x += bias * bias_scale
 // prescale is 1 for positive scales without soft cap, which costs nothing. A scale <= 0 goes into
-// prescale, because the running maximum is taken of x and needs softmax_scale > 0.
+// prescale, because the running maximum is taken of x and needs softmax_scale > 0; so does a tiny
+// one, which would make bias_scale large.
 struct ScoreScale {
   float prescale;
   float softmax_scale;   // of log2(e), times scale or the soft cap
   float gradient_scale;  // d(score)/d(query.key): the user's scale
+  float bias_scale;      // log2(e) / softmax_scale
 };
 
 // Windows hold one bound each way and alignment, kUnbounded when there is none. Top-left windows

@@ -66,13 +66,10 @@ class BiasReader {
   uint32_t shift_;
 };
 
-// Makes exponents of two of the scores of a warp. kKnown: see biased_known_score().
-template <bool kKnown = false, class Tile, class Accumulators>
-CUTE_DEVICE void add_bias(Accumulators& scores, BiasReader<Tile> const& bias, float softmax_scale) {
-  auto add = [&](float& score, float x) {
-    score = kKnown ? biased_known_score(score, x, softmax_scale)
-                   : biased_score(score, x, softmax_scale);
-  };
+// Adds to the scores of a warp.
+template <class Tile, class Accumulators>
+CUTE_DEVICE void add_bias(Accumulators& scores, BiasReader<Tile> const& bias, float bias_scale) {
+  auto add = [&](float& score, float x) { score = biased_score(score, x, bias_scale); };
   constexpr int kRowBlocks = cute::size<1>(Accumulators{});
   constexpr int kColumnBlocks = cute::size<2>(Accumulators{}) / 2;
   CUTE_UNROLL

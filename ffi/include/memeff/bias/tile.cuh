@@ -6,17 +6,10 @@
 
 namespace memeff {
 
-// A bias below this masks its element, as -inf does.
-constexpr float kMaskedBias = -1e37f;
-
-// x = x * softmax_scale + bias * log2(e): from here on scores are exponents of two, see ScoreScale.
-CUTE_DEVICE float biased_score(float score, float bias, float softmax_scale) {
-  return bias < kMaskedBias ? -infinity() : fmaf(score, softmax_scale, bias * kLog2e);
-}
-
-// The same for a backward: the logsumexp, which knows what is masked, is far above that.
-CUTE_DEVICE float biased_known_score(float score, float bias, float softmax_scale) {
-  return fmaf(score, softmax_scale, bias * kLog2e);
+// A bias below kMaskedBias leaves a large negative score, of which the softmax knows that it is
+// masked.
+CUTE_DEVICE float biased_score(float score, float bias, float bias_scale) {
+  return fmaf(bias, bias_scale, score);
 }
 
 // Does the main loop read a bias? One that is broadcast over columns shifts whole rows: it changes
@@ -25,12 +18,6 @@ template <class Config>
 CUTE_HOST_DEVICE constexpr bool has_bias_tile() {
   if constexpr (Config::kBias) return Config::kBiasAccess != BiasAccess::rows;
   return false;
-}
-
-// Scores that met a bias in the main loop are exponents of two already.
-template <class Config>
-CUTE_DEVICE float exponent_scale(ScoreScale const& scale) {
-  return has_bias_tile<Config>() ? 1.0f : scale.softmax_scale;
 }
 
 // kRows x kColumns elements, or one row of them where the bias is broadcast over rows. kThreads

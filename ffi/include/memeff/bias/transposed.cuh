@@ -68,10 +68,10 @@ class TransposedBiasReader {
   uint32_t base_[kMatrices ? 1 : kPairRows];
 };
 
-// As add_bias<true>().
+// As add_bias().
 template <class Tile, class Accumulators>
 CUTE_DEVICE void add_bias_transposed(Accumulators& scores, TransposedBiasReader<Tile> const& bias,
-                                     float softmax_scale) {
+                                     float bias_scale) {
   float2 pairs[2][2];
   CUTE_UNROLL
   for (int n = 0; n < cute::size<2>(scores); ++n) {
@@ -81,8 +81,8 @@ CUTE_DEVICE void add_bias_transposed(Accumulators& scores, TransposedBiasReader<
       float2 const pair = pairs[Tile::kPerRow ? n % 2 : 0][half];
       float& first = scores(2 * half, 0, n);
       float& second = scores(2 * half + 1, 0, n);
-      first = biased_known_score(first, pair.x, softmax_scale);
-      second = biased_known_score(second, pair.y, softmax_scale);
+      first = biased_score(first, pair.x, bias_scale);
+      second = biased_score(second, pair.y, bias_scale);
     }
   }
 }
@@ -133,7 +133,7 @@ struct HeldTransposedBias<Config, Grid, true> {
   }
 
   template <class Accumulators>
-  CUTE_DEVICE void add(Accumulators& scores, float softmax_scale) const {
+  CUTE_DEVICE void add(Accumulators& scores, float bias_scale) const {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
@@ -141,9 +141,8 @@ struct HeldTransposedBias<Config, Grid, true> {
         Pair<Element> const& pair = pairs[r][kPerQuery ? n : 0];
         float& first = scores(2 * (r % 2), r / 2, n);
         float& second = scores(2 * (r % 2) + 1, r / 2, n);
-        first = biased_known_score(first, float(pair.first), softmax_scale);
-        second =
-            biased_known_score(second, float(kPerQuery ? pair.second : pair.first), softmax_scale);
+        first = biased_score(first, float(pair.first), bias_scale);
+        second = biased_score(second, float(kPerQuery ? pair.second : pair.first), bias_scale);
       }
     }
   }

@@ -45,8 +45,7 @@ class BlockSoftmax {
       for (int warp = 1; warp < Grid::kColumnWarps; ++warp) {
         maximum = fmaxf(maximum, shared_value(r, warp));
       }
-      // A row without keys so far has maximum -inf; -inf - -inf would be NaN.
-      float const reference = maximum == -infinity() ? 0.0f : maximum * softmax_scale;
+      float const reference = finite_reference(maximum * softmax_scale);
       float const correction = exp2_approx(row_max_[r] * softmax_scale - reference);
       row_max_[r] = maximum;
       float sum = row_sum_[r] * correction;

@@ -29,7 +29,10 @@ CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) 
 // the fused multiply-add in the exponent of the correction finds the rounding error of the
 // reference, which grows to 1e-5 over hundreds of tiles: nothing for 16-bit results, which save the
 // instruction.
-template <int kRowBlocks, bool kExactCorrection = false>
+//
+// kPolynomialPeriod: of every so many exponentials one is a polynomial, where the special function
+// unit is what holds up the others (Zadouri et al. 2026, FlashAttention-4); 0 is none.
+template <int kRowBlocks, bool kExactCorrection = false, int kPolynomialPeriod = 0>
 struct OnlineSoftmax {
   static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane holds elements
 
@@ -68,6 +71,10 @@ struct OnlineSoftmax {
     }
   }
 
+  CUTE_DEVICE static constexpr bool is_polynomial(int column) {
+    return kPolynomialPeriod > 0 && column % max(kPolynomialPeriod, 1) == kPolynomialPeriod - 1;
+  }
+
   CUTE_DEVICE static float scaled(float maximum, float softmax_scale) {
     return kExactCorrection ? __fmul_rn(maximum, softmax_scale) : maximum * softmax_scale;
   }
@@ -92,8 +99,7 @@ struct OnlineSoftmax {
       maximum = fmaxf(maximum, fmaxf(scores(2 * half, m, n), scores(2 * half + 1, m, n)));
     }
     maximum = quad_max(maximum);
-    // A row without keys so far has maximum -inf; -inf - -inf would be NaN.
-    float const reference = maximum == -infinity() ? 0.0f : scaled(maximum, softmax_scale);
+    float const reference = finite_reference(scaled(maximum, softmax_scale));
     float const correction = exp2_approx(scaled(row_max[r], softmax_scale) - reference);
     row_max[r] = maximum;
     float sum = row_sum[r] * correction;
@@ -102,7 +108,8 @@ struct OnlineSoftmax {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         float& x = scores(2 * half + i, m, n);
-        x = exp2_approx(fmaf(x, softmax_scale, -reference));
+        float const exponent = fmaf(x, softmax_scale, -reference);
+        x = is_polynomial(2 * n + i) ? exp2_polynomial(exponent) : exp2_approx(exponent);
         sum += x;
       }
     }

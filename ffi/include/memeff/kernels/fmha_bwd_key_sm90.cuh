@@ -220,12 +220,12 @@ struct FmhaBackwardDividedKey {
             derivative(i) = fmaf(-scores(i), scores(i), 1.0f);
           }
         }
-        bias.add(scores, params.scale.softmax_scale);
+        bias.add(scores, params.scale.bias_scale);
         mask.template apply_transposed<kTileQuery, kTileKey>(
             scores, params.mask, shape, work.item.batch, visit.head, visit.row(), work.column);
         exponentiate_transposed<ScoreGrid>(
             tiles + kQueryStatisticsOffset + visit.stage.index * kStatisticsBytes,
-            exponent_scale<Config>(params.scale), scores);
+            params.scale.softmax_scale, scores);
         if constexpr (Config::kDropout) mark_dropped(params, work, visit, scores);
         control.probability.acquire(slot);
         store_operand<ScoreTile, ScoreGrid>(

@@ -179,13 +179,13 @@ struct FmhaBackwardDividedQuery {
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
         if constexpr (has_bias_tile<Config>()) {
           int const column = tile * kTileKey;
-          add_bias_elements<Config, ScoreGrid>(
-              scores, params.bias, item.batch, item.head, work.row, column,
-              mask.query_length - work.row, mask.key_length - column, params.scale.softmax_scale);
+          add_bias_elements<Config, ScoreGrid>(scores, params.bias, item.batch, item.head, work.row,
+                                               column, mask.query_length - work.row,
+                                               mask.key_length - column, params.scale.bias_scale);
         }
         mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                   work.row, tile * kTileKey);
-        statistics.exponentiate(exponent_scale<Config>(params.scale), scores);
+        statistics.exponentiate(params.scale.softmax_scale, scores);
         fence_accumulators(scores);
         // Long over; it ends a basic block, or the assembler puts the exponentials behind the wait
         // for the product that they should run under.

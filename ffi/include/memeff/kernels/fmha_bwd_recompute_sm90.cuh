@@ -201,7 +201,7 @@ struct RecomputeSm90 {
     begin_product<kValueParts>(params, mask, work, control, stage, tiles, score_gradient);
     if constexpr (kHoldsVisit) end_scores(cute::Int<1>{});
     modify(params, mask, work, batch, head, tiles, scores);
-    statistics.exponentiate(scores);
+    statistics.exponentiate(params.scale.softmax_scale, scores);
     fence_accumulators(scores);
     // A branch, which the exponentials stay before: the assembler, left with one basic block, puts
     // them behind the wait for the product that they should run under.
@@ -279,12 +279,12 @@ struct RecomputeSm90 {
       }
     }
 
-    // P from exponents of two.
+    // P from S.
     template <class Scores>
-    CUTE_DEVICE void exponentiate(Scores& scores) const {
+    CUTE_DEVICE void exponentiate(float softmax_scale, Scores& scores) const {
       CUTE_UNROLL
       for (int i = 0; i < cute::size(scores); ++i) {
-        scores(i) = exp2_approx(scores(i) - rows[i % 4 / 2].x);
+        scores(i) = exp2_approx(fmaf(scores(i), softmax_scale, -rows[i % 4 / 2].x));
       }
     }
   };
@@ -296,10 +296,10 @@ struct RecomputeSm90 {
     prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
     wait_copies<0>();
     __syncwarp();  // the bias of all lanes is here
-    add_bias<true>(
+    add_bias(
         scores,
         BiasReader<BiasRows>(bias_tile(tiles), 0, 0, bias_source(params, work), row_bytes(params)),
-        params.scale.softmax_scale);
+        params.scale.bias_scale);
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, head,
                                               work.tile.row, work.tile.column);
   }

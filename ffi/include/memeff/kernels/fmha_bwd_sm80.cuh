@@ -330,7 +330,7 @@ struct FmhaBackwardSm80 {
           int const element = 2 * half + i;
           int const n = 2 * column_block + chunk;
           float& score = scores(element, m, n);
-          float const probability = exp2_approx(fmaf(score, exponent_scale(params), -row.x));
+          float const probability = exp2_approx(fmaf(score, params.scale.softmax_scale, -row.x));
           float const kept = keep.select(score_gradient(element, m, n), half, chunk, i);
           float gradient = probability * fmaf(kept, kept_scale(params), -row.y);
           block_gradient[chunk][element] = gradient;
@@ -359,11 +359,6 @@ struct FmhaBackwardSm80 {
     bias_gradient.finish();
   }
 
-  // Scores that met a bias are exponents of two already.
-  CUTE_DEVICE static float exponent_scale(BackwardParams const& params) {
-    return kBiasTile ? 1.0f : params.scale.softmax_scale;
-  }
-
   template <class Scores>
   CUTE_DEVICE static void add_bias_tile(BackwardParams const& params, uint32_t tile, int batch,
                                         Visit const& visit, int column, Scores& scores) {
@@ -372,7 +367,7 @@ struct FmhaBackwardSm80 {
         scores,
         BiasReader<BiasRows>(tile, ScoreGrid::row(thread), ScoreGrid::column(thread),
                              bias_source(params, batch, visit, column), bias_row_bytes(params)),
-        params.scale.softmax_scale);
+        params.scale.bias_scale);
   }
 
   // Where the tile of the bias that a visit needs begins in global memory.

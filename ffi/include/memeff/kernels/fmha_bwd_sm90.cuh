@@ -254,8 +254,7 @@ struct FmhaBackwardSm90 {
         add_bias(params, work, head, row, tiles, scores);
         mask.template apply_transposed<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch,
                                                              head, row, work.column);
-        exponentiate_transposed<ScoreGrid>(statistics, exponent_scale<Config>(params.scale),
-                                           scores);
+        exponentiate_transposed<ScoreGrid>(statistics, params.scale.softmax_scale, scores);
         fence_accumulators(scores);
         load_next_bias(params, mask, work, head, tile, tiles);
         wait_products<0>();
@@ -359,7 +358,7 @@ struct FmhaBackwardSm90 {
       __syncwarp();  // the bias of all lanes is here
       TransposedBiasReader<BiasColumns> const bias(
           bias_tile(tiles), bias_source(params, work, head, row), bias_row_bytes(params));
-      add_bias_transposed(scores, bias, params.scale.softmax_scale);
+      add_bias_transposed(scores, bias, params.scale.bias_scale);
     }
   }
 

@@ -122,9 +122,9 @@ struct WideScores {
         },
         load_next);
     auto add_bias_to = [&](auto& x) {
-      add_bias_elements<Config, ScoreGrid>(
-          x, params.bias, tile.batch, tile.query_head, tile.row, tile.column,
-          mask.query_length - tile.row, mask.key_length - tile.column, params.scale.softmax_scale);
+      add_bias_elements<Config, ScoreGrid>(x, params.bias, tile.batch, tile.query_head, tile.row,
+                                           tile.column, mask.query_length - tile.row,
+                                           mask.key_length - tile.column, params.scale.bias_scale);
     };
     Narrow::probabilities(params, statistics_buffers + parity * kStatisticsBytes, tile.batch,
                           {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column,

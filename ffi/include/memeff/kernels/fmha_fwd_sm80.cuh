@@ -157,14 +157,14 @@ struct FmhaForwardSm80 {
                  BiasReader<BiasRows>(
                      bias_tiles + thread_index() / kWarpSize * kBiasBytes, 0, 0, bias_rows.get(),
                      params.bias.row_stride * sizeof(typename Config::BiasElement)),
-                 params.scale.softmax_scale);
+                 params.scale.bias_scale);
         __syncwarp();  // nobody reads this bias any more
         if (tile > tiles.begin) load_bias(tile - 1);
       }
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);
       if constexpr (Config::kParkRegisters) softmax.unpark(parked_rows);
-      softmax.step(scores, output, exponent_scale(params));
+      softmax.step(scores, output, params.scale.softmax_scale);
       if constexpr (Config::kParkRegisters) softmax.park(parked_rows);
       auto probabilities = as_left_operand<Element>(scores);
       if constexpr (Config::kDropout) {
@@ -180,17 +180,12 @@ struct FmhaForwardSm80 {
       RowBias<Config, OutGrid> const bias(params.bias, item.batch, item.head, row,
                                           mask.query_length - row);
       bias.mask(softmax);
-      softmax.finish(output, exponent_scale(params), output_scale);
+      softmax.finish(output, params.scale.softmax_scale, output_scale);
       bias.add(softmax);
     } else {
-      softmax.finish(output, exponent_scale(params), output_scale);
+      softmax.finish(output, params.scale.softmax_scale, output_scale);
     }
     store(params, softmax, output, query_tile);
-  }
-
-  // Scores that met a bias are exponents of two already.
-  CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
-    return kBiasTile ? 1.0f : params.scale.softmax_scale;
   }
 
   CUTE_DEVICE static WorkItem work_item(ForwardParams const& params, unsigned block) {

@@ -44,7 +44,8 @@ struct FmhaForwardSm90 {
 
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kConsumerWarps, 16>;
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, kConsumerWarps, 16>;
-  using Softmax = OnlineSoftmax<1>;
+  static constexpr int kPolynomialPeriod = 0;
+  using Softmax = OnlineSoftmax<1, false, kPolynomialPeriod>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
@@ -219,140 +220,194 @@ struct FmhaForwardSm90 {
   }
 
   // Gives the buffers of `count` tiles back unread.
-  CUTE_DEVICE static void pass_over(Pipeline<kStages>& ring, PipelineStage<kStages>& stage,
+  template <int kBuffers>
+  CUTE_DEVICE static void pass_over(Pipeline<kBuffers>& ring, PipelineStage<kBuffers>& stage,
                                     int count, bool leader) {
-    if constexpr (kPassesOver) {
-      CUTE_NO_UNROLL
-      for (; count > 0; --count) {
-        ring.wait(stage);  // or the arrival would count for the tile before
-        if (leader) ring.release(stage);
-        stage.advance();
-      }
+    CUTE_NO_UNROLL
+    for (; count > 0; --count) {
+      ring.wait(stage);  // or the arrival would count for the tile before
+      __syncwarp();      // or a lane might miss the phase that it waits for
+      if (leader) ring.release(stage);
+      stage.advance();
     }
   }
 
-  CUTE_DEVICE static void consume(ForwardParams const& params, Control& control, uint32_t tiles) {
-    ProblemShape const& shape = params.shape;
-    // Uniform over the warpgroup, and known to be.
-    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+  // Where a consumer stands in each ring.
+  struct Position {
+    int warpgroup;
+    bool leader;  // of its warp
     PipelineStage<kQueryStages> query;
-    PipelineStage<kStages> key_stage;
-    PipelineStage<kStages> value_stage;
+    PipelineStage<kStages> key;
+    PipelineStage<kStages> value;
     PipelineStage<kPieceStages> slot;
-    if (warpgroup == 0) give_turn(kWarpgroups - 1);
+  };
 
-    WorkItem item = take_item(control, slot);
-    if (item.batch < 0) return;
+  CUTE_DEVICE static void consume(ForwardParams const& params, Control& control, uint32_t tiles) {
+    Position at;
+    // Uniform over the warpgroup, and known to be.
+    at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    at.leader = threadIdx.x % kWarpSize == 0;
+    if (at.warpgroup == 0) give_turn(kWarpgroups - 1);
+    auto output = OutGrid::make_accumulators();  // (4, 1, MMA_N)
+    while (true) {
+      WorkItem item = take_item(control, at.slot);
+      if (item.batch < 0) return;
+      Softmax softmax;
+      cute::clear(output);
+      if (has_rows(params, item, at.warpgroup)) {
+        item = visit_pieces(params, control, tiles, item, at, softmax, output);
+      } else {
+        pass_over_piece(params, control, item, at);
+      }
+      finish_piece(params, item, softmax, output);
+      release_piece(control, at);
+    }
+  }
+
+  CUTE_DEVICE static void release_piece(Control& control, Position& at) {
+    __syncwarp();
+    if (at.leader) control.piece.release(at.slot);
+    at.slot.advance();
+  }
+
+  // Does a consumer own rows of the piece that the query length does not cut off?
+  CUTE_DEVICE static bool has_rows(ForwardParams const& params, WorkItem const& item,
+                                   int warpgroup) {
+    int const row = item.tile * kTileQuery + warpgroup * kWarpgroupRows;
+    return row < Mask(params.mask, params.shape, item.batch).query_length;
+  }
+
+  // A piece of which only others own rows. Keys and values in turn: those who need both would wait
+  // for the one behind.
+  CUTE_DEVICE static void pass_over_piece(ForwardParams const& params, Control& control,
+                                          WorkItem const& item, Position& at) {
+    TileRange const range = visits(Mask(params.mask, params.shape, item.batch), item);
+    pass_over(control.query[at.warpgroup], at.query, 1, at.leader);
+    CUTE_NO_UNROLL
+    for (int tile = range.begin; tile < range.end; ++tile) {
+      take_turn(at.warpgroup);
+      give_turn(at.warpgroup);
+      pass_over(control.key, at.key, 1, at.leader);
+      pass_over(control.value, at.value, 1, at.leader);
+    }
+  }
+
+  // Computes a piece, and those behind it up to one without rows of this consumer. Returns the last
+  // of them, whose softmax and output are left to be finished.
+  template <class Output>
+  CUTE_DEVICE static WorkItem visit_pieces(ForwardParams const& params, Control& control,
+                                           uint32_t tiles, WorkItem item, Position& at,
+                                           Softmax& softmax, Output& output) {
+    ProblemShape const& shape = params.shape;
+    int const warpgroup = at.warpgroup;
+    bool const leader = at.leader;
     Mask mask(params.mask, shape, item.batch);
     TileRange range = visits(mask, item);
     int tile = first_visit(mask, item, range, warpgroup);
-    Softmax softmax;
     float correction[Softmax::kRows];
-    auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-    cute::clear(output);
 
-    control.query[warpgroup].wait(query);
+    control.query[warpgroup].wait(at.query);
     load_bias(params, mask, item, tile, tiles);
-    pass_over(control.key, key_stage, range.end - 1 - tile, leader);
-    pass_over(control.value, value_stage, range.end - 1 - tile, leader);
-    control.key.wait(key_stage);
+    pass_over(control.key, at.key, range.end - 1 - tile, leader);
+    pass_over(control.value, at.value, range.end - 1 - tile, leader);
+    control.key.wait(at.key);
     take_turn(warpgroup);
     fence_accumulators(scores);
     begin_products();
-    warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, query, warpgroup),
-                                        keys(tiles, key_stage), false);
+    warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, at.query, warpgroup),
+                                        keys(tiles, at.key), false);
     commit_products();
     give_turn(warpgroup);
     wait_products<0>();
     fence_accumulators(scores);
     if (leader) {
-      control.key.release(key_stage);
-      if (tile == range.begin) control.query[warpgroup].release(query);
+      control.key.release(at.key);
+      if (tile == range.begin) control.query[warpgroup].release(at.query);
     }
-    key_stage.advance();
+    at.key.advance();
     modify(params, mask, item, tile, range, tiles, scores);
     exponentiate(softmax, scores, correction, params);
-    if (tile > range.begin) control.key.wait(key_stage);
+    if (tile > range.begin) control.key.wait(at.key);
     auto probabilities = as_left_operand<Element>(scores);
     drop(params, item, tile, probabilities);
-    clear_values(control, mask, shape, tile, value_stage, tiles, warpgroup);
+    clear_values(control, mask, shape, tile, at.value, tiles, warpgroup);
 
     CUTE_NO_UNROLL
     while (true) {
       bool const last = tile == range.begin;  // of the piece, is the visit whose P is ready
       Softmax const done = softmax;
       if (last) {
-        PipelineStage<kPieceStages> next = slot;
+        PipelineStage<kPieceStages> next = at.slot;
         next.advance();
         WorkItem const following = take_item(control, next);
-        if (following.batch < 0) break;
+        if (following.batch < 0 || !has_rows(params, following, warpgroup)) break;
         item = following;
         mask = Mask(params.mask, shape, item.batch);
         range = visits(mask, item);
         tile = first_visit(mask, item, range, warpgroup) + 1;
         softmax = Softmax();
-        query.advance();
-        control.query[warpgroup].wait(query);
+        at.query.advance();
+        control.query[warpgroup].wait(at.query);
         load_bias(params, mask, item, tile - 1, tiles);
-        pass_over(control.key, key_stage, range.end - tile, leader);
-        control.key.wait(key_stage);
+        pass_over(control.key, at.key, range.end - tile, leader);
+        control.key.wait(at.key);
       }
       --tile;
       take_turn(warpgroup);
       fence_accumulators(scores);
       fence_accumulators(output);
       begin_products();
-      warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, query, warpgroup),
-                                          keys(tiles, key_stage), false);
+      warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, at.query, warpgroup),
+                                          keys(tiles, at.key), false);
       commit_products();
-      control.value.wait(value_stage);
+      control.value.wait(at.value);
       begin_products();
-      warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, value_stage));
+      warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value));
       commit_products();
       give_turn(warpgroup);
       wait_products<1>();
       fence_accumulators(scores);
       if (leader) {
-        control.key.release(key_stage);
-        if (tile == range.begin) control.query[warpgroup].release(query);
+        control.key.release(at.key);
+        if (tile == range.begin) control.query[warpgroup].release(at.query);
       }
-      key_stage.advance();
+      at.key.advance();
       modify(params, mask, item, tile, range, tiles, scores);
       exponentiate(softmax, scores, correction, params);
       fence_accumulators(scores);
       // The wait for the next keys stands here because the assembler, left with one basic
       // block, puts the exponentials behind the wait for the product that they should run
       // under.
-      if (tile > range.begin) control.key.wait(key_stage);
+      if (tile > range.begin) control.key.wait(at.key);
       wait_products<0>();
       fence_accumulators(output);
-      if (leader) control.value.release(value_stage);
-      value_stage.advance();
+      if (leader) control.value.release(at.value);
+      at.value.advance();
       probabilities = as_left_operand<Element>(scores);
       drop(params, item, tile, probabilities);
       if (last) {
-        finish_piece(params, control.items[slot.index], done, output);
-        __syncwarp();
-        if (leader) control.piece.release(slot);
-        slot.advance();
+        finish_piece(params, control.items[at.slot.index], done, output);
+        release_piece(control, at);
         cute::clear(output);
-        pass_over(control.value, value_stage, range.end - 1 - tile, leader);
-        clear_values(control, mask, shape, tile, value_stage, tiles, warpgroup);
+        pass_over(control.value, at.value, range.end - 1 - tile, leader);
+        clear_values(control, mask, shape, tile, at.value, tiles, warpgroup);
       } else {
         CUTE_UNROLL
         for (int r = 0; r < Softmax::kRows; ++r) Softmax::rescale_row(output, r, correction[r]);
       }
     }
-    control.value.wait(value_stage);
+    control.value.wait(at.value);
     fence_accumulators(output);
     begin_products();
-    warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, value_stage));
+    warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value));
     commit_products();
     wait_products<0>();
     fence_accumulators(output);
-    finish_piece(params, item, softmax, output);
+    if (leader) control.value.release(at.value);
+    at.value.advance();
+    at.query.advance();
+    return item;
   }
 
   // Zeros the values of the first visit of a piece that lie beyond the key length. Each consumer
@@ -408,7 +463,7 @@ struct FmhaForwardSm90 {
       add_bias(scores,
                BiasReader<BiasRows>(bias_tile(tiles), 0, 0, bias_source(params, item, row, column),
                                     bias_row_bytes(params)),
-               params.scale.softmax_scale);
+               params.scale.bias_scale);
       __syncwarp();  // nobody reads it any more
       if (tile > range.begin) load_bias(params, mask, item, tile - 1, tiles);
     }
@@ -431,13 +486,8 @@ struct FmhaForwardSm90 {
                                        ForwardParams const& params) {
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
-      correction[r] = softmax.exponentiate_row(scores, r, exponent_scale(params));
+      correction[r] = softmax.exponentiate_row(scores, r, params.scale.softmax_scale);
     }
-  }
-
-  // Scores that met a bias are exponents of two already.
-  CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
-    return kBiasTile ? 1.0f : params.scale.softmax_scale;
   }
 
   CUTE_DEVICE static uint32_t bias_tile(uint32_t tiles) {
@@ -489,10 +539,10 @@ struct FmhaForwardSm90 {
     if constexpr (Config::kBias && !kBiasTile) {
       RowBias<Config, OutGrid> const bias(params.bias, item.batch, item.head, row, row_bound);
       bias.mask(softmax);
-      softmax.finish(output, exponent_scale(params), output_scale);
+      softmax.finish(output, params.scale.softmax_scale, output_scale);
       bias.add(softmax);
     } else {
-      softmax.finish(output, exponent_scale(params), output_scale);
+      softmax.finish(output, params.scale.softmax_scale, output_scale);
     }
   }
 

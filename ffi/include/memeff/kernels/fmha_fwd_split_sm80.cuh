@@ -116,11 +116,11 @@ struct FmhaForwardSplitSm80 {
       if constexpr (Config::kBias) {
         add_bias_elements<Config, ScoreGrid>(scores, params.bias, item.batch, item.head, row,
                                              column, mask.query_length - row,
-                                             mask.key_length - column, params.scale.softmax_scale);
+                                             mask.key_length - column, params.scale.bias_scale);
       }
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);
-      softmax.step(scores, output, exponent_scale(params));
+      softmax.step(scores, output, params.scale.softmax_scale);
       auto probabilities = as_left_operand<Element>(scores);
       if constexpr (Config::kDropout) {
         drop_elements<ScoreGrid>(params, item.batch, item.head, row, column, probabilities);
@@ -131,19 +131,15 @@ struct FmhaForwardSplitSm80 {
     }
 
     __syncthreads();  // the tiles that Merge covers are no longer read
-    Merge::run(query_tile, softmax, output, exponent_scale(params));
+    Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
     if (Team::index() > 0) return;
-    softmax.finish(output, exponent_scale(params), Config::kDropout ? params.dropout.scale : 1.0f);
+    softmax.finish(output, params.scale.softmax_scale,
+                   Config::kDropout ? params.dropout.scale : 1.0f);
     if (params.splits == 1) {
       store(params, softmax, output);
     } else {
       store_partial(params, softmax, output);
     }
-  }
-
-  // Scores that met a bias are exponents of two already.
-  CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
-    return Config::kBias ? 1.0f : params.scale.softmax_scale;
   }
 
   CUTE_DEVICE static SplitWorkItem work_item(ForwardParams const& params) {

@@ -144,14 +144,14 @@ struct FmhaForwardWideSm80 {
       if constexpr (Config::kBias) {
         add_bias_elements<Config, ScoreGrid>(scores, params.bias, item.batch, item.head, row,
                                              column, mask.query_length - row,
-                                             mask.key_length - column, params.scale.softmax_scale);
+                                             mask.key_length - column, params.scale.bias_scale);
       }
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);
-      softmax.step(scores, exponent_scale(params));
+      softmax.step(scores, params.scale.softmax_scale);
       if (last) {
         float const output_scale = Config::kDropout ? params.dropout.scale : 1.0f;
-        softmax.finish(exponent_scale(params), output_scale, mask.query_length - row,
+        softmax.finish(params.scale.softmax_scale, output_scale, mask.query_length - row,
                        write_logsumexp);
       }
       if constexpr (Config::kDropout) drop(params, item, row, column, scores);
@@ -175,11 +175,6 @@ struct FmhaForwardWideSm80 {
     return params.score_sum +
            query_tile_index<Config>(shape, tiles, item.batch, item.head, item.tile) *
                (kTileQuery * kTileKey);
-  }
-
-  // Scores that met a bias are exponents of two already.
-  CUTE_DEVICE static float exponent_scale(ForwardParams const& params) {
-    return Config::kBias ? 1.0f : params.scale.softmax_scale;
   }
 
   // Output 0 and logsumexp -inf for this CTA's share of the tokens that belong to no sequence.

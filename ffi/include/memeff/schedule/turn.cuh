@@ -39,9 +39,19 @@ struct AnyOrder {
 template <class Config>
 class Turn {
  public:
-  // 132 SMs with as many visits to make as a block has at T = 1024 take 8 queues; more cost nothing
-  // while the query tiles that they visit fit L2.
+  // 132 SMs with as many visits to make as a block has at T = 1024 take 8 queues. More cost nothing
+  // while the queries, dO and sums of dq that they visit stay in L2 (50 MB or more); longer
+  // queues do with fewer.
   static constexpr unsigned kQueuesInTurn = 16;
+  static constexpr long long kBytesInTurn = 32 << 20;
+
+  CUTE_DEVICE static unsigned queues_in_turn(ProblemShape const& shape) {
+    long long const row_bytes =
+        shape.head_dim * (sizeof(typename Config::Element) + sizeof(float)) +
+        shape.value_dim * sizeof(typename Config::Element);
+    long long const queue_bytes = row_bytes * shape.query_length * shape.group;
+    return min(max(unsigned(kBytesInTurn / max(queue_bytes, 1ll)), 1u), kQueuesInTurn);
+  }
 
   // The number of words in BackwardParams::order: a ticket counter, and the progress of each CTA.
   CUTE_DEVICE static unsigned words(ProblemShape const& shape, int tile_key) {
@@ -54,8 +64,9 @@ class Turn {
   CUTE_DEVICE Turn(BackwardParams const& params, int key_tiles, int ticket) {
     ProblemShape const& shape = params.shape;
     unsigned const tiles = key_tiles;
-    unsigned const first = ticket / (kQueuesInTurn * tiles) * kQueuesInTurn;
-    unsigned const queues = min(kQueuesInTurn, shape.batch * shape.key_heads - first);
+    unsigned const in_turn = queues_in_turn(shape);
+    unsigned const first = ticket / (in_turn * tiles) * in_turn;
+    unsigned const queues = min(in_turn, shape.batch * shape.key_heads - first);
     unsigned const rest = ticket - first * tiles;
     unsigned const queue = first + rest % queues;
     unsigned const position = rest / queues;
