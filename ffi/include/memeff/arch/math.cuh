@@ -13,13 +13,6 @@ CUTE_DEVICE float exp2_approx(float x) {
   return y;
 }
 
-// NaN if one of them is; fmaxf would return the other.
-CUTE_DEVICE float max_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
 CUTE_DEVICE float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -29,10 +29,7 @@ CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) 
 // the fused multiply-add in the exponent of the correction finds the rounding error of the
 // reference, which grows to 1e-5 over hundreds of tiles: nothing for 16-bit results, which save the
 // instruction.
-//
-// kPolynomialPeriod: of every so many exponentials one is a polynomial, where the special function
-// unit is what holds up the others (Zadouri et al. 2026, FlashAttention-4); 0 is none.
-template <int kRowBlocks, bool kExactCorrection = false, int kPolynomialPeriod = 0>
+template <int kRowBlocks, bool kExactCorrection = false>
 struct OnlineSoftmax {
   static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane holds elements
 
@@ -71,10 +68,6 @@ struct OnlineSoftmax {
     }
   }
 
-  CUTE_DEVICE static constexpr bool is_polynomial(int column) {
-    return kPolynomialPeriod > 0 && column % max(kPolynomialPeriod, 1) == kPolynomialPeriod - 1;
-  }
-
   CUTE_DEVICE static float scaled(float maximum, float softmax_scale) {
     return kExactCorrection ? __fmul_rn(maximum, softmax_scale) : maximum * softmax_scale;
   }
@@ -108,8 +101,7 @@ struct OnlineSoftmax {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         float& x = scores(2 * half + i, m, n);
-        float const exponent = fmaf(x, softmax_scale, -reference);
-        x = is_polynomial(2 * n + i) ? exp2_polynomial(exponent) : exp2_approx(exponent);
+        x = exp2_approx(fmaf(x, softmax_scale, -reference));
         sum += x;
       }
     }

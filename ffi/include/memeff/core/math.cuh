@@ -22,24 +22,6 @@ CUTE_DEVICE float unpack(uint32_t packed, int index) {
   return static_cast<float>(Element::bitcast(bits));
 }
 
-// 2^x for x <= 0 without the special function unit, to a relative error of 3e-6; exactly 0 for
-// x <= -127, NaN for NaN. The addition rounds x to an integer n in its low bits, which become the
-// exponent of a factor; the coefficients have the least maximal relative error for 2^f, |f| <= 1/2,
-// among polynomials of degree 4 that are exact at 0.
-CUTE_DEVICE float exp2_polynomial(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
-  constexpr uint32_t kOne = 0x3f800000;
-  float const bounded = max_or_nan(x, -127.0f);
-  float const rounded = bounded + kRound;
-  float const f = bounded - (rounded - kRound);
-  float power = 0.0095827f;
-  power = fmaf(power, f, 0.055906877f);
-  power = fmaf(power, f, 0.24024104f);
-  power = fmaf(power, f, 0.6931241f);
-  power = fmaf(power, f, 1.0f);
-  return power * __uint_as_float((__float_as_uint(rounded) << 23) + kOne);
-}
-
 // Maximum or sum over the four lanes that share a row of an m16n8 accumulator.
 CUTE_DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));

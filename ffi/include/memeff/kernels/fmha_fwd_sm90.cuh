@@ -10,10 +10,9 @@
 // The visits of one tile of queries follow those of another without a break: the first scores of a
 // tile are computed together with the last product of the one before, whose output leaves from
 // registers under the products of other consumers.
-//
-// Without a mask consumers take turns in issuing products, so that the softmax of one runs under
-// the products of another (Shah et al. 2024, FlashAttention-3, section 3.1). With a mask each
-// passes over the key tiles at the end that only the rows of others attend to.
+// Consumers take no turns in issuing products (Shah et al. 2024, FlashAttention-3, section 3.1, where
+// they do): the softmax of one finds its way under the products of another. With a mask each passes
+// over the key tiles at the end that only the rows of others attend to.
 #pragma once
 
 #include <memeff/bias/add.cuh>
@@ -44,8 +43,7 @@ struct FmhaForwardSm90 {
 
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kConsumerWarps, 16>;
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, kConsumerWarps, 16>;
-  static constexpr int kPolynomialPeriod = 0;
-  using Softmax = OnlineSoftmax<1, false, kPolynomialPeriod>;
+  using Softmax = OnlineSoftmax<1>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
@@ -73,9 +71,8 @@ struct FmhaForwardSm90 {
   static constexpr int kControlOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
-  // Named barriers: one for the turns of each consumer, and one for its threads alone.
-  CUTE_DEVICE static int turn_barrier(int warpgroup) { return 1 + warpgroup; }
-  CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + kWarpgroups + warpgroup; }
+  // The named barrier of a consumer's threads.
+  CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
 
   static constexpr int kHeadSteps = Config::kHeadDim / 16;
   static constexpr int kKeySteps = kTileKey / 16;
@@ -200,7 +197,6 @@ struct FmhaForwardSm90 {
 
   using Mask = ScoreMask<Config, ScoreGrid>;
   static constexpr bool kPassesOver = Config::kMask != MaskKind::none;
-  static constexpr bool kTurns = kWarpgroups > 1 && !kPassesOver;
 
   // The key tiles of a piece. One whose rows attend to nothing visits a tile that its mask empties.
   CUTE_DEVICE static TileRange visits(Mask const& mask, WorkItem const& item) {
@@ -247,7 +243,6 @@ struct FmhaForwardSm90 {
     // Uniform over the warpgroup, and known to be.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     at.leader = threadIdx.x % kWarpSize == 0;
-    if (at.warpgroup == 0) give_turn(kWarpgroups - 1);
     auto output = OutGrid::make_accumulators();  // (4, 1, MMA_N)
     while (true) {
       WorkItem item = take_item(control, at.slot);
@@ -285,8 +280,6 @@ struct FmhaForwardSm90 {
     pass_over(control.query[at.warpgroup], at.query, 1, at.leader);
     CUTE_NO_UNROLL
     for (int tile = range.begin; tile < range.end; ++tile) {
-      take_turn(at.warpgroup);
-      give_turn(at.warpgroup);
       pass_over(control.key, at.key, 1, at.leader);
       pass_over(control.value, at.value, 1, at.leader);
     }
@@ -312,13 +305,11 @@ struct FmhaForwardSm90 {
     pass_over(control.key, at.key, range.end - 1 - tile, leader);
     pass_over(control.value, at.value, range.end - 1 - tile, leader);
     control.key.wait(at.key);
-    take_turn(warpgroup);
     fence_accumulators(scores);
     begin_products();
     warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, at.query, warpgroup),
                                         keys(tiles, at.key), false);
     commit_products();
-    give_turn(warpgroup);
     wait_products<0>();
     fence_accumulators(scores);
     if (leader) {
@@ -354,7 +345,6 @@ struct FmhaForwardSm90 {
         control.key.wait(at.key);
       }
       --tile;
-      take_turn(warpgroup);
       fence_accumulators(scores);
       fence_accumulators(output);
       begin_products();
@@ -365,7 +355,6 @@ struct FmhaForwardSm90 {
       begin_products();
       warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value));
       commit_products();
-      give_turn(warpgroup);
       wait_products<1>();
       fence_accumulators(scores);
       if (leader) {
@@ -434,19 +423,6 @@ struct FmhaForwardSm90 {
   }
   CUTE_DEVICE static Value values(uint32_t tiles, PipelineStage<kStages> const& stage) {
     return Value(tiles + kValueOffset + stage.index * ValueTile::kBytes);
-  }
-
-  // A consumer issues its products when it is its turn; the next one's turn begins when it has.
-  CUTE_DEVICE static void take_turn(int warpgroup) {
-    if constexpr (kTurns) {
-      named_barrier_sync(turn_barrier(warpgroup), 2 * kWarpgroupSize);
-    }
-  }
-  CUTE_DEVICE static void give_turn(int warpgroup) {
-    if constexpr (kTurns) {
-      int const next = warpgroup == kWarpgroups - 1 ? 0 : warpgroup + 1;
-      named_barrier_arrive(turn_barrier(next), 2 * kWarpgroupSize);
-    }
   }
 
   // Soft cap, bias and masks: scores that are ready for the softmax.

@@ -13,7 +13,6 @@ CUTE_DEVICE float flush_to_zero(float x) {
 }
 
 CUTE_DEVICE float exp2_approx(float x) { return flush_to_zero(std::exp2(flush_to_zero(x))); }
-CUTE_DEVICE float max_or_nan(float a, float b) { return std::isnan(a) || a > b ? a : b; }
 CUTE_DEVICE float tanh_approx(float x) { return std::tanh(x); }
 
 template <class Element>
