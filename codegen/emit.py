@@ -48,6 +48,7 @@ _STAGES = """\
 
 _QUERY_STAGES = """\
   static constexpr int kQueryStages = {query_stages};
+  static constexpr int kTeams = {teams};
 """
 
 _PARK = """\
@@ -163,7 +164,7 @@ def _schedule(spec: KernelSpec) -> str:
         return text
     text = _STAGES.format(stages=tile.stages)
     if spec.direction == "forward":
-        text += _QUERY_STAGES.format(query_stages=tile.query_stages)
+        text += _QUERY_STAGES.format(query_stages=tile.query_stages, teams=tile.teams)
     return text
 
 

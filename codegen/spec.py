@@ -103,6 +103,7 @@ class KernelSpec:
         ]
         words += ["split"] if self.split else []
         words += ["gqa"] if self.pack_heads else []
+        words += ["teams"] if self.teams > 1 else []
         words += [self.mask] if self.mask != "none" else []
         words += [word for word in ("varlen", "segments", "boolean") if getattr(self, word)]
         words += ["softcap"] if self.soft_cap else []
@@ -156,11 +157,17 @@ class KernelSpec:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that compute: each owns 64 queries in a forward, and 64 keys in a backward
-        that is not divided.
+        """Warpgroups that compute: each owns 64 queries in a forward, alone or in turn with those
+        of other teams, and 64 keys in a backward that is not divided.
         """
         by_query = self.direction == "forward" or self.divided
-        return (self.tile.query if by_query else self.tile.key) // sm90.WARPGROUP_ROWS
+        rows = self.tile.query if by_query else self.tile.key
+        return rows // sm90.WARPGROUP_ROWS * self.teams
+
+    @property
+    def teams(self) -> int:
+        """Warpgroups that share rows of a forward."""
+        return self.tile.teams if isinstance(self.tile, sm90.Tile) else 1
 
     @property
     def owns_outputs(self) -> bool:
@@ -330,18 +337,19 @@ def panel_columns(dim: int) -> int:
 
 
 def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
-    """Rings of query, key and value tiles, the bias of each warp's rows, and what controls them.
+    """Rings of query, key and value tiles, the bias of each warp's rows, what teams add up, and
+    what controls them.
 
-    Each buffer has two barriers, the queries' for each consumer; the ring of the next pieces of
+    Each buffer has two barriers, the queries' for each 64 rows; the ring of the next pieces of
     work, of four, holds a work item beside them.
     """
     elements = tile.query_stages * tile.query * spec.head_class
     elements += tile.stages * tile.key * (spec.head_class + spec.value_class)
-    buffers = tile.query_stages * spec.consumers + 2 * tile.stages + 4
+    row_warpgroups = spec.consumers // spec.teams
+    buffers = tile.query_stages * row_warpgroups + 2 * tile.stages + 4
     control = buffers * 2 * _BARRIER_BYTES + 4 * _WORK_ITEM_BYTES
-    return (
-        elements * spec.element_bytes + control + _warp_biases(spec, spec.computing_threads // 32)
-    )
+    bias = spec.computing_threads // 32 * _bias_bytes(spec, 16)
+    return elements * spec.element_bytes + bias + _merge_bytes(spec, spec.teams, 2) + control
 
 
 def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
@@ -411,10 +419,17 @@ def _split_shared_bytes(spec: KernelSpec) -> int:
     assert isinstance(tile, sm80.Tile)
     stage = tile.key * (spec.head_class + spec.value_class) * spec.element_bytes
     loop = tile.query * spec.head_class * spec.element_bytes + tile.stages * stage
-    if tile.key_warps == 1:
-        return loop
-    statistics = spec.threads * 8 * (2 * spec.warp_rows[0] // 16)
-    return max(loop, statistics + (tile.key_warps - 1) * tile.query * spec.value_class * 4)
+    return max(loop, _merge_bytes(spec, tile.key_warps, 2 * spec.warp_rows[0] // 16))
+
+
+def _merge_bytes(spec: KernelSpec, teams: int, rows: int) -> int:
+    """Maximum and sum of the ``rows`` that each thread holds elements of, and the f32 outputs of
+    all teams but one (ffi/include/memeff/collective/team.cuh).
+    """
+    if teams == 1:
+        return 0
+    outputs = (teams - 1) * spec.tile.query * spec.value_class * 4
+    return spec.computing_threads * 8 * rows + outputs
 
 
 def _backward_shared_bytes(spec: KernelSpec) -> int:

@@ -252,9 +252,11 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
     )
     if wants is not None:
         return problem
-    batch, queries, heads, _ = avals.query.shape
+    batch, heads, queries, keys = avals.scores
     group = heads // avals.key.shape[2] if heads else 1
-    rows = support.query_rows(problem, batch=batch, queries=queries, heads=heads, group=group)
+    rows = support.query_rows(
+        problem, batch=batch, queries=queries, keys=keys, heads=heads, group=group
+    )
     return dataclasses.replace(problem, query_rows=rows)
 
 

@@ -374,7 +374,9 @@ def test_sequences_do_not_make_kernels(fake_compiler):
     for total, sequences, longest in ((1000, 7, 300), (77, 1, 77), (5000, 300, 0)):
         gradient = jax.grad(functools.partial(varlen_loss, longest=longest), (0, 1, 2))
         lower(gradient, *varlen_shapes(total, total, sequences))
-    assert len(fake_compiler) == 2
+    # Few tiles, as of one short sequence, have a forward of their own.
+    directions = [spec.direction for spec, _ in fake_compiler]
+    assert sorted(directions) == ["backward", "forward", "forward"]
 
 
 def test_no_sequence_needs_no_kernel(fake_compiler):

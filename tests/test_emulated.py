@@ -84,6 +84,13 @@ SM90 = [
     Run(Case(B=3, T=130, S=150, lengths=LENGTHS, bias="1NTS", segments=1), arch="sm_90a"),
     Run(Case(B=2, T=200, S=150, N=4, H=128, boolean=("1NTS",), segments=2), arch="sm_90a"),
 ]
+TEAMS = [
+    Run(case, arch="sm_90a", seed=2, multiprocessors=2, splits=True, gradients=False)
+    for case in (
+        Case(B=1, T=200, S=570, N=2, K=1, **CAUSAL),
+        Case(B=3, T=130, S=450, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **WINDOW),
+    )
+]
 SM90 += [
     Run(case, arch="sm_90a", seed=1, multiprocessors=2)
     for case in (
@@ -131,7 +138,7 @@ def drawn(count: int) -> list[Run]:
     ]
 
 
-RUNS = SM80 + SM90 + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
+RUNS = SM80 + SM90 + TEAMS + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
 
 
 @pytest.fixture(scope="module", autouse=True)

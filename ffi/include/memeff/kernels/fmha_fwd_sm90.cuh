@@ -14,6 +14,9 @@
 // Without a mask consumers take turns in issuing products, so that the softmax of one runs under
 // the products of another (Shah et al. 2024, FlashAttention-3, section 3.1). With a mask each
 // passes over the key tiles at the end that only the rows of others attend to.
+//
+// Where tiles are few, consumers are teams that share 64 rows: they visit the key tiles in turn,
+// each with a softmax and an output of its own, which are added up at the end of a tile.
 #pragma once
 
 #include <memeff/bias/add.cuh>
@@ -23,6 +26,7 @@
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
+#include <memeff/collective/team.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/persistent.cuh>
@@ -35,15 +39,21 @@ struct FmhaForwardSm90 {
   using Element = typename Config::Element;
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
-  static constexpr int kWarpgroups = kTileQuery / kWarpgroupRows;  // consumers
+  static constexpr int kTeams = Config::kTeams;  // consumers of the same rows
+  static constexpr int kRowWarpgroups = kTileQuery / kWarpgroupRows;
+  static constexpr int kWarpgroups = kRowWarpgroups * kTeams;  // consumers
+  static_assert(kTeams == 1 || kRowWarpgroups == 1);
   static constexpr int kConsumers = kWarpgroups * kWarpgroupSize;
   static constexpr int kConsumerWarps = kConsumers / kWarpSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
   static constexpr int kProducerRegisters = 32;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
-  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kConsumerWarps, 16>;
-  using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, kConsumerWarps, 16>;
+  template <int kColumns>
+  using Grid = cute::conditional_t<kTeams == 1, WarpGrid<kTileQuery, kColumns, kConsumerWarps, 16>,
+                                   WarpgroupGrid<kTileQuery, kColumns>>;
+  using ScoreGrid = Grid<kTileKey>;
+  using OutGrid = Grid<Config::kValueDim>;
   using Softmax = OnlineSoftmax<1>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
 
@@ -52,15 +62,19 @@ struct FmhaForwardSm90 {
   using ValueTile = SharedTile<kTileKey, Config::kValueDim>;
   static constexpr int kStages = Config::kStages;
   static constexpr int kQueryStages = Config::kQueryStages;
+  static_assert(kStages % kTeams == 0);  // each team has buffers of its own
 
   static constexpr bool kBiasTile = has_bias_tile<Config>();
   // Each warp copies the bias of its own rows, for itself.
   using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
   static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
 
+  using Team = WarpTeam<kConsumerWarps, kTeams, 1 + 2 * kWarpgroups>;
+  using Merge = TeamMerge<Team, Softmax, kTileQuery * Config::kValueDim>;
+
   static constexpr int kPieceStages = 4;
   struct Control {
-    Pipeline<kQueryStages> query[kWarpgroups];  // each consumer's own rows
+    Pipeline<kQueryStages> query[kRowWarpgroups];  // each consumer's own rows
     Pipeline<kStages> key;
     Pipeline<kStages> value;
     Pipeline<kPieceStages> piece;
@@ -69,10 +83,11 @@ struct FmhaForwardSm90 {
   static constexpr int kKeyOffset = kQueryStages * QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   static constexpr int kBiasOffset = kValueOffset + kStages * ValueTile::kBytes;
-  static constexpr int kControlOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
+  static constexpr int kMergeOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
+  static constexpr int kControlOffset = kMergeOffset + Merge::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
-  // Named barriers: one for the turns of each consumer, and one for its threads alone.
+  // Named barriers: one for the turns of each consumer, one for its threads alone, one for teams.
   CUTE_DEVICE static int turn_barrier(int warpgroup) { return 1 + warpgroup; }
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + kWarpgroups + warpgroup; }
 
@@ -91,9 +106,9 @@ struct FmhaForwardSm90 {
       prefetch_map(maps.key);
       prefetch_map(maps.value);
       CUTE_UNROLL
-      for (auto& query : control.query) query.init(kWarpgroupSize / kWarpSize);
-      control.key.init(kConsumerWarps);
-      control.value.init(kConsumerWarps);
+      for (auto& query : control.query) query.init(kConsumerWarps / kRowWarpgroups);
+      control.key.init(kConsumerWarps / kTeams);
+      control.value.init(kConsumerWarps / kTeams);
       control.piece.init(kConsumerWarps + 2);
       fence_barrier_init();
     }
@@ -145,10 +160,10 @@ struct FmhaForwardSm90 {
       piece = Schedule::next_piece(params.shape, params.piece_counter);
       Origin const origin = query_origin<Config>(params.shape, item.batch);
       CUTE_UNROLL
-      for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
+      for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
         int const tile_row = warpgroup * kWarpgroupRows;
         uint64_t& arrived =
-            control.query[warpgroup].acquire(query, QueryTile::kBytes / kWarpgroups);
+            control.query[warpgroup].acquire(query, QueryTile::kBytes / kRowWarpgroups);
         load_bulk_tile<QueryTile>(maps.query, arrived, tiles + query.index * QueryTile::kBytes,
                                   tile_row, origin.row + item.tile * kTileQuery + tile_row,
                                   item.head, origin.batch, CacheHint::EVICT_FIRST);
@@ -198,13 +213,34 @@ struct FmhaForwardSm90 {
   }
 
   using Mask = ScoreMask<Config, ScoreGrid>;
-  static constexpr bool kPassesOver = Config::kMask != MaskKind::none;
-  static constexpr bool kTurns = kWarpgroups > 1 && !kPassesOver;
+  static constexpr bool kPassesOver = Config::kMask != MaskKind::none && kTeams == 1;
+  static constexpr bool kTurns = kRowWarpgroups > 1 && !kPassesOver;
 
   // The key tiles of a piece. One whose rows attend to nothing visits a tile that its mask empties.
+  // Teams have equally many, if need be such a tile, too.
   CUTE_DEVICE static TileRange visits(Mask const& mask, WorkItem const& item) {
     TileRange const range = mask.key_tiles(item.tile * kTileQuery, kTileQuery, kTileKey);
+    if constexpr (kTeams > 1) {
+      int const count = max(ceil_div(range.end - range.begin, kTeams), 1) * kTeams;
+      return {range.begin, range.begin + count};
+    }
     return range.begin < range.end ? range : TileRange{0, 1};
+  }
+
+  // Those of a consumer, from the last to the first in steps of kTeams.
+  CUTE_DEVICE static TileRange visits(Mask const& mask, WorkItem const& item, int warpgroup) {
+    TileRange range = visits(mask, item);
+    if constexpr (kTeams > 1) {
+      range.begin += kTeams - 1 - warpgroup;
+      range.end -= warpgroup;
+    }
+    return range;
+  }
+
+  // To the buffer of the next visit of a consumer.
+  CUTE_DEVICE static void advance(PipelineStage<kStages>& stage) {
+    CUTE_UNROLL
+    for (int team = 0; team < kTeams; ++team) stage.advance();
   }
 
   // The key tile that a consumer visits first. It passes over fewer than kStages: while it waits
@@ -236,24 +272,26 @@ struct FmhaForwardSm90 {
     // Uniform over the warpgroup, and known to be.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    int const team = kTeams > 1 ? warpgroup : 0;
+    int const row_warpgroup = warpgroup - team;
     PipelineStage<kQueryStages> query;
-    PipelineStage<kStages> key_stage;
-    PipelineStage<kStages> value_stage;
+    PipelineStage<kStages> key_stage{team};
+    PipelineStage<kStages> value_stage{team};
     PipelineStage<kPieceStages> slot;
     if (warpgroup == 0) give_turn(kWarpgroups - 1);
 
     WorkItem item = take_item(control, slot);
     if (item.batch < 0) return;
     Mask mask(params.mask, shape, item.batch);
-    TileRange range = visits(mask, item);
-    int tile = first_visit(mask, item, range, warpgroup);
+    TileRange range = visits(mask, item, team);
+    int tile = first_visit(mask, item, range, row_warpgroup);
     Softmax softmax;
     float correction[Softmax::kRows];
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(output);
 
-    control.query[warpgroup].wait(query);
+    control.query[row_warpgroup].wait(query);
     load_bias(params, mask, item, tile, tiles);
     pass_over(control.key, key_stage, range.end - 1 - tile, leader);
     pass_over(control.value, value_stage, range.end - 1 - tile, leader);
@@ -261,7 +299,7 @@ struct FmhaForwardSm90 {
     take_turn(warpgroup);
     fence_accumulators(scores);
     begin_products();
-    warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, query, warpgroup),
+    warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, query, row_warpgroup),
                                         keys(tiles, key_stage), false);
     commit_products();
     give_turn(warpgroup);
@@ -269,9 +307,9 @@ struct FmhaForwardSm90 {
     fence_accumulators(scores);
     if (leader) {
       control.key.release(key_stage);
-      if (tile == range.begin) control.query[warpgroup].release(query);
+      if (tile == range.begin) control.query[row_warpgroup].release(query);
     }
-    key_stage.advance();
+    advance(key_stage);
     modify(params, mask, item, tile, range, tiles, scores);
     exponentiate(softmax, scores, correction, params);
     if (tile > range.begin) control.key.wait(key_stage);
@@ -290,21 +328,21 @@ struct FmhaForwardSm90 {
         if (following.batch < 0) break;
         item = following;
         mask = Mask(params.mask, shape, item.batch);
-        range = visits(mask, item);
-        tile = first_visit(mask, item, range, warpgroup) + 1;
+        range = visits(mask, item, team);
+        tile = first_visit(mask, item, range, row_warpgroup) + kTeams;
         softmax = Softmax();
         query.advance();
-        control.query[warpgroup].wait(query);
-        load_bias(params, mask, item, tile - 1, tiles);
+        control.query[row_warpgroup].wait(query);
+        load_bias(params, mask, item, tile - kTeams, tiles);
         pass_over(control.key, key_stage, range.end - tile, leader);
         control.key.wait(key_stage);
       }
-      --tile;
+      tile -= kTeams;
       take_turn(warpgroup);
       fence_accumulators(scores);
       fence_accumulators(output);
       begin_products();
-      warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, query, warpgroup),
+      warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, query, row_warpgroup),
                                           keys(tiles, key_stage), false);
       commit_products();
       control.value.wait(value_stage);
@@ -316,9 +354,9 @@ struct FmhaForwardSm90 {
       fence_accumulators(scores);
       if (leader) {
         control.key.release(key_stage);
-        if (tile == range.begin) control.query[warpgroup].release(query);
+        if (tile == range.begin) control.query[row_warpgroup].release(query);
       }
-      key_stage.advance();
+      advance(key_stage);
       modify(params, mask, item, tile, range, tiles, scores);
       exponentiate(softmax, scores, correction, params);
       fence_accumulators(scores);
@@ -329,11 +367,11 @@ struct FmhaForwardSm90 {
       wait_products<0>();
       fence_accumulators(output);
       if (leader) control.value.release(value_stage);
-      value_stage.advance();
+      advance(value_stage);
       probabilities = as_left_operand<Element>(scores);
       drop(params, item, tile, probabilities);
       if (last) {
-        finish_piece(params, control.items[slot.index], done, output);
+        finish_piece(params, control.items[slot.index], tiles, done, output);
         __syncwarp();
         if (leader) control.piece.release(slot);
         slot.advance();
@@ -352,7 +390,7 @@ struct FmhaForwardSm90 {
     commit_products();
     wait_products<0>();
     fence_accumulators(output);
-    finish_piece(params, item, softmax, output);
+    finish_piece(params, item, tiles, softmax, output);
   }
 
   // Zeros the values of the first visit of a piece that lie beyond the key length. Each consumer
@@ -410,7 +448,7 @@ struct FmhaForwardSm90 {
                                     bias_row_bytes(params)),
                params.scale.softmax_scale);
       __syncwarp();  // nobody reads it any more
-      if (tile > range.begin) load_bias(params, mask, item, tile - 1, tiles);
+      if (tile > range.begin) load_bias(params, mask, item, tile - kTeams, tiles);
     }
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
                                               item.head, row, column);
@@ -470,14 +508,18 @@ struct FmhaForwardSm90 {
     }
   }
 
-  // Output and logsumexp of this warpgroup's rows of a piece.
+  // Output and logsumexp of this warpgroup's rows of a piece, or of what all teams found for them.
   template <class Output>
   CUTE_DEVICE static void finish_piece(ForwardParams const& params, WorkItem const item,
-                                       Softmax softmax, Output& output) {
+                                       uint32_t tiles, Softmax softmax, Output& output) {
     int const row = item.tile * kTileQuery;
     int const query_length = Mask(params.mask, params.shape, item.batch).query_length;
-    finish(params, item, row, query_length - row, softmax, output);
-    store(params, item, row, query_length, softmax, output);
+    Merge::run(tiles + kMergeOffset, softmax, output, exponent_scale(params));
+    if constexpr (kTeams > 1) Team::meet();  // nobody reads what was added up any more
+    if (kTeams == 1 || Team::index() == 0) {
+      finish(params, item, row, query_length - row, softmax, output);
+      store(params, item, row, query_length, softmax, output);
+    }
     if constexpr (Config::kVarlen) clear_gap(params, item, query_length);
   }
 
