@@ -31,6 +31,7 @@ struct Config {{
   static constexpr bool kVarlen = {varlen};
   static constexpr bool kSegments = {segments};
   static constexpr bool kBoolean = {boolean};
+  static constexpr bool kTileMap = {tile_map};
   static constexpr bool kSoftCap = {soft_cap};
   static constexpr bool kDropout = {dropout};
   static constexpr bool kBias = {has_bias};
@@ -121,6 +122,7 @@ def source(spec: KernelSpec) -> str:
         varlen=_bool(spec.varlen),
         segments=_bool(spec.segments),
         boolean=_bool(spec.boolean),
+        tile_map=_bool(spec.maps_tiles),
         soft_cap=_bool(spec.soft_cap),
         dropout=_bool(spec.dropout),
         has_bias=_bool(spec.bias is not None),

@@ -33,8 +33,9 @@ class EntryPoint(NamedTuple):
     """A ``__global__`` function of the source, and what a launch of it needs.
 
     ``shared_bytes`` is the dynamic shared memory of a block, ``grid`` what blocks are tiles of (a
-    bias gradient by tiles of scores, or by squares of as many queries as keys), and ``takes_maps``
-    whether the tensor maps of the spec are its second parameter.
+    bias gradient by tiles of scores, or by squares of as many queries as keys), ``takes_maps``
+    whether the tensor maps of the spec are its second parameter, and ``tile_map`` what says which
+    tiles it visits.
     """
 
     name: str
@@ -42,6 +43,22 @@ class EntryPoint(NamedTuple):
     shared_bytes: int
     grid: Literal["queries", "keys", "bias", "bias_squares"] = "queries"
     takes_maps: bool = False
+    tile_map: TileMap | None = None
+
+
+class TileMap(NamedTuple):
+    """What says which tiles of scores, of ``query`` rows and ``key`` columns, a kernel visits: a
+    line for each tile of ``lines`` (ffi/include/memeff/mask/tile_map.cuh).
+    """
+
+    lines: Literal["queries", "keys"]
+    query: int
+    key: int
+
+    @property
+    def name(self) -> str:
+        """That of the buffer."""
+        return f"{self.lines}_{self.query}x{self.key}"
 
 
 class TensorMap(NamedTuple):
@@ -180,15 +197,31 @@ class KernelSpec:
         return self.deterministic and "query" in self.gradients and not self.owns_outputs
 
     @property
+    def maps_tiles(self) -> bool:
+        """Whether segment ids and boolean masks say which tiles the kernel visits."""
+        by_elements = self.split or self.varlen or self.wide or self.family != "sm80"
+        return (self.segments or self.boolean) and not by_elements
+
+    def _tile_map(self, lines: Literal["queries", "keys"]) -> TileMap | None:
+        return TileMap(lines, self.tile.query, self.tile.key) if self.maps_tiles else None
+
+    @property
+    def tile_maps(self) -> frozenset[TileMap]:
+        """The maps of all entry points."""
+        return frozenset(entry.tile_map for entry in self.entry_points if entry.tile_map)
+
+    @property
     def entry_points(self) -> tuple[EntryPoint, ...]:
         """The functions of the source in launch order."""
         maps = bool(self.tensor_maps)
-        main = EntryPoint(self.name, self.threads, self.shared_bytes, "keys", maps)
+        main = EntryPoint(
+            self.name, self.threads, self.shared_bytes, "keys", maps, self._tile_map("keys")
+        )
         if self.split:
             combine = EntryPoint(f"{self.name}_combine", COMBINE_THREADS, 0)
             return (main._replace(grid="queries"), combine)
         if self.direction == "forward":
-            return (main._replace(grid="queries"),)
+            return (main._replace(grid="queries", tile_map=self._tile_map("queries")),)
         # The last two read sums as the threads of the main kernel laid them out.
         threads = self.computing_threads
         preprocess = EntryPoint(f"{self.name}_preprocess", threads, 0)

@@ -35,6 +35,7 @@ struct Config {
   static constexpr bool kVarlen = false;
   static constexpr bool kSegments = false;
   static constexpr bool kBoolean = false;
+  static constexpr bool kTileMap = false;
   static constexpr bool kSoftCap = true;
   static constexpr bool kDropout = false;
   static constexpr bool kBias = false;
