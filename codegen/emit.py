@@ -31,6 +31,7 @@ struct Config {{
   static constexpr bool kVarlen = {varlen};
   static constexpr bool kSegments = {segments};
   static constexpr bool kBoolean = {boolean};
+  static constexpr bool kTileMap = {tile_map};
   static constexpr bool kSoftCap = {soft_cap};
   static constexpr bool kDropout = {dropout};
   static constexpr bool kBias = {has_bias};
@@ -48,6 +49,7 @@ _STAGES = """\
 
 _QUERY_STAGES = """\
   static constexpr int kQueryStages = {query_stages};
+  static constexpr int kTeams = {teams};
 """
 
 _PARK = """\
@@ -120,6 +122,7 @@ def source(spec: KernelSpec) -> str:
         varlen=_bool(spec.varlen),
         segments=_bool(spec.segments),
         boolean=_bool(spec.boolean),
+        tile_map=_bool(spec.maps_tiles),
         soft_cap=_bool(spec.soft_cap),
         dropout=_bool(spec.dropout),
         has_bias=_bool(spec.bias is not None),
@@ -163,7 +166,7 @@ def _schedule(spec: KernelSpec) -> str:
         return text
     text = _STAGES.format(stages=tile.stages)
     if spec.direction == "forward":
-        text += _QUERY_STAGES.format(query_stages=tile.query_stages)
+        text += _QUERY_STAGES.format(query_stages=tile.query_stages, teams=tile.teams)
     return text
 
 

@@ -17,7 +17,7 @@ DTYPES = tuple(DTYPE_BYTES)
 F32_DTYPES = ("f32", "tf32")
 MASKS = frozenset({"causal", "window", "query_lengths", "key_lengths", "segments", "boolean"})
 BIASES = (None, "16", "32")
-QUERY_ROWS = (None, "16", "64")
+QUERY_ROWS = (None, "16", "64", "teams")
 BIAS_LAYOUTS = ("full", "shared", "columns", "rows")
 GRADIENTS = ("query", "key", "value", "bias")
 
@@ -38,7 +38,8 @@ class Problem:
     reports the grid with it.
     ``wants`` are the gradients of a backward (all of query, key and value by default).
     ``query_rows`` is set where a forward has few: they fit into a tile of so many rows, or there
-    are too few tiles for a GPU; see ``support.query_rows``.
+    are too few tiles for a GPU, with ``teams`` of which the keys are not long, either; see
+    ``support.query_rows``.
 
     Raises ``ValueError`` for a value that no problem can have; a possible problem that no kernel
     solves is left to ``select``.
@@ -62,7 +63,7 @@ class Problem:
     soft_cap: bool = False
     deterministic: bool = False
     wants: tuple[str, ...] = ()
-    query_rows: Literal["16", "64"] | None = None
+    query_rows: Literal["16", "64", "teams"] | None = None
 
     def __post_init__(self):
         _expect_one_of("direction", self.direction, DIRECTIONS)

@@ -35,6 +35,16 @@ _ALL_DIMS = (*itertools.product(sm80.CLASSES, repeat=2), (sm80.WIDE, sm80.WIDE))
 
 _ALL_GRADIENTS = (*SPEC_GRADIENTS, "bias")
 
+_EVERYTHING: dict[str, Any] = {
+    "masks": frozenset({"window", "segments", "boolean"}),
+    "varlen": True,
+    "soft_cap": True,
+    "dropout": True,
+    "bias": "32",
+    "bias_layout": "shared",
+    "wants": _ALL_GRADIENTS,
+}
+
 # Plain, each feature alone, all together, as fields of a problem. A window includes causal, so
 # "all" needs no third interval mask.
 _FEATURE_SETS: tuple[dict[str, Any], ...] = (
@@ -46,6 +56,8 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {"masks": frozenset({"boolean"})},
     {"query_rows": "16"},
     {"query_rows": "64"},
+    {"query_rows": "teams"},
+    {"query_rows": "teams", "varlen": True},
     {"soft_cap": True},
     {"dropout": True},
     {"bias": "16", "wants": _ALL_GRADIENTS},
@@ -58,15 +70,8 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {"deterministic": True, "masks": frozenset({"causal"})},
     {"deterministic": True, "bias": "16", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
     {"deterministic": True, "bias": "16", "bias_layout": "columns", "wants": _ALL_GRADIENTS},
-    {
-        "masks": frozenset({"window", "segments", "boolean"}),
-        "varlen": True,
-        "soft_cap": True,
-        "dropout": True,
-        "bias": "32",
-        "bias_layout": "shared",
-        "wants": _ALL_GRADIENTS,
-    },
+    _EVERYTHING,
+    {**_EVERYTHING, "query_rows": "teams"},
 )
 
 

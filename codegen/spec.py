@@ -33,8 +33,9 @@ class EntryPoint(NamedTuple):
     """A ``__global__`` function of the source, and what a launch of it needs.
 
     ``shared_bytes`` is the dynamic shared memory of a block, ``grid`` what blocks are tiles of (a
-    bias gradient by tiles of scores, or by squares of as many queries as keys), and ``takes_maps``
-    whether the tensor maps of the spec are its second parameter.
+    bias gradient by tiles of scores, or by squares of as many queries as keys), ``takes_maps``
+    whether the tensor maps of the spec are its second parameter, and ``tile_map`` what says which
+    tiles it visits.
     """
 
     name: str
@@ -42,6 +43,22 @@ class EntryPoint(NamedTuple):
     shared_bytes: int
     grid: Literal["queries", "keys", "bias", "bias_squares"] = "queries"
     takes_maps: bool = False
+    tile_map: TileMap | None = None
+
+
+class TileMap(NamedTuple):
+    """What says which tiles of scores, of ``query`` rows and ``key`` columns, a kernel visits: a
+    line for each tile of ``lines`` (ffi/include/memeff/mask/tile_map.cuh).
+    """
+
+    lines: Literal["queries", "keys"]
+    query: int
+    key: int
+
+    @property
+    def name(self) -> str:
+        """That of the buffer."""
+        return f"{self.lines}_{self.query}x{self.key}"
 
 
 class TensorMap(NamedTuple):
@@ -103,6 +120,7 @@ class KernelSpec:
         ]
         words += ["split"] if self.split else []
         words += ["gqa"] if self.pack_heads else []
+        words += ["teams"] if self.teams > 1 else []
         words += [self.mask] if self.mask != "none" else []
         words += [word for word in ("varlen", "segments", "boolean") if getattr(self, word)]
         words += ["softcap"] if self.soft_cap else []
@@ -156,11 +174,17 @@ class KernelSpec:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that compute: each owns 64 queries in a forward, and 64 keys in a backward
-        that is not divided.
+        """Warpgroups that compute: each owns 64 queries in a forward, alone or in turn with those
+        of other teams, and 64 keys in a backward that is not divided.
         """
         by_query = self.direction == "forward" or self.divided
-        return (self.tile.query if by_query else self.tile.key) // sm90.WARPGROUP_ROWS
+        rows = self.tile.query if by_query else self.tile.key
+        return rows // sm90.WARPGROUP_ROWS * self.teams
+
+    @property
+    def teams(self) -> int:
+        """Warpgroups that share rows of a forward."""
+        return self.tile.teams if isinstance(self.tile, sm90.Tile) else 1
 
     @property
     def owns_outputs(self) -> bool:
@@ -173,15 +197,31 @@ class KernelSpec:
         return self.deterministic and "query" in self.gradients and not self.owns_outputs
 
     @property
+    def maps_tiles(self) -> bool:
+        """Whether segment ids and boolean masks say which tiles the kernel visits."""
+        by_elements = self.split or self.varlen or self.wide or self.family != "sm80"
+        return (self.segments or self.boolean) and not by_elements
+
+    def _tile_map(self, lines: Literal["queries", "keys"]) -> TileMap | None:
+        return TileMap(lines, self.tile.query, self.tile.key) if self.maps_tiles else None
+
+    @property
+    def tile_maps(self) -> frozenset[TileMap]:
+        """The maps of all entry points."""
+        return frozenset(entry.tile_map for entry in self.entry_points if entry.tile_map)
+
+    @property
     def entry_points(self) -> tuple[EntryPoint, ...]:
         """The functions of the source in launch order."""
         maps = bool(self.tensor_maps)
-        main = EntryPoint(self.name, self.threads, self.shared_bytes, "keys", maps)
+        main = EntryPoint(
+            self.name, self.threads, self.shared_bytes, "keys", maps, self._tile_map("keys")
+        )
         if self.split:
             combine = EntryPoint(f"{self.name}_combine", COMBINE_THREADS, 0)
             return (main._replace(grid="queries"), combine)
         if self.direction == "forward":
-            return (main._replace(grid="queries"),)
+            return (main._replace(grid="queries", tile_map=self._tile_map("queries")),)
         # The last two read sums as the threads of the main kernel laid them out.
         threads = self.computing_threads
         preprocess = EntryPoint(f"{self.name}_preprocess", threads, 0)
@@ -330,18 +370,19 @@ def panel_columns(dim: int) -> int:
 
 
 def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
-    """Rings of query, key and value tiles, the bias of each warp's rows, and what controls them.
+    """Rings of query, key and value tiles, the bias of each warp's rows, what teams add up, and
+    what controls them.
 
-    Each buffer has two barriers, the queries' for each consumer; the ring of the next pieces of
+    Each buffer has two barriers, the queries' for each 64 rows; the ring of the next pieces of
     work, of four, holds a work item beside them.
     """
     elements = tile.query_stages * tile.query * spec.head_class
     elements += tile.stages * tile.key * (spec.head_class + spec.value_class)
-    buffers = tile.query_stages * spec.consumers + 2 * tile.stages + 4
+    row_warpgroups = spec.consumers // spec.teams
+    buffers = tile.query_stages * row_warpgroups + 2 * tile.stages + 4
     control = buffers * 2 * _BARRIER_BYTES + 4 * _WORK_ITEM_BYTES
-    return (
-        elements * spec.element_bytes + control + _warp_biases(spec, spec.computing_threads // 32)
-    )
+    bias = spec.computing_threads // 32 * _bias_bytes(spec, 16)
+    return elements * spec.element_bytes + bias + _merge_bytes(spec, spec.teams, 2) + control
 
 
 def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
@@ -411,10 +452,17 @@ def _split_shared_bytes(spec: KernelSpec) -> int:
     assert isinstance(tile, sm80.Tile)
     stage = tile.key * (spec.head_class + spec.value_class) * spec.element_bytes
     loop = tile.query * spec.head_class * spec.element_bytes + tile.stages * stage
-    if tile.key_warps == 1:
-        return loop
-    statistics = spec.threads * 8 * (2 * spec.warp_rows[0] // 16)
-    return max(loop, statistics + (tile.key_warps - 1) * tile.query * spec.value_class * 4)
+    return max(loop, _merge_bytes(spec, tile.key_warps, 2 * spec.warp_rows[0] // 16))
+
+
+def _merge_bytes(spec: KernelSpec, teams: int, rows: int) -> int:
+    """Maximum and sum of the ``rows`` that each thread holds elements of, and the f32 outputs of
+    all teams but one (ffi/include/memeff/collective/team.cuh).
+    """
+    if teams == 1:
+        return 0
+    outputs = (teams - 1) * spec.tile.query * spec.value_class * 4
+    return spec.computing_threads * 8 * rows + outputs
 
 
 def _backward_shared_bytes(spec: KernelSpec) -> int:

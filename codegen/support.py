@@ -16,6 +16,13 @@ _FEW_TILES = 64
 """So many tiles, of the rows that follow, leave half of a large GPU idle."""
 _PLAIN_ROWS = 128
 
+_MULTIPROCESSORS = 132
+"""Of an H100 and an H200."""
+_SPLIT_KEY = 2
+"""A key of kernels without wgmma, which get half out of the tensor cores."""
+_COMBINATION = 1024
+"""A second kernel, and partial results in global memory: 3 us."""
+
 
 def family_reasons(problem: Problem) -> list[str]:
     """What no spec of the sm80 family does, so that it is said once and not per spec."""
@@ -94,8 +101,9 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append("it does not split the keys of packed sequences yet")
     elif spec.split and problem.query_rows is None:
         reasons.append("it splits the keys, and there are tiles for a whole GPU without that")
-    if spec.split and problem.query_rows and spec.tile.query < int(problem.query_rows):
-        reasons.append(f"its tile has {spec.tile.query} rows, not {problem.query_rows}")
+    rows = 16 if problem.query_rows == "16" else 64
+    if spec.split and problem.query_rows and spec.tile.query < rows:
+        reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
     if spec.deterministic != sums_in_order(spec, problem):
         reasons.append(f"its sums are {'' if spec.deterministic else 'not '}deterministic")
     if spec.wide and spec.bias_gradient == "recomputed":
@@ -134,7 +142,9 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
             )
         if spec.divided and max(problem.head_dim, problem.value_dim) <= sm90.UNDIVIDED:
             reasons.append(f"it is for head dims above {sm90.UNDIVIDED}")
-        if problem.query_rows is not None:
+        if spec.teams > 1 and problem.query_rows != "teams":
+            reasons.append("its warpgroups share rows, for few tiles with keys that are not long")
+        elif spec.teams == 1 and problem.query_rows is not None and not problem.varlen:
             reasons.append("it does not split the keys, and there are too few tiles without that")
         if 2 * max(problem.head_dim, problem.value_dim) <= min(spec.head_class, spec.value_class):
             reasons.append("half of its columns would be padding")
@@ -183,22 +193,44 @@ def pack_heads(problem: Problem) -> bool:
 
 
 def query_rows(
-    problem: Problem, *, batch: int, queries: int, heads: int, group: int
-) -> Literal["16", "64"] | None:
-    """The ``query_rows`` of a forward of these sizes.
+    problem: Problem, *, batch: int, queries: int, keys: int, heads: int, group: int
+) -> Literal["16", "64", "teams"] | None:
+    """The ``query_rows`` of a forward of these sizes, of which packed sequences have the longest.
 
-    >>> plain = Problem("forward", "bf16", 64, 64, "sm_80")
-    >>> query_rows(plain, batch=1, queries=1, heads=32, group=4)
+    >>> plain = Problem("forward", "bf16", 64, 64, "sm_90a")
+    >>> query_rows(plain, batch=1, queries=1, keys=4096, heads=32, group=4)
     '16'
-    >>> query_rows(plain, batch=8, queries=2048, heads=32, group=4)
+    >>> query_rows(plain, batch=1, queries=1024, keys=1024, heads=8, group=1)
+    'teams'
+    >>> query_rows(plain, batch=1, queries=128, keys=32768, heads=8, group=1)
+    '64'
+    >>> query_rows(plain, batch=8, queries=2048, keys=2048, heads=32, group=4)
     """
+    packed = group if pack_heads(problem) else 1
+    rows = queries * packed
+    few_tiles = batch * heads * -(-queries // _PLAIN_ROWS) <= _FEW_TILES
+    tiles, split_tiles = (
+        batch * heads // together * -(-queries * together // sm90.WARPGROUP_ROWS)
+        for together in (1, packed)
+    )
+    teams = problem.arch == sm90.ARCH and few_tiles
     if problem.varlen:
-        return None
-    rows = queries * group if pack_heads(problem) else queries
+        return "teams" if teams else None
     if rows <= 16:
         return "16"
-    few_tiles = batch * heads * -(-queries // _PLAIN_ROWS) <= _FEW_TILES
+    if teams and _teams_time(tiles, keys) <= _split_time(split_tiles, keys):
+        return "teams"
     return "64" if rows <= 64 or few_tiles else None
+
+
+def _teams_time(tiles: int, keys: int) -> float:
+    """Of blocks whose warpgroups share 64 rows, in keys that one gets through."""
+    return -(-tiles // _MULTIPROCESSORS) * keys
+
+
+def _split_time(tiles: int, keys: int) -> float:
+    """Of blocks that split the keys, and the kernel that combines their results."""
+    return _SPLIT_KEY * keys * tiles / _MULTIPROCESSORS + _COMBINATION
 
 
 def bias_access(problem: Problem, *, wide: bool = False) -> BiasAccess:

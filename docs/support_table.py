@@ -12,7 +12,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jax_memeff.codegen.problem import BIAS_LAYOUTS, BIASES, GRADIENTS, MASKS, Problem
+from jax_memeff.codegen.problem import (
+    BIAS_LAYOUTS,
+    BIASES,
+    GRADIENTS,
+    MASKS,
+    QUERY_ROWS,
+    Problem,
+)
 from jax_memeff.codegen.select import select
 from jax_memeff.errors import UnsupportedError
 
@@ -84,7 +91,7 @@ ROWS = (
         ({**_WIDE, "varlen": True}, *_biases(**_WIDE)),
     ),
     Row("float32 with head dims above 256", ({**_WIDE, "dtype": "f32"},)),
-    Row("few queries, as in decoding", ({"query_rows": "16"}, {"query_rows": "64"})),
+    Row("few queries, as in decoding", tuple({"query_rows": rows} for rows in QUERY_ROWS if rows)),
     Row("`deterministic_backward=True`", ({"deterministic": True},)),
     Row("GPUs from sm_80 on (A100, L4, H100, B200, RTX 50)", tuple({"arch": a} for a in _ARCHS)),
     Row("sm_75 (T4, RTX 20), float16", ({"arch": "sm_75", "dtype": "f16"},)),

@@ -21,7 +21,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jax_memeff import config, divisors, workspaces
+from jax_memeff import config, divisors, tile_maps, workspaces
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import compile as compiler
 from jax_memeff.codegen import support
@@ -68,6 +68,7 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     inputs = _attention_operands(ctx, avals, operands)
     avals = _separate(avals)
     specs = kernels(avals, options, wants=None)
+    inputs += _tile_maps(ctx, avals, operands.mask, specs)
     out, logsumexp = ctx.avals_out
     results = [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)]
     return _custom_call(
@@ -93,6 +94,7 @@ def lower_backward(
         names = ["+".join(names[:3]), *names[3:]]
     avals = _separate(avals)
     specs = kernels(avals, options, wants=wants)
+    inputs += _tile_maps(ctx, avals, operands.mask, specs)
     named = zip(
         ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
         residual_avals,
@@ -194,6 +196,26 @@ def _element_masks(ctx: mlir.LoweringRuleContext, avals: Mask, mask: Mask) -> li
     return buffers
 
 
+def _tile_maps(
+    ctx: mlir.LoweringRuleContext, avals: Operands, mask: Mask, specs: dict[str, KernelSpec]
+) -> list[_Buffer]:
+    """Which tiles the kernels visit where masks are arrays."""
+    maps = {tile_map for spec in specs.values() for tile_map in spec.tile_maps}
+    arrays, structure = jax.tree.flatten(avals.mask)
+    return [
+        _computed(
+            ctx,
+            tile_map.name,
+            lambda *x, tile_map=tile_map: tile_maps.lines(
+                jax.tree.unflatten(structure, x), tile_map, *avals.scores[2:]
+            ),
+            arrays,
+            jax.tree.leaves(mask),
+        )
+        for tile_map in sorted(maps)
+    ]
+
+
 def _computed(
     ctx: mlir.LoweringRuleContext, name: str, function: Any, avals: Sequence, values: Sequence
 ) -> _Buffer:
@@ -255,9 +277,11 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
     )
     if wants is not None:
         return problem
-    batch, queries, heads, _ = avals.query.shape
+    batch, heads, queries, keys = avals.scores
     group = heads // avals.key.shape[2] if heads else 1
-    rows = support.query_rows(problem, batch=batch, queries=queries, heads=heads, group=group)
+    rows = support.query_rows(
+        problem, batch=batch, queries=queries, keys=keys, heads=heads, group=group
+    )
     return dataclasses.replace(problem, query_rows=rows)
 
 
@@ -370,6 +394,7 @@ def _kernel_table(specs: dict[str, KernelSpec]) -> dict[str, Any]:
             "threads": np.array([entry.threads for entry in entries], np.int32),
             "shared_bytes": np.array([entry.shared_bytes for entry in entries], np.int32),
             "takes_maps": np.array([entry.takes_maps for entry in entries], np.int32),
+            "tile_maps": ",".join(e.tile_map.name if e.tile_map else "none" for e in entries),
             "tile": np.array([spec.tile.query, spec.tile.key], np.int32),
             "blocks_per_sm": np.int32(spec.tile.blocks_per_sm),
             "pack_heads": np.bool_(spec.pack_heads),

@@ -22,12 +22,16 @@ def make_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(emit, "source", lambda spec: f"#define MEMEFF_RANDOM_SLEEP\n{source(spec)}")
 
 
-def set_stages(patch: pytest.MonkeyPatch, stages: int) -> None:
-    """Problems of any size get kernels of Hopper from now on, which have so many stages.
+def set_stages(patch: pytest.MonkeyPatch, stages: int | None) -> None:
+    """Problems of any size get kernels of Hopper from now on, which have so many stages, or of
+    which teams share the rows.
 
     A backward in two kernels keeps those it has: fewer or more are not to be had.
     """
-    patch.setattr(cuda.support, "query_rows", lambda *_, **__: None)
+    query_rows = "teams" if stages is None else None
+    patch.setattr(cuda.support, "query_rows", lambda *_, **__: query_rows)
+    if stages is None:
+        return
     patch.setattr(
         sm90, "FORWARD", {dim: _fitting(row, stages) for dim, row in sm90.FORWARD.items()}
     )

@@ -35,6 +35,7 @@ struct Config {
   static constexpr bool kVarlen = false;
   static constexpr bool kSegments = false;
   static constexpr bool kBoolean = false;
+  static constexpr bool kTileMap = false;
   static constexpr bool kSoftCap = true;
   static constexpr bool kDropout = false;
   static constexpr bool kBias = false;
@@ -171,20 +172,49 @@ def test_few_query_rows_split_the_keys():
 def test_heads_of_a_group_share_a_tile(features, packs):
     asked = problem(query_rows="16", **features)
     assert select.select(asked).pack_heads == packs
-    sizes = {"batch": 64, "queries": 4, "heads": 32}
+    sizes = {"batch": 64, "queries": 4, "keys": 4096, "heads": 32}
     assert support.query_rows(asked, **sizes, group=4) == "16"
     assert support.query_rows(asked, **sizes, group=16) == ("64" if packs else "16")
 
 
 def test_classes_of_query_rows():
-    def rows(batch, queries, heads, group):
-        return support.query_rows(problem(), batch=batch, queries=queries, heads=heads, group=group)
+    def rows(batch, queries, heads, group, keys=1024, **asked):
+        sizes = {"batch": batch, "queries": queries, "keys": keys, "heads": heads, "group": group}
+        return support.query_rows(problem(**asked), **sizes)
 
     assert [rows(64, queries, 8, 1) for queries in (1, 16, 17, 64, 65)] == [
         "16", "16", "64", "64", None,
     ]  # fmt: skip
     # A few tiles leave a GPU idle, however long they are.
     assert rows(1, 1024, 8, 1) == "64" and rows(1, 8192, 8, 1) is None
+
+    # On Hopper a few tiles of 64 rows fill the GPU, or have few keys to go through.
+    hopper: dict[str, Any] = {"arch": "sm_90a"}
+    assert [rows(1, queries, 8, 1, **hopper) for queries in (16, 17, 1024, 1025)] == [
+        "16", "teams", "teams", None,
+    ]  # fmt: skip
+    assert [rows(1, 128, 8, 1, keys, **hopper) for keys in (1024, 32768)] == ["teams", "64"]
+    assert rows(1, 1024, 8, 1, 32768, **hopper) == "teams"
+    # Heads that share a tile where keys are split would each have one of their own.
+    assert [rows(2, 20, 8, group, 1200, **hopper) for group in (1, 8)] == ["teams", "64"]
+    # Packed sequences do not split their keys.
+    assert rows(4, 128, 8, 1, 32768, varlen=True, **hopper) == "teams"
+    assert rows(4, 128, 8, 1, varlen=True) is None
+
+
+def test_a_few_tiles_of_short_keys_share_their_rows_on_hopper():
+    asked = problem(arch="sm_90a", query_rows="teams")
+    spec = select.select(asked)
+    assert isinstance(spec.tile, sm90.Tile)
+    assert (spec.tile.query, spec.teams, spec.consumers, spec.threads) == (64, 2, 2, 384)
+    assert "static constexpr int kTeams = 2;" in emit.source(spec)
+    assert select.select(problem(arch="sm_90a")).teams == 1
+    (reason,) = support.spec_reasons(spec, problem(arch="sm_90a"))
+    assert reason.startswith("its warpgroups share rows")
+    # Head dims without such a tile split their keys, but for packed sequences.
+    wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a", "query_rows": "teams"}
+    assert select.select(problem(**wider)).split
+    assert select.select(problem(**wider, varlen=True)).family == "sm90"
 
 
 @pytest.mark.parametrize("alignment", [1, 2, 4, 8])
@@ -226,7 +256,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
         # float16 alone on sm_75; float32 has no backward of 192 and more head dims in 99 KB.
-        count = {"sm_75": 253, "sm_86": 872, "sm_90a": 926}.get(arch, 980)
+        count = {"sm_75": 253, "sm_86": 872, "sm_90a": 944}.get(arch, 980)
         assert len(set(specs)) == len(specs) == count
 
 

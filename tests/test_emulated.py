@@ -21,6 +21,7 @@ from attention_case import Case, assert_results_match, passed, poisoned, run_cas
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, WINDOW
 
 from jax_memeff import cuda
+from jax_memeff.options import Operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Run:
     multiprocessors: int = 3
     splits: bool = False
     gradients: bool = True
+    unattended: bool = False
+    """Tiles of keys and values that no row attends to are NaN."""
 
     def __str__(self) -> str:
         return f"{self.arch}-{self.case}-seed{self.seed}"
@@ -62,6 +65,23 @@ EVERYTHING = Case(
     dropout=0.2,
     **WINDOW,
 )
+# Ids in blocks are in no order; of those that are sorted some are negative.
+MAPPED = (
+    Case(
+        T=400,
+        S=530,
+        N=4,
+        K=2,
+        segments=2,
+        block=128,
+        mask_seed=4,
+        lengths=((400, 530), (77, 390)),
+        **BOTTOM_RIGHT,
+    ),
+    Case(T=300, S=390, N=3, K=1, boolean=("BN1S", "1NT1"), block=128, bias="BNTS", dropout=0.2),
+    Case(T=300, S=390, K=1, segments=1, boolean=("B11S",), block=128, bias="1N1S", **WINDOW),
+)
+LARGEST_TILE = 128
 PACKED = ((300, 700), (77, 33), (0, 150))
 SM80 = [
     *on_three_schedules(Case(B=1, T=200, S=150, N=4, K=2, **CAUSAL)),
@@ -73,6 +93,7 @@ SM80 = [
     Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT)),
     Run(Case(B=1, T=5, S=700, N=4, K=1, **BOTTOM_RIGHT), splits=True, gradients=False),
 ]
+SM80 += [Run(case, seed=3, unattended=True) for case in MAPPED]
 SM90 = [
     *on_three_schedules(
         Case(B=2, T=300, S=270, N=4, K=2, **CAUSAL), arch="sm_90a", multiprocessors=2
@@ -83,6 +104,13 @@ SM90 = [
     Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **CAUSAL), arch="sm_90a"),
     Run(Case(B=3, T=130, S=150, lengths=LENGTHS, bias="1NTS", segments=1), arch="sm_90a"),
     Run(Case(B=2, T=200, S=150, N=4, H=128, boolean=("1NTS",), segments=2), arch="sm_90a"),
+]
+TEAMS = [
+    Run(case, arch="sm_90a", seed=2, multiprocessors=2, splits=True, gradients=False)
+    for case in (
+        Case(B=1, T=200, S=570, N=2, K=1, **CAUSAL),
+        Case(B=3, T=130, S=450, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **WINDOW),
+    )
 ]
 SM90 += [
     Run(case, arch="sm_90a", seed=1, multiprocessors=2)
@@ -102,6 +130,8 @@ DETERMINISTIC = [
             "sm_80",
             Case(B=3, T=130, S=150, dtype="float32", bias="1N1S", lengths=LENGTHS, packed=True),
         ),
+        # Blocks visit query tiles that those before and after them in a queue leave out.
+        ("sm_80", Case(B=1, T=200, S=900, dtype="float32", boolean=("BNTS",), block=64)),
         ("sm_90a", Case(B=1, T=100, S=500, N=2, K=1, bias="1NTS", **WINDOW)),
         ("sm_90a", Case(B=3, T=150, S=140, N=4, K=2, bias="111S", bias_dtype="float32")),
         # Bits of float16 differ where a few roundings of float32 do.
@@ -111,6 +141,19 @@ DETERMINISTIC = [
         ("sm_90a", Case(B=9, T=70, S=200, dtype="float16")),
     )
 ]
+
+
+def without_unattended(case: Case, operands: Operands, *cotangents: Any) -> tuple:
+    """The same arrays, with NaN in blocks of keys and values of which no row attends to any."""
+    rows = operands.mask.as_array(case.B, case.N, case.T, case.S).any((1, 2))
+    tiles = case.S // LARGEST_TILE
+    attended = np.asarray(rows[:, : tiles * LARGEST_TILE]).reshape(case.B, tiles, -1).any(2)
+    assert attended.any() and not attended.all()
+    unattended = np.repeat(~attended, LARGEST_TILE, 1)
+    key, value = np.array(operands.key), np.array(operands.value)
+    for array in (key, value):
+        array[:, : tiles * LARGEST_TILE][unattended] = np.nan
+    return operands._replace(key=key, value=value), *cotangents
 
 
 def drawn(count: int) -> list[Run]:
@@ -131,7 +174,7 @@ def drawn(count: int) -> list[Run]:
     ]
 
 
-RUNS = SM80 + SM90 + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
+RUNS = SM80 + SM90 + TEAMS + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -163,6 +206,8 @@ def results(run):
 
     run.start()
     arrays = run.case.arrays()
+    if run.unattended:
+        arrays = without_unattended(run.case, *arrays)
     with pytest.MonkeyPatch.context() as patch:
         if not run.splits:
             test_kernels.without_splits(patch)

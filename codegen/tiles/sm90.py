@@ -42,6 +42,9 @@ class Tile:
     """Which of ``sm80.MODIFIERS`` the row also serves, alone and together."""
     masks: tuple[str, ...] = ("none", "causal", "window")
     """The kinds of mask that the row serves."""
+    teams: int = 1
+    """Consumers that share ``query`` rows of a forward and visit the key tiles in turn, for where
+    tiles are few. It divides ``stages``."""
     divided: bool = False
     """A backward in two kernels: one owns ``query`` queries and visits ``key`` keys at a time, the
     other owns ``key`` keys."""
@@ -61,8 +64,22 @@ class Tile:
 
 _MODIFIERS = ("soft cap", "bias", "dropout", "segments")
 
+_TEAMS = Tile(
+    64,
+    128,
+    4,
+    "two consumers share 64 rows: 128 blocks for 1024 queries of 8 heads, with half of the visits",
+    query_stages=1,
+    modifiers=(*_MODIFIERS, "a boolean mask"),
+    teams=2,
+)
+_NARROW_TEAMS = dataclasses.replace(
+    _TEAMS, key=64, reason="as 64; a team has two buffers of its own"
+)
+
 FORWARD: Mapping[int, tuple[Tile, ...]] = {
     64: (
+        _TEAMS,
         Tile(
             192,
             128,
@@ -80,8 +97,9 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
             modifiers=(*_MODIFIERS, "a boolean mask"),
         ),
     ),
-    96: (Tile(128, 128, 2, "as 128", modifiers=_MODIFIERS),),
+    96: (_NARROW_TEAMS, Tile(128, 128, 2, "as 128", modifiers=_MODIFIERS)),
     128: (
+        _NARROW_TEAMS,
         Tile(128, 128, 2, "192 KB: two buffers of everything", modifiers=_MODIFIERS),
         Tile(128, 64, 2, "a bias of 32 bits takes 36 KB, and 68 above", modifiers=_MODIFIERS),
     ),

@@ -212,6 +212,15 @@ MaskParams mask_of(const Call& call, Buffers& buffers) {
   return mask;
 }
 
+TileMap tile_map_of(Buffers& buffers, const std::string& name) {
+  auto const dims = buffers.four_dimensions(name);
+  if (dims.empty()) return {};
+  auto const stride = [&](size_t dim, long long lines) {
+    return dims[dim] == 1 ? 0 : static_cast<int>(lines);
+  };
+  return {buffers.data(name), stride(0, dims[1] * dims[2]), stride(1, dims[2])};
+}
+
 DropoutParams dropout_of(const Call& call, Buffers& buffers) {
   DropoutParams dropout = {};
   dropout.key_words = static_cast<const unsigned*>(buffers.data("key_words"));

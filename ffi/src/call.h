@@ -84,6 +84,9 @@ class Buffers {
 // Mask and dropout of a call with the pointers of this execution.
 MaskParams mask_of(const Call& call, Buffers& buffers);
 
+// The map of tiles of this name; none where the call has no such buffer.
+TileMap tile_map_of(Buffers& buffers, const std::string& name);
+
 DropoutParams dropout_of(const Call& call, Buffers& buffers);
 
 xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,

@@ -85,6 +85,7 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   auto threads = attributes.get<ffi::Span<const int32_t>>("threads");
   auto shared_bytes = attributes.get<ffi::Span<const int32_t>>("shared_bytes");
   auto takes_maps = attributes.get<ffi::Span<const int32_t>>("takes_maps");
+  auto tile_maps = attributes.get<std::string_view>("tile_maps");
   auto tile = attributes.get<ffi::Span<const int32_t>>("tile");
   auto alignment = attributes.get<int32_t>("alignment");
   auto blocks_per_sm = attributes.get<int32_t>("blocks_per_sm");
@@ -94,13 +95,13 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   auto boxes = attributes.get<ffi::Span<const int32_t>>("boxes");
   if (!image.has_value() || !entry_points.has_value() || !grids.has_value() ||
       !threads.has_value() || !shared_bytes.has_value() || !takes_maps.has_value() ||
-      !tile.has_value() || !alignment.has_value() || !blocks_per_sm.has_value() ||
-      !pack_heads.has_value() || !persistent.has_value() || !tensor_maps.has_value() ||
-      !boxes.has_value()) {
+      !tile_maps.has_value() || !tile.has_value() || !alignment.has_value() ||
+      !blocks_per_sm.has_value() || !pack_heads.has_value() || !persistent.has_value() ||
+      !tensor_maps.has_value() || !boxes.has_value()) {
     return ffi::Unexpected(
         failure(ffi::ErrorCode::kInvalidArgument,
                 "a kernel table entry needs image, entry_points, grids, "
-                "threads, shared_bytes, takes_maps, tile, alignment, blocks_per_sm, "
+                "threads, shared_bytes, takes_maps, tile_maps, tile, alignment, blocks_per_sm, "
                 "pack_heads, persistent, tensor_maps and boxes (was the "
                 "program exported by another version?)"));
   }
@@ -112,11 +113,13 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   kernel.threads.assign(threads->begin(), threads->end());
   kernel.shared_bytes.assign(shared_bytes->begin(), shared_bytes->end());
   kernel.takes_maps.assign(takes_maps->begin(), takes_maps->end());
+  kernel.tile_maps = split(*tile_maps);
   std::vector<std::string> const maps = split(*tensor_maps);
   if (kernel.threads.size() != kernel.entry_points.size() ||
       kernel.grids.size() != kernel.entry_points.size() ||
       kernel.shared_bytes.size() != kernel.entry_points.size() ||
-      kernel.takes_maps.size() != kernel.entry_points.size() || tile->size() != 2 ||
+      kernel.takes_maps.size() != kernel.entry_points.size() ||
+      kernel.tile_maps.size() != kernel.entry_points.size() || tile->size() != 2 ||
       boxes->size() != 2 * maps.size()) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "a kernel table entry has " +

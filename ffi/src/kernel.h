@@ -28,6 +28,7 @@ struct KernelImage {
   std::vector<int> threads;               // of each entry point
   std::vector<int> shared_bytes;          // dynamic, of each entry point
   std::vector<int> takes_maps;            // whether each has the tensor maps as a parameter
+  std::vector<std::string> tile_maps;     // the buffer of each entry point, or a name without one
   int tile_query = 0;
   int tile_key = 0;
   bool persistent = false;   // the grid is no larger than the GPU, and its blocks share the tiles

@@ -55,6 +55,8 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   }
   for (size_t entry = 0; entry < kernel.image->grids.size() && error.success(); ++entry) {
     const std::string& grid = kernel.image->grids[entry];
+    params.tile_map = tile_map_of(buffers, kernel.image->tile_maps[entry]);
+    if (buffers.error().failure()) return buffers.error();
     std::vector<const void*> arguments = {&params};
     if (kernel.image->takes_maps[entry] != 0) arguments.push_back(&*maps);
     error = launch(kernel, static_cast<int>(entry), blocks.at(grid), stream, arguments);

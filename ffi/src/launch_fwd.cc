@@ -21,6 +21,7 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.piece_counter = static_cast<int*>(buffers.data("piece_counter"));
   params.out_sum = static_cast<float*>(buffers.data("out_sum"));
   params.score_sum = static_cast<float*>(buffers.data("score_sum"));
+  params.tile_map = tile_map_of(buffers, kernel.image->tile_maps[0]);
   if (buffers.error().failure()) return buffers.error();
 
   if (kernel.image->entry_points.size() > 1) return launch_split(kernel, buffers, params, stream);

@@ -78,6 +78,13 @@ struct MaskParams {
   ScoreView boolean;  // one byte an element
 };
 
+// Which tiles segment ids and a boolean mask leave something of: see mask/tile_map.cuh.
+struct TileMap {
+  const void* data;
+  int batch_lines;  // from one batch element to the next; 0 where all have the same
+  int head_lines;
+};
+
 // What the keep bit of an element depends on beside its row and column: see dropout/keep.cuh.
 struct DropoutParams {
   const unsigned* key_words;   // [B, 2]
@@ -111,6 +118,7 @@ struct ForwardParams {
                              // collective/chunked_product.cuh
   float* score_sum;          // of wide kernels where H > kLongSumColumns: a tile of scores for each
                              // of queries; see collective/long_sum.cuh
+  TileMap tile_map;
 };
 
 struct BackwardParams {
@@ -138,6 +146,7 @@ struct BackwardParams {
   float* bias_gradient_sum;  // where it is summed: see bias/gradient.cuh
   int query_tiles;           // padded T / query tile
   int* order;                // of sums that are the same in every run: see schedule/turn.cuh
+  TileMap tile_map;          // of the kernel that is launched
 };
 
 // A CUtensorMap: how the tensor memory accelerator sees a tensor. The launcher encodes it.
@@ -167,9 +176,10 @@ static_assert(sizeof(TensorView) == 32, "host and device disagree on TensorView"
 static_assert(sizeof(ScoreView) == 40, "host and device disagree on ScoreView");
 static_assert(sizeof(ProblemShape) == 56, "host and device disagree on ProblemShape");
 static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
+static_assert(sizeof(TileMap) == 16, "host and device disagree on TileMap");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(ForwardParams) == 440, "host and device disagree on ForwardParams");
-static_assert(sizeof(BackwardParams) == 624, "host and device disagree on BackwardParams");
+static_assert(sizeof(ForwardParams) == 456, "host and device disagree on ForwardParams");
+static_assert(sizeof(BackwardParams) == 640, "host and device disagree on BackwardParams");
 
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");
 

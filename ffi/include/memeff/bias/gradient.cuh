@@ -13,7 +13,7 @@
 #include <memeff/arch/copy.cuh>
 #include <memeff/bias/score_view.cuh>
 #include <memeff/collective/epilogue.cuh>
-#include <memeff/mask/interval.cuh>
+#include <memeff/mask/tile_map.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
 #include <memeff/schedule/grid.cuh>
 
@@ -183,8 +183,15 @@ CUTE_DEVICE void clear_unvisited(BackwardParams const& params, WorkItem const& i
     };
     for (int i = 0; i < params.shape.group; ++i) {
       int const head = item.head * params.shape.group + i;
-      clear(head, 0, min(visited.begin * Config::kTileQuery, rows));
-      clear(head, visited.end * Config::kTileQuery, rows);
+      TileLine<Config::kTileMap> const line(visited, params.tile_map, item.batch, head, item.tile,
+                                            ceil_div(rows, Config::kTileQuery));
+      if constexpr (Config::kTileMap) {
+        for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
+          clear(head, (tile + 1) * Config::kTileQuery, line.after(tile) * Config::kTileQuery);
+        }
+      }
+      clear(head, 0, min(line.begin * Config::kTileQuery, rows));
+      clear(head, line.end * Config::kTileQuery, rows);
     }
   }
 }

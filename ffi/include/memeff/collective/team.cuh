@@ -8,8 +8,9 @@
 
 namespace memeff {
 
-// kWarps_ warps as kTeams_ teams; the warps of a team are neighbours.
-template <int kWarps_, int kTeams_>
+// kWarps_ warps as kTeams_ teams; the warps of a team are neighbours. All teams meet at the named
+// barrier kMeeting, or where they are the whole CTA at that of __syncthreads().
+template <int kWarps_, int kTeams_, int kMeeting = 0>
 struct WarpTeam {
   static constexpr int kTeams = kTeams_;
   static constexpr int kWarps = kWarps_ / kTeams;  // of a team
@@ -27,6 +28,15 @@ struct WarpTeam {
       named_barrier_sync(index() + 1, kThreads);
     }
   }
+
+  // Waits for all teams.
+  CUTE_DEVICE static void meet() {
+    if constexpr (kMeeting == 0) {
+      __syncthreads();
+    } else {
+      named_barrier_sync(kMeeting, kTeams * kThreads);
+    }
+  }
 };
 
 // Adds up what the teams found for the same rows; the result is in the first team's registers.
@@ -37,7 +47,7 @@ struct TeamMerge {
   static constexpr int kBytes =
       Team::kTeams == 1 ? 0 : kStatisticsBytes + (Team::kTeams - 1) * kOutputBytes;
 
-  // All threads of the CTA call this, and `shared` is free on entry.
+  // All threads of all teams call this, and `shared` is free on entry.
   template <class Output>
   CUTE_DEVICE static void run(uint32_t shared, Softmax& softmax, Output& output,
                               float softmax_scale) {
@@ -52,7 +62,7 @@ struct TeamMerge {
             },
             output);
       }
-      __syncthreads();
+      Team::meet();
       if (Team::index() > 0) return;
       CUTE_UNROLL
       for (int team = 1; team < Team::kTeams; ++team) {

@@ -29,6 +29,7 @@
 #include <memeff/kernels/fmha_bwd_recompute.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
+#include <memeff/schedule/query_visits.cuh>
 #include <memeff/schedule/sequences.cuh>
 #include <memeff/schedule/turn.cuh>
 
@@ -73,12 +74,7 @@ struct FmhaBackwardSm80 {
 
   using QueryOrder = cute::conditional_t<Config::kOrdersQueries, Turn<Config>, AnyOrder<Config>>;
 
-  // One visit of the loop: a tile of rows of one query head.
-  struct Visit {
-    int head;
-    int row;
-    int tile;
-  };
+  using Visit = QueryVisit;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
     char* const shared = dynamic_shared();
@@ -98,16 +94,10 @@ struct FmhaBackwardSm80 {
     int const column = item.tile * kTileKey;
     ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
-    int const head_visits = tiles.end - tiles.begin;
-    int const visits = head_visits * shape.group;
+    QueryVisits<kTileQuery, Config::kTileMap> const visits(shape, params.tile_map, item, tiles);
     Origin const queries = query_origin<Config>(shape, item.batch);
     Origin const keys = key_origin<Config>(shape, item.batch);
 
-    auto visit_at = [&](int index) {
-      int const head_index = shape.group == 1 ? 0 : index / head_visits;
-      int const tile = tiles.begin + index - head_index * head_visits;
-      return Visit{item.head * shape.group + head_index, tile * kTileQuery, tile};
-    };
     // Where a visit stands among all that the CTAs of a key head may have, in the same order.
     auto position = [&](Visit const& visit) {
       return (visit.head - item.head * shape.group) * params.query_tiles + visit.tile;
@@ -161,7 +151,7 @@ struct FmhaBackwardSm80 {
     cute::clear(key_gradient);
     cute::clear(value_gradient);
 
-    if (visits > 0) {
+    if (auto const first = visits.first(); visits.has(first)) {
       int const column_bound = mask.key_length - column;
       TileLoader<KeyTile, kThreads, Config::kAlignment>::copy(
           key_tile, row_pointer<Element>(params.key, keys.batch, keys.row + column, item.head),
@@ -169,22 +159,23 @@ struct FmhaBackwardSm80 {
       TileLoader<ValueTile, kThreads, Config::kAlignment>::copy(
           value_tile, row_pointer<Element>(params.value, keys.batch, keys.row + column, item.head),
           params.value.row_stride * sizeof(Element), column_bound, shape.value_dim);
-      load_query(visit_at(0), 0);
-      load_out_gradient(visit_at(0));
-      load_bias(visit_at(0));
+      load_query(visits.at(first), 0);
+      load_out_gradient(visits.at(first));
+      load_bias(visits.at(first));
       commit_copies();
     }
 
-    for (int index = 0; index < visits; ++index) {
-      Visit const visit = visit_at(index);
-      uint32_t const query_tile = query_buffers + index % kBuffers * QueryTile::kBytes;
-      bool const has_next = index + 1 < visits;
+    for (auto cursor = visits.first(); visits.has(cursor); cursor = visits.after(cursor)) {
+      Visit const visit = visits.at(cursor);
+      uint32_t const query_tile =
+          query_buffers + visits.number(cursor) % kBuffers * QueryTile::kBytes;
+      bool const has_next = visits.has(visits.after(cursor));
 
       wait_copies<0>();
       __syncthreads();  // this visit's tiles are here; nobody reads the other query buffer or dS
       publish(position(visit));
       if (kBuffers == 2 && has_next) {
-        load_query(visit_at(index + 1), (index + 1) % kBuffers);
+        load_query(visits.at(visits.after(cursor)), (visits.number(cursor) + 1) % kBuffers);
         commit_copies();
       }
 
@@ -209,8 +200,9 @@ struct FmhaBackwardSm80 {
       auto add_bias_to = [&](auto& x) {
         add_bias_tile(params, bias_tile, item.batch, visit, column, x);
       };
-      probabilities(params, statistics_buffers + index % kBuffers * kStatisticsBytes, item.batch,
-                    visit, mask, column, scores, score_gradient, add_bias_to);
+      probabilities(params,
+                    statistics_buffers + visits.number(cursor) % kBuffers * kStatisticsBytes,
+                    item.batch, visit, mask, column, scores, score_gradient, add_bias_to);
       if constexpr (Config::kValueGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
       }
@@ -218,7 +210,7 @@ struct FmhaBackwardSm80 {
         store_accumulators<Element, ScoreTile, ScoreGrid>(score_tile, score_gradient);
       }
       __syncthreads();  // P and dS are complete; nobody reads this bias any more
-      if (kBiasTile && has_next) load_bias(visit_at(index + 1));
+      if (kBiasTile && has_next) load_bias(visits.at(visits.after(cursor)));
       if constexpr (BiasWriter::kFromTile) {
         BiasWriter::store(params, {item.batch, visit.head, visit.row, column}, score_tile);
       }
@@ -233,7 +225,7 @@ struct FmhaBackwardSm80 {
         __syncthreads();  // nobody reads dO any more
       }
       if (has_next) {
-        load_out_gradient(visit_at(index + 1));
+        load_out_gradient(visits.at(visits.after(cursor)));
         commit_copies();
       }
 
@@ -251,7 +243,7 @@ struct FmhaBackwardSm80 {
       }
       if (kBuffers == 1 && has_next) {
         __syncthreads();  // nobody reads the queries any more
-        load_query(visit_at(index + 1), 0);
+        load_query(visits.at(visits.after(cursor)), 0);
         commit_copies();
       }
     }
@@ -306,7 +298,7 @@ struct FmhaBackwardSm80 {
     Scores const capped = scores;  // read where a bias changes what the soft cap's derivative needs
     if constexpr (kBiasTile) add_bias_to(scores);
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, visit.head,
-                                              visit.row, column);
+                                              visit.row, column, visit.mixed);
     auto bias_gradient = make_writer();
     int const thread = thread_index();
     float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block

@@ -79,7 +79,9 @@ struct FmhaForwardSm80 {
       clear_gap(params, item, mask.query_length);
       if (row >= mask.query_length) return;
     }
-    TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
+    TileLine<Config::kTileMap> const tiles(mask.key_tiles(row, kTileQuery, kTileKey),
+                                           params.tile_map, item.batch, item.head, item.tile,
+                                           ceil_div(shape.key_length, kTileKey));
 
     Origin const queries = query_origin<Config>(shape, item.batch);
     Origin const keys = key_origin<Config>(shape, item.batch);
@@ -137,7 +139,7 @@ struct FmhaForwardSm80 {
     RightOperand<ValueTile, Contiguous::outer, OutGrid::kColumnBlocks,
                  kRegisterOrder<Element>> const value(value_tile, 0);
 
-    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+    for (int tile = tiles.end - 1; tile >= tiles.begin; tile = tiles.before(tile)) {
       int const column = tile * kTileKey;
       wait_copies<kBiasTile ? 1 : 0>();
       __syncthreads();  // keys are here; nobody reads the previous values any more
@@ -149,7 +151,7 @@ struct FmhaForwardSm80 {
 
       wait_copies<0>();
       __syncthreads();  // values are here; nobody reads these keys any more
-      if (tile > tiles.begin) load_key(tile - 1);
+      if (tile > tiles.begin) load_key(tiles.before(tile));
 
       prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
       if constexpr (kBiasTile) {
@@ -159,10 +161,10 @@ struct FmhaForwardSm80 {
                      params.bias.row_stride * sizeof(typename Config::BiasElement)),
                  params.scale.bias_scale);
         __syncwarp();  // nobody reads this bias any more
-        if (tile > tiles.begin) load_bias(tile - 1);
+        if (tile > tiles.begin) load_bias(tiles.before(tile));
       }
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
-                                                row, column);
+                                                row, column, tiles.mixed(tile));
       if constexpr (Config::kParkRegisters) softmax.unpark(parked_rows);
       softmax.step(scores, output, params.scale.softmax_scale);
       if constexpr (Config::kParkRegisters) softmax.park(parked_rows);

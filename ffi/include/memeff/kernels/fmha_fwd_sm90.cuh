@@ -10,9 +10,12 @@
 // The visits of one tile of queries follow those of another without a break: the first scores of a
 // tile are computed together with the last product of the one before, whose output leaves from
 // registers under the products of other consumers.
-// Consumers take no turns in issuing products (Shah et al. 2024, FlashAttention-3, section 3.1, where
-// they do): the softmax of one finds its way under the products of another. With a mask each passes
-// over the key tiles at the end that only the rows of others attend to.
+// Consumers take no turns in issuing products (Shah et al. 2024, FlashAttention-3, section 3.1,
+// where they do): the softmax of one finds its way under the products of another. With a mask each
+// passes over the key tiles at the end that only the rows of others attend to.
+//
+// Where tiles are few, consumers are teams that share 64 rows: they visit the key tiles in turn,
+// each with a softmax and an output of its own, which are added up at the end of a tile.
 #pragma once
 
 #include <memeff/bias/add.cuh>
@@ -22,6 +25,7 @@
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
+#include <memeff/collective/team.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/persistent.cuh>
@@ -34,15 +38,21 @@ struct FmhaForwardSm90 {
   using Element = typename Config::Element;
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
-  static constexpr int kWarpgroups = kTileQuery / kWarpgroupRows;  // consumers
+  static constexpr int kTeams = Config::kTeams;  // consumers of the same rows
+  static constexpr int kRowWarpgroups = kTileQuery / kWarpgroupRows;
+  static constexpr int kWarpgroups = kRowWarpgroups * kTeams;  // consumers
+  static_assert(kTeams == 1 || kRowWarpgroups == 1);
   static constexpr int kConsumers = kWarpgroups * kWarpgroupSize;
   static constexpr int kConsumerWarps = kConsumers / kWarpSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
   static constexpr int kProducerRegisters = 32;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
-  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kConsumerWarps, 16>;
-  using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, kConsumerWarps, 16>;
+  template <int kColumns>
+  using Grid = cute::conditional_t<kTeams == 1, WarpGrid<kTileQuery, kColumns, kConsumerWarps, 16>,
+                                   WarpgroupGrid<kTileQuery, kColumns>>;
+  using ScoreGrid = Grid<kTileKey>;
+  using OutGrid = Grid<Config::kValueDim>;
   using Softmax = OnlineSoftmax<1>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
 
@@ -51,15 +61,19 @@ struct FmhaForwardSm90 {
   using ValueTile = SharedTile<kTileKey, Config::kValueDim>;
   static constexpr int kStages = Config::kStages;
   static constexpr int kQueryStages = Config::kQueryStages;
+  static_assert(kStages % kTeams == 0);  // each team has buffers of its own
 
   static constexpr bool kBiasTile = has_bias_tile<Config>();
   // Each warp copies the bias of its own rows, for itself.
   using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
   static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
 
+  using Team = WarpTeam<kConsumerWarps, kTeams, 1 + kWarpgroups>;
+  using Merge = TeamMerge<Team, Softmax, kTileQuery * Config::kValueDim>;
+
   static constexpr int kPieceStages = 4;
   struct Control {
-    Pipeline<kQueryStages> query[kWarpgroups];  // each consumer's own rows
+    Pipeline<kQueryStages> query[kRowWarpgroups];  // each consumer's own rows
     Pipeline<kStages> key;
     Pipeline<kStages> value;
     Pipeline<kPieceStages> piece;
@@ -68,10 +82,11 @@ struct FmhaForwardSm90 {
   static constexpr int kKeyOffset = kQueryStages * QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   static constexpr int kBiasOffset = kValueOffset + kStages * ValueTile::kBytes;
-  static constexpr int kControlOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
+  static constexpr int kMergeOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
+  static constexpr int kControlOffset = kMergeOffset + Merge::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
-  // The named barrier of a consumer's threads.
+  // Named barriers: one for the threads of each consumer, and one for teams.
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
 
   static constexpr int kHeadSteps = Config::kHeadDim / 16;
@@ -89,9 +104,9 @@ struct FmhaForwardSm90 {
       prefetch_map(maps.key);
       prefetch_map(maps.value);
       CUTE_UNROLL
-      for (auto& query : control.query) query.init(kWarpgroupSize / kWarpSize);
-      control.key.init(kConsumerWarps);
-      control.value.init(kConsumerWarps);
+      for (auto& query : control.query) query.init(kConsumerWarps / kRowWarpgroups);
+      control.key.init(kConsumerWarps / kTeams);
+      control.value.init(kConsumerWarps / kTeams);
       control.piece.init(kConsumerWarps + 2);
       fence_barrier_init();
     }
@@ -143,10 +158,10 @@ struct FmhaForwardSm90 {
       piece = Schedule::next_piece(params.shape, params.piece_counter);
       Origin const origin = query_origin<Config>(params.shape, item.batch);
       CUTE_UNROLL
-      for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
+      for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
         int const tile_row = warpgroup * kWarpgroupRows;
         uint64_t& arrived =
-            control.query[warpgroup].acquire(query, QueryTile::kBytes / kWarpgroups);
+            control.query[warpgroup].acquire(query, QueryTile::kBytes / kRowWarpgroups);
         load_bulk_tile<QueryTile>(maps.query, arrived, tiles + query.index * QueryTile::kBytes,
                                   tile_row, origin.row + item.tile * kTileQuery + tile_row,
                                   item.head, origin.batch, CacheHint::EVICT_FIRST);
@@ -196,12 +211,33 @@ struct FmhaForwardSm90 {
   }
 
   using Mask = ScoreMask<Config, ScoreGrid>;
-  static constexpr bool kPassesOver = Config::kMask != MaskKind::none;
+  static constexpr bool kPassesOver = Config::kMask != MaskKind::none && kTeams == 1;
 
   // The key tiles of a piece. One whose rows attend to nothing visits a tile that its mask empties.
+  // Teams have equally many, if need be such a tile, too.
   CUTE_DEVICE static TileRange visits(Mask const& mask, WorkItem const& item) {
     TileRange const range = mask.key_tiles(item.tile * kTileQuery, kTileQuery, kTileKey);
+    if constexpr (kTeams > 1) {
+      int const count = max(ceil_div(range.end - range.begin, kTeams), 1) * kTeams;
+      return {range.begin, range.begin + count};
+    }
     return range.begin < range.end ? range : TileRange{0, 1};
+  }
+
+  // Those of a consumer, from the last to the first in steps of kTeams.
+  CUTE_DEVICE static TileRange visits(Mask const& mask, WorkItem const& item, int warpgroup) {
+    TileRange range = visits(mask, item);
+    if constexpr (kTeams > 1) {
+      range.begin += kTeams - 1 - warpgroup;
+      range.end -= warpgroup;
+    }
+    return range;
+  }
+
+  // To the buffer of the next visit of a consumer.
+  CUTE_DEVICE static void advance(PipelineStage<kStages>& stage) {
+    CUTE_UNROLL
+    for (int team = 0; team < kTeams; ++team) stage.advance();
   }
 
   // The key tile that a consumer visits first. It passes over fewer than kStages: while it waits
@@ -231,6 +267,8 @@ struct FmhaForwardSm90 {
   // Where a consumer stands in each ring.
   struct Position {
     int warpgroup;
+    int team;
+    int row_warpgroup;
     bool leader;  // of its warp
     PipelineStage<kQueryStages> query;
     PipelineStage<kStages> key;
@@ -242,7 +280,10 @@ struct FmhaForwardSm90 {
     Position at;
     // Uniform over the warpgroup, and known to be.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    at.team = kTeams > 1 ? at.warpgroup : 0;
+    at.row_warpgroup = at.warpgroup - at.team;
     at.leader = threadIdx.x % kWarpSize == 0;
+    at.key.index = at.value.index = at.team;
     auto output = OutGrid::make_accumulators();  // (4, 1, MMA_N)
     while (true) {
       WorkItem item = take_item(control, at.slot);
@@ -254,7 +295,7 @@ struct FmhaForwardSm90 {
       } else {
         pass_over_piece(params, control, item, at);
       }
-      finish_piece(params, item, softmax, output);
+      finish_piece(params, item, tiles, softmax, output);
       release_piece(control, at);
     }
   }
@@ -268,6 +309,7 @@ struct FmhaForwardSm90 {
   // Does a consumer own rows of the piece that the query length does not cut off?
   CUTE_DEVICE static bool has_rows(ForwardParams const& params, WorkItem const& item,
                                    int warpgroup) {
+    if constexpr (kTeams > 1) return true;
     int const row = item.tile * kTileQuery + warpgroup * kWarpgroupRows;
     return row < Mask(params.mask, params.shape, item.batch).query_length;
   }
@@ -292,10 +334,10 @@ struct FmhaForwardSm90 {
                                            uint32_t tiles, WorkItem item, Position& at,
                                            Softmax& softmax, Output& output) {
     ProblemShape const& shape = params.shape;
-    int const warpgroup = at.warpgroup;
+    int const warpgroup = at.row_warpgroup;
     bool const leader = at.leader;
     Mask mask(params.mask, shape, item.batch);
-    TileRange range = visits(mask, item);
+    TileRange range = visits(mask, item, at.team);
     int tile = first_visit(mask, item, range, warpgroup);
     float correction[Softmax::kRows];
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
@@ -316,13 +358,13 @@ struct FmhaForwardSm90 {
       control.key.release(at.key);
       if (tile == range.begin) control.query[warpgroup].release(at.query);
     }
-    at.key.advance();
+    advance(at.key);
     modify(params, mask, item, tile, range, tiles, scores);
     exponentiate(softmax, scores, correction, params);
     if (tile > range.begin) control.key.wait(at.key);
     auto probabilities = as_left_operand<Element>(scores);
     drop(params, item, tile, probabilities);
-    clear_values(control, mask, shape, tile, at.value, tiles, warpgroup);
+    clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
 
     CUTE_NO_UNROLL
     while (true) {
@@ -335,16 +377,16 @@ struct FmhaForwardSm90 {
         if (following.batch < 0 || !has_rows(params, following, warpgroup)) break;
         item = following;
         mask = Mask(params.mask, shape, item.batch);
-        range = visits(mask, item);
-        tile = first_visit(mask, item, range, warpgroup) + 1;
+        range = visits(mask, item, at.team);
+        tile = first_visit(mask, item, range, warpgroup) + kTeams;
         softmax = Softmax();
         at.query.advance();
         control.query[warpgroup].wait(at.query);
-        load_bias(params, mask, item, tile - 1, tiles);
+        load_bias(params, mask, item, tile - kTeams, tiles);
         pass_over(control.key, at.key, range.end - tile, leader);
         control.key.wait(at.key);
       }
-      --tile;
+      tile -= kTeams;
       fence_accumulators(scores);
       fence_accumulators(output);
       begin_products();
@@ -361,7 +403,7 @@ struct FmhaForwardSm90 {
         control.key.release(at.key);
         if (tile == range.begin) control.query[warpgroup].release(at.query);
       }
-      at.key.advance();
+      advance(at.key);
       modify(params, mask, item, tile, range, tiles, scores);
       exponentiate(softmax, scores, correction, params);
       fence_accumulators(scores);
@@ -372,15 +414,15 @@ struct FmhaForwardSm90 {
       wait_products<0>();
       fence_accumulators(output);
       if (leader) control.value.release(at.value);
-      at.value.advance();
+      advance(at.value);
       probabilities = as_left_operand<Element>(scores);
       drop(params, item, tile, probabilities);
       if (last) {
-        finish_piece(params, control.items[at.slot.index], done, output);
+        finish_piece(params, control.items[at.slot.index], tiles, done, output);
         release_piece(control, at);
         cute::clear(output);
         pass_over(control.value, at.value, range.end - 1 - tile, leader);
-        clear_values(control, mask, shape, tile, at.value, tiles, warpgroup);
+        clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
       } else {
         CUTE_UNROLL
         for (int r = 0; r < Softmax::kRows; ++r) Softmax::rescale_row(output, r, correction[r]);
@@ -394,7 +436,7 @@ struct FmhaForwardSm90 {
     wait_products<0>();
     fence_accumulators(output);
     if (leader) control.value.release(at.value);
-    at.value.advance();
+    advance(at.value);
     at.query.advance();
     return item;
   }
@@ -441,7 +483,7 @@ struct FmhaForwardSm90 {
                                     bias_row_bytes(params)),
                params.scale.bias_scale);
       __syncwarp();  // nobody reads it any more
-      if (tile > range.begin) load_bias(params, mask, item, tile - 1, tiles);
+      if (tile > range.begin) load_bias(params, mask, item, tile - kTeams, tiles);
     }
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
                                               item.head, row, column);
@@ -496,14 +538,18 @@ struct FmhaForwardSm90 {
     }
   }
 
-  // Output and logsumexp of this warpgroup's rows of a piece.
+  // Output and logsumexp of this warpgroup's rows of a piece, or of what all teams found for them.
   template <class Output>
   CUTE_DEVICE static void finish_piece(ForwardParams const& params, WorkItem const item,
-                                       Softmax softmax, Output& output) {
+                                       uint32_t tiles, Softmax softmax, Output& output) {
     int const row = item.tile * kTileQuery;
     int const query_length = Mask(params.mask, params.shape, item.batch).query_length;
-    finish(params, item, row, query_length - row, softmax, output);
-    store(params, item, row, query_length, softmax, output);
+    Merge::run(tiles + kMergeOffset, softmax, output, params.scale.softmax_scale);
+    if constexpr (kTeams > 1) Team::meet();  // nobody reads what was added up any more
+    if (kTeams == 1 || Team::index() == 0) {
+      finish(params, item, row, query_length - row, softmax, output);
+      store(params, item, row, query_length, softmax, output);
+    }
     if constexpr (Config::kVarlen) clear_gap(params, item, query_length);
   }
 

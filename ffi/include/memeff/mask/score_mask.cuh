@@ -4,6 +4,7 @@
 #include <memeff/mask/boolean.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/mask/segments.cuh>
+#include <memeff/mask/tile_map.cuh>
 
 namespace memeff {
 
@@ -13,15 +14,16 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
   using Interval::Interval;
 
   // Sets the accumulators of invalid elements of the kRows x kColumns tile at (row, column) to
-  // -inf.
+  // -inf. Where the tile is not `mixed`, segment ids and a boolean mask make none invalid.
   template <int kRows, int kColumns, class Accumulators>
   CUTE_DEVICE void apply(Accumulators& scores, MaskParams const& mask, ProblemShape const& shape,
-                         int batch, int head, int row, int column) const {
+                         int batch, int head, int row, int column, bool mixed = true) const {
     int const row_bound = this->query_length - row;
     int const column_bound = this->key_length - column;
     if (this->needs_test(row, kRows, column, kColumns)) {
       Interval::template apply<Grid>(scores, row, column);
     }
+    if (!mixed) return;
     if constexpr (Config::kSegments) {
       SegmentMask<Grid, Config::kVarlen>::apply(scores, mask, shape, batch, row, column, row_bound,
                                                 column_bound);
@@ -37,12 +39,13 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
   template <int kRows, int kColumns, class Accumulators>
   CUTE_DEVICE void apply_transposed(Accumulators& scores, MaskParams const& mask,
                                     ProblemShape const& shape, int batch, int head, int row,
-                                    int column) const {
+                                    int column, bool mixed = true) const {
     int const row_bound = this->query_length - row;
     int const column_bound = this->key_length - column;
     if (this->needs_test(row, kRows, column, kColumns)) {
       Interval::template apply_transposed<Grid>(scores, row, column);
     }
+    if (!mixed) return;
     if constexpr (Config::kSegments) {
       SegmentMask<Grid, Config::kVarlen>::template apply<true>(scores, mask, shape, batch, row,
                                                                column, row_bound, column_bound);

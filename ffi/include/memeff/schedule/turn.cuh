@@ -8,6 +8,10 @@
 // It is enough to wait for one CTA: along the queue the query tiles that a CTA visits begin and end
 // earlier or at the same place, so what the one before has passed, those before that one have too.
 //
+// Where a map of tiles says what is visited (mask/tile_map.cuh) that does not hold. Then a CTA
+// never says that it has come further than the one before it, and one that has nothing more to add,
+// while the one before it has, leaves the next one to ask that one.
+//
 // Work is handed out by a ticket, in the order in which CTAs start. So a CTA waits only for CTAs
 // that already run or have finished, whatever the order in which the hardware starts blocks, and
 // whatever else runs on the device.
@@ -23,6 +27,8 @@ namespace memeff {
 
 // What a CTA publishes when it adds nothing any more.
 constexpr int kFinished = 0x7fffffff;
+// The same, where the CTA before it may still add.
+constexpr int kAskBefore = -1;
 
 // Additions in the order in which they come, for kernels whose sums may differ in their last bits.
 template <class Config>
@@ -86,14 +92,30 @@ class Turn {
 
   // Says that this CTA has added everything before `position`. One thread does, that has met those
   // which added at a barrier since: a release covers what it knows from them, too.
-  CUTE_DEVICE void publish(int position) const { store_release(progress_, position); }
+  CUTE_DEVICE void publish(int position) {
+    if constexpr (Config::kTileMap) {
+      if (seen_ < position) look();
+      position = position == kFinished && seen_ < kFinished ? kAskBefore : min(position, seen_);
+    }
+    store_release(progress_, position);
+  }
 
   // Returns when the CTA before this one has added everything up to `position`.
   CUTE_DEVICE void wait(int position) {
-    while (seen_ <= position) seen_ = load_acquire(progress_ - 1);
+    while (seen_ <= position) look();
   }
 
  private:
+  CUTE_DEVICE void look() {
+    if constexpr (!Config::kTileMap) {
+      seen_ = load_acquire(progress_ - 1);
+    } else if (int const progress = load_acquire(progress_ - before_); progress == kAskBefore) {
+      ++before_;  // what that one has said before still holds
+    } else {
+      seen_ = progress;
+    }
+  }
+
   CUTE_DEVICE static int draw(BackwardParams const& params, int* scratch) {
     if (threadIdx.x == 0) *scratch = draw(params);
     __syncthreads();
@@ -104,7 +126,8 @@ class Turn {
 
   WorkItem item_;
   int* progress_;
-  int seen_;  // progress of the CTA before this one, when last asked
+  int seen_;        // progress of the CTA before this one, when last asked
+  int before_ = 1;  // how far before this one in the queue is the CTA that is asked
 };
 
 }  // namespace memeff

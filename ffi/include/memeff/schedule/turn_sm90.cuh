@@ -67,7 +67,7 @@ struct TurnSm90 {
 
   CUTE_DEVICE static void publish(BackwardParams const& params, Control& control,
                                   TileRange const& tiles) {
-    Turn<Config> const turn(params, key_tiles(params), control.ticket);
+    Turn<Config> turn(params, key_tiles(params), control.ticket);
     PipelineStage<1> stage;
     for_each_visit(params, tiles, [&](int position) {
       control.turn.acquire(stage);  // the visit before has been added
