@@ -13,11 +13,6 @@ CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {
   random_sleep();
 }
 
-CUTE_DEVICE void named_barrier_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-  random_sleep();
-}
-
 // A phase of the barrier ends with so many arrivals, and all the bytes expected until then.
 CUTE_DEVICE void init_barrier(uint64_t& barrier, int arrivals) {
   cute::initialize_barrier(barrier, arrivals);

@@ -8,8 +8,8 @@
 //   issue S(j+1) = Q K(j+1)^T | issue O += P(j) V(j) | wait S(j+1) | softmax | wait O | P(j+1)
 //
 // The visits of one tile of queries follow those of another without a break: the first scores of a
-// tile are computed together with the last product of the one before, whose output leaves from
-// registers under the products of other consumers.
+// tile are computed together with the last product of the one before, whose output leaves under the
+// products of other consumers.
 // Consumers take no turns in issuing products (Shah et al. 2024, FlashAttention-3, section 3.1,
 // where they do): the softmax of one finds its way under the products of another. With a mask each
 // passes over the key tiles at the end that only the rows of others attend to.
@@ -67,6 +67,13 @@ struct FmhaForwardSm90 {
   // Each warp copies the bias of its own rows, for itself.
   using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
   static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
+
+  // The output leaves through the buffer of its queries, by rows, where the queries of the next
+  // piece have another; else from registers.
+  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;
+  static constexpr bool kOutputPassesQueries =
+      kQueryStages > 1 &&
+      OutTile::kPanelColumns == QueryTile::kPanelColumns&& OutTile::kBytes <= QueryTile::kBytes;
 
   using Team = WarpTeam<kConsumerWarps, kTeams, 1 + kWarpgroups>;
   using Merge = TeamMerge<Team, Softmax, kTileQuery * Config::kValueDim>;
@@ -295,15 +302,28 @@ struct FmhaForwardSm90 {
       } else {
         pass_over_piece(params, control, item, at);
       }
-      finish_piece(params, item, tiles, softmax, output);
-      release_piece(control, at);
+      finish_piece(params, item, tiles, at.query, softmax, output);
+      release_piece(control, at, at.query);
+      at.query.advance();
     }
   }
 
-  CUTE_DEVICE static void release_piece(Control& control, Position& at) {
+  // Gives a piece back that is finished, and its queries.
+  CUTE_DEVICE static void release_piece(Control& control, Position& at,
+                                        PipelineStage<kQueryStages> const& query) {
+    if constexpr (kOutputPassesQueries) fence_bulk_store();
     __syncwarp();
-    if (at.leader) control.piece.release(at.slot);
+    if (at.leader) {
+      if constexpr (kOutputPassesQueries) control.query[at.row_warpgroup].release(query);
+      control.piece.release(at.slot);
+    }
     at.slot.advance();
+  }
+
+  CUTE_DEVICE static void release_queries(Control& control, Position const& at) {
+    if constexpr (!kOutputPassesQueries) {
+      if (at.leader) control.query[at.row_warpgroup].release(at.query);
+    }
   }
 
   // Does a consumer own rows of the piece that the query length does not cut off?
@@ -314,12 +334,24 @@ struct FmhaForwardSm90 {
     return row < Mask(params.mask, params.shape, item.batch).query_length;
   }
 
+  // The piece behind the one at hand, with a batch of -1 if this consumer has no rows of it.
+  CUTE_DEVICE static WorkItem following_piece(ForwardParams const& params, Control& control,
+                                              Position const& at) {
+    PipelineStage<kPieceStages> next = at.slot;
+    next.advance();
+    WorkItem const item = take_item(control, next);
+    bool const has = item.batch >= 0 && has_rows(params, item, at.row_warpgroup);
+    return {item.tile, item.head, has ? item.batch : -1};
+  }
+
   // A piece of which only others own rows. Keys and values in turn: those who need both would wait
   // for the one behind.
   CUTE_DEVICE static void pass_over_piece(ForwardParams const& params, Control& control,
                                           WorkItem const& item, Position& at) {
     TileRange const range = visits(Mask(params.mask, params.shape, item.batch), item);
-    pass_over(control.query[at.warpgroup], at.query, 1, at.leader);
+    control.query[at.warpgroup].wait(at.query);
+    __syncwarp();
+    release_queries(control, at);
     CUTE_NO_UNROLL
     for (int tile = range.begin; tile < range.end; ++tile) {
       pass_over(control.key, at.key, 1, at.leader);
@@ -354,10 +386,8 @@ struct FmhaForwardSm90 {
     commit_products();
     wait_products<0>();
     fence_accumulators(scores);
-    if (leader) {
-      control.key.release(at.key);
-      if (tile == range.begin) control.query[warpgroup].release(at.query);
-    }
+    if (leader) control.key.release(at.key);
+    if (tile == range.begin) release_queries(control, at);
     advance(at.key);
     modify(params, mask, item, tile, range, tiles, scores);
     exponentiate(softmax, scores, correction, params);
@@ -370,11 +400,10 @@ struct FmhaForwardSm90 {
     while (true) {
       bool const last = tile == range.begin;  // of the piece, is the visit whose P is ready
       Softmax const done = softmax;
+      PipelineStage<kQueryStages> const done_query = at.query;
       if (last) {
-        PipelineStage<kPieceStages> next = at.slot;
-        next.advance();
-        WorkItem const following = take_item(control, next);
-        if (following.batch < 0 || !has_rows(params, following, warpgroup)) break;
+        WorkItem const following = following_piece(params, control, at);
+        if (following.batch < 0) break;
         item = following;
         mask = Mask(params.mask, shape, item.batch);
         range = visits(mask, item, at.team);
@@ -399,10 +428,8 @@ struct FmhaForwardSm90 {
       commit_products();
       wait_products<1>();
       fence_accumulators(scores);
-      if (leader) {
-        control.key.release(at.key);
-        if (tile == range.begin) control.query[warpgroup].release(at.query);
-      }
+      if (leader) control.key.release(at.key);
+      if (tile == range.begin) release_queries(control, at);
       advance(at.key);
       modify(params, mask, item, tile, range, tiles, scores);
       exponentiate(softmax, scores, correction, params);
@@ -418,8 +445,8 @@ struct FmhaForwardSm90 {
       probabilities = as_left_operand<Element>(scores);
       drop(params, item, tile, probabilities);
       if (last) {
-        finish_piece(params, control.items[at.slot.index], tiles, done, output);
-        release_piece(control, at);
+        finish_piece(params, control.items[at.slot.index], tiles, done_query, done, output);
+        release_piece(control, at, done_query);
         cute::clear(output);
         pass_over(control.value, at.value, range.end - 1 - tile, leader);
         clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
@@ -437,7 +464,6 @@ struct FmhaForwardSm90 {
     fence_accumulators(output);
     if (leader) control.value.release(at.value);
     advance(at.value);
-    at.query.advance();
     return item;
   }
 
@@ -541,14 +567,16 @@ struct FmhaForwardSm90 {
   // Output and logsumexp of this warpgroup's rows of a piece, or of what all teams found for them.
   template <class Output>
   CUTE_DEVICE static void finish_piece(ForwardParams const& params, WorkItem const item,
-                                       uint32_t tiles, Softmax softmax, Output& output) {
+                                       uint32_t tiles, PipelineStage<kQueryStages> const& query,
+                                       Softmax softmax, Output& output) {
     int const row = item.tile * kTileQuery;
     int const query_length = Mask(params.mask, params.shape, item.batch).query_length;
     Merge::run(tiles + kMergeOffset, softmax, output, params.scale.softmax_scale);
     if constexpr (kTeams > 1) Team::meet();  // nobody reads what was added up any more
     if (kTeams == 1 || Team::index() == 0) {
       finish(params, item, row, query_length - row, softmax, output);
-      store(params, item, row, query_length, softmax, output);
+      store(params, item, row, query_length, tiles + query.index * QueryTile::kBytes, softmax,
+            output);
     }
     if constexpr (Config::kVarlen) clear_gap(params, item, query_length);
   }
@@ -571,7 +599,8 @@ struct FmhaForwardSm90 {
   // Rows beyond the query length get 0 and -inf.
   template <class Output>
   CUTE_DEVICE static void store(ForwardParams const& params, WorkItem const& item, int row,
-                                int query_length, Softmax const& softmax, Output const& output) {
+                                int query_length, uint32_t out_tile, Softmax const& softmax,
+                                Output const& output) {
     ProblemShape const& shape = params.shape;
     // Past a packed sequence the next one begins.
     int const row_bound = Config::kVarlen ? query_length : shape.query_length;
@@ -584,9 +613,20 @@ struct FmhaForwardSm90 {
       bool const valid = query < query_length;
       if (threadIdx.x % 4 == 0 && exists)
         logsumexp[query] = valid ? softmax.row_max[r] : -infinity();
-      char* const out =
-          row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head);
-      store_row<Element>(out, output, r, shape.value_dim, exists, valid);
+      if constexpr (!kOutputPassesQueries) {
+        store_row<Element>(
+            row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head), output,
+            r, shape.value_dim, exists, valid);
+      }
+    }
+    if constexpr (kOutputPassesQueries) {
+      store_accumulators<Element, OutTile, OutGrid>(out_tile, output);
+      __syncwarp();
+      store_warp_rows<OutTile>(
+          out_tile, OutGrid::row(),
+          row_pointer<Element>(params.out, origin.batch, origin.row + row, item.head),
+          params.out.row_stride * (long long)sizeof(Element), row_bound - row, query_length - row,
+          shape.value_dim);
     }
   }
 
