@@ -33,7 +33,7 @@ bool open(Driver* driver, std::string* error) {
          find(library, "cuKernelSetAttribute", &driver->kernel_set_attribute, error) &&
          find(library, "cuKernelGetFunction", &driver->kernel_function, error) &&
          find(library, "cuFuncLoad", &driver->load_function, error) &&
-         find(library, "cuLaunchKernel", &driver->launch, error) &&
+         find(library, "cuLaunchKernelEx", &driver->launch, error) &&
          find(library, "cuMemsetD8Async", &driver->memset_async, error) &&
          find(library, "cuTensorMapEncodeTiled", &driver->encode_tensor_map, error);
 }

@@ -21,7 +21,7 @@ struct Driver {
   decltype(&cuKernelSetAttribute) kernel_set_attribute;
   decltype(&cuKernelGetFunction) kernel_function;
   decltype(&cuFuncLoad) load_function;
-  decltype(&cuLaunchKernel) launch;
+  decltype(&cuLaunchKernelEx) launch;
   decltype(&cuMemsetD8Async) memset_async;
   decltype(&cuTensorMapEncodeTiled) encode_tensor_map;
 };

@@ -37,6 +37,10 @@ ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& im
 // "sm_90a" -> 90, "compute_80" -> 80
 int capability_of(const std::string& arch) { return std::atoi(arch.c_str() + arch.find('_') + 1); }
 
+// The first capability with programmatic dependent launch, for which wait_for_kernel_before() is
+// more than nothing.
+constexpr int kDependentLaunch = 90;
+
 bool is_ptx(const std::string& arch) { return arch.rfind("compute_", 0) == 0; }
 
 ffi::ErrorOr<int> capability_of(const Driver& driver, CUdevice device) {
@@ -274,10 +278,21 @@ ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstr
   if (!driver.has_value()) return driver.error();
   std::vector<void*> arguments;
   for (const void* param : params) arguments.push_back(const_cast<void*>(param));
-  CUresult const result =
-      (*driver)->launch(reinterpret_cast<CUfunction>(kernel.functions[index]),
-                        static_cast<unsigned>(blocks), 1, 1, kernel.image->threads[index], 1, 1,
-                        kernel.image->shared_bytes[index], stream, arguments.data(), nullptr);
+  // The kernels of a call wait for each other themselves, where their architecture can.
+  CUlaunchAttribute dependent = {};
+  dependent.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  dependent.value.programmaticStreamSerializationAllowed = 1;
+  bool const waits = index > 0 && capability_of(kernel.image->arch) >= kDependentLaunch;
+  CUlaunchConfig config = {};
+  config.gridDimX = static_cast<unsigned>(blocks);
+  config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
+  config.blockDimX = static_cast<unsigned>(kernel.image->threads[index]);
+  config.sharedMemBytes = static_cast<unsigned>(kernel.image->shared_bytes[index]);
+  config.hStream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = waits ? 1 : 0;
+  CUresult const result = (*driver)->launch(
+      &config, reinterpret_cast<CUfunction>(kernel.functions[index]), arguments.data(), nullptr);
   if (result == CUDA_SUCCESS) return ffi::Error::Success();
   return failure(ffi::ErrorCode::kInternal,
                  "launch of " + name + " failed: " + describe(**driver, result));

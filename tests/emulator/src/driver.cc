@@ -103,12 +103,12 @@ CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
 
 CUresult cuFuncLoad(CUfunction) { return CUDA_SUCCESS; }
 
-CUresult cuLaunchKernel(CUfunction function, unsigned blocks, unsigned, unsigned, unsigned threads,
-                        unsigned, unsigned, unsigned shared_bytes, CUstream, void** arguments,
-                        void**) {
+CUresult cuLaunchKernelEx(CUlaunchConfig const* config, CUfunction function, void** arguments,
+                          void**) {
   Kernel const& kernel = *reinterpret_cast<Kernel const*>(function);
   std::string const error =
-      emulator::run_grid(kernel.name, kernel.call, arguments, blocks, threads, shared_bytes);
+      emulator::run_grid(kernel.name, kernel.call, arguments, config->gridDimX, config->blockDimX,
+                         config->sharedMemBytes);
   return error.empty() ? CUDA_SUCCESS : failure(CUDA_ERROR_LAUNCH_FAILED, error);
 }
 

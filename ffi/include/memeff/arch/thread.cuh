@@ -1,5 +1,5 @@
-// What a thread knows of itself and its block, how it hides values from the optimiser, and how the
-// tests make it late.
+// What a thread knows of itself and its block, how kernels of one call follow each other, how values
+// are hidden from the optimiser, and how the tests make a warp late.
 #pragma once
 
 #include <cute/config.hpp>
@@ -36,6 +36,21 @@ CUTE_DEVICE void random_sleep() {
   unsigned const hash =
       (clock + 0x9e3779b9u * (block_index() * 32 + thread_index() / 32)) * 0x85ebca6bu;
   if ((hash >> 16) % 8 == 0) asm volatile("nanosleep.u32 %0;" ::"r"(hash >> 22));
+#endif
+}
+
+// Programmatic dependent launch (CUDA programming guide): the kernels of one call follow each other
+// without the gap of a launch. One that is not the last lets the blocks of the next take their
+// places as soon as all of its own have started; one that is not the first waits until the kernels
+// before it have ended, before it reads or writes anything.
+CUTE_DEVICE void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+CUTE_DEVICE void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

@@ -15,6 +15,10 @@ CUTE_DEVICE void random_sleep() {
 #endif
 }
 
+// Kernels run one after the other.
+CUTE_DEVICE void let_next_kernel_start() {}
+CUTE_DEVICE void wait_for_kernel_before() {}
+
 CUTE_DEVICE char* dynamic_shared() { return emulator::dynamic_shared(); }
 
 template <class Object>
