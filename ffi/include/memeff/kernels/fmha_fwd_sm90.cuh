@@ -120,10 +120,11 @@ struct FmhaForwardSm90 {
           produce_queries(params, maps, control, tiles);
           break;
         case kWarpSize:
-          produce_tiles<KeyTile>(params, maps.key, control, control.key, tiles + kKeyOffset);
+          produce_tiles<KeyTile>(params, params.key, maps.key, control, control.key,
+                                 tiles + kKeyOffset);
           break;
         case 2 * kWarpSize:
-          produce_tiles<ValueTile>(params, maps.value, control, control.value,
+          produce_tiles<ValueTile>(params, params.value, maps.value, control, control.value,
                                    tiles + kValueOffset);
           break;
       }
@@ -188,9 +189,9 @@ struct FmhaForwardSm90 {
 
   // The thread that copies keys, and the one that copies values.
   template <class Tile>
-  CUTE_DEVICE static void produce_tiles(ForwardParams const& params, TensorMap const& map,
-                                        Control& control, Pipeline<kStages>& ring,
-                                        uint32_t buffers) {
+  CUTE_DEVICE static void produce_tiles(ForwardParams const& params, TensorView const& tensor,
+                                        TensorMap const& map, Control& control,
+                                        Pipeline<kStages>& ring, uint32_t buffers) {
     PipelineStage<kStages> stage;
     PipelineStage<kPieceStages> slot;
     while (true) {
@@ -201,12 +202,13 @@ struct FmhaForwardSm90 {
       ScoreMask<Config, ScoreGrid> const mask(params.mask, params.shape, item.batch);
       TileRange const range = visits(mask, item);
       Origin const origin = key_origin<Config>(params.shape, item.batch);
+      int const element = element_of<Config>(tensor, origin.batch);
       int const key_head = item.head / params.shape.group;
       CUTE_NO_UNROLL
       for (int tile = range.end - 1; tile >= range.begin; --tile) {
         load_bulk_tile<Tile>(map, ring.acquire(stage, Tile::kBytes),
                              buffers + stage.index * Tile::kBytes, 0, origin.row + tile * kTileKey,
-                             key_head, origin.batch, CacheHint::EVICT_LAST);
+                             key_head, element, CacheHint::EVICT_LAST);
         stage.advance();
       }
     }
