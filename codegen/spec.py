@@ -202,7 +202,9 @@ class KernelSpec:
     @property
     def maps_tiles(self) -> bool:
         """Whether segment ids and boolean masks say which tiles the kernel visits."""
-        by_elements = self.split or self.varlen or self.wide or self.family != "sm80"
+        by_elements = self.split or self.varlen or self.wide or self.teams > 1
+        if self.family == "sm90" and self.direction == "backward":
+            by_elements = True
         return (self.segments or self.boolean) and not by_elements
 
     def _tile_map(self, lines: Literal["queries", "keys"]) -> TileMap | None:

@@ -79,7 +79,6 @@ MAPPED = (
         **BOTTOM_RIGHT,
     ),
     Case(T=300, S=390, N=3, K=1, boolean=("BN1S", "1NT1"), block=128, bias="BNTS", dropout=0.2),
-    Case(T=300, S=390, K=1, segments=1, boolean=("B11S",), block=128, bias="1N1S", **WINDOW),
 )
 LARGEST_TILE = 128
 SHARED = (*SHARED_KEYS, ("bias", 3, 1), ("boolean", 2, 3))
@@ -115,6 +114,10 @@ TEAMS = [
         Case(B=1, T=200, S=570, N=2, K=1, **CAUSAL),
         Case(B=3, T=130, S=450, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **WINDOW),
     )
+]
+SM90 += [
+    Run(case, "sm_90a", seed=3, multiprocessors=1, gradients=False, unattended=True)
+    for case in MAPPED
 ]
 SM90 += [
     Run(case, arch="sm_90a", seed=1, multiprocessors=2)
