@@ -29,6 +29,7 @@ struct Config {{
 {schedule}  static constexpr int kAlignment = {alignment};
   static constexpr auto kMask = memeff::MaskKind::{mask};
   static constexpr bool kVarlen = {varlen};
+  static constexpr bool kSharedBatch = {shared_batch};
   static constexpr bool kSegments = {segments};
   static constexpr bool kBoolean = {boolean};
   static constexpr bool kTileMap = {tile_map};
@@ -123,6 +124,7 @@ def source(spec: KernelSpec) -> str:
         alignment=spec.alignment,
         mask=spec.mask,
         varlen=_bool(spec.varlen),
+        shared_batch=_bool(spec.shared_batch),
         segments=_bool(spec.segments),
         boolean=_bool(spec.boolean),
         tile_map=_bool(spec.maps_tiles),

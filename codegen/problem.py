@@ -34,8 +34,10 @@ class Problem:
     ``bias`` is the number of bits of its elements. Its layout is ``rows`` when it is broadcast over
     columns, else ``columns`` when over rows, else ``shared`` when over batch elements or heads,
     else ``full``. ``bias_alignment`` is the number of bytes that each of its rows starts at a
-    multiple of. ``varlen`` is packed sequences. ``sequence`` never changes a kernel; ``explain``
-    reports the grid with it.
+    multiple of. ``varlen`` is packed sequences. ``shared_batch`` is that batch elements share keys,
+    values, a bias or a boolean mask, as ``jax.vmap`` makes them where it does not map these; it
+    takes no broadcast bias or mask. ``sequence`` never changes a kernel; ``explain`` reports the
+    grid with it.
     ``wants`` are the gradients of a backward (all of query, key and value by default).
     ``query_rows`` is set where a forward has few: they fit into a tile of so many rows, or there
     are too few tiles for a GPU, with ``teams`` of which the keys are not long, either; see
@@ -56,6 +58,7 @@ class Problem:
     sequence: int | None = None
     masks: frozenset[str] = frozenset()
     varlen: bool = False
+    shared_batch: bool = False
     bias: Literal["16", "32"] | None = None
     bias_layout: Literal["full", "shared", "columns", "rows"] = "full"
     bias_alignment: int = 16
@@ -105,7 +108,7 @@ class Problem:
             self.arch,
             *sorted(self.masks),
         ]
-        words += ["varlen"] if self.varlen else []
+        words += [name for name in ("varlen", "shared_batch") if getattr(self, name)]
         words += [f"{self.bias}-bit {self.bias_layout} bias"] if self.bias else []
         words += [f"bias_alignment={self.bias_alignment}"] if self.bias_alignment != 16 else []
         words += [name for name in ("dropout", "soft_cap", "deterministic") if getattr(self, name)]

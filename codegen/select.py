@@ -38,6 +38,7 @@ _ALL_GRADIENTS = (*SPEC_GRADIENTS, "bias")
 _EVERYTHING: dict[str, Any] = {
     "masks": frozenset({"window", "segments", "boolean"}),
     "varlen": True,
+    "shared_batch": True,
     "soft_cap": True,
     "dropout": True,
     "bias": "32",
@@ -52,6 +53,7 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {"masks": frozenset({"causal"})},
     {"masks": frozenset({"window"})},
     {"varlen": True},
+    {"shared_batch": True},
     {"masks": frozenset({"segments"})},
     {"masks": frozenset({"boolean"})},
     {"query_rows": "16"},
@@ -117,7 +119,7 @@ def closure(
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
-    35
+    37
     """
     problems = (
         Problem(
@@ -224,6 +226,7 @@ def _spec(problem: Problem, row: Row) -> KernelSpec:
         tile=row.tile,
         mask=mask_kind(problem.masks),
         varlen=problem.varlen,
+        shared_batch=problem.shared_batch,
         segments="segments" in problem.masks,
         boolean="boolean" in problem.masks,
         soft_cap=problem.soft_cap,

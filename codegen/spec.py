@@ -92,6 +92,7 @@ class KernelSpec:
     tile: sm80.Tile | sm90.Tile
     mask: MaskKind = "none"
     varlen: bool = False
+    shared_batch: bool = False
     soft_cap: bool = False
     segments: bool = False
     boolean: bool = False
@@ -122,7 +123,9 @@ class KernelSpec:
         words += ["gqa"] if self.pack_heads else []
         words += ["teams"] if self.teams > 1 else []
         words += [self.mask] if self.mask != "none" else []
-        words += [word for word in ("varlen", "segments", "boolean") if getattr(self, word)]
+        words += ["varlen"] if self.varlen else []
+        words += ["vmap"] if self.shared_batch else []
+        words += [word for word in ("segments", "boolean") if getattr(self, word)]
         words += ["softcap"] if self.soft_cap else []
         words += ["dropout"] if self.dropout else []
         if self.bias:
@@ -199,7 +202,9 @@ class KernelSpec:
     @property
     def maps_tiles(self) -> bool:
         """Whether segment ids and boolean masks say which tiles the kernel visits."""
-        by_elements = self.split or self.varlen or self.wide or self.family != "sm80"
+        by_elements = self.split or self.varlen or self.wide or self.teams > 1
+        if self.family == "sm90" and self.direction == "backward":
+            by_elements = True
         return (self.segments or self.boolean) and not by_elements
 
     def _tile_map(self, lines: Literal["queries", "keys"]) -> TileMap | None:
@@ -350,6 +355,7 @@ class KernelSpec:
             -self.tile.query * self.tile.key,
             MASK_KINDS.index(self.mask),
             self.varlen,
+            self.shared_batch,
             self.segments,
             self.boolean,
             self.soft_cap,

@@ -82,6 +82,7 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"its mask is {spec.mask}, not {mask_kind(problem.masks)}")
     for feature, compiled, asked in (
         ("packed sequences", spec.varlen, problem.varlen),
+        ("a shared batch", spec.shared_batch, problem.shared_batch),
         ("segments", spec.segments, "segments" in problem.masks),
         ("a boolean mask", spec.boolean, "boolean" in problem.masks),
         ("soft cap", spec.soft_cap, problem.soft_cap),

@@ -62,6 +62,7 @@ _EVERYTHING = {
     "soft_cap": True,
     "dropout": True,
     "varlen": True,
+    "shared_batch": True,
 }
 _WIDE = {"head_dim": 512, "value_dim": 512}
 _ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
@@ -78,6 +79,7 @@ ROWS = (
     Row("window, both alignments", (_masks("window"), _masks("window", "causal"))),
     Row("sequence lengths", (_masks("query_lengths", "key_lengths"),)),
     Row("packed sequences (`varlen_attention`)", ({"varlen": True},)),
+    Row("keys, values, biases and masks that a `vmap` shares", ({"shared_batch": True},)),
     Row("one array of query, key and value (`dot_product_attention_packed`)", ({},)),
     Row("segment ids", (_masks("segments"),)),
     Row("boolean mask", (_masks("boolean"),)),

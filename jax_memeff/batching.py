@@ -1,9 +1,11 @@
 """``jax.vmap`` of the primitives: the mapped axis becomes the outermost part of the batch.
 
-The folded call has ``size * B`` batch elements. What is mapped is reshaped; what is not is shared
-where it is large and not the query: element b reads element ``(b // divisor) % elements`` of an
-operand that has fewer (:class:`jax_memeff.options.Divisors`). Lengths, segment ids, dropout state,
-the query, and whatever a gradient or tangent belongs to are repeated: the results are as large.
+The folded call has ``size * B`` batch elements. What is mapped is reshaped; keys, values, biases
+and boolean masks that are not are shared, with gradients too: element b reads element
+``(b // divisor) % elements`` of an operand that has fewer (:class:`jax_memeff.options.Divisors`).
+The query is repeated, because the output is as large, and so are lengths, segment ids and dropout
+state, which are small. So is a bias of one element that has a gradient or a tangent, which would be
+one for the whole batch.
 The dropout state is repeated as it is, so an element has the bits of its own call.
 
 Packed sequences are folded into the tokens: those of one element follow those of the one before.
@@ -11,7 +13,7 @@ Packed sequences are folded into the tokens: those of one element follow those o
 What does not fit goes one element at a time, by ``jax.lax.map``:
 
 - a mapped ``Offsets`` of queries, keys or heads;
-- the gradient of a bias that the elements of each B share, for B > 1;
+- the gradient or tangent of a bias that the elements of each B share, for B > 1;
 - keys, values, biases or masks with a batch of their own, mapped now and not by a vmap inside;
 - packed sequences of more than ``MOST_POSITIONS`` tokens together.
 """
@@ -81,11 +83,11 @@ class _Fold(NamedTuple):
             raise _UnfoldableError
         return self.repeated(x), divisor
 
-    def differentiable(self, x: _Array, divisor: int) -> tuple[jax.Array, int]:
-        """An operand that has a gradient or a tangent, in its own shape."""
-        if x.elements != self.batch:
+    def one(self, x: _Array) -> jax.Array:
+        """An operand of one element, of which each mapped element has one gradient or tangent."""
+        if self.batch != 1:
             raise _UnfoldableError
-        return self.repeated(x), divisor
+        return self.repeated(x)
 
     def tokens(self, x: _Array) -> jax.Array:
         """[1, size * tokens, ...] of an operand [1, tokens, ...]."""
@@ -141,9 +143,9 @@ def _folded(
         raise _UnfoldableError
     fold = _Fold(size, _batch_of(operands))
     is_packed = isinstance(operands, Operands) and operands.sequences is not None
-    differentiable = _differentiable(operands, rest, params.get("wants"))
+    is_bias_one = _is_bias_one(operands, rest, params.get("wants"))
 
-    folded, options = _folded_operands(fold, operands, options, differentiable)
+    folded, options = _folded_operands(fold, operands, options, is_bias_one)
     rows = fold.tokens if is_packed else fold.repeated
 
     others = [x and _folded_result(fold, x, rows) for x in rest]
@@ -177,17 +179,15 @@ def _batch_of(operands: Any) -> int:
     return operands.sequences.query_lengths.elements
 
 
-def _differentiable(operands: Any, rest: Any, wants: Wants | None) -> set[str]:
-    """The operands that have a gradient or a tangent."""
-    if wants is not None:
-        return {name for name, want in wants._asdict().items() if want}
-    if not rest:
-        return set()
-    return {name for name, tangent in rest[-1]._asdict().items() if tangent is not None}
+def _is_bias_one(operands: Any, rest: Any, wants: Wants | None) -> bool:
+    """Whether there is one gradient or tangent of the bias for the whole batch."""
+    if wants is None:
+        return bool(rest and rest[-1].bias) and operands.bias.elements == 1
+    return wants.bias and operands.bias.elements == 1
 
 
 def _folded_operands(
-    fold: _Fold, operands: Any, options: Options, differentiable: set[str]
+    fold: _Fold, operands: Any, options: Options, is_bias_one: bool
 ) -> tuple[Any, Options]:
     divisors = options.divisors
     if operands.position is not None and any(x.mapped for x in operands.position):
@@ -198,12 +198,14 @@ def _folded_operands(
     own: dict[str, Any] = {}
 
     def share(name: str) -> None:
-        place = fold.differentiable if name in differentiable else fold.shared
         array = getattr(operands, name)
         if array is not None:
-            changed[name], own[name] = place(array, getattr(divisors, name))
+            changed[name], own[name] = fold.shared(array, getattr(divisors, name))
 
-    share("bias")
+    if is_bias_one:
+        changed["bias"] = fold.one(operands.bias)
+    else:
+        share("bias")
     if operands.dropout is not None:
         state = operands.dropout
         if state.head_index.mapped:

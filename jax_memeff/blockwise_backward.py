@@ -24,6 +24,7 @@ from jax_memeff.blockwise_tiles import (
     when,
     write_block,
 )
+from jax_memeff.divisors import gradient_shape
 from jax_memeff.mask import Mask, slice_tile
 from jax_memeff.options import Gradients, Operands, Options, Wants
 
@@ -58,19 +59,19 @@ def backward(
         wants: which gradients are computed.
 
     Returns:
-        Gradients of the operands' own shapes and dtypes; a bias that is broadcast has its gradient
-        summed tile by tile.
+        Gradients of the operands' own dtypes, and of the shapes that ``attention_bwd`` has; a bias
+        that is broadcast has its gradient summed tile by tile.
     """
     problem = Problem.of(operands, options)
-    bias = operands.bias
+    batch, bias = operands.query.shape[0], operands.bias
     wants_bias = wants.bias and bias is not None
     # Adding a constant to a row of scores changes no probability and shifts the logsumexp by it.
     # A single column is computed: in ring attention it is not the whole row.
     constant_rows = bias is not None and bias.shape[3] == 1 != operands.key.shape[1]
     sums = _Sums(
         query=problem.zeros(*problem.query.shape) if wants.query else None,
-        key=problem.zeros(*problem.key.shape) if wants.key else None,
-        value=problem.zeros(*problem.value.shape) if wants.value else None,
+        key=problem.zeros(batch, *problem.key.shape[1:]) if wants.key else None,
+        value=problem.zeros(batch, *problem.value.shape[1:]) if wants.value else None,
         bias=_bias_sums(problem) if wants_bias and not constant_rows else None,
     )
     row_is_live = live_rows(operands.mask, lse)
@@ -87,9 +88,10 @@ def backward(
     if wants_bias and bias is not None:
         dbias = sums.bias
         if dbias is None:
-            dbias = problem.zeros(*bias.shape)
+            shape = gradient_shape("bias", bias.shape, operands)
+            dbias = problem.zeros(*shape)
             if dlse is not None and not is_empty:
-                dbias = _sum_to(dlse.transpose(0, 2, 1)[..., None], bias.shape)
+                dbias = _sum_to(dlse.transpose(0, 2, 1)[..., None], shape)
         dbias = dbias.astype(bias.dtype)
     return Gradients(
         query=finish(sums.query, operands.query),
@@ -193,7 +195,7 @@ def _bias_sums(problem: Problem) -> jax.Array | None:
     if bias is None:
         return None
     dtype = problem.accumulator if bias.shape[2] == 1 else bias.dtype
-    return problem.zeros(*bias.shape).astype(dtype)
+    return problem.zeros(*gradient_shape("bias", bias.shape, problem.operands)).astype(dtype)
 
 
 def live_rows(mask: Mask, lse: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ def tangent(
         options: those of the forward.
         out: [B, T, N, Hv], the forward's result.
         lse: [B, T, N], the forward's result.
-        tangents: of the differentiable operands, in their shapes and dtypes; None is zero.
+        tangents: of the differentiable operands, in the shapes of gradients; None is zero.
     """
     given = {name: x for name, x in tangents._asdict().items() if x is not None}
     sums, primals = _sums_of(operands, options, lse, list(given))
@@ -92,12 +92,12 @@ def backward(
 def _sums_of(
     operands: Any, options: Options, lse: jax.Array, names: list[str]
 ) -> tuple[Callable[..., Sums], list[jax.Array]]:
-    """The sums as a function of the named operands, and these."""
+    """The sums as a function of the named operands, and these, each for the whole batch."""
+    operands = whole(operands, options)
     unshared = dataclasses.replace(options, divisors=Divisors())
 
     def sums(*arrays: jax.Array) -> Sums:
         call = operands._replace(**dict(zip(names, arrays, strict=True)))
-        call = whole(call, options)
         if isinstance(call, PackedOperands):
             call = call.separate()
         if 0 in (*call.scores, call.query.shape[1], call.key.shape[1]):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff import blockwise
+from jax_memeff.divisors import gradient_shape
 from jax_memeff.options import DropoutState, Gradients, Operands, Options, Wants
 from jax_memeff.sequences import token_indices
 
@@ -53,11 +54,11 @@ def backward(
     """As :func:`jax_memeff.blockwise.backward`, of operands with packed sequences."""
     bias = operands.bias
     wants = wants._replace(bias=wants.bias and bias is not None)
-    differentiable = (operands.query, operands.key, operands.value, bias)
     sums = Gradients(
         *(
-            jnp.zeros(array.shape, array.dtype) if want and array is not None else None
-            for array, want in zip(differentiable, wants, strict=True)
+            jnp.zeros(gradient_shape(name, array.shape, operands), array.dtype) if want else None
+            for name, want in wants._asdict().items()
+            for array in [getattr(operands, name)]
         )
     )
     if _is_empty(operands):

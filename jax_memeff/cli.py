@@ -218,6 +218,7 @@ def _problem(options: argparse.Namespace, arch: str) -> Problem:
         sequence=options.seq,
         masks=frozenset(masks),
         varlen=options.varlen,
+        shared_batch=options.shared_batch,
         bias=options.bias,
         bias_layout=options.bias_layout,
         dropout=options.dropout,
@@ -286,7 +287,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=[rows for rows in QUERY_ROWS if rows],
         help="few queries: they fit into so many rows, and the keys are split",
     )
-    for flag in (*_MASK_FLAGS, "varlen", "soft-cap", "dropout", "deterministic"):
+    features = "varlen", "shared-batch", "soft-cap", "dropout", "deterministic"
+    for flag in (*_MASK_FLAGS, *features):
         explain.add_argument(f"--{flag}", action="store_true")
     explain.add_argument("--bias", choices=("16", "32"), help="bits of a bias element")
     explain.add_argument(

@@ -42,6 +42,14 @@ def leading_dims(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
+def batched(aval: Any, shape: tuple[int, ...], like: Any) -> Any:
+    """The type of ``shape`` that differs from ``aval`` in the first dim at most, as in ``like``."""
+    if aval.shape == shape:
+        return aval.update(weak_type=False)
+    spec = jax.sharding.PartitionSpec(like.sharding.spec[0], *aval.sharding.spec[1:])
+    return aval.update(shape=shape, weak_type=False, sharding=aval.sharding.update(spec=spec))
+
+
 def projection(aval: Any) -> Any:
     """The type [B, T, N, H] of one of the arrays that are slots of [B, T, slots, N, H]."""
     spec = [*aval.sharding.spec[:2], *aval.sharding.spec[3:]]

@@ -8,7 +8,6 @@ in another process, or after export, without the code generator.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import math
@@ -31,7 +30,7 @@ from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.errors import UnsupportedError
 from jax_memeff.export import register_targets, require_static
 from jax_memeff.mask import Mask
-from jax_memeff.options import DropoutState, Operands, Options, PackedOperands, Wants
+from jax_memeff.options import Divisors, DropoutState, Operands, Options, PackedOperands, Wants
 from jax_memeff.sequences import MOST_POSITIONS
 
 _FORWARD_TARGET = "jax_memeff_forward"
@@ -64,11 +63,10 @@ class _Buffer(NamedTuple):
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
     avals, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
-    avals, operands = _unshared(ctx, avals, operands, options)
-    inputs = _attention_operands(ctx, avals, operands)
+    inputs = _attention_operands(ctx, avals, operands, options)
     avals = _separate(avals)
     specs = kernels(avals, options, wants=None)
-    inputs += _tile_maps(ctx, avals, operands.mask, specs)
+    inputs += _tile_maps(ctx, avals, operands.mask, options.divisors, specs)
     out, logsumexp = ctx.avals_out
     results = [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)]
     return _custom_call(
@@ -87,14 +85,13 @@ def lower_backward(
     """Lowering rule of ``attention_bwd`` on CUDA."""
     avals, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, values)
-    avals, operands = _unshared(ctx, avals, operands, options)
-    inputs = _attention_operands(ctx, avals, operands)
+    inputs = _attention_operands(ctx, avals, operands, options)
     names = [f"{name}_gradient" for name in _wanted(wants)]
     if isinstance(avals, PackedOperands) and wants.query:
         names = ["+".join(names[:3]), *names[3:]]
     avals = _separate(avals)
     specs = kernels(avals, options, wants=wants)
-    inputs += _tile_maps(ctx, avals, operands.mask, specs)
+    inputs += _tile_maps(ctx, avals, operands.mask, options.divisors, specs)
     named = zip(
         ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
         residual_avals,
@@ -120,24 +117,6 @@ def lower_backward(
     return results[: len(gradients)]
 
 
-def _unshared(
-    ctx: mlir.LoweringRuleContext, avals: Any, operands: Any, options: Options
-) -> tuple[Any, Any]:
-    """Types and values with copies of what elements of the batch share."""
-
-    def function(*leaves: Any) -> Any:
-        return jax.tree.leaves(divisors.whole(jax.tree.unflatten(tree, leaves), options))
-
-    given, tree = jax.tree.flatten(avals)
-    given = [ShapedArray(aval.shape, aval.dtype) for aval in given]
-    results = [ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(function, *given)]
-    if results == given:
-        return avals, operands
-    context = ctx.replace(avals_in=given, avals_out=results)
-    values = mlir.lower_fun(function, multiple_results=True)(context, *jax.tree.leaves(operands))
-    return jax.tree.unflatten(tree, results), jax.tree.unflatten(tree, values)
-
-
 def _wanted(wants: Wants) -> list[str]:
     return [name for name, want in zip(Wants._fields, wants, strict=True) if want]
 
@@ -149,7 +128,9 @@ def _separate(avals: Operands | PackedOperands) -> Operands:
     return avals
 
 
-def _attention_operands(ctx: mlir.LoweringRuleContext, avals: Any, operands: Any) -> list[_Buffer]:
+def _attention_operands(
+    ctx: mlir.LoweringRuleContext, avals: Any, operands: Any, options: Options
+) -> list[_Buffer]:
     """The buffers of a call. One that holds several arrays has their names, joined by "+"."""
 
     def buffers_of(avals: Any, values: Any, *names: str) -> list[_Buffer]:
@@ -172,15 +153,13 @@ def _attention_operands(ctx: mlir.LoweringRuleContext, avals: Any, operands: Any
             _Buffer("query_position", avals.position.query, operands.position.query),
             _Buffer("key_position", avals.position.key, operands.position.key),
         ]
-    buffers += _element_masks(ctx, avals.mask, operands.mask)
+    buffers += _segment_ids(ctx, avals.mask, operands.mask)
+    buffers += _boolean(ctx, avals, operands.mask, options)
     return [buffer for buffer in buffers if buffer.aval is not None]
 
 
-def _element_masks(ctx: mlir.LoweringRuleContext, avals: Mask, mask: Mask) -> list[_Buffer]:
-    """Segment ids stacked to [B, pairs, T] and [B, pairs, S], and the "and" of all boolean masks.
-
-    One boolean mask is passed as it is. Several are combined in the broadcast of their shapes.
-    """
+def _segment_ids(ctx: mlir.LoweringRuleContext, avals: Mask, mask: Mask) -> list[_Buffer]:
+    """Stacked to [B, pairs, T] and [B, pairs, S]."""
     buffers = []
     if avals.segment_ids:
         for name, ids, values in zip(
@@ -190,14 +169,15 @@ def _element_masks(ctx: mlir.LoweringRuleContext, avals: Mask, mask: Mask) -> li
             strict=True,
         ):
             buffers.append(_computed(ctx, name, lambda *ids: jnp.stack(ids, 1), ids, values))
-    if avals.booleans:
-        both = functools.partial(functools.reduce, jnp.logical_and)
-        buffers.append(_computed(ctx, "boolean", lambda *x: both(x), avals.booleans, mask.booleans))
     return buffers
 
 
 def _tile_maps(
-    ctx: mlir.LoweringRuleContext, avals: Operands, mask: Mask, specs: dict[str, KernelSpec]
+    ctx: mlir.LoweringRuleContext,
+    avals: Operands,
+    mask: Mask,
+    shared: Divisors,
+    specs: dict[str, KernelSpec],
 ) -> list[_Buffer]:
     """Which tiles the kernels visit where masks are arrays."""
     maps = {tile_map for spec in specs.values() for tile_map in spec.tile_maps}
@@ -207,13 +187,27 @@ def _tile_maps(
             ctx,
             tile_map.name,
             lambda *x, tile_map=tile_map: tile_maps.lines(
-                jax.tree.unflatten(structure, x), tile_map, *avals.scores[2:]
+                jax.tree.unflatten(structure, x), tile_map, avals.scores, shared
             ),
             arrays,
             jax.tree.leaves(mask),
         )
         for tile_map in sorted(maps)
     ]
+
+
+def _boolean(
+    ctx: mlir.LoweringRuleContext, avals: Any, mask: Mask, options: Options
+) -> list[_Buffer]:
+    """One boolean mask as it is, of several the "and" in the broadcast of their shapes."""
+    if not mask.booleans:
+        return []
+
+    def conjunction(*booleans: Any) -> Any:
+        mask = dataclasses.replace(avals.mask, booleans=booleans)
+        return divisors.conjunction(mask, options.divisors, divisors.batch_of(avals))[0]
+
+    return [_computed(ctx, "boolean", conjunction, avals.mask.booleans, mask.booleans)]
 
 
 def _computed(
@@ -267,6 +261,7 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
         arch=arch,
         masks=_mask_names(avals.mask),
         varlen=avals.sequences is not None,
+        shared_batch=_shares_batch(avals, options),
         bias=None if bias is None else "32" if bias.dtype == jnp.float32 else "16",
         bias_layout=_bias_layout(avals),
         bias_alignment=_bias_alignment(avals),
@@ -290,16 +285,29 @@ def _dtype(avals: Operands, options: Options) -> Dtype:
     return "tf32" if dtype == "f32" and options.precision == "tf32" else dtype
 
 
+def _shares_batch(avals: Operands, options: Options) -> bool:
+    """Whether elements of the batch share some of an operand that is not a broadcast over it."""
+    batch = avals.scores[0]
+    elements = {divisors.combined(avals.mask, options.divisors, batch)[0]}
+    if avals.bias is not None:
+        elements.add(avals.bias.shape[0])
+    keys = () if avals.sequences is not None else (avals.key, avals.value)
+    return not elements <= {1, batch} or any(array.shape[0] != batch for array in keys)
+
+
 def _bias_layout(avals: Operands) -> Literal["full", "shared", "columns", "rows"]:
     """How the bias is broadcast, as far as kernels differ in it.
 
     The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
     """
-    if avals.bias is None or avals.bias.shape == avals.scores:
+    if avals.bias is None:
         return "full"
-    if avals.bias.shape[3] == 1 and avals.scores[3] != 1:
+    shape = divisors.gradient_shape("bias", avals.bias.shape, avals)
+    if shape == avals.scores:
+        return "full"
+    if shape[3] == 1 and avals.scores[3] != 1:
         return "rows"
-    return "columns" if avals.bias.shape[2] == 1 else "shared"
+    return "columns" if shape[2] == 1 else "shared"
 
 
 def _bias_alignment(avals: Operands) -> int:
@@ -354,8 +362,16 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
         "windows": np.array(windows, np.int32),
         "dropout_threshold": np.int32(options.dropout_threshold),
         "longest": np.array(_longest(avals), np.int32),
+        "divisors": np.array(_divisors(avals, options), np.int32),
         "bias_alignment": np.int32(_bias_alignment(avals)),
     }
+
+
+def _divisors(avals: Operands, options: Options) -> tuple[int, int, int, int]:
+    """Of key, value, bias and boolean mask."""
+    key, value, bias, _ = options.divisors
+    _, boolean = divisors.combined(avals.mask, options.divisors, avals.scores[0])
+    return key, value, bias, boolean
 
 
 def _longest(avals: Operands) -> tuple[int, int]:

@@ -86,19 +86,13 @@ def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) ->
     )
     chosen = _gradients_like(operands)
     chosen = type(chosen)(*(getattr(moving, name) for name in chosen._fields))
-    # The transpose is the backward, whose gradients are those of unshared operands.
-    shared = [name for name in divisors.shareable(operands) if getattr(chosen, name) is not None]
     batch = divisors.batch_of(operands)
-
-    def unshared(arrays: Any) -> Any:
-        return arrays._replace(
-            **{
-                name: divisors.whole_array(name, getattr(arrays, name), options, batch)
-                for name in shared
-            }
-        )
-
-    return results, primitives.tangent(unshared(operands), options, *results, unshared(chosen))
+    whole = {
+        name: divisors.whole_array(name, getattr(chosen, name), options, batch)
+        for name in divisors.shareable(operands)
+        if getattr(chosen, name) is not None
+    }
+    return results, primitives.tangent(operands, options, *results, chosen._replace(**whole))
 
 
 def _gradients_like(operands: AnyOperands) -> Gradients | PackedGradients:

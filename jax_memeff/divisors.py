@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jax_memeff.options import Operands, Options, PackedOperands
+from jax_memeff.mask import Mask
+from jax_memeff.options import Divisors, Operands, Options, PackedOperands
 
 
 def expanded(x: jax.Array, divisor: int, batch: int) -> jax.Array:
@@ -52,6 +54,41 @@ def whole_array(name: str, x: jax.Array, options: Options, batch: int) -> jax.Ar
     """A shareable operand, or its tangent, with an element for each of the batch."""
     place = broadcastable if name == "bias" else expanded
     return place(x, getattr(options.divisors, name), batch)
+
+
+def gradient_shape(
+    name: str, shape: tuple[int, ...], operands: Operands | PackedOperands
+) -> tuple[int, ...]:
+    """The shape of the gradient of an operand of this shape: an element for each of the batch.
+
+    That of a bias of one element is summed over the batch.
+    """
+    if name not in shareable(operands) or (name == "bias" and shape[0] == 1):
+        return shape
+    return batch_of(operands), *shape[1:]
+
+
+def combined(mask: Mask, divisors: Divisors, batch: int) -> tuple[int, int]:
+    """Elements and divisor of the conjunction of the boolean masks.
+
+    It has an element for each of the batch where masks, other than those that broadcast, are shared
+    in different ways.
+    """
+    own = zip(mask.booleans, divisors.of_booleans(mask), strict=True)
+    shares = {(x.shape[0], divisor) for x, divisor in own if x.shape[0] != 1}
+    if not shares:
+        return 1, 1
+    return shares.pop() if len(shares) == 1 else (batch, 1)
+
+
+def conjunction(mask: Mask, divisors: Divisors, batch: int) -> tuple[jax.Array, int]:
+    """The boolean masks as one, which has as few elements as they allow, and its divisor."""
+    elements, divisor = combined(mask, divisors, batch)
+    booleans = mask.booleans
+    if elements == batch:
+        own = zip(booleans, divisors.of_booleans(mask), strict=True)
+        booleans = tuple(broadcastable(*boolean, batch) for boolean in own)
+    return functools.reduce(jnp.logical_and, booleans), divisor
 
 
 def whole(operands: AnyOperands, options: Options) -> AnyOperands:

@@ -8,6 +8,9 @@ They take the flat leaves of a pytree, whose structure is the parameter ``tree``
 - ``attention_tangent``: ``(Operands, out, lse, Gradients)``, tangents of the operands -> those of
   out and lse
 
+Gradients and tangents have an element for each of the batch where operands have fewer; those of a
+bias of one element have one.
+
 ``PackedOperands`` may stand for ``Operands``: then one gradient stands for those of query, key and
 value. How they are differentiated is in ``derivatives.py``.
 """
@@ -23,7 +26,14 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_memeff import blockwise, blockwise_derivatives, blockwise_varlen, compat, partitioning
+from jax_memeff import (
+    blockwise,
+    blockwise_derivatives,
+    blockwise_varlen,
+    compat,
+    divisors,
+    partitioning,
+)
 from jax_memeff.batching import rule
 from jax_memeff.errors import UnsupportedError
 from jax_memeff.options import (
@@ -82,7 +92,10 @@ def tangent(
     lse: jax.Array,
     tangents: Gradients | PackedGradients,
 ) -> tuple[jax.Array, jax.Array]:
-    """Tangents of out and lse for tangents of the operands, of which None is zero."""
+    """Tangents of out and lse for tangents of the operands, of which None is zero.
+
+    Tangents of operands that the batch shares have an element for each of it, as gradients have.
+    """
     leaves, tree = jax.tree.flatten((operands, out, lse, tangents))
     dout, dlse = attention_tangent_p.bind(*leaves, tree=tree, options=options)
     return dout, dlse
@@ -110,8 +123,9 @@ def _backward_types(*avals: Any, tree: Any, options: Options, wants: Wants) -> t
         differentiable = {"query": operands.query_key_value, "bias": operands.bias}
     else:
         differentiable = {name: getattr(operands, name) for name in Wants._fields}
+    query = differentiable["query"]
     return tuple(
-        aval.update(weak_type=False)
+        compat.batched(aval, divisors.gradient_shape(name, aval.shape, operands), query)
         for name, aval in differentiable.items()
         if getattr(wants, name) and aval is not None
     )

@@ -15,7 +15,9 @@ import numpy as np
 from jax import lax
 
 from jax_memeff.codegen.spec import TileMap
+from jax_memeff.divisors import broadcastable, conjunction
 from jax_memeff.mask import Mask
+from jax_memeff.options import Divisors
 
 _NONE, _ALL, _SOME = 0, 1, 2
 """Of the elements of a tile are valid. Segment ids may say "some" of a tile without any."""
@@ -24,16 +26,22 @@ _LINE_BYTES = 8
 """Lines of a map begin at multiples of it, with two int32 and then a byte for each tile."""
 
 
-def lines(mask: Mask, tile: TileMap, length: int, key_length: int) -> jax.Array:
+def lines(
+    mask: Mask,
+    tile: TileMap,
+    scores: tuple[int, int, int, int],
+    divisors: Divisors,
+) -> jax.Array:
     """The map of segment ids and boolean arrays: uint8 [B or 1, N or 1, lines, bytes of a line].
 
     Args:
         mask: has ids or boolean arrays; what else it has is not looked at.
         tile: the size of the tiles, and what lines are tiles of.
-        length, key_length: T and S.
+        scores: (B, N, T, S).
+        divisors: how the batch shares boolean arrays of fewer elements.
 
     >>> ids = jnp.array([[0, 0, 0, 1, 1]])
-    >>> found = lines(Mask.segments(ids, ids), TileMap("queries", 2, 2), 5, 5)
+    >>> found = lines(Mask.segments(ids, ids), TileMap("queries", 2, 2), (1, 1, 5, 5), Divisors())
     >>> found[0, 0, :, :4].astype(int)  # the first tile with a valid element
     Array([[0, 0, 0, 0],
            [0, 0, 0, 0],
@@ -43,9 +51,11 @@ def lines(mask: Mask, tile: TileMap, length: int, key_length: int) -> jax.Array:
            [2, 2, 2],
            [0, 2, 1]], dtype=int32)
     """
+    batch, _, length, key_length = scores
     found = [_of_ids(*pair, tile) for pair in mask.segment_ids]
     if mask.booleans:
-        found.append(_of_booleans(functools.reduce(jnp.logical_and, mask.booleans), tile))
+        boolean, divisor = conjunction(mask, divisors, batch)
+        found.append(broadcastable(_of_booleans(boolean, tile), divisor, batch))
     valid = functools.reduce(lambda a, b: jnp.where((a > 0) & (b > 0), jnp.maximum(a, b), 0), found)
     shape = -(-length // tile.query), -(-key_length // tile.key)
     valid = jnp.broadcast_to(valid, (*valid.shape[:2], *shape))

@@ -12,6 +12,7 @@ from jax.core import ShapedArray
 
 from jax_memeff import splits
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.divisors import gradient_shape
 from jax_memeff.options import Operands, Wants
 
 # ``kLongSumColumns`` of ffi/include/memeff/params.h.
@@ -118,7 +119,7 @@ def _bias_sums(avals: Operands, spec: KernelSpec) -> int:
     """The sums of the gradient of a bias (ffi/include/memeff/bias/gradient.cuh)."""
     if avals.bias is None or spec.bias_gradient not in ("shared", "columns"):
         return 0
-    batch, heads, _, _ = avals.bias.shape
+    batch, heads, _, _ = gradient_shape("bias", avals.bias.shape, avals)
     rows = 1
     if spec.bias_gradient == "shared":
         rows = _round_up(avals.scores[2], spec.tile.query)

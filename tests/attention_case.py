@@ -15,6 +15,7 @@ import packing
 from jax_memeff import dropout
 from jax_memeff.mask import Mask
 from jax_memeff.options import (
+    Divisors,
     DropoutState,
     Operands,
     Options,
@@ -60,6 +61,9 @@ class Case:
     projections: bool = False
     """Query, key and value are one array."""
     deterministic: bool = False
+    shared: tuple[tuple[str, int, int], ...] = ()
+    """Operands that elements of the batch share, as ``vmap`` makes them: name, own elements, and
+    divisor; "boolean" is the first boolean mask."""
     mask_seed: int | None = None
     """Bias and element masks are drawn from it, and not after query, key and value."""
 
@@ -81,6 +85,7 @@ class Case:
         words += [f"at{self.position[0]}x{self.position[1]}"] if self.position else []
         words += ["projections"] if self.projections else []
         words += ["deterministic"] if self.deterministic else []
+        words += [f"{elements}by{divisor}{name}" for name, elements, divisor in self.shared]
         return "-".join(words)
 
     @property
@@ -104,7 +109,14 @@ class Case:
             dropout_threshold=threshold,
             precision=self.precision,
             deterministic_backward=self.deterministic,
+            divisors=self.divisors,
         )
+
+    @property
+    def divisors(self) -> Divisors:
+        own = {name: divisor for name, _, divisor in self.shared}
+        booleans = [own.pop("boolean", 1), *[1] * len(self.boolean)]
+        return Divisors(**own, booleans=tuple(booleans[: len(self.boolean)]))
 
     @property
     def wants(self) -> Wants:
@@ -115,7 +127,10 @@ class Case:
         return tuple(1 if dim == "1" else getattr(self, dim) for dim in dims)
 
     def arrays(self, seed: int = 0) -> tuple[Operands, Any, Any]:
-        """Operands, dout and dlse (or None), NumPy in the case's dtype, all finite."""
+        """Operands, dout and dlse (or None), NumPy in the case's dtype, all finite.
+
+        What elements of the batch share is repeated for each.
+        """
         rng = np.random.default_rng(seed)
         dtype = jnp.dtype(self.dtype)
 
@@ -132,11 +147,29 @@ class Case:
             None,
             None if self.position is None else self.global_position,
         )
+        operands = self.with_shared(operands, lambda x, n, divisor: x[self.indices(n, divisor)])
         if self.dropout:
             operands = operands._replace(dropout=self.draw_dropout(rng))
         dout = draw(self.B, self.T, self.N, self.value_dim)
         dlse = draw(self.B, self.T, self.N, dtype=np.float32) if self.lse_gradient else None
         return operands, dout, dlse
+
+    def indices(self, elements: int, divisor: int) -> np.ndarray:
+        """Which of the elements each of the batch reads."""
+        return np.arange(self.B) // divisor % elements
+
+    def with_shared(self, operands: Operands, function: Any) -> Operands:
+        """``function(array, elements, divisor)`` in the place of each array that is shared."""
+        for name, elements, divisor in self.shared:
+            if name == "boolean":
+                first, *others = operands.mask.booleans
+                booleans = function(first, elements, divisor), *others
+                mask = dataclasses.replace(operands.mask, booleans=booleans)
+                operands = operands._replace(mask=mask)
+            else:
+                array = function(getattr(operands, name), elements, divisor)
+                operands = operands._replace(**{name: array})
+        return operands
 
     @property
     def global_position(self) -> Position:
@@ -209,9 +242,16 @@ def poisoned(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Oper
 
 
 def passed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
-    """What the call of a case is given: poisoned beyond the lengths, and packed if it says so."""
+    """What the call of a case is given: poisoned beyond the lengths, and packed if it says so.
+
+    An array that is shared has its own elements alone, and is not poisoned: lengths differ.
+    """
     dirty = poisoned(case, operands, dout, dlse)
-    return packing.packed(case, *dirty) if case.packed else dirty
+    arrays, *cotangents = packing.packed(case, *dirty) if case.packed else dirty
+    for name in {name for name, _, _ in case.shared} - {"boolean"}:
+        arrays = arrays._replace(**{name: getattr(operands, name)})
+    own = case.with_shared(arrays, lambda x, n, divisor: x[: n * divisor : divisor])
+    return own, *cotangents
 
 
 def run_case(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple:
@@ -222,7 +262,8 @@ def run_case(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple:
         operands_together = PackedOperands(together, *arrays[3:7])
         results, (dqkv, dbias) = run(operands_together, case.options, *cotangents)
         return results, (*jnp.unstack(dqkv, axis=2), dbias)
-    results = run(arrays, case.options, *cotangents)
+    run_operands = run_shared if case.shared else run
+    results = run_operands(arrays, case.options, *cotangents)
     return packing.unpacked(case, results) if case.packed else results
 
 
@@ -232,6 +273,16 @@ def run(operands: Operands | PackedOperands, options: Options, dout: Any, dlse: 
 
     operands, dout, dlse = jax.tree.map(jnp.asarray, (operands, dout, dlse))
     return _run(operands, options, dout, dlse, vjp.attention)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def run_shared(operands: Operands, options: Options, dout: Any, dlse: Any) -> tuple:
+    """The same by the primitives, whose gradients of what is shared have the whole batch."""
+    from jax_memeff import derivatives, primitives
+
+    results = primitives.forward(operands, options)
+    wants = Wants(True, True, True, bias=operands.bias is not None)
+    return results, tuple(derivatives.cotangents(operands, options, results, dout, dlse, wants))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 4))

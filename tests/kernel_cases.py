@@ -179,6 +179,36 @@ def _f32_cases() -> list[Case]:
     return found
 
 
+SHARED_KEYS = (("key", 2, 1), ("value", 3, 2))
+
+
+def _shared_cases() -> list[Case]:
+    """What elements of the batch share, each array in its own way, in every kernel."""
+    found = []
+    shared = functools.partial(Case, B=6, T=150, S=200, N=4, K=2)
+    for H, Hv in ((64, 64), (128, 128), (192, 128), (256, 256), (264, 264), (66, 40)):
+        found += [
+            shared(H=H, Hv=Hv, shared=SHARED_KEYS),
+            shared(H=H, Hv=Hv, shared=(("key", 1, 1),)),
+        ]
+        every = (*SHARED_KEYS, ("bias", 3, 1), ("boolean", 2, 3))
+        found += [shared(H=H, Hv=Hv, bias="BNTS", boolean=("B1TS",), dropout=0.2, shared=every)]
+    for bias in (bias for bias in BIASES if bias[0] == "B"):
+        for deterministic in (False, True):
+            case = shared(bias=bias, shared=(("bias", 2, 3),), deterministic=deterministic)
+            found += [case, dataclasses.replace(case, H=128, shared=(*SHARED_KEYS, ("bias", 3, 1)))]
+        found += [shared(bias=bias, dtype="float32", shared=(*SHARED_KEYS, ("bias", 3, 2)))]
+        lengths = ((150, 200), (0, 100), (77, 0), (1, 1), (130, 33), (64, 128))
+        bias_alone = (("bias", 3, 2),)
+        found += [shared(bias=bias, lengths=lengths, packed=True, shared=bias_alone, **CAUSAL)]
+        found += [shared(T=5, S=1501, bias=bias, shared=(*SHARED_KEYS, ("bias", 3, 1)))]
+    for mask in MASKS:
+        found += [shared(boolean=("BNTS", "1N1S"), shared=(("boolean", 3, 1),), **mask)]
+        found += [shared(segments=1, dropout=0.1, shared=SHARED_KEYS, **mask)]
+        found += [shared(T=1, S=3001, N=8, K=1, H=128, shared=SHARED_KEYS, **mask)]
+    return found
+
+
 def dropout_cases() -> list[Case]:
     """Dropout where all elements are valid, on tiles of every shape; no heads share a key head."""
     found = []
@@ -261,6 +291,6 @@ def cases() -> list[Case]:
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
     found += _element_cases() + _packed_cases() + _f32_cases()
-    found += split_cases() + deterministic_cases()
+    found += split_cases() + deterministic_cases() + _shared_cases()
 
     return found

@@ -33,6 +33,7 @@ struct Config {
   static constexpr int kAlignment = 16;
   static constexpr auto kMask = memeff::MaskKind::causal;
   static constexpr bool kVarlen = false;
+  static constexpr bool kSharedBatch = false;
   static constexpr bool kSegments = false;
   static constexpr bool kBoolean = false;
   static constexpr bool kTileMap = false;
@@ -256,7 +257,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
         # float16 alone on sm_75; float32 has no backward of 192 and more head dims in 99 KB.
-        count = {"sm_75": 253, "sm_86": 872, "sm_90a": 944}.get(arch, 980)
+        count = {"sm_75": 268, "sm_86": 926, "sm_90a": 1002}.get(arch, 1040)
         assert len(set(specs)) == len(specs) == count
 
 
@@ -552,7 +553,7 @@ def test_impossible_problems_raise_value_error(changes):
 
 def test_closure_takes_dims_that_are_not_tuned():
     names = {spec.name for spec in select.closure("sm_80", dtypes=["f16"], dims=[(80, 40)])}
-    features = "window_varlen_segments_boolean_softcap_dropout_bias32"
+    features = "window_varlen_vmap_segments_boolean_softcap_dropout_bias32"
     assert f"fmha_fwd_f16_d96v64_64x64_{features}_sm80" in names
     with pytest.raises(UnsupportedError, match="head_dim is 70000"):
         list(select.closure("sm_80", dims=[(70000, 64)]))

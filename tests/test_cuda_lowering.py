@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from typing import Any
 
@@ -422,18 +423,91 @@ def test_rows_of_a_bias_decide_how_it_is_read(fake_compiler, S, dtype, alignment
     assert f"bias_alignment = {alignment} : i32" in text
 
 
-def test_the_kernels_get_whole_batches_of_what_a_vmap_shares(fake_compiler):
-    """Three elements of a batch of 2 read the same keys, and each has a mask of its own."""
+def shared_operands():
+    """Three queries for a batch of 2 keys, values, biases and masks."""
     query, key, value = shapes()
     queries = jax.ShapeDtypeStruct((3, *query.shape), query.dtype)
-    masks = jax.ShapeDtypeStruct((3, 1, 1, 128, 128), jnp.bool_)
+    bias = jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((2, 1, 128, 128), jnp.bool_)
+    return queries, key, value, bias, mask
+
+
+def vmapped_loss(queries, key, value, bias, mask):
+    attend: Any = jax_memeff.dot_product_attention
+    out = jax.vmap(lambda query: attend(query, key, value, bias, mask))(queries)
+    return out.astype(jnp.float32).sum()
+
+
+def types_of(call):
+    """Of the operands, and of the results."""
+    return [re.findall(r"tensor<([^>]*)>", types) for types in call.split(" : (")[-1].split("->")]
+
+
+SHARED_TYPES = ["2x128x2x64xbf16", "2x128x2x64xbf16", "2x4x128x128xbf16"]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_what_a_vmap_shares_is_not_copied(fake_compiler, monkeypatch, arch):
+    """In the forward and in the backward, whose gradients are those of each element."""
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", arch)
+    text = lower(jax.grad(vmapped_loss, (0, 1, 2, 3)), *shared_operands())
+    forward, backward = attention_calls(text)
+    for call in (forward, backward):
+        operands, _ = types_of(call)
+        assert operands[:5] == ["6x128x4x64xbf16", *SHARED_TYPES, "2x1x128x128xi1"]
+        assert "divisors = dense<1> : tensor<4xi32>" in call
+    _, gradients = types_of(backward)
+    whole = [name.replace("2x", "6x", 1) for name in SHARED_TYPES]
+    assert gradients[:4] == ["6x128x4x64xbf16", *whole]
+    for line in text.splitlines():
+        if "broadcast_in_dim" in line or "concatenate" in line:
+            assert not any(name in line.split("->")[-1] for name in whole)
+    assert all(spec.shared_batch and "_vmap_" in spec.name for spec, _ in fake_compiler)
+
+
+def test_divisors_say_how_the_batch_shares(fake_compiler):
+    """Where the outer map has the keys, and the one inside the queries."""
+    query, key, value = (jax.ShapeDtypeStruct((3, *x.shape[1:]), x.dtype) for x in shapes())
+    queries = jax.ShapeDtypeStruct((5, *query.shape[1:]), query.dtype)
     attend: Any = jax_memeff.dot_product_attention
 
-    def mapped(queries, key, value, masks):
-        return jax.vmap(lambda q, m: attend(q, key, value, mask=m))(queries, masks)
+    def mapped(queries, keys, value):
+        inner = jax.vmap(attend, (0, None, None))
+        return jax.vmap(inner, (None, 0, None))(queries, keys, value[0])
 
-    text = lower(mapped, queries, key, value, masks)
-    (call,) = (line for line in text.splitlines() if "custom_call @jax_memeff_forward" in line)
-    types = call[call.rindex(" : (") :]
-    assert types.count("tensor<6x128x2x64xbf16>") == 2
-    assert "tensor<6x1x128x128xi1>" in types
+    (call,) = attention_calls(lower(mapped, queries, key, value))
+    assert "divisors = dense<[5, 1, 1, 1]>" in call
+    operands, _ = types_of(call)
+    assert operands[1:3] == ["3x128x2x64xbf16", "1x128x2x64xbf16"]
+
+
+def test_masks_that_are_shared_alike_stay_shared(fake_compiler):
+    queries, key, value, _, mask = shared_operands()
+    rows = jax.ShapeDtypeStruct((2, 1, 128, 1), jnp.bool_)
+    own = jax.ShapeDtypeStruct((3, 2, 1, 1, 128), jnp.bool_)
+    attend: Any = jax_memeff.dot_product_attention
+
+    def mapped(*arrays):
+        queries, key, value, *shared, own = arrays
+
+        def element(query, mask):
+            masks = [Mask.boolean(x) for x in (*shared, mask) if x is not None]
+            return attend(query, key, value, mask=functools.reduce(operator.and_, masks))
+
+        return jax.vmap(element)(queries, own)
+
+    for masks, elements in (((mask, rows, None), 2), ((mask, rows, own), 6)):
+        (call,) = attention_calls(lower(mapped, queries, key, value, *masks))
+        assert types_of(call)[0][3] == f"{elements}x1x128x128xi1"
+
+
+def test_kernels_are_the_plain_ones_where_nothing_is_shared(fake_compiler):
+    """A bias that broadcasts over the batch, and a vmap over one element, need no others."""
+    queries, key, value, _, _ = shared_operands()
+    keys, values = (jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (key, value))
+    bias = jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.bfloat16)
+    attend: Any = jax_memeff.dot_product_attention
+    lower(jax.vmap(attend, (0, 0, 0, None)), queries, keys, values, bias)
+    one = jax.ShapeDtypeStruct((1, *queries.shape[1:]), queries.dtype)
+    lower(jax.vmap(attend, (0, None, None)), one, key, value)
+    assert not any(spec.shared_batch for spec, _ in fake_compiler)

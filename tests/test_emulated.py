@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import pytest
 import test_kernels
-from attention_case import Case, assert_results_match, passed, poisoned, run_case
-from kernel_cases import BOTTOM_RIGHT, CAUSAL, WINDOW
+from attention_case import Case, assert_results_match, passed, run_case
+from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 
 from jax_memeff import cuda
 from jax_memeff.options import Operands
@@ -79,9 +79,9 @@ MAPPED = (
         **BOTTOM_RIGHT,
     ),
     Case(T=300, S=390, N=3, K=1, boolean=("BN1S", "1NT1"), block=128, bias="BNTS", dropout=0.2),
-    Case(T=300, S=390, K=1, segments=1, boolean=("B11S",), block=128, bias="1N1S", **WINDOW),
 )
 LARGEST_TILE = 128
+SHARED = (*SHARED_KEYS, ("bias", 3, 1), ("boolean", 2, 3))
 PACKED = ((300, 700), (77, 33), (0, 150))
 SM80 = [
     *on_three_schedules(Case(B=1, T=200, S=150, N=4, K=2, **CAUSAL)),
@@ -92,6 +92,9 @@ SM80 = [
     Run(Case(B=1, T=70, S=90, N=4, K=2, H=128, dtype="float16", **CAUSAL), arch="sm_75"),
     Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT)),
     Run(Case(B=1, T=5, S=700, N=4, K=1, **BOTTOM_RIGHT), splits=True, gradients=False),
+    Run(Case(B=6, T=70, S=90, bias="BNTS", boolean=("B1TS",), dropout=0.2, shared=SHARED)),
+    Run(Case(B=6, T=70, S=90, N=2, K=1, H=264, shared=SHARED_KEYS)),
+    Run(Case(B=6, T=5, S=500, K=1, shared=SHARED_KEYS), splits=True, gradients=False),
 ]
 SM80 += [Run(case, seed=3, unattended=True) for case in MAPPED]
 SM90 = [
@@ -113,12 +116,18 @@ TEAMS = [
     )
 ]
 SM90 += [
+    Run(case, "sm_90a", seed=3, multiprocessors=1, gradients=False, unattended=True)
+    for case in MAPPED
+]
+SM90 += [
     Run(case, arch="sm_90a", seed=1, multiprocessors=2)
     for case in (
         Case(B=3, T=200, S=150, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **CAUSAL),
         Case(B=2, T=140, S=200, K=1, bias="11TS", bias_dtype="float32", soft_cap=2.0, **WINDOW),
         Case(B=3, T=130, S=150, bias="BNTS", lengths=LENGTHS, packed=True),
         Case(B=2, T=140, S=150, K=1, H=256, bias="1NTS", dropout=0.2, lengths=LENGTHS[:2]),
+        Case(B=6, T=140, S=150, N=2, bias="B1TS", boolean=("B11S",), shared=SHARED, **CAUSAL),
+        Case(B=6, T=140, S=150, K=1, H=256, bias="BNTS", shared=(*SHARED_KEYS, ("bias", 3, 1))),
     )
 ]
 DETERMINISTIC = [
@@ -214,7 +223,7 @@ def results(run):
         if run.gradients:
             found = run_case(run.case, *arrays)
         else:
-            operands, _, _ = poisoned(run.case, *arrays)
+            operands, _, _ = passed(run.case, *arrays)
             forward = jax.jit(lambda operands: primitives.forward(operands, run.case.options))
             found = forward(operands), None
         return jax.tree.map(np.asarray, found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from attention_case import Case
 
 from jax_memeff import Mask, tile_maps
 from jax_memeff.codegen.spec import TileMap
+from jax_memeff.options import Divisors
 
 B, N, T, S = 2, 3, 300, 270
 QUERY, KEY = 64, 48
@@ -33,7 +36,7 @@ def tiles_of(mask):
 
 def map_of(mask, tile):
     """The ranges and the tiles of a map, [B, N, lines, ...]."""
-    found = jax.jit(lambda mask: tile_maps.lines(mask, tile, T, S))(mask)
+    found = jax.jit(lambda mask: tile_maps.lines(mask, tile, (B, N, T, S), Divisors()))(mask)
     count = -(-S // KEY) if tile.lines == "queries" else -(-T // QUERY)
     assert found.shape[3] % 8 == 0 and found.shape[3] > 8 + count
     found = np.broadcast_to(np.asarray(found), (B, N, *found.shape[2:]))
@@ -49,7 +52,7 @@ def map_of(mask, tile):
         (drawn(boolean=("BNTS",), block=64), True),
         (drawn(boolean=("1N1S", "B1T1"), block=64), True),
         (drawn(boolean=("B1T1",), segments=2, block=128), False),
-        (drawn(boolean=("1NTS",)) & Mask.boolean(jnp.zeros((), bool)), True),
+        (drawn(boolean=("1NTS",)) & Mask.boolean(jnp.zeros((1, 1, 1, 1), bool)), True),
     ],
     ids=str,
 )
@@ -77,3 +80,25 @@ def test_ids_that_are_apart_leave_tiles_out():
     expected = query[::QUERY, None] == key[::KEY]
     some = np.where(key[::KEY] == 2, SOME, ALL)
     np.testing.assert_array_equal(tiles[0, 0], np.where(expected, some, NONE))
+
+
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_maps_of_what_the_batch_shares_have_all_of_it(divisor):
+    """Two elements of one mask, for a batch of 12 that ids divide, and another of its own."""
+    batch = 12
+    case = Case(B=batch, N=N, T=T, S=S, block=64, segments=1, boolean=("BNTS", "B11S"))
+    mask = case.element_mask(np.random.default_rng(0))
+    first, second = mask.booleans
+    tile = TileMap("queries", QUERY, KEY)
+    expanded = first[np.arange(batch) // divisor % 2]
+    for others in ((), (second,)):
+        found, expected = (
+            tile_maps.lines(
+                dataclasses.replace(mask, booleans=(array, *others)), tile, (batch, N, T, S), shared
+            )
+            for array, shared in (
+                (first[:2], Divisors(booleans=(divisor, 1)[: 1 + len(others)])),
+                (expanded, Divisors()),
+            )
+        )
+        np.testing.assert_array_equal(found, expected)

@@ -70,7 +70,7 @@ def gradients_of(function: Any) -> Any:
     """The results, and gradients of a function of them, of the arrays of floats."""
 
     def gradients(arrays: dict[str, Any]) -> Any:
-        floats = {name: x for name, x in arrays.items() if x.dtype == jnp.float32}
+        floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
         def loss(floats: Any) -> Any:
             out, lse = function({**arrays, **floats})
@@ -136,11 +136,12 @@ def test_each_operand(names, assert_close):
     assert_close(run(vmapped, arrays), one_by_one(every_gradient, names, arrays), 1e-5)
 
 
-def forward_call(function: Any, *arguments: Any) -> list[tuple[int, ...]]:
-    """Shapes of the operands of the one forward of a function."""
+def call_of(name: str, function: Any, *arguments: Any) -> tuple[list[Any], list[Any]]:
+    """Shapes of the operands and of the results of the one bind of a primitive in a function."""
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    (call,) = (x for x in primitives_of(jaxpr) if x.primitive.name == "attention_fwd")
-    return [variable.aval.shape for variable in call.invars]
+    (call,) = (x for x in primitives_of(jaxpr) if x.primitive.name == name)
+    shapes = ([variable.aval.shape for variable in x] for x in (call.invars, call.outvars))
+    return next(shapes), next(shapes)
 
 
 @pytest.mark.parametrize("names", [("query",), ("query", "head_bias"), ("query", "shared_mask")])
@@ -155,8 +156,69 @@ def test_what_is_not_mapped_is_not_repeated(names, assert_close):
         (SIZE if "head_bias" in names else 1, N, 1, S),
         (SIZE if "shared_mask" in names else 1, 1, T, S),
     ]
-    assert forward_call(vmapped, arrays) == shapes
+    assert call_of("attention_fwd", vmapped, arrays)[0] == shapes
     assert_close(run(vmapped, arrays), one_by_one(plain, names, arrays))
+
+
+def biased(arrays: dict[str, Any]) -> Any:
+    return jax_memeff.dot_product_attention(
+        arrays["query"],
+        arrays["key"],
+        arrays["value"],
+        arrays["bias"],
+        arrays["mask"],
+        dropout_rate=0.25,
+        dropout_key=arrays["dropout_key"],
+        return_residual=True,
+    )
+
+
+BIASED = ("query", "key", "value", "bias", "mask", "dropout_key")
+
+
+def test_gradients_do_not_repeat_what_is_not_mapped(assert_close):
+    """Each element has gradients of its own, inside and outside of ``grad``."""
+    arrays, axes = split(("query",), BIASED)
+    vmapped = jax.vmap(gradients_of(biased), in_axes=(axes,))
+    own = [(SIZE * B, T, N, H), (B, S, K, H), (B, S, K, H), (B, N, T, S)]
+    operands, gradients = call_of("attention_bwd", vmapped, arrays)
+    assert operands[:4] == own
+    assert gradients == [(SIZE * B, *shape[1:]) for shape in own]
+    each = one_by_one(gradients_of(biased), ("query",), arrays)
+    assert_close(run(vmapped, arrays), each, 1e-5)
+
+    outside = gradients_of(lambda arrays: jax.vmap(biased, in_axes=(axes,))(arrays))
+    assert call_of("attention_bwd", outside, arrays)[0][:4] == own
+    summed = {name: x if name == "query" else jnp.sum(x, 0) for name, x in each[0].items()}
+    assert_close(run(outside, arrays)[0], summed, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "names",
+    [("query",), ("key", "bias"), ("query", "mask", "value"), ("dropout_key",)],
+    ids="-".join,
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_kernels_read_what_is_shared_in_place(names, head_dim):
+    sizes = {"T": 200, "S": 270, "N": N, "K": K, "H": head_dim, "B": B}
+    dims = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "bias": "BNTS"}
+    arrays: dict[str, Any] = {
+        name: normal(seed, *[SIZE] * (name in names), *(sizes[dim] for dim in dims[name])).astype(
+            jnp.bfloat16
+        )
+        for seed, name in enumerate(dims)
+    }
+    mask_sizes = [SIZE] * ("mask" in names) + [B, 1, sizes["T"], sizes["S"]]
+    arrays["mask"] = normal(5, *mask_sizes) < 1
+    arrays["dropout_key"] = ARRAYS["dropout_key"][slice(None) if "dropout_key" in names else 0]
+    gradients = gradients_of(biased)
+    axes = {name: 0 if name in names else None for name in arrays}
+    got = jax.jit(jax.vmap(gradients, in_axes=(axes,)))(arrays)
+    want = one_by_one(gradients, names, arrays)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        found, expected = (np.asarray(array, np.float32) for array in (x, y))
+        np.testing.assert_allclose(found, expected, rtol=1e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("inner", ["query", "key"])

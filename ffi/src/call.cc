@@ -23,10 +23,16 @@ std::map<std::string, Place> places(std::string_view buffers) {
   for (const std::string& buffer : split(std::string(buffers), ',')) {
     const std::vector<std::string> names = split(buffer, '+');
     const int slots = static_cast<int>(names.size());
-    for (int slot = 0; slot < slots; ++slot) result[names[slot]] = {position, slot, slots};
+    for (int slot = 0; slot < slots; ++slot) result[names[slot]] = {position, slot, slots, 1};
     ++position;
   }
   return result;
+}
+
+// How the batch shares an array that has `elements` of its own.
+BatchShare share_of(const Place& place, unsigned long long elements) {
+  unsigned long long const period = elements * place.divisor;
+  return {period == 0 ? 0 : ~0ull / period + 1, elements};
 }
 
 }  // namespace
@@ -40,16 +46,18 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   auto windows = attributes.get<ffi::Span<const int32_t>>("windows");
   auto dropout_threshold = attributes.get<int32_t>("dropout_threshold");
   auto longest = attributes.get<ffi::Span<const int32_t>>("longest");
+  auto divisors = attributes.get<ffi::Span<const int32_t>>("divisors");
   auto bias_alignment = attributes.get<int32_t>("bias_alignment");
   auto kernels = attributes.get<ffi::Dictionary>("kernels");
   if (!operands.has_value() || !results.has_value() || !scale.has_value() || !windows.has_value() ||
-      !dropout_threshold.has_value() || !longest.has_value() || !bias_alignment.has_value() ||
-      !kernels.has_value() || scale->size() != 4 || windows->size() != 4 || longest->size() != 2) {
-    return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
-                                   "the custom call needs the attributes operands, results, scale "
-                                   "(3), windows (4), dropout_threshold, longest (2), "
-                                   "bias_alignment and kernels (was the program exported by "
-                                   "another version?)"));
+      !dropout_threshold.has_value() || !longest.has_value() || !divisors.has_value() ||
+      !bias_alignment.has_value() || !kernels.has_value() || scale->size() != 4 ||
+      windows->size() != 4 || longest->size() != 2 || divisors->size() != 4) {
+    return ffi::Unexpected(
+        failure(ffi::ErrorCode::kInvalidArgument,
+                "the custom call needs the attributes operands, results, scale (4), windows (4), "
+                "dropout_threshold, longest (2), divisors (4), bias_alignment and kernels (was the "
+                "program exported by another version?)"));
   }
   auto table = KernelTable::decode(*kernels);
   if (!table.has_value()) return ffi::Unexpected(table.error());
@@ -66,6 +74,13 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   call->dropout_threshold = *dropout_threshold;
   call->longest_query = (*longest)[0];
   call->longest_key = (*longest)[1];
+  const int32_t* divisor = divisors->begin();
+  for (const char* name : {"key", "value", "bias", "boolean"}) {
+    if (auto found = call->operands.find(name); found != call->operands.end()) {
+      found->second.divisor = *divisor;
+    }
+    ++divisor;
+  }
   call->bias_alignment = *bias_alignment;
   if (ffi::Error error = call->kernels.load(); error.failure()) return ffi::Unexpected(error);
   return call;
@@ -138,6 +153,7 @@ TensorView Buffers::tensor(const std::string& name) {
   long long const slot_stride = dims[2] * view.head_stride;
   view.row_stride = place(name)->slots * slot_stride;
   view.batch_stride = dims[1] * view.row_stride;
+  view.share = share_of(*place(name), dims[0]);
   view.data = static_cast<char*>(data(name)) +
               place(name)->slot * slot_stride * ffi::ByteWidth(buffer(name)->element_type());
   require_alignment(name, view.data, alignment_);
@@ -159,7 +175,7 @@ ScoreView Buffers::scores(const std::string& name, int alignment) {
     for (size_t inner = dim + 1; inner < dims.size(); ++inner) elements *= dims[inner];
     return elements;
   };
-  view = {data(name), stride(0), stride(1), stride(2), stride(3)};
+  view = {data(name), stride(0), stride(1), stride(2), stride(3), share_of(*place(name), dims[0])};
   require_alignment(name, view.data, alignment);
   return view;
 }

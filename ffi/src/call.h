@@ -17,6 +17,7 @@ struct Place {
   int position;
   int slot;
   int slots;
+  int divisor;  // of the batch index, where elements of the batch share the array: see BatchShare
 };
 
 // State of a call site: made in the instantiate stage, read by the later ones.

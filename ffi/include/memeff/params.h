@@ -7,6 +7,14 @@
 
 namespace memeff {
 
+// Which of an array's own elements each of the batch reads: (batch index / divisor) % elements.
+// Both are in `fraction`, what one batch index is of a period of divisor * elements
+// (core/common.cuh).
+struct BatchShare {
+  unsigned long long fraction;  // 2^64 / (divisor * elements), rounded up; 0 of a period of 1
+  unsigned long long elements;
+};
+
 // A [batch, sequence, head, dim] tensor whose innermost dimension is contiguous.
 // Strides count elements; they are 64 bits wide because sizes may pass 2^31.
 struct TensorView {
@@ -14,6 +22,7 @@ struct TensorView {
   long long batch_stride;
   long long row_stride;
   long long head_stride;
+  BatchShare share;
 };
 
 // An array that broadcasts to the scores [B, N, T, S]; the stride of a broadcast dimension is 0.
@@ -23,6 +32,7 @@ struct ScoreView {
   long long head_stride;
   long long row_stride;
   long long column_stride;
+  BatchShare share;
 };
 
 // Sizes of one call, named as in the documentation: query [B, T, N, H], key [B, S, K, H],
@@ -172,14 +182,14 @@ struct BackwardMaps {
   TensorMap value_gradient;
 };
 
-static_assert(sizeof(TensorView) == 32, "host and device disagree on TensorView");
-static_assert(sizeof(ScoreView) == 40, "host and device disagree on ScoreView");
+static_assert(sizeof(TensorView) == 48, "host and device disagree on TensorView");
+static_assert(sizeof(ScoreView) == 56, "host and device disagree on ScoreView");
 static_assert(sizeof(ProblemShape) == 56, "host and device disagree on ProblemShape");
-static_assert(sizeof(MaskParams) == 112, "host and device disagree on MaskParams");
+static_assert(sizeof(MaskParams) == 128, "host and device disagree on MaskParams");
 static_assert(sizeof(TileMap) == 16, "host and device disagree on TileMap");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(ForwardParams) == 456, "host and device disagree on ForwardParams");
-static_assert(sizeof(BackwardParams) == 640, "host and device disagree on BackwardParams");
+static_assert(sizeof(ForwardParams) == 552, "host and device disagree on ForwardParams");
+static_assert(sizeof(BackwardParams) == 816, "host and device disagree on BackwardParams");
 
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");
 

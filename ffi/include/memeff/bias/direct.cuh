@@ -69,9 +69,9 @@ CUTE_DEVICE void add_bias_elements(Accumulators& scores, ScoreView const& bias, 
                                    float bias_scale) {
   using Element = typename Config::BiasElement;
   constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
-  DirectBiasAdder<Element, Grid, kPerRow>::add(scores,
-                                               ScorePlane<Element>(bias, batch, head, row, column),
-                                               row_bound, column_bound, bias_scale);
+  DirectBiasAdder<Element, Grid, kPerRow>::add(
+      scores, ScorePlane<Element>(bias, element_of<Config>(bias, batch), head, row, column),
+      row_bound, column_bound, bias_scale);
 }
 
 }  // namespace memeff

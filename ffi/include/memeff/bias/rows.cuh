@@ -10,7 +10,8 @@ namespace memeff {
 
 template <class Config>
 CUTE_DEVICE float row_bias(ScoreView const& bias, int batch, int head, int row) {
-  ScorePlane<typename Config::BiasElement> const plane(bias, batch, head, row, 0);
+  ScorePlane<typename Config::BiasElement> const plane(bias, element_of<Config>(bias, batch), head,
+                                                       row, 0);
   return float(*plane.at(0, 0));
 }
 

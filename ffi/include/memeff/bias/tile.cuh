@@ -103,8 +103,8 @@ CUTE_DEVICE char const* bias_row(ScoreView const& bias, int batch, int head, int
   if constexpr (has_bias_tile<Config>()) {
     using Element = typename Config::BiasElement;
     return reinterpret_cast<char const*>(static_cast<Element const*>(bias.data) +
-                                         batch * bias.batch_stride + head * bias.head_stride +
-                                         row * bias.row_stride);
+                                         element_of<Config>(bias, batch) * bias.batch_stride +
+                                         head * bias.head_stride + row * bias.row_stride);
   }
   return nullptr;
 }

@@ -33,6 +33,16 @@ enum class BiasAccess { vectors, words, columns, rows, elements };
 CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CUTE_HOST_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 
+// The element of an array that a batch element reads, where a vmap shares it: Lemire, Kaser and
+// Kurz, "Faster remainder by direct computation" (2019), section 3. Whole periods overflow; what is
+// left of one, times the elements, has the element above the point. It is exact for periods below
+// 2^33, because rounding adds less than 2^-33 of one.
+template <class Config, class View>
+CUTE_DEVICE int element_of(View const& view, int batch) {
+  if constexpr (!Config::kSharedBatch) return batch;
+  return int(__umul64hi(view.share.fraction * unsigned(batch), view.share.elements));
+}
+
 CUTE_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 }  // namespace memeff

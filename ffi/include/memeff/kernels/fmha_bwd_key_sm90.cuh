@@ -151,10 +151,11 @@ struct FmhaBackwardDividedKey {
     Origin const queries = query_origin<Config>(params.shape, item.batch);
     Origin const keys = key_origin<Config>(params.shape, item.batch);
     load_bulk_tile<KeyTile>(maps.key, control.key.acquire({}, KeyTile::kBytes), tiles, 0,
-                            keys.row + work.column, item.head, keys.batch, kOnce);
+                            keys.row + work.column, item.head,
+                            element_of<Config>(params.key, keys.batch), kOnce);
     load_bulk_tile<ValueTile>(maps.value, control.value.acquire({}, ValueTile::kBytes),
                               tiles + kValueOffset, 0, keys.row + work.column, item.head,
-                              keys.batch, kOnce);
+                              element_of<Config>(params.value, keys.batch), kOnce);
     Visit visit(work, params.shape.group);
     CUTE_NO_UNROLL
     for (int i = 0; i < count; ++i) {

@@ -113,15 +113,17 @@ struct FmhaBackwardDividedQuery {
     PipelineStage<kKeyStages> key;
     PipelineStage<kValueStages> value;
     int const key_head = item.head / params.shape.group;
+    int const key_element = element_of<Config>(params.key, keys.batch);
+    int const value_element = element_of<Config>(params.value, keys.batch);
     CUTE_NO_UNROLL
     for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; --tile) {
       int const row = keys.row + tile * kTileKey;
       load_bulk_tile<KeyTile>(maps.key, control.key.acquire(key, KeyTile::kBytes),
                               tiles + kKeyOffset + key.index * KeyTile::kBytes, 0, row, key_head,
-                              keys.batch, kAgain);
+                              key_element, kAgain);
       load_bulk_tile<ValueTile>(maps.value, control.value.acquire(value, ValueTile::kBytes),
                                 tiles + kValueOffset + value.index * ValueTile::kBytes, 0, row,
-                                key_head, keys.batch, kAgain);
+                                key_head, value_element, kAgain);
       key.advance();
       value.advance();
     }

@@ -91,7 +91,7 @@ struct FmhaBackwardRecompute<Config, BackwardTiles<Config>> {
           params.query.row_stride * sizeof(Element), mask.query_length - row, shape.head_dim);
       TileLoader<KeyTile, kThreads, Config::kAlignment>::copy(
           key_tile,
-          row_pointer<Element>(params.key, keys.batch, keys.row + column, head / shape.group),
+          key_row_pointer<Config>(params.key, keys.batch, keys.row + column, head / shape.group),
           params.key.row_stride * sizeof(Element), mask.key_length - column, shape.head_dim);
       char const* const statistics = reinterpret_cast<char const*>(
           params.row_statistics +
@@ -114,7 +114,7 @@ struct FmhaBackwardRecompute<Config, BackwardTiles<Config>> {
           shape.value_dim);
       TileLoader<ValueTile, kThreads, Config::kAlignment>::copy(
           value_tile,
-          row_pointer<Element>(params.value, keys.batch, keys.row + column, head / shape.group),
+          key_row_pointer<Config>(params.value, keys.batch, keys.row + column, head / shape.group),
           params.value.row_stride * sizeof(Element), mask.key_length - column, shape.value_dim);
     };
 

@@ -121,22 +121,24 @@ struct RecomputeSm90 {
       CUTE_NO_UNROLL
       for (int member = work.next(params, 0); member < work.members.count;
            member = work.next(params, member + 1)) {
-        load_pairs<kHeadParts>(params, maps.query, maps.key, work, member, control, stage, tiles);
-        load_pairs<kValueParts>(params, maps.out_gradient, maps.value, work, member, control, stage,
-                                tiles);
+        load_pairs<kHeadParts>(params, maps.query, maps.key, params.key, work, member, control,
+                               stage, tiles);
+        load_pairs<kValueParts>(params, maps.out_gradient, maps.value, params.value, work, member,
+                                control, stage, tiles);
       }
     }
   }
 
   template <int kParts>
   CUTE_DEVICE static void load_pairs(BackwardParams const& params, TensorMap const& rows,
-                                     TensorMap const& columns, Work const& work, int member,
-                                     Control& control, PipelineStage<kStages>& stage,
-                                     uint32_t tiles) {
+                                     TensorMap const& columns, TensorView const& tensor,
+                                     Work const& work, int member, Control& control,
+                                     PipelineStage<kStages>& stage, uint32_t tiles) {
     int const batch = work.members.batch(member);
     int const head = work.members.head(member);
     Origin const queries = query_origin<Config>(params.shape, batch);
     Origin const keys = key_origin<Config>(params.shape, batch);
+    int const element = element_of<Config>(tensor, keys.batch);
     CUTE_NO_UNROLL
     for (int part = 0; part < kParts; ++part) {
       uint64_t& arrived = control.acquire(stage, kPairBytes);
@@ -145,7 +147,7 @@ struct RecomputeSm90 {
       load_part<kQueryBox>(rows, arrived, pair, column, queries.row + work.tile.row, head,
                            queries.batch);
       load_part<kKeyBox>(columns, arrived, pair + Part::kBytes, column, keys.row + work.tile.column,
-                         head / params.shape.group, keys.batch);
+                         head / params.shape.group, element);
       stage.advance();
     }
   }

@@ -154,10 +154,11 @@ struct FmhaBackwardSm80 {
     if (auto const first = visits.first(); visits.has(first)) {
       int const column_bound = mask.key_length - column;
       TileLoader<KeyTile, kThreads, Config::kAlignment>::copy(
-          key_tile, row_pointer<Element>(params.key, keys.batch, keys.row + column, item.head),
+          key_tile, key_row_pointer<Config>(params.key, keys.batch, keys.row + column, item.head),
           params.key.row_stride * sizeof(Element), column_bound, shape.head_dim);
       TileLoader<ValueTile, kThreads, Config::kAlignment>::copy(
-          value_tile, row_pointer<Element>(params.value, keys.batch, keys.row + column, item.head),
+          value_tile,
+          key_row_pointer<Config>(params.value, keys.batch, keys.row + column, item.head),
           params.value.row_stride * sizeof(Element), column_bound, shape.value_dim);
       load_query(visits.at(first), 0);
       load_out_gradient(visits.at(first));

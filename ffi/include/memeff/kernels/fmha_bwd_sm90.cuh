@@ -143,9 +143,9 @@ struct FmhaBackwardSm90 {
     Origin const queries = query_origin<Config>(params.shape, item.batch);
     Origin const keys = key_origin<Config>(params.shape, item.batch);
     load_bulk_tile<KeyTile>(maps.key, arrived, tiles, 0, keys.row + work.column, item.head,
-                            keys.batch, kOnce);
+                            element_of<Config>(params.key, keys.batch), kOnce);
     load_bulk_tile<ValueTile>(maps.value, arrived, tiles + kValueOffset, 0, keys.row + work.column,
-                              item.head, keys.batch, kOnce);
+                              item.head, element_of<Config>(params.value, keys.batch), kOnce);
     PipelineStage<kStages> stage;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {

@@ -155,7 +155,7 @@ struct WideScores {
         left.row_stride * sizeof(Element), mask.query_length - tile.row, columns - first);
     TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
         buffer + QueryStep::kBytes,
-        row_pointer<Element>(right, keys.batch, keys.row + tile.column, tile.key_head) +
+        key_row_pointer<Config>(right, keys.batch, keys.row + tile.column, tile.key_head) +
             first * int(sizeof(Element)),
         right.row_stride * sizeof(Element), mask.key_length - tile.column, columns - first);
   }
@@ -208,12 +208,13 @@ struct FmhaBackwardWideQuery {
     auto tile_at = [&](int tile) {
       return WideTile{item.batch, item.head, key_head, row, tile * kTileKey};
     };
+    Origin const keys = {element_of<Config>(params.key, scores.keys.batch), scores.keys.row};
     StepRing ring(scores.buffers, Scores::kBufferBytes);
     ring.start([&](uint32_t buffer) { scores.load(tile_at(tiles.begin), 0, 0, buffer); });
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       int const parity = (tile - tiles.begin) % 2;
       auto const product = Scores::template rows<Product>(
-          params.key, scores.keys, tile * kTileKey, key_head, mask.key_length, shape.head_dim);
+          params.key, keys, tile * kTileKey, key_head, mask.key_length, shape.head_dim);
       scores.template compute<false, true>(ring, tile_at(tile), parity,
                                            [&](uint32_t buffer) { product.load(0, buffer); });
       product.run(

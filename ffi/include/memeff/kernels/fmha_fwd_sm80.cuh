@@ -85,10 +85,10 @@ struct FmhaForwardSm80 {
 
     Origin const queries = query_origin<Config>(shape, item.batch);
     Origin const keys = key_origin<Config>(shape, item.batch);
-    SourcePointer const key_rows(parked_key,
-                                 row_pointer<Element>(params.key, keys.batch, keys.row, key_head));
+    SourcePointer const key_rows(
+        parked_key, key_row_pointer<Config>(params.key, keys.batch, keys.row, key_head));
     SourcePointer const value_rows(
-        parked_value, row_pointer<Element>(params.value, keys.batch, keys.row, key_head));
+        parked_value, key_row_pointer<Config>(params.value, keys.batch, keys.row, key_head));
     long long const key_row_bytes = params.key.row_stride * sizeof(Element);
     long long const value_row_bytes = params.value.row_stride * sizeof(Element);
     auto load_key = [&](int tile) {

@@ -125,10 +125,11 @@ struct FmhaForwardSm90 {
           produce_queries(params, maps, control, tiles);
           break;
         case kWarpSize:
-          produce_tiles<KeyTile>(params, maps.key, control, control.key, tiles + kKeyOffset);
+          produce_tiles<KeyTile>(params, params.key, maps.key, control, control.key,
+                                 tiles + kKeyOffset);
           break;
         case 2 * kWarpSize:
-          produce_tiles<ValueTile>(params, maps.value, control, control.value,
+          produce_tiles<ValueTile>(params, params.value, maps.value, control, control.value,
                                    tiles + kValueOffset);
           break;
       }
@@ -193,9 +194,9 @@ struct FmhaForwardSm90 {
 
   // The thread that copies keys, and the one that copies values.
   template <class Tile>
-  CUTE_DEVICE static void produce_tiles(ForwardParams const& params, TensorMap const& map,
-                                        Control& control, Pipeline<kStages>& ring,
-                                        uint32_t buffers) {
+  CUTE_DEVICE static void produce_tiles(ForwardParams const& params, TensorView const& tensor,
+                                        TensorMap const& map, Control& control,
+                                        Pipeline<kStages>& ring, uint32_t buffers) {
     PipelineStage<kStages> stage;
     PipelineStage<kPieceStages> slot;
     while (true) {
@@ -204,36 +205,49 @@ struct FmhaForwardSm90 {
       slot.advance();
       if (item.batch < 0) break;
       ScoreMask<Config, ScoreGrid> const mask(params.mask, params.shape, item.batch);
-      TileRange const range = visits(mask, item);
+      Visits const range = visits(params, mask, item);
       Origin const origin = key_origin<Config>(params.shape, item.batch);
+      int const element = element_of<Config>(tensor, origin.batch);
       int const key_head = item.head / params.shape.group;
       CUTE_NO_UNROLL
-      for (int tile = range.end - 1; tile >= range.begin; --tile) {
+      for (int tile = range.end - 1; tile >= range.begin; tile = next_visit(range, tile, 1)) {
         load_bulk_tile<Tile>(map, ring.acquire(stage, Tile::kBytes),
                              buffers + stage.index * Tile::kBytes, 0, origin.row + tile * kTileKey,
-                             key_head, origin.batch, CacheHint::EVICT_LAST);
+                             key_head, element, CacheHint::EVICT_LAST);
         stage.advance();
       }
     }
   }
 
   using Mask = ScoreMask<Config, ScoreGrid>;
+  using Visits = cute::conditional_t<Config::kTileMap, TileLine<true>, TileRange>;
+  static_assert(!Config::kTileMap || kTeams == 1);
   static constexpr bool kPassesOver = Config::kMask != MaskKind::none && kTeams == 1;
 
   // The key tiles of a piece. One whose rows attend to nothing visits a tile that its mask empties.
   // Teams have equally many, if need be such a tile, too.
-  CUTE_DEVICE static TileRange visits(Mask const& mask, WorkItem const& item) {
+  CUTE_DEVICE static Visits visits(ForwardParams const& params, Mask const& mask,
+                                   WorkItem const& item) {
     TileRange const range = mask.key_tiles(item.tile * kTileQuery, kTileQuery, kTileKey);
     if constexpr (kTeams > 1) {
       int const count = max(ceil_div(range.end - range.begin, kTeams), 1) * kTeams;
       return {range.begin, range.begin + count};
     }
-    return range.begin < range.end ? range : TileRange{0, 1};
+    if constexpr (Config::kTileMap) {
+      int const tiles = ceil_div(params.shape.key_length, kTileKey);
+      Visits line(range, params.tile_map, item.batch, item.head, item.tile, tiles);
+      // The tile behind the last is beyond the keys, so that nothing is loaded.
+      if (line.empty()) line.begin = tiles, line.end = tiles + 1;
+      return line;
+    } else {
+      return range.begin < range.end ? range : TileRange{0, 1};
+    }
   }
 
   // Those of a consumer, from the last to the first in steps of kTeams.
-  CUTE_DEVICE static TileRange visits(Mask const& mask, WorkItem const& item, int warpgroup) {
-    TileRange range = visits(mask, item);
+  CUTE_DEVICE static Visits visits(ForwardParams const& params, Mask const& mask,
+                                   WorkItem const& item, int warpgroup) {
+    Visits range = visits(params, mask, item);
     if constexpr (kTeams > 1) {
       range.begin += kTeams - 1 - warpgroup;
       range.end -= warpgroup;
@@ -250,12 +264,38 @@ struct FmhaForwardSm90 {
   // The key tile that a consumer visits first. It passes over fewer than kStages: while it waits
   // for the next keys it holds values of the piece before, and others may need that buffer for
   // more.
-  CUTE_DEVICE static int first_visit(Mask const& mask, WorkItem const& item, TileRange const& range,
+  CUTE_DEVICE static int first_visit(Mask const& mask, WorkItem const& item, Visits const& range,
                                      int warpgroup) {
     if constexpr (!kPassesOver) return range.end - 1;
     int const row = item.tile * kTileQuery + warpgroup * kWarpgroupRows;
     int const end = mask.key_tiles(row, kWarpgroupRows, kTileKey).end;
+    if constexpr (Config::kTileMap) {
+      int tile = range.end - 1;
+      for (int passed = 1; passed < kStages && tile >= end && tile > range.begin; ++passed) {
+        tile = range.before(tile);
+      }
+      return tile;
+    }
     return max(min(end, range.end) - 1, max(range.begin, range.end - kStages));
+  }
+
+  // How many visits of a piece have this tile, or one above it.
+  CUTE_DEVICE static int passed(Visits const& range, int tile) {
+    if constexpr (!Config::kTileMap) return range.end - tile;
+    int count = 0;
+    for (int other = range.end - 1; other >= tile; other = next_visit(range, other)) ++count;
+    return count;
+  }
+
+  // The tile that a consumer visits after this one, or after a place above its first.
+  CUTE_DEVICE static int next_visit(Visits const& range, int tile, int teams = kTeams) {
+    if constexpr (Config::kTileMap) return range.before(tile);
+    return tile - teams;
+  }
+
+  CUTE_DEVICE static bool mixed(Visits const& range, int tile) {
+    if constexpr (Config::kTileMap) return range.mixed(tile);
+    return true;
   }
 
   // Gives the buffers of `count` tiles back unread.
@@ -348,12 +388,12 @@ struct FmhaForwardSm90 {
   // for the one behind.
   CUTE_DEVICE static void pass_over_piece(ForwardParams const& params, Control& control,
                                           WorkItem const& item, Position& at) {
-    TileRange const range = visits(Mask(params.mask, params.shape, item.batch), item);
+    Visits const range = visits(params, Mask(params.mask, params.shape, item.batch), item);
     control.query[at.warpgroup].wait(at.query);
     __syncwarp();
     release_queries(control, at);
     CUTE_NO_UNROLL
-    for (int tile = range.begin; tile < range.end; ++tile) {
+    for (int tile = range.end - 1; tile >= range.begin; tile = next_visit(range, tile)) {
       pass_over(control.key, at.key, 1, at.leader);
       pass_over(control.value, at.value, 1, at.leader);
     }
@@ -369,15 +409,15 @@ struct FmhaForwardSm90 {
     int const warpgroup = at.row_warpgroup;
     bool const leader = at.leader;
     Mask mask(params.mask, shape, item.batch);
-    TileRange range = visits(mask, item, at.team);
+    Visits range = visits(params, mask, item, at.team);
     int tile = first_visit(mask, item, range, warpgroup);
     float correction[Softmax::kRows];
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
 
     control.query[warpgroup].wait(at.query);
     load_bias(params, mask, item, tile, tiles);
-    pass_over(control.key, at.key, range.end - 1 - tile, leader);
-    pass_over(control.value, at.value, range.end - 1 - tile, leader);
+    pass_over(control.key, at.key, passed(range, tile + 1), leader);
+    pass_over(control.value, at.value, passed(range, tile + 1), leader);
     control.key.wait(at.key);
     fence_accumulators(scores);
     begin_products();
@@ -406,16 +446,16 @@ struct FmhaForwardSm90 {
         if (following.batch < 0) break;
         item = following;
         mask = Mask(params.mask, shape, item.batch);
-        range = visits(mask, item, at.team);
+        range = visits(params, mask, item, at.team);
         tile = first_visit(mask, item, range, warpgroup) + kTeams;
         softmax = Softmax();
         at.query.advance();
         control.query[warpgroup].wait(at.query);
-        load_bias(params, mask, item, tile - kTeams, tiles);
-        pass_over(control.key, at.key, range.end - tile, leader);
+        load_bias(params, mask, item, next_visit(range, tile), tiles);
+        pass_over(control.key, at.key, passed(range, tile), leader);
         control.key.wait(at.key);
       }
-      tile -= kTeams;
+      tile = next_visit(range, tile);
       fence_accumulators(scores);
       fence_accumulators(output);
       begin_products();
@@ -448,7 +488,7 @@ struct FmhaForwardSm90 {
         finish_piece(params, control.items[at.slot.index], tiles, done_query, done, output);
         release_piece(control, at, done_query);
         cute::clear(output);
-        pass_over(control.value, at.value, range.end - 1 - tile, leader);
+        pass_over(control.value, at.value, passed(range, tile + 1), leader);
         clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
       } else {
         CUTE_UNROLL
@@ -496,7 +536,7 @@ struct FmhaForwardSm90 {
   // Soft cap, bias and masks: scores that are ready for the softmax.
   template <class Mask, class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
-                                 WorkItem const& item, int tile, TileRange const& range,
+                                 WorkItem const& item, int tile, Visits const& range,
                                  uint32_t tiles, Scores& scores) {
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
@@ -509,10 +549,10 @@ struct FmhaForwardSm90 {
                                     bias_row_bytes(params)),
                params.scale.bias_scale);
       __syncwarp();  // nobody reads it any more
-      if (tile > range.begin) load_bias(params, mask, item, tile - kTeams, tiles);
+      if (tile > range.begin) load_bias(params, mask, item, next_visit(range, tile), tiles);
     }
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                              item.head, row, column);
+                                              item.head, row, column, mixed(range, tile));
   }
 
   template <class Probabilities>

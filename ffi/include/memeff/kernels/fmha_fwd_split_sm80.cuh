@@ -65,8 +65,8 @@ struct FmhaForwardSplitSm80 {
     TileRange const tiles =
         share_of_split(mask.key_tiles(row, kTileQuery, kTileKey), item.split, params.splits);
 
-    char const* const key_rows = row_pointer<Element>(params.key, item.batch, 0, key_head);
-    char const* const value_rows = row_pointer<Element>(params.value, item.batch, 0, key_head);
+    char const* const key_rows = key_row_pointer<Config>(params.key, item.batch, 0, key_head);
+    char const* const value_rows = key_row_pointer<Config>(params.value, item.batch, 0, key_head);
     long long const key_row_bytes = params.key.row_stride * sizeof(Element);
     long long const value_row_bytes = params.value.row_stride * sizeof(Element);
     auto load = [&](int tile, int stage) {

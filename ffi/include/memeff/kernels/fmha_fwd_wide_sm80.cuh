@@ -93,7 +93,7 @@ struct FmhaForwardWideSm80 {
           shape.head_dim - first);
       TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
           buffer + QueryStep::kBytes,
-          row_pointer<Element>(params.key, keys.batch, keys.row + column, key_head) +
+          key_row_pointer<Config>(params.key, keys.batch, keys.row + column, key_head) +
               first * int(sizeof(Element)),
           params.key.row_stride * sizeof(Element), mask.key_length - column,
           shape.head_dim - first);
@@ -108,7 +108,7 @@ struct FmhaForwardWideSm80 {
       int const column = tile * kTileKey;
       bool const last = tile == tiles.begin;
       OutProduct const product = {
-          row_pointer<Element>(params.value, keys.batch, keys.row + column, key_head),
+          key_row_pointer<Config>(params.value, keys.batch, keys.row + column, key_head),
           params.value.row_stride * (long long)sizeof(Element), mask.key_length - column,
           shape.value_dim};
 

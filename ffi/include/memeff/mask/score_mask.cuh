@@ -30,8 +30,8 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
     }
     if constexpr (Config::kBoolean) {
       using Boolean = BooleanMask<Grid>;
-      Boolean::apply(scores, typename Boolean::Plane(mask.boolean, batch, head, row, column),
-                     row_bound, column_bound);
+      Boolean::apply(scores, plane<Boolean>(mask.boolean, batch, head, row, column), row_bound,
+                     column_bound);
     }
   }
 
@@ -52,10 +52,16 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
     }
     if constexpr (Config::kBoolean) {
       using Boolean = BooleanMask<Grid>;
-      Boolean::apply_transposed(scores,
-                                typename Boolean::Plane(mask.boolean, batch, head, row, column),
+      Boolean::apply_transposed(scores, plane<Boolean>(mask.boolean, batch, head, row, column),
                                 row_bound, column_bound);
     }
+  }
+
+ private:
+  template <class Boolean>
+  CUTE_DEVICE static typename Boolean::Plane plane(ScoreView const& boolean, int batch, int head,
+                                                   int row, int column) {
+    return {boolean, element_of<Config>(boolean, batch), head, row, column};
   }
 };
 

@@ -43,4 +43,11 @@ CUTE_DEVICE char* row_pointer(TensorView const& tensor, int batch, int row, int 
                                  row * tensor.row_stride + head * tensor.head_stride);
 }
 
+// The same of key or value, which a vmap may share.
+template <class Config>
+CUTE_DEVICE char* key_row_pointer(TensorView const& tensor, int batch, int row, int head) {
+  return row_pointer<typename Config::Element>(tensor, element_of<Config>(tensor, batch), row,
+                                               head);
+}
+
 }  // namespace memeff

@@ -39,6 +39,10 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return unsigned((uint64_t(high) << 32 | low) >> (shift % 32));
 }
 
+inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(x) * y >> 64);
+}
+
 inline void __syncthreads() { emulator::sync_threads(); }
 inline void __syncwarp(unsigned = ~0u) { emulator::sync_warp(); }
 // All lanes that have not exited: __syncwarp() waits for those.
