@@ -51,6 +51,7 @@ _STAGES = """\
 _QUERY_STAGES = """\
   static constexpr int kQueryStages = {query_stages};
   static constexpr int kTeams = {teams};
+  static constexpr bool kStagesOutput = {stages_output};
 """
 
 _PARK = """\
@@ -171,7 +172,11 @@ def _schedule(spec: KernelSpec) -> str:
         return text
     text = _STAGES.format(stages=tile.stages)
     if spec.direction == "forward":
-        text += _QUERY_STAGES.format(query_stages=tile.query_stages, teams=tile.teams)
+        text += _QUERY_STAGES.format(
+            query_stages=tile.query_stages,
+            teams=tile.teams,
+            stages_output=_bool(spec.stages_output),
+        )
     return text
 
 

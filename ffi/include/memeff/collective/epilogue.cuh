@@ -24,26 +24,7 @@ CUTE_DEVICE void store_rows(uint32_t tile, char* rows, long long row_bytes, int 
   }
 }
 
-// Stores 16 rows of a shared tile, by one warp: those below row_bound, as zeros from valid_bound
-// on. `rows` points to the first row of the tile, and its rows are multiples of 16 bytes.
-template <class Tile>
-CUTE_DEVICE void store_warp_rows(uint32_t tile, int first_row, char* rows, long long row_bytes,
-                                 int row_bound, int valid_bound, int column_bound) {
-  constexpr int kRowChunks = Tile::kColumns / Tile::kChunkColumns;
-  CUTE_UNROLL
-  for (int i = 0; i < 16 * kRowChunks; i += kWarpSize) {
-    int const vector = i + int(threadIdx.x) % kWarpSize;
-    int const row = first_row + vector / kRowChunks;
-    int const chunk = vector % kRowChunks;
-    if (row < row_bound && chunk * Tile::kChunkColumns < column_bound) {
-      uint4 const value = load_shared_vector(tile + Tile::byte_offset(row, chunk));
-      *reinterpret_cast<uint4*>(rows + row * row_bytes + chunk * 16) =
-          row < valid_bound ? value : make_uint4(0, 0, 0, 0);
-    }
-  }
-}
-
-// store_rows() from accumulators. The shared tile must be free on entry for all threads of the CTA.
+// The same from accumulators. The shared tile must be free on entry for all threads of the CTA.
 template <class Element, class Tile, class Grid, int kThreads, int kAlignment, class Accumulators>
 CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, char* rows,
                             long long row_bytes, int row_bound, int column_bound) {

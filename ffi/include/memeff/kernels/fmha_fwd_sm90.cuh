@@ -19,10 +19,9 @@
 #pragma once
 
 #include <memeff/bias/add.cuh>
-#include <memeff/bias/rows.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/drop.cuh>
-#include <memeff/collective/epilogue.cuh>
+#include <memeff/collective/forward_output_sm90.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/collective/team.cuh>
@@ -68,15 +67,9 @@ struct FmhaForwardSm90 {
   using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
   static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
 
-  // The output leaves through the buffer of its queries, by rows, where the queries of the next
-  // piece have another; else from registers.
-  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;
-  static constexpr bool kOutputPassesQueries =
-      kQueryStages > 1 &&
-      OutTile::kPanelColumns == QueryTile::kPanelColumns&& OutTile::kBytes <= QueryTile::kBytes;
-
   using Team = WarpTeam<kConsumerWarps, kTeams, 1 + kWarpgroups>;
   using Merge = TeamMerge<Team, Softmax, kTileQuery * Config::kValueDim>;
+  using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax, kConsumers>;
 
   static constexpr int kPieceStages = 4;
   struct Control {
@@ -90,7 +83,8 @@ struct FmhaForwardSm90 {
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   static constexpr int kBiasOffset = kValueOffset + kStages * ValueTile::kBytes;
   static constexpr int kMergeOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
-  static constexpr int kControlOffset = kMergeOffset + Merge::kBytes;
+  static constexpr int kOutputOffset = kMergeOffset + Merge::kBytes;
+  static constexpr int kControlOffset = kOutputOffset + OutputWriter::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
   // Named barriers: one for the threads of each consumer, and one for teams.
@@ -331,39 +325,23 @@ struct FmhaForwardSm90 {
     at.row_warpgroup = at.warpgroup - at.team;
     at.leader = threadIdx.x % kWarpSize == 0;
     at.key.index = at.value.index = at.team;
-    auto output = OutGrid::make_accumulators();  // (4, 1, MMA_N)
     while (true) {
-      WorkItem item = take_item(control, at.slot);
-      if (item.batch < 0) return;
-      Softmax softmax;
-      cute::clear(output);
-      if (has_rows(params, item, at.warpgroup)) {
-        item = visit_pieces(params, control, tiles, item, at, softmax, output);
+      WorkItem const item = take_item(control, at.slot);
+      if (item.batch < 0) break;
+      if (has_rows(params, item, at.row_warpgroup)) {
+        visit_pieces(params, control, tiles, item, at);
       } else {
         pass_over_piece(params, control, item, at);
       }
-      finish_piece(params, item, tiles, at.query, softmax, output);
-      release_piece(control, at, at.query);
       at.query.advance();
     }
+    OutputWriter::wait();
   }
 
-  // Gives a piece back that is finished, and its queries.
-  CUTE_DEVICE static void release_piece(Control& control, Position& at,
-                                        PipelineStage<kQueryStages> const& query) {
-    if constexpr (kOutputPassesQueries) fence_bulk_store();
+  CUTE_DEVICE static void release_piece(Control& control, Position& at) {
     __syncwarp();
-    if (at.leader) {
-      if constexpr (kOutputPassesQueries) control.query[at.row_warpgroup].release(query);
-      control.piece.release(at.slot);
-    }
+    if (at.leader) control.piece.release(at.slot);
     at.slot.advance();
-  }
-
-  CUTE_DEVICE static void release_queries(Control& control, Position const& at) {
-    if constexpr (!kOutputPassesQueries) {
-      if (at.leader) control.query[at.row_warpgroup].release(at.query);
-    }
   }
 
   // Does a consumer own rows of the piece that the query length does not cut off?
@@ -374,11 +352,13 @@ struct FmhaForwardSm90 {
     return row < Mask(params.mask, params.shape, item.batch).query_length;
   }
 
-  // The piece behind the one at hand, with a batch of -1 if this consumer has no rows of it.
+  // The piece behind the one at hand, with a batch of -1 if this consumer has no rows of it. The
+  // one before may be `pending`, with a slot of its own.
   CUTE_DEVICE static WorkItem following_piece(ForwardParams const& params, Control& control,
-                                              Position const& at) {
+                                              Position const& at, bool pending) {
     PipelineStage<kPieceStages> next = at.slot;
     next.advance();
+    if (pending) next.advance();
     WorkItem const item = take_item(control, next);
     bool const has = item.batch >= 0 && has_rows(params, item, at.row_warpgroup);
     return {item.tile, item.head, has ? item.batch : -1};
@@ -388,31 +368,35 @@ struct FmhaForwardSm90 {
   // for the one behind.
   CUTE_DEVICE static void pass_over_piece(ForwardParams const& params, Control& control,
                                           WorkItem const& item, Position& at) {
-    Visits const range = visits(params, Mask(params.mask, params.shape, item.batch), item);
-    control.query[at.warpgroup].wait(at.query);
-    __syncwarp();
-    release_queries(control, at);
+    Mask const mask(params.mask, params.shape, item.batch);
+    Visits const range = visits(params, mask, item);
+    PipelineStage<kQueryStages> query = at.query;
+    pass_over(control.query[at.row_warpgroup], query, 1, at.leader);
     CUTE_NO_UNROLL
     for (int tile = range.end - 1; tile >= range.begin; tile = next_visit(range, tile)) {
       pass_over(control.key, at.key, 1, at.leader);
       pass_over(control.value, at.value, 1, at.leader);
     }
+    int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
+    OutputWriter::write_empty(params, item, mask.query_length, row, kWarpgroupRows);
+    clear_gap(params, item, mask.query_length);
+    release_piece(control, at);
   }
 
-  // Computes a piece, and those behind it up to one without rows of this consumer. Returns the last
-  // of them, whose softmax and output are left to be finished.
-  template <class Output>
-  CUTE_DEVICE static WorkItem visit_pieces(ForwardParams const& params, Control& control,
-                                           uint32_t tiles, WorkItem item, Position& at,
-                                           Softmax& softmax, Output& output) {
+  // Computes a piece, and those behind it up to one without rows of this consumer.
+  CUTE_DEVICE static void visit_pieces(ForwardParams const& params, Control& control,
+                                       uint32_t tiles, WorkItem item, Position& at) {
     ProblemShape const& shape = params.shape;
     int const warpgroup = at.row_warpgroup;
     bool const leader = at.leader;
     Mask mask(params.mask, shape, item.batch);
     Visits range = visits(params, mask, item, at.team);
     int tile = first_visit(mask, item, range, warpgroup);
+    Softmax softmax;
     float correction[Softmax::kRows];
+    auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+    cute::clear(output);
 
     control.query[warpgroup].wait(at.query);
     load_bias(params, mask, item, tile, tiles);
@@ -426,8 +410,10 @@ struct FmhaForwardSm90 {
     commit_products();
     wait_products<0>();
     fence_accumulators(scores);
-    if (leader) control.key.release(at.key);
-    if (tile == range.begin) release_queries(control, at);
+    if (leader) {
+      control.key.release(at.key);
+      if (tile == range.begin) control.query[warpgroup].release(at.query);
+    }
     advance(at.key);
     modify(params, mask, item, tile, range, tiles, scores);
     exponentiate(softmax, scores, correction, params);
@@ -436,13 +422,14 @@ struct FmhaForwardSm90 {
     drop(params, item, tile, probabilities);
     clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
 
+    bool pending = false;  // is the output still that of the piece before?
+    Softmax pending_softmax;
     CUTE_NO_UNROLL
     while (true) {
       bool const last = tile == range.begin;  // of the piece, is the visit whose P is ready
       Softmax const done = softmax;
-      PipelineStage<kQueryStages> const done_query = at.query;
       if (last) {
-        WorkItem const following = following_piece(params, control, at);
+        WorkItem const following = following_piece(params, control, at, pending);
         if (following.batch < 0) break;
         item = following;
         mask = Mask(params.mask, shape, item.batch);
@@ -462,14 +449,20 @@ struct FmhaForwardSm90 {
       warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, at.query, warpgroup),
                                           keys(tiles, at.key), false);
       commit_products();
+      if (pending) {
+        finish_piece(params, control, tiles, at, pending_softmax, output);
+        cute::clear(output);
+      }
       control.value.wait(at.value);
       begin_products();
       warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value));
       commit_products();
       wait_products<1>();
       fence_accumulators(scores);
-      if (leader) control.key.release(at.key);
-      if (tile == range.begin) release_queries(control, at);
+      if (leader) {
+        control.key.release(at.key);
+        if (tile == range.begin) control.query[warpgroup].release(at.query);
+      }
       advance(at.key);
       modify(params, mask, item, tile, range, tiles, scores);
       exponentiate(softmax, scores, correction, params);
@@ -484,10 +477,9 @@ struct FmhaForwardSm90 {
       advance(at.value);
       probabilities = as_left_operand<Element>(scores);
       drop(params, item, tile, probabilities);
+      pending = last;
       if (last) {
-        finish_piece(params, control.items[at.slot.index], tiles, done_query, done, output);
-        release_piece(control, at, done_query);
-        cute::clear(output);
+        pending_softmax = done;
         pass_over(control.value, at.value, passed(range, tile + 1), leader);
         clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
       } else {
@@ -495,16 +487,26 @@ struct FmhaForwardSm90 {
         for (int r = 0; r < Softmax::kRows; ++r) Softmax::rescale_row(output, r, correction[r]);
       }
     }
-    control.value.wait(at.value);
-    fence_accumulators(output);
-    begin_products();
-    warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value));
-    commit_products();
-    wait_products<0>();
-    fence_accumulators(output);
-    if (leader) control.value.release(at.value);
-    advance(at.value);
-    return item;
+    // What is left: the piece before, where it is pending, and the last product of this one.
+    if (!pending) pending_softmax = softmax;
+    CUTE_NO_UNROLL
+    for (bool before = pending; true; before = false) {
+      if (!before) {
+        control.value.wait(at.value);
+        fence_accumulators(output);
+        begin_products();
+        warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value));
+        commit_products();
+        wait_products<0>();
+        fence_accumulators(output);
+        if (leader) control.value.release(at.value);
+        advance(at.value);
+      }
+      finish_piece(params, control, tiles, at, pending_softmax, output);
+      if (!before) break;
+      pending_softmax = softmax;
+      cute::clear(output);
+    }
   }
 
   // Zeros the values of the first visit of a piece that lie beyond the key length. Each consumer
@@ -604,81 +606,27 @@ struct FmhaForwardSm90 {
     }
   }
 
-  // Output and logsumexp of this warpgroup's rows of a piece, or of what all teams found for them.
+  // Output and logsumexp of this warpgroup's rows of the piece in its slot, or of what all teams
+  // found for them.
   template <class Output>
-  CUTE_DEVICE static void finish_piece(ForwardParams const& params, WorkItem const item,
-                                       uint32_t tiles, PipelineStage<kQueryStages> const& query,
-                                       Softmax softmax, Output& output) {
-    int const row = item.tile * kTileQuery;
+  CUTE_DEVICE static void finish_piece(ForwardParams const& params, Control& control,
+                                       uint32_t tiles, Position& at, Softmax softmax,
+                                       Output& output) {
+    WorkItem const item = control.items[at.slot.index];
     int const query_length = Mask(params.mask, params.shape, item.batch).query_length;
     Merge::run(tiles + kMergeOffset, softmax, output, params.scale.softmax_scale);
     if constexpr (kTeams > 1) Team::meet();  // nobody reads what was added up any more
     if (kTeams == 1 || Team::index() == 0) {
-      finish(params, item, row, query_length - row, softmax, output);
-      store(params, item, row, query_length, tiles + query.index * QueryTile::kBytes, softmax,
-            output);
+      OutputWriter::write(params, item, query_length, tiles + kOutputOffset, softmax, output);
     }
-    if constexpr (Config::kVarlen) clear_gap(params, item, query_length);
+    clear_gap(params, item, query_length);
+    release_piece(control, at);
   }
 
-  // The end of the softmax. A bias that is broadcast over columns has an effect here alone.
-  template <class Output>
-  CUTE_DEVICE static void finish(ForwardParams const& params, WorkItem const& item, int row,
-                                 int row_bound, Softmax& softmax, Output& output) {
-    float const output_scale = kept_scale<Config>(params.dropout);
-    if constexpr (Config::kBias && !kBiasTile) {
-      RowBias<Config, OutGrid> const bias(params.bias, item.batch, item.head, row, row_bound);
-      bias.mask(softmax);
-      softmax.finish(output, params.scale.softmax_scale, output_scale);
-      bias.add(softmax);
-    } else {
-      softmax.finish(output, params.scale.softmax_scale, output_scale);
-    }
-  }
-
-  // Rows beyond the query length get 0 and -inf.
-  template <class Output>
-  CUTE_DEVICE static void store(ForwardParams const& params, WorkItem const& item, int row,
-                                int query_length, uint32_t out_tile, Softmax const& softmax,
-                                Output const& output) {
-    ProblemShape const& shape = params.shape;
-    // Past a packed sequence the next one begins.
-    int const row_bound = Config::kVarlen ? query_length : shape.query_length;
-    Origin const origin = query_origin<Config>(shape, item.batch);
-    float* const logsumexp = params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head);
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      int const query = row + OutGrid::element_row(2 * r, 0);
-      bool const exists = query < row_bound;
-      bool const valid = query < query_length;
-      if (threadIdx.x % 4 == 0 && exists)
-        logsumexp[query] = valid ? softmax.row_max[r] : -infinity();
-      if constexpr (!kOutputPassesQueries) {
-        store_row<Element>(
-            row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head), output,
-            r, shape.value_dim, exists, valid);
-      }
-    }
-    if constexpr (kOutputPassesQueries) {
-      store_accumulators<Element, OutTile, OutGrid>(out_tile, output);
-      __syncwarp();
-      store_warp_rows<OutTile>(
-          out_tile, OutGrid::row(),
-          row_pointer<Element>(params.out, origin.batch, origin.row + row, item.head),
-          params.out.row_stride * (long long)sizeof(Element), row_bound - row, query_length - row,
-          shape.value_dim);
-    }
-  }
-
-  // Output 0 and logsumexp -inf for this piece's share of the tokens that belong to no sequence.
   CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length) {
-    ProblemShape const& shape = params.shape;
-    int const tiles = Schedule::query_tiles(shape);
-    Gap const gap = Gap::of_queries(shape, item.batch, length);
-    gap.template clear<Element, kConsumers>(params.out, item.head, shape.value_dim, item.tile,
-                                            tiles);
-    gap.template clear_logsumexp<kConsumers>(
-        params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
+    if constexpr (Config::kVarlen) {
+      OutputWriter::clear_gap(params, item, length, Schedule::query_tiles(params.shape));
+    }
   }
 };
 

@@ -1,0 +1,153 @@
+// What a consumer of the Hopper forward leaves behind when it has visited all key tiles of its
+// rows.
+//
+// The output leaves by rows through the copy engine, from a buffer of each warp, where shared
+// memory has room for one, and from registers where it has not.
+#pragma once
+
+#include <memeff/bias/rows.cuh>
+#include <memeff/collective/bulk_tile.cuh>
+#include <memeff/collective/drop.cuh>
+#include <memeff/collective/epilogue.cuh>
+#include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/sequences.cuh>
+
+namespace memeff {
+
+template <class Config, class Grid, class Softmax, int kThreads>
+struct ForwardOutputSm90 {
+  using Element = typename Config::Element;
+  static constexpr int kWarpRows = 16;
+  // 16 bytes more than a row keep the rows that a warp writes together in different banks.
+  static constexpr int kRowBytes = Config::kValueDim * int(sizeof(Element)) + 16;
+  static constexpr int kBytes =
+      Config::kStagesOutput ? kThreads / kWarpSize * kWarpRows * kRowBytes : 0;
+
+  // Output and logsumexp of this warp's rows of a piece, of which `query_length` rows are valid.
+  template <class Output>
+  CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
+                                uint32_t buffers, Softmax& softmax, Output& output) {
+    ProblemShape const& shape = params.shape;
+    int const row = item.tile * Config::kTileQuery;
+    finish(params, item, row, query_length - row, softmax, output);
+    Origin const origin = query_origin<Config>(shape, item.batch);
+    int const row_bound = existing_rows(shape, query_length);
+    float* const logsumexp = params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head);
+    CUTE_UNROLL
+    for (int r = 0; r < Softmax::kRows; ++r) {
+      int const query = row + Grid::element_row(2 * r, 0);
+      bool const exists = query < row_bound;
+      bool const valid = query < query_length;
+      if (threadIdx.x % 4 == 0 && exists) {
+        logsumexp[query] = valid ? softmax.row_max[r] : -infinity();
+      }
+      if constexpr (!Config::kStagesOutput) {
+        store_row<Element>(
+            row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head), output,
+            r, shape.value_dim, exists, valid);
+      }
+    }
+    if constexpr (Config::kStagesOutput) {
+      if (query_length < row + Config::kTileQuery) clear_invalid(query_length - row, output);
+      int const query = row + Grid::row();
+      stage(params, buffers + threadIdx.x / kWarpSize * (kWarpRows * kRowBytes),
+            row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head),
+            row_bound - query, output);
+    }
+  }
+
+  // Before the CTA ends: nobody reads its shared memory any more.
+  CUTE_DEVICE static void wait() {
+    if constexpr (Config::kStagesOutput) wait_bulk_stores();
+  }
+
+  // Output 0 and logsumexp -inf of the rows [row, row + rows) of a piece, by the threads of a
+  // warpgroup: they are not valid, but may exist.
+  CUTE_DEVICE static void write_empty(ForwardParams const& params, WorkItem const& item,
+                                      int query_length, int row, int rows) {
+    ProblemShape const& shape = params.shape;
+    Origin const origin = query_origin<Config>(shape, item.batch);
+    int const end = min(row + rows, existing_rows(shape, query_length));
+    float* const logsumexp = params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head);
+    int const thread = int(threadIdx.x) % kWarpgroupSize;
+    CUTE_NO_UNROLL
+    for (int query = row + thread; query < end; query += kWarpgroupSize) {
+      logsumexp[query] = -infinity();
+    }
+    constexpr int kVectorColumns = 16 / int(sizeof(Element));
+    int const vectors = shape.value_dim / kVectorColumns;
+    CUTE_NO_UNROLL
+    for (int i = thread; i < (end - row) * vectors; i += kWarpgroupSize) {
+      char* const out =
+          row_pointer<Element>(params.out, origin.batch, origin.row + row + i / vectors, item.head);
+      *reinterpret_cast<uint4*>(out + i % vectors * 16) = make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  // Output 0 and logsumexp -inf for this piece's share, one of `tiles`, of the tokens that belong
+  // to no sequence.
+  CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length,
+                                    int tiles) {
+    ProblemShape const& shape = params.shape;
+    Gap const gap = Gap::of_queries(shape, item.batch, length);
+    gap.template clear<Element, kThreads>(params.out, item.head, shape.value_dim, item.tile, tiles);
+    gap.template clear_logsumexp<kThreads>(
+        params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
+  }
+
+ private:
+  // Past a packed sequence the next one begins.
+  CUTE_DEVICE static int existing_rows(ProblemShape const& shape, int query_length) {
+    return Config::kVarlen ? query_length : shape.query_length;
+  }
+
+  // The end of the softmax. A bias that is broadcast over columns has an effect here alone.
+  template <class Output>
+  CUTE_DEVICE static void finish(ForwardParams const& params, WorkItem const& item, int row,
+                                 int row_bound, Softmax& softmax, Output& output) {
+    float const output_scale = kept_scale<Config>(params.dropout);
+    if constexpr (Config::kBias && !has_bias_tile<Config>()) {
+      RowBias<Config, Grid> const bias(params.bias, item.batch, item.head, row, row_bound);
+      bias.mask(softmax);
+      softmax.finish(output, params.scale.softmax_scale, output_scale);
+      bias.add(softmax);
+    } else {
+      softmax.finish(output, params.scale.softmax_scale, output_scale);
+    }
+  }
+
+  template <class Output>
+  CUTE_DEVICE static void clear_invalid(int valid_rows, Output& output) {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(output); ++i) {
+      if (Grid::element_row(i % 4, 0) >= valid_rows) output(i) = 0.0f;
+    }
+  }
+
+  // Copies the warp's rows to its buffer, and from there to `rows`, where `count` of them exist.
+  template <class Output>
+  CUTE_DEVICE static void stage(ForwardParams const& params, uint32_t buffer, char* rows, int count,
+                                Output const& output) {
+    int const lane = int(threadIdx.x) % kWarpSize;
+    wait_bulk_stores();
+    __syncwarp();  // the rows of the piece before have left
+    uint32_t const target = buffer + lane / 4 * kRowBytes + lane % 4 * 4;
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(output); ++n) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        store_pair<Element>(target + half * 8 * kRowBytes + n * 16, output(2 * half, 0, n),
+                            output(2 * half + 1, 0, n));
+      }
+    }
+    fence_bulk_store();
+    __syncwarp();  // the rows are complete
+    if (lane < min(count, kWarpRows)) {
+      store_bulk(rows + lane * params.out.row_stride * (long long)sizeof(Element),
+                 buffer + lane * kRowBytes, params.shape.value_dim * int(sizeof(Element)));
+    }
+    commit_bulk_stores();
+  }
+};
+
+}  // namespace memeff
