@@ -51,7 +51,6 @@ _STAGES = """\
 _QUERY_STAGES = """\
   static constexpr int kQueryStages = {query_stages};
   static constexpr int kTeams = {teams};
-  static constexpr bool kStagesOutput = {stages_output};
 """
 
 _PARK = """\
@@ -172,11 +171,7 @@ def _schedule(spec: KernelSpec) -> str:
         return text
     text = _STAGES.format(stages=tile.stages)
     if spec.direction == "forward":
-        text += _QUERY_STAGES.format(
-            query_stages=tile.query_stages,
-            teams=tile.teams,
-            stages_output=_bool(spec.stages_output),
-        )
+        text += _QUERY_STAGES.format(query_stages=tile.query_stages, teams=tile.teams)
     return text
 
 

@@ -264,9 +264,8 @@ class KernelSpec:
         if self.divided:
             return max(_divided_sm90(self))
         if isinstance(self.tile, sm90.Tile):
-            if self.direction == "forward":
-                return _forward_sm90(self)
-            return _backward_sm90(self, self.tile)
+            sizes = _forward_sm90 if self.direction == "forward" else _backward_sm90
+            return sizes(self, self.tile)
         if self.split:
             return _split_shared_bytes(self)
         if self.direction == "forward":
@@ -278,14 +277,6 @@ class KernelSpec:
         """Pairs of parts of operands in the kernel for the gradient of a shared bias on wgmma."""
         _, stages = _recompute_sm90(self)
         return stages
-
-    @property
-    def stages_output(self) -> bool:
-        """Whether rows of the output pass through shared memory on their way out."""
-        if not self.persistent or self.teams > 1:
-            return False
-        room = sm80.part(sm90.ARCH).shared_bytes(blocks=1)
-        return _forward_loop_sm90(self) + _staged_output_bytes(self) <= room
 
     @property
     def persistent(self) -> bool:
@@ -384,20 +375,13 @@ def panel_columns(dim: int) -> int:
     return 64 if dim % 64 == 0 else 32
 
 
-def _forward_sm90(spec: KernelSpec) -> int:
-    output = _staged_output_bytes(spec) if spec.stages_output else 0
-    return _forward_loop_sm90(spec) + output
-
-
-def _forward_loop_sm90(spec: KernelSpec) -> int:
+def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
     """Rings of query, key and value tiles, the bias of each warp's rows, what teams add up, and
     what controls them.
 
     Each buffer has two barriers, the queries' for each 64 rows; the ring of the next pieces of
     work, of four, holds a work item beside them.
     """
-    tile = spec.tile
-    assert isinstance(tile, sm90.Tile)
     elements = tile.query_stages * tile.query * spec.head_class
     elements += tile.stages * tile.key * (spec.head_class + spec.value_class)
     row_warpgroups = spec.consumers // spec.teams
@@ -405,11 +389,6 @@ def _forward_loop_sm90(spec: KernelSpec) -> int:
     control = buffers * 2 * _BARRIER_BYTES + 4 * _WORK_ITEM_BYTES
     bias = spec.computing_threads // 32 * _bias_bytes(spec, 16)
     return elements * spec.element_bytes + bias + _merge_bytes(spec, spec.teams, 2) + control
-
-
-def _staged_output_bytes(spec: KernelSpec) -> int:
-    """The rows of a tile of the output, with 16 bytes more each."""
-    return spec.tile.query * (spec.value_class * spec.element_bytes + 16)
 
 
 def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:

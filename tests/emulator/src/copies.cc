@@ -195,20 +195,6 @@ void store_box(void const* encoded, uint32_t shared, int const (&start)[4]) {
       });
 }
 
-void store_bulk(void* global, uint32_t shared, int bytes) {
-  require_aligned(global, 16, "a bulk store");
-  if (bytes % 16 != 0) fail("a bulk store of %d bytes, no multiple of 16", bytes);
-  ++this_fiber().stores;
-  this_fiber().stores_committed = false;
-  start([=, fiber = &this_fiber()] {
-    for (int i = 0; i < bytes; i += 16) {
-      std::memcpy(static_cast<char*>(global) + i,
-                  async_read(*fiber->block, shared + i, 16, "a bulk store"), 16);
-    }
-    --fiber->stores;
-  });
-}
-
 void commit_bulk_stores() { this_fiber().stores_committed = true; }
 
 void wait_bulk_stores() {

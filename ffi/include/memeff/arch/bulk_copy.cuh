@@ -35,11 +35,6 @@ CUTE_DEVICE void store_box(TensorMap const& map, uint32_t shared, int column, in
   cute::SM90_TMA_STORE_4D::copy(&map, shared_pointer(shared), column, row, head, batch);
 }
 
-// Copies `bytes` neighbouring bytes, a multiple of 16, from shared memory.
-CUTE_DEVICE void store_bulk(void* global, uint32_t shared, int bytes) {
-  cute::SM90_BULK_COPY_S2G::copy(shared_pointer(shared), global, bytes);
-}
-
 // Closes the group of this thread's stores.
 CUTE_DEVICE void commit_bulk_stores() { cute::tma_store_arrive(); }
 

@@ -1,8 +1,4 @@
-// What a consumer of the Hopper forward leaves behind when it has visited all key tiles of its
-// rows.
-//
-// The output leaves by rows through the copy engine, from a buffer of each warp, where shared
-// memory has room for one, and from registers where it has not.
+// What a consumer of the Hopper forward writes when it has visited all key tiles of its rows.
 #pragma once
 
 #include <memeff/bias/rows.cuh>
@@ -17,16 +13,11 @@ namespace memeff {
 template <class Config, class Grid, class Softmax, int kThreads>
 struct ForwardOutputSm90 {
   using Element = typename Config::Element;
-  static constexpr int kWarpRows = 16;
-  // 16 bytes more than a row keep the rows that a warp writes together in different banks.
-  static constexpr int kRowBytes = Config::kValueDim * int(sizeof(Element)) + 16;
-  static constexpr int kBytes =
-      Config::kStagesOutput ? kThreads / kWarpSize * kWarpRows * kRowBytes : 0;
 
   // Output and logsumexp of this warp's rows of a piece, of which `query_length` rows are valid.
   template <class Output>
   CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
-                                uint32_t buffers, Softmax& softmax, Output& output) {
+                                Softmax& softmax, Output& output) {
     ProblemShape const& shape = params.shape;
     int const row = item.tile * Config::kTileQuery;
     finish(params, item, row, query_length - row, softmax, output);
@@ -41,24 +32,10 @@ struct ForwardOutputSm90 {
       if (threadIdx.x % 4 == 0 && exists) {
         logsumexp[query] = valid ? softmax.row_max[r] : -infinity();
       }
-      if constexpr (!Config::kStagesOutput) {
-        store_row<Element>(
-            row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head), output,
-            r, shape.value_dim, exists, valid);
-      }
+      store_row<Element>(
+          row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head), output, r,
+          shape.value_dim, exists, valid);
     }
-    if constexpr (Config::kStagesOutput) {
-      if (query_length < row + Config::kTileQuery) clear_invalid(query_length - row, output);
-      int const query = row + Grid::row();
-      stage(params, buffers + threadIdx.x / kWarpSize * (kWarpRows * kRowBytes),
-            row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head),
-            row_bound - query, output);
-    }
-  }
-
-  // Before the CTA ends: nobody reads its shared memory any more.
-  CUTE_DEVICE static void wait() {
-    if constexpr (Config::kStagesOutput) wait_bulk_stores();
   }
 
   // Output 0 and logsumexp -inf of the rows [row, row + rows) of a piece, by the threads of a
@@ -114,39 +91,6 @@ struct ForwardOutputSm90 {
     } else {
       softmax.finish(output, params.scale.softmax_scale, output_scale);
     }
-  }
-
-  template <class Output>
-  CUTE_DEVICE static void clear_invalid(int valid_rows, Output& output) {
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size(output); ++i) {
-      if (Grid::element_row(i % 4, 0) >= valid_rows) output(i) = 0.0f;
-    }
-  }
-
-  // Copies the warp's rows to its buffer, and from there to `rows`, where `count` of them exist.
-  template <class Output>
-  CUTE_DEVICE static void stage(ForwardParams const& params, uint32_t buffer, char* rows, int count,
-                                Output const& output) {
-    int const lane = int(threadIdx.x) % kWarpSize;
-    wait_bulk_stores();
-    __syncwarp();  // the rows of the piece before have left
-    uint32_t const target = buffer + lane / 4 * kRowBytes + lane % 4 * 4;
-    CUTE_UNROLL
-    for (int n = 0; n < cute::size<2>(output); ++n) {
-      CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        store_pair<Element>(target + half * 8 * kRowBytes + n * 16, output(2 * half, 0, n),
-                            output(2 * half + 1, 0, n));
-      }
-    }
-    fence_bulk_store();
-    __syncwarp();  // the rows are complete
-    if (lane < min(count, kWarpRows)) {
-      store_bulk(rows + lane * params.out.row_stride * (long long)sizeof(Element),
-                 buffer + lane * kRowBytes, params.shape.value_dim * int(sizeof(Element)));
-    }
-    commit_bulk_stores();
   }
 };
 

@@ -8,8 +8,8 @@
 //   issue S(j+1) = Q K(j+1)^T | issue O += P(j) V(j) | wait S(j+1) | softmax | wait O | P(j+1)
 //
 // The visits of one tile of queries follow those of another without a break: the first scores of a
-// tile are computed together with the last product of the one before, whose output leaves under the
-// products of other consumers.
+// tile are computed together with the last product of the one before, whose output leaves from
+// registers under the products of other consumers.
 // Consumers take no turns in issuing products (Shah et al. 2024, FlashAttention-3, section 3.1,
 // where they do): the softmax of one finds its way under the products of another. With a mask each
 // passes over the key tiles at the end that only the rows of others attend to.
@@ -83,8 +83,7 @@ struct FmhaForwardSm90 {
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   static constexpr int kBiasOffset = kValueOffset + kStages * ValueTile::kBytes;
   static constexpr int kMergeOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
-  static constexpr int kOutputOffset = kMergeOffset + Merge::kBytes;
-  static constexpr int kControlOffset = kOutputOffset + OutputWriter::kBytes;
+  static constexpr int kControlOffset = kMergeOffset + Merge::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
   // Named barriers: one for the threads of each consumer, and one for teams.
@@ -335,7 +334,6 @@ struct FmhaForwardSm90 {
       }
       at.query.advance();
     }
-    OutputWriter::wait();
   }
 
   CUTE_DEVICE static void release_piece(Control& control, Position& at) {
@@ -352,13 +350,11 @@ struct FmhaForwardSm90 {
     return row < Mask(params.mask, params.shape, item.batch).query_length;
   }
 
-  // The piece behind the one at hand, with a batch of -1 if this consumer has no rows of it. The
-  // one before may be `pending`, with a slot of its own.
+  // The piece behind the one at hand, with a batch of -1 if this consumer has no rows of it.
   CUTE_DEVICE static WorkItem following_piece(ForwardParams const& params, Control& control,
-                                              Position const& at, bool pending) {
+                                              Position const& at) {
     PipelineStage<kPieceStages> next = at.slot;
     next.advance();
-    if (pending) next.advance();
     WorkItem const item = take_item(control, next);
     bool const has = item.batch >= 0 && has_rows(params, item, at.row_warpgroup);
     return {item.tile, item.head, has ? item.batch : -1};
@@ -422,14 +418,12 @@ struct FmhaForwardSm90 {
     drop(params, item, tile, probabilities);
     clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
 
-    bool pending = false;  // is the output still that of the piece before?
-    Softmax pending_softmax;
     CUTE_NO_UNROLL
     while (true) {
       bool const last = tile == range.begin;  // of the piece, is the visit whose P is ready
       Softmax const done = softmax;
       if (last) {
-        WorkItem const following = following_piece(params, control, at, pending);
+        WorkItem const following = following_piece(params, control, at);
         if (following.batch < 0) break;
         item = following;
         mask = Mask(params.mask, shape, item.batch);
@@ -449,10 +443,6 @@ struct FmhaForwardSm90 {
       warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, at.query, warpgroup),
                                           keys(tiles, at.key), false);
       commit_products();
-      if (pending) {
-        finish_piece(params, control, tiles, at, pending_softmax, output);
-        cute::clear(output);
-      }
       control.value.wait(at.value);
       begin_products();
       warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value));
@@ -477,9 +467,9 @@ struct FmhaForwardSm90 {
       advance(at.value);
       probabilities = as_left_operand<Element>(scores);
       drop(params, item, tile, probabilities);
-      pending = last;
       if (last) {
-        pending_softmax = done;
+        finish_piece(params, control, tiles, at, done, output);
+        cute::clear(output);
         pass_over(control.value, at.value, passed(range, tile + 1), leader);
         clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
       } else {
@@ -487,26 +477,16 @@ struct FmhaForwardSm90 {
         for (int r = 0; r < Softmax::kRows; ++r) Softmax::rescale_row(output, r, correction[r]);
       }
     }
-    // What is left: the piece before, where it is pending, and the last product of this one.
-    if (!pending) pending_softmax = softmax;
-    CUTE_NO_UNROLL
-    for (bool before = pending; true; before = false) {
-      if (!before) {
-        control.value.wait(at.value);
-        fence_accumulators(output);
-        begin_products();
-        warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value));
-        commit_products();
-        wait_products<0>();
-        fence_accumulators(output);
-        if (leader) control.value.release(at.value);
-        advance(at.value);
-      }
-      finish_piece(params, control, tiles, at, pending_softmax, output);
-      if (!before) break;
-      pending_softmax = softmax;
-      cute::clear(output);
-    }
+    control.value.wait(at.value);
+    fence_accumulators(output);
+    begin_products();
+    warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value));
+    commit_products();
+    wait_products<0>();
+    fence_accumulators(output);
+    if (leader) control.value.release(at.value);
+    advance(at.value);
+    finish_piece(params, control, tiles, at, softmax, output);
   }
 
   // Zeros the values of the first visit of a piece that lie beyond the key length. Each consumer
@@ -617,7 +597,7 @@ struct FmhaForwardSm90 {
     Merge::run(tiles + kMergeOffset, softmax, output, params.scale.softmax_scale);
     if constexpr (kTeams > 1) Team::meet();  // nobody reads what was added up any more
     if (kTeams == 1 || Team::index() == 0) {
-      OutputWriter::write(params, item, query_length, tiles + kOutputOffset, softmax, output);
+      OutputWriter::write(params, item, query_length, softmax, output);
     }
     clear_gap(params, item, query_length);
     release_piece(control, at);

@@ -59,7 +59,6 @@ void wait_products(int pending);
 // The copy engine.
 void load_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4]);
 void load_bulk(void const* global, uint64_t& barrier, uint32_t shared, int bytes);
-void store_bulk(void* global, uint32_t shared, int bytes);
 void store_box(void const* map, uint32_t shared, int const (&start)[4]);
 void commit_bulk_stores();
 void wait_bulk_stores();

@@ -22,9 +22,6 @@ CUTE_DEVICE void store_box(TensorMap const& map, uint32_t shared, int column, in
                            int batch) {
   emulator::store_box(&map, shared, {column, row, head, batch});
 }
-CUTE_DEVICE void store_bulk(void* global, uint32_t shared, int bytes) {
-  emulator::store_bulk(global, shared, bytes);
-}
 
 CUTE_DEVICE void commit_bulk_stores() { emulator::commit_bulk_stores(); }
 CUTE_DEVICE void wait_bulk_stores() { emulator::wait_bulk_stores(); }
