@@ -167,9 +167,9 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
         deterministic=options.deterministic_backward and wants is not None,
         wants=() if wants is None else tuple(_wanted(wants)),
     )
-    if wants is not None:
-        return problem
     batch, heads, queries, keys = avals.scores
+    if wants is not None:
+        return dataclasses.replace(problem, few_keys=workspaces.key_shares(avals) > 1)
     group = heads // avals.key.shape[2] if heads else 1
     rows = support.query_rows(
         problem, batch=batch, queries=queries, keys=keys, heads=heads, group=group

@@ -183,7 +183,16 @@ def drawn(count: int) -> list[Run]:
     ]
 
 
-RUNS = SM80 + SM90 + TEAMS + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
+SHARES = [
+    Run(
+        Case(B=1, T=600, S=270, N=2, K=1, **CAUSAL),
+        arch="sm_90a",
+        seed=3,
+        multiprocessors=9,
+        splits=True,
+    )
+]
+RUNS = SM80 + SM90 + TEAMS + SHARES + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
 
 
 @pytest.fixture(scope="module", autouse=True)

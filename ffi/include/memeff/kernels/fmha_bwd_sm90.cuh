@@ -10,7 +10,8 @@
 // of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory; it has
 // two buffers there, so that one barrier of the consumers a visit is enough.
 //
-// Config::kOrdersQueries puts the additions to dq in an order (schedule/turn_sm90.cuh).
+// Config::kOrdersQueries puts the additions to dq in an order (schedule/turn_sm90.cuh), and with
+// Config::kShares several CTAs may share a tile of keys (schedule/key_shares.cuh).
 #pragma once
 
 #include <memeff/bias/gradient_transposed.cuh>
@@ -27,6 +28,7 @@
 #include <memeff/kernels/fmha_bwd_recompute_sm90.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles_sm90.cuh>
+#include <memeff/schedule/key_shares.cuh>
 #include <memeff/schedule/sequences.cuh>
 #include <memeff/schedule/turn_sm90.cuh>
 
@@ -89,6 +91,11 @@ struct FmhaBackwardSm90 {
   static constexpr int kConsumerBarrier = 1;
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 2 + warpgroup; }
 
+  static constexpr int kGradientFloats = kTileKey * (Config::kKeyGradient * Config::kHeadDim +
+                                                     Config::kValueGradient * Config::kValueDim);
+  using Shares = KeyShares<Config, kGradientFloats, kConsumers, kConsumerBarrier>;
+  static_assert(!Config::kShares || !BiasWriter::kNeeded);
+
   using Mask = ScoreMask<Config, ScoreGrid>;
 
   // What a CTA does: the query tiles that attend to its keys, for every head of the group.
@@ -102,6 +109,7 @@ struct FmhaBackwardSm90 {
       item = QueryOrder::item(params, control);
       column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
+      tiles = Shares::query_tiles(params, tiles);
     }
   };
 
@@ -315,6 +323,7 @@ struct FmhaBackwardSm90 {
       BiasWriter::finish(params, item.batch, head, work.column, bias_sums);
     }
 
+    if (!Shares::add_up(params, tiles + kStatisticsOffset, key_gradient, value_gradient)) return;
     if constexpr (Config::kKeyGradient)
       scale_accumulators(key_gradient, params.scale.gradient_scale);
     if constexpr (Config::kValueGradient)

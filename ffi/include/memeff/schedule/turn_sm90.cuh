@@ -8,6 +8,7 @@
 
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/mask/interval.cuh>
+#include <memeff/schedule/key_shares.cuh>
 #include <memeff/schedule/turn.cuh>
 
 namespace memeff {
@@ -99,7 +100,7 @@ struct AnyOrderSm90 {
   struct Control {};
   CUTE_DEVICE static void init(BackwardParams const&, Control&, int) {}
   CUTE_DEVICE static WorkItem item(BackwardParams const& params, Control const&) {
-    return work_item<Config>(params.shape, params.bias, blockIdx.x,
+    return work_item<Config>(params.shape, params.bias, shared_tile_index<Config>(params),
                              ceil_div(params.shape.key_length, Config::kTileKey),
                              params.shape.key_heads);
   }
