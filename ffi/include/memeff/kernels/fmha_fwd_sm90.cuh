@@ -29,6 +29,7 @@
 #include <memeff/collective/team.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/key_visits.cuh>
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/schedule/sequences.cuh>
 
@@ -200,12 +201,12 @@ struct FmhaForwardSm90 {
       slot.advance();
       if (item.batch < 0) break;
       ScoreMask<Config, ScoreGrid> const mask(params.mask, params.shape, item.batch);
-      Visits const range = visits(params, mask, item);
+      Visits const range(params, mask, item);
       Origin const origin = key_origin<Config>(params.shape, item.batch);
       int const element = element_of<Config>(tensor, origin.batch);
       int const key_head = item.head / params.shape.group;
       CUTE_NO_UNROLL
-      for (int tile = range.end - 1; tile >= range.begin; tile = next_visit(range, tile, 1)) {
+      for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile, 1)) {
         load_bulk_tile<Tile>(map, ring.acquire(stage, Tile::kBytes),
                              buffers + stage.index * Tile::kBytes, 0, origin.row + tile * kTileKey,
                              key_head, element, CacheHint::EVICT_LAST);
@@ -215,41 +216,8 @@ struct FmhaForwardSm90 {
   }
 
   using Mask = ScoreMask<Config, ScoreGrid>;
-  using Visits = cute::conditional_t<Config::kTileMap, TileLine<true>, TileRange>;
-  static_assert(!Config::kTileMap || kTeams == 1);
-  static constexpr bool kPassesOver = Config::kMask != MaskKind::none && kTeams == 1;
-  static constexpr bool kTurns = kRowWarpgroups > 1 && !kPassesOver;
-
-  // The key tiles of a piece. One whose rows attend to nothing visits a tile that its mask empties.
-  // Teams have equally many, if need be such a tile, too.
-  CUTE_DEVICE static Visits visits(ForwardParams const& params, Mask const& mask,
-                                   WorkItem const& item) {
-    TileRange const range = mask.key_tiles(item.tile * kTileQuery, kTileQuery, kTileKey);
-    if constexpr (kTeams > 1) {
-      int const count = max(ceil_div(range.end - range.begin, kTeams), 1) * kTeams;
-      return {range.begin, range.begin + count};
-    }
-    if constexpr (Config::kTileMap) {
-      int const tiles = ceil_div(params.shape.key_length, kTileKey);
-      Visits line(range, params.tile_map, item.batch, item.head, item.tile, tiles);
-      // The tile behind the last is beyond the keys, so that nothing is loaded.
-      if (line.empty()) line.begin = tiles, line.end = tiles + 1;
-      return line;
-    } else {
-      return range.begin < range.end ? range : TileRange{0, 1};
-    }
-  }
-
-  // Those of a consumer, from the last to the first in steps of kTeams.
-  CUTE_DEVICE static Visits visits(ForwardParams const& params, Mask const& mask,
-                                   WorkItem const& item, int warpgroup) {
-    Visits range = visits(params, mask, item);
-    if constexpr (kTeams > 1) {
-      range.begin += kTeams - 1 - warpgroup;
-      range.end -= warpgroup;
-    }
-    return range;
-  }
+  using Visits = KeyVisits<Config, Mask>;
+  static constexpr bool kTurns = kRowWarpgroups > 1 && !Visits::kPassesOver;
 
   // To the buffer of the next visit of a consumer.
   CUTE_DEVICE static void advance(PipelineStage<kStages>& stage) {
@@ -257,47 +225,10 @@ struct FmhaForwardSm90 {
     for (int team = 0; team < kTeams; ++team) stage.advance();
   }
 
-  // The key tile that a consumer visits first. It passes over fewer than kStages: while it waits
-  // for the next keys it holds values of the piece before, and others may need that buffer for
-  // more.
-  CUTE_DEVICE static int first_visit(Mask const& mask, WorkItem const& item, Visits const& range,
-                                     int warpgroup) {
-    if constexpr (!kPassesOver) return range.end - 1;
-    int const row = item.tile * kTileQuery + warpgroup * kWarpgroupRows;
-    int const end = mask.key_tiles(row, kWarpgroupRows, kTileKey).end;
-    if constexpr (Config::kTileMap) {
-      int tile = range.end - 1;
-      for (int passed = 1; passed < kStages && tile >= end && tile > range.begin; ++passed) {
-        tile = range.before(tile);
-      }
-      return tile;
-    }
-    return max(min(end, range.end) - 1, max(range.begin, range.end - kStages));
-  }
-
-  // How many visits of a piece have this tile, or one above it.
-  CUTE_DEVICE static int passed(Visits const& range, int tile) {
-    if constexpr (!Config::kTileMap) return range.end - tile;
-    int count = 0;
-    for (int other = range.end - 1; other >= tile; other = next_visit(range, other)) ++count;
-    return count;
-  }
-
-  // The tile that a consumer visits after this one, or after a place above its first.
-  CUTE_DEVICE static int next_visit(Visits const& range, int tile, int teams = kTeams) {
-    if constexpr (Config::kTileMap) return range.before(tile);
-    return tile - teams;
-  }
-
-  CUTE_DEVICE static bool mixed(Visits const& range, int tile) {
-    if constexpr (Config::kTileMap) return range.mixed(tile);
-    return true;
-  }
-
   // Gives the buffers of `count` tiles back unread.
   CUTE_DEVICE static void pass_over(Pipeline<kStages>& ring, PipelineStage<kStages>& stage,
                                     int count, bool leader) {
-    if constexpr (kPassesOver) {
+    if constexpr (Visits::kPassesOver) {
       CUTE_NO_UNROLL
       for (; count > 0; --count) {
         ring.wait(stage);  // or the arrival would count for the tile before
@@ -323,8 +254,8 @@ struct FmhaForwardSm90 {
     WorkItem item = take_item(control, slot);
     if (item.batch < 0) return;
     Mask mask(params.mask, shape, item.batch);
-    Visits range = visits(params, mask, item, team);
-    int tile = first_visit(mask, item, range, row_warpgroup);
+    Visits range(params, mask, item, team);
+    int tile = range.first(mask, item, row_warpgroup);
     Softmax softmax;
     float correction[Softmax::kRows];
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
@@ -333,8 +264,8 @@ struct FmhaForwardSm90 {
 
     control.query[row_warpgroup].wait(query);
     load_bias(params, mask, item, tile, tiles);
-    pass_over(control.key, key_stage, passed(range, tile + 1), leader);
-    pass_over(control.value, value_stage, passed(range, tile + 1), leader);
+    pass_over(control.key, key_stage, range.passed(tile + 1), leader);
+    pass_over(control.value, value_stage, range.passed(tile + 1), leader);
     control.key.wait(key_stage);
     take_turn(warpgroup);
     fence_accumulators(scores);
@@ -368,16 +299,16 @@ struct FmhaForwardSm90 {
         if (following.batch < 0) break;
         item = following;
         mask = Mask(params.mask, shape, item.batch);
-        range = visits(params, mask, item, team);
-        tile = first_visit(mask, item, range, row_warpgroup) + kTeams;
+        range = Visits(params, mask, item, team);
+        tile = range.first(mask, item, row_warpgroup) + kTeams;
         softmax = Softmax();
         query.advance();
         control.query[row_warpgroup].wait(query);
-        load_bias(params, mask, item, next_visit(range, tile), tiles);
-        pass_over(control.key, key_stage, passed(range, tile), leader);
+        load_bias(params, mask, item, range.next(tile), tiles);
+        pass_over(control.key, key_stage, range.passed(tile), leader);
         control.key.wait(key_stage);
       }
-      tile = next_visit(range, tile);
+      tile = range.next(tile);
       take_turn(warpgroup);
       fence_accumulators(scores);
       fence_accumulators(output);
@@ -416,7 +347,7 @@ struct FmhaForwardSm90 {
         if (leader) control.piece.release(slot);
         slot.advance();
         cute::clear(output);
-        pass_over(control.value, value_stage, passed(range, tile + 1), leader);
+        pass_over(control.value, value_stage, range.passed(tile + 1), leader);
         clear_values(control, mask, shape, tile, value_stage, tiles, warpgroup);
       } else {
         CUTE_UNROLL
@@ -488,10 +419,10 @@ struct FmhaForwardSm90 {
                                     bias_row_bytes(params)),
                params.scale.softmax_scale);
       __syncwarp();  // nobody reads it any more
-      if (tile > range.begin) load_bias(params, mask, item, next_visit(range, tile), tiles);
+      if (tile > range.begin) load_bias(params, mask, item, range.next(tile), tiles);
     }
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                              item.head, row, column, mixed(range, tile));
+                                              item.head, row, column, range.is_mixed(tile));
   }
 
   template <class Probabilities>
