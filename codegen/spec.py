@@ -206,7 +206,7 @@ class KernelSpec:
     def maps_tiles(self) -> bool:
         """Whether segment ids and boolean masks say which tiles the kernel visits."""
         by_elements = self.split or self.varlen or self.wide or self.teams > 1
-        if self.family == "sm90" and self.direction == "backward":
+        if self.divided:
             by_elements = True
         return (self.segments or self.boolean) and not by_elements
 

@@ -29,6 +29,7 @@
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles_sm90.cuh>
 #include <memeff/schedule/key_shares.cuh>
+#include <memeff/schedule/query_visits.cuh>
 #include <memeff/schedule/sequences.cuh>
 #include <memeff/schedule/turn_sm90.cuh>
 
@@ -109,7 +110,21 @@ struct FmhaBackwardSm90 {
       item = QueryOrder::item(params, control);
       column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
+      tiles = visited_range<Config>(params, item, tiles, params.query_tiles);
+      static_assert(!Config::kShares || !Config::kTileMap);  // a share may have no visit
       tiles = Shares::query_tiles(params, tiles);
+    }
+
+    CUTE_DEVICE TileLine<Config::kTileMap> line(BackwardParams const& params, int head) const {
+      return query_line<Config>(params, item, tiles, params.query_tiles, head);
+    }
+
+    // This head, or the next one with a visit, if there is any.
+    CUTE_DEVICE int visiting_head(BackwardParams const& params, int head) const {
+      if constexpr (Config::kTileMap) {
+        while (head < (item.head + 1) * params.shape.group && line(params, head).empty()) ++head;
+      }
+      return head;
     }
   };
 
@@ -133,7 +148,7 @@ struct FmhaBackwardSm90 {
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
-      QueryOrder::keep(params, control, work.tiles, int(threadIdx.x) - kConsumers);
+      QueryOrder::keep(params, control, work.item, work.tiles, int(threadIdx.x) - kConsumers);
     } else {
       raise_registers<kConsumerRegisters>();
       consume(params, maps, work, control, tiles);
@@ -157,8 +172,9 @@ struct FmhaBackwardSm90 {
     PipelineStage<kStages> stage;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
+      auto const line = work.line(params, head);
       CUTE_NO_UNROLL
-      for (int tile = work.tiles.begin; tile < work.tiles.end; ++tile) {
+      for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
         int const row = queries.row + tile * kTileQuery;
         uint64_t& query = control.query.acquire(stage, QueryTile::kBytes + kStatisticsBytes);
         load_bulk_tile<QueryTile>(maps.query, query,
@@ -204,7 +220,8 @@ struct FmhaBackwardSm90 {
     clear_unvisited<Config, kConsumers>(params, item, work.tiles);
 
     if (work.tiles.begin < work.tiles.end) {
-      load_bias(params, mask, work, item.head * shape.group, work.tiles.begin, tiles);
+      int const first_head = work.visiting_head(params, item.head * shape.group);
+      load_bias(params, mask, work, first_head, work.line(params, first_head).begin, tiles);
       control.key.wait({});
       if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
         clear_rows<KeyTile, kConsumers>(tiles, mask.key_length - work.column);
@@ -222,8 +239,9 @@ struct FmhaBackwardSm90 {
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
       BiasSums bias_sums;
+      auto const line = work.line(params, head);
       CUTE_NO_UNROLL
-      for (int tile = work.tiles.begin; tile < work.tiles.end; ++tile) {
+      for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
         int const row = tile * kTileQuery;
         uint32_t const query_tile = tiles + kQueryOffset + stage.index * QueryTile::kBytes;
         uint32_t const out_tile = tiles + kOutOffset + stage.index * OutTile::kBytes;
@@ -260,8 +278,8 @@ struct FmhaBackwardSm90 {
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
         auto const capped = scores;  // read by the derivative of the soft cap
         add_bias(params, work, head, row, tiles, scores);
-        mask.template apply_transposed<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch,
-                                                             head, row, work.column);
+        mask.template apply_transposed<kTileQuery, kTileKey>(
+            scores, params.mask, shape, item.batch, head, row, work.column, line.mixed(tile));
         exponentiate_transposed<ScoreGrid>(statistics, exponent_scale<Config>(params.scale),
                                            scores);
         fence_accumulators(scores);
@@ -378,10 +396,12 @@ struct FmhaBackwardSm90 {
                                          Work const& work, int head, int tile, uint32_t tiles) {
     if constexpr (kBiasTile) {
       __syncwarp();  // nobody reads this one any more
-      bool const last = tile + 1 == work.tiles.end;
-      if (last) ++head;
+      auto const line = work.line(params, head);
+      bool const last = line.after(tile) == line.end;
+      if (last) head = work.visiting_head(params, head + 1);
       if (head < (work.item.head + 1) * params.shape.group) {
-        load_bias(params, mask, work, head, last ? work.tiles.begin : tile + 1, tiles);
+        load_bias(params, mask, work, head, last ? work.line(params, head).begin : line.after(tile),
+                  tiles);
       }
     }
   }
