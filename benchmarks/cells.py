@@ -28,6 +28,10 @@ class Cell:
     soft_cap: float | None = None
     sequences: tuple[int, ...] | None = None
     """Lengths of packed sequences, which share the one batch element."""
+    documents: int | None = None
+    """So many of equal length follow each other in a batch element, told apart by segment ids."""
+    mask_block: int | None = None
+    """A ``[1, 1, T, S]`` boolean mask of square blocks of so many rows; a quarter are true."""
     gradients: bool = True
     """Forward+backward is measured too."""
 
@@ -62,6 +66,10 @@ class Cell:
             parts.append(self.dtype)
         if self.sequences is not None:
             parts.append(f"{len(self.sequences)} sequences to {max(self.sequences)}")
+        if self.documents is not None:
+            parts.append(f"{self.documents} documents")
+        if self.mask_block is not None:
+            parts.append(f"mask in blocks of {self.mask_block}")
         if self.causal:
             parts.append("causal")
         if self.window is not None:
@@ -88,8 +96,8 @@ class Cell:
         """Floating-point operations counted for one call, or for one call and its gradients.
 
         Forward: ``2 (H + Hv)`` for each pair of a query and a key, of which a causal mask leaves
-        half, a window those it lets through. Forward+backward: 3.5 times that, since the backward
-        has five matrix products where the forward has two.
+        half; a window, documents and blocks of a mask those they let through. Forward+backward: 3.5
+        times that, since the backward has five matrix products where the forward has two.
 
         >>> small()[0].flops(backward=False) == 4 * 8 * 1024 * 1024 * 64
         True
@@ -98,6 +106,7 @@ class Cell:
         if self.sequences is not None:
             lengths = [(length, length) for length in self.sequences]
         pairs = sum(rows * columns for rows, columns in lengths) * (0.5 if self.causal else 1.0)
+        pairs /= (self.documents or 1) * (1 if self.mask_block is None else 4)
         if self.window is not None:
             rows = range(self.query_length)
             pairs = sum(
@@ -223,6 +232,14 @@ def varlen() -> list[Cell]:
     ]
 
 
+def masks() -> list[Cell]:
+    """Masks that are arrays: sorted documents, and blocks of which three quarters are empty."""
+    return [
+        _constant_size("masks", 8192, 128, documents=8),
+        _constant_size("masks", 8192, 128, mask_block=256),
+    ]
+
+
 def dims() -> list[Cell]:
     """Head dims beyond the main grid: H ≠ Hv, and one that no tile fits exactly."""
     return [
@@ -252,6 +269,7 @@ SETS = {
         window,
         softcap,
         varlen,
+        masks,
         dims,
         float32,
         deterministic,

@@ -20,6 +20,8 @@ class Inputs(NamedTuple):
     cotangent: jax.Array
     bias: jax.Array | None
     dropout_key: jax.Array | None
+    segment_ids: jax.Array | None = None
+    mask: jax.Array | None = None
 
     def differentiable(self) -> dict[str, jax.Array]:
         """The operands whose gradients forward+backward computes."""
@@ -43,7 +45,20 @@ def make(cell: Cell) -> Inputs:
         cotangent=normal(batch, rows, heads, cell.value_dim),
         bias=normal(1, heads, rows, columns) if cell.bias else None,
         dropout_key=jax.random.PRNGKey(1) if cell.dropout else None,
+        segment_ids=None if cell.documents is None else _segment_ids(cell, cell.documents),
+        mask=None if cell.mask_block is None else _mask(cell, cell.mask_block),
     )
+
+
+def _segment_ids(cell: Cell, documents: int) -> jax.Array:
+    ids = jnp.arange(cell.query_length, dtype=jnp.int32) * documents // cell.query_length
+    return jnp.broadcast_to(ids, (cell.batch, cell.query_length))
+
+
+def _mask(cell: Cell, block: int) -> jax.Array:
+    """A row of blocks attends to every fourth column of blocks, each row to others."""
+    rows, columns = (jnp.arange(n) // block for n in (cell.query_length, cell.key_length))
+    return ((rows[:, None] + columns) % 4 == 0)[None, None]
 
 
 def adapt(inputs: Inputs, peer: Peer, cell: Cell) -> Inputs:

@@ -56,11 +56,15 @@ def _memeff(cell: Cell, implementation: Literal["cuda", "xla"], deterministic: b
         return varlen
 
     def attention(inputs):
+        mask = inputs.mask
+        if (ids := inputs.segment_ids) is not None:
+            mask = jax_memeff.Mask.segments(ids, ids)
         return jax_memeff.dot_product_attention(
             inputs.query,
             inputs.key,
             inputs.value,
             inputs.bias,
+            mask,
             is_causal=cell.causal,
             local_window_size=None if cell.window is None else (cell.window, 0),
             dropout_rate=cell.dropout,
@@ -80,6 +84,7 @@ def _jax_nn(cell: Cell, implementation: Literal["xla", "cudnn"]):
             inputs.key,
             inputs.value,
             inputs.bias,
+            inputs.mask,
             is_causal=cell.causal,
             local_window_size=None if cell.window is None else (cell.window, 0),
             implementation=implementation,
@@ -171,8 +176,8 @@ def _flash_attention_4(cell: Cell):
 
 
 def _without(*features: str) -> Callable[[Cell], list[str]]:
-    """A peer that has no argument for these fields of a cell, nor for packed sequences."""
-    missing = (*features, "sequences")
+    """A peer that has no argument for these fields of a cell, nor for segments of a sequence."""
+    missing = (*features, "sequences", "documents")
     return lambda cell: [name for name in missing if getattr(cell, name) != getattr(Cell, name)]
 
 
@@ -229,7 +234,7 @@ PEERS = {
             "Pallas Mosaic GPU (f16)",
             "jax",
             _pallas_mosaic_gpu,
-            _without("window", "bias", "dropout", "soft_cap"),
+            _without("window", "bias", "dropout", "soft_cap", "mask_block"),
             # Its shared-memory buffers are declared float16, whatever the operands are.
             dtype="float16",
             prescaled=True,
@@ -239,24 +244,30 @@ PEERS = {
             "torch mem-efficient",
             "torch",
             functools.partial(_torch_sdpa, backend="EFFICIENT_ATTENTION"),
-            _without("window", "soft_cap"),
+            _without("window", "soft_cap", "mask_block"),
         ),
         Peer(
             "torch_flash",
             "torch FlashAttention-2",
             "torch",
             functools.partial(_torch_sdpa, backend="FLASH_ATTENTION"),
-            _without("window", "soft_cap"),
+            _without("window", "soft_cap", "mask_block"),
         ),
         Peer(
             "torch_cudnn",
             "torch cuDNN",
             "torch",
             functools.partial(_torch_sdpa, backend="CUDNN_ATTENTION"),
-            _without("window", "soft_cap"),
+            _without("window", "soft_cap", "mask_block"),
         ),
         Peer("torch_varlen", "torch varlen FlashAttention-2", "torch", _torch_varlen, _only_varlen),
-        Peer("fa4", "FlashAttention-4", "torch", _flash_attention_4, _without("bias", "dropout")),
+        Peer(
+            "fa4",
+            "FlashAttention-4",
+            "torch",
+            _flash_attention_4,
+            _without("bias", "dropout", "mask_block"),
+        ),
     )
 }
 

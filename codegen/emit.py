@@ -80,6 +80,7 @@ _SUMS = """\
   static constexpr auto kBiasGradient = memeff::BiasGradient::{way};
   static constexpr bool kDeterministic = {deterministic};
   static constexpr bool kOrdersQueries = {orders_queries};
+  static constexpr bool kShares = {shares};
 """
 
 _RECOMPUTE = """\
@@ -195,6 +196,7 @@ def _backward(spec: KernelSpec) -> str:
         way=spec.bias_gradient,
         deterministic=_bool(spec.deterministic),
         orders_queries=_bool(spec.orders_queries),
+        shares=_bool(spec.shares),
     )
     recompute = ""
     if spec.family == "sm90" and spec.bias_gradient == "recomputed":

@@ -41,7 +41,7 @@ class Problem:
     ``wants`` are the gradients of a backward (all of query, key and value by default).
     ``query_rows`` is set where a forward has few: they fit into a tile of so many rows, or there
     are too few tiles for a GPU, with ``teams`` of which the keys are not long, either; see
-    ``support.query_rows``.
+    ``support.query_rows``. ``few_keys`` is the same for the tiles of keys of a backward.
 
     Raises ``ValueError`` for a value that no problem can have; a possible problem that no kernel
     solves is left to ``select``.
@@ -67,6 +67,7 @@ class Problem:
     deterministic: bool = False
     wants: tuple[str, ...] = ()
     query_rows: Literal["16", "64", "teams"] | None = None
+    few_keys: bool = False
 
     def __post_init__(self):
         _expect_one_of("direction", self.direction, DIRECTIONS)
@@ -115,6 +116,7 @@ class Problem:
         words += [f"gradients of {', '.join(self.wants)}"] if self.wants else []
         words += [f"alignment={self.alignment}"] if self.alignment != 16 else []
         words += [f"query_rows={self.query_rows}"] if self.query_rows else []
+        words += ["few_keys"] if self.few_keys else []
         return ", ".join(words)
 
 

@@ -24,6 +24,7 @@ from jax_memeff.codegen.support import (
     has_tile,
     mask_kind,
     pack_heads,
+    shares_keys,
     spec_reasons,
     sums_in_order,
     unsupported_reasons,
@@ -68,6 +69,8 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {"bias": "16", "bias_layout": "columns", "wants": _ALL_GRADIENTS},
     {"bias": "16", "bias_layout": "rows"},
     {"bias": "32", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
+    {"few_keys": True},
+    {"few_keys": True, "bias": "16", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
     {"deterministic": True},
     {"deterministic": True, "masks": frozenset({"causal"})},
     {"deterministic": True, "bias": "16", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
@@ -240,4 +243,5 @@ def _spec(problem: Problem, row: Row) -> KernelSpec:
         alignment=16 if row.split or row.family == "sm90" else problem.alignment,
         family=row.family,
     )
-    return dataclasses.replace(spec, deterministic=sums_in_order(spec, problem))
+    spec = dataclasses.replace(spec, deterministic=sums_in_order(spec, problem))
+    return dataclasses.replace(spec, shares=shares_keys(spec, problem))

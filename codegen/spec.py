@@ -41,7 +41,7 @@ class EntryPoint(NamedTuple):
     name: str
     threads: int
     shared_bytes: int
-    grid: Literal["queries", "keys", "bias", "bias_squares"] = "queries"
+    grid: Literal["queries", "keys", "key_shares", "bias", "bias_squares"] = "queries"
     takes_maps: bool = False
     tile_map: TileMap | None = None
 
@@ -83,6 +83,7 @@ class KernelSpec:
     ``alignment`` is what rows of query, key, value, output and gradients begin at multiples of, in
     bytes.
     ``deterministic`` kernels add what several blocks contribute in the same order in every run.
+    ``shares`` is a backward in which several blocks may share a tile of keys.
     """
 
     direction: Literal["forward", "backward"]
@@ -105,6 +106,7 @@ class KernelSpec:
     pack_heads: bool = False
     alignment: int = 16
     deterministic: bool = False
+    shares: bool = False
     family: str = "sm80"
 
     @property
@@ -137,6 +139,7 @@ class KernelSpec:
         words += [f"dbias{self.bias_gradient}"] if self.bias_gradient != "none" else []
         words += [f"align{self.alignment}"] if self.alignment != 16 else []
         words += ["deterministic"] if self.deterministic else []
+        words += ["shares"] if self.shares else []
         return "_".join([*words, self.family])
 
     @property
@@ -203,7 +206,7 @@ class KernelSpec:
     def maps_tiles(self) -> bool:
         """Whether segment ids and boolean masks say which tiles the kernel visits."""
         by_elements = self.split or self.varlen or self.wide or self.teams > 1
-        if self.family == "sm90" and self.direction == "backward":
+        if self.divided:
             by_elements = True
         return (self.segments or self.boolean) and not by_elements
 
@@ -219,8 +222,9 @@ class KernelSpec:
     def entry_points(self) -> tuple[EntryPoint, ...]:
         """The functions of the source in launch order."""
         maps = bool(self.tensor_maps)
+        grid = "key_shares" if self.shares else "keys"
         main = EntryPoint(
-            self.name, self.threads, self.shared_bytes, "keys", maps, self._tile_map("keys")
+            self.name, self.threads, self.shared_bytes, grid, maps, self._tile_map("keys")
         )
         if self.split:
             combine = EntryPoint(f"{self.name}_combine", COMBINE_THREADS, 0)
@@ -367,6 +371,7 @@ class KernelSpec:
             self.gradients,
             -self.alignment,
             self.deterministic,
+            self.shares,
         )
 
 

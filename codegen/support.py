@@ -16,8 +16,10 @@ _FEW_TILES = 64
 """So many tiles, of the rows that follow, leave half of a large GPU idle."""
 _PLAIN_ROWS = 128
 
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
 """Of an H100 and an H200."""
+_SHARE_ROWS = 256
+"""Rows of queries that a block visits at least, or the sums take longer than it."""
 _SPLIT_KEY = 2
 """A key of kernels without wgmma, which get half out of the tensor cores."""
 _COMBINATION = 1024
@@ -107,6 +109,8 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
     if spec.deterministic != sums_in_order(spec, problem):
         reasons.append(f"its sums are {'' if spec.deterministic else 'not '}deterministic")
+    if spec.shares != shares_keys(spec, problem):
+        reasons.append("its blocks share tiles of keys, or not, as is right for another number")
     if spec.wide and spec.bias_gradient == "recomputed":
         reasons.append(
             "it has no order for the gradient of a bias that batch elements or heads share: leave "
@@ -226,12 +230,12 @@ def query_rows(
 
 def _teams_time(tiles: int, keys: int) -> float:
     """Of blocks whose warpgroups share 64 rows, in keys that one gets through."""
-    return -(-tiles // _MULTIPROCESSORS) * keys
+    return -(-tiles // MULTIPROCESSORS) * keys
 
 
 def _split_time(tiles: int, keys: int) -> float:
     """Of blocks that split the keys, and the kernel that combines their results."""
-    return _SPLIT_KEY * keys * tiles / _MULTIPROCESSORS + _COMBINATION
+    return _SPLIT_KEY * keys * tiles / MULTIPROCESSORS + _COMBINATION
 
 
 def bias_access(problem: Problem, *, wide: bool = False) -> BiasAccess:
@@ -259,6 +263,30 @@ def sums_in_order(spec: KernelSpec, problem: Problem) -> bool:
     query_sums = "query" in problem.wants and not spec.owns_outputs
     bias_sums = bias_gradient(problem, spec.family) == "columns"
     return problem.deterministic and (query_sums or bias_sums)
+
+
+def key_shares(*, batch: int, queries: int, keys: int, heads: int, group: int) -> int:
+    """How many blocks of a backward may share a tile of keys of these sizes, ``heads`` being those
+    of the keys. The launcher has fewer where the device is smaller.
+
+    >>> key_shares(batch=1, queries=1024, keys=1024, heads=8, group=1)
+    2
+    >>> key_shares(batch=2, queries=1024, keys=1024, heads=8, group=1)
+    1
+    """
+    tiles = batch * heads * -(-keys // _PLAIN_ROWS)
+    return max(1, min(MULTIPROCESSORS // max(1, tiles), queries * group // _SHARE_ROWS))
+
+
+def shares_keys(spec: KernelSpec, problem: Problem) -> bool:
+    """Whether blocks of ``spec`` may share a tile of keys: where they add to the gradient of the
+    query in an order, or own a gradient of the bias, they do not.
+    """
+    ordered = spec.orders_queries or spec.bias_gradient not in ("none", "recomputed")
+    owned = bool({"key", "value"} & set(spec.gradients))
+    undivided = spec.family == "sm90" and spec.direction == "backward" and not spec.divided
+    by_range = not problem.varlen and not spec.maps_tiles
+    return problem.few_keys and undivided and owned and by_range and not ordered
 
 
 def _bits(bias: str | None) -> str:

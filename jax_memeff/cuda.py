@@ -11,16 +11,16 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from jax_memeff import config, divisors, tile_maps, workspaces
+from jax_memeff import buffers, config, divisors, workspaces
+from jax_memeff.buffers import Buffer
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import compile as compiler
 from jax_memeff.codegen import support
@@ -30,7 +30,7 @@ from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.errors import UnsupportedError
 from jax_memeff.export import register_targets, require_static
 from jax_memeff.mask import Mask
-from jax_memeff.options import Divisors, DropoutState, Operands, Options, PackedOperands, Wants
+from jax_memeff.options import Operands, Options, PackedOperands, Wants
 from jax_memeff.sequences import MOST_POSITIONS
 
 _FORWARD_TARGET = "jax_memeff_forward"
@@ -53,27 +53,20 @@ LEAST_SOFTMAX_SCALE = 1e-6
 _ROW_STATISTICS = (1, 2, 0)
 
 
-class _Buffer(NamedTuple):
-    name: str
-    aval: Any
-    value: Any = None
-    layout: Sequence[int] | None = None
-
-
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
     avals, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
-    inputs = _attention_operands(ctx, avals, operands, options)
+    inputs = buffers.of_operands(ctx, avals, operands, options)
     avals = _separate(avals)
     specs = kernels(avals, options, wants=None)
-    inputs += _tile_maps(ctx, avals, operands.mask, options.divisors, specs)
+    inputs += buffers.of_tile_maps(ctx, avals, operands.mask, options.divisors, specs)
     out, logsumexp = ctx.avals_out
-    results = [_Buffer("out", out), _Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)]
+    results = [Buffer("out", out), Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)]
     return _custom_call(
         ctx,
         _FORWARD_TARGET,
         inputs,
-        [*results, *itertools.starmap(_Buffer, workspaces.forward(avals, specs.values()))],
+        [*results, *itertools.starmap(Buffer, workspaces.forward(avals, specs.values()))],
         specs=specs,
         **_scores(avals, options),
     )[: len(results)]
@@ -85,13 +78,13 @@ def lower_backward(
     """Lowering rule of ``attention_bwd`` on CUDA."""
     avals, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, values)
-    inputs = _attention_operands(ctx, avals, operands, options)
+    inputs = buffers.of_operands(ctx, avals, operands, options)
     names = [f"{name}_gradient" for name in _wanted(wants)]
     if isinstance(avals, PackedOperands) and wants.query:
         names = ["+".join(names[:3]), *names[3:]]
     avals = _separate(avals)
     specs = kernels(avals, options, wants=wants)
-    inputs += _tile_maps(ctx, avals, operands.mask, options.divisors, specs)
+    inputs += buffers.of_tile_maps(ctx, avals, operands.mask, options.divisors, specs)
     named = zip(
         ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
         residual_avals,
@@ -99,17 +92,17 @@ def lower_backward(
         (None, _ROW_STATISTICS, None, _ROW_STATISTICS),
         strict=True,
     )
-    gradients = [_Buffer(name, aval) for name, aval in zip(names, ctx.avals_out, strict=True)]
+    gradients = [Buffer(name, aval) for name, aval in zip(names, ctx.avals_out, strict=True)]
     results = _custom_call(
         ctx,
         _BACKWARD_TARGET,
         [
             *inputs,
-            *(_Buffer(*buffer) for buffer in named if buffer[1] is not None),
+            *(Buffer(*buffer) for buffer in named if buffer[1] is not None),
         ],
         [
             *gradients,
-            *itertools.starmap(_Buffer, workspaces.backward(avals, specs.values(), wants)),
+            *itertools.starmap(Buffer, workspaces.backward(avals, specs.values(), wants)),
         ],
         specs=specs,
         **_scores(avals, options),
@@ -126,99 +119,6 @@ def _separate(avals: Operands | PackedOperands) -> Operands:
     if isinstance(avals, PackedOperands):
         return jax.eval_shape(PackedOperands.separate, avals)
     return avals
-
-
-def _attention_operands(
-    ctx: mlir.LoweringRuleContext, avals: Any, operands: Any, options: Options
-) -> list[_Buffer]:
-    """The buffers of a call. One that holds several arrays has their names, joined by "+"."""
-
-    def buffers_of(avals: Any, values: Any, *names: str) -> list[_Buffer]:
-        return [_Buffer(name, getattr(avals, name), getattr(values, name)) for name in names]
-
-    lengths = avals.mask, operands.mask
-    if isinstance(avals, PackedOperands):
-        buffers = [_Buffer("query+key+value", avals.query_key_value, operands.query_key_value)]
-    else:
-        buffers = buffers_of(avals, operands, "query", "key", "value")
-        if avals.sequences is not None:
-            lengths = avals.sequences, operands.sequences
-            buffers += buffers_of(*lengths, "query_starts", "key_starts")
-    buffers += buffers_of(avals, operands, "bias")
-    buffers += buffers_of(*lengths, "query_lengths", "key_lengths")
-    if avals.dropout is not None and operands.dropout is not None:
-        buffers += map(_Buffer, DropoutState._fields, avals.dropout, operands.dropout)
-    if avals.position is not None and operands.position is not None:
-        buffers += [
-            _Buffer("query_position", avals.position.query, operands.position.query),
-            _Buffer("key_position", avals.position.key, operands.position.key),
-        ]
-    buffers += _segment_ids(ctx, avals.mask, operands.mask)
-    buffers += _boolean(ctx, avals, operands.mask, options)
-    return [buffer for buffer in buffers if buffer.aval is not None]
-
-
-def _segment_ids(ctx: mlir.LoweringRuleContext, avals: Mask, mask: Mask) -> list[_Buffer]:
-    """Stacked to [B, pairs, T] and [B, pairs, S]."""
-    buffers = []
-    if avals.segment_ids:
-        for name, ids, values in zip(
-            ("query_segments", "key_segments"),
-            zip(*avals.segment_ids, strict=True),
-            zip(*mask.segment_ids, strict=True),
-            strict=True,
-        ):
-            buffers.append(_computed(ctx, name, lambda *ids: jnp.stack(ids, 1), ids, values))
-    return buffers
-
-
-def _tile_maps(
-    ctx: mlir.LoweringRuleContext,
-    avals: Operands,
-    mask: Mask,
-    shared: Divisors,
-    specs: dict[str, KernelSpec],
-) -> list[_Buffer]:
-    """Which tiles the kernels visit where masks are arrays."""
-    maps = {tile_map for spec in specs.values() for tile_map in spec.tile_maps}
-    arrays, structure = jax.tree.flatten(avals.mask)
-    return [
-        _computed(
-            ctx,
-            tile_map.name,
-            lambda *x, tile_map=tile_map: tile_maps.lines(
-                jax.tree.unflatten(structure, x), tile_map, avals.scores, shared
-            ),
-            arrays,
-            jax.tree.leaves(mask),
-        )
-        for tile_map in sorted(maps)
-    ]
-
-
-def _boolean(
-    ctx: mlir.LoweringRuleContext, avals: Any, mask: Mask, options: Options
-) -> list[_Buffer]:
-    """One boolean mask as it is, of several the "and" in the broadcast of their shapes."""
-    if not mask.booleans:
-        return []
-
-    def conjunction(*booleans: Any) -> Any:
-        mask = dataclasses.replace(avals.mask, booleans=booleans)
-        return divisors.conjunction(mask, options.divisors, divisors.batch_of(avals))[0]
-
-    return [_computed(ctx, "boolean", conjunction, avals.mask.booleans, mask.booleans)]
-
-
-def _computed(
-    ctx: mlir.LoweringRuleContext, name: str, function: Any, avals: Sequence, values: Sequence
-) -> _Buffer:
-    """A buffer that XLA computes from operands before the call."""
-    result = jax.eval_shape(function, *avals)
-    aval = ShapedArray(result.shape, result.dtype)
-    context = ctx.replace(avals_in=avals, avals_out=[aval])
-    lowered = mlir.lower_fun(function, multiple_results=False)(context, *values)
-    return _Buffer(name, aval, *lowered)
 
 
 def kernels(avals: Operands, options: Options, wants: Wants | None) -> dict[str, KernelSpec]:
@@ -270,9 +170,9 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
         deterministic=options.deterministic_backward and wants is not None,
         wants=() if wants is None else tuple(_wanted(wants)),
     )
-    if wants is not None:
-        return problem
     batch, heads, queries, keys = avals.scores
+    if wants is not None:
+        return dataclasses.replace(problem, few_keys=workspaces.key_shares(avals) > 1)
     group = heads // avals.key.shape[2] if heads else 1
     rows = support.query_rows(
         problem, batch=batch, queries=queries, keys=keys, heads=heads, group=group
@@ -425,8 +325,8 @@ def _kernel_table(specs: dict[str, KernelSpec]) -> dict[str, Any]:
 def _custom_call(
     ctx: mlir.LoweringRuleContext,
     target: str,
-    operands: list[_Buffer],
-    results: list[_Buffer],
+    operands: list[Buffer],
+    results: list[Buffer],
     *,
     specs: dict[str, KernelSpec],
     **attributes: Any,
@@ -434,8 +334,8 @@ def _custom_call(
     register_targets()
     lower = jax.ffi.ffi_lowering(
         target,
-        operand_layouts=_layouts(operands),
-        result_layouts=_layouts(results),
+        operand_layouts=buffers.layouts(operands),
+        result_layouts=buffers.layouts(results),
     )
     context = ctx.replace(
         avals_in=[buffer.aval for buffer in operands],
@@ -449,10 +349,3 @@ def _custom_call(
         kernels=_kernel_table(specs),
         **attributes,
     )
-
-
-def _layouts(buffers: Iterable[_Buffer]) -> list[Sequence[int]]:
-    return [
-        tuple(reversed(range(len(buffer.aval.shape)))) if buffer.layout is None else buffer.layout
-        for buffer in buffers
-    ]

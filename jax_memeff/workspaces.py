@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from jax_memeff import splits
+from jax_memeff.codegen import support
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.divisors import gradient_shape
 from jax_memeff.options import Operands, Wants
@@ -45,6 +46,8 @@ def backward(
     sizes += [("value_gradient_sum", largest(_value_gradient_sum))] if wants.value else []
     sizes += [("bias_gradient_sum", largest(_bias_sums))] if wants.bias else []
     yield from ((name, _float32(size)) for name, size in sizes if size)
+    if any(shared := max(_shared_gradients(avals, spec) for spec in specs)):
+        yield "key_gradient_sum", ShapedArray(shared, jnp.dtype(jnp.float32))
     if size := largest(_order):
         yield "order", _int32(size)
 
@@ -131,12 +134,36 @@ def _bias_sums(avals: Operands, spec: KernelSpec) -> int:
     return batch * heads * rows * _round_up(avals.scores[3], spec.tile.key)
 
 
+def _shared_gradients(avals: Operands, spec: KernelSpec) -> tuple[int, int]:
+    """Of each of the blocks that share tiles of keys: schedule/key_shares.cuh."""
+    if not spec.shares:
+        return 0, 0
+    columns = {"key": spec.head_class, "value": spec.value_class}
+    wanted = sum(columns[name] for name in columns if name in spec.gradients)
+    return key_shares(avals), _padded_keys(avals, spec) * wanted
+
+
+def key_shares(avals: Operands) -> int:
+    """How many blocks of a backward may share a tile of keys; none do of packed sequences."""
+    batch, heads, queries, keys = avals.scores
+    if avals.sequences is not None or not heads:
+        return 1
+    key_heads = avals.key.shape[2]
+    group = heads // key_heads
+    return support.key_shares(batch=batch, queries=queries, keys=keys, heads=key_heads, group=group)
+
+
 def _order(avals: Operands, spec: KernelSpec) -> int:
-    """A ticket counter and the progress of each key tile (ffi/include/memeff/schedule/turn.cuh)."""
-    if not spec.orders_queries:
-        return 0
+    """A ticket counter and the progress of each key tile (ffi/include/memeff/schedule/turn.cuh), or
+    a counter for each of those that blocks share.
+    """
+    return 1 + _key_tiles(avals, spec) if spec.orders_queries or spec.shares else 0
+
+
+def _key_tiles(avals: Operands, spec: KernelSpec) -> int:
+    """Of all key heads and batch elements; packed sequences may all be the longest."""
     batch, _, _, columns = avals.scores
-    return 1 + batch * avals.key.shape[2] * -(-columns // spec.tile.key)
+    return batch * avals.key.shape[2] * -(-columns // spec.tile.key)
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -218,6 +218,52 @@ def test_a_few_tiles_of_short_keys_share_their_rows_on_hopper():
     assert select.select(problem(**wider, varlen=True)).family == "sm90"
 
 
+def test_blocks_share_a_few_tiles_of_keys():
+    hopper: dict[str, Any] = {"arch": "sm_90a", "few_keys": True}
+    spec = select.select(problem("backward", **hopper))
+    assert spec.shares and "_shares_" in spec.name
+    assert [entry.grid for entry in spec.entry_points] == ["queries", "key_shares", "queries"]
+    assert "static constexpr bool kShares = true;" in emit.source(spec)
+    assert not select.select(problem("backward", arch="sm_90a")).shares
+    (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
+    assert reason.startswith("its blocks share")
+    with_bias = {"bias": "16", "wants": ("query", "bias")}
+    others: tuple[dict[str, Any], ...] = (
+        {"deterministic": True},
+        {"varlen": True},
+        {"wants": ("query",)},
+        {"head_dim": 256, "value_dim": 256},
+        {**with_bias, "bias_layout": "full"},
+        {**with_bias, "bias_layout": "columns"},
+    )
+    for owned in others:
+        assert not select.select(problem("backward", **hopper, **owned)).shares
+    recomputed: dict[str, Any] = {
+        "bias": "16",
+        "bias_layout": "shared",
+        "wants": ("query", "key", "bias"),
+    }
+    assert select.select(problem("backward", **hopper, **recomputed)).shares
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares"),
+    [
+        ({}, 2),
+        ({"heads": 4}, 4),
+        ({"heads": 4, "queries": 512}, 2),
+        ({"heads": 4, "queries": 511}, 1),
+        ({"heads": 1, "queries": 511, "group": 2}, 3),
+        ({"batch": 2}, 1),
+        ({"keys": 1057}, 1),
+    ],
+    ids=str,
+)
+def test_shares_fill_the_gpu_and_have_queries_enough(sizes, shares):
+    usual = {"batch": 1, "queries": 1024, "keys": 1024, "heads": 8, "group": 1}
+    assert support.key_shares(**{**usual, **sizes}) == shares
+
+
 @pytest.mark.parametrize("alignment", [1, 2, 4, 8])
 def test_rows_of_a_bias_that_are_not_aligned_are_read_by_words(alignment):
     asked = problem(bias="16", bias_alignment=alignment)
@@ -257,7 +303,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
         # float16 alone on sm_75; float32 has no backward of 192 and more head dims in 99 KB.
-        count = {"sm_75": 268, "sm_86": 926, "sm_90a": 1002}.get(arch, 1040)
+        count = {"sm_75": 268, "sm_86": 926, "sm_90a": 1010}.get(arch, 1040)
         assert len(set(specs)) == len(specs) == count
 
 

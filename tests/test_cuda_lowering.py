@@ -376,6 +376,16 @@ def test_scores_of_many_columns_are_summed_in_runs(fake_compiler, H, sums):
     assert (f"tensor<{scores}xf32>" in text) == sums
 
 
+def test_blocks_that_share_tiles_of_keys_have_room_for_their_gradients(fake_compiler):
+    gradient = jax.grad(loss, (0, 1, 2))
+    text = lower(gradient, *shapes(B=1, T=1024, S=1000, N=8, K=8))
+    assert [spec.shares for spec, _ in fake_compiler] == [False, True]
+    names = 'row_statistics,query_gradient_sum,key_gradient_sum,order"'
+    assert f'results = "query_gradient,key_gradient,value_gradient,{names}' in text
+    # Two blocks for each tile, with dk and dv of 1024 keys.
+    assert f"tensor<2x{8 * 1024 * (64 + 64)}xf32>, tensor<{1 + 64}xi32>" in text
+
+
 def test_workspaces_do_not_depend_on_the_longest_sequence(fake_compiler):
     def types(longest):
         gradient = jax.grad(functools.partial(varlen_loss, longest=longest), (0, 1, 2))

@@ -116,7 +116,7 @@ TEAMS = [
     )
 ]
 SM90 += [
-    Run(case, "sm_90a", seed=3, multiprocessors=1, gradients=False, unattended=True)
+    Run(case, "sm_90a", seed=3, multiprocessors=1, gradients=not case.dropout, unattended=True)
     for case in MAPPED
 ]
 SM90 += [
@@ -146,6 +146,10 @@ DETERMINISTIC = [
         # Bits of float16 differ where a few roundings of float32 do.
         ("sm_90a", Case(B=1, T=300, S=600, N=4, K=2, dtype="float16")),
         ("sm_90a", Case(B=3, T=300, S=700, H=128, dtype="float16", lengths=PACKED, packed=True)),
+        (
+            "sm_90a",
+            Case(B=1, T=300, S=1400, N=4, H=128, dtype="float16", boolean=("1NTS",), block=128),
+        ),
         # More key heads than take tickets in turn.
         ("sm_90a", Case(B=9, T=70, S=200, dtype="float16")),
     )
@@ -183,7 +187,16 @@ def drawn(count: int) -> list[Run]:
     ]
 
 
-RUNS = SM80 + SM90 + TEAMS + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
+SHARES = [
+    Run(
+        Case(B=1, T=600, S=270, N=2, K=1, **CAUSAL),
+        arch="sm_90a",
+        seed=3,
+        multiprocessors=9,
+        splits=True,
+    )
+]
+RUNS = SM80 + SM90 + TEAMS + SHARES + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
 
 
 @pytest.fixture(scope="module", autouse=True)

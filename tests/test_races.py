@@ -49,13 +49,15 @@ HUNTS = [
     made
     for H in (64, 128)
     for made in (
-        *(hunt(H, stages, **CAUSAL) for stages in (1, 3)),
+        hunt(H, 1, **CAUSAL),
         hunt(H, 2, deterministic=True, **CAUSAL),
-        hunt(H, 1, **EVERYTHING),
         hunt(H, 3, deterministic=True, **EVERYTHING),
         hunt(H, None, **(CAUSAL if H == 64 else EVERYTHING)),
     )
 ]
+HUNTS += [hunt(64, 3, **CAUSAL), hunt(64, 1, **EVERYTHING)]
+# Too small for the GPU: blocks share tiles of keys, too.
+HUNTS += [Hunt(Case(B=4, T=1000, S=1000, H=H, **CAUSAL), None) for H in (64, 128)]
 HUNTS += [hunt(256, stages, **CAUSAL) for stages in (1, 2, 3)] + [hunt(256, 2, **EVERYTHING)]
 
 

@@ -189,6 +189,8 @@ def test_gradients_do_not_repeat_what_is_not_mapped(assert_close):
 
     outside = gradients_of(lambda arrays: jax.vmap(biased, in_axes=(axes,))(arrays))
     assert call_of("attention_bwd", outside, arrays)[0][:4] == own
+    with jax_memeff.forward_mode():
+        assert call_of("attention_bwd", outside, arrays)[0][:4] == own
     summed = {name: x if name == "query" else jnp.sum(x, 0) for name, x in each[0].items()}
     assert_close(run(outside, arrays)[0], summed, 1e-5)
 

@@ -1,7 +1,20 @@
+#include <algorithm>
+
 #include "call.h"
 #include "tensor_map.h"
 
 namespace memeff::host {
+namespace {
+
+// As many CTAs for each of `blocks` tiles of keys as the device and the workspace have room for.
+int choose_shares(const DeviceKernel& kernel, Buffers& buffers, long long blocks) {
+  auto const parts = buffers.dimensions("key_gradient_sum");
+  long long const most = parts.size() == 2 ? parts[0] : 1;
+  return static_cast<int>(
+      std::clamp(kernel.multiprocessors / std::max(blocks, 1ll), 1ll, std::max(most, 1ll)));
+}
+
+}  // namespace
 
 xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                 CUstream stream) {
@@ -41,9 +54,12 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   long long const square = std::max(kernel.image->tile_query, kernel.image->tile_key);
   long long const bias_squares =
       bias_planes * ceil_div(shape.query_length, square) * ceil_div(shape.key_length, square);
+  long long const key_blocks = key_tiles * shape.key_heads * shape.batch;
+  params.shares = choose_shares(kernel, buffers, key_blocks);
   std::map<std::string, long long> const blocks = {
       {"queries", (long long)params.query_tiles * shape.query_heads * shape.batch},
-      {"keys", key_tiles * shape.key_heads * shape.batch},
+      {"keys", key_blocks},
+      {"key_shares", key_blocks * params.shares},
       {"bias", bias_planes * bias_row_tiles * key_tiles},
       {"bias_squares", std::min<long long>(bias_squares, kernel.multiprocessors)}};
 

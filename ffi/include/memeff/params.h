@@ -150,12 +150,15 @@ struct BackwardParams {
   float* row_statistics;            // [tiles, query tile, 2]: logsumexp in base 2 (+inf where a
                                     // row has no keys), and delta = rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [tiles, query tile, head dim class], in fragment order
-  float* key_gradient_sum;          // of wide kernels: [B, K, padded S, padded H] and
+  float* key_gradient_sum;          // of shared tiles: see schedule/key_shares.cuh
+                                    // of wide kernels: [B, K, padded S, padded H] and
   float* value_gradient_sum;        // [B, K, padded S, padded Hv]
   ScoreView bias_gradient;
   float* bias_gradient_sum;  // where it is summed: see bias/gradient.cuh
   int query_tiles;           // padded T / query tile
-  int* order;                // of sums that are the same in every run: see schedule/turn.cuh
+  int shares;                // CTAs for each tile of keys: see schedule/key_shares.cuh
+  int* order;                // of sums that are the same in every run: see schedule/turn.cuh and
+                             // schedule/key_shares.cuh
   TileMap tile_map;          // of the kernel that is launched
 };
 

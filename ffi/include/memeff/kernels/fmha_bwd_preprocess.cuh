@@ -29,7 +29,7 @@ struct FmhaBackwardPreprocess {
   static constexpr int kRowsPerPass = kThreads / kRowLanes;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
-    if constexpr (Config::kOrdersQueries) {
+    if constexpr (Config::kOrdersQueries || Config::kShares) {
       unsigned const words = Turn<Config>::words(params.shape, Tiles::kTileKey);
       for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) {
         params.order[i] = 0;

@@ -10,7 +10,8 @@
 // of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory; it has
 // two buffers there, so that one barrier of the consumers a visit is enough.
 //
-// Config::kOrdersQueries puts the additions to dq in an order (schedule/turn_sm90.cuh).
+// Config::kOrdersQueries puts the additions to dq in an order (schedule/turn_sm90.cuh), and with
+// Config::kShares several CTAs may share a tile of keys (schedule/key_shares.cuh).
 #pragma once
 
 #include <memeff/bias/gradient_transposed.cuh>
@@ -27,6 +28,8 @@
 #include <memeff/kernels/fmha_bwd_recompute_sm90.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles_sm90.cuh>
+#include <memeff/schedule/key_shares.cuh>
+#include <memeff/schedule/query_visits.cuh>
 #include <memeff/schedule/sequences.cuh>
 #include <memeff/schedule/turn_sm90.cuh>
 
@@ -89,6 +92,11 @@ struct FmhaBackwardSm90 {
   static constexpr int kConsumerBarrier = 1;
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 2 + warpgroup; }
 
+  static constexpr int kGradientFloats = kTileKey * (Config::kKeyGradient * Config::kHeadDim +
+                                                     Config::kValueGradient * Config::kValueDim);
+  using Shares = KeyShares<Config, kGradientFloats, kConsumers, kConsumerBarrier>;
+  static_assert(!Config::kShares || !BiasWriter::kNeeded);
+
   using Mask = ScoreMask<Config, ScoreGrid>;
 
   // What a CTA does: the query tiles that attend to its keys, for every head of the group.
@@ -102,6 +110,21 @@ struct FmhaBackwardSm90 {
       item = QueryOrder::item(params, control);
       column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
+      tiles = visited_range<Config>(params, item, tiles, params.query_tiles);
+      static_assert(!Config::kShares || !Config::kTileMap);  // a share may have no visit
+      tiles = Shares::query_tiles(params, tiles);
+    }
+
+    CUTE_DEVICE TileLine<Config::kTileMap> line(BackwardParams const& params, int head) const {
+      return query_line<Config>(params, item, tiles, params.query_tiles, head);
+    }
+
+    // This head, or the next one with a visit, if there is any.
+    CUTE_DEVICE int visiting_head(BackwardParams const& params, int head) const {
+      if constexpr (Config::kTileMap) {
+        while (head < (item.head + 1) * params.shape.group && line(params, head).empty()) ++head;
+      }
+      return head;
     }
   };
 
@@ -125,7 +148,7 @@ struct FmhaBackwardSm90 {
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
-      QueryOrder::keep(params, control, work.tiles, int(threadIdx.x) - kConsumers);
+      QueryOrder::keep(params, control, work.item, work.tiles, int(threadIdx.x) - kConsumers);
     } else {
       raise_registers<kConsumerRegisters>();
       consume(params, maps, work, control, tiles);
@@ -149,8 +172,9 @@ struct FmhaBackwardSm90 {
     PipelineStage<kStages> stage;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
+      auto const line = work.line(params, head);
       CUTE_NO_UNROLL
-      for (int tile = work.tiles.begin; tile < work.tiles.end; ++tile) {
+      for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
         int const row = queries.row + tile * kTileQuery;
         uint64_t& query = control.query.acquire(stage, QueryTile::kBytes + kStatisticsBytes);
         load_bulk_tile<QueryTile>(maps.query, query,
@@ -196,7 +220,8 @@ struct FmhaBackwardSm90 {
     clear_unvisited<Config, kConsumers>(params, item, work.tiles);
 
     if (work.tiles.begin < work.tiles.end) {
-      load_bias(params, mask, work, item.head * shape.group, work.tiles.begin, tiles);
+      int const first_head = work.visiting_head(params, item.head * shape.group);
+      load_bias(params, mask, work, first_head, work.line(params, first_head).begin, tiles);
       control.key.wait({});
       if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
         clear_rows<KeyTile, kConsumers>(tiles, mask.key_length - work.column);
@@ -214,8 +239,9 @@ struct FmhaBackwardSm90 {
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
       BiasSums bias_sums;
+      auto const line = work.line(params, head);
       CUTE_NO_UNROLL
-      for (int tile = work.tiles.begin; tile < work.tiles.end; ++tile) {
+      for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
         int const row = tile * kTileQuery;
         uint32_t const query_tile = tiles + kQueryOffset + stage.index * QueryTile::kBytes;
         uint32_t const out_tile = tiles + kOutOffset + stage.index * OutTile::kBytes;
@@ -252,8 +278,8 @@ struct FmhaBackwardSm90 {
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
         auto const capped = scores;  // read by the derivative of the soft cap
         add_bias(params, work, head, row, tiles, scores);
-        mask.template apply_transposed<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch,
-                                                             head, row, work.column);
+        mask.template apply_transposed<kTileQuery, kTileKey>(
+            scores, params.mask, shape, item.batch, head, row, work.column, line.mixed(tile));
         exponentiate_transposed<ScoreGrid>(statistics, params.scale.softmax_scale, scores);
         fence_accumulators(scores);
         load_next_bias(params, mask, work, head, tile, tiles);
@@ -314,6 +340,7 @@ struct FmhaBackwardSm90 {
       BiasWriter::finish(params, item.batch, head, work.column, bias_sums);
     }
 
+    if (!Shares::add_up(params, tiles + kStatisticsOffset, key_gradient, value_gradient)) return;
     if constexpr (Config::kKeyGradient)
       scale_accumulators(key_gradient, params.scale.gradient_scale);
     if constexpr (Config::kValueGradient)
@@ -368,10 +395,12 @@ struct FmhaBackwardSm90 {
                                          Work const& work, int head, int tile, uint32_t tiles) {
     if constexpr (kBiasTile) {
       __syncwarp();  // nobody reads this one any more
-      bool const last = tile + 1 == work.tiles.end;
-      if (last) ++head;
+      auto const line = work.line(params, head);
+      bool const last = line.after(tile) == line.end;
+      if (last) head = work.visiting_head(params, head + 1);
       if (head < (work.item.head + 1) * params.shape.group) {
-        load_bias(params, mask, work, head, last ? work.tiles.begin : tile + 1, tiles);
+        load_bias(params, mask, work, head, last ? work.line(params, head).begin : line.after(tile),
+                  tiles);
       }
     }
   }

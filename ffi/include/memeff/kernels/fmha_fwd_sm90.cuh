@@ -27,6 +27,7 @@
 #include <memeff/collective/team.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/key_visits.cuh>
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/schedule/sequences.cuh>
 
@@ -198,12 +199,12 @@ struct FmhaForwardSm90 {
       slot.advance();
       if (item.batch < 0) break;
       ScoreMask<Config, ScoreGrid> const mask(params.mask, params.shape, item.batch);
-      Visits const range = visits(params, mask, item);
+      Visits const range(params, mask, item);
       Origin const origin = key_origin<Config>(params.shape, item.batch);
       int const element = element_of<Config>(tensor, origin.batch);
       int const key_head = item.head / params.shape.group;
       CUTE_NO_UNROLL
-      for (int tile = range.end - 1; tile >= range.begin; tile = next_visit(range, tile, 1)) {
+      for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile, 1)) {
         load_bulk_tile<Tile>(map, ring.acquire(stage, Tile::kBytes),
                              buffers + stage.index * Tile::kBytes, 0, origin.row + tile * kTileKey,
                              key_head, element, CacheHint::EVICT_LAST);
@@ -213,82 +214,12 @@ struct FmhaForwardSm90 {
   }
 
   using Mask = ScoreMask<Config, ScoreGrid>;
-  using Visits = cute::conditional_t<Config::kTileMap, TileLine<true>, TileRange>;
-  static_assert(!Config::kTileMap || kTeams == 1);
-  static constexpr bool kPassesOver = Config::kMask != MaskKind::none && kTeams == 1;
-
-  // The key tiles of a piece. One whose rows attend to nothing visits a tile that its mask empties.
-  // Teams have equally many, if need be such a tile, too.
-  CUTE_DEVICE static Visits visits(ForwardParams const& params, Mask const& mask,
-                                   WorkItem const& item) {
-    TileRange const range = mask.key_tiles(item.tile * kTileQuery, kTileQuery, kTileKey);
-    if constexpr (kTeams > 1) {
-      int const count = max(ceil_div(range.end - range.begin, kTeams), 1) * kTeams;
-      return {range.begin, range.begin + count};
-    }
-    if constexpr (Config::kTileMap) {
-      int const tiles = ceil_div(params.shape.key_length, kTileKey);
-      Visits line(range, params.tile_map, item.batch, item.head, item.tile, tiles);
-      // The tile behind the last is beyond the keys, so that nothing is loaded.
-      if (line.empty()) line.begin = tiles, line.end = tiles + 1;
-      return line;
-    } else {
-      return range.begin < range.end ? range : TileRange{0, 1};
-    }
-  }
-
-  // Those of a consumer, from the last to the first in steps of kTeams.
-  CUTE_DEVICE static Visits visits(ForwardParams const& params, Mask const& mask,
-                                   WorkItem const& item, int warpgroup) {
-    Visits range = visits(params, mask, item);
-    if constexpr (kTeams > 1) {
-      range.begin += kTeams - 1 - warpgroup;
-      range.end -= warpgroup;
-    }
-    return range;
-  }
+  using Visits = KeyVisits<Config, Mask>;
 
   // To the buffer of the next visit of a consumer.
   CUTE_DEVICE static void advance(PipelineStage<kStages>& stage) {
     CUTE_UNROLL
     for (int team = 0; team < kTeams; ++team) stage.advance();
-  }
-
-  // The key tile that a consumer visits first. It passes over fewer than kStages: while it waits
-  // for the next keys it holds values of the piece before, and others may need that buffer for
-  // more.
-  CUTE_DEVICE static int first_visit(Mask const& mask, WorkItem const& item, Visits const& range,
-                                     int warpgroup) {
-    if constexpr (!kPassesOver) return range.end - 1;
-    int const row = item.tile * kTileQuery + warpgroup * kWarpgroupRows;
-    int const end = mask.key_tiles(row, kWarpgroupRows, kTileKey).end;
-    if constexpr (Config::kTileMap) {
-      int tile = range.end - 1;
-      for (int passed = 1; passed < kStages && tile >= end && tile > range.begin; ++passed) {
-        tile = range.before(tile);
-      }
-      return tile;
-    }
-    return max(min(end, range.end) - 1, max(range.begin, range.end - kStages));
-  }
-
-  // How many visits of a piece have this tile, or one above it.
-  CUTE_DEVICE static int passed(Visits const& range, int tile) {
-    if constexpr (!Config::kTileMap) return range.end - tile;
-    int count = 0;
-    for (int other = range.end - 1; other >= tile; other = next_visit(range, other)) ++count;
-    return count;
-  }
-
-  // The tile that a consumer visits after this one, or after a place above its first.
-  CUTE_DEVICE static int next_visit(Visits const& range, int tile, int teams = kTeams) {
-    if constexpr (Config::kTileMap) return range.before(tile);
-    return tile - teams;
-  }
-
-  CUTE_DEVICE static bool mixed(Visits const& range, int tile) {
-    if constexpr (Config::kTileMap) return range.mixed(tile);
-    return true;
   }
 
   // Gives the buffers of `count` tiles back unread.
@@ -365,11 +296,11 @@ struct FmhaForwardSm90 {
   CUTE_DEVICE static void pass_over_piece(ForwardParams const& params, Control& control,
                                           WorkItem const& item, Position& at) {
     Mask const mask(params.mask, params.shape, item.batch);
-    Visits const range = visits(params, mask, item);
+    Visits const range(params, mask, item);
     PipelineStage<kQueryStages> query = at.query;
     pass_over(control.query[at.row_warpgroup], query, 1, at.leader);
     CUTE_NO_UNROLL
-    for (int tile = range.end - 1; tile >= range.begin; tile = next_visit(range, tile)) {
+    for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile)) {
       pass_over(control.key, at.key, 1, at.leader);
       pass_over(control.value, at.value, 1, at.leader);
     }
@@ -386,8 +317,8 @@ struct FmhaForwardSm90 {
     int const warpgroup = at.row_warpgroup;
     bool const leader = at.leader;
     Mask mask(params.mask, shape, item.batch);
-    Visits range = visits(params, mask, item, at.team);
-    int tile = first_visit(mask, item, range, warpgroup);
+    Visits range(params, mask, item, at.team);
+    int tile = range.first(mask, item, warpgroup);
     Softmax softmax;
     float correction[Softmax::kRows];
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
@@ -396,8 +327,8 @@ struct FmhaForwardSm90 {
 
     control.query[warpgroup].wait(at.query);
     load_bias(params, mask, item, tile, tiles);
-    pass_over(control.key, at.key, passed(range, tile + 1), leader);
-    pass_over(control.value, at.value, passed(range, tile + 1), leader);
+    pass_over(control.key, at.key, range.passed(tile + 1), leader);
+    pass_over(control.value, at.value, range.passed(tile + 1), leader);
     control.key.wait(at.key);
     fence_accumulators(scores);
     begin_products();
@@ -427,16 +358,16 @@ struct FmhaForwardSm90 {
         if (following.batch < 0) break;
         item = following;
         mask = Mask(params.mask, shape, item.batch);
-        range = visits(params, mask, item, at.team);
-        tile = first_visit(mask, item, range, warpgroup) + kTeams;
+        range = Visits(params, mask, item, at.team);
+        tile = range.first(mask, item, warpgroup) + kTeams;
         softmax = Softmax();
         at.query.advance();
         control.query[warpgroup].wait(at.query);
-        load_bias(params, mask, item, next_visit(range, tile), tiles);
-        pass_over(control.key, at.key, passed(range, tile), leader);
+        load_bias(params, mask, item, range.next(tile), tiles);
+        pass_over(control.key, at.key, range.passed(tile), leader);
         control.key.wait(at.key);
       }
-      tile = next_visit(range, tile);
+      tile = range.next(tile);
       fence_accumulators(scores);
       fence_accumulators(output);
       begin_products();
@@ -470,7 +401,7 @@ struct FmhaForwardSm90 {
       if (last) {
         finish_piece(params, control, tiles, at, done, output);
         cute::clear(output);
-        pass_over(control.value, at.value, passed(range, tile + 1), leader);
+        pass_over(control.value, at.value, range.passed(tile + 1), leader);
         clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
       } else {
         CUTE_UNROLL
@@ -531,10 +462,10 @@ struct FmhaForwardSm90 {
                                     bias_row_bytes(params)),
                params.scale.bias_scale);
       __syncwarp();  // nobody reads it any more
-      if (tile > range.begin) load_bias(params, mask, item, next_visit(range, tile), tiles);
+      if (tile > range.begin) load_bias(params, mask, item, range.next(tile), tiles);
     }
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                              item.head, row, column, mixed(range, tile));
+                                              item.head, row, column, range.is_mixed(tile));
   }
 
   template <class Probabilities>

@@ -15,6 +15,30 @@ struct QueryVisit {
   bool mixed = true;  // segment ids or a boolean mask make some element invalid
 };
 
+// The tiles of one head's rows that a CTA visits, of `count` that there are.
+template <class Config>
+CUTE_DEVICE TileLine<Config::kTileMap> query_line(BackwardParams const& params,
+                                                  WorkItem const& item, TileRange const& tiles,
+                                                  int count, int head) {
+  return {tiles, params.tile_map, item.batch, head, item.tile, count};
+}
+
+// What of a range all heads together visit: nothing but tiles between a first and a last one that
+// some head does.
+template <class Config>
+CUTE_DEVICE TileRange visited_range(BackwardParams const& params, WorkItem const& item,
+                                    TileRange const& tiles, int count) {
+  if constexpr (!Config::kTileMap) return tiles;
+  TileRange visited = {tiles.end, tiles.begin};
+  int const group = params.shape.group;
+  for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
+    auto const line = query_line<Config>(params, item, tiles, count, head);
+    if (line.empty()) continue;
+    visited = {min(visited.begin, line.begin), max(visited.end, line.end)};
+  }
+  return visited;
+}
+
 // Every head visits all tiles of a range. A cursor counts visits.
 template <int kTileQuery, bool kMapped>
 struct QueryVisits {

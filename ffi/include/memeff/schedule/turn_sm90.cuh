@@ -7,7 +7,8 @@
 #pragma once
 
 #include <memeff/collective/pipeline.cuh>
-#include <memeff/mask/interval.cuh>
+#include <memeff/schedule/key_shares.cuh>
+#include <memeff/schedule/query_visits.cuh>
 #include <memeff/schedule/turn.cuh>
 
 namespace memeff {
@@ -33,10 +34,10 @@ struct TurnSm90 {
   }
 
   // By the producer's warpgroup; `thread` counts from its first.
-  CUTE_DEVICE static void keep(BackwardParams const& params, Control& control,
+  CUTE_DEVICE static void keep(BackwardParams const& params, Control& control, WorkItem const& item,
                                TileRange const& tiles, int thread) {
-    if (thread == kWarpSize) wait(params, control, tiles);
-    if (thread == 2 * kWarpSize) publish(params, control, tiles);
+    if (thread == kWarpSize) wait(params, control, item, tiles);
+    if (thread == 2 * kWarpSize) publish(params, control, item, tiles);
   }
 
   // By the consumers, around the additions of a visit. `parity` is that of the visit.
@@ -53,11 +54,11 @@ struct TurnSm90 {
     return ceil_div(params.shape.key_length, Config::kTileKey);
   }
 
-  CUTE_DEVICE static void wait(BackwardParams const& params, Control& control,
+  CUTE_DEVICE static void wait(BackwardParams const& params, Control& control, WorkItem const& item,
                                TileRange const& tiles) {
     Turn<Config> turn(params, key_tiles(params), control.ticket);
     PipelineStage<1> stage;
-    for_each_visit(params, tiles, [&](int position) {
+    for_each_visit(params, item, tiles, [&](int position) {
       turn.wait(position);
       control.turn.acquire(stage);
       control.turn.commit(stage);
@@ -66,10 +67,10 @@ struct TurnSm90 {
   }
 
   CUTE_DEVICE static void publish(BackwardParams const& params, Control& control,
-                                  TileRange const& tiles) {
+                                  WorkItem const& item, TileRange const& tiles) {
     Turn<Config> turn(params, key_tiles(params), control.ticket);
     PipelineStage<1> stage;
-    for_each_visit(params, tiles, [&](int position) {
+    for_each_visit(params, item, tiles, [&](int position) {
       control.turn.acquire(stage);  // the visit before has been added
       control.turn.commit(stage);
       turn.publish(position);
@@ -81,12 +82,14 @@ struct TurnSm90 {
 
   // Where each visit stands among all that the CTAs of a key head may have, in the same order.
   template <class Visit>
-  CUTE_DEVICE static void for_each_visit(BackwardParams const& params, TileRange const& tiles,
-                                         Visit const& visit) {
+  CUTE_DEVICE static void for_each_visit(BackwardParams const& params, WorkItem const& item,
+                                         TileRange const& tiles, Visit const& visit) {
     CUTE_NO_UNROLL
     for (int head = 0; head < params.shape.group; ++head) {
+      auto const line = query_line<Config>(params, item, tiles, params.query_tiles,
+                                           item.head * params.shape.group + head);
       CUTE_NO_UNROLL
-      for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
         visit(head * params.query_tiles + tile);
       }
     }
@@ -99,11 +102,12 @@ struct AnyOrderSm90 {
   struct Control {};
   CUTE_DEVICE static void init(BackwardParams const&, Control&, int) {}
   CUTE_DEVICE static WorkItem item(BackwardParams const& params, Control const&) {
-    return work_item<Config>(params.shape, params.bias, blockIdx.x,
+    return work_item<Config>(params.shape, params.bias, shared_tile_index<Config>(params),
                              ceil_div(params.shape.key_length, Config::kTileKey),
                              params.shape.key_heads);
   }
-  CUTE_DEVICE static void keep(BackwardParams const&, Control&, TileRange const&, int) {}
+  CUTE_DEVICE static void keep(BackwardParams const&, Control&, WorkItem const&, TileRange const&,
+                               int) {}
   CUTE_DEVICE static void begin_additions(Control&, int) {}
   CUTE_DEVICE static void end_additions(Control&) {}
 };

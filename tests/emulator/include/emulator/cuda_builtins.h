@@ -44,6 +44,7 @@ inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y)
 }
 
 inline void __syncthreads() { emulator::sync_threads(); }
+inline void __threadfence() {}
 inline void __syncwarp(unsigned = ~0u) { emulator::sync_warp(); }
 // All lanes that have not exited: __syncwarp() waits for those.
 inline unsigned __activemask() { return ~0u; }
