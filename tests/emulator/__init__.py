@@ -88,6 +88,17 @@ def compile(spec: KernelSpec, arch: str) -> compiler.Compiled:
     )
 
 
+class _LaunchConfig(ctypes.Structure):
+    """``CUlaunchConfig``: grid, block and shared bytes, and neither a stream nor attributes."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
 def launch(source: str, name: str, *, threads: int, shared_bytes: int) -> None:
     """Runs one block of a kernel without parameters, of ``EMULATOR_KERNEL(name)`` in ``source``.
 
@@ -99,7 +110,8 @@ def launch(source: str, name: str, *, threads: int, shared_bytes: int) -> None:
     library, kernel, error = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_char_p()
     driver.cuLibraryLoadData(ctypes.byref(library), image, None, None, 0, None, None, 0)
     driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
-    if driver.cuLaunchKernel(kernel, 1, 1, 1, threads, 1, 1, shared_bytes, None, None, None):
+    launched = _LaunchConfig(sizes=(1, 1, 1, threads, 1, 1, shared_bytes))
+    if driver.cuLaunchKernelEx(ctypes.byref(launched), kernel, None, None):
         driver.cuGetErrorName(0, ctypes.byref(error))
         raise RuntimeError((error.value or b"").decode())
 
