@@ -206,12 +206,13 @@ class KernelSpec:
     def maps_tiles(self) -> bool:
         """Whether segment ids and boolean masks say which tiles the kernel visits."""
         by_elements = self.split or self.varlen or self.wide or self.teams > 1
-        if self.divided:
-            by_elements = True
         return (self.segments or self.boolean) and not by_elements
 
-    def _tile_map(self, lines: Literal["queries", "keys"]) -> TileMap | None:
-        return TileMap(lines, self.tile.query, self.tile.key) if self.maps_tiles else None
+    def _tile_map(
+        self, lines: Literal["queries", "keys"], rows: int | None = None
+    ) -> TileMap | None:
+        """Of tiles of ``rows`` rows, those of the spec by default."""
+        return TileMap(lines, rows or self.tile.query, self.tile.key) if self.maps_tiles else None
 
     @property
     def tile_maps(self) -> frozenset[TileMap]:
@@ -254,8 +255,11 @@ class KernelSpec:
         """One for the gradient of the query, one for the others."""
         maps = bool(self.tensor_maps)
         query_bytes, key_bytes = _divided_sm90(self) if self.divided else 2 * (self.shared_bytes,)
-        query = EntryPoint(f"{self.name}_query", self.threads, query_bytes, "queries", maps)
-        key = EntryPoint(f"{self.name}_key", self.threads, key_bytes, "keys", maps)
+        rows = sm90.WARPGROUP_ROWS if self.divided else None
+        query_map, key_map = self._tile_map("queries"), self._tile_map("keys", rows)
+        name, threads = self.name, self.threads
+        query = EntryPoint(f"{name}_query", threads, query_bytes, "queries", maps, query_map)
+        key = EntryPoint(f"{name}_key", threads, key_bytes, "keys", maps, key_map)
         sums_bias = self.bias_gradient == "columns" or (self.wide and self.bias_gradient != "none")
         others = {"key", "value"} & set(self.gradients) or sums_bias
         return [query] * ("query" in self.gradients) + [key] * bool(others)

@@ -119,6 +119,7 @@ SM90 += [
     Run(case, "sm_90a", seed=3, multiprocessors=1, gradients=not case.dropout, unattended=True)
     for case in MAPPED
 ]
+SM90.append(Run(dataclasses.replace(MAPPED[0], N=2, K=1, H=256), "sm_90a", seed=3, unattended=True))
 SM90 += [
     Run(case, arch="sm_90a", seed=1, multiprocessors=2)
     for case in (

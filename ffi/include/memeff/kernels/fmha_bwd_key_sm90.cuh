@@ -16,6 +16,7 @@
 #include <memeff/dropout/keep.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles_divided.cuh>
+#include <memeff/schedule/query_visits.cuh>
 #include <memeff/schedule/sequences.cuh>
 
 namespace memeff {
@@ -73,6 +74,8 @@ struct FmhaBackwardDividedKey {
 
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
 
+  using Line = TileLine<Config::kTileMap>;
+
   // What a CTA does: the query tiles that attend to its keys, for every head of the group.
   struct Work {
     WorkItem item;
@@ -86,6 +89,11 @@ struct FmhaBackwardDividedKey {
       column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
     }
+
+    CUTE_DEVICE Line line(BackwardParams const& params, int head) const {
+      return query_line<Config>(params, item, tiles,
+                                ceil_div(params.shape.query_length, kTileQuery), head);
+    }
   };
 
   // One tile of queries of one head, and the buffers it is in.
@@ -93,23 +101,53 @@ struct FmhaBackwardDividedKey {
     int head;
     int tile;
     PipelineStage<kStages> stage;
+    Line line;  // of the map, where there is one
 
-    CUTE_DEVICE Visit(Work const& work, int group)
-        : head(work.item.head * group), tile(work.tiles.begin) {}
+    CUTE_DEVICE Visit(BackwardParams const& params, Work const& work)
+        : head(work.item.head * params.shape.group), tile(work.tiles.begin) {
+      if constexpr (Config::kTileMap) begin_head(params, work);
+    }
 
     CUTE_DEVICE int row() const { return tile * kTileQuery; }
 
-    CUTE_DEVICE void advance(Work const& work) {
-      if (++tile == work.tiles.end) {
+    CUTE_DEVICE void advance(BackwardParams const& params, Work const& work) {
+      if constexpr (Config::kTileMap) {
+        tile = line.after(tile);
+        if (tile == line.end) {
+          ++head;
+          begin_head(params, work);
+        }
+      } else if (++tile == work.tiles.end) {
         tile = work.tiles.begin;
         ++head;
       }
       stage.advance();
     }
+
+    CUTE_DEVICE bool is_last_of_head(Work const& work) const {
+      return tile + 1 == (Config::kTileMap ? line.end : work.tiles.end);
+    }
+
+   private:
+    // The first visit of this head, or of one behind it.
+    CUTE_DEVICE void begin_head(BackwardParams const& params, Work const& work) {
+      for (; head < (work.item.head + 1) * params.shape.group; ++head) {
+        line = work.line(params, head);
+        tile = line.begin;
+        if (!line.empty()) break;
+      }
+    }
   };
 
-  CUTE_DEVICE static int visits(Work const& work, int group) {
-    return max(work.tiles.end - work.tiles.begin, 0) * group;
+  CUTE_DEVICE static int visits(BackwardParams const& params, Work const& work) {
+    int const group = params.shape.group;
+    if constexpr (!Config::kTileMap) return max(work.tiles.end - work.tiles.begin, 0) * group;
+    int count = 0;
+    for (int head = work.item.head * group; head < (work.item.head + 1) * group; ++head) {
+      Line const line = work.line(params, head);
+      for (int tile = line.begin; tile < line.end; tile = line.after(tile)) ++count;
+    }
+    return count;
   }
 
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
@@ -146,7 +184,7 @@ struct FmhaBackwardDividedKey {
     auto constexpr kOnce = CacheHint::EVICT_FIRST;
     auto constexpr kAgain = CacheHint::EVICT_LAST;
     WorkItem const& item = work.item;
-    int const count = visits(work, params.shape.group);
+    int const count = visits(params, work);
     if (count == 0) return;
     Origin const queries = query_origin<Config>(params.shape, item.batch);
     Origin const keys = key_origin<Config>(params.shape, item.batch);
@@ -156,7 +194,7 @@ struct FmhaBackwardDividedKey {
     load_bulk_tile<ValueTile>(maps.value, control.value.acquire({}, ValueTile::kBytes),
                               tiles + kValueOffset, 0, keys.row + work.column, item.head,
                               element_of<Config>(params.value, keys.batch), kOnce);
-    Visit visit(work, params.shape.group);
+    Visit visit(params, work);
     CUTE_NO_UNROLL
     for (int i = 0; i < count; ++i) {
       PipelineStage<kStages> const& stage = visit.stage;
@@ -174,7 +212,7 @@ struct FmhaBackwardDividedKey {
                               queries.row + visit.row(), visit.head, queries.batch, kAgain);
       load_bulk(statistics, out, tiles + kOutStatisticsOffset + stage.index * kStatisticsBytes,
                 kStatisticsBytes);
-      visit.advance(work);
+      visit.advance(params, work);
     }
   }
 
@@ -189,10 +227,10 @@ struct FmhaBackwardDividedKey {
     auto key_gradient = KeyGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(key_gradient);
 
-    if (int const count = visits(work, shape.group); count > 0) {
+    if (int const count = visits(params, work); count > 0) {
       auto scores = ScoreGrid::make_accumulators();      // (4, 1, MMA_N)
       auto derivative = ScoreGrid::make_accumulators();  // of the soft cap, for dS
-      Visit visit(work, shape.group);
+      Visit visit(params, work);
       PipelineStage<kScoreStages> slot;
       Bias bias;
       auto load_bias = [&] {
@@ -223,7 +261,8 @@ struct FmhaBackwardDividedKey {
         }
         bias.add(scores, params.scale.bias_scale);
         mask.template apply_transposed<kTileQuery, kTileKey>(
-            scores, params.mask, shape, work.item.batch, visit.head, visit.row(), work.column);
+            scores, params.mask, shape, work.item.batch, visit.head, visit.row(), work.column,
+            visit.line.mixed(visit.tile));
         exponentiate_transposed<ScoreGrid>(
             tiles + kQueryStatisticsOffset + visit.stage.index * kStatisticsBytes,
             params.scale.softmax_scale, scores);
@@ -273,7 +312,7 @@ struct FmhaBackwardDividedKey {
       for (int i = 1; i < count; ++i) {
         Visit const before = visit;
         PipelineStage<kScoreStages> const slot_before = slot;
-        visit.advance(work);
+        visit.advance(params, work);
         slot.advance();
         begin_scores();
         begin_gradient(before.stage, slot_before);
@@ -308,9 +347,9 @@ struct FmhaBackwardDividedKey {
     auto value_gradient = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(value_gradient);
 
-    if (int const count = visits(work, shape.group); count > 0) {
+    if (int const count = visits(params, work); count > 0) {
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-      Visit visit(work, shape.group);
+      Visit visit(params, work);
       PipelineStage<kScoreStages> slot;
       BiasSums bias_sums;
       auto begin_score_gradient = [&] {
@@ -338,7 +377,7 @@ struct FmhaBackwardDividedKey {
           ScoreOperand const gradient = differentiate(
               params, tiles + kOutStatisticsOffset + visit.stage.index * kStatisticsBytes,
               load_probabilities(), score_gradient, bias_sums);
-          if (kSumsBias && visit.tile + 1 == work.tiles.end) {
+          if (kSumsBias && visit.is_last_of_head(work)) {
             BiasWriter::finish(params, work.item.batch, visit.head, work.column, bias_sums);
             bias_sums = {};
           }
@@ -387,7 +426,7 @@ struct FmhaBackwardDividedKey {
       CUTE_NO_UNROLL
       for (int i = 1; i < count; ++i) {
         PipelineStage<kStages> const before = visit.stage;
-        visit.advance(work);
+        visit.advance(params, work);
         slot.advance();
         begin_score_gradient();
         begin_gradient(before, probabilities);

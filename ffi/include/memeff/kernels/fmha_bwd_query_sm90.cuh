@@ -59,7 +59,7 @@ struct FmhaBackwardDividedQuery {
   struct Work {
     WorkItem item;
     int row;
-    TileRange tiles;
+    TileLine<Config::kTileMap> tiles;
 
     CUTE_DEVICE Work(BackwardParams const& params) {
       item = work_item<Config>(params.shape, params.bias, blockIdx.x, params.query_tiles,
@@ -68,7 +68,12 @@ struct FmhaBackwardDividedQuery {
         item.tile = params.query_tiles - 1 - item.tile;
       }
       row = item.tile * kTileQuery;
-      tiles = Mask(params.mask, params.shape, item.batch).key_tiles(row, kTileQuery, kTileKey);
+      tiles = {Mask(params.mask, params.shape, item.batch).key_tiles(row, kTileQuery, kTileKey),
+               params.tile_map,
+               item.batch,
+               item.head,
+               item.tile,
+               ceil_div(params.shape.key_length, kTileKey)};
     }
   };
 
@@ -116,7 +121,7 @@ struct FmhaBackwardDividedQuery {
     int const key_element = element_of<Config>(params.key, keys.batch);
     int const value_element = element_of<Config>(params.value, keys.batch);
     CUTE_NO_UNROLL
-    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; --tile) {
+    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; tile = work.tiles.before(tile)) {
       int const row = keys.row + tile * kTileKey;
       load_bulk_tile<KeyTile>(maps.key, control.key.acquire(key, KeyTile::kBytes),
                               tiles + kKeyOffset + key.index * KeyTile::kBytes, 0, row, key_head,
@@ -157,7 +162,8 @@ struct FmhaBackwardDividedQuery {
       control.query.wait({});
       clear_beyond(control, mask, shape, work, warpgroup, tiles);
       CUTE_NO_UNROLL
-      for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; --tile) {
+      for (int tile = work.tiles.end - 1; tile >= work.tiles.begin;
+           tile = work.tiles.before(tile)) {
         uint32_t const key_tile = tiles + kKeyOffset + key.index * KeyTile::kBytes;
         auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
@@ -186,7 +192,8 @@ struct FmhaBackwardDividedQuery {
                                                mask.key_length - column, params.scale.bias_scale);
         }
         mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
-                                                  work.row, tile * kTileKey);
+                                                  work.row, tile * kTileKey,
+                                                  work.tiles.mixed(tile));
         statistics.exponentiate(params.scale.softmax_scale, scores);
         fence_accumulators(scores);
         // Long over; it ends a basic block, or the assembler puts the exponentials behind the wait
@@ -324,6 +331,11 @@ struct FmhaBackwardDividedQuery {
           }
         }
       };
+      if constexpr (Config::kTileMap) {
+        for (int tile = work.tiles.begin; tile < work.tiles.end; tile = work.tiles.after(tile)) {
+          clear((tile + 1) * kTileKey, work.tiles.after(tile) * kTileKey);
+        }
+      }
       clear(0, min(work.tiles.begin * kTileKey, params.shape.key_length));
       clear(work.tiles.end * kTileKey, params.shape.key_length);
     }

@@ -14,6 +14,7 @@ namespace memeff {
 // unless it is empty.
 template <bool kMapped>
 struct TileLine : TileRange {
+  TileLine() = default;
   CUTE_DEVICE TileLine(TileRange const& range, TileMap const&, int, int, int, int)
       : TileRange(range) {}
 
@@ -35,6 +36,8 @@ struct TileLine<true> : TileRange {
   enum Valid : unsigned char { kNone = 0, kAll = 1 };
 
   unsigned char const* tiles;
+
+  TileLine() = default;
 
   // Line `index` of a batch element and head, of `count` tiles.
   CUTE_DEVICE TileLine(TileRange const& range, TileMap const& map, int batch, int head, int index,
