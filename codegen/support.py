@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from jax_memeff.codegen import arch as archs
@@ -18,8 +19,10 @@ _PLAIN_ROWS = 128
 
 MULTIPROCESSORS = 132
 """Of an H100 and an H200."""
-_SHARE_ROWS = 256
-"""Rows of queries that a block visits at least, or the sums take longer than it."""
+_LEAST_VISITS = 4
+"""Tiles of 64 queries for each of the blocks that share a tile of keys, or sums take longer."""
+_PARTS_A_VISIT = 2
+"""As many parts of dk and dv are read from L2 in the time of a visit."""
 _SPLIT_KEY = 2
 """A key of kernels without wgmma, which get half out of the tensor cores."""
 _COMBINATION = 1024
@@ -275,7 +278,10 @@ def key_shares(*, batch: int, queries: int, keys: int, heads: int, group: int) -
     1
     """
     tiles = batch * heads * -(-keys // _PLAIN_ROWS)
-    return max(1, min(MULTIPROCESSORS // max(1, tiles), queries * group // _SHARE_ROWS))
+    visits = queries * group // sm90.WARPGROUP_ROWS
+    # A block makes visits / shares of them, the last one reads shares parts.
+    quickest = math.isqrt(_PARTS_A_VISIT * visits)
+    return max(1, min(MULTIPROCESSORS // max(1, tiles), visits // _LEAST_VISITS, quickest))
 
 
 def shares_keys(spec: KernelSpec, problem: Problem) -> bool:

@@ -254,6 +254,7 @@ def test_blocks_share_a_few_tiles_of_keys():
         ({"heads": 4, "queries": 512}, 2),
         ({"heads": 4, "queries": 511}, 1),
         ({"heads": 1, "queries": 511, "group": 2}, 3),
+        ({"heads": 1, "keys": 77, "queries": 32768}, 32),
         ({"batch": 2}, 1),
         ({"keys": 1057}, 1),
     ],
