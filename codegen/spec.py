@@ -209,10 +209,12 @@ class KernelSpec:
         return (self.segments or self.boolean) and not by_elements
 
     def _tile_map(
-        self, lines: Literal["queries", "keys"], rows: int | None = None
+        self, lines: Literal["queries", "keys"], rows: int | None = None, columns: int | None = None
     ) -> TileMap | None:
-        """Of tiles of ``rows`` rows, those of the spec by default."""
-        return TileMap(lines, rows or self.tile.query, self.tile.key) if self.maps_tiles else None
+        """Of tiles of so many rows and columns, those of the spec by default."""
+        if not self.maps_tiles:
+            return None
+        return TileMap(lines, rows or self.tile.query, columns or self.tile.key)
 
     @property
     def tile_maps(self) -> frozenset[TileMap]:
@@ -242,10 +244,14 @@ class KernelSpec:
         if self.bias_gradient in ("shared", "columns"):
             entries.append(EntryPoint(f"{self.name}_bias", threads, 0, "bias"))
         if self.bias_gradient == "recomputed":
-            recompute = EntryPoint(f"{self.name}_recompute", self.threads, 0, "bias", maps)
+            recompute = EntryPoint(
+                f"{self.name}_recompute", self.threads, 0, "bias", maps, self._tile_map("queries")
+            )
             shared_bytes = _recompute_shared_bytes(self)
             if self.family == "sm90":
-                recompute = recompute._replace(grid="bias_squares")
+                side = max(self.tile.query, self.tile.key)
+                tile_map = self._tile_map("queries", side, side)
+                recompute = recompute._replace(grid="bias_squares", tile_map=tile_map)
                 shared_bytes, _ = _recompute_sm90(self)
             entries.append(recompute._replace(shared_bytes=shared_bytes))
         return tuple(entries)

@@ -70,12 +70,19 @@ struct FmhaBackwardRecompute<Config, BackwardTiles<Config>> {
     auto mask_of = [&](int member) {
       return ScoreMask<Config, Grid>(params.mask, shape, members.batch(member));
     };
+    // The tile of a member, alone.
+    auto line_of = [&](int member) {
+      int const key = column / kTileKey;
+      return TileLine<Config::kTileMap>({key, key + 1}, params.tile_map, members.batch(member),
+                                        members.head(member), row / kTileQuery,
+                                        ceil_div(shape.key_length, kTileKey));
+    };
     // The first member from `member` on that has a valid element in the tile.
     auto next_member = [&](int member) {
       for (; member < members.count; ++member) {
         TileRange const visited = mask_of(member).key_tiles(row, kTileQuery, kTileKey);
         int const key = column / kTileKey;
-        if (visited.begin <= key && key < visited.end) break;
+        if (visited.begin <= key && key < visited.end && !line_of(member).empty()) break;
       }
       return member;
     };
@@ -164,7 +171,8 @@ struct FmhaBackwardRecompute<Config, BackwardTiles<Config>> {
       commit_copies();
 
       int const batch = members.batch(member);
-      typename Main::Visit const visit = {members.head(member), row, row / kTileQuery};
+      typename Main::Visit const visit = {members.head(member), row, row / kTileQuery,
+                                          line_of(member).mixed(column / kTileKey)};
       Main::probabilities(
           params, statistics_buffers + parity * kStatisticsBytes, batch, visit, mask_of(member),
           column, scores, score_gradient,

@@ -87,9 +87,17 @@ struct RecomputeSm90 {
       for (; member < members.count; ++member) {
         Mask const mask(params.mask, params.shape, members.batch(member));
         TileRange const visited = mask.key_tiles(tile.row, kTileQuery, kTileKey);
-        if (visited.begin <= key && key < visited.end) break;
+        if (visited.begin <= key && key < visited.end && !line(params, member).empty()) break;
       }
       return member;
+    }
+
+    // The tile of a member, alone.
+    CUTE_DEVICE TileLine<Config::kTileMap> line(BackwardParams const& params, int member) const {
+      int const key = tile.column / kTileKey;
+      return {{key, key + 1},        params.tile_map,
+              members.batch(member), members.head(member),
+              tile.row / kTileQuery, ceil_div(params.shape.key_length, kTileKey)};
     }
   };
 
@@ -202,7 +210,7 @@ struct RecomputeSm90 {
     if constexpr (!kHoldsVisit) end_scores(cute::Int<0>{});
     begin_product<kValueParts>(params, mask, work, control, stage, tiles, score_gradient);
     if constexpr (kHoldsVisit) end_scores(cute::Int<1>{});
-    modify(params, mask, work, batch, head, tiles, scores);
+    modify(params, mask, work, member, tiles, scores);
     statistics.exponentiate(params.scale.softmax_scale, scores);
     fence_accumulators(scores);
     // A branch, which the exponentials stay before: the assembler, left with one basic block, puts
@@ -294,7 +302,7 @@ struct RecomputeSm90 {
   // Soft cap, bias and masks.
   template <class Scores>
   CUTE_DEVICE static void modify(BackwardParams const& params, Mask const& mask, Work const& work,
-                                 int batch, int head, uint32_t tiles, Scores& scores) {
+                                 int member, uint32_t tiles, Scores& scores) {
     prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
     wait_copies<0>();
     __syncwarp();  // the bias of all lanes is here
@@ -302,8 +310,10 @@ struct RecomputeSm90 {
         scores,
         BiasReader<BiasRows>(bias_tile(tiles), 0, 0, bias_source(params, work), row_bytes(params)),
         params.scale.bias_scale);
-    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, head,
-                                              work.tile.row, work.tile.column);
+    bool const mixed = work.line(params, member).mixed(work.tile.column / kTileKey);
+    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape,
+                                              work.members.batch(member), work.members.head(member),
+                                              work.tile.row, work.tile.column, mixed);
   }
 
   // The bias of a row beyond the length of a member may be NaN, and so would be its P.
