@@ -2,7 +2,8 @@
 
 What it writes stands between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``:
 ``tables`` is everything, ``summary`` the ratios alone, ``host`` the host's cost. Results without a
-cell of the main grid are ``features``, those of ring.py ``ring``. What was not measured stays.
+cell of the main grid are ``features``, or what _BLOCKS says of their cells; those of ring.py are
+``ring``. What was not measured stays.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _TITLES = {"forward": "Forward", "forward_backward": "Forward + backward"}
 _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
-_NAMES = ("tables", "summary", "host", "features", "ring")
+# Where results go that hold such cells alone.
+_BLOCKS = {"deterministic": "deterministic", "decode": "decode", "float32": "decode"}
+_NAMES = ("tables", "summary", "host", "features", *dict.fromkeys(_BLOCKS.values()), "ring")
 _GRID = frozenset(("main", "small", "tiny"))
 _MISSING = "n/a"
 _FEW_QUERIES = "decode"
@@ -291,7 +294,8 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
     if "ring" in document:
         return {"ring": ring(document)}
     if document["cells"] and not of_grid(document):
-        return {"features": tables(document, None)}
+        names = {_BLOCKS.get(cell["group"], "features") for cell in document["cells"]}
+        return {names.pop() if len(names) == 1 else "features": tables(document, None)}
     found = {"tables": tables(document, image), "summary": summary(document)}
     return found | ({"host": host(document)} if document["host"] else {})
 
