@@ -1,5 +1,5 @@
-// What a thread knows of itself and its block, how kernels of one call follow each other, how values
-// are hidden from the optimiser, and how the tests make a warp late.
+// What a thread knows of itself and its block, how kernels of one call follow each other, how
+// values are hidden from the optimiser, and how the tests make a warp late.
 #pragma once
 
 #include <cute/config.hpp>
