@@ -21,7 +21,6 @@ from jax_memeff.codegen.support import (
     bias_access,
     bias_gradient,
     family_reasons,
-    has_tile,
     mask_kind,
     pack_heads,
     shares_keys,
@@ -117,13 +116,14 @@ def closure(
 ) -> Iterator[KernelSpec]:
     """Specs times {plain, each feature alone, all features} for ``arch``, in a fixed order.
 
-    ``dims`` are pairs (head_dim, value_dim), padded to their classes; sums in an order that no
-    kernel has, and f32 of dims for which shared memory is too small, are left out. This is what
+    ``dims`` are pairs (head_dim, value_dim), padded to their classes; dtypes that the tensor cores
+    do not multiply, and sums in an order that no kernel has, are left out. This is what
     ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
     37
     """
+    multiplied = sm80.part(arch).dtypes
     problems = (
         Problem(
             direction,
@@ -133,11 +133,11 @@ def closure(
             **_features_of(direction, dtype, features),
         )
         for direction, dtype, dims_pair, features in itertools.product(
-            DIRECTIONS, dtypes, dims, _FEATURE_SETS
+            DIRECTIONS, filter(multiplied.__contains__, dtypes), dims, _FEATURE_SETS
         )
     )
     found = set()
-    for problem in filter(has_tile, problems):
+    for problem in problems:
         # Where only wide kernels serve, they lack one sum in an order.
         lacking = (UnsupportedError,) if problem.deterministic else ()
         with contextlib.suppress(*lacking):

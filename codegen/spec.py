@@ -522,15 +522,15 @@ def _warp_biases(spec: KernelSpec, warps: int) -> int:
     return warps * _bias_bytes(spec, spec.tile.query // warps)
 
 
-# Columns of an operand that one step of a wide kernel brings into shared memory, or rows of it
-# where a chunk of its columns is what a product computes.
-_WIDE_STEP = 64
+# Of the rows of an operand that one step of a wide kernel brings into shared memory; as many rows
+# as elements in them where a chunk of its columns is what a product computes.
+_WIDE_STEP_BYTES = 128
 
 
 def _wide_buffers(spec: KernelSpec) -> int:
     """Two buffers, each for a step of both operands of the scores, or of a chunk."""
     tile = spec.tile
-    return 2 * max(tile.query + tile.key, tile.chunk) * _WIDE_STEP * spec.element_bytes
+    return 2 * max(tile.query + tile.key, tile.chunk) * _WIDE_STEP_BYTES
 
 
 def _wide_forward_shared_bytes(spec: KernelSpec) -> int:

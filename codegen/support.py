@@ -8,7 +8,7 @@ from typing import Literal
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasAccess, BiasGradient, KernelSpec
-from jax_memeff.codegen.tiles import sm80, sm80_f32, sm90, tile
+from jax_memeff.codegen.tiles import sm80, sm90, tile
 
 _XLA = "pass implementation='xla'"
 _DTYPE_NAMES = {"bf16": "bfloat16", "f32": "float32", "tf32": "float32"}
@@ -48,32 +48,7 @@ def family_reasons(problem: Problem) -> list[str]:
             f"the tensor cores of {problem.arch} do not multiply {_DTYPE_NAMES[problem.dtype]}: "
             f"cast to float16, or {_XLA}"
         )
-    elif not has_tile(problem):
-        reasons.append(
-            f"float32 has no {problem.direction} kernel of head dim "
-            f"{max(problem.head_dim, problem.value_dim)} on {problem.arch} yet: cast to bfloat16 "
-            f"or float16, or {_XLA}"
-        )
     return reasons
-
-
-def has_tile(problem: Problem) -> bool:
-    """Whether dtype and head dims have a tile: all but dtypes that the tensor cores lack, wide dims
-    of f32, and some of f32 where a block has little shared memory.
-    """
-    part = sm80.part(problem.arch)
-    if problem.dtype not in F32_DTYPES or problem.dtype not in part.dtypes:
-        return problem.dtype in (*part.dtypes, "f64")
-    if wide(problem):
-        return False
-    dim = max(problem.head_dim, problem.value_dim)
-    padded_dim = min(size for size in sm80.CLASSES if size >= dim)
-    return bool(sm80_f32.rows(part, problem.direction, padded_dim))
-
-
-def wide(problem: Problem) -> bool:
-    """Whether only the kernels that take head dims in pieces serve the problem."""
-    return max(problem.head_dim, problem.value_dim) > sm80.CLASSES[-1]
 
 
 def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:

@@ -92,7 +92,9 @@ ROWS = (
         "packed sequences and bias with head dims above 256",
         ({**_WIDE, "varlen": True}, *_biases(**_WIDE)),
     ),
-    Row("float32 with head dims above 256", ({**_WIDE, "dtype": "f32"},)),
+    Row(
+        "float32 with head dims above 256", ({**_WIDE, "dtype": "f32"}, {**_WIDE, "dtype": "tf32"})
+    ),
     Row("few queries, as in decoding", tuple({"query_rows": rows} for rows in QUERY_ROWS if rows)),
     Row("`deterministic_backward=True`", ({"deterministic": True},)),
     Row("GPUs from sm_80 on (A100, L4, H100, B200, RTX 50)", tuple({"arch": a} for a in _ARCHS)),

@@ -86,11 +86,8 @@ class Refusal:
 
 
 _WIDE = tuple(dims for dims in _DIMS if max(dims) > 256)
-_F32 = ("float32", "tf32")
-_NOT_YET = "not implemented in the sm80 kernels yet"
 
 REFUSALS = (
-    Refusal({"dims": _WIDE, "dtype": _F32}, "float32 has no"),
     Refusal(
         {"dims": _WIDE, "deterministic": (True,), "bias": ("1NTS", "B1TS", "11TS")},
         "no order for the gradient of a bias that batch elements or heads share",

@@ -164,6 +164,13 @@ def _f32_cases() -> list[Case]:
         found += [f32(T=130, S=150, H=H, Hv=Hv), f32(T=150, S=130, H=H, Hv=Hv, **CAUSAL)]
         found += [f32(T=150, S=130, H=H, Hv=Hv, bias="BN1S", dropout=0.2, soft_cap=3.0, **WINDOW)]
         found += [f32(T=150, S=130, H=H, Hv=Hv, precision="tf32")]
+    for H, Hv in WIDE_HEAD_DIMS:
+        found += [f32(T=130, S=270, H=H, Hv=Hv), f32(T=270, S=130, N=4, H=H, Hv=Hv, **CAUSAL)]
+        found += [f32(T=150, S=270, H=H, Hv=Hv, bias="1NTS", dropout=0.2, soft_cap=3.0, **WINDOW)]
+        found += [f32(T=150, S=130, H=H, Hv=Hv, precision="tf32")]
+        lengths = ((130, 33), (0, 200), (150, 270))
+        found += [f32(B=3, T=150, S=270, H=H, Hv=Hv, bias="BN1S", lengths=lengths, packed=True)]
+    found += [f32(B=1, T=129, S=140, N=1, K=1, H=16384), f32(T=100, S=4100, H=264)]
     for mask in MASKS:
         found += [f32(T=200, S=270, soft_cap=2.0, **mask), f32(T=200, S=270, segments=2, **mask)]
         found += [f32(T=200, S=270, dropout=0.5, lengths=((200, 270), (0, 100)), **mask)]

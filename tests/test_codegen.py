@@ -303,8 +303,8 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         specs = list(select.closure(arch))
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
-        # float16 alone on sm_75; float32 has no backward of 192 and more head dims in 99 KB.
-        count = {"sm_75": 268, "sm_86": 926, "sm_90a": 1010}.get(arch, 1040)
+        # float16 alone on sm_75; some float32 backwards of 192 and more head dims are wide ones.
+        count = {"sm_75": 268, "sm_86": 982, "sm_90a": 1066}.get(arch, 1096)
         assert len(set(specs)) == len(specs) == count
 
 
@@ -344,9 +344,10 @@ def test_rows_begin_at_what_the_dims_allow(direction, dims, alignment):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", ["f32", "tf32"])
 def test_every_pair_of_float32_head_dims_has_a_kernel(arch, direction, dtype):
-    largest = 128 if (arch, direction) == ("sm_86", "backward") else 256
-    for head_dim, value_dim in itertools.product((*range(1, largest, 15), largest), repeat=2):
+    widest = 128 if (arch, direction) == ("sm_86", "backward") else 256
+    for head_dim, value_dim in itertools.product((*range(1, 256, 15), 128, 256, 257), repeat=2):
         spec = select.select(problem(direction, dtype, head_dim, value_dim, arch))
+        assert spec.wide == (max(head_dim, value_dim) > widest)
         assert head_dim <= spec.head_class and value_dim <= spec.value_class
         assert spec.shared_bytes <= sm80.part(arch).shared_bytes(spec.tile.blocks_per_sm)
 
@@ -359,11 +360,15 @@ def test_float32_names_how_it_is_multiplied():
         assert "using BiasElement = float;" in emit.source(spec)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_75"])
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [("sm_80", "f16"), ("sm_75", "f16"), ("sm_86", "f32"), ("sm_90a", "tf32")]
+)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("features", [{}, {"varlen": True}, {"bias": "16"}, {"bias": "32"}])
-def test_wide_kernels_take_packed_sequences_and_biases(arch, direction, features):
-    spec = select.select(problem(direction, "f16", 257, 8, arch, **features))
+def test_wide_kernels_take_packed_sequences_and_biases(arch, dtype, direction, features):
+    if dtype != "f16" and features.get("bias") == "16":
+        pytest.skip("float32 inputs have a bias of 32 bits")
+    spec = select.select(problem(direction, dtype, 257, 8, arch, **features))
     assert spec.wide
     assert spec.bias is None or spec.bias_access == "elements"
     assert "elements" not in spec.name  # wide kernels read them in no other way
@@ -389,7 +394,7 @@ def test_every_tile_has_a_reason():
     for part in map(sm80.part, PARTS):
         for tiles in [*part.forward.values(), *part.backward.values()]:
             assert all(len(tile.reason) > 4 for tile in tiles)
-        for direction, dim in itertools.product(DIRECTIONS, sm80.CLASSES):
+        for direction, dim in itertools.product(DIRECTIONS, (*sm80.CLASSES, sm80.WIDE)):
             for tile in sm80_f32.rows(part, direction, dim):
                 assert len(tile.reason) > 4
     for tiles in [*sm90.FORWARD.values(), *sm90.BACKWARD.values()]:
@@ -539,11 +544,6 @@ def test_every_rejected_kernel_of_every_family_has_its_reasons(direction, change
         ({"arch": "sm_75"}, "the tensor cores of sm_75 do not multiply bfloat16: cast to float16"),
         ({"arch": "sm_75", "dtype": "f32"}, "the tensor cores of sm_75 do not multiply float32"),
         ({"dtype": "f32", "bias": "16"}, "a 16-bit bias with float32 inputs has no kernel"),
-        ({"dtype": "tf32", "head_dim": 257}, "float32 has no forward kernel of head dim 257"),
-        (
-            {"direction": "backward", "dtype": "f32", "head_dim": 129, "arch": "sm_86"},
-            "float32 has no backward kernel of head dim 129 on sm_86 yet",
-        ),
         ({"dtype": "f64"}, "float64 has no kernel"),
         ({"head_dim": 65537}, "head_dim is 65537, and the largest with a kernel is 65536"),
     ],

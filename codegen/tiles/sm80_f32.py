@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jax_memeff.codegen.tiles import sm80
-from jax_memeff.codegen.tiles.sm80 import Tile
+from jax_memeff.codegen.tiles.sm80 import WIDE, Tile
 
 _Rows = Mapping[int, tuple[Tile, ...]]
 
 _FORWARD_256 = Tile(64, 16, 4, 1, "100 KB; parked, or it spills", park=True)
 _BACKWARD_64_SHORT = Tile(
     32, 64, 4, 2, "forward+backward 62 without a spill, 3 blocks of 168 registers 63"
+)
+
+_WIDE_FORWARD = Tile(128, 128, 8, 1, "130 KB; chunks of 256 columns spill 48 bytes", chunk=128)
+_WIDE_BACKWARD = Tile(
+    64, 128, 8, 1, "113 KB; with 128 queries modifiers spill up to 220 bytes", chunk=128
 )
 
 _FORWARD: _Rows = {
@@ -28,6 +33,7 @@ _FORWARD: _Rows = {
     128: (Tile(64, 32, 4, 2, "64 KB: two blocks; 128 queries spill 196 bytes"),),
     192: (Tile(64, 16, 4, 2, "76 KB: two blocks; parked, or dropout and bias spill", park=True),),
     256: (Tile(64, 16, 4, 2, "100 KB: two blocks; parked, or it spills", park=True),),
+    WIDE: (_WIDE_FORWARD,),
 }
 
 _SM80: Mapping[str, _Rows] = {
@@ -65,6 +71,7 @@ _SM80: Mapping[str, _Rows] = {
                 spill_bytes=8,
             ),
         ),
+        WIDE: (_WIDE_BACKWARD,),
     },
 }
 
@@ -85,13 +92,16 @@ _SM86: Mapping[str, _Rows] = {
             Tile(64, 16, 4, 1, "96 KB of 99 KB, which leaves no place to park", spill_bytes=32),
             Tile(32, 16, 2, 1, "with a bias 64 queries need 102 KB"),
         ),
+        WIDE: (Tile(128, 64, 8, 1, "82 KB of 99 KB; 128 keys need 130 KB", chunk=128),),
     },
     "backward": {
         32: (Tile(64, 64, 4, 1, "73 KB of 99 KB"),),
         64: (Tile(32, 64, 4, 1, "73 KB of 99 KB; 64 query rows need 113 KB"),),
         96: (Tile(32, 32, 4, 1, "68 KB of 99 KB; 64 keys need 100 KB"),),
         128: (Tile(32, 32, 4, 1, "88 KB of 99 KB"),),
-        # None above: four warps need 32x32 elements of scores, and these 104 KB at 192 columns.
+        # Four warps need 32x32 elements of scores, and these 104 KB at 192 columns: the wide
+        # kernels serve them.
+        WIDE: (Tile(64, 64, 8, 1, "65 KB of 99 KB; 128 keys need 113 KB", chunk=128),),
     },
 }
 
@@ -124,7 +134,8 @@ _BY_PART = {"sm_80, sm_87": _SM80, "sm_86, sm_89, sm_120, sm_121": _SM86}
 
 
 def rows(part: sm80.Part, direction: str, padded_dim: int) -> tuple[Tile, ...]:
-    """The rows of a padded head dim, in the order they are tried; none where nothing fits.
+    """The rows of a padded head dim, in the order they are tried; none where only the wide kernels
+    fit.
 
     >>> rows(sm80.part("sm_90a"), "forward", 64)[0].query
     128

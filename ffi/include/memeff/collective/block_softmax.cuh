@@ -10,7 +10,9 @@ namespace memeff {
 
 // Maxima and sums of the warps meet in shared memory, and so do the factors that a row's output is
 // multiplied by, since its accumulators have another arrangement than the scores.
-template <class Grid, int kTileRows>
+//
+// kExactCorrection is that of scaled_maximum().
+template <class Grid, int kTileRows, bool kExactCorrection>
 class BlockSoftmax {
  public:
   static constexpr int kLaneRows = 2 * Grid::kRowBlocks;  // rows of which a lane holds elements
@@ -45,8 +47,10 @@ class BlockSoftmax {
       for (int warp = 1; warp < Grid::kColumnWarps; ++warp) {
         maximum = fmaxf(maximum, shared_value(r, warp));
       }
-      float const reference = finite_reference(maximum * softmax_scale);
-      float const correction = exp2_approx(row_max_[r] * softmax_scale - reference);
+      float const reference =
+          finite_reference(scaled_maximum<kExactCorrection>(maximum, softmax_scale));
+      float const correction =
+          exp2_approx(scaled_maximum<kExactCorrection>(row_max_[r], softmax_scale) - reference);
       row_max_[r] = maximum;
       float sum = row_sum_[r] * correction;
       CUTE_UNROLL

@@ -21,6 +21,11 @@ CUTE_DEVICE float4* waiting_sum(Accumulators const& accumulators, float* sums, i
   return reinterpret_cast<float4*>(sums) + block * kThreads + thread_index();
 }
 
+// Columns of the operands of a product, or rows of its right one, that are in a buffer at a time:
+// 128 bytes, a row of a panel.
+template <class Element>
+constexpr int kStreamStep = 128 / int(sizeof(Element));
+
 // The result that the last visit rounds and writes: rows below row_bound, columns below columns.
 struct ChunkedTarget {
   char* rows;
@@ -38,10 +43,10 @@ struct ChunkedProduct {
   static constexpr int kDepth = kByK ? LeftTile::kColumns : LeftTile::kRows;
   static constexpr int kChunk = Config::kValueDim;
   static constexpr int kThreads = Config::kWarps * kWarpSize;
-  static constexpr int kStep = 64;  // of the depth
+  static constexpr int kStep = kStreamStep<Element>;  // of the depth
   static_assert(kDepth % kStep == 0);
   using Grid = WarpGrid<kRows, kChunk, Config::kWarps>;
-  using StepTile = SharedTile<kStep, kChunk>;
+  using StepTile = SharedTile<kStep, kChunk, sizeof(Element)>;
   static constexpr int kChunkFloats = kRows * kChunk;
 
   char const* right;
@@ -83,7 +88,7 @@ struct ChunkedProduct {
               multiply_rows(accumulators, rescale);
             }
           }
-          warp_gemm<Element, kStep / 16>(
+          warp_gemm<Element, kStep / kStepElements<Element>>(
               accumulators,
               LeftOperand<LeftTile, kOrder, Grid::kRowBlocks>(
                   left + depth * (kByK ? kStep / LeftTile::kPanelColumns * LeftTile::kPanelBytes
@@ -155,7 +160,7 @@ struct ChunkedProduct {
     }
   }
 
-  // Pairs of neighbouring columns: a quad writes 16 bytes of a row.
+  // Pairs of neighbouring columns: a quad writes 16 bytes of a row, or 32.
   template <class Accumulators>
   CUTE_DEVICE static void store(Accumulators const& accumulators, ChunkedTarget const& target,
                                 int column) {
@@ -171,16 +176,22 @@ struct ChunkedProduct {
           int const first = column + Grid::element_column(0, n);
           float const x = accumulators(2 * half, m, n);
           float const y = accumulators(2 * half + 1, m, n);
-          if constexpr (Config::kAlignment >= 4) {
-            if (first < target.columns) {
-              *reinterpret_cast<uint32_t*>(out + first) = pack<Element>(x, y);
-            }
+          if constexpr (Config::kAlignment >= 2 * int(sizeof(Element))) {
+            if (first < target.columns) store_pair(out + first, x, y);
           } else {
             if (first < target.columns) out[first] = Element(x);
             if (first + 1 < target.columns) out[first + 1] = Element(y);
           }
         }
       }
+    }
+  }
+
+  CUTE_DEVICE static void store_pair(Element* out, float first, float second) {
+    if constexpr (kIs32Bit<Element>) {
+      *reinterpret_cast<float2*>(out) = make_float2(first, second);
+    } else {
+      *reinterpret_cast<uint32_t*>(out) = pack<Element>(first, second);
     }
   }
 };

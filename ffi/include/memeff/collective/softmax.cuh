@@ -25,10 +25,7 @@ CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) 
   }
 }
 
-// kExactCorrection: tiles in which a maximum stays what it was do not change the output. Otherwise
-// the fused multiply-add in the exponent of the correction finds the rounding error of the
-// reference, which grows to 1e-5 over hundreds of tiles: nothing for 16-bit results, which save the
-// instruction.
+// kExactCorrection is that of scaled_maximum().
 template <int kRowBlocks, bool kExactCorrection = false>
 struct OnlineSoftmax {
   static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane holds elements
@@ -68,10 +65,6 @@ struct OnlineSoftmax {
     }
   }
 
-  CUTE_DEVICE static float scaled(float maximum, float softmax_scale) {
-    return kExactCorrection ? __fmul_rn(maximum, softmax_scale) : maximum * softmax_scale;
-  }
-
   // Turns scores into probabilities relative to the new running maximum, and rescales the output.
   template <class Scores, class Output>
   CUTE_DEVICE void step(Scores& scores, Output& output, float softmax_scale) {
@@ -92,8 +85,10 @@ struct OnlineSoftmax {
       maximum = fmaxf(maximum, fmaxf(scores(2 * half, m, n), scores(2 * half + 1, m, n)));
     }
     maximum = quad_max(maximum);
-    float const reference = finite_reference(scaled(maximum, softmax_scale));
-    float const correction = exp2_approx(scaled(row_max[r], softmax_scale) - reference);
+    float const reference =
+        finite_reference(scaled_maximum<kExactCorrection>(maximum, softmax_scale));
+    float const correction =
+        exp2_approx(scaled_maximum<kExactCorrection>(row_max[r], softmax_scale) - reference);
     row_max[r] = maximum;
     float sum = row_sum[r] * correction;
     CUTE_UNROLL

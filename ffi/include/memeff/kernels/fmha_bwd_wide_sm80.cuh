@@ -4,9 +4,9 @@
 //   FmhaBackwardWideKey     one CTA a tile of keys: dV += P^T dO and dK += dS^T Q for every tile of
 //                           queries, and the gradient of the bias
 //
-// Both compute S = Q K^T and dP = dO V^T in steps of 64 columns. That is two products more than the
-// five that one kernel would need, but no gradient is added to by several CTAs: f32 sums in global
-// memory have one reader and writer, and every run adds in one order.
+// Both compute S = Q K^T and dP = dO V^T in steps of 128 bytes of rows. That is two products more
+// than the five that one kernel would need, but no gradient is added to by several CTAs: f32 sums
+// in global memory have one reader and writer, and every run adds in one order.
 #pragma once
 
 #include <memeff/bias/direct.cuh>
@@ -43,9 +43,9 @@ struct WideScores {
   static constexpr int kThreads = Tiles::kThreads;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
-  static constexpr int kStep = 64;  // columns of Q and K, then of dO and V
-  using QueryStep = SharedTile<kTileQuery, kStep>;
-  using KeyStep = SharedTile<kTileKey, kStep>;
+  static constexpr int kStep = kStreamStep<Element>;  // columns of Q and K, then of dO and V
+  using QueryStep = typename Tiles::template Tile<kTileQuery, kStep>;
+  using KeyStep = typename Tiles::template Tile<kTileKey, kStep>;
   using QueryProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;    // dQ
   using KeyProduct = ChunkedProduct<Config, ScoreTile, Contiguous::outer>;  // dK, dV
 
@@ -115,9 +115,9 @@ struct WideScores {
           RightOperand<KeyStep, Contiguous::k, ScoreGrid::kColumnBlocks> const right(
               buffer + QueryStep::kBytes, ScoreGrid::column());
           if (!kGradients || step < head_steps) {
-            warp_gemm<Element, kStep / 16>(scores, left, right);
+            warp_gemm<Element, kStep / kStepElements<Element>>(scores, left, right);
           } else {
-            warp_gemm<Element, kStep / 16>(score_gradient, left, right);
+            warp_gemm<Element, kStep / kStepElements<Element>>(score_gradient, left, right);
           }
         },
         load_next);

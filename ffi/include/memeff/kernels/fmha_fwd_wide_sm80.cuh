@@ -3,7 +3,7 @@
 // No accumulators hold a whole row of the output, and no shared memory a whole row of queries or
 // keys. So everything streams through two buffers, in two phases for each tile of keys:
 //
-//   S = Q K^T       steps of 64 columns of Q and K
+//   S = Q K^T       steps of 128 bytes of rows of Q and K
 //   O += P V        chunks of columns of V; P waits in shared memory, O in f32 in global memory
 //
 // The scores are computed once, and the traffic of O shrinks with the number of keys in a tile.
@@ -27,14 +27,16 @@ struct FmhaForwardWideSm80 {
   static constexpr int kThreads = Config::kWarps * kWarpSize;
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
-  static constexpr int kStep = 64;  // columns of query and key
+  static constexpr int kStep = kStreamStep<Element>;  // columns of query and key
   using Sum = LongSum<kThreads, kStep>;
 
-  using ScoreTile = SharedTile<kTileQuery, kTileKey>;  // P
-  using QueryStep = SharedTile<kTileQuery, kStep>;
-  using KeyStep = SharedTile<kTileKey, kStep>;
+  template <int kRows, int kColumns>
+  using Tile = SharedTile<kRows, kColumns, sizeof(Element)>;
+  using ScoreTile = Tile<kTileQuery, kTileKey>;  // P
+  using QueryStep = Tile<kTileQuery, kStep>;
+  using KeyStep = Tile<kTileKey, kStep>;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps>;
-  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery>;
+  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, kIs32Bit<Element>>;
   using OutProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;
   static constexpr int kBufferBytes =
       cute::max(QueryStep::kBytes + KeyStep::kBytes, OutProduct::StepTile::kBytes);
@@ -121,7 +123,7 @@ struct FmhaForwardWideSm80 {
             end - first,
             [&](int step, uint32_t buffer) { load_scores(tile, first + step, buffer); },
             [&](int, uint32_t buffer) {
-              warp_gemm<Element, kStep / 16>(
+              warp_gemm<Element, kStep / kStepElements<Element>>(
                   scores,
                   LeftOperand<QueryStep, Contiguous::k, ScoreGrid::kRowBlocks>(buffer,
                                                                                ScoreGrid::row()),
