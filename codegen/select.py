@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -117,13 +116,11 @@ def closure(
     """Specs times {plain, each feature alone, all features} for ``arch``, in a fixed order.
 
     ``dims`` are pairs (head_dim, value_dim), padded to their classes; dtypes that the tensor cores
-    do not multiply, and sums in an order that no kernel has, are left out. This is what
-    ``python -m jax_memeff build --all`` compiles.
+    do not multiply are left out. This is what ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
     37
     """
-    multiplied = sm80.part(arch).dtypes
     problems = (
         Problem(
             direction,
@@ -133,16 +130,12 @@ def closure(
             **_features_of(direction, dtype, features),
         )
         for direction, dtype, dims_pair, features in itertools.product(
-            DIRECTIONS, filter(multiplied.__contains__, dtypes), dims, _FEATURE_SETS
+            DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
     )
-    found = set()
-    for problem in problems:
-        # Where only wide kernels serve, they lack one sum in an order.
-        lacking = (UnsupportedError,) if problem.deterministic else ()
-        with contextlib.suppress(*lacking):
-            found.add(select(problem))
-    yield from sorted(found, key=lambda spec: spec.sort_key)
+    multiplied = sm80.part(arch).dtypes
+    specs = {select(problem) for problem in problems if problem.dtype in multiplied}
+    yield from sorted(specs, key=lambda spec: spec.sort_key)
 
 
 def _features_of(direction: str, dtype: Dtype, features: dict[str, Any]) -> dict[str, Any]:

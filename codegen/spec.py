@@ -247,7 +247,7 @@ class KernelSpec:
             recompute = EntryPoint(
                 f"{self.name}_recompute", self.threads, 0, "bias", maps, self._tile_map("queries")
             )
-            shared_bytes = _recompute_shared_bytes(self)
+            shared_bytes = self.shared_bytes if self.wide else _recompute_shared_bytes(self)
             if self.family == "sm90":
                 side = max(self.tile.query, self.tile.key)
                 tile_map = self._tile_map("queries", side, side)
@@ -266,7 +266,9 @@ class KernelSpec:
         name, threads = self.name, self.threads
         query = EntryPoint(f"{name}_query", threads, query_bytes, "queries", maps, query_map)
         key = EntryPoint(f"{name}_key", threads, key_bytes, "keys", maps, key_map)
-        sums_bias = self.bias_gradient == "columns" or (self.wide and self.bias_gradient != "none")
+        sums_bias = self.bias_gradient == "columns" or (
+            self.wide and self.bias_gradient in ("full", "shared")
+        )
         others = {"key", "value"} & set(self.gradients) or sums_bias
         return [query] * ("query" in self.gradients) + [key] * bool(others)
 

@@ -89,11 +89,6 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"its sums are {'' if spec.deterministic else 'not '}deterministic")
     if spec.shares != shares_keys(spec, problem):
         reasons.append("its blocks share tiles of keys, or not, as is right for another number")
-    if spec.wide and spec.bias_gradient == "recomputed":
-        reasons.append(
-            "it has no order for the gradient of a bias that batch elements or heads share: leave "
-            f"deterministic_backward False, or {_XLA}"
-        )
     wanted = tuple(name for name in SPEC_GRADIENTS if name in problem.wants)
     if spec.direction == problem.direction == "backward" and spec.gradients != wanted:
         reasons.append(

@@ -96,7 +96,10 @@ ROWS = (
         "float32 with head dims above 256", ({**_WIDE, "dtype": "f32"}, {**_WIDE, "dtype": "tf32"})
     ),
     Row("few queries, as in decoding", tuple({"query_rows": rows} for rows in QUERY_ROWS if rows)),
-    Row("`deterministic_backward=True`", ({"deterministic": True},)),
+    Row(
+        "`deterministic_backward=True`",
+        ({"deterministic": True}, *_biases(**_WIDE, deterministic=True)),
+    ),
     Row("GPUs from sm_80 on (A100, L4, H100, B200, RTX 50)", tuple({"arch": a} for a in _ARCHS)),
     Row("sm_75 (T4, RTX 20), float16", ({"arch": "sm_75", "dtype": "f16"},)),
     Row("GPUs before sm_75 (V100)", ({"arch": "sm_70", "dtype": "f16"},)),

@@ -72,29 +72,8 @@ AXES: Row = {
 """The values of each feature; of a mask its name and object. The first ones go with all others."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """Values that no kernel takes together."""
-
-    values: Mapping[str, tuple]
-    """The values of the axes that this is about."""
-    reason: str
-    """What the error says."""
-
-    def forbids(self, row: Row) -> bool:
-        return all(row.get(axis, ()) in values for axis, values in self.values.items())
-
-
-_WIDE = tuple(dims for dims in _DIMS if max(dims) > 256)
-
-REFUSALS = (
-    Refusal(
-        {"dims": _WIDE, "deterministic": (True,), "bias": ("1NTS", "B1TS", "11TS")},
-        "no order for the gradient of a bias that batch elements or heads share",
-    ),
-)
-
-_INEXPRESSIBLE = (
+# Values of axes that cannot be asked for together; a kernel takes all others.
+_INEXPRESSIBLE: tuple[Row, ...] = (
     {"sizes": _SIZES[:1], "mask": (CAUSAL,)},  # one key
     {"bias": (None,), "bias_dtype": ("float32",)},
     # One array of query, key and value has one length, one number of heads and one dim.
@@ -102,12 +81,14 @@ _INEXPRESSIBLE = (
     {"layout": ("projections",), "heads": tuple((N, K) for N, K in _HEADS if N != K)},
     {"layout": ("projections",), "dims": tuple((H, Hv) for H, Hv in _DIMS if Hv != H)},
 )
-_EXCLUDED = (*REFUSALS, *(Refusal(values, "") for values in _INEXPRESSIBLE))
 
 
 def possible(row: Row) -> bool:
-    """Whether a row, or a part of one, can be asked for and has a kernel."""
-    return not any(refusal.forbids(row) for refusal in _EXCLUDED)
+    """Whether a row, or a part of one, can be asked for."""
+    return not any(
+        all(row.get(axis, ()) in values for axis, values in excluded.items())
+        for excluded in _INEXPRESSIBLE
+    )
 
 
 def pairs(row: Row) -> set[tuple]:

@@ -253,6 +253,9 @@ def deterministic_cases() -> list[Case]:
         found += [Case(T=130, S=150, bias=bias, dtype="float32", dropout=0.2, **WINDOW)]
     for H, Hv in WIDE_HEAD_DIMS[:3] + ODD_HEAD_DIMS[:3]:
         found += [Case(T=130, S=150, H=H, Hv=Hv), Case(T=130, S=150, N=4, H=H, Hv=Hv, **CAUSAL)]
+        found += [Case(T=130, S=150, N=4, H=H, Hv=Hv, bias=bias) for bias in SUMMED_BIASES[:3]]
+        found += [Case(B=3, T=333, S=200, H=H, Hv=Hv, bias="11TS", lengths=lengths, packed=True)]
+        found += [Case(T=130, S=150, H=H, Hv=Hv, bias="1NTS", dtype="float32", soft_cap=2.0)]
     return [dataclasses.replace(case, deterministic=True) for case in found]
 
 

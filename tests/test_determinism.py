@@ -35,6 +35,8 @@ REPEATED = [
     Case(B=4, T=2048, S=2048, N=16, K=16, **CAUSAL),
     Case(B=4, T=2048, S=2048, N=16, K=16),
     *(Case(B=3, T=300, S=400, N=4, bias=bias, dropout=0.1) for bias in BIASES),
+    *(Case(B=3, T=300, S=400, N=4, H=264, bias=bias, dropout=0.1) for bias in ("1NTS", "B1TS")),
+    Case(B=3, T=300, S=400, N=4, H=320, dtype="float32", bias="11TS", **WINDOW),
     Case(B=3, T=300, S=400, N=4, bias="11TS", lengths=((300, 400), (0, 9), (200, 300)), **CAUSAL),
 ]
 

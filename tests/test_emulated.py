@@ -91,6 +91,7 @@ SM80 = [
     Run(Case(B=1, T=70, S=150, N=2, K=1, H=264, **CAUSAL)),
     Run(Case(B=3, T=130, S=150, H=264, bias="1NTS", lengths=LENGTHS, packed=True)),
     Run(Case(B=1, T=70, S=150, N=2, K=1, H=257, dtype="float32", **CAUSAL), arch="sm_86"),
+    Run(Case(B=2, T=70, S=90, N=2, K=1, H=264, bias="11TS", deterministic=True, **WINDOW)),
     Run(Case(B=1, T=70, S=90, N=4, K=2, H=128, dtype="float16", **CAUSAL), arch="sm_75"),
     Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT)),
     Run(Case(B=1, T=5, S=700, N=4, K=1, **BOTTOM_RIGHT), splits=True, gradients=False),

@@ -58,6 +58,17 @@ struct BiasGradientTile {
     gradient.store(i + 8, j, i + 8 < row_bound ? column_bound : 0, z, w);
   }
 
+  template <class Accumulators>
+  CUTE_DEVICE void store_blocks(Accumulators const& sums) const {
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(sums); ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(sums); ++n) {
+        store(m, n, sums(0, m, n), sums(1, m, n), sums(2, m, n), sums(3, m, n));
+      }
+    }
+  }
+
   // All of them, of one row block.
   template <class Accumulators>
   CUTE_DEVICE void store(Accumulators const& sums) const {
@@ -219,6 +230,19 @@ template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::recomputed>
     : BiasGradientWriter<Config, BiasGradient::none> {
   using BiasGradientWriter<Config, BiasGradient::none>::BiasGradientWriter;
+};
+
+// The writer of its own kernel: adds the gradients of a visit to those of the visits before.
+template <class Sums>
+struct BiasGradientAdder {
+  Sums& sums;
+
+  CUTE_DEVICE void block(int m, int column_block, float const (&gradient)[2][4]) {
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) sums(i % 4, m, 2 * column_block + i / 4) += gradient[i / 4][i % 4];
+  }
+
+  CUTE_DEVICE void finish() {}
 };
 
 template <class Config>

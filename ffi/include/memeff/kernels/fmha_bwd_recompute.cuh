@@ -39,20 +39,6 @@ struct FmhaBackwardRecompute<Config, BackwardTiles<Config>> {
                                       ValueTile::kBytes + 2 * kStatisticsBytes +
                                       bias_tile_bytes<Config, typename Main::BiasRows>();
 
-  // Adds the gradients of a visit to those of the visits before.
-  template <class Sums>
-  struct Adder {
-    Sums& sums;
-
-    CUTE_DEVICE void block(int m, int column_block, float const (&gradient)[2][4]) {
-      CUTE_UNROLL
-      for (int i = 0; i < 8; ++i)
-        sums(i % 4, m, 2 * column_block + i / 4) += gradient[i / 4][i % 4];
-    }
-
-    CUTE_DEVICE void finish() {}
-  };
-
   CUTE_DEVICE static void run(BackwardParams const& params) {
     uint32_t const query_tile = shared_address(dynamic_shared());
     uint32_t const key_tile = query_tile + QueryTile::kBytes;
@@ -177,17 +163,11 @@ struct FmhaBackwardRecompute<Config, BackwardTiles<Config>> {
           params, statistics_buffers + parity * kStatisticsBytes, batch, visit, mask_of(member),
           column, scores, score_gradient,
           [&](auto& x) { Main::add_bias_tile(params, bias_tile, batch, visit, column, x); },
-          [&] { return Adder<decltype(sums)>{sums}; });
+          [&] { return BiasGradientAdder<decltype(sums)>{sums}; });
       member = following;
     }
 
-    CUTE_UNROLL
-    for (int m = 0; m < Grid::kRowBlocks; ++m) {
-      CUTE_UNROLL
-      for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
-        tile.store(m, n, sums(0, m, n), sums(1, m, n), sums(2, m, n), sums(3, m, n));
-      }
-    }
+    tile.store_blocks(sums);
   }
 };
 
