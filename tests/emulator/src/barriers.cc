@@ -87,7 +87,7 @@ void sync_threads() {
   }
 }
 
-void named_barrier(int index, int threads, bool wait) {
+void named_barrier(int index, int threads) {
   if (index < 1 || index >= kNamedBarriers) fail("there is no named barrier %d", index);
   if (threads % kLanes != 0) fail("barrier %d for %d threads, no whole warps", index, threads);
   NamedBarrier& barrier = this_block().barriers[index];
@@ -98,11 +98,10 @@ void named_barrier(int index, int threads, bool wait) {
   barrier.threads = threads;
   if (++barrier.arrived == threads) {
     complete(barrier);
-  } else if (wait) {
+  } else {
     wait_for({&barrier.generation, ~uint64_t(0), generation, false,
               "named barrier " + std::to_string(index)});
   }
-  if (!wait) stall();
 }
 
 void thread_exits(Fiber& fiber) {

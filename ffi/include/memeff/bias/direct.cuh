@@ -9,8 +9,7 @@
 
 namespace memeff {
 
-// Elements beyond the bounds, which count from the tile's first
-// element, get a bias of 0.
+// Elements beyond the bounds, which count from the tile's first element, get a bias of 0.
 //
 // kPerRow is false for a bias that is broadcast over rows, which is loaded once for all of them.
 template <class Element, class Grid, bool kPerRow>

@@ -10,7 +10,7 @@
 
 namespace memeff {
 
-template <class Config, class Grid, class Softmax, int kThreads>
+template <class Config, class Grid, class Softmax>
 struct ForwardOutputSm90 {
   using Element = typename Config::Element;
 
@@ -59,17 +59,6 @@ struct ForwardOutputSm90 {
           row_pointer<Element>(params.out, origin.batch, origin.row + row + i / vectors, item.head);
       *reinterpret_cast<uint4*>(out + i % vectors * 16) = make_uint4(0, 0, 0, 0);
     }
-  }
-
-  // Output 0 and logsumexp -inf for this piece's share, one of `tiles`, of the tokens that belong
-  // to no sequence.
-  CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length,
-                                    int tiles) {
-    ProblemShape const& shape = params.shape;
-    Gap const gap = Gap::of_queries(shape, item.batch, length);
-    gap.template clear<Element, kThreads>(params.out, item.head, shape.value_dim, item.tile, tiles);
-    gap.template clear_logsumexp<kThreads>(
-        params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
   }
 
  private:

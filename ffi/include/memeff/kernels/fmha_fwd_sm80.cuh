@@ -76,7 +76,8 @@ struct FmhaForwardSm80 {
 
     ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     if constexpr (Config::kVarlen) {
-      clear_gap(params, item, mask.query_length);
+      clear_query_gap<Config, kThreads>(params, item, mask.query_length,
+                                        ceil_div(shape.query_length, kTileQuery));
       if (row >= mask.query_length) return;
     }
     TileLine<Config::kTileMap> const tiles(mask.key_tiles(row, kTileQuery, kTileKey),
@@ -227,16 +228,6 @@ struct FmhaForwardSm80 {
     store_tile<Element, OutTile, OutGrid, kThreads, Config::kAlignment>(
         tile, output, row_pointer<Element>(params.out, origin.batch, origin.row + row, item.head),
         params.out.row_stride * sizeof(Element), row_bound, shape.value_dim);
-  }
-
-  // Output 0 and logsumexp -inf for this CTA's share of the tokens that belong to no sequence.
-  CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length) {
-    ProblemShape const& shape = params.shape;
-    int const tiles = ceil_div(shape.query_length, kTileQuery);
-    Gap const gap = Gap::of_queries(shape, item.batch, length);
-    gap.template clear<Element, kThreads>(params.out, item.head, shape.value_dim, item.tile, tiles);
-    gap.template clear_logsumexp<kThreads>(
-        params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
   }
 
   // Rows from `bound` on lie beyond the query length: their output is 0.

@@ -70,7 +70,7 @@ struct FmhaForwardSm90 {
 
   using Team = WarpTeam<kConsumerWarps, kTeams, 1 + kWarpgroups>;
   using Merge = TeamMerge<Team, Softmax, kTileQuery * Config::kValueDim>;
-  using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax, kConsumers>;
+  using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
   static constexpr int kPieceStages = 4;
   struct Control {
@@ -536,7 +536,8 @@ struct FmhaForwardSm90 {
 
   CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length) {
     if constexpr (Config::kVarlen) {
-      OutputWriter::clear_gap(params, item, length, Schedule::query_tiles(params.shape));
+      clear_query_gap<Config, kConsumers>(params, item, length,
+                                          Schedule::query_tiles(params.shape));
     }
   }
 };

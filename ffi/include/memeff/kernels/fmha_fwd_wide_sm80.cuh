@@ -57,7 +57,7 @@ struct FmhaForwardWideSm80 {
 
     ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     if constexpr (Config::kVarlen) {
-      clear_gap(params, item, query_tiles, mask.query_length);
+      clear_query_gap<Config, kThreads>(params, item, mask.query_length, query_tiles);
       if (row >= mask.query_length) return;
     }
     TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
@@ -177,16 +177,6 @@ struct FmhaForwardWideSm80 {
     return params.score_sum +
            query_tile_index<Config>(shape, tiles, item.batch, item.head, item.tile) *
                (kTileQuery * kTileKey);
-  }
-
-  // Output 0 and logsumexp -inf for this CTA's share of the tokens that belong to no sequence.
-  CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int tiles,
-                                    int length) {
-    ProblemShape const& shape = params.shape;
-    Gap const gap = Gap::of_queries(shape, item.batch, length);
-    gap.template clear<Element, kThreads>(params.out, item.head, shape.value_dim, item.tile, tiles);
-    gap.template clear_logsumexp<kThreads>(
-        params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
   }
 
   // Zeros the dropped elements of P. The row sums, and so the logsumexp, have seen them.

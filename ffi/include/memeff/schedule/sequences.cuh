@@ -68,6 +68,19 @@ struct Gap {
   }
 };
 
+// Output 0 and logsumexp -inf for this CTA's share of the queries that belong to no sequence;
+// `length` is that of the sequence, and `tiles` how many CTAs it has.
+template <class Config, int kThreads>
+CUTE_DEVICE void clear_query_gap(ForwardParams const& params, WorkItem const& item, int length,
+                                 int tiles) {
+  ProblemShape const& shape = params.shape;
+  Gap const gap = Gap::of_queries(shape, item.batch, length);
+  gap.template clear<typename Config::Element, kThreads>(params.out, item.head, shape.value_dim,
+                                                         item.tile, tiles);
+  gap.template clear_logsumexp<kThreads>(
+      params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
+}
+
 // dk and dv 0 for this CTA's share of the keys that belong to no sequence; `length` is that of the
 // sequence, and `tiles` how many CTAs it has.
 template <class Config, int kThreads>

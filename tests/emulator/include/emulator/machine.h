@@ -29,7 +29,7 @@ char* write_shared(uint32_t address, int bytes);
 // Barriers.
 void sync_threads();
 void sync_warp();
-void named_barrier(int barrier, int threads, bool wait);
+void named_barrier(int barrier, int threads);
 void init_barrier(uint64_t& barrier, int arrivals);
 void arrive_barrier(uint64_t& barrier, int expected_bytes);
 void wait_barrier(uint64_t& barrier, int parity);
