@@ -4,8 +4,7 @@ The folded call has ``size * B`` batch elements. What is mapped is reshaped; key
 and boolean masks that are not are shared, with gradients too: element b reads element
 ``(b // divisor) % elements`` of an operand that has fewer (:class:`jax_memeff.options.Divisors`).
 The query is repeated, because the output is as large, and so are lengths, segment ids and dropout
-state, which are small. So is a bias of one element that has a gradient or a tangent, which would be
-one for the whole batch.
+state, which are small.
 The dropout state is repeated as it is, so an element has the bits of its own call.
 
 Packed sequences are folded into the tokens: those of one element follow those of the one before.
@@ -13,7 +12,6 @@ Packed sequences are folded into the tokens: those of one element follow those o
 What does not fit goes one element at a time, by ``jax.lax.map``:
 
 - a mapped ``Offsets`` of queries, keys or heads;
-- the gradient or tangent of a bias that the elements of each B share, for B > 1;
 - keys, values, biases or masks with a batch of their own, mapped now and not by a vmap inside;
 - packed sequences of more than ``MOST_POSITIONS`` tokens together.
 """
@@ -30,11 +28,11 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from jax_memeff.options import (
+    Divisors,
     DropoutState,
     Operands,
     Options,
     PackedOperands,
-    Wants,
 )
 from jax_memeff.sequences import MOST_POSITIONS, Sequences
 
@@ -82,12 +80,6 @@ class _Fold(NamedTuple):
         if x.elements * divisor != self.batch:
             raise _UnfoldableError
         return self.repeated(x), divisor
-
-    def one(self, x: _Array) -> jax.Array:
-        """An operand of one element, of which each mapped element has one gradient or tangent."""
-        if self.batch != 1:
-            raise _UnfoldableError
-        return self.repeated(x)
 
     def tokens(self, x: _Array) -> jax.Array:
         """[1, size * tokens, ...] of an operand [1, tokens, ...]."""
@@ -143,9 +135,8 @@ def _folded(
         raise _UnfoldableError
     fold = _Fold(size, _batch_of(operands))
     is_packed = isinstance(operands, Operands) and operands.sequences is not None
-    is_bias_one = _is_bias_one(operands, rest, params.get("wants"))
 
-    folded, options = _folded_operands(fold, operands, options, is_bias_one)
+    folded, options = _folded_operands(fold, operands, options, is_forward=is_forward)
     rows = fold.tokens if is_packed else fold.repeated
 
     others = [x and _folded_result(fold, x, rows) for x in rest]
@@ -179,15 +170,19 @@ def _batch_of(operands: Any) -> int:
     return operands.sequences.query_lengths.elements
 
 
-def _is_bias_one(operands: Any, rest: Any, wants: Wants | None) -> bool:
-    """Whether there is one gradient or tangent of the bias for the whole batch."""
-    if wants is None:
-        return bool(rest and rest[-1].bias) and operands.bias.elements == 1
-    return wants.bias and operands.bias.elements == 1
+def _bias_gradient(fold: _Fold, operands: Any, divisors: Divisors, is_forward: bool) -> int:
+    """``Divisors.bias_gradient``, of which each mapped element has one.
+
+    A forward has none yet: where the bias is not mapped, all elements can have one.
+    """
+    bias = operands.bias
+    if divisors.bias_gradient or bias is None or (is_forward and not bias.mapped):
+        return divisors.bias_gradient
+    return fold.batch if bias.elements == 1 else 1
 
 
 def _folded_operands(
-    fold: _Fold, operands: Any, options: Options, is_bias_one: bool
+    fold: _Fold, operands: Any, options: Options, *, is_forward: bool
 ) -> tuple[Any, Options]:
     divisors = options.divisors
     if operands.position is not None and any(x.mapped for x in operands.position):
@@ -195,17 +190,14 @@ def _folded_operands(
     mask: Any = operands.mask
     repeated = functools.partial(jax.tree.map, fold.repeated)
     changed: dict[str, Any] = {}
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = {"bias_gradient": _bias_gradient(fold, operands, divisors, is_forward)}
 
     def share(name: str) -> None:
         array = getattr(operands, name)
         if array is not None:
             changed[name], own[name] = fold.shared(array, getattr(divisors, name))
 
-    if is_bias_one:
-        changed["bias"] = fold.one(operands.bias)
-    else:
-        share("bias")
+    share("bias")
     if operands.dropout is not None:
         state = operands.dropout
         if state.head_index.mapped:
@@ -238,7 +230,11 @@ def _folded_operands(
         changed.update(_folded_tokens(fold, operands))
         segment_ids = jax.tree.map(fold.tokens, mask.segment_ids)
     changed["mask"] = dataclasses.replace(folded_mask, segment_ids=segment_ids)
-    options = dataclasses.replace(options, divisors=divisors._replace(**own))
+    options = dataclasses.replace(
+        options,
+        divisors=divisors._replace(**own),
+        batch_axes=(fold.size, *(options.batch_axes or (fold.batch,))),
+    )
     return operands._replace(**changed), options
 
 

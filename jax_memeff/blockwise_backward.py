@@ -24,7 +24,7 @@ from jax_memeff.blockwise_tiles import (
     when,
     write_block,
 )
-from jax_memeff.divisors import gradient_shape
+from jax_memeff.divisors import gradient_shape, summed
 from jax_memeff.mask import Mask, slice_tile
 from jax_memeff.options import Gradients, Operands, Options, Wants
 
@@ -88,10 +88,10 @@ def backward(
     if wants_bias and bias is not None:
         dbias = sums.bias
         if dbias is None:
-            shape = gradient_shape("bias", bias.shape, operands)
+            shape = gradient_shape("bias", bias.shape, operands, options.divisors)
             dbias = problem.zeros(*shape)
             if dlse is not None and not is_empty:
-                dbias = _sum_to(dlse.transpose(0, 2, 1)[..., None], shape)
+                dbias = summed(dlse.transpose(0, 2, 1)[..., None], shape)
         dbias = dbias.astype(bias.dtype)
     return Gradients(
         query=finish(sums.query, operands.query),
@@ -149,7 +149,7 @@ def _backward_loops(
                 dbias = local.bias
                 if dbias is not None:
                     flat = dscores.reshape(dscores.shape[0], -1, rows.size, cols.size)
-                    dbias = dbias + _sum_to(flat, dbias.shape).astype(dbias.dtype)
+                    dbias = dbias + summed(flat, dbias.shape).astype(dbias.dtype)
                 if tile.cap_slope is not None:
                     dscores = dscores * tile.cap_slope
                 dquery, dkey = local.query, local.key
@@ -195,7 +195,8 @@ def _bias_sums(problem: Problem) -> jax.Array | None:
     if bias is None:
         return None
     dtype = problem.accumulator if bias.shape[2] == 1 else bias.dtype
-    return problem.zeros(*gradient_shape("bias", bias.shape, problem.operands)).astype(dtype)
+    shape = gradient_shape("bias", bias.shape, problem.operands, problem.options.divisors)
+    return problem.zeros(*shape).astype(dtype)
 
 
 def live_rows(mask: Mask, lse: jax.Array) -> jax.Array:
@@ -205,9 +206,3 @@ def live_rows(mask: Mask, lse: jax.Array) -> jax.Array:
     if lengths is None:
         return live
     return live & (lax.broadcasted_iota(jnp.int32, lse.shape, 1) < lengths[:, None, None])
-
-
-def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Sum the axes that are 1 in the shape."""
-    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
-    return jnp.sum(x, axes, keepdims=True)

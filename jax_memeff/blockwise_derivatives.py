@@ -27,7 +27,7 @@ from jax import lax
 from jax_memeff import blockwise_varlen
 from jax_memeff.blockwise_backward import live_rows
 from jax_memeff.blockwise_tiles import Blocks, Problem, dot, grouped, select, ungrouped, when
-from jax_memeff.divisors import whole
+from jax_memeff.divisors import as_gradient, batch_of, broadcastable, whole
 from jax_memeff.options import (
     Divisors,
     Gradients,
@@ -92,12 +92,16 @@ def backward(
 def _sums_of(
     operands: Any, options: Options, lse: jax.Array, names: list[str]
 ) -> tuple[Callable[..., Sums], list[jax.Array]]:
-    """The sums as a function of the named operands, and these, each for the whole batch."""
+    """The sums as a function of the named operands, and these, in the shapes of gradients."""
+    shared, batch = options.divisors, batch_of(operands)
+    primals = [as_gradient(name, getattr(operands, name), operands, shared) for name in names]
     operands = whole(operands, options)
     unshared = dataclasses.replace(options, divisors=Divisors())
 
     def sums(*arrays: jax.Array) -> Sums:
         call = operands._replace(**dict(zip(names, arrays, strict=True)))
+        if "bias" in names:
+            call = call._replace(bias=broadcastable(call.bias, shared.bias_gradient or 1, batch))
         if isinstance(call, PackedOperands):
             call = call.separate()
         if 0 in (*call.scores, call.query.shape[1], call.key.shape[1]):
@@ -105,7 +109,7 @@ def _sums_of(
         fixed = jnp.where(live_rows(operands.mask, lse), lse, 0)
         return (_row_sums if call.sequences is None else _row_sums_varlen)(call, unshared, fixed)
 
-    return sums, [getattr(operands, name) for name in names]
+    return sums, primals
 
 
 def _zeros(operands: Operands, lse: jax.Array) -> Sums:

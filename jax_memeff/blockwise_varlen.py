@@ -15,7 +15,7 @@ from jax import lax
 
 from jax_memeff import blockwise
 from jax_memeff.divisors import gradient_shape
-from jax_memeff.options import DropoutState, Gradients, Operands, Options, Wants
+from jax_memeff.options import Divisors, DropoutState, Gradients, Operands, Options, Wants
 from jax_memeff.sequences import token_indices
 
 
@@ -52,11 +52,14 @@ def backward(
     wants: Wants,
 ) -> Gradients:
     """As :func:`jax_memeff.blockwise.backward`, of operands with packed sequences."""
-    bias = operands.bias
+    bias, shared = operands.bias, options.divisors
+    alone = dataclasses.replace(options, divisors=Divisors())
     wants = wants._replace(bias=wants.bias and bias is not None)
     sums = Gradients(
         *(
-            jnp.zeros(gradient_shape(name, array.shape, operands), array.dtype) if want else None
+            jnp.zeros(gradient_shape(name, array.shape, operands, shared), array.dtype)
+            if want
+            else None
             for name, want in wants._asdict().items()
             for array in [getattr(operands, name)]
         )
@@ -74,7 +77,7 @@ def backward(
         rows, columns = tokens_of(operands, index)
         part = blockwise.backward(
             sequence_of(operands, options, index, rows, columns),
-            options,
+            alone,
             _take(out, rows),
             jnp.take(lse, rows, 1, mode="fill", fill_value=-jnp.inf),
             _take(dout, rows),
@@ -83,7 +86,8 @@ def backward(
         )
         dbias = sums.bias
         if dbias is not None and part.bias is not None:
-            dbias = dbias + part.bias if dbias.shape[0] == 1 else dbias.at[index].set(part.bias[0])
+            element = index // (operands.scores[0] // dbias.shape[0])
+            dbias = dbias.at[element].add(part.bias[0])
         return Gradients(
             _put(sums.query, rows, part.query),
             _put(sums.key, columns, part.key),

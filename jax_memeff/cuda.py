@@ -102,7 +102,9 @@ def lower_backward(
         ],
         [
             *gradients,
-            *itertools.starmap(Buffer, workspaces.backward(avals, specs.values(), wants)),
+            *itertools.starmap(
+                Buffer, workspaces.backward(avals, options.divisors, specs.values(), wants)
+            ),
         ],
         specs=specs,
         **_scores(avals, options),
@@ -161,9 +163,9 @@ def _problem(avals: Operands, options: Options, wants: Wants | None, arch: str) 
         arch=arch,
         masks=_mask_names(avals.mask),
         varlen=avals.sequences is not None,
-        shared_batch=_shares_batch(avals, options),
+        shared_batch=_shares_batch(avals, options, wants),
         bias=None if bias is None else "32" if bias.dtype == jnp.float32 else "16",
-        bias_layout=_bias_layout(avals),
+        bias_layout=_bias_layout(avals, options),
         bias_alignment=_bias_alignment(avals),
         dropout=options.dropout_threshold > 0,
         soft_cap=options.soft_cap is not None,
@@ -185,24 +187,30 @@ def _dtype(avals: Operands, options: Options) -> Dtype:
     return "tf32" if dtype == "f32" and options.precision == "tf32" else dtype
 
 
-def _shares_batch(avals: Operands, options: Options) -> bool:
+def _shares_batch(avals: Operands, options: Options, wants: Wants | None) -> bool:
     """Whether elements of the batch share some of an operand that is not a broadcast over it."""
     batch = avals.scores[0]
     elements = {divisors.combined(avals.mask, options.divisors, batch)[0]}
     if avals.bias is not None:
         elements.add(avals.bias.shape[0])
+        if wants is not None and wants.bias:
+            elements.add(_bias_gradient_shape(avals.bias, avals, options)[0])
     keys = () if avals.sequences is not None else (avals.key, avals.value)
     return not elements <= {1, batch} or any(array.shape[0] != batch for array in keys)
 
 
-def _bias_layout(avals: Operands) -> Literal["full", "shared", "columns", "rows"]:
+def _bias_gradient_shape(bias: jax.Array, avals: Operands, options: Options) -> tuple[int, ...]:
+    return divisors.gradient_shape("bias", bias.shape, avals, options.divisors)
+
+
+def _bias_layout(avals: Operands, options: Options) -> Literal["full", "shared", "columns", "rows"]:
     """How the bias is broadcast, as far as kernels differ in it.
 
     The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
     """
     if avals.bias is None:
         return "full"
-    shape = divisors.gradient_shape("bias", avals.bias.shape, avals)
+    shape = _bias_gradient_shape(avals.bias, avals, options)
     if shape == avals.scores:
         return "full"
     if shape[3] == 1 and avals.scores[3] != 1:
@@ -267,11 +275,11 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
     }
 
 
-def _divisors(avals: Operands, options: Options) -> tuple[int, int, int, int]:
-    """Of key, value, bias and boolean mask."""
-    key, value, bias, _ = options.divisors
+def _divisors(avals: Operands, options: Options) -> tuple[int, int, int, int, int]:
+    """Of key, value, bias, boolean mask and the gradient of the bias."""
+    key, value, bias, _, bias_gradient = options.divisors
     _, boolean = divisors.combined(avals.mask, options.divisors, avals.scores[0])
-    return key, value, bias, boolean
+    return key, value, bias, boolean, max(bias_gradient, 1)
 
 
 def _longest(avals: Operands) -> tuple[int, int]:

@@ -50,11 +50,13 @@ def cotangents(
         dout = jnp.zeros_like(out) if dout is None else dout
         gradients = primitives.backward(operands, options, out, lse, dout, dlse, in_kernel)
     if row_bias and dlse is not None:
-        gradients = gradients._replace(bias=_row_bias_gradient(operands, lse, dlse))
+        gradients = gradients._replace(bias=_row_bias_gradient(operands, options, lse, dlse))
     return gradients
 
 
-def _row_bias_gradient(operands: Any, lse: jax.Array, dlse: jax.Array) -> jax.Array:
+def _row_bias_gradient(
+    operands: Any, options: Options, lse: jax.Array, dlse: jax.Array
+) -> jax.Array:
     """Gradient of a bias [b, n, t, 1] that is one number per row of the scores.
 
     ``ds = p * (dp - D)`` with ``D = rowsum(dout * out) - dlse`` sums over a row to dlse exactly,
@@ -62,8 +64,9 @@ def _row_bias_gradient(operands: Any, lse: jax.Array, dlse: jax.Array) -> jax.Ar
     its logsumexp and nothing else.
     """
     bias = operands.bias
+    shape = divisors.gradient_shape("bias", bias.shape, operands, options.divisors)
     if lse.size == 0:
-        return jnp.zeros_like(bias)
+        return jnp.zeros(shape, bias.dtype)
     rows = jnp.where(jnp.isneginf(lse), 0, dlse)
     if isinstance(operands, Operands) and operands.sequences is not None:
         tokens = token_indices(
@@ -74,8 +77,7 @@ def _row_bias_gradient(operands: Any, lse: jax.Array, dlse: jax.Array) -> jax.Ar
         )
         rows = rows[0].at[tokens].get(mode="fill", fill_value=0)
     per_row = jnp.swapaxes(rows, 1, 2)[..., None]
-    broadcast = tuple(dim for dim, size in enumerate(bias.shape) if size == 1)
-    return jnp.sum(per_row, axis=broadcast, keepdims=True).astype(bias.dtype)
+    return divisors.summed(per_row, shape).astype(bias.dtype)
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) -> Any:
@@ -86,11 +88,10 @@ def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) ->
     )
     chosen = _gradients_like(operands)
     chosen = type(chosen)(*(getattr(moving, name) for name in chosen._fields))
-    batch = divisors.batch_of(operands)
     whole = {
-        name: divisors.whole_array(name, getattr(chosen, name), options, batch)
-        for name in divisors.shareable(operands)
-        if getattr(chosen, name) is not None
+        name: divisors.as_gradient(name, x, operands, options.divisors)
+        for name, x in chosen._asdict().items()
+        if x is not None
     }
     return results, primitives.tangent(operands, options, *results, chosen._replace(**whole))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -50,22 +51,69 @@ def shareable(operands: Operands | PackedOperands) -> tuple[str, ...]:
     return ("key", "value", "bias") if has_batch else ("bias",)
 
 
-def whole_array(name: str, x: jax.Array, options: Options, batch: int) -> jax.Array:
-    """A shareable operand, or its tangent, with an element for each of the batch."""
-    place = broadcastable if name == "bias" else expanded
-    return place(x, getattr(options.divisors, name), batch)
-
-
 def gradient_shape(
-    name: str, shape: tuple[int, ...], operands: Operands | PackedOperands
+    name: str, shape: tuple[int, ...], operands: Operands | PackedOperands, divisors: Divisors
 ) -> tuple[int, ...]:
     """The shape of the gradient of an operand of this shape: an element for each of the batch.
 
-    That of a bias of one element is summed over the batch.
+    That of a bias is summed over the elements of the batch that ``Divisors.bias_gradient`` says.
     """
-    if name not in shareable(operands) or (name == "bias" and shape[0] == 1):
+    batch, summed = batch_of(operands), divisors.bias_gradient
+    if name not in shareable(operands) or (name == "bias" and not summed and shape[0] == 1):
         return shape
-    return batch_of(operands), *shape[1:]
+    return batch // summed if name == "bias" and summed else batch, *shape[1:]
+
+
+def as_gradient(name: str, x: jax.Array, operands: Any, divisors: Divisors) -> jax.Array:
+    """An operand, or its tangent, in the shape of its gradient."""
+    elements = gradient_shape(name, x.shape, operands, divisors)[0]
+    if name not in shareable(operands) or elements == x.shape[0]:
+        return x
+    divisor = getattr(divisors, name)
+    if name == "bias" and divisors.bias_gradient:
+        # The elements that have one gradient share one of the bias.
+        divisor //= divisors.bias_gradient
+    return expanded(x, divisor, elements)
+
+
+def summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The sum over dims that are 1 in the shape, and over as many elements of the first in a row
+    as make that of the shape.
+
+    >>> summed(jnp.arange(12).reshape(4, 3), (2, 1)).tolist()
+    [[15], [51]]
+    """
+    dims = tuple(dim for dim, size in enumerate(shape) if size == 1 != x.shape[dim])
+    x = jnp.sum(x, dims, keepdims=True)
+    if x.shape[0] == shape[0]:
+        return x
+    return jnp.sum(x.reshape(shape[0], -1, *x.shape[1:]), 1)
+
+
+def of_leaves(operands: Any, divisors: Divisors) -> Any:
+    """The divisor of each array of the operands, in its place."""
+    ones: Any = jax.tree.map(lambda _: 1, operands)
+    mask = dataclasses.replace(ones.mask, booleans=divisors.of_booleans(operands.mask))
+    return ones._replace(mask=mask, **{name: getattr(divisors, name) for name in _shared(operands)})
+
+
+def changed(operands: Any, divisors: Divisors, change: Callable[[int, int], int]) -> Divisors:
+    """Other divisors, for the elements of each array and its own divisor."""
+    mask = operands.mask
+    found = {
+        name: change(getattr(operands, name).shape[0], getattr(divisors, name))
+        for name in _shared(operands)
+    }
+    if operands.bias is not None:
+        elements = gradient_shape("bias", operands.bias.shape, operands, divisors)[0]
+        found["bias_gradient"] = change(elements, batch_of(operands) // elements)
+    booleans = zip(mask.booleans, divisors.of_booleans(mask), strict=True)
+    return Divisors(**found, booleans=tuple(change(x.shape[0], divisor) for x, divisor in booleans))
+
+
+def _shared(operands: Operands | PackedOperands) -> list[str]:
+    """Those of :func:`shareable` that are present."""
+    return [name for name in shareable(operands) if getattr(operands, name) is not None]
 
 
 def combined(mask: Mask, divisors: Divisors, batch: int) -> tuple[int, int]:
@@ -98,21 +146,13 @@ def whole(operands: AnyOperands, options: Options) -> AnyOperands:
     """
     batch, mask = batch_of(operands), operands.mask
     changed: dict[str, Any] = {
-        name: whole_array(name, getattr(operands, name), options, batch)
-        for name in shareable(operands)
-        if getattr(operands, name) is not None
+        name: (broadcastable if name == "bias" else expanded)(
+            getattr(operands, name), getattr(options.divisors, name), batch
+        )
+        for name in _shared(operands)
     }
     booleans = zip(mask.booleans, options.divisors.of_booleans(mask), strict=True)
     changed["mask"] = dataclasses.replace(
         mask, booleans=tuple(broadcastable(*array, batch) for array in booleans)
     )
     return operands._replace(**changed)
-
-
-def whole_call(leaves: Any, params: dict[str, Any]) -> list[jax.Array]:
-    """Operands of the same bind of a primitive, without shared ones."""
-    arguments: Any = jax.tree.unflatten(params["tree"], leaves)
-    if isinstance(arguments, (Operands, PackedOperands)):
-        arguments = (arguments,)
-    operands, *rest = arguments
-    return jax.tree.leaves((whole(operands, params["options"]), *rest))

@@ -30,6 +30,9 @@ class Divisors(NamedTuple):
     bias: int = 1
     booleans: tuple[int, ...] = ()
     """Of the arrays of ``Mask.booleans``; all 1 when empty."""
+    bias_gradient: int = 0
+    """How many elements of the batch in a row have one gradient of the bias, which is their sum.
+    0: all of them where the bias has one element, otherwise each its own."""
 
     def of_booleans(self, mask: Mask) -> tuple[int, ...]:
         return self.booleans or (1,) * len(mask.booleans)
@@ -48,6 +51,9 @@ class Options:
     implementation: Implementation | None = None
     """None: the kernels on CUDA, the blockwise path elsewhere."""
     divisors: Divisors = dataclasses.field(default_factory=Divisors)
+    batch_axes: tuple[int, ...] = ()
+    """What the batch is made of where ``jax.vmap`` put axes into it: their sizes, outermost first,
+    and that of the call's own batch. It matters to sharding alone."""
 
 
 class DropoutState(NamedTuple):

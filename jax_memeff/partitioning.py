@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,9 +36,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_memeff import compat, sharding
-from jax_memeff.divisors import whole_call
-from jax_memeff.options import Divisors, Gradients, PackedGradients, PackedOperands
+from jax_memeff import compat, divisors, sharding
+from jax_memeff.batch_axes import BatchAxes
+from jax_memeff.options import Gradients, Options, PackedGradients, PackedOperands
 
 Lowering = Callable[..., Sequence[Any]]
 
@@ -66,23 +67,15 @@ def by_shards(
             )
         if compat.devices_of_compiler(ctx) == 1:
             return lowering(ctx, *values, **params)
-        given = tuple(map(compat.local, typed))
-
-        def whole(*leaves: jax.Array) -> list[jax.Array]:
-            # A device has a part of the batch, which cannot count where the others' elements are.
-            return whole_call(leaves, params)
-
-        avals = tuple(ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(whole, *given))
-        options = dataclasses.replace(params["options"], divisors=Divisors())
-        call = _Call(primitive, {**params, "options": options}, avals)
-        digest = hashlib.sha256(_python_digest() + repr((avals, call.params)).encode())
+        avals = tuple(map(compat.local, typed))
+        call = _Call(primitive, params, avals)
+        digest = hashlib.sha256(_python_digest() + repr((avals, params)).encode())
         if kernel_digest is not None:
-            digest.update(kernel_digest(avals, **call.params))
+            digest.update(kernel_digest(avals, **params))
         in_jax = mlir.lower_fun(
-            lambda *leaves: call.partitioned(whole(*leaves), digest.hexdigest()),
-            multiple_results=True,
+            lambda *leaves: call.partitioned(leaves, digest.hexdigest()), multiple_results=True
         )
-        return in_jax(ctx.replace(avals_in=given), *values)
+        return in_jax(ctx.replace(avals_in=avals), *values)
 
     return lower
 
@@ -113,9 +106,6 @@ class _Call(NamedTuple):
     params: dict[str, Any]
     avals: tuple[ShapedArray, ...]
 
-    def bind(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        return self.primitive.bind(*leaves, **self.params)
-
     @property
     def arrays(self) -> tuple[Any, ...]:
         """The types of the operands of attention, and of what follows them."""
@@ -127,17 +117,30 @@ class _Call(NamedTuple):
         return self.arrays[0]
 
     @property
+    def batch(self) -> BatchAxes:
+        sizes = self.params["options"].batch_axes
+        return BatchAxes(sizes or (divisors.batch_of(self.operands),))
+
+    @property
     def dims(self) -> tuple[list[str], list[str]]:
         """The dims of the primitive's operands and results, by name."""
-        arrays = self.arrays
-        named = sharding.dims(self.operands)
-        forward = sharding.result_dims(self.operands)
-        kind = PackedGradients if isinstance(self.operands, PackedOperands) else Gradients
-        gradients = kind(*(getattr(named, name) for name in kind._fields))
+        arrays, operands, batch = self.arrays, self.operands, self.batch
+        named = sharding.dims(operands)
+        shares = divisors.of_leaves(operands, self.params["options"].divisors)
+        own = jax.tree.map(
+            lambda dims, aval, share: batch.named(dims, *aval.shape[:1], divisor=share),
+            *(named, operands, shares),
+        )
+        kind = PackedGradients if isinstance(operands, PackedOperands) else Gradients
+        whole = functools.partial(batch.named, elements=math.prod(batch.sizes))
+        forward = tuple(map(whole, sharding.result_dims(operands)))
+        gradients = jax.tree.map(whole, kind(*(getattr(named, name) for name in kind._fields)))
+        if operands.bias is not None:
+            gradients = gradients._replace(bias=self.bias_gradient_dims)
         names = {
-            1: (named,),  # attention_fwd
-            4: (named, *forward, gradients),  # attention_tangent
-            5: (named, *forward, *forward),  # attention_bwd
+            1: (own,),  # attention_fwd
+            4: (own, *forward, gradients),  # attention_tangent
+            5: (own, *forward, *forward),  # attention_bwd
         }[len(arrays)]
         present = jax.tree.map(
             lambda array, dims: None if array is None else dims,
@@ -155,11 +158,30 @@ class _Call(NamedTuple):
         ]
         return jax.tree.leaves(present), wanted
 
+    @property
+    def bias_gradient_dims(self) -> str:
+        operands, bias = self.operands, self.operands.bias
+        shared = self.params["options"].divisors
+        shape = divisors.gradient_shape("bias", bias.shape, operands, shared)
+        named = sharding.dims(operands._replace(bias=bias.update(shape=shape)))
+        return self.batch.named(named.bias, shape[0], math.prod(self.batch.sizes) // shape[0])
+
     def partitioned(self, leaves: Sequence[Any], digest: str) -> list[jax.Array]:
-        function = custom_partitioning(lambda *leaves: self.bind(leaves))
+        in_dims, out_dims = self.dims
+        batch = self.batch
+
+        def split(leaves: Sequence[Any], dims: Sequence[str]) -> list[Any]:
+            return list(map(batch.split, leaves, dims))
+
+        def bind(*leaves: Any) -> list[jax.Array]:
+            whole = map(batch.joined, leaves, in_dims)
+            return split(self.primitive.bind(*whole, **self.params), out_dims)
+
+        function = custom_partitioning(bind)
         function.def_partition(self.partition, sharding_rule=self.rule(), decode_shardings=False)
         with set_xla_metadata(jax_memeff_digest=digest):
-            return function(*leaves)
+            results = function(*split(leaves, in_dims))
+        return list(map(batch.joined, results, out_dims))
 
     def rule(self) -> SdyShardingRule:
         """Only batch and heads have factors that arrays share: nothing else is propagated."""
@@ -169,7 +191,8 @@ class _Call(NamedTuple):
         else:
             heads, key_heads = self.operands.query.shape[2], self.operands.key.shape[2]
         group = heads // key_heads
-        factors: dict[str, Any] = {"batch": "batch", "heads": "heads", "key_heads": "heads"}
+        factors: dict[str, Any] = {"heads": "heads", "key_heads": "heads"}
+        factors |= {name: name for name in self.batch.names}
         sizes: Any = {}
         if 1 < key_heads < heads:
             factors["heads"] = CompoundFactor("heads", "group")
@@ -186,9 +209,13 @@ class _Call(NamedTuple):
         in_dims, out_dims = self.dims
         layout = self.layout(mesh, [shape.sharding for shape in shapes])
 
+        batch = self.batch.of_device(layout, mesh)
+        params = {**self.params, "options": self.options_of(batch)}
+
         def on_device(*leaves: jax.Array) -> list[jax.Array]:
-            found = zip(self.bind(leaves), out_dims, strict=True)
-            return [_summed(x, layout.reduced(names)) for x, names in found]
+            whole = map(batch.joined, leaves, in_dims)
+            found = zip(self.primitive.bind(*whole, **params), out_dims, strict=True)
+            return [batch.split(_summed(x, layout.reduced(dims)), dims) for x, dims in found]
 
         def shardings(dims: Sequence[str]) -> list[NamedSharding]:
             return [NamedSharding(mesh, layout.spec(names)) for names in dims]
@@ -196,15 +223,35 @@ class _Call(NamedTuple):
         del results  # theirs follow from the operands'
         return mesh, on_device, shardings(out_dims), tuple(shardings(in_dims))
 
+    def options_of(self, part: BatchAxes) -> Options:
+        """Those of the program of a device, which has this part of the batch."""
+        options = self.params["options"]
+
+        def divisor(elements: int, divisor: int) -> int:
+            return part.later(self.batch.run(elements, divisor))
+
+        shared = divisors.changed(self.operands, options.divisors, divisor)
+        return dataclasses.replace(options, divisors=shared, batch_axes=part.sizes)
+
     def layout(self, mesh: Mesh, given: Sequence[Any]) -> sharding.Layout:
-        operands = self.operands
-        paths, structure = jax.tree_util.tree_flatten_with_path(operands)
+        paths = jax.tree_util.tree_leaves_with_path(self.operands)
+        in_dims = self.dims[0][: len(paths)]
         specs = [
-            compat.spec_of(leaf, mesh, len(aval.shape))
-            for leaf, (_, aval) in zip(given, paths, strict=False)
+            compat.spec_of(leaf, mesh, len(dims.split()))
+            for leaf, dims in zip(given, in_dims, strict=False)
         ]
-        known = [PartitionSpec() if spec is None else spec for spec in specs]
-        layout = sharding.layout(operands, jax.tree.unflatten(structure, known), mesh.shape)
+        layout = sharding.layout(
+            [
+                sharding.Sharded(
+                    sharding.name_of(path),
+                    self.batch.split_shape(aval.shape, dims),
+                    dims.split(),
+                    PartitionSpec() if spec is None else spec,
+                )
+                for (path, aval), dims, spec in zip(paths, in_dims, specs, strict=True)
+            ],
+            mesh.shape,
+        )
         for (path, aval), leaf, spec in zip(paths, given, specs, strict=False):
             if spec is None:
                 raise ValueError(

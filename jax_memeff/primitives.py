@@ -9,7 +9,7 @@ They take the flat leaves of a pytree, whose structure is the parameter ``tree``
   out and lse
 
 Gradients and tangents have an element for each of the batch where operands have fewer; those of a
-bias of one element have one.
+bias may be sums over elements of the batch (``Divisors.bias_gradient``).
 
 ``PackedOperands`` may stand for ``Operands``: then one gradient stands for those of query, key and
 value. How they are differentiated is in ``derivatives.py``.
@@ -117,7 +117,6 @@ def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
 
 
 def _backward_types(*avals: Any, tree: Any, options: Options, wants: Wants) -> tuple[Any, ...]:
-    del options
     operands: Any = jax.tree.unflatten(tree, avals)[0]
     if isinstance(operands, PackedOperands):
         differentiable = {"query": operands.query_key_value, "bias": operands.bias}
@@ -125,7 +124,9 @@ def _backward_types(*avals: Any, tree: Any, options: Options, wants: Wants) -> t
         differentiable = {name: getattr(operands, name) for name in Wants._fields}
     query = differentiable["query"]
     return tuple(
-        compat.batched(aval, divisors.gradient_shape(name, aval.shape, operands), query)
+        compat.batched(
+            aval, divisors.gradient_shape(name, aval.shape, operands, options.divisors), query
+        )
         for name, aval in differentiable.items()
         if getattr(wants, name) and aval is not None
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,12 +53,27 @@ _NOT_SHARDED = {
 """What the dims that are never sharded are called in messages, and the remedy."""
 
 _SHARDED = {"batch": "batch dim", "heads": "heads", "key_heads": "heads"}
+"""Titles of the other dims; a batch of several axes has names of :func:`batch_names`."""
+
+
+def batch_names(axes: int) -> tuple[str, ...]:
+    """The names of the dims of a batch that ``jax.vmap`` put axes into, which are divided alone.
+
+    >>> batch_names(3)
+    ('vmap0', 'vmap1', 'batch')
+    """
+    return (*(f"vmap{axis}" for axis in range(axes - 1)), "batch")
+
+
+def _title(dim: str) -> str | None:
+    return "axis of jax.vmap" if dim.startswith("vmap") else _SHARDED.get(dim)
 
 
 class Layout(NamedTuple):
     """The mesh axes that a call is sharded over."""
 
-    batch: Axes
+    batch: Mapping[str, Axes]
+    """Of each of its axes."""
     heads: Axes
     rows: Axes = ()
     """Axes of size 1, which shard nothing but belong to the types of the results."""
@@ -67,12 +83,13 @@ class Layout(NamedTuple):
         return PartitionSpec(*(self.axes(dim) or None for dim in dims.split()))
 
     def axes(self, dim: str) -> Axes:
-        return {"batch": self.batch, "heads": self.heads, "key_heads": self.heads}.get(dim, ())
+        return {**self.batch, "heads": self.heads, "key_heads": self.heads}.get(dim, ())
 
     def reduced(self, dims: str) -> Axes:
         """The axes whose devices have parts of one gradient, which is their sum."""
         own = {axis for dim in dims.split() for axis in self.axes(dim)}
-        return tuple(axis for axis in (*self.batch, *self.heads) if axis not in own)
+        sharded = (*itertools.chain(*self.batch.values()), *self.heads)
+        return tuple(axis for axis in sharded if axis not in own)
 
     def result_spec(self, dims: str) -> PartitionSpec:
         """The sharding of out or lse."""
@@ -138,39 +155,29 @@ def result_dims(operands: AnyOperands) -> tuple[str, str]:
     return "one query_tokens heads value_dim", "one query_tokens heads"
 
 
-def layout(operands: AnyOperands, specs: Any, sizes: Mapping[Any, int]) -> Layout:
+def layout(arrays: Sequence[Sharded], sizes: Mapping[Any, int]) -> Layout:
     """How the call is sharded, given how its operands are.
 
     Args:
-        operands: arrays or types.
-        specs: a ``PartitionSpec`` in place of every array.
+        arrays: the operands.
         sizes: of the mesh axes.
 
     Raises:
         ValueError: a dim that devices need as a whole is sharded, a sharded dim cannot be divided,
             or operands are sharded differently.
     """
-    named = [
-        _Sharded(name_of(path), leaf.shape, names.split(), spec)
-        for (path, leaf), names, spec in zip(
-            jax.tree_util.tree_leaves_with_path(operands),
-            jax.tree.leaves(dims(operands)),
-            jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)),
-            strict=True,
-        )
-    ]
-    query = named[0]
-    found = Layout(*(query.axes(dim) for dim in ("batch", "heads", "rows")))
-    projections = 1 if isinstance(operands, PackedOperands) else 3
-    for array in named[:projections]:
-        array.check_whole(sizes)
-        array.check_divisible(found, sizes)
-        array.check_same(found, sizes, may_be_replicated=False)
-    for array in named[projections:]:
+    query = arrays[0]
+    batch = {dim: query.axes(dim) for dim in query.dims if dim == "batch" or dim.startswith("vmap")}
+    found = Layout(batch, query.axes("heads"), query.axes("rows"))
+    for array in arrays:
         # The others are made by the call itself, or are a few numbers.
         if array.name.startswith(("bias", "mask")):
             array.check_whole(sizes)
             array.check_same(found, sizes, may_be_replicated=True)
+        elif array.name in ("query", "key", "value", "query_key_value"):
+            array.check_whole(sizes)
+            array.check_divisible(found, sizes)
+            array.check_same(found, sizes, may_be_replicated=False)
     return found
 
 
@@ -179,7 +186,9 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path).lstrip(".")
 
 
-class _Sharded(NamedTuple):
+class Sharded(NamedTuple):
+    """An operand, as messages name it, its dims, and how they are sharded."""
+
     name: str
     shape: tuple[int, ...]
     dims: Sequence[str]
@@ -214,7 +223,7 @@ class _Sharded(NamedTuple):
                     "or repeat the heads of key and value (jnp.repeat along axis 2)"
                 )
             raise ValueError(
-                f"{self}: its {_SHARDED[dim]}, {size}, cannot be divided by {devices}, the size of "
+                f"{self}: its {_title(dim)}, {size}, cannot be divided by {devices}, the size of "
                 f"{_text(axes)}; {remedy}"
             )
 
@@ -222,13 +231,13 @@ class _Sharded(NamedTuple):
         self, layout: Layout, sizes: Mapping[Any, int], *, may_be_replicated: bool
     ) -> None:
         for dim in self.dims:
-            if dim not in _SHARDED:
+            if _title(dim) is None:
                 continue
             axes, wanted = (_larger_than_1(x, sizes) for x in (self.axes(dim), layout.axes(dim)))
             if axes == wanted or (may_be_replicated and not axes):
                 continue
             raise ValueError(
-                f"{self}: its {_SHARDED[dim]} must be sharded like query's, over {_text(wanted)}, "
+                f"{self}: its {_title(dim)} must be sharded like query's, over {_text(wanted)}, "
                 f"got {_text(axes)}; reshard it to {layout.spec(' '.join(self.dims))}"
             )
 
@@ -265,8 +274,17 @@ def _on_shards(
     function: Attention, operands: AnyOperands, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     mesh = _mesh(operands)
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, operands)
-    found = layout(operands, specs, mesh.shape)
+    found = layout(
+        [
+            Sharded(name_of(path), leaf.shape, names.split(), leaf.sharding.spec)
+            for (path, leaf), names in zip(
+                jax.tree_util.tree_leaves_with_path(jax.tree.map(jax.typeof, operands)),
+                jax.tree.leaves(dims(operands)),
+                strict=True,
+            )
+        ],
+        mesh.shape,
+    )
     specs = jax.tree.map(found.spec, dims(operands))
     # A replicated bias or mask is cut where it is; query, key and value are sharded so already.
     operands = jax.tree.map(

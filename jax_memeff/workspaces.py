@@ -14,7 +14,7 @@ from jax_memeff import splits
 from jax_memeff.codegen import support
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.divisors import gradient_shape
-from jax_memeff.options import Operands, Wants
+from jax_memeff.options import Divisors, Operands, Wants
 
 # ``kLongSumColumns`` of ffi/include/memeff/params.h.
 _LONG_SUM_COLUMNS = 8192
@@ -32,7 +32,7 @@ def forward(avals: Operands, specs: Iterable[KernelSpec]) -> Iterator[tuple[str,
 
 
 def backward(
-    avals: Operands, specs: Iterable[KernelSpec], wants: Wants
+    avals: Operands, divisors: Divisors, specs: Iterable[KernelSpec], wants: Wants
 ) -> Iterator[tuple[str, ShapedArray]]:
     """Names and types of the workspaces of a backward (ffi/include/memeff/params.h)."""
     specs = list(specs)
@@ -40,11 +40,14 @@ def backward(
     def largest(size: Callable[[Operands, KernelSpec], int]) -> int:
         return max(size(avals, spec) for spec in specs)
 
+    def bias_sums(avals: Operands, spec: KernelSpec) -> int:
+        return _bias_sums(avals, divisors, spec)
+
     sizes = [("row_statistics", 2 * largest(_padded_queries))]
     sizes += [("query_gradient_sum", largest(_query_gradient_sum))] if wants.query else []
     sizes += [("key_gradient_sum", largest(_key_gradient_sum))] if wants.key else []
     sizes += [("value_gradient_sum", largest(_value_gradient_sum))] if wants.value else []
-    sizes += [("bias_gradient_sum", largest(_bias_sums))] if wants.bias else []
+    sizes += [("bias_gradient_sum", largest(bias_sums))] if wants.bias else []
     yield from ((name, _float32(size)) for name, size in sizes if size)
     if any(shared := max(_shared_gradients(avals, spec) for spec in specs)):
         yield "key_gradient_sum", ShapedArray(shared, jnp.dtype(jnp.float32))
@@ -118,11 +121,11 @@ def _key_sums(avals: Operands, spec: KernelSpec, dim: int) -> int:
     return _padded_keys(avals, spec) * _round_up(dim, spec.tile.chunk)
 
 
-def _bias_sums(avals: Operands, spec: KernelSpec) -> int:
+def _bias_sums(avals: Operands, divisors: Divisors, spec: KernelSpec) -> int:
     """The sums of the gradient of a bias (ffi/include/memeff/bias/gradient.cuh)."""
     if avals.bias is None or spec.bias_gradient not in ("shared", "columns"):
         return 0
-    batch, heads, _, _ = gradient_shape("bias", avals.bias.shape, avals)
+    batch, heads, _, _ = gradient_shape("bias", avals.bias.shape, avals, divisors)
     rows = 1
     if spec.bias_gradient == "shared":
         rows = _round_up(avals.scores[2], spec.tile.query)

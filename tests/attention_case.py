@@ -64,6 +64,8 @@ class Case:
     shared: tuple[tuple[str, int, int], ...] = ()
     """Operands that elements of the batch share, as ``vmap`` makes them: name, own elements, and
     divisor; "boolean" is the first boolean mask."""
+    bias_gradient: int = 0
+    """Of a bias that is shared: how many elements of the batch have one; see ``Divisors``."""
     mask_seed: int | None = None
     """Bias and element masks are drawn from it, and not after query, key and value."""
 
@@ -86,6 +88,7 @@ class Case:
         words += ["projections"] if self.projections else []
         words += ["deterministic"] if self.deterministic else []
         words += [f"{elements}by{divisor}{name}" for name, elements, divisor in self.shared]
+        words += [f"sum{self.bias_gradient}"] if self.bias_gradient else []
         return "-".join(words)
 
     @property
@@ -116,7 +119,11 @@ class Case:
     def divisors(self) -> Divisors:
         own = {name: divisor for name, _, divisor in self.shared}
         booleans = [own.pop("boolean", 1), *[1] * len(self.boolean)]
-        return Divisors(**own, booleans=tuple(booleans[: len(self.boolean)]))
+        return Divisors(
+            **own,
+            booleans=tuple(booleans[: len(self.boolean)]),
+            bias_gradient=self.bias_gradient,
+        )
 
     @property
     def wants(self) -> Wants:

@@ -204,6 +204,10 @@ def _shared_cases() -> list[Case]:
         for deterministic in (False, True):
             case = shared(bias=bias, shared=(("bias", 2, 3),), deterministic=deterministic)
             found += [case, dataclasses.replace(case, H=128, shared=(*SHARED_KEYS, ("bias", 3, 1)))]
+            sums = functools.partial(shared, bias=bias, deterministic=deterministic)
+            found += [sums(H=128, shared=(("bias", 2, 3),), bias_gradient=3)]
+            for H, together in ((64, 1), (64, 2), (264, 3)):
+                found += [sums(H=H, shared=(("bias", 1, 1),), bias_gradient=together)]
         found += [shared(bias=bias, dtype="float32", shared=(*SHARED_KEYS, ("bias", 3, 2)))]
         lengths = ((150, 200), (0, 100), (77, 0), (1, 1), (130, 33), (64, 128))
         bias_alone = (("bias", 3, 2),)

@@ -199,14 +199,20 @@ def answer(
     dscores = dscores[..., :S].astype(np.float64)
     reduced = tuple(axis for axis, size in enumerate(bias_shape) if size == 1)
     has_bias = operands.bias is not None
+
+    def bias_gradient(dscores: np.ndarray) -> np.ndarray:
+        together = options.divisors.bias_gradient or 1
+        elements = dscores.reshape(-1, together, *dscores.shape[1:]).sum(1)
+        return elements.sum(reduced, keepdims=True)
+
     return Answer(
         out,
         lse,
         dq,
         dk[:, :S],
         dv[:, :S],
-        dscores.sum(reduced, keepdims=True).astype(dtype) if has_bias else None,
-        np.abs(dscores).sum(reduced, keepdims=True) if has_bias else None,
+        bias_gradient(dscores).astype(dtype) if has_bias else None,
+        bias_gradient(np.abs(dscores)) if has_bias else None,
     )
 
 

@@ -465,7 +465,7 @@ def test_what_a_vmap_shares_is_not_copied(fake_compiler, monkeypatch, arch):
     for call in (forward, backward):
         operands, _ = types_of(call)
         assert operands[:5] == ["6x128x4x64xbf16", *SHARED_TYPES, "2x1x128x128xi1"]
-        assert "divisors = dense<1> : tensor<4xi32>" in call
+        assert "divisors = dense<1> : tensor<5xi32>" in call
     _, gradients = types_of(backward)
     whole = [name.replace("2x", "6x", 1) for name in SHARED_TYPES]
     assert gradients[:4] == ["6x128x4x64xbf16", *whole]
@@ -486,9 +486,38 @@ def test_divisors_say_how_the_batch_shares(fake_compiler):
         return jax.vmap(inner, (None, 0, None))(queries, keys, value[0])
 
     (call,) = attention_calls(lower(mapped, queries, key, value))
-    assert "divisors = dense<[5, 1, 1, 1]>" in call
+    assert "divisors = dense<[5, 1, 1, 1, 1]>" in call
     operands, _ = types_of(call)
     assert operands[1:3] == ["3x128x2x64xbf16", "1x128x2x64xbf16"]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("batch, mapped", [(1, False), (2, False), (2, True)])
+def test_a_bias_of_one_element_is_not_copied_for_its_gradients(
+    fake_compiler, monkeypatch, arch, batch, mapped
+):
+    """Of which each mapped element has one, the sum over its batch."""
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", arch)
+    query, key, value = shapes(B=batch)
+    queries = jax.ShapeDtypeStruct((3, *query.shape), query.dtype)
+    sizes = (3,) * mapped + (1, 4, 128, 128)
+    bias = jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+    def element(query, key, value, bias):
+        return jax.grad(lambda bias: loss(query, key, value, bias=bias))(bias)
+
+    axes = (0, None, None, 0 if mapped else None)
+    text = lower(jax.vmap(element, axes), queries, key, value, bias)
+    for call in attention_calls(text):
+        own = 3 if mapped else 1
+        assert types_of(call)[0][3] == f"{own}x4x128x128xbf16"
+    assert types_of(call)[1][0] == "3x4x128x128xbf16"
+    divisors = "1" if batch == 1 else f"[1, 1, {batch if mapped else 1}, 1, {batch}]"
+    assert f"divisors = dense<{divisors}>" in call
+    for line in text.splitlines():
+        assert "broadcast_in_dim" not in line or "x4x128x128x" not in line.split("->")[-1]
+    (way,) = {spec.bias_gradient for spec, _ in fake_compiler} - {"none"}
+    assert way == ("full" if batch == 1 else "recomputed" if arch == "sm_90a" else "shared")
 
 
 def test_masks_that_are_shared_alike_stay_shared(fake_compiler):

@@ -369,12 +369,45 @@ def test_packed_projections(assert_close):
     assert_close(run(vmapped, arrays), one_by_one(attend, ("qkv", "bias"), arrays))
 
 
-def test_what_does_not_fit_goes_one_by_one(assert_close):
-    """A bias that the elements of a batch share has one gradient, and offsets are one number."""
-    arrays, axes = split(("query",), ("query", "key", "value", "head_bias", "shared_mask"))
+PLAIN = ("query", "key", "value", "head_bias", "shared_mask")
+
+
+def second_derivatives(arrays: dict[str, Any]) -> Any:
+    """Along the arrays themselves, forward over reverse and reverse over reverse."""
+    floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+
+    def gradients(floats: Any) -> Any:
+        return gradients_of(plain)(arrays | floats)[0]
+
+    def along(floats: Any) -> Any:
+        return sum(jnp.vdot(x, arrays[name]) for name, x in gradients(floats).items())
+
+    return jax.jvp(gradients, (floats,), (floats,))[1], jax.grad(along)(floats)
+
+
+@pytest.mark.parametrize("names", [("query",), ("query", "head_bias")], ids="-".join)
+def test_a_bias_of_one_element_has_a_gradient_for_each_mapped_one(names, assert_close):
+    """It is read where it is, and what the batch of an element has of it is summed."""
+    arrays, axes = split(names, PLAIN)
+    for function in (gradients_of(plain), second_derivatives):
+        vmapped = jax.vmap(function, in_axes=(axes,))
+        assert_close(run(vmapped, arrays), one_by_one(function, names, arrays), 1e-5)
     vmapped = jax.vmap(gradients_of(plain), in_axes=(axes,))
-    assert "scan" in names_of(vmapped, arrays)
-    assert_close(run(vmapped, arrays), one_by_one(gradients_of(plain), ("query",), arrays), 1e-5)
+    assert "scan" not in names_of(vmapped, arrays)
+    operands, gradients = call_of("attention_bwd", vmapped, arrays)
+    assert operands[3] == (SIZE if "head_bias" in names else 1, N, 1, S)
+    assert gradients[3] == (SIZE, N, 1, S)
+
+    outside = gradients_of(lambda arrays: jax.vmap(plain, in_axes=(axes,))(arrays))
+    each = one_by_one(gradients_of(plain), names, arrays)[0]
+    summed = {name: x if name in names else jnp.sum(x, 0) for name, x in each.items()}
+    with jax_memeff.forward_mode():
+        assert call_of("attention_bwd", outside, arrays)[1][3] == operands[3]
+        assert_close(run(outside, arrays)[0], summed, 1e-5)
+
+
+def test_what_does_not_fit_goes_one_by_one(assert_close):
+    """Offsets are one number, and elements of a batch are shared by those next to each other."""
 
     def at(offset: Any) -> Any:
         query, key = ARRAYS["query"][0], ARRAYS["key"][0]
@@ -385,22 +418,15 @@ def test_what_does_not_fit_goes_one_by_one(assert_close):
     assert "scan" in names_of(jax.vmap(at), offsets)
     assert_close(run(jax.vmap(at), offsets), jnp.stack([at(offset) for offset in offsets]))
 
+    def inner(key: Any) -> Any:
+        def attend(query: Any) -> Any:
+            return jax_memeff.dot_product_attention(query, key, key)
 
-def test_a_mapped_axis_may_be_sharded(assert_close):
-    """Over an Auto axis, without a batch of its own: no operand is gathered."""
-    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
-    queries, key = normal(21, 4, T, N, H), normal(22, S, K, H)
+        return jax.vmap(attend)(ARRAYS["query"])
 
-    @jax.jit
-    @functools.partial(jax.vmap, in_axes=(0, None))
-    def attend(query: Any, key: Any) -> Any:
-        return jax_memeff.dot_product_attention(query, key, key)
-
-    split, whole = (jax.NamedSharding(mesh, spec) for spec in (jax.P("data"), jax.P()))
-    sharded = jax.device_put(queries, split), jax.device_put(key, whole)
-    program: Any = attend.lower(*sharded).compile().as_text()
-    assert "all-gather" not in program
-    assert_close(attend(*sharded), attend(queries, key))
+    keys = ARRAYS["key"]
+    assert "scan" in names_of(jax.vmap(inner), keys)
+    assert_close(run(jax.vmap(inner), keys), jnp.stack([inner(key) for key in keys]))
 
 
 def test_no_elements():

@@ -52,11 +52,11 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   if (!operands.has_value() || !results.has_value() || !scale.has_value() || !windows.has_value() ||
       !dropout_threshold.has_value() || !longest.has_value() || !divisors.has_value() ||
       !bias_alignment.has_value() || !kernels.has_value() || scale->size() != 4 ||
-      windows->size() != 4 || longest->size() != 2 || divisors->size() != 4) {
+      windows->size() != 4 || longest->size() != 2 || divisors->size() != 5) {
     return ffi::Unexpected(
         failure(ffi::ErrorCode::kInvalidArgument,
                 "the custom call needs the attributes operands, results, scale (4), windows (4), "
-                "dropout_threshold, longest (2), divisors (4), bias_alignment and kernels (was the "
+                "dropout_threshold, longest (2), divisors (5), bias_alignment and kernels (was the "
                 "program exported by another version?)"));
   }
   auto table = KernelTable::decode(*kernels);
@@ -75,9 +75,11 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   call->longest_query = (*longest)[0];
   call->longest_key = (*longest)[1];
   const int32_t* divisor = divisors->begin();
-  for (const char* name : {"key", "value", "bias", "boolean"}) {
-    if (auto found = call->operands.find(name); found != call->operands.end()) {
-      found->second.divisor = *divisor;
+  for (const char* name : {"key", "value", "bias", "boolean", "bias_gradient"}) {
+    for (auto* places : {&call->operands, &call->results}) {
+      if (auto found = places->find(name); found != places->end()) {
+        found->second.divisor = *divisor;
+      }
     }
     ++divisor;
   }

@@ -47,8 +47,8 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.query_tiles = static_cast<int>(ceil_div(shape.query_length, kernel.image->tile_query));
   long long const key_tiles = ceil_div(shape.key_length, kernel.image->tile_key);
   ScoreView const& bias = params.bias_gradient;
-  long long const bias_planes = (bias.batch_stride == 0 ? 1ll : shape.batch) *
-                                (bias.head_stride == 0 ? 1 : shape.query_heads);
+  long long const bias_planes =
+      (long long)bias.share.elements * (bias.head_stride == 0 ? 1 : shape.query_heads);
   long long const bias_row_tiles = bias.row_stride == 0 ? 1 : params.query_tiles;
   // Blocks of a grid no larger than the device share the squares.
   long long const square = std::max(kernel.image->tile_query, kernel.image->tile_key);

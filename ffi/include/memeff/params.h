@@ -7,7 +7,8 @@
 
 namespace memeff {
 
-// Which of an array's own elements each of the batch reads: (batch index / divisor) % elements.
+// Which of an array's own elements each of the batch reads, or adds to: (batch index / divisor) %
+// elements.
 // Both are in `fraction`, what one batch index is of a period of divisor * elements
 // (core/common.cuh).
 struct BatchShare {

@@ -20,11 +20,19 @@
 namespace memeff {
 
 // Index of a (batch, head) plane of a gradient, where broadcast dims count once.
+template <class Config>
 CUTE_DEVICE long long bias_plane(BackwardParams const& params, int batch, int head) {
   ScoreView const& gradient = params.bias_gradient;
   int const heads = gradient.head_stride == 0 ? 1 : params.shape.query_heads;
-  return (gradient.batch_stride == 0 ? 0ll : batch) * heads +
+  return (gradient.batch_stride == 0 ? 0ll : element_of<Config>(gradient, batch)) * heads +
          (gradient.head_stride == 0 ? 0 : head);
+}
+
+// How many batch elements the gradient has.
+template <class Config>
+CUTE_DEVICE int bias_elements(BackwardParams const& params) {
+  if constexpr (Config::kSharedBatch) return params.bias_gradient.share.elements;
+  return params.bias_gradient.batch_stride == 0 ? 1 : params.shape.batch;
 }
 
 // The kernel of the way `recomputed`, which the Tiles of each family specialise.
@@ -46,8 +54,7 @@ struct BiasGradientTile {
       : BiasGradientTile(params, index, row_tiles(params), key_tiles(params), heads(params)) {}
 
   CUTE_DEVICE static int count(BackwardParams const& params) {
-    int const batch = params.bias_gradient.batch_stride == 0 ? 1 : params.shape.batch;
-    return batch * heads(params) * row_tiles(params) * key_tiles(params);
+    return bias_elements<Config>(params) * heads(params) * row_tiles(params) * key_tiles(params);
   }
 
   // Elements of the accumulators' block (m, n).
@@ -121,6 +128,7 @@ struct BiasGradientTile {
 };
 
 // The batch elements and heads that share a plane of the gradient, numbered.
+template <class Config>
 struct BiasMembers {
   int first_batch;
   int first_head;
@@ -131,10 +139,15 @@ struct BiasMembers {
     ProblemShape const& shape = params.shape;
     bool const all_batches = params.bias_gradient.batch_stride == 0;
     bool const all_heads = params.bias_gradient.head_stride == 0;
+    int batches = all_batches ? shape.batch : 1;
     first_batch = all_batches ? 0 : all_heads ? plane : plane / shape.query_heads;
+    if constexpr (Config::kSharedBatch) {
+      batches = shape.batch / bias_elements<Config>(params);
+      first_batch *= batches;
+    }
     first_head = all_heads ? 0 : plane % shape.query_heads;
     heads = all_heads ? shape.query_heads : 1;
-    count = heads * (all_batches ? shape.batch : 1);
+    count = heads * batches;
   }
 
   CUTE_DEVICE int batch(int member) const { return first_batch + member / heads; }
@@ -150,7 +163,7 @@ struct ColumnSums {
 
   CUTE_DEVICE static float* row_of(BackwardParams const& params, int batch, int head,
                                    int row_warp) {
-    long long row = bias_plane(params, batch, head);
+    long long row = bias_plane<Config>(params, batch, head);
     if constexpr (Config::kDeterministic) {
       row = ((long long)batch * params.shape.query_heads + head) * kRowWarps + row_warp;
     }
@@ -161,7 +174,7 @@ struct ColumnSums {
     if constexpr (!Config::kDeterministic) {
       return params.bias_gradient_sum[plane * Tiles::padded_keys(params.shape) + column];
     }
-    BiasMembers const members(params, plane);
+    BiasMembers<Config> const members(params, plane);
     float sum = 0.0f;
 #pragma unroll 4
     for (int member = 0; member < members.count; ++member) {
@@ -300,7 +313,7 @@ struct BiasGradientWriter<Config, BiasGradient::shared> {
 
   CUTE_DEVICE BiasGradientWriter(BackwardParams const& params, ScoreTilePosition const& tile)
       : sums(params.bias_gradient_sum +
-             Tiles::bias_tile_offset(params, bias_plane(params, tile.batch, tile.head),
+             Tiles::bias_tile_offset(params, bias_plane<Config>(params, tile.batch, tile.head),
                                      tile.row / Tiles::kTileQuery, tile.column / Tiles::kTileKey)) {
   }
 

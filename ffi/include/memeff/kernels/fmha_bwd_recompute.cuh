@@ -51,7 +51,7 @@ struct FmhaBackwardRecompute<Config, BackwardTiles<Config>> {
     BiasGradientTile<Config> const tile(params, blockIdx.x);
     int const row = tile.row;
     int const column = tile.column;
-    BiasMembers const members(params, tile.plane);
+    BiasMembers<Config> const members(params, tile.plane);
 
     auto mask_of = [&](int member) {
       return ScoreMask<Config, Grid>(params.mask, shape, members.batch(member));

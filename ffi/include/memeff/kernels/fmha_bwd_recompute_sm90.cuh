@@ -76,7 +76,7 @@ struct RecomputeSm90 {
   struct Work {
     using Tile = BiasGradientTile<Config, Tiles>;
     Tile tile;
-    BiasMembers members;
+    BiasMembers<Config> members;
 
     CUTE_DEVICE Work(BackwardParams const& params, int index)
         : tile(params, index), members(params, tile.plane) {}

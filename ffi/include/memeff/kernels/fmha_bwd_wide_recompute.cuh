@@ -20,7 +20,7 @@ struct FmhaBackwardWideRecompute {
     uint32_t const shared = shared_address(dynamic_shared());
     ProblemShape const& shape = params.shape;
     BiasGradientTile<Config> const tile(params, blockIdx.x);
-    BiasMembers const members(params, tile.plane);
+    BiasMembers<Config> const members(params, tile.plane);
 
     auto mask_of = [&](int member) {
       return typename Scores::Mask(params.mask, shape, members.batch(member));
