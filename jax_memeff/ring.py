@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_memeff import compat, ring_vjp, validate
+from jax_memeff import compat, ring_derivatives, validate
 from jax_memeff.blockwise_tiles import MASKED_BIAS
 from jax_memeff.canonical import PrecisionLike, lengths, projections, shared
 from jax_memeff.mask import Mask, Window
@@ -224,9 +224,9 @@ def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
     operands, _ = compat.cast_to_common_varying_axes((operands, index))
     bias = operands.bias
     if bias is None or bias.shape[3] != 1:
-        return ring_vjp.attention(operands, ring)
+        return ring_derivatives.attention(operands, ring)
     # One number for each row shifts its logsumexp, and nothing else.
-    out, lse = ring_vjp.attention(operands._replace(bias=None), ring)
+    out, lse = ring_derivatives.attention(operands._replace(bias=None), ring)
     bias = jnp.broadcast_to(bias, (*lse.shape[:1], lse.shape[2], lse.shape[1], 1))
     shift = jnp.swapaxes(bias[..., 0], 1, 2)
     masked = (shift < MASKED_BIAS) | jnp.isneginf(lse)

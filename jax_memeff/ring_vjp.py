@@ -20,11 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from jax_memeff import compat, primitives, ring_transfer
-from jax_memeff.blockwise_tiles import read_block, write_block
-from jax_memeff.derivatives import named
+from jax_memeff.blockwise_tiles import read_block, when, write_block
 from jax_memeff.mask import Mask, slice_tile
 from jax_memeff.options import Gradients, Operands, Options, Position, Wants
 from jax_memeff.ring_schedule import (
@@ -36,7 +34,6 @@ from jax_memeff.ring_schedule import (
     unzigzag,
     zigzag,
 )
-from jax_memeff.vjp import Perturbed
 
 Method = Literal["ring", "all_gather"]
 
@@ -50,6 +47,10 @@ class Ring:
     layout: Layout
     method: Method
     options: Options
+    is_differentiable: bool = False
+    """Whether JAX may differentiate the forward and the backward, for other derivatives than the
+    backward. Bits that travel as those of another dtype have none, nor has a loop whose length is
+    data a transpose."""
 
     @property
     def held(self) -> np.ndarray:
@@ -61,9 +62,10 @@ class Ring:
         if hops % self.devices == 0 or not jax.tree.leaves(tree):
             return tree
         pairs = [(rank, (rank + hops) % self.devices) for rank in range(self.devices)]
-        return ring_transfer.unpack(
-            lax.ppermute(ring_transfer.pack(tree), self.axis_name, pairs), tree
-        )
+        send = functools.partial(lax.ppermute, axis_name=self.axis_name, perm=pairs)
+        if self.is_differentiable:
+            return jax.tree.map(send, tree)
+        return ring_transfer.unpack(send(ring_transfer.pack(tree)), tree)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The columns [B, S local, ...] of all devices, in natural order."""
@@ -210,8 +212,12 @@ class _Call:
                 return visit(keys, Product(*(x[index] for x in products)), sums)
 
             sums = sums._replace(keys=no_keys)
-            if way.count is None:
-                sums = lax.fori_loop(0, plan.counts[rank], compute, sums)
+            count = plan.counts[rank]
+            if way.count is None and not ring.is_differentiable:
+                sums = lax.fori_loop(0, count, compute, sums)
+            elif way.count is None:
+                for index in range(way.products):
+                    sums = when(index < count, functools.partial(compute, index), sums)
             else:
                 for index in range(way.count):
                     sums = compute(index, sums)
@@ -279,9 +285,10 @@ def _merge(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention to the columns of both; either may have none."""
     (out, lse), (part_out, part_lse) = merged, part
-    total = jnp.logaddexp(lse, part_lse)
-    # A row without columns subtracts 0: -inf - -inf would be NaN.
-    subtracted = jnp.where(total == -jnp.inf, 0, total)
+    # A row without columns has no infinities subtracted, which would be NaN, in derivatives too.
+    has_columns = (lse > -jnp.inf) | (part_lse > -jnp.inf)
+    subtracted = jnp.logaddexp(*(jnp.where(has_columns, x, 0) for x in (lse, part_lse)))
+    total = jnp.where(has_columns, subtracted, -jnp.inf)
     weight, part_weight = (jnp.exp(x - subtracted)[..., None] for x in (lse, part_lse))
     return weight * out + part_weight * part_out, total
 
@@ -356,44 +363,3 @@ def _bias_sums(call: _Call) -> jax.Array | None:
 def _lengths(lengths: jax.Array | None, first: jax.Array, size: int) -> jax.Array | None:
     """How many of ``size`` positions from the first are within global lengths."""
     return None if lengths is None else jnp.clip(lengths - first, 0, size)
-
-
-def _attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a device's rows, differentiable in query, key, value and bias.
-
-    Args:
-        operands: those of the device, as of :class:`_Call`; all vary over the same mesh axes, the
-            ring's among them. The mask's windows are top-left, and a bias is not of one column.
-        ring: the static part.
-    """
-    return forward(operands, ring)
-
-
-attention = jax.custom_vjp(_attention, nondiff_argnums=(1,))
-
-
-def _forward_rule(operands: Any, ring: Ring) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    wants = Wants(
-        *(array.perturbed for array in operands[:3]),
-        bias=operands.bias is not None and operands.bias.perturbed,
-    )
-    values: Operands = jax.tree.map(lambda primal: primal.value, operands)
-    out, lse = named(*forward(values, ring))
-    return (out, lse), (values, out, lse, Perturbed(wants))
-
-
-def _backward_rule(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Operands]:
-    operands, out, lse, perturbed = residuals
-    dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
-    none = Operands(*[None] * len(Operands._fields))  # type: ignore[arg-type]
-    if not any(perturbed.wants) or (dout is None and dlse is None):
-        return (none,)
-    dout = jnp.zeros_like(out) if dout is None else dout
-    # Without the barrier XLA may find that keys travelled the same way in the forward, keep what
-    # arrived there, and with it the keys of the whole sequence.
-    operands, dout = lax.optimization_barrier((operands, dout))
-    gradients = backward(operands, ring, out, lse, dout, dlse, perturbed.wants)
-    return (none._replace(**gradients._asdict()),)
-
-
-attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

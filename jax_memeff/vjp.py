@@ -62,9 +62,14 @@ def forward_mode() -> AbstractContextManager[None]:
     return _forward_mode(True)
 
 
+def is_forward_mode() -> bool:
+    """Whether calls are traced in the context of :func:`forward_mode`."""
+    return _forward_mode.value
+
+
 def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of canonical operands, differentiable in query, key, value and bias."""
-    if _forward_mode.value:
+    if is_forward_mode():
         return primitives.forward(operands, options)
     return _attention(operands, options)
 
