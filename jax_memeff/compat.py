@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax._src import dispatch
+from jax._src import core, dispatch
 from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.core import ShapedArray
@@ -21,7 +21,7 @@ def cast_to_common_varying_axes(tree: Any) -> Any:
     the differentiable call puts the cast's transpose, a sum over devices, outside the rule.
     """
     leaves, structure = jax.tree.flatten(tree)
-    varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
+    varying = list(map(varying_axes, leaves))
     common = frozenset().union(*varying)
     cast = [
         jax.lax.pcast(leaf, tuple(sorted(common - axes, key=str)), to="varying")
@@ -30,6 +30,16 @@ def cast_to_common_varying_axes(tree: Any) -> Any:
         for leaf, axes in zip(leaves, varying, strict=True)
     ]
     return jax.tree.unflatten(structure, cast)
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The manual mesh axes over which an array may differ from device to device."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def mapped_explicit_axes() -> frozenset[Any]:
+    """The explicit mesh axes that dims are sharded over which an enclosing ``jax.vmap`` maps."""
+    return getattr(core.get_axis_env(), "explicit_mesh_axis_names", frozenset())
 
 
 def leading_dims(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -210,6 +210,8 @@ def ring_attention(
     )
     if isinstance(mask, Mask):
         combined &= mask
+    _same_on_all_devices(axis_name, "query", combined.query_lengths)
+    _same_on_all_devices(axis_name, "key", combined.key_lengths)
     combined = _canonical(combined, scores, columns, longest)
     ring = Ring(axis_name, devices, layout, method, options)
     out, lse = _attend(Operands(query, key, value, bias, combined, dropout_state, None), ring)
@@ -274,6 +276,16 @@ def _whole_columns(axis_name: AxisName, name: str, value: Any, columns: int, dev
         f"{devices * columns} in natural order, got shape {tuple(shape)}; do not shard the last "
         f"dim of {name} over {axis_name!r}"
     )
+
+
+def _same_on_all_devices(axis_name: AxisName, name: str, lengths: Any) -> None:
+    axes = set(axis_name if isinstance(axis_name, tuple) else (axis_name,))
+    if lengths is not None and compat.varying_axes(lengths) & axes:
+        raise ValueError(
+            f"{name} lengths: expected those of the whole sequence, the same on every device of "
+            f"axis {axis_name!r}, got an array that differs over it; add up the lengths of the "
+            f"parts by jax.lax.psum over {axis_name!r}, or do not shard them over it"
+        )
 
 
 def _no_positions(axis_name: AxisName, offsets: Offsets | None) -> None:

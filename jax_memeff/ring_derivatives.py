@@ -21,7 +21,7 @@ from jax_memeff import ring_vjp
 from jax_memeff.derivatives import named
 from jax_memeff.options import Gradients, Operands, Wants
 from jax_memeff.ring_vjp import Ring
-from jax_memeff.vjp import Perturbed, is_forward_mode
+from jax_memeff.vjp import Perturbed, forward_mode_is_named, is_forward_mode
 
 
 def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
@@ -32,7 +32,10 @@ def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
             mask's windows are top-left, and a bias is not of one column.
         ring: the static part.
     """
-    return (_forward if is_forward_mode() else _attention)(operands, ring)
+    if is_forward_mode():
+        return _forward(operands, ring)
+    with forward_mode_is_named():
+        return _attention(operands, ring)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

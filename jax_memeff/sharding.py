@@ -274,6 +274,7 @@ def _on_shards(
     function: Attention, operands: AnyOperands, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     mesh = _mesh(operands)
+    _check_not_mapped()
     found = layout(
         [
             Sharded(name_of(path), leaf.shape, names.split(), leaf.sharding.spec)
@@ -298,6 +299,16 @@ def _on_shards(
         axis_names=_explicit_axes(mesh),
     )
     return local(operands)
+
+
+def _check_not_mapped() -> None:
+    """Refuse what ``jax.shard_map`` does not do."""
+    if mapped := tuple(sorted(compat.mapped_explicit_axes(), key=str)):
+        raise ValueError(
+            f"jax.vmap maps a dim that is sharded over {_text(mapped)}, which jax.shard_map does "
+            "not support over explicit axes: make that dim part of the call's batch, or enter "
+            "jax.shard_map over it around jax.vmap"
+        )
 
 
 def _mesh(operands: AnyOperands) -> Any:

@@ -214,7 +214,7 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
         if query.ndim == 4 and named[name].shape[0] != query.shape[0]:
             raise ValueError(
                 f"{name} must have the batch size of query, {query.shape[0]}, got "
-                f"{named[name].shape[0]} in shape {named[name].shape}"
+                f"{named[name].shape[0]} in shape {named[name].shape}{_of_one_device()}"
             )
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(
@@ -225,14 +225,25 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
         if value.shape[dim] != key.shape[dim]:
             raise ValueError(
                 f"value must have the {what} of key, {key.shape[dim]}, got {value.shape[dim]} in "
-                f"shape {value.shape}"
+                f"shape {value.shape}{_of_one_device()}"
             )
     query_heads, key_heads = query.shape[-2], key.shape[-2]
     if (query_heads != 0) if key_heads == 0 else (query_heads % key_heads != 0):
         raise ValueError(
             f"query must have a multiple of key's {key_heads} heads, got {query_heads} heads in "
-            f"shape {query.shape}"
+            f"shape {query.shape}{_of_one_device()}"
         )
+
+
+def _of_one_device() -> str:
+    """What messages about sizes that differ add inside ``jax.shard_map``."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if not axes:
+        return ""
+    return (
+        f"; these are the sizes on one device of jax.shard_map over {axes}: shard the batch and "
+        "the heads of query, key and value over the same axes (in_specs)"
+    )
 
 
 def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int]) -> None:
@@ -243,7 +254,7 @@ def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int
     if any(size not in (1, full) for size, full in zip(padded, scores, strict=True)):
         raise ValueError(
             f"{name} must broadcast to [B, N, T, S] = {list(scores)} (each dim 1 or full, left-"
-            f"padded with 1s), got shape {tuple(shape)}"
+            f"padded with 1s), got shape {tuple(shape)}{_of_one_device()}"
         )
 
 

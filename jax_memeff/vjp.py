@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -67,11 +68,29 @@ def is_forward_mode() -> bool:
     return _forward_mode.value
 
 
+@contextmanager
+def forward_mode_is_named() -> Iterator[None]:
+    """Add the remedy to what JAX raises where forward mode meets a ``jax.custom_vjp``.
+
+    It does so in calls outside of ``jax.jit``; a program raises when it is lowered, far from here.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "custom_vjp" in str(error):
+            error.add_note(
+                "jax_memeff: forward mode is for calls of attention that are traced inside "
+                "`with jax_memeff.forward_mode():`"
+            )
+        raise
+
+
 def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of canonical operands, differentiable in query, key, value and bias."""
     if is_forward_mode():
         return primitives.forward(operands, options)
-    return _attention(operands, options)
+    with forward_mode_is_named():
+        return _attention(operands, options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

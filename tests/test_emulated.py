@@ -274,3 +274,23 @@ def test_deterministic_gradients_have_the_same_bits_on_every_schedule(run, machi
     )
     assert_results_match(run.case, first)
     jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+def error_on_another_device(run, arch):
+    """Of a program that was compiled for the machine of a run; for the process of ``machine``."""
+    from jax_memeff import primitives
+
+    run.start()
+    operands, _, _ = passed(run.case, *run.case.arrays())
+    forward = jax.jit(lambda operands: primitives.forward(operands, run.case.options))
+    program = forward.lower(operands).compile()
+    emulator.configure(arch)
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        jax.block_until_ready(program(operands))
+    return str(raised.value)
+
+
+def test_a_program_for_another_architecture_is_an_error(machine):
+    error = machine.submit(error_on_another_device, SM80[0], "sm_90a").result()
+    assert "was compiled for sm_80 and runs on a device of compute capability 9.0" in error
+    assert "set JAX_MEMEFF_ARCHS" in error

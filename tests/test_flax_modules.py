@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import linen, nnx, serialization
 
 import jax_memeff
 import jax_memeff.flax
@@ -94,14 +94,17 @@ def test_linen_parameters_have_the_names_of_flax(name):
 
 
 def test_linen_parameters_are_those_of_flax():
-    """Initialised by either to the same values, and used by both."""
+    """Initialised by either to the same values, saved by one, and used by both."""
     mask = boolean(2, BATCH, HEADS, ROWS, COLUMNS)
     flax, ours = (
         parent(api, "MultiHeadAttention", normalize_qk=True) for api in (linen, OURS.linen)
     )
     variables = quickly(flax.init, jax.random.key(0), X, MEMORY, mask)
-    assert_close(quickly(ours.init, jax.random.key(0), X, MEMORY, mask), variables, 0)
-    variables = scrambled(variables)
+    initial = quickly(ours.init, jax.random.key(0), X, MEMORY, mask)
+    assert_close(initial, variables, 0)
+    saved = serialization.to_bytes(scrambled(variables))
+    assert_close(serialization.from_bytes(initial, saved), scrambled(variables), 0)
+    variables = serialization.from_bytes(initial, saved)
 
     def run(module):
         return gradients(lambda *operands: module.apply(*operands, mask), variables, X, MEMORY)

@@ -136,77 +136,7 @@ def test_heads_sharded_too_and_differentiated_outside(assert_close, devices):
         local, mesh=mesh, in_specs=(spec, spec, spec, P("heads")), out_specs=spec
     )
 
-    def gradients(function):
-        def loss(*operands):
-            return jnp.sum(function(*operands) * weights)
-
-        return compiled(jax.value_and_grad(loss, range(4)))(query, key, value, bias)
-
-    one_device = functools.partial(jax_memeff.dot_product_attention, **arguments)
-    assert_close(gradients(sharded), gradients(one_device), tolerance)
-
-
-def gradients(function):
-    def loss(*arrays):
-        return sum(jnp.sum(jnp.sin(x)) for x in function(*arrays))
-
-    return jax.grad(loss, (0, 1, 2, 3))
-
-
-def forward_derivatives(function, arrays, directions):
-    """In forward mode, and forward over reverse."""
-    with jax_memeff.forward_mode():
-        tangents = jax.jvp(function, arrays, directions)[1]
-    return tangents, jax.jvp(gradients(function), arrays, directions)[1]
-
-
-def reverse_over_reverse(function, arrays, directions):
-    def along(*arrays):
-        return sum(map(jnp.vdot, gradients(function)(*arrays), directions))
-
-    return jax.grad(along, (0, 1, 2, 3))(*arrays)
-
-
-@pytest.mark.parametrize(
-    "layout, derivatives",
-    [("contiguous", reverse_over_reverse), ("zigzag", forward_derivatives)],
-)
-def test_derivatives_of_derivatives_and_forward_mode(layout, derivatives, assert_close):
-    """With ids that travel beside keys of another dtype, and rows that see no columns at first."""
-    devices = HOST[:2]
-    length = 8 * len(devices)
-    shapes = [(1, length, 2, 4), (1, length, 1, 4), (1, length, 1, 3), (1, 2, length, length)]
-    arrays = [normal(20 + seed, *shape) for seed, shape in enumerate(shapes)]
-    directions = [normal(30 + seed, *shape) for seed, shape in enumerate(shapes)]
-    ids = jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 3, (1, length)), 1))
-
-    def call(query, key, value, bias, ids, function: Any = jax_memeff.dot_product_attention):
-        mask = Mask.segments(ids, ids) & Mask.causal()
-        return function(query, key, value, bias, mask, return_residual=True)
-
-    def on_ring(query, key, value, bias):
-        ring = functools.partial(jax_memeff.ring_attention, axis_name="ring", layout=layout)
-        rows, scores = P(None, "ring"), P(None, None, "ring")
-        local: Any = jax.shard_map(
-            functools.partial(call, function=ring),
-            mesh=ring_mesh(devices),
-            in_specs=(rows, rows, rows, scores, rows),
-            out_specs=rows,
-        )
-        by_row = [ordered(layout, x, 1, devices) for x in (query, key, value)]
-        bias = ordered(layout, bias, 2, devices)
-        results = local(*by_row, bias, ordered(layout, ids, 1, devices))
-        return [natural(layout, x, 1, devices) for x in results]
-
-    one_device = functools.partial(call, ids=ids)
-    got, want = (
-        compiled(derivatives, static_argnums=0)(function, arrays, directions)
-        for function in (on_ring, one_device)
-    )
-    assert_close(jax.tree.leaves(got), jax.tree.leaves(want), 1e-5)
-
-
-def test_float64_one_column_a_device_and_no_batch(assert_close, x64):
+    def test_float64_one_column_a_device_and_no_batch(assert_close, x64):
     """The smallest parts, in the precision that shows every error."""
     query, key, value = normal(0, 3, 8, 1, 4, dtype=np.float64)
     bias = normal(1, 8, 8, dtype=np.float64)
@@ -355,6 +285,36 @@ def test_bad_arguments_are_refused(arguments, message):
     )
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(sharded, *(jnp.zeros((1, len(HOST) * n, 2, 4)) for n in (rows, columns)))
+
+
+@pytest.mark.parametrize("length", [10, 1])
+def test_a_sequence_that_does_not_divide_is_refused_by_shard_map(length):
+    """So local lengths are never different."""
+    ring = functools.partial(jax_memeff.ring_attention, axis_name="ring")
+    rows = P(None, "ring")
+    sharded = jax.shard_map(ring, mesh=ring_mesh(HOST), in_specs=rows, out_specs=rows)
+    with pytest.raises(ValueError, match=rf"size {length}\).*'ring' \(of size 4\)"):
+        jax.eval_shape(sharded, *[jnp.zeros((1, length, 2, 4))] * 3)
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_lengths_that_differ_over_the_ring_are_refused(name):
+    """Of the whole sequence there is one; the sum over devices of what each has is one."""
+
+    def call(x, part, total=lambda part: part):
+        ring: Any = jax_memeff.ring_attention
+        mask = Mask.lengths(**{name: total(part)})
+        return ring(x, x, x, mask=mask, axis_name="ring")
+
+    def shapes_of(call):
+        specs = P(None, "ring"), P("ring")
+        local = jax.shard_map(call, mesh=ring_mesh(HOST), in_specs=specs, out_specs=specs[0])
+        return jax.eval_shape(local, jnp.zeros((1, 24, 2, 4)), jnp.array([6, 6, 3, 0])).shape
+
+    with pytest.raises(ValueError, match=f"{name} lengths: .* axis 'ring', .* jax.lax.psum"):
+        shapes_of(call)
+    whole = functools.partial(call, total=lambda part: jax.lax.psum(part, "ring"))
+    assert shapes_of(whole) == (1, 24, 2, 4)
 
 
 def test_outside_of_shard_map_the_axis_is_not_bound():

@@ -44,6 +44,23 @@ def test_explicit_programs_hold_the_kernel_of_local_shapes(cuda_program):
     assert text == cuda_program(AxisType.Explicit)
 
 
+def test_only_the_compiler_s_division_takes_a_rule():
+    """One device has nothing to divide, and inside ``shard_map`` nobody divides."""
+    operands = projections()
+    sharded = [put(mesh_of(AxisType.Auto, HOST), x, *ON_BOTH) for x in operands]
+    local = jax.shard_map(
+        dot_product_attention,
+        mesh=mesh_of(AxisType.Auto, HOST),
+        in_specs=ON_BOTH,
+        out_specs=ON_BOTH,
+    )
+    programs = ((dot_product_attention, operands), (local, sharded))
+    for function, arrays in (*programs, (dot_product_attention, sharded)):
+        text = jax.jit(function).lower(*arrays).as_text()
+        is_divided = function is dot_product_attention and arrays is sharded
+        assert ("CustomSPMDPartitioning" in text) == is_divided
+
+
 def digest(text):
     (found,) = re.findall(r'jax_memeff_digest = "(\w+)"', text)
     return found

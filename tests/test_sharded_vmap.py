@@ -1,4 +1,4 @@
-"""vmap over Auto axes: each axis of the folded batch is divided alone, and nothing is copied."""
+"""vmap of sharded calls: each axis of the folded batch is divided alone, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from several_devices import at, sizes
-from sharding_case import B, K, N, T, gathered, loss, mesh_of, put, random, run
+from sharding_case import B, H, K, N, T, gathered, loss, mesh_of, put, random, run
 
+from jax_memeff import dot_product_attention
+
+HOST = jax.devices("cpu")[:8]
 SIZE = 2 * B
 MAPPED = [(("key", "mask"), 1), (("query", "value", "bias"), B), (("query", "bias"), 1)]
 """Which arrays are, and how many elements the bias has."""
@@ -68,6 +72,17 @@ def partitioned(text):
         [tuple(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<([^>]*)>", operands)]
         for operands in calls
     ]
+
+
+def test_explicit_axes_of_a_mapped_dim_are_an_error():
+    mesh = mesh_of(AxisType.Explicit, HOST)
+    queries = put(mesh, random(SIZE, B, T, N, H), "data")
+    attend = jax.vmap(lambda x: dot_product_attention(x, x, x))
+    with pytest.raises(ValueError, match=r"over mesh axis 'data'.* around jax.vmap"):
+        jax.jit(attend).lower(queries)
+
+    local = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert jax.eval_shape(local, queries).shape == queries.shape
 
 
 @pytest.mark.parametrize("sharded", ["vmap", "batch"])

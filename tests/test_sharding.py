@@ -319,6 +319,30 @@ def test_errors_name_the_axis_and_the_remedy(axis_type, specs, message):
         jax.jit(dot_product_attention).lower(*operands).compile()
 
 
+@pytest.mark.parametrize(
+    "specs, message",
+    [
+        ((P("data"), P(), P()), "key must have the batch size of query, 1, got 4 in shape"),
+        ((P("data"), P("data"), P()), "value must have the batch size of query, 1, got 4 in"),
+        ((P(None, None, "data"), P(), P()), "query must have a multiple of key's 2 heads, got 1"),
+        ((P(), P(), P(None, None, "tensor")), "value must have the number of heads of key, 2"),
+        ((P(), P(None, "data"), P()), "value must have the sequence length of key, 4, got 16"),
+    ],
+)
+def test_errors_inside_shard_map_name_its_axes(specs, message):
+    """What is said of sizes is said of those on one device."""
+    local = jax.shard_map(
+        dot_product_attention,
+        mesh=mesh_of(AxisType.Auto, HOST),
+        in_specs=specs,
+        out_specs=specs[0],
+    )
+    arrays = (random(B, T, N, H), random(B, T, K, H), random(B, T, K, H))
+    remedy = r".* one device of jax.shard_map over \('data', 'tensor'\): shard the batch and"
+    with pytest.raises(ValueError, match=message + remedy):
+        jax.eval_shape(local, *arrays)
+
+
 @auto_and_explicit
 def test_a_bias_is_not_gathered_either(axis_type):
     mesh = mesh_of(axis_type, HOST)

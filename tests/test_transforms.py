@@ -191,6 +191,9 @@ def test_only_the_context_has_forward_mode():
     """What was compiled in one is not used in the other."""
     attention = jax.jit(attend)
     arrays, vector = (QUERY, KEY, VALUE), (KEY, VALUE, QUERY)
+    with pytest.raises(TypeError, match="custom_vjp") as raised:
+        jax.jvp(attend, arrays, vector)
+    assert any("with jax_memeff.forward_mode()" in note for note in raised.value.__notes__)
     for _ in range(2):
         with pytest.raises(TypeError, match="custom_vjp"):
             jax.jvp(attention, arrays, vector)
