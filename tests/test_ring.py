@@ -136,7 +136,17 @@ def test_heads_sharded_too_and_differentiated_outside(assert_close, devices):
         local, mesh=mesh, in_specs=(spec, spec, spec, P("heads")), out_specs=spec
     )
 
-    def test_float64_one_column_a_device_and_no_batch(assert_close, x64):
+    def gradients(function):
+        def loss(*operands):
+            return jnp.sum(function(*operands) * weights)
+
+        return compiled(jax.value_and_grad(loss, range(4)))(query, key, value, bias)
+
+    one_device = functools.partial(jax_memeff.dot_product_attention, **arguments)
+    assert_close(gradients(sharded), gradients(one_device), tolerance)
+
+
+def test_float64_one_column_a_device_and_no_batch(assert_close, x64):
     """The smallest parts, in the precision that shows every error."""
     query, key, value = normal(0, 3, 8, 1, 4, dtype=np.float64)
     bias = normal(1, 8, 8, dtype=np.float64)
