@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
-from sharding_case import ON_BOTH, B, N, T, loss, mesh_of, projections, put
+from sharding_case import DATA, ON_BOTH, TENSOR, B, H, K, N, T, loss, mesh_of, projections, put
 
-from jax_memeff import UnsupportedError, dot_product_attention, partitioning
+from jax_memeff import UnsupportedError, blockwise, dot_product_attention, partitioning
 from jax_memeff.codegen import compile as compiler
 
 HOST = jax.devices("cpu")[:8]
@@ -59,6 +59,22 @@ def test_only_the_compiler_s_division_takes_a_rule():
         text = jax.jit(function).lower(*arrays).as_text()
         is_divided = function is dot_product_attention and arrays is sharded
         assert ("CustomSPMDPartitioning" in text) == is_divided
+
+
+def test_the_compiler_s_parts_are_lowered_for_local_shapes(monkeypatch):
+    """So kernels are chosen for what a device has."""
+    shapes, forward = [], blockwise.forward
+
+    def recorded(operands, options):
+        shapes.append((operands.query.shape, operands.key.shape))
+        return forward(operands, options)
+
+    monkeypatch.setattr(blockwise, "forward", recorded)
+    jax.clear_caches()
+    operands = [put(mesh_of(AxisType.Auto, HOST), x, *ON_BOTH) for x in projections()]
+    jax.jit(dot_product_attention).lower(*operands).compile()
+    batch = B // DATA
+    assert shapes == [((batch, T, N // TENSOR, H), (batch, T, K // TENSOR, H))]
 
 
 def digest(text):
