@@ -45,6 +45,18 @@ def test_the_program_holds_our_calls_and_real_kernels():
     assert "fmha_bwd_bf16_d64_64x128_sm90_postprocess" in text
 
 
+@pytest.mark.parametrize(
+    "names, forwards",
+    [(("jax_memeff_out", "jax_memeff_lse"), 1), (("jax_memeff_out",), 2), ((), 2)],
+)
+def test_what_checkpoint_saves_is_not_launched_again(fake_compiler, names, forwards):
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    step = jax.value_and_grad(jax.checkpoint(loss, policy=policy), (0, 1, 2))
+    text = lower(step, *shapes())
+    assert text.count("custom_call @jax_memeff_forward") == forwards
+    assert text.count("custom_call @jax_memeff_backward") == 1
+
+
 def test_the_program_is_the_same_in_every_lowering(fake_compiler):
     """JAX's persistent cache hits only if it is."""
     first = lower(jax.grad(loss), *shapes())

@@ -54,6 +54,7 @@ CASES = {
     "causal_and_window": {"local_window_size": (3, 2), "is_causal": True},
     "custom_mask": {"mask": jnp.tril(jnp.ones((1, 1, T, S), bool))},
     "bias_and_causal": {"bias": BIAS[:1], "is_causal": True},
+    "padding": {"query_seq_lengths": QUERY_LENGTHS, "key_value_seq_lengths": KEY_LENGTHS},
     "causal_and_padding": {
         "is_causal": True,
         "query_seq_lengths": QUERY_LENGTHS,
