@@ -66,6 +66,9 @@ class Case:
     divisor; "boolean" is the first boolean mask."""
     bias_gradient: int = 0
     """Of a bias that is shared: how many elements of the batch have one; see ``Divisors``."""
+    sign: int = 0
+    """If it is 1 or -1, all scores have it, and the maximum of each row rises from tile to tile in
+    the order in which the forward visits them, by many powers of two."""
     mask_seed: int | None = None
     """Bias and element masks are drawn from it, and not after query, key and value."""
 
@@ -89,6 +92,7 @@ class Case:
         words += ["deterministic"] if self.deterministic else []
         words += [f"{elements}by{divisor}{name}" for name, elements, divisor in self.shared]
         words += [f"sum{self.bias_gradient}"] if self.bias_gradient else []
+        words += [f"sign{self.sign}"] if self.sign else []
         return "-".join(words)
 
     @property
@@ -145,8 +149,9 @@ class Case:
             return rng.standard_normal(shape, np.float32).astype(dtype)
 
         operands = Operands(
-            draw(self.B, self.T, self.N, self.H),
-            draw(self.B, self.S, self.K, self.H),
+            *self.with_sign(
+                draw(self.B, self.T, self.N, self.H), draw(self.B, self.S, self.K, self.H)
+            ),
             draw(self.B, self.S, self.K, self.value_dim),
             *self.draw_bias_and_mask(
                 rng if self.mask_seed is None else np.random.default_rng(self.mask_seed)
@@ -160,6 +165,13 @@ class Case:
         dout = draw(self.B, self.T, self.N, self.value_dim)
         dlse = draw(self.B, self.T, self.N, dtype=np.float32) if self.lse_gradient else None
         return operands, dout, dlse
+
+    def with_sign(self, query: Any, key: Any) -> tuple[Any, Any]:
+        if not self.sign:
+            return query, key
+        visited = np.arange(self.S, dtype=np.float32)[:, None, None] / self.S
+        size = 1 + 7 * (1 - visited if self.sign > 0 else visited)
+        return abs(query), (self.sign * size * abs(key)).astype(key.dtype)
 
     def indices(self, elements: int, divisor: int) -> np.ndarray:
         """Which of the elements each of the batch reads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 from attention_case import Case
 
@@ -287,6 +288,12 @@ def cases() -> list[Case]:
     found += [Case(T=257, S=385, H=4096), Case(B=1, T=129, S=140, N=1, K=1, H=16384)]
     found += [Case(B=1, T=129, S=140, N=1, K=1, H=65536)]
     found += [Case(T=300, S=129, H=4095, dtype="float16", **CAUSAL)]
+    for H, dtype, sign in itertools.product(
+        (64, 128, 256, 320), ("bfloat16", "float16", "float32"), (1, -1)
+    ):
+        found += [Case(T=200, S=700, N=4, H=H, dtype=dtype, sign=sign)]
+    # More blocks of keys than those whose order is by work.
+    found += [Case(B=40, T=140, S=150, N=8, K=8, **CAUSAL)]
     for T, S in ODD_SIZES:
         found += [Case(T=T, S=S), Case(T=T, S=S, H=128, **CAUSAL)]
         found += [Case(T=T, S=S, **BOTTOM_RIGHT)]

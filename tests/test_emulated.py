@@ -135,6 +135,8 @@ SM90.append(
 SM90 += [
     Run(case, arch="sm_90a", seed=1, multiprocessors=2)
     for case in (
+        Case(B=1, T=200, S=570, dtype="float16", sign=-1),
+        Case(B=1, T=140, S=570, H=128, sign=1),
         Case(B=3, T=200, S=150, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **CAUSAL),
         Case(B=2, T=140, S=200, K=1, bias="11TS", bias_dtype="float32", soft_cap=2.0, **WINDOW),
         Case(B=3, T=130, S=150, bias="BNTS", lengths=LENGTHS, packed=True),

@@ -19,6 +19,9 @@ CUTE_DEVICE float tanh_approx(float x) {
   return y;
 }
 
+// One instruction from sm_90 on.
+CUTE_DEVICE int max_of_three(int a, int b, int c) { return __vimax3_s32(a, b, c); }
+
 // Two floats as two adjacent 16-bit elements, `low` at the lower address.
 template <class Element>
 CUTE_DEVICE uint32_t pack(float low, float high);

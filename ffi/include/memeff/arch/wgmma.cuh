@@ -41,12 +41,12 @@ CUTE_DEVICE void wgmma(Accumulators& c, uint64_t a, uint64_t b, bool accumulate)
       c, accumulate, cute::make_seq<kElements>{}, a, b);
 }
 
-// c += a b, a in registers.
+// The same with a in registers.
 template <class Element, Major kRightMajor, class Accumulators>
-CUTE_DEVICE void wgmma(Accumulators& c, uint32_t const (&a)[4], uint64_t b) {
+CUTE_DEVICE void wgmma(Accumulators& c, uint32_t const (&a)[4], uint64_t b, bool accumulate) {
   constexpr int kElements = decltype(cute::size(c))::value;
   issue_wgmma<WgmmaRegister<Element, 2 * kElements, kRightMajor>>(
-      c, true, cute::make_seq<kElements>{}, a[0], a[1], a[2], a[3], b);
+      c, accumulate, cute::make_seq<kElements>{}, a[0], a[1], a[2], a[3], b);
 }
 
 // Orders the products that follow after everything that registers and shared memory saw before.

@@ -30,7 +30,7 @@ struct ForwardOutputSm90 {
       bool const exists = query < row_bound;
       bool const valid = query < query_length;
       if (threadIdx.x % 4 == 0 && exists) {
-        logsumexp[query] = valid ? softmax.row_max[r] : -infinity();
+        logsumexp[query] = valid ? softmax.row_reference[r] : -infinity();
       }
       store_row<Element>(
           row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head), output, r,

@@ -25,18 +25,24 @@ CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) 
   }
 }
 
-// kExactCorrection is that of scaled_maximum().
-template <int kRowBlocks, bool kExactCorrection = false>
+// kIntegerMaximum: the maximum of a row is that of its bits, because Hopper compares three integers
+// at a time, but not three floats. It is right where a score is positive; where none is, and none
+// was, the floats are compared. Not worth it where a bias makes whole rows negative.
+template <int kRowBlocks, bool kIntegerMaximum = false>
 struct OnlineSoftmax {
   static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane holds elements
 
-  float row_max[kRows];
-  float row_sum[kRows];  // of this lane's columns only, until finish()
+  // A reference follows the maximum of its row when that gets ahead by so many powers of two, not
+  // before (Zadouri et al. 2026, FlashAttention-4, section 3.1): the output is seldom rescaled.
+  static constexpr float kSlack = 8.0f;
+
+  float row_reference[kRows];  // the score whose probability is 1; logsumexp after finish()
+  float row_sum[kRows];        // of this lane's columns only, until finish()
 
   CUTE_DEVICE OnlineSoftmax() {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      row_max[r] = -infinity();
+      row_reference[r] = -infinity();
       row_sum[r] = 0.0f;
     }
   }
@@ -49,7 +55,8 @@ struct OnlineSoftmax {
     uint32_t const slot = shared + thread_index() * kParkedBytes;
     CUTE_UNROLL
     for (int r = 0; r < kRows; r += 2) {
-      store_shared_vector(slot + r * 8, row_max[r], row_max[r + 1], row_sum[r], row_sum[r + 1]);
+      store_shared_vector(slot + r * 8, row_reference[r], row_reference[r + 1], row_sum[r],
+                          row_sum[r + 1]);
     }
   }
 
@@ -58,58 +65,60 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; r += 2) {
       uint4 const parked = load_shared_vector(slot + r * 8);
-      row_max[r] = __uint_as_float(parked.x);
-      row_max[r + 1] = __uint_as_float(parked.y);
+      row_reference[r] = __uint_as_float(parked.x);
+      row_reference[r + 1] = __uint_as_float(parked.y);
       row_sum[r] = __uint_as_float(parked.z);
       row_sum[r + 1] = __uint_as_float(parked.w);
     }
   }
 
-  // Turns scores into probabilities relative to the new running maximum, and rescales the output.
+  // The factors that the rows of an output need.
+  struct Correction {
+    float rows[kRows];
+  };
+
+  // Turns scores into probabilities, and rescales the output.
   template <class Scores, class Output>
   CUTE_DEVICE void step(Scores& scores, Output& output, float softmax_scale) {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      rescale_row(output, r, exponentiate_row(scores, r, softmax_scale));
-    }
+    rescale(output, exponentiate(scores, softmax_scale));
   }
 
-  // The probabilities of one row; returns the factor that the row of the output needs.
+  // Turns scores into probabilities.
   template <class Scores>
-  CUTE_DEVICE float exponentiate_row(Scores& scores, int r, float softmax_scale) {
-    int const m = r / 2;
-    int const half = r % 2;
-    float maximum = row_max[r];
+  CUTE_DEVICE Correction exponentiate(Scores& scores, float softmax_scale) {
+    float greatest[kRows];
+    lane_maxima(scores, greatest);
+    Correction correction;
     CUTE_UNROLL
-    for (int n = 0; n < cute::size<2>(scores); ++n) {
-      maximum = fmaxf(maximum, fmaxf(scores(2 * half, m, n), scores(2 * half + 1, m, n)));
-    }
-    maximum = quad_max(maximum);
-    float const reference =
-        finite_reference(scaled_maximum<kExactCorrection>(maximum, softmax_scale));
-    float const correction =
-        exp2_approx(scaled_maximum<kExactCorrection>(row_max[r], softmax_scale) - reference);
-    row_max[r] = maximum;
-    float sum = row_sum[r] * correction;
-    CUTE_UNROLL
-    for (int n = 0; n < cute::size<2>(scores); ++n) {
+    for (int r = 0; r < kRows; ++r) {
+      float const maximum = quad_max(greatest[r]);
+      bool const rises = (maximum - row_reference[r]) * softmax_scale > kSlack;
+      float const score = rises ? maximum : row_reference[r];
+      float const reference = finite_reference(score * softmax_scale);
+      correction.rows[r] = rises ? exp2_approx(row_reference[r] * softmax_scale - reference) : 1.0f;
+      row_reference[r] = score;
+      float sum = row_sum[r] * correction.rows[r];
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        float& x = scores(2 * half + i, m, n);
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        float& x = scores(2 * (r % 2), r / 2, n);
+        float& y = scores(2 * (r % 2) + 1, r / 2, n);
         x = exp2_approx(fmaf(x, softmax_scale, -reference));
-        sum += x;
+        y = exp2_approx(fmaf(y, softmax_scale, -reference));
+        sum += x + y;  // half as many sums wait for each other
       }
+      row_sum[r] = sum;
     }
-    row_sum[r] = sum;
     return correction;
   }
 
   template <class Output>
-  CUTE_DEVICE static void rescale_row(Output& output, int r, float correction) {
+  CUTE_DEVICE static void rescale(Output& output, Correction const& correction) {
+    bool rises = false;
     CUTE_UNROLL
-    for (int n = 0; n < cute::size<2>(output); ++n) {
-      output(2 * (r % 2), r / 2, n) *= correction;
-      output(2 * (r % 2) + 1, r / 2, n) *= correction;
+    for (int r = 0; r < kRows; ++r) rises |= correction.rows[r] != 1.0f;
+    if (warp_any(rises)) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) rescale_row(output, r, correction.rows[r]);
     }
   }
 
@@ -124,18 +133,18 @@ struct OnlineSoftmax {
     Weights weights;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float const maximum = fmaxf(row_max[r], other.row_max[r]);
+      float const maximum = fmaxf(row_reference[r], other.row_reference[r]);
       float const reference = maximum == -infinity() ? 0.0f : maximum * softmax_scale;
-      weights.own[r] = exp2_approx(row_max[r] * softmax_scale - reference);
-      weights.other[r] = exp2_approx(other.row_max[r] * softmax_scale - reference);
-      row_max[r] = maximum;
+      weights.own[r] = exp2_approx(row_reference[r] * softmax_scale - reference);
+      weights.other[r] = exp2_approx(other.row_reference[r] * softmax_scale - reference);
+      row_reference[r] = maximum;
       row_sum[r] = row_sum[r] * weights.own[r] + other.row_sum[r] * weights.other[r];
     }
     return weights;
   }
 
   // Normalises the output, times output_scale, and leaves the natural-log logsumexp of each row in
-  // row_max. Rows without keys: output 0, logsumexp -inf.
+  // row_reference. Rows without keys: output 0, logsumexp -inf.
   template <class Output>
   CUTE_DEVICE void finish(Output& output, float softmax_scale, float output_scale) {
     CUTE_UNROLL
@@ -143,11 +152,48 @@ struct OnlineSoftmax {
       float const sum = quad_sum(row_sum[r]);
       bool const empty = sum == 0.0f;
       float const inverse = empty ? 0.0f : output_scale / sum;
-      row_max[r] = empty ? -infinity() : row_max[r] * softmax_scale * kLn2 + __logf(sum);
+      row_reference[r] =
+          empty ? -infinity() : row_reference[r] * softmax_scale * kLn2 + __logf(sum);
+      rescale_row(output, r, inverse);
+    }
+  }
+
+ private:
+  template <class Output>
+  CUTE_DEVICE static void rescale_row(Output& output, int r, float factor) {
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(output); ++n) {
+      output(2 * (r % 2), r / 2, n) *= factor;
+      output(2 * (r % 2) + 1, r / 2, n) *= factor;
+    }
+  }
+
+  // The greatest score of each row among this lane's; where it is below the reference perhaps
+  // another one that is.
+  template <class Scores>
+  CUTE_DEVICE void lane_maxima(Scores const& scores, float (&greatest)[kRows]) const {
+    if constexpr (kIntegerMaximum) {
+      bool ordered = true;
       CUTE_UNROLL
-      for (int n = 0; n < cute::size<2>(output); ++n) {
-        output(2 * (r % 2), r / 2, n) *= inverse;
-        output(2 * (r % 2) + 1, r / 2, n) *= inverse;
+      for (int r = 0; r < kRows; ++r) {
+        int maximum = 0;
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<2>(scores); ++n) {
+          maximum = max_of_three(maximum, __float_as_int(scores(2 * (r % 2), r / 2, n)),
+                                 __float_as_int(scores(2 * (r % 2) + 1, r / 2, n)));
+        }
+        greatest[r] = __int_as_float(maximum);
+        ordered &= maximum > 0 || row_reference[r] >= 0.0f;
+      }
+      if (!warp_any(!ordered)) return;
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      greatest[r] = -infinity();
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        greatest[r] = fmaxf(
+            greatest[r], fmaxf(scores(2 * (r % 2), r / 2, n), scores(2 * (r % 2) + 1, r / 2, n)));
       }
     }
   }

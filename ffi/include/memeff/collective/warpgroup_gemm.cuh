@@ -98,10 +98,12 @@ CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators, Left const& left, Ri
 
 template <class Element, int kSteps, class Accumulators, class Right>
 CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators,
-                                RegisterOperand<1, kSteps, 2> const& left, Right const& right) {
+                                RegisterOperand<1, kSteps, 2> const& left, Right const& right,
+                                bool accumulate = true) {
   CUTE_UNROLL
   for (int step = 0; step < kSteps; ++step) {
-    wgmma<Element, Right::kMajor>(accumulators, left.fragments[0][step], right.at(step));
+    wgmma<Element, Right::kMajor>(accumulators, left.fragments[0][step], right.at(step),
+                                  accumulate || step > 0);
   }
 }
 

@@ -15,17 +15,6 @@ CUTE_DEVICE float finite_reference(float greatest) {
   return greatest < kMaskedBias * kLog2e ? 0.0f : greatest;
 }
 
-// The exponent that belongs to a maximum of scores.
-//
-// kExactCorrection: tiles in which a maximum stays what it was do not change the output. Otherwise
-// the fused multiply-add in the exponent of the correction finds the rounding error of the
-// reference, which grows to 1e-5 over hundreds of tiles: nothing for 16-bit results, which save the
-// instruction.
-template <bool kExactCorrection>
-CUTE_DEVICE float scaled_maximum(float maximum, float softmax_scale) {
-  return kExactCorrection ? __fmul_rn(maximum, softmax_scale) : maximum * softmax_scale;
-}
-
 // The reverse of pack(): element `index` (0 low, 1 high) of a packed pair.
 template <class Element>
 CUTE_DEVICE float unpack(uint32_t packed, int index) {
@@ -43,6 +32,10 @@ CUTE_DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
+
+// Is it so in any lane? A branch on it does not diverge, which the assembler sees: behind one that
+// might, it computes addresses lane by lane.
+CUTE_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 
 CUTE_DEVICE float warp_max(float x) {
   CUTE_UNROLL

@@ -84,8 +84,8 @@ struct FmhaBackwardDividedKey {
 
     CUTE_DEVICE Work(BackwardParams const& params) {
       ProblemShape const& shape = params.shape;
-      item = work_item<Config>(shape, params.bias, blockIdx.x, ceil_div(shape.key_length, kTileKey),
-                               shape.key_heads);
+      item = work_item<Config, Heaviest::first>(
+          shape, params.bias, blockIdx.x, ceil_div(shape.key_length, kTileKey), shape.key_heads);
       column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
     }

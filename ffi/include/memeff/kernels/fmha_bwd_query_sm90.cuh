@@ -55,18 +55,15 @@ struct FmhaBackwardDividedQuery {
 
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
 
-  // What a CTA does. Causal rows with the most keys come first.
+  // What a CTA does.
   struct Work {
     WorkItem item;
     int row;
     TileLine<Config::kTileMap> tiles;
 
     CUTE_DEVICE Work(BackwardParams const& params) {
-      item = work_item<Config>(params.shape, params.bias, blockIdx.x, params.query_tiles,
-                               params.shape.query_heads);
-      if constexpr (Config::kMask == MaskKind::causal) {
-        item.tile = params.query_tiles - 1 - item.tile;
-      }
+      item = work_item<Config, Heaviest::last>(params.shape, params.bias, blockIdx.x,
+                                               params.query_tiles, params.shape.query_heads);
       row = item.tile * kTileQuery;
       tiles = {Mask(params.mask, params.shape, item.batch).key_tiles(row, kTileQuery, kTileKey),
                params.tile_map,

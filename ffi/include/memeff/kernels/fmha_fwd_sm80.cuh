@@ -34,7 +34,7 @@ struct FmhaForwardSm80 {
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Config::kWarps, kWarpRows>;
   static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
-  using Softmax = OnlineSoftmax<kRowBlocks, kIs32Bit<Element>>;
+  using Softmax = OnlineSoftmax<kRowBlocks>;
   using SourcePointer = ParkedPointer<Config::kParkRegisters>;
   // Each warp copies and reads its own rows of a bias, so that it waits for no other.
   static constexpr bool kBiasTile = has_bias_tile<Config>();
@@ -194,11 +194,8 @@ struct FmhaForwardSm80 {
   CUTE_DEVICE static WorkItem work_item(ForwardParams const& params, unsigned block) {
     ProblemShape const& shape = params.shape;
     int const query_tiles = ceil_div(shape.query_length, kTileQuery);
-    WorkItem item =
-        memeff::work_item<Config>(shape, params.bias, block, query_tiles, shape.query_heads);
-    // The last rows of a causal mask have the most keys: start them first.
-    if constexpr (Config::kMask == MaskKind::causal) item.tile = query_tiles - 1 - item.tile;
-    return item;
+    return memeff::work_item<Config, Heaviest::last>(shape, params.bias, block, query_tiles,
+                                                     shape.query_heads);
   }
 
   template <class Output>
@@ -219,7 +216,7 @@ struct FmhaForwardSm80 {
       for (int r = 0; r < 2 * kRowBlocks; ++r) {
         int const tile_row = OutGrid::element_row(2 * (r % 2), r / 2);
         if (tile_row < row_bound) {
-          logsumexp[tile_row] = tile_row < query_bound ? softmax.row_max[r] : -infinity();
+          logsumexp[tile_row] = tile_row < query_bound ? softmax.row_reference[r] : -infinity();
         }
       }
     }

@@ -53,7 +53,9 @@ struct FmhaForwardSm90 {
                                    WarpgroupGrid<kTileQuery, kColumns>>;
   using ScoreGrid = Grid<kTileKey>;
   using OutGrid = Grid<Config::kValueDim>;
-  using Softmax = OnlineSoftmax<1>;
+  // Rows with a bias may be negative for ever, which integers do not order; above 128 columns there
+  // are too few scores a visit for the branch.
+  using Softmax = OnlineSoftmax<1, !Config::kBias && Config::kValueDim <= 128>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
@@ -320,10 +322,9 @@ struct FmhaForwardSm90 {
     Visits range(params, mask, item, at.team);
     int tile = range.first(mask, item, warpgroup);
     Softmax softmax;
-    float correction[Softmax::kRows];
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-    cute::clear(output);
+    bool begins = true;                            // nothing has been added to the output
 
     control.query[warpgroup].wait(at.query);
     load_bias(params, mask, item, tile, tiles);
@@ -343,7 +344,7 @@ struct FmhaForwardSm90 {
     }
     advance(at.key);
     modify(params, mask, item, tile, range, tiles, scores);
-    exponentiate(softmax, scores, correction, params);
+    softmax.exponentiate(scores, params.scale.softmax_scale);
     if (tile > range.begin) control.key.wait(at.key);
     auto probabilities = as_left_operand<Element>(scores);
     drop(params, item, tile, probabilities);
@@ -376,7 +377,7 @@ struct FmhaForwardSm90 {
       commit_products();
       control.value.wait(at.value);
       begin_products();
-      warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value));
+      warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value), !begins);
       commit_products();
       wait_products<1>();
       fence_accumulators(scores);
@@ -386,7 +387,7 @@ struct FmhaForwardSm90 {
       }
       advance(at.key);
       modify(params, mask, item, tile, range, tiles, scores);
-      exponentiate(softmax, scores, correction, params);
+      auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
       fence_accumulators(scores);
       // The wait for the next keys stands here because the assembler, left with one basic
       // block, puts the exponentials behind the wait for the product that they should run
@@ -400,18 +401,17 @@ struct FmhaForwardSm90 {
       drop(params, item, tile, probabilities);
       if (last) {
         finish_piece(params, control, tiles, at, done, output);
-        cute::clear(output);
         pass_over(control.value, at.value, range.passed(tile + 1), leader);
         clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
       } else {
-        CUTE_UNROLL
-        for (int r = 0; r < Softmax::kRows; ++r) Softmax::rescale_row(output, r, correction[r]);
+        Softmax::rescale(output, correction);
       }
+      begins = last;
     }
     control.value.wait(at.value);
     fence_accumulators(output);
     begin_products();
-    warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value));
+    warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value), !begins);
     commit_products();
     wait_products<0>();
     fence_accumulators(output);
@@ -474,16 +474,6 @@ struct FmhaForwardSm90 {
     if constexpr (Config::kDropout) {
       drop_elements<ScoreGrid>(params, item.batch, item.head, item.tile * kTileQuery,
                                tile * kTileKey, probabilities);
-    }
-  }
-
-  template <class Scores>
-  CUTE_DEVICE static void exponentiate(Softmax& softmax, Scores& scores,
-                                       float (&correction)[Softmax::kRows],
-                                       ForwardParams const& params) {
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      correction[r] = softmax.exponentiate_row(scores, r, params.scale.softmax_scale);
     }
   }
 

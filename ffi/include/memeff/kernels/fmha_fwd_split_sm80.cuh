@@ -192,7 +192,7 @@ struct FmhaForwardSplitSm80 {
       if (threadIdx.x % 4 == 0) {
         long long const head_batch = (long long)item.batch * shape.query_heads + head;
         params.logsumexp[head_batch * shape.query_length + query] =
-            valid ? softmax.row_max[r] : -infinity();
+            valid ? softmax.row_reference[r] : -infinity();
       }
       char* const out = row_pointer<Element>(params.out, item.batch, query, head);
       CUTE_UNROLL
@@ -220,7 +220,7 @@ struct FmhaForwardSplitSm80 {
         ((long long)item.batch * tile_heads + item.head) * rows.count(shape.query_length);
     for_each_row(params, item, [&](int row, bool valid, int r) {
       if (threadIdx.x % 4 == 0) {
-        params.partial_logsumexp[first + row] = valid ? softmax.row_max[r] : -infinity();
+        params.partial_logsumexp[first + row] = valid ? softmax.row_reference[r] : -infinity();
       }
       float* const out = params.partial_out + (first + row) * Config::kValueDim;
       CUTE_UNROLL

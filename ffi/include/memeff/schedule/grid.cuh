@@ -26,12 +26,53 @@ struct WorkItem {
   }
 };
 
+// Which of a head's tiles has the most work under a causal mask: of keys the first, which the most
+// queries attend to, and of queries the last.
+enum class Heaviest { first, last };
+
+// The piece of a CTA under a causal mask, with `tiles` pieces for each of `heads` heads of each
+// batch element. The last CTAs, some three for each multiprocessor, take the tiles with the most
+// work of all their heads first: a CTA that began late with much of it would end long after the
+// others. Those before them stay with one head, which L2 likes better.
+//
+// A CTA of keys that a group of query heads shares works as many times as long, and CTAs of one
+// head drift apart, so all of them go by sections of heads whose `head_bytes` fit L2.
+template <Heaviest kHeaviest>
+CUTE_DEVICE WorkItem causal_item(ProblemShape const& shape, unsigned block, int tiles, int heads,
+                                 int group, long long head_bytes) {
+  constexpr int kLastBlocks = 400;
+  constexpr long long kSectionBytes = 32 << 20;
+  int const all = heads * shape.batch;
+  int const last = min(ceil_div(kLastBlocks * group, tiles), all);
+  WorkItem item = WorkItem::of_block(block, tiles, heads);
+  if (int const rank = int(block) - (all - last) * tiles; rank >= 0) {
+    int const fitting = group == 1 ? last : max(int(kSectionBytes / head_bytes), 1);
+    int const section = ceil_div(last, ceil_div(last, fitting));
+    int const first = rank / tiles / section * section;
+    int const here = min(section, last - first);
+    int const place = rank - first * tiles;
+    int const head_batch = all - last + first + place % here;
+    item = {place / here, head_batch % heads, head_batch / heads};
+  }
+  if (kHeaviest == Heaviest::last) item.tile = tiles - 1 - item.tile;
+  return item;
+}
+
 // The piece of a CTA: `tiles` pieces for each of `heads` heads of each batch element.
-template <class Config>
+template <class Config, Heaviest kHeaviest>
 CUTE_DEVICE WorkItem work_item(ProblemShape const& shape, ScoreView const& bias, unsigned block,
                                int tiles, int heads) {
   if constexpr (has_bias_tile<Config>()) {
     if (bias.batch_stride == 0) return WorkItem::of_block_by_batch(block, tiles, shape.batch);
+  }
+  if constexpr (Config::kMask == MaskKind::causal) {
+    // Queries, dO and the sums of dq.
+    int const row_bytes =
+        (shape.head_dim + shape.value_dim) * int(sizeof(typename Config::Element)) +
+        shape.head_dim * int(sizeof(float));
+    bool const owns_keys = kHeaviest == Heaviest::first;
+    return causal_item<kHeaviest>(shape, block, tiles, heads, owns_keys ? shape.group : 1,
+                                  (long long)max(shape.query_length, 1) * row_bytes);
   }
   return WorkItem::of_block(block, tiles, heads);
 }

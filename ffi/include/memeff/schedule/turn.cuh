@@ -35,8 +35,8 @@ template <class Config>
 struct AnyOrder {
   CUTE_DEVICE AnyOrder(BackwardParams const&, int, int*) {}
   CUTE_DEVICE WorkItem item(BackwardParams const& params, int key_tiles) const {
-    return work_item<Config>(params.shape, params.bias, blockIdx.x, key_tiles,
-                             params.shape.key_heads);
+    return work_item<Config, Heaviest::first>(params.shape, params.bias, blockIdx.x, key_tiles,
+                                              params.shape.key_heads);
   }
   CUTE_DEVICE void publish(int) const {}
   CUTE_DEVICE void wait(int) {}
@@ -76,7 +76,7 @@ class Turn {
     unsigned const rest = ticket - first * tiles;
     unsigned const queue = first + rest % queues;
     unsigned const position = rest / queues;
-    item_ = work_item<Config>(shape, params.bias, queue, 1, shape.key_heads);
+    item_ = work_item<Config, Heaviest::first>(shape, params.bias, queue, 1, shape.key_heads);
     item_.tile = tiles - 1 - position;
     progress_ = params.order + 1 + queue * tiles + position;
     seen_ = position == 0 ? kFinished : 0;

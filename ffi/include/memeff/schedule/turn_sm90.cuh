@@ -102,9 +102,9 @@ struct AnyOrderSm90 {
   struct Control {};
   CUTE_DEVICE static void init(BackwardParams const&, Control&, int) {}
   CUTE_DEVICE static WorkItem item(BackwardParams const& params, Control const&) {
-    return work_item<Config>(params.shape, params.bias, shared_tile_index<Config>(params),
-                             ceil_div(params.shape.key_length, Config::kTileKey),
-                             params.shape.key_heads);
+    return work_item<Config, Heaviest::first>(
+        params.shape, params.bias, shared_tile_index<Config>(params),
+        ceil_div(params.shape.key_length, Config::kTileKey), params.shape.key_heads);
   }
   CUTE_DEVICE static void keep(BackwardParams const&, Control&, WorkItem const&, TileRange const&,
                                int) {}

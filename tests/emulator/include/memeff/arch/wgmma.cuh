@@ -17,9 +17,9 @@ CUTE_DEVICE void wgmma(Accumulators& c, uint64_t a, uint64_t b, bool accumulate)
 }
 
 template <class Element, Major kRightMajor, class Accumulators>
-CUTE_DEVICE void wgmma(Accumulators& c, uint32_t const (&a)[4], uint64_t b) {
+CUTE_DEVICE void wgmma(Accumulators& c, uint32_t const (&a)[4], uint64_t b, bool accumulate) {
   emulator::wgmma(kFormat<Element>, &c(0), cute::size(c), a, {}, {b, kRightMajor == Major::K},
-                  true);
+                  accumulate);
 }
 
 CUTE_DEVICE void begin_products() {}
