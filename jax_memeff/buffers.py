@@ -111,7 +111,11 @@ def _boolean(
 def _computed(
     ctx: mlir.LoweringRuleContext, name: str, function: Any, avals: Sequence, values: Sequence
 ) -> Buffer:
-    """A buffer that XLA computes from operands before the call."""
+    """A buffer that XLA computes from operands before the call.
+
+    ``avals`` have shapes and dtypes; those of packed projections are no abstract values of JAX.
+    """
+    avals = [ShapedArray(aval.shape, aval.dtype) for aval in avals]
     result = jax.eval_shape(function, *avals)
     aval = ShapedArray(result.shape, result.dtype)
     context = ctx.replace(avals_in=avals, avals_out=[aval])

@@ -331,6 +331,25 @@ def test_projections_are_read_and_written_in_place(fake_compiler):
     assert len(fake_compiler) == 2
 
 
+def test_projections_with_masks_that_are_arrays(fake_compiler, monkeypatch):
+    """What XLA computes before the call, it computes from abstract values of JAX alone."""
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_86")
+    ids = jax.ShapeDtypeStruct((8, 300), jnp.int32)
+    boolean = jax.ShapeDtypeStruct((8, 1, 300, 1), jnp.bool)
+
+    def packed_loss(qkv, ids, boolean):
+        mask = Mask.segments(ids, ids) & Mask.boolean(boolean) & Mask.boolean(boolean[:1])
+        out = jax_memeff.dot_product_attention_packed(qkv, mask=mask)
+        return out.astype(jnp.float32).sum()
+
+    qkv = jax.ShapeDtypeStruct((8, 300, 3, 4, 64), jnp.bfloat16)
+    text = lower(jax.grad(packed_loss), qkv, ids, boolean)
+    for spec, _ in fake_compiler:
+        (tile_map,) = spec.tile_maps
+        names = rf'operands = "query\+key\+value,[^"]*segments,boolean,[^"]*\b{tile_map.name}\b'
+        assert re.search(names, text)
+
+
 def test_projections_with_a_bias(fake_compiler):
     qkv = jax.ShapeDtypeStruct((128, 3, 4, 64), jnp.bfloat16)
     bias = jax.ShapeDtypeStruct((4, 128, 128), jnp.bfloat16)
