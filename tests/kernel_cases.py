@@ -292,6 +292,11 @@ def cases() -> list[Case]:
         (64, 128, 256, 320), ("bfloat16", "float16", "float32"), (1, -1)
     ):
         found += [Case(T=200, S=700, N=4, H=H, dtype=dtype, sign=sign)]
+    # Teams of warpgroups, which hold a bias of 32 bits in the most shared memory of all kernels.
+    for features in ({}, WINDOW, {"soft_cap": 2.0}, {"dropout": 0.2}, {"position": (160, 128)}):
+        bias = {"bias": "1NTS", "bias_dtype": "float32", **features}
+        found += [Case(T=20, S=77, dtype=dtype, **bias) for dtype in ("bfloat16", "float16")]
+        found += [Case(T=200, S=570, H=128, **bias)]
     # More blocks of keys than those whose order is by work.
     found += [Case(B=40, T=140, S=150, N=8, K=8, **CAUSAL)]
     for T, S in ODD_SIZES:

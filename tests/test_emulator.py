@@ -90,7 +90,7 @@ void multiply() {
   auto c = cute::make_tensor<float>(cute::Shape<cute::_4>{});
   uint32_t const a[4] = {};
   cute::clear(c);
-  wgmma<cutlass::bfloat16_t, Major::K>(c, a, tile);
+  wgmma<cutlass::bfloat16_t, Major::K>(c, a, tile, true);
   commit_products();
   wait_products<0>();
 }
