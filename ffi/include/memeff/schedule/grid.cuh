@@ -30,14 +30,14 @@ struct WorkItem {
 // queries attend to, and of queries the last.
 enum class Heaviest { first, last };
 
-// The piece of a CTA under a causal mask, with `tiles` pieces for each of `heads` heads of each
-// batch element. The last CTAs, some three for each multiprocessor, take the tiles with the most
-// work of all their heads first: a CTA that began late with much of it would end long after the
-// others. Those before them stay with one head, which L2 likes better.
+// The piece of a CTA under a causal mask, tile 0 being the one with the most work, with `tiles`
+// pieces for each of `heads` heads of each batch element. The last CTAs, some three for each
+// multiprocessor, take the tiles with the most work of all their heads first: a CTA that began late
+// with much of it would end long after the others. Those before them stay with one head, which L2
+// likes better.
 //
 // A CTA of keys that a group of query heads shares works as many times as long, and CTAs of one
 // head drift apart, so all of them go by sections of heads whose `head_bytes` fit L2.
-template <Heaviest kHeaviest>
 CUTE_DEVICE WorkItem causal_item(ProblemShape const& shape, unsigned block, int tiles, int heads,
                                  int group, long long head_bytes) {
   constexpr int kLastBlocks = 400;
@@ -54,7 +54,6 @@ CUTE_DEVICE WorkItem causal_item(ProblemShape const& shape, unsigned block, int 
     int const head_batch = all - last + first + place % here;
     item = {place / here, head_batch % heads, head_batch / heads};
   }
-  if (kHeaviest == Heaviest::last) item.tile = tiles - 1 - item.tile;
   return item;
 }
 
@@ -62,19 +61,21 @@ CUTE_DEVICE WorkItem causal_item(ProblemShape const& shape, unsigned block, int 
 template <class Config, Heaviest kHeaviest>
 CUTE_DEVICE WorkItem work_item(ProblemShape const& shape, ScoreView const& bias, unsigned block,
                                int tiles, int heads) {
-  if constexpr (has_bias_tile<Config>()) {
-    if (bias.batch_stride == 0) return WorkItem::of_block_by_batch(block, tiles, shape.batch);
-  }
-  if constexpr (Config::kMask == MaskKind::causal) {
+  constexpr bool kCausal = Config::kMask == MaskKind::causal;
+  constexpr bool kOwnsKeys = kHeaviest == Heaviest::first;
+  WorkItem item = WorkItem::of_block(block, tiles, heads);
+  if (has_bias_tile<Config>() && bias.batch_stride == 0) {
+    item = WorkItem::of_block_by_batch(block, tiles, shape.batch);
+  } else if constexpr (kCausal) {
     // Queries, dO and the sums of dq.
     int const row_bytes =
         (shape.head_dim + shape.value_dim) * int(sizeof(typename Config::Element)) +
         shape.head_dim * int(sizeof(float));
-    bool const owns_keys = kHeaviest == Heaviest::first;
-    return causal_item<kHeaviest>(shape, block, tiles, heads, owns_keys ? shape.group : 1,
-                                  (long long)max(shape.query_length, 1) * row_bytes);
+    item = causal_item(shape, block, tiles, heads, kOwnsKeys ? shape.group : 1,
+                       (long long)max(shape.query_length, 1) * row_bytes);
   }
-  return WorkItem::of_block(block, tiles, heads);
+  if (kCausal && !kOwnsKeys) item.tile = tiles - 1 - item.tile;
+  return item;
 }
 
 // First element of row `row` of one head of a tensor.
