@@ -134,7 +134,7 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const maximum = fmaxf(row_reference[r], other.row_reference[r]);
-      float const reference = maximum == -infinity() ? 0.0f : maximum * softmax_scale;
+      float const reference = finite_reference(maximum * softmax_scale);
       weights.own[r] = exp2_approx(row_reference[r] * softmax_scale - reference);
       weights.other[r] = exp2_approx(other.row_reference[r] * softmax_scale - reference);
       row_reference[r] = maximum;
