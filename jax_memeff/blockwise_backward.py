@@ -18,6 +18,7 @@ from jax_memeff.blockwise_tiles import (
     Problem,
     dot,
     grouped,
+    has_probabilities,
     read_block,
     select,
     ungrouped,
@@ -119,7 +120,7 @@ def _backward_loops(
     if dlse is not None:
         row_term = row_term - dlse.astype(dtype)
     row_term = grouped(row_term[..., None], kv_heads)
-    lse = grouped(jnp.where(row_is_live, lse, 0)[..., None], kv_heads)
+    lse = grouped(jnp.where(row_is_live, lse, jnp.inf)[..., None], kv_heads)
     dout = grouped(dout, kv_heads)
     wants_scores = any(x is not None for x in (sums.query, sums.key, sums.bias))
 
@@ -200,8 +201,11 @@ def _bias_sums(problem: Problem) -> jax.Array | None:
 
 
 def live_rows(mask: Mask, lse: jax.Array) -> jax.Array:
-    """bool[B, T, N]: the rows that have valid keys. Whatever stands in others reaches nothing."""
-    live = lse != -jnp.inf
+    """bool[B, T, N]: the rows that have gradients. Whatever stands in others reaches nothing.
+
+    With a logsumexp of inf the probabilities of others are 0.
+    """
+    live = has_probabilities(lse)
     lengths = mask.query_lengths
     if lengths is None:
         return live

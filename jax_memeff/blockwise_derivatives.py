@@ -106,7 +106,7 @@ def _sums_of(
             call = call.separate()
         if 0 in (*call.scores, call.query.shape[1], call.key.shape[1]):
             return _zeros(call, lse)
-        fixed = jnp.where(live_rows(operands.mask, lse), lse, 0)
+        fixed = jnp.where(live_rows(operands.mask, lse), lse, jnp.inf)
         return (_row_sums if call.sequences is None else _row_sums_varlen)(call, unshared, fixed)
 
     return sums, primals

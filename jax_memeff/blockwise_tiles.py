@@ -40,6 +40,16 @@ MASKED_BIAS = -1e37
 """A bias below this masks its element, as -inf does."""
 
 
+def has_probabilities(lse: jax.Array) -> jax.Array:
+    """Whether the probabilities of a row can be computed again from its logsumexp.
+
+    There are none in a row without keys. And floats from 2**24 on (2**53 in float64) are whole
+    numbers: of a row with a bias of -1e9 in all elements they do not hold the logarithm of the sum,
+    and what is computed from them is off by powers of two, 0 or inf.
+    """
+    return jnp.logical_not(jnp.abs(lse) >= 2.0 ** (jnp.finfo(lse.dtype).nmant + 1))
+
+
 class Blocks(NamedTuple):
     """How one axis is cut."""
 

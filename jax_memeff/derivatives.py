@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jax_memeff import blockwise_derivatives, divisors, primitives
+from jax_memeff.blockwise_tiles import has_probabilities
 from jax_memeff.options import Gradients, Operands, Options, PackedGradients, PackedOperands, Wants
 from jax_memeff.sequences import token_indices
 
@@ -67,7 +68,7 @@ def _row_bias_gradient(
     shape = divisors.gradient_shape("bias", bias.shape, operands, options.divisors)
     if lse.size == 0:
         return jnp.zeros(shape, bias.dtype)
-    rows = jnp.where(jnp.isneginf(lse), 0, dlse)
+    rows = jnp.where(has_probabilities(lse), dlse, 0)
     if isinstance(operands, Operands) and operands.sequences is not None:
         tokens = token_indices(
             operands.sequences.query_starts[:-1],

@@ -287,10 +287,12 @@ def _merge(
     (out, lse), (part_out, part_lse) = merged, part
     # A row without columns has no infinities subtracted, which would be NaN, in derivatives too.
     has_columns = (lse > -jnp.inf) | (part_lse > -jnp.inf)
-    subtracted = jnp.logaddexp(*(jnp.where(has_columns, x, 0) for x in (lse, part_lse)))
-    total = jnp.where(has_columns, subtracted, -jnp.inf)
-    weight, part_weight = (jnp.exp(x - subtracted)[..., None] for x in (lse, part_lse))
-    return weight * out + part_weight * part_out, total
+    lse, part_lse = (jnp.where(has_columns, x, 0) for x in (lse, part_lse))
+    total = jnp.where(has_columns, jnp.logaddexp(lse, part_lse), -jnp.inf)
+    # Not exp(x - total): where a bias of -1e9 is in the whole row it leaves no digits for what the
+    # sum of two adds to the logsumexp of one, and both weights would be 1.
+    part_weight = jax.nn.sigmoid(part_lse - lse)[..., None]
+    return (1 - part_weight) * out + part_weight * part_out, total
 
 
 def backward(

@@ -10,6 +10,7 @@ import case_matrix
 import jax
 import jax.numpy as jnp
 import kernel_cases
+import large_bias
 import numpy as np
 import packing
 import pytest
@@ -80,6 +81,10 @@ def test_matches_the_oracle(case):
     "case", marked(case for case in CASES if case.T > 64 or case.packed), ids=str
 )
 def test_forward_without_splits_matches_the_oracle(case, monkeypatch):
+    assert_results_match(case, (forward_without_splits(case, monkeypatch), None))
+
+
+def forward_without_splits(case, monkeypatch):
     from jax_memeff import primitives
 
     without_splits(monkeypatch)
@@ -91,7 +96,14 @@ def test_forward_without_splits_matches_the_oracle(case, monkeypatch):
     if case.packed:
         queries, _ = packing.packings(case)
         out, lse = queries.unpack(out, case.T, 0), queries.unpack(lse, case.T, -np.inf)
-    assert_results_match(case, ((out, lse), None))
+    return out, lse
+
+
+@pytest.mark.parametrize("case", large_bias.gpu_cases(), ids=str)
+def test_rows_with_a_large_bias(case, monkeypatch):
+    in_parts = dataclasses.replace(case, parts=True)
+    large_bias.assert_matches(in_parts, run_case(case, *case.arrays()))
+    large_bias.assert_matches(case, (forward_without_splits(case, monkeypatch), None))
 
 
 @pytest.mark.parametrize("case", kernel_cases.dropout_cases(), ids=str)

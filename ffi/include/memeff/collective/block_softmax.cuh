@@ -4,13 +4,14 @@
 #include <cute/tensor.hpp>
 
 #include <memeff/arch/copy.cuh>
-#include <memeff/core/math.cuh>
+#include <memeff/collective/score_reference.cuh>
 
 namespace memeff {
 
 // Maxima and sums of the warps meet in shared memory, and so do the factors that a row's output is
-// multiplied by, since its accumulators have another arrangement than the scores.
-template <class Grid, int kTileRows>
+// multiplied by, since its accumulators have another arrangement than the scores. kLargeScores:
+// those of a ScoreReference.
+template <class Grid, int kTileRows, bool kLargeScores>
 class BlockSoftmax {
  public:
   static constexpr int kLaneRows = 2 * Grid::kRowBlocks;  // rows of which a lane holds elements
@@ -45,11 +46,12 @@ class BlockSoftmax {
       for (int warp = 1; warp < Grid::kColumnWarps; ++warp) {
         maximum = fmaxf(maximum, shared_value(r, warp));
       }
-      float const reference = finite_reference(maximum * softmax_scale);
+      auto const reference = ScoreReference<kLargeScores>::of(maximum, softmax_scale);
       // Exactly 1 where the maximum stays what it was: the rounding error of the reference, which
       // the fused multiply-add finds, would grow to 1e-5 over hundreds of tiles.
-      float const correction =
-          maximum > row_max_[r] ? exp2_approx(row_max_[r] * softmax_scale - reference) : 1.0f;
+      float const correction = maximum > row_max_[r]
+                                   ? exp2_approx(reference.correction(row_max_[r], softmax_scale))
+                                   : 1.0f;
       row_max_[r] = maximum;
       float sum = row_sum_[r] * correction;
       CUTE_UNROLL
@@ -57,7 +59,8 @@ class BlockSoftmax {
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           float& x = scores(2 * (r % 2) + i, r / 2, n);
-          x = exp2_approx(fmaf(x, softmax_scale, -reference));
+          if constexpr (kLargeScores) x -= reference.score;
+          x = exp2_approx(fmaf(x, softmax_scale, -reference.product));
           sum += x;
         }
       }

@@ -4,7 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include <memeff/arch/copy.cuh>
-#include <memeff/core/math.cuh>
+#include <memeff/collective/score_reference.cuh>
 #include <memeff/core/tf32.cuh>
 
 namespace memeff {
@@ -28,8 +28,10 @@ CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) 
 // kIntegerMaximum: the maximum of a row is that of its bits, because Hopper compares three integers
 // at a time, but not three floats. It is right where a score is positive; where none is, and none
 // was, the floats are compared. Not worth it where a bias makes whole rows negative.
-template <int kRowBlocks, bool kIntegerMaximum = false>
+// kLargeScores: those of a ScoreReference.
+template <int kRowBlocks, bool kIntegerMaximum = false, bool kLargeScores = false>
 struct OnlineSoftmax {
+  using Reference = ScoreReference<kLargeScores>;
   static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane holds elements
 
   // A reference follows the maximum of its row when that gets ahead by so many powers of two, not
@@ -89,14 +91,20 @@ struct OnlineSoftmax {
     float greatest[kRows];
     lane_maxima(scores, greatest);
     Correction correction;
+    Reference references[kRows];
+    if constexpr (kLargeScores) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        references[r] = follow(r, greatest[r], softmax_scale, correction);
+      }
+      subtract_large(scores, references);
+    }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float const maximum = quad_max(greatest[r]);
-      bool const rises = (maximum - row_reference[r]) * softmax_scale > kSlack;
-      float const score = rises ? maximum : row_reference[r];
-      float const reference = finite_reference(score * softmax_scale);
-      correction.rows[r] = rises ? exp2_approx(row_reference[r] * softmax_scale - reference) : 1.0f;
-      row_reference[r] = score;
+      if constexpr (!kLargeScores) {
+        references[r] = follow(r, greatest[r], softmax_scale, correction);
+      }
+      float const reference = references[r].product;
       float sum = row_sum[r] * correction.rows[r];
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(scores); ++n) {
@@ -134,9 +142,9 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const maximum = fmaxf(row_reference[r], other.row_reference[r]);
-      float const reference = finite_reference(maximum * softmax_scale);
-      weights.own[r] = exp2_approx(row_reference[r] * softmax_scale - reference);
-      weights.other[r] = exp2_approx(other.row_reference[r] * softmax_scale - reference);
+      auto const reference = Reference::of(maximum, softmax_scale);
+      weights.own[r] = exp2_approx(reference.correction(row_reference[r], softmax_scale));
+      weights.other[r] = exp2_approx(reference.correction(other.row_reference[r], softmax_scale));
       row_reference[r] = maximum;
       row_sum[r] = row_sum[r] * weights.own[r] + other.row_sum[r] * weights.other[r];
     }
@@ -165,6 +173,35 @@ struct OnlineSoftmax {
     for (int n = 0; n < cute::size<2>(output); ++n) {
       output(2 * (r % 2), r / 2, n) *= factor;
       output(2 * (r % 2) + 1, r / 2, n) *= factor;
+    }
+  }
+
+  // Where the reference of a row is now, after scores of which `greatest` is this lane's maximum.
+  CUTE_DEVICE Reference follow(int r, float greatest, float softmax_scale, Correction& correction) {
+    float const maximum = quad_max(greatest);
+    bool const rises = (maximum - row_reference[r]) * softmax_scale > kSlack;
+    float const score = rises ? maximum : row_reference[r];
+    auto const reference = Reference::of(score, softmax_scale);
+    correction.rows[r] =
+        rises ? exp2_approx(reference.correction(row_reference[r], softmax_scale)) : 1.0f;
+    row_reference[r] = score;
+    return reference;
+  }
+
+  // Subtracts the scores of references from those of the rows that have one: few in most calls.
+  template <class Scores>
+  CUTE_DEVICE static void subtract_large(Scores& scores, Reference const (&references)[kRows]) {
+    bool large = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) large |= references[r].score != 0.0f;
+    if (!warp_any(large)) return;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        scores(2 * (r % 2), r / 2, n) -= references[r].score;
+        scores(2 * (r % 2) + 1, r / 2, n) -= references[r].score;
+      }
     }
   }
 

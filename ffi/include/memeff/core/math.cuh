@@ -9,11 +9,9 @@ namespace memeff {
 // A bias below this masks its element, as -inf does.
 constexpr float kMaskedBias = -1e37f;
 
-// What is subtracted from the exponents of a row, from the greatest of them. A row in which all
-// keys so far are masked gets 0: -inf - -inf would be NaN, and what a bias masked would be 1.
-CUTE_DEVICE float finite_reference(float greatest) {
-  return greatest < kMaskedBias * kLog2e ? 0.0f : greatest;
-}
+// Floats from here on are whole numbers. Of scores that a bias makes so large nothing is left after
+// the point, and of their logsumexp no logarithm of the sum.
+constexpr float kWholeFloats = 0x1p24f;
 
 // The reverse of pack(): element `index` (0 low, 1 high) of a packed pair.
 template <class Element>

@@ -60,12 +60,12 @@ struct FmhaBackwardPreprocess {
         long long const source = logsumexp_offset<Config>(shape, origin, item.head) + row;
         // +inf makes every probability of a row without keys, or beyond the length, exactly 0.
         float logsumexp = valid ? params.logsumexp[source] : -infinity();
+        // Or without probabilities, which are not in a logsumexp that a bias has made so large.
+        bool const empty = fabsf(logsumexp) >= kWholeFloats;
         if constexpr (Config::kBias && !has_bias_tile<Config>()) {
           // The main loop does not see this bias, which the logsumexp holds.
-          if (logsumexp != -infinity())
-            logsumexp -= row_bias<Config>(params.bias, item.batch, item.head, row);
+          if (!empty) logsumexp -= row_bias<Config>(params.bias, item.batch, item.head, row);
         }
-        bool const empty = logsumexp == -infinity();
         if (!empty && params.logsumexp_gradient != nullptr) {
           delta -= params.logsumexp_gradient[source];
         }

@@ -34,7 +34,7 @@ struct FmhaForwardSm80 {
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Config::kWarps, kWarpRows>;
   static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
-  using Softmax = OnlineSoftmax<kRowBlocks>;
+  using Softmax = OnlineSoftmax<kRowBlocks, false, has_bias_tile<Config>()>;
   using SourcePointer = ParkedPointer<Config::kParkRegisters>;
   // Each warp copies and reads its own rows of a bias, so that it waits for no other.
   static constexpr bool kBiasTile = has_bias_tile<Config>();

@@ -55,7 +55,8 @@ struct FmhaForwardSm90 {
   using OutGrid = Grid<Config::kValueDim>;
   // Rows with a bias may be negative for ever, which integers do not order; above 128 columns there
   // are too few scores a visit for the branch.
-  using Softmax = OnlineSoftmax<1, !Config::kBias && Config::kValueDim <= 128>;
+  using Softmax =
+      OnlineSoftmax<1, !Config::kBias && Config::kValueDim <= 128, has_bias_tile<Config>()>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;

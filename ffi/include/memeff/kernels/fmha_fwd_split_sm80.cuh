@@ -38,7 +38,7 @@ struct FmhaForwardSplitSm80 {
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Team::kWarps, kWarpRows>;  // of a team
   static_assert(ScoreGrid::kWarpColumns == kTeamKeys && OutGrid::kColumnWarps == 1);
-  using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks>;
+  using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, Config::kBias>;
   using Rows = PackedRows<Config::kPackHeads>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
 

@@ -36,7 +36,7 @@ struct FmhaForwardWideSm80 {
   using QueryStep = Tile<kTileQuery, kStep>;
   using KeyStep = Tile<kTileKey, kStep>;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps>;
-  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery>;
+  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, Config::kBias>;
   using OutProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;
   static constexpr int kBufferBytes =
       cute::max(QueryStep::kBytes + KeyStep::kBytes, OutProduct::StepTile::kBytes);
