@@ -24,7 +24,7 @@ FAMILIES = ("sm90", "sm80")
 """In the order of choice."""
 COMBINE_THREADS = 128
 _BARRIER_BYTES = 8
-_WORK_ITEM_BYTES = 12
+_PIECE_BYTES = 16
 _TICKET_BYTES = 8
 """Of which four align barriers."""
 
@@ -397,13 +397,13 @@ def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
     what controls them.
 
     Each buffer has two barriers, the queries' for each 64 rows; the ring of the next pieces of
-    work, of four, holds a work item beside them.
+    work, of four, holds a work item and a length beside them.
     """
     elements = tile.query_stages * tile.query * spec.head_class
     elements += tile.stages * tile.key * (spec.head_class + spec.value_class)
     row_warpgroups = spec.consumers // spec.teams
     buffers = tile.query_stages * row_warpgroups + 2 * tile.stages + 4
-    control = buffers * 2 * _BARRIER_BYTES + 4 * _WORK_ITEM_BYTES
+    control = buffers * 2 * _BARRIER_BYTES + 4 * _PIECE_BYTES
     bias = spec.computing_threads // 32 * _bias_bytes(spec, 16)
     return elements * spec.element_bytes + bias + _merge_bytes(spec, spec.teams, 2) + control
 

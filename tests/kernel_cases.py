@@ -307,6 +307,13 @@ def cases() -> list[Case]:
     for mask in MASKS:
         found += [Case(T=200, S=270, **mask), Case(T=270, S=200, dtype="float16", **mask)]
         found += [Case(T=200, S=270, soft_cap=2.0, **mask)]
+    # Arguments of tanh below 1 and above, and caps below and above what needs no maxima.
+    for H, dtype in itertools.product((64, 128, 256), ("bfloat16", "float16")):
+        found += [Case(T=200, S=270, H=H, dtype=dtype, soft_cap=30.0, **CAUSAL)]
+        found += [Case(T=700, S=650, H=H, dtype=dtype, soft_cap=30.0, scale=2.0)]
+        found += [
+            Case(T=200, S=270, H=H, dtype=dtype, soft_cap=100.0, scale=scale) for scale in (0.1, 9)
+        ]
     for N, K in GROUPS:
         found += [Case(T=130, S=150, N=N, K=K, **CAUSAL), Case(T=130, S=150, N=N, K=K, H=128)]
     for lengths in (((200, 270), (0, 100)), ((77, 0), (3, 1)), ((130, 128), (129, 63))):

@@ -86,7 +86,7 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
             2,
             "three consumers read K and V a third less often: 510 TFLOP/s at T 8192 on an H200, "
             "with two 428",
-            modifiers=("dropout",),
+            modifiers=("soft cap", "dropout"),
             masks=("none", "causal"),
         ),
         Tile(

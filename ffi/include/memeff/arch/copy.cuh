@@ -71,6 +71,21 @@ CUTE_DEVICE uint4 load_shared_vector(uint32_t address) {
   return value;
 }
 
+// The address need not be one where nothing is stored.
+CUTE_DEVICE void store_global_if(bool condition, float* address, float x) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.f32 [%1], %2;}" ::"r"(int(condition)),
+      "l"(address), "f"(x)
+      : "memory");
+}
+CUTE_DEVICE void store_global_vector_if(bool condition, char* address, uint32_t const (&x)[4]) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5};}" ::"r"(
+          int(condition)),
+      "l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
+}
+
 CUTE_DEVICE void store_shared_pointer(uint32_t address, char const* pointer) {
   asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(pointer) : "memory");
 }

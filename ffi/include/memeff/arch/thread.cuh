@@ -25,6 +25,10 @@ CUTE_DEVICE unsigned block_index() {
 
 // The optimiser knows nothing of the value from here on.
 CUTE_DEVICE void hide_value(unsigned& value) { asm volatile("" : "+r"(value)); }
+template <class Pointee>
+CUTE_DEVICE void hide_value(Pointee*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
 
 // Nothing, unless MEMEFF_RANDOM_SLEEP is defined: then the warp sometimes sleeps for a moment,
 // which is another one in every run. It stands wherever warps meet, so that a test sees what

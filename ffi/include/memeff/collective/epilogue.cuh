@@ -33,6 +33,9 @@ CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, cha
   store_rows<Tile, kThreads, kAlignment>(tile, rows, row_bytes, row_bound, column_bound);
 }
 
+// The first column of the eight neighbours that a lane of a quad has of each 32.
+CUTE_DEVICE int lane_column() { return int(threadIdx.x) % 4 * 8; }
+
 // The transpose of the 4 x 4 words of a quad: word i of lane j becomes word j of lane i.
 CUTE_DEVICE void transpose_quad(uint32_t (&words)[4]) {
   CUTE_UNROLL
@@ -51,30 +54,29 @@ CUTE_DEVICE void transpose_quad(uint32_t (&words)[4]) {
 }
 
 // Writes row r (of the two that a lane holds elements of) of accumulators to global memory, without
-// shared memory, if it `exists`; zeros unless it is `valid`. Of each eight columns a lane of a quad
-// holds two; the quad exchanges them, so that of each 32 columns a lane has eight neighbours. All
-// lanes of a warp call it; rows begin at multiples of 16 bytes, and `columns` is one of eight.
+// shared memory, if it is `valid`. Of each eight columns a lane of a quad holds two; the quad
+// exchanges them, so that of each 32 columns a lane has eight neighbours: `row` points to its
+// first. All lanes of a warp call it; rows begin at multiples of 16 bytes, and `columns` is one of
+// eight.
+//
+// Predicates, no branches: with a branch around each vector the compiler computes every address
+// anew behind it, and tears vectors into words.
 template <class Element, class Accumulators>
 CUTE_DEVICE void store_row(char* row, Accumulators const& accumulators, int r, int columns,
-                           bool exists, bool valid) {
+                           bool valid) {
   constexpr int kQuad = 4;
   constexpr int kBlocks = decltype(cute::size<2>(accumulators))::value;
   static_assert(sizeof(Element) == 2 && kBlocks % kQuad == 0);
+  int const lane_columns = columns - lane_column();
   CUTE_UNROLL
   for (int n = 0; n < kBlocks; n += kQuad) {
     uint32_t pairs[kQuad];
     CUTE_UNROLL
     for (int i = 0; i < kQuad; ++i) {
-      uint32_t const pair =
-          pack<Element>(accumulators(2 * r, 0, n + i), accumulators(2 * r + 1, 0, n + i));
-      pairs[i] = valid ? pair : 0;
+      pairs[i] = pack<Element>(accumulators(2 * r, 0, n + i), accumulators(2 * r + 1, 0, n + i));
     }
     transpose_quad(pairs);
-    int const column = (n + int(threadIdx.x) % kQuad) * 8;
-    if (exists && column < columns) {
-      *reinterpret_cast<uint4*>(row + column * sizeof(Element)) =
-          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
+    store_global_vector_if(valid && n * 8 < lane_columns, row + n * 16, pairs);
   }
 }
 

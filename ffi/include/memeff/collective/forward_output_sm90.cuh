@@ -14,7 +14,7 @@ template <class Config, class Grid, class Softmax>
 struct ForwardOutputSm90 {
   using Element = typename Config::Element;
 
-  // Output and logsumexp of this warp's rows of a piece, of which `query_length` rows are valid.
+  // Output and logsumexp of this warp's valid rows of a piece: those below `query_length`.
   template <class Output>
   CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
                                 Softmax& softmax, Output& output) {
@@ -22,29 +22,33 @@ struct ForwardOutputSm90 {
     int const row = item.tile * Config::kTileQuery;
     finish(params, item, row, query_length - row, softmax, output);
     Origin const origin = query_origin<Config>(shape, item.batch);
-    int const row_bound = existing_rows(shape, query_length);
-    float* const logsumexp = params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head);
+    int const query = row + Grid::element_row(0, 0);
+    char* out = row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +
+                lane_column() * int(sizeof(Element));
+    float* logsumexp =
+        params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head) + query;
+    // Or the compiler computes each of the addresses below from the beginning.
+    hide_value(out);
+    hide_value(logsumexp);
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
-      int const query = row + Grid::element_row(2 * r, 0);
-      bool const exists = query < row_bound;
-      bool const valid = query < query_length;
-      if (threadIdx.x % 4 == 0 && exists) {
-        logsumexp[query] = valid ? softmax.row_reference[r] : -infinity();
-      }
-      store_row<Element>(
-          row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head), output, r,
-          shape.value_dim, exists, valid);
+      int const below = Grid::element_row(2 * r, 0) - Grid::element_row(0, 0);
+      bool const valid = query + below < query_length;
+      store_global_if(valid && threadIdx.x % 4 == 0, logsumexp + below, softmax.row_reference[r]);
+      store_row<Element>(out + below * params.out.row_stride * int(sizeof(Element)), output, r,
+                         shape.value_dim, valid);
     }
   }
 
-  // Output 0 and logsumexp -inf of the rows [row, row + rows) of a piece, by the threads of a
+  // Output 0 and logsumexp -inf of the rows [row, row_end) of a piece, by the threads of a
   // warpgroup: they are not valid, but may exist.
   CUTE_DEVICE static void write_empty(ForwardParams const& params, WorkItem const& item,
-                                      int query_length, int row, int rows) {
+                                      int query_length, int row, int row_end) {
     ProblemShape const& shape = params.shape;
+    // Past a packed sequence the next one begins.
+    int const end = min(row_end, Config::kVarlen ? query_length : shape.query_length);
+    if (row >= end) return;
     Origin const origin = query_origin<Config>(shape, item.batch);
-    int const end = min(row + rows, existing_rows(shape, query_length));
     float* const logsumexp = params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head);
     int const thread = int(threadIdx.x) % kWarpgroupSize;
     CUTE_NO_UNROLL
@@ -62,11 +66,6 @@ struct ForwardOutputSm90 {
   }
 
  private:
-  // Past a packed sequence the next one begins.
-  CUTE_DEVICE static int existing_rows(ProblemShape const& shape, int query_length) {
-    return Config::kVarlen ? query_length : shape.query_length;
-  }
-
   // The end of the softmax. A bias that is broadcast over columns has an effect here alone.
   template <class Output>
   CUTE_DEVICE static void finish(ForwardParams const& params, WorkItem const& item, int row,

@@ -9,11 +9,40 @@
 
 namespace memeff {
 
+// tanh(prescale * score). The special function unit has the exponentials to compute. So where none
+// of a warp's arguments is beyond 1, hyperbolic tangents are x q(x^2), with the polynomial of
+// degree 3 that is nearest to tanh(x) / x there: its relative error is below 8.2e-5, a sixth of
+// that unit's.
+template <class Accumulators>
+CUTE_DEVICE void cap_scores(Accumulators& scores, float prescale) {
+  float greatest = 0.0f;
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(scores); ++i) greatest = fmaxf(greatest, fabsf(scores(i)));
+  if (warp_any(!(greatest * fabsf(prescale) <= 1.0f))) {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) scores(i) = tanh_approx(scores(i) * prescale);
+  } else {
+    float const square = prescale * prescale;
+    float const c0 = 0.99991861f * prescale;
+    float const c1 = -0.33065462f * prescale * square;
+    float const c2 = 0.11889794f * prescale * square * square;
+    float const c3 = -0.02662977f * prescale * square * square * square;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) {
+      float const x = scores(i);
+      float const u = x * x;
+      scores(i) = x * fmaf(fmaf(fmaf(c3, u, c2), u, c1), u, c0);
+    }
+  }
+}
+
 // x = prescale * score, or tanh of it: see ScoreScale. Leaves the accumulators alone when there is
-// nothing to do.
-template <class Element, bool kSoftCap, class Accumulators>
+// nothing to do. kPolynomials: by polynomials where they will do.
+template <class Element, bool kSoftCap, bool kPolynomials = false, class Accumulators>
 CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) {
-  if constexpr (kSoftCap) {
+  if constexpr (kSoftCap && kPolynomials && !kIs32Bit<Element>) {
+    cap_scores(scores, scale.prescale);
+  } else if constexpr (kSoftCap) {
     CUTE_UNROLL
     for (int i = 0; i < cute::size(scores); ++i) {
       float const x = scores(i) * scale.prescale;
@@ -29,7 +58,12 @@ CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) 
 // at a time, but not three floats. It is right where a score is positive; where none is, and none
 // was, the floats are compared. Not worth it where a bias makes whole rows negative.
 // kLargeScores: those of a ScoreReference.
-template <int kRowBlocks, bool kIntegerMaximum = false, bool kLargeScores = false>
+//
+// kCapped: scores are within [-1, 1] before softmax_scale, which a soft cap sees to, and the
+// probabilities are bfloat16 or wider. Where the cap leaves powers of two that these hold, the
+// reference of every row is 0, and nobody asks for maxima.
+template <int kRowBlocks, bool kIntegerMaximum = false, bool kLargeScores = false,
+          bool kCapped = false>
 struct OnlineSoftmax {
   using Reference = ScoreReference<kLargeScores>;
   static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane holds elements
@@ -37,6 +71,9 @@ struct OnlineSoftmax {
   // A reference follows the maximum of its row when that gets ahead by so many powers of two, not
   // before (Zadouri et al. 2026, FlashAttention-4, section 3.1): the output is seldom rescaled.
   static constexpr float kSlack = 8.0f;
+
+  // Sums of 2^kCappedScale, and their products with values, are far from the end of float32.
+  static constexpr float kCappedScale = 64.0f;
 
   float row_reference[kRows];  // the score whose probability is 1; logsumexp after finish()
   float row_sum[kRows];        // of this lane's columns only, until finish()
@@ -88,22 +125,26 @@ struct OnlineSoftmax {
   // Turns scores into probabilities.
   template <class Scores>
   CUTE_DEVICE Correction exponentiate(Scores& scores, float softmax_scale) {
-    float greatest[kRows];
-    lane_maxima(scores, greatest);
     Correction correction;
     Reference references[kRows];
-    if constexpr (kLargeScores) {
+    if (kCapped && softmax_scale <= kCappedScale) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        correction.rows[r] = 1.0f;
+        row_reference[r] = 0.0f;
+        references[r] = Reference::of(0.0f, softmax_scale);
+      }
+    } else {
+      float greatest[kRows];
+      lane_maxima(scores, greatest);
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         references[r] = follow(r, greatest[r], softmax_scale, correction);
       }
-      subtract_large(scores, references);
+      if constexpr (kLargeScores) subtract_large(scores, references);
     }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      if constexpr (!kLargeScores) {
-        references[r] = follow(r, greatest[r], softmax_scale, correction);
-      }
       float const reference = references[r].product;
       float sum = row_sum[r] * correction.rows[r];
       CUTE_UNROLL
@@ -159,9 +200,9 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       float const sum = quad_sum(row_sum[r]);
       bool const empty = sum == 0.0f;
-      float const inverse = empty ? 0.0f : output_scale / sum;
-      row_reference[r] =
-          empty ? -infinity() : row_reference[r] * softmax_scale * kLn2 + __logf(sum);
+      float const inverse = empty ? 0.0f : output_scale * reciprocal_approx(sum);
+      float const logsumexp = (row_reference[r] * softmax_scale + log2_approx(sum)) * kLn2;
+      row_reference[r] = empty ? -infinity() : logsumexp;
       rescale_row(output, r, inverse);
     }
   }

@@ -55,8 +55,10 @@ struct FmhaForwardSm90 {
   using OutGrid = Grid<Config::kValueDim>;
   // Rows with a bias may be negative for ever, which integers do not order; above 128 columns there
   // are too few scores a visit for the branch.
-  using Softmax =
-      OnlineSoftmax<1, !Config::kBias && Config::kValueDim <= 128, has_bias_tile<Config>()>;
+  static constexpr bool kCapped =
+      Config::kSoftCap && !Config::kBias && cute::is_same_v<Element, cutlass::bfloat16_t>;
+  using Softmax = OnlineSoftmax<1, !Config::kBias && Config::kValueDim <= 128,
+                                has_bias_tile<Config>(), kCapped>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
@@ -76,12 +78,16 @@ struct FmhaForwardSm90 {
   using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
   static constexpr int kPieceStages = 4;
+  struct Piece {
+    WorkItem item;  // batch is -1 behind the last
+    int query_length;
+  };
   struct Control {
     Pipeline<kQueryStages> query[kRowWarpgroups];  // each consumer's own rows
     Pipeline<kStages> key;
     Pipeline<kStages> value;
     Pipeline<kPieceStages> piece;
-    WorkItem items[kPieceStages];  // batch is -1 behind the last
+    Piece pieces[kPieceStages];
   };
   static constexpr int kKeyOffset = kQueryStages * QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
@@ -136,11 +142,10 @@ struct FmhaForwardSm90 {
     }
   }
 
-  // The next piece of work; a batch of -1 comes behind the last. It stays in its slot until the
-  // reader, a warp, releases that.
-  CUTE_DEVICE static WorkItem take_item(Control& control, PipelineStage<kPieceStages> const& slot) {
+  // The next piece of work. It stays in its slot until the reader, a warp, releases that.
+  CUTE_DEVICE static Piece take_piece(Control& control, PipelineStage<kPieceStages> const& slot) {
     control.piece.wait(slot);
-    return control.items[slot.index];
+    return control.pieces[slot.index];
   }
 
   // The thread that hands out pieces, and copies their queries.
@@ -148,19 +153,20 @@ struct FmhaForwardSm90 {
                                           Control& control, uint32_t tiles) {
     PipelineStage<kQueryStages> query;
     PipelineStage<kPieceStages> slot;
-    int piece = int(blockIdx.x);
+    int number = int(blockIdx.x);
     while (true) {
-      WorkItem item = Schedule::item(params.shape, piece, shares_bias(params));
-      while (is_idle(params, item)) {
-        piece = Schedule::next_piece(params.shape, params.piece_counter);
-        item = Schedule::item(params.shape, piece, shares_bias(params));
+      Piece piece = numbered_piece(params, number);
+      while (is_idle(params, piece)) {
+        number = Schedule::next_piece(params.shape, params.piece_counter);
+        piece = numbered_piece(params, number);
       }
+      WorkItem const& item = piece.item;
       control.piece.acquire(slot);
-      control.items[slot.index] = item;
+      control.pieces[slot.index] = piece;
       control.piece.commit(slot);
       slot.advance();
       if (item.batch < 0) break;
-      piece = Schedule::next_piece(params.shape, params.piece_counter);
+      number = Schedule::next_piece(params.shape, params.piece_counter);
       Origin const origin = query_origin<Config>(params.shape, item.batch);
       CUTE_UNROLL
       for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
@@ -179,14 +185,18 @@ struct FmhaForwardSm90 {
     return kBiasTile && params.bias.batch_stride == 0;
   }
 
+  CUTE_DEVICE static Piece numbered_piece(ForwardParams const& params, int number) {
+    WorkItem const item = Schedule::item(params.shape, number, shares_bias(params));
+    bool const exists = item.batch >= 0;
+    return {item, exists ? Mask(params.mask, params.shape, item.batch).query_length : 0};
+  }
+
   // Is the tile beyond the end of a packed sequence, with no gap behind it to be cleared?
-  CUTE_DEVICE static bool is_idle(ForwardParams const& params, WorkItem const& item) {
+  CUTE_DEVICE static bool is_idle(ForwardParams const& params, Piece const& piece) {
     if constexpr (!Config::kVarlen) return false;
-    if (item.batch < 0) return false;
-    int const length =
-        ScoreMask<Config, ScoreGrid>(params.mask, params.shape, item.batch).query_length;
-    Gap const gap = Gap::of_queries(params.shape, item.batch, length);
-    return item.tile * kTileQuery >= length && gap.begin >= gap.end;
+    if (piece.item.batch < 0) return false;
+    Gap const gap = Gap::of_queries(params.shape, piece.item.batch, piece.query_length);
+    return piece.item.tile * kTileQuery >= piece.query_length && gap.begin >= gap.end;
   }
 
   // The thread that copies keys, and the one that copies values.
@@ -197,11 +207,11 @@ struct FmhaForwardSm90 {
     PipelineStage<kStages> stage;
     PipelineStage<kPieceStages> slot;
     while (true) {
-      WorkItem const item = take_item(control, slot);
+      WorkItem const item = take_piece(control, slot).item;
       control.piece.release(slot);
       slot.advance();
       if (item.batch < 0) break;
-      ScoreMask<Config, ScoreGrid> const mask(params.mask, params.shape, item.batch);
+      Mask const mask(params.mask, params.shape, item.batch);
       Visits const range(params, mask, item);
       Origin const origin = key_origin<Config>(params.shape, item.batch);
       int const element = element_of<Config>(tensor, origin.batch);
@@ -259,12 +269,12 @@ struct FmhaForwardSm90 {
     at.leader = threadIdx.x % kWarpSize == 0;
     at.key.index = at.value.index = at.team;
     while (true) {
-      WorkItem const item = take_item(control, at.slot);
-      if (item.batch < 0) break;
-      if (has_rows(params, item, at.row_warpgroup)) {
-        visit_pieces(params, control, tiles, item, at);
+      Piece const piece = take_piece(control, at.slot);
+      if (piece.item.batch < 0) break;
+      if (has_rows(piece, at.row_warpgroup)) {
+        visit_pieces(params, control, tiles, piece.item, at);
       } else {
-        pass_over_piece(params, control, item, at);
+        pass_over_piece(params, control, piece.item, at);
       }
       at.query.advance();
     }
@@ -277,21 +287,18 @@ struct FmhaForwardSm90 {
   }
 
   // Does a consumer own rows of the piece that the query length does not cut off?
-  CUTE_DEVICE static bool has_rows(ForwardParams const& params, WorkItem const& item,
-                                   int warpgroup) {
+  CUTE_DEVICE static bool has_rows(Piece const& piece, int warpgroup) {
     if constexpr (kTeams > 1) return true;
-    int const row = item.tile * kTileQuery + warpgroup * kWarpgroupRows;
-    return row < Mask(params.mask, params.shape, item.batch).query_length;
+    return piece.item.tile * kTileQuery + warpgroup * kWarpgroupRows < piece.query_length;
   }
 
   // The piece behind the one at hand, with a batch of -1 if this consumer has no rows of it.
-  CUTE_DEVICE static WorkItem following_piece(ForwardParams const& params, Control& control,
-                                              Position const& at) {
+  CUTE_DEVICE static WorkItem following_piece(Control& control, Position const& at) {
     PipelineStage<kPieceStages> next = at.slot;
     next.advance();
-    WorkItem const item = take_item(control, next);
-    bool const has = item.batch >= 0 && has_rows(params, item, at.row_warpgroup);
-    return {item.tile, item.head, has ? item.batch : -1};
+    Piece const piece = take_piece(control, next);
+    bool const has = piece.item.batch >= 0 && has_rows(piece, at.row_warpgroup);
+    return {piece.item.tile, piece.item.head, has ? piece.item.batch : -1};
   }
 
   // A piece of which only others own rows. Keys and values in turn: those who need both would wait
@@ -308,7 +315,7 @@ struct FmhaForwardSm90 {
       pass_over(control.value, at.value, 1, at.leader);
     }
     int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
-    OutputWriter::write_empty(params, item, mask.query_length, row, kWarpgroupRows);
+    OutputWriter::write_empty(params, item, mask.query_length, row, row + kWarpgroupRows);
     clear_gap(params, item, mask.query_length);
     release_piece(control, at);
   }
@@ -344,7 +351,7 @@ struct FmhaForwardSm90 {
       if (tile == range.begin) control.query[warpgroup].release(at.query);
     }
     advance(at.key);
-    modify(params, mask, item, tile, range, tiles, scores);
+    modify(params, mask, item, tile, range, tiles, warpgroup, scores);
     softmax.exponentiate(scores, params.scale.softmax_scale);
     if (tile > range.begin) control.key.wait(at.key);
     auto probabilities = as_left_operand<Element>(scores);
@@ -356,10 +363,10 @@ struct FmhaForwardSm90 {
       bool const last = tile == range.begin;  // of the piece, is the visit whose P is ready
       Softmax const done = softmax;
       if (last) {
-        WorkItem const following = following_piece(params, control, at);
+        WorkItem const following = following_piece(control, at);
         if (following.batch < 0) break;
         item = following;
-        mask = Mask(params.mask, shape, item.batch);
+        if (!Mask::is_shared(params.mask)) mask = Mask(params.mask, shape, item.batch);
         range = Visits(params, mask, item, at.team);
         tile = range.first(mask, item, warpgroup) + kTeams;
         softmax = Softmax();
@@ -387,7 +394,7 @@ struct FmhaForwardSm90 {
         if (tile == range.begin) control.query[warpgroup].release(at.query);
       }
       advance(at.key);
-      modify(params, mask, item, tile, range, tiles, scores);
+      modify(params, mask, item, tile, range, tiles, warpgroup, scores);
       auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
       fence_accumulators(scores);
       // The wait for the next keys stands here because the assembler, left with one basic
@@ -451,10 +458,10 @@ struct FmhaForwardSm90 {
   template <class Mask, class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
                                  WorkItem const& item, int tile, Visits const& range,
-                                 uint32_t tiles, Scores& scores) {
+                                 uint32_t tiles, int warpgroup, Scores& scores) {
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
-    prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+    prescale_scores<Element, Config::kSoftCap, true>(scores, params.scale);
     if constexpr (kBiasTile) {
       wait_copies<0>();
       __syncwarp();  // the bias of all lanes is here
@@ -465,8 +472,9 @@ struct FmhaForwardSm90 {
       __syncwarp();  // nobody reads it any more
       if (tile > range.begin) load_bias(params, mask, item, range.next(tile), tiles);
     }
-    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                              item.head, row, column, range.is_mixed(tile));
+    mask.template apply<kWarpgroupRows, kTileKey>(scores, params.mask, params.shape, item.batch,
+                                                  item.head, row, column, range.is_mixed(tile),
+                                                  warpgroup * kWarpgroupRows);
   }
 
   template <class Probabilities>
@@ -514,12 +522,14 @@ struct FmhaForwardSm90 {
   CUTE_DEVICE static void finish_piece(ForwardParams const& params, Control& control,
                                        uint32_t tiles, Position& at, Softmax softmax,
                                        Output& output) {
-    WorkItem const item = control.items[at.slot.index];
-    int const query_length = Mask(params.mask, params.shape, item.batch).query_length;
+    auto const [item, query_length] = control.pieces[at.slot.index];
     Merge::run(tiles + kMergeOffset, softmax, output, params.scale.softmax_scale);
     if constexpr (kTeams > 1) Team::meet();  // nobody reads what was added up any more
     if (kTeams == 1 || Team::index() == 0) {
+      int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
       OutputWriter::write(params, item, query_length, softmax, output);
+      OutputWriter::write_empty(params, item, query_length, max(row, query_length),
+                                row + kWarpgroupRows);
     }
     clear_gap(params, item, query_length);
     release_piece(control, at);

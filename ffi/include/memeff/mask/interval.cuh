@@ -49,6 +49,11 @@ struct IntervalMask {
     return lengths != nullptr ? min(max(lengths[batch], 0), size) : size;
   }
 
+  // Are the masks of all batch elements the same?
+  CUTE_DEVICE static bool is_shared(MaskParams const& mask) {
+    return mask.query_lengths == nullptr && mask.key_lengths == nullptr;
+  }
+
   CUTE_DEVICE int row_begin(int row) const {
     return kKind == MaskKind::window ? max(rows.query(row) + first, 0) : 0;
   }

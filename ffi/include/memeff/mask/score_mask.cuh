@@ -13,14 +13,16 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
   using Interval = IntervalMask<Config::kMask, kPackHeads>;
   using Interval::Interval;
 
-  // Sets the accumulators of invalid elements of the kRows x kColumns tile at (row, column) to
-  // -inf. Where the tile is not `mixed`, segment ids and a boolean mask make none invalid.
+  // Sets the accumulators of invalid elements of the tile at (row, column), which has kColumns, to
+  // -inf; those of the caller are in kRows rows of the tile, from `own_row` on. Where the tile is
+  // not `mixed`, segment ids and a boolean mask make none invalid.
   template <int kRows, int kColumns, class Accumulators>
   CUTE_DEVICE void apply(Accumulators& scores, MaskParams const& mask, ProblemShape const& shape,
-                         int batch, int head, int row, int column, bool mixed = true) const {
+                         int batch, int head, int row, int column, bool mixed = true,
+                         int own_row = 0) const {
     int const row_bound = this->query_length - row;
     int const column_bound = this->key_length - column;
-    if (this->needs_test(row, kRows, column, kColumns)) {
+    if (this->needs_test(row + own_row, kRows, column, kColumns)) {
       Interval::template apply<Grid>(scores, row, column);
     }
     if (!mixed) return;

@@ -35,6 +35,12 @@ CUTE_DEVICE void store_shared_pair(uint32_t address, float x, float y) {
 CUTE_DEVICE void store_shared_vector(uint32_t address, float x, float y, float z, float w) {
   store_shared_value(address, make_float4(x, y, z, w));
 }
+CUTE_DEVICE void store_global_if(bool condition, float* address, float x) {
+  if (condition) *address = x;
+}
+CUTE_DEVICE void store_global_vector_if(bool condition, char* address, uint32_t const (&x)[4]) {
+  if (condition) *reinterpret_cast<uint4*>(address) = make_uint4(x[0], x[1], x[2], x[3]);
+}
 CUTE_DEVICE void store_shared_pointer(uint32_t address, char const* pointer) {
   store_shared_value(address, pointer);
 }

@@ -7,7 +7,8 @@ namespace memeff {
 
 CUTE_DEVICE int thread_index() { return int(threadIdx.x); }
 CUTE_DEVICE unsigned block_index() { return blockIdx.x; }
-CUTE_DEVICE void hide_value(unsigned&) {}
+template <class Value>
+CUTE_DEVICE void hide_value(Value&) {}
 
 CUTE_DEVICE void random_sleep() {
 #ifdef MEMEFF_RANDOM_SLEEP
