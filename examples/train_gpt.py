@@ -1,7 +1,7 @@
 """Train a byte-level GPT on the source text of the Python standard library that runs it.
 
     python examples/train_gpt.py                  # jax_memeff: about three minutes on two CPU cores
-    python examples/train_gpt.py --attention jax  # the same training through jax.nn
+    python examples/train_gpt.py --attention jax  # the same through jax.nn; on a GPU, its cuDNN
 
 The model is a pre-norm causal transformer in Flax NNX with rotary positions (Su et al.,
 arXiv:2104.09864) and tied embeddings, trained with AdamW. On a GPU the default is a larger model
@@ -135,9 +135,15 @@ def memeff_attention(query, key, value, dropout_rate, dropout_key):
 
 
 def jax_attention(query, key, value, dropout_rate, dropout_key):
-    """Causal attention of ``[B, T, N, H]`` arrays through jax.nn, which has no dropout."""
+    """Causal attention of ``[B, T, N, H]`` arrays through jax.nn, which has no dropout.
+
+    On a GPU through cuDNN, the fastest that jax.nn has: its default holds all scores.
+    """
     del dropout_rate, dropout_key
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    implementation = "cudnn" if jax.default_backend() == "gpu" else None
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=True, implementation=implementation
+    )
 
 
 ATTENTIONS: dict[str, Attention] = {"memeff": memeff_attention, "jax": jax_attention}
