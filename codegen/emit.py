@@ -74,6 +74,7 @@ _GRADIENT = """\
 _BIAS = """\
   using BiasElement = {element};
   static constexpr auto kBiasAccess = memeff::BiasAccess::{access};
+  static constexpr bool kBulkBias = {bulk};
 """
 
 _SUMS = """\
@@ -184,7 +185,7 @@ def _bias(spec: KernelSpec) -> str:
     if spec.bias is None:
         return ""
     element = "float" if spec.bias == "32" else _ELEMENTS[spec.dtype]
-    return _BIAS.format(element=element, access=spec.bias_access)
+    return _BIAS.format(element=element, access=spec.bias_access, bulk=_bool(spec.bulk_bias))
 
 
 def _backward(spec: KernelSpec) -> str:

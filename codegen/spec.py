@@ -198,6 +198,14 @@ class KernelSpec:
         return self.wide or self.divided
 
     @property
+    def bulk_bias(self) -> bool:
+        """Whether the copy engine brings tiles of the bias."""
+        if not isinstance(self.tile, sm90.Tile) or self.direction == "forward":
+            return False
+        in_tiles = not self.divided or self.bias_gradient == "recomputed"
+        return in_tiles and self.bias == "16" and self.bias_access == "vectors"
+
+    @property
     def orders_queries(self) -> bool:
         """Whether blocks that add to the gradient of the query wait for each other."""
         return self.deterministic and "query" in self.gradients and not self.owns_outputs
@@ -312,6 +320,7 @@ class KernelSpec:
                 TensorMap("value", self.tile.key, value),
             )
         queries = sm90.WARPGROUP_ROWS if self.divided else self.tile.query
+        bias = (TensorMap("bias", self.tile.query, panel_columns(self.tile.key)),)
         return (
             TensorMap("query", queries, head),
             TensorMap("key", self.tile.key, head),
@@ -320,6 +329,7 @@ class KernelSpec:
             TensorMap("query_gradient", sm90.WARPGROUP_ROWS, head),
             TensorMap("key_gradient", sm90.WARPGROUP_ROWS, head),
             TensorMap("value_gradient", sm90.WARPGROUP_ROWS, value),
+            *(bias if self.bulk_bias else ()),
         )
 
     @property
@@ -409,15 +419,17 @@ def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
 
 
 def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
-    """Tiles of key and value, rings of query, its rows' statistics (2 f32) and dO, two dS, and the
-    bias of each warp's 16 keys. A kernel whose blocks wait for each other has two barriers more,
-    and a ticket.
+    """Tiles of key and value, rings of query, its rows' statistics (2 f32), dO and bias, or the
+    bias of each warp's 16 keys, and two dS. A kernel whose blocks wait for each other has two
+    barriers more, and a ticket.
     """
     dims = spec.head_class + spec.value_class
     elements = (tile.key + tile.stages * tile.query) * dims + 2 * tile.query * tile.key
     statistics = tile.stages * tile.query * 8
     buffers = 2 * tile.stages + 1
     bias = tile.key // 16 * _bias_bytes(spec, tile.query, 16)
+    if spec.bulk_bias:
+        bias = tile.stages * tile.query * tile.key * spec.element_bytes
     order = 2 * _BARRIER_BYTES + _TICKET_BYTES if spec.orders_queries else 0
     control = buffers * 2 * _BARRIER_BYTES + order
     return elements * spec.element_bytes + statistics + bias + control
@@ -429,6 +441,8 @@ def _recompute_sm90(spec: KernelSpec) -> tuple[int, int]:
     """
     rows = max(spec.tile.query, spec.tile.key)
     bias = _bias_bytes(spec, rows, rows)
+    if spec.bulk_bias:
+        bias = rows * rows * spec.element_bytes + 2 * _BARRIER_BYTES
     pair = 2 * rows * sm90.PART_COLUMNS * spec.element_bytes + 2 * _BARRIER_BYTES
     visit = (spec.head_class + spec.value_class) // sm90.PART_COLUMNS
     stages = min(2 * visit, (sm80.part(sm90.ARCH).shared_bytes(blocks=1) - bias) // pair)

@@ -433,6 +433,30 @@ def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias
 
 
 @pytest.mark.parametrize(
+    ("features", "bulk"),
+    [
+        ({}, True),
+        ({"bias_layout": "full"}, True),
+        ({"bias_alignment": 8}, False),
+        ({"bias": "32"}, False),
+        ({"bias_layout": "columns"}, False),
+        ({"head_dim": 256}, True),
+        ({"head_dim": 256, "bias_layout": "full"}, False),
+        ({"direction": "forward", "wants": ()}, False),
+        ({"arch": "sm_80"}, False),
+    ],
+)
+def test_hopper_copies_tiles_of_a_bias_of_aligned_rows(features, bulk):
+    wants = ("query", "key", "value", "bias")
+    shared = {"bias": "16", "bias_layout": "shared", "arch": "sm_90a", "wants": wants}
+    asked = dataclasses.replace(problem("backward", head_dim=128, **shared), **features)
+    spec = select.select(asked)
+    assert spec.bulk_bias == bulk
+    assert ("bias" in [box.name for box in spec.tensor_maps]) == bulk
+    assert f"kBulkBias = {str(bulk).lower()};" in emit.source(spec)
+
+
+@pytest.mark.parametrize(
     ("head_dim", "features", "family"),
     [
         (64, {"masks": {"segments", "window"}, "soft_cap": True, "dropout": True}, "sm90"),

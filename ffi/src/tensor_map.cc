@@ -1,5 +1,6 @@
 #include "tensor_map.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace memeff::host {
@@ -12,23 +13,43 @@ constexpr int kElementBytes = 2;  // the kernels that use maps are those of f16 
 static_assert(sizeof(CUtensorMap) == sizeof(TensorMap));
 static_assert(alignof(CUtensorMap) <= alignof(TensorMap));
 
-// A map of [dim, sequence, head, batch], innermost first. The rows of a box are as wide as the
-// swizzle of its shared tile (core/shared_tile.cuh); what lies beyond the tensor reads as zero and
-// is not written.
-ffi::ErrorOr<TensorMap> encode(const Driver& driver, const MapBox& box, TensorView const& view,
-                               const std::vector<long long>& dims) {
-  cuuint64_t const sizes[] = {static_cast<cuuint64_t>(dims[3]), static_cast<cuuint64_t>(dims[1]),
-                              static_cast<cuuint64_t>(dims[2]), static_cast<cuuint64_t>(dims[0])};
-  cuuint64_t const strides[] = {static_cast<cuuint64_t>(view.row_stride * kElementBytes),
-                                static_cast<cuuint64_t>(view.head_stride * kElementBytes),
-                                static_cast<cuuint64_t>(view.batch_stride * kElementBytes)};
+// What a map is of: four dims, innermost first, and the strides of all but the first, in elements.
+struct MappedArray {
+  void* data;
+  long long sizes[4];
+  long long strides[3];
+};
+
+// [dim, sequence, head, batch].
+MappedArray map_tensor(TensorView const& view, const std::vector<long long>& dims) {
+  return {view.data,
+          {dims[3], dims[1], dims[2], dims[0]},
+          {view.row_stride, view.head_stride, view.batch_stride}};
+}
+
+// [key, query, head, batch]. Dims of one element are broadcast, and have strides all the same: none
+// of a map's is 0.
+MappedArray map_scores(void* data, const std::vector<long long>& dims) {
+  return {data,
+          {dims[3], dims[2], dims[1], dims[0]},
+          {dims[3], dims[2] * dims[3], dims[1] * dims[2] * dims[3]}};
+}
+
+// The rows of a box are as wide as the swizzle of its shared tile (core/shared_tile.cuh); what lies
+// beyond the tensor reads as zero and is not written.
+ffi::ErrorOr<TensorMap> encode(const Driver& driver, const MapBox& box, MappedArray const& array) {
+  cuuint64_t sizes[4];
+  cuuint64_t strides[3];
+  std::copy_n(array.sizes, 4, sizes);
+  std::transform(array.strides, array.strides + 3, strides,
+                 [](long long stride) { return cuuint64_t(stride) * kElementBytes; });
   cuuint32_t const extents[] = {static_cast<cuuint32_t>(box.columns),
                                 static_cast<cuuint32_t>(box.rows), 1, 1};
   cuuint32_t const steps[] = {1, 1, 1, 1};
   bool const wide = box.columns * kElementBytes == 128;
   CUtensorMap map;
   CUresult const result = driver.encode_tensor_map(
-      &map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, view.data, sizes, strides, extents, steps,
+      &map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, array.data, sizes, strides, extents, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
@@ -56,9 +77,12 @@ ffi::ErrorOr<std::vector<TensorMap>> encode_maps(const std::vector<MapBox>& boxe
       maps.push_back({});
       continue;
     }
-    TensorView const view = buffers.tensor(box.name);
+    auto const dims = buffers.four_dimensions(box.name);
     if (buffers.error().failure()) return ffi::Unexpected(buffers.error());
-    auto map = encode(*driver, box, view, buffers.dimensions(box.name));
+    MappedArray const array = box.name == "bias" ? map_scores(buffers.data(box.name), dims)
+                                                 : map_tensor(buffers.tensor(box.name), dims);
+    if (buffers.error().failure()) return ffi::Unexpected(buffers.error());
+    auto map = encode(*driver, box, array);
     if (!map.has_value()) return ffi::Unexpected(map.error());
     maps.push_back(*map);
   }

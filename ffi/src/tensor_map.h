@@ -9,26 +9,28 @@
 
 namespace memeff::host {
 
-// The maps of the named [batch, sequence, head, dim] buffers, encoded for this execution: they hold
-// addresses. That of a buffer which the call does not have is zero.
+// The maps of the named buffers, [batch, sequence, head, dim] but for the bias, which broadcasts to
+// [batch, head, query, key], encoded for this execution: they hold addresses. That of a buffer
+// which the call does not have is zero.
 xla::ffi::ErrorOr<std::vector<TensorMap>> encode_maps(const std::vector<MapBox>& boxes,
                                                       Buffers& buffers);
 
-// The same as the parameter of a kernel, which the boxes are in the order of; zero for a kernel
-// without boxes.
+// The same as the parameter of a kernel, which the boxes are in the order of; maps without a box
+// are zero.
 template <class Maps>
 xla::ffi::ErrorOr<Maps> encode_maps(const std::vector<MapBox>& boxes, Buffers& buffers) {
-  if (boxes.empty()) return Maps{};
+  Maps maps = {};
+  if (boxes.empty()) return maps;
   auto encoded = encode_maps(boxes, buffers);
   if (!encoded.has_value()) return xla::ffi::Unexpected(encoded.error());
-  if (encoded->size() * sizeof(TensorMap) != sizeof(Maps)) {
-    return xla::ffi::Unexpected(failure(
-        xla::ffi::ErrorCode::kInvalidArgument,
-        "expected " + std::to_string(sizeof(Maps) / sizeof(TensorMap)) + " tensor maps, got " +
-            std::to_string(encoded->size()) + " (was the program exported by another version?)"));
+  if (encoded->size() * sizeof(TensorMap) > sizeof(Maps)) {
+    return xla::ffi::Unexpected(failure(xla::ffi::ErrorCode::kInvalidArgument,
+                                        "expected at most " +
+                                            std::to_string(sizeof(Maps) / sizeof(TensorMap)) +
+                                            " tensor maps, got " + std::to_string(encoded->size()) +
+                                            " (was the program exported by another version?)"));
   }
-  Maps maps;
-  std::memcpy(&maps, encoded->data(), sizeof(maps));
+  std::memcpy(&maps, encoded->data(), encoded->size() * sizeof(TensorMap));
   return maps;
 }
 

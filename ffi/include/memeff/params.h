@@ -184,6 +184,7 @@ struct BackwardMaps {
   TensorMap query_gradient;  // where it is written at once
   TensorMap key_gradient;
   TensorMap value_gradient;
+  TensorMap bias;  // of kernels that read it through the copy engine
 };
 
 static_assert(sizeof(TensorView) == 48, "host and device disagree on TensorView");

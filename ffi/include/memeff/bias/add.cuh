@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include <memeff/bias/tile.cuh>
+#include <memeff/core/shared_tile.cuh>
 
 namespace memeff {
 
@@ -13,6 +14,7 @@ template <class Tile>
 class BiasReader {
  public:
   using Element = typename Tile::Element;
+  static constexpr bool kPerRow = Tile::kPerRow;
 
   // `row` and `column` are those of the warp's first element inside the tile, and `source` is where
   // the tile's first element stands in global memory.
@@ -66,9 +68,32 @@ class BiasReader {
   uint32_t shift_;
 };
 
+// The same of a SharedTile of 16-bit elements, whose columns from the first on are read.
+template <class Element, class Tile, int kColumnBlocks>
+class BulkBiasReader {
+ public:
+  static constexpr bool kPerRow = true;
+
+  CUTE_DEVICE BulkBiasReader(uint32_t tile, int row)
+      : fragments_(tile, LaneOrder::rows_first, row, 0) {}
+
+  CUTE_DEVICE void load(float2 (&pairs)[2][2], int row_block, int column_block) const {
+    uint32_t fragment[4];
+    load_matrix<false>(fragment, fragments_.at(row_block, column_block));
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      pairs[i / 2][i % 2] =
+          make_float2(unpack<Element>(fragment[i], 0), unpack<Element>(fragment[i], 1));
+    }
+  }
+
+ private:
+  FragmentPointer<Tile, kColumnBlocks, true> fragments_;
+};
+
 // Adds to the scores of a warp.
-template <class Tile, class Accumulators>
-CUTE_DEVICE void add_bias(Accumulators& scores, BiasReader<Tile> const& bias, float bias_scale) {
+template <class Reader, class Accumulators>
+CUTE_DEVICE void add_bias(Accumulators& scores, Reader const& bias, float bias_scale) {
   auto add = [&](float& score, float x) { score = biased_score(score, x, bias_scale); };
   constexpr int kRowBlocks = cute::size<1>(Accumulators{});
   constexpr int kColumnBlocks = cute::size<2>(Accumulators{}) / 2;
@@ -77,7 +102,7 @@ CUTE_DEVICE void add_bias(Accumulators& scores, BiasReader<Tile> const& bias, fl
     float2 pairs[2][2];
     CUTE_UNROLL
     for (int m = 0; m < kRowBlocks; ++m) {
-      if (Tile::kPerRow || m == 0) bias.load(pairs, m, block);
+      if (Reader::kPerRow || m == 0) bias.load(pairs, m, block);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         int const chunk = i / 2;

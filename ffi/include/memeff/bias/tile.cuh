@@ -20,6 +20,13 @@ CUTE_HOST_DEVICE constexpr bool has_bias_tile() {
   return false;
 }
 
+// Does the copy engine bring the tiles, through a tensor map?
+template <class Config>
+CUTE_HOST_DEVICE constexpr bool has_bulk_bias() {
+  if constexpr (Config::kBias) return Config::kBulkBias;
+  return false;
+}
+
 // kRows x kColumns elements, or one row of them where the bias is broadcast over rows. kThreads
 // threads copy it.
 template <class Config, int kRows_, int kColumns, int kThreads>
@@ -108,5 +115,17 @@ CUTE_DEVICE char const* bias_row(ScoreView const& bias, int batch, int head, int
   }
   return nullptr;
 }
+
+// Where the tensor map of a bias has what a batch element and a head read of it.
+struct BiasPlane {
+  int batch;
+  int head;
+
+  template <class Config>
+  CUTE_DEVICE static BiasPlane of(ScoreView const& bias, int batch, int head) {
+    return {bias.batch_stride == 0 ? 0 : element_of<Config>(bias, batch),
+            bias.head_stride == 0 ? 0 : head};
+  }
+};
 
 }  // namespace memeff

@@ -14,48 +14,34 @@ template <class Tile>
 class TransposedBiasReader {
  public:
   using Element = typename Tile::Element;
+  static constexpr bool kPerRow = Tile::kPerRow;
 
   // `source` is where the tile's first element stands in global memory.
   CUTE_DEVICE TransposedBiasReader(uint32_t tile, char const* source, long long row_bytes) {
     int const lane = thread_index() % kWarpSize;
-    if constexpr (kMatrices) {
-      base_[0] = tile + (lane / 16 * 8 + lane % 8) * Tile::kRowBytes + lane / 8 % 2 * 16;
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < kPairRows; ++i) {
-        int const row = Tile::kPerRow ? lane % 4 * 2 + i : 0;
-        base_[i] = tile + row * Tile::kRowBytes + lane / 4 * int(sizeof(Element)) +
-                   Tile::bit_shift(source + row * row_bytes) / 8;
-      }
+    CUTE_UNROLL
+    for (int i = 0; i < kPairRows; ++i) {
+      int const row = kPerRow ? lane % 4 * 2 + i : 0;
+      base_[i] = tile + row * Tile::kRowBytes + lane / 4 * int(sizeof(Element)) +
+                 Tile::bit_shift(source + row * row_bytes) / 8;
     }
   }
 
   // pairs[chunk][half]: of two neighbouring queries; half is 1 for keys 8-15, chunk is 1 for the
   // second eight queries of a block of 16.
   CUTE_DEVICE void load(float2 (&pairs)[2][2], int block) const {
-    if constexpr (kMatrices) {
-      uint32_t fragment[4];
-      load_matrix<true>(fragment, base_[0] + block * 16 * Tile::kRowBytes);
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        pairs[i / 2][i % 2] =
-            make_float2(unpack<Element>(fragment[i], 0), unpack<Element>(fragment[i], 1));
-      }
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        uint32_t const offset = (Tile::kPerRow ? (2 * block + i / 2) * 8 * Tile::kRowBytes : 0) +
-                                i % 2 * 8 * int(sizeof(Element));
-        float const first = load_element(base_[0] + offset);
-        float const second = kPairRows == 1 ? first : load_element(base_[kPairRows - 1] + offset);
-        pairs[i / 2][i % 2] = make_float2(first, second);
-      }
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      uint32_t const offset =
+          (kPerRow ? (2 * block + i / 2) * 8 * Tile::kRowBytes : 0) + i % 2 * 8 * sizeof(Element);
+      float const first = load_element(base_[0] + offset);
+      float const second = kPairRows == 1 ? first : load_element(base_[kPairRows - 1] + offset);
+      pairs[i / 2][i % 2] = make_float2(first, second);
     }
   }
 
  private:
-  static constexpr bool kMatrices = Tile::kVectors && sizeof(Element) == 2;
-  static constexpr int kPairRows = Tile::kPerRow ? 2 : 1;  // of the tile, for a pair of queries
+  static constexpr int kPairRows = kPerRow ? 2 : 1;  // of the tile, for a pair of queries
 
   CUTE_DEVICE static float load_element(uint32_t address) {
     if constexpr (sizeof(Element) == 4) {
@@ -65,20 +51,45 @@ class TransposedBiasReader {
     }
   }
 
-  uint32_t base_[kMatrices ? 1 : kPairRows];
+  uint32_t base_[kPairRows];
+};
+
+// The same of a SharedTile of queries and keys, in which the keys of the warp begin at `column`.
+template <class Element, class Tile>
+class TransposedBulkBiasReader {
+ public:
+  static constexpr bool kPerRow = true;
+
+  CUTE_DEVICE TransposedBulkBiasReader(uint32_t tile, int column) {
+    unsigned const lane = unsigned(thread_index()) % kWarpSize;
+    base_ = tile + Tile::byte_offset(int(lane / 16 * 8 + lane % 8),
+                                     column / Tile::kChunkColumns + int(lane / 8 % 2));
+  }
+
+  CUTE_DEVICE void load(float2 (&pairs)[2][2], int block) const {
+    uint32_t fragment[4];
+    load_matrix<true>(fragment, base_ + block * 16 * Tile::kRowBytes);
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      pairs[i / 2][i % 2] =
+          make_float2(unpack<Element>(fragment[i], 0), unpack<Element>(fragment[i], 1));
+    }
+  }
+
+ private:
+  uint32_t base_;
 };
 
 // As add_bias().
-template <class Tile, class Accumulators>
-CUTE_DEVICE void add_bias_transposed(Accumulators& scores, TransposedBiasReader<Tile> const& bias,
-                                     float bias_scale) {
+template <class Reader, class Accumulators>
+CUTE_DEVICE void add_bias_transposed(Accumulators& scores, Reader const& bias, float bias_scale) {
   float2 pairs[2][2];
   CUTE_UNROLL
   for (int n = 0; n < cute::size<2>(scores); ++n) {
-    if (n % 2 == 0 && (Tile::kPerRow || n == 0)) bias.load(pairs, n / 2);
+    if (n % 2 == 0 && (Reader::kPerRow || n == 0)) bias.load(pairs, n / 2);
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
-      float2 const pair = pairs[Tile::kPerRow ? n % 2 : 0][half];
+      float2 const pair = pairs[Reader::kPerRow ? n % 2 : 0][half];
       float& first = scores(2 * half, 0, n);
       float& second = scores(2 * half + 1, 0, n);
       first = biased_score(first, pair.x, bias_scale);

@@ -10,16 +10,17 @@
 
 namespace memeff {
 
-// Starts the copy of a box of rows, from row `row` of the tensor on, to row `tile_row` of a tile;
-// rows and columns beyond the tensor's become zero. One thread calls it; the bytes arrive at
-// `barrier`.
+// Starts the copy of a box of rows, from row `row` and column `column` of the tensor on, to row
+// `tile_row` of a tile; rows and columns beyond the tensor's become zero. One thread calls it; the
+// bytes arrive at `barrier`.
 template <class Tile>
 CUTE_DEVICE void load_bulk_tile(TensorMap const& map, uint64_t& barrier, uint32_t tile,
-                                int tile_row, int row, int head, int batch, CacheHint hint) {
+                                int tile_row, int row, int head, int batch, CacheHint hint,
+                                int column = 0) {
   CUTE_UNROLL
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     load_box(map, barrier, tile + panel * Tile::kPanelBytes + tile_row * Tile::kRowBytes,
-             panel * Tile::kPanelColumns, row, head, batch, hint);
+             column + panel * Tile::kPanelColumns, row, head, batch, hint);
   }
 }
 

@@ -6,14 +6,14 @@
 // many queries as keys, of which each consumer owns 64 queries. The operands come in parts of 64
 // columns, those of S = Q K^T and those of dP = dO V^T in turn: one ring of pairs of buffers, in
 // which the next arrive under the products of these. The bias is the same for all members of a tile
-// and is copied once.
+// and is copied once (bias/square_sm90.cuh).
 //
 // Each CTA of a grid no larger than the GPU has every so many tiles, so that the operands of one
 // arrive while the one before is finished.
 #pragma once
 
-#include <memeff/bias/add.cuh>
 #include <memeff/bias/gradient.cuh>
+#include <memeff/bias/square_sm90.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
@@ -37,7 +37,6 @@ struct BiasTilesSm90 {
 template <class Config, class MainTiles>
 struct RecomputeSm90 {
   using Element = typename Config::Element;
-  using BiasElement = typename Config::BiasElement;
   using Tiles = BiasTilesSm90<Config>;
   using Grid = typename Tiles::ScoreGrid;
   using Mask = ScoreMask<Config, Grid>;
@@ -65,11 +64,12 @@ struct RecomputeSm90 {
   static constexpr int kQueryBox = kWarpgroupRows;
   static constexpr int kKeyBox = Config::kTileKey;
 
-  // Each warp copies the bias of its own rows, for itself.
-  using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
+  using Bias = SquareBias<Config, Tiles>;
   static constexpr int kBiasOffset = kStages * kPairBytes;
-  static constexpr int kControlOffset = kBiasOffset + kConsumerWarps * BiasRows::kBytes;
-  using Control = Pipeline<kStages>;
+  static constexpr int kControlOffset = kBiasOffset + Bias::kBytes;
+  struct Control : Bias::Control {
+    Pipeline<kStages> pairs;
+  };
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
   // A tile, and the members that have a valid element in it.
@@ -106,7 +106,8 @@ struct RecomputeSm90 {
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
     if (threadIdx.x == kConsumers) {
-      control.init(kConsumerWarps);
+      control.pairs.init(kConsumerWarps);
+      Bias::init(control);
       fence_barrier_init();
     }
     __syncthreads();
@@ -122,15 +123,20 @@ struct RecomputeSm90 {
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Control& control, uint32_t tiles) {
     PipelineStage<kStages> stage;
+    Bias bias(tiles + kBiasOffset);
     int const count = Work::Tile::count(params);
     CUTE_NO_UNROLL
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       Work const work(params, index);
+      bool first = true;
       CUTE_NO_UNROLL
       for (int member = work.next(params, 0); member < work.members.count;
            member = work.next(params, member + 1)) {
         load_pairs<kHeadParts>(params, maps.query, maps.key, params.key, work, member, control,
                                stage, tiles);
+        // Its buffer is free when the tile before has its last scores, as are those of dP.
+        if (first) bias.produce(params, maps, work, control);
+        first = false;
         load_pairs<kValueParts>(params, maps.out_gradient, maps.value, params.value, work, member,
                                 control, stage, tiles);
       }
@@ -149,7 +155,7 @@ struct RecomputeSm90 {
     int const element = element_of<Config>(tensor, keys.batch);
     CUTE_NO_UNROLL
     for (int part = 0; part < kParts; ++part) {
-      uint64_t& arrived = control.acquire(stage, kPairBytes);
+      uint64_t& arrived = control.pairs.acquire(stage, kPairBytes);
       uint32_t const pair = tiles + stage.index * kPairBytes;
       int const column = part * kPartColumns;
       load_part<kQueryBox>(rows, arrived, pair, column, queries.row + work.tile.row, head,
@@ -172,6 +178,7 @@ struct RecomputeSm90 {
 
   CUTE_DEVICE static void consume(BackwardParams const& params, Control& control, uint32_t tiles) {
     PipelineStage<kStages> stage;
+    Bias bias(tiles + kBiasOffset);
     int const count = Work::Tile::count(params);
     CUTE_NO_UNROLL
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
@@ -179,20 +186,23 @@ struct RecomputeSm90 {
       auto sums = Grid::make_accumulators();  // (4, 1, MMA_N)
       cute::clear(sums);
       int member = work.next(params, 0);
-      if (member < work.members.count) load_bias(params, work, tiles);
+      if (member < work.members.count) bias.begin(params, work);
       CUTE_NO_UNROLL
       while (member < work.members.count) {
-        visit(params, work, member, control, stage, tiles, sums);
-        member = work.next(params, member + 1);
+        int const next = work.next(params, member + 1);
+        bool const last = next >= work.members.count;
+        auto add_bias = [&](auto& scores) { bias.add(params, work, control, last, scores); };
+        visit(params, work, member, control, stage, tiles, add_bias, sums);
+        member = next;
       }
       work.tile.store(sums);
     }
   }
 
-  template <class Accumulators>
+  template <class AddBias, class Accumulators>
   CUTE_DEVICE static void visit(BackwardParams const& params, Work const& work, int member,
                                 Control& control, PipelineStage<kStages>& stage, uint32_t tiles,
-                                Accumulators& sums) {
+                                AddBias const& add_bias, Accumulators& sums) {
     int const batch = work.members.batch(member);
     int const head = work.members.head(member);
     Mask const mask(params.mask, params.shape, batch);
@@ -210,7 +220,11 @@ struct RecomputeSm90 {
     if constexpr (!kHoldsVisit) end_scores(cute::Int<0>{});
     begin_product<kValueParts>(params, mask, work, control, stage, tiles, score_gradient);
     if constexpr (kHoldsVisit) end_scores(cute::Int<1>{});
-    modify(params, mask, work, member, tiles, scores);
+    prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+    add_bias(scores);
+    bool const mixed = work.line(params, member).mixed(work.tile.column / kTileKey);
+    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, head,
+                                              work.tile.row, work.tile.column, mixed);
     statistics.exponentiate(params.scale.softmax_scale, scores);
     fence_accumulators(scores);
     // A branch, which the exponentials stay before: the assembler, left with one basic block, puts
@@ -234,7 +248,7 @@ struct RecomputeSm90 {
     CUTE_UNROLL
     for (int part = 0; part < kParts; ++part) {
       uint32_t const pair = tiles + stage.index * kPairBytes;
-      control.wait(stage);
+      control.pairs.wait(stage);
       clear_beyond(params.shape, mask, work, pair);
       fence_accumulators(accumulators);
       begin_products();
@@ -251,7 +265,7 @@ struct RecomputeSm90 {
   CUTE_DEVICE static void release(Control& control, PipelineStage<kStages>& stage) {
     CUTE_UNROLL
     for (int part = 0; part < kParts; ++part) {
-      if (threadIdx.x % kWarpSize == 0) control.release(stage);
+      if (threadIdx.x % kWarpSize == 0) control.pairs.release(stage);
       stage.advance();
     }
   }
@@ -299,23 +313,6 @@ struct RecomputeSm90 {
     }
   };
 
-  // Soft cap, bias and masks.
-  template <class Scores>
-  CUTE_DEVICE static void modify(BackwardParams const& params, Mask const& mask, Work const& work,
-                                 int member, uint32_t tiles, Scores& scores) {
-    prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-    wait_copies<0>();
-    __syncwarp();  // the bias of all lanes is here
-    add_bias(
-        scores,
-        BiasReader<BiasRows>(bias_tile(tiles), 0, 0, bias_source(params, work), row_bytes(params)),
-        params.scale.bias_scale);
-    bool const mixed = work.line(params, member).mixed(work.tile.column / kTileKey);
-    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape,
-                                              work.members.batch(member), work.members.head(member),
-                                              work.tile.row, work.tile.column, mixed);
-  }
-
   // The bias of a row beyond the length of a member may be NaN, and so would be its P.
   template <class Scores>
   CUTE_DEVICE static void clear_rows_beyond(int row_bound, Scores& scores) {
@@ -355,31 +352,6 @@ struct RecomputeSm90 {
       CUTE_UNROLL
       for (int n = 0; n < Grid::kColumnBlocks; ++n) block(0, n, KeepAll{});
     }
-  }
-
-  CUTE_DEVICE static uint32_t bias_tile(uint32_t tiles) {
-    return tiles + kBiasOffset + thread_index() / kWarpSize * BiasRows::kBytes;
-  }
-
-  // Where the bias of this warp's rows begins: that of the first member, which is that of all.
-  CUTE_DEVICE static char const* bias_source(BackwardParams const& params, Work const& work) {
-    return bias_row<Config>(params.bias, work.members.first_batch, work.members.first_head,
-                            work.tile.row + Grid::row(thread_index())) +
-           work.tile.column * (long long)sizeof(BiasElement);
-  }
-
-  CUTE_DEVICE static long long row_bytes(BackwardParams const& params) {
-    return params.bias.row_stride * (long long)sizeof(BiasElement);
-  }
-
-  CUTE_DEVICE static void load_bias(BackwardParams const& params, Work const& work,
-                                    uint32_t tiles) {
-    int const thread = thread_index();
-    __syncwarp();  // nobody reads that of the tile before
-    BiasRows::copy(bias_tile(tiles), thread % kWarpSize, bias_source(params, work),
-                   row_bytes(params), work.tile.row_bound - Grid::row(thread),
-                   work.tile.column_bound);
-    commit_copies();
   }
 };
 

@@ -64,27 +64,32 @@ struct FmhaBackwardSm90 {
   static constexpr bool kScoreGradient =
       Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kNeeded;
 
-  static constexpr bool kBiasTile = has_bias_tile<Config>();
-  // Each warp copies the bias of its own keys, for itself.
-  using BiasColumns = BiasTile<Config, kTileQuery, 16, kWarpSize>;
-  static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasColumns>();
+  // The bias of a visit arrives beside dO. Where the copy engine cannot bring it, each warp copies
+  // that of its own keys, for itself.
+  static constexpr bool kBulkBias = has_bulk_bias<Config>();
+  static constexpr bool kWarpBias = has_bias_tile<Config>() && !kBulkBias;
+  using BulkBias = SharedTile<kTileQuery, kTileKey>;
+  using WarpBias = BiasTile<Config, kTileQuery, 16, kWarpSize>;
+  static constexpr int kBulkBiasBytes = kBulkBias ? BulkBias::kBytes : 0;
+  static constexpr int kWarpBiasBytes = kBulkBias ? 0 : bias_tile_bytes<Config, WarpBias>();
 
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kScoreOffset = kOutOffset + kStages * OutTile::kBytes;
-  static constexpr int kStatisticsOffset = kScoreOffset + 2 * ScoreTile::kBytes;
-  static constexpr int kBiasOffset = kStatisticsOffset + kStages * kStatisticsBytes;
-  static constexpr int kControlOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
+  static constexpr int kBulkBiasOffset = kScoreOffset + 2 * ScoreTile::kBytes;
+  static constexpr int kStatisticsOffset = kBulkBiasOffset + kStages * kBulkBiasBytes;
+  static constexpr int kWarpBiasOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+  static constexpr int kControlOffset = kWarpBiasOffset + kConsumerWarps * kWarpBiasBytes;
 
   using QueryOrder =
       cute::conditional_t<Config::kOrdersQueries, TurnSm90<Config>, AnyOrderSm90<Config>>;
 
   struct Control : QueryOrder::Control {
-    Pipeline<kStages> query;  // and the statistics of their rows
-    Pipeline<kStages> out_gradient;
-    Pipeline<1> key;  // and values
+    Pipeline<kStages> query;         // and the statistics of their rows
+    Pipeline<kStages> out_gradient;  // and the bias
+    Pipeline<1> key;                 // and values
   };
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
@@ -137,6 +142,7 @@ struct FmhaBackwardSm90 {
       prefetch_map(maps.key);
       prefetch_map(maps.value);
       prefetch_map(maps.out_gradient);
+      if constexpr (kBulkBias) prefetch_map(maps.bias);
       control.query.init(kConsumerWarps);
       control.out_gradient.init(kConsumerWarps);
       control.key.init(1);
@@ -184,10 +190,16 @@ struct FmhaBackwardSm90 {
                       Tiles::tile_index(params, item.batch, head, tile) * kTileQuery * 2,
                   query, tiles + kStatisticsOffset + stage.index * kStatisticsBytes,
                   kStatisticsBytes);
-        load_bulk_tile<OutTile>(maps.out_gradient,
-                                control.out_gradient.acquire(stage, OutTile::kBytes),
+        uint64_t& out = control.out_gradient.acquire(stage, OutTile::kBytes + kBulkBiasBytes);
+        load_bulk_tile<OutTile>(maps.out_gradient, out,
                                 tiles + kOutOffset + stage.index * OutTile::kBytes, 0, row, head,
                                 queries.batch, kAgain);
+        if constexpr (kBulkBias) {
+          BiasPlane const plane = BiasPlane::of<Config>(params.bias, item.batch, head);
+          load_bulk_tile<BulkBias>(maps.bias, out, bulk_bias_tile(tiles, stage), 0,
+                                   tile * kTileQuery, plane.head, plane.batch,
+                                   CacheHint::EVICT_NORMAL, work.column);
+        }
         stage.advance();
       }
     }
@@ -249,10 +261,14 @@ struct FmhaBackwardSm90 {
 
         control.query.wait(stage);
         if (reads_beyond<Config>(mask.query_length, row + kTileQuery, shape.query_length)) {
-          // What stands beyond the query length may be NaN, and 0 * NaN would reach dk and dv.
+          // What stands beyond the query length may be NaN, and 0 * NaN would reach dk and dv, as
+          // would a P of NaN.
           control.out_gradient.wait(stage);
           clear_rows<QueryTile, kConsumers>(query_tile, mask.query_length - row);
           clear_rows<OutTile, kConsumers>(out_tile, mask.query_length - row);
+          if constexpr (kBulkBias) {
+            clear_rows<BulkBias, kConsumers>(bulk_bias_tile(tiles, stage), mask.query_length - row);
+          }
           fence_bulk_store();
           named_barrier_sync(kConsumerBarrier, kConsumers);
         }
@@ -277,7 +293,7 @@ struct FmhaBackwardSm90 {
         uint32_t const statistics = tiles + kStatisticsOffset + stage.index * kStatisticsBytes;
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
         auto const capped = scores;  // read by the derivative of the soft cap
-        add_bias(params, work, head, row, tiles, scores);
+        add_bias(params, work, head, row, tiles, stage, scores);
         mask.template apply_transposed<kTileQuery, kTileKey>(
             scores, params.mask, shape, item.batch, head, row, work.column, line.mixed(tile));
         exponentiate_transposed<ScoreGrid>(statistics, params.scale.softmax_scale, scores);
@@ -348,8 +364,12 @@ struct FmhaBackwardSm90 {
     store(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
   }
 
-  CUTE_DEVICE static uint32_t bias_tile(uint32_t tiles) {
-    return tiles + kBiasOffset + thread_index() / kWarpSize * kBiasBytes;
+  CUTE_DEVICE static uint32_t bulk_bias_tile(uint32_t tiles, PipelineStage<kStages> const& stage) {
+    return tiles + kBulkBiasOffset + stage.index * BulkBias::kBytes;
+  }
+
+  CUTE_DEVICE static uint32_t warp_bias_tile(uint32_t tiles) {
+    return tiles + kWarpBiasOffset + thread_index() / kWarpSize * kWarpBiasBytes;
   }
 
   // Where the bias of this warp's keys begins.
@@ -366,12 +386,13 @@ struct FmhaBackwardSm90 {
 
   CUTE_DEVICE static void load_bias(BackwardParams const& params, Mask const& mask,
                                     Work const& work, int head, int tile, uint32_t tiles) {
-    if constexpr (kBiasTile) {
+    if constexpr (kWarpBias) {
       int const thread = thread_index();
       int const row = tile * kTileQuery;
-      BiasColumns::copy(bias_tile(tiles), thread % kWarpSize, bias_source(params, work, head, row),
-                        bias_row_bytes(params), mask.query_length - row,
-                        mask.key_length - work.column - ScoreGrid::row(thread));
+      WarpBias::copy(warp_bias_tile(tiles), thread % kWarpSize,
+                     bias_source(params, work, head, row), bias_row_bytes(params),
+                     mask.query_length - row,
+                     mask.key_length - work.column - ScoreGrid::row(thread));
       commit_copies();
     }
   }
@@ -379,12 +400,18 @@ struct FmhaBackwardSm90 {
   // Adds the bias of a visit, which began to arrive during the one before.
   template <class Scores>
   CUTE_DEVICE static void add_bias(BackwardParams const& params, Work const& work, int head,
-                                   int row, uint32_t tiles, Scores& scores) {
-    if constexpr (kBiasTile) {
+                                   int row, uint32_t tiles, PipelineStage<kStages> const& stage,
+                                   Scores& scores) {
+    if constexpr (kBulkBias) {
+      TransposedBulkBiasReader<typename Config::BiasElement, BulkBias> const bias(
+          bulk_bias_tile(tiles, stage), ScoreGrid::row(thread_index()));
+      add_bias_transposed(scores, bias, params.scale.bias_scale);
+    }
+    if constexpr (kWarpBias) {
       wait_copies<0>();
       __syncwarp();  // the bias of all lanes is here
-      TransposedBiasReader<BiasColumns> const bias(
-          bias_tile(tiles), bias_source(params, work, head, row), bias_row_bytes(params));
+      TransposedBiasReader<WarpBias> const bias(
+          warp_bias_tile(tiles), bias_source(params, work, head, row), bias_row_bytes(params));
       add_bias_transposed(scores, bias, params.scale.bias_scale);
     }
   }
@@ -393,7 +420,7 @@ struct FmhaBackwardSm90 {
   // keeps them before the wait for dP, which the assembler puts them behind in one basic block.
   CUTE_DEVICE static void load_next_bias(BackwardParams const& params, Mask const& mask,
                                          Work const& work, int head, int tile, uint32_t tiles) {
-    if constexpr (kBiasTile) {
+    if constexpr (kWarpBias) {
       __syncwarp();  // nobody reads this one any more
       auto const line = work.line(params, head);
       bool const last = line.after(tile) == line.end;
