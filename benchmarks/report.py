@@ -26,7 +26,12 @@ _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
 # Where results go that hold such cells alone.
-_BLOCKS = {"deterministic": "deterministic", "decode": "decode", "float32": "decode"}
+_BLOCKS = {
+    "masks": "masks",
+    "deterministic": "deterministic",
+    "decode": "decode",
+    "float32": "decode",
+}
 _NAMES = ("tables", "summary", "host", "features", *dict.fromkeys(_BLOCKS.values()), "ring")
 _GRID = frozenset(("main", "small", "tiny"))
 _MISSING = "n/a"
