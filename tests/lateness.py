@@ -60,4 +60,5 @@ def kernels(case: Case) -> list[KernelSpec]:
         patch.setenv("JAX_MEMEFF_ARCHS", sm90.ARCH)
         for wants in (None, case.wants):
             found += cuda.kernels(operands, case.options, wants).values()
+    assert all(spec.family == "sm90" for spec in found)
     return found
