@@ -1,0 +1,179 @@
+"""Which kernels of Hopper serve a problem, and what they ask of their launch."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+from test_codegen import problem
+
+from jax_memeff.codegen import emit, select, support
+from jax_memeff.codegen.tiles import sm80, sm90
+
+
+def test_a_few_tiles_of_short_keys_share_their_rows_on_hopper():
+    asked = problem(arch="sm_90a", query_rows="teams")
+    spec = select.select(asked)
+    assert isinstance(spec.tile, sm90.Tile)
+    assert (spec.tile.query, spec.teams, spec.consumers, spec.threads) == (64, 2, 2, 384)
+    assert "static constexpr int kTeams = 2;" in emit.source(spec)
+    assert select.select(problem(arch="sm_90a")).teams == 1
+    (reason,) = support.spec_reasons(spec, problem(arch="sm_90a"))
+    assert reason.startswith("its warpgroups share rows")
+    # Head dims without such a tile split their keys, but for packed sequences.
+    wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a", "query_rows": "teams"}
+    assert select.select(problem(**wider)).split
+    assert select.select(problem(**wider, varlen=True)).family == "sm90"
+
+
+def test_blocks_share_a_few_tiles_of_keys():
+    hopper: dict[str, Any] = {"arch": "sm_90a", "few_keys": True}
+    spec = select.select(problem("backward", **hopper))
+    assert spec.shares and "_shares_" in spec.name
+    assert [entry.grid for entry in spec.entry_points] == ["queries", "key_shares", "queries"]
+    assert "static constexpr bool kShares = true;" in emit.source(spec)
+    assert not select.select(problem("backward", arch="sm_90a")).shares
+    (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
+    assert reason.startswith("its blocks share")
+    with_bias = {"bias": "16", "wants": ("query", "bias")}
+    others: tuple[dict[str, Any], ...] = (
+        {"deterministic": True},
+        {"varlen": True},
+        {"wants": ("query",)},
+        {"head_dim": 256, "value_dim": 256},
+        {**with_bias, "bias_layout": "full"},
+        {**with_bias, "bias_layout": "columns"},
+    )
+    for owned in others:
+        assert not select.select(problem("backward", **hopper, **owned)).shares
+    recomputed: dict[str, Any] = {
+        "bias": "16",
+        "bias_layout": "shared",
+        "wants": ("query", "key", "bias"),
+    }
+    assert select.select(problem("backward", **hopper, **recomputed)).shares
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares"),
+    [
+        ({}, 2),
+        ({"heads": 4}, 4),
+        ({"heads": 4, "queries": 512}, 2),
+        ({"heads": 4, "queries": 511}, 1),
+        ({"heads": 1, "queries": 511, "group": 2}, 3),
+        ({"heads": 1, "keys": 77, "queries": 32768}, 32),
+        ({"batch": 2}, 1),
+        ({"keys": 1057}, 1),
+    ],
+    ids=str,
+)
+def test_shares_fill_the_gpu_and_have_queries_enough(sizes, shares):
+    usual = {"batch": 1, "queries": 1024, "keys": 1024, "heads": 8, "group": 1}
+    assert support.key_shares(**{**usual, **sizes}) == shares
+
+
+def test_hopper_kernels_come_first_and_say_why_not():
+    """sm_90 without the letter has no wgmma; what the sm90 family lacks falls to sm80."""
+    plain = problem(masks={"causal"}, arch="sm_90a")
+    assert select.select(plain).family == "sm90"
+    assert select.select(dataclasses.replace(plain, arch="sm_90")).family == "sm80"
+    biased = problem("backward", head_dim=256, arch="sm_90a", bias="16", wants=("bias",))
+    assert select.select(biased).family == "sm80"
+    refused = [reasons for spec, reasons in select.explain(biased) if spec.family == "sm90"]
+    reason = "it computes the gradient of this bias beside that of the query only"
+    assert reason in itertools.chain(*refused)
+    assert select.select(dataclasses.replace(biased, wants=("query", "bias"))).family == "sm90"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "bias", "pairs"), [(64, "32", 4), (128, "16", 6), (128, "32", 4), (256, "32", 4)]
+)
+def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias, pairs):
+    wants = ("query", "key", "value", "bias")
+    asked = problem("backward", head_dim=head_dim, arch="sm_90a", bias=bias, wants=wants)
+    spec = select.select(dataclasses.replace(asked, bias_layout="shared"))
+    assert (spec.family, spec.bias_gradient) == ("sm90", "recomputed")
+    assert spec.recompute_stages == pairs
+    *_, recompute = spec.entry_points
+    assert (recompute.grid, recompute.takes_maps) == ("bias_squares", True)
+    assert recompute.shared_bytes <= sm80.part("sm_90a").shared_bytes(blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("features", "bulk"),
+    [
+        ({}, True),
+        ({"bias_layout": "full"}, True),
+        ({"bias_alignment": 8}, False),
+        ({"bias": "32"}, False),
+        ({"bias_layout": "columns"}, False),
+        ({"head_dim": 256}, True),
+        ({"head_dim": 256, "bias_layout": "full"}, False),
+        ({"direction": "forward", "wants": ()}, False),
+        ({"arch": "sm_80"}, False),
+    ],
+)
+def test_hopper_copies_tiles_of_a_bias_of_aligned_rows(features, bulk):
+    wants = ("query", "key", "value", "bias")
+    shared = {"bias": "16", "bias_layout": "shared", "arch": "sm_90a", "wants": wants}
+    asked = dataclasses.replace(problem("backward", head_dim=128, **shared), **features)
+    spec = select.select(asked)
+    assert spec.bulk_bias == bulk
+    assert ("bias" in [box.name for box in spec.tensor_maps]) == bulk
+    assert f"kBulkBias = {str(bulk).lower()};" in emit.source(spec)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "features", "family"),
+    [
+        (64, {"masks": {"segments", "window"}, "soft_cap": True, "dropout": True}, "sm90"),
+        (64, {"masks": {"segments", "boolean"}, "soft_cap": True, "dropout": True}, "sm90"),
+        (64, {"masks": {"segments"}, "bias": "32", "soft_cap": True}, "sm90"),
+        (64, {"masks": {"boolean"}, "bias": "32"}, "sm80"),
+        (128, {"masks": {"segments", "causal"}, "soft_cap": True}, "sm90"),
+        (128, {"masks": {"segments"}, "bias": "16", "dropout": True}, "sm90"),
+        (128, {"masks": {"segments", "boolean"}, "dropout": True}, "sm90"),
+        (128, {"masks": {"segments"}, "soft_cap": True, "dropout": True}, "sm80"),
+        (128, {"masks": {"boolean"}, "soft_cap": True}, "sm80"),
+        (192, {"masks": {"segments", "boolean"}, "varlen": True}, "sm90"),
+        (192, {"masks": {"boolean"}, "soft_cap": True, "dropout": True}, "sm90"),
+        (256, {"masks": {"segments", "boolean"}, "dropout": True}, "sm90"),
+        (256, {"masks": {"segments", "causal"}, "soft_cap": True}, "sm90"),
+        (256, {"masks": {"causal"}, "soft_cap": True, "dropout": True}, "sm80"),
+    ],
+)
+def test_hopper_backward_takes_masks_as_long_as_registers_last(head_dim, features, family):
+    spec = select.select(problem("backward", head_dim=head_dim, arch="sm_90a", **features))
+    assert spec.family == family
+    assert (spec.segments, spec.boolean) == tuple(
+        kind in features["masks"] for kind in ("segments", "boolean")
+    )
+
+
+def test_hopper_source_takes_tensor_maps():
+    spec = select.select(problem("backward", head_dim=64, arch="sm_90a"))
+    source = emit.source(spec)
+    assert "const __grid_constant__ memeff::BackwardMaps maps" in source
+    assert "memeff::FmhaBackwardPreprocess<Config, memeff::BackwardTilesSm90<Config>>" in source
+    assert [box.name for box in spec.tensor_maps][:3] == ["query", "key", "value"]
+    preprocess, main, postprocess = spec.entry_points
+    # The producer is a warpgroup of the main kernel alone.
+    assert preprocess.threads == postprocess.threads == main.threads - 128
+
+
+def test_hopper_backward_of_large_head_dims_is_divided():
+    """Its two kernels own their gradients, so there are neither sums of dq nor a postprocess."""
+    spec = select.select(problem("backward", head_dim=192, value_dim=128, arch="sm_90a"))
+    source = emit.source(spec)
+    assert [entry.name.removeprefix(spec.name) for entry in spec.entry_points] == [
+        "_preprocess",
+        "_query",
+        "_key",
+    ]
+    assert [entry.grid for entry in spec.entry_points] == ["queries", "queries", "keys"]
+    assert [entry.takes_maps for entry in spec.entry_points] == [False, True, True]
+    for entry in spec.entry_points[1:]:
+        assert f"::kSharedBytes == {entry.shared_bytes});" in source
+    only_value = problem("backward", head_dim=256, arch="sm_90a", wants={"value"})
+    assert [entry.grid for entry in select.select(only_value).entry_points] == ["queries", "keys"]
