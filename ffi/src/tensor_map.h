@@ -23,11 +23,13 @@ xla::ffi::ErrorOr<Maps> encode_maps(const std::vector<MapBox>& boxes, Buffers& b
   if (boxes.empty()) return maps;
   auto encoded = encode_maps(boxes, buffers);
   if (!encoded.has_value()) return xla::ffi::Unexpected(encoded.error());
-  if (encoded->size() * sizeof(TensorMap) > sizeof(Maps)) {
+  constexpr std::size_t kMost = sizeof(Maps) / sizeof(TensorMap);
+  constexpr std::size_t kLeast = kMost - Maps::kOptional;
+  if (encoded->size() < kLeast || encoded->size() > kMost) {
     return xla::ffi::Unexpected(failure(xla::ffi::ErrorCode::kInvalidArgument,
-                                        "expected at most " +
-                                            std::to_string(sizeof(Maps) / sizeof(TensorMap)) +
-                                            " tensor maps, got " + std::to_string(encoded->size()) +
+                                        "expected " + std::to_string(kLeast) + " to " +
+                                            std::to_string(kMost) + " tensor maps, got " +
+                                            std::to_string(encoded->size()) +
                                             " (was the program exported by another version?)"));
   }
   std::memcpy(&maps, encoded->data(), encoded->size() * sizeof(TensorMap));

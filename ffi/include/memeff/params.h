@@ -168,11 +168,13 @@ struct alignas(128) TensorMap {
   unsigned long long opaque[16];
 };
 
-// The tensor maps of a forward kernel that uses them, in the order of its spec.
+// The tensor maps of a forward kernel that uses them, in the order of its spec, which may leave the
+// last kOptional out.
 struct ForwardMaps {
   TensorMap query;
   TensorMap key;
   TensorMap value;
+  static constexpr int kOptional = 0;
 };
 
 // The same of a backward kernel. Those of gradients that nobody asked for are zero.
@@ -185,6 +187,7 @@ struct BackwardMaps {
   TensorMap key_gradient;
   TensorMap value_gradient;
   TensorMap bias;  // of kernels that read it through the copy engine
+  static constexpr int kOptional = 1;
 };
 
 static_assert(sizeof(TensorView) == 48, "host and device disagree on TensorView");
