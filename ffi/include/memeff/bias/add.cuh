@@ -36,8 +36,7 @@ class BiasReader {
     if constexpr (kMatrices) {
       uint32_t fragment[4];
       load_matrix<false>(fragment, block);
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) pairs[i / 2][i % 2] = unpack_pair(fragment[i]);
+      unpack_matrices<Element>(pairs, fragment);
     } else {
       CUTE_UNROLL
       for (int chunk = 0; chunk < 2; ++chunk) {
@@ -52,15 +51,12 @@ class BiasReader {
  private:
   static constexpr bool kMatrices = Tile::kVectors && sizeof(Element) == 2;
 
-  CUTE_DEVICE static float2 unpack_pair(uint32_t pair) {
-    return make_float2(unpack<Element>(pair, 0), unpack<Element>(pair, 1));
-  }
-
   CUTE_DEVICE float2 load_pair(uint32_t address) const {
     if constexpr (sizeof(Element) == 4) {
       return load_shared_pair(address);
     } else {
-      return unpack_pair(__funnelshift_r(load_shared(address), load_shared(address + 4), shift_));
+      return unpack_pair<Element>(
+          __funnelshift_r(load_shared(address), load_shared(address + 4), shift_));
     }
   }
 
@@ -80,11 +76,7 @@ class BulkBiasReader {
   CUTE_DEVICE void load(float2 (&pairs)[2][2], int row_block, int column_block) const {
     uint32_t fragment[4];
     load_matrix<false>(fragment, fragments_.at(row_block, column_block));
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      pairs[i / 2][i % 2] =
-          make_float2(unpack<Element>(fragment[i], 0), unpack<Element>(fragment[i], 1));
-    }
+    unpack_matrices<Element>(pairs, fragment);
   }
 
  private:

@@ -98,6 +98,19 @@ struct BiasTile {
   }
 };
 
+// Two neighbouring elements.
+template <class Element>
+CUTE_DEVICE float2 unpack_pair(uint32_t pair) {
+  return make_float2(unpack<Element>(pair, 0), unpack<Element>(pair, 1));
+}
+
+// Those of the four matrices that ldmatrix loads, as the readers have them.
+template <class Element>
+CUTE_DEVICE void unpack_matrices(float2 (&pairs)[2][2], uint32_t const (&fragment)[4]) {
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) pairs[i / 2][i % 2] = unpack_pair<Element>(fragment[i]);
+}
+
 template <class Config, class Tile>
 CUTE_HOST_DEVICE constexpr int bias_tile_bytes() {
   if constexpr (has_bias_tile<Config>()) return Tile::kBytes;

@@ -69,11 +69,7 @@ class TransposedBulkBiasReader {
   CUTE_DEVICE void load(float2 (&pairs)[2][2], int block) const {
     uint32_t fragment[4];
     load_matrix<true>(fragment, base_ + block * 16 * Tile::kRowBytes);
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      pairs[i / 2][i % 2] =
-          make_float2(unpack<Element>(fragment[i], 0), unpack<Element>(fragment[i], 1));
-    }
+    unpack_matrices<Element>(pairs, fragment);
   }
 
  private:

@@ -53,10 +53,10 @@ struct FmhaForwardSm90 {
                                    WarpgroupGrid<kTileQuery, kColumns>>;
   using ScoreGrid = Grid<kTileKey>;
   using OutGrid = Grid<Config::kValueDim>;
-  // Rows with a bias may be negative for ever, which integers do not order; above 128 columns there
-  // are too few scores a visit for the branch.
   static constexpr bool kCapped =
       Config::kSoftCap && !Config::kBias && cute::is_same_v<Element, cutlass::bfloat16_t>;
+  // Rows with a bias may be negative for ever, which integers do not order; above 128 columns there
+  // are too few scores a visit for the branch.
   using Softmax = OnlineSoftmax<1, !Config::kBias && Config::kValueDim <= 128,
                                 has_bias_tile<Config>(), kCapped>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
