@@ -1,7 +1,7 @@
 """One process of a ring of processes: ``python ring_process.py ADDRESS PROCESSES INDEX PLATFORM``.
 
 Each process has one device, and compares what it computes with the same part of what one device
-computes of the whole. Its last line is JSON: the largest relative error of an array.
+computes of the whole. Its last line on stdout is JSON: the largest relative error of an array.
 """
 
 from __future__ import annotations

@@ -34,18 +34,18 @@ def test_a_ring_of_processes_equals_one_device(devices):
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             },
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for index in range(len(devices))
     ]
     try:
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
+        outputs = [process.communicate(timeout=SECONDS) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
+    for process, (output, messages) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, messages
         result = json.loads(output.splitlines()[-1])
         assert result["devices"] == len(devices) and result["arrays"] == 6
         assert result["error"] <= sizes(devices).tolerance
