@@ -41,13 +41,15 @@ _CALLS = (2, 64)
 _SUSPICIOUS_DIFFERENCE = 0.05
 
 
-def calls_per_launch(flops: float) -> int:
+def calls_per_launch(flops: float, platform: str) -> int:
     """Calls in one jit or CUDA graph: the same for every peer of a cell.
 
-    >>> calls_per_launch(275e9), calls_per_launch(1e6), calls_per_launch(8e12)
-    (7, 64, 2)
+    One on a CPU, where XLA merges them (``jax_programs.compile_program``).
+
+    >>> [calls_per_launch(flops, "gpu") for flops in (275e9, 1e6, 8e12)]
+    [7, 64, 2]
     """
-    least, most = _CALLS
+    least, most = _CALLS if platform == "gpu" else (1, 1)
     return min(most, max(least, round(_LAUNCH_SECONDS * _ASSUMED_RATE / flops)))
 
 
@@ -66,7 +68,7 @@ class Compilation:
         for cell in cells:
             arrays = jax.eval_shape(lambda cell=cell: cell_inputs.make(cell))
             for backward in DIRECTIONS.values():
-                calls = calls_per_launch(cell.flops(backward))
+                calls = calls_per_launch(cell.flops(backward), jax.default_backend())
                 for peer in peers if cell.gradients or not backward else ():
                     if peer.framework == "jax" and not peer.missing(cell):
                         self._futures[cell, peer.name, backward] = self._pool.submit(
@@ -84,7 +86,7 @@ class Compilation:
         compiled, results = self._futures.pop((cell, peer.name, backward)).result()
         zeros = jax.tree.map(lambda result: jnp.zeros(result.shape, result.dtype), results)
         adapted = cell_inputs.adapt(inputs, peer, cell)
-        calls = calls_per_launch(cell.flops(backward))
+        calls = calls_per_launch(cell.flops(backward), jax.default_backend())
         return jax_programs.JaxProgram(compiled, adapted, zeros, calls)
 
 
@@ -117,7 +119,7 @@ def measure_direction(
     """The records of one cell and direction, by peer."""
     programs: dict[str, Any] = {}
     outcomes: dict[str, Timing | Failure] = {}
-    calls = calls_per_launch(cell.flops(backward))
+    calls = calls_per_launch(cell.flops(backward), jax.default_backend())
     for peer in peers:
         if failure := _missing(peer, cell):
             outcomes[peer.name] = failure
@@ -152,7 +154,7 @@ def measure_direction(
             "dtype": peer.dtype or cell.dtype,
         }
         if peer.framework == "jax":
-            records[peer.name] |= jax_programs.facts(programs[peer.name].compiled)
+            records[peer.name] |= jax_programs.facts(programs[peer.name].compiled, calls)
     compared = [peer.name for peer in peers if peer.name in timings]
     try:
         for name, difference in _differences(programs, compared, cell).items():

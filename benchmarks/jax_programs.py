@@ -62,65 +62,70 @@ def distance(result: jax.Array, reference: jax.Array) -> jax.Array:
 
 
 def compile_program(peer: Peer, cell: Cell, inputs: Inputs, calls: int, backward: bool):
-    """The executable of ``calls`` calls and the shapes of its results.
+    """The executable of ``calls`` calls, one after the other, and the shapes of its results.
 
-    Inside the loop every input passes an optimization barrier and is carried on, so XLA cannot
-    prove that it stays the same, and hoists nothing. Every result is carried too, so nothing is
-    eliminated. The barrier vanishes when XLA has scheduled the program and costs no kernel.
+    No loop of XLA's, which would count its iterations with a kernel of its own. Between two calls
+    inputs and results pass an optimization barrier together, so XLA can neither prove that the
+    inputs stay the same, and merge calls, nor that nobody reads the results, and drop one. The
+    barrier vanishes when XLA has scheduled the program and costs no kernel.
+
+    Raises ``RuntimeError`` if fewer calls are left, as on a CPU, where the barrier vanishes first.
     """
     function = one_call(peer.attention(cell), backward)
     arrays = jax.eval_shape(lambda inputs: adapt(inputs, peer, cell), inputs)
     results = jax.eval_shape(function, arrays)
 
     def program(inputs, results):
-        def body(_, carry):
-            inputs = lax.optimization_barrier(carry[0])
-            return inputs, function(inputs)
+        for index in range(calls):
+            inputs, results = lax.optimization_barrier((inputs, results))
+            with jax.named_scope(f"call{index}"):
+                results = function(inputs)
+        return results
 
-        return lax.fori_loop(0, calls, body, (inputs, results))[1]
+    compiled = jax.jit(program, donate_argnums=1).lower(arrays, results).compile()
+    left = len(set(_CALL.findall(compiled.as_text())))
+    if left != calls:
+        raise RuntimeError(f"expected a program of {calls} calls, got one with {left} of them left")
+    return compiled, results
 
-    return jax.jit(program, donate_argnums=1).lower(arrays, results).compile(), results
 
-
-def facts(compiled: Any) -> dict[str, Any]:
-    """What is timed (:func:`loop_body`), and its memory beside operands and results."""
+def facts(compiled: Any, calls: int) -> dict[str, Any]:
+    """What is timed (:func:`operations`), and its memory beside operands and results."""
     memory = compiled.memory_analysis()
     return {
-        "loop_body": loop_body(compiled.as_text()),
+        "operations": operations(compiled.as_text(), calls),
         "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
     }
 
 
-# What costs no kernel in a compiled loop body.
+# What costs no kernel in a compiled program.
 _FREE = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"))
-_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_CALL = re.compile(r'op_name="[^"]*/call(\d+)/')
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = .*?\s([a-z][a-z0-9\-]*)\(")
 
 
-def loop_body(hlo: str) -> dict[str, int]:
-    """How often each operation occurs in the first loop of a compiled program.
+def operations(hlo: str, calls: int) -> dict[str, float]:
+    """How often each operation occurs in a compiled program of so many calls, for each of them.
 
-    It shows what is timed: one call, and nothing that the loop itself has added but the counter.
+    It shows what is timed: every call, and nothing between them.
 
-    >>> loop_body('''
-    ... %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-    ...   %p = (s32[], f32[8]) parameter(0)
-    ...   %x = f32[8]{0} get-tuple-element(%p), index=1
-    ...   ROOT %c = f32[8]{0} custom-call(%x), custom_call_target="attention"
+    >>> operations('''
+    ... %fused (p: f32[8]) -> f32[8] {
+    ...   ROOT %n = f32[8]{0} negate(%p)
     ... }
     ... ENTRY %main (x: f32[8]) -> f32[8] {
-    ...   %w = (s32[], f32[8]) while(%t), condition=%cond, body=%body
-    ... }''')
-    {'custom-call': 1}
+    ...   %x = f32[8]{0} parameter(0)
+    ...   %c = f32[8]{0} custom-call(%x), custom_call_target="attention"
+    ...   %d = f32[8]{0} custom-call(%c), custom_call_target="attention"
+    ...   ROOT %f = f32[8]{0} fusion(%d), calls=%fused
+    ... }''', calls=2)
+    {'custom-call': 1.0, 'fusion': 0.5}
     """
-    body = _BODY.search(hlo)
-    if body is None:
-        return {}
     counts: Counter[str] = Counter()
     inside = False
     for line in hlo.splitlines():
         if not line.startswith(" ") and line.rstrip().endswith("{"):
-            inside = line.lstrip("%").split(" ")[0] == body.group(1)
+            inside = line.startswith("ENTRY ")
         elif inside and (match := _INSTRUCTION.match(line)):
             counts[match.group(1)] += match.group(1) not in _FREE
-    return {operation: count for operation, count in sorted(counts.items()) if count}
+    return {name: count / calls for name, count in sorted(counts.items()) if count}
