@@ -41,15 +41,13 @@ _CALLS = (2, 64)
 _SUSPICIOUS_DIFFERENCE = 0.05
 
 
-def calls_per_launch(flops: float, platform: str) -> int:
+def calls_per_launch(flops: float) -> int:
     """Calls in one jit or CUDA graph: the same for every peer of a cell.
 
-    One on a CPU, where XLA merges them (``jax_programs.compile_program``).
-
-    >>> [calls_per_launch(flops, "gpu") for flops in (275e9, 1e6, 8e12)]
-    [7, 64, 2]
+    >>> calls_per_launch(275e9), calls_per_launch(1e6), calls_per_launch(8e12)
+    (7, 64, 2)
     """
-    least, most = _CALLS if platform == "gpu" else (1, 1)
+    least, most = _CALLS
     return min(most, max(least, round(_LAUNCH_SECONDS * _ASSUMED_RATE / flops)))
 
 
@@ -68,7 +66,7 @@ class Compilation:
         for cell in cells:
             arrays = jax.eval_shape(lambda cell=cell: cell_inputs.make(cell))
             for backward in DIRECTIONS.values():
-                calls = calls_per_launch(cell.flops(backward), jax.default_backend())
+                calls = calls_per_launch(cell.flops(backward))
                 for peer in peers if cell.gradients or not backward else ():
                     if peer.framework == "jax" and not peer.missing(cell):
                         self._futures[cell, peer.name, backward] = self._pool.submit(
@@ -84,10 +82,9 @@ class Compilation:
     def program(self, peer: Peer, cell: Cell, inputs, backward: bool):
         """The program, or what its compilation raised."""
         compiled, results = self._futures.pop((cell, peer.name, backward)).result()
-        zeros = jax.tree.map(lambda result: jnp.zeros(result.shape, result.dtype), results)
-        adapted = cell_inputs.adapt(inputs, peer, cell)
-        calls = calls_per_launch(cell.flops(backward), jax.default_backend())
-        return jax_programs.JaxProgram(compiled, adapted, zeros, calls)
+        calls = calls_per_launch(cell.flops(backward))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), [results] * calls)
+        return jax_programs.JaxProgram(compiled, cell_inputs.adapt(inputs, peer, cell), zeros)
 
 
 def _differences(programs: dict[str, Any], timed: Sequence[str], cell: Cell) -> dict[str, float]:
@@ -119,7 +116,7 @@ def measure_direction(
     """The records of one cell and direction, by peer."""
     programs: dict[str, Any] = {}
     outcomes: dict[str, Timing | Failure] = {}
-    calls = calls_per_launch(cell.flops(backward), jax.default_backend())
+    calls = calls_per_launch(cell.flops(backward))
     for peer in peers:
         if failure := _missing(peer, cell):
             outcomes[peer.name] = failure

@@ -15,16 +15,16 @@ from peers import Peer
 
 
 class JaxProgram:
-    """``calls`` calls in one compiled program.
+    """A compiled :func:`program_of` some calls: as many as there are results.
 
     The results of a launch are donated to the next, so that a launch neither allocates nor clears
     them.
     """
 
-    def __init__(self, compiled: Any, inputs: Inputs, results: Any, calls: int):
+    def __init__(self, compiled: Any, inputs: Inputs, results: list[Any]):
         self.compiled = compiled
-        self.inputs = inputs
-        self.calls = calls
+        self.calls = len(results)
+        self.inputs = (inputs,) * self.calls
         self._results = results
 
     def launch(self) -> None:
@@ -35,7 +35,7 @@ class JaxProgram:
 
     def results(self) -> list[jax.Array]:
         """The output, then the gradients in the order query, key, value, bias."""
-        return list(self._results)
+        return list(self._results[-1])
 
 
 def one_call(attention: Any, backward: bool):
@@ -54,6 +54,25 @@ def one_call(attention: Any, backward: bool):
     return forward_and_backward if backward else forward
 
 
+def program_of(function: Any):
+    """A function of the inputs of one call or more and of the results of the launch before.
+
+    Every call has parameters of its own, which the same arrays are passed to, so XLA cannot prove
+    that two calls are equal, and merges none; and all results are returned, so it drops none. The
+    barrier, which costs no kernel, keeps it from fusing parts of two calls. There is no loop of
+    XLA's, which would count its iterations with a kernel of its own.
+    """
+
+    def program(inputs: tuple[Inputs, ...], results: list[Any]):
+        results = []  # those that were passed are donated
+        for arrays in inputs:
+            arrays, results = lax.optimization_barrier((arrays, results))
+            results.append(function(arrays))
+        return results
+
+    return program
+
+
 @jax.jit
 def distance(result: jax.Array, reference: jax.Array) -> jax.Array:
     """Relative, in the Frobenius norm."""
@@ -62,31 +81,12 @@ def distance(result: jax.Array, reference: jax.Array) -> jax.Array:
 
 
 def compile_program(peer: Peer, cell: Cell, inputs: Inputs, calls: int, backward: bool):
-    """The executable of ``calls`` calls, one after the other, and the shapes of its results.
-
-    No loop of XLA's, which would count its iterations with a kernel of its own. Between two calls
-    inputs and results pass an optimization barrier together, so XLA can neither prove that the
-    inputs stay the same, and merge calls, nor that nobody reads the results, and drop one. The
-    barrier vanishes when XLA has scheduled the program and costs no kernel.
-
-    Raises ``RuntimeError`` if fewer calls are left, as on a CPU, where the barrier vanishes first.
-    """
+    """The executable of ``calls`` calls in a row, and the shapes of the results of one."""
     function = one_call(peer.attention(cell), backward)
     arrays = jax.eval_shape(lambda inputs: adapt(inputs, peer, cell), inputs)
     results = jax.eval_shape(function, arrays)
-
-    def program(inputs, results):
-        for index in range(calls):
-            inputs, results = lax.optimization_barrier((inputs, results))
-            with jax.named_scope(f"call{index}"):
-                results = function(inputs)
-        return results
-
-    compiled = jax.jit(program, donate_argnums=1).lower(arrays, results).compile()
-    left = len(set(_CALL.findall(compiled.as_text())))
-    if left != calls:
-        raise RuntimeError(f"expected a program of {calls} calls, got one with {left} of them left")
-    return compiled, results
+    program = jax.jit(program_of(function), donate_argnums=1, keep_unused=True)
+    return program.lower((arrays,) * calls, [results] * calls).compile(), results
 
 
 def facts(compiled: Any, calls: int) -> dict[str, Any]:
@@ -100,7 +100,6 @@ def facts(compiled: Any, calls: int) -> dict[str, Any]:
 
 # What costs no kernel in a compiled program.
 _FREE = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"))
-_CALL = re.compile(r'op_name="[^"]*/call(\d+)/')
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = .*?\s([a-z][a-z0-9\-]*)\(")
 
 

@@ -31,7 +31,7 @@ from cells import Cell
 from inputs import Inputs
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_programs import JaxProgram, distance, one_call
+from jax_programs import JaxProgram, distance, one_call, program_of
 from rich.console import Console
 from timing import Failure, Timing, measure
 
@@ -115,13 +115,14 @@ class Problem:
             for result in jax.eval_shape(call, inputs)
         ]
         compiled = jax.jit(
-            lambda inputs, results: list(call(inputs)),
+            program_of(lambda inputs: list(call(inputs))),
             donate_argnums=1,
             keep_unused=True,
             out_shardings=sharding,
             compiler_options=options,
         )
-        return JaxProgram(compiled.lower(inputs, results).compile(), inputs, results, calls=1)
+        compiled = compiled.lower((inputs,), [results]).compile()
+        return JaxProgram(compiled, inputs, [results])
 
 
 # The name of an instruction, its operation, and the name of its first operand.
