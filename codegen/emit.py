@@ -97,13 +97,12 @@ _SHARED = """\
 static_assert({alias}::kSharedBytes == {shared_bytes});
 """
 
-_NEXT_STARTS = "  memeff::let_next_kernel_start();\n"
-_WAITS = "  memeff::wait_for_kernel_before();\n"
-
 _ENTRY = """\
 extern "C" __global__ void __launch_bounds__({bounds})
 {name}(const __grid_constant__ memeff::{params} params{maps}) {{
-{before}  {alias}::run(params{pass_maps});
+  memeff::let_next_kernel_start();
+  memeff::wait_for_kernel_before();
+  {alias}::run(params{pass_maps});
 }}
 """
 
@@ -231,9 +230,6 @@ def _stages(spec: KernelSpec, entries: Sequence[EntryPoint], kind: str = "") -> 
 def _kernel(spec: KernelSpec, entry: EntryPoint, alias: str, cpp_type: str, bounds: str) -> str:
     text = _KERNEL + (_SHARED if entry.shared_bytes else "") + _ENTRY
     direction = spec.direction.capitalize()
-    before = (_NEXT_STARTS if entry != spec.entry_points[-1] else "") + (
-        _WAITS if entry != spec.entry_points[0] else ""
-    )
     maps = f", const __grid_constant__ memeff::{direction}Maps maps"
     return text.format(
         alias=alias,
@@ -243,7 +239,6 @@ def _kernel(spec: KernelSpec, entry: EntryPoint, alias: str, cpp_type: str, boun
         bounds=bounds,
         name=entry.name,
         params=f"{direction}Params",
-        before=before,
         maps=maps if entry.takes_maps else "",
         pass_maps=", maps" if entry.takes_maps else "",
     )

@@ -19,13 +19,16 @@ from jax_memeff.options import Divisors, Operands, Wants
 # ``kLongSumColumns`` of ffi/include/memeff/params.h.
 _LONG_SUM_COLUMNS = 8192
 
+# ``PieceCounter`` there.
+_PIECE_COUNTER_WORDS = 4
+
 
 def forward(avals: Operands, specs: Iterable[KernelSpec]) -> Iterator[tuple[str, ShapedArray]]:
     """Names and types of the workspaces of a forward (ffi/include/memeff/params.h)."""
     specs = list(specs)
     yield from splits.partial_results(avals, specs).items()
     if any(spec.persistent for spec in specs):
-        yield "piece_counter", _int32(1)
+        yield "piece_counter", _int32(_PIECE_COUNTER_WORDS)
     for name, sum_size in (("out_sum", _out_sum), ("score_sum", _score_sum)):
         if size := max(sum_size(avals, spec) for spec in specs):
             yield name, _float32(size)

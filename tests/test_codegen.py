@@ -48,6 +48,8 @@ static_assert(Kernel::kThreads == 256);
 static_assert(Kernel::kSharedBytes == 90112);
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Config::kBlocksPerSm)
 fmha_fwd_bf16_d192v128_128x64_causal_softcap_sm80(const __grid_constant__ memeff::ForwardParams params) {
+  memeff::let_next_kernel_start();
+  memeff::wait_for_kernel_before();
   Kernel::run(params);
 }
 """  # noqa: E501

@@ -278,11 +278,11 @@ ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstr
   if (!driver.has_value()) return driver.error();
   std::vector<void*> arguments;
   for (const void* param : params) arguments.push_back(const_cast<void*>(param));
-  // The kernels of a call wait for each other themselves, where their architecture can.
+  // Where their architecture can, kernels wait themselves for the one before, ours or not.
   CUlaunchAttribute dependent = {};
   dependent.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
   dependent.value.programmaticStreamSerializationAllowed = 1;
-  bool const waits = index > 0 && capability_of(kernel.image->arch) >= kDependentLaunch;
+  bool const waits = capability_of(kernel.image->arch) >= kDependentLaunch;
   CUlaunchConfig config = {};
   config.gridDimX = static_cast<unsigned>(blocks);
   config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;

@@ -18,7 +18,7 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.value = buffers.tensor("value");
   params.out = buffers.tensor("out");
   params.logsumexp = static_cast<float*>(buffers.data("logsumexp"));
-  params.piece_counter = static_cast<int*>(buffers.data("piece_counter"));
+  params.piece_counter = static_cast<PieceCounter*>(buffers.data("piece_counter"));
   params.out_sum = static_cast<float*>(buffers.data("out_sum"));
   params.score_sum = static_cast<float*>(buffers.data("score_sum"));
   params.tile_map = tile_map_of(buffers, kernel.image->tile_maps[0]);
@@ -33,11 +33,7 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   if (!maps.has_value()) return maps.error();
   long long const grid =
       kernel.image->persistent ? std::min<long long>(blocks, kernel.multiprocessors) : blocks;
-  auto error = xla::ffi::Error::Success();
-  if (grid < blocks) {
-    error = fill_zero(params.piece_counter, buffers.bytes("piece_counter"), stream);
-  }
-  return error.success() ? launch(kernel, 0, grid, stream, {&params, &*maps}) : error;
+  return launch(kernel, 0, grid, stream, {&params, &*maps});
 }
 
 }  // namespace memeff::host

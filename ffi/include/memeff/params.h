@@ -110,6 +110,13 @@ constexpr int kMaxLength = 1 << 28;  // largest T and S
 
 constexpr int kLongSumColumns = 8192;  // that tensor cores sum precisely enough for the logsumexp
 
+// The pieces of a persistent kernel that no CTA has begun with (schedule/persistent.cuh).
+struct PieceCounter {
+  unsigned long long ready;
+  int next;
+  int finished;
+};
+
 struct ForwardParams {
   ProblemShape shape;
   ScoreScale scale;
@@ -120,15 +127,15 @@ struct ForwardParams {
   TensorView key;
   TensorView value;
   TensorView out;
-  float* logsumexp;          // [B, N, T] or [N, tokens], natural logarithm
-  float* partial_logsumexp;  // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh
-  float* partial_out;        // the same rows, [value dim class] each
-  int splits;                // of the keys; 1: no partial results
-  int* piece_counter;        // [1], of persistent kernels
-  float* out_sum;            // of wide kernels: [B, N, padded T, padded Hv], in the order of
-                             // collective/chunked_product.cuh
-  float* score_sum;          // of wide kernels where H > kLongSumColumns: a tile of scores for each
-                             // of queries; see collective/long_sum.cuh
+  float* logsumexp;             // [B, N, T] or [N, tokens], natural logarithm
+  float* partial_logsumexp;     // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh
+  float* partial_out;           // the same rows, [value dim class] each
+  int splits;                   // of the keys; 1: no partial results
+  PieceCounter* piece_counter;  // of persistent kernels
+  float* out_sum;               // of wide kernels: [B, N, padded T, padded Hv], in the order of
+                                // collective/chunked_product.cuh
+  float* score_sum;  // of wide kernels where H > kLongSumColumns: a tile of scores for each
+                     // of queries; see collective/long_sum.cuh
   TileMap tile_map;
 };
 

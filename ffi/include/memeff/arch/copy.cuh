@@ -181,9 +181,18 @@ CUTE_DEVICE void store_release(int* address, int value) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+CUTE_DEVICE void store_release(unsigned long long* address, unsigned long long value) {
+  asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 CUTE_DEVICE int load_acquire(int const* address) {
   int value;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+CUTE_DEVICE unsigned long long load_acquire(unsigned long long const* address) {
+  unsigned long long value;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
 }
 

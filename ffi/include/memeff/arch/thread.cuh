@@ -43,10 +43,10 @@ CUTE_DEVICE void random_sleep() {
 #endif
 }
 
-// Programmatic dependent launch (CUDA programming guide): the kernels of one call follow each other
-// without the gap of a launch. One that is not the last lets the blocks of the next take their
-// places as soon as all of its own have started; one that is not the first waits until the kernels
-// before it have ended, before it reads or writes anything.
+// Programmatic dependent launch (CUDA programming guide): our kernels follow each other, and those
+// of others, without the gap of a launch. Each lets the blocks of the next take their places as
+// soon as all of its own have started, if that is one of ours, and waits until the kernels before
+// it have ended, before it reads or writes anything.
 CUTE_DEVICE void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

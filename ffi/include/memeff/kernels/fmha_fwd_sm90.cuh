@@ -60,6 +60,7 @@ struct FmhaForwardSm90 {
   using Softmax = OnlineSoftmax<1, !Config::kBias && Config::kValueDim <= 128,
                                 has_bias_tile<Config>(), kCapped>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
+  using Queue = PieceQueue<Schedule>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
   using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
@@ -153,11 +154,12 @@ struct FmhaForwardSm90 {
                                           Control& control, uint32_t tiles) {
     PipelineStage<kQueryStages> query;
     PipelineStage<kPieceStages> slot;
+    Queue::begin(params);
     int number = int(blockIdx.x);
     while (true) {
       Piece piece = numbered_piece(params, number);
       while (is_idle(params, piece)) {
-        number = Schedule::next_piece(params.shape, params.piece_counter);
+        number = Queue::next(params);
         piece = numbered_piece(params, number);
       }
       WorkItem const& item = piece.item;
@@ -166,7 +168,6 @@ struct FmhaForwardSm90 {
       control.piece.commit(slot);
       slot.advance();
       if (item.batch < 0) break;
-      number = Schedule::next_piece(params.shape, params.piece_counter);
       Origin const origin = query_origin<Config>(params.shape, item.batch);
       CUTE_UNROLL
       for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
@@ -178,7 +179,9 @@ struct FmhaForwardSm90 {
                                   item.head, origin.batch, CacheHint::EVICT_FIRST);
       }
       query.advance();
+      number = Queue::next(params);
     }
+    Queue::finish(params);
   }
 
   CUTE_DEVICE static bool shares_bias(ForwardParams const& params) {

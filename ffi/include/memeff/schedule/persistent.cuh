@@ -2,6 +2,7 @@
 // problem: each takes the next one when it has finished its own. Pieces with more work come first.
 #pragma once
 
+#include <memeff/arch/copy.cuh>
 #include <memeff/schedule/grid.cuh>
 
 namespace memeff {
@@ -27,13 +28,6 @@ struct PersistentSchedule {
     return min(max(fitting, 1) * shape.group, shape.query_heads * shape.batch);
   }
 
-  // The piece after the one that this CTA has begun with or got here, or one past the last. The
-  // counter is zero at launch where the grid does not cover all pieces, else nobody reads it.
-  CUTE_DEVICE static int next_piece(ProblemShape const& shape, int* counter) {
-    int const end = pieces(shape);
-    return end > int(gridDim.x) ? int(gridDim.x) + atomicAdd(counter, 1) : end;
-  }
-
   // A batch of -1 stands for one past the last. Where batch elements share a bias, they take the
   // same tile of a head one after the other, and it is read once for all of them.
   CUTE_DEVICE static WorkItem item(ProblemShape const& shape, int piece, bool shares_bias) {
@@ -52,6 +46,45 @@ struct PersistentSchedule {
     }
     if (shares_bias) return {tile, head_batch / shape.batch, head_batch % shape.batch};
     return {tile, head_batch % shape.query_heads, head_batch / shape.query_heads};
+  }
+};
+
+// What a thread of each CTA asks for pieces, beginning with that of the CTA's own number. Where the
+// grid covers all pieces there are no others, and nobody touches the counter. It has no state: the
+// producer has few registers.
+template <class Schedule>
+struct PieceQueue {
+  // The first CTA makes the counter ready, which those of others wait for before their second
+  // piece. Nobody has cleared the memory before the launch, for that would be a kernel in front of
+  // this one: the counter is ready when its first word says so, which no call leaves behind, and
+  // memory of others does by a chance of 2^-64.
+  CUTE_DEVICE static void begin(ForwardParams const& params) {
+    PieceCounter* const counter = params.piece_counter;
+    if (blockIdx.x != 0 || !has_more(params)) return;
+    counter->next = int(gridDim.x);
+    counter->finished = 0;
+    store_release(&counter->ready, kReady);
+  }
+
+  // The piece after the one that this CTA has begun with or got here, or one past the last.
+  CUTE_DEVICE static int next(ForwardParams const& params) {
+    if (!has_more(params)) return int(gridDim.x);
+    while (load_acquire(&params.piece_counter->ready) != kReady) continue;
+    return atomicAdd(&params.piece_counter->next, 1);
+  }
+
+  // Behind the last call of next() by this CTA, which has been one at least.
+  CUTE_DEVICE static void finish(ForwardParams const& params) {
+    if (!has_more(params)) return;
+    int const finished = atomicAdd(&params.piece_counter->finished, 1);
+    if (finished == int(gridDim.x) - 1) params.piece_counter->ready = 0;
+  }
+
+ private:
+  static constexpr unsigned long long kReady = 0x9c8f1e6ba7d2305dull;
+
+  CUTE_DEVICE static bool has_more(ForwardParams const& params) {
+    return Schedule::pieces(params.shape) > int(gridDim.x);
   }
 };
 

@@ -73,12 +73,14 @@ CUTE_DEVICE void wait_copies() {
   emulator::wait_copies(kPending);
 }
 
-CUTE_DEVICE void store_release(int* address, int value) {
+template <class Value>
+CUTE_DEVICE void store_release(Value* address, Value value) {
   emulator::yield();
   *address = value;
 }
 
-CUTE_DEVICE int load_acquire(int const* address) {
+template <class Value>
+CUTE_DEVICE Value load_acquire(Value const* address) {
   emulator::yield();
   return *address;
 }
