@@ -57,6 +57,10 @@ _PARK = """\
   static constexpr bool kParkRegisters = {parks};
 """
 
+_SEQUENTIAL = """\
+  static constexpr bool kSequential = {sequential};
+"""
+
 _SPLIT = """\
   static constexpr int kKeyWarps = {key_warps};
   static constexpr int kStages = {stages};
@@ -116,7 +120,7 @@ def source(spec: KernelSpec) -> str:
     text = _EXTENDED_SHAPES if _has_extended_shapes(spec) else ""
     text += _CONFIG.format(
         header=_header(spec),
-        element=_ELEMENTS[spec.dtype],
+        element="memeff::F16x3" if spec.halved else _ELEMENTS[spec.dtype],
         head_class=spec.head_columns,
         value_class=spec.value_columns,
         tile_query=spec.tile.query,
@@ -136,8 +140,9 @@ def source(spec: KernelSpec) -> str:
         extra=_forward(spec) if spec.direction == "forward" else _backward(spec),
     )
     if spec.direction == "forward":
-        main, *after = spec.entry_points
-        return text + _main(spec, main) + _stages(spec, after)
+        before = spec.entry_points[: spec.halved]
+        main, *after = spec.entry_points[spec.halved :]
+        return text + _stages(spec, before) + _main(spec, main) + _stages(spec, after)
     if spec.wide or spec.divided:
         return text + _stages(spec, spec.entry_points, "Wide" if spec.wide else "Divided")
     preprocess, main, *after = spec.entry_points
@@ -146,13 +151,20 @@ def source(spec: KernelSpec) -> str:
 
 def _header(spec: KernelSpec) -> str:
     direction = "fwd" if spec.direction == "forward" else "bwd"
-    kinds = {"split": spec.split, "wide": spec.wide, "divided": spec.divided}
+    kinds = {
+        "split": spec.split,
+        "wide": spec.wide,
+        "divided": spec.divided,
+        "halved": spec.halved,
+    }
     kind = "".join(f"{kind}_" for kind, is_so in kinds.items() if is_so)
     return f"fmha_{direction}_{kind}{spec.family}"
 
 
 def _forward(spec: KernelSpec) -> str:
-    if spec.wide or not isinstance(spec.tile, sm80.Tile):
+    if isinstance(spec.tile, sm90.Tile):
+        return _SEQUENTIAL.format(sequential=_bool(spec.tile.sequential)) if spec.halved else ""
+    if spec.wide:
         return ""
     if not spec.split:
         return _PARK.format(parks=_bool(spec.tile.park))
@@ -218,8 +230,8 @@ def _stages(spec: KernelSpec, entries: Sequence[EntryPoint], kind: str = "") -> 
     text = ""
     direction = spec.direction.capitalize()
     tiles = ""
-    if spec.family != "sm80" and not kind:
-        tiles = f", memeff::{direction}Tiles{spec.family.capitalize()}<Config>"
+    if spec.family != "sm80" and spec.direction == "backward" and not kind:
+        tiles = f", memeff::BackwardTiles{spec.family.capitalize()}<Config>"
     for entry in entries:
         stage = entry.name.removeprefix(f"{spec.name}_").capitalize()
         cpp_type = f"memeff::Fmha{direction}{kind}{stage}<Config{tiles}>"

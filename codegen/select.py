@@ -198,7 +198,10 @@ def _rows_sm80(problem: Problem) -> Iterator[Row]:
 
 
 def _rows_sm90(problem: Problem) -> Iterator[Row]:
-    if problem.arch != sm90.ARCH or problem.dtype in F32_DTYPES:
+    if problem.arch != sm90.ARCH or problem.dtype == "tf32":
+        return
+    if problem.dtype == "f32":
+        yield from _rows_f32_sm90() if problem.direction == "forward" else ()
         return
     if problem.direction == "backward":
         for head_class, value_class in itertools.product(sm90.BACKWARD, repeat=2):
@@ -211,6 +214,12 @@ def _rows_sm90(problem: Problem) -> Iterator[Row]:
         if panel_columns(head_class) == panel_columns(value_class):
             for tile in sm90.FORWARD[max(head_class, value_class)]:
                 yield Row("sm90", head_class, value_class, tile)
+
+
+def _rows_f32_sm90() -> Iterator[Row]:
+    for head_class, value_class in itertools.product(sm90.FORWARD_F32, repeat=2):
+        for tile in sm90.FORWARD_F32[max(head_class, value_class)]:
+            yield Row("sm90", head_class, value_class, tile)
 
 
 def _spec(problem: Problem, row: Row) -> KernelSpec:

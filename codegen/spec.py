@@ -23,8 +23,10 @@ SPEC_GRADIENTS = ("query", "key", "value")
 FAMILIES = ("sm90", "sm80")
 """In the order of choice."""
 COMBINE_THREADS = 128
+HALVE_THREADS = 256
 _BARRIER_BYTES = 8
 _PIECE_BYTES = 16
+_SWIZZLE_BYTES = 1024
 _TICKET_BYTES = 8
 """Of which four align barriers."""
 
@@ -33,15 +35,15 @@ class EntryPoint(NamedTuple):
     """A ``__global__`` function of the source, and what a launch of it needs.
 
     ``shared_bytes`` is the dynamic shared memory of a block, ``grid`` what blocks are tiles of (a
-    bias gradient by tiles of scores, or by squares of as many queries as keys), ``takes_maps``
-    whether the tensor maps of the spec are its second parameter, and ``tile_map`` what says which
-    tiles it visits.
+    bias gradient by tiles of scores, or by squares of as many queries as keys; operands are query,
+    key and value by rows), ``takes_maps`` whether the tensor maps of the spec are its second
+    parameter, and ``tile_map`` what says which tiles it visits.
     """
 
     name: str
     threads: int
     shared_bytes: int
-    grid: Literal["queries", "keys", "key_shares", "bias", "bias_squares"] = "queries"
+    grid: Literal["queries", "keys", "key_shares", "bias", "bias_squares", "operands"] = "queries"
     takes_maps: bool = False
     tile_map: TileMap | None = None
 
@@ -150,6 +152,11 @@ class KernelSpec:
         return f"memeff::{kernel}{self.family.capitalize()}<Config>"
 
     @property
+    def halved(self) -> bool:
+        """Whether a forward multiplies f32 in products of f16, which a kernel before it writes."""
+        return self.family == "sm90" and self.dtype == "f32"
+
+    @property
     def divided(self) -> bool:
         """Whether a backward has a kernel for dq, and one for dk and dv, that wgmma computes."""
         return isinstance(self.tile, sm90.Tile) and self.tile.divided
@@ -241,7 +248,9 @@ class KernelSpec:
             combine = EntryPoint(f"{self.name}_combine", COMBINE_THREADS, 0)
             return (main._replace(grid="queries"), combine)
         if self.direction == "forward":
-            return (main._replace(grid="queries", tile_map=self._tile_map("queries")),)
+            halve = EntryPoint(f"{self.name}_halve", HALVE_THREADS, 0, "operands")
+            main = main._replace(grid="queries", tile_map=self._tile_map("queries"))
+            return (halve, main) if self.halved else (main,)
         # The last two read sums as the threads of the main kernel laid them out.
         threads = self.computing_threads
         preprocess = EntryPoint(f"{self.name}_preprocess", threads, 0)
@@ -310,7 +319,7 @@ class KernelSpec:
     @property
     def tensor_maps(self) -> tuple[TensorMap, ...]:
         """What the kernel moves through the copy engine, in the order of its maps."""
-        if not isinstance(self.tile, sm90.Tile):
+        if not isinstance(self.tile, sm90.Tile) or self.halved:
             return ()
         head, value = panel_columns(self.head_class), panel_columns(self.value_class)
         if self.direction == "forward":
@@ -409,13 +418,26 @@ def _forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
     Each buffer has two barriers, the queries' for each 64 rows; the ring of the next pieces of
     work, of four, holds a work item and a length beside them.
     """
-    elements = tile.query_stages * tile.query * spec.head_class
-    elements += tile.stages * tile.key * (spec.head_class + spec.value_class)
     row_warpgroups = spec.consumers // spec.teams
+    queries = row_warpgroups * _operand_bytes(spec, sm90.WARPGROUP_ROWS, spec.head_class)
+    keys, values = (
+        _operand_bytes(spec, tile.key, columns) for columns in (spec.head_class, spec.value_class)
+    )
     buffers = tile.query_stages * row_warpgroups + 2 * tile.stages + 4
     control = buffers * 2 * _BARRIER_BYTES + 4 * _PIECE_BYTES
     bias = spec.computing_threads // 32 * _bias_bytes(spec, 16)
-    return elements * spec.element_bytes + bias + _merge_bytes(spec, spec.teams, 2) + control
+    operands = tile.query_stages * queries + tile.stages * (keys + values)
+    return operands + bias + _merge_bytes(spec, spec.teams, 2) + control
+
+
+def _operand_bytes(spec: KernelSpec, rows: int, columns: int) -> int:
+    """A buffer of rows of query, key or value; halved ones have a factor each, and the next buffer
+    begins where a swizzle does (ffi/include/memeff/schedule/f16x3_tiles.cuh).
+    """
+    elements = rows * columns * spec.element_bytes
+    if not spec.halved:
+        return elements
+    return -(-(elements + 4 * rows) // _SWIZZLE_BYTES) * _SWIZZLE_BYTES
 
 
 def _backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:

@@ -112,6 +112,8 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     unserved = [name for name, on in modifiers if on and name not in spec.tile.modifiers]
     if unserved:
         reasons.append(f"its tile has no registers left for {' and '.join(unserved)}")
+    if spec.halved and spec.shared_batch:
+        reasons.append("it writes query, key and value anew for each element of the batch")
     if spec.family == "sm90":
         beside = {"full": "query", "columns": "key"}.get(spec.bias_gradient)
         if spec.divided and beside and beside not in spec.gradients:

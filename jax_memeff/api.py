@@ -125,7 +125,7 @@ def dot_product_attention(
         offsets: Where these arrays stand in a larger problem, for windows and dropout: see
             :class:`jax_memeff.Offsets`.
         precision: Of products of f32 inputs on CUDA: None, ``"high"`` and ``"highest"`` (or the
-            members of ``jax.lax.Precision``) are 3xTF32, ``"default"`` is TF32.
+            members of ``jax.lax.Precision``) are 3xTF32 or 3xFP16, ``"default"`` is TF32.
         deterministic_backward: Every gradient is bit-equal from run to run. Output always is, and
             the gradients of key and value are where N == K.
         return_residual: Also return the logsumexp, which is differentiable.

@@ -13,6 +13,7 @@ from jax.core import ShapedArray
 from jax_memeff import splits
 from jax_memeff.codegen import support
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.tiles import sm90
 from jax_memeff.divisors import gradient_shape
 from jax_memeff.options import Divisors, Operands, Wants
 
@@ -29,8 +30,14 @@ def forward(avals: Operands, specs: Iterable[KernelSpec]) -> Iterator[tuple[str,
     yield from splits.partial_results(avals, specs).items()
     if any(spec.persistent for spec in specs):
         yield "piece_counter", _int32(_PIECE_COUNTER_WORDS)
-    for name, sum_size in (("out_sum", _out_sum), ("score_sum", _score_sum)):
-        if size := max(sum_size(avals, spec) for spec in specs):
+    for name, size_of in (
+        ("out_sum", _out_sum),
+        ("score_sum", _score_sum),
+        ("query_halves", _query_halves),
+        ("key_halves", _key_halves),
+        ("value_halves", _value_halves),
+    ):
+        if size := max(size_of(avals, spec) for spec in specs):
             yield name, _float32(size)
 
 
@@ -96,6 +103,31 @@ def _score_sum(avals: Operands, spec: KernelSpec) -> int:
     if not spec.wide or avals.query.shape[3] <= _LONG_SUM_COLUMNS:
         return 0
     return _padded_queries(avals, spec) * spec.tile.key
+
+
+def _query_halves(avals: Operands, spec: KernelSpec) -> int:
+    """Tiles of the rows of a consumer: schedule/f16x3_tiles.cuh."""
+    _, heads, length, _ = avals.scores
+    tokens, tile = avals.query.shape[1], sm90.WARPGROUP_ROWS
+    return spec.halved * heads * _halved_rows(avals, tokens, length, tile, spec.head_class)
+
+
+def _key_halves(avals: Operands, spec: KernelSpec) -> int:
+    return spec.halved * _halved_keys(avals, spec, spec.head_class)
+
+
+def _value_halves(avals: Operands, spec: KernelSpec) -> int:
+    return spec.halved * _halved_keys(avals, spec, spec.value_class)
+
+
+def _halved_keys(avals: Operands, spec: KernelSpec, columns: int) -> int:
+    heads, length = avals.key.shape[2], avals.scores[3]
+    return heads * _halved_rows(avals, avals.key.shape[1], length, spec.tile.key, columns)
+
+
+def _halved_rows(avals: Operands, tokens: int, length: int, tile: int, columns: int) -> int:
+    """Two halves of each element, and a factor of each row; no length has less than a tile."""
+    return _padded_rows(avals, tokens, max(length, 1), tile) * (columns + 1)
 
 
 def _query_gradient_sum(avals: Operands, spec: KernelSpec) -> int:

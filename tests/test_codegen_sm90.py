@@ -151,6 +151,56 @@ def test_hopper_backward_takes_masks_as_long_as_registers_last(head_dim, feature
     )
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "features", "tile"),
+    [
+        (64, {}, (128, 128, 2)),
+        (64, {"bias": "32"}, (128, 64, 2)),
+        (80, {"masks": {"causal"}}, (128, 64, 2)),
+        (128, {"masks": {"window", "segments", "boolean"}, "varlen": True}, (128, 64, 2)),
+        (128, {"bias": "32", "dropout": True, "soft_cap": True}, (128, 64, 1)),
+        (128, {"bias": "32", "bias_layout": "columns"}, (128, 64, 2)),
+    ],
+)
+def test_float32_forwards_are_halved_before_hopper_multiplies_them(head_dim, features, tile):
+    spec = select.select(problem(dtype="f32", head_dim=head_dim, arch="sm_90a", **features))
+    assert (spec.family, spec.halved, spec.tensor_maps) == ("sm90", True, ())
+    assert (spec.tile.query, spec.tile.key, spec.tile.stages) == tile
+    halve, main = spec.entry_points
+    assert (halve.name, main.name) == (f"{spec.name}_halve", spec.name)
+    assert (halve.grid, main.grid) == ("operands", "queries")
+    source = emit.source(spec)
+    assert "using Element = memeff::F16x3;" in source
+    assert "ForwardMaps" not in source
+    assert f"Kernel::kSharedBytes == {main.shared_bytes});" in source
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"arch": "sm_90"},
+        {"direction": "backward"},
+        {"dtype": "tf32"},
+        {"head_dim": 129},
+        {"head_dim": 66},
+        {"shared_batch": True},
+        {"query_rows": "16"},
+        {"query_rows": "teams"},
+    ],
+    ids=str,
+)
+def test_other_float32_calls_are_not_halved(features):
+    asked = problem(**{"dtype": "f32", "head_dim": 64, "arch": "sm_90a", **features})
+    assert select.select(asked).family == "sm80"
+
+
+def test_a_halved_forward_says_that_it_does_not_share_a_batch():
+    asked = problem(dtype="f32", arch="sm_90a", shared_batch=True)
+    refused = [reasons for spec, reasons in select.explain(asked) if spec.halved]
+    reason = "it writes query, key and value anew for each element of the batch"
+    assert refused and all(reason in reasons for reasons in refused)
+
+
 def test_hopper_source_takes_tensor_maps():
     spec = select.select(problem("backward", head_dim=64, arch="sm_90a"))
     source = emit.source(spec)

@@ -417,6 +417,15 @@ def test_blocks_that_share_tiles_of_keys_have_room_for_their_gradients(fake_comp
     assert f"tensor<2x{8 * 1024 * (64 + 64)}xf32>, tensor<{1 + 64}xi32>" in text
 
 
+def test_float32_forwards_have_room_for_halves_of_their_operands(fake_compiler):
+    text = lower(loss, *shapes(B=5, T=1030, S=1100, N=8, dtype=jnp.float32))
+    assert [spec.halved for spec, _ in fake_compiler] == [True]
+    assert 'results = "out,logsumexp,piece_counter,query_halves,key_halves,value_halves"' in text
+    # In tiles of 64 queries and 128 keys, with a factor of each row.
+    queries, keys = 5 * 8 * 17 * 64 * (64 + 1), 5 * 2 * 9 * 128 * (64 + 1)
+    assert f"tensor<{queries}xf32>, tensor<{keys}xf32>, tensor<{keys}xf32>" in text
+
+
 def test_workspaces_do_not_depend_on_the_longest_sequence(fake_compiler):
     def types(longest):
         gradient = jax.grad(functools.partial(varlen_loss, longest=longest), (0, 1, 2))

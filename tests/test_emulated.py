@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 import test_kernels
+import wide_range
 from attention_case import Case, assert_results_match, passed, run_case
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 
@@ -146,6 +147,18 @@ SM90 += [
         Case(B=6, T=70, S=150, bias="BNTS", shared=(("bias", 1, 1),), bias_gradient=1),
     )
 ]
+FLOAT32 = [
+    Run(dataclasses.replace(case, dtype="float32"), "sm_90a", seed, gradients=case.packed)
+    for seed, case in enumerate(
+        (
+            Case(B=2, T=300, S=270, N=4, K=2, **CAUSAL),
+            Case(B=3, T=200, S=150, N=3, K=1, H=100, Hv=68, dropout=0.2, lengths=LENGTHS),
+            Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT),
+            Case(B=1, T=140, S=570, H=128, bias="1NTS", soft_cap=2.0, segments=1, **WINDOW),
+            *MAPPED[:1],
+        )
+    )
+]
 DETERMINISTIC = [
     Run(dataclasses.replace(case, deterministic=True), arch=arch)
     for arch, case in (
@@ -212,7 +225,14 @@ SHARES = [
         splits=True,
     )
 ]
-RUNS = SM80 + SM90 + TEAMS + SHARES + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
+RUNS = (
+    SM80
+    + SM90
+    + TEAMS
+    + SHARES
+    + FLOAT32
+    + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -274,6 +294,15 @@ def test_deterministic_gradients_have_the_same_bits_on_every_schedule(run, machi
     )
     assert_results_match(run.case, first)
     jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+WIDE_RANGES = [Run(case, arch="sm_90a", gradients=False) for case in wide_range.cases()]
+
+
+@pytest.mark.parametrize("run", WIDE_RANGES, ids=str)
+def test_float32_rows_of_any_size(run, machine):
+    (out, _), _ = machine.submit(results, run).result(timeout=600)
+    wide_range.assert_matches(run.case, out)
 
 
 def error_on_another_device(run, arch):

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import kernel_cases
 import large_bias
 import numpy as np
+import oracle
 import packing
 import pytest
+import wide_range
 from attention_case import (
     Case,
     assert_matches_the_oracle,
@@ -104,6 +106,25 @@ def test_rows_with_a_large_bias(case, monkeypatch):
     in_parts = dataclasses.replace(case, parts=True)
     large_bias.assert_matches(in_parts, run_case(case, *case.arrays()))
     large_bias.assert_matches(case, (forward_without_splits(case, monkeypatch), None))
+
+
+@pytest.mark.parametrize("case", wide_range.cases(), ids=str)
+def test_float32_rows_of_any_size(case, monkeypatch):
+    out, _ = forward_without_splits(case, monkeypatch)
+    wide_range.assert_matches(case, out)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(B=1, T=2000, S=2048, K=1, H=H, dtype="float32") for H in (64, 128)],
+    ids=str,
+)
+def test_float32_forwards_are_as_precise_as_those_of_others(case, monkeypatch):
+    """PyTorch's mem-efficient kernel has 0.8e-6."""
+    operands, dout, _ = case.arrays()
+    reference = oracle.answer(operands, case.options, dout).out
+    out, _ = forward_without_splits(case, monkeypatch)
+    assert np.linalg.norm(out - reference) <= 0.8e-6 * np.linalg.norm(reference)
 
 
 @pytest.mark.parametrize("case", kernel_cases.dropout_cases(), ids=str)

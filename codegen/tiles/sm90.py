@@ -45,6 +45,9 @@ class Tile:
     teams: int = 1
     """Consumers that share ``query`` rows of a forward and visit the key tiles in turn, for where
     tiles are few. It divides ``stages``."""
+    sequential: bool = False
+    """Whether a consumer of a float32 forward computes scores when the product with the values of
+    the visit before has ended: registers of the one are then those of the other."""
     divided: bool = False
     """A backward in two kernels: one owns ``query`` queries and visits ``key`` keys at a time, the
     other owns ``key`` keys."""
@@ -143,6 +146,61 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
         ),
     ),
 }
+
+_F32_MODIFIERS = (*_MODIFIERS, "a boolean mask")
+_F32_128 = (
+    Tile(
+        128,
+        64,
+        2,
+        "198 KB; the producers spill",
+        query_stages=1,
+        modifiers=("soft cap", "dropout"),
+        spill_bytes=8,
+    ),
+    Tile(
+        128,
+        64,
+        2,
+        "a boolean mask spills 250 bytes, and modifiers together",
+        query_stages=1,
+        modifiers=_F32_MODIFIERS,
+        sequential=True,
+    ),
+    Tile(
+        128,
+        64,
+        1,
+        "a bias takes 36 KB more, and spills 200 bytes",
+        query_stages=1,
+        modifiers=_F32_MODIFIERS,
+        sequential=True,
+    ),
+)
+
+FORWARD_F32: Mapping[int, tuple[Tile, ...]] = {
+    64: (
+        Tile(128, 128, 2, "200 KB", modifiers=("dropout",), masks=("none", "causal")),
+        Tile(
+            128,
+            128,
+            2,
+            "a window, a soft cap and segment ids spill up to 60 bytes, a boolean mask 560",
+            modifiers=_F32_MODIFIERS,
+            sequential=True,
+        ),
+        Tile(
+            128,
+            64,
+            2,
+            "a bias takes 36 KB, and 68 above",
+            modifiers=_F32_MODIFIERS,
+        ),
+    ),
+    96: _F32_128,
+    128: _F32_128,
+}
+"""Of f32 in products of f16."""
 
 _DIVIDED = Tile(
     128,

@@ -4,6 +4,18 @@
 #include "tensor_map.h"
 
 namespace memeff::host {
+namespace {
+
+// Of kernels/fmha_fwd_halve.cuh: for 64 rows of a head each, of which a tile has one or more.
+long long operand_blocks(ProblemShape const& shape, long long tile_key) {
+  constexpr long long kRows = 64;
+  long long const query_blocks = ceil_div(std::max(shape.query_length, 1), kRows);
+  long long const key_blocks =
+      ceil_div(std::max(shape.key_length, 1), tile_key) * (tile_key / kRows);
+  return shape.batch * (query_blocks * shape.query_heads + 2 * key_blocks * shape.key_heads);
+}
+
+}  // namespace
 
 xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                CUstream stream) {
@@ -21,19 +33,31 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.piece_counter = static_cast<PieceCounter*>(buffers.data("piece_counter"));
   params.out_sum = static_cast<float*>(buffers.data("out_sum"));
   params.score_sum = static_cast<float*>(buffers.data("score_sum"));
-  params.tile_map = tile_map_of(buffers, kernel.image->tile_maps[0]);
+  params.query_halves = static_cast<char*>(buffers.data("query_halves"));
+  params.key_halves = static_cast<char*>(buffers.data("key_halves"));
+  params.value_halves = static_cast<char*>(buffers.data("value_halves"));
+  bool const halves = kernel.image->grids[0] == "operands";
+  int const main = halves ? 1 : 0;
+  params.tile_map = tile_map_of(buffers, kernel.image->tile_maps[main]);
   if (buffers.error().failure()) return buffers.error();
 
-  if (kernel.image->entry_points.size() > 1) return launch_split(kernel, buffers, params, stream);
+  if (kernel.image->entry_points.size() > 1 && !halves) {
+    return launch_split(kernel, buffers, params, stream);
+  }
   long long const tiles = ceil_div(params.shape.query_length, kernel.image->tile_query);
   long long const blocks = tiles * params.shape.query_heads * params.shape.batch;
-  if (kernel.image->maps.empty()) return launch(kernel, 0, blocks, stream, {&params});
+  long long const grid =
+      kernel.image->persistent ? std::min<long long>(blocks, kernel.multiprocessors) : blocks;
+  if (halves) {
+    auto error =
+        launch(kernel, 0, operand_blocks(params.shape, kernel.image->tile_key), stream, {&params});
+    if (error.failure()) return error;
+  }
+  if (kernel.image->maps.empty()) return launch(kernel, main, grid, stream, {&params});
 
   auto maps = encode_maps<ForwardMaps>(kernel.image->maps, buffers);
   if (!maps.has_value()) return maps.error();
-  long long const grid =
-      kernel.image->persistent ? std::min<long long>(blocks, kernel.multiprocessors) : blocks;
-  return launch(kernel, 0, grid, stream, {&params, &*maps});
+  return launch(kernel, main, grid, stream, {&params, &*maps});
 }
 
 }  // namespace memeff::host

@@ -137,6 +137,9 @@ struct ForwardParams {
   float* score_sum;  // of wide kernels where H > kLongSumColumns: a tile of scores for each
                      // of queries; see collective/long_sum.cuh
   TileMap tile_map;
+  char* query_halves;  // of f32 in f16 products: see schedule/f16x3_tiles.cuh
+  char* key_halves;
+  char* value_halves;
 };
 
 struct BackwardParams {
@@ -203,7 +206,7 @@ static_assert(sizeof(ProblemShape) == 56, "host and device disagree on ProblemSh
 static_assert(sizeof(MaskParams) == 128, "host and device disagree on MaskParams");
 static_assert(sizeof(TileMap) == 16, "host and device disagree on TileMap");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(ForwardParams) == 552, "host and device disagree on ForwardParams");
+static_assert(sizeof(ForwardParams) == 576, "host and device disagree on ForwardParams");
 static_assert(sizeof(BackwardParams) == 816, "host and device disagree on BackwardParams");
 
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");

@@ -56,8 +56,7 @@ CUTE_DEVICE void transpose_quad(uint32_t (&words)[4]) {
 // Writes row r (of the two that a lane holds elements of) of accumulators to global memory, without
 // shared memory, if it is `valid`. Of each eight columns a lane of a quad holds two; the quad
 // exchanges them, so that of each 32 columns a lane has eight neighbours: `row` points to its
-// first. All lanes of a warp call it; rows begin at multiples of 16 bytes, and `columns` is one of
-// eight.
+// first. All lanes of a warp call it; rows begin and end at multiples of 16 bytes.
 //
 // Predicates, no branches: with a branch around each vector the compiler computes every address
 // anew behind it, and tears vectors into words.
@@ -66,17 +65,36 @@ CUTE_DEVICE void store_row(char* row, Accumulators const& accumulators, int r, i
                            bool valid) {
   constexpr int kQuad = 4;
   constexpr int kBlocks = decltype(cute::size<2>(accumulators))::value;
-  static_assert(sizeof(Element) == 2 && kBlocks % kQuad == 0);
+  static_assert(kBlocks % kQuad == 0);
   int const lane_columns = columns - lane_column();
   CUTE_UNROLL
   for (int n = 0; n < kBlocks; n += kQuad) {
-    uint32_t pairs[kQuad];
-    CUTE_UNROLL
-    for (int i = 0; i < kQuad; ++i) {
-      pairs[i] = pack<Element>(accumulators(2 * r, 0, n + i), accumulators(2 * r + 1, 0, n + i));
+    if constexpr (kIs32Bit<Element>) {
+      uint32_t words[2][kQuad];  // of even and of odd columns
+      CUTE_UNROLL
+      for (int odd = 0; odd < 2; ++odd) {
+        CUTE_UNROLL
+        for (int i = 0; i < kQuad; ++i) {
+          words[odd][i] = __float_as_uint(accumulators(2 * r + odd, 0, n + i));
+        }
+        transpose_quad(words[odd]);
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        uint32_t const vector[4] = {words[0][2 * i], words[1][2 * i], words[0][2 * i + 1],
+                                    words[1][2 * i + 1]};
+        store_global_vector_if(valid && n * 8 + i * 4 < lane_columns, row + n * 32 + i * 16,
+                               vector);
+      }
+    } else {
+      uint32_t pairs[kQuad];
+      CUTE_UNROLL
+      for (int i = 0; i < kQuad; ++i) {
+        pairs[i] = pack<Element>(accumulators(2 * r, 0, n + i), accumulators(2 * r + 1, 0, n + i));
+      }
+      transpose_quad(pairs);
+      store_global_vector_if(valid && n * 8 < lane_columns, row + n * 16, pairs);
     }
-    transpose_quad(pairs);
-    store_global_vector_if(valid && n * 8 < lane_columns, row + n * 16, pairs);
   }
 }
 

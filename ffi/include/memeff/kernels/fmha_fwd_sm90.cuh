@@ -14,6 +14,10 @@
 // where they do): the softmax of one finds its way under the products of another. With a mask each
 // passes over the key tiles at the end that only the rows of others attend to.
 //
+// How operands come and are multiplied is up to their elements. Where a product with values has
+// accumulators of its own, and these leave no registers for what a visit needs, S(j+1) is issued
+// behind it: the products of a consumer then run beside the softmax of the other.
+//
 // Where tiles are few, consumers are teams that share 64 rows: they visit the key tiles in turn,
 // each with a softmax and an output of its own, which are added up at the end of a tile.
 #pragma once
@@ -21,6 +25,8 @@
 #include <memeff/bias/add.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/drop.cuh>
+#include <memeff/collective/f16x3_operands_sm90.cuh>
+#include <memeff/collective/forward_operands_sm90.cuh>
 #include <memeff/collective/forward_output_sm90.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
@@ -45,8 +51,6 @@ struct FmhaForwardSm90 {
   static constexpr int kConsumers = kWarpgroups * kWarpgroupSize;
   static constexpr int kConsumerWarps = kConsumers / kWarpSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
-  static constexpr int kProducerRegisters = 32;
-  static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
   template <int kColumns>
   using Grid = cute::conditional_t<kTeams == 1, WarpGrid<kTileQuery, kColumns, kConsumerWarps, 16>,
@@ -62,9 +66,13 @@ struct FmhaForwardSm90 {
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
   using Queue = PieceQueue<Schedule>;
 
-  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
-  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
-  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;
+  using Operands =
+      cute::conditional_t<cute::is_same_v<Element, F16x3>,
+                          F16x3Operands<Config, ScoreGrid, OutGrid>, MappedOperands<Config>>;
+  static constexpr int kProducerRegisters = Operands::kProducerRegisters;
+  static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
+  using Keys = typename Operands::Keys;
+  using Values = typename Operands::Values;
   static constexpr int kStages = Config::kStages;
   static constexpr int kQueryStages = Config::kQueryStages;
   static_assert(kStages % kTeams == 0);  // each team has buffers of its own
@@ -90,9 +98,9 @@ struct FmhaForwardSm90 {
     Pipeline<kPieceStages> piece;
     Piece pieces[kPieceStages];
   };
-  static constexpr int kKeyOffset = kQueryStages * QueryTile::kBytes;
-  static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
-  static constexpr int kBiasOffset = kValueOffset + kStages * ValueTile::kBytes;
+  static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
+  static constexpr int kValueOffset = kKeyOffset + kStages * Keys::kBufferBytes;
+  static constexpr int kBiasOffset = kValueOffset + kStages * Values::kBufferBytes;
   static constexpr int kMergeOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
   static constexpr int kControlOffset = kMergeOffset + Merge::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
@@ -100,20 +108,15 @@ struct FmhaForwardSm90 {
   // Named barriers: one for the threads of each consumer, and one for teams.
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
 
-  static constexpr int kHeadSteps = Config::kHeadDim / 16;
-  static constexpr int kKeySteps = kTileKey / 16;
-  using Query = DescriptorOperand<QueryTile, Contiguous::k>;
-  using Key = DescriptorOperand<KeyTile, Contiguous::k>;
-  using Value = DescriptorOperand<ValueTile, Contiguous::outer>;
-
-  CUTE_DEVICE static void run(ForwardParams const& params, ForwardMaps const& maps) {
+  // The operands of a kernel that the copy engine needs no maps for come without them.
+  template <class... Maps>
+  CUTE_DEVICE static void run(ForwardParams const& params, Maps const&... maps) {
+    Operands const operands{params, maps...};
     char* const shared = dynamic_shared();
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
     if (threadIdx.x == kConsumers) {
-      prefetch_map(maps.query);
-      prefetch_map(maps.key);
-      prefetch_map(maps.value);
+      operands.prefetch();
       CUTE_UNROLL
       for (auto& query : control.query) query.init(kConsumerWarps / kRowWarpgroups);
       control.key.init(kConsumerWarps / kTeams);
@@ -126,15 +129,15 @@ struct FmhaForwardSm90 {
       lower_registers<kProducerRegisters>();
       switch (threadIdx.x - kConsumers) {
         case 0:
-          produce_queries(params, maps, control, tiles);
+          produce_queries(params, operands, control, tiles);
           break;
         case kWarpSize:
-          produce_tiles<KeyTile>(params, params.key, maps.key, control, control.key,
-                                 tiles + kKeyOffset);
+          produce_tiles(params, control, control.key, tiles + kKeyOffset,
+                        [&](auto... piece) { return operands.keys(piece...); });
           break;
         case 2 * kWarpSize:
-          produce_tiles<ValueTile>(params, params.value, maps.value, control, control.value,
-                                   tiles + kValueOffset);
+          produce_tiles(params, control, control.value, tiles + kValueOffset,
+                        [&](auto... piece) { return operands.values(piece...); });
           break;
       }
     } else {
@@ -150,7 +153,7 @@ struct FmhaForwardSm90 {
   }
 
   // The thread that hands out pieces, and copies their queries.
-  CUTE_DEVICE static void produce_queries(ForwardParams const& params, ForwardMaps const& maps,
+  CUTE_DEVICE static void produce_queries(ForwardParams const& params, Operands const& operands,
                                           Control& control, uint32_t tiles) {
     PipelineStage<kQueryStages> query;
     PipelineStage<kPieceStages> slot;
@@ -168,15 +171,11 @@ struct FmhaForwardSm90 {
       control.piece.commit(slot);
       slot.advance();
       if (item.batch < 0) break;
-      Origin const origin = query_origin<Config>(params.shape, item.batch);
       CUTE_UNROLL
       for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
-        int const tile_row = warpgroup * kWarpgroupRows;
-        uint64_t& arrived =
-            control.query[warpgroup].acquire(query, QueryTile::kBytes / kRowWarpgroups);
-        load_bulk_tile<QueryTile>(maps.query, arrived, tiles + query.index * QueryTile::kBytes,
-                                  tile_row, origin.row + item.tile * kTileQuery + tile_row,
-                                  item.head, origin.batch, CacheHint::EVICT_FIRST);
+        operands.load_queries(item, piece.query_length, warpgroup,
+                              control.query[warpgroup].acquire(query, Operands::kQueryBytes),
+                              tiles + query.index * Operands::kQueryBufferBytes);
       }
       query.advance();
       number = Queue::next(params);
@@ -202,11 +201,10 @@ struct FmhaForwardSm90 {
     return piece.item.tile * kTileQuery >= piece.query_length && gap.begin >= gap.end;
   }
 
-  // The thread that copies keys, and the one that copies values.
-  template <class Tile>
-  CUTE_DEVICE static void produce_tiles(ForwardParams const& params, TensorView const& tensor,
-                                        TensorMap const& map, Control& control,
-                                        Pipeline<kStages>& ring, uint32_t buffers) {
+  // The thread that copies keys, and the one that copies values; `rows_of` says which a piece has.
+  template <class RowsOf>
+  CUTE_DEVICE static void produce_tiles(ForwardParams const& params, Control& control,
+                                        Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of) {
     PipelineStage<kStages> stage;
     PipelineStage<kPieceStages> slot;
     while (true) {
@@ -216,14 +214,11 @@ struct FmhaForwardSm90 {
       if (item.batch < 0) break;
       Mask const mask(params.mask, params.shape, item.batch);
       Visits const range(params, mask, item);
-      Origin const origin = key_origin<Config>(params.shape, item.batch);
-      int const element = element_of<Config>(tensor, origin.batch);
-      int const key_head = item.head / params.shape.group;
+      auto const rows = rows_of(item, mask.key_length);
       CUTE_NO_UNROLL
       for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile, 1)) {
-        load_bulk_tile<Tile>(map, ring.acquire(stage, Tile::kBytes),
-                             buffers + stage.index * Tile::kBytes, 0, origin.row + tile * kTileKey,
-                             key_head, element, CacheHint::EVICT_LAST);
+        rows.load(tile, ring.acquire(stage, rows.kBytes),
+                  buffers + stage.index * rows.kBufferBytes);
         stage.advance();
       }
     }
@@ -335,7 +330,9 @@ struct FmhaForwardSm90 {
     Softmax softmax;
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-    bool begins = true;                            // nothing has been added to the output
+    typename Operands::Part part;
+    auto& sums = Operands::sums(output, part);
+    bool begins = true;  // nothing has been added to the output
 
     control.query[warpgroup].wait(at.query);
     load_bias(params, mask, item, tile, tiles);
@@ -344,11 +341,11 @@ struct FmhaForwardSm90 {
     control.key.wait(at.key);
     fence_accumulators(scores);
     begin_products();
-    warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, at.query, warpgroup),
-                                        keys(tiles, at.key), false);
+    Operands::multiply_keys(scores, queries(tiles, at.query), keys(tiles, at.key), warpgroup);
     commit_products();
     wait_products<0>();
     fence_accumulators(scores);
+    Operands::unscale(scores, queries(tiles, at.query), keys(tiles, at.key), warpgroup);
     if (leader) {
       control.key.release(at.key);
       if (tile == range.begin) control.query[warpgroup].release(at.query);
@@ -357,10 +354,22 @@ struct FmhaForwardSm90 {
     modify(params, mask, item, tile, range, tiles, warpgroup, scores);
     softmax.exponentiate(scores, params.scale.softmax_scale);
     if (tile > range.begin) control.key.wait(at.key);
-    auto probabilities = as_left_operand<Element>(scores);
-    drop(params, item, tile, probabilities);
+    auto probabilities = probabilities_of(params, control, tiles, item, tile, at.value, scores);
     clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
 
+    auto begin_output = [&] {
+      control.value.wait(at.value);
+      begin_products();
+      Operands::multiply_values(sums, probabilities, values(tiles, at.value), begins);
+      commit_products();
+    };
+    auto end_output = [&] {
+      wait_products<0>();
+      fence_accumulators(sums);
+      if (leader) control.value.release(at.value);
+      advance(at.value);
+      Operands::add(output, part, probabilities, begins);
+    };
     CUTE_NO_UNROLL
     while (true) {
       bool const last = tile == range.begin;  // of the piece, is the visit whose P is ready
@@ -381,17 +390,19 @@ struct FmhaForwardSm90 {
       }
       tile = range.next(tile);
       fence_accumulators(scores);
-      fence_accumulators(output);
+      fence_accumulators(sums);
+      if constexpr (Operands::kSequential) {
+        begin_output();
+        end_output();
+        fence_accumulators(scores);
+      }
       begin_products();
-      warpgroup_gemm<Element, kHeadSteps>(scores, queries(tiles, at.query, warpgroup),
-                                          keys(tiles, at.key), false);
+      Operands::multiply_keys(scores, queries(tiles, at.query), keys(tiles, at.key), warpgroup);
       commit_products();
-      control.value.wait(at.value);
-      begin_products();
-      warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value), !begins);
-      commit_products();
-      wait_products<1>();
+      if constexpr (!Operands::kSequential) begin_output();
+      wait_products<Operands::kSequential ? 0 : 1>();
       fence_accumulators(scores);
+      Operands::unscale(scores, queries(tiles, at.query), keys(tiles, at.key), warpgroup);
       if (leader) {
         control.key.release(at.key);
         if (tile == range.begin) control.query[warpgroup].release(at.query);
@@ -404,12 +415,10 @@ struct FmhaForwardSm90 {
       // block, puts the exponentials behind the wait for the product that they should run
       // under.
       if (tile > range.begin) control.key.wait(at.key);
-      wait_products<0>();
-      fence_accumulators(output);
-      if (leader) control.value.release(at.value);
-      advance(at.value);
-      probabilities = as_left_operand<Element>(scores);
-      drop(params, item, tile, probabilities);
+      if constexpr (!Operands::kSequential) end_output();
+      if constexpr (!Operands::kScalesRows) {
+        probabilities = probabilities_of(params, control, tiles, item, tile, at.value, scores);
+      }
       if (last) {
         finish_piece(params, control, tiles, at, done, output);
         pass_over(control.value, at.value, range.passed(tile + 1), leader);
@@ -417,17 +426,14 @@ struct FmhaForwardSm90 {
       } else {
         Softmax::rescale(output, correction);
       }
+      if constexpr (Operands::kScalesRows) {
+        probabilities = probabilities_of(params, control, tiles, item, tile, at.value, scores);
+      }
       begins = last;
     }
-    control.value.wait(at.value);
-    fence_accumulators(output);
-    begin_products();
-    warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at.value), !begins);
-    commit_products();
-    wait_products<0>();
-    fence_accumulators(output);
-    if (leader) control.value.release(at.value);
-    advance(at.value);
+    fence_accumulators(sums);
+    begin_output();
+    end_output();
     finish_piece(params, control, tiles, at, softmax, output);
   }
 
@@ -437,24 +443,24 @@ struct FmhaForwardSm90 {
                                        ProblemShape const& shape, int tile,
                                        PipelineStage<kStages> const& stage, uint32_t tiles,
                                        int warpgroup) {
+    if constexpr (!Operands::kClearsValues) return;
     int const column = tile * kTileKey;
     if (!reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length)) return;
     control.value.wait(stage);
-    clear_rows<ValueTile, kWarpgroupSize>(tiles + kValueOffset + stage.index * ValueTile::kBytes,
-                                          max(mask.key_length - column, 0));
+    clear_rows<SharedTile<kTileKey, Config::kValueDim>, kWarpgroupSize>(
+        values(tiles, stage), max(mask.key_length - column, 0));
     fence_bulk_store();
     named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
 
-  CUTE_DEVICE static Query queries(uint32_t tiles, PipelineStage<kQueryStages> const& stage,
-                                   int warpgroup) {
-    return Query(tiles + stage.index * QueryTile::kBytes, warpgroup * kWarpgroupRows);
+  CUTE_DEVICE static uint32_t queries(uint32_t tiles, PipelineStage<kQueryStages> const& stage) {
+    return tiles + stage.index * Operands::kQueryBufferBytes;
   }
-  CUTE_DEVICE static Key keys(uint32_t tiles, PipelineStage<kStages> const& stage) {
-    return Key(tiles + kKeyOffset + stage.index * KeyTile::kBytes);
+  CUTE_DEVICE static uint32_t keys(uint32_t tiles, PipelineStage<kStages> const& stage) {
+    return tiles + kKeyOffset + stage.index * Keys::kBufferBytes;
   }
-  CUTE_DEVICE static Value values(uint32_t tiles, PipelineStage<kStages> const& stage) {
-    return Value(tiles + kValueOffset + stage.index * ValueTile::kBytes);
+  CUTE_DEVICE static uint32_t values(uint32_t tiles, PipelineStage<kStages> const& stage) {
+    return tiles + kValueOffset + stage.index * Values::kBufferBytes;
   }
 
   // Soft cap, bias and masks: scores that are ready for the softmax.
@@ -480,13 +486,19 @@ struct FmhaForwardSm90 {
                                                   warpgroup * kWarpgroupRows);
   }
 
-  template <class Probabilities>
-  CUTE_DEVICE static void drop(ForwardParams const& params, WorkItem const& item, int tile,
-                               Probabilities& probabilities) {
+  // The probabilities of a visit as an operand, without those that dropout drops; `stage` is where
+  // their values come to. Scaled rows need the factors of these values.
+  template <class Scores>
+  CUTE_DEVICE static auto probabilities_of(ForwardParams const& params, Control& control,
+                                           uint32_t tiles, WorkItem const& item, int tile,
+                                           PipelineStage<kStages> const& stage, Scores& scores) {
+    if constexpr (Operands::kScalesRows) control.value.wait(stage);
+    auto probabilities = Operands::probabilities(scores, values(tiles, stage));
     if constexpr (Config::kDropout) {
       drop_elements<ScoreGrid>(params, item.batch, item.head, item.tile * kTileQuery,
                                tile * kTileKey, probabilities);
     }
+    return probabilities;
   }
 
   CUTE_DEVICE static uint32_t bias_tile(uint32_t tiles) {

@@ -1,0 +1,46 @@
+// f32 elements on tensor cores as sums of two f16 numbers, which have 22 bits.
+//
+// f16 ends at 2^16 and is fixed-point from 2^-14 down. So the numbers of a row are multiplied by a
+// power of two that takes the largest to [2^14, 2^15). One that is more than 2^17 below it has less
+// than 22 bits; its error is at most 2^-38 of the largest.
+#pragma once
+
+#include <memeff/arch/math.cuh>
+#include <memeff/core/tf32.cuh>
+
+namespace memeff {
+
+// An f32 number in memory that is multiplied in three f16 products; that of the two low parts is
+// below the rounding of f32.
+struct F16x3 {
+  CUTE_DEVICE explicit F16x3(float x) : value(x) {}
+  float value;
+};
+
+// What the numbers of a row are multiplied by, and their sums of products afterwards.
+struct RowScale {
+  float scale;
+  float inverse;
+
+  // `greatest` is the largest magnitude, as its bits; of numbers below 2^-112 both are as of that.
+  CUTE_DEVICE static RowScale of(int greatest) {
+    constexpr int kBias = 127;
+    constexpr int kTarget = 14;
+    constexpr int kLeast = kTarget + 1;
+    int const exponent = max(greatest >> 23, kLeast);
+    return {__int_as_float((kTarget + 2 * kBias - exponent) << 23),
+            __int_as_float((exponent - kTarget) << 23)};
+  }
+};
+
+// Two scaled neighbours as packed f16 pairs, whose sum they are. The high parts have the bits of
+// TF32, which are those of f16.
+CUTE_DEVICE void split_to_f16(float x, float y, uint32_t& high, uint32_t& low) {
+  uint32_t x_high, x_low, y_high, y_low;
+  split_to_tf32(__float_as_uint(x), x_high, x_low);
+  split_to_tf32(__float_as_uint(y), y_high, y_low);
+  high = pack<cutlass::half_t>(__uint_as_float(x_high), __uint_as_float(y_high));
+  low = pack<cutlass::half_t>(__uint_as_float(x_low), __uint_as_float(y_low));
+}
+
+}  // namespace memeff
