@@ -63,7 +63,9 @@ HUNTS += [Hunt(Case(B=4, T=1000, S=1000, H=H, **CAUSAL), None) for H in (64, 128
 HUNTS += [hunt(256, stages, **CAUSAL) for stages in (1, 2, 3)] + [hunt(256, 2, **EVERYTHING)]
 FLOAT32 = {"dtype": "float32"}
 HUNTS += [hunt(H, stages, **FLOAT32, **CAUSAL) for H, stages in ((64, 2), (128, 1), (128, 2))]
-HUNTS += [hunt(64, 3, **FLOAT32, soft_cap=2.0), hunt(128, 1, **FLOAT32, **EVERYTHING)]
+HUNTS += [hunt(64, 3, **FLOAT32, soft_cap=2.0)]
+# The gradient of a bias that others share has an order in float32 only where one is asked for.
+HUNTS += [hunt(128, 1, deterministic=True, **FLOAT32, **EVERYTHING)]
 
 
 @pytest.fixture(scope="module")
