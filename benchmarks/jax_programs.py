@@ -65,8 +65,9 @@ def program_of(function: Any):
 
     call = jax.jit(function)  # is traced and lowered once
 
-    def program(inputs: tuple[Inputs, ...], results: list[Any]):
-        results = []  # those that were passed are donated
+    def program(inputs: tuple[Inputs, ...], donated: list[Any]):
+        del donated
+        results = []
         for arrays in inputs:
             arrays, results = lax.optimization_barrier((arrays, results))
             results.append(call(arrays))

@@ -6,12 +6,11 @@
 namespace memeff::host {
 namespace {
 
-// Of kernels/fmha_fwd_halve.cuh: for 64 rows of a head each, of which a tile has one or more.
+// Of kernels/fmha_fwd_halve.cuh, for query, key and value; a tile has one or more.
 long long operand_blocks(ProblemShape const& shape, long long tile_key) {
-  constexpr long long kRows = 64;
-  long long const query_blocks = ceil_div(std::max(shape.query_length, 1), kRows);
+  long long const query_blocks = ceil_div(std::max(shape.query_length, 1), kHalvedRows);
   long long const key_blocks =
-      ceil_div(std::max(shape.key_length, 1), tile_key) * (tile_key / kRows);
+      ceil_div(std::max(shape.key_length, 1), tile_key) * (tile_key / kHalvedRows);
   return shape.batch * (query_blocks * shape.query_heads + 2 * key_blocks * shape.key_heads);
 }
 

@@ -110,6 +110,8 @@ constexpr int kMaxLength = 1 << 28;  // largest T and S
 
 constexpr int kLongSumColumns = 8192;  // that tensor cores sum precisely enough for the logsumexp
 
+constexpr int kHalvedRows = 64;  // that a CTA of kernels/fmha_fwd_halve.cuh writes; divides tiles
+
 // The pieces of a persistent kernel that no CTA has begun with (schedule/persistent.cuh).
 struct PieceCounter {
   unsigned long long ready;
@@ -206,6 +208,7 @@ static_assert(sizeof(ProblemShape) == 56, "host and device disagree on ProblemSh
 static_assert(sizeof(MaskParams) == 128, "host and device disagree on MaskParams");
 static_assert(sizeof(TileMap) == 16, "host and device disagree on TileMap");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
+static_assert(sizeof(PieceCounter) == 16, "host and device disagree on PieceCounter");
 static_assert(sizeof(ForwardParams) == 576, "host and device disagree on ForwardParams");
 static_assert(sizeof(BackwardParams) == 816, "host and device disagree on BackwardParams");
 

@@ -15,7 +15,6 @@ struct FmhaForwardHalve {
   using Tiles = F16x3Tiles<Config>;
   static constexpr int kThreads = 256;
   static constexpr int kBlocksPerSm = 4;
-  static constexpr int kRows = 64;        // of a CTA
   static constexpr int kLaneColumns = 8;  // 16 bytes of each part
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
@@ -57,7 +56,7 @@ struct FmhaForwardHalve {
   // Of one head; the launcher counts them, too.
   template <class Tile>
   CUTE_DEVICE static int blocks(int length) {
-    return Tiles::template count<Tile>(length) * (Tile::kRows / kRows);
+    return Tiles::template count<Tile>(length) * (Tile::kRows / kHalvedRows);
   }
 
   // Rows beyond the length are zeros where a tile has others, or is the first: neither they nor
@@ -68,13 +67,13 @@ struct FmhaForwardHalve {
     using Part = typename Tile::Part;
     constexpr int kRowLanes = Tile::kColumns > 64 ? 16 : 8;
     constexpr int kPassRows = kThreads / kRowLanes;
-    constexpr int kPasses = kRows / kPassRows;
-    int const tile = item.tile * kRows / Tile::kRows;
+    constexpr int kPasses = kHalvedRows / kPassRows;
+    int const tile = item.tile * kHalvedRows / Tile::kRows;
     if (tile > 0 && tile * Tile::kRows >= length) return;
     tiles += (long long)tile * Tile::kBytes;
     int const lane = threadIdx.x % kRowLanes;
     int const column = lane * kLaneColumns;
-    int const first = item.tile * kRows + threadIdx.x / kRowLanes;
+    int const first = item.tile * kHalvedRows + threadIdx.x / kRowLanes;
     char const* const source =
         row_pointer<float>(tensor, origin.batch, origin.row + first, item.head) +
         column * int(sizeof(float));

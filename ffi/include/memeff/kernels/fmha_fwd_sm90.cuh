@@ -427,6 +427,7 @@ struct FmhaForwardSm90 {
         Softmax::rescale(output, correction);
       }
       if constexpr (Operands::kScalesRows) {
+        // Not before: the values of this visit come behind those that are passed over.
         probabilities = probabilities_of(params, control, tiles, item, tile, at.value, scores);
       }
       begins = last;
