@@ -207,6 +207,15 @@ void load_matrix(uint32_t (&fragment)[4], uint32_t address, bool transpose) {
   std::copy_n(exchange.out[this_lane()], 4, fragment);
 }
 
+void store_matrix(uint32_t address, uint32_t const (&fragment)[4]) {
+  Exchange& exchange = meet("stmatrix", fragment, 4, [](Exchange& lanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      for (int q = 0; q < 4; ++q) lanes.out[lane][q] = lanes.in[lane % 8 * 4 + q][lane / 8];
+    }
+  });
+  std::memcpy(write_shared(address, 16), exchange.out[this_lane()], 16);
+}
+
 void mma(Format format, float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
   uint32_t const words[] = {a[0], a[1], a[2], a[3], b0, b1};
   Exchange& exchange = meet("mma", words, 6, [format](Exchange& lanes) {

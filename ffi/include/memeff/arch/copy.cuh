@@ -33,6 +33,13 @@ CUTE_DEVICE void load_matrix(uint32_t (&fragment)[4], uint32_t address) {
   }
 }
 
+// The way back of load_matrix<false>; sm_90.
+CUTE_DEVICE void store_matrix(uint32_t address, uint32_t const (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
+}
+
 CUTE_DEVICE void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

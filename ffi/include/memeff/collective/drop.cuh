@@ -36,4 +36,14 @@ CUTE_DEVICE void drop_elements(ForwardParams const& params, int batch, int head,
       [&](int m, int block, KeepBlock const& keep) { drop_block(probabilities, m, block, keep); });
 }
 
+// The same with bits that are there.
+template <class Grid, class Probabilities>
+CUTE_DEVICE void drop_elements(KeptTile<true, Grid> const& kept, Probabilities& probabilities) {
+  CUTE_UNROLL
+  for (int m = 0; m < Grid::kRowBlocks; ++m) {
+    CUTE_UNROLL
+    for (int n = 0; n < Grid::kColumnBlocks; ++n) drop_block(probabilities, m, n, kept.block(m, n));
+  }
+}
+
 }  // namespace memeff

@@ -86,10 +86,18 @@ struct F16x3Operands {
             last<ValueTile>(key_length)};
   }
 
+  static constexpr bool kDropsEarly = false;
+
+  // Where a consumer's queries are.
+  struct Queries {
+    CUTE_DEVICE void take(uint32_t, int) {}
+    CUTE_DEVICE uint32_t operand(uint32_t buffer, int warpgroup) const {
+      return buffer + warpgroup * QueryTile::kBufferBytes;
+    }
+  };
+
   template <class Scores>
-  CUTE_DEVICE static void multiply_keys(Scores& scores, uint32_t queries, uint32_t keys,
-                                        int warpgroup) {
-    queries += warpgroup * QueryTile::kBufferBytes;
+  CUTE_DEVICE static void multiply_keys(Scores& scores, uint32_t queries, uint32_t keys) {
     multiply<QueryTile, KeyTile>(scores, queries + QueryTile::kLow, keys, false);
     multiply<QueryTile, KeyTile>(scores, queries, keys + KeyTile::kLow, true);
     multiply<QueryTile, KeyTile>(scores, queries, keys, true);

@@ -9,8 +9,30 @@
 
 namespace memeff {
 
-// 16-bit elements, which tensor maps bring from query, key and value.
-template <class Config>
+// A consumer's queries of a piece, the left operand of every visit: where they arrive.
+template <class Tile>
+struct SharedQueries {
+  CUTE_DEVICE void take(uint32_t, int) {}
+  CUTE_DEVICE auto operand(uint32_t buffer, int warpgroup) const {
+    return DescriptorOperand<Tile, Contiguous::k>(buffer, warpgroup * kWarpgroupRows);
+  }
+};
+
+// In registers. Products read less of shared memory, and take fewer descriptors. The buffer stays
+// until a product has used them: see Pipeline::release().
+template <class Tile>
+struct HeldQueries {
+  RegisterOperand<1, Tile::kColumns / 16, 2> fragments;
+
+  CUTE_DEVICE void take(uint32_t buffer, int warpgroup) {
+    fragments = load_operand<Tile, WarpgroupGrid<kWarpgroupRows, 16>>(
+        buffer + warpgroup * kWarpgroupRows * Tile::kRowBytes);
+  }
+  CUTE_DEVICE auto const& operand(uint32_t, int) const { return fragments; }
+};
+
+// 16-bit elements, which tensor maps bring from query, key and value, for a CTA of kThreads.
+template <class Config, int kThreads>
 struct MappedOperands {
   using Element = typename Config::Element;
   using QueryTile = SharedTile<Config::kTileQuery, Config::kHeadDim>;
@@ -29,6 +51,20 @@ struct MappedOperands {
   // registers for both of a consumer its products run beside those of the others alone.
   static constexpr bool kSequential = false;
   static constexpr int kProducerRegisters = 32;
+
+  // What accumulators and probabilities leave of a consumer's registers. The compiler needs some to
+  // overlap visits, and others for features.
+  static constexpr int kLeftRegisters = consumer_registers<kThreads, kProducerRegisters>() -
+                                        Config::kValueDim / 2 - Config::kTileKey / 2 -
+                                        Config::kTileKey / 4;
+  static constexpr bool kHasFeatures =
+      Config::kBias || Config::kDropout || Config::kMask == MaskKind::window;
+  static constexpr bool kHoldsQueries =
+      kLeftRegisters - Config::kHeadDim / 4 >= (kHasFeatures ? 80 : 40);
+  // The random bits of a visit are made under the product of its scores, or when they are needed.
+  static constexpr bool kDropsEarly = kLeftRegisters - Config::kTileKey / 8 >= 32;
+  using Queries =
+      cute::conditional_t<kHoldsQueries, HeldQueries<QueryTile>, SharedQueries<QueryTile>>;
 
   ForwardParams const& params;
   ForwardMaps const& maps;
@@ -75,12 +111,11 @@ struct MappedOperands {
   }
 
   // Starts the product of a consumer's queries with keys.
-  template <class Scores>
-  CUTE_DEVICE static void multiply_keys(Scores& scores, uint32_t queries, uint32_t keys,
-                                        int warpgroup) {
-    warpgroup_gemm<Element, kHeadSteps>(
-        scores, DescriptorOperand<QueryTile, Contiguous::k>(queries, warpgroup * kWarpgroupRows),
-        DescriptorOperand<KeyTile, Contiguous::k>(keys), false);
+  template <class Scores, class QueryOperand>
+  CUTE_DEVICE static void multiply_keys(Scores& scores, QueryOperand const& queries,
+                                        uint32_t keys) {
+    warpgroup_gemm<Element, kHeadSteps>(scores, queries,
+                                        DescriptorOperand<KeyTile, Contiguous::k>(keys), false);
   }
   template <class Scores>
   CUTE_DEVICE static void unscale(Scores&, uint32_t, uint32_t, int) {}

@@ -9,40 +9,39 @@
 
 namespace memeff {
 
-// tanh(prescale * score). The special function unit has the exponentials to compute. So where none
-// of a warp's arguments is beyond 1, hyperbolic tangents are x q(x^2), with the polynomial of
-// degree 3 that is nearest to tanh(x) / x there: its relative error is below 8.2e-5, a sixth of
-// that unit's.
+// unit * tanh(prescale * score). The special function unit has the exponentials to compute. So
+// where none of a warp's arguments is beyond 5/8, hyperbolic tangents are x q(x^2), with the
+// polynomial of degree 2 that is nearest to tanh(x) / x there: its relative error is below 8.2e-5,
+// a sixth of that unit's.
 template <class Accumulators>
-CUTE_DEVICE void cap_scores(Accumulators& scores, float prescale) {
+CUTE_DEVICE void cap_scores(Accumulators& scores, float prescale, float unit) {
   float greatest = 0.0f;
   CUTE_UNROLL
   for (int i = 0; i < cute::size(scores); ++i) greatest = fmaxf(greatest, fabsf(scores(i)));
-  if (warp_any(!(greatest * fabsf(prescale) <= 1.0f))) {
+  if (warp_any(!(greatest * fabsf(prescale) <= 0.625f))) {
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) scores(i) = tanh_approx(scores(i) * prescale);
+    for (int i = 0; i < cute::size(scores); ++i) {
+      scores(i) = unit * tanh_approx(scores(i) * prescale);
+    }
   } else {
     float const square = prescale * prescale;
-    float const c0 = 0.99991861f * prescale;
-    float const c1 = -0.33065462f * prescale * square;
-    float const c2 = 0.11889794f * prescale * square * square;
-    float const c3 = -0.02662977f * prescale * square * square * square;
+    float const c0 = 0.99992075f * prescale * unit;
+    float const c1 = -0.3296211f * prescale * unit * square;
+    float const c2 = 0.10660988f * prescale * unit * square * square;
     CUTE_UNROLL
     for (int i = 0; i < cute::size(scores); ++i) {
       float const x = scores(i);
       float const u = x * x;
-      scores(i) = x * fmaf(fmaf(fmaf(c3, u, c2), u, c1), u, c0);
+      scores(i) = x * fmaf(fmaf(c2, u, c1), u, c0);
     }
   }
 }
 
 // x = prescale * score, or tanh of it: see ScoreScale. Leaves the accumulators alone when there is
-// nothing to do. kPolynomials: by polynomials where they will do.
-template <class Element, bool kSoftCap, bool kPolynomials = false, class Accumulators>
+// nothing to do.
+template <class Element, bool kSoftCap, class Accumulators>
 CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) {
-  if constexpr (kSoftCap && kPolynomials && !kIs32Bit<Element>) {
-    cap_scores(scores, scale.prescale);
-  } else if constexpr (kSoftCap) {
+  if constexpr (kSoftCap) {
     CUTE_UNROLL
     for (int i = 0; i < cute::size(scores); ++i) {
       float const x = scores(i) * scale.prescale;
@@ -59,9 +58,9 @@ CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) 
 // was, the floats are compared. Not worth it where a bias makes whole rows negative.
 // kLargeScores: those of a ScoreReference.
 //
-// kCapped: scores are within [-1, 1] before softmax_scale, which a soft cap sees to, and the
-// probabilities are bfloat16 or wider. Where the cap leaves powers of two that these hold, the
-// reference of every row is 0, and nobody asks for maxima.
+// kCapped: scores have been multiplied by softmax_scale, and are not beyond it, which a soft cap
+// sees to; probabilities are bfloat16 or wider. Where the cap leaves powers of two that these hold,
+// the reference of every row is 0, and nobody asks for maxima.
 template <int kRowBlocks, bool kIntegerMaximum = false, bool kLargeScores = false,
           bool kCapped = false>
 struct OnlineSoftmax {
@@ -126,37 +125,24 @@ struct OnlineSoftmax {
   template <class Scores>
   CUTE_DEVICE Correction exponentiate(Scores& scores, float softmax_scale) {
     Correction correction;
-    Reference references[kRows];
     if (kCapped && softmax_scale <= kCappedScale) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         correction.rows[r] = 1.0f;
         row_reference[r] = 0.0f;
-        references[r] = Reference::of(0.0f, softmax_scale);
       }
-    } else {
-      float greatest[kRows];
-      lane_maxima(scores, greatest);
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        references[r] = follow(r, greatest[r], softmax_scale, correction);
-      }
-      if constexpr (kLargeScores) subtract_large(scores, references);
+      add_exponentials(scores, correction, [](int, float x) { return x; });
+      return correction;
     }
+    float const scale = remaining(softmax_scale);
+    float greatest[kRows];
+    lane_maxima(scores, greatest);
+    Reference references[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      float const reference = references[r].product;
-      float sum = row_sum[r] * correction.rows[r];
-      CUTE_UNROLL
-      for (int n = 0; n < cute::size<2>(scores); ++n) {
-        float& x = scores(2 * (r % 2), r / 2, n);
-        float& y = scores(2 * (r % 2) + 1, r / 2, n);
-        x = exp2_approx(fmaf(x, softmax_scale, -reference));
-        y = exp2_approx(fmaf(y, softmax_scale, -reference));
-        sum += x + y;  // half as many sums wait for each other
-      }
-      row_sum[r] = sum;
-    }
+    for (int r = 0; r < kRows; ++r) references[r] = follow(r, greatest[r], scale, correction);
+    if constexpr (kLargeScores) subtract_large(scores, references);
+    add_exponentials(scores, correction,
+                     [&](int r, float x) { return fmaf(x, scale, -references[r].product); });
     return correction;
   }
 
@@ -179,13 +165,14 @@ struct OnlineSoftmax {
 
   // Takes in the statistics of the same rows over other keys.
   CUTE_DEVICE Weights merge(OnlineSoftmax const& other, float softmax_scale) {
+    float const scale = remaining(softmax_scale);
     Weights weights;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const maximum = fmaxf(row_reference[r], other.row_reference[r]);
-      auto const reference = Reference::of(maximum, softmax_scale);
-      weights.own[r] = exp2_approx(reference.correction(row_reference[r], softmax_scale));
-      weights.other[r] = exp2_approx(reference.correction(other.row_reference[r], softmax_scale));
+      auto const reference = Reference::of(maximum, scale);
+      weights.own[r] = exp2_approx(reference.correction(row_reference[r], scale));
+      weights.other[r] = exp2_approx(reference.correction(other.row_reference[r], scale));
       row_reference[r] = maximum;
       row_sum[r] = row_sum[r] * weights.own[r] + other.row_sum[r] * weights.other[r];
     }
@@ -201,13 +188,36 @@ struct OnlineSoftmax {
       float const sum = quad_sum(row_sum[r]);
       bool const empty = sum == 0.0f;
       float const inverse = empty ? 0.0f : output_scale * reciprocal_approx(sum);
-      float const logsumexp = (row_reference[r] * softmax_scale + log2_approx(sum)) * kLn2;
+      float const reference = row_reference[r] * remaining(softmax_scale);
+      float const logsumexp = (reference + log2_approx(sum)) * kLn2;
       row_reference[r] = empty ? -infinity() : logsumexp;
       rescale_row(output, r, inverse);
     }
   }
 
  private:
+  // What scores have not been multiplied by.
+  CUTE_DEVICE static float remaining(float softmax_scale) { return kCapped ? 1.0f : softmax_scale; }
+
+  // Scores become the powers of two with these exponents, and part of the sums of their rows.
+  template <class Scores, class Exponent>
+  CUTE_DEVICE void add_exponentials(Scores& scores, Correction const& correction,
+                                    Exponent exponent) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float sum = row_sum[r] * correction.rows[r];
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        float& x = scores(2 * (r % 2), r / 2, n);
+        float& y = scores(2 * (r % 2) + 1, r / 2, n);
+        x = exp2_approx(exponent(r, x));
+        y = exp2_approx(exponent(r, y));
+        sum += x + y;  // half as many sums wait for each other
+      }
+      row_sum[r] = sum;
+    }
+  }
+
   template <class Output>
   CUTE_DEVICE static void rescale_row(Output& output, int r, float factor) {
     CUTE_UNROLL

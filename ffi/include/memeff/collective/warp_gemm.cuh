@@ -393,23 +393,29 @@ CUTE_DEVICE void store_accumulators(uint32_t tile, Accumulators const& accumulat
   }
 }
 
-// The same of accumulators that are packed as a left operand already.
+// The rows of a tile that `Grid` gives this warp, as a left operand.
+template <class Tile, class Grid>
+CUTE_DEVICE auto load_operand(uint32_t tile) {
+  constexpr int kSteps = Tile::kColumns / 16;
+  RegisterOperand<1, kSteps, 2> operand;
+  LeftOperand<Tile, Contiguous::k, 1> const source(tile, Grid::row());
+  CUTE_UNROLL
+  for (int step = 0; step < kSteps; ++step) source.load(operand.fragments[0][step], 0, step);
+  return operand;
+}
+
+// Rows that are packed as a left operand, back to a tile; sm_90.
 template <class Tile, class Grid, int kRowBlocks, int kSteps>
 CUTE_DEVICE void store_operand(uint32_t tile,
                                RegisterOperand<kRowBlocks, kSteps, 2> const& operand) {
   int const thread = thread_index();  // or a loop's addresses wait in registers
-  int const lane_row = Grid::element_row(0, 0, thread);
-  int const lane_byte = (thread % 4) * 4;
+  FragmentPointer<Tile, kSteps, false> const target(tile, LaneOrder::rows_first, Grid::row(thread),
+                                                    Grid::column(thread) / 16, thread);
   CUTE_UNROLL
   for (int m = 0; m < kRowBlocks; ++m) {
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        int const chunk = Grid::column(thread) / 8 + 2 * step + i / 2;
-        store_shared(tile + Tile::byte_offset(lane_row + m * 16 + (i % 2) * 8, chunk) + lane_byte,
-                     operand.fragments[m][step][i]);
-      }
+      store_matrix(target.at(m, step), operand.fragments[m][step]);
     }
   }
 }

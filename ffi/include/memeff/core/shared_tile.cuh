@@ -103,8 +103,9 @@ struct FragmentPointer {
   int first_row;
   int first_chunk;
 
-  CUTE_DEVICE FragmentPointer(uint32_t tile, LaneOrder order, int row, int column_block) {
-    int const lane = threadIdx.x % kWarpSize;
+  CUTE_DEVICE FragmentPointer(uint32_t tile, LaneOrder order, int row, int column_block,
+                              unsigned thread = threadIdx.x) {
+    int const lane = thread % kWarpSize;
     bool const rows_first = order == LaneOrder::rows_first;
     int const lane_row = rows_first ? lane & 15 : (lane & 7) + ((lane >> 4) << 3);
     int const lane_chunk = rows_first ? lane >> 4 : (lane >> 3) & 1;

@@ -111,15 +111,44 @@ struct Dropout {
   }
 };
 
+// bh of the contract above.
+CUTE_DEVICE uint32_t dropout_head(DropoutParams const& dropout, int batch, int head) {
+  return dropout.batch_base[batch] + dropout.head_index[head];
+}
+
+// The KeepBlocks of a tile, made before they are needed: while a product runs.
+template <bool kDropout, class Grid, bool kTransposed = false>
+class KeptTile {
+ public:
+  CUTE_DEVICE KeptTile(DropoutParams const& params, MaskParams const& mask, int batch, int head,
+                       int row, int column) {
+    Dropout<Grid, kTransposed> const dropout(params, mask, batch);
+    dropout.for_each_block(dropout_head(params, batch, head), row, column,
+                           [&](int m, int n, KeepBlock const& block) {
+                             blocks_[m][n] = block;
+                             // Here, and not where they are read.
+                             hide_value(blocks_[m][n].flags[0]);
+                             hide_value(blocks_[m][n].flags[1]);
+                           });
+  }
+
+  CUTE_DEVICE KeepBlock const& block(int m, int n) const { return blocks_[m][n]; }
+
+ private:
+  KeepBlock blocks_[Grid::kRowBlocks][Grid::kColumnBlocks];
+};
+
+template <class Grid, bool kTransposed>
+class KeptTile<false, Grid, kTransposed> {
+ public:
+  CUTE_DEVICE KeptTile(DropoutParams const&, MaskParams const&, int, int, int, int) {}
+  CUTE_DEVICE KeepAll block(int, int) const { return {}; }
+};
+
 // What the probabilities that dropout keeps are multiplied by.
 template <class Config>
 CUTE_DEVICE float kept_scale(DropoutParams const& dropout) {
   return Config::kDropout ? dropout.scale : 1.0f;
-}
-
-// bh of the contract above.
-CUTE_DEVICE uint32_t dropout_head(DropoutParams const& dropout, int batch, int head) {
-  return dropout.batch_base[batch] + dropout.head_index[head];
 }
 
 }  // namespace memeff

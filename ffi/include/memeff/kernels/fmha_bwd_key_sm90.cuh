@@ -368,7 +368,8 @@ struct FmhaBackwardDividedKey {
         commit_products();
       };
       auto load_probabilities = [&] {
-        return load_operand(tiles + kProbabilityOffset + slot.index * ScoreTile::kBytes);
+        return load_operand<ScoreTile, ScoreGrid>(tiles + kProbabilityOffset +
+                                                  slot.index * ScoreTile::kBytes);
       };
       auto send_score_gradient = [&] {
         fence_accumulators(score_gradient);
@@ -447,21 +448,11 @@ struct FmhaBackwardDividedKey {
     }
   }
 
-  CUTE_DEVICE static ScoreOperand load_operand(uint32_t tile) {
-    ScoreOperand operand;
-    LeftOperand<ScoreTile, Contiguous::k, 1> const source(tile, ScoreGrid::row());
-    CUTE_UNROLL
-    for (int step = 0; step < kTileQuery / 16; ++step) {
-      source.load(operand.fragments[0][step], 0, step);
-    }
-    return operand;
-  }
-
   // dS^T of the score before the soft cap, in the place of that behind it: its consumer knows the
   // derivative, and what computed it does not.
   template <class Factors>
   CUTE_DEVICE static void multiply(uint32_t tile, Factors const& factors) {
-    ScoreOperand operand = load_operand(tile);
+    auto operand = load_operand<ScoreTile, ScoreGrid>(tile);
     CUTE_UNROLL
     for (int i = 0; i < kTileQuery / 4; ++i) {
       uint32_t& pair = operand.fragments[0][i / 4][i % 4];
@@ -518,26 +509,24 @@ struct FmhaBackwardDividedKey {
     BiasWriter const bias_gradient(params, {});
     ScoreOperand result;
     CUTE_UNROLL
-    for (int n = 0; n < cute::size<2>(score_gradient); ++n) {
-      float delta[2];
+    for (int pair = 0; pair < cute::size<2>(score_gradient) / 2; ++pair) {
+      auto const deltas = QuadStatistics::load_deltas<ScoreGrid>(statistics, pair, thread);
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        delta[i] = __uint_as_float(
-            load_shared(statistics + ScoreGrid::element_column(i, n, thread) * 8 + 4));
-      }
-      CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        int const fragment = 2 * (n % 2) + half;
+      for (int fragment = 0; fragment < 4; ++fragment) {
+        int const chunk = fragment / 2;
+        int const half = fragment % 2;
+        int const n = 2 * pair + chunk;
         float gradient[2];
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          float const p = unpack<Element>(probabilities.fragments[0][n / 2][fragment], i);
+          float const p = unpack<Element>(probabilities.fragments[0][pair][fragment], i);
           float kept = score_gradient(2 * half + i, 0, n);
           if (Config::kDropout && p < 0.0f) kept = 0.0f;
-          gradient[i] = fabsf(p) * fmaf(kept, kept_scale<Config>(params.dropout), -delta[i]);
+          gradient[i] =
+              fabsf(p) * fmaf(kept, kept_scale<Config>(params.dropout), -deltas.of[2 * chunk + i]);
         }
         bias_gradient.pair(bias_sums, n, half, gradient);
-        result.fragments[0][n / 2][fragment] = pack<Element>(gradient[0], gradient[1]);
+        result.fragments[0][pair][fragment] = pack<Element>(gradient[0], gradient[1]);
       }
     }
     return result;

@@ -69,9 +69,8 @@ struct FmhaBackwardPreprocess {
         if (!empty && params.logsumexp_gradient != nullptr) {
           delta -= params.logsumexp_gradient[source];
         }
-        long long const target = tile_index * Tiles::kTileQuery + i;
-        reinterpret_cast<float2*>(params.row_statistics)[target] =
-            make_float2(empty ? infinity() : logsumexp * kLog2e, empty ? 0.0f : delta);
+        Tiles::Statistics::store(params.row_statistics + tile_index * (2 * Tiles::kTileQuery), i,
+                                 empty ? infinity() : logsumexp * kLog2e, empty ? 0.0f : delta);
       }
     }
 

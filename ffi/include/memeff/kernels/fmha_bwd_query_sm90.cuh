@@ -193,9 +193,7 @@ struct FmhaBackwardDividedQuery {
                                                   work.tiles.mixed(tile));
         statistics.exponentiate(params.scale.softmax_scale, scores);
         fence_accumulators(scores);
-        // Long over; it ends a basic block, or the assembler puts the exponentials behind the wait
-        // for the product that they should run under.
-        control.query.wait({});
+        control.query.wait_again({});  // the exponentials run under the product
         wait_products<0>();
         fence_accumulators(score_gradient);
         if (leader) control.value.release(value);
@@ -229,7 +227,7 @@ struct FmhaBackwardDividedQuery {
       float const* const source = Tiles::statistics(params, item.batch, item.head, row);
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        rows[half] = reinterpret_cast<float2 const*>(source)[ScoreGrid::element_row(2 * half, 0)];
+        rows[half] = QuadStatistics::load(source, ScoreGrid::element_row(2 * half, 0));
       }
     }
 

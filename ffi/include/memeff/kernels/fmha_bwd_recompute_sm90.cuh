@@ -219,6 +219,9 @@ struct RecomputeSm90 {
     begin_product<kHeadParts>(params, mask, work, control, stage, tiles, scores);
     if constexpr (!kHoldsVisit) end_scores(cute::Int<0>{});
     begin_product<kValueParts>(params, mask, work, control, stage, tiles, score_gradient);
+    if constexpr (Config::kDropout) control.pairs.wait_again(read);
+    KeptBlocks const kept(params.dropout, params.mask, batch, head, work.tile.row,
+                          work.tile.column);
     if constexpr (kHoldsVisit) end_scores(cute::Int<1>{});
     prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
     add_bias(scores);
@@ -233,7 +236,7 @@ struct RecomputeSm90 {
     wait_products<0>();
     fence_accumulators(score_gradient);
     release<kValueParts>(control, read);
-    add_gradient(params, work, statistics, batch, head, scores, score_gradient, sums);
+    add_gradient(params, statistics, kept, scores, score_gradient, sums);
   }
 
   // Starts the product of the next pairs, as a group.
@@ -284,6 +287,8 @@ struct RecomputeSm90 {
     named_barrier_sync(kConsumerBarrier, kConsumers);
   }
 
+  using KeptBlocks = KeptTile<Config::kDropout, Grid>;
+
   // Logsumexp and delta of the two rows that a thread owns elements of.
   struct RowStatistics {
     float2 rows[2];
@@ -298,7 +303,7 @@ struct RecomputeSm90 {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         int const row = work.tile.row + Grid::element_row(2 * half, 0, thread);
-        rows[half] = row < mask.query_length ? reinterpret_cast<float2 const*>(source)[row]
+        rows[half] = row < mask.query_length ? QuadStatistics::load(source, row)
                                              : make_float2(infinity(), 0.0f);
       }
     }
@@ -327,10 +332,10 @@ struct RecomputeSm90 {
 
   // sums += dS = P (dP - delta), where dropout has thinned dP.
   template <class Scores>
-  CUTE_DEVICE static void add_gradient(BackwardParams const& params, Work const& work,
-                                       RowStatistics const& statistics, int batch, int head,
-                                       Scores const& scores, Scores const& score_gradient,
-                                       Scores& sums) {
+  CUTE_DEVICE static void add_gradient(BackwardParams const& params,
+                                       RowStatistics const& statistics,
+                                       KeptBlocks const& kept_blocks, Scores const& scores,
+                                       Scores const& score_gradient, Scores& sums) {
     auto block = [&](int, int column_block, auto const& keep) {
       CUTE_UNROLL
       for (int i = 0; i < 8; ++i) {
@@ -344,14 +349,8 @@ struct RecomputeSm90 {
         sums(element, 0, n) = fmaf(scores(element, 0, n), gradient, sums(element, 0, n));
       }
     };
-    if constexpr (Config::kDropout) {
-      Dropout<Grid> const dropout(params.dropout, params.mask, batch);
-      dropout.for_each_block(dropout_head(params.dropout, batch, head), work.tile.row,
-                             work.tile.column, block);
-    } else {
-      CUTE_UNROLL
-      for (int n = 0; n < Grid::kColumnBlocks; ++n) block(0, n, KeepAll{});
-    }
+    CUTE_UNROLL
+    for (int n = 0; n < Grid::kColumnBlocks; ++n) block(0, n, kept_blocks.block(0, n));
   }
 };
 

@@ -205,8 +205,6 @@ struct FmhaBackwardSm90 {
     }
   }
 
-  using KeyRows = DescriptorOperand<KeyTile, Contiguous::k>;
-  using ValueRows = DescriptorOperand<ValueTile, Contiguous::k>;
   using QueryRows = DescriptorOperand<QueryTile, Contiguous::k>;
   using OutRows = DescriptorOperand<OutTile, Contiguous::k>;
   using QueryColumns = DescriptorOperand<QueryTile, Contiguous::outer>;
@@ -215,6 +213,7 @@ struct FmhaBackwardSm90 {
   using ScoreColumns = DescriptorOperand<ScoreTile, Contiguous::outer>;
 
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
+  using KeptBlocks = KeptTile<Config::kDropout, ScoreGrid, true>;
 
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
@@ -242,8 +241,8 @@ struct FmhaBackwardSm90 {
         named_barrier_sync(kConsumerBarrier, kConsumers);
       }
     }
-    KeyRows const keys(tiles, warpgroup * kWarpgroupRows);
-    ValueRows const values(tiles + kValueOffset, warpgroup * kWarpgroupRows);
+    auto const keys = rows_of<KeyTile>(tiles, warpgroup);
+    auto const values = rows_of<ValueTile>(tiles + kValueOffset, warpgroup);
 
     PipelineStage<kStages> stage;
     int score_buffer = 0;
@@ -287,6 +286,8 @@ struct FmhaBackwardSm90 {
                                                           false);
         }
         commit_products();
+        if constexpr (Config::kDropout) control.out_gradient.wait_again(stage);
+        KeptBlocks const kept(params.dropout, params.mask, item.batch, head, row, work.column);
         wait_products<1>();
         fence_accumulators(scores);
 
@@ -303,7 +304,7 @@ struct FmhaBackwardSm90 {
         fence_accumulators(score_gradient);
         ScoreOperand probabilities;
         ScoreOperand left_gradient;
-        differentiate(params, statistics, item.batch, head, row, work.column, capped, scores,
+        differentiate(params, statistics, item.batch, head, row, work.column, kept, capped, scores,
                       score_gradient, probabilities, left_gradient, bias_sums);
         if constexpr (Config::kQueryGradient) {
           store_operand<ScoreTile, ScoreGrid>(score_tile, left_gradient);
@@ -362,6 +363,17 @@ struct FmhaBackwardSm90 {
     if constexpr (Config::kValueGradient)
       scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
     store(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
+  }
+
+  // Keys or values as the left operand of every visit. Products read a quarter less of shared
+  // memory where registers are left to hold it.
+  template <class Tile>
+  CUTE_DEVICE static auto rows_of(uint32_t tile, int warpgroup) {
+    if constexpr (Config::kHeadDim + Config::kValueDim <= 128) {
+      return load_operand<Tile, ScoreGrid>(tile);
+    } else {
+      return DescriptorOperand<Tile, Contiguous::k>(tile, warpgroup * kWarpgroupRows);
+    }
   }
 
   CUTE_DEVICE static uint32_t bulk_bias_tile(uint32_t tiles, PipelineStage<kStages> const& stage) {
@@ -437,22 +449,18 @@ struct FmhaBackwardSm90 {
   template <class Scores>
   CUTE_DEVICE static void differentiate(BackwardParams const& params, uint32_t statistics,
                                         int batch, int head, int row, int column,
-                                        Scores const& capped, Scores const& scores,
-                                        Scores const& score_gradient, ScoreOperand& probabilities,
-                                        ScoreOperand& left_gradient, BiasSums& bias_sums) {
+                                        KeptBlocks const& kept_blocks, Scores const& capped,
+                                        Scores const& scores, Scores const& score_gradient,
+                                        ScoreOperand& probabilities, ScoreOperand& left_gradient,
+                                        BiasSums& bias_sums) {
     int const thread = thread_index();
     BiasWriter const bias_gradient(params, {batch, head, row, column});
     // Sixteen rows and the sixteen keys of this warp.
     auto block = [&](int, int row_block, auto const& keep) {
+      auto const deltas = QuadStatistics::load_deltas<ScoreGrid>(statistics, row_block, thread);
       CUTE_UNROLL
       for (int chunk = 0; chunk < 2; ++chunk) {
         int const n = 2 * row_block + chunk;
-        float delta[2];
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          delta[i] = __uint_as_float(
-              load_shared(statistics + ScoreGrid::element_column(i, n, thread) * 8 + 4));
-        }
         CUTE_UNROLL
         for (int half = 0; half < 2; ++half) {
           float kept[2];
@@ -462,8 +470,8 @@ struct FmhaBackwardSm90 {
             int const element = 2 * half + i;
             float const score = scores(element, 0, n);
             float const kept_gradient = keep.select(score_gradient(element, 0, n), chunk, half, i);
-            gradient[i] =
-                score * fmaf(kept_gradient, kept_scale<Config>(params.dropout), -delta[i]);
+            gradient[i] = score * fmaf(kept_gradient, kept_scale<Config>(params.dropout),
+                                       -deltas.of[2 * chunk + i]);
             kept[i] = keep.select(score, chunk, half, i);
           }
           bias_gradient.pair(bias_sums, n, half, gradient);
@@ -480,13 +488,8 @@ struct FmhaBackwardSm90 {
         }
       }
     };
-    if constexpr (Config::kDropout) {
-      Dropout<ScoreGrid, true> const dropout(params.dropout, params.mask, batch);
-      dropout.for_each_block(dropout_head(params.dropout, batch, head), row, column, block);
-    } else {
-      CUTE_UNROLL
-      for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(0, n, KeepAll{});
-    }
+    CUTE_UNROLL
+    for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(0, n, kept_blocks.block(0, n));
   }
 
   // dQ of one visit, added to the sums in the order that BackwardTilesSm90 defines.
@@ -497,7 +500,7 @@ struct FmhaBackwardSm90 {
                         Tiles::tile_index(params, batch, head, tile) * Tiles::kQueryTileFloats;
     CUTE_UNROLL
     for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
-      reduce_add(sums + Tiles::sum_offset(query_gradient, 0, n), query_gradient(0, 0, n),
+      reduce_add(Tiles::sum(sums, query_gradient, 0, n), query_gradient(0, 0, n),
                  query_gradient(1, 0, n), query_gradient(2, 0, n), query_gradient(3, 0, n));
     }
   }

@@ -66,11 +66,13 @@ struct FmhaForwardSm90 {
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
   using Queue = PieceQueue<Schedule>;
 
-  using Operands =
-      cute::conditional_t<cute::is_same_v<Element, F16x3>,
-                          F16x3Operands<Config, ScoreGrid, OutGrid>, MappedOperands<Config>>;
+  using Operands = cute::conditional_t<cute::is_same_v<Element, F16x3>,
+                                       F16x3Operands<Config, ScoreGrid, OutGrid>,
+                                       MappedOperands<Config, kThreads>>;
   static constexpr int kProducerRegisters = Operands::kProducerRegisters;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
+  static constexpr bool kDropsEarly = Config::kDropout && Operands::kDropsEarly;
+  using KeptBlocks = KeptTile<kDropsEarly, ScoreGrid>;
   using Keys = typename Operands::Keys;
   using Values = typename Operands::Values;
   static constexpr int kStages = Config::kStages;
@@ -334,27 +336,49 @@ struct FmhaForwardSm90 {
     auto& sums = Operands::sums(output, part);
     bool begins = true;  // nothing has been added to the output
 
-    control.query[warpgroup].wait(at.query);
+    typename Operands::Queries query_operand;
+    auto take_queries = [&] {
+      control.query[warpgroup].wait(at.query);
+      query_operand.take(queries(tiles, at.query), warpgroup);
+    };
+    auto begin_scores = [&] {
+      fence_accumulators(scores);
+      begin_products();
+      Operands::multiply_keys(scores, query_operand.operand(queries(tiles, at.query), warpgroup),
+                              keys(tiles, at.key));
+      commit_products();
+    };
+    // Under the products that have begun.
+    auto kept_blocks = [&](int of_tile) {
+      if constexpr (kDropsEarly) control.key.wait_again(at.key);
+      KeptBlocks const kept(params.dropout, params.mask, item.batch, item.head,
+                            item.tile * kTileQuery, of_tile * kTileKey);
+      if constexpr (kDropsEarly) control.key.wait_again(at.key);
+      return kept;
+    };
+    auto release_operands = [&](bool ends_piece) {
+      if (!leader) return;
+      control.key.release(at.key);
+      if (ends_piece) control.query[warpgroup].release(at.query);
+    };
+
+    take_queries();
     load_bias(params, mask, item, tile, tiles);
     pass_over(control.key, at.key, range.passed(tile + 1), leader);
     pass_over(control.value, at.value, range.passed(tile + 1), leader);
     control.key.wait(at.key);
-    fence_accumulators(scores);
-    begin_products();
-    Operands::multiply_keys(scores, queries(tiles, at.query), keys(tiles, at.key), warpgroup);
-    commit_products();
+    begin_scores();
+    auto const first_kept = kept_blocks(tile);
     wait_products<0>();
     fence_accumulators(scores);
     Operands::unscale(scores, queries(tiles, at.query), keys(tiles, at.key), warpgroup);
-    if (leader) {
-      control.key.release(at.key);
-      if (tile == range.begin) control.query[warpgroup].release(at.query);
-    }
+    release_operands(tile == range.begin);
     advance(at.key);
     modify(params, mask, item, tile, range, tiles, warpgroup, scores);
     softmax.exponentiate(scores, params.scale.softmax_scale);
     if (tile > range.begin) control.key.wait(at.key);
-    auto probabilities = probabilities_of(params, control, tiles, item, tile, at.value, scores);
+    auto probabilities =
+        probabilities_of(params, control, tiles, item, tile, at.value, first_kept, scores);
     clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
 
     auto begin_output = [&] {
@@ -383,30 +407,24 @@ struct FmhaForwardSm90 {
         tile = range.first(mask, item, warpgroup) + kTeams;
         softmax = Softmax();
         at.query.advance();
-        control.query[warpgroup].wait(at.query);
+        take_queries();
         load_bias(params, mask, item, range.next(tile), tiles);
         pass_over(control.key, at.key, range.passed(tile), leader);
         control.key.wait(at.key);
       }
       tile = range.next(tile);
-      fence_accumulators(scores);
       fence_accumulators(sums);
       if constexpr (Operands::kSequential) {
         begin_output();
         end_output();
-        fence_accumulators(scores);
       }
-      begin_products();
-      Operands::multiply_keys(scores, queries(tiles, at.query), keys(tiles, at.key), warpgroup);
-      commit_products();
+      begin_scores();
       if constexpr (!Operands::kSequential) begin_output();
+      auto const kept = kept_blocks(tile);
       wait_products<Operands::kSequential ? 0 : 1>();
       fence_accumulators(scores);
       Operands::unscale(scores, queries(tiles, at.query), keys(tiles, at.key), warpgroup);
-      if (leader) {
-        control.key.release(at.key);
-        if (tile == range.begin) control.query[warpgroup].release(at.query);
-      }
+      release_operands(tile == range.begin);
       advance(at.key);
       modify(params, mask, item, tile, range, tiles, warpgroup, scores);
       auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
@@ -417,7 +435,8 @@ struct FmhaForwardSm90 {
       if (tile > range.begin) control.key.wait(at.key);
       if constexpr (!Operands::kSequential) end_output();
       if constexpr (!Operands::kScalesRows) {
-        probabilities = probabilities_of(params, control, tiles, item, tile, at.value, scores);
+        probabilities =
+            probabilities_of(params, control, tiles, item, tile, at.value, kept, scores);
       }
       if (last) {
         finish_piece(params, control, tiles, at, done, output);
@@ -428,7 +447,8 @@ struct FmhaForwardSm90 {
       }
       if constexpr (Operands::kScalesRows) {
         // Not before: the values of this visit come behind those that are passed over.
-        probabilities = probabilities_of(params, control, tiles, item, tile, at.value, scores);
+        probabilities =
+            probabilities_of(params, control, tiles, item, tile, at.value, kept, scores);
       }
       begins = last;
     }
@@ -471,7 +491,11 @@ struct FmhaForwardSm90 {
                                  uint32_t tiles, int warpgroup, Scores& scores) {
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
-    prescale_scores<Element, Config::kSoftCap, true>(scores, params.scale);
+    if constexpr (Config::kSoftCap && !kIs32Bit<Element>) {
+      cap_scores(scores, params.scale.prescale, kCapped ? params.scale.softmax_scale : 1.0f);
+    } else {
+      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+    }
     if constexpr (kBiasTile) {
       wait_copies<0>();
       __syncwarp();  // the bias of all lanes is here
@@ -492,10 +516,13 @@ struct FmhaForwardSm90 {
   template <class Scores>
   CUTE_DEVICE static auto probabilities_of(ForwardParams const& params, Control& control,
                                            uint32_t tiles, WorkItem const& item, int tile,
-                                           PipelineStage<kStages> const& stage, Scores& scores) {
+                                           PipelineStage<kStages> const& stage,
+                                           KeptBlocks const& kept, Scores& scores) {
     if constexpr (Operands::kScalesRows) control.value.wait(stage);
     auto probabilities = Operands::probabilities(scores, values(tiles, stage));
-    if constexpr (Config::kDropout) {
+    if constexpr (kDropsEarly) {
+      drop_elements(kept, probabilities);
+    } else if constexpr (Config::kDropout) {
       drop_elements<ScoreGrid>(params, item.batch, item.head, item.tile * kTileQuery,
                                tile * kTileKey, probabilities);
     }

@@ -4,6 +4,7 @@
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/schedule/query_tiles.cuh>
+#include <memeff/schedule/row_statistics.cuh>
 
 namespace memeff {
 
@@ -27,16 +28,19 @@ struct BackwardTiles {
   using KeyGrid = WarpGrid<kTileKey, Config::kHeadDim, kWarps>;
   using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps>;
 
+  using Statistics = PairedStatistics;
+
   // dq is summed in f32 over the key tiles. The workspace keeps each thread's accumulators together
   // (four floats a lane, 512 bytes a warp and block) instead of rows: the sums become aligned
   // vector reductions, and the postprocess kernel, which has the same threads, reads them back as
   // they are.
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
 
-  template <class Accumulators>
-  CUTE_DEVICE static int sum_offset(Accumulators const& accumulators, int m, int n) {
-    int const block = m * int(cute::size<2>(accumulators)) + n;
-    return (block * kThreads + int(threadIdx.x)) * 4;
+  // Where a thread's sums of block (m, n) are in those of a tile.
+  template <class Float, class Accumulators>
+  CUTE_DEVICE static Float* sum(Float* sums, Accumulators const& accumulators, int m, int n) {
+    // The constant last: it goes into the instruction, and all blocks have one address.
+    return sums + threadIdx.x * 4 + (m * int(cute::size<2>(accumulators)) + n) * (kThreads * 4);
   }
 
   // The sums of a bias gradient that is broadcast over batch elements or heads: tiles of scores,

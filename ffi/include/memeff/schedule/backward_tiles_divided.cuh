@@ -4,6 +4,7 @@
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/schedule/query_tiles.cuh>
+#include <memeff/schedule/row_statistics.cuh>
 
 namespace memeff {
 
@@ -23,6 +24,8 @@ struct BackwardTilesDivided {
 
   using ScoreGrid = WarpgroupGrid<kTileKey, kVisitQuery>;  // of the key kernel, transposed
 
+  using Statistics = QuadStatistics;
+
   // The sums of a bias gradient that is broadcast over rows, as in BackwardTilesSm90.
   static constexpr int kBiasSumRows = 1;
   CUTE_DEVICE static long long padded_keys(ProblemShape const& shape) {
@@ -34,7 +37,7 @@ struct BackwardTilesDivided {
     return query_tile_index<Config>(params, batch, head, tile);
   }
 
-  // Logsumexp and delta of the rows from `row` on.
+  // Logsumexp and delta of the rows from `row` on, a multiple of sixteen.
   CUTE_DEVICE static float const* statistics(BackwardParams const& params, int batch, int head,
                                              int row) {
     return params.row_statistics + (tile_index(params, batch, head, 0) * kTileQuery + row) * 2;

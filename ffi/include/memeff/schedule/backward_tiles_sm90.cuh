@@ -5,6 +5,7 @@
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/schedule/query_tiles.cuh>
+#include <memeff/schedule/row_statistics.cuh>
 
 namespace memeff {
 
@@ -26,6 +27,8 @@ struct BackwardTilesSm90 {
   using ScoreGrid = WarpGrid<kTileKey, kTileQuery, kWarps, 16>;  // transposed
   using KeyGrid = WarpGrid<kTileKey, Config::kHeadDim, kWarps, 16>;
   using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps, 16>;
+  using Statistics = QuadStatistics;
+
   // The consumers divide the rows of dq where there are enough, else its columns.
   using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kWarps, 16>;
   static constexpr bool kDivideRows = kTileQuery == 64 * kWarpgroups;
@@ -44,10 +47,11 @@ struct BackwardTilesSm90 {
 
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
 
-  template <class Accumulators>
-  CUTE_DEVICE static int sum_offset(Accumulators const& accumulators, int m, int n) {
-    int const block = m * int(cute::size<2>(accumulators)) + n;
-    return (block * kThreads + int(threadIdx.x)) * 4;
+  // Where a thread's sums of block (m, n) are in those of a tile.
+  template <class Float, class Accumulators>
+  CUTE_DEVICE static Float* sum(Float* sums, Accumulators const& accumulators, int m, int n) {
+    // The constant last: it goes into the instruction, and all blocks have one address.
+    return sums + threadIdx.x * 4 + (m * int(cute::size<2>(accumulators)) + n) * (kThreads * 4);
   }
 
   // The sums of a bias gradient that is broadcast over rows, as in BackwardTiles. A CTA adds to

@@ -14,6 +14,10 @@ CUTE_DEVICE void load_matrix(uint32_t (&fragment)[4], uint32_t address) {
   emulator::load_matrix(fragment, address, kTranspose);
 }
 
+CUTE_DEVICE void store_matrix(uint32_t address, uint32_t const (&fragment)[4]) {
+  emulator::store_matrix(address, fragment);
+}
+
 template <class Value>
 CUTE_DEVICE void store_shared_value(uint32_t address, Value const& value) {
   std::memcpy(emulator::write_shared(address, sizeof(value)), &value, sizeof(value));
