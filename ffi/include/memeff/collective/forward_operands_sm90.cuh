@@ -62,7 +62,8 @@ struct MappedOperands {
   static constexpr bool kHoldsQueries =
       kLeftRegisters - Config::kHeadDim / 4 >= (kHasFeatures ? 80 : 40);
   // The random bits of a visit are made under the product of its scores, or when they are needed.
-  static constexpr bool kDropsEarly = kLeftRegisters - Config::kTileKey / 8 >= 32;
+  static constexpr bool kDropsEarly =
+      kLeftRegisters - Config::kTileKey / 8 >= (Config::kBias ? 80 : 32);
   using Queries =
       cute::conditional_t<kHoldsQueries, HeldQueries<QueryTile>, SharedQueries<QueryTile>>;
 
