@@ -168,6 +168,8 @@ def test_the_gradient_of_a_shared_bias_needs_no_buffer_of_all_scores():
     [
         Case(B=2, T=1025, S=1023, N=4, K=4, H=128, **CAUSAL),
         Case(B=2, T=1025, S=1023, N=4, K=4, H=320, **CAUSAL),
+        # Several tiles for each block of a GPU, and one buffer of queries.
+        Case(B=2, T=2048, S=2048, N=32, K=32, H=192, Hv=128, **CAUSAL),
     ],
     ids=str,
 )

@@ -53,14 +53,14 @@ struct MappedOperands {
   static constexpr int kProducerRegisters = 32;
 
   // What accumulators and probabilities leave of a consumer's registers. The compiler needs some to
-  // overlap visits, and others for features.
+  // overlap visits, and others for features. Teams make few visits, which loading does not pay for.
   static constexpr int kLeftRegisters = consumer_registers<kThreads, kProducerRegisters>() -
                                         Config::kValueDim / 2 - Config::kTileKey / 2 -
                                         Config::kTileKey / 4;
   static constexpr bool kHasFeatures =
       Config::kBias || Config::kDropout || Config::kMask == MaskKind::window;
   static constexpr bool kHoldsQueries =
-      kLeftRegisters - Config::kHeadDim / 4 >= (kHasFeatures ? 80 : 40);
+      Config::kTeams == 1 && kLeftRegisters - Config::kHeadDim / 4 >= (kHasFeatures ? 80 : 40);
   // The random bits of a visit are made under the product of its scores, or when they are needed.
   static constexpr bool kDropsEarly =
       kLeftRegisters - Config::kTileKey / 8 >= (Config::kBias ? 80 : 32);
