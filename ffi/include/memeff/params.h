@@ -160,8 +160,9 @@ struct BackwardParams {
   TensorView value_gradient;
   const float* logsumexp;           // [B, N, T] or [N, tokens]
   const float* logsumexp_gradient;  // the same, or null
-  float* row_statistics;            // [tiles, query tile, 2]: logsumexp in base 2 (+inf where a
-                                    // row has no keys), and delta = rowsum(dO * O) - dlse
+  float* row_statistics;            // [tiles, query tile, 2], see schedule/row_statistics.cuh:
+                                    // logsumexp in base 2 (+inf where a row has no keys), and
+                                    // delta = rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [tiles, query tile, head dim class], in fragment order
   float* key_gradient_sum;          // of shared tiles: see schedule/key_shares.cuh
                                     // of wide kernels: [B, K, padded S, padded H] and
