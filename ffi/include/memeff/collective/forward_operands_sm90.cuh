@@ -53,17 +53,19 @@ struct MappedOperands {
   static constexpr int kProducerRegisters = 32;
 
   // What accumulators and probabilities leave of a consumer's registers. The compiler needs some to
-  // overlap visits, and others for features. Teams make few visits, which loading does not pay for.
+  // overlap visits, and others for features. Teams make few visits, and keep to what those need.
   static constexpr int kLeftRegisters = consumer_registers<kThreads, kProducerRegisters>() -
                                         Config::kValueDim / 2 - Config::kTileKey / 2 -
                                         Config::kTileKey / 4;
-  static constexpr bool kHasFeatures =
-      Config::kBias || Config::kDropout || Config::kMask == MaskKind::window;
+  static constexpr bool kWindow = Config::kMask == MaskKind::window;
   static constexpr bool kHoldsQueries =
-      Config::kTeams == 1 && kLeftRegisters - Config::kHeadDim / 4 >= (kHasFeatures ? 80 : 40);
+      Config::kTeams == 1 &&
+      kLeftRegisters - Config::kHeadDim / 4 >=
+          40 + (Config::kBias || Config::kDropout ? 40 : 0) + (kWindow ? 40 : 0);
   // The random bits of a visit are made under the product of its scores, or when they are needed.
   static constexpr bool kDropsEarly =
-      kLeftRegisters - Config::kTileKey / 8 >= (Config::kBias ? 80 : 32);
+      Config::kTeams == 1 &&
+      kLeftRegisters - Config::kTileKey / 8 >= 32 + (Config::kBias ? 48 : 0) + (kWindow ? 16 : 0);
   using Queries =
       cute::conditional_t<kHoldsQueries, HeldQueries<QueryTile>, SharedQueries<QueryTile>>;
 
