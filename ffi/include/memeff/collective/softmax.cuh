@@ -77,6 +77,10 @@ struct OnlineSoftmax {
   float row_reference[kRows];  // the score whose probability is 1; logsumexp after finish()
   float row_sum[kRows];        // of this lane's columns only, until finish()
 
+  // What scores have been multiplied by, and what is left of softmax_scale.
+  CUTE_DEVICE static float applied(float softmax_scale) { return kCapped ? softmax_scale : 1.0f; }
+  CUTE_DEVICE static float remaining(float softmax_scale) { return kCapped ? 1.0f : softmax_scale; }
+
   CUTE_DEVICE OnlineSoftmax() {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -196,9 +200,6 @@ struct OnlineSoftmax {
   }
 
  private:
-  // What scores have not been multiplied by.
-  CUTE_DEVICE static float remaining(float softmax_scale) { return kCapped ? 1.0f : softmax_scale; }
-
   // Scores become the powers of two with these exponents, and part of the sums of their rows.
   template <class Scores, class Exponent>
   CUTE_DEVICE void add_exponentials(Scores& scores, Correction const& correction,

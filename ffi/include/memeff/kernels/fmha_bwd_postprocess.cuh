@@ -39,7 +39,8 @@ struct FmhaBackwardPostprocess {
     for (int m = 0; m < cute::size<1>(query_gradient); ++m) {
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
-        float4 const sum = *reinterpret_cast<float4 const*>(Tiles::sum(sums, query_gradient, m, n));
+        float4 const sum = *reinterpret_cast<float4 const*>(
+            query_gradient_sums<Tiles::kThreads>(sums, query_gradient, m, n));
         query_gradient(0, m, n) = sum.x * params.scale.gradient_scale;
         query_gradient(1, m, n) = sum.y * params.scale.gradient_scale;
         query_gradient(2, m, n) = sum.z * params.scale.gradient_scale;

@@ -399,8 +399,9 @@ struct FmhaBackwardSm80 {
     for (int m = 0; m < cute::size<1>(query_gradient); ++m) {
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
-        reduce_add(Tiles::sum(sums, query_gradient, m, n), query_gradient(0, m, n),
-                   query_gradient(1, m, n), query_gradient(2, m, n), query_gradient(3, m, n));
+        reduce_add(query_gradient_sums<Tiles::kThreads>(sums, query_gradient, m, n),
+                   query_gradient(0, m, n), query_gradient(1, m, n), query_gradient(2, m, n),
+                   query_gradient(3, m, n));
       }
     }
   }

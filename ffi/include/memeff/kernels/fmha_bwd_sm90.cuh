@@ -500,8 +500,9 @@ struct FmhaBackwardSm90 {
                         Tiles::tile_index(params, batch, head, tile) * Tiles::kQueryTileFloats;
     CUTE_UNROLL
     for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
-      reduce_add(Tiles::sum(sums, query_gradient, 0, n), query_gradient(0, 0, n),
-                 query_gradient(1, 0, n), query_gradient(2, 0, n), query_gradient(3, 0, n));
+      reduce_add(query_gradient_sums<Tiles::kThreads>(sums, query_gradient, 0, n),
+                 query_gradient(0, 0, n), query_gradient(1, 0, n), query_gradient(2, 0, n),
+                 query_gradient(3, 0, n));
     }
   }
 

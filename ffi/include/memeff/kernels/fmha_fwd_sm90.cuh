@@ -492,7 +492,7 @@ struct FmhaForwardSm90 {
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
     if constexpr (Config::kSoftCap && !kIs32Bit<Element>) {
-      cap_scores(scores, params.scale.prescale, kCapped ? params.scale.softmax_scale : 1.0f);
+      cap_scores(scores, params.scale.prescale, Softmax::applied(params.scale.softmax_scale));
     } else {
       prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
     }

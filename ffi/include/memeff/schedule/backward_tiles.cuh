@@ -36,13 +36,6 @@ struct BackwardTiles {
   // they are.
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
 
-  // Where a thread's sums of block (m, n) are in those of a tile.
-  template <class Float, class Accumulators>
-  CUTE_DEVICE static Float* sum(Float* sums, Accumulators const& accumulators, int m, int n) {
-    // The constant last: it goes into the instruction, and all blocks have one address.
-    return sums + threadIdx.x * 4 + (m * int(cute::size<2>(accumulators)) + n) * (kThreads * 4);
-  }
-
   // The sums of a bias gradient that is broadcast over batch elements or heads: tiles of scores,
   // and in a tile the same order.
   CUTE_DEVICE static long long bias_tile_offset(BackwardParams const& params, long long plane,

@@ -47,13 +47,6 @@ struct BackwardTilesSm90 {
 
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
 
-  // Where a thread's sums of block (m, n) are in those of a tile.
-  template <class Float, class Accumulators>
-  CUTE_DEVICE static Float* sum(Float* sums, Accumulators const& accumulators, int m, int n) {
-    // The constant last: it goes into the instruction, and all blocks have one address.
-    return sums + threadIdx.x * 4 + (m * int(cute::size<2>(accumulators)) + n) * (kThreads * 4);
-  }
-
   // The sums of a bias gradient that is broadcast over rows, as in BackwardTiles. A CTA adds to
   // each once a head.
   static constexpr int kBiasSumRows = 1;

@@ -1,6 +1,8 @@
 // Where the tiles of query and key rows stand in workspaces.
 #pragma once
 
+#include <cute/tensor.hpp>
+
 #include <memeff/core/common.cuh>
 
 namespace memeff {
@@ -28,7 +30,16 @@ CUTE_DEVICE long long query_tile_index(BackwardParams const& params, int batch, 
   return query_tile_index<Config>(params.shape, params.query_tiles, batch, head, tile);
 }
 
-// The same of key tiles.
+// Where this thread's sums of dq are among those of a tile: of block (m, n) of its accumulators.
+template <int kThreads, class Float, class Accumulators>
+CUTE_DEVICE Float* query_gradient_sums(Float* tile, Accumulators const& accumulators, int m,
+                                       int n) {
+  int const block = m * int(cute::size<2>(accumulators)) + n;
+  // The constant last: it goes into the instruction, and all blocks have one address.
+  return tile + threadIdx.x * 4 + block * (kThreads * 4);
+}
+
+// Index of one (batch, key head, key tile), likewise.
 template <class Config>
 CUTE_DEVICE long long key_tile_index(ProblemShape const& shape, int tiles, int batch, int head,
                                      int tile) {
