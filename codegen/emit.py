@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, EntryPoint, KernelSpec
@@ -90,6 +91,11 @@ _SUMS = """\
 
 _RECOMPUTE = """\
   static constexpr int kRecomputeStages = {stages};
+"""
+
+_KEY_BUFFERS = """\
+  static constexpr int kVisitStages = {visit};
+  static constexpr int kProbabilityStages = {probability};
 """
 
 _KERNEL = """
@@ -183,6 +189,8 @@ def _schedule(spec: KernelSpec) -> str:
             text += _QUERY_BUFFERS.format(buffers=tile.query_buffers)
         return text
     text = _STAGES.format(stages=tile.stages)
+    if spec.divided:
+        text += _KEY_BUFFERS.format(**dataclasses.asdict(spec.key_buffers))
     if spec.direction == "forward":
         text += _QUERY_STAGES.format(query_stages=tile.query_stages, teams=tile.teams)
     return text

@@ -312,6 +312,12 @@ class KernelSpec:
         return stages
 
     @property
+    def key_buffers(self) -> sm90.KeyBuffers:
+        """Buffers of the kernel of a divided backward that owns keys."""
+        _, buffers = _divided_keys_sm90(self)
+        return buffers
+
+    @property
     def persistent(self) -> bool:
         """Whether the blocks of a grid no larger than the GPU share all tiles of a problem."""
         return isinstance(self.tile, sm90.Tile) and self.direction == "forward"
@@ -472,21 +478,35 @@ def _recompute_sm90(spec: KernelSpec) -> tuple[int, int]:
 
 
 def _divided_sm90(spec: KernelSpec) -> tuple[int, int]:
-    """Of the kernel that owns queries: tiles of query and dO, rings of key and, a buffer less, of
-    value. Of the one that owns keys: tiles of key and value, and two each of as many rows of query
-    and dO, of P and of dS, and of statistics (2 f32) beside query and beside dO.
-    """
+    """Of the kernel that owns queries, and of the one that owns keys."""
+    key_bytes, _ = _divided_keys_sm90(spec)
+    return _divided_queries_sm90(spec), key_bytes
+
+
+def _divided_queries_sm90(spec: KernelSpec) -> int:
+    """Tiles of query and dO, rings of key and, a buffer less, of value."""
     query, key, stages = spec.tile.query, spec.tile.key, spec.tile.stages
     head, value = spec.head_class, spec.value_class
-    query_elements = query * (head + value) + key * (stages * head + (stages - 1) * value)
-    key_elements = 3 * key * (head + value) + 4 * key * key
-    query_buffers = 1 + stages + stages - 1
-    key_buffers = 2 + 4 * 2
-    barriers = 2 * _BARRIER_BYTES
-    return (
-        query_elements * spec.element_bytes + query_buffers * barriers,
-        key_elements * spec.element_bytes + 4 * key * 8 + key_buffers * barriers,
-    )
+    elements = query * (head + value) + key * (stages * head + (stages - 1) * value)
+    buffers = 1 + stages + stages - 1
+    return elements * spec.element_bytes + buffers * 2 * _BARRIER_BYTES
+
+
+def _divided_keys_sm90(spec: KernelSpec) -> tuple[int, sm90.KeyBuffers]:
+    """Tiles of key and value, and rings of as many rows of query and dO, of statistics (2 f32)
+    beside both, of P and of dS: bytes, and the buffers of the rings.
+    """
+    key, head, value = spec.tile.key, spec.head_class, spec.value_class
+
+    def size(rings: sm90.KeyBuffers) -> int:
+        elements = key * (1 + rings.visit) * (head + value) + (rings.probability + 2) * key * key
+        statistics = 2 * rings.visit * key * 8
+        buffers = 2 + 2 * rings.visit + rings.probability + 2
+        return elements * spec.element_bytes + statistics + buffers * 2 * _BARRIER_BYTES
+
+    fits = sm80.part(sm90.ARCH).shared_bytes(blocks=1)
+    rings = next(rings for rings in sm90.KEY_BUFFERS if size(rings) <= fits)
+    return size(rings), rings
 
 
 def _forward_shared_bytes(spec: KernelSpec) -> int:

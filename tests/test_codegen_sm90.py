@@ -101,6 +101,17 @@ def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "value_dim", "buffers"),
+    [(192, 128, (3, 2)), (192, 192, (3, 1)), (256, 128, (3, 1)), (256, 256, (2, 2))],
+)
+def test_the_kernel_of_keys_has_the_buffers_that_fit(head_dim, value_dim, buffers):
+    spec = select.select(problem("backward", head_dim=head_dim, value_dim=value_dim, arch="sm_90a"))
+    assert dataclasses.astuple(spec.key_buffers) == buffers
+    assert spec.shared_bytes <= sm80.part("sm_90a").shared_bytes(blocks=1)
+    assert f"kVisitStages = {buffers[0]};" in emit.source(spec)
+
+
+@pytest.mark.parametrize(
     ("features", "bulk"),
     [
         ({}, True),

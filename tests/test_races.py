@@ -63,6 +63,8 @@ HUNTS += [Hunt(Case(B=4, T=1000, S=1000, H=H, **CAUSAL), None) for H in (64, 128
 HUNTS += [hunt(256, stages, **CAUSAL) for stages in (1, 2, 3)] + [hunt(256, 2, **EVERYTHING)]
 # One buffer of queries: what comes next is written as soon as it is given back.
 HUNTS += [hunt(192, stages, Hv=128, **CAUSAL) for stages in (1, 2)]
+# One buffer of P between the consumers of a backward.
+HUNTS += [hunt(192, 2, **CAUSAL)]
 FLOAT32 = {"dtype": "float32"}
 HUNTS += [hunt(H, stages, **FLOAT32, **CAUSAL) for H, stages in ((64, 2), (128, 1), (128, 2))]
 HUNTS += [hunt(64, 3, **FLOAT32, soft_cap=2.0)]

@@ -393,10 +393,10 @@ CUTE_DEVICE void store_accumulators(uint32_t tile, Accumulators const& accumulat
   }
 }
 
-// The rows of a tile that `Grid` gives this warp, as a left operand.
-template <class Tile, class Grid>
+// The rows of a tile that `Grid` gives this warp, as a left operand; fewer steps are the first
+// ones.
+template <class Tile, class Grid, int kSteps = Tile::kColumns / 16>
 CUTE_DEVICE auto load_operand(uint32_t tile) {
-  constexpr int kSteps = Tile::kColumns / 16;
   RegisterOperand<1, kSteps, 2> operand;
   LeftOperand<Tile, Contiguous::k, 1> const source(tile, Grid::row());
   CUTE_UNROLL

@@ -107,4 +107,37 @@ CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators,
   }
 }
 
+// How many steps of a left operand of `columns` columns `registers` of a thread hold.
+constexpr int held_steps(int columns, int registers) {
+  return registers < 0 ? 0 : cute::min(registers / 4, columns / 16);
+}
+
+// A warpgroup's rows of a tile, the left operand of many products: of the first steps in registers,
+// which shared memory then is not read for, of the others where they are.
+template <class Tile, class Grid, int kHeld>
+struct HeldRows {
+  RegisterOperand<1, cute::max(kHeld, 1), 2> held;
+  DescriptorOperand<Tile, Contiguous::k> tile_rows;
+
+  // `row` is the first of the warpgroup.
+  CUTE_DEVICE HeldRows(uint32_t tile, int row) : tile_rows(tile, row) {
+    if constexpr (kHeld > 0) held = load_operand<Tile, Grid, kHeld>(tile);
+  }
+};
+
+template <class Element, int kSteps, class Accumulators, class Tile, class Grid, int kHeld,
+          class Right>
+CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators, HeldRows<Tile, Grid, kHeld> const& left,
+                                Right const& right, bool accumulate) {
+  cute::for_each(cute::make_seq<kSteps>{}, [&](auto step) {
+    if constexpr (step < kHeld) {
+      wgmma<Element, Right::kMajor>(accumulators, left.held.fragments[0][step], right.at(step),
+                                    accumulate || step > 0);
+    } else {
+      wgmma<Element, Major::K, Right::kMajor>(accumulators, left.tile_rows.at(step), right.at(step),
+                                              accumulate || step > 0);
+    }
+  });
+}
+
 }  // namespace memeff

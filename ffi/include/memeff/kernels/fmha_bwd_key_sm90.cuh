@@ -2,8 +2,9 @@
 //
 // One consumer computes P^T = exp2(K Q^T - lse) and owns dK, the other computes
 // dS^T = P^T (V dO^T - delta) and owns dV. P^T and dS^T go from one to the other through shared
-// memory, where each has two buffers; S and dP of one tile of queries run beside dK and dV of the
-// tile before. The derivative of a soft cap is known to the first, which multiplies dS^T by it.
+// memory; S and dP of one tile of queries run beside dK and dV of the tile before, so that a third
+// buffer of each is what the next ones arrive in meanwhile. The derivative of a soft cap is known
+// to the first, which multiplies dS^T by it.
 #pragma once
 
 #include <memeff/bias/gradient_transposed.cuh>
@@ -38,8 +39,9 @@ struct FmhaBackwardDividedKey {
   static constexpr int kBlocksPerSm = 1;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
-  static constexpr int kStages = 2;
-  static constexpr int kScoreStages = 2;
+  static constexpr int kStages = Config::kVisitStages;  // of queries and of dO
+  static constexpr int kProbabilityStages = Config::kProbabilityStages;
+  static constexpr int kGradientStages = 2;  // of dS^T
 
   using ScoreGrid = typename Tiles::ScoreGrid;
   using Bias = HeldTransposedBias<Config, ScoreGrid>;
@@ -57,8 +59,10 @@ struct FmhaBackwardDividedKey {
   static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kProbabilityOffset = kOutOffset + kStages * OutTile::kBytes;
-  static constexpr int kGradientOffset = kProbabilityOffset + kScoreStages * ScoreTile::kBytes;
-  static constexpr int kQueryStatisticsOffset = kGradientOffset + kScoreStages * ScoreTile::kBytes;
+  static constexpr int kGradientOffset =
+      kProbabilityOffset + kProbabilityStages * ScoreTile::kBytes;
+  static constexpr int kQueryStatisticsOffset =
+      kGradientOffset + kGradientStages * ScoreTile::kBytes;
   static constexpr int kOutStatisticsOffset = kQueryStatisticsOffset + kStages * kStatisticsBytes;
   static constexpr int kControlOffset = kOutStatisticsOffset + kStages * kStatisticsBytes;
 
@@ -67,8 +71,8 @@ struct FmhaBackwardDividedKey {
     Pipeline<1> value;
     Pipeline<kStages> query;         // and the statistics of their rows
     Pipeline<kStages> out_gradient;  // and the statistics
-    Pipeline<kScoreStages> probability;
-    Pipeline<kScoreStages> score_gradient;
+    Pipeline<kProbabilityStages> probability;
+    Pipeline<kGradientStages> score_gradient;
   };
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
@@ -96,11 +100,10 @@ struct FmhaBackwardDividedKey {
     }
   };
 
-  // One tile of queries of one head, and the buffers it is in.
+  // One tile of queries of one head.
   struct Visit {
     int head;
     int tile;
-    PipelineStage<kStages> stage;
     Line line;  // of the map, where there is one
 
     CUTE_DEVICE Visit(BackwardParams const& params, Work const& work)
@@ -121,7 +124,6 @@ struct FmhaBackwardDividedKey {
         tile = work.tiles.begin;
         ++head;
       }
-      stage.advance();
     }
 
     CUTE_DEVICE bool is_last_of_head(Work const& work) const {
@@ -195,28 +197,60 @@ struct FmhaBackwardDividedKey {
                               tiles + kValueOffset, 0, keys.row + work.column, item.head,
                               element_of<Config>(params.value, keys.batch), kOnce);
     Visit visit(params, work);
+    Stage stage;
     CUTE_NO_UNROLL
     for (int i = 0; i < count; ++i) {
-      PipelineStage<kStages> const& stage = visit.stage;
       float const* const statistics =
           Tiles::statistics(params, item.batch, visit.head, visit.row());
       uint64_t& query = control.query.acquire(stage, QueryTile::kBytes + kStatisticsBytes);
-      load_bulk_tile<QueryTile>(maps.query, query,
-                                tiles + kQueryOffset + stage.index * QueryTile::kBytes, 0,
+      load_bulk_tile<QueryTile>(maps.query, query, query_tile(tiles, stage), 0,
                                 queries.row + visit.row(), visit.head, queries.batch, kAgain);
-      load_bulk(statistics, query, tiles + kQueryStatisticsOffset + stage.index * kStatisticsBytes,
-                kStatisticsBytes);
+      load_bulk(statistics, query, query_statistics(tiles, stage), kStatisticsBytes);
       uint64_t& out = control.out_gradient.acquire(stage, OutTile::kBytes + kStatisticsBytes);
-      load_bulk_tile<OutTile>(maps.out_gradient, out,
-                              tiles + kOutOffset + stage.index * OutTile::kBytes, 0,
+      load_bulk_tile<OutTile>(maps.out_gradient, out, out_tile(tiles, stage), 0,
                               queries.row + visit.row(), visit.head, queries.batch, kAgain);
-      load_bulk(statistics, out, tiles + kOutStatisticsOffset + stage.index * kStatisticsBytes,
-                kStatisticsBytes);
+      load_bulk(statistics, out, out_statistics(tiles, stage), kStatisticsBytes);
       visit.advance(params, work);
+      stage.advance();
     }
   }
 
+  using Stage = PipelineStage<kStages>;
+  using ProbabilityStage = PipelineStage<kProbabilityStages>;
+  using GradientStage = PipelineStage<kGradientStages>;
+
+  // Where a buffer is.
+  CUTE_DEVICE static uint32_t query_tile(uint32_t tiles, Stage const& stage) {
+    return tiles + kQueryOffset + stage.index * QueryTile::kBytes;
+  }
+  CUTE_DEVICE static uint32_t query_statistics(uint32_t tiles, Stage const& stage) {
+    return tiles + kQueryStatisticsOffset + stage.index * kStatisticsBytes;
+  }
+  CUTE_DEVICE static uint32_t out_tile(uint32_t tiles, Stage const& stage) {
+    return tiles + kOutOffset + stage.index * OutTile::kBytes;
+  }
+  CUTE_DEVICE static uint32_t out_statistics(uint32_t tiles, Stage const& stage) {
+    return tiles + kOutStatisticsOffset + stage.index * kStatisticsBytes;
+  }
+  CUTE_DEVICE static uint32_t probability_tile(uint32_t tiles, ProbabilityStage const& stage) {
+    return tiles + kProbabilityOffset + stage.index * ScoreTile::kBytes;
+  }
+  CUTE_DEVICE static uint32_t gradient_tile(uint32_t tiles, GradientStage const& stage) {
+    return tiles + kGradientOffset + stage.index * ScoreTile::kBytes;
+  }
+
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
+
+  // Steps of keys and of values that wait in registers. Beside them are dK and S with what they are
+  // modified by, or dV, dP and two packed operands, and addresses.
+  static constexpr int kScoreRegisters = kTileQuery / 2;
+  static constexpr int kKeyRegisters = kConsumerRegisters - Config::kHeadDim / 2 -
+                                       (2 + Config::kSoftCap + Config::kBias) * kScoreRegisters -
+                                       16;
+  static constexpr int kValueRegisters =
+      kConsumerRegisters - Config::kValueDim / 2 - 2 * kScoreRegisters - 32;
+  static constexpr int kHeldKeySteps = held_steps(Config::kHeadDim, kKeyRegisters);
+  static constexpr int kHeldValueSteps = held_steps(Config::kValueDim, kValueRegisters);
 
   // The consumer of queries: P^T = exp2(K Q^T - lse) for the other one, and dK += dS^T Q.
   CUTE_DEVICE static void consume_queries(BackwardParams const& params, BackwardMaps const& maps,
@@ -228,27 +262,33 @@ struct FmhaBackwardDividedKey {
     cute::clear(key_gradient);
 
     if (int const count = visits(params, work); count > 0) {
+      control.key.wait({});
+      if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
+        clear_beyond<KeyTile>(tiles, mask.key_length - work.column, 0);
+      }
+      HeldRows<KeyTile, ScoreGrid, kHeldKeySteps> const keys(tiles, 0);
       auto scores = ScoreGrid::make_accumulators();      // (4, 1, MMA_N)
       auto derivative = ScoreGrid::make_accumulators();  // of the soft cap, for dS
       Visit visit(params, work);
-      PipelineStage<kScoreStages> slot;
+      Stage stage;
+      ProbabilityStage sent;
+      GradientStage received;
       Bias bias;
-      auto load_bias = [&] {
-        bias.load(params.bias, work.item.batch, visit.head, visit.row(), work.column,
-                  mask.query_length - visit.row(), mask.key_length - work.column);
-      };
       auto begin_scores = [&] {
-        uint32_t const query_tile = tiles + kQueryOffset + visit.stage.index * QueryTile::kBytes;
-        control.query.wait(visit.stage);
+        uint32_t const tile = query_tile(tiles, stage);
+        control.query.wait(stage);
         if (reads_beyond<Config>(mask.query_length, visit.row() + kTileQuery, shape.query_length)) {
-          clear_beyond<QueryTile>(query_tile, mask.query_length - visit.row(), 0);
+          clear_beyond<QueryTile>(tile, mask.query_length - visit.row(), 0);
         }
         fence_accumulators(scores);
         begin_products();
         warpgroup_gemm<Element, Config::kHeadDim / 16>(
-            scores, DescriptorOperand<KeyTile, Contiguous::k>(tiles),
-            DescriptorOperand<QueryTile, Contiguous::k>(query_tile), false);
+            scores, keys, DescriptorOperand<QueryTile, Contiguous::k>(tile), false);
         commit_products();
+      };
+      auto load_bias = [&] {
+        bias.load(params.bias, work.item.batch, visit.head, visit.row(), work.column,
+                  mask.query_length - visit.row(), mask.key_length - work.column);
       };
       auto send_probabilities = [&] {
         fence_accumulators(scores);
@@ -263,68 +303,59 @@ struct FmhaBackwardDividedKey {
         mask.template apply_transposed<kTileQuery, kTileKey>(
             scores, params.mask, shape, work.item.batch, visit.head, visit.row(), work.column,
             visit.line.mixed(visit.tile));
-        exponentiate_transposed<ScoreGrid>(
-            tiles + kQueryStatisticsOffset + visit.stage.index * kStatisticsBytes,
-            params.scale.softmax_scale, scores);
+        exponentiate_transposed<ScoreGrid>(query_statistics(tiles, stage),
+                                           params.scale.softmax_scale, scores);
         if constexpr (Config::kDropout) mark_dropped(params, work, visit, scores);
-        control.probability.acquire(slot);
-        store_operand<ScoreTile, ScoreGrid>(
-            tiles + kProbabilityOffset + slot.index * ScoreTile::kBytes,
-            as_left_operand<Element>(scores));
+        control.probability.acquire(sent);
+        store_operand<ScoreTile, ScoreGrid>(probability_tile(tiles, sent),
+                                            as_left_operand<Element>(scores));
         __syncwarp();
-        if (leader) control.probability.commit(slot);
+        if (leader) control.probability.commit(sent);
+        sent.advance();
       };
-      auto begin_gradient = [&](PipelineStage<kStages> const& stage,
-                                PipelineStage<kScoreStages> const& gradient) {
+      auto begin_gradient = [&](Stage const& stage) {
         if constexpr (Config::kKeyGradient) {
-          uint32_t const gradient_tile =
-              tiles + kGradientOffset + gradient.index * ScoreTile::kBytes;
-          control.score_gradient.wait(gradient);
-          if constexpr (Config::kSoftCap) multiply(gradient_tile, derivative);
+          uint32_t const tile = gradient_tile(tiles, received);
+          control.score_gradient.wait(received);
+          if constexpr (Config::kSoftCap) multiply(tile, derivative);
           fence_accumulators(key_gradient);
           begin_products();
           warpgroup_gemm<Element, kTileQuery / 16>(
-              key_gradient, DescriptorOperand<ScoreTile, Contiguous::k>(gradient_tile),
-              DescriptorOperand<QueryTile, Contiguous::outer>(tiles + kQueryOffset +
-                                                              stage.index * QueryTile::kBytes),
-              true);
+              key_gradient, DescriptorOperand<ScoreTile, Contiguous::k>(tile),
+              DescriptorOperand<QueryTile, Contiguous::outer>(query_tile(tiles, stage)), true);
         }
         commit_products();
       };
       // What dK of a visit, which has ended, read.
-      auto release = [&](PipelineStage<kStages> const& stage,
-                         PipelineStage<kScoreStages> const& gradient) {
+      auto release = [&](Stage const& stage) {
         fence_accumulators(key_gradient);
-        if (!leader) return;
-        control.query.release(stage);
-        if constexpr (Config::kKeyGradient) control.score_gradient.release(gradient);
+        if (leader) {
+          control.query.release(stage);
+          if constexpr (Config::kKeyGradient) control.score_gradient.release(received);
+        }
+        received.advance();
       };
 
-      control.key.wait({});
-      if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
-        clear_beyond<KeyTile>(tiles, mask.key_length - work.column, 0);
-      }
       begin_scores();
       load_bias();
       wait_products<0>();
       send_probabilities();
       CUTE_NO_UNROLL
       for (int i = 1; i < count; ++i) {
-        Visit const before = visit;
-        PipelineStage<kScoreStages> const slot_before = slot;
+        Stage const before = stage;
         visit.advance(params, work);
-        slot.advance();
+        stage.advance();
         begin_scores();
-        begin_gradient(before.stage, slot_before);
+        begin_gradient(before);
         load_bias();
         wait_products<1>();
         send_probabilities();
         wait_products<0>();
-        release(before.stage, slot_before);
+        release(before);
       }
-      begin_gradient(visit.stage, slot);
+      begin_gradient(stage);
       wait_products<0>();
-      release(visit.stage, slot);
+      release(stage);
     }
     if constexpr (Config::kKeyGradient) {
       scale_accumulators(key_gradient, params.scale.gradient_scale);
@@ -348,87 +379,88 @@ struct FmhaBackwardDividedKey {
     cute::clear(value_gradient);
 
     if (int const count = visits(params, work); count > 0) {
+      control.value.wait({});
+      if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
+        clear_beyond<ValueTile>(value_tile, mask.key_length - work.column, 1);
+      }
+      HeldRows<ValueTile, ScoreGrid, kHeldValueSteps> const values(value_tile, 0);
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
       Visit visit(params, work);
-      PipelineStage<kScoreStages> slot;
+      Stage stage;
+      ProbabilityStage received;
+      GradientStage sent;
       BiasSums bias_sums;
       auto begin_score_gradient = [&] {
-        uint32_t const out_tile = tiles + kOutOffset + visit.stage.index * OutTile::kBytes;
-        control.out_gradient.wait(visit.stage);
+        uint32_t const tile = out_tile(tiles, stage);
+        control.out_gradient.wait(stage);
         if (reads_beyond<Config>(mask.query_length, visit.row() + kTileQuery, shape.query_length)) {
-          clear_beyond<OutTile>(out_tile, mask.query_length - visit.row(), 1);
+          clear_beyond<OutTile>(tile, mask.query_length - visit.row(), 1);
         }
         if constexpr (Config::kKeyGradient) {
           fence_accumulators(score_gradient);
           begin_products();
           warpgroup_gemm<Element, Config::kValueDim / 16>(
-              score_gradient, DescriptorOperand<ValueTile, Contiguous::k>(value_tile),
-              DescriptorOperand<OutTile, Contiguous::k>(out_tile), false);
+              score_gradient, values, DescriptorOperand<OutTile, Contiguous::k>(tile), false);
         }
         commit_products();
       };
       auto load_probabilities = [&] {
-        return load_operand<ScoreTile, ScoreGrid>(tiles + kProbabilityOffset +
-                                                  slot.index * ScoreTile::kBytes);
+        return load_operand<ScoreTile, ScoreGrid>(probability_tile(tiles, received));
       };
       auto send_score_gradient = [&] {
         fence_accumulators(score_gradient);
-        control.probability.wait(slot);
+        control.probability.wait(received);
         if constexpr (Config::kKeyGradient) {
-          ScoreOperand const gradient = differentiate(
-              params, tiles + kOutStatisticsOffset + visit.stage.index * kStatisticsBytes,
-              load_probabilities(), score_gradient, bias_sums);
+          ScoreOperand const gradient =
+              differentiate(params, out_statistics(tiles, stage), load_probabilities(),
+                            score_gradient, bias_sums);
           if (kSumsBias && visit.is_last_of_head(work)) {
             BiasWriter::finish(params, work.item.batch, visit.head, work.column, bias_sums);
             bias_sums = {};
           }
-          control.score_gradient.acquire(slot);
-          store_operand<ScoreTile, ScoreGrid>(
-              tiles + kGradientOffset + slot.index * ScoreTile::kBytes, gradient);
+          control.score_gradient.acquire(sent);
+          store_operand<ScoreTile, ScoreGrid>(gradient_tile(tiles, sent), gradient);
           fence_bulk_store();
           __syncwarp();
-          if (leader) control.score_gradient.commit(slot);
+          if (leader) control.score_gradient.commit(sent);
+          sent.advance();
         }
       };
       // Read again, and not kept from above: no register of an operand may be set while a product
       // runs (C7513).
       auto take_probabilities = [&] {
         ScoreOperand operand = load_probabilities();
-        __syncwarp();
-        if (leader) control.probability.release(slot);
         if constexpr (Config::kDropout) drop_marked(operand);
         return operand;
       };
-      auto begin_gradient = [&](PipelineStage<kStages> const& stage,
-                                ScoreOperand const& probabilities) {
+      auto begin_gradient = [&](Stage const& stage, ScoreOperand const& probabilities) {
         if constexpr (Config::kValueGradient) {
           fence_accumulators(value_gradient);
           begin_products();
           warpgroup_gemm<Element, kTileQuery / 16>(
               value_gradient, probabilities,
-              DescriptorOperand<OutTile, Contiguous::outer>(tiles + kOutOffset +
-                                                            stage.index * OutTile::kBytes));
+              DescriptorOperand<OutTile, Contiguous::outer>(out_tile(tiles, stage)));
         }
         commit_products();
+        // Not before the product has begun, or the other consumer overwrites what is still loaded.
+        __syncwarp();
+        if (leader) control.probability.release(received);
+        received.advance();
       };
-      auto release = [&](PipelineStage<kStages> const& stage) {
+      auto release = [&](Stage const& stage) {
         fence_accumulators(value_gradient);
         if (leader) control.out_gradient.release(stage);
       };
 
-      control.value.wait({});
-      if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
-        clear_beyond<ValueTile>(value_tile, mask.key_length - work.column, 1);
-      }
       begin_score_gradient();
       wait_products<0>();
       send_score_gradient();
       ScoreOperand probabilities = take_probabilities();
       CUTE_NO_UNROLL
       for (int i = 1; i < count; ++i) {
-        PipelineStage<kStages> const before = visit.stage;
+        Stage const before = stage;
         visit.advance(params, work);
-        slot.advance();
+        stage.advance();
         begin_score_gradient();
         begin_gradient(before, probabilities);
         wait_products<1>();
@@ -437,9 +469,9 @@ struct FmhaBackwardDividedKey {
         release(before);
         probabilities = take_probabilities();
       }
-      begin_gradient(visit.stage, probabilities);
+      begin_gradient(stage, probabilities);
       wait_products<0>();
-      release(visit.stage);
+      release(stage);
     }
     if constexpr (Config::kValueGradient) {
       scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));

@@ -104,6 +104,14 @@ struct FmhaBackwardSm90 {
 
   using Mask = ScoreMask<Config, ScoreGrid>;
 
+  // Keys and values, the left operands of S and dP in every visit, wait in the registers that dK,
+  // dV, S, dP, their packed forms and addresses leave.
+  static constexpr int kFreeRegisters =
+      kConsumerRegisters - (Config::kHeadDim + Config::kValueDim) / 2 - 3 * kTileQuery / 2 - 8;
+  static constexpr int kHeldKeySteps = held_steps(Config::kHeadDim, kFreeRegisters);
+  static constexpr int kHeldValueSteps =
+      held_steps(Config::kValueDim, kFreeRegisters - 4 * kHeldKeySteps);
+
   // What a CTA does: the query tiles that attend to its keys, for every head of the group.
   struct Work {
     WorkItem item;
@@ -241,8 +249,9 @@ struct FmhaBackwardSm90 {
         named_barrier_sync(kConsumerBarrier, kConsumers);
       }
     }
-    auto const keys = rows_of<KeyTile>(tiles, warpgroup);
-    auto const values = rows_of<ValueTile>(tiles + kValueOffset, warpgroup);
+    HeldRows<KeyTile, ScoreGrid, kHeldKeySteps> const keys(tiles, warpgroup * kWarpgroupRows);
+    HeldRows<ValueTile, ScoreGrid, kHeldValueSteps> const values(tiles + kValueOffset,
+                                                                 warpgroup * kWarpgroupRows);
 
     PipelineStage<kStages> stage;
     int score_buffer = 0;
@@ -363,17 +372,6 @@ struct FmhaBackwardSm90 {
     if constexpr (Config::kValueGradient)
       scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
     store(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
-  }
-
-  // Keys or values as the left operand of every visit. Products read a quarter less of shared
-  // memory where registers are left to hold it.
-  template <class Tile>
-  CUTE_DEVICE static auto rows_of(uint32_t tile, int warpgroup) {
-    if constexpr (Config::kHeadDim + Config::kValueDim <= 128) {
-      return load_operand<Tile, ScoreGrid>(tile);
-    } else {
-      return DescriptorOperand<Tile, Contiguous::k>(tile, warpgroup * kWarpgroupRows);
-    }
   }
 
   CUTE_DEVICE static uint32_t bulk_bias_tile(uint32_t tiles, PipelineStage<kStages> const& stage) {
