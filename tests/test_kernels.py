@@ -39,9 +39,15 @@ SANITIZED = frozenset(map(str, case_matrix.sanitized_cases()))
 
 
 def marked(cases):
-    """The cases, some with the marker of those that are run under compute-sanitizer."""
-    marks = (pytest.mark.sanitizer,)
-    return [pytest.param(case, marks=marks if str(case) in SANITIZED else ()) for case in cases]
+    """The cases, some with the marker of those that are run under compute-sanitizer; the tests of
+    one follow each other in one process with ``--dist loadgroup``, and share the oracle's answers.
+    """
+
+    def marks(case):
+        small = (pytest.mark.sanitizer,) if str(case) in SANITIZED else ()
+        return (pytest.mark.xdist_group(str(case)), *small)
+
+    return [pytest.param(case, marks=marks(case)) for case in cases]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,7 +58,7 @@ def compiled(request):
     """
     jobs = set()
     calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    for case in (call.params["case"] for call in calls if "case" in call.params):
+    for case in {call.params["case"] for call in calls if "case" in call.params}:
         operands, _, _ = passed(case, *case.arrays())
         for wants in (None, case.wants):
             for arch, spec in cuda.kernels(operands, case.options, wants).items():
