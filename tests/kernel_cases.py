@@ -9,6 +9,7 @@ import itertools
 from attention_case import Case
 
 from jax_memeff.mask import Mask
+from jax_memeff.options import Wants
 
 CAUSAL = {"mask": Mask.causal(), "mask_name": "causal"}
 BOTTOM_RIGHT = {"mask": Mask.causal("bottom_right"), "mask_name": "bottom_right"}
@@ -262,6 +263,21 @@ def deterministic_cases() -> list[Case]:
         found += [Case(B=3, T=333, S=200, H=H, Hv=Hv, bias="11TS", lengths=lengths, packed=True)]
         found += [Case(T=130, S=150, H=H, Hv=Hv, bias="1NTS", dtype="float32", soft_cap=2.0)]
     return [dataclasses.replace(case, deterministic=True) for case in found]
+
+
+def frozen_cases() -> list[tuple[Case, Wants]]:
+    """Cases, and some of their gradients: each choice for which Hopper has a kernel of its own."""
+    dims = ((64, 64), (128, 128), (192, 128), (256, 256), (320, 320))
+    plain = [Case(T=200, S=150, N=4, K=2, H=H, Hv=Hv, **CAUSAL) for H, Hv in dims]
+    plain.append(dataclasses.replace(plain[0], dtype="float32"))
+    biased = [dataclasses.replace(case, bias="1NTS", dropout=0.2) for case in plain[:2]]
+    choices = [Wants(*chosen) for chosen in itertools.product((False, True), repeat=4)]
+    return [
+        (case, wants)
+        for case in (*plain, *biased)
+        for wants in choices
+        if any(wants) and wants != case.wants and wants.bias <= case.wants.bias
+    ]
 
 
 def cases() -> list[Case]:

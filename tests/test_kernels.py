@@ -57,10 +57,14 @@ def compiled(request):
     Of several xdist workers each compiles a share, in one process.
     """
     jobs = set()
-    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    for case in {call.params["case"] for call in calls if "case" in call.params}:
+    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    gradients: dict[Case, set[Wants | None]] = {}
+    for call in calls:
+        if case := call.get("case"):
+            gradients.setdefault(case, {None, case.wants}).add(call.get("wants"))
+    for case, wanted in gradients.items():
         operands, _, _ = passed(case, *case.arrays())
-        for wants in (None, case.wants):
+        for wants in wanted:
             for arch, spec in cuda.kernels(operands, case.options, wants).items():
                 jobs.add((spec, arch))
         with pytest.MonkeyPatch.context() as patch:
@@ -243,26 +247,22 @@ def test_layers_of_a_scan(H):
             )
 
 
-@pytest.mark.parametrize(
-    "wants", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
-)
-def test_only_wanted_gradients(wants):
+@pytest.mark.parametrize(("case", "wants"), kernel_cases.frozen_cases(), ids=str)
+def test_only_wanted_gradients(case, wants):
     """A frozen operand changes nothing in the gradients of the others."""
     from jax_memeff import primitives
 
-    case = Case(T=200, S=150, N=4, K=2, **CAUSAL)
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
     out, lse = primitives.forward(operands, case.options)
-    full = primitives.backward(
-        operands, case.options, out, lse, dout, dlse, Wants(True, True, True, False)
+    full, some = (
+        primitives.backward(operands, case.options, out, lse, dout, dlse, wanted)
+        for wanted in (case.wants, wants)
     )
-    some = primitives.backward(
-        operands, case.options, out, lse, dout, dlse, Wants(*map(bool, wants), bias=False)
-    )
-    for want, ours, theirs in zip(wants, some[:3], full[:3], strict=True):
+    for want, ours, theirs in zip(wants, some, full, strict=True):
         if want:
+            # dq and the gradient of a bias are summed by atomics: a unit of bfloat16's last place.
             np.testing.assert_allclose(
-                np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=2e-2
+                np.asarray(ours, np.float32), np.asarray(theirs, np.float32), 2**-7, atol=2e-2
             )
         else:
             assert ours is None

@@ -323,8 +323,8 @@ struct FmhaBackwardDividedKey {
           warpgroup_gemm<Element, kTileQuery / 16>(
               key_gradient, DescriptorOperand<ScoreTile, Contiguous::k>(tile),
               DescriptorOperand<QueryTile, Contiguous::outer>(query_tile(tiles, stage)), true);
+          commit_products();
         }
-        commit_products();
       };
       // What dK of a visit, which has ended, read.
       auto release = [&](Stage const& stage) {
@@ -348,7 +348,7 @@ struct FmhaBackwardDividedKey {
         begin_scores();
         begin_gradient(before);
         load_bias();
-        wait_products<1>();
+        wait_products<Config::kKeyGradient>();  // S
         send_probabilities();
         wait_products<0>();
         release(before);
@@ -401,8 +401,8 @@ struct FmhaBackwardDividedKey {
           begin_products();
           warpgroup_gemm<Element, Config::kValueDim / 16>(
               score_gradient, values, DescriptorOperand<OutTile, Contiguous::k>(tile), false);
+          commit_products();
         }
-        commit_products();
       };
       auto load_probabilities = [&] {
         return load_operand<ScoreTile, ScoreGrid>(probability_tile(tiles, received));
@@ -440,8 +440,8 @@ struct FmhaBackwardDividedKey {
           warpgroup_gemm<Element, kTileQuery / 16>(
               value_gradient, probabilities,
               DescriptorOperand<OutTile, Contiguous::outer>(out_tile(tiles, stage)));
+          commit_products();
         }
-        commit_products();
         // Not before the product has begun, or the other consumer overwrites what is still loaded.
         __syncwarp();
         if (leader) control.probability.release(received);
@@ -463,7 +463,7 @@ struct FmhaBackwardDividedKey {
         stage.advance();
         begin_score_gradient();
         begin_gradient(before, probabilities);
-        wait_products<1>();
+        wait_products<Config::kValueGradient>();  // dP
         send_score_gradient();
         wait_products<0>();
         release(before);

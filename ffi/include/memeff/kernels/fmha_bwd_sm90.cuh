@@ -105,9 +105,12 @@ struct FmhaBackwardSm90 {
   using Mask = ScoreMask<Config, ScoreGrid>;
 
   // Keys and values, the left operands of S and dP in every visit, wait in the registers that dK,
-  // dV, S, dP, their packed forms and addresses leave.
+  // dV, S, dP, their packed forms and addresses leave. Without dq or dk they must not: the
+  // assembler (CUDA 13.0) then packs P or dS into these registers, and the next visit reads that.
   static constexpr int kFreeRegisters =
-      kConsumerRegisters - (Config::kHeadDim + Config::kValueDim) / 2 - 3 * kTileQuery / 2 - 8;
+      Config::kQueryGradient && Config::kKeyGradient
+          ? kConsumerRegisters - (Config::kHeadDim + Config::kValueDim) / 2 - 3 * kTileQuery / 2 - 8
+          : 0;
   static constexpr int kHeldKeySteps = held_steps(Config::kHeadDim, kFreeRegisters);
   static constexpr int kHeldValueSteps =
       held_steps(Config::kValueDim, kFreeRegisters - 4 * kHeldKeySteps);
@@ -293,11 +296,11 @@ struct FmhaBackwardSm90 {
           begin_products();
           warpgroup_gemm<Element, Config::kValueDim / 16>(score_gradient, values, OutRows(out_tile),
                                                           false);
+          commit_products();
         }
-        commit_products();
         if constexpr (Config::kDropout) control.out_gradient.wait_again(stage);
         KeptBlocks const kept(params.dropout, params.mask, item.batch, head, row, work.column);
-        wait_products<1>();
+        wait_products<kScoreGradient>();  // S
         fence_accumulators(scores);
 
         uint32_t const statistics = tiles + kStatisticsOffset + stage.index * kStatisticsBytes;
@@ -327,8 +330,8 @@ struct FmhaBackwardSm90 {
           begin_products();
           warpgroup_gemm<Element, kTileQuery / 16>(value_gradient, probabilities,
                                                    OutColumns(out_tile));
+          commit_products();
         }
-        commit_products();
         auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
         if constexpr (Config::kQueryGradient) {
           fence_bulk_store();
@@ -338,9 +341,9 @@ struct FmhaBackwardSm90 {
           warpgroup_gemm<Element, kTileKey / 16>(
               query_gradient, ScoreColumns(score_tile + Tiles::query_rows_offset(warpgroup)),
               KeyColumns(tiles + Tiles::query_columns_offset(warpgroup)), false);
+          commit_products();
         }
-        commit_products();
-        wait_products<1>();
+        wait_products<Config::kQueryGradient>();  // dV
         fence_accumulators(value_gradient);
         if (leader) control.out_gradient.release(stage);
         if constexpr (Config::kKeyGradient) {
@@ -348,9 +351,9 @@ struct FmhaBackwardSm90 {
           begin_products();
           warpgroup_gemm<Element, kTileQuery / 16>(key_gradient, left_gradient,
                                                    QueryColumns(query_tile));
+          commit_products();
         }
-        commit_products();
-        wait_products<1>();
+        wait_products<Config::kKeyGradient>();  // dQ
         fence_accumulators(query_gradient);
         if constexpr (Config::kQueryGradient) {
           QueryOrder::begin_additions(control, score_buffer);  // which alternates by visits, too

@@ -1,0 +1,57 @@
+"""Machine code: what kernels keep in registers for all visits is there in the last one, too."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import sass
+
+from jax_memeff.codegen import parallel, select
+from jax_memeff.codegen.problem import Problem
+
+pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
+
+LISTING = """
+    Function : kernel
+        /*0000*/       LDSM.16.M88.4 R8, [R2] ;
+        /*0010*/       HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], RZ, !UPT, gsb0 ;
+        /*0020*/       F2FP.BF16.F32.PACK_AB R{packed}, R25, R24 ;
+        /*0030*/  @!P0 BRA {target} ;
+        /*0040*/       HGMMA.64x64x16.F32.BF16 R56, R12, gdesc[UR8], R56, gsb0 ;
+        /*0050*/       EXIT ;
+"""
+LOADED, PACKED = "LDSM.16.M88.4", "F2FP.BF16.F32.PACK_AB"
+WANTS = [
+    wants
+    for count in (1, 2, 3)
+    for wants in itertools.combinations(("query", "key", "value"), count)
+]
+
+
+@pytest.mark.parametrize(
+    ("packed", "target", "wrong"),
+    [
+        (12, "0x10", []),
+        (9, "0x10", [f"0x10: R9 is of {PACKED}, {LOADED}"]),
+        (9, "0x0", []),  # loaded again
+    ],
+)
+def test_an_operand_that_a_loop_overwrites_is_found(packed, target, wrong):
+    (code,) = sass.parse(LISTING.format(packed=packed, target=target)).values()
+    assert sass.overwritten_operands(code) == wrong
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_backwards_of_some_gradients_keep_what_they_hold(head_dim, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path / "cache"))
+    problems = [
+        Problem("backward", "bf16", head_dim, head_dim, "sm_90a", wants=wants) for wants in WANTS
+    ]
+    jobs = [(select.select(problem), "sm_90a") for problem in problems]
+    for (spec, _), compiled in zip(jobs, parallel.compile_many(jobs), strict=True):
+        assert compiled.warnings == ()
+        for name, code in sass.functions(compiled.image, tmp_path).items():
+            products = [line for line in code if line.operation.startswith("HGMMA")]
+            assert bool(products) == (name == spec.name)
+            assert sass.overwritten_operands(code) == [], name
