@@ -266,7 +266,7 @@ def deterministic_cases() -> list[Case]:
 
 
 def frozen_cases() -> list[tuple[Case, Wants]]:
-    """Cases, and some of their gradients: each choice for which Hopper has a kernel of its own."""
+    """Each case with every proper choice of its gradients; each choice has kernels of its own."""
     dims = ((64, 64), (128, 128), (192, 128), (256, 256), (320, 320))
     plain = [Case(T=200, S=150, N=4, K=2, H=H, Hv=Hv, **CAUSAL) for H, Hv in dims]
     plain.append(dataclasses.replace(plain[0], dtype="float32"))

@@ -18,6 +18,8 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@(!?U?P\w+) +)?([A-Z][\w.]*
 _FUNCTION = re.compile(r"Function : (\w+)")
 _REGISTER = re.compile(r"R(\d+)")
 _LEFT_OPERAND_REGISTERS = 4
+_WIDTHS = {"2": 2, "64": 2, "WIDE": 2, "4": 4, "128": 4}
+"""Registers that an instruction with such a modifier writes; others write one."""
 
 
 class Instruction(NamedTuple):
@@ -48,10 +50,9 @@ class Instruction(NamedTuple):
 def _written_width(operation: str) -> int:
     if product := _PRODUCT.match(operation):
         return int(product[1]) // 2
-    if "128" in operation or (operation.startswith("LDSM") and operation.endswith(".4")):
-        return 4
-    wide = "64" in operation or "WIDE" in operation or operation == "CS2R"
-    return 2 if wide or (operation.startswith("LDSM") and operation.endswith(".2")) else 1
+    if operation == "CS2R":
+        return 2
+    return max(_WIDTHS.get(modifier, 1) for modifier in operation.split("."))
 
 
 def functions(image: bytes, directory: Path) -> dict[str, list[Instruction]]:

@@ -248,7 +248,7 @@ def test_layers_of_a_scan(H):
 
 
 @pytest.mark.parametrize(("case", "wants"), kernel_cases.frozen_cases(), ids=str)
-def test_only_wanted_gradients(case, wants):
+def test_only_wanted_gradients(case, wants, assert_close):
     """A frozen operand changes nothing in the gradients of the others."""
     from jax_memeff import primitives
 
@@ -260,10 +260,11 @@ def test_only_wanted_gradients(case, wants):
     )
     for want, ours, theirs in zip(wants, some, full, strict=True):
         if want:
-            # dq and the gradient of a bias are summed by atomics: a unit of bfloat16's last place.
-            np.testing.assert_allclose(
-                np.asarray(ours, np.float32), np.asarray(theirs, np.float32), 2**-7, atol=2e-2
-            )
+            ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
+            # Sums of atomics differ in their last bits, hence rarely in bfloat16's last place,
+            # which is more than 2e-2 from 4 on.
+            assert (np.abs(ours - theirs) <= np.maximum(2e-2, 2**-7 * np.abs(theirs))).all()
+            assert_close(ours, theirs, tolerance=1e-3)
         else:
             assert ours is None
 

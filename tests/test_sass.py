@@ -9,6 +9,7 @@ import sass
 
 from jax_memeff.codegen import parallel, select
 from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.spec import SPEC_GRADIENTS
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 
@@ -22,11 +23,7 @@ LISTING = """
         /*0050*/       EXIT ;
 """
 LOADED, PACKED = "LDSM.16.M88.4", "F2FP.BF16.F32.PACK_AB"
-WANTS = [
-    wants
-    for count in (1, 2, 3)
-    for wants in itertools.combinations(("query", "key", "value"), count)
-]
+WANTS = [wants for count in (1, 2, 3) for wants in itertools.combinations(SPEC_GRADIENTS, count)]
 
 
 @pytest.mark.parametrize(
