@@ -90,14 +90,16 @@ def divided_queries_sm90(spec: KernelSpec) -> int:
 
 def divided_keys_sm90(spec: KernelSpec) -> tuple[int, sm90.KeyBuffers]:
     """Tiles of key and value, and rings of as many rows of query and dO, of statistics (2 f32)
-    beside both, of P and of dS: bytes, and the buffers of the rings.
+    beside both, of P and of dS, and a tile of the bias: bytes, and the buffers of the rings.
     """
     key, head, value = spec.tile.key, spec.head_class, spec.value_class
+    biases = int(spec.bulk_bias)
 
     def size(rings: sm90.KeyBuffers) -> int:
-        elements = key * (1 + rings.visit) * (head + value) + (rings.probability + 2) * key * key
+        elements = key * (1 + rings.visit) * (head + value)
+        elements += (rings.probability + 2 + biases) * key * key
         statistics = 2 * rings.visit * key * 8
-        buffers = 2 + 2 * rings.visit + rings.probability + 2
+        buffers = 2 + 2 * rings.visit + rings.probability + 2 + biases
         return elements * spec.element_bytes + statistics + buffers * 2 * _BARRIER_BYTES
 
     fits = sm80.part(sm90.ARCH).shared_bytes(blocks=1)

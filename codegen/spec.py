@@ -207,8 +207,7 @@ class KernelSpec:
         """Whether the copy engine brings tiles of the bias."""
         if not isinstance(self.tile, sm90.Tile) or self.direction == "forward":
             return False
-        in_tiles = not self.divided or self.bias_gradient == "recomputed"
-        return in_tiles and self.bias == "16" and self.bias_access == "vectors"
+        return self.bias == "16" and self.bias_access == "vectors"
 
     @property
     def orders_queries(self) -> bool:
@@ -342,7 +341,7 @@ class KernelSpec:
                 TensorMap("value", self.tile.key, value),
             )
         queries = sm90.WARPGROUP_ROWS if self.divided else self.tile.query
-        bias = (TensorMap("bias", self.tile.query, panel_columns(self.tile.key)),)
+        bias = (TensorMap("bias", queries, panel_columns(self.tile.key)),)
         return (
             TensorMap("query", queries, head),
             TensorMap("key", self.tile.key, head),

@@ -317,7 +317,6 @@ def _kernel_table(specs: dict[str, KernelSpec]) -> dict[str, Any]:
             "grids": ",".join(entry.grid for entry in entries),
             "threads": np.array([entry.threads for entry in entries], np.int32),
             "shared_bytes": np.array([entry.shared_bytes for entry in entries], np.int32),
-            "takes_maps": np.array([entry.takes_maps for entry in entries], np.int32),
             "tile_maps": ",".join(e.tile_map.name if e.tile_map else "none" for e in entries),
             "tile": np.array([spec.tile.query, spec.tile.key], np.int32),
             "blocks_per_sm": np.int32(spec.tile.blocks_per_sm),

@@ -111,6 +111,20 @@ def _element_cases() -> list[Case]:
     return found
 
 
+def _divided_bias_cases() -> list[Case]:
+    """A bias where Hopper has one kernel for dq and one for dk and dv, and each reads it."""
+    found = []
+    sequences = ((200, 264), (0, 100), (77, 0), (1, 1), (130, 33))
+    for bias in ("BNTS", "1NTS", "BN1S", "BNT1"):
+        wide = functools.partial(Case, T=200, S=264, N=4, K=2, H=256, bias=bias)
+        found += [wide(**CAUSAL), wide(S=201, **WINDOW), wide(bias_dtype="float32", dropout=0.2)]
+        found += [wide(H=192, Hv=128, dropout=0.2), wide(T=65, S=1040, dtype="float16")]
+        found += [wide(soft_cap=2.0, lengths=((77, 264), (130, 9)))]
+        found += [wide(segments=1, boolean=("BNTS",), block=64, **CAUSAL)]
+        found += [wide(B=5, lengths=sequences, packed=True, **BOTTOM_RIGHT)]
+    return found
+
+
 def _packed_cases() -> list[Case]:
     """Packed sequences: alone, and with each other feature."""
     sequences = ((200, 270), (0, 100), (77, 0), (1, 1), (130, 33))
@@ -339,7 +353,7 @@ def cases() -> list[Case]:
         found += [Case(T=100, S=90, scale=scale, **CAUSAL), Case(T=100, S=90, scale=scale)]
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
-    found += _element_cases() + _packed_cases() + _f32_cases()
+    found += _element_cases() + _divided_bias_cases() + _packed_cases() + _f32_cases()
     found += split_cases() + deterministic_cases() + _shared_cases()
 
     return found

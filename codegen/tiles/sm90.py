@@ -272,7 +272,7 @@ class KeyBuffers:
     probability: int
 
 
-KEY_BUFFERS = (KeyBuffers(3, 2), KeyBuffers(3, 1), KeyBuffers(2, 2))
+KEY_BUFFERS = (KeyBuffers(3, 2), KeyBuffers(3, 1), KeyBuffers(2, 2), KeyBuffers(2, 1))
 """The first that fits is taken. Of two buffers dK and dV read one until the next visit begins, and
 that waits for its queries: at head dims (192, 128) a third saves 11 % of the kernel's time."""
 

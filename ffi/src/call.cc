@@ -17,16 +17,16 @@ std::vector<std::string> split(const std::string& text, char separator) {
 }
 
 // "query+key+value,bias": the first buffer holds three arrays, the second one.
-std::map<std::string, Place> places(std::string_view buffers) {
-  std::map<std::string, Place> result;
+void add_places(std::string_view buffers, bool is_result, std::vector<Place>* places) {
   int position = 0;
   for (const std::string& buffer : split(std::string(buffers), ',')) {
     const std::vector<std::string> names = split(buffer, '+');
     const int slots = static_cast<int>(names.size());
-    for (int slot = 0; slot < slots; ++slot) result[names[slot]] = {position, slot, slots, 1};
+    for (int slot = 0; slot < slots; ++slot) {
+      places->push_back({names[slot], is_result, position, slot, slots, 1});
+    }
     ++position;
   }
-  return result;
 }
 
 // How the batch shares an array that has `elements` of its own.
@@ -63,8 +63,8 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   if (!table.has_value()) return ffi::Unexpected(table.error());
   auto call = std::make_unique<Call>();
   call->kernels = std::move(*table);
-  call->operands = places(*operands);
-  call->results = places(*results);
+  add_places(*operands, false, &call->places);
+  add_places(*results, true, &call->places);
   call->scale = {(*scale)[0], (*scale)[1], (*scale)[2], (*scale)[3]};
   call->mask = {};
   call->mask.top_left_left = (*windows)[0];
@@ -75,11 +75,9 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   call->longest_query = (*longest)[0];
   call->longest_key = (*longest)[1];
   const int32_t* divisor = divisors->begin();
-  for (const char* name : {"key", "value", "bias", "boolean", "bias_gradient"}) {
-    for (auto* places : {&call->operands, &call->results}) {
-      if (auto found = places->find(name); found != places->end()) {
-        found->second.divisor = *divisor;
-      }
+  for (std::string_view name : {"key", "value", "bias", "boolean", "bias_gradient"}) {
+    for (Place& place : call->places) {
+      if (place.name == name) place.divisor = *divisor;
     }
     ++divisor;
   }
@@ -88,129 +86,157 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(const ffi::Dictionary& attribut
   return call;
 }
 
-const Place* Buffers::place(const std::string& name) const {
-  for (const auto* places : {&call_.operands, &call_.results}) {
-    if (auto found = places->find(name); found != places->end()) return &found->second;
+const Place* Call::find(std::string_view name) const {
+  for (const Place& place : places) {
+    if (place.name == name) return &place;
   }
   return nullptr;
 }
-
-bool Buffers::has(const std::string& name) const { return place(name) != nullptr; }
 
 void Buffers::fail(const std::string& message) {
   if (error_.success()) error_ = failure(ffi::ErrorCode::kInvalidArgument, message);
 }
 
-std::optional<ffi::AnyBuffer> Buffers::buffer(const std::string& name) {
-  if (auto found = call_.operands.find(name); found != call_.operands.end()) {
-    auto buffer = arguments_.get<ffi::AnyBuffer>(found->second.position);
-    if (buffer.has_value()) return *buffer;
-    fail("operand " + name + " is missing: " + buffer.error().message());
-  } else if (auto found = call_.results.find(name); found != call_.results.end()) {
-    auto buffer = results_.get<ffi::AnyBuffer>(found->second.position);
+std::optional<ffi::AnyBuffer> Buffers::buffer(const Place& place) {
+  if (place.is_result) {
+    auto buffer = results_.get<ffi::AnyBuffer>(place.position);
     if (buffer.has_value()) return **buffer;
-    fail("result " + name + " is missing: " + buffer.error().message());
+    fail("result " + place.name + " is missing: " + buffer.error().message());
+  } else {
+    auto buffer = arguments_.get<ffi::AnyBuffer>(place.position);
+    if (buffer.has_value()) return *buffer;
+    fail("operand " + place.name + " is missing: " + buffer.error().message());
   }
   return std::nullopt;
 }
 
-void* Buffers::data(const std::string& name) {
-  auto found = buffer(name);
+void* Buffers::data(std::string_view name) {
+  const Place* place = call_.find(name);
+  if (place == nullptr) return nullptr;
+  auto const found = buffer(*place);
   return found ? found->untyped_data() : nullptr;
 }
 
-size_t Buffers::bytes(const std::string& name) {
-  auto found = buffer(name);
+size_t Buffers::bytes(std::string_view name) {
+  const Place* place = call_.find(name);
+  if (place == nullptr) return 0;
+  auto const found = buffer(*place);
   return found ? found->size_bytes() : 0;
 }
 
-std::vector<long long> Buffers::dimensions(const std::string& name) {
-  auto found = buffer(name);
-  if (!found) return {};
-  auto const dims = found->dimensions();
-  std::vector<long long> result(dims.begin(), dims.end());
-  if (place(name)->slots > 1) {
-    if (dims.size() != 5 || dims[2] != place(name)->slots) {
-      fail(name + " needs a buffer [B, T, " + std::to_string(place(name)->slots) + ", N, H]");
-      return {};
-    }
-    result.erase(result.begin() + 2);
+Dimensions Buffers::dimensions(const Place& place, ffi::AnyBuffer const& buffer) {
+  auto const dims = buffer.dimensions();
+  bool const is_shared = place.slots > 1;
+  if (is_shared && (dims.size() != 5 || dims[2] != place.slots)) {
+    fail(place.name + " needs a buffer [B, T, " + std::to_string(place.slots) + ", N, H]");
+    return {};
+  }
+  if (dims.size() > Dimensions::kMost) {
+    fail(place.name + " needs at most rank " + std::to_string(Dimensions::kMost) + ", got rank " +
+         std::to_string(dims.size()));
+    return {};
+  }
+  Dimensions result = {};
+  for (size_t dim = 0; dim < dims.size(); ++dim) {
+    if (!is_shared || dim != 2) result.sizes[result.rank++] = dims[dim];
   }
   return result;
 }
 
-std::vector<long long> Buffers::four_dimensions(const std::string& name) {
-  if (!has(name)) return {};
-  auto const dims = dimensions(name);
-  if (dims.size() == 4) return dims;
-  fail(name + " needs rank 4, got rank " + std::to_string(dims.size()));
+Dimensions Buffers::dimensions(std::string_view name) {
+  const Place* place = call_.find(name);
+  if (place == nullptr) return {};
+  auto const found = buffer(*place);
+  return found ? dimensions(*place, *found) : Dimensions{};
+}
+
+Dimensions Buffers::four_dimensions(const Place& place, ffi::AnyBuffer const& buffer) {
+  Dimensions const dims = dimensions(place, buffer);
+  if (dims.rank == 4) return dims;
+  fail(place.name + " needs rank 4, got rank " + std::to_string(dims.rank));
   return {};
 }
 
-TensorView Buffers::tensor(const std::string& name) {
+Dimensions Buffers::four_dimensions(std::string_view name) {
+  const Place* place = call_.find(name);
+  if (place == nullptr) return {};
+  auto const found = buffer(*place);
+  return found ? four_dimensions(*place, *found) : Dimensions{};
+}
+
+TensorView Buffers::tensor(std::string_view name) {
   TensorView view = {};
-  auto const dims = four_dimensions(name);
-  if (dims.empty()) return view;
-  view.head_stride = dims[3];
-  long long const slot_stride = dims[2] * view.head_stride;
-  view.row_stride = place(name)->slots * slot_stride;
-  view.batch_stride = dims[1] * view.row_stride;
-  view.share = share_of(*place(name), dims[0]);
-  view.data = static_cast<char*>(data(name)) +
-              place(name)->slot * slot_stride * ffi::ByteWidth(buffer(name)->element_type());
-  require_alignment(name, view.data, alignment_);
+  const Place* place = call_.find(name);
+  if (place == nullptr) return view;
+  auto const found = buffer(*place);
+  if (!found) return view;
+  Dimensions const dims = four_dimensions(*place, *found);
+  if (dims.rank == 0) return view;
+  view.head_stride = dims.sizes[3];
+  long long const slot_stride = dims.sizes[2] * view.head_stride;
+  view.row_stride = place->slots * slot_stride;
+  view.batch_stride = dims.sizes[1] * view.row_stride;
+  view.share = share_of(*place, dims.sizes[0]);
+  view.data = static_cast<char*>(found->untyped_data()) +
+              place->slot * slot_stride * ffi::ByteWidth(found->element_type());
+  require_alignment(*place, view.data, alignment_);
   return view;
 }
 
-void Buffers::require_alignment(const std::string& name, const void* data, int alignment) {
+void Buffers::require_alignment(const Place& place, const void* data, int alignment) {
   if (reinterpret_cast<std::uintptr_t>(data) % alignment == 0) return;
-  fail(name + " starts at an address that is not a multiple of " + std::to_string(alignment) +
+  fail(place.name + " starts at an address that is not a multiple of " + std::to_string(alignment) +
        " bytes, which this kernel was compiled for: copy it before the call");
 }
 
-ScoreView Buffers::scores(const std::string& name, int alignment) {
+ScoreView Buffers::scores(std::string_view name, int alignment) {
   ScoreView view = {};
-  auto const dims = four_dimensions(name);
-  if (dims.empty()) return view;
-  auto stride = [&](size_t dim) {
-    long long elements = dims[dim] == 1 ? 0 : 1;
-    for (size_t inner = dim + 1; inner < dims.size(); ++inner) elements *= dims[inner];
+  const Place* place = call_.find(name);
+  if (place == nullptr) return view;
+  auto const found = buffer(*place);
+  if (!found) return view;
+  Dimensions const dims = four_dimensions(*place, *found);
+  if (dims.rank == 0) return view;
+  auto stride = [&](int dim) {
+    long long elements = dims.sizes[dim] == 1 ? 0 : 1;
+    for (int inner = dim + 1; inner < dims.rank; ++inner) elements *= dims.sizes[inner];
     return elements;
   };
-  view = {data(name), stride(0), stride(1), stride(2), stride(3), share_of(*place(name), dims[0])};
-  require_alignment(name, view.data, alignment);
+  view = {found->untyped_data(),          stride(0), stride(1), stride(2), stride(3),
+          share_of(*place, dims.sizes[0])};
+  require_alignment(*place, view.data, alignment);
   return view;
 }
 
 ProblemShape Buffers::shape() {
   ProblemShape shape = {};
-  auto const query = dimensions("query");
-  auto const key = dimensions("key");
-  auto const value = dimensions("value");
-  if (query.size() != 4 || key.size() != 4 || value.size() != 4) {
+  Dimensions const query = dimensions("query");
+  Dimensions const key = dimensions("key");
+  Dimensions const value = dimensions("value");
+  if (query.rank != 4 || key.rank != 4 || value.rank != 4) {
     fail("query, key and value need rank 4");
     return shape;
   }
-  if (query[1] > kMaxLength || key[1] > kMaxLength) {
+  if (query.sizes[1] > kMaxLength || key.sizes[1] > kMaxLength) {
     fail("sequences of at most " + std::to_string(kMaxLength) + " are supported, got " +
-         std::to_string(query[1]) + " queries and " + std::to_string(key[1]) + " keys");
+         std::to_string(query.sizes[1]) + " queries and " + std::to_string(key.sizes[1]) + " keys");
     return shape;
   }
-  shape.batch = static_cast<int>(query[0]);
-  shape.query_length = static_cast<int>(query[1]);
-  shape.query_heads = static_cast<int>(query[2]);
-  shape.head_dim = static_cast<int>(query[3]);
-  shape.key_length = static_cast<int>(key[1]);
-  shape.key_heads = static_cast<int>(key[2]);
-  shape.value_dim = static_cast<int>(value[3]);
+  shape.batch = static_cast<int>(query.sizes[0]);
+  shape.query_length = static_cast<int>(query.sizes[1]);
+  shape.query_heads = static_cast<int>(query.sizes[2]);
+  shape.head_dim = static_cast<int>(query.sizes[3]);
+  shape.key_length = static_cast<int>(key.sizes[1]);
+  shape.key_heads = static_cast<int>(key.sizes[2]);
+  shape.value_dim = static_cast<int>(value.sizes[3]);
   shape.group = shape.query_heads / shape.key_heads;
   if (has("query_starts")) {
     shape.query_tokens = std::exchange(shape.query_length, call_.longest_query);
     shape.key_tokens = std::exchange(shape.key_length, call_.longest_key);
     shape.query_starts = static_cast<const int*>(data("query_starts"));
     shape.key_starts = static_cast<const int*>(data("key_starts"));
-    auto const starts = dimensions("query_starts");
-    shape.batch = starts.empty() ? 0 : static_cast<int>(starts[0]) - 1;
+    Dimensions const starts = dimensions("query_starts");
+    shape.batch = starts.rank == 0 ? 0 : static_cast<int>(starts.sizes[0]) - 1;
   }
   return shape;
 }
@@ -223,20 +249,20 @@ MaskParams mask_of(const Call& call, Buffers& buffers) {
   mask.key_position = static_cast<const int*>(buffers.data("key_position"));
   mask.query_segments = static_cast<const int*>(buffers.data("query_segments"));
   mask.key_segments = static_cast<const int*>(buffers.data("key_segments"));
-  if (auto const segments = buffers.dimensions("query_segments"); segments.size() == 3) {
-    mask.segment_pairs = segments[1];
+  if (Dimensions const segments = buffers.dimensions("query_segments"); segments.rank == 3) {
+    mask.segment_pairs = segments.sizes[1];
   }
   mask.boolean = buffers.scores("boolean");
   return mask;
 }
 
-TileMap tile_map_of(Buffers& buffers, const std::string& name) {
-  auto const dims = buffers.four_dimensions(name);
-  if (dims.empty()) return {};
-  auto const stride = [&](size_t dim, long long lines) {
-    return dims[dim] == 1 ? 0 : static_cast<int>(lines);
+TileMap tile_map_of(Buffers& buffers, std::string_view name) {
+  Dimensions const dims = buffers.four_dimensions(name);
+  if (dims.rank == 0) return {};
+  auto const stride = [&](int dim, long long lines) {
+    return dims.sizes[dim] == 1 ? 0 : static_cast<int>(lines);
   };
-  return {buffers.data(name), stride(0, dims[1] * dims[2]), stride(1, dims[2])};
+  return {buffers.data(name), stride(0, dims.sizes[1] * dims.sizes[2]), stride(1, dims.sizes[2])};
 }
 
 DropoutParams dropout_of(const Call& call, Buffers& buffers) {

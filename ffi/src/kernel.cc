@@ -3,6 +3,7 @@
 #include <climits>
 #include <cstdlib>
 #include <mutex>
+#include <optional>
 #include <sstream>
 #include <unordered_map>
 #include <utility>
@@ -59,6 +60,16 @@ ffi::ErrorOr<int> capability_of(const Driver& driver, CUdevice device) {
   return 10 * major + minor;
 }
 
+std::optional<Grid> grid_of(const std::string& name) {
+  if (name == "queries") return Grid::kQueries;
+  if (name == "keys") return Grid::kKeys;
+  if (name == "key_shares") return Grid::kKeyShares;
+  if (name == "bias") return Grid::kBias;
+  if (name == "bias_squares") return Grid::kBiasSquares;
+  if (name == "operands") return Grid::kOperands;
+  return std::nullopt;
+}
+
 ffi::ErrorOr<const Driver*> driver_or_error() {
   std::string error;
   const Driver* driver = open_driver(&error);
@@ -88,7 +99,6 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   auto grids = attributes.get<std::string_view>("grids");
   auto threads = attributes.get<ffi::Span<const int32_t>>("threads");
   auto shared_bytes = attributes.get<ffi::Span<const int32_t>>("shared_bytes");
-  auto takes_maps = attributes.get<ffi::Span<const int32_t>>("takes_maps");
   auto tile_maps = attributes.get<std::string_view>("tile_maps");
   auto tile = attributes.get<ffi::Span<const int32_t>>("tile");
   auto alignment = attributes.get<int32_t>("alignment");
@@ -98,14 +108,14 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   auto tensor_maps = attributes.get<std::string_view>("tensor_maps");
   auto boxes = attributes.get<ffi::Span<const int32_t>>("boxes");
   if (!image.has_value() || !entry_points.has_value() || !grids.has_value() ||
-      !threads.has_value() || !shared_bytes.has_value() || !takes_maps.has_value() ||
-      !tile_maps.has_value() || !tile.has_value() || !alignment.has_value() ||
-      !blocks_per_sm.has_value() || !pack_heads.has_value() || !persistent.has_value() ||
-      !tensor_maps.has_value() || !boxes.has_value()) {
+      !threads.has_value() || !shared_bytes.has_value() || !tile_maps.has_value() ||
+      !tile.has_value() || !alignment.has_value() || !blocks_per_sm.has_value() ||
+      !pack_heads.has_value() || !persistent.has_value() || !tensor_maps.has_value() ||
+      !boxes.has_value()) {
     return ffi::Unexpected(
         failure(ffi::ErrorCode::kInvalidArgument,
                 "a kernel table entry needs image, entry_points, grids, "
-                "threads, shared_bytes, takes_maps, tile_maps, tile, alignment, blocks_per_sm, "
+                "threads, shared_bytes, tile_maps, tile, alignment, blocks_per_sm, "
                 "pack_heads, persistent, tensor_maps and boxes (was the "
                 "program exported by another version?)"));
   }
@@ -113,16 +123,22 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   kernel.arch = std::string(arch);
   kernel.image = std::string(*image);
   kernel.entry_points = split(*entry_points);
-  kernel.grids = split(*grids);
+  for (const std::string& name : split(*grids)) {
+    auto const grid = grid_of(name);
+    if (!grid) {
+      return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
+                                     "a kernel table entry has the unknown grid " + name +
+                                         " (was the program exported by another version?)"));
+    }
+    kernel.grids.push_back(*grid);
+  }
   kernel.threads.assign(threads->begin(), threads->end());
   kernel.shared_bytes.assign(shared_bytes->begin(), shared_bytes->end());
-  kernel.takes_maps.assign(takes_maps->begin(), takes_maps->end());
   kernel.tile_maps = split(*tile_maps);
   std::vector<std::string> const maps = split(*tensor_maps);
   if (kernel.threads.size() != kernel.entry_points.size() ||
       kernel.grids.size() != kernel.entry_points.size() ||
       kernel.shared_bytes.size() != kernel.entry_points.size() ||
-      kernel.takes_maps.size() != kernel.entry_points.size() ||
       kernel.tile_maps.size() != kernel.entry_points.size() || tile->size() != 2 ||
       boxes->size() != 2 * maps.size()) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
@@ -223,6 +239,7 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
   auto capability = capability_of(driver, device);
   if (!capability.has_value()) return ffi::Unexpected(capability.error());
   DeviceKernel kernel;
+  kernel.driver = &driver;
   kernel.image = find(*capability);
   if (kernel.image == nullptr) {
     std::string archs;
@@ -233,6 +250,7 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
             std::to_string(*capability / 10) + "." + std::to_string(*capability % 10) +
             "; set JAX_MEMEFF_ARCHS to all architectures it should run on and lower it again"));
   }
+  kernel.waits = capability_of(kernel.image->arch) >= kDependentLaunch;
   if (CUresult result = driver.device_attribute(&kernel.multiprocessors,
                                                 CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
       result != CUDA_SUCCESS) {
@@ -266,7 +284,7 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
 }
 
 ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstream stream,
-                  const std::vector<const void*>& params) {
+                  const void* params, const void* maps) {
   if (blocks == 0) return ffi::Error::Success();
   const std::string& name = kernel.image->entry_points[index];
   if (blocks > INT_MAX) {
@@ -274,15 +292,10 @@ ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstr
                    name + " would need " + std::to_string(blocks) +
                        " blocks and a grid has at most 2147483647: split the batch");
   }
-  auto driver = driver_or_error();
-  if (!driver.has_value()) return driver.error();
-  std::vector<void*> arguments;
-  for (const void* param : params) arguments.push_back(const_cast<void*>(param));
-  // Where their architecture can, kernels wait themselves for the one before, ours or not.
+  void* arguments[] = {const_cast<void*>(params), const_cast<void*>(maps)};
   CUlaunchAttribute dependent = {};
   dependent.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
   dependent.value.programmaticStreamSerializationAllowed = 1;
-  bool const waits = capability_of(kernel.image->arch) >= kDependentLaunch;
   CUlaunchConfig config = {};
   config.gridDimX = static_cast<unsigned>(blocks);
   config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
@@ -290,22 +303,20 @@ ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstr
   config.sharedMemBytes = static_cast<unsigned>(kernel.image->shared_bytes[index]);
   config.hStream = stream;
   config.attrs = &dependent;
-  config.numAttrs = waits ? 1 : 0;
-  CUresult const result = (*driver)->launch(
-      &config, reinterpret_cast<CUfunction>(kernel.functions[index]), arguments.data(), nullptr);
+  config.numAttrs = kernel.waits ? 1 : 0;
+  CUresult const result = kernel.driver->launch(
+      &config, reinterpret_cast<CUfunction>(kernel.functions[index]), arguments, nullptr);
   if (result == CUDA_SUCCESS) return ffi::Error::Success();
   return failure(ffi::ErrorCode::kInternal,
-                 "launch of " + name + " failed: " + describe(**driver, result));
+                 "launch of " + name + " failed: " + describe(*kernel.driver, result));
 }
 
-ffi::Error fill_zero(void* data, size_t bytes, CUstream stream) {
-  auto driver = driver_or_error();
-  if (!driver.has_value()) return driver.error();
+ffi::Error fill_zero(const DeviceKernel& kernel, void* data, size_t bytes, CUstream stream) {
   CUresult const result =
-      (*driver)->memset_async(reinterpret_cast<CUdeviceptr>(data), 0, bytes, stream);
+      kernel.driver->memset_async(reinterpret_cast<CUdeviceptr>(data), 0, bytes, stream);
   if (result == CUDA_SUCCESS) return ffi::Error::Success();
   return failure(ffi::ErrorCode::kInternal,
-                 "a workspace could not be zeroed: " + describe(**driver, result));
+                 "a workspace could not be zeroed: " + describe(*kernel.driver, result));
 }
 
 }  // namespace memeff::host

@@ -19,15 +19,17 @@ struct MapBox {
   int columns;
 };
 
+// What the blocks of an entry point are tiles of: EntryPoint of codegen/spec.py.
+enum class Grid { kQueries, kKeys, kKeyShares, kBias, kBiasSquares, kOperands };
+
 // What the code generator says of one architecture's kernel; an entry of the custom call's table.
 struct KernelImage {
   std::string arch;                       // "sm_90a", or "compute_80" for PTX
   std::string image;                      // fatbin
   std::vector<std::string> entry_points;  // in launch order
-  std::vector<std::string> grids;         // tiles of what each is launched on: queries, keys, bias
+  std::vector<Grid> grids;                // of each entry point
   std::vector<int> threads;               // of each entry point
   std::vector<int> shared_bytes;          // dynamic, of each entry point
-  std::vector<int> takes_maps;            // whether each has the tensor maps as a parameter
   std::vector<std::string> tile_maps;     // the buffer of each entry point, or a name without one
   int tile_query = 0;
   int tile_key = 0;
@@ -44,7 +46,9 @@ struct KernelImage {
 // A kernel on one device.
 struct DeviceKernel {
   const KernelImage* image = nullptr;
+  const Driver* driver = nullptr;
   int multiprocessors = 0;
+  bool waits = false;  // itself for the kernel before it, ours or not
   std::vector<CUkernel> functions;
 };
 
@@ -73,12 +77,12 @@ class KernelTable {
   std::unique_ptr<Cache> cache_ = std::make_unique<Cache>();
 };
 
-// Launches entry point `index` on a one-dimensional grid, with pointers to its parameters; an empty
-// grid is no launch.
+// Launches entry point `index` on a one-dimensional grid, with pointers to its parameters and to
+// its tensor maps, which one that has no such parameter leaves alone; an empty grid is no launch.
 xla::ffi::Error launch(const DeviceKernel& kernel, int index, long long blocks, CUstream stream,
-                       const std::vector<const void*>& params);
+                       const void* params, const void* maps = nullptr);
 
-xla::ffi::Error fill_zero(void* data, size_t bytes, CUstream stream);
+xla::ffi::Error fill_zero(const DeviceKernel& kernel, void* data, size_t bytes, CUstream stream);
 
 xla::ffi::Error failure(xla::ffi::ErrorCode code, const std::string& message);
 

@@ -6,12 +6,50 @@
 namespace memeff::host {
 namespace {
 
-// As many CTAs for each of `blocks` tiles of keys as the device and the workspace have room for.
-int choose_shares(const DeviceKernel& kernel, Buffers& buffers, long long blocks) {
-  auto const parts = buffers.dimensions("key_gradient_sum");
-  long long const most = parts.size() == 2 ? parts[0] : 1;
-  return static_cast<int>(
-      std::clamp(kernel.multiprocessors / std::max(blocks, 1ll), 1ll, std::max(most, 1ll)));
+long long key_tiles(const DeviceKernel& kernel, ProblemShape const& shape) {
+  return ceil_div(shape.key_length, kernel.image->tile_key);
+}
+
+long long key_blocks(const DeviceKernel& kernel, ProblemShape const& shape) {
+  return key_tiles(kernel, shape) * shape.key_heads * shape.batch;
+}
+
+// As many CTAs for each tile of keys as the device and the workspace have room for.
+int choose_shares(const DeviceKernel& kernel, Buffers& buffers, ProblemShape const& shape) {
+  Dimensions const parts = buffers.dimensions("key_gradient_sum");
+  long long const most = parts.rank == 2 ? parts.sizes[0] : 1;
+  long long const blocks = std::max(key_blocks(kernel, shape), 1ll);
+  return static_cast<int>(std::clamp(kernel.multiprocessors / blocks, 1ll, std::max(most, 1ll)));
+}
+
+xla::ffi::ErrorOr<long long> blocks_of(Grid grid, const DeviceKernel& kernel,
+                                       BackwardParams const& params) {
+  ProblemShape const& shape = params.shape;
+  ScoreView const& bias = params.bias_gradient;
+  long long const bias_planes =
+      (long long)bias.share.elements * (bias.head_stride == 0 ? 1 : shape.query_heads);
+  // Blocks of a grid no larger than the device share the squares.
+  long long const square = std::max(kernel.image->tile_query, kernel.image->tile_key);
+  long long const bias_squares =
+      bias_planes * ceil_div(shape.query_length, square) * ceil_div(shape.key_length, square);
+  switch (grid) {
+    case Grid::kQueries:
+      return (long long)params.query_tiles * shape.query_heads * shape.batch;
+    case Grid::kKeys:
+      return key_blocks(kernel, shape);
+    case Grid::kKeyShares:
+      return key_blocks(kernel, shape) * params.shares;
+    case Grid::kBias:
+      return bias_planes * (bias.row_stride == 0 ? 1 : params.query_tiles) *
+             key_tiles(kernel, shape);
+    case Grid::kBiasSquares:
+      return std::min<long long>(bias_squares, kernel.multiprocessors);
+    case Grid::kOperands:
+      break;
+  }
+  return xla::ffi::Unexpected(
+      failure(xla::ffi::ErrorCode::kInvalidArgument,
+              "a backward has no grid of operands (was the program exported by another version?)"));
 }
 
 }  // namespace
@@ -43,39 +81,22 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.bias_gradient_sum = static_cast<float*>(buffers.data("bias_gradient_sum"));
   if (buffers.error().failure()) return buffers.error();
 
-  ProblemShape const& shape = params.shape;
-  params.query_tiles = static_cast<int>(ceil_div(shape.query_length, kernel.image->tile_query));
-  long long const key_tiles = ceil_div(shape.key_length, kernel.image->tile_key);
-  ScoreView const& bias = params.bias_gradient;
-  long long const bias_planes =
-      (long long)bias.share.elements * (bias.head_stride == 0 ? 1 : shape.query_heads);
-  long long const bias_row_tiles = bias.row_stride == 0 ? 1 : params.query_tiles;
-  // Blocks of a grid no larger than the device share the squares.
-  long long const square = std::max(kernel.image->tile_query, kernel.image->tile_key);
-  long long const bias_squares =
-      bias_planes * ceil_div(shape.query_length, square) * ceil_div(shape.key_length, square);
-  long long const key_blocks = key_tiles * shape.key_heads * shape.batch;
-  params.shares = choose_shares(kernel, buffers, key_blocks);
-  std::map<std::string, long long> const blocks = {
-      {"queries", (long long)params.query_tiles * shape.query_heads * shape.batch},
-      {"keys", key_blocks},
-      {"key_shares", key_blocks * params.shares},
-      {"bias", bias_planes * bias_row_tiles * key_tiles},
-      {"bias_squares", std::min<long long>(bias_squares, kernel.multiprocessors)}};
+  params.query_tiles =
+      static_cast<int>(ceil_div(params.shape.query_length, kernel.image->tile_query));
+  params.shares = choose_shares(kernel, buffers, params.shape);
 
-  auto maps = encode_maps<BackwardMaps>(kernel.image->maps, buffers);
+  auto maps = encode_maps<BackwardMaps>(kernel, buffers);
   if (!maps.has_value()) return maps.error();
   auto error = xla::ffi::Error::Success();
-  if (buffers.has("bias_gradient_sum")) {
-    error = fill_zero(params.bias_gradient_sum, buffers.bytes("bias_gradient_sum"), stream);
+  if (params.bias_gradient_sum != nullptr) {
+    error = fill_zero(kernel, params.bias_gradient_sum, buffers.bytes("bias_gradient_sum"), stream);
   }
   for (size_t entry = 0; entry < kernel.image->grids.size() && error.success(); ++entry) {
-    const std::string& grid = kernel.image->grids[entry];
     params.tile_map = tile_map_of(buffers, kernel.image->tile_maps[entry]);
     if (buffers.error().failure()) return buffers.error();
-    std::vector<const void*> arguments = {&params};
-    if (kernel.image->takes_maps[entry] != 0) arguments.push_back(&*maps);
-    error = launch(kernel, static_cast<int>(entry), blocks.at(grid), stream, arguments);
+    auto const blocks = blocks_of(kernel.image->grids[entry], kernel, params);
+    if (!blocks.has_value()) return blocks.error();
+    error = launch(kernel, static_cast<int>(entry), *blocks, stream, &params, &*maps);
   }
   return error;
 }

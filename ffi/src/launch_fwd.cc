@@ -35,7 +35,7 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.query_halves = static_cast<char*>(buffers.data("query_halves"));
   params.key_halves = static_cast<char*>(buffers.data("key_halves"));
   params.value_halves = static_cast<char*>(buffers.data("value_halves"));
-  bool const halves = kernel.image->grids[0] == "operands";
+  bool const halves = kernel.image->grids[0] == Grid::kOperands;
   int const main = halves ? 1 : 0;
   params.tile_map = tile_map_of(buffers, kernel.image->tile_maps[main]);
   if (buffers.error().failure()) return buffers.error();
@@ -49,14 +49,14 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
       kernel.image->persistent ? std::min<long long>(blocks, kernel.multiprocessors) : blocks;
   if (halves) {
     auto error =
-        launch(kernel, 0, operand_blocks(params.shape, kernel.image->tile_key), stream, {&params});
+        launch(kernel, 0, operand_blocks(params.shape, kernel.image->tile_key), stream, &params);
     if (error.failure()) return error;
   }
-  if (kernel.image->maps.empty()) return launch(kernel, main, grid, stream, {&params});
+  if (kernel.image->maps.empty()) return launch(kernel, main, grid, stream, &params);
 
-  auto maps = encode_maps<ForwardMaps>(kernel.image->maps, buffers);
+  auto maps = encode_maps<ForwardMaps>(kernel, buffers);
   if (!maps.has_value()) return maps.error();
-  return launch(kernel, main, grid, stream, {&params, &*maps});
+  return launch(kernel, main, grid, stream, &params, &*maps);
 }
 
 }  // namespace memeff::host

@@ -63,14 +63,14 @@ xla::ffi::Error launch_split(const DeviceKernel& kernel, Buffers& buffers, Forwa
   if (buffers.has("partial_out")) {
     params.partial_logsumexp = static_cast<float*>(buffers.data("partial_logsumexp"));
     params.partial_out = static_cast<float*>(buffers.data("partial_out"));
-    most = static_cast<int>(buffers.dimensions("partial_out")[0]);
+    most = static_cast<int>(buffers.dimensions("partial_out").sizes[0]);
     if (buffers.error().failure()) return buffers.error();
   }
   params.splits = choose_splits(tiles, ceil_div(shape.key_length, image.tile_key), most, kernel);
-  auto error = launch(kernel, 0, tiles * params.splits, stream, {&params});
+  auto error = launch(kernel, 0, tiles * params.splits, stream, &params);
   if (error.success() && params.splits > 1) {
     long long const blocks = kCombineBlocks * (long long)kernel.multiprocessors;
-    error = launch(kernel, 1, std::min(blocks, rows * heads), stream, {&params});
+    error = launch(kernel, 1, std::min(blocks, rows * heads), stream, &params);
   }
   return error;
 }

@@ -21,23 +21,26 @@ struct MappedArray {
 };
 
 // [dim, sequence, head, batch].
-MappedArray map_tensor(TensorView const& view, const std::vector<long long>& dims) {
+MappedArray map_tensor(TensorView const& view, Dimensions const& dims) {
   return {view.data,
-          {dims[3], dims[1], dims[2], dims[0]},
+          {dims.sizes[3], dims.sizes[1], dims.sizes[2], dims.sizes[0]},
           {view.row_stride, view.head_stride, view.batch_stride}};
 }
 
 // [key, query, head, batch]. Dims of one element are broadcast, and have strides all the same: none
 // of a map's is 0.
-MappedArray map_scores(void* data, const std::vector<long long>& dims) {
+MappedArray map_scores(void* data, Dimensions const& dims) {
+  long long const row = dims.sizes[3];
+  long long const plane = dims.sizes[2] * row;
   return {data,
-          {dims[3], dims[2], dims[1], dims[0]},
-          {dims[3], dims[2] * dims[3], dims[1] * dims[2] * dims[3]}};
+          {row, dims.sizes[2], dims.sizes[1], dims.sizes[0]},
+          {row, plane, dims.sizes[1] * plane}};
 }
 
 // The rows of a box are as wide as the swizzle of its shared tile (core/shared_tile.cuh); what lies
 // beyond the tensor reads as zero and is not written.
-ffi::ErrorOr<TensorMap> encode(const Driver& driver, const MapBox& box, MappedArray const& array) {
+ffi::Error encode(const Driver& driver, const MapBox& box, MappedArray const& array,
+                  TensorMap* encoded) {
   cuuint64_t sizes[4];
   cuuint64_t strides[3];
   std::copy_n(array.sizes, 4, sizes);
@@ -53,40 +56,36 @@ ffi::ErrorOr<TensorMap> encode(const Driver& driver, const MapBox& box, MappedAr
       CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    return ffi::Unexpected(failure(
+    return failure(
         ffi::ErrorCode::kInternal,
-        box.name + " could not be described to the copy engine: " + describe(driver, result)));
+        box.name + " could not be described to the copy engine: " + describe(driver, result));
   }
-  TensorMap encoded;
-  std::memcpy(&encoded, &map, sizeof(map));
-  return encoded;
+  std::memcpy(encoded, &map, sizeof(map));
+  return ffi::Error::Success();
 }
 
 }  // namespace
 
-ffi::ErrorOr<std::vector<TensorMap>> encode_maps(const std::vector<MapBox>& boxes,
-                                                 Buffers& buffers) {
-  std::string error;
-  const Driver* driver = open_driver(&error);
-  if (driver == nullptr) {
-    return ffi::Unexpected(failure(ffi::ErrorCode::kFailedPrecondition, error));
+ffi::Error encode_maps(const DeviceKernel& kernel, Buffers& buffers, size_t least, size_t most,
+                       TensorMap* maps) {
+  const std::vector<MapBox>& boxes = kernel.image->maps;
+  if (boxes.size() < least || boxes.size() > most) {
+    return failure(ffi::ErrorCode::kInvalidArgument,
+                   "expected " + std::to_string(least) + " to " + std::to_string(most) +
+                       " tensor maps, got " + std::to_string(boxes.size()) +
+                       " (was the program exported by another version?)");
   }
-  std::vector<TensorMap> maps;
   for (const MapBox& box : boxes) {
-    if (!buffers.has(box.name)) {
-      maps.push_back({});
-      continue;
-    }
-    auto const dims = buffers.four_dimensions(box.name);
-    if (buffers.error().failure()) return ffi::Unexpected(buffers.error());
+    TensorMap* const map = maps++;
+    if (!buffers.has(box.name)) continue;
+    Dimensions const dims = buffers.four_dimensions(box.name);
+    if (buffers.error().failure()) return buffers.error();
     MappedArray const array = box.name == "bias" ? map_scores(buffers.data(box.name), dims)
                                                  : map_tensor(buffers.tensor(box.name), dims);
-    if (buffers.error().failure()) return ffi::Unexpected(buffers.error());
-    auto map = encode(*driver, box, array);
-    if (!map.has_value()) return ffi::Unexpected(map.error());
-    maps.push_back(*map);
+    if (buffers.error().failure()) return buffers.error();
+    if (auto error = encode(*kernel.driver, box, array, map); error.failure()) return error;
   }
-  return maps;
+  return ffi::Error::Success();
 }
 
 }  // namespace memeff::host

@@ -1,38 +1,27 @@
 // How the tensor memory accelerator of a device sees the buffers of a call.
 #pragma once
 
-#include <cstring>
-#include <string>
-#include <vector>
-
 #include "call.h"
 
 namespace memeff::host {
 
-// The maps of the named buffers, [batch, sequence, head, dim] but for the bias, which broadcasts to
-// [batch, head, query, key], encoded for this execution: they hold addresses. That of a buffer
-// which the call does not have is zero.
-xla::ffi::ErrorOr<std::vector<TensorMap>> encode_maps(const std::vector<MapBox>& boxes,
-                                                      Buffers& buffers);
+// Encodes the maps of a kernel into `maps`, of which there are from `least` to `most`: of the
+// buffers that its boxes name, [batch, sequence, head, dim] but for the bias, which broadcasts to
+// [batch, head, query, key]. They hold the addresses of this execution. That of a buffer which the
+// call does not have stays as it is.
+xla::ffi::Error encode_maps(const DeviceKernel& kernel, Buffers& buffers, size_t least, size_t most,
+                            TensorMap* maps);
 
-// The same as the parameter of a kernel, which the boxes are in the order of; maps without a box
-// are zero.
+// The same as the parameter of a kernel, which the boxes are in the order of; maps without a box or
+// a buffer are zero.
 template <class Maps>
-xla::ffi::ErrorOr<Maps> encode_maps(const std::vector<MapBox>& boxes, Buffers& buffers) {
+xla::ffi::ErrorOr<Maps> encode_maps(const DeviceKernel& kernel, Buffers& buffers) {
   Maps maps = {};
-  if (boxes.empty()) return maps;
-  auto encoded = encode_maps(boxes, buffers);
-  if (!encoded.has_value()) return xla::ffi::Unexpected(encoded.error());
-  constexpr std::size_t kMost = sizeof(Maps) / sizeof(TensorMap);
-  constexpr std::size_t kLeast = kMost - Maps::kOptional;
-  if (encoded->size() < kLeast || encoded->size() > kMost) {
-    return xla::ffi::Unexpected(failure(xla::ffi::ErrorCode::kInvalidArgument,
-                                        "expected " + std::to_string(kLeast) + " to " +
-                                            std::to_string(kMost) + " tensor maps, got " +
-                                            std::to_string(encoded->size()) +
-                                            " (was the program exported by another version?)"));
-  }
-  std::memcpy(&maps, encoded->data(), encoded->size() * sizeof(TensorMap));
+  if (kernel.image->maps.empty()) return maps;
+  constexpr size_t kMost = sizeof(Maps) / sizeof(TensorMap);
+  auto error = encode_maps(kernel, buffers, kMost - Maps::kOptional, kMost,
+                           reinterpret_cast<TensorMap*>(&maps));
+  if (error.failure()) return xla::ffi::Unexpected(error);
   return maps;
 }
 

@@ -5,6 +5,7 @@
 #include <memeff/bias/add.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/pipeline.cuh>
+#include <memeff/collective/warpgroup_gemm.cuh>
 
 namespace memeff {
 
@@ -32,7 +33,7 @@ class SquareBias {
         BiasPlane::of<Config>(params.bias, work.members.first_batch, work.members.first_head);
     uint64_t& arrived = control.bias.acquire(stage_, kBytes);
     CUTE_UNROLL
-    for (int row = 0; row < Tile::kRows; row += Config::kTileQuery) {  // of a box
+    for (int row = 0; row < Tile::kRows; row += kWarpgroupRows) {  // of a box
       load_bulk_tile<Tile>(maps.bias, arrived, tile_, row, work.tile.row + row, plane.head,
                            plane.batch, CacheHint::EVICT_FIRST, work.tile.column);
     }

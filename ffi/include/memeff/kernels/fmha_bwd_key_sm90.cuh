@@ -44,7 +44,10 @@ struct FmhaBackwardDividedKey {
   static constexpr int kGradientStages = 2;  // of dS^T
 
   using ScoreGrid = typename Tiles::ScoreGrid;
-  using Bias = HeldTransposedBias<Config, ScoreGrid>;
+  // The copy engine brings the bias of a visit, or lanes hold that of their elements.
+  static constexpr bool kBulkBias = has_bulk_bias<Config>();
+  using BiasTile = SharedTile<kTileQuery, kTileKey>;
+  using HeldBias = HeldTransposedBias<Config, ScoreGrid, has_bias_tile<Config>() && !kBulkBias>;
   // A gradient that nothing shares is written by the kernel that owns the rows.
   static constexpr bool kSumsBias = Config::kBiasGradient == BiasGradient::columns;
   using BiasWriter =
@@ -61,12 +64,16 @@ struct FmhaBackwardDividedKey {
   static constexpr int kProbabilityOffset = kOutOffset + kStages * OutTile::kBytes;
   static constexpr int kGradientOffset =
       kProbabilityOffset + kProbabilityStages * ScoreTile::kBytes;
-  static constexpr int kQueryStatisticsOffset =
-      kGradientOffset + kGradientStages * ScoreTile::kBytes;
+  static constexpr int kBiasOffset = kGradientOffset + kGradientStages * ScoreTile::kBytes;
+  static constexpr int kQueryStatisticsOffset = kBiasOffset + kBulkBias * BiasTile::kBytes;
   static constexpr int kOutStatisticsOffset = kQueryStatisticsOffset + kStages * kStatisticsBytes;
   static constexpr int kControlOffset = kOutStatisticsOffset + kStages * kStatisticsBytes;
 
-  struct Control {
+  struct NoBias {};
+  struct ArrivingBias {
+    Pipeline<1> bias;
+  };
+  struct Control : cute::conditional_t<kBulkBias, ArrivingBias, NoBias> {
     Pipeline<1> key;
     Pipeline<1> value;
     Pipeline<kStages> query;         // and the statistics of their rows
@@ -163,6 +170,7 @@ struct FmhaBackwardDividedKey {
       control.out_gradient.init(kWarpgroupWarps);
       control.probability.init(kWarpgroupWarps, kWarpgroupWarps);
       control.score_gradient.init(kWarpgroupWarps, kWarpgroupWarps);
+      if constexpr (kBulkBias) control.bias.init(kWarpgroupWarps);
       fence_barrier_init();
     }
     __syncthreads();
@@ -198,6 +206,7 @@ struct FmhaBackwardDividedKey {
                               element_of<Config>(params.value, keys.batch), kOnce);
     Visit visit(params, work);
     Stage stage;
+    BiasStage bias;
     CUTE_NO_UNROLL
     for (int i = 0; i < count; ++i) {
       float const* const statistics =
@@ -206,6 +215,13 @@ struct FmhaBackwardDividedKey {
       load_bulk_tile<QueryTile>(maps.query, query, query_tile(tiles, stage), 0,
                                 queries.row + visit.row(), visit.head, queries.batch, kAgain);
       load_bulk(statistics, query, query_statistics(tiles, stage), kStatisticsBytes);
+      if constexpr (kBulkBias) {
+        BiasPlane const plane = BiasPlane::of<Config>(params.bias, item.batch, visit.head);
+        load_bulk_tile<BiasTile>(maps.bias, control.bias.acquire(bias, BiasTile::kBytes),
+                                 tiles + kBiasOffset, 0, visit.row(), plane.head, plane.batch,
+                                 CacheHint::EVICT_NORMAL, work.column);
+        bias.advance();
+      }
       uint64_t& out = control.out_gradient.acquire(stage, OutTile::kBytes + kStatisticsBytes);
       load_bulk_tile<OutTile>(maps.out_gradient, out, out_tile(tiles, stage), 0,
                               queries.row + visit.row(), visit.head, queries.batch, kAgain);
@@ -218,6 +234,7 @@ struct FmhaBackwardDividedKey {
   using Stage = PipelineStage<kStages>;
   using ProbabilityStage = PipelineStage<kProbabilityStages>;
   using GradientStage = PipelineStage<kGradientStages>;
+  using BiasStage = PipelineStage<1>;
 
   // Where a buffer is.
   CUTE_DEVICE static uint32_t query_tile(uint32_t tiles, Stage const& stage) {
@@ -245,7 +262,7 @@ struct FmhaBackwardDividedKey {
   // modified by, or dV, dP and two packed operands, and addresses.
   static constexpr int kScoreRegisters = kTileQuery / 2;
   static constexpr int kKeyRegisters = kConsumerRegisters - Config::kHeadDim / 2 -
-                                       (2 + Config::kSoftCap + Config::kBias) * kScoreRegisters -
+                                       (2 + Config::kSoftCap + HeldBias::kHeld) * kScoreRegisters -
                                        16;
   static constexpr int kValueRegisters =
       kConsumerRegisters - Config::kValueDim / 2 - 2 * kScoreRegisters - 32;
@@ -273,7 +290,8 @@ struct FmhaBackwardDividedKey {
       Stage stage;
       ProbabilityStage sent;
       GradientStage received;
-      Bias bias;
+      HeldBias held_bias;
+      BiasStage bias;
       auto begin_scores = [&] {
         uint32_t const tile = query_tile(tiles, stage);
         control.query.wait(stage);
@@ -287,8 +305,21 @@ struct FmhaBackwardDividedKey {
         commit_products();
       };
       auto load_bias = [&] {
-        bias.load(params.bias, work.item.batch, visit.head, visit.row(), work.column,
-                  mask.query_length - visit.row(), mask.key_length - work.column);
+        held_bias.load(params.bias, work.item.batch, visit.head, visit.row(), work.column,
+                       mask.query_length - visit.row(), mask.key_length - work.column);
+      };
+      auto add_bias = [&] {
+        held_bias.add(scores, params.scale.bias_scale);
+        if constexpr (kBulkBias) {
+          control.bias.wait(bias);
+          if (reads_beyond<Config>(mask.query_length, visit.row() + kTileQuery,
+                                   shape.query_length)) {
+            clear_beyond<BiasTile>(tiles + kBiasOffset, mask.query_length - visit.row(), 0);
+          }
+          TransposedBulkBiasReader<typename Config::BiasElement, BiasTile> const reader(
+              tiles + kBiasOffset, ScoreGrid::row(thread_index()));
+          add_bias_transposed(scores, reader, params.scale.bias_scale);
+        }
       };
       auto send_probabilities = [&] {
         fence_accumulators(scores);
@@ -299,7 +330,7 @@ struct FmhaBackwardDividedKey {
             derivative(i) = fmaf(-scores(i), scores(i), 1.0f);
           }
         }
-        bias.add(scores, params.scale.bias_scale);
+        add_bias();
         mask.template apply_transposed<kTileQuery, kTileKey>(
             scores, params.mask, shape, work.item.batch, visit.head, visit.row(), work.column,
             visit.line.mixed(visit.tile));
@@ -310,8 +341,14 @@ struct FmhaBackwardDividedKey {
         store_operand<ScoreTile, ScoreGrid>(probability_tile(tiles, sent),
                                             as_left_operand<Element>(scores));
         __syncwarp();
-        if (leader) control.probability.commit(sent);
+        if (leader) {
+          control.probability.commit(sent);
+          // Not before P, which depends on all of it, has been stored: an arrival overtakes loads
+          // that nobody has waited for.
+          if constexpr (kBulkBias) control.bias.release(bias);
+        }
         sent.advance();
+        bias.advance();
       };
       auto begin_gradient = [&](Stage const& stage) {
         if constexpr (Config::kKeyGradient) {

@@ -4,8 +4,8 @@
 // registers. dQ of one tile of keys runs beside S and dP of the next.
 #pragma once
 
-#include <memeff/bias/direct.cuh>
 #include <memeff/bias/gradient.cuh>
+#include <memeff/bias/held.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
@@ -164,6 +164,9 @@ struct FmhaBackwardDividedQuery {
         uint32_t const key_tile = tiles + kKeyOffset + key.index * KeyTile::kBytes;
         auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+        HeldBias<Config, ScoreGrid, kTileQuery, kTileKey> const bias(
+            params.bias, item.batch, item.head, work.row, tile * kTileKey,
+            mask.query_length - work.row, mask.key_length - tile * kTileKey);
         control.key.wait(key);
         fence_accumulators(scores);
         begin_products();
@@ -182,12 +185,7 @@ struct FmhaBackwardDividedQuery {
         if (leader && tile < work.tiles.end - 1) control.key.release(previous(key));
 
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-        if constexpr (has_bias_tile<Config>()) {
-          int const column = tile * kTileKey;
-          add_bias_elements<Config, ScoreGrid>(scores, params.bias, item.batch, item.head, work.row,
-                                               column, mask.query_length - work.row,
-                                               mask.key_length - column, params.scale.bias_scale);
-        }
+        bias.add(scores, params.scale.bias_scale);
         mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                   work.row, tile * kTileKey,
                                                   work.tiles.mixed(tile));
