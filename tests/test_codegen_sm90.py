@@ -101,11 +101,21 @@ def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim", "buffers"),
-    [(192, 128, (3, 2)), (192, 192, (3, 1)), (256, 128, (3, 1)), (256, 256, (2, 2))],
+    ("head_dim", "value_dim", "bias", "buffers"),
+    [
+        (192, 128, None, (3, 2)),
+        (192, 192, None, (3, 1)),
+        (256, 128, None, (3, 1)),
+        (256, 256, None, (2, 2)),
+        (192, 128, "16", (3, 2)),
+        (192, 192, "16", (2, 2)),
+        (256, 256, "16", (2, 1)),
+        (256, 256, "32", (2, 2)),  # which the copy engine does not bring
+    ],
 )
-def test_the_kernel_of_keys_has_the_buffers_that_fit(head_dim, value_dim, buffers):
-    spec = select.select(problem("backward", head_dim=head_dim, value_dim=value_dim, arch="sm_90a"))
+def test_the_kernel_of_keys_has_the_buffers_that_fit(head_dim, value_dim, bias, buffers):
+    dims = {"head_dim": head_dim, "value_dim": value_dim, "bias": bias}
+    spec = select.select(problem("backward", arch="sm_90a", **dims))
     assert dataclasses.astuple(spec.key_buffers) == buffers
     assert spec.shared_bytes <= sm80.part("sm_90a").shared_bytes(blocks=1)
     assert f"kVisitStages = {buffers[0]};" in emit.source(spec)
@@ -120,7 +130,7 @@ def test_the_kernel_of_keys_has_the_buffers_that_fit(head_dim, value_dim, buffer
         ({"bias": "32"}, False),
         ({"bias_layout": "columns"}, False),
         ({"head_dim": 256}, True),
-        ({"head_dim": 256, "bias_layout": "full"}, False),
+        ({"head_dim": 256, "bias_layout": "full"}, True),
         ({"direction": "forward", "wants": ()}, False),
         ({"arch": "sm_80"}, False),
     ],

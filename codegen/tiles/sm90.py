@@ -211,7 +211,9 @@ _DIVIDED = Tile(
     divided=True,
 )
 _DIVIDED_BIAS = dataclasses.replace(
-    _DIVIDED, reason="each lane loads the bias of its elements", modifiers=("dropout", "bias")
+    _DIVIDED,
+    reason="lanes load the bias for dq; for dk and dv it takes a buffer, at head dim 256 one of P's",
+    modifiers=("dropout", "bias"),
 )
 
 BACKWARD: Mapping[int, tuple[Tile, ...]] = {

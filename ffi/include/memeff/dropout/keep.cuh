@@ -120,16 +120,27 @@ CUTE_DEVICE uint32_t dropout_head(DropoutParams const& dropout, int batch, int h
 template <bool kDropout, class Grid, bool kTransposed = false>
 class KeptTile {
  public:
+  // What the bits of a batch element and head are made from.
+  struct Source {
+    Dropout<Grid, kTransposed> dropout;
+    uint32_t head;
+
+    CUTE_DEVICE Source(DropoutParams const& params, MaskParams const& mask, int batch, int head)
+        : dropout(params, mask, batch), head(dropout_head(params, batch, head)) {}
+  };
+
   CUTE_DEVICE KeptTile(DropoutParams const& params, MaskParams const& mask, int batch, int head,
-                       int row, int column) {
-    Dropout<Grid, kTransposed> const dropout(params, mask, batch);
-    dropout.for_each_block(dropout_head(params, batch, head), row, column,
-                           [&](int m, int n, KeepBlock const& block) {
-                             blocks_[m][n] = block;
-                             // Here, and not where they are read.
-                             hide_value(blocks_[m][n].flags[0]);
-                             hide_value(blocks_[m][n].flags[1]);
-                           });
+                       int row, int column)
+      : KeptTile(Source(params, mask, batch, head), row, column) {}
+
+  CUTE_DEVICE KeptTile(Source const& source, int row, int column) {
+    source.dropout.for_each_block(source.head, row, column,
+                                  [&](int m, int n, KeepBlock const& block) {
+                                    blocks_[m][n] = block;
+                                    // Here, and not where they are read.
+                                    hide_value(blocks_[m][n].flags[0]);
+                                    hide_value(blocks_[m][n].flags[1]);
+                                  });
   }
 
   CUTE_DEVICE KeepBlock const& block(int m, int n) const { return blocks_[m][n]; }
@@ -141,6 +152,10 @@ class KeptTile {
 template <class Grid, bool kTransposed>
 class KeptTile<false, Grid, kTransposed> {
  public:
+  struct Source {
+    CUTE_DEVICE Source(DropoutParams const&, MaskParams const&, int, int) {}
+  };
+  CUTE_DEVICE KeptTile(Source const&, int, int) {}
   CUTE_DEVICE KeptTile(DropoutParams const&, MaskParams const&, int, int, int, int) {}
   CUTE_DEVICE KeepAll block(int, int) const { return {}; }
 };

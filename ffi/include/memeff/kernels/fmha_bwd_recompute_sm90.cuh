@@ -72,6 +72,13 @@ struct RecomputeSm90 {
   };
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
+  // One of the batch elements and heads that share a tile, without a division for each.
+  struct Member {
+    int index;
+    int batch;
+    int head;
+  };
+
   // A tile, and the members that have a valid element in it.
   struct Work {
     using Tile = BiasGradientTile<Config, Tiles>;
@@ -81,23 +88,40 @@ struct RecomputeSm90 {
     CUTE_DEVICE Work(BackwardParams const& params, int index)
         : tile(params, index), members(params, tile.plane) {}
 
-    // The first of them from `member` on.
-    CUTE_DEVICE int next(BackwardParams const& params, int member) const {
+    CUTE_DEVICE Member first(BackwardParams const& params) const {
+      return from(params, {0, members.first_batch, members.first_head});
+    }
+
+    CUTE_DEVICE Member after(BackwardParams const& params, Member const& member) const {
+      return from(params, following(member));
+    }
+
+    CUTE_DEVICE bool ends(Member const& member) const { return member.index >= members.count; }
+
+    // The tile of a member, alone.
+    CUTE_DEVICE TileLine<Config::kTileMap> line(BackwardParams const& params,
+                                                Member const& member) const {
       int const key = tile.column / kTileKey;
-      for (; member < members.count; ++member) {
-        Mask const mask(params.mask, params.shape, members.batch(member));
+      return {{key, key + 1}, params.tile_map,       member.batch,
+              member.head,    tile.row / kTileQuery, ceil_div(params.shape.key_length, kTileKey)};
+    }
+
+   private:
+    CUTE_DEVICE Member following(Member const& member) const {
+      bool const next_batch = member.head + 1 == members.first_head + members.heads;
+      return {member.index + 1, member.batch + next_batch,
+              next_batch ? members.first_head : member.head + 1};
+    }
+
+    // This one, or the first behind it that has.
+    CUTE_DEVICE Member from(BackwardParams const& params, Member member) const {
+      int const key = tile.column / kTileKey;
+      for (; !ends(member); member = following(member)) {
+        Mask const mask(params.mask, params.shape, member.batch);
         TileRange const visited = mask.key_tiles(tile.row, kTileQuery, kTileKey);
         if (visited.begin <= key && key < visited.end && !line(params, member).empty()) break;
       }
       return member;
-    }
-
-    // The tile of a member, alone.
-    CUTE_DEVICE TileLine<Config::kTileMap> line(BackwardParams const& params, int member) const {
-      int const key = tile.column / kTileKey;
-      return {{key, key + 1},        params.tile_map,
-              members.batch(member), members.head(member),
-              tile.row / kTileQuery, ceil_div(params.shape.key_length, kTileKey)};
     }
   };
 
@@ -130,8 +154,8 @@ struct RecomputeSm90 {
       Work const work(params, index);
       bool first = true;
       CUTE_NO_UNROLL
-      for (int member = work.next(params, 0); member < work.members.count;
-           member = work.next(params, member + 1)) {
+      for (Member member = work.first(params); !work.ends(member);
+           member = work.after(params, member)) {
         load_pairs<kHeadParts>(params, maps.query, maps.key, params.key, work, member, control,
                                stage, tiles);
         // Its buffer is free when the tile before has its last scores, as are those of dP.
@@ -146,12 +170,11 @@ struct RecomputeSm90 {
   template <int kParts>
   CUTE_DEVICE static void load_pairs(BackwardParams const& params, TensorMap const& rows,
                                      TensorMap const& columns, TensorView const& tensor,
-                                     Work const& work, int member, Control& control,
+                                     Work const& work, Member const& member, Control& control,
                                      PipelineStage<kStages>& stage, uint32_t tiles) {
-    int const batch = work.members.batch(member);
-    int const head = work.members.head(member);
-    Origin const queries = query_origin<Config>(params.shape, batch);
-    Origin const keys = key_origin<Config>(params.shape, batch);
+    int const head = member.head;
+    Origin const queries = query_origin<Config>(params.shape, member.batch);
+    Origin const keys = key_origin<Config>(params.shape, member.batch);
     int const element = element_of<Config>(tensor, keys.batch);
     CUTE_NO_UNROLL
     for (int part = 0; part < kParts; ++part) {
@@ -185,12 +208,12 @@ struct RecomputeSm90 {
       Work const work(params, index);
       auto sums = Grid::make_accumulators();  // (4, 1, MMA_N)
       cute::clear(sums);
-      int member = work.next(params, 0);
-      if (member < work.members.count) bias.begin(params, work);
+      Member member = work.first(params);
+      if (!work.ends(member)) bias.begin(params, work);
       CUTE_NO_UNROLL
-      while (member < work.members.count) {
-        int const next = work.next(params, member + 1);
-        bool const last = next >= work.members.count;
+      while (!work.ends(member)) {
+        Member const next = work.after(params, member);
+        bool const last = work.ends(next);
         auto add_bias = [&](auto& scores) { bias.add(params, work, control, last, scores); };
         visit(params, work, member, control, stage, tiles, add_bias, sums);
         member = next;
@@ -200,14 +223,17 @@ struct RecomputeSm90 {
   }
 
   template <class AddBias, class Accumulators>
-  CUTE_DEVICE static void visit(BackwardParams const& params, Work const& work, int member,
-                                Control& control, PipelineStage<kStages>& stage, uint32_t tiles,
+  CUTE_DEVICE static void visit(BackwardParams const& params, Work const& work,
+                                Member const& member, Control& control,
+                                PipelineStage<kStages>& stage, uint32_t tiles,
                                 AddBias const& add_bias, Accumulators& sums) {
-    int const batch = work.members.batch(member);
-    int const head = work.members.head(member);
+    int const batch = member.batch;
+    int const head = member.head;
     Mask const mask(params.mask, params.shape, batch);
     RowStatistics const statistics(params, mask, work, batch, head);
 
+    // Loaded here, so that the bits do not wait for it.
+    typename KeptBlocks::Source const dropout(params.dropout, params.mask, batch, head);
     auto scores = Grid::make_accumulators();          // (4, 1, MMA_N)
     auto score_gradient = Grid::make_accumulators();  // (4, 1, MMA_N)
     PipelineStage<kStages> read = stage;
@@ -220,8 +246,7 @@ struct RecomputeSm90 {
     if constexpr (!kHoldsVisit) end_scores(cute::Int<0>{});
     begin_product<kValueParts>(params, mask, work, control, stage, tiles, score_gradient);
     if constexpr (Config::kDropout) control.pairs.wait_again(read);
-    KeptBlocks const kept(params.dropout, params.mask, batch, head, work.tile.row,
-                          work.tile.column);
+    KeptBlocks const kept(dropout, work.tile.row, work.tile.column);
     if constexpr (kHoldsVisit) end_scores(cute::Int<1>{});
     prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
     add_bias(scores);
