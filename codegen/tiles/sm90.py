@@ -212,7 +212,7 @@ _DIVIDED = Tile(
 )
 _DIVIDED_BIAS = dataclasses.replace(
     _DIVIDED,
-    reason="lanes load the bias for dq; for dk and dv it takes a buffer, at head dim 256 one of P's",
+    reason="lanes load the bias for dq; for dk and dv it has a buffer, at head dim 256 one of P's",
     modifiers=("dropout", "bias"),
 )
 
