@@ -110,22 +110,30 @@ std::optional<ffi::AnyBuffer> Buffers::buffer(const Place& place) {
   return std::nullopt;
 }
 
-void* Buffers::data(std::string_view name) {
+std::optional<Buffers::Found> Buffers::find(std::string_view name) {
   const Place* place = call_.find(name);
-  if (place == nullptr) return nullptr;
+  if (place == nullptr) return std::nullopt;
   auto const found = buffer(*place);
-  return found ? found->untyped_data() : nullptr;
+  if (!found) return std::nullopt;
+  return Found{*place, *found};
+}
+
+void* Buffers::data(std::string_view name) {
+  auto const found = find(name);
+  return found ? found->buffer.untyped_data() : nullptr;
 }
 
 size_t Buffers::bytes(std::string_view name) {
-  const Place* place = call_.find(name);
-  if (place == nullptr) return 0;
-  auto const found = buffer(*place);
-  return found ? found->size_bytes() : 0;
+  auto const found = find(name);
+  return found ? found->buffer.size_bytes() : 0;
 }
 
-Dimensions Buffers::dimensions(const Place& place, ffi::AnyBuffer const& buffer) {
-  auto const dims = buffer.dimensions();
+Dimensions Buffers::dimensions(std::string_view name) { return dimensions(find(name)); }
+
+Dimensions Buffers::dimensions(std::optional<Found> const& found) {
+  if (!found) return {};
+  const Place& place = found->place;
+  auto const dims = found->buffer.dimensions();
   bool const is_shared = place.slots > 1;
   if (is_shared && (dims.size() != 5 || dims[2] != place.slots)) {
     fail(place.name + " needs a buffer [B, T, " + std::to_string(place.slots) + ", N, H]");
@@ -143,43 +151,29 @@ Dimensions Buffers::dimensions(const Place& place, ffi::AnyBuffer const& buffer)
   return result;
 }
 
-Dimensions Buffers::dimensions(std::string_view name) {
-  const Place* place = call_.find(name);
-  if (place == nullptr) return {};
-  auto const found = buffer(*place);
-  return found ? dimensions(*place, *found) : Dimensions{};
-}
+Dimensions Buffers::four_dimensions(std::string_view name) { return four_dimensions(find(name)); }
 
-Dimensions Buffers::four_dimensions(const Place& place, ffi::AnyBuffer const& buffer) {
-  Dimensions const dims = dimensions(place, buffer);
-  if (dims.rank == 4) return dims;
-  fail(place.name + " needs rank 4, got rank " + std::to_string(dims.rank));
+Dimensions Buffers::four_dimensions(std::optional<Found> const& found) {
+  Dimensions const dims = dimensions(found);
+  if (!found || dims.rank == 4) return dims;
+  fail(found->place.name + " needs rank 4, got rank " + std::to_string(dims.rank));
   return {};
 }
 
-Dimensions Buffers::four_dimensions(std::string_view name) {
-  const Place* place = call_.find(name);
-  if (place == nullptr) return {};
-  auto const found = buffer(*place);
-  return found ? four_dimensions(*place, *found) : Dimensions{};
-}
-
 TensorView Buffers::tensor(std::string_view name) {
+  auto const found = find(name);
+  Dimensions const dims = four_dimensions(found);
+  if (dims.rank == 0) return {};
+  const Place& place = found->place;
   TensorView view = {};
-  const Place* place = call_.find(name);
-  if (place == nullptr) return view;
-  auto const found = buffer(*place);
-  if (!found) return view;
-  Dimensions const dims = four_dimensions(*place, *found);
-  if (dims.rank == 0) return view;
   view.head_stride = dims.sizes[3];
   long long const slot_stride = dims.sizes[2] * view.head_stride;
-  view.row_stride = place->slots * slot_stride;
+  view.row_stride = place.slots * slot_stride;
   view.batch_stride = dims.sizes[1] * view.row_stride;
-  view.share = share_of(*place, dims.sizes[0]);
-  view.data = static_cast<char*>(found->untyped_data()) +
-              place->slot * slot_stride * ffi::ByteWidth(found->element_type());
-  require_alignment(*place, view.data, alignment_);
+  view.share = share_of(place, dims.sizes[0]);
+  view.data = static_cast<char*>(found->buffer.untyped_data()) +
+              place.slot * slot_stride * ffi::ByteWidth(found->buffer.element_type());
+  require_alignment(place, view.data, alignment_);
   return view;
 }
 
@@ -190,22 +184,17 @@ void Buffers::require_alignment(const Place& place, const void* data, int alignm
 }
 
 ScoreView Buffers::scores(std::string_view name, int alignment) {
-  ScoreView view = {};
-  const Place* place = call_.find(name);
-  if (place == nullptr) return view;
-  auto const found = buffer(*place);
-  if (!found) return view;
-  Dimensions const dims = four_dimensions(*place, *found);
-  if (dims.rank == 0) return view;
+  auto const found = find(name);
+  Dimensions const dims = four_dimensions(found);
+  if (dims.rank == 0) return {};
   auto stride = [&](int dim) {
     long long elements = dims.sizes[dim] == 1 ? 0 : 1;
     for (int inner = dim + 1; inner < dims.rank; ++inner) elements *= dims.sizes[inner];
     return elements;
   };
-  view = {found->untyped_data(),          stride(0), stride(1), stride(2), stride(3),
-          share_of(*place, dims.sizes[0])};
-  require_alignment(*place, view.data, alignment);
-  return view;
+  void* const data = found->buffer.untyped_data();
+  require_alignment(found->place, data, alignment);
+  return {data, stride(0), stride(1), stride(2), stride(3), share_of(found->place, dims.sizes[0])};
 }
 
 ProblemShape Buffers::shape() {

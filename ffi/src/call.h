@@ -83,9 +83,16 @@ class Buffers {
   const xla::ffi::Error& error() const { return error_; }
 
  private:
+  struct Found {
+    const Place& place;
+    xla::ffi::AnyBuffer buffer;
+  };
+
+  // None where the call has no array of this name, or, which fails, no buffer for it.
+  std::optional<Found> find(std::string_view name);
   std::optional<xla::ffi::AnyBuffer> buffer(const Place& place);
-  Dimensions dimensions(const Place& place, xla::ffi::AnyBuffer const& buffer);
-  Dimensions four_dimensions(const Place& place, xla::ffi::AnyBuffer const& buffer);
+  Dimensions dimensions(std::optional<Found> const& found);
+  Dimensions four_dimensions(std::optional<Found> const& found);
   void fail(const std::string& message);
   void require_alignment(const Place& place, const void* data, int alignment);
 
