@@ -77,15 +77,14 @@ ffi::Error encode_maps(const DeviceKernel& kernel, Buffers& buffers, size_t leas
   }
   for (const MapBox& box : boxes) {
     TensorMap* const map = maps++;
-    if (!buffers.has(box.name)) continue;
     Dimensions const dims = buffers.four_dimensions(box.name);
-    if (buffers.error().failure()) return buffers.error();
+    if (dims.rank == 0) continue;
     MappedArray const array = box.name == "bias" ? map_scores(buffers.data(box.name), dims)
                                                  : map_tensor(buffers.tensor(box.name), dims);
     if (buffers.error().failure()) return buffers.error();
     if (auto error = encode(*kernel.driver, box, array, map); error.failure()) return error;
   }
-  return ffi::Error::Success();
+  return buffers.error();
 }
 
 }  // namespace memeff::host

@@ -127,7 +127,14 @@ struct BiasGradientTile {
   }
 };
 
-// The batch elements and heads that share a plane of the gradient, numbered.
+// One of the batch elements and heads that share a plane of the gradient.
+struct BiasMember {
+  int index;
+  int batch;
+  int head;
+};
+
+// All of them, numbered.
 template <class Config>
 struct BiasMembers {
   int first_batch;
@@ -152,6 +159,13 @@ struct BiasMembers {
 
   CUTE_DEVICE int batch(int member) const { return first_batch + member / heads; }
   CUTE_DEVICE int head(int member) const { return first_head + member % heads; }
+
+  // One after the other, without a division for each.
+  CUTE_DEVICE BiasMember first() const { return {0, first_batch, first_head}; }
+  CUTE_DEVICE BiasMember after(BiasMember const& member) const {
+    bool const next_batch = member.head + 1 == first_head + heads;
+    return {member.index + 1, member.batch + next_batch, next_batch ? first_head : member.head + 1};
+  }
 };
 
 // Rows of sums over the columns of the scores. Warps add to the row of their plane as they come;

@@ -96,9 +96,8 @@ CUTE_DEVICE void add_bias_transposed(Accumulators& scores, Reader const& bias, f
 
 // A bias that waits in registers where no shared memory is left for it: a tile is loaded while the
 // tensor cores work, each lane its own elements, and added when they have the scores.
-template <class Config, class Grid, bool kHolds>
+template <class Config, class Grid, bool kHolds = has_bias_tile<Config>()>
 struct HeldTransposedBias {
-  static constexpr bool kHeld = false;
   CUTE_DEVICE void load(ScoreView const&, int, int, int, int, int, int) {}
   template <class Accumulators>
   CUTE_DEVICE void add(Accumulators&, float) const {}
@@ -106,7 +105,6 @@ struct HeldTransposedBias {
 
 template <class Config, class Grid>
 struct HeldTransposedBias<Config, Grid, true> {
-  static constexpr bool kHeld = true;
   using Element = typename Config::BiasElement;
   static constexpr int kRows = 2 * Grid::kRowBlocks;
   // Of neighbouring queries; one element serves them all where the bias is broadcast over rows.

@@ -8,7 +8,7 @@
 #pragma once
 
 #include <memeff/bias/gradient_transposed.cuh>
-#include <memeff/bias/transposed.cuh>
+#include <memeff/bias/visit_sm90.cuh>
 #include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
@@ -44,10 +44,8 @@ struct FmhaBackwardDividedKey {
   static constexpr int kGradientStages = 2;  // of dS^T
 
   using ScoreGrid = typename Tiles::ScoreGrid;
-  // The copy engine brings the bias of a visit, or lanes hold that of their elements.
-  static constexpr bool kBulkBias = has_bulk_bias<Config>();
   using BiasTile = SharedTile<kTileQuery, kTileKey>;
-  using HeldBias = HeldTransposedBias<Config, ScoreGrid, has_bias_tile<Config>() && !kBulkBias>;
+  using Bias = VisitBias<Config, BiasTile, ScoreGrid>;
   // A gradient that nothing shares is written by the kernel that owns the rows.
   static constexpr bool kSumsBias = Config::kBiasGradient == BiasGradient::columns;
   using BiasWriter =
@@ -65,15 +63,11 @@ struct FmhaBackwardDividedKey {
   static constexpr int kGradientOffset =
       kProbabilityOffset + kProbabilityStages * ScoreTile::kBytes;
   static constexpr int kBiasOffset = kGradientOffset + kGradientStages * ScoreTile::kBytes;
-  static constexpr int kQueryStatisticsOffset = kBiasOffset + kBulkBias * BiasTile::kBytes;
+  static constexpr int kQueryStatisticsOffset = kBiasOffset + Bias::kBytes;
   static constexpr int kOutStatisticsOffset = kQueryStatisticsOffset + kStages * kStatisticsBytes;
   static constexpr int kControlOffset = kOutStatisticsOffset + kStages * kStatisticsBytes;
 
-  struct NoBias {};
-  struct ArrivingBias {
-    Pipeline<1> bias;
-  };
-  struct Control : cute::conditional_t<kBulkBias, ArrivingBias, NoBias> {
+  struct Control : Bias::Control {
     Pipeline<1> key;
     Pipeline<1> value;
     Pipeline<kStages> query;         // and the statistics of their rows
@@ -170,7 +164,7 @@ struct FmhaBackwardDividedKey {
       control.out_gradient.init(kWarpgroupWarps);
       control.probability.init(kWarpgroupWarps, kWarpgroupWarps);
       control.score_gradient.init(kWarpgroupWarps, kWarpgroupWarps);
-      if constexpr (kBulkBias) control.bias.init(kWarpgroupWarps);
+      Bias::init(control, kWarpgroupWarps);
       fence_barrier_init();
     }
     __syncthreads();
@@ -206,7 +200,7 @@ struct FmhaBackwardDividedKey {
                               element_of<Config>(params.value, keys.batch), kOnce);
     Visit visit(params, work);
     Stage stage;
-    BiasStage bias;
+    Bias bias(tiles + kBiasOffset);
     CUTE_NO_UNROLL
     for (int i = 0; i < count; ++i) {
       float const* const statistics =
@@ -215,13 +209,7 @@ struct FmhaBackwardDividedKey {
       load_bulk_tile<QueryTile>(maps.query, query, query_tile(tiles, stage), 0,
                                 queries.row + visit.row(), visit.head, queries.batch, kAgain);
       load_bulk(statistics, query, query_statistics(tiles, stage), kStatisticsBytes);
-      if constexpr (kBulkBias) {
-        BiasPlane const plane = BiasPlane::of<Config>(params.bias, item.batch, visit.head);
-        load_bulk_tile<BiasTile>(maps.bias, control.bias.acquire(bias, BiasTile::kBytes),
-                                 tiles + kBiasOffset, 0, visit.row(), plane.head, plane.batch,
-                                 CacheHint::EVICT_NORMAL, work.column);
-        bias.advance();
-      }
+      bias.produce(params, maps, work, visit, control);
       uint64_t& out = control.out_gradient.acquire(stage, OutTile::kBytes + kStatisticsBytes);
       load_bulk_tile<OutTile>(maps.out_gradient, out, out_tile(tiles, stage), 0,
                               queries.row + visit.row(), visit.head, queries.batch, kAgain);
@@ -234,7 +222,6 @@ struct FmhaBackwardDividedKey {
   using Stage = PipelineStage<kStages>;
   using ProbabilityStage = PipelineStage<kProbabilityStages>;
   using GradientStage = PipelineStage<kGradientStages>;
-  using BiasStage = PipelineStage<1>;
 
   // Where a buffer is.
   CUTE_DEVICE static uint32_t query_tile(uint32_t tiles, Stage const& stage) {
@@ -262,8 +249,7 @@ struct FmhaBackwardDividedKey {
   // modified by, or dV, dP and two packed operands, and addresses.
   static constexpr int kScoreRegisters = kTileQuery / 2;
   static constexpr int kKeyRegisters = kConsumerRegisters - Config::kHeadDim / 2 -
-                                       (2 + Config::kSoftCap + HeldBias::kHeld) * kScoreRegisters -
-                                       16;
+                                       (2 + Config::kSoftCap + Bias::kHeld) * kScoreRegisters - 16;
   static constexpr int kValueRegisters =
       kConsumerRegisters - Config::kValueDim / 2 - 2 * kScoreRegisters - 32;
   static constexpr int kHeldKeySteps = held_steps(Config::kHeadDim, kKeyRegisters);
@@ -290,8 +276,7 @@ struct FmhaBackwardDividedKey {
       Stage stage;
       ProbabilityStage sent;
       GradientStage received;
-      HeldBias held_bias;
-      BiasStage bias;
+      Bias bias(tiles + kBiasOffset);
       auto begin_scores = [&] {
         uint32_t const tile = query_tile(tiles, stage);
         control.query.wait(stage);
@@ -304,23 +289,7 @@ struct FmhaBackwardDividedKey {
             scores, keys, DescriptorOperand<QueryTile, Contiguous::k>(tile), false);
         commit_products();
       };
-      auto load_bias = [&] {
-        held_bias.load(params.bias, work.item.batch, visit.head, visit.row(), work.column,
-                       mask.query_length - visit.row(), mask.key_length - work.column);
-      };
-      auto add_bias = [&] {
-        held_bias.add(scores, params.scale.bias_scale);
-        if constexpr (kBulkBias) {
-          control.bias.wait(bias);
-          if (reads_beyond<Config>(mask.query_length, visit.row() + kTileQuery,
-                                   shape.query_length)) {
-            clear_beyond<BiasTile>(tiles + kBiasOffset, mask.query_length - visit.row(), 0);
-          }
-          TransposedBulkBiasReader<typename Config::BiasElement, BiasTile> const reader(
-              tiles + kBiasOffset, ScoreGrid::row(thread_index()));
-          add_bias_transposed(scores, reader, params.scale.bias_scale);
-        }
-      };
+      auto clear_bias = [](uint32_t tile, int first) { clear_beyond<BiasTile>(tile, first, 0); };
       auto send_probabilities = [&] {
         fence_accumulators(scores);
         prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
@@ -330,7 +299,7 @@ struct FmhaBackwardDividedKey {
             derivative(i) = fmaf(-scores(i), scores(i), 1.0f);
           }
         }
-        add_bias();
+        bias.add(params, visit, mask, control, clear_bias, scores);
         mask.template apply_transposed<kTileQuery, kTileKey>(
             scores, params.mask, shape, work.item.batch, visit.head, visit.row(), work.column,
             visit.line.mixed(visit.tile));
@@ -343,9 +312,7 @@ struct FmhaBackwardDividedKey {
         __syncwarp();
         if (leader) {
           control.probability.commit(sent);
-          // Not before P, which depends on all of it, has been stored: an arrival overtakes loads
-          // that nobody has waited for.
-          if constexpr (kBulkBias) control.bias.release(bias);
+          bias.release(control);
         }
         sent.advance();
         bias.advance();
@@ -374,7 +341,7 @@ struct FmhaBackwardDividedKey {
       };
 
       begin_scores();
-      load_bias();
+      bias.load(params, work, visit, mask);
       wait_products<0>();
       send_probabilities();
       CUTE_NO_UNROLL
@@ -384,7 +351,7 @@ struct FmhaBackwardDividedKey {
         stage.advance();
         begin_scores();
         begin_gradient(before);
-        load_bias();
+        bias.load(params, work, visit, mask);
         wait_products<Config::kKeyGradient>();  // S
         send_probabilities();
         wait_products<0>();

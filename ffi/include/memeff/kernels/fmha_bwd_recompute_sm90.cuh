@@ -72,12 +72,7 @@ struct RecomputeSm90 {
   };
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
-  // One of the batch elements and heads that share a tile, without a division for each.
-  struct Member {
-    int index;
-    int batch;
-    int head;
-  };
+  using Member = BiasMember;
 
   // A tile, and the members that have a valid element in it.
   struct Work {
@@ -89,11 +84,11 @@ struct RecomputeSm90 {
         : tile(params, index), members(params, tile.plane) {}
 
     CUTE_DEVICE Member first(BackwardParams const& params) const {
-      return from(params, {0, members.first_batch, members.first_head});
+      return from(params, members.first());
     }
 
     CUTE_DEVICE Member after(BackwardParams const& params, Member const& member) const {
-      return from(params, following(member));
+      return from(params, members.after(member));
     }
 
     CUTE_DEVICE bool ends(Member const& member) const { return member.index >= members.count; }
@@ -107,16 +102,10 @@ struct RecomputeSm90 {
     }
 
    private:
-    CUTE_DEVICE Member following(Member const& member) const {
-      bool const next_batch = member.head + 1 == members.first_head + members.heads;
-      return {member.index + 1, member.batch + next_batch,
-              next_batch ? members.first_head : member.head + 1};
-    }
-
     // This one, or the first behind it that has.
     CUTE_DEVICE Member from(BackwardParams const& params, Member member) const {
       int const key = tile.column / kTileKey;
-      for (; !ends(member); member = following(member)) {
+      for (; !ends(member); member = members.after(member)) {
         Mask const mask(params.mask, params.shape, member.batch);
         TileRange const visited = mask.key_tiles(tile.row, kTileQuery, kTileKey);
         if (visited.begin <= key && key < visited.end && !line(params, member).empty()) break;
