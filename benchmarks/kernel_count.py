@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_memeff
-from jax_memeff.codegen import compile as compiler
+from jax_memeff.codegen.toolchain import compile as compiler
 
 _HEAD_DIM = 128
 

@@ -23,17 +23,17 @@ _CONFIG = """\
 
 struct Config {{
   using Element = {element};
-  static constexpr int kHeadDim = {head_class};
-  static constexpr int kValueDim = {value_class};
+  static constexpr int kHeadDim = {padded_head_dim};
+  static constexpr int kValueDim = {padded_value_dim};
   static constexpr int kTileQuery = {tile_query};
   static constexpr int kTileKey = {tile_key};
 {schedule}  static constexpr int kAlignment = {alignment};
   static constexpr auto kMask = memeff::MaskKind::{mask};
   static constexpr bool kVarlen = {varlen};
-  static constexpr bool kSharedBatch = {shared_batch};
+  static constexpr bool kBroadcastBatch = {broadcast_batch};
   static constexpr bool kSegments = {segments};
   static constexpr bool kBoolean = {boolean};
-  static constexpr bool kTileMap = {tile_map};
+  static constexpr bool kBlockMask = {block_mask};
   static constexpr bool kSoftCap = {soft_cap};
   static constexpr bool kDropout = {dropout};
   static constexpr bool kBias = {has_bias};
@@ -51,11 +51,11 @@ _STAGES = """\
 
 _QUERY_STAGES = """\
   static constexpr int kQueryStages = {query_stages};
-  static constexpr int kTeams = {teams};
+  static constexpr int kConsumerGroups = {consumer_groups};
 """
 
-_PARK = """\
-  static constexpr bool kParkRegisters = {parks};
+_STAGE_REGISTERS = """\
+  static constexpr bool kStageRegisters = {stage_registers};
 """
 
 _SEQUENTIAL = """\
@@ -79,22 +79,22 @@ _GRADIENT = """\
 _BIAS = """\
   using BiasElement = {element};
   static constexpr auto kBiasAccess = memeff::BiasAccess::{access};
-  static constexpr bool kBulkBias = {bulk};
+  static constexpr bool kTmaBias = {tma};
 """
 
 _SUMS = """\
   static constexpr auto kBiasGradient = memeff::BiasGradient::{way};
   static constexpr bool kDeterministic = {deterministic};
   static constexpr bool kOrdersQueries = {orders_queries};
-  static constexpr bool kShares = {shares};
+  static constexpr bool kSplitQ = {split_q};
 """
 
-_RECOMPUTE = """\
-  static constexpr int kRecomputeStages = {stages};
+_DBIAS = """\
+  static constexpr int kDbiasStages = {stages};
 """
 
 _KEY_BUFFERS = """\
-  static constexpr int kVisitStages = {visit};
+  static constexpr int kQBlockStages = {visit};
   static constexpr int kProbabilityStages = {probability};
 """
 
@@ -126,19 +126,19 @@ def source(spec: KernelSpec) -> str:
     text = _EXTENDED_SHAPES if _has_extended_shapes(spec) else ""
     text += _CONFIG.format(
         header=_header(spec),
-        element="memeff::F16x3" if spec.halved else _ELEMENTS[spec.dtype],
-        head_class=spec.head_columns,
-        value_class=spec.value_columns,
+        element="memeff::F16x3" if spec.f16x3 else _ELEMENTS[spec.dtype],
+        padded_head_dim=spec.head_columns,
+        padded_value_dim=spec.value_columns,
         tile_query=spec.tile.query,
         tile_key=spec.tile.key,
         schedule=_schedule(spec),
         alignment=spec.alignment,
         mask=spec.mask,
         varlen=_bool(spec.varlen),
-        shared_batch=_bool(spec.shared_batch),
+        broadcast_batch=_bool(spec.broadcast_batch),
         segments=_bool(spec.segments),
         boolean=_bool(spec.boolean),
-        tile_map=_bool(spec.maps_tiles),
+        block_mask=_bool(spec.has_block_mask),
         soft_cap=_bool(spec.soft_cap),
         dropout=_bool(spec.dropout),
         has_bias=_bool(spec.bias is not None),
@@ -146,11 +146,13 @@ def source(spec: KernelSpec) -> str:
         extra=_forward(spec) if spec.direction == "forward" else _backward(spec),
     )
     if spec.direction == "forward":
-        before = spec.entry_points[: spec.halved]
-        main, *after = spec.entry_points[spec.halved :]
-        return text + _stages(spec, before) + _main(spec, main) + _stages(spec, after)
-    if spec.wide or spec.divided:
-        return text + _stages(spec, spec.entry_points, "Wide" if spec.wide else "Divided")
+        before = spec.entry_points[: spec.f16x3]
+        main, *after = spec.entry_points[spec.f16x3 :]
+        return text + _stages(spec, before, "F16x3") + _main(spec, main) + _stages(spec, after)
+    if spec.large_dim or spec.two_kernel:
+        return text + _stages(
+            spec, spec.entry_points, "LargeDim" if spec.large_dim else "TwoKernel"
+        )
     preprocess, main, *after = spec.entry_points
     return text + _stages(spec, [preprocess]) + _main(spec, main) + _stages(spec, after)
 
@@ -159,9 +161,9 @@ def _header(spec: KernelSpec) -> str:
     direction = "fwd" if spec.direction == "forward" else "bwd"
     kinds = {
         "split": spec.split,
-        "wide": spec.wide,
-        "divided": spec.divided,
-        "halved": spec.halved,
+        "large_dim": spec.large_dim,
+        "two_kernel": spec.two_kernel,
+        "f16x3": spec.f16x3,
     }
     kind = "".join(f"{kind}_" for kind, is_so in kinds.items() if is_so)
     return f"fmha_{direction}_{kind}{spec.family}"
@@ -169,11 +171,11 @@ def _header(spec: KernelSpec) -> str:
 
 def _forward(spec: KernelSpec) -> str:
     if isinstance(spec.tile, sm90.Tile):
-        return _SEQUENTIAL.format(sequential=_bool(spec.tile.sequential)) if spec.halved else ""
-    if spec.wide:
+        return _SEQUENTIAL.format(sequential=_bool(spec.tile.sequential)) if spec.f16x3 else ""
+    if spec.large_dim:
         return ""
     if not spec.split:
-        return _PARK.format(parks=_bool(spec.tile.park))
+        return _STAGE_REGISTERS.format(stage_registers=_bool(spec.tile.stage_registers))
     return _SPLIT.format(
         key_warps=spec.tile.key_warps,
         stages=spec.tile.stages,
@@ -189,10 +191,12 @@ def _schedule(spec: KernelSpec) -> str:
             text += _QUERY_BUFFERS.format(buffers=tile.query_buffers)
         return text
     text = _STAGES.format(stages=tile.stages)
-    if spec.divided:
+    if spec.two_kernel:
         text += _KEY_BUFFERS.format(**dataclasses.asdict(spec.key_buffers))
     if spec.direction == "forward":
-        text += _QUERY_STAGES.format(query_stages=tile.query_stages, teams=tile.teams)
+        text += _QUERY_STAGES.format(
+            query_stages=tile.query_stages, consumer_groups=tile.consumer_groups
+        )
     return text
 
 
@@ -204,7 +208,7 @@ def _bias(spec: KernelSpec) -> str:
     if spec.bias is None:
         return ""
     element = "float" if spec.bias == "32" else _ELEMENTS[spec.dtype]
-    return _BIAS.format(element=element, access=spec.bias_access, bulk=_bool(spec.bulk_bias))
+    return _BIAS.format(element=element, access=spec.bias_access, tma=_bool(spec.tma_bias))
 
 
 def _backward(spec: KernelSpec) -> str:
@@ -216,11 +220,11 @@ def _backward(spec: KernelSpec) -> str:
         way=spec.bias_gradient,
         deterministic=_bool(spec.deterministic),
         orders_queries=_bool(spec.orders_queries),
-        shares=_bool(spec.shares),
+        split_q=_bool(spec.split_q),
     )
     recompute = ""
-    if spec.family == "sm90" and spec.bias_gradient == "recomputed":
-        recompute = _RECOMPUTE.format(stages=spec.recompute_stages)
+    if spec.family == "sm90" and spec.bias_gradient == "dbias_kernel":
+        recompute = _DBIAS.format(stages=spec.dbias_stages)
     return "".join([*gradients, sums, recompute])
 
 
@@ -241,7 +245,8 @@ def _stages(spec: KernelSpec, entries: Sequence[EntryPoint], kind: str = "") -> 
     if spec.family != "sm80" and spec.direction == "backward" and not kind:
         tiles = f", memeff::BackwardTiles{spec.family.capitalize()}<Config>"
     for entry in entries:
-        stage = entry.name.removeprefix(f"{spec.name}_").capitalize()
+        suffix = entry.name.removeprefix(f"{spec.name}_")
+        stage = "".join(word.capitalize() for word in suffix.split("_"))
         cpp_type = f"memeff::Fmha{direction}{kind}{stage}<Config{tiles}>"
         text += _kernel(spec, entry, stage, cpp_type, f"{stage}::kThreads, {stage}::kBlocksPerSm")
     return text

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from jax_memeff.codegen import arch as archs
+from jax_memeff.codegen.toolchain import arch as archs
 
 Direction = Literal["forward", "backward"]
 Dtype = Literal["f16", "bf16", "f32", "tf32", "f64"]
@@ -17,7 +17,7 @@ DTYPES = tuple(DTYPE_BYTES)
 F32_DTYPES = ("f32", "tf32")
 MASKS = frozenset({"causal", "window", "query_lengths", "key_lengths", "segments", "boolean"})
 BIASES = (None, "16", "32")
-QUERY_ROWS = (None, "16", "64", "teams")
+QUERY_ROWS = (None, "16", "64", "consumer_groups")
 BIAS_LAYOUTS = ("full", "shared", "columns", "rows")
 GRADIENTS = ("query", "key", "value", "bias")
 
@@ -34,14 +34,14 @@ class Problem:
     ``bias`` is the number of bits of its elements. Its layout is ``rows`` when it is broadcast over
     columns, else ``columns`` when over rows, else ``shared`` when over batch elements or heads,
     else ``full``. ``bias_alignment`` is the number of bytes that each of its rows starts at a
-    multiple of. ``varlen`` is packed sequences. ``shared_batch`` is that batch elements share keys,
-    values, a bias or a boolean mask, as ``jax.vmap`` makes them where it does not map these; it
-    takes no broadcast bias or mask. ``sequence`` never changes a kernel; ``explain`` reports the
+    multiple of. ``varlen`` is packed sequences. ``broadcast_batch`` is that batch elements share
+    keys, values, a bias or a boolean mask, as ``jax.vmap`` makes them where it does not map these;
+    it takes no broadcast bias or mask. ``sequence`` never changes a kernel; ``explain`` reports the
     grid with it.
-    ``wants`` are the gradients of a backward (all of query, key and value by default).
+    ``needs_grad`` are the gradients of a backward (all of query, key and value by default).
     ``query_rows`` is set where a forward has few: they fit into a tile of so many rows, or there
-    are too few tiles for a GPU, with ``teams`` of which the keys are not long, either; see
-    ``support.query_rows``. ``few_keys`` is the same for the tiles of keys of a backward.
+    are too few tiles for a GPU, with ``consumer_groups`` of which the keys are not long, either;
+    see ``support.query_rows``. ``few_keys`` is the same for the tiles of keys of a backward.
 
     Raises ``ValueError`` for a value that no problem can have; a possible problem that no kernel
     solves is left to ``select``.
@@ -58,15 +58,15 @@ class Problem:
     sequence: int | None = None
     masks: frozenset[str] = frozenset()
     varlen: bool = False
-    shared_batch: bool = False
+    broadcast_batch: bool = False
     bias: Literal["16", "32"] | None = None
     bias_layout: Literal["full", "shared", "columns", "rows"] = "full"
     bias_alignment: int = 16
     dropout: bool = False
     soft_cap: bool = False
     deterministic: bool = False
-    wants: tuple[str, ...] = ()
-    query_rows: Literal["16", "64", "teams"] | None = None
+    needs_grad: tuple[str, ...] = ()
+    query_rows: Literal["16", "64", "consumer_groups"] | None = None
     few_keys: bool = False
 
     def __post_init__(self):
@@ -77,10 +77,10 @@ class Problem:
         _expect_one_of("query_rows", self.query_rows, QUERY_ROWS)
         for mask in sorted(self.masks):
             _expect_one_of("masks", mask, sorted(MASKS))
-        for gradient in self.wants:
-            _expect_one_of("wants", gradient, GRADIENTS)
-        if self.direction == "backward" and not self.wants:
-            object.__setattr__(self, "wants", ("query", "key", "value"))
+        for gradient in self.needs_grad:
+            _expect_one_of("needs_grad", gradient, GRADIENTS)
+        if self.direction == "backward" and not self.needs_grad:
+            object.__setattr__(self, "needs_grad", ("query", "key", "value"))
         for name in ("head_dim", "value_dim", "bias_alignment"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} to be at least 1, got {getattr(self, name)}")
@@ -109,11 +109,11 @@ class Problem:
             self.arch,
             *sorted(self.masks),
         ]
-        words += [name for name in ("varlen", "shared_batch") if getattr(self, name)]
+        words += [name for name in ("varlen", "broadcast_batch") if getattr(self, name)]
         words += [f"{self.bias}-bit {self.bias_layout} bias"] if self.bias else []
         words += [f"bias_alignment={self.bias_alignment}"] if self.bias_alignment != 16 else []
         words += [name for name in ("dropout", "soft_cap", "deterministic") if getattr(self, name)]
-        words += [f"gradients of {', '.join(self.wants)}"] if self.wants else []
+        words += [f"gradients of {', '.join(self.needs_grad)}"] if self.needs_grad else []
         words += [f"alignment={self.alignment}"] if self.alignment != 16 else []
         words += [f"query_rows={self.query_rows}"] if self.query_rows else []
         words += ["few_keys"] if self.few_keys else []

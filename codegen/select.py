@@ -22,27 +22,27 @@ from jax_memeff.codegen.support import (
     family_reasons,
     mask_kind,
     pack_heads,
-    shares_keys,
     spec_reasons,
+    splits_queries,
     sums_in_order,
     unsupported_reasons,
 )
 from jax_memeff.codegen.tiles import sm80, sm80_f32, sm90
 from jax_memeff.errors import UnsupportedError
 
-_ALL_DIMS = (*itertools.product(sm80.CLASSES, repeat=2), (sm80.WIDE, sm80.WIDE))
+_ALL_DIMS = (*itertools.product(sm80.CLASSES, repeat=2), (sm80.LARGE_DIM, sm80.LARGE_DIM))
 
 _ALL_GRADIENTS = (*SPEC_GRADIENTS, "bias")
 
 _EVERYTHING: dict[str, Any] = {
     "masks": frozenset({"window", "segments", "boolean"}),
     "varlen": True,
-    "shared_batch": True,
+    "broadcast_batch": True,
     "soft_cap": True,
     "dropout": True,
     "bias": "32",
     "bias_layout": "shared",
-    "wants": _ALL_GRADIENTS,
+    "needs_grad": _ALL_GRADIENTS,
 }
 
 # Plain, each feature alone, all together, as fields of a problem. A window includes causal, so
@@ -52,29 +52,29 @@ _FEATURE_SETS: tuple[dict[str, Any], ...] = (
     {"masks": frozenset({"causal"})},
     {"masks": frozenset({"window"})},
     {"varlen": True},
-    {"shared_batch": True},
+    {"broadcast_batch": True},
     {"masks": frozenset({"segments"})},
     {"masks": frozenset({"boolean"})},
     {"query_rows": "16"},
     {"query_rows": "64"},
-    {"query_rows": "teams"},
-    {"query_rows": "teams", "varlen": True},
+    {"query_rows": "consumer_groups"},
+    {"query_rows": "consumer_groups", "varlen": True},
     {"soft_cap": True},
     {"dropout": True},
-    {"bias": "16", "wants": _ALL_GRADIENTS},
-    {"bias": "16", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
-    {"bias": "16", "bias_layout": "shared", "bias_alignment": 2, "wants": _ALL_GRADIENTS},
-    {"bias": "16", "bias_layout": "columns", "wants": _ALL_GRADIENTS},
+    {"bias": "16", "needs_grad": _ALL_GRADIENTS},
+    {"bias": "16", "bias_layout": "shared", "needs_grad": _ALL_GRADIENTS},
+    {"bias": "16", "bias_layout": "shared", "bias_alignment": 2, "needs_grad": _ALL_GRADIENTS},
+    {"bias": "16", "bias_layout": "columns", "needs_grad": _ALL_GRADIENTS},
     {"bias": "16", "bias_layout": "rows"},
-    {"bias": "32", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
+    {"bias": "32", "bias_layout": "shared", "needs_grad": _ALL_GRADIENTS},
     {"few_keys": True},
-    {"few_keys": True, "bias": "16", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
+    {"few_keys": True, "bias": "16", "bias_layout": "shared", "needs_grad": _ALL_GRADIENTS},
     {"deterministic": True},
     {"deterministic": True, "masks": frozenset({"causal"})},
-    {"deterministic": True, "bias": "16", "bias_layout": "shared", "wants": _ALL_GRADIENTS},
-    {"deterministic": True, "bias": "16", "bias_layout": "columns", "wants": _ALL_GRADIENTS},
+    {"deterministic": True, "bias": "16", "bias_layout": "shared", "needs_grad": _ALL_GRADIENTS},
+    {"deterministic": True, "bias": "16", "bias_layout": "columns", "needs_grad": _ALL_GRADIENTS},
     _EVERYTHING,
-    {**_EVERYTHING, "query_rows": "teams"},
+    {**_EVERYTHING, "query_rows": "consumer_groups"},
 )
 
 
@@ -144,7 +144,7 @@ def _features_of(direction: str, dtype: Dtype, features: dict[str, Any]) -> dict
     """
     if "bias" in features and dtype in F32_DTYPES:
         features = {**features, "bias": "32"}
-    return {**features, **({"query_rows": None} if direction == "backward" else {"wants": ()})}
+    return {**features, **({"query_rows": None} if direction == "backward" else {"needs_grad": ()})}
 
 
 def table(arch: str) -> str:
@@ -164,8 +164,8 @@ class Row(NamedTuple):
     """A row of a table of tiles, and where it stands there."""
 
     family: str
-    head_class: int
-    value_class: int
+    padded_head_dim: int
+    padded_value_dim: int
     tile: sm80.Tile | sm90.Tile
     split: bool = False
 
@@ -178,23 +178,23 @@ def _table(problem: Problem) -> list[KernelSpec]:
 def _order(spec: KernelSpec) -> tuple:
     """Families, then little padding, then few split rows; other rows in the order of tiles/."""
     split_rows = spec.tile.query if spec.split else math.inf
-    return FAMILIES.index(spec.family), spec.head_class, spec.value_class, split_rows
+    return FAMILIES.index(spec.family), spec.padded_head_dim, spec.padded_value_dim, split_rows
 
 
 def _rows_sm80(problem: Problem) -> Iterator[Row]:
     part = sm80.part(problem.arch)
     forward = problem.direction == "forward"
-    for head_class, value_class in _ALL_DIMS:
-        larger = max(head_class, value_class)
+    for padded_head_dim, padded_value_dim in _ALL_DIMS:
+        larger = max(padded_head_dim, padded_value_dim)
         if problem.dtype in F32_DTYPES:
             tiles, split = sm80_f32.rows(part, problem.direction, larger), ()
         else:
             tiles = (part.forward if forward else part.backward)[larger]
             split = part.split.get(larger, ()) if forward else ()
         for tile in tiles:
-            yield Row("sm80", head_class, value_class, tile)
+            yield Row("sm80", padded_head_dim, padded_value_dim, tile)
         for tile in split:
-            yield Row("sm80", head_class, value_class, tile, split=True)
+            yield Row("sm80", padded_head_dim, padded_value_dim, tile, split=True)
 
 
 def _rows_sm90(problem: Problem) -> Iterator[Row]:
@@ -204,46 +204,46 @@ def _rows_sm90(problem: Problem) -> Iterator[Row]:
         yield from _rows_f32_sm90() if problem.direction == "forward" else ()
         return
     if problem.direction == "backward":
-        for head_class, value_class in itertools.product(sm90.BACKWARD, repeat=2):
-            for tile in sm90.BACKWARD[max(head_class, value_class)]:
-                if tile.divided or head_class == value_class:
-                    yield Row("sm90", head_class, value_class, tile)
+        for padded_head_dim, padded_value_dim in itertools.product(sm90.BACKWARD, repeat=2):
+            for tile in sm90.BACKWARD[max(padded_head_dim, padded_value_dim)]:
+                if tile.two_kernel or padded_head_dim == padded_value_dim:
+                    yield Row("sm90", padded_head_dim, padded_value_dim, tile)
         return
-    for head_class, value_class in itertools.product(sm90.CLASSES, repeat=2):
+    for padded_head_dim, padded_value_dim in itertools.product(sm90.CLASSES, repeat=2):
         # The output leaves from where the queries were, so both have panels of one width.
-        if panel_columns(head_class) == panel_columns(value_class):
-            for tile in sm90.FORWARD[max(head_class, value_class)]:
-                yield Row("sm90", head_class, value_class, tile)
+        if panel_columns(padded_head_dim) == panel_columns(padded_value_dim):
+            for tile in sm90.FORWARD[max(padded_head_dim, padded_value_dim)]:
+                yield Row("sm90", padded_head_dim, padded_value_dim, tile)
 
 
 def _rows_f32_sm90() -> Iterator[Row]:
-    for head_class, value_class in itertools.product(sm90.FORWARD_F32, repeat=2):
-        for tile in sm90.FORWARD_F32[max(head_class, value_class)]:
-            yield Row("sm90", head_class, value_class, tile)
+    for padded_head_dim, padded_value_dim in itertools.product(sm90.FORWARD_F32, repeat=2):
+        for tile in sm90.FORWARD_F32[max(padded_head_dim, padded_value_dim)]:
+            yield Row("sm90", padded_head_dim, padded_value_dim, tile)
 
 
 def _spec(problem: Problem, row: Row) -> KernelSpec:
     spec = KernelSpec(
         direction=problem.direction,
         dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
-        head_class=row.head_class,
-        value_class=row.value_class,
+        padded_head_dim=row.padded_head_dim,
+        padded_value_dim=row.padded_value_dim,
         tile=row.tile,
         mask=mask_kind(problem.masks),
         varlen=problem.varlen,
-        shared_batch=problem.shared_batch,
+        broadcast_batch=problem.broadcast_batch,
         segments="segments" in problem.masks,
         boolean="boolean" in problem.masks,
         soft_cap=problem.soft_cap,
         dropout=problem.dropout,
         bias=problem.bias,
-        bias_access=bias_access(problem, wide=row.head_class == sm80.WIDE),
+        bias_access=bias_access(problem, large_dim=row.padded_head_dim == sm80.LARGE_DIM),
         bias_gradient=bias_gradient(problem, row.family),
-        gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.wants),
+        gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.needs_grad),
         split=row.split,
         pack_heads=row.split and pack_heads(problem),
         alignment=16 if row.split or row.family == "sm90" else problem.alignment,
         family=row.family,
     )
     spec = dataclasses.replace(spec, deterministic=sums_in_order(spec, problem))
-    return dataclasses.replace(spec, shares=shares_keys(spec, problem))
+    return dataclasses.replace(spec, split_q=splits_queries(spec, problem))

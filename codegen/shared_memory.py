@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .spec import KernelSpec
 
 _BARRIER_BYTES = 8
-_PIECE_BYTES = 16
+_WORK_TILE_BYTES = 16
 _SWIZZLE_BYTES = 1024
 _TICKET_BYTES = 8
 """Of which four align barriers."""
@@ -26,16 +26,17 @@ def forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
     Each buffer has two barriers, the queries' for each 64 rows; the ring of the next pieces of
     work, of four, holds a work item and a length beside them.
     """
-    row_warpgroups = spec.consumers // spec.teams
-    queries = row_warpgroups * _operand_bytes(spec, sm90.WARPGROUP_ROWS, spec.head_class)
+    row_warpgroups = spec.consumers // spec.consumer_groups
+    queries = row_warpgroups * _operand_bytes(spec, sm90.WARPGROUP_ROWS, spec.padded_head_dim)
     keys, values = (
-        _operand_bytes(spec, tile.key, columns) for columns in (spec.head_class, spec.value_class)
+        _operand_bytes(spec, tile.key, columns)
+        for columns in (spec.padded_head_dim, spec.padded_value_dim)
     )
     buffers = tile.query_stages * row_warpgroups + 2 * tile.stages + 4
-    control = buffers * 2 * _BARRIER_BYTES + 4 * _PIECE_BYTES
+    control = buffers * 2 * _BARRIER_BYTES + 4 * _WORK_TILE_BYTES
     bias = spec.computing_threads // 32 * _bias_bytes(spec, 16)
     operands = tile.query_stages * queries + tile.stages * (keys + values)
-    return operands + bias + _merge_bytes(spec, spec.teams, 2) + control
+    return operands + bias + _merge_bytes(spec, spec.consumer_groups, 2) + control
 
 
 def _operand_bytes(spec: KernelSpec, rows: int, columns: int) -> int:
@@ -43,7 +44,7 @@ def _operand_bytes(spec: KernelSpec, rows: int, columns: int) -> int:
     begins where a swizzle does (ffi/include/memeff/schedule/f16x3_tiles.cuh).
     """
     elements = rows * columns * spec.element_bytes
-    if not spec.halved:
+    if not spec.f16x3:
         return elements
     return -(-(elements + 4 * rows) // _SWIZZLE_BYTES) * _SWIZZLE_BYTES
 
@@ -53,47 +54,47 @@ def backward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
     bias of each warp's 16 keys, and two dS. A kernel whose blocks wait for each other has two
     barriers more, and a ticket.
     """
-    dims = spec.head_class + spec.value_class
+    dims = spec.padded_head_dim + spec.padded_value_dim
     elements = (tile.key + tile.stages * tile.query) * dims + 2 * tile.query * tile.key
     statistics = tile.stages * tile.query * 8
     buffers = 2 * tile.stages + 1
     bias = tile.key // 16 * _bias_bytes(spec, tile.query, 16)
-    if spec.bulk_bias:
+    if spec.tma_bias:
         bias = tile.stages * tile.query * tile.key * spec.element_bytes
     order = 2 * _BARRIER_BYTES + _TICKET_BYTES if spec.orders_queries else 0
     control = buffers * 2 * _BARRIER_BYTES + order
     return elements * spec.element_bytes + statistics + bias + control
 
 
-def recompute_sm90(spec: KernelSpec) -> tuple[int, int]:
+def dbias_sm90(spec: KernelSpec) -> tuple[int, int]:
     """A square of the bias, and a ring of pairs of parts of operands: bytes, and how many pairs
     fit. No more than those of two visits help.
     """
     rows = max(spec.tile.query, spec.tile.key)
     bias = _bias_bytes(spec, rows, rows)
-    if spec.bulk_bias:
+    if spec.tma_bias:
         bias = rows * rows * spec.element_bytes + 2 * _BARRIER_BYTES
     pair = 2 * rows * sm90.PART_COLUMNS * spec.element_bytes + 2 * _BARRIER_BYTES
-    visit = (spec.head_class + spec.value_class) // sm90.PART_COLUMNS
+    visit = (spec.padded_head_dim + spec.padded_value_dim) // sm90.PART_COLUMNS
     stages = min(2 * visit, (sm80.part(sm90.ARCH).shared_bytes(blocks=1) - bias) // pair)
     return bias + stages * pair, stages
 
 
-def divided_queries_sm90(spec: KernelSpec) -> int:
+def dq_sm90(spec: KernelSpec) -> int:
     """Tiles of query and dO, rings of key and, a buffer less, of value."""
     query, key, stages = spec.tile.query, spec.tile.key, spec.tile.stages
-    head, value = spec.head_class, spec.value_class
+    head, value = spec.padded_head_dim, spec.padded_value_dim
     elements = query * (head + value) + key * (stages * head + (stages - 1) * value)
     buffers = 1 + stages + stages - 1
     return elements * spec.element_bytes + buffers * 2 * _BARRIER_BYTES
 
 
-def divided_keys_sm90(spec: KernelSpec) -> tuple[int, sm90.KeyBuffers]:
+def dkdv_sm90(spec: KernelSpec) -> tuple[int, sm90.KeyBuffers]:
     """Tiles of key and value, and rings of as many rows of query and dO, of statistics (2 f32)
     beside both, of P and of dS, and a tile of the bias: bytes, and the buffers of the rings.
     """
-    key, head, value = spec.tile.key, spec.head_class, spec.value_class
-    biases = int(spec.bulk_bias)
+    key, head, value = spec.tile.key, spec.padded_head_dim, spec.padded_value_dim
+    biases = int(spec.tma_bias)
 
     def size(rings: sm90.KeyBuffers) -> int:
         elements = key * (1 + rings.visit) * (head + value)
@@ -111,14 +112,14 @@ def forward_sm80(spec: KernelSpec) -> int:
     """One tile each of query, key, value and bias, and over them at the end that of the output."""
     assert isinstance(spec.tile, sm80.Tile)
     query, key = spec.tile.query, spec.tile.key
-    loop = query * spec.head_class + key * (spec.head_class + spec.value_class)
+    loop = query * spec.padded_head_dim + key * (spec.padded_head_dim + spec.padded_value_dim)
     parked = 0
-    if spec.tile.park:
+    if spec.tile.stage_registers:
         # Pointers of a thread, and maximum and sum (f32) of each row that it holds elements of.
         pointers = 3 if _bias_rows(spec, query) else 2
         parked = spec.threads * (8 * pointers + 8 * (2 * query // (16 * spec.tile.warps)))
     loop_bytes = loop * spec.element_bytes + parked + _warp_biases(spec, spec.tile.warps)
-    return max(loop_bytes, query * spec.value_class * spec.element_bytes)
+    return max(loop_bytes, query * spec.padded_value_dim * spec.element_bytes)
 
 
 def split_sm80(spec: KernelSpec) -> int:
@@ -127,18 +128,18 @@ def split_sm80(spec: KernelSpec) -> int:
     """
     tile = spec.tile
     assert isinstance(tile, sm80.Tile)
-    stage = tile.key * (spec.head_class + spec.value_class) * spec.element_bytes
-    loop = tile.query * spec.head_class * spec.element_bytes + tile.stages * stage
+    stage = tile.key * (spec.padded_head_dim + spec.padded_value_dim) * spec.element_bytes
+    loop = tile.query * spec.padded_head_dim * spec.element_bytes + tile.stages * stage
     return max(loop, _merge_bytes(spec, tile.key_warps, 2 * spec.warp_rows[0] // 16))
 
 
-def _merge_bytes(spec: KernelSpec, teams: int, rows: int) -> int:
+def _merge_bytes(spec: KernelSpec, consumer_groups: int, rows: int) -> int:
     """Maximum and sum of the ``rows`` that each thread holds elements of, and the f32 outputs of
-    all teams but one (ffi/include/memeff/collective/team.cuh).
+    all consumer_groups but one (ffi/include/memeff/collective/consumer_groups.cuh).
     """
-    if teams == 1:
+    if consumer_groups == 1:
         return 0
-    outputs = (teams - 1) * spec.tile.query * spec.value_class * 4
+    outputs = (consumer_groups - 1) * spec.tile.query * spec.padded_value_dim * 4
     return spec.computing_threads * 8 * rows + outputs
 
 
@@ -146,16 +147,16 @@ def backward_sm80(spec: KernelSpec) -> int:
     """Tiles of query, dO, key, value, P, dS, bias, and row statistics (2 f32) of those of query."""
     assert isinstance(spec.tile, sm80.Tile)
     query, key, buffers = spec.tile.query, spec.tile.key, spec.tile.query_buffers
-    elements = query * (buffers * spec.head_class + spec.value_class)
-    elements += key * (spec.head_class + spec.value_class)
+    elements = query * (buffers * spec.padded_head_dim + spec.padded_value_dim)
+    elements += key * (spec.padded_head_dim + spec.padded_value_dim)
     elements += 2 * query * key
     return elements * spec.element_bytes + buffers * query * 8 + _bias_bytes(spec, query)
 
 
-def recompute_sm80(spec: KernelSpec) -> int:
+def dbias_sm80(spec: KernelSpec) -> int:
     """Tiles of query, dO, key, value and bias, and two of the rows' statistics (2 f32)."""
     query, key = spec.tile.query, spec.tile.key
-    elements = (query + key) * (spec.head_class + spec.value_class)
+    elements = (query + key) * (spec.padded_head_dim + spec.padded_value_dim)
     return elements * spec.element_bytes + 2 * query * 8 + _bias_bytes(spec, query)
 
 
@@ -180,23 +181,27 @@ def _warp_biases(spec: KernelSpec, warps: int) -> int:
 
 # Of the rows of an operand that one step of a wide kernel brings into shared memory; as many rows
 # as elements in them where a chunk of its columns is what a product computes.
-_WIDE_STEP_BYTES = 128
+_COLUMN_STEP_BYTES = 128
 
 
-def _wide_buffers(spec: KernelSpec) -> int:
+def _column_step_buffers(spec: KernelSpec) -> int:
     """Two buffers, each for a step of both operands of the scores, or of a chunk."""
     tile = spec.tile
-    return 2 * max(tile.query + tile.key, tile.chunk) * _WIDE_STEP_BYTES
+    return 2 * max(tile.query + tile.key, tile.chunk) * _COLUMN_STEP_BYTES
 
 
-def wide_forward_sm80(spec: KernelSpec) -> int:
+def large_dim_forward_sm80(spec: KernelSpec) -> int:
     """P, the buffers, and for each row two factors and a maximum of each warp that shares it."""
     query, key = spec.tile.query, spec.tile.key
     column_warps = (spec.threads // 32) // (query // 32)
-    return query * key * spec.element_bytes + _wide_buffers(spec) + (column_warps + 2) * query * 4
+    return (
+        query * key * spec.element_bytes
+        + _column_step_buffers(spec)
+        + (column_warps + 2) * query * 4
+    )
 
 
-def wide_backward_sm80(spec: KernelSpec) -> int:
+def large_dim_backward_sm80(spec: KernelSpec) -> int:
     """P and dS, the buffers, and two of the rows' statistics (2 f32)."""
     query, key = spec.tile.query, spec.tile.key
-    return 2 * query * key * spec.element_bytes + _wide_buffers(spec) + 2 * query * 8
+    return 2 * query * key * spec.element_bytes + _column_step_buffers(spec) + 2 * query * 8

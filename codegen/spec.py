@@ -14,11 +14,11 @@ from . import shared_memory
 
 MaskKind = Literal["none", "causal", "window"]
 BiasAccess = Literal["vectors", "words", "columns", "rows", "elements"]
-BiasGradient = Literal["none", "full", "shared", "columns", "recomputed"]
+BiasGradient = Literal["none", "full", "shared", "columns", "dbias_kernel"]
 
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
 BIAS_ACCESSES: tuple[BiasAccess, ...] = ("vectors", "words", "columns", "rows", "elements")
-BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns", "recomputed")
+BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns", "dbias_kernel")
 SpecDtype = Literal["f16", "bf16", "f32", "tf32"]
 
 SPEC_DTYPES: tuple[SpecDtype, ...] = ("f16", "bf16", "f32", "tf32")
@@ -26,7 +26,7 @@ SPEC_GRADIENTS = ("query", "key", "value")
 FAMILIES = ("sm90", "sm80")
 """In the order of choice."""
 COMBINE_THREADS = 128
-HALVE_THREADS = 256
+F16X3_SPLIT_THREADS = 256
 
 
 class EntryPoint(NamedTuple):
@@ -35,20 +35,20 @@ class EntryPoint(NamedTuple):
     ``shared_bytes`` is the dynamic shared memory of a block, ``grid`` what blocks are tiles of (a
     bias gradient by tiles of scores, or by squares of as many queries as keys; operands are query,
     key and value by rows), ``takes_maps`` whether the tensor maps of the spec are its second
-    parameter, and ``tile_map`` what says which tiles it visits.
+    parameter, and ``block_mask`` what says which tiles it visits.
     """
 
     name: str
     threads: int
     shared_bytes: int
-    grid: Literal["queries", "keys", "key_shares", "bias", "bias_squares", "operands"] = "queries"
+    grid: Literal["queries", "keys", "q_splits", "bias", "bias_squares", "operands"] = "queries"
     takes_maps: bool = False
-    tile_map: TileMap | None = None
+    block_mask: BlockMask | None = None
 
 
-class TileMap(NamedTuple):
+class BlockMask(NamedTuple):
     """What says which tiles of scores, of ``query`` rows and ``key`` columns, a kernel visits: a
-    line for each tile of ``lines`` (ffi/include/memeff/mask/tile_map.cuh).
+    line for each tile of ``lines`` (ffi/include/memeff/mask/block_mask.cuh).
     """
 
     lines: Literal["queries", "keys"]
@@ -73,8 +73,8 @@ class TensorMap(NamedTuple):
 class KernelSpec:
     """A kernel. Two equal specs give the same source.
 
-    ``head_class`` (of query and key) and ``value_class`` are padded dims; the real ones are
-    run-time parameters. ``gradients`` are those that a backward computes, and () in a forward;
+    ``padded_head_dim`` (of query and key) and ``padded_value_dim`` are padded dims; the real ones
+    are run-time parameters. ``gradients`` are those that a backward computes, and () in a forward;
     the gradient of the bias is apart, because there are several ways to sum it. ``bias`` is the
     number of bits of its elements, and ``bias_access`` how they come to the scores
     (ffi/include/memeff/core/common.cuh).
@@ -88,12 +88,12 @@ class KernelSpec:
 
     direction: Literal["forward", "backward"]
     dtype: SpecDtype
-    head_class: int
-    value_class: int
+    padded_head_dim: int
+    padded_value_dim: int
     tile: sm80.Tile | sm90.Tile
     mask: MaskKind = "none"
     varlen: bool = False
-    shared_batch: bool = False
+    broadcast_batch: bool = False
     soft_cap: bool = False
     segments: bool = False
     boolean: bool = False
@@ -106,14 +106,14 @@ class KernelSpec:
     pack_heads: bool = False
     alignment: int = 16
     deterministic: bool = False
-    shares: bool = False
+    split_q: bool = False
     family: str = "sm80"
 
     @property
     def name(self) -> str:
         """``fmha_fwd_bf16_d192v128_128x64_causal_softcap_sm80``, also the main entry point."""
-        dims = "wide" if self.wide else f"d{self.head_class}"
-        value = "" if self.value_class == self.head_class else f"v{self.value_class}"
+        dims = "large" if self.large_dim else f"d{self.padded_head_dim}"
+        value = "" if self.padded_value_dim == self.padded_head_dim else f"v{self.padded_value_dim}"
         words = [
             "fmha",
             "fwd" if self.direction == "forward" else "bwd",
@@ -123,15 +123,15 @@ class KernelSpec:
         ]
         words += ["split"] if self.split else []
         words += ["gqa"] if self.pack_heads else []
-        words += ["teams"] if self.teams > 1 else []
+        words += ["groups"] if self.consumer_groups > 1 else []
         words += [self.mask] if self.mask != "none" else []
         words += ["varlen"] if self.varlen else []
-        words += ["vmap"] if self.shared_batch else []
+        words += ["vmap"] if self.broadcast_batch else []
         words += [word for word in ("segments", "boolean") if getattr(self, word)]
         words += ["softcap"] if self.soft_cap else []
         words += ["dropout"] if self.dropout else []
         if self.bias:
-            usual = "elements" if self.wide else "vectors"
+            usual = "elements" if self.large_dim else "vectors"
             access = "" if self.bias_access == usual else self.bias_access
             words.append(f"bias{self.bias}{access}")
         if self.direction == "backward" and self.gradients != SPEC_GRADIENTS:
@@ -139,30 +139,30 @@ class KernelSpec:
         words += [f"dbias{self.bias_gradient}"] if self.bias_gradient != "none" else []
         words += [f"align{self.alignment}"] if self.alignment != 16 else []
         words += ["deterministic"] if self.deterministic else []
-        words += ["shares"] if self.shares else []
+        words += ["splitq"] if self.split_q else []
         return "_".join([*words, self.family])
 
     @property
     def cpp_type(self) -> str:
         """The device class the source instantiates."""
         kernel = "FmhaForward" if self.direction == "forward" else "FmhaBackward"
-        kernel += "Split" if self.split else "Wide" if self.wide else ""
+        kernel += "Split" if self.split else "LargeDim" if self.large_dim else ""
         return f"memeff::{kernel}{self.family.capitalize()}<Config>"
 
     @property
-    def halved(self) -> bool:
+    def f16x3(self) -> bool:
         """Whether a forward multiplies f32 in products of f16, which a kernel before it writes."""
         return self.family == "sm90" and self.dtype == "f32"
 
     @property
-    def divided(self) -> bool:
+    def two_kernel(self) -> bool:
         """Whether a backward has a kernel for dq, and one for dk and dv, that wgmma computes."""
-        return isinstance(self.tile, sm90.Tile) and self.tile.divided
+        return isinstance(self.tile, sm90.Tile) and self.tile.two_kernel
 
     @property
-    def wide(self) -> bool:
+    def large_dim(self) -> bool:
         """Whether the kernel takes any head dim, in steps and chunks of its columns."""
-        return self.head_class == sm80.WIDE
+        return self.padded_head_dim == sm80.LARGE_DIM
 
     @property
     def element_bytes(self) -> int:
@@ -188,22 +188,22 @@ class KernelSpec:
         """Warpgroups that compute: each owns 64 queries in a forward, alone or in turn with those
         of other teams, and 64 keys in a backward that is not divided.
         """
-        by_query = self.direction == "forward" or self.divided
+        by_query = self.direction == "forward" or self.two_kernel
         rows = self.tile.query if by_query else self.tile.key
-        return rows // sm90.WARPGROUP_ROWS * self.teams
+        return rows // sm90.WARPGROUP_ROWS * self.consumer_groups
 
     @property
-    def teams(self) -> int:
+    def consumer_groups(self) -> int:
         """Warpgroups that share rows of a forward."""
-        return self.tile.teams if isinstance(self.tile, sm90.Tile) else 1
+        return self.tile.consumer_groups if isinstance(self.tile, sm90.Tile) else 1
 
     @property
     def owns_outputs(self) -> bool:
         """Whether a backward writes each gradient from the blocks that own it, without sums."""
-        return self.wide or self.divided
+        return self.large_dim or self.two_kernel
 
     @property
-    def bulk_bias(self) -> bool:
+    def tma_bias(self) -> bool:
         """Whether the copy engine brings tiles of the bias."""
         if not isinstance(self.tile, sm90.Tile) or self.direction == "forward":
             return False
@@ -215,58 +215,58 @@ class KernelSpec:
         return self.deterministic and "query" in self.gradients and not self.owns_outputs
 
     @property
-    def maps_tiles(self) -> bool:
+    def has_block_mask(self) -> bool:
         """Whether segment ids and boolean masks say which tiles the kernel visits."""
-        by_elements = self.split or self.varlen or self.wide or self.teams > 1
+        by_elements = self.split or self.varlen or self.large_dim or self.consumer_groups > 1
         return (self.segments or self.boolean) and not by_elements
 
-    def _tile_map(
+    def _block_mask(
         self, lines: Literal["queries", "keys"], rows: int | None = None, columns: int | None = None
-    ) -> TileMap | None:
+    ) -> BlockMask | None:
         """Of tiles of so many rows and columns, those of the spec by default."""
-        if not self.maps_tiles:
+        if not self.has_block_mask:
             return None
-        return TileMap(lines, rows or self.tile.query, columns or self.tile.key)
+        return BlockMask(lines, rows or self.tile.query, columns or self.tile.key)
 
     @property
-    def tile_maps(self) -> frozenset[TileMap]:
+    def block_masks(self) -> frozenset[BlockMask]:
         """The maps of all entry points."""
-        return frozenset(entry.tile_map for entry in self.entry_points if entry.tile_map)
+        return frozenset(entry.block_mask for entry in self.entry_points if entry.block_mask)
 
     @property
     def entry_points(self) -> tuple[EntryPoint, ...]:
         """The functions of the source in launch order."""
         maps = bool(self.tensor_maps)
-        grid = "key_shares" if self.shares else "keys"
+        grid = "q_splits" if self.split_q else "keys"
         main = EntryPoint(
-            self.name, self.threads, self.shared_bytes, grid, maps, self._tile_map("keys")
+            self.name, self.threads, self.shared_bytes, grid, maps, self._block_mask("keys")
         )
         if self.split:
             combine = EntryPoint(f"{self.name}_combine", COMBINE_THREADS, 0)
             return (main._replace(grid="queries"), combine)
         if self.direction == "forward":
-            halve = EntryPoint(f"{self.name}_halve", HALVE_THREADS, 0, "operands")
-            main = main._replace(grid="queries", tile_map=self._tile_map("queries"))
-            return (halve, main) if self.halved else (main,)
+            halve = EntryPoint(f"{self.name}_split", F16X3_SPLIT_THREADS, 0, "operands")
+            main = main._replace(grid="queries", block_mask=self._block_mask("queries"))
+            return (halve, main) if self.f16x3 else (main,)
         # The last two read sums as the threads of the main kernel laid them out.
         threads = self.computing_threads
         preprocess = EntryPoint(f"{self.name}_preprocess", threads, 0)
         entries = [preprocess, *self._owners] if self.owns_outputs else [preprocess, main]
         if "query" in self.gradients and not self.owns_outputs:
-            query_tile = self.tile.query * self.head_class * self.element_bytes
+            query_tile = self.tile.query * self.padded_head_dim * self.element_bytes
             entries.append(EntryPoint(f"{self.name}_postprocess", threads, query_tile))
         if self.bias_gradient in ("shared", "columns"):
-            entries.append(EntryPoint(f"{self.name}_bias", threads, 0, "bias"))
-        if self.bias_gradient == "recomputed":
+            entries.append(EntryPoint(f"{self.name}_dbias_postprocess", threads, 0, "bias"))
+        if self.bias_gradient == "dbias_kernel":
             recompute = EntryPoint(
-                f"{self.name}_recompute", self.threads, 0, "bias", maps, self._tile_map("queries")
+                f"{self.name}_dbias", self.threads, 0, "bias", maps, self._block_mask("queries")
             )
-            shared_bytes = self.shared_bytes if self.wide else shared_memory.recompute_sm80(self)
+            shared_bytes = self.shared_bytes if self.large_dim else shared_memory.dbias_sm80(self)
             if self.family == "sm90":
                 side = max(self.tile.query, self.tile.key)
-                tile_map = self._tile_map("queries", side, side)
-                recompute = recompute._replace(grid="bias_squares", tile_map=tile_map)
-                shared_bytes, _ = shared_memory.recompute_sm90(self)
+                block_mask = self._block_mask("queries", side, side)
+                recompute = recompute._replace(grid="bias_squares", block_mask=block_mask)
+                shared_bytes, _ = shared_memory.dbias_sm90(self)
             entries.append(recompute._replace(shared_bytes=shared_bytes))
         return tuple(entries)
 
@@ -274,14 +274,14 @@ class KernelSpec:
     def _owners(self) -> list[EntryPoint]:
         """One for the gradient of the query, one for the others."""
         maps = bool(self.tensor_maps)
-        query_bytes, key_bytes = self._owned_bytes if self.divided else 2 * (self.shared_bytes,)
-        rows = sm90.WARPGROUP_ROWS if self.divided else None
-        query_map, key_map = self._tile_map("queries"), self._tile_map("keys", rows)
+        query_bytes, key_bytes = self._owned_bytes if self.two_kernel else 2 * (self.shared_bytes,)
+        rows = sm90.WARPGROUP_ROWS if self.two_kernel else None
+        query_map, key_map = self._block_mask("queries"), self._block_mask("keys", rows)
         name, threads = self.name, self.threads
-        query = EntryPoint(f"{name}_query", threads, query_bytes, "queries", maps, query_map)
-        key = EntryPoint(f"{name}_key", threads, key_bytes, "keys", maps, key_map)
+        query = EntryPoint(f"{name}_dq", threads, query_bytes, "queries", maps, query_map)
+        key = EntryPoint(f"{name}_dkdv", threads, key_bytes, "keys", maps, key_map)
         sums_bias = self.bias_gradient == "columns" or (
-            self.wide and self.bias_gradient in ("full", "shared")
+            self.large_dim and self.bias_gradient in ("full", "shared")
         )
         others = {"key", "value"} & set(self.gradients) or sums_bias
         return [query] * ("query" in self.gradients) + [key] * bool(others)
@@ -289,15 +289,15 @@ class KernelSpec:
     @property
     def _owned_bytes(self) -> tuple[int, int]:
         """Dynamic shared memory of the two kernels of a divided backward."""
-        key_bytes, _ = shared_memory.divided_keys_sm90(self)
-        return shared_memory.divided_queries_sm90(self), key_bytes
+        key_bytes, _ = shared_memory.dkdv_sm90(self)
+        return shared_memory.dq_sm90(self), key_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block of the main kernel, or of the larger of two; the
         compiler asserts the number.
         """
-        if self.divided:
+        if self.two_kernel:
             return max(self._owned_bytes)
         forward = self.direction == "forward"
         if isinstance(self.tile, sm90.Tile):
@@ -305,22 +305,26 @@ class KernelSpec:
             return sizes(self, self.tile)
         if self.split:
             return shared_memory.split_sm80(self)
-        if self.wide:
-            sizes = shared_memory.wide_forward_sm80 if forward else shared_memory.wide_backward_sm80
+        if self.large_dim:
+            sizes = (
+                shared_memory.large_dim_forward_sm80
+                if forward
+                else shared_memory.large_dim_backward_sm80
+            )
         else:
             sizes = shared_memory.forward_sm80 if forward else shared_memory.backward_sm80
         return sizes(self)
 
     @property
-    def recompute_stages(self) -> int:
+    def dbias_stages(self) -> int:
         """Pairs of parts of operands in the kernel for the gradient of a shared bias on wgmma."""
-        _, stages = shared_memory.recompute_sm90(self)
+        _, stages = shared_memory.dbias_sm90(self)
         return stages
 
     @property
     def key_buffers(self) -> sm90.KeyBuffers:
         """Buffers of the kernel of a divided backward that owns keys."""
-        _, buffers = shared_memory.divided_keys_sm90(self)
+        _, buffers = shared_memory.dkdv_sm90(self)
         return buffers
 
     @property
@@ -331,16 +335,16 @@ class KernelSpec:
     @property
     def tensor_maps(self) -> tuple[TensorMap, ...]:
         """What the kernel moves through the copy engine, in the order of its maps."""
-        if not isinstance(self.tile, sm90.Tile) or self.halved:
+        if not isinstance(self.tile, sm90.Tile) or self.f16x3:
             return ()
-        head, value = panel_columns(self.head_class), panel_columns(self.value_class)
+        head, value = panel_columns(self.padded_head_dim), panel_columns(self.padded_value_dim)
         if self.direction == "forward":
             return (
                 TensorMap("query", sm90.WARPGROUP_ROWS, head),
                 TensorMap("key", self.tile.key, head),
                 TensorMap("value", self.tile.key, value),
             )
-        queries = sm90.WARPGROUP_ROWS if self.divided else self.tile.query
+        queries = sm90.WARPGROUP_ROWS if self.two_kernel else self.tile.query
         bias = (TensorMap("bias", queries, panel_columns(self.tile.key)),)
         return (
             TensorMap("query", queries, head),
@@ -350,7 +354,7 @@ class KernelSpec:
             TensorMap("query_gradient", sm90.WARPGROUP_ROWS, head),
             TensorMap("key_gradient", sm90.WARPGROUP_ROWS, head),
             TensorMap("value_gradient", sm90.WARPGROUP_ROWS, value),
-            *(bias if self.bulk_bias else ()),
+            *(bias if self.tma_bias else ()),
         )
 
     @property
@@ -373,17 +377,17 @@ class KernelSpec:
     @property
     def head_columns(self) -> int:
         """Columns of dq and dk that accumulators hold: a chunk of them in a wide kernel."""
-        return self.tile.chunk or self.head_class
+        return self.tile.chunk or self.padded_head_dim
 
     @property
     def value_columns(self) -> int:
         """Columns of out and dv that accumulators hold."""
-        return self.tile.chunk or self.value_class
+        return self.tile.chunk or self.padded_value_dim
 
     @property
     def warp_rows(self) -> tuple[int, ...]:
         """How many rows of a product a warp may own; in the forward each owns whole rows."""
-        if self.direction == "backward" or self.wide:
+        if self.direction == "backward" or self.large_dim:
             return (16, 32)
         if isinstance(self.tile, sm90.Tile):
             return (16,)
@@ -396,13 +400,13 @@ class KernelSpec:
             FAMILIES.index(self.family),
             ("forward", "backward").index(self.direction),
             SPEC_DTYPES.index(self.dtype),
-            self.head_class,
-            self.value_class,
+            self.padded_head_dim,
+            self.padded_value_dim,
             self.tile.query if self.split else math.inf,
             -self.tile.query * self.tile.key,
             MASK_KINDS.index(self.mask),
             self.varlen,
-            self.shared_batch,
+            self.broadcast_batch,
             self.segments,
             self.boolean,
             self.soft_cap,
@@ -414,7 +418,7 @@ class KernelSpec:
             self.gradients,
             -self.alignment,
             self.deterministic,
-            self.shares,
+            self.split_q,
         )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasAccess, BiasGradient, KernelSpec
 from jax_memeff.codegen.tiles import sm80, sm90, tile
+from jax_memeff.codegen.toolchain import arch as archs
 
 _XLA = "pass implementation='xla'"
 _DTYPE_NAMES = {"bf16": "bfloat16", "f32": "float32", "tf32": "float32"}
@@ -19,9 +19,9 @@ _PLAIN_ROWS = 128
 
 MULTIPROCESSORS = 132
 """Of an H100 and an H200."""
-_LEAST_VISITS = 4
+_LEAST_Q_BLOCKS = 4
 """Tiles of 64 queries for each of the blocks that share a tile of keys, or sums take longer."""
-_PARTS_A_VISIT = 2
+_PARTS_A_Q_BLOCK = 2
 """As many parts of dk and dv are read from L2 in the time of a visit."""
 _SPLIT_KEY = 2
 """A key of kernels without wgmma, which get half out of the tensor cores."""
@@ -41,8 +41,10 @@ def family_reasons(problem: Problem) -> list[str]:
     if problem.dtype in F32_DTYPES and problem.bias == "16":
         reasons.append(f"a 16-bit bias with float32 inputs has no kernel: cast it, or {_XLA}")
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
-        if dim > sm80.WIDE:
-            reasons.append(f"{name} is {dim}, and the largest with a kernel is {sm80.WIDE}: {_XLA}")
+        if dim > sm80.LARGE_DIM:
+            reasons.append(
+                f"{name} is {dim}, and the largest with a kernel is {sm80.LARGE_DIM}: {_XLA}"
+            )
     if problem.dtype != "f64" and problem.dtype not in dtypes:
         reasons.append(
             f"the tensor cores of {problem.arch} do not multiply {_DTYPE_NAMES[problem.dtype]}: "
@@ -62,7 +64,7 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"its mask is {spec.mask}, not {mask_kind(problem.masks)}")
     for feature, compiled, asked in (
         ("packed sequences", spec.varlen, problem.varlen),
-        ("a shared batch", spec.shared_batch, problem.shared_batch),
+        ("a shared batch", spec.broadcast_batch, problem.broadcast_batch),
         ("segments", spec.segments, "segments" in problem.masks),
         ("a boolean mask", spec.boolean, "boolean" in problem.masks),
         ("soft cap", spec.soft_cap, problem.soft_cap),
@@ -72,7 +74,7 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
             reasons.append(f"it is compiled {'with' if compiled else 'without'} {feature}")
     if spec.bias != problem.bias:
         reasons.append(f"its bias is {_bits(spec.bias)}, not {_bits(problem.bias)}")
-    access = bias_access(problem, wide=spec.wide)
+    access = bias_access(problem, large_dim=spec.large_dim)
     if problem.bias and spec.bias_access != access:
         reasons.append(f"it reads a bias by {spec.bias_access}, not by {access}")
     gradient = bias_gradient(problem, spec.family)
@@ -87,9 +89,9 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
     if spec.deterministic != sums_in_order(spec, problem):
         reasons.append(f"its sums are {'' if spec.deterministic else 'not '}deterministic")
-    if spec.shares != shares_keys(spec, problem):
+    if spec.split_q != splits_queries(spec, problem):
         reasons.append("its blocks share tiles of keys, or not, as is right for another number")
-    wanted = tuple(name for name in SPEC_GRADIENTS if name in problem.wants)
+    wanted = tuple(name for name in SPEC_GRADIENTS if name in problem.needs_grad)
     if spec.direction == problem.direction == "backward" and spec.gradients != wanted:
         reasons.append(
             f"it computes the gradients of {', '.join(spec.gradients)}, not of {', '.join(wanted)}"
@@ -103,35 +105,40 @@ def spec_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
         reasons.append(f"its tile is not for the mask {spec.mask}")
     modifiers = (
         ("soft cap", spec.soft_cap),
-        ("bias", spec.bias and (spec.wide or spec.bias_access != "rows")),
+        ("bias", spec.bias and (spec.large_dim or spec.bias_access != "rows")),
         ("dropout", spec.dropout),
         ("segments", spec.segments),
         ("a boolean mask", spec.boolean),
-        (tile.PIECES, spec.wide and spec.alignment < 16),
+        (tile.PIECES, spec.large_dim and spec.alignment < 16),
     )
     unserved = [name for name, on in modifiers if on and name not in spec.tile.modifiers]
     if unserved:
         reasons.append(f"its tile has no registers left for {' and '.join(unserved)}")
-    if spec.halved and spec.shared_batch:
+    if spec.f16x3 and spec.broadcast_batch:
         reasons.append("it writes query, key and value anew for each element of the batch")
     if spec.family == "sm90":
         beside = {"full": "query", "columns": "key"}.get(spec.bias_gradient)
-        if spec.divided and beside and beside not in spec.gradients:
+        if spec.two_kernel and beside and beside not in spec.gradients:
             reasons.append(
                 f"it computes the gradient of this bias beside that of the {beside} only"
             )
-        if spec.divided and max(problem.head_dim, problem.value_dim) <= sm90.UNDIVIDED:
-            reasons.append(f"it is for head dims above {sm90.UNDIVIDED}")
-        if spec.teams > 1 and problem.query_rows != "teams":
+        if (
+            spec.two_kernel
+            and max(problem.head_dim, problem.value_dim) <= sm90.LARGEST_ONE_KERNEL_DIM
+        ):
+            reasons.append(f"it is for head dims above {sm90.LARGEST_ONE_KERNEL_DIM}")
+        if spec.consumer_groups > 1 and problem.query_rows != "consumer_groups":
             reasons.append("its warpgroups share rows, for few tiles with keys that are not long")
-        elif spec.teams == 1 and problem.query_rows is not None and not problem.varlen:
+        elif spec.consumer_groups == 1 and problem.query_rows is not None and not problem.varlen:
             reasons.append("it does not split the keys, and there are too few tiles without that")
-        if 2 * max(problem.head_dim, problem.value_dim) <= min(spec.head_class, spec.value_class):
+        if 2 * max(problem.head_dim, problem.value_dim) <= min(
+            spec.padded_head_dim, spec.padded_value_dim
+        ):
             reasons.append("half of its columns would be padding")
-    if problem.head_dim > spec.head_class:
-        reasons.append(f"head_dim {problem.head_dim} is above its {spec.head_class}")
-    if problem.value_dim > spec.value_class:
-        reasons.append(f"value_dim {problem.value_dim} is above its {spec.value_class}")
+    if problem.head_dim > spec.padded_head_dim:
+        reasons.append(f"head_dim {problem.head_dim} is above its {spec.padded_head_dim}")
+    if problem.value_dim > spec.padded_value_dim:
+        reasons.append(f"value_dim {problem.value_dim} is above its {spec.padded_value_dim}")
     blocks = spec.tile.blocks_per_sm
     available = sm80.part(problem.arch).shared_bytes(blocks)
     if spec.shared_bytes > available:
@@ -174,14 +181,14 @@ def pack_heads(problem: Problem) -> bool:
 
 def query_rows(
     problem: Problem, *, batch: int, queries: int, keys: int, heads: int, group: int
-) -> Literal["16", "64", "teams"] | None:
+) -> Literal["16", "64", "consumer_groups"] | None:
     """The ``query_rows`` of a forward of these sizes, of which packed sequences have the longest.
 
     >>> plain = Problem("forward", "bf16", 64, 64, "sm_90a")
     >>> query_rows(plain, batch=1, queries=1, keys=4096, heads=32, group=4)
     '16'
     >>> query_rows(plain, batch=1, queries=1024, keys=1024, heads=8, group=1)
-    'teams'
+    'consumer_groups'
     >>> query_rows(plain, batch=1, queries=128, keys=32768, heads=8, group=1)
     '64'
     >>> query_rows(plain, batch=8, queries=2048, keys=2048, heads=32, group=4)
@@ -195,15 +202,15 @@ def query_rows(
     )
     teams = problem.arch == sm90.ARCH and few_tiles
     if problem.varlen:
-        return "teams" if teams else None
+        return "consumer_groups" if teams else None
     if rows <= 16:
         return "16"
-    if teams and _teams_time(tiles, keys) <= _split_time(split_tiles, keys):
-        return "teams"
+    if teams and _consumer_groups_time(tiles, keys) <= _split_time(split_tiles, keys):
+        return "consumer_groups"
     return "64" if rows <= 64 or few_tiles else None
 
 
-def _teams_time(tiles: int, keys: int) -> float:
+def _consumer_groups_time(tiles: int, keys: int) -> float:
     """Of blocks whose warpgroups share 64 rows, in keys that one gets through."""
     return -(-tiles // MULTIPROCESSORS) * keys
 
@@ -213,11 +220,11 @@ def _split_time(tiles: int, keys: int) -> float:
     return _SPLIT_KEY * keys * tiles / MULTIPROCESSORS + _COMBINATION
 
 
-def bias_access(problem: Problem, *, wide: bool = False) -> BiasAccess:
+def bias_access(problem: Problem, *, large_dim: bool = False) -> BiasAccess:
     """How the bias comes to the scores of a kernel, which may be one for wide head dims."""
     if problem.bias and problem.bias_layout in ("columns", "rows"):
         return problem.bias_layout
-    if problem.bias and wide:
+    if problem.bias and large_dim:
         return "elements"
     return "vectors" if problem.bias_alignment % 16 == 0 else "words"
 
@@ -226,45 +233,45 @@ def bias_gradient(problem: Problem, family: str) -> BiasGradient:
     """How the gradient of the bias is summed; one that is broadcast over columns needs no sum. The
     two products more that wgmma computes cost less than sums in global memory.
     """
-    if problem.bias is None or problem.bias_layout == "rows" or "bias" not in problem.wants:
+    if problem.bias is None or problem.bias_layout == "rows" or "bias" not in problem.needs_grad:
         return "none"
     if problem.bias_layout == "shared" and (problem.deterministic or family == "sm90"):
-        return "recomputed"
+        return "dbias_kernel"
     return problem.bias_layout
 
 
 def sums_in_order(spec: KernelSpec, problem: Problem) -> bool:
     """Whether ``spec`` adds up what must have an order; dk, dv and full bias gradients have one."""
-    query_sums = "query" in problem.wants and not spec.owns_outputs
+    query_sums = "query" in problem.needs_grad and not spec.owns_outputs
     bias_sums = bias_gradient(problem, spec.family) == "columns"
     return problem.deterministic and (query_sums or bias_sums)
 
 
-def key_shares(*, batch: int, queries: int, keys: int, heads: int, group: int) -> int:
+def q_splits(*, batch: int, queries: int, keys: int, heads: int, group: int) -> int:
     """How many blocks of a backward may share a tile of keys of these sizes, ``heads`` being those
     of the keys. The launcher has fewer where the device is smaller.
 
-    >>> key_shares(batch=1, queries=1024, keys=1024, heads=8, group=1)
+    >>> q_splits(batch=1, queries=1024, keys=1024, heads=8, group=1)
     2
-    >>> key_shares(batch=2, queries=1024, keys=1024, heads=8, group=1)
+    >>> q_splits(batch=2, queries=1024, keys=1024, heads=8, group=1)
     1
     """
     tiles = batch * heads * -(-keys // _PLAIN_ROWS)
     visits = queries * group // sm90.WARPGROUP_ROWS
     # A block makes visits / shares of them, the last one reads shares parts.
-    quickest = math.isqrt(_PARTS_A_VISIT * visits)
-    return max(1, min(MULTIPROCESSORS // max(1, tiles), visits // _LEAST_VISITS, quickest))
+    quickest = math.isqrt(_PARTS_A_Q_BLOCK * visits)
+    return max(1, min(MULTIPROCESSORS // max(1, tiles), visits // _LEAST_Q_BLOCKS, quickest))
 
 
-def shares_keys(spec: KernelSpec, problem: Problem) -> bool:
+def splits_queries(spec: KernelSpec, problem: Problem) -> bool:
     """Whether blocks of ``spec`` may share a tile of keys: where they add to the gradient of the
     query in an order, or own a gradient of the bias, they do not.
     """
-    ordered = spec.orders_queries or spec.bias_gradient not in ("none", "recomputed")
+    ordered = spec.orders_queries or spec.bias_gradient not in ("none", "dbias_kernel")
     owned = bool({"key", "value"} & set(spec.gradients))
-    undivided = spec.family == "sm90" and spec.direction == "backward" and not spec.divided
-    by_range = not problem.varlen and not spec.maps_tiles
-    return problem.few_keys and undivided and owned and by_range and not ordered
+    one_kernel = spec.family == "sm90" and spec.direction == "backward" and not spec.two_kernel
+    by_range = not problem.varlen and not spec.has_block_mask
+    return problem.few_keys and one_kernel and owned and by_range and not ordered
 
 
 def _bits(bias: str | None) -> str:

@@ -62,9 +62,9 @@ _EVERYTHING = {
     "soft_cap": True,
     "dropout": True,
     "varlen": True,
-    "shared_batch": True,
+    "broadcast_batch": True,
 }
-_WIDE = {"head_dim": 512, "value_dim": 512}
+_LARGE_DIM = {"head_dim": 512, "value_dim": 512}
 _ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 
 ROWS = (
@@ -79,7 +79,7 @@ ROWS = (
     Row("window, both alignments", (_masks("window"), _masks("window", "causal"))),
     Row("sequence lengths", (_masks("query_lengths", "key_lengths"),)),
     Row("packed sequences (`varlen_attention`)", ({"varlen": True},)),
-    Row("keys, values, biases and masks that a `vmap` shares", ({"shared_batch": True},)),
+    Row("keys, values, biases and masks that a `vmap` shares", ({"broadcast_batch": True},)),
     Row("one array of query, key and value (`dot_product_attention_packed`)", ({},)),
     Row("segment ids", (_masks("segments"),)),
     Row("boolean mask", (_masks("boolean"),)),
@@ -90,15 +90,16 @@ ROWS = (
     Row("all masks, bias, dropout and soft cap in one call", _biases(**_EVERYTHING)),
     Row(
         "packed sequences and bias with head dims above 256",
-        ({**_WIDE, "varlen": True}, *_biases(**_WIDE)),
+        ({**_LARGE_DIM, "varlen": True}, *_biases(**_LARGE_DIM)),
     ),
     Row(
-        "float32 with head dims above 256", ({**_WIDE, "dtype": "f32"}, {**_WIDE, "dtype": "tf32"})
+        "float32 with head dims above 256",
+        ({**_LARGE_DIM, "dtype": "f32"}, {**_LARGE_DIM, "dtype": "tf32"}),
     ),
     Row("few queries, as in decoding", tuple({"query_rows": rows} for rows in QUERY_ROWS if rows)),
     Row(
         "`deterministic_backward=True`",
-        ({"deterministic": True}, *_biases(**_WIDE, deterministic=True)),
+        ({"deterministic": True}, *_biases(**_LARGE_DIM, deterministic=True)),
     ),
     Row("GPUs from sm_80 on (A100, L4, H100, B200, RTX 50)", tuple({"arch": a} for a in _ARCHS)),
     Row("sm_75 (T4, RTX 20), float16", ({"arch": "sm_75", "dtype": "f16"},)),
@@ -112,7 +113,7 @@ def _cell(direction: str, changes: tuple[dict[str, Any], ...]) -> str:
         if direction == "forward" and "deterministic" in change:
             continue  # an option of the backward
         if direction == "backward" and "bias" in change:
-            change = {**change, "wants": GRADIENTS}
+            change = {**change, "needs_grad": GRADIENTS}
         try:
             select(dataclasses.replace(_PLAIN, direction=direction, **change))
         except UnsupportedError as error:

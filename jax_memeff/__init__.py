@@ -1,26 +1,65 @@
-"""Exact attention for JAX with linear memory, on kernels generated for the problem at hand."""
+"""Exact attention for JAX with linear memory, on kernels generated for the problem at hand.
 
-from jax_memeff import dropout as dropout
-from jax_memeff.api import dot_product_attention as dot_product_attention
-from jax_memeff.check import check as check
-from jax_memeff.errors import CompileError as CompileError
-from jax_memeff.errors import UnsupportedError as UnsupportedError
-from jax_memeff.export import export_disabled_checks as export_disabled_checks
-from jax_memeff.export import register_targets as register_targets
-from jax_memeff.mask import Mask as Mask
-from jax_memeff.offsets import Offsets as Offsets
-from jax_memeff.packed import dot_product_attention_packed as dot_product_attention_packed
-from jax_memeff.ring import ring_attention as ring_attention
-from jax_memeff.ring_schedule import unzigzag as unzigzag
-from jax_memeff.ring_schedule import zigzag as zigzag
-from jax_memeff.varlen import varlen_attention as varlen_attention
-from jax_memeff.vjp import forward_mode as forward_mode
+Names are imported when they are first used, so that ``jax_memeff.codegen`` and the command line
+start without JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax_memeff import dropout as dropout
+    from jax_memeff._api.attention import dot_product_attention as dot_product_attention
+    from jax_memeff._api.check import check as check
+    from jax_memeff._api.qkv_packed import (
+        dot_product_attention_packed as dot_product_attention_packed,
+    )
+    from jax_memeff._api.ring import ring_attention as ring_attention
+    from jax_memeff._api.varlen import varlen_attention as varlen_attention
+    from jax_memeff._call.mask import Mask as Mask
+    from jax_memeff._call.offsets import Offsets as Offsets
+    from jax_memeff._cuda.export import export_disabled_checks as export_disabled_checks
+    from jax_memeff._cuda.export import register_targets as register_targets
+    from jax_memeff._op.vjp import forward_mode as forward_mode
+    from jax_memeff._ring.schedule import unzigzag as unzigzag
+    from jax_memeff._ring.schedule import zigzag as zigzag
+    from jax_memeff.errors import CompileError as CompileError
+    from jax_memeff.errors import UnsupportedError as UnsupportedError
+
+_MODULE_OF = {
+    "CompileError": "errors",
+    "Mask": "_call.mask",
+    "Offsets": "_call.offsets",
+    "UnsupportedError": "errors",
+    "check": "_api.check",
+    "dot_product_attention": "_api.attention",
+    "dot_product_attention_packed": "_api.qkv_packed",
+    "export_disabled_checks": "_cuda.export",
+    "forward_mode": "_op.vjp",
+    "register_targets": "_cuda.export",
+    "ring_attention": "_api.ring",
+    "unzigzag": "_ring.schedule",
+    "varlen_attention": "_api.varlen",
+    "zigzag": "_ring.schedule",
+}
 
 
-def __getattr__(name: str) -> str:
-    # Reading the version searches the installed distributions: only who asks for it waits.
+def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        # Reading the version searches the installed distributions.
+        value = importlib.import_module("importlib.metadata").version("jax-memeff")
+    elif name == "dropout":
+        value = importlib.import_module("jax_memeff.dropout")
+    elif name in _MODULE_OF:
+        module = importlib.import_module(f"jax_memeff.{_MODULE_OF[name]}")
+        value = getattr(module, name)
+    else:
+        raise AttributeError(f"module 'jax_memeff' has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
-        return version("jax-memeff")
-    raise AttributeError(f"module 'jax_memeff' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted([*_MODULE_OF, "dropout", "__version__"])

@@ -17,14 +17,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
-from jax_memeff.codegen import arch as archs
-from jax_memeff.codegen import compile as compiler
-from jax_memeff.codegen import emit, headers, program_cache, select
-from jax_memeff.codegen.parallel import compile_many
+from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.problem import BIAS_LAYOUTS, DIRECTIONS, DTYPES, QUERY_ROWS, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.support import family_reasons
 from jax_memeff.codegen.tiles import sm80
+from jax_memeff.codegen.toolchain import arch as archs
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import headers, program_cache
+from jax_memeff.codegen.toolchain.parallel import compile_many
 from jax_memeff.errors import CompileError, UnsupportedError
 
 _FILE_WIDTH = 160
@@ -218,7 +219,7 @@ def _problem(options: argparse.Namespace, arch: str) -> Problem:
         sequence=options.seq,
         masks=frozenset(masks),
         varlen=options.varlen,
-        shared_batch=options.shared_batch,
+        broadcast_batch=options.broadcast_batch,
         bias=options.bias,
         bias_layout=options.bias_layout,
         dropout=options.dropout,
@@ -287,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=[rows for rows in QUERY_ROWS if rows],
         help="few queries: they fit into so many rows, and the keys are split",
     )
-    features = "varlen", "shared-batch", "soft-cap", "dropout", "deterministic"
+    features = "varlen", "broadcast-batch", "soft-cap", "dropout", "deterministic"
     for flag in (*_MASK_FLAGS, *features):
         explain.add_argument(f"--{flag}", action="store_true")
     explain.add_argument("--bias", choices=("16", "32"), help="bits of a bias element")

@@ -12,16 +12,16 @@ import numpy as np
 import oracle
 import packing
 
-from jax_memeff import dropout
-from jax_memeff.mask import Mask
-from jax_memeff.options import (
+from jax_memeff._call import dropout
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.options import (
     Divisors,
     DropoutState,
+    NeedsGrad,
     Operands,
     Options,
-    PackedOperands,
     Position,
-    Wants,
+    QkvPackedOperands,
 )
 
 TF32_TOLERANCE = 1e-3
@@ -130,9 +130,9 @@ class Case:
         )
 
     @property
-    def wants(self) -> Wants:
+    def needs_grad(self) -> NeedsGrad:
         """What a backward kernel computes; the gradient of a bias per row needs none."""
-        return Wants(True, True, True, bias=self.bias is not None and self.bias[3] == "S")
+        return NeedsGrad(True, True, True, bias=self.bias is not None and self.bias[3] == "S")
 
     def shape(self, dims: str) -> tuple[int, ...]:
         return tuple(1 if dim == "1" else getattr(self, dim) for dim in dims)
@@ -278,7 +278,7 @@ def run_case(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple:
     arrays, *cotangents = passed(case, operands, dout, dlse)
     if case.projections:
         together: Any = np.stack(arrays[:3], 2)
-        operands_together = PackedOperands(together, *arrays[3:7])
+        operands_together = QkvPackedOperands(together, *arrays[3:7])
         results, (dqkv, dbias) = run(operands_together, case.options, *cotangents)
         return results, (*jnp.unstack(dqkv, axis=2), dbias)
     run_operands = run_shared if case.shared else run
@@ -286,9 +286,9 @@ def run_case(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple:
     return packing.unpacked(case, results) if case.packed else results
 
 
-def run(operands: Operands | PackedOperands, options: Options, dout: Any, dlse: Any) -> tuple:
+def run(operands: Operands | QkvPackedOperands, options: Options, dout: Any, dlse: Any) -> tuple:
     """(out, lse), (dq, dk, dv, dbias) of one jitted program; dbias is None without a bias."""
-    from jax_memeff import vjp
+    from jax_memeff._op import vjp
 
     operands, dout, dlse = jax.tree.map(jnp.asarray, (operands, dout, dlse))
     return _run(operands, options, dout, dlse, vjp.attention)
@@ -297,11 +297,13 @@ def run(operands: Operands | PackedOperands, options: Options, dout: Any, dlse: 
 @functools.partial(jax.jit, static_argnums=1)
 def run_shared(operands: Operands, options: Options, dout: Any, dlse: Any) -> tuple:
     """The same by the primitives, whose gradients of what is shared have the whole batch."""
-    from jax_memeff import derivatives, primitives
+    from jax_memeff._op import derivatives, primitives
 
     results = primitives.forward(operands, options)
-    wants = Wants(True, True, True, bias=operands.bias is not None)
-    return results, tuple(derivatives.cotangents(operands, options, results, dout, dlse, wants))
+    needs_grad = NeedsGrad(True, True, True, bias=operands.bias is not None)
+    return results, tuple(
+        derivatives.cotangents(operands, options, results, dout, dlse, needs_grad)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 4))

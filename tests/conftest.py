@@ -104,7 +104,9 @@ def assert_close():
 @pytest.fixture
 def fake_compiler(monkeypatch):
     """Counts kernels instead of compiling them."""
-    from jax_memeff.codegen import compile as compiler  # after the check that it is installed
+    from jax_memeff.codegen.toolchain import (
+        compile as compiler,  # after the check that it is installed
+    )
 
     compiled = {}
 

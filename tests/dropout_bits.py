@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 from attention_case import Case, run_case
 
-from jax_memeff import dropout
+from jax_memeff._call import dropout
 
 
 def kept_by_half(dropout_key: jax.Array, batch: int, heads: int, length: int) -> np.ndarray:

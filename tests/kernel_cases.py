@@ -8,8 +8,8 @@ import itertools
 
 from attention_case import Case
 
-from jax_memeff.mask import Mask
-from jax_memeff.options import Wants
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.options import NeedsGrad
 
 CAUSAL = {"mask": Mask.causal(), "mask_name": "causal"}
 BOTTOM_RIGHT = {"mask": Mask.causal("bottom_right"), "mask_name": "bottom_right"}
@@ -61,7 +61,7 @@ ODD_HEAD_DIMS = (
     (255, 33),
 )
 """Rows that begin at multiples of 2, 4 and 8 bytes."""
-WIDE_HEAD_DIMS = ((264, 264), (320, 320), (512, 64), (72, 520), (301, 299), (1000, 1000))
+LARGE_HEAD_DIMS = ((264, 264), (320, 320), (512, 64), (72, 520), (301, 299), (1000, 1000))
 """Above what accumulators hold: in steps and chunks of columns."""
 
 BIASES = ("BNTS", "1NTS", "B1TS", "11TS", "BN1S", "B11S", "1N1S", "111S", "BNT1", "1NT1", "1111")
@@ -111,7 +111,7 @@ def _element_cases() -> list[Case]:
     return found
 
 
-def _divided_bias_cases() -> list[Case]:
+def _two_kernel_bias_cases() -> list[Case]:
     """A bias where Hopper has one kernel for dq and one for dk and dv, and each reads it."""
     found = []
     sequences = ((200, 264), (0, 100), (77, 0), (1, 1), (130, 33))
@@ -139,7 +139,7 @@ def _packed_cases() -> list[Case]:
     found += [packed(boolean=boolean, **WINDOW) for boolean in BOOLEANS]
     found += [packed(dropout=0.1, position=(48, 160), **WINDOW), packed(lse_gradient=False)]
     found += [packed(B=1, lengths=((200, 270),)), packed(B=2, lengths=((0, 0), (0, 0)))]
-    found += [packed(H=H, Hv=Hv, **WINDOW) for H, Hv in WIDE_HEAD_DIMS]
+    found += [packed(H=H, Hv=Hv, **WINDOW) for H, Hv in LARGE_HEAD_DIMS]
     found += [packed(H=264, N=4, K=2, bias="BNTS", dropout=0.2)]
     return found
 
@@ -180,7 +180,7 @@ def _f32_cases() -> list[Case]:
         found += [f32(T=130, S=150, H=H, Hv=Hv), f32(T=150, S=130, H=H, Hv=Hv, **CAUSAL)]
         found += [f32(T=150, S=130, H=H, Hv=Hv, bias="BN1S", dropout=0.2, soft_cap=3.0, **WINDOW)]
         found += [f32(T=150, S=130, H=H, Hv=Hv, precision="tf32")]
-    for H, Hv in WIDE_HEAD_DIMS:
+    for H, Hv in LARGE_HEAD_DIMS:
         found += [f32(T=130, S=270, H=H, Hv=Hv), f32(T=270, S=130, N=4, H=H, Hv=Hv, **CAUSAL)]
         found += [f32(T=150, S=270, H=H, Hv=Hv, bias="1NTS", dropout=0.2, soft_cap=3.0, **WINDOW)]
         found += [f32(T=150, S=130, H=H, Hv=Hv, precision="tf32")]
@@ -271,7 +271,7 @@ def deterministic_cases() -> list[Case]:
         found += [Case(B=3, T=333, S=200, bias=bias, lengths=lengths, dtype="float16")]
         found += [Case(B=3, T=333, S=200, bias=bias, lengths=lengths, packed=True, **CAUSAL)]
         found += [Case(T=130, S=150, bias=bias, dtype="float32", dropout=0.2, **WINDOW)]
-    for H, Hv in WIDE_HEAD_DIMS[:3] + ODD_HEAD_DIMS[:3]:
+    for H, Hv in LARGE_HEAD_DIMS[:3] + ODD_HEAD_DIMS[:3]:
         found += [Case(T=130, S=150, H=H, Hv=Hv), Case(T=130, S=150, N=4, H=H, Hv=Hv, **CAUSAL)]
         found += [Case(T=130, S=150, N=4, H=H, Hv=Hv, bias=bias) for bias in SUMMED_BIASES[:3]]
         found += [Case(B=3, T=333, S=200, H=H, Hv=Hv, bias="11TS", lengths=lengths, packed=True)]
@@ -279,25 +279,27 @@ def deterministic_cases() -> list[Case]:
     return [dataclasses.replace(case, deterministic=True) for case in found]
 
 
-def frozen_cases() -> list[tuple[Case, Wants]]:
+def frozen_cases() -> list[tuple[Case, NeedsGrad]]:
     """Each case with every proper choice of its gradients; each choice has kernels of its own."""
     dims = ((64, 64), (128, 128), (192, 128), (256, 256), (320, 320))
     plain = [Case(T=200, S=150, N=4, K=2, H=H, Hv=Hv, **CAUSAL) for H, Hv in dims]
     plain.append(dataclasses.replace(plain[0], dtype="float32"))
     biased = [dataclasses.replace(case, bias="1NTS", dropout=0.2) for case in plain[:2]]
-    choices = [Wants(*chosen) for chosen in itertools.product((False, True), repeat=4)]
+    choices = [NeedsGrad(*chosen) for chosen in itertools.product((False, True), repeat=4)]
     return [
-        (case, wants)
+        (case, needs_grad)
         for case in (*plain, *biased)
-        for wants in choices
-        if any(wants) and wants != case.wants and wants.bias <= case.wants.bias
+        for needs_grad in choices
+        if any(needs_grad)
+        and needs_grad != case.needs_grad
+        and needs_grad.bias <= case.needs_grad.bias
     ]
 
 
 def cases() -> list[Case]:
     """Every value of every factor; ``case_matrix.py`` has their combinations."""
     found = []
-    for H, Hv in ODD_HEAD_DIMS + WIDE_HEAD_DIMS:
+    for H, Hv in ODD_HEAD_DIMS + LARGE_HEAD_DIMS:
         found += [Case(T=130, S=150, H=H, Hv=Hv), Case(T=1025, S=257, H=H, Hv=Hv, **CAUSAL)]
         found += [Case(T=65, S=129, N=4, H=H, Hv=Hv, dtype="float16", **WINDOW)]
         found += [Case(T=200, S=270, H=H, Hv=Hv, lengths=((77, 0), (200, 131)), soft_cap=2.0)]
@@ -322,7 +324,7 @@ def cases() -> list[Case]:
         (64, 128, 256, 320), ("bfloat16", "float16", "float32"), (1, -1)
     ):
         found += [Case(T=200, S=700, N=4, H=H, dtype=dtype, sign=sign)]
-    # Teams of warpgroups, which hold a bias of 32 bits in the most shared memory of all kernels.
+    # Consumer groups with a 32-bit bias take the most shared memory of all kernels.
     for features in ({}, WINDOW, {"soft_cap": 2.0}, {"dropout": 0.2}, {"position": (160, 128)}):
         bias = {"bias": "1NTS", "bias_dtype": "float32", **features}
         found += [Case(T=20, S=77, dtype=dtype, **bias) for dtype in ("bfloat16", "float16")]
@@ -353,7 +355,7 @@ def cases() -> list[Case]:
         found += [Case(T=100, S=90, scale=scale, **CAUSAL), Case(T=100, S=90, scale=scale)]
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
-    found += _element_cases() + _divided_bias_cases() + _packed_cases() + _f32_cases()
+    found += _element_cases() + _two_kernel_bias_cases() + _packed_cases() + _f32_cases()
     found += split_cases() + deterministic_cases() + _shared_cases()
 
     return found

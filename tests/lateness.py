@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from attention_case import Case
 
-from jax_memeff import cuda
+from jax_memeff._cuda import lowering as cuda
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.tiles import sm90
@@ -28,7 +28,7 @@ def set_stages(patch: pytest.MonkeyPatch, stages: int | None) -> None:
 
     A backward in two kernels keeps those it has: fewer or more are not to be had.
     """
-    query_rows = "teams" if stages is None else None
+    query_rows = "consumer_groups" if stages is None else None
     patch.setattr(cuda.support, "query_rows", lambda *_, **__: query_rows)
     if stages is None:
         return
@@ -41,7 +41,7 @@ def set_stages(patch: pytest.MonkeyPatch, stages: int | None) -> None:
 
 
 def _staged(row: Sequence[sm90.Tile], stages: int) -> list[sm90.Tile]:
-    return [tile if tile.divided else dataclasses.replace(tile, stages=stages) for tile in row]
+    return [tile if tile.two_kernel else dataclasses.replace(tile, stages=stages) for tile in row]
 
 
 def _fitting(row: Sequence[sm90.Tile], stages: int) -> list[sm90.Tile]:
@@ -60,7 +60,7 @@ def kernels(case: Case) -> list[KernelSpec]:
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_MEMEFF_ARCHS", sm90.ARCH)
-        for wants in (None,) if case.dtype == "float32" else (None, case.wants):
-            found += cuda.kernels(operands, case.options, wants).values()
+        for needs_grad in (None,) if case.dtype == "float32" else (None, case.needs_grad):
+            found += cuda.kernels(operands, case.options, needs_grad).values()
     assert all(spec.family == "sm90" for spec in found)
     return found

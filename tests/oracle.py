@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_memeff.mask import Mask, Window
-from jax_memeff.options import DropoutState, Operands, Options, Position
+from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.options import DropoutState, Operands, Options, Position
 
 
 class Answer(NamedTuple):

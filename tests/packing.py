@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_memeff.options import Operands
-from jax_memeff.sequences import Sequences
+from jax_memeff._call.options import Operands
+from jax_memeff._call.sequences import Sequences
 
 if TYPE_CHECKING:
     from attention_case import Case

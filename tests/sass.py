@@ -18,7 +18,7 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@(!?U?P\w+) +)?([A-Z][\w.]*
 _FUNCTION = re.compile(r"Function : (\w+)")
 _REGISTER = re.compile(r"R(\d+)")
 _LEFT_OPERAND_REGISTERS = 4
-_WIDTHS = {"2": 2, "64": 2, "WIDE": 2, "4": 4, "128": 4}
+_WIDTHS = {"2": 2, "64": 2, "LARGE_DIM": 2, "4": 4, "128": 4}
 """Registers that an instruction with such a modifier writes; others write one."""
 
 

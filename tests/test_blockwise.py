@@ -10,11 +10,13 @@ import numpy as np
 import oracle
 import pytest
 
-from jax_memeff import blockwise, blockwise_tiles, dropout
-from jax_memeff.mask import Mask
-from jax_memeff.options import Operands, Options, Position, Wants
+from jax_memeff._blockwise import forward as blockwise
+from jax_memeff._blockwise import tiles as blockwise_tiles
+from jax_memeff._call import dropout
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.options import NeedsGrad, Operands, Options, Position
 
-ALL = Wants(query=True, key=True, value=True, bias=True)
+ALL = NeedsGrad(query=True, key=True, value=True, bias=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +144,10 @@ def make(case: Case) -> tuple[Any, Options, Any, Any]:
 UNOPTIMISED = {"xla_backend_optimization_level": 0}
 
 
-@jax.jit(static_argnames=("options", "wants"), compiler_options=UNOPTIMISED)
-def both(operands, options, dout, dlse, wants=ALL):
+@jax.jit(static_argnames=("options", "needs_grad"), compiler_options=UNOPTIMISED)
+def both(operands, options, dout, dlse, needs_grad=ALL):
     out, lse = blockwise.forward(operands, options)
-    return out, lse, blockwise.backward(operands, options, out, lse, dout, dlse, wants)
+    return out, lse, blockwise.backward(operands, options, out, lse, dout, dlse, needs_grad)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -155,10 +157,10 @@ def _small_blocks():
         yield
 
 
-def run(operands, options, dout, dlse, wants=ALL):
+def run(operands, options, dout, dlse, needs_grad=ALL):
     wide = operands.query.dtype == np.float64
     with jax.enable_x64(wide), jax.numpy_rank_promotion("raise"):
-        return both(operands, options, dout, dlse, wants)
+        return both(operands, options, dout, dlse, needs_grad)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from test_blockwise import ALL, Case, make, run
 
-from jax_memeff import blockwise, dropout
-from jax_memeff.mask import Mask
-from jax_memeff.options import Operands, Options, Wants
+from jax_memeff._blockwise import forward as blockwise
+from jax_memeff._call import dropout
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.options import NeedsGrad, Operands, Options
 
 
 def primitives_of(jaxpr) -> list:
@@ -28,27 +29,27 @@ def primitives_of(jaxpr) -> list:
 
 
 @pytest.mark.parametrize(
-    ("wants", "products"),
+    ("needs_grad", "products"),
     [
-        (Wants(True, True, True, True), 5),
-        (Wants(True, False, False, False), 3),
-        (Wants(False, True, False, False), 3),
-        (Wants(False, False, True, False), 2),
-        (Wants(False, False, False, True), 2),
-        (Wants(False, False, False, False), 0),
+        (NeedsGrad(True, True, True, True), 5),
+        (NeedsGrad(True, False, False, False), 3),
+        (NeedsGrad(False, True, False, False), 3),
+        (NeedsGrad(False, False, True, False), 2),
+        (NeedsGrad(False, False, False, True), 2),
+        (NeedsGrad(False, False, False, False), 0),
     ],
 )
-def test_what_is_not_wanted_is_not_computed(wants, products):
+def test_what_is_not_wanted_is_not_computed(needs_grad, products):
     operands, options, dout, dlse = make(Case(bias=("T", "S")))
     out, lse, everything = run(operands, options, dout, dlse)
-    got = run(operands, options, dout, dlse, wants)[2]
-    for want, gradient, full in zip(wants, got, everything, strict=True):
+    got = run(operands, options, dout, dlse, needs_grad)[2]
+    for want, gradient, full in zip(needs_grad, got, everything, strict=True):
         assert (gradient is not None) == want
         if want:
             np.testing.assert_allclose(gradient, full, atol=1e-6)
 
     def f(operands, *arrays):
-        return blockwise.backward(operands, options, *arrays, wants=wants)
+        return blockwise.backward(operands, options, *arrays, needs_grad=needs_grad)
 
     jaxpr = jax.make_jaxpr(f)(operands, out, lse, dout, dlse)
     names = [equation.primitive.name for equation in primitives_of(jaxpr.jaxpr)]
@@ -82,9 +83,9 @@ def test_no_intermediate_is_quadratic(bias):
 MEMORY_PROGRAM = """
 import resource, sys, threading, time
 import jax, jax.numpy as jnp
-from jax_memeff import blockwise
-from jax_memeff.mask import Mask
-from jax_memeff.options import Operands, Options, Wants
+from jax_memeff._blockwise import forward as blockwise
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.options import Operands, Options, NeedsGrad
 
 T = int(sys.argv[1])
 page = resource.getpagesize()
@@ -97,8 +98,8 @@ def f(query, key, value, dout):
     operands = Operands(query, key, value, None, Mask(), None, None)
     options = Options(scale=0.125)
     out, lse = blockwise.forward(operands, options)
-    wants = Wants(True, True, True, False)
-    return blockwise.backward(operands, options, out, lse, dout, None, wants)
+    needs_grad = NeedsGrad(True, True, True, False)
+    return blockwise.backward(operands, options, out, lse, dout, None, needs_grad)
 
 arrays = [jax.random.normal(jax.random.key(i), (1, T, 4, 64)) for i in range(4)]
 compiled = jax.jit(f).lower(*arrays).compile()

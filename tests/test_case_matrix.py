@@ -14,7 +14,7 @@ from attention_case import Case, assert_matches_the_oracle, passed
 from case_matrix import AXES
 from dropout_bits import assert_dropout_bits
 
-from jax_memeff import cuda
+from jax_memeff._cuda import lowering as cuda
 
 
 @pytest.fixture
@@ -25,7 +25,9 @@ def archs(monkeypatch):
 def kernels(case):
     """The kernels of a call, forward and backward."""
     operands, _, _ = passed(case, *case.arrays())
-    return [cuda.kernels(operands, case.options, wants) for wants in (None, case.wants)]
+    return [
+        cuda.kernels(operands, case.options, needs_grad) for needs_grad in (None, case.needs_grad)
+    ]
 
 
 def test_every_pair_of_values_occurs():

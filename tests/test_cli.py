@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from jax_memeff import cli
-from jax_memeff.codegen import compile as compiler
-from jax_memeff.codegen import parallel, program_cache, select
-from jax_memeff.codegen.compile import Compiled
+from jax_memeff.codegen import select
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.resources import Resource
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import parallel, program_cache
+from jax_memeff.codegen.toolchain.compile import Compiled
+from jax_memeff.codegen.toolchain.resources import Resource
 from jax_memeff.errors import CompileError
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")

@@ -11,8 +11,9 @@ import random
 import pytest
 import sass
 
-from jax_memeff.codegen import parallel, select
+from jax_memeff.codegen import select
 from jax_memeff.codegen.tiles import sm80, sm90
+from jax_memeff.codegen.toolchain import parallel
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 

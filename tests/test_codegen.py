@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from jax_memeff import config
-from jax_memeff.codegen import arch as archs
-from jax_memeff.codegen import emit, resources, select, support
+from jax_memeff.codegen import emit, select, support
 from jax_memeff.codegen.problem import DIRECTIONS, Problem
 from jax_memeff.codegen.tiles import sm80, sm80_f32, sm90
+from jax_memeff.codegen.toolchain import arch as archs
+from jax_memeff.codegen.toolchain import resources
 from jax_memeff.errors import UnsupportedError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -33,14 +34,14 @@ struct Config {
   static constexpr int kAlignment = 16;
   static constexpr auto kMask = memeff::MaskKind::causal;
   static constexpr bool kVarlen = false;
-  static constexpr bool kSharedBatch = false;
+  static constexpr bool kBroadcastBatch = false;
   static constexpr bool kSegments = false;
   static constexpr bool kBoolean = false;
-  static constexpr bool kTileMap = false;
+  static constexpr bool kBlockMask = false;
   static constexpr bool kSoftCap = true;
   static constexpr bool kDropout = false;
   static constexpr bool kBias = false;
-  static constexpr bool kParkRegisters = false;
+  static constexpr bool kStageRegisters = false;
 };
 
 using Kernel = memeff::FmhaForwardSm80<Config>;
@@ -95,26 +96,26 @@ def test_backward_source_has_three_kernels():
     assert f"static_assert(Kernel::kSharedBytes == {spec.shared_bytes});" in source
 
 
-@pytest.mark.parametrize("wants", [("query",), ("value", "key"), ("value",)])
-def test_backward_computes_only_what_is_wanted(wants):
-    spec = select.select(problem("backward", head_dim=64, wants=wants))
+@pytest.mark.parametrize("needs_grad", [("query",), ("value", "key"), ("value",)])
+def test_backward_computes_only_what_is_wanted(needs_grad):
+    spec = select.select(problem("backward", head_dim=64, needs_grad=needs_grad))
     source = emit.source(spec)
     for name in ("query", "key", "value"):
-        wanted = str(name in wants).lower()
+        wanted = str(name in needs_grad).lower()
         assert f"static constexpr bool k{name.capitalize()}Gradient = {wanted};" in source
     # The postprocess rounds the sums of dq.
-    assert ("_postprocess(" in source) == ("query" in wants) == (len(spec.entry_points) == 3)
+    assert ("_postprocess(" in source) == ("query" in needs_grad) == (len(spec.entry_points) == 3)
     every = select.select(problem("backward", head_dim=64))
     assert spec.name != every.name
-    (reason,) = support.spec_reasons(every, problem("backward", head_dim=64, wants=wants))
+    (reason,) = support.spec_reasons(every, problem("backward", head_dim=64, needs_grad=needs_grad))
     assert reason.startswith("it computes the gradients of query, key, value, not of ")
 
 
 @pytest.mark.parametrize("layout", ["full", "shared", "columns"])
 @pytest.mark.parametrize("bits", ["16", "32"])
 def test_bias_and_its_gradient(bits, layout):
-    wants = ("query", "key", "value", "bias")
-    asked = problem("backward", bias=bits, bias_layout=layout, wants=wants)
+    needs_grad = ("query", "key", "value", "bias")
+    asked = problem("backward", bias=bits, bias_layout=layout, needs_grad=needs_grad)
     spec = select.select(asked)
     source = emit.source(spec)
     assert f"using BiasElement = {'float' if bits == '32' else 'cutlass::bfloat16_t'};" in source
@@ -122,7 +123,7 @@ def test_bias_and_its_gradient(bits, layout):
     assert f"kBiasAccess = memeff::BiasAccess::{access};" in source
     assert f"kBiasGradient = memeff::BiasGradient::{layout};" in source
     # A gradient that is summed is rounded at the end; a full one is written directly.
-    assert (spec.entry_points[-1].name == f"{spec.name}_bias") == (layout != "full")
+    assert (spec.entry_points[-1].name == f"{spec.name}_dbias_postprocess") == (layout != "full")
     constant = select.select(problem("backward", bias=bits, bias_layout=layout))
     assert "kBiasGradient = memeff::BiasGradient::none;" in emit.source(constant)
     reasons = support.spec_reasons(constant, asked)
@@ -194,14 +195,17 @@ def test_classes_of_query_rows():
     # On Hopper a few tiles of 64 rows fill the GPU, or have few keys to go through.
     hopper: dict[str, Any] = {"arch": "sm_90a"}
     assert [rows(1, queries, 8, 1, **hopper) for queries in (16, 17, 1024, 1025)] == [
-        "16", "teams", "teams", None,
+        "16", "consumer_groups", "consumer_groups", None,
     ]  # fmt: skip
-    assert [rows(1, 128, 8, 1, keys, **hopper) for keys in (1024, 32768)] == ["teams", "64"]
-    assert rows(1, 1024, 8, 1, 32768, **hopper) == "teams"
+    assert [rows(1, 128, 8, 1, keys, **hopper) for keys in (1024, 32768)] == [
+        "consumer_groups",
+        "64",
+    ]
+    assert rows(1, 1024, 8, 1, 32768, **hopper) == "consumer_groups"
     # Heads that share a tile where keys are split would each have one of their own.
-    assert [rows(2, 20, 8, group, 1200, **hopper) for group in (1, 8)] == ["teams", "64"]
+    assert [rows(2, 20, 8, group, 1200, **hopper) for group in (1, 8)] == ["consumer_groups", "64"]
     # Packed sequences do not split their keys.
-    assert rows(4, 128, 8, 1, 32768, varlen=True, **hopper) == "teams"
+    assert rows(4, 128, 8, 1, 32768, varlen=True, **hopper) == "consumer_groups"
     assert rows(4, 128, 8, 1, varlen=True) is None
 
 
@@ -222,7 +226,7 @@ def test_a_bias_of_one_number_a_row_needs_no_shared_memory():
     plain = select.select(problem(head_dim=64, dropout=True))
     spec = select.select(problem(head_dim=64, dropout=True, bias="32", bias_layout="rows"))
     assert spec.shared_bytes == plain.shared_bytes
-    backward = problem("backward", bias="16", bias_layout="rows", wants=("query", "bias"))
+    backward = problem("backward", bias="16", bias_layout="rows", needs_grad=("query", "bias"))
     assert select.select(backward).bias_gradient == "none"
 
 
@@ -255,7 +259,7 @@ def test_every_pair_of_head_dims_has_a_kernel(arch, direction, features):
     for head_dim, value_dim in itertools.product(range(8, 257, 8), repeat=2):
         dims = {"head_dim": head_dim, "value_dim": value_dim}
         spec = select.select(problem(direction, "f16", **dims, arch=arch, **features))
-        assert head_dim <= spec.head_class and value_dim <= spec.value_class
+        assert head_dim <= spec.padded_head_dim and value_dim <= spec.padded_value_dim
         assert spec.shared_bytes <= sm80.part(arch).max_shared_bytes
         assert spec.threads * spec.tile.blocks_per_sm <= 1024
         # Every block on an SM also takes 1 KB for the system, from sm_80 on.
@@ -287,8 +291,8 @@ def test_every_pair_of_float32_head_dims_has_a_kernel(arch, direction, dtype):
     widest = 128 if (arch, direction) == ("sm_86", "backward") else 256
     for head_dim, value_dim in itertools.product((*range(1, 256, 15), 128, 256, 257), repeat=2):
         spec = select.select(problem(direction, dtype, head_dim, value_dim, arch))
-        assert spec.wide == (max(head_dim, value_dim) > widest)
-        assert head_dim <= spec.head_class and value_dim <= spec.value_class
+        assert spec.large_dim == (max(head_dim, value_dim) > widest)
+        assert head_dim <= spec.padded_head_dim and value_dim <= spec.padded_value_dim
         assert spec.shared_bytes <= sm80.part(arch).shared_bytes(spec.tile.blocks_per_sm)
 
 
@@ -309,7 +313,7 @@ def test_wide_kernels_take_packed_sequences_and_biases(arch, dtype, direction, f
     if dtype != "f16" and "bias" in features:
         features = {"bias": "32"}  # float32 inputs have no other
     spec = select.select(problem(direction, dtype, 257, 8, arch, **features))
-    assert spec.wide
+    assert spec.large_dim
     assert spec.bias is None or spec.bias_access == "elements"
     assert "elements" not in spec.name  # wide kernels read them in no other way
     broadcast = problem(direction, "f16", 257, 8, arch, bias="16", bias_layout="columns")
@@ -318,34 +322,34 @@ def test_wide_kernels_take_packed_sequences_and_biases(arch, dtype, direction, f
 
 def test_wide_kernels_serve_what_has_no_tile():
     spec = select.select(problem("backward", "f16", 256, arch="sm_75", bias="16"))
-    assert spec.wide
-    assert not select.select(problem("backward", "f16", 192, arch="sm_75", bias="16")).wide
+    assert spec.large_dim
+    assert not select.select(problem("backward", "f16", 192, arch="sm_75", bias="16")).large_dim
 
 
-@pytest.mark.parametrize("wants", [("bias",), ("query", "bias"), ("value", "bias")])
-def test_the_bias_gradient_of_a_wide_kernel_is_that_of_the_keys_or_apart(wants):
-    asked = problem("backward", "f16", 264, bias="16", bias_layout="shared", wants=wants)
+@pytest.mark.parametrize("needs_grad", [("bias",), ("query", "bias"), ("value", "bias")])
+def test_the_bias_gradient_of_a_wide_kernel_is_that_of_the_keys_or_apart(needs_grad):
+    asked = problem("backward", "f16", 264, bias="16", bias_layout="shared", needs_grad=needs_grad)
     spec = select.select(asked)
     names = [entry.name.removeprefix(f"{spec.name}_") for entry in spec.entry_points]
-    query = ["query"] * ("query" in wants)
-    assert names == ["preprocess", *query, "key", "bias"]
+    query = ["dq"] * ("query" in needs_grad)
+    assert names == ["preprocess", *query, "dkdv", "dbias_postprocess"]
     spec = select.select(dataclasses.replace(asked, deterministic=True))
     names = [entry.name.removeprefix(f"{spec.name}_") for entry in spec.entry_points]
-    assert names == ["preprocess", *query, *(["key"] * ("value" in wants)), "recompute"]
+    assert names == ["preprocess", *query, *(["dkdv"] * ("value" in needs_grad)), "dbias"]
 
 
 def test_every_tile_has_a_reason():
     for part in map(sm80.part, PARTS):
         for tiles in [*part.forward.values(), *part.backward.values()]:
             assert all(len(tile.reason) > 4 for tile in tiles)
-        for direction, dim in itertools.product(DIRECTIONS, (*sm80.CLASSES, sm80.WIDE)):
+        for direction, dim in itertools.product(DIRECTIONS, (*sm80.CLASSES, sm80.LARGE_DIM)):
             for tile in sm80_f32.rows(part, direction, dim):
                 assert len(tile.reason) > 4
     for tiles in [*sm90.FORWARD.values(), *sm90.BACKWARD.values()]:
         assert tiles and all(len(tile.reason) > 4 for tile in tiles)
 
 
-ONLY_WIDE = {
+ONLY_LARGE_DIM = {
     ("sm_75", "f16", "backward", 256),
     ("sm_86", "f32", "backward", 192),
     ("sm_86", "f32", "backward", 256),
@@ -363,9 +367,9 @@ def test_tuned_dims_are_not_padded_further(dtype, features):
             asked = problem(direction, dtype, *dims, arch, **features)
             if not support.family_reasons(asked):
                 spec = select.select(asked)
-                wide = (arch, dtype, direction, max(dims)) in ONLY_WIDE
-                expected = (sm80.WIDE, sm80.WIDE) if wide else dims
-                assert (spec.head_class, spec.value_class) == expected
+                wide = (arch, dtype, direction, max(dims)) in ONLY_LARGE_DIM
+                expected = (sm80.LARGE_DIM, sm80.LARGE_DIM) if wide else dims
+                assert (spec.padded_head_dim, spec.padded_value_dim) == expected
 
 
 def test_selection_is_the_first_without_reasons():
@@ -462,7 +466,7 @@ def test_when_specs_alone_refuse_the_error_lists_them(monkeypatch):
         {"masks": {"top_left"}},
         {"arch": "90"},
         {"head_dim": 0},
-        {"wants": ("keys",)},
+        {"needs_grad": ("keys",)},
     ],
 )
 def test_impossible_problems_raise_value_error(changes):
@@ -538,7 +542,7 @@ import importlib.util, sys, types
 package = types.ModuleType("jax_memeff")
 package.__path__ = list(importlib.util.find_spec("jax_memeff").submodule_search_locations)
 sys.modules["jax_memeff"] = package
-import jax_memeff.codegen.parallel, jax_memeff.codegen.select
+import jax_memeff.codegen.toolchain.parallel, jax_memeff.codegen.select
 print(sorted({"jax", "cuda.core", "cuda.bindings", "numpy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -12,16 +12,16 @@ from jax_memeff.codegen.tiles import sm80, sm90
 
 
 def test_a_few_tiles_of_short_keys_share_their_rows_on_hopper():
-    asked = problem(arch="sm_90a", query_rows="teams")
+    asked = problem(arch="sm_90a", query_rows="consumer_groups")
     spec = select.select(asked)
     assert isinstance(spec.tile, sm90.Tile)
-    assert (spec.tile.query, spec.teams, spec.consumers, spec.threads) == (64, 2, 2, 384)
-    assert "static constexpr int kTeams = 2;" in emit.source(spec)
-    assert select.select(problem(arch="sm_90a")).teams == 1
+    assert (spec.tile.query, spec.consumer_groups, spec.consumers, spec.threads) == (64, 2, 2, 384)
+    assert "static constexpr int kConsumerGroups = 2;" in emit.source(spec)
+    assert select.select(problem(arch="sm_90a")).consumer_groups == 1
     (reason,) = support.spec_reasons(spec, problem(arch="sm_90a"))
     assert reason.startswith("its warpgroups share rows")
     # Head dims without such a tile split their keys, but for packed sequences.
-    wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a", "query_rows": "teams"}
+    wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a", "query_rows": "consumer_groups"}
     assert select.select(problem(**wider)).split
     assert select.select(problem(**wider, varlen=True)).family == "sm90"
 
@@ -29,29 +29,29 @@ def test_a_few_tiles_of_short_keys_share_their_rows_on_hopper():
 def test_blocks_share_a_few_tiles_of_keys():
     hopper: dict[str, Any] = {"arch": "sm_90a", "few_keys": True}
     spec = select.select(problem("backward", **hopper))
-    assert spec.shares and "_shares_" in spec.name
-    assert [entry.grid for entry in spec.entry_points] == ["queries", "key_shares", "queries"]
-    assert "static constexpr bool kShares = true;" in emit.source(spec)
-    assert not select.select(problem("backward", arch="sm_90a")).shares
+    assert spec.split_q and "_splitq_" in spec.name
+    assert [entry.grid for entry in spec.entry_points] == ["queries", "q_splits", "queries"]
+    assert "static constexpr bool kSplitQ = true;" in emit.source(spec)
+    assert not select.select(problem("backward", arch="sm_90a")).split_q
     (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
     assert reason.startswith("its blocks share")
-    with_bias = {"bias": "16", "wants": ("query", "bias")}
+    with_bias = {"bias": "16", "needs_grad": ("query", "bias")}
     others: tuple[dict[str, Any], ...] = (
         {"deterministic": True},
         {"varlen": True},
-        {"wants": ("query",)},
+        {"needs_grad": ("query",)},
         {"head_dim": 256, "value_dim": 256},
         {**with_bias, "bias_layout": "full"},
         {**with_bias, "bias_layout": "columns"},
     )
     for owned in others:
-        assert not select.select(problem("backward", **hopper, **owned)).shares
-    recomputed: dict[str, Any] = {
+        assert not select.select(problem("backward", **hopper, **owned)).split_q
+    dbias_kernel: dict[str, Any] = {
         "bias": "16",
         "bias_layout": "shared",
-        "wants": ("query", "key", "bias"),
+        "needs_grad": ("query", "key", "bias"),
     }
-    assert select.select(problem("backward", **hopper, **recomputed)).shares
+    assert select.select(problem("backward", **hopper, **dbias_kernel)).split_q
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_blocks_share_a_few_tiles_of_keys():
 )
 def test_shares_fill_the_gpu_and_have_queries_enough(sizes, shares):
     usual = {"batch": 1, "queries": 1024, "keys": 1024, "heads": 8, "group": 1}
-    assert support.key_shares(**{**usual, **sizes}) == shares
+    assert support.q_splits(**{**usual, **sizes}) == shares
 
 
 def test_hopper_kernels_come_first_and_say_why_not():
@@ -78,23 +78,23 @@ def test_hopper_kernels_come_first_and_say_why_not():
     plain = problem(masks={"causal"}, arch="sm_90a")
     assert select.select(plain).family == "sm90"
     assert select.select(dataclasses.replace(plain, arch="sm_90")).family == "sm80"
-    biased = problem("backward", head_dim=256, arch="sm_90a", bias="16", wants=("bias",))
+    biased = problem("backward", head_dim=256, arch="sm_90a", bias="16", needs_grad=("bias",))
     assert select.select(biased).family == "sm80"
     refused = [reasons for spec, reasons in select.explain(biased) if spec.family == "sm90"]
     reason = "it computes the gradient of this bias beside that of the query only"
     assert reason in itertools.chain(*refused)
-    assert select.select(dataclasses.replace(biased, wants=("query", "bias"))).family == "sm90"
+    assert select.select(dataclasses.replace(biased, needs_grad=("query", "bias"))).family == "sm90"
 
 
 @pytest.mark.parametrize(
     ("head_dim", "bias", "pairs"), [(64, "32", 4), (128, "16", 6), (128, "32", 4), (256, "32", 4)]
 )
 def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias, pairs):
-    wants = ("query", "key", "value", "bias")
-    asked = problem("backward", head_dim=head_dim, arch="sm_90a", bias=bias, wants=wants)
+    needs_grad = ("query", "key", "value", "bias")
+    asked = problem("backward", head_dim=head_dim, arch="sm_90a", bias=bias, needs_grad=needs_grad)
     spec = select.select(dataclasses.replace(asked, bias_layout="shared"))
-    assert (spec.family, spec.bias_gradient) == ("sm90", "recomputed")
-    assert spec.recompute_stages == pairs
+    assert (spec.family, spec.bias_gradient) == ("sm90", "dbias_kernel")
+    assert spec.dbias_stages == pairs
     *_, recompute = spec.entry_points
     assert (recompute.grid, recompute.takes_maps) == ("bias_squares", True)
     assert recompute.shared_bytes <= sm80.part("sm_90a").shared_bytes(blocks=1)
@@ -118,11 +118,11 @@ def test_the_kernel_of_keys_has_the_buffers_that_fit(head_dim, value_dim, bias, 
     spec = select.select(problem("backward", arch="sm_90a", **dims))
     assert dataclasses.astuple(spec.key_buffers) == buffers
     assert spec.shared_bytes <= sm80.part("sm_90a").shared_bytes(blocks=1)
-    assert f"kVisitStages = {buffers[0]};" in emit.source(spec)
+    assert f"kQBlockStages = {buffers[0]};" in emit.source(spec)
 
 
 @pytest.mark.parametrize(
-    ("features", "bulk"),
+    ("features", "tma"),
     [
         ({}, True),
         ({"bias_layout": "full"}, True),
@@ -131,18 +131,18 @@ def test_the_kernel_of_keys_has_the_buffers_that_fit(head_dim, value_dim, bias, 
         ({"bias_layout": "columns"}, False),
         ({"head_dim": 256}, True),
         ({"head_dim": 256, "bias_layout": "full"}, True),
-        ({"direction": "forward", "wants": ()}, False),
+        ({"direction": "forward", "needs_grad": ()}, False),
         ({"arch": "sm_80"}, False),
     ],
 )
-def test_hopper_copies_tiles_of_a_bias_of_aligned_rows(features, bulk):
-    wants = ("query", "key", "value", "bias")
-    shared = {"bias": "16", "bias_layout": "shared", "arch": "sm_90a", "wants": wants}
+def test_hopper_copies_tiles_of_a_bias_of_aligned_rows(features, tma):
+    needs_grad = ("query", "key", "value", "bias")
+    shared = {"bias": "16", "bias_layout": "shared", "arch": "sm_90a", "needs_grad": needs_grad}
     asked = dataclasses.replace(problem("backward", head_dim=128, **shared), **features)
     spec = select.select(asked)
-    assert spec.bulk_bias == bulk
-    assert ("bias" in [box.name for box in spec.tensor_maps]) == bulk
-    assert f"kBulkBias = {str(bulk).lower()};" in emit.source(spec)
+    assert spec.tma_bias == tma
+    assert ("bias" in [box.name for box in spec.tensor_maps]) == tma
+    assert f"kTmaBias = {str(tma).lower()};" in emit.source(spec)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def test_hopper_backward_takes_masks_as_long_as_registers_last(head_dim, feature
 )
 def test_float32_forwards_are_halved_before_hopper_multiplies_them(head_dim, features, tile):
     spec = select.select(problem(dtype="f32", head_dim=head_dim, arch="sm_90a", **features))
-    assert (spec.family, spec.halved, spec.tensor_maps) == ("sm90", True, ())
+    assert (spec.family, spec.f16x3, spec.tensor_maps) == ("sm90", True, ())
     assert (spec.tile.query, spec.tile.key, spec.tile.stages) == tile
     halve, main = spec.entry_points
-    assert (halve.name, main.name) == (f"{spec.name}_halve", spec.name)
+    assert (halve.name, main.name) == (f"{spec.name}_split", spec.name)
     assert (halve.grid, main.grid) == ("operands", "queries")
     source = emit.source(spec)
     assert "using Element = memeff::F16x3;" in source
@@ -204,9 +204,9 @@ def test_float32_forwards_are_halved_before_hopper_multiplies_them(head_dim, fea
         {"dtype": "tf32"},
         {"head_dim": 129},
         {"head_dim": 66},
-        {"shared_batch": True},
+        {"broadcast_batch": True},
         {"query_rows": "16"},
-        {"query_rows": "teams"},
+        {"query_rows": "consumer_groups"},
     ],
     ids=str,
 )
@@ -216,8 +216,8 @@ def test_other_float32_calls_are_not_halved(features):
 
 
 def test_a_halved_forward_says_that_it_does_not_share_a_batch():
-    asked = problem(dtype="f32", arch="sm_90a", shared_batch=True)
-    refused = [reasons for spec, reasons in select.explain(asked) if spec.halved]
+    asked = problem(dtype="f32", arch="sm_90a", broadcast_batch=True)
+    refused = [reasons for spec, reasons in select.explain(asked) if spec.f16x3]
     reason = "it writes query, key and value anew for each element of the batch"
     assert refused and all(reason in reasons for reasons in refused)
 
@@ -239,12 +239,12 @@ def test_hopper_backward_of_large_head_dims_is_divided():
     source = emit.source(spec)
     assert [entry.name.removeprefix(spec.name) for entry in spec.entry_points] == [
         "_preprocess",
-        "_query",
-        "_key",
+        "_dq",
+        "_dkdv",
     ]
     assert [entry.grid for entry in spec.entry_points] == ["queries", "queries", "keys"]
     assert [entry.takes_maps for entry in spec.entry_points] == [False, True, True]
     for entry in spec.entry_points[1:]:
         assert f"::kSharedBytes == {entry.shared_bytes});" in source
-    only_value = problem("backward", head_dim=256, arch="sm_90a", wants={"value"})
+    only_value = problem("backward", head_dim=256, arch="sm_90a", needs_grad={"value"})
     assert [entry.grid for entry in select.select(only_value).entry_points] == ["queries", "keys"]

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from jax_memeff.codegen import compile as compiler
-from jax_memeff.codegen import headers, parallel, program_cache, select
+from jax_memeff.codegen import select
 from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import headers, parallel, program_cache
 from jax_memeff.errors import CompileError
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
@@ -101,7 +102,7 @@ def test_threads_of_a_fresh_process_compile_at_once(cache):
     """The first compilation imports cuda.core; programs are often lowered from several threads."""
     program = f"""
 from concurrent.futures import ThreadPoolExecutor
-from jax_memeff.codegen import compile as compiler
+from jax_memeff.codegen.toolchain import compile as compiler
 
 def work(i):
     source = {TINY!r}.replace("2.f", f"{{i}}.f")

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import jax_memeff
-from jax_memeff import Mask, UnsupportedError, cuda
+from jax_memeff import Mask, UnsupportedError
+from jax_memeff._cuda import lowering as cuda
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +119,8 @@ def test_masks_that_are_arrays_bring_maps_of_tiles(fake_compiler, monkeypatch):
     ids = jnp.zeros((8, 300), jnp.int32)
     text = lower(jax.grad(functools.partial(loss, mask=Mask.segments(ids, ids))), *operands)
     for spec, _ in fake_compiler:
-        (tile_map,) = spec.tile_maps
-        assert re.search(rf'operands = "[^"]*segments,[^"]*\b{tile_map.name}\b', text)
+        (block_mask,) = spec.block_masks
+        assert re.search(rf'operands = "[^"]*segments,[^"]*\b{block_mask.name}\b', text)
     assert "tensor<8x1x3x16xui8>" in text
     mask = Mask.boolean(jnp.ones((1, 4, 300, 1), bool))
     assert "tensor<1x4x3x16xui8>" in lower(functools.partial(loss, mask=mask), *operands)
@@ -189,7 +190,7 @@ def test_dropout_is_data_and_its_rate_an_attribute(fake_compiler):
         ("sm_80", (128, 120), "shared", 128 * 128),
         ("sm_80", (2, 4, 1, 120), "columns", 2 * 4 * 128),
         ("sm_90a", (2, 4, 128, 120), "full", None),
-        ("sm_90a", (1, 4, 128, 120), "recomputed", None),
+        ("sm_90a", (1, 4, 128, 120), "dbias_kernel", None),
         ("sm_90a", (120,), "columns", 128),
     ],
     ids=str,
@@ -219,7 +220,7 @@ def test_sums_of_wide_heads_are_as_large_as_the_gradients(fake_compiler):
     f32 = [[int(n) for n in re.findall(r"tensor<(\d{2,})xf32>", call)] for call in calls]
     queries, keys = B * N * T * H, B * K * T * H
     assert [sum(sizes) for sizes in f32] == [queries, queries + 2 * keys + 2 * B * N * T]
-    assert all(spec.wide for spec, _ in fake_compiler)
+    assert all(spec.large_dim for spec, _ in fake_compiler)
 
 
 def test_wide_heads_of_one_tile_need_no_sums(fake_compiler):
@@ -345,8 +346,8 @@ def test_projections_with_masks_that_are_arrays(fake_compiler, monkeypatch):
     qkv = jax.ShapeDtypeStruct((8, 300, 3, 4, 64), jnp.bfloat16)
     text = lower(jax.grad(packed_loss), qkv, ids, boolean)
     for spec, _ in fake_compiler:
-        (tile_map,) = spec.tile_maps
-        names = rf'operands = "query\+key\+value,[^"]*segments,boolean,[^"]*\b{tile_map.name}\b'
+        (block_mask,) = spec.block_masks
+        names = rf'operands = "query\+key\+value,[^"]*segments,boolean,[^"]*\b{block_mask.name}\b'
         assert re.search(names, text)
 
 
@@ -410,8 +411,8 @@ def test_scores_of_many_columns_are_summed_in_runs(fake_compiler, H, sums):
 def test_blocks_that_share_tiles_of_keys_have_room_for_their_gradients(fake_compiler):
     gradient = jax.grad(loss, (0, 1, 2))
     text = lower(gradient, *shapes(B=1, T=1024, S=1000, N=8, K=8))
-    assert [spec.shares for spec, _ in fake_compiler] == [False, True]
-    names = 'row_statistics,query_gradient_sum,key_gradient_sum,order"'
+    assert [spec.split_q for spec, _ in fake_compiler] == [False, True]
+    names = 'row_statistics,query_gradient_sum,key_gradient_sum,semaphores"'
     assert f'results = "query_gradient,key_gradient,value_gradient,{names}' in text
     # Two blocks for each tile, with dk and dv of 1024 keys.
     assert f"tensor<2x{8 * 1024 * (64 + 64)}xf32>, tensor<{1 + 64}xi32>" in text
@@ -419,8 +420,8 @@ def test_blocks_that_share_tiles_of_keys_have_room_for_their_gradients(fake_comp
 
 def test_float32_forwards_have_room_for_halves_of_their_operands(fake_compiler):
     text = lower(loss, *shapes(B=5, T=1030, S=1100, N=8, dtype=jnp.float32))
-    assert [spec.halved for spec, _ in fake_compiler] == [True]
-    assert 'results = "out,logsumexp,piece_counter,query_halves,key_halves,value_halves"' in text
+    assert [spec.f16x3 for spec, _ in fake_compiler] == [True]
+    assert 'results = "out,logsumexp,tile_counter,query_hi_lo,key_hi_lo,value_hi_lo"' in text
     # In tiles of 64 queries and 128 keys, with a factor of each row.
     queries, keys = 5 * 8 * 17 * 64 * (64 + 1), 5 * 2 * 9 * 128 * (64 + 1)
     assert f"tensor<{queries}xf32>, tensor<{keys}xf32>, tensor<{keys}xf32>" in text
@@ -512,7 +513,7 @@ def test_what_a_vmap_shares_is_not_copied(fake_compiler, monkeypatch, arch):
     for line in text.splitlines():
         if "broadcast_in_dim" in line or "concatenate" in line:
             assert not any(name in line.split("->")[-1] for name in whole)
-    assert all(spec.shared_batch and "_vmap_" in spec.name for spec, _ in fake_compiler)
+    assert all(spec.broadcast_batch and "_vmap_" in spec.name for spec, _ in fake_compiler)
 
 
 def test_divisors_say_how_the_batch_shares(fake_compiler):
@@ -557,7 +558,7 @@ def test_a_bias_of_one_element_is_not_copied_for_its_gradients(
     for line in text.splitlines():
         assert "broadcast_in_dim" not in line or "x4x128x128x" not in line.split("->")[-1]
     (way,) = {spec.bias_gradient for spec, _ in fake_compiler} - {"none"}
-    assert way == ("full" if batch == 1 else "recomputed" if arch == "sm_90a" else "shared")
+    assert way == ("full" if batch == 1 else "dbias_kernel" if arch == "sm_90a" else "shared")
 
 
 def test_masks_that_are_shared_alike_stay_shared(fake_compiler):
@@ -589,4 +590,4 @@ def test_kernels_are_the_plain_ones_where_nothing_is_shared(fake_compiler):
     lower(jax.vmap(attend, (0, 0, 0, None)), queries, keys, values, bias)
     one = jax.ShapeDtypeStruct((1, *queries.shape[1:]), queries.dtype)
     lower(jax.vmap(attend, (0, None, None)), one, key, value)
-    assert not any(spec.shared_batch for spec, _ in fake_compiler)
+    assert not any(spec.broadcast_batch for spec, _ in fake_compiler)

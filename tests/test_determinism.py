@@ -48,11 +48,11 @@ GRADIENTS = ("query", "key", "value", "bias")
     ("changes", "ordered", "bias_gradient"),
     [
         ({}, True, "none"),
-        ({"wants": ("key", "value")}, False, "none"),
-        ({"bias": "16", "wants": GRADIENTS}, True, "full"),
-        ({"bias": "16", "bias_layout": "shared", "wants": GRADIENTS}, True, "recomputed"),
-        ({"bias": "16", "bias_layout": "shared", "wants": ("bias",)}, False, "recomputed"),
-        ({"bias": "16", "bias_layout": "columns", "wants": ("bias",)}, True, "columns"),
+        ({"needs_grad": ("key", "value")}, False, "none"),
+        ({"bias": "16", "needs_grad": GRADIENTS}, True, "full"),
+        ({"bias": "16", "bias_layout": "shared", "needs_grad": GRADIENTS}, True, "dbias_kernel"),
+        ({"bias": "16", "bias_layout": "shared", "needs_grad": ("bias",)}, False, "dbias_kernel"),
+        ({"bias": "16", "bias_layout": "columns", "needs_grad": ("bias",)}, True, "columns"),
     ],
 )
 def test_deterministic_kernels_are_others_only_where_they_add(changes, ordered, bias_gradient):
@@ -63,9 +63,9 @@ def test_deterministic_kernels_are_others_only_where_they_add(changes, ordered, 
     assert ("_deterministic_" in spec.name) == ordered
     source = emit.source(spec)
     assert f"kDeterministic = {str(ordered).lower()};" in source
-    waits = ordered and "query" in changes.get("wants", GRADIENTS)
+    waits = ordered and "query" in changes.get("needs_grad", GRADIENTS)
     assert f"kOrdersQueries = {str(waits).lower()};" in source
-    assert ("FmhaBackwardRecompute<Config>" in source) == (bias_gradient == "recomputed")
+    assert ("FmhaBackwardDbias<Config>" in source) == (bias_gradient == "dbias_kernel")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_deterministic_kernels_are_others_only_where_they_add(changes, ordered, 
         ({}, True),
         ({"masks": frozenset({"causal"}), "varlen": True, "dropout": True}, True),
         ({"head_dim": 64, "value_dim": 64, "masks": frozenset({"window"})}, True),
-        ({"wants": ("key", "value")}, False),
+        ({"needs_grad": ("key", "value")}, False),
         ({"head_dim": 192}, False),
         ({"head_dim": 256, "value_dim": 256}, False),
     ],

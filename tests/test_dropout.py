@@ -6,9 +6,9 @@ import numpy as np
 import oracle
 import pytest
 
-from jax_memeff import dropout
-from jax_memeff.offsets import Offsets
-from jax_memeff.options import DropoutState, Position
+from jax_memeff._call import dropout
+from jax_memeff._call.offsets import Offsets
+from jax_memeff._call.options import DropoutState, Position
 
 KEY = (0x12345678, 0x9ABCDEF0)
 

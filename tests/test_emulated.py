@@ -22,8 +22,8 @@ import wide_range
 from attention_case import Case, assert_results_match, passed, run_case
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 
-from jax_memeff import cuda
-from jax_memeff.options import Operands
+from jax_memeff._call.options import Operands
+from jax_memeff._cuda import lowering as cuda
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,13 +254,13 @@ def specs(run):
     with pytest.MonkeyPatch.context() as patch:
         if not run.splits:
             test_kernels.without_splits(patch)
-        for wants in (None, run.case.wants) if run.gradients else (None,):
-            yield from cuda.kernels(operands, run.case.options, wants).values()
+        for needs_grad in (None, run.case.needs_grad) if run.gradients else (None,):
+            yield from cuda.kernels(operands, run.case.options, needs_grad).values()
 
 
 def results(run):
     """What ``run_case`` gives, as NumPy arrays; for the process of ``machine``."""
-    from jax_memeff import primitives
+    from jax_memeff._op import primitives
 
     run.start()
     arrays = run.case.arrays()
@@ -307,7 +307,7 @@ def test_float32_rows_of_any_size(run, machine):
 
 def error_on_another_device(run, arch):
     """Of a program that was compiled for the machine of a run; for the process of ``machine``."""
-    from jax_memeff import primitives
+    from jax_memeff._op import primitives
 
     run.start()
     operands, _, _ = passed(run.case, *run.case.arrays())

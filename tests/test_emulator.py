@@ -11,7 +11,7 @@ THREADS = 128
 # Each of these kernels, of one block, makes one mistake.
 KERNELS = """
 #include <memeff/arch/barrier.cuh>
-#include <memeff/arch/bulk_copy.cuh>
+#include <memeff/arch/tma.cuh>
 #include <memeff/arch/copy.cuh>
 #include <memeff/arch/wgmma.cuh>
 
@@ -68,7 +68,7 @@ KERNEL(wait_for_too_many_bytes) {
   if (threadIdx.x == 0) {
     init_barrier(barrier(), 1);
     arrive_and_expect(barrier(), 32);
-    load_bulk(source, barrier(), shared() + 16, 16);
+    load_tma(source, barrier(), shared() + 16, 16);
   }
   __syncthreads();
   wait_barrier(barrier(), 0);
@@ -78,13 +78,13 @@ KERNEL(leave_a_copy_behind) {
   alignas(16) static char source[16];
   if (threadIdx.x > 0) return;
   init_barrier(barrier(), 1);
-  load_bulk(source, barrier(), shared() + 16, 16);
+  load_tma(source, barrier(), shared() + 16, 16);
 }
 
 template <bool kFence>
 void multiply() {
   for (int i = int(threadIdx.x); i < 1024; i += 128) store_shared(shared() + 4 * i, 0);
-  if (kFence) fence_bulk_store();
+  if (kFence) fence_tma_store();
   __syncthreads();
   uint64_t const tile = 1ull << 62 | 64ull << 32 | 1ull << 16 | shared() / 16;  // 8 rows a KB
   auto c = cute::make_tensor<float>(cute::Shape<cute::_4>{});

@@ -73,7 +73,7 @@ def test_a_fresh_process_runs_what_was_exported(tmp_path, fake_compiler):
     (tmp_path / "both").write_bytes(both.serialize())
     inputs = [draw(operand, {}, seed) for seed, operand in enumerate(operands)]
     np.savez(tmp_path / "inputs.npz", *[np.asarray(x, np.float32) for x in inputs])
-    # The first program needs nothing but jax; the second wants its custom calls registered.
+    # The first program needs nothing but jax; the second needs its custom calls registered.
     program = """
         import sys, jax, numpy as np
         from pathlib import Path

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from jax_memeff import UnsupportedError, dropout
+from jax_memeff import UnsupportedError
+from jax_memeff._call import dropout
 from jax_memeff.flax import attention_fn
 
 ROWS, COLUMNS, HEADS, DEPTH, FEATURES = 5, 7, 4, 8, 32

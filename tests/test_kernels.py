@@ -28,10 +28,11 @@ from dropout_bits import assert_dropout_bits
 from kernel_cases import CAUSAL, WINDOW
 
 import jax_memeff
-from jax_memeff import cuda, vjp
-from jax_memeff.codegen import parallel
-from jax_memeff.mask import Mask
-from jax_memeff.options import PackedOperands, Wants
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.options import NeedsGrad, QkvPackedOperands
+from jax_memeff._cuda import lowering as cuda
+from jax_memeff._op import vjp
+from jax_memeff.codegen.toolchain import parallel
 
 pytestmark = pytest.mark.gpu
 CASES = [*kernel_cases.cases(), *case_matrix.cases()]
@@ -58,14 +59,14 @@ def compiled(request):
     """
     jobs = set()
     calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    gradients: dict[Case, set[Wants | None]] = {}
+    gradients: dict[Case, set[NeedsGrad | None]] = {}
     for call in calls:
         if case := call.get("case"):
-            gradients.setdefault(case, {None, case.wants}).add(call.get("wants"))
+            gradients.setdefault(case, {None, case.needs_grad}).add(call.get("needs_grad"))
     for case, wanted in gradients.items():
         operands, _, _ = passed(case, *case.arrays())
-        for wants in wanted:
-            for arch, spec in cuda.kernels(operands, case.options, wants).items():
+        for needs_grad in wanted:
+            for arch, spec in cuda.kernels(operands, case.options, needs_grad).items():
                 jobs.add((spec, arch))
         with pytest.MonkeyPatch.context() as patch:
             without_splits(patch)
@@ -97,7 +98,7 @@ def test_forward_without_splits_matches_the_oracle(case, monkeypatch):
 
 
 def forward_without_splits(case, monkeypatch):
-    from jax_memeff import primitives
+    from jax_memeff._op import primitives
 
     without_splits(monkeypatch)
     dirty, _, _ = passed(case, *case.arrays())
@@ -145,14 +146,14 @@ def test_dropout_bits_are_those_of_the_contract(case):
 @pytest.mark.parametrize("dims", ["BNTS", "1NTS", "BN1S", "111S"])
 def test_only_the_gradient_of_the_bias(dims):
     """Alone it equals what it is among the others, and no buffer of all scores is needed."""
-    from jax_memeff import primitives
+    from jax_memeff._op import primitives
 
     case = Case(T=200, S=150, N=4, K=2, bias=dims, dropout=0.2, **CAUSAL)
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
     out, lse = primitives.forward(operands, case.options)
     alone, full = (
-        primitives.backward(operands, case.options, out, lse, dout, dlse, wants).bias
-        for wants in (Wants(False, False, False, bias=True), case.wants)
+        primitives.backward(operands, case.options, out, lse, dout, dlse, needs_grad).bias
+        for needs_grad in (NeedsGrad(False, False, False, bias=True), case.needs_grad)
     )
     np.testing.assert_allclose(
         np.asarray(alone, np.float32), np.asarray(full, np.float32), atol=2e-2
@@ -247,18 +248,18 @@ def test_layers_of_a_scan(H):
             )
 
 
-@pytest.mark.parametrize(("case", "wants"), kernel_cases.frozen_cases(), ids=str)
-def test_only_wanted_gradients(case, wants, assert_close):
+@pytest.mark.parametrize(("case", "needs_grad"), kernel_cases.frozen_cases(), ids=str)
+def test_only_wanted_gradients(case, needs_grad, assert_close):
     """A frozen operand changes nothing in the gradients of the others."""
-    from jax_memeff import primitives
+    from jax_memeff._op import primitives
 
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
     out, lse = primitives.forward(operands, case.options)
     full, some = (
         primitives.backward(operands, case.options, out, lse, dout, dlse, wanted)
-        for wanted in (case.wants, wants)
+        for wanted in (case.needs_grad, needs_grad)
     )
-    for want, ours, theirs in zip(wants, some, full, strict=True):
+    for want, ours, theirs in zip(needs_grad, some, full, strict=True):
         if want:
             ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
             # Sums of atomics differ in their last bits, hence rarely in bfloat16's last place,
@@ -317,7 +318,7 @@ def test_offsets_past_two_to_the_31():
 
 
 def _forward(query, key, case):
-    from jax_memeff import primitives
+    from jax_memeff._op import primitives
 
     operands = case.arrays()[0]._replace(query=query, key=key, value=key)
     return primitives.forward(operands, case.options)[0]
@@ -400,7 +401,7 @@ def test_one_array_of_projections(features, dropout_rate):
     @jax.jit
     def packed(qkv):
         def forward(qkv):
-            inputs = PackedOperands(qkv, None, operands.mask, operands.dropout, None)
+            inputs = QkvPackedOperands(qkv, None, operands.mask, operands.dropout, None)
             return vjp.attention(inputs, case.options)
 
         results, transpose = jax.vjp(forward, qkv)

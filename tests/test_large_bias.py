@@ -21,7 +21,7 @@ import jax_memeff
 
 def on_blocks(case: LargeBias) -> tuple:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jax_memeff.blockwise_tiles.LONGEST_BLOCK", 32)
+        patch.setattr("jax_memeff._blockwise.tiles.LONGEST_BLOCK", 32)
         return run_case(case, *case.arrays())
 
 

@@ -20,10 +20,10 @@ import pytest
 from attention_case import Case, assert_results_match, run_case
 from kernel_cases import CAUSAL
 
-from jax_memeff import primitives
-from jax_memeff.codegen import compile as compiler
+from jax_memeff._call.options import Gradients
+from jax_memeff._op import primitives
 from jax_memeff.codegen.tiles import sm90
-from jax_memeff.options import Gradients
+from jax_memeff.codegen.toolchain import compile as compiler
 
 gpu = pytest.mark.gpu
 REPEATS = 1000
@@ -38,7 +38,7 @@ class Hunt:
     stages: int | None
 
     def __str__(self) -> str:
-        return f"{'teams' if self.stages is None else f'{self.stages}stages'}-{self.case}"
+        return f"{'consumer_groups' if self.stages is None else f'{self.stages}stages'}-{self.case}"
 
 
 def hunt(H: int, stages: int | None, **features) -> Hunt:
@@ -103,10 +103,10 @@ def bits(array):
 def results(case, operands, dout, dlse):
     """What has the same bits in every run, by name."""
     out, lse = primitives.forward(operands, case.options)
-    gradients = primitives.backward(operands, case.options, out, lse, dout, dlse, case.wants)
+    gradients = primitives.backward(operands, case.options, out, lse, dout, dlse, case.needs_grad)
     assert isinstance(gradients, Gradients)
     found = {"out": out, "lse": lse, "dk": gradients.key, "dv": gradients.value}
-    if case.deterministic or case.H > sm90.UNDIVIDED:
+    if case.deterministic or case.H > sm90.LARGEST_ONE_KERNEL_DIM:
         found["dq"] = gradients.query
     return found if gradients.bias is None else {**found, "dbias": gradients.bias}
 

@@ -19,9 +19,10 @@ from ring_case import case, compiled, natural, normal, ordered, ring_mesh
 from several_devices import at, shape_of, sizes, transfers
 
 import jax_memeff
-from jax_memeff import Mask, Offsets, primitives
-from jax_memeff.mask import Window
-from jax_memeff.ring_schedule import steps
+from jax_memeff import Mask, Offsets
+from jax_memeff._call.mask import Window
+from jax_memeff._op import primitives
+from jax_memeff._ring.schedule import steps
 
 LAYOUTS = ("contiguous", "zigzag")
 HOST = jax.devices("cpu")[:4]

@@ -157,7 +157,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
         events = []
         monitoring.register_event_listener(lambda event, **_: events.append(event))
         import jax_memeff
-        from jax_memeff.codegen import compile as compiler
+        from jax_memeff.codegen.toolchain import compile as compiler
         compiled, real = [], compiler._nvrtc
         compiler._nvrtc = lambda *a: compiled.append(1) or real(*a)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -195,7 +195,7 @@ def test_export_runs_in_another_process(tmp_path):
     program = f"""
         import json, jax, numpy as np, jax.numpy as jnp
         import jax_memeff
-        from jax_memeff.codegen import compile as compiler
+        from jax_memeff.codegen.toolchain import compile as compiler
         compiler.compile = None
         jax_memeff.register_targets()
         program = jax.export.deserialize(open({str(tmp_path / "program")!r}, "rb").read())

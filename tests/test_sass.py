@@ -7,9 +7,10 @@ import itertools
 import pytest
 import sass
 
-from jax_memeff.codegen import parallel, select
+from jax_memeff.codegen import select
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS
+from jax_memeff.codegen.toolchain import parallel
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 
@@ -23,7 +24,11 @@ LISTING = """
         /*0050*/       EXIT ;
 """
 LOADED, PACKED = "LDSM.16.M88.4", "F2FP.BF16.F32.PACK_AB"
-WANTS = [wants for count in (1, 2, 3) for wants in itertools.combinations(SPEC_GRADIENTS, count)]
+WANTS = [
+    needs_grad
+    for count in (1, 2, 3)
+    for needs_grad in itertools.combinations(SPEC_GRADIENTS, count)
+]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,8 @@ def test_an_operand_that_a_loop_overwrites_is_found(packed, target, wrong):
 def test_backwards_of_some_gradients_keep_what_they_hold(head_dim, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path / "cache"))
     problems = [
-        Problem("backward", "bf16", head_dim, head_dim, "sm_90a", wants=wants) for wants in WANTS
+        Problem("backward", "bf16", head_dim, head_dim, "sm_90a", needs_grad=needs_grad)
+        for needs_grad in WANTS
     ]
     jobs = [(select.select(problem), "sm_90a") for problem in problems]
     for (spec, _), compiled in zip(jobs, parallel.compile_many(jobs), strict=True):

@@ -11,8 +11,10 @@ import pytest
 from jax.sharding import AxisType
 from sharding_case import DATA, ON_BOTH, TENSOR, B, H, K, N, T, loss, mesh_of, projections, put
 
-from jax_memeff import UnsupportedError, blockwise, dot_product_attention, partitioning
-from jax_memeff.codegen import compile as compiler
+from jax_memeff import UnsupportedError, dot_product_attention
+from jax_memeff._blockwise import forward as blockwise
+from jax_memeff._sharding import automatic as partitioning
+from jax_memeff.codegen.toolchain import compile as compiler
 
 HOST = jax.devices("cpu")[:8]
 
@@ -57,8 +59,8 @@ def test_only_the_compiler_s_division_takes_a_rule():
     programs = ((dot_product_attention, operands), (local, sharded))
     for function, arrays in (*programs, (dot_product_attention, sharded)):
         text = jax.jit(function).lower(*arrays).as_text()
-        is_divided = function is dot_product_attention and arrays is sharded
-        assert ("CustomSPMDPartitioning" in text) == is_divided
+        is_two_kernel = function is dot_product_attention and arrays is sharded
+        assert ("CustomSPMDPartitioning" in text) == is_two_kernel
 
 
 def test_the_compiler_s_parts_are_lowered_for_local_shapes(monkeypatch):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from attention_case import Case
 
-from jax_memeff import Mask, tile_maps
-from jax_memeff.codegen.spec import TileMap
-from jax_memeff.options import Divisors
+from jax_memeff import Mask, block_masks
+from jax_memeff._call.options import Divisors
+from jax_memeff.codegen.spec import BlockMask
 
 B, N, T, S = 2, 3, 300, 270
 QUERY, KEY = 64, 48
@@ -36,7 +36,7 @@ def tiles_of(mask):
 
 def map_of(mask, tile):
     """The ranges and the tiles of a map, [B, N, lines, ...]."""
-    found = jax.jit(lambda mask: tile_maps.lines(mask, tile, (B, N, T, S), Divisors()))(mask)
+    found = jax.jit(lambda mask: block_masks.lines(mask, tile, (B, N, T, S), Divisors()))(mask)
     count = -(-S // KEY) if tile.lines == "queries" else -(-T // QUERY)
     assert found.shape[3] % 8 == 0 and found.shape[3] > 8 + count
     found = np.broadcast_to(np.asarray(found), (B, N, *found.shape[2:]))
@@ -59,12 +59,12 @@ def map_of(mask, tile):
 def test_tiles_are_visited_where_an_element_is_valid(mask, exact):
     """Ids in no order may ask for a tile without any; none that has one is left out."""
     some, every = tiles_of(mask)
-    _, by_query = map_of(mask, TileMap("queries", QUERY, KEY))
+    _, by_query = map_of(mask, BlockMask("queries", QUERY, KEY))
     np.testing.assert_array_equal((by_query != NONE) & some, some)
     if exact:
         np.testing.assert_array_equal(by_query != NONE, some)
     np.testing.assert_array_equal(by_query == ALL, every & some)
-    ranges, by_key = map_of(mask, TileMap("keys", QUERY, KEY))
+    ranges, by_key = map_of(mask, BlockMask("keys", QUERY, KEY))
     np.testing.assert_array_equal(by_key, by_query.swapaxes(2, 3))
     index, visited = np.arange(by_key.shape[3]), by_key != NONE
     np.testing.assert_array_equal(ranges[..., 0], np.where(visited, index, len(index)).min(3))
@@ -76,7 +76,7 @@ def test_ids_that_are_apart_leave_tiles_out():
     query = np.repeat([5, 1, 9, 2, 5], QUERY)[:T]
     key = np.repeat([2, 9, -1, 5, 7, 1], KEY)[:S]
     key[5:9] = -3
-    _, tiles = map_of(Mask.segments(query[None], key[None]), TileMap("queries", QUERY, KEY))
+    _, tiles = map_of(Mask.segments(query[None], key[None]), BlockMask("queries", QUERY, KEY))
     expected = query[::QUERY, None] == key[::KEY]
     some = np.where(key[::KEY] == 2, SOME, ALL)
     np.testing.assert_array_equal(tiles[0, 0], np.where(expected, some, NONE))
@@ -89,11 +89,11 @@ def test_maps_of_what_the_batch_shares_have_all_of_it(divisor):
     case = Case(B=batch, N=N, T=T, S=S, block=64, segments=1, boolean=("BNTS", "B11S"))
     mask = case.element_mask(np.random.default_rng(0))
     first, second = mask.booleans
-    tile = TileMap("queries", QUERY, KEY)
+    tile = BlockMask("queries", QUERY, KEY)
     expanded = first[np.arange(batch) // divisor % 2]
     for others in ((), (second,)):
         found, expected = (
-            tile_maps.lines(
+            block_masks.lines(
                 dataclasses.replace(mask, booleans=(array, *others)), tile, (batch, N, T, S), shared
             )
             for array, shared in (

@@ -15,7 +15,9 @@ import pytest
 from test_blockwise import EVERYTHING, Case, lengths, make
 
 import jax_memeff
-from jax_memeff import Mask, blockwise_tiles, vjp
+from jax_memeff import Mask
+from jax_memeff._blockwise import tiles as blockwise_tiles
+from jax_memeff._op import vjp
 
 
 def causal(case: Case, rng: Any) -> Mask:
@@ -229,7 +231,7 @@ def test_garbage_beyond_the_lengths_reaches_no_derivative():
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("order", ["reverse over reverse", "forward mode"])
+@pytest.mark.parametrize("semaphores", ["reverse over reverse", "forward mode"])
 def test_memory_is_linear(order):
     """No array of a compiled derivative grows faster than the sequence does."""
 

@@ -14,7 +14,7 @@ from kernel_cases import BOTTOM_RIGHT, CAUSAL, WINDOW
 
 import jax_memeff
 from jax_memeff import Mask, Offsets
-from jax_memeff.sequences import starts_and_lengths
+from jax_memeff._call.sequences import starts_and_lengths
 
 LENGTHS = ((40, 50), (0, 7), (13, 0), (17, 20))
 SIZES: Any = {"B": 4, "T": 40, "S": 50, "H": 16, "lengths": LENGTHS, "packed": True}

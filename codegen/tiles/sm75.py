@@ -8,7 +8,7 @@ measured.
 
 from __future__ import annotations
 
-from jax_memeff.codegen.tiles.tile import WIDE, Part, Tile
+from jax_memeff.codegen.tiles.tile import LARGE_DIM, Part, Tile
 
 
 def _backward(query: int, key: int, warps: int, blocks: int, reason: str) -> Tile:
@@ -42,7 +42,7 @@ _FORWARD = {
         Tile(64, 32, 4, 1, "64 KB, all there is"),
         Tile(64, 16, 4, 1, "with a bias 32 keys need 68 KB"),
     ),
-    WIDE: (Tile(64, 64, 8, 1, "41 KB; 128 keys need 65 KB", chunk=128),),
+    LARGE_DIM: (Tile(64, 64, 8, 1, "41 KB; 128 keys need 65 KB", chunk=128),),
 }
 
 _BACKWARD = {
@@ -64,7 +64,7 @@ _BACKWARD = {
     ),
     192: (_backward(32, 32, 4, 1, "52 KB"),),
     256: (),  # 32x32, the least that four warps can share, needs 68 KB: the wide kernels serve it
-    WIDE: (Tile(64, 64, 8, 1, "49 KB", chunk=128),),
+    LARGE_DIM: (Tile(64, 64, 8, 1, "49 KB", chunk=128),),
 }
 
 _SPLIT = {

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.tiles import sm75
-from jax_memeff.codegen.tiles.tile import WIDE, Part, Tile
+from jax_memeff.codegen.tiles.tile import LARGE_DIM, Part, Tile
+from jax_memeff.codegen.toolchain import arch as archs
 
 CLASSES = (32, 64, 96, 128, 192, 256)
 """Padded head dims that kernels are compiled for; a dim takes the smallest that holds it."""
@@ -23,7 +23,7 @@ TUNED_DIMS = (
     (192, 128),
     (192, 192),
     (256, 256),
-    (WIDE, WIDE),
+    (LARGE_DIM, LARGE_DIM),
 )
 """(head_dim, value_dim) classes that ``build --all`` compiles; (192, 128) is multi-head latent
 attention. Other pairs take the tile of the larger class."""
@@ -42,7 +42,7 @@ _FORWARD_64 = (
     ),
 )
 _FORWARD_96 = (
-    Tile(128, 64, 4, 2, "54 KB: two blocks per SM; parked, or it spills", park=True),
+    Tile(128, 64, 4, 2, "54 KB: two blocks per SM; parked, or it spills", stage_registers=True),
     Tile(64, 64, 4, 2, "54 KB with a 32-bit bias"),
 )
 _FORWARD_128 = (
@@ -54,7 +54,7 @@ _FORWARD_128 = (
         "70 KB: two blocks; parked, or it spills; with bias 260 TFLOP/s, 64x64 213, at T 2048 on "
         "an H200",
         modifiers=_NO_BOOLEAN,
-        park=True,
+        stage_registers=True,
     ),
     Tile(64, 64, 4, 2, "half the accumulators: with 128 queries a boolean mask spills"),
 )
@@ -80,7 +80,7 @@ _SPLIT_64x64 = (
     ),
     _split(64, 64, 8, 1, 2, 3, "with 4 warps soft cap, bias and dropout spill"),
 )
-_WIDE_FORWARD = (
+_LARGE_DIM_FORWARD = (
     Tile(
         128,
         256,
@@ -102,7 +102,7 @@ _WIDE_FORWARD = (
     ),
 )
 
-_WIDE_BACKWARD = (
+_LARGE_DIM_BACKWARD = (
     Tile(
         128,
         128,
@@ -137,7 +137,7 @@ _SM80 = Part(
             Tile(128, 64, 8, 1, "128 KB; two blocks of 96 KB would not fit", modifiers=()),
             Tile(128, 32, 8, 1, "with 64 keys soft cap spills"),
         ),
-        WIDE: _WIDE_FORWARD,
+        LARGE_DIM: _LARGE_DIM_FORWARD,
     },
     backward={
         32: (
@@ -155,7 +155,7 @@ _SM80 = Part(
         ),
         192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
         256: (Tile(32, 64, 8, 1, "120 KB of 163 KB; 64 query rows would need 176 KB"),),
-        WIDE: _WIDE_BACKWARD,
+        LARGE_DIM: _LARGE_DIM_BACKWARD,
     },
     split={
         32: (_SPLIT_16x128, _SPLIT_64x128),
@@ -198,7 +198,7 @@ _SM86 = Part(
             Tile(64, 64, 4, 1, "96 KB of 99 KB", modifiers=()),
             Tile(64, 32, 4, 1, "with 64 keys soft cap spills"),
         ),
-        WIDE: (_WIDE_FORWARD[1],),
+        LARGE_DIM: (_LARGE_DIM_FORWARD[1],),
     },
     backward={
         32: (Tile(64, 128, 8, 1, "as 64"),),
@@ -216,7 +216,7 @@ _SM86 = Part(
             Tile(32, 32, 4, 1, "with a 32-bit bias: 70 KB of 99 KB"),
         ),
         256: (Tile(32, 32, 4, 1, "84 KB of 99 KB; 64 keys need 120 KB; 4 warps share 32x32"),),
-        WIDE: (_WIDE_BACKWARD[1],),
+        LARGE_DIM: (_LARGE_DIM_BACKWARD[1],),
     },
     split={
         32: (
@@ -296,7 +296,7 @@ _SM90 = Part(
                 spill_bytes=64,
             ),
         ),
-        WIDE: _WIDE_BACKWARD,
+        LARGE_DIM: _LARGE_DIM_BACKWARD,
     },
     split={
         32: (_SPLIT_16x128, _SPLIT_64x128),

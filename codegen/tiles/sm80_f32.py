@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jax_memeff.codegen.tiles import sm80
-from jax_memeff.codegen.tiles.sm80 import WIDE, Tile
+from jax_memeff.codegen.tiles.sm80 import LARGE_DIM, Tile
 
 _Rows = Mapping[int, tuple[Tile, ...]]
 
-_FORWARD_256 = Tile(64, 16, 4, 1, "100 KB; parked, or it spills", park=True)
+_FORWARD_256 = Tile(64, 16, 4, 1, "100 KB; parked, or it spills", stage_registers=True)
 _BACKWARD_64_SHORT = Tile(
     32, 64, 4, 2, "forward+backward 62 without a spill, 3 blocks of 168 registers 63"
 )
 
-_WIDE_FORWARD = Tile(128, 128, 8, 1, "130 KB; chunks of 256 columns spill 48 bytes", chunk=128)
-_WIDE_BACKWARD = Tile(
+_LARGE_DIM_FORWARD = Tile(128, 128, 8, 1, "130 KB; chunks of 256 columns spill 48 bytes", chunk=128)
+_LARGE_DIM_BACKWARD = Tile(
     64, 128, 8, 1, "113 KB; with 128 queries modifiers spill up to 220 bytes", chunk=128
 )
 
@@ -31,9 +31,18 @@ _FORWARD: _Rows = {
     64: (Tile(128, 32, 4, 2, "67 without a spill; 64 keys spill 460 bytes, 66"),),
     96: (Tile(64, 32, 4, 2, "48 KB: two blocks everywhere; 128 queries spill 100 bytes"),),
     128: (Tile(64, 32, 4, 2, "64 KB: two blocks; 128 queries spill 196 bytes"),),
-    192: (Tile(64, 16, 4, 2, "76 KB: two blocks; parked, or dropout and bias spill", park=True),),
-    256: (Tile(64, 16, 4, 2, "100 KB: two blocks; parked, or it spills", park=True),),
-    WIDE: (_WIDE_FORWARD,),
+    192: (
+        Tile(
+            64,
+            16,
+            4,
+            2,
+            "76 KB: two blocks; parked, or dropout and bias spill",
+            stage_registers=True,
+        ),
+    ),
+    256: (Tile(64, 16, 4, 2, "100 KB: two blocks; parked, or it spills", stage_registers=True),),
+    LARGE_DIM: (_LARGE_DIM_FORWARD,),
 }
 
 _SM80: Mapping[str, _Rows] = {
@@ -41,7 +50,7 @@ _SM80: Mapping[str, _Rows] = {
         **_FORWARD,
         192: (
             *_FORWARD[192],
-            Tile(64, 16, 4, 1, "with a bias two blocks do not fit", park=True),
+            Tile(64, 16, 4, 1, "with a bias two blocks do not fit", stage_registers=True),
         ),
         256: (_FORWARD_256,),
     },
@@ -71,7 +80,7 @@ _SM80: Mapping[str, _Rows] = {
                 spill_bytes=8,
             ),
         ),
-        WIDE: (_WIDE_BACKWARD,),
+        LARGE_DIM: (_LARGE_DIM_BACKWARD,),
     },
 }
 
@@ -87,12 +96,21 @@ _SM86: Mapping[str, _Rows] = {
             Tile(64, 32, 4, 1, "with a bias two blocks do not fit"),
         ),
         128: (Tile(64, 32, 4, 1, "64 KB of 99 KB"),),
-        192: (Tile(64, 16, 4, 1, "76 KB of 99 KB; parked, or dropout and bias spill", park=True),),
+        192: (
+            Tile(
+                64,
+                16,
+                4,
+                1,
+                "76 KB of 99 KB; parked, or dropout and bias spill",
+                stage_registers=True,
+            ),
+        ),
         256: (
             Tile(64, 16, 4, 1, "96 KB of 99 KB, which leaves no place to park", spill_bytes=32),
             Tile(32, 16, 2, 1, "with a bias 64 queries need 102 KB"),
         ),
-        WIDE: (Tile(128, 64, 8, 1, "82 KB of 99 KB; 128 keys need 130 KB", chunk=128),),
+        LARGE_DIM: (Tile(128, 64, 8, 1, "82 KB of 99 KB; 128 keys need 130 KB", chunk=128),),
     },
     "backward": {
         32: (Tile(64, 64, 4, 1, "73 KB of 99 KB"),),
@@ -101,7 +119,7 @@ _SM86: Mapping[str, _Rows] = {
         128: (Tile(32, 32, 4, 1, "88 KB of 99 KB"),),
         # Four warps need 32x32 elements of scores, and these 104 KB at 192 columns: the wide
         # kernels serve them.
-        WIDE: (Tile(64, 64, 8, 1, "65 KB of 99 KB; 128 keys need 113 KB", chunk=128),),
+        LARGE_DIM: (Tile(64, 64, 8, 1, "65 KB of 99 KB; 128 keys need 113 KB", chunk=128),),
     },
 }
 

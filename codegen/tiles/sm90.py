@@ -42,13 +42,13 @@ class Tile:
     """Which of ``sm80.MODIFIERS`` the row also serves, alone and together."""
     masks: tuple[str, ...] = ("none", "causal", "window")
     """The kinds of mask that the row serves."""
-    teams: int = 1
+    consumer_groups: int = 1
     """Consumers that share ``query`` rows of a forward and visit the key tiles in turn, for where
     tiles are few. It divides ``stages``."""
     sequential: bool = False
     """Whether a consumer of a float32 forward computes scores when the product with the values of
     the visit before has ended: registers of the one are then those of the other."""
-    divided: bool = False
+    two_kernel: bool = False
     """A backward in two kernels: one owns ``query`` queries and visits ``key`` keys at a time, the
     other owns ``key`` keys."""
     spill_bytes: int = 0
@@ -67,22 +67,22 @@ class Tile:
 
 _MODIFIERS = ("soft cap", "bias", "dropout", "segments")
 
-_TEAMS = Tile(
+_CONSUMER_GROUPS = Tile(
     64,
     128,
     4,
     "two consumers share 64 rows: 128 blocks for 1024 queries of 8 heads, with half of the visits",
     query_stages=1,
     modifiers=(*_MODIFIERS, "a boolean mask"),
-    teams=2,
+    consumer_groups=2,
 )
-_NARROW_TEAMS = dataclasses.replace(
-    _TEAMS, key=64, reason="as 64; a team has two buffers of its own"
+_NARROW_CONSUMER_GROUPS = dataclasses.replace(
+    _CONSUMER_GROUPS, key=64, reason="as 64; a team has two buffers of its own"
 )
 
 FORWARD: Mapping[int, tuple[Tile, ...]] = {
     64: (
-        _TEAMS,
+        _CONSUMER_GROUPS,
         Tile(
             192,
             128,
@@ -100,9 +100,9 @@ FORWARD: Mapping[int, tuple[Tile, ...]] = {
             modifiers=(*_MODIFIERS, "a boolean mask"),
         ),
     ),
-    96: (_NARROW_TEAMS, Tile(128, 128, 2, "as 128", modifiers=_MODIFIERS)),
+    96: (_NARROW_CONSUMER_GROUPS, Tile(128, 128, 2, "as 128", modifiers=_MODIFIERS)),
     128: (
-        _NARROW_TEAMS,
+        _NARROW_CONSUMER_GROUPS,
         Tile(128, 128, 2, "192 KB: two buffers of everything", modifiers=_MODIFIERS),
         Tile(128, 64, 2, "a bias of 32 bits takes 36 KB, and 68 above", modifiers=_MODIFIERS),
     ),
@@ -202,16 +202,16 @@ FORWARD_F32: Mapping[int, tuple[Tile, ...]] = {
 }
 """Of f32 in products of f16."""
 
-_DIVIDED = Tile(
+_TWO_KERNEL = Tile(
     128,
     64,
     2,
     "dq takes 128 registers a thread, as do dk and dv of 64 keys; 226 KB at head dim 256",
     modifiers=("soft cap", "dropout", "segments", "a boolean mask"),
-    divided=True,
+    two_kernel=True,
 )
-_DIVIDED_BIAS = dataclasses.replace(
-    _DIVIDED,
+_TWO_KERNEL_BIAS = dataclasses.replace(
+    _TWO_KERNEL,
     reason="lanes load the bias for dq; for dk and dv it has a buffer, at head dim 256 one of P's",
     modifiers=("dropout", "bias"),
 )
@@ -252,15 +252,15 @@ BACKWARD: Mapping[int, tuple[Tile, ...]] = {
         Tile(64, 128, 2, "as 64", modifiers=("bias", "dropout", "segments")),
         Tile(64, 128, 2, "as 64", modifiers=("dropout", "segments", "a boolean mask")),
     ),
-    192: (_DIVIDED, _DIVIDED_BIAS),
+    192: (_TWO_KERNEL, _TWO_KERNEL_BIAS),
     256: (
-        dataclasses.replace(_DIVIDED, modifiers=("dropout", "segments", "a boolean mask")),
+        dataclasses.replace(_TWO_KERNEL, modifiers=("dropout", "segments", "a boolean mask")),
         dataclasses.replace(
-            _DIVIDED,
+            _TWO_KERNEL,
             reason="the derivative of a soft cap takes 32 registers; with dropout 24 spill",
             modifiers=("soft cap", "segments"),
         ),
-        _DIVIDED_BIAS,
+        _TWO_KERNEL_BIAS,
     ),
 }
 
@@ -278,5 +278,5 @@ KEY_BUFFERS = (KeyBuffers(3, 2), KeyBuffers(3, 1), KeyBuffers(2, 2), KeyBuffers(
 """The first that fits is taken. Of two buffers dK and dV read one until the next visit begins, and
 that waits for its queries: at head dims (192, 128) a third saves 11 % of the kernel's time."""
 
-UNDIVIDED = max(dim for dim, tiles in BACKWARD.items() if not tiles[0].divided)
+LARGEST_ONE_KERNEL_DIM = max(dim for dim, tiles in BACKWARD.items() if not tiles[0].two_kernel)
 """The largest head dim with one kernel for all gradients."""

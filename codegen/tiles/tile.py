@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-WIDE = 65536
+LARGE_DIM = 65536
 """The class of head dims above all others, up to this one: a kernel that takes them in steps and
 chunks."""
 
@@ -27,7 +27,7 @@ class Tile:
     """Which of ``MODIFIERS`` the row also serves, alone and together."""
     masks: tuple[str, ...] = ("none", "causal", "window")
     """The kinds of mask that the row serves."""
-    park: bool = False
+    stage_registers: bool = False
     """Whether row statistics and pointers of a forward wait in shared memory during products, where
     the accumulators of scores and output leave no registers for them."""
     key_warps: int = 1

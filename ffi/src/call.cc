@@ -30,7 +30,7 @@ void add_places(std::string_view buffers, bool is_result, std::vector<Place>* pl
 }
 
 // How the batch shares an array that has `elements` of its own.
-BatchShare share_of(const Place& place, unsigned long long elements) {
+BatchBroadcast broadcast_of(const Place& place, unsigned long long elements) {
   unsigned long long const period = elements * place.divisor;
   return {period == 0 ? 0 : ~0ull / period + 1, elements};
 }
@@ -170,7 +170,7 @@ TensorView Buffers::tensor(std::string_view name) {
   long long const slot_stride = dims.sizes[2] * view.head_stride;
   view.row_stride = place.slots * slot_stride;
   view.batch_stride = dims.sizes[1] * view.row_stride;
-  view.share = share_of(place, dims.sizes[0]);
+  view.share = broadcast_of(place, dims.sizes[0]);
   view.data = static_cast<char*>(found->buffer.untyped_data()) +
               place.slot * slot_stride * ffi::ByteWidth(found->buffer.element_type());
   require_alignment(place, view.data, alignment_);
@@ -194,7 +194,8 @@ ScoreView Buffers::scores(std::string_view name, int alignment) {
   };
   void* const data = found->buffer.untyped_data();
   require_alignment(found->place, data, alignment);
-  return {data, stride(0), stride(1), stride(2), stride(3), share_of(found->place, dims.sizes[0])};
+  return {data,      stride(0), stride(1),
+          stride(2), stride(3), broadcast_of(found->place, dims.sizes[0])};
 }
 
 ProblemShape Buffers::shape() {
@@ -245,7 +246,7 @@ MaskParams mask_of(const Call& call, Buffers& buffers) {
   return mask;
 }
 
-TileMap tile_map_of(Buffers& buffers, std::string_view name) {
+BlockMask block_mask_of(Buffers& buffers, std::string_view name) {
   Dimensions const dims = buffers.four_dimensions(name);
   if (dims.rank == 0) return {};
   auto const stride = [&](int dim, long long lines) {

@@ -19,7 +19,8 @@ struct Place {
   int position;  // among the operands, or the results
   int slot;
   int slots;
-  int divisor;  // of the batch index, where elements of the batch share the array: see BatchShare
+  int divisor;  // of the batch index, where elements of the batch share the array: see
+                // BatchBroadcast
 };
 
 // Sizes of an array, outermost first.
@@ -107,7 +108,7 @@ class Buffers {
 MaskParams mask_of(const Call& call, Buffers& buffers);
 
 // The map of tiles of this name; none where the call has no such buffer.
-TileMap tile_map_of(Buffers& buffers, std::string_view name);
+BlockMask block_mask_of(Buffers& buffers, std::string_view name);
 
 DropoutParams dropout_of(const Call& call, Buffers& buffers);
 

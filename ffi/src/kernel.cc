@@ -63,7 +63,7 @@ ffi::ErrorOr<int> capability_of(const Driver& driver, CUdevice device) {
 std::optional<Grid> grid_of(const std::string& name) {
   if (name == "queries") return Grid::kQueries;
   if (name == "keys") return Grid::kKeys;
-  if (name == "key_shares") return Grid::kKeyShares;
+  if (name == "q_splits") return Grid::kQSplits;
   if (name == "bias") return Grid::kBias;
   if (name == "bias_squares") return Grid::kBiasSquares;
   if (name == "operands") return Grid::kOperands;
@@ -99,7 +99,7 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   auto grids = attributes.get<std::string_view>("grids");
   auto threads = attributes.get<ffi::Span<const int32_t>>("threads");
   auto shared_bytes = attributes.get<ffi::Span<const int32_t>>("shared_bytes");
-  auto tile_maps = attributes.get<std::string_view>("tile_maps");
+  auto block_masks = attributes.get<std::string_view>("block_masks");
   auto tile = attributes.get<ffi::Span<const int32_t>>("tile");
   auto alignment = attributes.get<int32_t>("alignment");
   auto blocks_per_sm = attributes.get<int32_t>("blocks_per_sm");
@@ -108,14 +108,14 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   auto tensor_maps = attributes.get<std::string_view>("tensor_maps");
   auto boxes = attributes.get<ffi::Span<const int32_t>>("boxes");
   if (!image.has_value() || !entry_points.has_value() || !grids.has_value() ||
-      !threads.has_value() || !shared_bytes.has_value() || !tile_maps.has_value() ||
+      !threads.has_value() || !shared_bytes.has_value() || !block_masks.has_value() ||
       !tile.has_value() || !alignment.has_value() || !blocks_per_sm.has_value() ||
       !pack_heads.has_value() || !persistent.has_value() || !tensor_maps.has_value() ||
       !boxes.has_value()) {
     return ffi::Unexpected(
         failure(ffi::ErrorCode::kInvalidArgument,
                 "a kernel table entry needs image, entry_points, grids, "
-                "threads, shared_bytes, tile_maps, tile, alignment, blocks_per_sm, "
+                "threads, shared_bytes, block_masks, tile, alignment, blocks_per_sm, "
                 "pack_heads, persistent, tensor_maps and boxes (was the "
                 "program exported by another version?)"));
   }
@@ -134,12 +134,12 @@ ffi::ErrorOr<KernelImage> KernelImage::decode(std::string_view arch,
   }
   kernel.threads.assign(threads->begin(), threads->end());
   kernel.shared_bytes.assign(shared_bytes->begin(), shared_bytes->end());
-  kernel.tile_maps = split(*tile_maps);
+  kernel.block_masks = split(*block_masks);
   std::vector<std::string> const maps = split(*tensor_maps);
   if (kernel.threads.size() != kernel.entry_points.size() ||
       kernel.grids.size() != kernel.entry_points.size() ||
       kernel.shared_bytes.size() != kernel.entry_points.size() ||
-      kernel.tile_maps.size() != kernel.entry_points.size() || tile->size() != 2 ||
+      kernel.block_masks.size() != kernel.entry_points.size() || tile->size() != 2 ||
       boxes->size() != 2 * maps.size()) {
     return ffi::Unexpected(failure(ffi::ErrorCode::kInvalidArgument,
                                    "a kernel table entry has " +

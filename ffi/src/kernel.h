@@ -20,7 +20,7 @@ struct MapBox {
 };
 
 // What the blocks of an entry point are tiles of: EntryPoint of codegen/spec.py.
-enum class Grid { kQueries, kKeys, kKeyShares, kBias, kBiasSquares, kOperands };
+enum class Grid { kQueries, kKeys, kQSplits, kBias, kBiasSquares, kOperands };
 
 // What the code generator says of one architecture's kernel; an entry of the custom call's table.
 struct KernelImage {
@@ -30,7 +30,7 @@ struct KernelImage {
   std::vector<Grid> grids;                // of each entry point
   std::vector<int> threads;               // of each entry point
   std::vector<int> shared_bytes;          // dynamic, of each entry point
-  std::vector<std::string> tile_maps;     // the buffer of each entry point, or a name without one
+  std::vector<std::string> block_masks;   // the buffer of each entry point, or a name without one
   int tile_query = 0;
   int tile_key = 0;
   bool persistent = false;   // the grid is no larger than the GPU, and its blocks share the tiles

@@ -15,7 +15,7 @@ long long key_blocks(const DeviceKernel& kernel, ProblemShape const& shape) {
 }
 
 // As many CTAs for each tile of keys as the device and the workspace have room for.
-int choose_shares(const DeviceKernel& kernel, Buffers& buffers, ProblemShape const& shape) {
+int choose_q_splits(const DeviceKernel& kernel, Buffers& buffers, ProblemShape const& shape) {
   Dimensions const parts = buffers.dimensions("key_gradient_sum");
   long long const most = parts.rank == 2 ? parts.sizes[0] : 1;
   long long const blocks = std::max(key_blocks(kernel, shape), 1ll);
@@ -37,8 +37,8 @@ xla::ffi::ErrorOr<long long> blocks_of(Grid grid, const DeviceKernel& kernel,
       return (long long)params.query_tiles * shape.query_heads * shape.batch;
     case Grid::kKeys:
       return key_blocks(kernel, shape);
-    case Grid::kKeyShares:
-      return key_blocks(kernel, shape) * params.shares;
+    case Grid::kQSplits:
+      return key_blocks(kernel, shape) * params.q_splits;
     case Grid::kBias:
       return bias_planes * (bias.row_stride == 0 ? 1 : params.query_tiles) *
              key_tiles(kernel, shape);
@@ -77,13 +77,13 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.key_gradient_sum = static_cast<float*>(buffers.data("key_gradient_sum"));
   params.value_gradient_sum = static_cast<float*>(buffers.data("value_gradient_sum"));
   params.bias_gradient = buffers.scores("bias_gradient", call.bias_alignment);
-  params.order = static_cast<int*>(buffers.data("order"));
+  params.semaphores = static_cast<int*>(buffers.data("semaphores"));
   params.bias_gradient_sum = static_cast<float*>(buffers.data("bias_gradient_sum"));
   if (buffers.error().failure()) return buffers.error();
 
   params.query_tiles =
       static_cast<int>(ceil_div(params.shape.query_length, kernel.image->tile_query));
-  params.shares = choose_shares(kernel, buffers, params.shape);
+  params.q_splits = choose_q_splits(kernel, buffers, params.shape);
 
   auto maps = encode_maps<BackwardMaps>(kernel, buffers);
   if (!maps.has_value()) return maps.error();
@@ -92,7 +92,7 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
     error = fill_zero(kernel, params.bias_gradient_sum, buffers.bytes("bias_gradient_sum"), stream);
   }
   for (size_t entry = 0; entry < kernel.image->grids.size() && error.success(); ++entry) {
-    params.tile_map = tile_map_of(buffers, kernel.image->tile_maps[entry]);
+    params.block_mask = block_mask_of(buffers, kernel.image->block_masks[entry]);
     if (buffers.error().failure()) return buffers.error();
     auto const blocks = blocks_of(kernel.image->grids[entry], kernel, params);
     if (!blocks.has_value()) return blocks.error();

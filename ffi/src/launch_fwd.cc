@@ -6,11 +6,11 @@
 namespace memeff::host {
 namespace {
 
-// Of kernels/fmha_fwd_halve.cuh, for query, key and value; a tile has one or more.
+// Of kernels/fmha_fwd_f16x3_split.cuh, for query, key and value; a tile has one or more.
 long long operand_blocks(ProblemShape const& shape, long long tile_key) {
-  long long const query_blocks = ceil_div(std::max(shape.query_length, 1), kHalvedRows);
+  long long const query_blocks = ceil_div(std::max(shape.query_length, 1), kF16x3Rows);
   long long const key_blocks =
-      ceil_div(std::max(shape.key_length, 1), tile_key) * (tile_key / kHalvedRows);
+      ceil_div(std::max(shape.key_length, 1), tile_key) * (tile_key / kF16x3Rows);
   return shape.batch * (query_blocks * shape.query_heads + 2 * key_blocks * shape.key_heads);
 }
 
@@ -29,15 +29,15 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.value = buffers.tensor("value");
   params.out = buffers.tensor("out");
   params.logsumexp = static_cast<float*>(buffers.data("logsumexp"));
-  params.piece_counter = static_cast<PieceCounter*>(buffers.data("piece_counter"));
+  params.tile_counter = static_cast<TileCounter*>(buffers.data("tile_counter"));
   params.out_sum = static_cast<float*>(buffers.data("out_sum"));
   params.score_sum = static_cast<float*>(buffers.data("score_sum"));
-  params.query_halves = static_cast<char*>(buffers.data("query_halves"));
-  params.key_halves = static_cast<char*>(buffers.data("key_halves"));
-  params.value_halves = static_cast<char*>(buffers.data("value_halves"));
+  params.query_hi_lo = static_cast<char*>(buffers.data("query_hi_lo"));
+  params.key_hi_lo = static_cast<char*>(buffers.data("key_hi_lo"));
+  params.value_hi_lo = static_cast<char*>(buffers.data("value_hi_lo"));
   bool const halves = kernel.image->grids[0] == Grid::kOperands;
   int const main = halves ? 1 : 0;
-  params.tile_map = tile_map_of(buffers, kernel.image->tile_maps[main]);
+  params.block_mask = block_mask_of(buffers, kernel.image->block_masks[main]);
   if (buffers.error().failure()) return buffers.error();
 
   if (kernel.image->entry_points.size() > 1 && !halves) {

@@ -17,10 +17,13 @@ import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_memeff import api, compat, validate, vjp
+from jax_memeff._api import attention as api
+from jax_memeff._api import validate
+from jax_memeff._call import compat
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.options import DropoutState
+from jax_memeff._op import vjp
 from jax_memeff.errors import UnsupportedError
-from jax_memeff.mask import Mask
-from jax_memeff.options import DropoutState
 
 
 def attention_fn(

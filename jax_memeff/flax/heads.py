@@ -12,9 +12,9 @@ from flax.nnx.nn import dtypes
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_memeff._call.mask import Mask
 from jax_memeff.flax.attention import attend, batch_dims
 from jax_memeff.flax.rotary import rotary_embedding
-from jax_memeff.mask import Mask
 
 SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike]
 

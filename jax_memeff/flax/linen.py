@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import linen
 from jax.typing import ArrayLike
 
+from jax_memeff._call.mask import Mask
 from jax_memeff.flax import attention
 from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
-from jax_memeff.mask import Mask
 
 
 class MultiHeadAttention(linen.MultiHeadDotProductAttention):

@@ -9,9 +9,9 @@ from flax import nnx
 from flax.nnx.module import first_from
 from jax.typing import ArrayLike
 
+from jax_memeff._call.mask import Mask
 from jax_memeff.flax import attention
 from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
-from jax_memeff.mask import Mask
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):

@@ -22,11 +22,14 @@ import jax
 import jaxlib
 from jax.interpreters import mlir
 
-from jax_memeff import _ffi, config, cuda, primitives
-from jax_memeff.codegen import arch as architectures
-from jax_memeff.codegen import compile as compiler
-from jax_memeff.codegen import emit, headers
+from jax_memeff import _ffi, config
+from jax_memeff._cuda import lowering as cuda
+from jax_memeff._op import primitives
+from jax_memeff.codegen import emit
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.toolchain import arch as architectures
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import headers
 
 _HERE = Path(__file__).parent
 _OPTIONS = ["-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]

@@ -11,7 +11,7 @@ namespace memeff {
 // elements.
 // Both are in `fraction`, what one batch index is of a period of divisor * elements
 // (core/common.cuh).
-struct BatchShare {
+struct BatchBroadcast {
   unsigned long long fraction;  // 2^64 / (divisor * elements), rounded up; 0 of a period of 1
   unsigned long long elements;
 };
@@ -23,7 +23,7 @@ struct TensorView {
   long long batch_stride;
   long long row_stride;
   long long head_stride;
-  BatchShare share;
+  BatchBroadcast share;
 };
 
 // An array that broadcasts to the scores [B, N, T, S]; the stride of a broadcast dimension is 0.
@@ -33,7 +33,7 @@ struct ScoreView {
   long long head_stride;
   long long row_stride;
   long long column_stride;
-  BatchShare share;
+  BatchBroadcast share;
 };
 
 // Sizes of one call, named as in the documentation: query [B, T, N, H], key [B, S, K, H],
@@ -89,11 +89,11 @@ struct MaskParams {
   ScoreView boolean;  // one byte an element
 };
 
-// Which tiles segment ids and a boolean mask leave something of: see mask/tile_map.cuh.
-struct TileMap {
+// Which tiles segment ids and a boolean mask leave something of: see mask/block_mask.cuh.
+struct BlockMask {
   const void* data;
-  int batch_lines;  // from one batch element to the next; 0 where all have the same
-  int head_lines;
+  int batch_rows;  // from one batch element to the next; 0 where all have the same
+  int head_rows;
 };
 
 // What the keep bit of an element depends on beside its row and column: see dropout/keep.cuh.
@@ -110,10 +110,11 @@ constexpr int kMaxLength = 1 << 28;  // largest T and S
 
 constexpr int kLongSumColumns = 8192;  // that tensor cores sum precisely enough for the logsumexp
 
-constexpr int kHalvedRows = 64;  // that a CTA of kernels/fmha_fwd_halve.cuh writes; divides tiles
+constexpr int kF16x3Rows =
+    64;  // that a CTA of kernels/fmha_fwd_f16x3_split.cuh writes; divides tiles
 
 // The pieces of a persistent kernel that no CTA has begun with (schedule/persistent.cuh).
-struct PieceCounter {
+struct TileCounter {
   unsigned long long ready;
   int next;
   int finished;
@@ -129,19 +130,19 @@ struct ForwardParams {
   TensorView key;
   TensorView value;
   TensorView out;
-  float* logsumexp;             // [B, N, T] or [N, tokens], natural logarithm
-  float* partial_logsumexp;     // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh
-  float* partial_out;           // the same rows, [value dim class] each
-  int splits;                   // of the keys; 1: no partial results
-  PieceCounter* piece_counter;  // of persistent kernels
-  float* out_sum;               // of wide kernels: [B, N, padded T, padded Hv], in the order of
-                                // collective/chunked_product.cuh
+  float* logsumexp;           // [B, N, T] or [N, tokens], natural logarithm
+  float* partial_logsumexp;   // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh
+  float* partial_out;         // the same rows, [value dim class] each
+  int splits;                 // of the keys; 1: no partial results
+  TileCounter* tile_counter;  // of persistent kernels
+  float* out_sum;             // of wide kernels: [B, N, padded T, padded Hv], in the order of
+                              // collective/chunked_product.cuh
   float* score_sum;  // of wide kernels where H > kLongSumColumns: a tile of scores for each
                      // of queries; see collective/long_sum.cuh
-  TileMap tile_map;
-  char* query_halves;  // of f32 in f16 products: see schedule/f16x3_tiles.cuh
-  char* key_halves;
-  char* value_halves;
+  BlockMask block_mask;
+  char* query_hi_lo;  // of f32 in f16 products: see schedule/f16x3_tiles.cuh
+  char* key_hi_lo;
+  char* value_hi_lo;
 };
 
 struct BackwardParams {
@@ -164,16 +165,16 @@ struct BackwardParams {
                                     // logsumexp in base 2 (+inf where a row has no keys), and
                                     // delta = rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [tiles, query tile, head dim class], in fragment order
-  float* key_gradient_sum;          // of shared tiles: see schedule/key_shares.cuh
+  float* key_gradient_sum;          // of shared tiles: see schedule/split_q.cuh
                                     // of wide kernels: [B, K, padded S, padded H] and
   float* value_gradient_sum;        // [B, K, padded S, padded Hv]
   ScoreView bias_gradient;
   float* bias_gradient_sum;  // where it is summed: see bias/gradient.cuh
   int query_tiles;           // padded T / query tile
-  int shares;                // CTAs for each tile of keys: see schedule/key_shares.cuh
-  int* order;                // of sums that are the same in every run: see schedule/turn.cuh and
-                             // schedule/key_shares.cuh
-  TileMap tile_map;          // of the kernel that is launched
+  int q_splits;              // CTAs for each tile of keys: see schedule/split_q.cuh
+  int* semaphores;  // of sums that are the same in every run: see schedule/dq_semaphore.cuh and
+                    // schedule/split_q.cuh
+  BlockMask block_mask;  // of the kernel that is launched
 };
 
 // A CUtensorMap: how the tensor memory accelerator sees a tensor. The launcher encodes it.
@@ -207,9 +208,9 @@ static_assert(sizeof(TensorView) == 48, "host and device disagree on TensorView"
 static_assert(sizeof(ScoreView) == 56, "host and device disagree on ScoreView");
 static_assert(sizeof(ProblemShape) == 56, "host and device disagree on ProblemShape");
 static_assert(sizeof(MaskParams) == 128, "host and device disagree on MaskParams");
-static_assert(sizeof(TileMap) == 16, "host and device disagree on TileMap");
+static_assert(sizeof(BlockMask) == 16, "host and device disagree on BlockMask");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
-static_assert(sizeof(PieceCounter) == 16, "host and device disagree on PieceCounter");
+static_assert(sizeof(TileCounter) == 16, "host and device disagree on TileCounter");
 static_assert(sizeof(ForwardParams) == 576, "host and device disagree on ForwardParams");
 static_assert(sizeof(BackwardParams) == 816, "host and device disagree on BackwardParams");
 

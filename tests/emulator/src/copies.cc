@@ -171,11 +171,11 @@ void load_box(void const* encoded, uint64_t& barrier, uint32_t shared, int const
   });
 }
 
-void load_bulk(void const* global, uint64_t& barrier, uint32_t shared, int bytes) {
-  require_aligned(global, 16, "a bulk load");
-  if (bytes % 16 != 0) fail("a bulk load of %d bytes, no multiple of 16", bytes);
+void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes) {
+  require_aligned(global, 16, "a TMA load");
+  if (bytes % 16 != 0) fail("a TMA load of %d bytes, no multiple of 16", bytes);
   start([=, block = &this_block(), arrived = &barrier] {
-    std::memcpy(shared_range(*block, shared, bytes, 16, "a bulk load"), global, size_t(bytes));
+    std::memcpy(shared_range(*block, shared, bytes, 16, "a TMA load"), global, size_t(bytes));
     mark_written(*block, shared, bytes, 0);
     complete_bytes(*arrived, bytes);
   });
@@ -195,10 +195,10 @@ void store_box(void const* encoded, uint32_t shared, int const (&start)[4]) {
       });
 }
 
-void commit_bulk_stores() { this_fiber().stores_committed = true; }
+void commit_tma_stores() { this_fiber().stores_committed = true; }
 
-void wait_bulk_stores() {
-  if (!this_fiber().stores_committed) fail("a wait for bulk stores that are not committed");
+void wait_tma_stores() {
+  if (!this_fiber().stores_committed) fail("a wait for TMA stores that are not committed");
   wait_for({&this_fiber().stores, ~uint64_t(0), 0, true, "the copy engine's stores"});
 }
 

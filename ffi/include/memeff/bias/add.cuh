@@ -66,11 +66,11 @@ class BiasReader {
 
 // The same of a SharedTile of 16-bit elements, whose columns from the first on are read.
 template <class Element, class Tile, int kColumnBlocks>
-class BulkBiasReader {
+class TmaBiasReader {
  public:
   static constexpr bool kPerRow = true;
 
-  CUTE_DEVICE BulkBiasReader(uint32_t tile, int row)
+  CUTE_DEVICE TmaBiasReader(uint32_t tile, int row)
       : fragments_(tile, LaneOrder::rows_first, row, 0) {}
 
   CUTE_DEVICE void load(float2 (&pairs)[2][2], int row_block, int column_block) const {

@@ -4,16 +4,17 @@
 //   full        all four dims are full: each element has one owner, which writes it
 //   shared      broadcast over batch elements or heads: f32 sums in global memory, in the order of
 //               the accumulators, so that they are aligned vector reductions
-//   recomputed  broadcast over batch elements or heads, and the same in every run: a kernel of its
-//               own, FmhaBackwardRecompute
+//   dbias_kernel  broadcast over batch elements or heads, and the same in every run: a kernel of
+//   its
+//               own, FmhaBackwardDbias
 //   columns     broadcast over rows (and perhaps more): a tile is summed before it is added
-// The sums of `shared` and `columns` start at zero and are rounded by FmhaBackwardBias.
+// The sums of `shared` and `columns` start at zero and are rounded by FmhaBackwardDbiasPostprocess.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/bias/score_view.cuh>
 #include <memeff/collective/epilogue.cuh>
-#include <memeff/mask/tile_map.cuh>
+#include <memeff/mask/block_mask.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
 #include <memeff/schedule/grid.cuh>
 
@@ -31,13 +32,13 @@ CUTE_DEVICE long long bias_plane(BackwardParams const& params, int batch, int he
 // How many batch elements the gradient has.
 template <class Config>
 CUTE_DEVICE int bias_elements(BackwardParams const& params) {
-  if constexpr (Config::kSharedBatch) return params.bias_gradient.share.elements;
+  if constexpr (Config::kBroadcastBatch) return params.bias_gradient.share.elements;
   return params.bias_gradient.batch_stride == 0 ? 1 : params.shape.batch;
 }
 
-// The kernel of the way `recomputed`, which the Tiles of each family specialise.
+// The kernel of the way `dbias_kernel`, which the Tiles of each family specialise.
 template <class Config, class Tiles = BackwardTiles<Config>>
-struct FmhaBackwardRecompute;
+struct FmhaBackwardDbias;
 
 // A tile of the gradient, one of count(), that a CTA of a kernel after the main one writes.
 template <class Config, class Tiles = BackwardTiles<Config>>
@@ -148,7 +149,7 @@ struct BiasMembers {
     bool const all_heads = params.bias_gradient.head_stride == 0;
     int batches = all_batches ? shape.batch : 1;
     first_batch = all_batches ? 0 : all_heads ? plane : plane / shape.query_heads;
-    if constexpr (Config::kSharedBatch) {
+    if constexpr (Config::kBroadcastBatch) {
       batches = shape.batch / bias_elements<Config>(params);
       first_batch *= batches;
     }
@@ -204,8 +205,8 @@ struct ColumnSums {
 // Zeros of a full gradient for the rows of a tile of columns that no visit computes: those of all
 // heads of the group outside the visited tiles. kThreads threads share them.
 template <class Config, int kThreads>
-CUTE_DEVICE void clear_unvisited(BackwardParams const& params, WorkItem const& item,
-                                 TileRange const& visited) {
+CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& item,
+                               TileRange const& visited) {
   if constexpr (Config::kBiasGradient == BiasGradient::full) {
     using Element = typename Config::BiasElement;
     int const column = item.tile * Config::kTileKey;
@@ -221,9 +222,9 @@ CUTE_DEVICE void clear_unvisited(BackwardParams const& params, WorkItem const& i
     };
     for (int i = 0; i < params.shape.group; ++i) {
       int const head = item.head * params.shape.group + i;
-      TileLine<Config::kTileMap> const line(visited, params.tile_map, item.batch, head, item.tile,
-                                            ceil_div(rows, Config::kTileQuery));
-      if constexpr (Config::kTileMap) {
+      BlockMaskRow<Config::kBlockMask> const line(visited, params.block_mask, item.batch, head,
+                                                  item.tile, ceil_div(rows, Config::kTileQuery));
+      if constexpr (Config::kBlockMask) {
         for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
           clear(head, (tile + 1) * Config::kTileQuery, line.after(tile) * Config::kTileQuery);
         }
@@ -254,7 +255,7 @@ struct BiasGradientWriter<Config, BiasGradient::none> {
 };
 
 template <class Config>
-struct BiasGradientWriter<Config, BiasGradient::recomputed>
+struct BiasGradientWriter<Config, BiasGradient::dbias_kernel>
     : BiasGradientWriter<Config, BiasGradient::none> {
   using BiasGradientWriter<Config, BiasGradient::none>::BiasGradientWriter;
 };

@@ -42,7 +42,7 @@ struct RowBias {
   template <class Softmax>
   CUTE_DEVICE void add(Softmax& softmax) const {
     CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) softmax.row_reference[r] += values[r];
+    for (int r = 0; r < Softmax::kRows; ++r) softmax.softmax_reference[r] += values[r];
   }
 };
 

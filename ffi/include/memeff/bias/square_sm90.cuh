@@ -1,17 +1,17 @@
 // The bias of a square of queries and keys that a CTA visits for several batch elements and heads,
-// which all read the same: see kernels/fmha_bwd_recompute_sm90.cuh.
+// which all read the same: see kernels/fmha_bwd_dbias_sm90.cuh.
 #pragma once
 
 #include <memeff/bias/add.cuh>
-#include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/pipeline.cuh>
+#include <memeff/collective/tma_tile.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 
 namespace memeff {
 
 // The copy engine brings it, that of the next square when the last visit of this one has read it.
 // Both the producer and each consumer have an object.
-template <class Config, class Tiles, bool kBulk = has_bulk_bias<Config>()>
+template <class Config, class Tiles, bool kTma = has_tma_bias<Config>()>
 class SquareBias {
  public:
   using Grid = typename Tiles::ScoreGrid;
@@ -34,8 +34,8 @@ class SquareBias {
     uint64_t& arrived = control.bias.acquire(stage_, kBytes);
     CUTE_UNROLL
     for (int row = 0; row < Tile::kRows; row += kWarpgroupRows) {  // of a box
-      load_bulk_tile<Tile>(maps.bias, arrived, tile_, row, work.tile.row + row, plane.head,
-                           plane.batch, CacheHint::EVICT_FIRST, work.tile.column);
+      load_tma_tile<Tile>(maps.bias, arrived, tile_, row, work.tile.row + row, plane.head,
+                          plane.batch, CacheHint::EVICT_FIRST, work.tile.column);
     }
     stage_.advance();
   }
@@ -45,14 +45,14 @@ class SquareBias {
   CUTE_DEVICE void begin(BackwardParams const&, Work const&) {}
 
   template <class Work, class Scores>
-  CUTE_DEVICE void add(BackwardParams const& params, Work const&, Control& control, bool last_visit,
+  CUTE_DEVICE void add(BackwardParams const& params, Work const&, Control& control, bool last_block,
                        Scores& scores) {
     control.bias.wait(stage_);
     add_bias(
         scores,
-        BulkBiasReader<typename Config::BiasElement, Tile, Grid::kColumnBlocks>(tile_, Grid::row()),
+        TmaBiasReader<typename Config::BiasElement, Tile, Grid::kColumnBlocks>(tile_, Grid::row()),
         params.scale.bias_scale);
-    if (last_visit) {
+    if (last_block) {
       __syncwarp();  // all lanes have read
       if (threadIdx.x % kWarpSize == 0) control.bias.release(stage_);
       stage_.advance();

@@ -22,8 +22,8 @@ CUTE_HOST_DEVICE constexpr bool has_bias_tile() {
 
 // Does the copy engine bring the tiles, through a tensor map?
 template <class Config>
-CUTE_HOST_DEVICE constexpr bool has_bulk_bias() {
-  if constexpr (Config::kBias) return Config::kBulkBias;
+CUTE_HOST_DEVICE constexpr bool has_tma_bias() {
+  if constexpr (Config::kBias) return Config::kTmaBias;
   return false;
 }
 

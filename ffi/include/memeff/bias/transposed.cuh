@@ -56,11 +56,11 @@ class TransposedBiasReader {
 
 // The same of a SharedTile of queries and keys, in which the keys of the warp begin at `column`.
 template <class Element, class Tile>
-class TransposedBulkBiasReader {
+class TransposedTmaBiasReader {
  public:
   static constexpr bool kPerRow = true;
 
-  CUTE_DEVICE TransposedBulkBiasReader(uint32_t tile, int column) {
+  CUTE_DEVICE TransposedTmaBiasReader(uint32_t tile, int column) {
     unsigned const lane = unsigned(thread_index()) % kWarpSize;
     base_ = tile + Tile::byte_offset(int(lane / 16 * 8 + lane % 8),
                                      column / Tile::kChunkColumns + int(lane / 8 % 2));
@@ -97,14 +97,14 @@ CUTE_DEVICE void add_bias_transposed(Accumulators& scores, Reader const& bias, f
 // A bias that waits in registers where no shared memory is left for it: a tile is loaded while the
 // tensor cores work, each lane its own elements, and added when they have the scores.
 template <class Config, class Grid, bool kHolds = has_bias_tile<Config>()>
-struct HeldTransposedBias {
+struct RegisterTransposedBias {
   CUTE_DEVICE void load(ScoreView const&, int, int, int, int, int, int) {}
   template <class Accumulators>
   CUTE_DEVICE void add(Accumulators&, float) const {}
 };
 
 template <class Config, class Grid>
-struct HeldTransposedBias<Config, Grid, true> {
+struct RegisterTransposedBias<Config, Grid, true> {
   using Element = typename Config::BiasElement;
   static constexpr int kRows = 2 * Grid::kRowBlocks;
   // Of neighbouring queries; one element serves them all where the bias is broadcast over rows.

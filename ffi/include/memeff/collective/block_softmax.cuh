@@ -4,7 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include <memeff/arch/copy.cuh>
-#include <memeff/collective/score_reference.cuh>
+#include <memeff/collective/softmax_reference.cuh>
 
 namespace memeff {
 

@@ -9,12 +9,13 @@
 // are added with rounding.
 #pragma once
 
-#include <memeff/arch/bulk_copy.cuh>
+#include <memeff/arch/tma.cuh>
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/f16x3.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/f16x3_tiles.cuh>
+#include <memeff/schedule/grid.cuh>
 
 namespace memeff {
 
@@ -59,8 +60,8 @@ struct F16x3Operands {
   CUTE_DEVICE void load_queries(WorkItem const& item, int query_length, int warpgroup,
                                 uint64_t& arrived, uint32_t buffer) const {
     int const tile = min(item.tile * kRowWarpgroups + warpgroup, last<QueryTile>(query_length));
-    load_bulk(Tiles::query(params, item.batch, item.head, tile), arrived,
-              buffer + warpgroup * QueryTile::kBufferBytes, QueryTile::kBytes);
+    load_tma(Tiles::query(params, item.batch, item.head, tile), arrived,
+             buffer + warpgroup * QueryTile::kBufferBytes, QueryTile::kBytes);
   }
 
   template <class Tile>
@@ -71,7 +72,7 @@ struct F16x3Operands {
     int last;
 
     CUTE_DEVICE void load(int tile, uint64_t& arrived, uint32_t buffer) const {
-      load_bulk(tiles + (long long)min(tile, last) * kBytes, arrived, buffer, kBytes);
+      load_tma(tiles + (long long)min(tile, last) * kBytes, arrived, buffer, kBytes);
     }
   };
   using Keys = Rows<KeyTile>;

@@ -2,8 +2,8 @@
 // multiplied. The main loop knows these functions and no element type.
 #pragma once
 
-#include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/pipeline.cuh>
+#include <memeff/collective/tma_tile.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/schedule/sequences.cuh>
 
@@ -21,7 +21,7 @@ struct SharedQueries {
 // In registers. Products read less of shared memory, and take fewer descriptors. The buffer stays
 // until a product has used them: see Pipeline::release().
 template <class Tile>
-struct HeldQueries {
+struct RegisterQueries {
   RegisterOperand<1, Tile::kColumns / 16, 2> fragments;
 
   CUTE_DEVICE void take(uint32_t buffer, int warpgroup) {
@@ -53,21 +53,22 @@ struct MappedOperands {
   static constexpr int kProducerRegisters = 32;
 
   // What accumulators and probabilities leave of a consumer's registers. The compiler needs some to
-  // overlap visits, and others for features. Teams make few visits, and keep to what those need.
+  // overlap visits, and others for features. Consumer groups make few visits, and keep to what
+  // those need.
   static constexpr int kLeftRegisters = consumer_registers<kThreads, kProducerRegisters>() -
                                         Config::kValueDim / 2 - Config::kTileKey / 2 -
                                         Config::kTileKey / 4;
   static constexpr bool kWindow = Config::kMask == MaskKind::window;
   static constexpr bool kHoldsQueries =
-      Config::kTeams == 1 &&
+      Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kHeadDim / 4 >=
           40 + (Config::kBias || Config::kDropout ? 40 : 0) + (kWindow ? 40 : 0);
   // The random bits of a visit are made under the product of its scores, or when they are needed.
   static constexpr bool kDropsEarly =
-      Config::kTeams == 1 &&
+      Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kTileKey / 8 >= 32 + (Config::kBias ? 48 : 0) + (kWindow ? 16 : 0);
   using Queries =
-      cute::conditional_t<kHoldsQueries, HeldQueries<QueryTile>, SharedQueries<QueryTile>>;
+      cute::conditional_t<kHoldsQueries, RegisterQueries<QueryTile>, SharedQueries<QueryTile>>;
 
   ForwardParams const& params;
   ForwardMaps const& maps;
@@ -83,9 +84,9 @@ struct MappedOperands {
                                 uint32_t buffer) const {
     Origin const origin = query_origin<Config>(params.shape, item.batch);
     int const tile_row = warpgroup * kWarpgroupRows;
-    load_bulk_tile<QueryTile>(maps.query, arrived, buffer, tile_row,
-                              origin.row + item.tile * Config::kTileQuery + tile_row, item.head,
-                              origin.batch, CacheHint::EVICT_FIRST);
+    load_tma_tile<QueryTile>(maps.query, arrived, buffer, tile_row,
+                             origin.row + item.tile * Config::kTileQuery + tile_row, item.head,
+                             origin.batch, CacheHint::EVICT_FIRST);
   }
 
   // The tiles of keys, or of values, of a piece.
@@ -99,8 +100,8 @@ struct MappedOperands {
     int element;
 
     CUTE_DEVICE void load(int tile, uint64_t& arrived, uint32_t buffer) const {
-      load_bulk_tile<Tile>(map, arrived, buffer, 0, row + tile * Config::kTileKey, head, element,
-                           CacheHint::EVICT_LAST);
+      load_tma_tile<Tile>(map, arrived, buffer, 0, row + tile * Config::kTileKey, head, element,
+                          CacheHint::EVICT_LAST);
     }
   };
   using Keys = Rows<KeyTile>;

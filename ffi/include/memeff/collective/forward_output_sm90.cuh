@@ -2,9 +2,9 @@
 #pragma once
 
 #include <memeff/bias/rows.cuh>
-#include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/epilogue.cuh>
+#include <memeff/collective/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/sequences.cuh>
 
@@ -34,7 +34,8 @@ struct ForwardOutputSm90 {
     for (int r = 0; r < Softmax::kRows; ++r) {
       int const below = Grid::element_row(2 * r, 0) - Grid::element_row(0, 0);
       bool const valid = query + below < query_length;
-      store_global_if(valid && threadIdx.x % 4 == 0, logsumexp + below, softmax.row_reference[r]);
+      store_global_if(valid && threadIdx.x % 4 == 0, logsumexp + below,
+                      softmax.softmax_reference[r]);
       store_row<Element>(out + below * params.out.row_stride * int(sizeof(Element)), output, r,
                          shape.value_dim, valid);
     }

@@ -4,7 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include <memeff/arch/copy.cuh>
-#include <memeff/collective/score_reference.cuh>
+#include <memeff/collective/softmax_reference.cuh>
 #include <memeff/core/tf32.cuh>
 
 namespace memeff {
@@ -74,8 +74,8 @@ struct OnlineSoftmax {
   // Sums of 2^kCappedScale, and their products with values, are far from the end of float32.
   static constexpr float kCappedScale = 64.0f;
 
-  float row_reference[kRows];  // the score whose probability is 1; logsumexp after finish()
-  float row_sum[kRows];        // of this lane's columns only, until finish()
+  float softmax_reference[kRows];  // the score whose probability is 1; logsumexp after finish()
+  float row_sum[kRows];            // of this lane's columns only, until finish()
 
   // What scores have been multiplied by, and what is left of softmax_scale.
   CUTE_DEVICE static float applied(float softmax_scale) { return kCapped ? softmax_scale : 1.0f; }
@@ -84,31 +84,31 @@ struct OnlineSoftmax {
   CUTE_DEVICE OnlineSoftmax() {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      row_reference[r] = -infinity();
+      softmax_reference[r] = -infinity();
       row_sum[r] = 0.0f;
     }
   }
 
   // The statistics are needed between the two products only. Where the accumulators of both leave
-  // no registers, they wait in shared memory: kParkedBytes of it for each thread.
-  static constexpr int kParkedBytes = 2 * kRows * int(sizeof(float));
+  // no registers, they wait in shared memory: kStagedBytes of it for each thread.
+  static constexpr int kStagedBytes = 2 * kRows * int(sizeof(float));
 
-  CUTE_DEVICE void park(uint32_t shared) const {
-    uint32_t const slot = shared + thread_index() * kParkedBytes;
+  CUTE_DEVICE void stage_registers(uint32_t shared) const {
+    uint32_t const slot = shared + thread_index() * kStagedBytes;
     CUTE_UNROLL
     for (int r = 0; r < kRows; r += 2) {
-      store_shared_vector(slot + r * 8, row_reference[r], row_reference[r + 1], row_sum[r],
+      store_shared_vector(slot + r * 8, softmax_reference[r], softmax_reference[r + 1], row_sum[r],
                           row_sum[r + 1]);
     }
   }
 
-  CUTE_DEVICE void unpark(uint32_t shared) {
-    uint32_t const slot = shared + thread_index() * kParkedBytes;
+  CUTE_DEVICE void unstage(uint32_t shared) {
+    uint32_t const slot = shared + thread_index() * kStagedBytes;
     CUTE_UNROLL
     for (int r = 0; r < kRows; r += 2) {
       uint4 const parked = load_shared_vector(slot + r * 8);
-      row_reference[r] = __uint_as_float(parked.x);
-      row_reference[r + 1] = __uint_as_float(parked.y);
+      softmax_reference[r] = __uint_as_float(parked.x);
+      softmax_reference[r + 1] = __uint_as_float(parked.y);
       row_sum[r] = __uint_as_float(parked.z);
       row_sum[r + 1] = __uint_as_float(parked.w);
     }
@@ -133,7 +133,7 @@ struct OnlineSoftmax {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         correction.rows[r] = 1.0f;
-        row_reference[r] = 0.0f;
+        softmax_reference[r] = 0.0f;
       }
       add_exponentials(scores, correction, [](int, float x) { return x; });
       return correction;
@@ -173,18 +173,18 @@ struct OnlineSoftmax {
     Weights weights;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float const maximum = fmaxf(row_reference[r], other.row_reference[r]);
+      float const maximum = fmaxf(softmax_reference[r], other.softmax_reference[r]);
       auto const reference = Reference::of(maximum, scale);
-      weights.own[r] = exp2_approx(reference.correction(row_reference[r], scale));
-      weights.other[r] = exp2_approx(reference.correction(other.row_reference[r], scale));
-      row_reference[r] = maximum;
+      weights.own[r] = exp2_approx(reference.correction(softmax_reference[r], scale));
+      weights.other[r] = exp2_approx(reference.correction(other.softmax_reference[r], scale));
+      softmax_reference[r] = maximum;
       row_sum[r] = row_sum[r] * weights.own[r] + other.row_sum[r] * weights.other[r];
     }
     return weights;
   }
 
   // Normalises the output, times output_scale, and leaves the natural-log logsumexp of each row in
-  // row_reference. Rows without keys: output 0, logsumexp -inf.
+  // softmax_reference. Rows without keys: output 0, logsumexp -inf.
   template <class Output>
   CUTE_DEVICE void finish(Output& output, float softmax_scale, float output_scale) {
     CUTE_UNROLL
@@ -192,9 +192,9 @@ struct OnlineSoftmax {
       float const sum = quad_sum(row_sum[r]);
       bool const empty = sum == 0.0f;
       float const inverse = empty ? 0.0f : output_scale * reciprocal_approx(sum);
-      float const reference = row_reference[r] * remaining(softmax_scale);
+      float const reference = softmax_reference[r] * remaining(softmax_scale);
       float const logsumexp = (reference + log2_approx(sum)) * kLn2;
-      row_reference[r] = empty ? -infinity() : logsumexp;
+      softmax_reference[r] = empty ? -infinity() : logsumexp;
       rescale_row(output, r, inverse);
     }
   }
@@ -231,12 +231,12 @@ struct OnlineSoftmax {
   // Where the reference of a row is now, after scores of which `greatest` is this lane's maximum.
   CUTE_DEVICE Reference follow(int r, float greatest, float softmax_scale, Correction& correction) {
     float const maximum = quad_max(greatest);
-    bool const rises = (maximum - row_reference[r]) * softmax_scale > kSlack;
-    float const score = rises ? maximum : row_reference[r];
+    bool const rises = (maximum - softmax_reference[r]) * softmax_scale > kSlack;
+    float const score = rises ? maximum : softmax_reference[r];
     auto const reference = Reference::of(score, softmax_scale);
     correction.rows[r] =
-        rises ? exp2_approx(reference.correction(row_reference[r], softmax_scale)) : 1.0f;
-    row_reference[r] = score;
+        rises ? exp2_approx(reference.correction(softmax_reference[r], softmax_scale)) : 1.0f;
+    softmax_reference[r] = score;
     return reference;
   }
 
@@ -272,7 +272,7 @@ struct OnlineSoftmax {
                                  __float_as_int(scores(2 * (r % 2) + 1, r / 2, n)));
         }
         greatest[r] = __int_as_float(maximum);
-        ordered &= maximum > 0 || row_reference[r] >= 0.0f;
+        ordered &= maximum > 0 || softmax_reference[r] >= 0.0f;
       }
       if (!warp_any(!ordered)) return;
     }

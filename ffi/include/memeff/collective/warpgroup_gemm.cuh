@@ -108,29 +108,30 @@ CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators,
 }
 
 // How many steps of a left operand of `columns` columns `registers` of a thread hold.
-constexpr int held_steps(int columns, int registers) {
+constexpr int register_steps(int columns, int registers) {
   return registers < 0 ? 0 : cute::min(registers / 4, columns / 16);
 }
 
 // A warpgroup's rows of a tile, the left operand of many products: of the first steps in registers,
 // which shared memory then is not read for, of the others where they are.
-template <class Tile, class Grid, int kHeld>
-struct HeldRows {
-  RegisterOperand<1, cute::max(kHeld, 1), 2> held;
+template <class Tile, class Grid, int kRegisterSteps>
+struct RegisterRows {
+  RegisterOperand<1, cute::max(kRegisterSteps, 1), 2> held;
   DescriptorOperand<Tile, Contiguous::k> tile_rows;
 
   // `row` is the first of the warpgroup.
-  CUTE_DEVICE HeldRows(uint32_t tile, int row) : tile_rows(tile, row) {
-    if constexpr (kHeld > 0) held = load_operand<Tile, Grid, kHeld>(tile);
+  CUTE_DEVICE RegisterRows(uint32_t tile, int row) : tile_rows(tile, row) {
+    if constexpr (kRegisterSteps > 0) held = load_operand<Tile, Grid, kRegisterSteps>(tile);
   }
 };
 
-template <class Element, int kSteps, class Accumulators, class Tile, class Grid, int kHeld,
+template <class Element, int kSteps, class Accumulators, class Tile, class Grid, int kRegisterSteps,
           class Right>
-CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators, HeldRows<Tile, Grid, kHeld> const& left,
+CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators,
+                                RegisterRows<Tile, Grid, kRegisterSteps> const& left,
                                 Right const& right, bool accumulate) {
   cute::for_each(cute::make_seq<kSteps>{}, [&](auto step) {
-    if constexpr (step < kHeld) {
+    if constexpr (step < kRegisterSteps) {
       wgmma<Element, Right::kMajor>(accumulators, left.held.fragments[0][step], right.at(step),
                                     accumulate || step > 0);
     } else {

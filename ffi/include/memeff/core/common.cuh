@@ -20,7 +20,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 enum class MaskKind { none, causal, window };
 
 // How the gradient of the bias is summed: see bias/gradient.cuh.
-enum class BiasGradient { none, full, shared, columns, recomputed };
+enum class BiasGradient { none, full, shared, columns, dbias_kernel };
 
 // How a bias comes to the scores: see bias/tile.cuh.
 //   vectors  by tiles, 16 bytes at a time: each row begins at a multiple of 16 bytes
@@ -39,7 +39,7 @@ CUTE_HOST_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) ==
 // 2^33, because rounding adds less than 2^-33 of one.
 template <class Config, class View>
 CUTE_DEVICE int element_of(View const& view, int batch) {
-  if constexpr (!Config::kSharedBatch) return batch;
+  if constexpr (!Config::kBroadcastBatch) return batch;
   return int(__umul64hi(view.share.fraction * unsigned(batch), view.share.elements));
 }
 

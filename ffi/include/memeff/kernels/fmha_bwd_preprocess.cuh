@@ -9,8 +9,8 @@
 #include <memeff/core/vector.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
+#include <memeff/schedule/dq_semaphore.cuh>
 #include <memeff/schedule/sequences.cuh>
-#include <memeff/schedule/turn.cuh>
 
 namespace memeff {
 
@@ -29,10 +29,10 @@ struct FmhaBackwardPreprocess {
   static constexpr int kRowsPerPass = kThreads / kRowLanes;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
-    if constexpr (Config::kOrdersQueries || Config::kShares) {
-      unsigned const words = Turn<Config>::words(params.shape, Tiles::kTileKey);
+    if constexpr (Config::kOrdersQueries || Config::kSplitQ) {
+      unsigned const words = DqSemaphore<Config>::words(params.shape, Tiles::kTileKey);
       for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) {
-        params.order[i] = 0;
+        params.semaphores[i] = 0;
       }
     }
     ProblemShape const& shape = params.shape;

@@ -14,7 +14,7 @@
 // is short, and then it is waited for); dO has one buffer and is loaded again as soon as dV no
 // longer reads it. Gradients that nobody asked for
 // (Config::kQueryGradient, kKeyGradient, kValueGradient, kBiasGradient) cost neither products nor
-// memory. Config::kOrdersQueries puts the additions to dq in an order (schedule/turn.cuh).
+// memory. Config::kOrdersQueries puts the additions to dq in an order (schedule/dq_semaphore.cuh).
 #pragma once
 
 #include <memeff/bias/add.cuh>
@@ -23,15 +23,15 @@
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/softmax.cuh>
 #include <memeff/dropout/keep.cuh>
-#include <memeff/kernels/fmha_bwd_bias.cuh>
+#include <memeff/kernels/fmha_bwd_dbias_postprocess.cuh>
+#include <memeff/kernels/fmha_bwd_dbias_sm80.cuh>
 #include <memeff/kernels/fmha_bwd_postprocess.cuh>
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
-#include <memeff/kernels/fmha_bwd_recompute.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
-#include <memeff/schedule/query_visits.cuh>
+#include <memeff/schedule/dq_semaphore.cuh>
+#include <memeff/schedule/q_blocks.cuh>
 #include <memeff/schedule/sequences.cuh>
-#include <memeff/schedule/turn.cuh>
 
 namespace memeff {
 
@@ -70,11 +70,12 @@ struct FmhaBackwardSm80 {
       Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kFromTile;
   static constexpr bool kScoreGradient =
       kStoreScoreGradient || (Config::kBiasGradient != BiasGradient::none &&
-                              Config::kBiasGradient != BiasGradient::recomputed);
+                              Config::kBiasGradient != BiasGradient::dbias_kernel);
 
-  using QueryOrder = cute::conditional_t<Config::kOrdersQueries, Turn<Config>, AnyOrder<Config>>;
+  using QueryOrder =
+      cute::conditional_t<Config::kOrdersQueries, DqSemaphore<Config>, AnyOrder<Config>>;
 
-  using Visit = QueryVisit;
+  using Visit = QBlock;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
     char* const shared = dynamic_shared();
@@ -94,7 +95,7 @@ struct FmhaBackwardSm80 {
     int const column = item.tile * kTileKey;
     ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
-    QueryVisits<kTileQuery, Config::kTileMap> const visits(shape, params.tile_map, item, tiles);
+    QBlocks<kTileQuery, Config::kBlockMask> const visits(shape, params.block_mask, item, tiles);
     Origin const queries = query_origin<Config>(shape, item.batch);
     Origin const keys = key_origin<Config>(shape, item.batch);
 
@@ -136,7 +137,7 @@ struct FmhaBackwardSm80 {
       }
     };
 
-    clear_unvisited<Config, kThreads>(params, item, tiles);
+    clear_skipped<Config, kThreads>(params, item, tiles);
     if constexpr (Config::kVarlen) {
       clear_key_gap<Config, kThreads>(params, item, mask.key_length,
                                       ceil_div(shape.key_length, kTileKey));
@@ -299,7 +300,7 @@ struct FmhaBackwardSm80 {
     Scores const capped = scores;  // read where a bias changes what the soft cap's derivative needs
     if constexpr (kBiasTile) add_bias_to(scores);
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, visit.head,
-                                              visit.row, column, visit.mixed);
+                                              visit.row, column, visit.partial);
     auto bias_gradient = make_writer();
     int const thread = thread_index();
     float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block

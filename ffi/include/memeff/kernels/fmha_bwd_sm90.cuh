@@ -10,28 +10,28 @@
 // of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory; it has
 // two buffers there, so that one barrier of the consumers a visit is enough.
 //
-// Config::kOrdersQueries puts the additions to dq in an order (schedule/turn_sm90.cuh), and with
-// Config::kShares several CTAs may share a tile of keys (schedule/key_shares.cuh).
+// Config::kOrdersQueries puts the additions to dq in an order (schedule/dq_semaphore_sm90.cuh), and
+// with Config::kSplitQ several CTAs may share a tile of keys (schedule/split_q.cuh).
 #pragma once
 
 #include <memeff/bias/gradient_transposed.cuh>
 #include <memeff/bias/transposed.cuh>
-#include <memeff/collective/bulk_tile.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
+#include <memeff/collective/tma_tile.cuh>
 #include <memeff/collective/transposed_scores.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/dropout/keep.cuh>
-#include <memeff/kernels/fmha_bwd_bias.cuh>
+#include <memeff/kernels/fmha_bwd_dbias_postprocess.cuh>
+#include <memeff/kernels/fmha_bwd_dbias_sm90.cuh>
 #include <memeff/kernels/fmha_bwd_postprocess.cuh>
 #include <memeff/kernels/fmha_bwd_preprocess.cuh>
-#include <memeff/kernels/fmha_bwd_recompute_sm90.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles_sm90.cuh>
-#include <memeff/schedule/key_shares.cuh>
-#include <memeff/schedule/query_visits.cuh>
+#include <memeff/schedule/dq_semaphore_sm90.cuh>
+#include <memeff/schedule/q_blocks.cuh>
 #include <memeff/schedule/sequences.cuh>
-#include <memeff/schedule/turn_sm90.cuh>
+#include <memeff/schedule/split_q.cuh>
 
 namespace memeff {
 
@@ -66,25 +66,25 @@ struct FmhaBackwardSm90 {
 
   // The bias of a visit arrives beside dO. Where the copy engine cannot bring it, each warp copies
   // that of its own keys, for itself.
-  static constexpr bool kBulkBias = has_bulk_bias<Config>();
-  static constexpr bool kWarpBias = has_bias_tile<Config>() && !kBulkBias;
-  using BulkBias = SharedTile<kTileQuery, kTileKey>;
+  static constexpr bool kTmaBias = has_tma_bias<Config>();
+  static constexpr bool kWarpBias = has_bias_tile<Config>() && !kTmaBias;
+  using TmaBias = SharedTile<kTileQuery, kTileKey>;
   using WarpBias = BiasTile<Config, kTileQuery, 16, kWarpSize>;
-  static constexpr int kBulkBiasBytes = kBulkBias ? BulkBias::kBytes : 0;
-  static constexpr int kWarpBiasBytes = kBulkBias ? 0 : bias_tile_bytes<Config, WarpBias>();
+  static constexpr int kTmaBiasBytes = kTmaBias ? TmaBias::kBytes : 0;
+  static constexpr int kWarpBiasBytes = kTmaBias ? 0 : bias_tile_bytes<Config, WarpBias>();
 
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kScoreOffset = kOutOffset + kStages * OutTile::kBytes;
-  static constexpr int kBulkBiasOffset = kScoreOffset + 2 * ScoreTile::kBytes;
-  static constexpr int kStatisticsOffset = kBulkBiasOffset + kStages * kBulkBiasBytes;
+  static constexpr int kTmaBiasOffset = kScoreOffset + 2 * ScoreTile::kBytes;
+  static constexpr int kStatisticsOffset = kTmaBiasOffset + kStages * kTmaBiasBytes;
   static constexpr int kWarpBiasOffset = kStatisticsOffset + kStages * kStatisticsBytes;
   static constexpr int kControlOffset = kWarpBiasOffset + kConsumerWarps * kWarpBiasBytes;
 
   using QueryOrder =
-      cute::conditional_t<Config::kOrdersQueries, TurnSm90<Config>, AnyOrderSm90<Config>>;
+      cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>, AnyOrderSm90<Config>>;
 
   struct Control : QueryOrder::Control {
     Pipeline<kStages> query;         // and the statistics of their rows
@@ -99,8 +99,8 @@ struct FmhaBackwardSm90 {
 
   static constexpr int kGradientFloats = kTileKey * (Config::kKeyGradient * Config::kHeadDim +
                                                      Config::kValueGradient * Config::kValueDim);
-  using Shares = KeyShares<Config, kGradientFloats, kConsumers, kConsumerBarrier>;
-  static_assert(!Config::kShares || !BiasWriter::kNeeded);
+  using Shares = SplitQ<Config, kGradientFloats, kConsumers, kConsumerBarrier>;
+  static_assert(!Config::kSplitQ || !BiasWriter::kNeeded);
 
   using Mask = ScoreMask<Config, ScoreGrid>;
 
@@ -111,9 +111,9 @@ struct FmhaBackwardSm90 {
       Config::kQueryGradient && Config::kKeyGradient
           ? kConsumerRegisters - (Config::kHeadDim + Config::kValueDim) / 2 - 3 * kTileQuery / 2 - 8
           : 0;
-  static constexpr int kHeldKeySteps = held_steps(Config::kHeadDim, kFreeRegisters);
-  static constexpr int kHeldValueSteps =
-      held_steps(Config::kValueDim, kFreeRegisters - 4 * kHeldKeySteps);
+  static constexpr int kRegisterKeySteps = register_steps(Config::kHeadDim, kFreeRegisters);
+  static constexpr int kRegisterValueSteps =
+      register_steps(Config::kValueDim, kFreeRegisters - 4 * kRegisterKeySteps);
 
   // What a CTA does: the query tiles that attend to its keys, for every head of the group.
   struct Work {
@@ -126,18 +126,19 @@ struct FmhaBackwardSm90 {
       item = QueryOrder::item(params, control);
       column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
-      tiles = visited_range<Config>(params, item, tiles, params.query_tiles);
-      static_assert(!Config::kShares || !Config::kTileMap);  // a share may have no visit
+      tiles = block_range<Config>(params, item, tiles, params.query_tiles);
+      static_assert(!Config::kSplitQ || !Config::kBlockMask);  // a share may have no visit
       tiles = Shares::query_tiles(params, tiles);
     }
 
-    CUTE_DEVICE TileLine<Config::kTileMap> line(BackwardParams const& params, int head) const {
+    CUTE_DEVICE BlockMaskRow<Config::kBlockMask> line(BackwardParams const& params,
+                                                      int head) const {
       return query_line<Config>(params, item, tiles, params.query_tiles, head);
     }
 
     // This head, or the next one with a visit, if there is any.
-    CUTE_DEVICE int visiting_head(BackwardParams const& params, int head) const {
-      if constexpr (Config::kTileMap) {
+    CUTE_DEVICE int head_of_block(BackwardParams const& params, int head) const {
+      if constexpr (Config::kBlockMask) {
         while (head < (item.head + 1) * params.shape.group && line(params, head).empty()) ++head;
       }
       return head;
@@ -153,7 +154,7 @@ struct FmhaBackwardSm90 {
       prefetch_map(maps.key);
       prefetch_map(maps.value);
       prefetch_map(maps.out_gradient);
-      if constexpr (kBulkBias) prefetch_map(maps.bias);
+      if constexpr (kTmaBias) prefetch_map(maps.bias);
       control.query.init(kConsumerWarps);
       control.out_gradient.init(kConsumerWarps);
       control.key.init(1);
@@ -182,10 +183,10 @@ struct FmhaBackwardSm90 {
     uint64_t& arrived = control.key.acquire({}, KeyTile::kBytes + ValueTile::kBytes);
     Origin const queries = query_origin<Config>(params.shape, item.batch);
     Origin const keys = key_origin<Config>(params.shape, item.batch);
-    load_bulk_tile<KeyTile>(maps.key, arrived, tiles, 0, keys.row + work.column, item.head,
-                            element_of<Config>(params.key, keys.batch), kOnce);
-    load_bulk_tile<ValueTile>(maps.value, arrived, tiles + kValueOffset, 0, keys.row + work.column,
-                              item.head, element_of<Config>(params.value, keys.batch), kOnce);
+    load_tma_tile<KeyTile>(maps.key, arrived, tiles, 0, keys.row + work.column, item.head,
+                           element_of<Config>(params.key, keys.batch), kOnce);
+    load_tma_tile<ValueTile>(maps.value, arrived, tiles + kValueOffset, 0, keys.row + work.column,
+                             item.head, element_of<Config>(params.value, keys.batch), kOnce);
     PipelineStage<kStages> stage;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
@@ -194,22 +195,21 @@ struct FmhaBackwardSm90 {
       for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
         int const row = queries.row + tile * kTileQuery;
         uint64_t& query = control.query.acquire(stage, QueryTile::kBytes + kStatisticsBytes);
-        load_bulk_tile<QueryTile>(maps.query, query,
-                                  tiles + kQueryOffset + stage.index * QueryTile::kBytes, 0, row,
-                                  head, queries.batch, kAgain);
-        load_bulk(params.row_statistics +
-                      Tiles::tile_index(params, item.batch, head, tile) * kTileQuery * 2,
-                  query, tiles + kStatisticsOffset + stage.index * kStatisticsBytes,
-                  kStatisticsBytes);
-        uint64_t& out = control.out_gradient.acquire(stage, OutTile::kBytes + kBulkBiasBytes);
-        load_bulk_tile<OutTile>(maps.out_gradient, out,
-                                tiles + kOutOffset + stage.index * OutTile::kBytes, 0, row, head,
-                                queries.batch, kAgain);
-        if constexpr (kBulkBias) {
+        load_tma_tile<QueryTile>(maps.query, query,
+                                 tiles + kQueryOffset + stage.index * QueryTile::kBytes, 0, row,
+                                 head, queries.batch, kAgain);
+        load_tma(params.row_statistics +
+                     Tiles::tile_index(params, item.batch, head, tile) * kTileQuery * 2,
+                 query, tiles + kStatisticsOffset + stage.index * kStatisticsBytes,
+                 kStatisticsBytes);
+        uint64_t& out = control.out_gradient.acquire(stage, OutTile::kBytes + kTmaBiasBytes);
+        load_tma_tile<OutTile>(maps.out_gradient, out,
+                               tiles + kOutOffset + stage.index * OutTile::kBytes, 0, row, head,
+                               queries.batch, kAgain);
+        if constexpr (kTmaBias) {
           BiasPlane const plane = BiasPlane::of<Config>(params.bias, item.batch, head);
-          load_bulk_tile<BulkBias>(maps.bias, out, bulk_bias_tile(tiles, stage), 0,
-                                   tile * kTileQuery, plane.head, plane.batch,
-                                   CacheHint::EVICT_NORMAL, work.column);
+          load_tma_tile<TmaBias>(maps.bias, out, tma_bias_tile(tiles, stage), 0, tile * kTileQuery,
+                                 plane.head, plane.batch, CacheHint::EVICT_NORMAL, work.column);
         }
         stage.advance();
       }
@@ -239,22 +239,23 @@ struct FmhaBackwardSm90 {
     auto value_gradient = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(key_gradient);
     cute::clear(value_gradient);
-    clear_unvisited<Config, kConsumers>(params, item, work.tiles);
+    clear_skipped<Config, kConsumers>(params, item, work.tiles);
 
     if (work.tiles.begin < work.tiles.end) {
-      int const first_head = work.visiting_head(params, item.head * shape.group);
+      int const first_head = work.head_of_block(params, item.head * shape.group);
       load_bias(params, mask, work, first_head, work.line(params, first_head).begin, tiles);
       control.key.wait({});
       if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
         clear_rows<KeyTile, kConsumers>(tiles, mask.key_length - work.column);
         clear_rows<ValueTile, kConsumers>(tiles + kValueOffset, mask.key_length - work.column);
-        fence_bulk_store();
+        fence_tma_store();
         named_barrier_sync(kConsumerBarrier, kConsumers);
       }
     }
-    HeldRows<KeyTile, ScoreGrid, kHeldKeySteps> const keys(tiles, warpgroup * kWarpgroupRows);
-    HeldRows<ValueTile, ScoreGrid, kHeldValueSteps> const values(tiles + kValueOffset,
-                                                                 warpgroup * kWarpgroupRows);
+    RegisterRows<KeyTile, ScoreGrid, kRegisterKeySteps> const keys(tiles,
+                                                                   warpgroup * kWarpgroupRows);
+    RegisterRows<ValueTile, ScoreGrid, kRegisterValueSteps> const values(
+        tiles + kValueOffset, warpgroup * kWarpgroupRows);
 
     PipelineStage<kStages> stage;
     int score_buffer = 0;
@@ -277,10 +278,10 @@ struct FmhaBackwardSm90 {
           control.out_gradient.wait(stage);
           clear_rows<QueryTile, kConsumers>(query_tile, mask.query_length - row);
           clear_rows<OutTile, kConsumers>(out_tile, mask.query_length - row);
-          if constexpr (kBulkBias) {
-            clear_rows<BulkBias, kConsumers>(bulk_bias_tile(tiles, stage), mask.query_length - row);
+          if constexpr (kTmaBias) {
+            clear_rows<TmaBias, kConsumers>(tma_bias_tile(tiles, stage), mask.query_length - row);
           }
-          fence_bulk_store();
+          fence_tma_store();
           named_barrier_sync(kConsumerBarrier, kConsumers);
         }
 
@@ -308,7 +309,7 @@ struct FmhaBackwardSm90 {
         auto const capped = scores;  // read by the derivative of the soft cap
         add_bias(params, work, head, row, tiles, stage, scores);
         mask.template apply_transposed<kTileQuery, kTileKey>(
-            scores, params.mask, shape, item.batch, head, row, work.column, line.mixed(tile));
+            scores, params.mask, shape, item.batch, head, row, work.column, line.partial(tile));
         exponentiate_transposed<ScoreGrid>(statistics, params.scale.softmax_scale, scores);
         fence_accumulators(scores);
         load_next_bias(params, mask, work, head, tile, tiles);
@@ -334,7 +335,7 @@ struct FmhaBackwardSm90 {
         }
         auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
         if constexpr (Config::kQueryGradient) {
-          fence_bulk_store();
+          fence_tma_store();
           named_barrier_sync(kConsumerBarrier, kConsumers);  // dS is complete
           fence_accumulators(query_gradient);
           begin_products();
@@ -377,8 +378,8 @@ struct FmhaBackwardSm90 {
     store(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
   }
 
-  CUTE_DEVICE static uint32_t bulk_bias_tile(uint32_t tiles, PipelineStage<kStages> const& stage) {
-    return tiles + kBulkBiasOffset + stage.index * BulkBias::kBytes;
+  CUTE_DEVICE static uint32_t tma_bias_tile(uint32_t tiles, PipelineStage<kStages> const& stage) {
+    return tiles + kTmaBiasOffset + stage.index * TmaBias::kBytes;
   }
 
   CUTE_DEVICE static uint32_t warp_bias_tile(uint32_t tiles) {
@@ -415,9 +416,9 @@ struct FmhaBackwardSm90 {
   CUTE_DEVICE static void add_bias(BackwardParams const& params, Work const& work, int head,
                                    int row, uint32_t tiles, PipelineStage<kStages> const& stage,
                                    Scores& scores) {
-    if constexpr (kBulkBias) {
-      TransposedBulkBiasReader<typename Config::BiasElement, BulkBias> const bias(
-          bulk_bias_tile(tiles, stage), ScoreGrid::row(thread_index()));
+    if constexpr (kTmaBias) {
+      TransposedTmaBiasReader<typename Config::BiasElement, TmaBias> const bias(
+          tma_bias_tile(tiles, stage), ScoreGrid::row(thread_index()));
       add_bias_transposed(scores, bias, params.scale.bias_scale);
     }
     if constexpr (kWarpBias) {
@@ -437,7 +438,7 @@ struct FmhaBackwardSm90 {
       __syncwarp();  // nobody reads this one any more
       auto const line = work.line(params, head);
       bool const last = line.after(tile) == line.end;
-      if (last) head = work.visiting_head(params, head + 1);
+      if (last) head = work.head_of_block(params, head + 1);
       if (head < (work.item.head + 1) * params.shape.group) {
         load_bias(params, mask, work, head, last ? work.line(params, head).begin : line.after(tile),
                   tiles);
@@ -521,7 +522,7 @@ struct FmhaBackwardSm90 {
     if constexpr (Config::kValueGradient) {
       store_accumulators<Element, ValueTile, ValueGrid>(tiles + kValueOffset, value_gradient);
     }
-    fence_bulk_store();
+    fence_tma_store();
     named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
     Origin const keys = key_origin<Config>(shape, work.item.batch);
     int const row = keys.row + work.column;
@@ -536,7 +537,7 @@ struct FmhaBackwardSm90 {
                                     tiles + kValueOffset, tile_row, row, bound, work.item.head,
                                     keys.batch, shape.value_dim);
     }
-    wait_bulk_stores();
+    wait_tma_stores();
     if constexpr (Config::kVarlen) {
       clear_key_gap<Config, kConsumers>(params, work.item, key_length,
                                         ceil_div(shape.key_length, kTileKey));

@@ -14,8 +14,8 @@
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
-#include <memeff/collective/parked.cuh>
 #include <memeff/collective/softmax.cuh>
+#include <memeff/collective/staged_registers.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/sequences.cuh>
@@ -35,12 +35,12 @@ struct FmhaForwardSm80 {
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Config::kWarps, kWarpRows>;
   static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
   using Softmax = OnlineSoftmax<kRowBlocks, false, has_bias_tile<Config>()>;
-  using SourcePointer = ParkedPointer<Config::kParkRegisters>;
+  using SourcePointer = StagedPointer<Config::kStageRegisters>;
   // Each warp copies and reads its own rows of a bias, so that it waits for no other.
   static constexpr bool kBiasTile = has_bias_tile<Config>();
   using BiasRows = BiasTile<Config, kWarpRows, kTileKey, kWarpSize>;
   static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
-  using BiasPointer = ParkedPointer<Config::kParkRegisters && kBiasTile>;
+  using BiasPointer = StagedPointer<Config::kStageRegisters && kBiasTile>;
 
   template <int kRows, int kColumns>
   using Tile = SharedTile<kRows, kColumns, sizeof(Element)>;
@@ -50,12 +50,12 @@ struct FmhaForwardSm80 {
   using OutTile = Tile<kTileQuery, Config::kValueDim>;  // over the others, at the end
   // Of P V in parts (32-bit elements): all columns at a time where that leaves enough registers.
   static constexpr int kPartAccumulators = kRowBlocks * OutGrid::kColumnBlocks * 8 <= 64 ? 64 : 32;
-  static constexpr int kParkedBytes =
-      Config::kParkRegisters
-          ? kThreads * (Softmax::kParkedBytes + 2 * SourcePointer::kBytes + BiasPointer::kBytes)
+  static constexpr int kStagedBytes =
+      Config::kStageRegisters
+          ? kThreads * (Softmax::kStagedBytes + 2 * SourcePointer::kBytes + BiasPointer::kBytes)
           : 0;
   static constexpr int kLoopBytes = QueryTile::kBytes + KeyTile::kBytes + ValueTile::kBytes +
-                                    kParkedBytes + Config::kWarps * kBiasBytes;
+                                    kStagedBytes + Config::kWarps * kBiasBytes;
   static constexpr int kSharedBytes = kLoopBytes > OutTile::kBytes ? kLoopBytes : OutTile::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
@@ -63,11 +63,11 @@ struct FmhaForwardSm80 {
     uint32_t const query_tile = shared_address(shared);
     uint32_t const key_tile = query_tile + QueryTile::kBytes;
     uint32_t const value_tile = key_tile + KeyTile::kBytes;
-    uint32_t const parked_key = value_tile + ValueTile::kBytes;
-    uint32_t const parked_value = parked_key + kThreads * SourcePointer::kBytes;
-    uint32_t const parked_rows = parked_value + kThreads * SourcePointer::kBytes;
-    uint32_t const parked_bias = parked_rows + kThreads * Softmax::kParkedBytes;
-    uint32_t const bias_tiles = value_tile + ValueTile::kBytes + kParkedBytes;
+    uint32_t const staged_key = value_tile + ValueTile::kBytes;
+    uint32_t const staged_value = staged_key + kThreads * SourcePointer::kBytes;
+    uint32_t const staged_rows = staged_value + kThreads * SourcePointer::kBytes;
+    uint32_t const staged_bias = staged_rows + kThreads * Softmax::kStagedBytes;
+    uint32_t const bias_tiles = value_tile + ValueTile::kBytes + kStagedBytes;
 
     ProblemShape const& shape = params.shape;
     WorkItem const item = work_item(params, blockIdx.x);
@@ -80,16 +80,16 @@ struct FmhaForwardSm80 {
                                         ceil_div(shape.query_length, kTileQuery));
       if (row >= mask.query_length) return;
     }
-    TileLine<Config::kTileMap> const tiles(mask.key_tiles(row, kTileQuery, kTileKey),
-                                           params.tile_map, item.batch, item.head, item.tile,
-                                           ceil_div(shape.key_length, kTileKey));
+    BlockMaskRow<Config::kBlockMask> const tiles(mask.key_tiles(row, kTileQuery, kTileKey),
+                                                 params.block_mask, item.batch, item.head,
+                                                 item.tile, ceil_div(shape.key_length, kTileKey));
 
     Origin const queries = query_origin<Config>(shape, item.batch);
     Origin const keys = key_origin<Config>(shape, item.batch);
     SourcePointer const key_rows(
-        parked_key, key_row_pointer<Config>(params.key, keys.batch, keys.row, key_head));
+        staged_key, key_row_pointer<Config>(params.key, keys.batch, keys.row, key_head));
     SourcePointer const value_rows(
-        parked_value, key_row_pointer<Config>(params.value, keys.batch, keys.row, key_head));
+        staged_value, key_row_pointer<Config>(params.value, keys.batch, keys.row, key_head));
     long long const key_row_bytes = params.key.row_stride * sizeof(Element);
     long long const value_row_bytes = params.value.row_stride * sizeof(Element);
     auto load_key = [&](int tile) {
@@ -108,7 +108,7 @@ struct FmhaForwardSm80 {
     };
 
     BiasPointer const bias_rows(
-        parked_bias, bias_row<Config>(params.bias, item.batch, item.head, row + ScoreGrid::row()));
+        staged_bias, bias_row<Config>(params.bias, item.batch, item.head, row + ScoreGrid::row()));
     auto load_bias = [&](int tile) {
       if constexpr (kBiasTile) {
         int const thread = thread_index();
@@ -124,7 +124,7 @@ struct FmhaForwardSm80 {
     auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(output);
     Softmax softmax;
-    if constexpr (Config::kParkRegisters) softmax.park(parked_rows);
+    if constexpr (Config::kStageRegisters) softmax.stage_registers(staged_rows);
 
     if (tiles.begin < tiles.end) {
       TileLoader<QueryTile, kThreads, Config::kAlignment>::copy(
@@ -165,10 +165,10 @@ struct FmhaForwardSm80 {
         if (tile > tiles.begin) load_bias(tiles.before(tile));
       }
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
-                                                row, column, tiles.mixed(tile));
-      if constexpr (Config::kParkRegisters) softmax.unpark(parked_rows);
+                                                row, column, tiles.partial(tile));
+      if constexpr (Config::kStageRegisters) softmax.unstage(staged_rows);
       softmax.step(scores, output, params.scale.softmax_scale);
-      if constexpr (Config::kParkRegisters) softmax.park(parked_rows);
+      if constexpr (Config::kStageRegisters) softmax.stage_registers(staged_rows);
       auto probabilities = as_left_operand<Element>(scores);
       if constexpr (Config::kDropout) {
         drop_elements<ScoreGrid>(params, item.batch, item.head, row, column, probabilities);
@@ -177,7 +177,7 @@ struct FmhaForwardSm80 {
           output, probabilities, value);
     }
 
-    if constexpr (Config::kParkRegisters) softmax.unpark(parked_rows);
+    if constexpr (Config::kStageRegisters) softmax.unstage(staged_rows);
     float const output_scale = Config::kDropout ? params.dropout.scale : 1.0f;
     if constexpr (Config::kBias && !kBiasTile) {
       RowBias<Config, OutGrid> const bias(params.bias, item.batch, item.head, row,
@@ -216,7 +216,7 @@ struct FmhaForwardSm80 {
       for (int r = 0; r < 2 * kRowBlocks; ++r) {
         int const tile_row = OutGrid::element_row(2 * (r % 2), r / 2);
         if (tile_row < row_bound) {
-          logsumexp[tile_row] = tile_row < query_bound ? softmax.row_reference[r] : -infinity();
+          logsumexp[tile_row] = tile_row < query_bound ? softmax.softmax_reference[r] : -infinity();
         }
       }
     }

@@ -23,17 +23,17 @@
 #pragma once
 
 #include <memeff/bias/add.cuh>
-#include <memeff/collective/bulk_tile.cuh>
+#include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/f16x3_operands_sm90.cuh>
 #include <memeff/collective/forward_operands_sm90.cuh>
 #include <memeff/collective/forward_output_sm90.cuh>
 #include <memeff/collective/pipeline.cuh>
 #include <memeff/collective/softmax.cuh>
-#include <memeff/collective/team.cuh>
+#include <memeff/collective/tma_tile.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/key_visits.cuh>
+#include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/schedule/sequences.cuh>
 
@@ -44,17 +44,18 @@ struct FmhaForwardSm90 {
   using Element = typename Config::Element;
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
-  static constexpr int kTeams = Config::kTeams;  // consumers of the same rows
+  static constexpr int kConsumerGroups = Config::kConsumerGroups;  // consumers of the same rows
   static constexpr int kRowWarpgroups = kTileQuery / kWarpgroupRows;
-  static constexpr int kWarpgroups = kRowWarpgroups * kTeams;  // consumers
-  static_assert(kTeams == 1 || kRowWarpgroups == 1);
+  static constexpr int kWarpgroups = kRowWarpgroups * kConsumerGroups;  // consumers
+  static_assert(kConsumerGroups == 1 || kRowWarpgroups == 1);
   static constexpr int kConsumers = kWarpgroups * kWarpgroupSize;
   static constexpr int kConsumerWarps = kConsumers / kWarpSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
 
   template <int kColumns>
-  using Grid = cute::conditional_t<kTeams == 1, WarpGrid<kTileQuery, kColumns, kConsumerWarps, 16>,
-                                   WarpgroupGrid<kTileQuery, kColumns>>;
+  using Grid =
+      cute::conditional_t<kConsumerGroups == 1, WarpGrid<kTileQuery, kColumns, kConsumerWarps, 16>,
+                          WarpgroupGrid<kTileQuery, kColumns>>;
   using ScoreGrid = Grid<kTileKey>;
   using OutGrid = Grid<Config::kValueDim>;
   static constexpr bool kCapped =
@@ -64,7 +65,7 @@ struct FmhaForwardSm90 {
   using Softmax = OnlineSoftmax<1, !Config::kBias && Config::kValueDim <= 128,
                                 has_bias_tile<Config>(), kCapped>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
-  using Queue = PieceQueue<Schedule>;
+  using Queue = TileScheduler<Schedule>;
 
   using Operands = cute::conditional_t<cute::is_same_v<Element, F16x3>,
                                        F16x3Operands<Config, ScoreGrid, OutGrid>,
@@ -77,18 +78,18 @@ struct FmhaForwardSm90 {
   using Values = typename Operands::Values;
   static constexpr int kStages = Config::kStages;
   static constexpr int kQueryStages = Config::kQueryStages;
-  static_assert(kStages % kTeams == 0);  // each team has buffers of its own
+  static_assert(kStages % kConsumerGroups == 0);  // each team has buffers of its own
 
   static constexpr bool kBiasTile = has_bias_tile<Config>();
   // Each warp copies the bias of its own rows, for itself.
   using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
   static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
 
-  using Team = WarpTeam<kConsumerWarps, kTeams, 1 + kWarpgroups>;
-  using Merge = TeamMerge<Team, Softmax, kTileQuery * Config::kValueDim>;
+  using ConsumerGroup = WarpConsumerGroups<kConsumerWarps, kConsumerGroups, 1 + kWarpgroups>;
+  using Merge = ConsumerGroupMerge<ConsumerGroup, Softmax, kTileQuery * Config::kValueDim>;
   using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
-  static constexpr int kPieceStages = 4;
+  static constexpr int kWorkTileStages = 4;
   struct Piece {
     WorkItem item;  // batch is -1 behind the last
     int query_length;
@@ -97,8 +98,8 @@ struct FmhaForwardSm90 {
     Pipeline<kQueryStages> query[kRowWarpgroups];  // each consumer's own rows
     Pipeline<kStages> key;
     Pipeline<kStages> value;
-    Pipeline<kPieceStages> piece;
-    Piece pieces[kPieceStages];
+    Pipeline<kWorkTileStages> piece;
+    Piece pieces[kWorkTileStages];
   };
   static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * Keys::kBufferBytes;
@@ -121,8 +122,8 @@ struct FmhaForwardSm90 {
       operands.prefetch();
       CUTE_UNROLL
       for (auto& query : control.query) query.init(kConsumerWarps / kRowWarpgroups);
-      control.key.init(kConsumerWarps / kTeams);
-      control.value.init(kConsumerWarps / kTeams);
+      control.key.init(kConsumerWarps / kConsumerGroups);
+      control.value.init(kConsumerWarps / kConsumerGroups);
       control.piece.init(kConsumerWarps + 2);
       fence_barrier_init();
     }
@@ -149,7 +150,8 @@ struct FmhaForwardSm90 {
   }
 
   // The next piece of work. It stays in its slot until the reader, a warp, releases that.
-  CUTE_DEVICE static Piece take_piece(Control& control, PipelineStage<kPieceStages> const& slot) {
+  CUTE_DEVICE static Piece take_work_tile(Control& control,
+                                          PipelineStage<kWorkTileStages> const& slot) {
     control.piece.wait(slot);
     return control.pieces[slot.index];
   }
@@ -158,14 +160,14 @@ struct FmhaForwardSm90 {
   CUTE_DEVICE static void produce_queries(ForwardParams const& params, Operands const& operands,
                                           Control& control, uint32_t tiles) {
     PipelineStage<kQueryStages> query;
-    PipelineStage<kPieceStages> slot;
+    PipelineStage<kWorkTileStages> slot;
     Queue::begin(params);
     int number = int(blockIdx.x);
     while (true) {
-      Piece piece = numbered_piece(params, number);
+      Piece piece = numbered_work_tile(params, number);
       while (is_idle(params, piece)) {
         number = Queue::next(params);
-        piece = numbered_piece(params, number);
+        piece = numbered_work_tile(params, number);
       }
       WorkItem const& item = piece.item;
       control.piece.acquire(slot);
@@ -189,7 +191,7 @@ struct FmhaForwardSm90 {
     return kBiasTile && params.bias.batch_stride == 0;
   }
 
-  CUTE_DEVICE static Piece numbered_piece(ForwardParams const& params, int number) {
+  CUTE_DEVICE static Piece numbered_work_tile(ForwardParams const& params, int number) {
     WorkItem const item = Schedule::item(params.shape, number, shares_bias(params));
     bool const exists = item.batch >= 0;
     return {item, exists ? Mask(params.mask, params.shape, item.batch).query_length : 0};
@@ -208,9 +210,9 @@ struct FmhaForwardSm90 {
   CUTE_DEVICE static void produce_tiles(ForwardParams const& params, Control& control,
                                         Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of) {
     PipelineStage<kStages> stage;
-    PipelineStage<kPieceStages> slot;
+    PipelineStage<kWorkTileStages> slot;
     while (true) {
-      WorkItem const item = take_piece(control, slot).item;
+      WorkItem const item = take_work_tile(control, slot).item;
       control.piece.release(slot);
       slot.advance();
       if (item.batch < 0) break;
@@ -227,18 +229,18 @@ struct FmhaForwardSm90 {
   }
 
   using Mask = ScoreMask<Config, ScoreGrid>;
-  using Visits = KeyVisits<Config, Mask>;
+  using Visits = KvBlocks<Config, Mask>;
 
   // To the buffer of the next visit of a consumer.
   CUTE_DEVICE static void advance(PipelineStage<kStages>& stage) {
     CUTE_UNROLL
-    for (int team = 0; team < kTeams; ++team) stage.advance();
+    for (int team = 0; team < kConsumerGroups; ++team) stage.advance();
   }
 
   // Gives the buffers of `count` tiles back unread.
   template <int kBuffers>
-  CUTE_DEVICE static void pass_over(Pipeline<kBuffers>& ring, PipelineStage<kBuffers>& stage,
-                                    int count, bool leader) {
+  CUTE_DEVICE static void skip(Pipeline<kBuffers>& ring, PipelineStage<kBuffers>& stage, int count,
+                               bool leader) {
     CUTE_NO_UNROLL
     for (; count > 0; --count) {
       ring.wait(stage);  // or the arrival would count for the tile before
@@ -257,30 +259,30 @@ struct FmhaForwardSm90 {
     PipelineStage<kQueryStages> query;
     PipelineStage<kStages> key;
     PipelineStage<kStages> value;
-    PipelineStage<kPieceStages> slot;
+    PipelineStage<kWorkTileStages> slot;
   };
 
   CUTE_DEVICE static void consume(ForwardParams const& params, Control& control, uint32_t tiles) {
     Position at;
     // Uniform over the warpgroup, and known to be.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-    at.team = kTeams > 1 ? at.warpgroup : 0;
+    at.team = kConsumerGroups > 1 ? at.warpgroup : 0;
     at.row_warpgroup = at.warpgroup - at.team;
     at.leader = threadIdx.x % kWarpSize == 0;
     at.key.index = at.value.index = at.team;
     while (true) {
-      Piece const piece = take_piece(control, at.slot);
+      Piece const piece = take_work_tile(control, at.slot);
       if (piece.item.batch < 0) break;
       if (has_rows(piece, at.row_warpgroup)) {
-        visit_pieces(params, control, tiles, piece.item, at);
+        compute_work_tiles(params, control, tiles, piece.item, at);
       } else {
-        pass_over_piece(params, control, piece.item, at);
+        skip_work_tile(params, control, piece.item, at);
       }
       at.query.advance();
     }
   }
 
-  CUTE_DEVICE static void release_piece(Control& control, Position& at) {
+  CUTE_DEVICE static void release_work_tile(Control& control, Position& at) {
     __syncwarp();
     if (at.leader) control.piece.release(at.slot);
     at.slot.advance();
@@ -288,41 +290,41 @@ struct FmhaForwardSm90 {
 
   // Does a consumer own rows of the piece that the query length does not cut off?
   CUTE_DEVICE static bool has_rows(Piece const& piece, int warpgroup) {
-    if constexpr (kTeams > 1) return true;
+    if constexpr (kConsumerGroups > 1) return true;
     return piece.item.tile * kTileQuery + warpgroup * kWarpgroupRows < piece.query_length;
   }
 
   // The piece behind the one at hand, with a batch of -1 if this consumer has no rows of it.
-  CUTE_DEVICE static WorkItem following_piece(Control& control, Position const& at) {
-    PipelineStage<kPieceStages> next = at.slot;
+  CUTE_DEVICE static WorkItem next_work_tile(Control& control, Position const& at) {
+    PipelineStage<kWorkTileStages> next = at.slot;
     next.advance();
-    Piece const piece = take_piece(control, next);
+    Piece const piece = take_work_tile(control, next);
     bool const has = piece.item.batch >= 0 && has_rows(piece, at.row_warpgroup);
     return {piece.item.tile, piece.item.head, has ? piece.item.batch : -1};
   }
 
   // A piece of which only others own rows. Keys and values in turn: those who need both would wait
   // for the one behind.
-  CUTE_DEVICE static void pass_over_piece(ForwardParams const& params, Control& control,
-                                          WorkItem const& item, Position& at) {
+  CUTE_DEVICE static void skip_work_tile(ForwardParams const& params, Control& control,
+                                         WorkItem const& item, Position& at) {
     Mask const mask(params.mask, params.shape, item.batch);
     Visits const range(params, mask, item);
     PipelineStage<kQueryStages> query = at.query;
-    pass_over(control.query[at.row_warpgroup], query, 1, at.leader);
+    skip(control.query[at.row_warpgroup], query, 1, at.leader);
     CUTE_NO_UNROLL
     for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile)) {
-      pass_over(control.key, at.key, 1, at.leader);
-      pass_over(control.value, at.value, 1, at.leader);
+      skip(control.key, at.key, 1, at.leader);
+      skip(control.value, at.value, 1, at.leader);
     }
     int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
     OutputWriter::write_empty(params, item, mask.query_length, row, row + kWarpgroupRows);
     clear_gap(params, item, mask.query_length);
-    release_piece(control, at);
+    release_work_tile(control, at);
   }
 
   // Computes a piece, and those behind it up to one without rows of this consumer.
-  CUTE_DEVICE static void visit_pieces(ForwardParams const& params, Control& control,
-                                       uint32_t tiles, WorkItem item, Position& at) {
+  CUTE_DEVICE static void compute_work_tiles(ForwardParams const& params, Control& control,
+                                             uint32_t tiles, WorkItem item, Position& at) {
     ProblemShape const& shape = params.shape;
     int const warpgroup = at.row_warpgroup;
     bool const leader = at.leader;
@@ -356,16 +358,16 @@ struct FmhaForwardSm90 {
       if constexpr (kDropsEarly) control.key.wait_again(at.key);
       return kept;
     };
-    auto release_operands = [&](bool ends_piece) {
+    auto release_operands = [&](bool ends_work_tile) {
       if (!leader) return;
       control.key.release(at.key);
-      if (ends_piece) control.query[warpgroup].release(at.query);
+      if (ends_work_tile) control.query[warpgroup].release(at.query);
     };
 
     take_queries();
     load_bias(params, mask, item, tile, tiles);
-    pass_over(control.key, at.key, range.passed(tile + 1), leader);
-    pass_over(control.value, at.value, range.passed(tile + 1), leader);
+    skip(control.key, at.key, range.passed(tile + 1), leader);
+    skip(control.value, at.value, range.passed(tile + 1), leader);
     control.key.wait(at.key);
     begin_scores();
     auto const first_kept = kept_blocks(tile);
@@ -399,17 +401,17 @@ struct FmhaForwardSm90 {
       bool const last = tile == range.begin;  // of the piece, is the visit whose P is ready
       Softmax const done = softmax;
       if (last) {
-        WorkItem const following = following_piece(control, at);
+        WorkItem const following = next_work_tile(control, at);
         if (following.batch < 0) break;
         item = following;
         if (!Mask::is_shared(params.mask)) mask = Mask(params.mask, shape, item.batch);
         range = Visits(params, mask, item, at.team);
-        tile = range.first(mask, item, warpgroup) + kTeams;
+        tile = range.first(mask, item, warpgroup) + kConsumerGroups;
         softmax = Softmax();
         at.query.advance();
         take_queries();
         load_bias(params, mask, item, range.next(tile), tiles);
-        pass_over(control.key, at.key, range.passed(tile), leader);
+        skip(control.key, at.key, range.passed(tile), leader);
         control.key.wait(at.key);
       }
       tile = range.next(tile);
@@ -439,8 +441,8 @@ struct FmhaForwardSm90 {
             probabilities_of(params, control, tiles, item, tile, at.value, kept, scores);
       }
       if (last) {
-        finish_piece(params, control, tiles, at, done, output);
-        pass_over(control.value, at.value, range.passed(tile + 1), leader);
+        finish_work_tile(params, control, tiles, at, done, output);
+        skip(control.value, at.value, range.passed(tile + 1), leader);
         clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
       } else {
         Softmax::rescale(output, correction);
@@ -455,7 +457,7 @@ struct FmhaForwardSm90 {
     fence_accumulators(sums);
     begin_output();
     end_output();
-    finish_piece(params, control, tiles, at, softmax, output);
+    finish_work_tile(params, control, tiles, at, softmax, output);
   }
 
   // Zeros the values of the first visit of a piece that lie beyond the key length. Each consumer
@@ -470,7 +472,7 @@ struct FmhaForwardSm90 {
     control.value.wait(stage);
     clear_rows<SharedTile<kTileKey, Config::kValueDim>, kWarpgroupSize>(
         values(tiles, stage), max(mask.key_length - column, 0));
-    fence_bulk_store();
+    fence_tma_store();
     named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
 
@@ -507,7 +509,7 @@ struct FmhaForwardSm90 {
       if (tile > range.begin) load_bias(params, mask, item, range.next(tile), tiles);
     }
     mask.template apply<kWarpgroupRows, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                                  item.head, row, column, range.is_mixed(tile),
+                                                  item.head, row, column, range.is_partial(tile),
                                                   warpgroup * kWarpgroupRows);
   }
 
@@ -562,20 +564,21 @@ struct FmhaForwardSm90 {
   // Output and logsumexp of this warpgroup's rows of the piece in its slot, or of what all teams
   // found for them.
   template <class Output>
-  CUTE_DEVICE static void finish_piece(ForwardParams const& params, Control& control,
-                                       uint32_t tiles, Position& at, Softmax softmax,
-                                       Output& output) {
+  CUTE_DEVICE static void finish_work_tile(ForwardParams const& params, Control& control,
+                                           uint32_t tiles, Position& at, Softmax softmax,
+                                           Output& output) {
     auto const [item, query_length] = control.pieces[at.slot.index];
     Merge::run(tiles + kMergeOffset, softmax, output, params.scale.softmax_scale);
-    if constexpr (kTeams > 1) Team::meet();  // nobody reads what was added up any more
-    if (kTeams == 1 || Team::index() == 0) {
+    if constexpr (kConsumerGroups > 1)
+      ConsumerGroup::meet();  // nobody reads what was added up any more
+    if (kConsumerGroups == 1 || ConsumerGroup::index() == 0) {
       int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
       OutputWriter::write(params, item, query_length, softmax, output);
       OutputWriter::write_empty(params, item, query_length, max(row, query_length),
                                 row + kWarpgroupRows);
     }
     clear_gap(params, item, query_length);
-    release_piece(control, at);
+    release_work_tile(control, at);
   }
 
   CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length) {

@@ -12,10 +12,10 @@
 #pragma once
 
 #include <memeff/bias/direct.cuh>
+#include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/softmax.cuh>
-#include <memeff/collective/team.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/kernels/fmha_fwd_combine.cuh>
 #include <memeff/mask/score_mask.cuh>
@@ -32,29 +32,33 @@ struct FmhaForwardSplitSm80 {
   static constexpr int kTileKey = Config::kTileKey;
   static constexpr int kStages = Config::kStages;
 
-  using Team = WarpTeam<Config::kWarps, Config::kKeyWarps>;
-  static constexpr int kWarpRows = kTileQuery / Team::kWarps;
-  static constexpr int kTeamKeys = kTileKey / Config::kKeyWarps;
+  using ConsumerGroup = WarpConsumerGroups<Config::kWarps, Config::kKeyWarps>;
+  static constexpr int kWarpRows = kTileQuery / ConsumerGroup::kWarps;
+  static constexpr int kConsumerGroupKeys = kTileKey / Config::kKeyWarps;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
-  using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Team::kWarps, kWarpRows>;  // of a team
-  static_assert(ScoreGrid::kWarpColumns == kTeamKeys && OutGrid::kColumnWarps == 1);
+  using OutGrid =
+      WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // of a team
+  static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
   using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, Config::kBias>;
   using Rows = PackedRows<Config::kPackHeads>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
-  using KeyTile = SharedTile<kTeamKeys, Config::kHeadDim>;
-  using ValueTile = SharedTile<kTeamKeys, Config::kValueDim>;
+  using KeyTile = SharedTile<kConsumerGroupKeys, Config::kHeadDim>;
+  using ValueTile = SharedTile<kConsumerGroupKeys, Config::kValueDim>;
   static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
-  static constexpr int kTeamBytes = kStages * kStageBytes;
-  static constexpr int kLoopBytes = QueryTile::kBytes + Team::kTeams * kTeamBytes;
-  using Merge = TeamMerge<Team, Softmax, kTileQuery * Config::kValueDim>;  // over the others
+  static constexpr int kConsumerGroupBytes = kStages * kStageBytes;
+  static constexpr int kLoopBytes =
+      QueryTile::kBytes + ConsumerGroup::kConsumerGroups * kConsumerGroupBytes;
+  using Merge = ConsumerGroupMerge<ConsumerGroup, Softmax,
+                                   kTileQuery * Config::kValueDim>;  // over the others
   static constexpr int kSharedBytes = kLoopBytes > Merge::kBytes ? kLoopBytes : Merge::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
     char* const shared = dynamic_shared();
     uint32_t const query_tile = shared_address(shared);
-    uint32_t const team_tiles = query_tile + QueryTile::kBytes + Team::index() * kTeamBytes;
+    uint32_t const consumer_group_tiles =
+        query_tile + QueryTile::kBytes + ConsumerGroup::index() * kConsumerGroupBytes;
 
     ProblemShape const& shape = params.shape;
     SplitWorkItem const item = work_item(params);
@@ -71,14 +75,14 @@ struct FmhaForwardSplitSm80 {
     long long const value_row_bytes = params.value.row_stride * sizeof(Element);
     auto load = [&](int tile, int stage) {
       if (tile < tiles.end) {
-        int const column = tile * kTileKey + Team::index() * kTeamKeys;
-        uint32_t const stage_tiles = team_tiles + stage * kStageBytes;
-        TileLoader<KeyTile, Team::kThreads>::copy(stage_tiles, key_rows + column * key_row_bytes,
-                                                  key_row_bytes, mask.key_length - column,
-                                                  shape.head_dim, Team::thread());
-        TileLoader<ValueTile, Team::kThreads>::copy(
+        int const column = tile * kTileKey + ConsumerGroup::index() * kConsumerGroupKeys;
+        uint32_t const stage_tiles = consumer_group_tiles + stage * kStageBytes;
+        TileLoader<KeyTile, ConsumerGroup::kThreads>::copy(
+            stage_tiles, key_rows + column * key_row_bytes, key_row_bytes, mask.key_length - column,
+            shape.head_dim, ConsumerGroup::thread());
+        TileLoader<ValueTile, ConsumerGroup::kThreads>::copy(
             stage_tiles + KeyTile::kBytes, value_rows + column * value_row_bytes, value_row_bytes,
-            mask.key_length - column, shape.value_dim, Team::thread());
+            mask.key_length - column, shape.value_dim, ConsumerGroup::thread());
       }
       commit_copies();  // of an empty group past the end, so that the waits keep their count
     };
@@ -103,11 +107,11 @@ struct FmhaForwardSplitSm80 {
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       int const column = tile * kTileKey;
       wait_copies<kStages - 2>();
-      Team::sync();  // this tile is here; the team no longer reads the previous one
+      ConsumerGroup::sync();  // this tile is here; the team no longer reads the previous one
       int const previous = stage == 0 ? kStages - 1 : stage - 1;
       load(tile + kStages - 1, previous);
 
-      uint32_t const stage_tiles = team_tiles + stage * kStageBytes;
+      uint32_t const stage_tiles = consumer_group_tiles + stage * kStageBytes;
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
       warp_gemm<Element, Config::kHeadDim / 16>(scores, query, KeyOperand(stage_tiles, 0));
@@ -125,14 +129,14 @@ struct FmhaForwardSplitSm80 {
       if constexpr (Config::kDropout) {
         drop_elements<ScoreGrid>(params, item.batch, item.head, row, column, probabilities);
       }
-      warp_gemm<Element, kTeamKeys / 16>(output, probabilities,
-                                         ValueOperand(stage_tiles + KeyTile::kBytes, 0));
+      warp_gemm<Element, kConsumerGroupKeys / 16>(output, probabilities,
+                                                  ValueOperand(stage_tiles + KeyTile::kBytes, 0));
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
 
     __syncthreads();  // the tiles that Merge covers are no longer read
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
-    if (Team::index() > 0) return;
+    if (ConsumerGroup::index() > 0) return;
     softmax.finish(output, params.scale.softmax_scale,
                    Config::kDropout ? params.dropout.scale : 1.0f);
     if (params.splits == 1) {
@@ -192,12 +196,12 @@ struct FmhaForwardSplitSm80 {
       if (threadIdx.x % 4 == 0) {
         long long const head_batch = (long long)item.batch * shape.query_heads + head;
         params.logsumexp[head_batch * shape.query_length + query] =
-            valid ? softmax.row_reference[r] : -infinity();
+            valid ? softmax.softmax_reference[r] : -infinity();
       }
       char* const out = row_pointer<Element>(params.out, item.batch, query, head);
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(output); ++n) {
-        int const column = OutGrid::element_column(0, n, Team::thread());
+        int const column = OutGrid::element_column(0, n, ConsumerGroup::thread());
         if (column < shape.value_dim) {
           uint32_t const pair =
               pack<Element>(output(2 * (r % 2), r / 2, n), output(2 * (r % 2) + 1, r / 2, n));
@@ -220,12 +224,12 @@ struct FmhaForwardSplitSm80 {
         ((long long)item.batch * tile_heads + item.head) * rows.count(shape.query_length);
     for_each_row(params, item, [&](int row, bool valid, int r) {
       if (threadIdx.x % 4 == 0) {
-        params.partial_logsumexp[first + row] = valid ? softmax.row_reference[r] : -infinity();
+        params.partial_logsumexp[first + row] = valid ? softmax.softmax_reference[r] : -infinity();
       }
       float* const out = params.partial_out + (first + row) * Config::kValueDim;
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(output); ++n) {
-        *reinterpret_cast<float2*>(out + OutGrid::element_column(0, n, Team::thread())) =
+        *reinterpret_cast<float2*>(out + OutGrid::element_column(0, n, ConsumerGroup::thread())) =
             make_float2(valid ? output(2 * (r % 2), r / 2, n) : 0.0f,
                         valid ? output(2 * (r % 2) + 1, r / 2, n) : 0.0f);
       }

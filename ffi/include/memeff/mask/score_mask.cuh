@@ -1,10 +1,10 @@
 // All masks of a kernel as one: which tiles are visited, and which elements of them are valid.
 #pragma once
 
+#include <memeff/mask/block_mask.cuh>
 #include <memeff/mask/boolean.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/mask/segments.cuh>
-#include <memeff/mask/tile_map.cuh>
 
 namespace memeff {
 
@@ -15,17 +15,17 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
 
   // Sets the accumulators of invalid elements of the tile at (row, column), which has kColumns, to
   // -inf; those of the caller are in kRows rows of the tile, from `own_row` on. Where the tile is
-  // not `mixed`, segment ids and a boolean mask make none invalid.
+  // not `partial`, segment ids and a boolean mask make none invalid.
   template <int kRows, int kColumns, class Accumulators>
   CUTE_DEVICE void apply(Accumulators& scores, MaskParams const& mask, ProblemShape const& shape,
-                         int batch, int head, int row, int column, bool mixed = true,
+                         int batch, int head, int row, int column, bool partial = true,
                          int own_row = 0) const {
     int const row_bound = this->query_length - row;
     int const column_bound = this->key_length - column;
     if (this->needs_test(row + own_row, kRows, column, kColumns)) {
       Interval::template apply<Grid>(scores, row, column);
     }
-    if (!mixed) return;
+    if (!partial) return;
     if constexpr (Config::kSegments) {
       SegmentMask<Grid, Config::kVarlen>::apply(scores, mask, shape, batch, row, column, row_bound,
                                                 column_bound);
@@ -41,13 +41,13 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
   template <int kRows, int kColumns, class Accumulators>
   CUTE_DEVICE void apply_transposed(Accumulators& scores, MaskParams const& mask,
                                     ProblemShape const& shape, int batch, int head, int row,
-                                    int column, bool mixed = true) const {
+                                    int column, bool partial = true) const {
     int const row_bound = this->query_length - row;
     int const column_bound = this->key_length - column;
     if (this->needs_test(row, kRows, column, kColumns)) {
       Interval::template apply_transposed<Grid>(scores, row, column);
     }
-    if (!mixed) return;
+    if (!partial) return;
     if constexpr (Config::kSegments) {
       SegmentMask<Grid, Config::kVarlen>::template apply<true>(scores, mask, shape, batch, row,
                                                                column, row_bound, column_bound);

@@ -36,14 +36,14 @@ struct F16x3Tiles {
 
   CUTE_DEVICE static char* query(ForwardParams const& params, int batch, int head, int tile) {
     int const tiles = count<Query>(params.shape.query_length);
-    return params.query_halves +
+    return params.query_hi_lo +
            query_tile_index<QueryRows>(params.shape, tiles, batch, head, tile) * Query::kBytes;
   }
   CUTE_DEVICE static char* key(ForwardParams const& params, int batch, int head, int tile) {
-    return key_rows<Key>(params, params.key_halves, batch, head, tile);
+    return key_rows<Key>(params, params.key_hi_lo, batch, head, tile);
   }
   CUTE_DEVICE static char* value(ForwardParams const& params, int batch, int head, int tile) {
-    return key_rows<Value>(params, params.value_halves, batch, head, tile);
+    return key_rows<Value>(params, params.value_hi_lo, batch, head, tile);
   }
 
  private:

@@ -53,13 +53,13 @@ struct PersistentSchedule {
 // grid covers all pieces there are no others, and nobody touches the counter. It has no state: the
 // producer has few registers.
 template <class Schedule>
-struct PieceQueue {
+struct TileScheduler {
   // The first CTA makes the counter ready, which those of others wait for before their second
   // piece. Nobody has cleared the memory before the launch, for that would be a kernel in front of
   // this one: the counter is ready when its first word says so, which no call leaves behind, and
   // memory of others does by a chance of 2^-64.
   CUTE_DEVICE static void begin(ForwardParams const& params) {
-    PieceCounter* const counter = params.piece_counter;
+    TileCounter* const counter = params.tile_counter;
     if (blockIdx.x != 0 || !has_more(params)) return;
     counter->next = int(gridDim.x);
     counter->finished = 0;
@@ -69,15 +69,15 @@ struct PieceQueue {
   // The piece after the one that this CTA has begun with or got here, or one past the last.
   CUTE_DEVICE static int next(ForwardParams const& params) {
     if (!has_more(params)) return int(gridDim.x);
-    while (load_acquire(&params.piece_counter->ready) != kReady) continue;
-    return atomicAdd(&params.piece_counter->next, 1);
+    while (load_acquire(&params.tile_counter->ready) != kReady) continue;
+    return atomicAdd(&params.tile_counter->next, 1);
   }
 
   // Behind the last call of next() by this CTA, which has been one at least.
   CUTE_DEVICE static void finish(ForwardParams const& params) {
     if (!has_more(params)) return;
-    int const finished = atomicAdd(&params.piece_counter->finished, 1);
-    if (finished == int(gridDim.x) - 1) params.piece_counter->ready = 0;
+    int const finished = atomicAdd(&params.tile_counter->finished, 1);
+    if (finished == int(gridDim.x) - 1) params.tile_counter->ready = 0;
   }
 
  private:

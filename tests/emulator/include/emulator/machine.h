@@ -59,10 +59,10 @@ void wait_products(int pending);
 
 // The copy engine.
 void load_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4]);
-void load_bulk(void const* global, uint64_t& barrier, uint32_t shared, int bytes);
+void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes);
 void store_box(void const* map, uint32_t shared, int const (&start)[4]);
-void commit_bulk_stores();
-void wait_bulk_stores();
+void commit_tma_stores();
+void wait_tma_stores();
 // Later reads of the copy engine and of wgmma see what this thread wrote before.
 void fence_async_proxy();
 

@@ -1,0 +1,115 @@
+// Consumer groups of warps: the warps of a team share the rows of a tile, the teams its keys.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/arch/barrier.cuh>
+#include <memeff/arch/copy.cuh>
+
+namespace memeff {
+
+// kWarps_ warps as kGroups_ teams; the warps of a team are neighbours. All teams meet at the named
+// barrier kMeeting, or where they are the whole CTA at that of __syncthreads().
+template <int kWarps_, int kGroups_, int kMeeting = 0>
+struct WarpConsumerGroups {
+  static constexpr int kConsumerGroups = kGroups_;
+  static constexpr int kWarps = kWarps_ / kConsumerGroups;  // of a team
+  static constexpr int kThreads = kWarps * kWarpSize;
+  static_assert(kWarps * kConsumerGroups == kWarps_ && kConsumerGroups <= 15);
+
+  CUTE_DEVICE static int index() { return threadIdx.x / kThreads; }
+  CUTE_DEVICE static int thread() { return threadIdx.x % kThreads; }
+
+  // Waits for the other warps of the team. Barrier 0 is that of __syncthreads().
+  CUTE_DEVICE static void sync() {
+    if constexpr (kWarps == 1) {
+      __syncwarp();
+    } else {
+      named_barrier_sync(index() + 1, kThreads);
+    }
+  }
+
+  // Waits for all teams.
+  CUTE_DEVICE static void meet() {
+    if constexpr (kMeeting == 0) {
+      __syncthreads();
+    } else {
+      named_barrier_sync(kMeeting, kConsumerGroups * kThreads);
+    }
+  }
+};
+
+// Adds up what the teams found for the same rows; the result is in the first team's registers.
+template <class ConsumerGroup, class Softmax, int kOutputs>
+struct ConsumerGroupMerge {
+  static constexpr int kStatisticsBytes =
+      ConsumerGroup::kConsumerGroups * ConsumerGroup::kThreads * Softmax::kStagedBytes;
+  static constexpr int kOutputBytes = kOutputs * int(sizeof(float));  // of a team
+  static constexpr int kBytes =
+      ConsumerGroup::kConsumerGroups == 1
+          ? 0
+          : kStatisticsBytes + (ConsumerGroup::kConsumerGroups - 1) * kOutputBytes;
+
+  // All threads of all teams call this, and `shared` is free on entry.
+  template <class Output>
+  CUTE_DEVICE static void run(uint32_t shared, Softmax& softmax, Output& output,
+                              float softmax_scale) {
+    if constexpr (ConsumerGroup::kConsumerGroups > 1) {
+      if (ConsumerGroup::index() > 0) {
+        softmax.stage_registers(shared);
+        for_each_block(
+            shared, ConsumerGroup::index(),
+            [&](uint32_t slot, int m, int n) {
+              store_shared_vector(slot, output(0, m, n), output(1, m, n), output(2, m, n),
+                                  output(3, m, n));
+            },
+            output);
+      }
+      ConsumerGroup::meet();
+      if (ConsumerGroup::index() > 0) return;
+      CUTE_UNROLL
+      for (int team = 1; team < ConsumerGroup::kConsumerGroups; ++team) {
+        add(shared, team, softmax, output, softmax_scale);
+      }
+    }
+  }
+
+ private:
+  template <class Output>
+  CUTE_DEVICE static void add(uint32_t shared, int team, Softmax& softmax, Output& output,
+                              float softmax_scale) {
+    Softmax other;
+    other.unstage(shared + team * ConsumerGroup::kThreads * Softmax::kStagedBytes);
+    typename Softmax::Weights const weights = softmax.merge(other, softmax_scale);
+    for_each_block(
+        shared, team,
+        [&](uint32_t slot, int m, int n) {
+          uint4 const theirs = load_shared_vector(slot);
+          float const values[4] = {__uint_as_float(theirs.x), __uint_as_float(theirs.y),
+                                   __uint_as_float(theirs.z), __uint_as_float(theirs.w)};
+          CUTE_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            int const r = 2 * m + i / 2;
+            output(i, m, n) = output(i, m, n) * weights.own[r] + values[i] * weights.other[r];
+          }
+        },
+        output);
+  }
+
+  // A lane's accumulators, 16 bytes at a time, a warp's side by side.
+  template <class Use, class Output>
+  CUTE_DEVICE static void for_each_block(uint32_t shared, int team, Use use, Output const&) {
+    uint32_t const outputs =
+        shared + kStatisticsBytes + (team - 1) * kOutputBytes + ConsumerGroup::thread() * 16;
+    constexpr int kColumns = cute::size<2>(Output{});
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(Output{}); ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < kColumns; ++n) {
+        use(outputs + (m * kColumns + n) * (ConsumerGroup::kThreads * 16), m, n);
+      }
+    }
+  }
+};
+
+}  // namespace memeff

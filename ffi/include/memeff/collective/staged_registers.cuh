@@ -1,0 +1,38 @@
+// Values that wait in shared memory while the tensor cores work.
+//
+// Where the accumulators of both products fill the register file, what the products do not need is
+// put aside by hand: a few shared-memory accesses per tile, instead of spills to local memory
+// wherever the compiler sees fit. Each thread has slots of its own, so nothing here synchronises.
+#pragma once
+
+#include <memeff/arch/copy.cuh>
+
+namespace memeff {
+
+// A pointer that is in a register, or parked.
+template <bool kStaged>
+class StagedPointer {
+ public:
+  static constexpr int kBytes = 0;
+  CUTE_DEVICE StagedPointer(uint32_t, char const* pointer) : pointer_(pointer) {}
+  CUTE_DEVICE char const* get() const { return pointer_; }
+
+ private:
+  char const* pointer_;
+};
+
+template <>
+class StagedPointer<true> {
+ public:
+  static constexpr int kBytes = 8;  // a thread
+  CUTE_DEVICE StagedPointer(uint32_t slots, char const* pointer)
+      : slot_(slots + thread_index() * kBytes) {
+    store_shared_pointer(slot_, pointer);
+  }
+  CUTE_DEVICE char const* get() const { return load_shared_pointer(slot_); }
+
+ private:
+  uint32_t slot_;
+};
+
+}  // namespace memeff

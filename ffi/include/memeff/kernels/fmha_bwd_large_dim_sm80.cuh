@@ -1,0 +1,189 @@
+// Attention backward for any head dim, in two kernels that own what they write:
+//
+//   FmhaBackwardLargeDimDq   one CTA a tile of queries: dQ += dS K for every tile of keys
+//   FmhaBackwardLargeDimDkdv     one CTA a tile of keys: dV += P^T dO and dK += dS^T Q for every
+//   tile of
+//                           queries, and the gradient of the bias, unless it has a kernel of its
+//                           own (FmhaBackwardLargeDimDbias)
+//
+// Both compute S = Q K^T and dP = dO V^T in steps of 128 bytes of rows. That is two products more
+// than the five that one kernel would need, but no gradient is added to by several CTAs: f32 sums
+// in global memory have one reader and writer, and every run adds in one order.
+#pragma once
+
+#include <memeff/kernels/fmha_bwd_large_dim_dbias.cuh>
+#include <memeff/kernels/fmha_bwd_large_dim_scores.cuh>
+
+namespace memeff {
+
+// The statistics of the rows; the sums need no zeros.
+template <class Config>
+struct FmhaBackwardLargeDimPreprocess : FmhaBackwardPreprocess<WithoutQueryGradient<Config>> {};
+
+template <class Config>
+using FmhaBackwardLargeDimDbiasPostprocess = FmhaBackwardDbiasPostprocess<Config>;
+
+// The gradient of the bias is the other kernel's.
+template <class Config>
+struct WithoutBiasGradient : Config {
+  static constexpr auto kBiasGradient = BiasGradient::none;
+};
+
+template <class Config>
+struct FmhaBackwardLargeDimDq {
+  using Element = typename Config::Element;
+  using Scores = LargeDimScores<WithoutBiasGradient<Config>>;
+  using Product = typename Scores::QueryProduct;
+  static constexpr int kThreads = Scores::kThreads;
+  static constexpr int kBlocksPerSm = Config::kBlocksPerSm;
+  static constexpr int kSharedBytes = Scores::kSharedBytes;
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+
+  CUTE_DEVICE static void run(BackwardParams const& params) {
+    char* const shared = dynamic_shared();
+    ProblemShape const& shape = params.shape;
+    WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
+    int const row = item.tile * kTileQuery;
+    int const key_head = item.head / shape.group;
+    typename Scores::Mask const mask(params.mask, shape, item.batch);
+    int length = shape.query_length;
+    if constexpr (Config::kVarlen) {
+      length = mask.query_length;
+      Gap::of_queries(shape, item.batch, length)
+          .template clear<Element, kThreads>(params.query_gradient, item.head, shape.head_dim,
+                                             item.tile, params.query_tiles);
+      if (row >= length) return;
+    }
+    TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
+    Scores const scores(params, mask, item.batch, shared_address(shared));
+    auto const target = Scores::template rows<ChunkedTarget>(
+        params.query_gradient, scores.queries, row, item.head, length, shape.head_dim);
+    if (tiles.begin >= tiles.end) {
+      Product::store_zeros(target);
+      return;
+    }
+    float* const sums =
+        params.query_gradient_sum +
+        BackwardTiles<Config>::tile_index(params, item.batch, item.head, item.tile) *
+            ceil_div(shape.head_dim, Product::kChunk) * Product::kChunkFloats;
+    auto tile_at = [&](int tile) {
+      return LargeDimTile{item.batch, item.head, key_head, row, tile * kTileKey};
+    };
+    Origin const keys = {element_of<Config>(params.key, scores.keys.batch), scores.keys.row};
+    StepRing ring(scores.buffers, Scores::kBufferBytes);
+    ring.start([&](uint32_t buffer) { scores.load(tile_at(tiles.begin), 0, 0, buffer); });
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      int const parity = (tile - tiles.begin) % 2;
+      auto const product = Scores::template rows<Product>(
+          params.key, keys, tile * kTileKey, key_head, mask.key_length, shape.head_dim);
+      scores.template compute<false, true>(ring, tile_at(tile), parity,
+                                           [&](uint32_t buffer) { product.load(0, buffer); });
+      product.run(
+          ring, scores.score_tile, sums, tile == tiles.begin, tile + 1 == tiles.end, target,
+          [](int) { return 1.0f; }, [&](int) { return params.scale.gradient_scale; },
+          [&](uint32_t buffer) {
+            if (tile + 1 < tiles.end) scores.load(tile_at(tile + 1), 0, 1 - parity, buffer);
+          });
+    }
+  }
+};
+
+template <class Config>
+struct FmhaBackwardLargeDimDkdv {
+  using Scores = LargeDimScores<Config>;
+  using Product = typename Scores::KeyProduct;
+  static constexpr int kThreads = Scores::kThreads;
+  static constexpr int kBlocksPerSm = Config::kBlocksPerSm;
+  static constexpr int kSharedBytes = Scores::kSharedBytes;
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+
+  CUTE_DEVICE static void run(BackwardParams const& params) {
+    char* const shared = dynamic_shared();
+    ProblemShape const& shape = params.shape;
+    int const key_tiles = ceil_div(shape.key_length, kTileKey);
+    WorkItem const item = WorkItem::of_block(blockIdx.x, key_tiles, shape.key_heads);
+    int const column = item.tile * kTileKey;
+    typename Scores::Mask const mask(params.mask, shape, item.batch);
+    TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
+    int const head_blocks = tiles.end - tiles.begin;
+    int const visits = head_blocks * shape.group;
+    clear_skipped<Config, kThreads>(params, item, tiles);
+    int length = shape.key_length;
+    if constexpr (Config::kVarlen) {
+      length = mask.key_length;
+      clear_key_gap<Config, kThreads>(params, item, length, key_tiles);
+      if (column >= length) return;
+    }
+
+    Scores const scores(params, mask, item.batch, shared_address(shared));
+    auto const key_target = Scores::template rows<ChunkedTarget>(
+        params.key_gradient, scores.keys, column, item.head, length, shape.head_dim);
+    auto const value_target = Scores::template rows<ChunkedTarget>(
+        params.value_gradient, scores.keys, column, item.head, length, shape.value_dim);
+    if (visits <= 0) {
+      if constexpr (Config::kKeyGradient) Product::store_zeros(key_target);
+      if constexpr (Config::kValueGradient) Product::store_zeros(value_target);
+      return;
+    }
+
+    long long const tile_index =
+        key_tile_index<Config>(shape, key_tiles, item.batch, item.head, item.tile);
+    auto sums_of = [&](float* sums, int columns) {
+      return sums + tile_index * ceil_div(columns, Product::kChunk) * Product::kChunkFloats;
+    };
+    auto tile_at = [&](int index) {
+      int const head_index = shape.group == 1 ? 0 : index / head_blocks;
+      int const tile = tiles.begin + index - head_index * head_blocks;
+      return LargeDimTile{item.batch, item.head * shape.group + head_index, item.head,
+                          tile * kTileQuery, column};
+    };
+    StepRing ring(scores.buffers, Scores::kBufferBytes);
+    ring.start([&](uint32_t buffer) { scores.load(tile_at(0), 0, 0, buffer); });
+    for (int index = 0; index < visits; ++index) {
+      bool const first = index == 0;
+      bool const last = index + 1 == visits;
+      int const parity = index % 2;
+      LargeDimTile const tile = tile_at(index);
+      auto const value_product =
+          Scores::template rows<Product>(params.out_gradient, scores.queries, tile.row,
+                                         tile.query_head, mask.query_length, shape.value_dim);
+      auto const key_product =
+          Scores::template rows<Product>(params.query, scores.queries, tile.row, tile.query_head,
+                                         mask.query_length, shape.head_dim);
+      auto load_next_tile = [&](uint32_t buffer) {
+        if (!last) scores.load(tile_at(index + 1), 0, 1 - parity, buffer);
+      };
+      auto load_after_value = [&](uint32_t buffer) {
+        if constexpr (Config::kKeyGradient) {
+          key_product.load(0, buffer);
+        } else {
+          load_next_tile(buffer);
+        }
+      };
+      scores.template compute<Config::kValueGradient, Config::kKeyGradient>(
+          ring, tile, parity, [&](uint32_t buffer) {
+            if constexpr (Config::kValueGradient) {
+              value_product.load(0, buffer);
+            } else {
+              load_after_value(buffer);
+            }
+          });
+      auto keep = [](int) { return 1.0f; };
+      if constexpr (Config::kValueGradient) {
+        value_product.run(
+            ring, scores.probability_tile, sums_of(params.value_gradient_sum, shape.value_dim),
+            first, last, value_target, keep,
+            [&](int) { return Scores::Narrow::kept_scale(params); }, load_after_value);
+      }
+      if constexpr (Config::kKeyGradient) {
+        key_product.run(
+            ring, scores.score_tile, sums_of(params.key_gradient_sum, shape.head_dim), first, last,
+            key_target, keep, [&](int) { return params.scale.gradient_scale; }, load_next_tile);
+      }
+    }
+  }
+};
+
+}  // namespace memeff

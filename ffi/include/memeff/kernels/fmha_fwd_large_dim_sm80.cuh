@@ -1,0 +1,201 @@
+// Attention forward for any head dim: one CTA computes a tile of query rows.
+//
+// No accumulators hold a whole row of the output, and no shared memory a whole row of queries or
+// keys. So everything streams through two buffers, in two phases for each tile of keys:
+//
+//   S = Q K^T       steps of 128 bytes of rows of Q and K
+//   O += P V        chunks of columns of V; P waits in shared memory, O in f32 in global memory
+//
+// The scores are computed once, and the traffic of O shrinks with the number of keys in a tile.
+#pragma once
+
+#include <memeff/bias/direct.cuh>
+#include <memeff/collective/block_softmax.cuh>
+#include <memeff/collective/chunked_product.cuh>
+#include <memeff/collective/long_sum.cuh>
+#include <memeff/collective/softmax.cuh>
+#include <memeff/dropout/keep.cuh>
+#include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/query_tiles.cuh>
+#include <memeff/schedule/sequences.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct FmhaForwardLargeDimSm80 {
+  using Element = typename Config::Element;
+  static constexpr int kThreads = Config::kWarps * kWarpSize;
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+  static constexpr int kStep = kStreamStep<Element>;  // columns of query and key
+  using Sum = LongSum<kThreads, kStep>;
+
+  template <int kRows, int kColumns>
+  using Tile = SharedTile<kRows, kColumns, sizeof(Element)>;
+  using ScoreTile = Tile<kTileQuery, kTileKey>;  // P
+  using QueryStep = Tile<kTileQuery, kStep>;
+  using KeyStep = Tile<kTileKey, kStep>;
+  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps>;
+  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, Config::kBias>;
+  using OutProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;
+  static constexpr int kBufferBytes =
+      cute::max(QueryStep::kBytes + KeyStep::kBytes, OutProduct::StepTile::kBytes);
+  static constexpr int kSharedBytes = ScoreTile::kBytes + 2 * kBufferBytes + Softmax::kBytes;
+
+  CUTE_DEVICE static void run(ForwardParams const& params) {
+    char* const shared = dynamic_shared();
+    uint32_t const probability_tile = shared_address(shared);
+    uint32_t const buffers = probability_tile + ScoreTile::kBytes;
+
+    ProblemShape const& shape = params.shape;
+    int const query_tiles = ceil_div(shape.query_length, kTileQuery);
+    WorkItem item = WorkItem::of_block(blockIdx.x, query_tiles, shape.query_heads);
+    // The last rows of a causal mask have the most keys: start them first.
+    if constexpr (Config::kMask == MaskKind::causal) item.tile = query_tiles - 1 - item.tile;
+    int const row = item.tile * kTileQuery;
+    int const key_head = item.head / shape.group;
+
+    ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
+    if constexpr (Config::kVarlen) {
+      clear_query_gap<Config, kThreads>(params, item, mask.query_length, query_tiles);
+      if (row >= mask.query_length) return;
+    }
+    TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
+    Origin const queries = query_origin<Config>(shape, item.batch);
+    Origin const keys = key_origin<Config>(shape, item.batch);
+    char const* const query_rows =
+        row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head);
+    // Past a packed sequence the next one begins.
+    int const row_bound = (Config::kVarlen ? mask.query_length : shape.query_length) - row;
+    ChunkedTarget const target = {
+        row_pointer<Element>(params.out, queries.batch, queries.row + row, item.head),
+        params.out.row_stride * (long long)sizeof(Element), row_bound, shape.value_dim};
+    auto write_logsumexp = [&](int tile_row, float logsumexp) {
+      if (tile_row < row_bound) {
+        params.logsumexp[logsumexp_offset<Config>(shape, queries, item.head) + row + tile_row] =
+            logsumexp;
+      }
+    };
+    if (tiles.begin >= tiles.end) {
+      for (int i = threadIdx.x; i < kTileQuery; i += kThreads) write_logsumexp(i, -infinity());
+      OutProduct::store_zeros(target);
+      return;
+    }
+
+    float* const sums =
+        params.out_sum +
+        query_tile_index<Config>(shape, query_tiles, item.batch, item.head, item.tile) *
+            ceil_div(shape.value_dim, OutProduct::kChunk) * OutProduct::kChunkFloats;
+    auto load_scores = [&](int tile, int step, uint32_t buffer) {
+      int const first = step * kStep;
+      int const column = tile * kTileKey;
+      TileLoader<QueryStep, kThreads, Config::kAlignment>::copy(
+          buffer, query_rows + first * int(sizeof(Element)),
+          params.query.row_stride * sizeof(Element), mask.query_length - row,
+          shape.head_dim - first);
+      TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
+          buffer + QueryStep::kBytes,
+          key_row_pointer<Config>(params.key, keys.batch, keys.row + column, key_head) +
+              first * int(sizeof(Element)),
+          params.key.row_stride * sizeof(Element), mask.key_length - column,
+          shape.head_dim - first);
+    };
+    int const score_steps = ceil_div(shape.head_dim, kStep);
+
+    Softmax softmax(buffers + 2 * kBufferBytes);
+    StepRing ring(buffers, kBufferBytes);
+    ring.start([&](uint32_t buffer) { load_scores(tiles.end - 1, 0, buffer); });
+
+    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+      int const column = tile * kTileKey;
+      bool const last = tile == tiles.begin;
+      OutProduct const product = {
+          key_row_pointer<Config>(params.value, keys.batch, keys.row + column, key_head),
+          params.value.row_stride * (long long)sizeof(Element), mask.key_length - column,
+          shape.value_dim};
+
+      auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+      cute::clear(scores);
+      CUTE_NO_UNROLL
+      for (int first = 0; first < score_steps; first += Sum::kRunSteps) {
+        int const end = min(first + Sum::kRunSteps, score_steps);
+        ring.run(
+            end - first,
+            [&](int step, uint32_t buffer) { load_scores(tile, first + step, buffer); },
+            [&](int, uint32_t buffer) {
+              warp_gemm<Element, kStep / kStepElements<Element>>(
+                  scores,
+                  LeftOperand<QueryStep, Contiguous::k, ScoreGrid::kRowBlocks>(buffer,
+                                                                               ScoreGrid::row()),
+                  RightOperand<KeyStep, Contiguous::k, ScoreGrid::kColumnBlocks>(
+                      buffer + QueryStep::kBytes, ScoreGrid::column()));
+            },
+            [&](uint32_t buffer) {
+              if (end < score_steps) {
+                load_scores(tile, end, buffer);
+              } else {
+                product.load(0, buffer);
+              }
+            });
+        if (shape.head_dim > kLongSumColumns) {
+          Sum::add_run(scores, score_sum(params), first == 0, end == score_steps);
+        }
+      }
+
+      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+      if constexpr (Config::kBias) {
+        add_bias_elements<Config, ScoreGrid>(scores, params.bias, item.batch, item.head, row,
+                                             column, mask.query_length - row,
+                                             mask.key_length - column, params.scale.bias_scale);
+      }
+      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
+                                                row, column);
+      softmax.step(scores, params.scale.softmax_scale);
+      if (last) {
+        float const output_scale = Config::kDropout ? params.dropout.scale : 1.0f;
+        softmax.finish(params.scale.softmax_scale, output_scale, mask.query_length - row,
+                       write_logsumexp);
+      }
+      if constexpr (Config::kDropout) drop(params, item, row, column, scores);
+      store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
+
+      product.run(
+          ring, probability_tile, sums, tile == tiles.end - 1, last, target,
+          [&](int tile_row) { return softmax.correction(tile_row); },
+          [&](int tile_row) { return softmax.normaliser(tile_row); },
+          [&](uint32_t buffer) {
+            if (!last) load_scores(tile - 1, 0, buffer);
+          });
+    }
+  }
+
+  // Where the scores of this CTA's tile wait; asked for anew, as are all that lead there.
+  CUTE_DEVICE static float* score_sum(ForwardParams const& params) {
+    ProblemShape const& shape = params.shape;
+    int const tiles = ceil_div(shape.query_length, kTileQuery);
+    WorkItem const item = WorkItem::of_block(block_index(), tiles, shape.query_heads);
+    return params.score_sum +
+           query_tile_index<Config>(shape, tiles, item.batch, item.head, item.tile) *
+               (kTileQuery * kTileKey);
+  }
+
+  // Zeros the dropped elements of P. The row sums, and so the logsumexp, have seen them.
+  template <class Scores>
+  CUTE_DEVICE static void drop(ForwardParams const& params, WorkItem const& item, int row,
+                               int column, Scores& probabilities) {
+    Dropout<ScoreGrid> const dropout(params.dropout, params.mask, item.batch);
+    dropout.for_each_block(dropout_head(params.dropout, item.batch, item.head), row, column,
+                           [&](int m, int block, KeepBlock const& keep) {
+                             CUTE_UNROLL
+                             for (int chunk = 0; chunk < 2; ++chunk) {
+                               CUTE_UNROLL
+                               for (int element = 0; element < 4; ++element) {
+                                 float& x = probabilities(element, m, 2 * block + chunk);
+                                 x = keep.select(x, element / 2, chunk, element % 2);
+                               }
+                             }
+                           });
+  }
+};
+
+}  // namespace memeff

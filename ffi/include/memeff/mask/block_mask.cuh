@@ -1,0 +1,75 @@
+// Which tiles of scores segment ids and boolean masks leave something of, and what of.
+//
+// A map made before the kernel (jax_memeff/_cuda/block_mask.py) has a byte for each tile, in lines:
+// of the key tiles of a tile of queries, or of the query tiles of a tile of keys. A line begins
+// with the range that its tiles with a valid element lie in, so that sorted ids leave nothing to be
+// searched.
+#pragma once
+
+#include <memeff/mask/interval.cuh>
+
+namespace memeff {
+
+// The tiles of a range that hold a valid element. The first and the last tile of the range do,
+// unless it is empty.
+template <bool kMapped>
+struct BlockMaskRow : TileRange {
+  BlockMaskRow() = default;
+  CUTE_DEVICE BlockMaskRow(TileRange const& range, BlockMask const&, int, int, int, int)
+      : TileRange(range) {}
+
+  CUTE_DEVICE bool empty() const { return begin >= end; }
+
+  // The next one below; less than `begin` below the first.
+  CUTE_DEVICE int before(int tile) const { return tile - 1; }
+  // The next one above; `end` above the last.
+  CUTE_DEVICE int after(int tile) const { return tile + 1; }
+
+  // May the tile hold an element that segment ids or a boolean mask make invalid?
+  CUTE_DEVICE bool partial(int) const { return true; }
+};
+
+template <>
+struct BlockMaskRow<true> : TileRange {
+  // As in jax_memeff/_cuda/block_mask.py.
+  static constexpr int kRangeBytes = sizeof(TileRange);
+  enum Valid : unsigned char { kNone = 0, kAll = 1 };
+
+  unsigned char const* tiles;
+
+  BlockMaskRow() = default;
+
+  // Line `index` of a batch element and head, of `count` tiles.
+  CUTE_DEVICE BlockMaskRow(TileRange const& range, BlockMask const& map, int batch, int head,
+                           int index, int count)
+      : TileRange(range) {
+    long long const line =
+        (long long)batch * map.batch_rows + (long long)head * map.head_rows + index;
+    unsigned char const* const data =
+        static_cast<unsigned char const*>(map.data) + line * line_bytes(count);
+    TileRange const mapped = *reinterpret_cast<TileRange const*>(data);
+    tiles = data + kRangeBytes;
+    begin = max(begin, mapped.begin);
+    end = min(end, mapped.end);
+    while (begin < end && tiles[begin] == kNone) ++begin;
+    while (begin < end && tiles[end - 1] == kNone) --end;
+  }
+
+  // A byte of the map stands behind the last tile, too, and lines begin at multiples of 8 bytes.
+  CUTE_DEVICE static int line_bytes(int count) { return kRangeBytes + (count / 8 + 1) * 8; }
+
+  CUTE_DEVICE bool empty() const { return begin >= end; }
+
+  CUTE_DEVICE int before(int tile) const {
+    while (--tile > begin && tiles[tile] == kNone) continue;
+    return tile;
+  }
+  CUTE_DEVICE int after(int tile) const {
+    while (++tile < end - 1 && tiles[tile] == kNone) continue;
+    return tile;
+  }
+
+  CUTE_DEVICE bool partial(int tile) const { return tiles[tile] != kAll; }
+};
+
+}  // namespace memeff

@@ -1,0 +1,93 @@
+// The key tiles that a Hopper forward visits for a tile of queries, from the last to the first.
+#pragma once
+
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/mask/block_mask.cuh>
+#include <memeff/schedule/grid.cuh>
+
+namespace memeff {
+
+// Those of a piece, for the threads that copy, or of one of its consumers. kConsumerGroups
+// consumers share the rows and take the tiles in turn; otherwise each has 64 rows of its own, and
+// with kPassesOver passes over the tiles at the end that only the rows of others attend to.
+template <class Config, class Mask, int kGroups_ = Config::kConsumerGroups>
+struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, TileRange> {
+  using Tiles = cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, TileRange>;
+  static constexpr int kConsumerGroups = kGroups_;
+  static constexpr bool kPassesOver = Config::kMask != MaskKind::none && kConsumerGroups == 1;
+  static_assert(!Config::kBlockMask || kConsumerGroups == 1);
+
+  CUTE_DEVICE KvBlocks(ForwardParams const& params, Mask const& mask, WorkItem const& item)
+      : Tiles(tiles_of(params, mask, item)) {}
+
+  CUTE_DEVICE KvBlocks(ForwardParams const& params, Mask const& mask, WorkItem const& item,
+                       int team)
+      : KvBlocks(params, mask, item) {
+    if constexpr (kConsumerGroups > 1) {
+      this->begin += kConsumerGroups - 1 - team;
+      this->end -= team;
+    }
+  }
+
+  // The tile that a consumer visits first. It passes over fewer than the stages of the ring: while
+  // it waits for the next keys it holds values of the piece before, and others may need that buffer
+  // for more.
+  CUTE_DEVICE int first(Mask const& mask, WorkItem const& item, int warpgroup) const {
+    if constexpr (!kPassesOver) return this->end - 1;
+    int const row = item.tile * Config::kTileQuery + warpgroup * kWarpgroupRows;
+    int const attended = mask.key_tiles(row, kWarpgroupRows, Config::kTileKey).end;
+    if constexpr (Config::kBlockMask) {
+      int tile = this->end - 1;
+      for (int passed = 1; passed < Config::kStages && tile >= attended && tile > this->begin;
+           ++passed) {
+        tile = this->before(tile);
+      }
+      return tile;
+    }
+    return max(min(attended, this->end) - 1, max(this->begin, this->end - Config::kStages));
+  }
+
+  // How many visits of a piece have this tile, or one above it.
+  CUTE_DEVICE int passed(int tile) const {
+    if constexpr (!Config::kBlockMask) return this->end - tile;
+    int count = 0;
+    for (int other = this->end - 1; other >= tile; other = next(other)) ++count;
+    return count;
+  }
+
+  // The tile that is visited after this one, or after a place above the first.
+  CUTE_DEVICE int next(int tile, int teams = kConsumerGroups) const {
+    if constexpr (Config::kBlockMask) return this->before(tile);
+    return tile - teams;
+  }
+
+  CUTE_DEVICE bool is_partial(int tile) const {
+    if constexpr (Config::kBlockMask) return this->partial(tile);
+    return true;
+  }
+
+ private:
+  // A piece whose rows attend to nothing visits a tile that its mask empties. Consumer groups have
+  // equally many, if need be such a tile, too.
+  CUTE_DEVICE static Tiles tiles_of(ForwardParams const& params, Mask const& mask,
+                                    WorkItem const& item) {
+    TileRange const range =
+        mask.key_tiles(item.tile * Config::kTileQuery, Config::kTileQuery, Config::kTileKey);
+    if constexpr (kConsumerGroups > 1) {
+      int const count =
+          max(ceil_div(range.end - range.begin, kConsumerGroups), 1) * kConsumerGroups;
+      return {range.begin, range.begin + count};
+    }
+    if constexpr (Config::kBlockMask) {
+      int const tiles = ceil_div(params.shape.key_length, Config::kTileKey);
+      Tiles line(range, params.block_mask, item.batch, item.head, item.tile, tiles);
+      // The tile behind the last is beyond the keys, so that nothing is loaded.
+      if (line.empty()) line.begin = tiles, line.end = tiles + 1;
+      return line;
+    } else {
+      return range.begin < range.end ? range : TileRange{0, 1};
+    }
+  }
+};
+
+}  // namespace memeff

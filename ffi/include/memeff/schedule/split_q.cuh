@@ -1,0 +1,85 @@
+// A tile of keys that several CTAs share, where there are too few tiles for the GPU: each visits
+// its part of the query tiles.
+//
+// Each leaves its part of dk and dv in global memory. The one that is done last adds up all parts,
+// in one order: nobody waits, and the bits are the same in every run.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/arch/barrier.cuh>
+#include <memeff/arch/copy.cuh>
+#include <memeff/schedule/key_splits.cuh>
+
+namespace memeff {
+
+// The tile of this CTA, among those of all heads and batch elements.
+template <class Config>
+CUTE_DEVICE unsigned shared_tile_index(BackwardParams const& params) {
+  return Config::kSplitQ ? blockIdx.x / params.q_splits : blockIdx.x;
+}
+
+// kFloats is the size of a part, of kThreads threads that meet at the named barrier kBarrier.
+template <class Config, int kFloats, int kThreads, int kBarrier>
+struct SplitQ {
+  CUTE_DEVICE static TileRange query_tiles(BackwardParams const& params, TileRange const& tiles) {
+    if constexpr (!Config::kSplitQ) return tiles;
+    return share_of_split(tiles, blockIdx.x % params.q_splits, params.q_splits);
+  }
+
+  // Leaves the parts of this CTA, or makes them the sums of all: then it is true. `scratch` is a
+  // word of shared memory that nobody uses once all threads are here.
+  template <class KeyGradient, class ValueGradient>
+  CUTE_DEVICE static bool add_up(BackwardParams const& params, uint32_t scratch,
+                                 KeyGradient& key_gradient, ValueGradient& value_gradient) {
+    if (!Config::kSplitQ || params.q_splits == 1) return true;
+    unsigned const tile = shared_tile_index<Config>(params);
+    auto for_each = [&](unsigned share, auto use) {
+      float4* block =
+          reinterpret_cast<float4*>(params.key_gradient_sum +
+                                    (long long)(tile * params.q_splits + share) * kFloats) +
+          threadIdx.x;
+      if constexpr (Config::kKeyGradient) block = for_each_block(block, key_gradient, use);
+      if constexpr (Config::kValueGradient) for_each_block(block, value_gradient, use);
+    };
+    for_each(blockIdx.x % params.q_splits, [](float4& part, auto& gradient, int n) {
+      part =
+          make_float4(gradient(0, 0, n), gradient(1, 0, n), gradient(2, 0, n), gradient(3, 0, n));
+    });
+    __threadfence();
+    named_barrier_sync(kBarrier, kThreads);
+    if (threadIdx.x == 0) {
+      store_shared(scratch, atomicAdd(params.semaphores + tile, 1));
+      __threadfence();
+    }
+    named_barrier_sync(kBarrier, kThreads);
+    if (int(load_shared(scratch)) < params.q_splits - 1) return false;
+    __threadfence();
+    cute::clear(key_gradient);
+    cute::clear(value_gradient);
+    CUTE_NO_UNROLL
+    for (int share = 0; share < params.q_splits; ++share) {
+      for_each(share, [](float4 const& part, auto& gradient, int n) {
+        gradient(0, 0, n) += part.x;
+        gradient(1, 0, n) += part.y;
+        gradient(2, 0, n) += part.z;
+        gradient(3, 0, n) += part.w;
+      });
+    }
+    return true;
+  }
+
+ private:
+  // A lane's accumulators, 16 bytes at a time, a warp's side by side. Returns what follows them.
+  template <class Accumulators, class Use>
+  CUTE_DEVICE static float4* for_each_block(float4* block, Accumulators& accumulators, Use use) {
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(accumulators); ++n) {
+      use(*block, accumulators, n);
+      block += kThreads;
+    }
+    return block;
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,146 @@
+"""Eager validation of values, for debugging."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jax_memeff._api import attention as api
+from jax_memeff._api import varlen
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.options import Operands
+
+
+def check(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    **arguments: Any,
+) -> None:
+    """Raise if a call of ``dot_product_attention`` with these arguments has bad values.
+
+    Takes the arguments of :func:`jax_memeff.dot_product_attention`, or, when ``cu_seqlens_q`` is
+    among them, those of :func:`jax_memeff.varlen_attention`. Computes no attention, and copies the
+    arrays to the host. Beside what the function checks, it reads device arrays:
+
+    - lengths must be in [0, T] and [0, S] (the call itself would clamp them);
+    - ``cu_seqlens_*`` must be in [0, tokens] and not decrease, and no sequence may be longer than
+      ``max_seqlen_*`` (the call itself would shorten sequences);
+    - query, key and value must be finite within the lengths (beyond them anything may stand);
+    - bias must hold neither NaN nor +inf within the lengths;
+    - a query's segment id must be one of the keys' of its batch element, or negative (the call
+      itself would give 0 for that row).
+
+    Raises:
+        ValueError: A value is wrong; the message names the argument, the index and the value.
+        TypeError: A dtype is wrong, or an argument is traced: call it outside ``jax.jit``.
+
+    >>> import jax.numpy as jnp, jax_memeff
+    >>> x = jnp.ones((1, 4, 2, 8))
+    >>> jax_memeff.check(x, x, x, key_value_seq_lengths=jnp.array([5]))
+    Traceback (most recent call last):
+    ...
+    ValueError: key_value_seq_lengths must be in [0, 4], got 5 at index 0
+    """
+    packed = "cu_seqlens_q" in arguments
+    function = varlen.varlen_attention if packed else api.dot_product_attention
+    call = inspect.signature(function).bind(query, key, value, bias=bias, mask=mask, **arguments)
+    call.apply_defaults()
+    for name, argument in call.arguments.items():
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(argument)):
+            raise TypeError(
+                f"{name} must hold concrete values, got a traced array; call jax_memeff.check "
+                "outside jax.jit, jax.grad and jax.vmap"
+            )
+    named = dict(call.arguments)
+    named.pop("return_residual")
+    for name in _ON_HOST:
+        if named.get(name) is not None:
+            named[name] = np.asarray(named[name])
+    if isinstance(mask, Mask):
+        named["mask"] = jax.tree.map(np.asarray, mask)
+
+    prepare: Any = varlen.prepare if packed else api.prepare
+    operands: Operands = prepare(**named).operands
+    in_rows, in_columns = _rows_in_use(operands, "query"), _rows_in_use(operands, "key")
+    for name, array, valid in (
+        ("query", operands.query, in_rows),
+        ("key", operands.key, in_columns),
+        ("value", operands.value, in_columns),
+    ):
+        host = np.asarray(array)
+        if packed:
+            host, valid = host[0], valid[0]
+        _refuse(name, host, ~np.isfinite(host) & valid[..., None, None], "finite")
+    if operands.bias is not None:
+        batch, _, rows, columns = operands.scores
+        lengths = operands.sequences or operands.mask
+        in_rows = _within(lengths.query_lengths, batch, rows)
+        in_columns = _within(lengths.key_lengths, batch, columns)
+        host = np.asarray(operands.bias)
+        valid = in_rows[:, None, :, None] & in_columns[:, None, None, :]
+        shape = np.broadcast_shapes(host.shape, valid.shape)
+        host, valid = np.broadcast_to(host, shape), np.broadcast_to(valid, shape)
+        _refuse("bias", host, (np.isnan(host) | np.isposinf(host)) & valid, "finite or -inf")
+    for query_ids, key_ids in operands.mask.segment_ids:
+        _segments(operands, np.asarray(query_ids), np.asarray(key_ids))
+
+
+_ON_HOST = ("query_seq_lengths", "key_value_seq_lengths", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def _within(lengths: Any, batch: int, size: int) -> np.ndarray:
+    """bool[B, size]: the positions that lie within the lengths."""
+    if lengths is None:
+        return np.ones((batch, size), bool)
+    return np.arange(size)[None, :] < np.asarray(lengths)[:, None]
+
+
+def _refuse(name: str, array: np.ndarray, wrong: np.ndarray, expected: str) -> None:
+    if wrong.any():
+        index = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"{name} must be {expected} within the sequence lengths, got {array[index]} at index "
+            f"{index} of shape {array.shape}"
+        )
+
+
+def _rows_in_use(operands: Operands, side: str) -> np.ndarray:
+    """bool[B, T], or bool[1, tokens]: the rows of query or of key that take part."""
+    shape = getattr(operands, side).shape[:2]
+    if operands.sequences is None:
+        return _within(getattr(operands.mask, f"{side}_lengths"), *shape)
+    valid = np.zeros(shape, bool)
+    starts, lengths = (
+        np.asarray(getattr(operands.sequences, f"{side}_{what}")) for what in ("starts", "lengths")
+    )
+    for start, length in zip(starts[:-1], lengths, strict=True):
+        valid[0, start : start + length] = True
+    return valid
+
+
+def _segments(operands: Operands, query_ids: np.ndarray, key_ids: np.ndarray) -> None:
+    in_use = _rows_in_use(operands, "query")
+    for element in range(operands.scores[0]):
+        row, queries, keys = 0, query_ids, key_ids
+        if operands.sequences is None:
+            queries, keys, valid = queries[element], keys[element], in_use[element]
+        else:
+            row, end = operands.sequences.query_starts[element : element + 2]
+            first, last = operands.sequences.key_starts[element : element + 2]
+            queries, keys, valid = queries[0, row:end], keys[0, first:last], in_use[0, row:end]
+        lonely = (queries >= 0) & ~np.isin(queries, keys) & valid
+        if lonely.any():
+            index = int(np.argmax(lonely))
+            where = (element, index) if operands.sequences is None else (int(row) + index,)
+            raise ValueError(
+                f"query segment ids must occur among the key segment ids of their batch element, "
+                f"got {queries[index]} at index {where}; mark padding by a negative id"
+            )

@@ -1,0 +1,332 @@
+"""Context parallelism: attention over a sequence that is sharded over the devices of a ring."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, Literal, get_args, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jax_memeff._api import validate
+from jax_memeff._api.canonical import PrecisionLike, lengths, projections, shared
+from jax_memeff._blockwise.tiles import MASKED_BIAS
+from jax_memeff._call import compat
+from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.offsets import Offsets
+from jax_memeff._call.options import Implementation, Operands
+from jax_memeff._ring import derivatives as ring_derivatives
+from jax_memeff._ring.schedule import LAYOUTS, Layout
+from jax_memeff._ring.vjp import Method, Ring
+
+AxisName = Hashable
+"""The name of a mesh axis, or a tuple of names."""
+
+_DROPOUT_BLOCK = 16
+"""Products with dropout start at multiples of this: one call of the generator serves a block."""
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    axis_name: AxisName,
+    layout: Layout = "contiguous",
+    method: Method = "ring",
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    offsets: Offsets | None = None,
+    precision: PrecisionLike = None,
+    deterministic_backward: bool = False,
+    return_residual: Literal[False] = False,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    axis_name: AxisName,
+    layout: Layout = "contiguous",
+    method: Method = "ring",
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    offsets: Offsets | None = None,
+    precision: PrecisionLike = None,
+    deterministic_backward: bool = False,
+    return_residual: Literal[True],
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    axis_name: AxisName,
+    layout: Layout = "contiguous",
+    method: Method = "ring",
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    offsets: Offsets | None = None,
+    precision: PrecisionLike = None,
+    deterministic_backward: bool = False,
+    return_residual: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention over a sequence that is sharded over a mesh axis; call it in ``shard_map``.
+
+    Every device has a part of the queries and the same part of the keys and values. The keys travel
+    from device to device while the present ones are computed on, and what they give is merged by
+    the logsumexp; the backward sends the gradients of key and value with them. Output, logsumexp
+    and gradients are those of :func:`jax_memeff.dot_product_attention` on one device, up to
+    rounding, and dropout drops the same elements. No device ever has the whole sequence.
+
+    With n the size of the axis, T and S are local lengths: the global ones are n * T and n * S.
+
+    Args:
+        query: ``[B, T, N, H]``, the rows of this device. B may be missing, here and below.
+        key: ``[B, S, K, H]``, the columns of this device.
+        value: ``[B, S, K, Hv]``.
+        bias: Of rank <= 4, left-padded with 1s, each dim 1 or that of ``[B, N, T, n * S]``: the
+            rows of this device in its order, and the columns of all devices in natural order. Its
+            gradient has the same shape.
+        mask: A boolean array of the shapes that bias may have, or a :class:`jax_memeff.Mask`:
+            windows and lengths are global, segment ids ``[B, T]`` and ``[B, S]`` are of the rows
+            and columns of this device, boolean arrays are as bias.
+        axis_name: The mesh axis (or a tuple of axes) that the sequence is sharded over.
+        layout: ``"contiguous"``: device r has the r-th part of the sequence. ``"zigzag"``: that of
+            :func:`jax_memeff.zigzag`, by which a causal mask gives all devices the same work.
+        method: ``"ring"``, or ``"all_gather"``: every device gathers keys and values first. It has
+            fewer, larger transfers and kernels, for short rings, and needs memory for the keys and
+            values of the whole sequence.
+        is_causal, local_window_size: Of the whole sequence, in natural order. Products of a part of
+            the queries and a part of the keys that are masked as a whole are not computed, and keys
+            that no device needs are not sent.
+        query_seq_lengths, key_value_seq_lengths: ``[B]`` global lengths, the same on all devices.
+        offsets: Where this device's batch elements and heads stand, for dropout, when they are
+            sharded too. The positions are those of the ring: ``query`` and ``key`` must be 0.
+        scale, logits_soft_cap, dropout_rate, dropout_key, precision, deterministic_backward,
+            return_residual, implementation: As of ``dot_product_attention``. ``dropout_key`` is the
+            same on all devices; with dropout T and S, in zigzag layout their halves, must be
+            multiples of 16.
+
+    Returns:
+        This device's rows of the output, ``[B, T, N, Hv]`` in query's dtype; with
+        ``return_residual`` the pair of it and the logsumexp ``[B, T, N]`` in f32 (f64 for f64).
+
+    Raises:
+        ValueError: The axis is not bound, local lengths do not suit the layout, or as
+            ``dot_product_attention`` says; a bottom-right window beside lengths is refused.
+        TypeError, jax_memeff.UnsupportedError: as ``dot_product_attention`` says.
+
+    Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
+    Context" (https://arxiv.org/abs/2310.01889), section 3.
+
+    >>> import functools, jax, jax.numpy as jnp, jax_memeff
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> n = len(jax.devices())
+    >>> mesh = Mesh(jax.devices(), ("sequence",))
+    >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 16 * n, 4, 8))
+    >>> ring = functools.partial(
+    ...     jax_memeff.ring_attention, axis_name="sequence", layout="zigzag", is_causal=True
+    ... )
+    >>> spec = P(None, "sequence")
+    >>> sharded = jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=spec, out_specs=spec))
+    >>> out = sharded(*(jax_memeff.zigzag(x, 1, n) for x in (query, key, value)))
+    >>> one_device = jax_memeff.dot_product_attention(query, key, value, is_causal=True)
+    >>> bool(jnp.allclose(jax_memeff.unzigzag(out, 1, n), one_device, atol=1e-5))
+    True
+    """
+    with_residual = validate.flag("return_residual", return_residual)
+    validate.choice("layout", layout, LAYOUTS)
+    validate.choice("method", method, get_args(Method))
+    devices = _devices(axis_name)
+    query, key, value = projections(query, key, value)
+    validate.query_key_value(query, key, value)
+    batched = query.ndim == 4
+    if not batched:
+        query, key, value = query[None], key[None], value[None]
+    batch, rows, heads, head_dim = query.shape
+    columns = key.shape[1]
+    scores = (batch, heads, rows, devices * columns)
+    _lengths_suit(axis_name, layout, rows, columns, dropout_rate)
+    _whole_columns(axis_name, "bias", bias, columns, devices)
+    _whole_columns(axis_name, "mask", mask, columns, devices)
+    _no_positions(axis_name, offsets)
+    is_array = mask is not None and not isinstance(mask, Mask)
+    options, bias, combined, dropout_state, _ = shared(
+        query.dtype,
+        head_dim,
+        scores,
+        bias,
+        mask if is_array else None,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        offsets=offsets,
+        precision=precision,
+        deterministic_backward=deterministic_backward,
+        implementation=implementation,
+    )
+    longest = devices * rows, devices * columns
+    combined &= Mask.lengths(
+        query=lengths("query_seq_lengths", query_seq_lengths, batch, longest[0], batched),
+        key=lengths("key_value_seq_lengths", key_value_seq_lengths, batch, longest[1], batched),
+    )
+    if isinstance(mask, Mask):
+        combined &= mask
+    _same_on_all_devices(axis_name, "query", combined.query_lengths)
+    _same_on_all_devices(axis_name, "key", combined.key_lengths)
+    combined = _canonical(combined, scores, columns, longest)
+    ring = Ring(axis_name, devices, layout, method, options)
+    out, lse = _attend(Operands(query, key, value, bias, combined, dropout_state, None), ring)
+    if not batched:
+        out, lse = out[0], lse[0]
+    return (out, lse) if with_residual else out
+
+
+def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
+    # The index makes all operands vary over the ring's axis, as the results do.
+    index = lax.axis_index(ring.axis_name)
+    operands, _ = compat.cast_to_common_varying_axes((operands, index))
+    bias = operands.bias
+    if bias is None or bias.shape[3] != 1:
+        return ring_derivatives.attention(operands, ring)
+    # One number for each row shifts its logsumexp, and nothing else.
+    out, lse = ring_derivatives.attention(operands._replace(bias=None), ring)
+    bias = jnp.broadcast_to(bias, (*lse.shape[:1], lse.shape[2], lse.shape[1], 1))
+    shift = jnp.swapaxes(bias[..., 0], 1, 2)
+    masked = (shift < MASKED_BIAS) | jnp.isneginf(lse)
+    out = jnp.where(masked[..., None], 0, out)
+    return out, jnp.where(masked, -jnp.inf, lse + shift)
+
+
+def _devices(axis_name: AxisName) -> int:
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        bound = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes)) or "none"
+        raise ValueError(
+            f"axis_name: expected a mesh axis that the surrounding jax.shard_map makes manual, got "
+            f"{axis_name!r}; the axes here are: {bound}. Call ring_attention inside jax.shard_map "
+            f"over a mesh that has {axis_name!r}, and shard the sequence over it"
+        ) from None
+
+
+def _lengths_suit(axis_name: AxisName, layout: Layout, rows: int, columns: int, rate: Any) -> None:
+    chunks = LAYOUTS[layout]
+    for name, length in (("query", rows), ("key", columns)):
+        if length % chunks:
+            raise ValueError(
+                f"{name}: layout {layout!r} needs a multiple of {chunks} positions on each device "
+                f"of axis {axis_name!r}, got {length}; pad the sequence to a multiple of "
+                f"{chunks} times the size of the axis, and mask what is padded by "
+                "key_value_seq_lengths"
+            )
+        if validate.dropout_rate(rate) and length // chunks % _DROPOUT_BLOCK:
+            raise ValueError(
+                f"{name}: with dropout, layout {layout!r} needs a multiple of "
+                f"{chunks * _DROPOUT_BLOCK} positions on each device of axis {axis_name!r}, got "
+                f"{length}; pad the sequence, and mask what is padded by key_value_seq_lengths"
+            )
+
+
+def _whole_columns(axis_name: AxisName, name: str, value: Any, columns: int, devices: int) -> None:
+    """Refuse a bias or a boolean mask that has this device's columns only, or one a chunk."""
+    shape = getattr(value, "shape", ())
+    if value is None or isinstance(value, Mask) or not shape or shape[-1] in (1, devices * columns):
+        return
+    raise ValueError(
+        f"{name}: expected 1 column, or those of all {devices} devices of axis {axis_name!r}, "
+        f"{devices * columns} in natural order, got shape {tuple(shape)}; do not shard the last "
+        f"dim of {name} over {axis_name!r}"
+    )
+
+
+def _same_on_all_devices(axis_name: AxisName, name: str, lengths: Any) -> None:
+    axes = set(axis_name if isinstance(axis_name, tuple) else (axis_name,))
+    if lengths is not None and compat.varying_axes(lengths) & axes:
+        raise ValueError(
+            f"{name} lengths: expected those of the whole sequence, the same on every device of "
+            f"axis {axis_name!r}, got an array that differs over it; add up the lengths of the "
+            f"parts by jax.lax.psum over {axis_name!r}, or do not shard them over it"
+        )
+
+
+def _no_positions(axis_name: AxisName, offsets: Offsets | None) -> None:
+    for name in ("query", "key"):
+        position = getattr(offsets, name, 0)
+        if isinstance(position, jax.Array) or position != 0:
+            raise ValueError(
+                f"offsets.{name}: expected 0, got {position}; the place in the ring over axis "
+                f"{axis_name!r} tells the positions"
+            )
+
+
+def _canonical(
+    mask: Mask, scores: tuple[int, int, int, int], columns: int, longest: tuple[int, int]
+) -> Mask:
+    """The mask as the ring reads it: one top-left window, global lengths, local segment ids."""
+    batch, heads, rows, _ = scores
+    of_lengths = dataclasses.replace(mask, segment_ids=(), booleans=())
+    segments = Mask(segment_ids=mask.segment_ids)
+    validate.mask(of_lengths, (batch, heads, *longest))
+    validate.mask(segments, (batch, heads, rows, columns))
+    validate.mask(Mask(booleans=mask.booleans), scores)
+    canonical = of_lengths.canonical(batch, *longest) & segments.canonical(batch, rows, columns)
+    booleans = Mask(booleans=mask.booleans).canonical(batch, rows, columns)
+    return _top_left(canonical & booleans, longest)
+
+
+def _top_left(mask: Mask, longest: tuple[int, int]) -> Mask:
+    """The same mask without a bottom-right window."""
+    if mask.bottom_right is None:
+        return mask
+    if mask.query_lengths is not None or mask.key_lengths is not None:
+        raise ValueError(
+            "mask: a bottom-right window beside lengths has a diagonal for each batch element, "
+            "which ring_attention does not support; align the window top-left, or pass no lengths"
+        )
+    distance = longest[1] - longest[0]
+    left, right = mask.bottom_right.left, mask.bottom_right.right
+    window = Window(
+        None if left is None else left - distance, None if right is None else right + distance
+    )
+    return dataclasses.replace(mask, bottom_right=None) & Mask(top_left=window)

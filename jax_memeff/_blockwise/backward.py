@@ -1,0 +1,212 @@
+"""The backward of the blockwise path.
+
+The probabilities are dbias_kernel from the logsumexp, tile by tile, as in Dao, Fu, Ermon, Rudra and
+Re, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), appendix
+B.4. Query blocks are the outer loop: the gradient of a query block is summed in place, and those of
+key and value in buffers of the size of key and value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_memeff._blockwise.tiles import (
+    Problem,
+    dot,
+    grouped,
+    has_probabilities,
+    read_block,
+    select,
+    ungrouped,
+    when,
+    write_block,
+)
+from jax_memeff._call.divisors import gradient_shape, summed
+from jax_memeff._call.mask import Mask, slice_tile
+from jax_memeff._call.options import Gradients, NeedsGrad, Operands, Options
+
+
+class _Sums(NamedTuple):
+    """Gradients while they are summed up; None where not wanted."""
+
+    query: jax.Array | None
+    key: jax.Array | None
+    value: jax.Array | None
+    bias: jax.Array | None
+
+
+def backward(
+    operands: Operands,
+    options: Options,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    """Gradients of :func:`forward`.
+
+    Args:
+        operands: those of the forward.
+        options: those of the forward.
+        out: [B, T, N, Hv], the forward's result.
+        lse: [B, T, N], the forward's result.
+        dout: [B, T, N, Hv], the cotangent of ``out``.
+        dlse: [B, T, N], the cotangent of ``lse``; None is zero.
+        needs_grad: which gradients are computed.
+
+    Returns:
+        Gradients of the operands' own dtypes, and of the shapes that ``attention_bwd`` has; a bias
+        that is broadcast has its gradient summed tile by tile.
+    """
+    problem = Problem.of(operands, options)
+    batch, bias = operands.query.shape[0], operands.bias
+    needs_bias_grad = needs_grad.bias and bias is not None
+    # Adding a constant to a row of scores changes no probability and shifts the logsumexp by it.
+    # A single column is computed: in ring attention it is not the whole row.
+    constant_rows = bias is not None and bias.shape[3] == 1 != operands.key.shape[1]
+    sums = _Sums(
+        query=problem.zeros(*problem.query.shape) if needs_grad.query else None,
+        key=problem.zeros(batch, *problem.key.shape[1:]) if needs_grad.key else None,
+        value=problem.zeros(batch, *problem.value.shape[1:]) if needs_grad.value else None,
+        bias=_bias_sums(problem) if needs_bias_grad and not constant_rows else None,
+    )
+    row_is_live = live_rows(operands.mask, lse)
+    if dlse is not None:
+        dlse = jnp.where(row_is_live, dlse, 0)
+    is_empty = 0 in (*operands.query.shape[:3], operands.key.shape[1])
+    if not is_empty and any(x is not None for x in sums):
+        sums = _backward_loops(problem, sums, row_is_live, out, lse, dout, dlse)
+
+    def finish(x: jax.Array | None, like: jax.Array) -> jax.Array | None:
+        return None if x is None else ungrouped(x).astype(like.dtype)
+
+    dbias = None
+    if needs_bias_grad and bias is not None:
+        dbias = sums.bias
+        if dbias is None:
+            shape = gradient_shape("bias", bias.shape, operands, options.divisors)
+            dbias = problem.zeros(*shape)
+            if dlse is not None and not is_empty:
+                dbias = summed(dlse.transpose(0, 2, 1)[..., None], shape)
+        dbias = dbias.astype(bias.dtype)
+    return Gradients(
+        query=finish(sums.query, operands.query),
+        key=finish(None if sums.key is None else sums.key[:, :, None], operands.key),
+        value=finish(None if sums.value is None else sums.value[:, :, None], operands.value),
+        bias=dbias,
+    )
+
+
+def _backward_loops(
+    problem: Problem,
+    sums: _Sums,
+    row_is_live: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+) -> _Sums:
+    rows, cols, dtype = problem.rows, problem.cols, problem.accumulator
+    kv_heads = problem.key.shape[1]
+    dout = jnp.where(row_is_live[..., None], dout, 0)
+    # D of the paper: what every element of a row subtracts from dP.
+    row_term = jnp.sum(dout.astype(dtype) * out.astype(dtype), -1)
+    row_term = jnp.where(row_is_live, row_term, 0)
+    if dlse is not None:
+        row_term = row_term - dlse.astype(dtype)
+    row_term = grouped(row_term[..., None], kv_heads)
+    lse = grouped(jnp.where(row_is_live, lse, jnp.inf)[..., None], kv_heads)
+    dout = grouped(dout, kv_heads)
+    wants_scores = any(x is not None for x in (sums.query, sums.key, sums.bias))
+
+    def query_block(index: jax.Array, sums: _Sums) -> _Sums:
+        row, first_row = rows.start(index)
+        query = problem.query_tile(row)
+        dout_tile = lax.dynamic_slice_in_dim(dout, row, rows.size, 3).astype(dtype)
+        dout_tile = dout_tile * problem.kept_scale
+        lse_tile = lax.dynamic_slice_in_dim(lse, row, rows.size, 3)
+        row_term_tile = lax.dynamic_slice_in_dim(row_term, row, rows.size, 3)
+
+        def key_block(index: jax.Array, sums: _Sums) -> _Sums:
+            col, first_col = cols.start(index)
+
+            def update(local: _Sums) -> _Sums:
+                key, bias = problem.key_tile(col), problem.bias_tile(row, col)
+                tile = problem.tile(query, key, bias, row, col, first_row, first_col)
+                probabilities = jnp.exp(tile.scores - lse_tile)
+                dvalue = local.value
+                if dvalue is not None:
+                    kept = select(tile.keep, probabilities)
+                    dvalue = dvalue + dot("bkgts,bkgth->bksh", kept, dout_tile)
+                if not wants_scores:
+                    return local._replace(value=dvalue)
+                dprobabilities = dot("bkgth,bksh->bkgts", dout_tile, problem.value_tile(col))
+                dscores = probabilities * (select(tile.keep, dprobabilities) - row_term_tile)
+                dbias = local.bias
+                if dbias is not None:
+                    flat = dscores.reshape(dscores.shape[0], -1, rows.size, cols.size)
+                    dbias = dbias + summed(flat, dbias.shape).astype(dbias.dtype)
+                if tile.cap_slope is not None:
+                    dscores = dscores * tile.cap_slope
+                dquery, dkey = local.query, local.key
+                if dquery is not None:
+                    dquery = dquery + dot("bkgts,bksh->bkgth", dscores, key)
+                if dkey is not None:
+                    dkey = dkey + dot("bkgts,bkgth->bksh", dscores, query)
+                return _Sums(dquery, dkey, dvalue, dbias)
+
+            # Only slices go through the conditional: what goes through it may be copied.
+            local = _Sums(
+                sums.query,
+                read_block(sums.key, col, cols.size, 2),
+                read_block(sums.value, col, cols.size, 2),
+                None if sums.bias is None else slice_tile(sums.bias, (row, col), tile_shape),
+            )
+            local = when(problem.may_attend(row, col), update, local)
+            return _Sums(
+                local.query,
+                write_block(sums.key, local.key, (2, col)),
+                write_block(sums.value, local.value, (2, col)),
+                write_block(sums.bias, local.bias, (2, row), (3, col)),
+            )
+
+        tile_shape = (rows.size, cols.size)
+        dquery = None if sums.query is None else problem.zeros(*query.shape)
+        block = lax.fori_loop(0, cols.count, key_block, sums._replace(query=dquery))
+        if sums.query is not None and block.query is not None:
+            dquery = read_block(sums.query, row, rows.size, 3) + block.query * problem.options.scale
+            dquery = write_block(sums.query, dquery, (3, row))
+        return block._replace(query=dquery)
+
+    return lax.fori_loop(0, rows.count, query_block, sums)
+
+
+def _bias_sums(problem: Problem) -> jax.Array | None:
+    """Where the gradient of the bias is summed.
+
+    With a bias that is not broadcast over T every element is written by one tile, so the bias's
+    own dtype loses nothing; its zeros from overlapping tiles add exactly.
+    """
+    bias = problem.operands.bias
+    if bias is None:
+        return None
+    dtype = problem.accumulator if bias.shape[2] == 1 else bias.dtype
+    shape = gradient_shape("bias", bias.shape, problem.operands, problem.options.divisors)
+    return problem.zeros(*shape).astype(dtype)
+
+
+def live_rows(mask: Mask, lse: jax.Array) -> jax.Array:
+    """bool[B, T, N]: the rows that have gradients. Whatever stands in others reaches nothing.
+
+    With a logsumexp of inf the probabilities of others are 0.
+    """
+    live = has_probabilities(lse)
+    lengths = mask.query_lengths
+    if lengths is None:
+        return live
+    return live & (lax.broadcasted_iota(jnp.int32, lse.shape, 1) < lengths[:, None, None])

@@ -1,0 +1,228 @@
+"""Derivatives of the blockwise path that JAX can differentiate again, at linear memory.
+
+Everything but the forward is a derivative of one function, that with a fixed logsumexp ``l`` gives
+per row the sums ``z = sum_s p`` and ``w = sum_s keep * p * v`` over ``p = exp(s - l)``:
+
+- forward mode: ``dlse = dz`` and ``dout = dw - dz * out``;
+- reverse mode: its transpose, applied to ``dlse - rowsum(dout * out)`` for z and ``dout`` for w,
+  which is the backward of Dao, Fu, Ermon, Rudra and Re, "FlashAttention: Fast and Memory-Efficient
+  Exact Attention with IO-Awareness" (2022), appendix B.4.
+
+The function sums independent tiles, each computed again wherever a derivative needs it
+(``jax.checkpoint``), so derivatives of any order keep one tile of scores at a time. Blocks are
+operands of the scans over them: their cotangents are then written once, block by block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_memeff._blockwise import varlen as blockwise_varlen
+from jax_memeff._blockwise.backward import live_rows
+from jax_memeff._blockwise.tiles import Blocks, Problem, dot, grouped, select, ungrouped, when
+from jax_memeff._call.divisors import as_gradient, batch_of, broadcastable, whole
+from jax_memeff._call.options import (
+    Divisors,
+    Gradients,
+    NeedsGrad,
+    Operands,
+    Options,
+    QkvPackedGradients,
+    QkvPackedOperands,
+)
+
+Sums = tuple[jax.Array, jax.Array]
+
+
+def tangent(
+    operands: Operands | QkvPackedOperands,
+    options: Options,
+    out: jax.Array,
+    lse: jax.Array,
+    tangents: Gradients | QkvPackedGradients,
+) -> tuple[jax.Array, jax.Array]:
+    """Tangents of output and logsumexp.
+
+    Args:
+        operands: those of the forward.
+        options: those of the forward.
+        out: [B, T, N, Hv], the forward's result.
+        lse: [B, T, N], the forward's result.
+        tangents: of the differentiable operands, in the shapes of gradients; None is zero.
+    """
+    given = {name: x for name, x in tangents._asdict().items() if x is not None}
+    sums, primals = _sums_of(operands, options, lse, list(given))
+    _, (dlse, dweighted) = jax.jvp(sums, tuple(primals), tuple(given.values()))
+    dout = dweighted - dlse[..., None] * out.astype(dlse.dtype)
+    return dout.astype(out.dtype), dlse
+
+
+def backward(
+    operands: Operands | QkvPackedOperands,
+    options: Options,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    needs_grad: NeedsGrad,
+) -> list[jax.Array]:
+    """The wanted gradients, as ``attention_bwd`` gives them."""
+    is_live = live_rows(operands.mask, lse)
+    dout = jnp.where(is_live[..., None], dout, 0).astype(lse.dtype)
+    row_term = jnp.where(is_live, -jnp.sum(dout * out.astype(lse.dtype), -1), 0)
+    if dlse is not None:
+        row_term = row_term + jnp.where(is_live, dlse, 0)
+    if isinstance(operands, QkvPackedOperands):
+        names = {"query_key_value": needs_grad.query, "bias": needs_grad.bias}
+    else:
+        names = needs_grad._asdict()
+    chosen = [name for name, want in names.items() if want]
+    sums, primals = _sums_of(operands, options, lse, chosen)
+    _, transpose = jax.vjp(sums, *primals)
+    return list(transpose((row_term, dout)))
+
+
+def _sums_of(
+    operands: Any, options: Options, lse: jax.Array, names: list[str]
+) -> tuple[Callable[..., Sums], list[jax.Array]]:
+    """The sums as a function of the named operands, and these, in the shapes of gradients."""
+    shared, batch = options.divisors, batch_of(operands)
+    primals = [as_gradient(name, getattr(operands, name), operands, shared) for name in names]
+    operands = whole(operands, options)
+    unshared = dataclasses.replace(options, divisors=Divisors())
+
+    def sums(*arrays: jax.Array) -> Sums:
+        call = operands._replace(**dict(zip(names, arrays, strict=True)))
+        if "bias" in names:
+            call = call._replace(bias=broadcastable(call.bias, shared.bias_gradient or 1, batch))
+        if isinstance(call, QkvPackedOperands):
+            call = call.separate()
+        if 0 in (*call.scores, call.query.shape[1], call.key.shape[1]):
+            return _zeros(call, lse)
+        fixed = jnp.where(live_rows(operands.mask, lse), lse, jnp.inf)
+        return (_row_sums if call.sequences is None else _row_sums_varlen)(call, unshared, fixed)
+
+    return sums, primals
+
+
+def _zeros(operands: Operands, lse: jax.Array) -> Sums:
+    # Derived from an operand, for the varying axes inside `shard_map`.
+    zero = jnp.sum(operands.query[:0], dtype=lse.dtype)
+    weighted = (*lse.shape, operands.value.shape[3])
+    return jnp.broadcast_to(zero, lse.shape), jnp.broadcast_to(zero, weighted)
+
+
+def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
+    """z, [B, T, N], and w, [B, T, N, Hv]."""
+    problem = Problem.of(operands, options)
+    rows, cols = problem.rows, problem.cols
+
+    def wide(x: jax.Array) -> jax.Array:
+        # Before the loops: cotangents of blocks are summed in the dtype of the blocks.
+        return x.astype(problem.accumulator)
+
+    bias = None if operands.bias is None else wide(operands.bias)
+    keys = _blocks(wide(problem.key), cols, 2), _blocks(wide(problem.value), cols, 2)
+    queries = (
+        _blocks(wide(problem.query) * options.scale, rows, 3),
+        _blocks(grouped(lse[..., None], operands.key.shape[2]), rows, 3),
+    )
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def tile_sums(query, row_lse, key, value, tile_bias, row, col, first_col) -> Sums:
+        def add(_: Sums) -> Sums:
+            tile = problem.tile(query, key, tile_bias, row, col, None, first_col)
+            probabilities = jnp.exp(tile.scores - row_lse)
+            kept = select(tile.keep, probabilities) * problem.kept_scale
+            return jnp.sum(probabilities, -1), dot("bkgts,bksh->bkgth", kept, value)
+
+        return when(problem.may_attend(row, col), add, _no_sums(problem))
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def row_block(_: Any, block: Any) -> tuple[None, Sums]:
+        index, (query, row_lse), row_bias = block
+        row, _ = rows.start(index)
+        row_bias = bias if row_bias is None else row_bias
+
+        def column_block(sums: Sums, block: Any) -> tuple[Sums, None]:
+            index, (key, value), tile_bias = block
+            tile_bias = row_bias if tile_bias is None else tile_bias
+            col, first_col = cols.start(index)
+            part = tile_sums(query, row_lse, key, value, tile_bias, row, col, first_col)
+            return jax.tree.map(jnp.add, sums, part), None
+
+        blocks = _indices(cols), keys, _full_blocks(row_bias, cols, 3)
+        return None, lax.scan(column_block, _no_sums(problem), blocks)[0]
+
+    blocks = _indices(rows), queries, _full_blocks(bias, rows, 2)
+    _, (total, weighted) = lax.scan(row_block, None, blocks)
+    total, weighted = (_joined(x, rows, 3) for x in (total[..., None], weighted))
+    return ungrouped(total)[..., 0], ungrouped(weighted)
+
+
+def _no_sums(problem: Problem) -> Sums:
+    shape = *problem.query.shape[:3], problem.rows.size
+    return problem.zeros(*shape), problem.zeros(*shape, problem.value.shape[-1])
+
+
+def _indices(blocks: Blocks) -> jax.Array:
+    return lax.iota(jnp.int32, blocks.count)
+
+
+def _blocks(x: jax.Array, blocks: Blocks, axis: int) -> jax.Array:
+    """The blocks of one axis, stacked in front; the last may overlap its neighbour."""
+    full = lax.slice_in_dim(x, 0, (blocks.count - 1) * blocks.size, axis=axis)
+    shape = (*x.shape[:axis], blocks.count - 1, blocks.size, *x.shape[axis + 1 :])
+    last = lax.slice_in_dim(x, blocks.length - blocks.size, blocks.length, axis=axis)
+    return jnp.concatenate([jnp.moveaxis(full.reshape(shape), axis, 0), last[None]])
+
+
+def _full_blocks(x: jax.Array | None, blocks: Blocks, axis: int) -> jax.Array | None:
+    """The blocks; None where x is absent or broadcast over the axis."""
+    if x is None or x.shape[axis] == 1:
+        return None
+    return _blocks(x, blocks, axis)
+
+
+def _joined(x: jax.Array, blocks: Blocks, axis: int) -> jax.Array:
+    """The axis whose blocks are stacked in front."""
+    full = jnp.moveaxis(x[:-1], 0, axis)
+    before_last = (blocks.count - 1) * blocks.size
+    merged = full.reshape(*full.shape[:axis], before_last, *full.shape[axis + 2 :])
+    rest = blocks.length - before_last
+    last = lax.slice_in_dim(x[-1], blocks.size - rest, blocks.size, axis=axis)
+    return jnp.concatenate([merged, last], axis)
+
+
+def _row_sums_varlen(operands: Operands, options: Options, lse: jax.Array) -> Sums:
+    """The same of packed sequences, one after the other."""
+    bias = operands.bias
+    each = None if bias is None or bias.shape[0] == 1 else bias[:, None]
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def sequence_sums(index: jax.Array, own_bias: jax.Array | None):
+        rows, columns = blockwise_varlen.tokens_of(operands, index)
+        one = blockwise_varlen.sequence_of(
+            operands._replace(bias=None), options, index, rows, columns
+        )
+        one = one._replace(bias=bias if own_bias is None else own_bias)
+        sums = _row_sums(one, options, jnp.take(lse, rows, 1, mode="fill", fill_value=0))
+        return rows, sums
+
+    def add(results: Sums, xs: Any) -> tuple[Sums, None]:
+        rows, sums = sequence_sums(*xs)
+        total, weighted = (
+            result.at[:, rows].add(part, mode="drop")
+            for result, part in zip(results, sums, strict=True)
+        )
+        return (total, weighted), None
+
+    indices = lax.iota(jnp.int32, operands.scores[0])
+    return lax.scan(add, _zeros(operands, lse), (indices, each))[0]

@@ -1,0 +1,97 @@
+"""Attention in plain JAX with linear memory: every platform, every feature, every dtype.
+
+The forward walks over query blocks and, inside, over key blocks, and keeps one tile of scores at a
+time. It is the online softmax of Rabe and Staats, "Self-attention does not need O(n^2) memory"
+(2021), section 3. The backward is in ``blockwise_backward.py``.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_memeff._blockwise.backward import backward
+from jax_memeff._blockwise.tiles import Problem, Tile, dot, ungrouped, when
+from jax_memeff._call.options import Operands, Options
+
+__all__ = ["backward", "forward"]
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Attention and its logsumexp.
+
+    Args:
+        operands: arrays in canonical shapes; ``operands.mask`` is canonical.
+        options: the static part. ``precision`` is for kernels: here every product is exact float32.
+
+    Returns:
+        out: [B, T, N, Hv], of the query's dtype; 0 in rows without valid keys.
+        lse: [B, T, N], float32 (float64 for float64 inputs); -inf in rows without valid keys.
+    """
+    batch, length, heads, _ = operands.query.shape
+    value_dim = operands.value.shape[-1]
+    problem = Problem.of(operands, options)
+    if 0 in (batch, length, heads, operands.key.shape[1]):
+        out = problem.zeros(batch, length, heads, value_dim).astype(operands.query.dtype)
+        return out, problem.zeros(batch, length, heads) - jnp.inf
+
+    rows, cols = problem.rows, problem.cols
+    group_shape = problem.query.shape[:3]
+
+    def query_block(index: jax.Array, results: tuple[jax.Array, jax.Array]):
+        row, _ = rows.start(index)
+        query = problem.query_tile(row)
+
+        def key_block(index: jax.Array, state: State) -> State:
+            col, first_col = cols.start(index)
+
+            def update(state: State) -> State:
+                key, bias = problem.key_tile(col), problem.bias_tile(row, col)
+                tile = problem.tile(query, key, bias, row, col, None, first_col)
+                return _online_softmax(state, tile, problem.value_tile(col))
+
+            return when(problem.may_attend(row, col), update, state)
+
+        state = (
+            problem.zeros(*group_shape, rows.size) - jnp.inf,
+            problem.zeros(*group_shape, rows.size),
+            problem.zeros(*group_shape, rows.size, value_dim),
+        )
+        maximum, total, weighted = lax.fori_loop(0, cols.count, key_block, state)
+        has_keys = total > 0
+        # The divisor of a row without keys is 1, so that neither value nor derivative is NaN.
+        total = jnp.where(has_keys, total, 1)
+        out = weighted * (problem.kept_scale / total)[..., None]
+        lse = jnp.where(has_keys, maximum + jnp.log(total), -jnp.inf)
+        return (
+            lax.dynamic_update_slice_in_dim(
+                results[0], ungrouped(out).astype(results[0].dtype), row, 1
+            ),
+            lax.dynamic_update_slice_in_dim(results[1], ungrouped(lse[..., None])[..., 0], row, 1),
+        )
+
+    results = (
+        problem.zeros(batch, length, heads, value_dim).astype(operands.query.dtype),
+        problem.zeros(batch, length, heads),
+    )
+    return lax.fori_loop(0, rows.count, query_block, results)
+
+
+def _online_softmax(state: State, tile: Tile, value: jax.Array) -> State:
+    """Add one tile to the running maximum, sum of exponentials and weighted values of each row."""
+    maximum, total, weighted = state
+    # The results do not depend on the maximum that is subtracted, nor do their derivatives.
+    scores = tile.scores
+    new_maximum = jnp.maximum(maximum, lax.stop_gradient(jnp.max(scores, -1)))
+    # A row that has met no valid key yet subtracts 0: -inf - -inf would be NaN.
+    subtracted = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
+    probabilities = jnp.exp(scores - subtracted[..., None])
+    decay = jnp.exp(maximum - subtracted)
+    total = total * decay + jnp.sum(probabilities, -1)
+    if tile.keep is not None:
+        probabilities = jnp.where(tile.keep, probabilities, 0)
+    weighted = weighted * decay[..., None] + dot("bkgts,bksh->bkgth", probabilities, value)
+    return new_maximum, total, weighted

@@ -1,0 +1,171 @@
+"""The blockwise path for packed sequences: one after the other, each as a call of its own.
+
+A sequence's rows are taken out of the tokens as it begins and put back as it ends, so there is
+never more than one padded sequence beside the tokens themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_memeff._blockwise import forward as blockwise
+from jax_memeff._call.divisors import gradient_shape
+from jax_memeff._call.options import Divisors, DropoutState, Gradients, NeedsGrad, Operands, Options
+from jax_memeff._call.sequences import token_indices
+
+
+def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]:
+    """As :func:`jax_memeff.blockwise.forward`, of operands with packed sequences.
+
+    Returns:
+        out: [1, tokens, N, Hv] and lse: [1, tokens, N]; 0 and -inf where a token is in no sequence.
+    """
+    _, tokens, heads, _ = operands.query.shape
+    accumulator = jnp.promote_types(operands.query.dtype, jnp.float32)
+    results = (
+        jnp.zeros((1, tokens, heads, operands.value.shape[3]), operands.query.dtype),
+        jnp.full((1, tokens, heads), -jnp.inf, accumulator),
+    )
+    if _is_empty(operands):
+        return results
+
+    def sequence(index: jax.Array, results: tuple[jax.Array, jax.Array]):
+        rows, columns = tokens_of(operands, index)
+        one = blockwise.forward(sequence_of(operands, options, index, rows, columns), options)
+        return tuple(_put(result, rows, part) for result, part in zip(results, one, strict=True))
+
+    return lax.fori_loop(0, operands.scores[0], sequence, results)
+
+
+def backward(
+    operands: Operands,
+    options: Options,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    """As :func:`jax_memeff.blockwise.backward`, of operands with packed sequences."""
+    bias, shared = operands.bias, options.divisors
+    alone = dataclasses.replace(options, divisors=Divisors())
+    needs_grad = needs_grad._replace(bias=needs_grad.bias and bias is not None)
+    sums = Gradients(
+        *(
+            jnp.zeros(gradient_shape(name, array.shape, operands, shared), array.dtype)
+            if want
+            else None
+            for name, want in needs_grad._asdict().items()
+            for array in [getattr(operands, name)]
+        )
+    )
+    if _is_empty(operands):
+        return sums
+    if bias is not None:
+        # A bias that sequences share is summed over them, and not in 16 bits.
+        accumulator = jnp.promote_types(bias.dtype, jnp.float32)
+        operands = operands._replace(bias=bias.astype(accumulator))
+        if sums.bias is not None:
+            sums = sums._replace(bias=sums.bias.astype(accumulator))
+
+    def sequence(index: jax.Array, sums: Gradients) -> Gradients:
+        rows, columns = tokens_of(operands, index)
+        part = blockwise.backward(
+            sequence_of(operands, options, index, rows, columns),
+            alone,
+            _take(out, rows),
+            jnp.take(lse, rows, 1, mode="fill", fill_value=-jnp.inf),
+            _take(dout, rows),
+            None if dlse is None else _take(dlse, rows),
+            needs_grad,
+        )
+        dbias = sums.bias
+        if dbias is not None and part.bias is not None:
+            element = index // (operands.scores[0] // dbias.shape[0])
+            dbias = dbias.at[element].add(part.bias[0])
+        return Gradients(
+            _put(sums.query, rows, part.query),
+            _put(sums.key, columns, part.key),
+            _put(sums.value, columns, part.value),
+            dbias,
+        )
+
+    sums = lax.fori_loop(0, operands.scores[0], sequence, sums)
+    if sums.bias is not None and bias is not None:
+        sums = sums._replace(bias=sums.bias.astype(bias.dtype))
+    return sums
+
+
+def _is_empty(operands: Operands) -> bool:
+    return 0 in (*operands.scores, operands.query.shape[1], operands.key.shape[1])
+
+
+def tokens_of(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The tokens of a sequence's queries, [T], and of its keys, [S]."""
+    sequences: Any = operands.sequences
+    return (
+        token_indices(
+            sequences.query_starts[index],
+            sequences.query_lengths[index],
+            sequences.longest_query,
+            operands.query.shape[1],
+        ),
+        token_indices(
+            sequences.key_starts[index],
+            sequences.key_lengths[index],
+            sequences.longest_key,
+            operands.key.shape[1],
+        ),
+    )
+
+
+def sequence_of(
+    operands: Operands, options: Options, index: jax.Array, rows: jax.Array, columns: jax.Array
+) -> Operands:
+    """One sequence as a batch of one."""
+
+    def element(x: Any, divisor: int = 1) -> Any:
+        if x is None or x.shape[0] == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, index // divisor % x.shape[0], 1)
+
+    mask, state = operands.mask, operands.dropout
+    booleans = zip(mask.booleans, options.divisors.of_booleans(mask), strict=True)
+    sequences: Any = operands.sequences
+    return operands._replace(
+        query=_take(operands.query, rows),
+        key=_take(operands.key, columns),
+        value=_take(operands.value, columns),
+        bias=element(operands.bias, options.divisors.bias),
+        mask=dataclasses.replace(
+            mask,
+            query_lengths=element(sequences.query_lengths),
+            key_lengths=element(sequences.key_lengths),
+            segment_ids=tuple(
+                (_take(query_ids, rows), _take(key_ids, columns))
+                for query_ids, key_ids in mask.segment_ids
+            ),
+            booleans=tuple(element(*boolean) for boolean in booleans),
+        ),
+        dropout=None
+        if state is None
+        else DropoutState(element(state.key_words), element(state.batch_base), state.head_index),
+        sequences=None,
+    )
+
+
+def _take(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The rows of a sequence, and zeros beyond its length."""
+    return jnp.take(x, tokens, 1, mode="fill", fill_value=0)
+
+
+def _put(x: Any, tokens: jax.Array, rows: Any) -> Any:
+    """``x`` with the rows of a sequence; what lies beyond its length is dropped."""
+    if x is None or rows is None:
+        return None
+    return x.at[:, tokens].set(rows, mode="drop")

@@ -1,0 +1,194 @@
+"""Dropout whose keep bits depend on nothing but the key, the head and the position.
+
+The random byte of element (row r, column c) of head index ``bh = b * N + n`` is a function of
+(key, bh, r, c) alone, so every tile size, shard and implementation drops the same elements::
+
+    ctr  = ( (r>>4)<<2 | (r>>1)&3 ,  (c>>4)<<2 | (c>>1)&3 ,  bh ,  0 )
+    w    = philox4x32_7(ctr, key)[ 2*(r&1) + (c&1) ]
+    byte = (w >> 8*( 2*((r>>3)&1) + ((c>>3)&1) )) & 255
+    keep = byte >= T
+
+One call of the generator serves 16 elements of a 16 x 16 block. The generator is Philox4x32 of
+Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC'11), with 7 rounds,
+the fewest that pass BigCrush there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_memeff._call.offsets import Offsets
+from jax_memeff._call.options import DropoutState
+
+_BLOCK = 16
+"""Rows and columns of a block that 16 calls of the generator cover."""
+
+_ROUNDS = 7
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+
+Words = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def threshold(rate: float) -> int:
+    """The byte T below which an element is dropped: ``floor(256 * rate + 0.5)``.
+
+    Raises:
+        ValueError: ``rate`` is not in [0, 1], or is above 0 and rounds to never or to always.
+
+    >>> threshold(0.1), threshold(0.0)
+    (26, 0)
+    """
+    if not 0 <= rate <= 1:
+        raise ValueError(f"dropout_rate: expected a number in [0, 1), got {rate}")
+    byte = math.floor(256 * rate + 0.5)
+    if byte == 0 and rate > 0:
+        raise ValueError(
+            f"dropout_rate: rates are multiples of 1/256 and {rate} rounds to 0; "
+            f"the nearest legal rates are 0.0 and {1 / 256}"
+        )
+    if byte == 256:
+        raise ValueError(
+            f"dropout_rate: rates are multiples of 1/256 and {rate} rounds to 1, "
+            f"which drops everything; the nearest legal rate is {255 / 256}"
+        )
+    return byte
+
+
+def realised_rate(rate: float) -> float:
+    """The probability with which an element is really dropped: ``threshold(rate) / 256``.
+
+    >>> realised_rate(0.1)
+    0.1015625
+    """
+    return threshold(rate) / 256
+
+
+def _multiply_wide(constant: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """High and low words of a 32 x 32 bit product, without 64-bit integers (they need x64)."""
+    high, low = jnp.uint32(constant >> 16), jnp.uint32(constant & 0xFFFF)
+    x_high, x_low = x >> 16, x & 0xFFFF
+    middle = high * x_low + (low * x_low >> 16)
+    carry = (middle & 0xFFFF) + low * x_high
+    return high * x_high + (middle >> 16) + (carry >> 16), jnp.uint32(constant) * x
+
+
+def philox4x32_7(counter: Words, key: tuple[jax.Array, jax.Array]) -> Words:
+    """Philox4x32 with 7 rounds (Salmon et al., SC'11, section 3.3), elementwise.
+
+    Args:
+        counter: four uint32 arrays whose shapes broadcast.
+        key: two uint32 arrays whose shapes broadcast with the counter's.
+
+    Returns:
+        Four uint32 arrays of the broadcast shape.
+
+    >>> zero = jnp.uint32(0)
+    >>> [f"{int(word):08x}" for word in philox4x32_7((zero,) * 4, (zero,) * 2)]
+    ['5f6fb709', '0d893f64', '4f121f81', '4f730a48']
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply_wide(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply_wide(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + jnp.uint32(_KEY_INCREMENTS[0]), k1 + jnp.uint32(_KEY_INCREMENTS[1])
+    return c0, c1, c2, c3
+
+
+def _covering_blocks(start: int | jax.Array, size: int) -> tuple[int | jax.Array, int]:
+    """First block and number of blocks that cover ``size`` positions from ``start``."""
+    slack = start % _BLOCK if isinstance(start, int) else _BLOCK - 1
+    return start // _BLOCK, -(-(slack + size) // _BLOCK)
+
+
+def _counters(first_block: int | jax.Array, blocks: int) -> jax.Array:
+    """The generator's counters of ``blocks`` blocks of one axis: four per block."""
+    first = jnp.asarray(first_block).astype(jnp.uint32)
+    return first * jnp.uint32(4) + lax.iota(jnp.uint32, 4 * blocks)
+
+
+def keep_mask(
+    state: DropoutState,
+    threshold: int,
+    row_start: int | jax.Array,
+    col_start: int | jax.Array,
+    rows: int,
+    cols: int,
+) -> jax.Array:
+    """Which elements of a tile are kept.
+
+    The generator runs once per 16 elements of the 16 x 16 blocks that the tile touches. Starts
+    that are Python integers and multiples of 16 touch the fewest.
+
+    Args:
+        state: the arrays the bits depend on beside row and column.
+        threshold: T, as of :func:`threshold`.
+        row_start: global row of the tile's first row; ``int`` or int32[], not negative.
+        col_start: global column of the tile's first column; likewise.
+        rows: height of the tile.
+        cols: width of the tile.
+
+    Returns:
+        bool[B, N, rows, cols], true where the element is kept.
+    """
+    first_row_block, row_blocks = _covering_blocks(row_start, rows)
+    first_col_block, col_blocks = _covering_blocks(col_start, cols)
+    row_counter = _counters(first_row_block, row_blocks)[None, None, :, None]
+    col_counter = _counters(first_col_block, col_blocks)[None, None, None, :]
+    head_counter = (state.batch_base[:, None] + state.head_index[None, :])[:, :, None, None]
+    key = state.key_words[:, :, None, None, None]
+    words = philox4x32_7(
+        (row_counter, col_counter, head_counter, jnp.zeros_like(head_counter)),
+        (key[:, 0], key[:, 1]),
+    )
+    # Within a block a row is 8 * half + 2 * pair + parity, and so is a column. The counters hold
+    # the pairs, so the words, chosen by the parities, interleave to runs of 8 rows and 8 columns.
+    runs = jnp.stack([jnp.stack(words[:2], -1), jnp.stack(words[2:], -1)], 3)
+    batch, heads = head_counter.shape[:2]
+    runs = runs.reshape(batch, heads, row_blocks, 8, col_blocks, 8)
+    kept = [(runs >> 8 * byte & 0xFF) >= threshold for byte in range(4)]
+    # The byte is chosen by the halves, which place the runs within the block.
+    bits = jnp.stack([jnp.stack(kept[:2], -2), jnp.stack(kept[2:], -2)], 3)
+    bits = bits.reshape(batch, heads, _BLOCK * row_blocks, _BLOCK * col_blocks)
+    if bits.shape[2:] == (rows, cols):
+        return bits
+    bits = lax.dynamic_slice_in_dim(bits, row_start % _BLOCK, rows, 2)
+    return lax.dynamic_slice_in_dim(bits, col_start % _BLOCK, cols, 3)
+
+
+def key_words(dropout_key: jax.Array) -> jax.Array:
+    """The generator's key, uint32[2], of a typed or legacy JAX random key."""
+    return jax.random.bits(dropout_key, (2,), "uint32")
+
+
+def state(
+    dropout_key: jax.Array, batch: int, num_heads: int, offsets: Offsets | None = None
+) -> DropoutState:
+    """What the bits of a call with ``batch`` elements and ``num_heads`` query heads depend on.
+
+    Args:
+        dropout_key: a typed or legacy JAX random key.
+        batch: B, the number of batch elements of this call.
+        num_heads: N, the number of query heads of this call.
+        offsets: where this call's batch elements and heads stand globally; None is at the start.
+
+    >>> state(jax.random.key(0), 2, 4).batch_base
+    Array([0, 4], dtype=uint32)
+    """
+    offsets = Offsets() if offsets is None else offsets
+    global_heads = num_heads if offsets.num_heads is None else offsets.num_heads
+
+    def unsigned(x: int | jax.Array) -> jax.Array:
+        return jnp.asarray(x, jnp.int32).astype(jnp.uint32)
+
+    return DropoutState(
+        key_words=jnp.broadcast_to(key_words(dropout_key)[None, :], (batch, 2)),
+        batch_base=(unsigned(offsets.batch) + lax.iota(jnp.uint32, batch)) * unsigned(global_heads),
+        head_index=unsigned(offsets.head) + lax.iota(jnp.uint32, num_heads),
+    )

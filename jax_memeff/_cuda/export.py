@@ -1,0 +1,64 @@
+"""Programs that run elsewhere: what ``jax.export`` has to be told, and who may run the result."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax import export
+
+from jax_memeff.errors import UnsupportedError
+
+
+def export_disabled_checks() -> list[export.DisabledSafetyCheck]:
+    """What ``jax.export.export`` needs as ``disabled_checks`` for programs with our CUDA kernels.
+
+    JAX refuses to export custom calls of which it does not know that they stay the same. Ours carry
+    their kernels and are decoded by the installed package: run an exported program with the version
+    of jax-memeff that exported it. Another one says so where it cannot decode the call.
+
+    >>> import os, jax, jax.numpy as jnp, jax_memeff
+    >>> os.environ["JAX_MEMEFF_ARCHS"] = "sm_90a"  # as there may be no GPU here
+    >>> operand = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.bfloat16)
+    >>> exported = jax.export.export(
+    ...     jax.jit(jax_memeff.dot_product_attention),
+    ...     platforms=["cuda"],
+    ...     disabled_checks=jax_memeff.export_disabled_checks(),
+    ... )(operand, operand, operand)
+    >>> exported.platforms, exported.out_avals[0].shape
+    (('cuda',), (2, 128, 8, 64))
+    >>> del os.environ["JAX_MEMEFF_ARCHS"]
+    """
+    from jax_memeff import _ffi
+
+    return [export.DisabledSafetyCheck.custom_call(name) for name in _ffi.targets()]
+
+
+@functools.cache
+def register_targets() -> None:
+    """Tell XLA about our custom calls, in a process that runs a program it did not lower.
+
+    Lowering a call for CUDA does it, so that only a process which deserialises a program needs to:
+    before it runs it, and as often as it likes. Needs neither a GPU nor the compiler.
+
+    >>> import jax_memeff
+    >>> jax_memeff.register_targets()
+    """
+    from jax_memeff import _ffi
+
+    jax.ffi.register_ffi_type("jax_memeff_call", _ffi.call_type(), platform="CUDA")
+    for name, stages in _ffi.targets().items():
+        jax.ffi.register_ffi_target(name, stages, platform="CUDA", api_version=1)
+
+
+def require_static(shapes: Mapping[str, Sequence[int]], where: str, remedy: str) -> None:
+    """Raise for symbolic sizes among named shapes.
+
+    Raises:
+        UnsupportedError: ``where`` sizes have to be static, the shape, and the ``remedy``.
+    """
+    for name, shape in shapes.items():
+        if any(export.is_symbolic_dim(size) for size in shape):
+            sizes = ", ".join(map(str, shape))
+            raise UnsupportedError([f"{where}, got {name} [{sizes}]", remedy])

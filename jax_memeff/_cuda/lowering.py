@@ -1,0 +1,362 @@
+"""Lowering to the kernels: problem -> code generator -> attributes of the custom call.
+
+The custom call carries everything it needs: a table of architectures with compressed images, entry
+points and launch constants, and the names of its buffers. So a program runs where it was lowered,
+in another process, or after export, without the code generator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from jax_memeff import config
+from jax_memeff._call import divisors
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.options import NeedsGrad, Operands, Options, QkvPackedOperands
+from jax_memeff._call.sequences import MOST_POSITIONS
+from jax_memeff._cuda import buffers, workspaces
+from jax_memeff._cuda.buffers import Buffer
+from jax_memeff._cuda.export import register_targets, require_static
+from jax_memeff.codegen import support
+from jax_memeff.codegen.problem import Dtype, Problem
+from jax_memeff.codegen.select import select
+from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.toolchain import arch as architectures
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.errors import UnsupportedError
+
+_FORWARD_TARGET = "jax_memeff_forward"
+_BACKWARD_TARGET = "jax_memeff_backward"
+
+_DTYPES: dict[str, Dtype] = {
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "f32",
+    "float64": "f64",
+}
+
+# ``kUnbounded`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
+UNBOUNDED = 1 << 30
+
+# Scores are multiplied by a smaller scale before a bias is added, not afterwards.
+LEAST_SOFTMAX_SCALE = 1e-6
+
+# lse is [B, T, N] for users and [B, N, T] in memory; minor to major.
+_ROW_STATISTICS = (1, 2, 0)
+
+
+def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
+    """Lowering rule of ``attention_fwd`` on CUDA."""
+    avals, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
+    inputs = buffers.of_operands(ctx, avals, operands, options)
+    avals = _separate(avals)
+    specs = kernels(avals, options, needs_grad=None)
+    inputs += buffers.of_block_masks(ctx, avals, operands.mask, options.divisors, specs)
+    out, logsumexp = ctx.avals_out
+    results = [Buffer("out", out), Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)]
+    return _custom_call(
+        ctx,
+        _FORWARD_TARGET,
+        inputs,
+        [*results, *itertools.starmap(Buffer, workspaces.forward(avals, specs.values()))],
+        specs=specs,
+        **_scores(avals, options),
+    )[: len(results)]
+
+
+def lower_backward(
+    ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options, needs_grad: NeedsGrad
+):
+    """Lowering rule of ``attention_bwd`` on CUDA."""
+    avals, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
+    operands, *residuals = jax.tree.unflatten(tree, values)
+    inputs = buffers.of_operands(ctx, avals, operands, options)
+    names = [f"{name}_gradient" for name in _needed(needs_grad)]
+    if isinstance(avals, QkvPackedOperands) and needs_grad.query:
+        names = ["+".join(names[:3]), *names[3:]]
+    avals = _separate(avals)
+    specs = kernels(avals, options, needs_grad=needs_grad)
+    inputs += buffers.of_block_masks(ctx, avals, operands.mask, options.divisors, specs)
+    named = zip(
+        ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
+        residual_avals,
+        residuals,
+        (None, _ROW_STATISTICS, None, _ROW_STATISTICS),
+        strict=True,
+    )
+    gradients = [Buffer(name, aval) for name, aval in zip(names, ctx.avals_out, strict=True)]
+    results = _custom_call(
+        ctx,
+        _BACKWARD_TARGET,
+        [
+            *inputs,
+            *(Buffer(*buffer) for buffer in named if buffer[1] is not None),
+        ],
+        [
+            *gradients,
+            *itertools.starmap(
+                Buffer, workspaces.backward(avals, options.divisors, specs.values(), needs_grad)
+            ),
+        ],
+        specs=specs,
+        **_scores(avals, options),
+    )
+    return results[: len(gradients)]
+
+
+def _needed(needs_grad: NeedsGrad) -> list[str]:
+    return [name for name, want in zip(NeedsGrad._fields, needs_grad, strict=True) if want]
+
+
+def _separate(avals: Operands | QkvPackedOperands) -> Operands:
+    """The types of three arrays where one array holds query, key and value."""
+    if isinstance(avals, QkvPackedOperands):
+        return jax.eval_shape(QkvPackedOperands.separate, avals)
+    return avals
+
+
+def kernels(
+    avals: Operands, options: Options, needs_grad: NeedsGrad | None
+) -> dict[str, KernelSpec]:
+    """The kernel of each architecture that the program may run on."""
+    require_static(
+        {
+            "query": avals.query.shape,
+            "key": avals.key.shape,
+            "value": avals.value.shape,
+            "scores": avals.scores,
+        },
+        where="programs for CUDA have static sizes",
+        remedy="export a program for each size, or pass implementation='xla'",
+    )
+    _require_lengths(avals)
+    return {arch: select(_problem(avals, options, needs_grad, arch)) for arch in _architectures()}
+
+
+def digest(
+    avals: Sequence[Any], *, tree: Any, options: Options, needs_grad: NeedsGrad | None = None
+) -> bytes:
+    """What the kernels of a call depend on: changes with the code generator and the device code.
+
+    Raises:
+        UnsupportedError, CompileError: as the lowering would.
+    """
+    operands = jax.tree.unflatten(tree, avals)
+    specs = kernels(_separate(operands if needs_grad is None else operands[0]), options, needs_grad)
+    keys = [compiler.key(spec, arch) for arch, spec in specs.items()]
+    return hashlib.sha256(repr((specs, keys)).encode()).digest()
+
+
+def _problem(avals: Operands, options: Options, needs_grad: NeedsGrad | None, arch: str) -> Problem:
+    bias = avals.bias
+    problem = Problem(
+        direction="forward" if needs_grad is None else "backward",
+        dtype=_dtype(avals, options),
+        head_dim=avals.query.shape[3],
+        value_dim=avals.value.shape[3],
+        arch=arch,
+        masks=_mask_names(avals.mask),
+        varlen=avals.sequences is not None,
+        broadcast_batch=_broadcasts_batch(avals, options, needs_grad),
+        bias=None if bias is None else "32" if bias.dtype == jnp.float32 else "16",
+        bias_layout=_bias_layout(avals, options),
+        bias_alignment=_bias_alignment(avals),
+        dropout=options.dropout_threshold > 0,
+        soft_cap=options.soft_cap is not None,
+        deterministic=options.deterministic_backward and needs_grad is not None,
+        needs_grad=() if needs_grad is None else tuple(_needed(needs_grad)),
+    )
+    batch, heads, queries, keys = avals.scores
+    if needs_grad is not None:
+        return dataclasses.replace(problem, few_keys=workspaces.q_splits(avals) > 1)
+    group = heads // avals.key.shape[2] if heads else 1
+    rows = support.query_rows(
+        problem, batch=batch, queries=queries, keys=keys, heads=heads, group=group
+    )
+    return dataclasses.replace(problem, query_rows=rows)
+
+
+def _dtype(avals: Operands, options: Options) -> Dtype:
+    dtype = _DTYPES[avals.query.dtype.name]
+    return "tf32" if dtype == "f32" and options.precision == "tf32" else dtype
+
+
+def _broadcasts_batch(avals: Operands, options: Options, needs_grad: NeedsGrad | None) -> bool:
+    """Whether elements of the batch share some of an operand that is not a broadcast over it."""
+    batch = avals.scores[0]
+    elements = {divisors.combined(avals.mask, options.divisors, batch)[0]}
+    if avals.bias is not None:
+        elements.add(avals.bias.shape[0])
+        if needs_grad is not None and needs_grad.bias:
+            elements.add(_bias_gradient_shape(avals.bias, avals, options)[0])
+    keys = () if avals.sequences is not None else (avals.key, avals.value)
+    return not elements <= {1, batch} or any(array.shape[0] != batch for array in keys)
+
+
+def _bias_gradient_shape(bias: jax.Array, avals: Operands, options: Options) -> tuple[int, ...]:
+    return divisors.gradient_shape("bias", bias.shape, avals, options.divisors)
+
+
+def _bias_layout(avals: Operands, options: Options) -> Literal["full", "shared", "columns", "rows"]:
+    """How the bias is broadcast, as far as kernels differ in it.
+
+    The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
+    """
+    if avals.bias is None:
+        return "full"
+    shape = _bias_gradient_shape(avals.bias, avals, options)
+    if shape == avals.scores:
+        return "full"
+    if shape[3] == 1 and avals.scores[3] != 1:
+        return "rows"
+    return "columns" if shape[2] == 1 else "shared"
+
+
+def _bias_alignment(avals: Operands) -> int:
+    """Bytes, up to 16, that every row of the bias starts at a multiple of."""
+    bias = avals.bias
+    return 16 if bias is None else math.gcd(16, bias.shape[3] * bias.dtype.itemsize)
+
+
+def _mask_names(mask: Mask) -> frozenset[str]:
+    """The mask in the code generator's words, where alignments do not matter but bounds do."""
+    names = set(mask.kinds()) - {"top_left", "bottom_right"}
+    windows = [window for window in (mask.top_left, mask.bottom_right) if window is not None]
+    if any(window.left is not None for window in windows):
+        names.add("window")
+    elif any(window.right is not None for window in windows):
+        names.add("causal")
+    return frozenset(names)
+
+
+def _require_lengths(avals: Operands) -> None:
+    longest = max(avals.query.shape[1], avals.key.shape[1], *avals.scores[2:])
+    if longest > MOST_POSITIONS:
+        raise UnsupportedError(
+            [
+                f"sequences have at most {MOST_POSITIONS} positions in the kernels, got {longest}",
+                "pass implementation='xla', or split the sequence",
+            ]
+        )
+
+
+def _scores(avals: Operands, options: Options) -> dict[str, Any]:
+    """What ffi/src/call.cc decodes: ScoreScale, the windows of MaskParams, and other scalars."""
+    scale, cap = options.scale, options.soft_cap
+    log2e = math.log2(math.e)
+    if cap is not None:
+        prescale, softmax_scale = scale / cap, cap * log2e
+    elif scale > LEAST_SOFTMAX_SCALE:
+        prescale, softmax_scale = 1.0, scale * log2e
+    else:
+        prescale, softmax_scale = scale * log2e, 1.0
+
+    def bound(limit: int | None) -> int:
+        return UNBOUNDED if limit is None else max(min(limit, MOST_POSITIONS), -MOST_POSITIONS)
+
+    windows = [
+        bound(limit)
+        for window in (avals.mask.top_left, avals.mask.bottom_right)
+        for limit in ((None, None) if window is None else (window.left, window.right))
+    ]
+    return {
+        "scale": np.array([prescale, softmax_scale, scale, log2e / softmax_scale], np.float32),
+        "windows": np.array(windows, np.int32),
+        "dropout_threshold": np.int32(options.dropout_threshold),
+        "longest": np.array(_longest(avals), np.int32),
+        "divisors": np.array(_divisors(avals, options), np.int32),
+        "bias_alignment": np.int32(_bias_alignment(avals)),
+    }
+
+
+def _divisors(avals: Operands, options: Options) -> tuple[int, int, int, int, int]:
+    """Of key, value, bias, boolean mask and the gradient of the bias."""
+    key, value, bias, _, bias_gradient = options.divisors
+    _, boolean = divisors.combined(avals.mask, options.divisors, avals.scores[0])
+    return key, value, bias, boolean, max(bias_gradient, 1)
+
+
+def _longest(avals: Operands) -> tuple[int, int]:
+    """The longest packed sequences, which the grid is made for: at least 1, to fill the gaps."""
+    if avals.sequences is None:
+        return 0, 0
+    return max(avals.sequences.longest_query, 1), max(avals.sequences.longest_key, 1)
+
+
+def _architectures() -> tuple[str, ...]:
+    """``JAX_MEMEFF_ARCHS``, else the architectures of this process's CUDA devices."""
+    if chosen := config.archs():
+        return chosen
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        raise UnsupportedError(
+            [
+                "this process has no CUDA device, so it is unknown what to compile for",
+                "set JAX_MEMEFF_ARCHS, for example to sm_90a",
+            ]
+        ) from None
+    capabilities = {tuple(map(int, device.compute_capability.split("."))) for device in devices}
+    return tuple(architectures.of_capability(*capability) for capability in sorted(capabilities))
+
+
+def _kernel_table(specs: dict[str, KernelSpec]) -> dict[str, Any]:
+    """The attribute that the host library reads (ffi/src/kernel.cc)."""
+    table: dict[str, Any] = {"archs": ",".join(specs)}
+    for arch, spec in specs.items():
+        entries = spec.entry_points
+        table[arch] = {
+            "image": compiler.compile(spec, arch).image,
+            "entry_points": ",".join(entry.name for entry in entries),
+            "grids": ",".join(entry.grid for entry in entries),
+            "threads": np.array([entry.threads for entry in entries], np.int32),
+            "shared_bytes": np.array([entry.shared_bytes for entry in entries], np.int32),
+            "block_masks": ",".join(e.block_mask.name if e.block_mask else "none" for e in entries),
+            "tile": np.array([spec.tile.query, spec.tile.key], np.int32),
+            "blocks_per_sm": np.int32(spec.tile.blocks_per_sm),
+            "pack_heads": np.bool_(spec.pack_heads),
+            "persistent": np.bool_(spec.persistent),
+            "tensor_maps": ",".join(box.name for box in spec.tensor_maps),
+            "boxes": np.array([(b.rows, b.columns) for b in spec.tensor_maps], np.int32).ravel(),
+            "alignment": np.int32(spec.alignment),
+        }
+    return table
+
+
+def _custom_call(
+    ctx: mlir.LoweringRuleContext,
+    target: str,
+    operands: list[Buffer],
+    results: list[Buffer],
+    *,
+    specs: dict[str, KernelSpec],
+    **attributes: Any,
+) -> Sequence[Any]:
+    register_targets()
+    lower = jax.ffi.ffi_lowering(
+        target,
+        operand_layouts=buffers.layouts(operands),
+        result_layouts=buffers.layouts(results),
+    )
+    context = ctx.replace(
+        avals_in=[buffer.aval for buffer in operands],
+        avals_out=[buffer.aval for buffer in results],
+    )
+    return lower(
+        context,
+        *(buffer.value for buffer in operands),
+        operands=",".join(buffer.name for buffer in operands),
+        results=",".join(buffer.name for buffer in results),
+        kernels=_kernel_table(specs),
+        **attributes,
+    )

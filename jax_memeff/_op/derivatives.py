@@ -1,0 +1,218 @@
+"""Differentiation rules of the primitives: forward mode, and derivatives of derivatives.
+
+- ``attention_fwd`` has the tangent ``attention_tangent``, linear in the operands' tangents;
+- the transpose of ``attention_tangent`` is ``attention_bwd``, and the other way round;
+- where either is differentiated in what it is not linear in, its form in JAX is, which may be
+  differentiated any number of times (``blockwise_derivatives.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad
+
+from jax_memeff._blockwise import derivatives as blockwise_derivatives
+from jax_memeff._blockwise.tiles import has_probabilities
+from jax_memeff._call import divisors
+from jax_memeff._call.options import (
+    Gradients,
+    NeedsGrad,
+    Operands,
+    Options,
+    QkvPackedGradients,
+    QkvPackedOperands,
+)
+from jax_memeff._call.sequences import token_indices
+from jax_memeff._op import primitives
+
+AnyOperands = Operands | QkvPackedOperands
+
+
+def named(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp under the names that policies of ``jax.checkpoint`` know them by."""
+    return checkpoint_name(out, "jax_memeff_out"), checkpoint_name(lse, "jax_memeff_lse")
+
+
+def cotangents(
+    operands: AnyOperands,
+    options: Options,
+    results: tuple[jax.Array, jax.Array],
+    dout: jax.Array | None,
+    dlse: jax.Array | None,
+    needs_grad: NeedsGrad,
+) -> Gradients | QkvPackedGradients:
+    """The wanted gradients for cotangents of the results, of which None is zero.
+
+    A gradient that is zero may be None.
+    """
+    out, lse = results
+    gradients = _gradients_like(operands)
+    row_bias = needs_grad.bias and operands.bias is not None and operands.bias.shape[3] == 1
+    in_kernel = needs_grad._replace(bias=needs_grad.bias and not row_bias)
+    if any(in_kernel) and not (dout is None and dlse is None):
+        dout = jnp.zeros_like(out) if dout is None else dout
+        gradients = primitives.backward(operands, options, out, lse, dout, dlse, in_kernel)
+    if row_bias and dlse is not None:
+        gradients = gradients._replace(bias=_row_bias_gradient(operands, options, lse, dlse))
+    return gradients
+
+
+def _row_bias_gradient(
+    operands: Any, options: Options, lse: jax.Array, dlse: jax.Array
+) -> jax.Array:
+    """Gradient of a bias [b, n, t, 1] that is one number per row of the scores.
+
+    ``ds = p * (dp - D)`` with ``D = rowsum(dout * out) - dlse`` sums over a row to dlse exactly,
+    because ``sum(p * dp) = rowsum(dout * out)``, with dropout too: a shift of a whole row changes
+    its logsumexp and nothing else.
+    """
+    bias = operands.bias
+    shape = divisors.gradient_shape("bias", bias.shape, operands, options.divisors)
+    if lse.size == 0:
+        return jnp.zeros(shape, bias.dtype)
+    rows = jnp.where(has_probabilities(lse), dlse, 0)
+    if isinstance(operands, Operands) and operands.sequences is not None:
+        tokens = token_indices(
+            operands.sequences.query_starts[:-1],
+            operands.sequences.query_lengths,
+            operands.scores[2],
+            rows.shape[1],
+        )
+        rows = rows[0].at[tokens].get(mode="fill", fill_value=0)
+    per_row = jnp.swapaxes(rows, 1, 2)[..., None]
+    return divisors.summed(per_row, shape).astype(bias.dtype)
+
+
+def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) -> Any:
+    operands = jax.tree.unflatten(tree, primals)
+    results = named(*primitives.forward(operands, options))
+    moving = jax.tree.unflatten(
+        tree, [None if type(tangent) is ad.Zero else tangent for tangent in tangents]
+    )
+    chosen = _gradients_like(operands)
+    chosen = type(chosen)(*(getattr(moving, name) for name in chosen._fields))
+    whole = {
+        name: divisors.as_gradient(name, x, operands, options.divisors)
+        for name, x in chosen._asdict().items()
+        if x is not None
+    }
+    return results, primitives.tangent(operands, options, *results, chosen._replace(**whole))
+
+
+def _gradients_like(operands: AnyOperands) -> Gradients | QkvPackedGradients:
+    """No gradients, of the type that those of the operands have."""
+    if isinstance(operands, QkvPackedOperands):
+        return QkvPackedGradients(None, None)
+    return Gradients(None, None, None, None)
+
+
+def _tangent_transpose(cts: Any, *leaves: Any, tree: Any, options: Options) -> list[Any]:
+    operands, out, lse, _ = jax.tree.unflatten(tree, leaves)
+    places = jax.tree.unflatten(tree, range(len(leaves)))[-1]
+    wanted = {
+        name: place is not None and ad.is_undefined_primal(leaves[place])
+        for name, place in places._asdict().items()
+    }
+    if isinstance(operands, QkvPackedOperands):
+        needs_grad = NeedsGrad(*[wanted["query_key_value"]] * 3, bias=wanted["bias"])
+    else:
+        needs_grad = NeedsGrad(**wanted)
+    dout, dlse = (None if type(ct) is ad.Zero else ct for ct in cts)
+    gradients = cotangents(operands, options, (out, lse), dout, dlse, needs_grad)
+    return _placed(leaves, zip(places, gradients, strict=True))
+
+
+def _backward_transpose(
+    cts: Any, *leaves: Any, tree: Any, options: Options, needs_grad: NeedsGrad
+) -> list[Any]:
+    operands, out, lse, _, _ = jax.tree.unflatten(tree, leaves)
+    *_, dout_place, dlse_place = jax.tree.unflatten(tree, range(len(leaves)))
+    wanted = iter(None if type(ct) is ad.Zero else ct for ct in cts)
+    chosen = primitives.gradients_from(wanted, operands, needs_grad)
+    dout, dlse = primitives.tangent(operands, options, out, lse, chosen)
+    return _placed(leaves, [(dout_place, dout), (dlse_place, dlse)])
+
+
+def _placed(leaves: Sequence[Any], gradients: Iterable[tuple[int | None, Any]]) -> list[Any]:
+    """A cotangent for each leaf that is to have one, None for the others."""
+    cts = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in leaves]
+    for place, gradient in gradients:
+        if place is not None and gradient is not None and cts[place] is not None:
+            cts[place] = gradient
+    return cts
+
+
+def _jvp(
+    primitive: Primitive,
+    in_jax: Callable[..., Sequence[jax.Array]],
+    linear_in: int,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    **params: Any,
+) -> tuple[Any, Any]:
+    """JVP of a primitive that is linear in its last ``linear_in`` leaves together."""
+    results = primitive.bind(*primals, **params)
+    constants = len(primals) - linear_in
+    parts = []
+    if any(type(tangent) is not ad.Zero for tangent in tangents[constants:]):
+        linear = map(ad.instantiate_zeros, tangents[constants:])
+        parts.append(primitive.bind(*primals[:constants], *linear, **params))
+    moving = [i for i in range(constants) if type(tangents[i]) is not ad.Zero]
+    if moving:
+
+        def function(*values: jax.Array) -> list[jax.Array]:
+            leaves = list(primals)
+            for place, value in zip(moving, values, strict=True):
+                leaves[place] = value
+            return list(in_jax(*leaves, **params))
+
+        values, directions = (tuple(x[i] for i in moving) for x in (primals, tangents))
+        parts.append(jax.jvp(function, values, directions)[1])
+    return results, functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
+
+
+def _tangent_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> tuple[Any, Any]:
+    *_, linear = jax.tree.unflatten(tree, primals)
+    return _jvp(
+        primitives.attention_tangent_p,
+        primitives.tangent_in_jax,
+        len(jax.tree.leaves(linear)),
+        primals,
+        tangents,
+        tree=tree,
+        **params,
+    )
+
+
+def _backward_in_jax(
+    *leaves: jax.Array, tree: Any, options: Options, needs_grad: NeedsGrad
+) -> list[jax.Array]:
+    operands, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
+    return blockwise_derivatives.backward(operands, options, out, lse, dout, dlse, needs_grad)
+
+
+def _backward_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> tuple[Any, Any]:
+    *_, dout, dlse = jax.tree.unflatten(tree, primals)
+    return _jvp(
+        primitives.attention_bwd_p,
+        _backward_in_jax,
+        len(jax.tree.leaves((dout, dlse))),
+        primals,
+        tangents,
+        tree=tree,
+        **params,
+    )
+
+
+ad.primitive_jvps[primitives.attention_fwd_p] = _forward_jvp
+ad.primitive_jvps[primitives.attention_tangent_p] = _tangent_jvp
+ad.primitive_jvps[primitives.attention_bwd_p] = _backward_jvp
+ad.primitive_transposes[primitives.attention_tangent_p] = _tangent_transpose
+ad.primitive_transposes[primitives.attention_bwd_p] = _backward_transpose

@@ -1,0 +1,253 @@
+"""The primitives of attention: types, batching, lowering per platform.
+
+They take the flat leaves of a pytree, whose structure is the parameter ``tree``:
+
+- ``attention_fwd``: ``Operands`` -> out [B, T, N, Hv], lse [B, T, N]
+- ``attention_bwd``: ``(Operands, out, lse, dout, dlse | None)`` -> the gradients that
+  ``needs_grad`` names, in the order query, key, value, bias
+- ``attention_tangent``: ``(Operands, out, lse, Gradients)``, tangents of the operands -> those of
+  out and lse
+
+Gradients and tangents have an element for each of the batch where operands have fewer; those of a
+bias may be sums over elements of the batch (``Divisors.bias_gradient``).
+
+``QkvPackedOperands`` may stand for ``Operands``: then one gradient stands for those of query, key
+and value. How they are differentiated is in ``derivatives.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_memeff._blockwise import derivatives as blockwise_derivatives
+from jax_memeff._blockwise import forward as blockwise
+from jax_memeff._blockwise import varlen as blockwise_varlen
+from jax_memeff._call import compat, divisors
+from jax_memeff._call.options import (
+    Gradients,
+    NeedsGrad,
+    Operands,
+    Options,
+    QkvPackedGradients,
+    QkvPackedOperands,
+)
+from jax_memeff._op.batching import rule
+from jax_memeff._sharding import automatic as partitioning
+from jax_memeff.errors import UnsupportedError
+
+attention_fwd_p = Primitive("attention_fwd")
+attention_fwd_p.multiple_results = True
+attention_bwd_p = Primitive("attention_bwd")
+attention_bwd_p.multiple_results = True
+attention_tangent_p = Primitive("attention_tangent")
+attention_tangent_p.multiple_results = True
+
+
+def forward(
+    operands: Operands | QkvPackedOperands, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, N, Hv] in the query's dtype and logsumexp [B, T, N] (f32; f64 for f64)."""
+    leaves, tree = jax.tree.flatten(operands)
+    out, lse = attention_fwd_p.bind(*leaves, tree=tree, options=options)
+    return out, lse
+
+
+def backward(
+    operands: Operands | QkvPackedOperands,
+    options: Options,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    needs_grad: NeedsGrad,
+) -> Gradients | QkvPackedGradients:
+    """The gradients that ``needs_grad`` names; the others are None and cost nothing."""
+    leaves, tree = jax.tree.flatten((operands, out, lse, dout, dlse))
+    wanted = attention_bwd_p.bind(*leaves, tree=tree, options=options, needs_grad=needs_grad)
+    return gradients_from(iter(wanted), operands, needs_grad)
+
+
+def gradients_from(
+    wanted: Iterator[Any], operands: Operands | QkvPackedOperands, needs_grad: NeedsGrad
+) -> Gradients | QkvPackedGradients:
+    """What ``attention_bwd`` gives, by name."""
+    if isinstance(operands, QkvPackedOperands):
+        dqkv = next(wanted) if needs_grad.query else None
+        return QkvPackedGradients(dqkv, next(wanted) if needs_grad.bias else None)
+    return Gradients(*(next(wanted) if want else None for want in needs_grad))
+
+
+def tangent(
+    operands: Operands | QkvPackedOperands,
+    options: Options,
+    out: jax.Array,
+    lse: jax.Array,
+    tangents: Gradients | QkvPackedGradients,
+) -> tuple[jax.Array, jax.Array]:
+    """Tangents of out and lse for tangents of the operands, of which None is zero.
+
+    Tangents of operands that the batch shares have an element for each of it, as gradients have.
+    """
+    leaves, tree = jax.tree.flatten((operands, out, lse, tangents))
+    dout, dlse = attention_tangent_p.bind(*leaves, tree=tree, options=options)
+    return dout, dlse
+
+
+def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
+    del options
+    operands: Any = jax.tree.unflatten(tree, avals)
+    if isinstance(operands, QkvPackedOperands):
+        query = value = compat.projection(operands.query_key_value)
+    else:
+        query, value = operands.query, operands.value
+    lse_dtype = jnp.promote_types(query.dtype, jnp.float32)
+    rows = query.shape[:3]
+    return (
+        compat.leading_dims(query, (*rows, value.shape[3]), query.dtype),
+        compat.leading_dims(query, rows, lse_dtype),
+    )
+
+
+def _backward_types(
+    *avals: Any, tree: Any, options: Options, needs_grad: NeedsGrad
+) -> tuple[Any, ...]:
+    operands: Any = jax.tree.unflatten(tree, avals)[0]
+    if isinstance(operands, QkvPackedOperands):
+        differentiable = {"query": operands.query_key_value, "bias": operands.bias}
+    else:
+        differentiable = {name: getattr(operands, name) for name in NeedsGrad._fields}
+    query = differentiable["query"]
+    return tuple(
+        compat.batched(
+            aval, divisors.gradient_shape(name, aval.shape, operands, options.divisors), query
+        )
+        for name, aval in differentiable.items()
+        if getattr(needs_grad, name) and aval is not None
+    )
+
+
+def _tangent_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
+    del options
+    _, out, lse, _ = jax.tree.unflatten(tree, avals)
+    return out.update(weak_type=False), lse.update(weak_type=False)
+
+
+def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[jax.Array]:
+    operands = jax.tree.unflatten(tree, leaves)
+    if isinstance(operands, QkvPackedOperands):
+        operands = operands.separate()
+    path = blockwise if operands.sequences is None else blockwise_varlen
+    return path.forward(operands, options)
+
+
+def _blockwise_backward(
+    *leaves: jax.Array, tree: Any, options: Options, needs_grad: NeedsGrad
+) -> Sequence[jax.Array]:
+    operands, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
+    is_packed = isinstance(operands, QkvPackedOperands)
+    if is_packed:
+        operands = operands.separate()
+    path = blockwise if operands.sequences is None else blockwise_varlen
+    gradients = path.backward(operands, options, out, lse, dout, dlse, needs_grad)
+    wanted = [gradient for gradient in gradients if gradient is not None]
+    if is_packed and needs_grad.query:
+        return [jnp.stack(wanted[:3], 2), *wanted[3:]]
+    return wanted
+
+
+def tangent_in_jax(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[jax.Array]:
+    """``attention_tangent`` in JAX, which may be differentiated further."""
+    operands, out, lse, tangents = jax.tree.unflatten(tree, leaves)
+    return blockwise_derivatives.tangent(operands, options, out, lse, tangents)
+
+
+def _cuda_forward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
+    # Imported here: cuda.py brings in the code generator, which `import jax_memeff` must not.
+    from jax_memeff._cuda import lowering as cuda
+
+    return cuda.lower_forward(ctx, *operands, **params)
+
+
+def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
+    from jax_memeff._cuda import lowering as cuda
+
+    return cuda.lower_backward(ctx, *operands, **params)
+
+
+def _kernel_digest(avals: Sequence[Any], **params: Any) -> bytes:
+    from jax_memeff._cuda import lowering as cuda
+
+    return cuda.digest(avals, **params)
+
+
+def _register(
+    primitive: Primitive,
+    types: Callable,
+    in_jax: Callable,
+    on_cuda: Callable | None,
+    static: tuple[str, ...],
+) -> None:
+    lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
+
+    def one_device(ctx, *operands, **params):
+        local = ctx.replace(avals_in=[compat.local(aval) for aval in ctx.avals_in])
+        return lower_in_jax(local, *operands, **params)
+
+    default_lowering = partitioning.by_shards(primitive, one_device)
+
+    def anywhere(ctx, *operands, **params):
+        if params["options"].implementation == "cuda":
+            platforms = ", ".join(ctx.module_context.platforms)
+            raise UnsupportedError(
+                [
+                    f"implementation='cuda' needs a CUDA device, got a program for: {platforms}",
+                    "pass implementation=None or 'xla', or place the arguments on a CUDA device",
+                ]
+            )
+        return default_lowering(ctx, *operands, **params)
+
+    def cuda(lower, ctx, *operands, **params):
+        # Empty problems have constants for results; no kernel is compiled for them.
+        empty = any(0 in aval.shape for aval in ctx.avals_in)
+        if empty or params["options"].implementation == "xla":
+            return default_lowering(ctx, *operands, **params)
+        return lower(ctx, *operands, **params)
+
+    compat.lower_with_devices(primitive)
+    primitive.def_abstract_eval(types)
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
+    mlir.register_lowering(primitive, default_lowering if on_cuda is None else anywhere)
+    if on_cuda is not None:
+        kernels = partitioning.by_shards(primitive, on_cuda, _kernel_digest)
+        mlir.register_lowering(primitive, functools.partial(cuda, kernels), platform="cuda")
+    batching.primitive_batchers[primitive] = functools.partial(rule, primitive)
+
+
+_register(
+    attention_fwd_p,
+    types=_forward_types,
+    in_jax=_blockwise_forward,
+    on_cuda=_cuda_forward,
+    static=("tree", "options"),
+)
+_register(
+    attention_bwd_p,
+    types=_backward_types,
+    in_jax=_blockwise_backward,
+    on_cuda=_cuda_backward,
+    static=("tree", "options", "needs_grad"),
+)
+_register(
+    attention_tangent_p,
+    types=_tangent_types,
+    in_jax=tangent_in_jax,
+    on_cuda=None,
+    static=("tree", "options"),
+)

@@ -1,0 +1,123 @@
+"""The differentiable door to the primitives: one ``jax.custom_vjp``.
+
+The residuals are the operands, the output and the logsumexp; the backward recomputes the scores
+(FlashAttention-2, https://arxiv.org/abs/2307.08691, section 3.1.2). Output and logsumexp carry the
+names ``jax_memeff_out`` and ``jax_memeff_lse`` for the policies of ``jax.checkpoint``. They are
+named inside the rule: a name put on the result outside is not the residual, so a policy that
+saves it would still run the forward again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+
+from jax_memeff._call.options import NeedsGrad, Operands, Options, QkvPackedOperands
+from jax_memeff._op import derivatives, primitives
+
+AnyOperands = Operands | QkvPackedOperands
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Perturbed:
+    """Which operands are differentiated; static, so it may stand among the residuals."""
+
+    needs_grad: NeedsGrad
+
+
+class _Residuals(NamedTuple):
+    operands: AnyOperands
+    out: jax.Array
+    lse: jax.Array
+    perturbed: Perturbed
+
+
+_forward_mode = jax.make_user_context(False)
+
+
+def forward_mode() -> AbstractContextManager[None]:
+    """A context in which calls of attention have forward-mode derivatives.
+
+    ``jax.jvp``, ``jax.jacfwd`` and ``jax.linearize`` refuse a ``jax.custom_vjp``, which attention
+    is by default. In this context it is not; the call itself has to be traced inside. Reverse mode
+    and ``jax.checkpoint`` work as they do outside, and so do results and gradients.
+
+    Tangents are computed on the blockwise path, on every platform, at linear memory.
+
+    >>> import jax, jax.numpy as jnp, jax_memeff
+    >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
+    >>> with jax_memeff.forward_mode():
+    ...     out, tangent = jax.jvp(
+    ...         lambda query: jax_memeff.dot_product_attention(query, key, value), [query], [key]
+    ...     )
+    >>> tangent.shape
+    (1, 16, 2, 8)
+    """
+    return _forward_mode(True)
+
+
+def is_forward_mode() -> bool:
+    """Whether calls are traced in the context of :func:`forward_mode`."""
+    return _forward_mode.value
+
+
+@contextmanager
+def forward_mode_is_named() -> Iterator[None]:
+    """Add the remedy to what JAX raises where forward mode meets a ``jax.custom_vjp``.
+
+    It does so in calls outside of ``jax.jit``; a program raises when it is lowered, far from here.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "custom_vjp" in str(error):
+            error.add_note(
+                "jax_memeff: forward mode is for calls of attention that are traced inside "
+                "`with jax_memeff.forward_mode():`"
+            )
+        raise
+
+
+def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of canonical operands, differentiable in query, key, value and bias."""
+    if is_forward_mode():
+        return primitives.forward(operands, options)
+    with forward_mode_is_named():
+        return _attention(operands, options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.Array]:
+    return primitives.forward(operands, options)
+
+
+def _forward(operands: Any, options: Options) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
+    is_packed = isinstance(operands, QkvPackedOperands)
+    differentiable: tuple[Any, ...] = tuple(operands)[:1] * 3 if is_packed else operands[:3]
+    needs_grad = NeedsGrad(
+        *(array.perturbed for array in differentiable),
+        bias=operands.bias is not None and operands.bias.perturbed,
+    )
+    values: AnyOperands = jax.tree.map(lambda primal: primal.value, operands)
+    out, lse = derivatives.named(*primitives.forward(values, options))
+    return (out, lse), _Residuals(values, out, lse, Perturbed(needs_grad))
+
+
+def _backward(options: Options, residuals: _Residuals, cotangents: Any) -> tuple[AnyOperands]:
+    operands, out, lse, perturbed = residuals
+    needs_grad = perturbed.needs_grad
+    dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
+
+    gradients = derivatives.cotangents(operands, options, (out, lse), dout, dlse, needs_grad)
+    none = type(operands)(*[None] * len(operands._fields))  # type: ignore[arg-type]
+    return (none._replace(**gradients._asdict()),)
+
+
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,102 @@
+"""The derivatives of ring attention: its backward, and those that JAX makes of both.
+
+As of an unsharded call the door is a ``jax.custom_vjp``. What it runs is a ``jax.custom_jvp`` with
+the tangents of a forward and a backward that JAX may differentiate: so there are second
+derivatives, and first ones in forward mode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jax_memeff._call.options import Gradients, NeedsGrad, Operands
+from jax_memeff._op.derivatives import named
+from jax_memeff._op.vjp import Perturbed, forward_mode_is_named, is_forward_mode
+from jax_memeff._ring import vjp as ring_vjp
+from jax_memeff._ring.vjp import Ring
+
+
+def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of a device's rows, differentiable in query, key, value and bias.
+
+    Args:
+        operands: those of the device; all vary over the same mesh axes, the ring's among them. The
+            mask's windows are top-left, and a bias is not of one column.
+        ring: the static part.
+    """
+    if is_forward_mode():
+        return _forward(operands, ring)
+    with forward_mode_is_named():
+        return _attention(operands, ring)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
+    return ring_vjp.forward(operands, ring)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _forward(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
+    return ring_vjp.forward(operands, ring)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _backward(arrays: tuple[Any, ...], ring: Ring, needs_grad: NeedsGrad) -> Gradients:
+    # Without the barrier XLA may find that keys travelled the same way in the forward, keep what
+    # arrived there, and with it the keys of the whole sequence.
+    operands, out, lse, dout, dlse = arrays
+    operands, dout = lax.optimization_barrier((operands, dout))
+    return ring_vjp.backward(operands, ring, out, lse, dout, dlse, needs_grad)
+
+
+@_forward.defjvp
+def _forward_jvp(ring: Ring, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _forward(primals[0], ring), _tangents(ring_vjp.forward, ring, primals, tangents)
+
+
+@_backward.defjvp
+def _backward_jvp(
+    ring: Ring, needs_grad: NeedsGrad, primals: Any, tangents: Any
+) -> tuple[Any, Any]:
+    def backward(arrays: tuple[Any, ...], ring: Ring) -> Gradients:
+        operands, out, lse, dout, dlse = arrays
+        return ring_vjp.backward(operands, ring, out, lse, dout, dlse, needs_grad)
+
+    return _backward(primals[0], ring, needs_grad), _tangents(backward, ring, primals, tangents)
+
+
+def _tangents(function: Callable[..., Any], ring: Ring, primals: Any, tangents: Any) -> Any:
+    ring = dataclasses.replace(ring, is_differentiable=True)
+    return jax.jvp(lambda arrays: function(arrays, ring), primals, tangents)[1]
+
+
+def _forward_rule(operands: Any, ring: Ring) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    needs_grad = NeedsGrad(
+        *(array.perturbed for array in operands[:3]),
+        bias=operands.bias is not None and operands.bias.perturbed,
+    )
+    values: Operands = jax.tree.map(lambda primal: primal.value, operands)
+    out, lse = named(*_forward(values, ring))
+    return (out, lse), (values, out, lse, Perturbed(needs_grad))
+
+
+def _backward_rule(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Operands]:
+    operands, out, lse, perturbed = residuals
+    dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
+    none = Operands(*[None] * len(Operands._fields))  # type: ignore[arg-type]
+    if not any(perturbed.needs_grad) or (dout is None and dlse is None):
+        return (none,)
+    dout = jnp.zeros_like(out) if dout is None else dout
+    gradients = _backward((operands, out, lse, dout, dlse), ring, perturbed.needs_grad)
+    return (none._replace(**gradients._asdict()),)
+
+
+_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
