@@ -17,12 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
+from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.problem import BIAS_LAYOUTS, DIRECTIONS, DTYPES, QUERY_ROWS, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.support import family_reasons
 from jax_memeff.codegen.tiles import sm80
-from jax_memeff.codegen.toolchain import arch as archs
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import headers, program_cache
 from jax_memeff.codegen.toolchain.parallel import compile_many

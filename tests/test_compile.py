@@ -278,7 +278,7 @@ def test_processes_do_not_run_the_main_script_again(cache, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "print('started')\n"
-        "from jax_memeff.codegen import parallel\n"
+        "from jax_memeff.codegen.toolchain import parallel\n"
         "worker = parallel._Worker()\n"
         "worker.close()\n"
         "print('worker ended with', worker.process.returncode)\n"
