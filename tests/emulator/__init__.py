@@ -134,7 +134,7 @@ def _library(
     name: str, sources: dict[str, str], options: list[str], directories: Sequence[str]
 ) -> Path:
     """Compiles files of these texts, or finds the library of the same texts and headers."""
-    directory = config.cache_dir() / "emulator"
+    directory = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "emulator"
     directory.mkdir(parents=True, exist_ok=True)
     own = [file.read_bytes() for file in sorted(_HERE.glob("include/**/*")) if file.is_file()]
     parts = [repr((sources, options)).encode(), headers.digest(), *own]
