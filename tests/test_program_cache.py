@@ -39,6 +39,11 @@ def stored(directory, payload=b"payload", key=KEY):
     return entry(directory, key)
 
 
+def set_age(file, seconds):
+    then = time.time() - seconds
+    os.utime(file, (then, then))
+
+
 # --------------------------------------------------------------------------- files of the user
 
 
@@ -64,7 +69,7 @@ def test_the_least_recently_used_kernels_are_evicted(tmp_path, monkeypatch):
     monkeypatch.setattr(program_cache, "MAX_BYTES", 1000)
     for age, key in ((300, KEY), (200, OTHER)):
         file = stored(tmp_path, bytes(300), key)
-        os.utime(file, (time.time() - age,) * 2)
+        set_age(file, age)
     assert ProgramCache(tmp_path).get(KEY) is not None  # which makes it the newer one
     ProgramCache(tmp_path).put("0" * 64, bytes(300))
     assert entry(tmp_path).exists() and not entry(tmp_path, OTHER).exists()
@@ -75,7 +80,7 @@ def test_files_of_killed_writers_are_removed_after_an_hour(tmp_path):
     old, new = (own / f"{OTHER}.{digit * 16}.tmp" for digit in "01")
     for file in (old, new):
         file.write_bytes(b"half")
-    os.utime(old, (time.time() - 7200,) * 2)
+    set_age(old, 7200)
     ProgramCache(tmp_path).put(OTHER, b"whole")
     assert not old.exists() and new.exists()
     assert len(ProgramCache(tmp_path).entries()) == 2
