@@ -115,6 +115,23 @@ with ThreadPoolExecutor(8) as pool:
     assert result.returncode == 0, result.stderr
 
 
+def test_a_fork_compiles_although_another_thread_was_importing(cache):
+    """The child of a fork has no other threads: a lock that one held is never released in it."""
+    program = f"""
+import os, sys
+from jax_memeff.codegen.toolchain import compile as compiler, parts
+
+compiler.compile_source({TINY!r}, "sm_80", ["tiny"])
+parts._importing.acquire()
+child = os.fork()
+if child == 0:
+    again = compiler.compile_source({TINY.replace("2.f", "3.f")!r}, "sm_80", ["tiny"])
+    os._exit(42 if again.image else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 42
+
+
 def test_damaged_entry_is_compiled_again(cache):
     good = compiler.compile_source(TINY, "sm_80", ["tiny"])
     (entry,) = [file for file in cache.rglob("*") if file.is_file()]

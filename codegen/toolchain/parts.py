@@ -27,7 +27,16 @@ INSTALL = 'pip install "jax-memeff[cuda13]"'
 
 WHEEL = "wheel"
 
-_IMPORTING = threading.Lock()
+_importing = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _importing
+    _importing = threading.Lock()
+
+
+# A child of fork has only the forking thread: a lock that another one held would never be released.
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Part(NamedTuple):
@@ -165,7 +174,7 @@ def import_(name: str) -> ModuleType:
     version, another would get it without its names. Raises ``CompileError`` if it is not installed.
     """
     try:
-        with _IMPORTING:
+        with _importing:
             return importlib.import_module(name)
     except ImportError as error:
         raise CompileError(
