@@ -122,7 +122,7 @@ def launch(source: str, name: str, *, threads: int, shared_bytes: int) -> None:
 @functools.cache
 def _driver() -> ctypes.CDLL:
     sources = {file.name: file.read_text() for file in sorted(_HERE.glob("src/*"))}
-    directories = [str(Path(jaxlib.__file__).parent / "include"), *headers.include_dirs()]
+    directories = _directories(str(Path(jaxlib.__file__).parent / "include"))
     library = _compiled("libcuda.so", sources, _DRIVER_OPTIONS, directories)
     driver = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     driver.emulator_proxy.restype = ctypes.c_void_p
@@ -132,7 +132,7 @@ def _driver() -> ctypes.CDLL:
 
 def _kernel_library(name: str, sources: dict[str, str]) -> Path:
     """Compiles kernels. CuTe's headers, which take two of three seconds, are precompiled."""
-    directories = [_precompiled_headers(), *_kernel_directories(str(headers.own_include_dir()))]
+    directories = [_precompiled_headers(), *_directories(str(headers.own_include_dir()))]
     return _compiled(f"{name}.so", sources, _KERNEL_OPTIONS, directories, headers.digest())
 
 
@@ -143,7 +143,7 @@ def _precompiled_headers() -> str:
     options = [option for option in _KERNEL_OPTIONS if option not in ("-include", _PRECOMPILED)]
     source = {"precompiled.h": f'#include "{_PRECOMPILED}"\n'}
     header = _compiled(
-        "precompiled.gch", source, ["-x", "c++-header", *options], _kernel_directories()
+        "precompiled.gch", source, ["-x", "c++-header", *options], _directories()
     )
     directory = header.with_suffix("")
     link = directory / f"{_PRECOMPILED}.gch"
@@ -153,8 +153,8 @@ def _precompiled_headers() -> str:
     return str(directory)
 
 
-def _kernel_directories(*own: str) -> list[str]:
-    """Where kernels find headers; ``memeff/arch/`` of the emulator hides that of the GPU."""
+def _directories(*own: str) -> list[str]:
+    """Where g++ finds headers; ``memeff/arch/`` of the emulator hides that of the GPU."""
     return [str(_HERE / "include"), *own, *headers.include_dirs()]
 
 
