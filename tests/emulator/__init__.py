@@ -142,9 +142,7 @@ def _precompiled_headers() -> str:
     # g++ takes a precompiled header only with the options that it was made with.
     options = [option for option in _KERNEL_OPTIONS if option not in ("-include", _PRECOMPILED)]
     source = {"precompiled.h": f'#include "{_PRECOMPILED}"\n'}
-    header = _compiled(
-        "precompiled.gch", source, ["-x", "c++-header", *options], _directories()
-    )
+    header = _compiled("precompiled.gch", source, ["-x", "c++-header", *options], _directories())
     directory = header.with_suffix("")
     link = directory / f"{_PRECOMPILED}.gch"
     link.parent.mkdir(parents=True, exist_ok=True)
