@@ -387,8 +387,8 @@ def test_selection_is_the_first_without_reasons():
     "changes",
     [
         {},
-        {"masks": {"window", "query_lengths", "key_lengths"}},
-        {"masks": {"segments", "boolean"}, "soft_cap": True, "dropout": True},
+        {"masks": ("window", "query_lengths", "key_lengths")},
+        {"masks": ("segments", "boolean"), "soft_cap": True, "dropout": True},
         {"bias": "32", "bias_layout": "shared"},
         {"bias": "16", "bias_layout": "rows", "bias_alignment": 2},
         {"varlen": True, "masks": {"causal"}},
