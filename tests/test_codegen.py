@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from jax_memeff import config
+from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select, support
 from jax_memeff.codegen.problem import DIRECTIONS, Problem
 from jax_memeff.codegen.tiles import sm80, sm80_f32, sm90
-from jax_memeff.codegen.toolchain import arch as archs
 from jax_memeff.codegen.toolchain import resources
 from jax_memeff.errors import UnsupportedError
 

@@ -26,9 +26,9 @@ from jax.interpreters import mlir
 from jax_memeff import _ffi, config
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff._op import primitives
+from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.toolchain import arch as architectures
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import headers
 
@@ -167,7 +167,7 @@ def _compiled(
 
     ``digest`` is of headers that change beside CuTe's and the emulator's.
     """
-    cache = config.cache_dir() / "emulator"
+    cache = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "emulator"
     cache.mkdir(parents=True, exist_ok=True)
     own = [file.read_bytes() for file in sorted(_HERE.glob("include/**/*")) if file.is_file()]
     parts = [repr((sources, options, headers.versions())).encode(), digest, *own]
