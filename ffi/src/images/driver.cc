@@ -1,4 +1,4 @@
-#include "driver.h"
+#include "images/driver.h"
 
 #include <dlfcn.h>
 
