@@ -11,6 +11,7 @@
 #include <memeff/arch/thread.cuh>
 #include <memeff/bias/gradient.cuh>
 #include <memeff/collective/load_tile.cuh>
+#include <memeff/kernels/backward/scores_sm80.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/backward_tiles.cuh>
 #include <memeff/schedule/sequences.cuh>
@@ -18,12 +19,9 @@
 namespace memeff {
 
 template <class Config>
-struct FmhaBackwardSm80;
-
-template <class Config>
 struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
   using Element = typename Config::Element;
-  using Main = FmhaBackwardSm80<Config>;
+  using Scores = BackwardScoresSm80<Config>;
   using Tiles = BackwardTiles<Config>;
   using QueryTile = typename Tiles::QueryTile;
   using OutTile = typename Tiles::OutTile;
@@ -37,7 +35,7 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kSharedBytes = QueryTile::kBytes + OutTile::kBytes + KeyTile::kBytes +
                                       ValueTile::kBytes + 2 * kStatisticsBytes +
-                                      bias_tile_bytes<Config, typename Main::BiasRows>();
+                                      bias_tile_bytes<Config, typename Scores::BiasRows>();
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
     uint32_t const query_tile = shared_address(dynamic_shared());
@@ -114,10 +112,10 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
     auto load_bias = [&](int member) {
       int const batch = members.batch(member);
       auto const mask = mask_of(member);
-      Main::BiasRows::copy(
+      Scores::BiasRows::copy(
           bias_tile, thread_index(),
-          Main::bias_source(params, batch, {members.head(member), row, row / kTileQuery}, column),
-          Main::bias_row_bytes(params), mask.query_length - row, mask.key_length - column);
+          Scores::bias_source(params, batch, {members.head(member), row, row / kTileQuery}, column),
+          Scores::bias_row_bytes(params), mask.query_length - row, mask.key_length - column);
     };
 
     auto sums = Grid::make_accumulators();  // (4, MMA_M, MMA_N)
@@ -141,14 +139,14 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
       __syncthreads();  // query, key and statistics are here; nobody reads the last bias
       load_bias(member);
       commit_copies();
-      warp_gemm<Element, Config::kHeadDim / Main::kStep, Main::kReadAhead>(
+      warp_gemm<Element, Config::kHeadDim / Scores::kStep, Scores::kReadAhead>(
           scores, LeftOperand<QueryTile, Contiguous::k, Grid::kRowBlocks>(query_tile, Grid::row()),
           RightOperand<KeyTile, Contiguous::k, Grid::kColumnBlocks>(key_tile, Grid::column()));
       wait_copies<0>();
       __syncthreads();  // dO, value and bias are here; nobody reads query and key
       if (has_next) load_scores(following, parity ^ 1);
       commit_copies();
-      warp_gemm<Element, Config::kValueDim / Main::kStep, Main::kReadAhead>(
+      warp_gemm<Element, Config::kValueDim / Scores::kStep, Scores::kReadAhead>(
           score_gradient,
           LeftOperand<OutTile, Contiguous::k, Grid::kRowBlocks>(out_tile, Grid::row()),
           RightOperand<ValueTile, Contiguous::k, Grid::kColumnBlocks>(value_tile, Grid::column()));
@@ -157,12 +155,12 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
       commit_copies();
 
       int const batch = members.batch(member);
-      typename Main::Visit const visit = {members.head(member), row, row / kTileQuery,
-                                          line_of(member).partial(column / kTileKey)};
-      Main::probabilities(
-          params, statistics_buffers + parity * kStatisticsBytes, batch, visit, mask_of(member),
+      QBlock const q_block = {members.head(member), row, row / kTileQuery,
+                              line_of(member).partial(column / kTileKey)};
+      Scores::compute(
+          params, statistics_buffers + parity * kStatisticsBytes, batch, q_block, mask_of(member),
           column, scores, score_gradient,
-          [&](auto& x) { Main::add_bias_tile(params, bias_tile, batch, visit, column, x); },
+          [&](auto& x) { Scores::add_bias_tile(params, bias_tile, batch, q_block, column, x); },
           [&] { return BiasGradientAdder<decltype(sums)>{sums}; });
       member = following;
     }

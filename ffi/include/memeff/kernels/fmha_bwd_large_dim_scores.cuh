@@ -4,7 +4,9 @@
 
 #include <memeff/bias/direct.cuh>
 #include <memeff/collective/chunked_product.cuh>
-#include <memeff/kernels/fmha_bwd_sm80.cuh>
+#include <memeff/collective/load_tile.cuh>
+#include <memeff/kernels/backward/scores_sm80.cuh>
+#include <memeff/schedule/sequences.cuh>
 
 namespace memeff {
 
@@ -21,7 +23,7 @@ struct LargeDimTile {
 template <class Config>
 struct LargeDimScores {
   using Element = typename Config::Element;
-  using Narrow = FmhaBackwardSm80<Config>;
+  using Whole = BackwardScoresSm80<Config>;
   using Tiles = BackwardTiles<Config>;
   using ScoreTile = typename Tiles::ScoreTile;
   using ScoreGrid = typename Tiles::ScoreGrid;
@@ -37,7 +39,7 @@ struct LargeDimScores {
 
   static constexpr int kBufferBytes =
       cute::max(QueryStep::kBytes + KeyStep::kBytes, KeyProduct::StepTile::kBytes);
-  static constexpr int kStatisticsBytes = Narrow::kStatisticsBytes;
+  static constexpr int kStatisticsBytes = Whole::kStatisticsBytes;
   static constexpr int kSharedBytes =
       2 * ScoreTile::kBytes + 2 * kBufferBytes + 2 * kStatisticsBytes;
 
@@ -88,7 +90,7 @@ struct LargeDimScores {
   template <bool kProbabilities, bool kScoreGradients, class LoadNext>
   CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity,
                            LoadNext load_next) const {
-    using BiasWriter = typename Narrow::BiasWriter;
+    using BiasWriter = typename Whole::BiasWriter;
     constexpr bool kBiasGradient = Config::kBiasGradient != BiasGradient::none &&
                                    Config::kBiasGradient != BiasGradient::dbias_kernel;
     compute<kProbabilities, kScoreGradients, kBiasGradient>(ring, tile, parity, load_next, [&] {
@@ -128,9 +130,9 @@ struct LargeDimScores {
                                            tile.column, mask.query_length - tile.row,
                                            mask.key_length - tile.column, params.scale.bias_scale);
     };
-    Narrow::probabilities(params, statistics_buffers + parity * kStatisticsBytes, tile.batch,
-                          {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column,
-                          scores, score_gradient, add_bias_to, make_writer);
+    Whole::compute(params, statistics_buffers + parity * kStatisticsBytes, tile.batch,
+                   {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column, scores,
+                   score_gradient, add_bias_to, make_writer);
     if constexpr (kProbabilities) {
       store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
     }

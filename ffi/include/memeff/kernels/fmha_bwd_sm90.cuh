@@ -83,8 +83,8 @@ struct FmhaBackwardSm90 {
   static constexpr int kWarpBiasOffset = kStatisticsOffset + kStages * kStatisticsBytes;
   static constexpr int kControlOffset = kWarpBiasOffset + kConsumerWarps * kWarpBiasBytes;
 
-  using QueryOrder =
-      cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>, AnyOrderSm90<Config>>;
+  using QueryOrder = cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>,
+                                         NoDqSemaphoreSm90<Config>>;
 
   struct Control : QueryOrder::Control {
     Pipeline<kStages> query;         // and the statistics of their rows

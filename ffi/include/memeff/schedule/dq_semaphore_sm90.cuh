@@ -98,7 +98,7 @@ struct DqSemaphoreSm90 {
 
 // The same for kernels whose sums may differ in their last bits.
 template <class Config>
-struct AnyOrderSm90 {
+struct NoDqSemaphoreSm90 {
   struct Control {};
   CUTE_DEVICE static void init(BackwardParams const&, Control&, int) {}
   CUTE_DEVICE static WorkItem item(BackwardParams const& params, Control const&) {
