@@ -97,7 +97,7 @@ struct FmhaBackwardTwoKernelDkdv {
     }
 
     CUTE_DEVICE Line line(BackwardParams const& params, int head) const {
-      return query_line<Config>(params, item, tiles,
+      return row_of_q_blocks<Config>(params, item, tiles,
                                 ceil_div(params.shape.query_length, kTileQuery), head);
     }
   };

@@ -86,7 +86,7 @@ struct DqSemaphoreSm90 {
                                          TileRange const& tiles, Visit const& visit) {
     CUTE_NO_UNROLL
     for (int head = 0; head < params.shape.group; ++head) {
-      auto const line = query_line<Config>(params, item, tiles, params.query_tiles,
+      auto const line = row_of_q_blocks<Config>(params, item, tiles, params.query_tiles,
                                            item.head * params.shape.group + head);
       CUTE_NO_UNROLL
       for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
