@@ -36,7 +36,7 @@ struct KernelImage {
   bool persistent = false;   // the grid is no larger than the GPU, and its blocks share the tiles
   std::vector<MapBox> maps;  // in the order of that parameter
   int blocks_per_sm = 0;     // of the main kernel, at least
-  bool pack_heads = false;   // see schedule/packed_rows.cuh
+  bool pack_heads = false;   // see layout/packed_rows.cuh
   int alignment = 0;         // bytes that rows of all tensors are multiples of
 
   static xla::ffi::ErrorOr<KernelImage> decode(std::string_view arch,

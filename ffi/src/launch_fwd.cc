@@ -6,7 +6,7 @@
 namespace memeff::host {
 namespace {
 
-// Of kernels/fmha_fwd_f16x3_split.cuh, for query, key and value; a tile has one or more.
+// Of kernels/forward/f16x3_split.cuh, for query, key and value; a tile has one or more.
 long long operand_blocks(ProblemShape const& shape, long long tile_key) {
   long long const query_blocks = ceil_div(std::max(shape.query_length, 1), kF16x3Rows);
   long long const key_blocks =

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <memeff/collective/warp_gemm.cuh>
-#include <memeff/dropout/keep.cuh>
+#include <memeff/score/dropout.cuh>
 
 namespace memeff {
 

@@ -11,10 +11,11 @@
 // in global memory have one reader and writer, and every run adds in one order.
 #pragma once
 
-#include <memeff/kernels/fmha_bwd_dbias_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_large_dim_dbias.cuh>
-#include <memeff/kernels/fmha_bwd_large_dim_scores.cuh>
-#include <memeff/kernels/fmha_bwd_preprocess.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/dbias/large_dim.cuh>
+#include <memeff/kernels/backward/dbias/postprocess.cuh>
+#include <memeff/kernels/backward/large_dim_scores.cuh>
+#include <memeff/kernels/backward/preprocess.cuh>
 
 namespace memeff {
 

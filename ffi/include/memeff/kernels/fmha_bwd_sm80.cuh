@@ -18,15 +18,18 @@
 
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/dbias/postprocess.cuh>
+#include <memeff/kernels/backward/dbias/sm80.cuh>
 #include <memeff/kernels/backward/dq_sums.cuh>
+#include <memeff/kernels/backward/postprocess.cuh>
+#include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/kernels/backward/scores_sm80.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_sm80.cuh>
-#include <memeff/kernels/fmha_bwd_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_preprocess.cuh>
+#include <memeff/layout/backward_tiles.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
 #include <memeff/schedule/q_blocks.cuh>
-#include <memeff/schedule/sequences.cuh>
 
 namespace memeff {
 

@@ -15,26 +15,29 @@
 // of one KV block (schedule/split_q.cuh).
 #pragma once
 
-#include <memeff/bias/gradient_transposed.cuh>
-#include <memeff/bias/q_block_ring_sm90.cuh>
-#include <memeff/collective/pipeline.cuh>
-#include <memeff/collective/softmax.cuh>
-#include <memeff/collective/tma_tile.cuh>
-#include <memeff/collective/transposed_scores.cuh>
+#include <memeff/collective/softmax/online.cuh>
+#include <memeff/collective/softmax/transposed.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
-#include <memeff/dropout/keep.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/dbias/postprocess.cuh>
+#include <memeff/kernels/backward/dbias/sm90.cuh>
 #include <memeff/kernels/backward/dq_sums.cuh>
+#include <memeff/kernels/backward/postprocess.cuh>
+#include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/kernels/backward/transposed_score_gradient.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_sm90.cuh>
-#include <memeff/kernels/fmha_bwd_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_preprocess.cuh>
+#include <memeff/layout/backward_tiles_sm90.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/backward_tiles_sm90.cuh>
 #include <memeff/schedule/dq_semaphore_sm90.cuh>
 #include <memeff/schedule/q_blocks.cuh>
-#include <memeff/schedule/sequences.cuh>
 #include <memeff/schedule/split_q.cuh>
+#include <memeff/score/bias/gradient_transposed.cuh>
+#include <memeff/score/bias/q_block_ring_sm90.cuh>
+#include <memeff/score/dropout.cuh>
+#include <memeff/score/scale.cuh>
 
 namespace memeff {
 
@@ -289,8 +292,7 @@ struct FmhaBackwardSm90 {
 
     // Waits for keys and values.
     CUTE_DEVICE void begin() const {
-      int const first_head =
-          work.head_with_blocks(params, work.item.head * params.shape.group);
+      int const first_head = work.head_with_blocks(params, work.item.head * params.shape.group);
       Bias(tiles + kBiasOffset)
           .load_first(params, work, mask, first_head, work.row_of_blocks(params, first_head).begin);
       control.key.wait({});

@@ -9,16 +9,23 @@
 // registers.
 #pragma once
 
-#include <memeff/bias/add.cuh>
-#include <memeff/bias/rows.cuh>
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
-#include <memeff/collective/softmax.cuh>
+#include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/staged_registers.cuh>
 #include <memeff/collective/warp_gemm.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tensor_rows.cuh>
+#include <memeff/mask/interval.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/sequences.cuh>
+#include <memeff/schedule/grid.cuh>
+#include <memeff/score/bias/add.cuh>
+#include <memeff/score/bias/rows.cuh>
+#include <memeff/score/bias/tile.cuh>
+#include <memeff/score/scale.cuh>
 
 namespace memeff {
 

@@ -22,20 +22,24 @@
 // each with a softmax and an output of its own, which are added up at the end of a tile.
 #pragma once
 
-#include <memeff/bias/add.cuh>
 #include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/drop.cuh>
-#include <memeff/collective/f16x3_operands_sm90.cuh>
-#include <memeff/collective/forward_operands_sm90.cuh>
-#include <memeff/collective/forward_output_sm90.cuh>
-#include <memeff/collective/pipeline.cuh>
-#include <memeff/collective/softmax.cuh>
-#include <memeff/collective/tma_tile.cuh>
+#include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/forward/f16x3_operands_sm90.cuh>
+#include <memeff/kernels/forward/operands_sm90.cuh>
+#include <memeff/kernels/forward/output_sm90.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
-#include <memeff/schedule/sequences.cuh>
+#include <memeff/score/bias/add.cuh>
+#include <memeff/score/bias/tile.cuh>
+#include <memeff/score/scale.cuh>
 
 namespace memeff {
 

@@ -11,16 +11,20 @@
 // partial results in global memory and the kernel of fmha_fwd_combine.cuh.
 #pragma once
 
-#include <memeff/bias/direct.cuh>
 #include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/load_tile.cuh>
-#include <memeff/collective/softmax.cuh>
+#include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warp_gemm.cuh>
-#include <memeff/kernels/fmha_fwd_combine.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/kernels/forward/combine.cuh>
+#include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/key_splits.cuh>
+#include <memeff/score/bias/direct.cuh>
+#include <memeff/score/scale.cuh>
 
 namespace memeff {
 

@@ -3,7 +3,7 @@
 
 #include <cute/tensor.hpp>
 
-#include <memeff/schedule/query_tiles.cuh>
+#include <memeff/layout/query_tiles.cuh>
 
 namespace memeff {
 

@@ -1,13 +1,13 @@
 // P and dS of one tile from the products S = Q K^T and dP = dO V^T, for kernels with mma.sync.
 #pragma once
 
-#include <memeff/bias/add.cuh>
-#include <memeff/bias/gradient.cuh>
-#include <memeff/collective/softmax.cuh>
-#include <memeff/dropout/keep.cuh>
+#include <memeff/layout/backward_tiles.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/backward_tiles.cuh>
 #include <memeff/schedule/q_blocks.cuh>
+#include <memeff/score/bias/add.cuh>
+#include <memeff/score/bias/gradient.cuh>
+#include <memeff/score/dropout.cuh>
+#include <memeff/score/scale.cuh>
 
 namespace memeff {
 

@@ -2,9 +2,9 @@
 // keys, columns are queries.
 #pragma once
 
-#include <memeff/bias/gradient_transposed.cuh>
-#include <memeff/dropout/keep.cuh>
-#include <memeff/schedule/row_statistics.cuh>
+#include <memeff/layout/row_statistics.cuh>
+#include <memeff/score/bias/gradient_transposed.cuh>
+#include <memeff/score/dropout.cuh>
 
 namespace memeff {
 

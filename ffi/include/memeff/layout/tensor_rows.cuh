@@ -1,0 +1,22 @@
+// The rows of [batch, sequence, head, dim] tensors in global memory.
+#pragma once
+
+#include <memeff/core/common.cuh>
+
+namespace memeff {
+
+// First element of row `row` of one head of a tensor.
+template <class Element>
+CUTE_DEVICE char* row_pointer(TensorView const& tensor, int batch, int row, int head) {
+  return reinterpret_cast<char*>(static_cast<Element*>(tensor.data) + batch * tensor.batch_stride +
+                                 row * tensor.row_stride + head * tensor.head_stride);
+}
+
+// The same of key or value, which a vmap may share.
+template <class Config>
+CUTE_DEVICE char* key_row_pointer(TensorView const& tensor, int batch, int row, int head) {
+  return row_pointer<typename Config::Element>(tensor, element_of<Config>(tensor, batch), row,
+                                               head);
+}
+
+}  // namespace memeff
