@@ -138,6 +138,10 @@ struct FmhaBackwardSm90 {
       return row_of_q_blocks<Config>(params, item, tiles, params.query_tiles, head);
     }
 
+    CUTE_DEVICE ScoreTilePosition position(int head, int tile) const {
+      return {item.batch, head, tile * kTileQuery, column};
+    }
+
     // This head, or the next one with a Q block, if there is any.
     CUTE_DEVICE int head_with_blocks(BackwardParams const& params, int head) const {
       if constexpr (Config::kBlockMask) {
@@ -177,15 +181,16 @@ struct FmhaBackwardSm90 {
     }
   }
 
-  // Buffers of a stage.
-  CUTE_DEVICE static uint32_t query_tile(uint32_t tiles, Stage const& stage) {
-    return tiles + kQueryOffset + stage.index * QueryTile::kBytes;
+  // Buffers of a stage. By value: a pipeline stage whose address is taken costs the producer moves
+  // between uniform and other registers.
+  CUTE_DEVICE static uint32_t query_tile_of(uint32_t tiles, int stage) {
+    return tiles + kQueryOffset + stage * QueryTile::kBytes;
   }
-  CUTE_DEVICE static uint32_t out_tile(uint32_t tiles, Stage const& stage) {
-    return tiles + kOutOffset + stage.index * OutTile::kBytes;
+  CUTE_DEVICE static uint32_t out_tile_of(uint32_t tiles, int stage) {
+    return tiles + kOutOffset + stage * OutTile::kBytes;
   }
-  CUTE_DEVICE static uint32_t statistics_of(uint32_t tiles, Stage const& stage) {
-    return tiles + kStatisticsOffset + stage.index * kStatisticsBytes;
+  CUTE_DEVICE static uint32_t statistics_of(uint32_t tiles, int stage) {
+    return tiles + kStatisticsOffset + stage * kStatisticsBytes;
   }
 
   // One thread: keys and values once, then queries, statistics, dO and bias of each Q block.
@@ -212,15 +217,15 @@ struct FmhaBackwardSm90 {
       for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
         int const row = queries.row + tile * kTileQuery;
         uint64_t& query = control.query.acquire(stage, QueryTile::kBytes + kStatisticsBytes);
-        load_tma_tile<QueryTile>(maps.query, query, query_tile(tiles, stage), 0, row, head,
+        load_tma_tile<QueryTile>(maps.query, query, query_tile_of(tiles, stage.index), 0, row, head,
                                  queries.batch, kAgain);
         load_tma(params.row_statistics +
                      Tiles::tile_index(params, item.batch, head, tile) * kTileQuery * 2,
-                 query, statistics_of(tiles, stage), kStatisticsBytes);
+                 query, statistics_of(tiles, stage.index), kStatisticsBytes);
         uint64_t& out = control.out_gradient.acquire(stage, OutTile::kBytes + Bias::kTmaStageBytes);
-        load_tma_tile<OutTile>(maps.out_gradient, out, out_tile(tiles, stage), 0, row, head,
-                               queries.batch, kAgain);
-        bias.produce(params, maps, work, head, tile, stage, out);
+        load_tma_tile<OutTile>(maps.out_gradient, out, out_tile_of(tiles, stage.index), 0, row,
+                               head, queries.batch, kAgain);
+        bias.produce(params, maps, work, head, tile, stage.index, out);
         stage.advance();
       }
     }
@@ -236,15 +241,15 @@ struct FmhaBackwardSm90 {
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
   using KeptBlocks = KeptTile<Config::kDropout, ScoreGrid, true>;
 
+  // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK.
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
-    ProblemShape const& shape = params.shape;
     WorkItem const& item = work.item;
     // Uniform over the warpgroup, and the shuffle lets the compiler know it.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
-    Mask const mask(params.mask, shape, item.batch);
-    Consumer const consumer{params, work, mask, control, tiles, warpgroup, leader};
+    Mask const mask(params.mask, params.shape, item.batch);
+    Consumer const consumer{params, work, mask, control, tiles};
 
     auto key_gradient = KeyGrid::make_accumulators();      // (4, 1, MMA_N)
     auto value_gradient = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
@@ -257,38 +262,74 @@ struct FmhaBackwardSm90 {
 
     Stage stage;
     int score_buffer = 0;
-    int const group = shape.group;
+    int const group = params.shape.group;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
       BiasSums bias_sums;
       auto const blocks = work.row_of_blocks(params, head);
       CUTE_NO_UNROLL
       for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
-        consumer.accumulate(head, tile, blocks, keys, values, stage, score_buffer, bias_sums,
-                            key_gradient, value_gradient);
+        uint32_t const query_tile = query_tile_of(tiles, stage.index);
+        uint32_t const out_tile = out_tile_of(tiles, stage.index);
+        uint32_t const score_tile = tiles + kScoreOffset + score_buffer * ScoreTile::kBytes;
+        consumer.wait_for_queries(tile, stage, query_tile, out_tile);
+        auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
+        auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+        consumer.begin_scores(keys, query_tile, scores);
+        control.out_gradient.wait(stage);
+        consumer.begin_score_gradient(values, out_tile, score_gradient);
+        if constexpr (Config::kDropout) control.out_gradient.wait_again(stage);
+        KeptBlocks const kept(params.dropout, params.mask, item.batch, head, tile * kTileQuery,
+                              work.column);
+        wait_products<kScoreGradient>();  // S
+        fence_accumulators(scores);
+
+        prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+        auto const capped = scores;  // read by the derivative of the soft cap
+        consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, scores);
+        wait_products<0>();  // dP
+        fence_accumulators(score_gradient);
+        ScoreOperand probabilities;
+        ScoreOperand left_gradient;
+        differentiate_transposed<Config, BiasWriter, ScoreGrid>(
+            params, statistics_of(tiles, stage.index), work.position(head, tile), kept, capped,
+            scores, score_gradient, probabilities, left_gradient, bias_sums);
+        if constexpr (Config::kQueryGradient) {
+          store_operand<ScoreTile, ScoreGrid>(score_tile, left_gradient);
+        }
+        if constexpr (BiasWriter::kFromTile) {
+          BiasWriter::store(params, work.position(head, tile), score_tile);
+        }
+
+        auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
+        consumer.begin_value_gradient(probabilities, out_tile, value_gradient);
+        consumer.begin_query_gradient(warpgroup, score_tile, query_gradient);
+        wait_products<Config::kQueryGradient>();  // dV
+        fence_accumulators(value_gradient);
+        if (leader) control.out_gradient.release(stage);
+        consumer.begin_key_gradient(left_gradient, query_tile, key_gradient);
+        wait_products<Config::kKeyGradient>();  // dQ
+        fence_accumulators(query_gradient);
+        // The score buffer alternates by Q blocks, as the phases of the semaphore's barriers do.
+        consumer.add_query_gradient(head, tile, score_buffer, query_gradient);
+        wait_products<0>();  // dK
+        fence_accumulators(key_gradient);
+        if (leader) control.query.release(stage);
         stage.advance();
         score_buffer ^= 1;
       }
       BiasWriter::finish(params, item.batch, head, work.column, bias_sums);
     }
-
-    if (!Splits::add_up(params, tiles + kStatisticsOffset, key_gradient, value_gradient)) return;
-    if constexpr (Config::kKeyGradient)
-      scale_accumulators(key_gradient, params.scale.gradient_scale);
-    if constexpr (Config::kValueGradient)
-      scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
-    store(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
+    finish(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
   }
 
-  // One thread of a consumer, a warpgroup that owns 64 of the keys.
+  // The steps of a consumer, a warpgroup that owns 64 of the keys.
   struct Consumer {
     BackwardParams const& params;
     Work const& work;
     Mask const& mask;
     Control& control;
     uint32_t tiles;
-    int warpgroup;
-    bool leader;
 
     // Waits for keys and values.
     CUTE_DEVICE void begin() const {
@@ -304,30 +345,63 @@ struct FmhaBackwardSm90 {
       }
     }
 
-    // One Q block: dK += dS^T Q and dV += P^T dO in registers, dQ = dS K to global memory.
-    template <class KeyGradient, class ValueGradient>
-    CUTE_DEVICE void accumulate(int head, int tile, BlockMaskRow<Config::kBlockMask> const& blocks,
-                                KeyRows const& keys, ValueRows const& values, Stage const& stage,
-                                int score_buffer, BiasSums& bias_sums, KeyGradient& key_gradient,
-                                ValueGradient& value_gradient) const {
+    // Memory beyond the query length may hold NaN. 0 * NaN would reach dk and dv, and so would a P
+    // of NaN.
+    CUTE_DEVICE void wait_for_queries(int tile, Stage const& stage, uint32_t query_tile,
+                                      uint32_t out_tile) const {
       int const row = tile * kTileQuery;
-      uint32_t const query_tile = FmhaBackwardSm90::query_tile(tiles, stage);
-      uint32_t const out_tile = FmhaBackwardSm90::out_tile(tiles, stage);
-      uint32_t const score_tile = tiles + kScoreOffset + score_buffer * ScoreTile::kBytes;
       control.query.wait(stage);
-      clear_queries_beyond(row, stage);
-
-      ScoreOperand probabilities;
-      ScoreOperand left_gradient;
-      differentiate(head, tile, blocks.partial(tile), keys, values, stage, probabilities,
-                    left_gradient, bias_sums);
-      if constexpr (Config::kQueryGradient) {
-        store_operand<ScoreTile, ScoreGrid>(score_tile, left_gradient);
+      if (reads_beyond<Config>(mask.query_length, row + kTileQuery, params.shape.query_length)) {
+        control.out_gradient.wait(stage);
+        clear_rows<QueryTile, kConsumers>(query_tile, mask.query_length - row);
+        clear_rows<OutTile, kConsumers>(out_tile, mask.query_length - row);
+        Bias(tiles + kBiasOffset).clear_rows_beyond(stage.index, mask.query_length - row);
+        fence_tma_store();
+        named_barrier_sync(kConsumerBarrier, kConsumers);
       }
-      if constexpr (BiasWriter::kFromTile) {
-        BiasWriter::store(params, {work.item.batch, head, row, work.column}, score_tile);
-      }
+    }
 
+    // S^T = K Q^T
+    template <class Scores>
+    CUTE_DEVICE void begin_scores(KeyRows const& keys, uint32_t query_tile, Scores& scores) const {
+      fence_accumulators(scores);
+      begin_products();
+      warpgroup_gemm<Element, Config::kHeadDim / 16>(scores, keys, QueryRows(query_tile), false);
+      commit_products();
+    }
+
+    // dP^T = V dO^T
+    template <class Scores>
+    CUTE_DEVICE void begin_score_gradient(ValueRows const& values, uint32_t out_tile,
+                                          Scores& score_gradient) const {
+      if constexpr (kScoreGradient) {
+        fence_accumulators(score_gradient);
+        begin_products();
+        warpgroup_gemm<Element, Config::kValueDim / 16>(score_gradient, values, OutRows(out_tile),
+                                                        false);
+        commit_products();
+      }
+    }
+
+    // P^T from the capped S^T, while the product dP runs.
+    template <class Scores>
+    CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage,
+                                  Scores& scores) const {
+      Bias const bias(tiles + kBiasOffset);
+      int const row = tile * kTileQuery;
+      bias.add(params, work, head, row, stage, scores);
+      mask.template apply_transposed<kTileQuery, kTileKey>(
+          scores, params.mask, params.shape, work.item.batch, head, row, work.column, partial);
+      exponentiate_transposed<ScoreGrid>(statistics_of(tiles, stage), params.scale.softmax_scale,
+                                         scores);
+      fence_accumulators(scores);
+      bias.load_next(params, work, mask, head, tile);
+    }
+
+    // dV += P^T dO
+    template <class Accumulators>
+    CUTE_DEVICE void begin_value_gradient(ScoreOperand const& probabilities, uint32_t out_tile,
+                                          Accumulators& value_gradient) const {
       if constexpr (Config::kValueGradient) {
         fence_accumulators(value_gradient);
         begin_products();
@@ -335,7 +409,12 @@ struct FmhaBackwardSm90 {
                                                  OutColumns(out_tile));
         commit_products();
       }
-      auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
+    }
+
+    // dQ = dS K
+    template <class Accumulators>
+    CUTE_DEVICE void begin_query_gradient(int warpgroup, uint32_t score_tile,
+                                          Accumulators& query_gradient) const {
       if constexpr (Config::kQueryGradient) {
         fence_tma_store();
         named_barrier_sync(kConsumerBarrier, kConsumers);  // dS is complete
@@ -346,9 +425,12 @@ struct FmhaBackwardSm90 {
             KeyColumns(tiles + Tiles::query_columns_offset(warpgroup)), false);
         commit_products();
       }
-      wait_products<Config::kQueryGradient>();  // dV
-      fence_accumulators(value_gradient);
-      if (leader) control.out_gradient.release(stage);
+    }
+
+    // dK += dS^T Q
+    template <class Accumulators>
+    CUTE_DEVICE void begin_key_gradient(ScoreOperand const& left_gradient, uint32_t query_tile,
+                                        Accumulators& key_gradient) const {
       if constexpr (Config::kKeyGradient) {
         fence_accumulators(key_gradient);
         begin_products();
@@ -356,77 +438,33 @@ struct FmhaBackwardSm90 {
                                                  QueryColumns(query_tile));
         commit_products();
       }
-      wait_products<Config::kKeyGradient>();  // dQ
-      fence_accumulators(query_gradient);
+    }
+
+    template <class Accumulators>
+    CUTE_DEVICE void add_query_gradient(int head, int tile, int parity,
+                                        Accumulators const& query_gradient) const {
       if constexpr (Config::kQueryGradient) {
-        Semaphore::begin_additions(control, score_buffer);  // alternates by Q blocks, too
+        Semaphore::begin_additions(control, parity);
         add_to_dq_sums<Tiles>(params, work.item.batch, head, tile, query_gradient);
         Semaphore::end_additions(control);
       }
-      wait_products<0>();
-      fence_accumulators(key_gradient);
-      if (leader) control.query.release(stage);
-    }
-
-   private:
-    // Memory beyond the query length may hold NaN. 0 * NaN would reach dk and dv, and so would a P
-    // of NaN.
-    CUTE_DEVICE void clear_queries_beyond(int row, Stage const& stage) const {
-      if (!reads_beyond<Config>(mask.query_length, row + kTileQuery, params.shape.query_length)) {
-        return;
-      }
-      control.out_gradient.wait(stage);
-      clear_rows<QueryTile, kConsumers>(query_tile(tiles, stage), mask.query_length - row);
-      clear_rows<OutTile, kConsumers>(out_tile(tiles, stage), mask.query_length - row);
-      Bias(tiles + kBiasOffset).clear_rows_beyond(stage, mask.query_length - row);
-      fence_tma_store();
-      named_barrier_sync(kConsumerBarrier, kConsumers);
-    }
-
-    // P^T (kept) and dS^T of one Q block, as operands. The exponentials run under the product dP.
-    CUTE_DEVICE void differentiate(int head, int tile, bool partial, KeyRows const& keys,
-                                   ValueRows const& values, Stage const& stage,
-                                   ScoreOperand& probabilities, ScoreOperand& left_gradient,
-                                   BiasSums& bias_sums) const {
-      int const batch = work.item.batch;
-      int const row = tile * kTileQuery;
-      Bias const bias(tiles + kBiasOffset);
-      auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
-      auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-      fence_accumulators(scores);
-      begin_products();
-      warpgroup_gemm<Element, Config::kHeadDim / 16>(scores, keys,
-                                                     QueryRows(query_tile(tiles, stage)), false);
-      commit_products();
-      control.out_gradient.wait(stage);
-      if constexpr (kScoreGradient) {
-        fence_accumulators(score_gradient);
-        begin_products();
-        warpgroup_gemm<Element, Config::kValueDim / 16>(score_gradient, values,
-                                                        OutRows(out_tile(tiles, stage)), false);
-        commit_products();
-      }
-      if constexpr (Config::kDropout) control.out_gradient.wait_again(stage);
-      KeptBlocks const kept(params.dropout, params.mask, batch, head, row, work.column);
-      wait_products<kScoreGradient>();  // S
-      fence_accumulators(scores);
-
-      uint32_t const statistics = statistics_of(tiles, stage);
-      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-      auto const capped = scores;  // read by the derivative of the soft cap
-      bias.add(params, work, head, row, stage, scores);
-      mask.template apply_transposed<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch,
-                                                           head, row, work.column, partial);
-      exponentiate_transposed<ScoreGrid>(statistics, params.scale.softmax_scale, scores);
-      fence_accumulators(scores);
-      bias.load_next(params, work, mask, head, tile);
-      wait_products<0>();
-      fence_accumulators(score_gradient);
-      differentiate_transposed<Config, BiasWriter, ScoreGrid>(
-          params, statistics, {batch, head, row, work.column}, kept, capped, scores, score_gradient,
-          probabilities, left_gradient, bias_sums);
     }
   };
+
+  // The epilogue: the sums of all CTAs of the KV block, scaled and stored.
+  template <class KeyGradient, class ValueGradient>
+  CUTE_DEVICE static void finish(BackwardParams const& params, BackwardMaps const& maps,
+                                 Work const& work, int key_length, int warpgroup, uint32_t tiles,
+                                 KeyGradient& key_gradient, ValueGradient& value_gradient) {
+    if (!Splits::add_up(params, tiles + kStatisticsOffset, key_gradient, value_gradient)) return;
+    if constexpr (Config::kKeyGradient) {
+      scale_accumulators(key_gradient, params.scale.gradient_scale);
+    }
+    if constexpr (Config::kValueGradient) {
+      scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
+    }
+    store(params, maps, work, key_length, warpgroup, tiles, key_gradient, value_gradient);
+  }
 
   // dk and dv leave through the tiles of keys and values, each consumer with its own rows.
   template <class KeyGradient, class ValueGradient>

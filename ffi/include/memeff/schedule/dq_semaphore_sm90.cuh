@@ -89,7 +89,7 @@ struct DqSemaphoreSm90 {
     CUTE_NO_UNROLL
     for (int head = 0; head < params.shape.group; ++head) {
       auto const line = row_of_q_blocks<Config>(params, item, tiles, params.query_tiles,
-                                           item.head * params.shape.group + head);
+                                                item.head * params.shape.group + head);
       CUTE_NO_UNROLL
       for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
         visit(head * params.query_tiles + tile);

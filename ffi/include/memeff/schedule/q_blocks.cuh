@@ -19,9 +19,9 @@ struct QBlock {
 // The tiles of one head's rows that a CTA visits, of `count` that there are.
 template <class Config>
 CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of_q_blocks(BackwardParams const& params,
-                                                        WorkItem const& item,
-                                                        TileRange const& tiles, int count,
-                                                        int head) {
+                                                             WorkItem const& item,
+                                                             TileRange const& tiles, int count,
+                                                             int head) {
   return {tiles, params.block_mask, item.batch, head, item.tile, count};
 }
 
@@ -29,7 +29,7 @@ CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of_q_blocks(BackwardParams cons
 // some head does.
 template <class Config>
 CUTE_DEVICE TileRange q_block_range(BackwardParams const& params, WorkItem const& item,
-                                  TileRange const& tiles, int count) {
+                                    TileRange const& tiles, int count) {
   if constexpr (!Config::kBlockMask) return tiles;
   TileRange visited = {tiles.end, tiles.begin};
   int const group = params.shape.group;

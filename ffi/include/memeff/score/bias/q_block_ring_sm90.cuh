@@ -22,16 +22,15 @@ class QBlockBiasRing {
   CUTE_DEVICE explicit QBlockBiasRing(uint32_t) {}
   CUTE_DEVICE void prefetch_map(BackwardMaps const&) const {}
   template <class Work>
-  CUTE_DEVICE void produce(BackwardParams const&, BackwardMaps const&, Work const&, int, int,
-                           PipelineStage<kStages> const&, uint64_t&) const {}
+  CUTE_DEVICE void produce(BackwardParams const&, BackwardMaps const&, Work const&, int, int, int,
+                           uint64_t&) const {}
   template <class Work, class Mask>
   CUTE_DEVICE void load_first(BackwardParams const&, Work const&, Mask const&, int, int) const {}
   template <class Work, class Mask>
   CUTE_DEVICE void load_next(BackwardParams const&, Work const&, Mask const&, int, int) const {}
-  CUTE_DEVICE void clear_rows_beyond(PipelineStage<kStages> const&, int) const {}
+  CUTE_DEVICE void clear_rows_beyond(int, int) const {}
   template <class Work, class Scores>
-  CUTE_DEVICE void add(BackwardParams const&, Work const&, int, int, PipelineStage<kStages> const&,
-                       Scores&) const {}
+  CUTE_DEVICE void add(BackwardParams const&, Work const&, int, int, int, Scores&) const {}
 };
 
 template <class Config, class Tiles, int kStages>
@@ -52,30 +51,27 @@ class QBlockBiasRing<Config, Tiles, kStages, true, true>
   // By the producer. `arrived` counts the bytes of dO, too.
   template <class Work>
   CUTE_DEVICE void produce(BackwardParams const& params, BackwardMaps const& maps, Work const& work,
-                           int head, int q_block, PipelineStage<kStages> const& stage,
-                           uint64_t& arrived) const {
+                           int head, int q_block, int stage, uint64_t& arrived) const {
     BiasPlane const slice = BiasPlane::of<Config>(params.bias, work.item.batch, head);
     load_tma_tile<Tile>(maps.bias, arrived, tile(stage), 0, q_block * Tiles::kTileQuery, slice.head,
                         slice.batch, CacheHint::EVICT_NORMAL, work.column);
   }
 
   // The bias of a row beyond the query length may be NaN, and P would be, too.
-  CUTE_DEVICE void clear_rows_beyond(PipelineStage<kStages> const& stage, int row_bound) const {
+  CUTE_DEVICE void clear_rows_beyond(int stage, int row_bound) const {
     clear_rows<Tile, Tiles::kThreads>(tile(stage), row_bound);
   }
 
   template <class Work, class Scores>
-  CUTE_DEVICE void add(BackwardParams const& params, Work const&, int, int,
-                       PipelineStage<kStages> const& stage, Scores& scores) const {
+  CUTE_DEVICE void add(BackwardParams const& params, Work const&, int, int, int stage,
+                       Scores& scores) const {
     TransposedTmaBiasReader<typename Config::BiasElement, Tile> const reader(
         tile(stage), Grid::row(thread_index()));
     add_bias_transposed(scores, reader, params.scale.bias_scale);
   }
 
  private:
-  CUTE_DEVICE uint32_t tile(PipelineStage<kStages> const& stage) const {
-    return tiles_ + stage.index * Tile::kBytes;
-  }
+  CUTE_DEVICE uint32_t tile(int stage) const { return tiles_ + stage * Tile::kBytes; }
 
   uint32_t tiles_;
 };
@@ -120,8 +116,8 @@ class QBlockBiasRing<Config, Tiles, kStages, false, true>
   }
 
   template <class Work, class Scores>
-  CUTE_DEVICE void add(BackwardParams const& params, Work const& work, int head, int row,
-                       PipelineStage<kStages> const&, Scores& scores) const {
+  CUTE_DEVICE void add(BackwardParams const& params, Work const& work, int head, int row, int,
+                       Scores& scores) const {
     wait_copies<0>();
     __syncwarp();  // the bias of all lanes is here
     TransposedBiasReader<Tile> const reader(warp_tile(), source(params, work, head, row),
