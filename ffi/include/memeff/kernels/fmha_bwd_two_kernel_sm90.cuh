@@ -11,7 +11,7 @@
 
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/dbias/sm90.cuh>
-#include <memeff/kernels/backward/dkdv_sm90.cuh>
+#include <memeff/kernels/backward/dkdv/kernel.cuh>
 #include <memeff/kernels/backward/dq_sm90.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
 
