@@ -77,7 +77,8 @@ struct FmhaForwardSm90 {
   static constexpr int kProducerRegisters = Operands::kProducerRegisters;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
   static constexpr bool kDropsEarly = Config::kDropout && Operands::kDropsEarly;
-  using KeptBlocks = KeptTile<kDropsEarly, ScoreGrid>;
+  using Dropped = ProbabilityDropout<Config, ScoreGrid, kDropsEarly>;
+  using KeptBlocks = typename Dropped::Bits;
   using Keys = typename Operands::Keys;
   using Values = typename Operands::Values;
   static constexpr int kStages = Config::kStages;
@@ -526,12 +527,8 @@ struct FmhaForwardSm90 {
                                            KeptBlocks const& kept, Scores& scores) {
     if constexpr (Operands::kScalesRows) control.value.wait(stage);
     auto probabilities = Operands::probabilities(scores, values(tiles, stage));
-    if constexpr (kDropsEarly) {
-      drop_elements(kept, probabilities);
-    } else if constexpr (Config::kDropout) {
-      drop_elements<ScoreGrid>(params, item.batch, item.head, item.tile * kTileQuery,
-                               tile * kTileKey, probabilities);
-    }
+    Dropped::apply(params, kept, item.batch, item.head, item.tile * kTileQuery, tile * kTileKey,
+                   probabilities);
     return probabilities;
   }
 

@@ -45,6 +45,7 @@ struct FmhaForwardSplitSm80 {
   static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
   using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, Config::kBias>;
   using Rows = PackedRows<Config::kPackHeads>;
+  using Dropped = ProbabilityDropout<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
@@ -130,9 +131,7 @@ struct FmhaForwardSplitSm80 {
                                                 row, column);
       softmax.step(scores, output, params.scale.softmax_scale);
       auto probabilities = as_left_operand<Element>(scores);
-      if constexpr (Config::kDropout) {
-        drop_elements<ScoreGrid>(params, item.batch, item.head, row, column, probabilities);
-      }
+      Dropped::apply(params, item.batch, item.head, row, column, probabilities);
       warp_gemm<Element, kConsumerGroupKeys / 16>(output, probabilities,
                                                   ValueOperand(stage_tiles + KeyTile::kBytes, 0));
       stage = stage + 1 == kStages ? 0 : stage + 1;

@@ -52,4 +52,32 @@ CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) 
   }
 }
 
+// The first modifier of a score: x = prescale * score, or its hyperbolic tangent.
+template <class Config>
+struct ScoreScaling {
+  ScoreScale const& scale;
+
+  template <class Scores>
+  CUTE_DEVICE void forward(Scores& scores) const {
+    prescale_scores<typename Config::Element, Config::kSoftCap>(scores, scale);
+  }
+
+  // The derivative of tanh is 1 - x^2. It is not constant: a backward keeps x until it has the
+  // gradient. The factor prescale is part of gradient_scale, which multiplies sums at the end.
+  static constexpr bool kConstantDerivative = !Config::kSoftCap;
+
+  CUTE_DEVICE static float derivative(float x) {
+    return Config::kSoftCap ? fmaf(-x, x, 1.0f) : 1.0f;
+  }
+
+  CUTE_DEVICE static float backward(float gradient, float x) {
+    if constexpr (kConstantDerivative) return gradient;
+    return gradient * derivative(x);
+  }
+
+  // The x of a score that a mask may have made -inf. tanh is at least -1, where the derivative of
+  // a masked score is 0 as it should be.
+  CUTE_DEVICE static float unmasked(float x) { return fmaxf(x, -1.0f); }
+};
+
 }  // namespace memeff

@@ -20,6 +20,12 @@ CUTE_HOST_DEVICE constexpr bool has_bias_tile() {
   return false;
 }
 
+// Is there a bias that shifts whole rows: broadcast over columns?
+template <class Config>
+CUTE_HOST_DEVICE constexpr bool shifts_rows() {
+  return Config::kBias && !has_bias_tile<Config>();
+}
+
 // Does the copy engine bring the tiles, through a tensor map?
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool has_tma_bias() {
