@@ -48,7 +48,7 @@ struct FmhaBackwardSm80 {
   using ValueGrid = typename Tiles::ValueGrid;
   using Scores = BackwardScoresSm80<Config>;
   using Mask = typename Scores::Mask;
-  using BiasRows = typename Scores::BiasRows;
+  using Modifiers = ScoreModifiers<Config, typename Scores::Bias>;
   using BiasWriter = typename Scores::BiasWriter;
   using Blocks = QBlocks<Tiles::kTileQuery, Config::kBlockMask>;
   using Semaphore =
@@ -59,7 +59,6 @@ struct FmhaBackwardSm80 {
   static constexpr int kStep = Scores::kStep;
   static constexpr int kReadAhead = Scores::kReadAhead;
   static constexpr int kStatisticsBytes = Scores::kStatisticsBytes;
-  static constexpr bool kBiasTile = Scores::kBiasTile;
   static constexpr int kBuffers = Config::kQueryBuffers;
 
   // Offsets in shared memory.
@@ -70,7 +69,7 @@ struct FmhaBackwardSm80 {
   static constexpr int kScoreOffset = kProbabilityOffset + ScoreTile::kBytes;
   static constexpr int kStatisticsOffset = kScoreOffset + ScoreTile::kBytes;
   static constexpr int kBiasOffset = kStatisticsOffset + kBuffers * kStatisticsBytes;
-  static constexpr int kSharedBytes = kBiasOffset + bias_tile_bytes<Config, BiasRows>();
+  static constexpr int kSharedBytes = kBiasOffset + Scores::Bias::kBytes;
 
   // dq and dk read dS from shared memory, and dS is the gradient of the bias. If all of them are
   // frozen, dv needs P alone.
@@ -91,6 +90,8 @@ struct FmhaBackwardSm80 {
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
     Blocks const q_blocks(shape, params.block_mask, item, tiles);
     KvBlock const kv_block(params, item, mask, column, shared_address(shared));
+    Modifiers const modifiers = {
+        {params.scale}, {params.bias, mask, item.batch, column, kv_block.shared + kBiasOffset}};
 
     clear_skipped<Config, kThreads>(params, item, tiles);
     if constexpr (Config::kVarlen) {
@@ -105,7 +106,7 @@ struct FmhaBackwardSm80 {
     auto value_gradient = ValueGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(key_gradient);
     cute::clear(value_gradient);
-    accumulate(kv_block, q_blocks, semaphore, key_gradient, value_gradient);
+    accumulate(kv_block, q_blocks, modifiers, semaphore, key_gradient, value_gradient);
     __syncthreads();  // nobody reads keys and values any more: the results go through their tiles
     kv_block.publish(semaphore, kFinished);
     kv_block.store(key_gradient, value_gradient);
@@ -182,25 +183,14 @@ struct FmhaBackwardSm80 {
           params.shape.value_dim);
     }
 
-    CUTE_DEVICE void load_bias(QBlock const& q_block) const {
-      if constexpr (kBiasTile) {
-        BiasRows::copy(shared + kBiasOffset, thread_index(),
-                       Scores::bias_source(params, item.batch, q_block, column),
-                       Scores::bias_row_bytes(params), mask.query_length - q_block.row,
-                       mask.key_length - column);
-      }
-    }
-
     // P and dS from the products of a Q block, and the gradient of the bias.
     template <class Accumulators>
-    CUTE_DEVICE void differentiate(QBlock const& q_block, int buffer, Accumulators& scores,
-                                   Accumulators& score_gradient) const {
-      Scores::compute(
-          params, statistics(buffer), item.batch, q_block, mask, column, scores, score_gradient,
-          [&](auto& x) {
-            Scores::add_bias_tile(params, shared + kBiasOffset, item.batch, q_block, column, x);
-          },
-          [&] { return BiasWriter(params, {item.batch, q_block.head, q_block.row, column}); });
+    CUTE_DEVICE void differentiate(Modifiers const& modifiers, QBlock const& q_block, int buffer,
+                                   Accumulators& scores, Accumulators& score_gradient) const {
+      Scores::compute(params, modifiers, statistics(buffer), item.batch, q_block, mask, column,
+                      scores, score_gradient, [&] {
+                        return BiasWriter(params, {item.batch, q_block.head, q_block.row, column});
+                      });
     }
 
     // dk and dv leave through the tiles of keys and values.
@@ -228,14 +218,14 @@ struct FmhaBackwardSm80 {
   // The main loop: dK and dV of the KV block, and its part of dQ, Q block by Q block.
   template <class KeyGradient, class ValueGradient>
   CUTE_DEVICE static void accumulate(KvBlock const& kv_block, Blocks const& q_blocks,
-                                     Semaphore& semaphore, KeyGradient& key_gradient,
-                                     ValueGradient& value_gradient) {
+                                     Modifiers const& modifiers, Semaphore& semaphore,
+                                     KeyGradient& key_gradient, ValueGradient& value_gradient) {
     uint32_t const shared = kv_block.shared;
     if (auto const first = q_blocks.first(); q_blocks.has(first)) {
       kv_block.load_keys_and_values();
       kv_block.load_query(q_blocks.at(first), 0);
       kv_block.load_out_gradient(q_blocks.at(first));
-      kv_block.load_bias(q_blocks.at(first));
+      modifiers.load(q_blocks.at(first));
       commit_copies();
     }
 
@@ -263,7 +253,7 @@ struct FmhaBackwardSm80 {
         Scores::template multiply<OutTile, ValueTile>(shared + kOutOffset, shared + kValueOffset,
                                                       score_gradient);
       }
-      kv_block.differentiate(q_block, buffer, scores, score_gradient);
+      kv_block.differentiate(modifiers, q_block, buffer, scores, score_gradient);
       if constexpr (Config::kValueGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(shared + kProbabilityOffset, scores);
       }
@@ -271,7 +261,7 @@ struct FmhaBackwardSm80 {
         store_accumulators<Element, ScoreTile, ScoreGrid>(shared + kScoreOffset, score_gradient);
       }
       __syncthreads();  // P and dS are complete; nobody reads this bias any more
-      if (kBiasTile && has_next) kv_block.load_bias(q_blocks.at(q_blocks.after(cursor)));
+      modifiers.load_next(has_next, [&] { return q_blocks.at(q_blocks.after(cursor)); });
       if constexpr (BiasWriter::kFromTile) {
         BiasWriter::store(kv_block.params,
                           {kv_block.item.batch, q_block.head, q_block.row, kv_block.column},

@@ -20,6 +20,33 @@ struct LargeDimTile {
   int column;
 };
 
+// The bias of a tile, which each lane reads from global memory when it is added: the products take
+// much longer.
+template <class Config, class Mask, class Grid, bool kBias = has_bias_tile<Config>()>
+struct QBlockDirectBias {
+  CUTE_DEVICE QBlockDirectBias(ScoreView const&, Mask const&, int, int) {}
+  template <class Scores>
+  CUTE_DEVICE void add(Scores&, float, QBlock const&) const {}
+};
+
+template <class Config, class Mask, class Grid>
+struct QBlockDirectBias<Config, Mask, Grid, true> {
+  ScoreView const& bias;
+  Mask const& mask;
+  int batch;
+  int column;
+
+  CUTE_DEVICE QBlockDirectBias(ScoreView const& bias, Mask const& mask, int batch, int column)
+      : bias(bias), mask(mask), batch(batch), column(column) {}
+
+  template <class Scores>
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, QBlock const& q_block) const {
+    add_bias_elements<Config, Grid>(scores, bias, batch, q_block.head, q_block.row, column,
+                                    mask.query_length - q_block.row, mask.key_length - column,
+                                    bias_scale);
+  }
+};
+
 // P and dS of a tile.
 template <class Config>
 struct LargeDimScores {
@@ -29,6 +56,7 @@ struct LargeDimScores {
   using ScoreTile = typename Tiles::ScoreTile;
   using ScoreGrid = typename Tiles::ScoreGrid;
   using Mask = ScoreMask<Config, ScoreGrid>;
+  using Modifiers = ScoreModifiers<Config, QBlockDirectBias<Config, Mask, ScoreGrid>>;
   static constexpr int kThreads = Tiles::kThreads;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
@@ -126,14 +154,10 @@ struct LargeDimScores {
           }
         },
         load_next);
-    auto add_bias_to = [&](auto& x) {
-      add_bias_elements<Config, ScoreGrid>(x, params.bias, tile.batch, tile.query_head, tile.row,
-                                           tile.column, mask.query_length - tile.row,
-                                           mask.key_length - tile.column, params.scale.bias_scale);
-    };
-    Whole::compute(params, statistics_buffers + parity * kStatisticsBytes, tile.batch,
+    Modifiers const modifiers = {{params.scale}, {params.bias, mask, tile.batch, tile.column}};
+    Whole::compute(params, modifiers, statistics_buffers + parity * kStatisticsBytes, tile.batch,
                    {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column, scores,
-                   score_gradient, add_bias_to, make_writer);
+                   score_gradient, make_writer);
     if constexpr (kProbabilities) {
       store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
     }

@@ -7,9 +7,70 @@
 #include <memeff/score/bias/add.cuh>
 #include <memeff/score/bias/gradient.cuh>
 #include <memeff/score/dropout.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/modifiers.cuh>
+#include <memeff/score/probability.cuh>
 
 namespace memeff {
+
+// The bias of a Q block in shared memory, which all threads of the CTA copy and read. Without a
+// bias all of it is empty.
+template <class Config, class Mask, bool kBias = has_bias_tile<Config>()>
+struct QBlockBiasTile {
+  static constexpr int kBytes = 0;
+  CUTE_DEVICE QBlockBiasTile(ScoreView const&, Mask const&, int, int, uint32_t) {}
+  CUTE_DEVICE void load(QBlock const&) const {}
+  template <class Next>
+  CUTE_DEVICE void load_next(bool, Next) const {}
+  template <class Scores>
+  CUTE_DEVICE void add(Scores&, float, QBlock const&) const {}
+};
+
+template <class Config, class Mask>
+struct QBlockBiasTile<Config, Mask, true> {
+  using Tiles = BackwardTiles<Config>;
+  using Grid = typename Tiles::ScoreGrid;
+  using Element = typename Config::BiasElement;
+  using Tile = BiasTile<Config, Tiles::kTileQuery, Tiles::kTileKey, Tiles::kThreads>;
+  static constexpr int kBytes = Tile::kBytes;
+
+  ScoreView const& bias;
+  Mask const& mask;
+  int batch;
+  int column;
+  uint32_t tile;
+
+  CUTE_DEVICE QBlockBiasTile(ScoreView const& bias, Mask const& mask, int batch, int column,
+                             uint32_t tile)
+      : bias(bias), mask(mask), batch(batch), column(column), tile(tile) {}
+
+  // Starts the copy, when all threads have added the tile before.
+  CUTE_DEVICE void load(QBlock const& q_block) const {
+    Tile::copy(tile, thread_index(), source(q_block), row_bytes(), mask.query_length - q_block.row,
+               mask.key_length - column);
+  }
+
+  // The same if there is a next Q block, next().
+  template <class Next>
+  CUTE_DEVICE void load_next(bool exists, Next next) const {
+    if (exists) load(next());
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, QBlock const& q_block) const {
+    int const thread = thread_index();
+    add_bias(scores,
+             BiasReader<Tile>(tile, Grid::row(thread), Grid::column(thread), source(q_block),
+                              row_bytes()),
+             bias_scale);
+  }
+
+ private:
+  CUTE_DEVICE char const* source(QBlock const& q_block) const {
+    return bias_row<Config>(bias, batch, q_block.head, q_block.row) +
+           column * (long long)sizeof(Element);
+  }
+  CUTE_DEVICE long long row_bytes() const { return bias.row_stride * sizeof(Element); }
+};
 
 // Rows of the accumulators are queries; the statistics of these rows are in shared memory.
 template <class Config>
@@ -18,6 +79,7 @@ struct BackwardScoresSm80 {
   using Tiles = BackwardTiles<Config>;
   using ScoreGrid = typename Tiles::ScoreGrid;
   using Mask = ScoreMask<Config, ScoreGrid>;
+  using Bias = QBlockBiasTile<Config, Mask>;
   using BiasWriter = BiasGradientWriter<Config>;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
@@ -26,8 +88,6 @@ struct BackwardScoresSm80 {
   // ahead.
   static constexpr int kReadAhead = Config::kWarps == 4 ? 1 : 2;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
-  static constexpr bool kBiasTile = has_bias_tile<Config>();
-  using BiasRows = BiasTile<Config, kTileQuery, kTileKey, Tiles::kThreads>;
 
   // S = Q K^T or dP = dO V^T, from tiles in shared memory.
   template <class LeftTile, class RightTile, class Accumulators>
@@ -38,17 +98,15 @@ struct BackwardScoresSm80 {
                                                                          ScoreGrid::column()));
   }
 
-  // scores: S -> P.  score_gradient: dP -> dS, the gradient of query.key without the user's scale.
-  // add_bias_to(scores) is called if the main loop reads a bias. The gradient of the bias goes to
-  // the object that make_writer() returns.
-  template <class Scores, class AddBias, class MakeWriter>
-  CUTE_DEVICE static void compute(BackwardParams const& params, uint32_t statistics, int batch,
-                                  QBlock const& q_block, Mask const& mask, int column,
-                                  Scores& scores, Scores& score_gradient, AddBias add_bias_to,
-                                  MakeWriter make_writer) {
-    prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-    Scores const capped = scores;  // read if a bias hides what the soft cap's derivative needs
-    if constexpr (kBiasTile) add_bias_to(scores);
+  // scores: S -> P, after dropout.  score_gradient: dP -> dS, the gradient of query.key without the
+  // user's scale. The gradient of the bias goes to the object that make_writer() returns.
+  template <class Modifiers, class Scores, class MakeWriter>
+  CUTE_DEVICE static void compute(BackwardParams const& params, Modifiers const& modifiers,
+                                  uint32_t statistics, int batch, QBlock const& q_block,
+                                  Mask const& mask, int column, Scores& scores,
+                                  Scores& score_gradient, MakeWriter make_writer) {
+    Scores scaled;
+    modifiers.recompute(scores, scaled, q_block);
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch,
                                               q_block.head, q_block.row, column, q_block.partial);
     auto bias_gradient = make_writer();
@@ -74,55 +132,21 @@ struct BackwardScoresSm80 {
           int const element = 2 * half + i;
           int const n = 2 * column_block + chunk;
           float& score = scores(element, m, n);
-          float const probability = exp2_approx(fmaf(score, params.scale.softmax_scale, -row.x));
-          float const kept = keep.select(score_gradient(element, m, n), half, chunk, i);
-          float gradient = probability * fmaf(kept, kept_scale<Config>(params.dropout), -row.y);
+          float const p = probability(score, params.scale.softmax_scale, row.x);
+          float const gradient =
+              softmax_gradient(p, keep.select(score_gradient(element, m, n), half, chunk, i),
+                               kept_scale<Config>(params.dropout), row.y);
           block_gradient[chunk][element] = gradient;
-          if constexpr (Config::kSoftCap) {
-            // tanh is at least -1; a masked score is -inf, and its derivative 0 as it should be.
-            float const x = kBiasTile ? capped(element, m, n) : fmaxf(score, -1.0f);
-            gradient *= fmaf(-x, x, 1.0f);
-          }
-          score = keep.select(probability, half, chunk, i);
-          score_gradient(element, m, n) = gradient;
+          score_gradient(element, m, n) = Modifiers::backward(
+              gradient, Modifiers::input_of_derivative(score, scaled(element, m, n)));
+          score = keep.select(p, half, chunk, i);
         }
       }
       bias_gradient.block(m, column_block, block_gradient);
     };
-    if constexpr (Config::kDropout) {
-      Dropout<ScoreGrid> const dropout(params.dropout, params.mask, batch);
-      dropout.for_each_block(dropout_head(params.dropout, batch, q_block.head), q_block.row, column,
-                             block);
-    } else {
-      CUTE_UNROLL
-      for (int m = 0; m < ScoreGrid::kRowBlocks; ++m) {
-        CUTE_UNROLL
-        for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(m, n, KeepAll{});
-      }
-    }
+    for_each_kept_block<Config, ScoreGrid>(params.dropout, params.mask, batch, q_block.head,
+                                           q_block.row, column, block);
     bias_gradient.finish();
-  }
-
-  template <class Scores>
-  CUTE_DEVICE static void add_bias_tile(BackwardParams const& params, uint32_t tile, int batch,
-                                        QBlock const& q_block, int column, Scores& scores) {
-    int const thread = thread_index();
-    add_bias(
-        scores,
-        BiasReader<BiasRows>(tile, ScoreGrid::row(thread), ScoreGrid::column(thread),
-                             bias_source(params, batch, q_block, column), bias_row_bytes(params)),
-        params.scale.bias_scale);
-  }
-
-  // Address in global memory of the first bias of the tile of scores at (q_block.row, column).
-  CUTE_DEVICE static char const* bias_source(BackwardParams const& params, int batch,
-                                             QBlock const& q_block, int column) {
-    return bias_row<Config>(params.bias, batch, q_block.head, q_block.row) +
-           column * (long long)sizeof(typename Config::BiasElement);
-  }
-
-  CUTE_DEVICE static long long bias_row_bytes(BackwardParams const& params) {
-    return params.bias.row_stride * sizeof(typename Config::BiasElement);
   }
 };
 
