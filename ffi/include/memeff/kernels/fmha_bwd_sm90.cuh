@@ -37,7 +37,7 @@
 #include <memeff/score/bias/gradient_transposed.cuh>
 #include <memeff/score/bias/q_block_ring_sm90.cuh>
 #include <memeff/score/dropout.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -74,6 +74,7 @@ struct FmhaBackwardSm90 {
 
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.
   using Bias = QBlockBiasRing<Config, Tiles, kStages>;
+  using Modifiers = ScoreModifiers<Config, Bias>;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
@@ -278,21 +279,20 @@ struct FmhaBackwardSm90 {
         consumer.begin_scores(keys, query_tile, scores);
         control.out_gradient.wait(stage);
         consumer.begin_score_gradient(values, out_tile, score_gradient);
-        if constexpr (Config::kDropout) control.out_gradient.wait_again(stage);
+        KeptBlocks::end_basic_block(control.out_gradient, stage);
         KeptBlocks const kept(params.dropout, params.mask, item.batch, head, tile * kTileQuery,
                               work.column);
         wait_products<kScoreGradient>();  // S
         fence_accumulators(scores);
 
-        prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-        auto const capped = scores;  // read by the derivative of the soft cap
-        consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, scores);
+        auto scaled = ScoreGrid::make_accumulators();  // read by the derivative of the soft cap
+        consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, scores, scaled);
         wait_products<0>();  // dP
         fence_accumulators(score_gradient);
         ScoreOperand probabilities;
         ScoreOperand left_gradient;
-        differentiate_transposed<Config, BiasWriter, ScoreGrid>(
-            params, statistics_of(tiles, stage.index), work.position(head, tile), kept, capped,
+        differentiate_transposed<Config, Modifiers, BiasWriter, ScoreGrid>(
+            params, statistics_of(tiles, stage.index), work.position(head, tile), kept, scaled,
             scores, score_gradient, probabilities, left_gradient, bias_sums);
         if constexpr (Config::kQueryGradient) {
           store_operand<ScoreTile, ScoreGrid>(score_tile, left_gradient);
@@ -383,19 +383,19 @@ struct FmhaBackwardSm90 {
       }
     }
 
-    // P^T from the capped S^T, while the product dP runs.
+    // P^T from S^T, while the product dP runs.
     template <class Scores>
-    CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage,
-                                  Scores& scores) const {
-      Bias const bias(tiles + kBiasOffset);
+    CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage, Scores& scores,
+                                  Scores& scaled) const {
+      Modifiers const modifiers = {{params.scale}, Bias(tiles + kBiasOffset)};
       int const row = tile * kTileQuery;
-      bias.add(params, work, head, row, stage, scores);
+      modifiers.recompute(scores, scaled, params, work, head, row, stage);
       mask.template apply_transposed<kTileQuery, kTileKey>(
           scores, params.mask, params.shape, work.item.batch, head, row, work.column, partial);
       exponentiate_transposed<ScoreGrid>(statistics_of(tiles, stage), params.scale.softmax_scale,
                                          scores);
       fence_accumulators(scores);
-      bias.load_next(params, work, mask, head, tile);
+      modifiers.bias.load_next(params, work, mask, head, tile);
     }
 
     // dV += P^T dO

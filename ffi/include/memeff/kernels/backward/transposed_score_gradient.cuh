@@ -5,15 +5,17 @@
 #include <memeff/layout/row_statistics.cuh>
 #include <memeff/score/bias/gradient_transposed.cuh>
 #include <memeff/score/dropout.cuh>
+#include <memeff/score/probability.cuh>
 
 namespace memeff {
 
 // The gradient of query.key without the user's scale, and the kept P^T. Both are packed block by
 // block, which frees the accumulators.
-template <class Config, class BiasWriter, class Grid, class Kept, class Scores, class Operand>
+template <class Config, class Modifiers, class BiasWriter, class Grid, class Kept, class Scores,
+          class Operand>
 CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t statistics,
                                           ScoreTilePosition const& position,
-                                          Kept const& kept_blocks, Scores const& capped,
+                                          Kept const& kept_blocks, Scores const& scaled,
                                           Scores const& scores, Scores const& score_gradient,
                                           Operand& probabilities, Operand& left_gradient,
                                           typename BiasWriter::Sums& bias_sums) {
@@ -33,19 +35,16 @@ CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           int const element = 2 * half + i;
-          float const score = scores(element, 0, n);
+          float const p = scores(element, 0, n);
           float const kept_gradient = keep.select(score_gradient(element, 0, n), chunk, half, i);
-          gradient[i] = score * fmaf(kept_gradient, kept_scale<Config>(params.dropout),
-                                     -deltas.of[2 * chunk + i]);
-          kept[i] = keep.select(score, chunk, half, i);
+          gradient[i] = softmax_gradient(p, kept_gradient, kept_scale<Config>(params.dropout),
+                                         deltas.of[2 * chunk + i]);
+          kept[i] = keep.select(p, chunk, half, i);
         }
         bias_gradient.pair(bias_sums, n, half, gradient);
-        if constexpr (Config::kSoftCap) {
-          CUTE_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            float const x = capped(2 * half + i, 0, n);
-            gradient[i] *= fmaf(-x, x, 1.0f);
-          }
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          gradient[i] = Modifiers::backward(gradient[i], scaled(2 * half + i, 0, n));
         }
         probabilities.fragments[0][row_block][2 * chunk + half] = pack<Element>(kept[0], kept[1]);
         left_gradient.fragments[0][row_block][2 * chunk + half] =

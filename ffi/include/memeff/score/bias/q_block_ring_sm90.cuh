@@ -30,7 +30,7 @@ class QBlockBiasRing {
   CUTE_DEVICE void load_next(BackwardParams const&, Work const&, Mask const&, int, int) const {}
   CUTE_DEVICE void clear_rows_beyond(int, int) const {}
   template <class Work, class Scores>
-  CUTE_DEVICE void add(BackwardParams const&, Work const&, int, int, int, Scores&) const {}
+  CUTE_DEVICE void add(Scores&, float, BackwardParams const&, Work const&, int, int, int) const {}
 };
 
 template <class Config, class Tiles, int kStages>
@@ -63,11 +63,11 @@ class QBlockBiasRing<Config, Tiles, kStages, true, true>
   }
 
   template <class Work, class Scores>
-  CUTE_DEVICE void add(BackwardParams const& params, Work const&, int, int, int stage,
-                       Scores& scores) const {
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const&, Work const&, int,
+                       int, int stage) const {
     TransposedTmaBiasReader<typename Config::BiasElement, Tile> const reader(
         tile(stage), Grid::row(thread_index()));
-    add_bias_transposed(scores, reader, params.scale.bias_scale);
+    add_bias_transposed(scores, reader, bias_scale);
   }
 
  private:
@@ -116,13 +116,13 @@ class QBlockBiasRing<Config, Tiles, kStages, false, true>
   }
 
   template <class Work, class Scores>
-  CUTE_DEVICE void add(BackwardParams const& params, Work const& work, int head, int row, int,
-                       Scores& scores) const {
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const& params,
+                       Work const& work, int head, int row, int) const {
     wait_copies<0>();
     __syncwarp();  // the bias of all lanes is here
     TransposedBiasReader<Tile> const reader(warp_tile(), source(params, work, head, row),
                                             row_bytes(params));
-    add_bias_transposed(scores, reader, params.scale.bias_scale);
+    add_bias_transposed(scores, reader, bias_scale);
   }
 
  private:
