@@ -27,11 +27,11 @@ from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._cuda import buffers, description, workspaces
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.export import register_targets, require_static
+from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import support
 from jax_memeff.codegen.problem import Dtype, Problem
 from jax_memeff.codegen.select import select
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.toolchain import arch as architectures
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.errors import UnsupportedError
 
