@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from attention_case import Case
 
-from jax_memeff import Mask, block_masks
+from jax_memeff import Mask
 from jax_memeff._call.options import Divisors
+from jax_memeff._cuda import block_mask as block_masks
 from jax_memeff.codegen.spec import BlockMask
 
 B, N, T, S = 2, 3, 300, 270
