@@ -19,10 +19,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_memeff._api import attention as api
 from jax_memeff._api import validate
-from jax_memeff._call import compat
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.options import DropoutState
-from jax_memeff._op import vjp
 from jax_memeff.errors import UnsupportedError
 
 
@@ -144,11 +142,10 @@ def attend(
             f"dropout_rng must be given when dropout_rate is {rate} and deterministic is False,"
             " got None; pass a jax.random key or deterministic=True"
         )
-    batch = math.prod(batch_shape)
     call = api.prepare(
-        query.reshape(batch, *query.shape[-3:]),
-        key.reshape(batch, *key.shape[-3:]),
-        value.reshape(batch, *value.shape[-3:]),
+        _flatten_batch("query", query),
+        _flatten_batch("key", key),
+        _flatten_batch("value", value),
         bias,
         conditions,
         scale=None,
@@ -164,18 +161,49 @@ def attend(
         deterministic_backward=False,
         implementation=None,
     )
-    operands = call.operands
-    if operands.dropout is not None and broadcast_dropout:
-        operands = operands._replace(dropout=_shared(operands.dropout))
-    out, _ = vjp.attention(compat.cast_to_common_varying_axes(operands), call.options)
-    return out.reshape(batch_shape + out.shape[1:])
+    if call.operands.dropout is not None and broadcast_dropout:
+        dropout = _broadcast_dropout(call.operands.dropout)
+        call = call._replace(operands=call.operands._replace(dropout=dropout))
+    out = call.run(with_residual=False)
+    return out if len(batch_shape) == 1 else _unflatten_batch(out, query)
 
 
-def _shared(state: DropoutState) -> DropoutState:
-    """The bits of batch element 0 and head 0 for all of them."""
+def _broadcast_dropout(state: DropoutState) -> DropoutState:
+    """The bits of batch index 0 and head 0 for every batch index and head."""
     return state._replace(
         batch_base=jnp.zeros_like(state.batch_base), head_index=jnp.zeros_like(state.head_index)
     )
+
+
+def _flatten_batch(name: str, array: jax.Array) -> jax.Array:
+    """``[batch..., length, heads, depth]`` with one batch dimension.
+
+    One flat dimension can be sharded over the axes of the outermost batch dimensions only.
+
+    Raises:
+      ValueError: an explicit mesh axis shards a batch dimension behind one that is whole.
+    """
+    spec, first_whole = jax.typeof(array).sharding.spec, None
+    for dim, axes in enumerate(spec[:-3]):
+        if axes is None and array.shape[dim] > 1:
+            first_whole = dim if first_whole is None else first_whole
+        elif axes is not None and first_whole is not None:
+            raise ValueError(
+                f"{name}: expected explicit mesh axes on the outermost of the batch dimensions"
+                f" {array.shape[:-3]}, which become one, got {axes!r} on dimension {dim} and none"
+                f" on dimension {first_whole}: move the sharded dimension to the front with"
+                " jnp.moveaxis, or reshard it"
+            )
+    return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
+
+
+def _unflatten_batch(out: jax.Array, query: jax.Array) -> jax.Array:
+    """``[B, T, N, Hv]`` with the batch dimensions of ``query``, sharded as ``query`` is."""
+    shape, sharding = query.shape[:-1] + out.shape[-1:], jax.typeof(query).sharding
+    if sharding.mesh.empty or not any(sharding.spec):
+        return out.reshape(shape)
+    # Without it JAX refuses to divide a dimension that several mesh axes shard.
+    return jnp.reshape(out, shape, out_sharding=sharding)
 
 
 def refuse(module: Any, replaced: list[str]) -> None:
