@@ -53,6 +53,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[False] = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...
 
 
@@ -80,6 +81,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[True],
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -106,6 +108,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over a sequence that is sharded over a mesh axis; call it in ``shard_map``.
 
@@ -140,9 +143,9 @@ def ring_attention(
         offsets: Where this device's batch elements and heads stand, for dropout, when they are
             sharded too. The positions are those of the ring: ``query`` and ``key`` must be 0.
         scale, logits_soft_cap, dropout_rate, dropout_key, precision, deterministic_backward,
-            return_residual, implementation: As of ``dot_product_attention``. ``dropout_key`` is the
-            same on all devices; with dropout T and S, in zigzag layout their halves, must be
-            multiples of 16.
+            return_residual, implementation, residual_checkpoint_name: As of
+            ``dot_product_attention``. ``dropout_key`` is the same on all devices; with dropout T
+            and S, in zigzag layout their halves, must be multiples of 16.
 
     Returns:
         This device's rows of the output, ``[B, T, N, Hv]`` in query's dtype; with
@@ -204,6 +207,7 @@ def ring_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
         implementation=implementation,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
     longest = devices * rows, devices * columns
     combined &= Mask.lengths(

@@ -50,6 +50,9 @@ class Options:
     deterministic_backward: bool = False
     implementation: Implementation | None = None
     """None: the kernels on CUDA, the blockwise path elsewhere."""
+    residual_checkpoint_name: str | None = None
+    """The name of output and logsumexp for the policies of ``jax.checkpoint``; None for the names
+    that ``derivatives.named`` gives."""
     divisors: Divisors = dataclasses.field(default_factory=Divisors)
     batch_axes: tuple[int, ...] = ()
     """What the batch is made of where ``jax.vmap`` put axes into it: their sizes, outermost first,

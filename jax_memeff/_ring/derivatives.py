@@ -84,7 +84,7 @@ def _forward_rule(operands: Any, ring: Ring) -> tuple[tuple[jax.Array, jax.Array
         bias=operands.bias is not None and operands.bias.perturbed,
     )
     values: Operands = jax.tree.map(lambda primal: primal.value, operands)
-    out, lse = named(*_forward(values, ring))
+    out, lse = named(_forward(values, ring), ring.options)
     return (out, lse), (values, out, lse, Perturbed(needs_grad))
 
 

@@ -44,6 +44,7 @@ def attention_fn(
     einsum_dot_general: Callable[..., jax.Array] | None = None,
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array:
     """Exact attention with linear memory, as the ``attention_fn`` of a Flax module.
 
@@ -83,6 +84,9 @@ def attention_fn(
       einsum_dot_general: must be None, like the two einsums: the products are part of the kernel.
       qk_attn_weights_einsum: must be None.
       attn_weights_value_einsum: must be None.
+      residual_checkpoint_name: the name by which a policy of ``jax.checkpoint`` saves what the
+        backward reads, as in :func:`jax_memeff.dot_product_attention`; pass it with
+        ``functools.partial``.
 
     Returns:
       ``[batch..., T, N, Hv]`` in the promoted dtype.
@@ -110,6 +114,7 @@ def attention_fn(
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
         precision=precision,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
 
 
@@ -126,6 +131,7 @@ def attend(
     dropout_rng: jax.Array | None,
     broadcast_dropout: bool,
     precision: Any,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array:
     """``attention_fn`` for arrays of one dtype, with ``conditions`` in addition to the mask.
 
@@ -160,6 +166,7 @@ def attend(
         precision=_precision(precision),
         deterministic_backward=False,
         implementation=None,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
     if call.operands.dropout is not None and broadcast_dropout:
         dropout = _broadcast_dropout(call.operands.dropout)
