@@ -1,7 +1,7 @@
 """Names of GPU architectures, ``"sm_80"`` or ``"sm_90a"``, and their compute capabilities.
 
-``"compute_80"`` is the virtual architecture of sm_80: kernels are PTX, which the driver compiles for
-any device of capability 8.0 or later.
+``"compute_80"`` is the virtual architecture of sm_80: kernels are PTX, which the driver compiles
+for any device of capability 8.0 or later.
 """
 
 from __future__ import annotations
