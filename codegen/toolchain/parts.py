@@ -104,6 +104,9 @@ def library(part: Part) -> Found:
     pathfinder = import_("cuda.pathfinder")
     try:
         if wheel is not None and not _is_loaded(part.file):
+            # NVRTC 13.0 searches its builtins by name, and not beside itself.
+            for builtins in wheel.path.parent.glob(f"lib{part.name}-builtins.so.*"):
+                ctypes.CDLL(str(builtins))
             ctypes.CDLL(str(wheel.path))
         loaded = pathfinder.load_nvidia_dynamic_lib(part.name)
     except (pathfinder.DynamicLibNotFoundError, OSError) as error:
