@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jax_memeff.codegen.toolchain import arch as architectures
+from jax_memeff.codegen import arch as architectures
 
 
 def archs() -> tuple[str, ...]:

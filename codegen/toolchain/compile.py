@@ -17,9 +17,9 @@ import time
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
+from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.toolchain import arch as archs
 from jax_memeff.codegen.toolchain import headers, program_cache, resources
 from jax_memeff.codegen.toolchain.resources import Resource
 from jax_memeff.errors import CompileError

@@ -26,9 +26,9 @@ from jax.interpreters import mlir
 from jax_memeff import _ffi, config
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff._op import primitives
+from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.toolchain import arch as architectures
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import headers
 
