@@ -25,8 +25,8 @@ def bias_rows(spec: KernelSpec, rows: int) -> int:
 
 
 def bias_bytes(spec: KernelSpec, rows: int, columns: int | None = None) -> int:
-    """A tile of the bias (ffi/include/memeff/bias/tile.cuh), of as many columns as the KV block by
-    default.
+    """A tile of the bias (ffi/include/memeff/score/bias/tile.cuh), by default with as many columns
+    as the KV block.
     """
     bias = spec[BIAS]
     bits = int(bias.bits) if bias else 0

@@ -48,7 +48,7 @@ class Sizes:
         return dataclasses.replace(self, queries=max(self.queries, 1), keys=max(self.keys, 1))
 
     def _padded_rows(self, tokens: int | None, length: int, tile: int) -> int:
-        """Rows of one head; schedule/query_tiles.cuh lays out packed sequences."""
+        """Rows of one head; layout/query_tiles.cuh lays out packed sequences."""
         if tokens is not None:
             return (tokens // tile + self.batch) * tile
         return self.batch * round_up(length, tile)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from attention_case import Case
 
-from jax_memeff import Mask, block_masks
+from jax_memeff import Mask
 from jax_memeff._call.options import Divisors
+from jax_memeff._cuda import block_mask as block_masks
 from jax_memeff.codegen.spec import BlockMask
 
 B, N, T, S = 2, 3, 300, 270
@@ -97,7 +98,7 @@ def test_maps_of_what_the_batch_shares_have_all_of_it(divisor):
                 dataclasses.replace(mask, booleans=(array, *others)), tile, (batch, N, T, S), shared
             )
             for array, shared in (
-                (first[:2], Divisors(booleans=(divisor, 1)[: 1 + len(others)])),
+                (first[:2], Divisors((("mask.booleans.0", divisor),))),
                 (expanded, Divisors()),
             )
         )

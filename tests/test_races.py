@@ -20,7 +20,7 @@ import pytest
 from attention_case import Case, assert_results_match, run_case
 from kernel_cases import CAUSAL
 
-from jax_memeff._call.options import Gradients
+from jax_memeff._call.operands import Gradients
 from jax_memeff._op import primitives
 from jax_memeff.codegen.gpu import WGMMA_ARCH
 from jax_memeff.codegen.kernels import fmha_bwd_sm90

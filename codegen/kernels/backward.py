@@ -54,7 +54,7 @@ class Backward(Kernel):
             yield Workspace("bias_gradient_sum", (self._bias_sums(spec, sizes),))
 
     def _bias_sums(self, spec: KernelSpec, sizes: Sizes) -> int:
-        """ffi/include/memeff/bias/gradient.cuh."""
+        """ffi/include/memeff/score/bias/gradient.cuh."""
         slices = sizes.bias_gradient[0] * sizes.bias_gradient[1]
         rows = 1
         if bias_gradient(spec) == "shared":

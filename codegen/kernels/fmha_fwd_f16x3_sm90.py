@@ -94,7 +94,7 @@ class FmhaFwdF16x3Sm90(FmhaFwdSm90):
 
     def operand_bytes(self, spec: KernelSpec, rows: int, columns: int) -> int:
         """Hi and lo parts, and a factor of each row. The next buffer begins at a multiple of the
-        swizzle (ffi/include/memeff/schedule/f16x3_tiles.cuh).
+        swizzle (ffi/include/memeff/layout/f16x3_tiles.cuh).
         """
         return round_up(rows * columns * spec.element_bytes + 4 * rows, _SWIZZLE_BYTES)
 

@@ -36,10 +36,27 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_memeff._call import compat, divisors
-from jax_memeff._call.options import Gradients, Options, QkvPackedGradients, QkvPackedOperands
-from jax_memeff._sharding import explicit as sharding
+from jax_memeff._call import compat
+from jax_memeff._call.divisors import changed, gradient_shape
+from jax_memeff._call.operands import (
+    Item,
+    batch_of,
+    gradients_needed,
+    gradients_of,
+    items,
+    mapped,
+)
+from jax_memeff._call.options import Options
 from jax_memeff._sharding.batch_axes import BatchAxes
+from jax_memeff._sharding.layout import (
+    Layout,
+    Sharded,
+    dims,
+    heads_of,
+    layout,
+    named_dims,
+    result_dims,
+)
 
 Lowering = Callable[..., Sequence[Any]]
 
@@ -93,9 +110,9 @@ def _axes_left_to_compiler(avals: Sequence[ShapedArray]) -> list[Any]:
 
 @functools.cache
 def _python_digest() -> bytes:
-    """Of this package's modules; the code generator's are a matter of the kernels' digest."""
+    """Of this package's modules; the kernels' digest covers those of the code generator."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.digest()
 
@@ -120,27 +137,24 @@ class _Call(NamedTuple):
     @property
     def batch(self) -> BatchAxes:
         sizes = self.params["options"].batch_axes
-        return BatchAxes(sizes or (divisors.batch_of(self.operands),))
+        return BatchAxes(sizes or (batch_of(self.operands),))
 
     @property
     def dims(self) -> tuple[list[str], list[str]]:
         """The dims of the primitive's operands and results, by name."""
         arrays, operands, batch = self.arrays, self.operands, self.batch
-        named = sharding.dims(operands)
-        shares = divisors.of_leaves(operands, self.params["options"].divisors)
-        own = jax.tree.map(
-            lambda dims, aval, share: batch.named(dims, *aval.shape[:1], divisor=share),
-            *(named, operands, shares),
-        )
-        kind = QkvPackedGradients if isinstance(operands, QkvPackedOperands) else Gradients
-        whole = functools.partial(batch.named, elements=math.prod(batch.sizes))
-        forward = tuple(map(whole, sharding.result_dims(operands)))
-        gradients = jax.tree.map(whole, kind(*(getattr(named, name) for name in kind._fields)))
-        if operands.bias is not None:
-            gradients = gradients._replace(bias=self.bias_gradient_dims)
+        divisors = self.params["options"].divisors
+
+        def one(item: Item, named: str) -> str:
+            return batch.named(named, *item.array.shape[:1], divisor=divisors[item.name])
+
+        own = mapped(one, operands, dims(operands))
+        elements = math.prod(batch.sizes)
+        forward = tuple(batch.named(named, elements) for named in result_dims(operands))
+        gradients = self.gradient_dims
         names = {
             1: (own,),  # attention_fwd
-            4: (own, *forward, gradients),  # attention_tangent
+            4: (own, *forward, gradients_of(operands, gradients)),  # attention_tangent
             5: (own, *forward, *forward),  # attention_bwd
         }[len(arrays)]
         present = jax.tree.map(
@@ -149,23 +163,26 @@ class _Call(NamedTuple):
             names,
             is_leaf=lambda array: array is None,
         )
-        needs_grad = self.params.get("needs_grad")
-        if needs_grad is None:
-            return jax.tree.leaves(present), list(forward)
-        wanted = [
-            dims
-            for name, dims in gradients._asdict().items()
-            if getattr(needs_grad, "query" if name == "query_key_value" else name)
-        ]
-        return jax.tree.leaves(present), wanted
+        results = list(forward)
+        if "needs_grad" in self.params:
+            needed = gradients_needed(operands, self.params["needs_grad"])
+            results = [gradients[name] for name in needed]
+        return jax.tree.leaves(present), results
 
     @property
-    def bias_gradient_dims(self) -> str:
-        operands, bias = self.operands, self.operands.bias
-        shared = self.params["options"].divisors
-        shape = divisors.gradient_shape("bias", bias.shape, operands, shared)
-        named = sharding.dims(operands._replace(bias=bias.update(shape=shape)))
-        return self.batch.named(named.bias, shape[0], math.prod(self.batch.sizes) // shape[0])
+    def gradient_dims(self) -> dict[str, str]:
+        """The dims of the gradients, which have more batch indices than some operands."""
+        operands, elements = self.operands, math.prod(self.batch.sizes)
+        found = {}
+        for item in items(operands):
+            if not item.operand.has_gradient:
+                continue
+            shape = gradient_shape(
+                item.name, item.array.shape, operands, self.params["options"].divisors
+            )
+            named = named_dims(item.operand, shape, operands)
+            found[item.name] = self.batch.named(named, shape[0], elements // shape[0])
+        return found
 
     def partitioned(self, leaves: Sequence[Any], digest: str) -> list[jax.Array]:
         in_dims, out_dims = self.dims
@@ -187,10 +204,7 @@ class _Call(NamedTuple):
     def rule(self) -> SdyShardingRule:
         """Only batch and heads have factors that arrays share: nothing else is propagated."""
         fresh = (f"own{index}" for index in itertools.count())
-        if isinstance(self.operands, QkvPackedOperands):
-            key_heads = heads = self.operands.query_key_value.shape[3]
-        else:
-            heads, key_heads = self.operands.query.shape[2], self.operands.key.shape[2]
+        heads, key_heads = heads_of(self.operands)
         group = heads // key_heads
         factors: dict[str, Any] = {"heads": "heads", "key_heads": "heads"}
         factors |= {name: name for name in self.batch.names}
@@ -231,35 +245,36 @@ class _Call(NamedTuple):
         def divisor(elements: int, divisor: int) -> int:
             return part.later(self.batch.run(elements, divisor))
 
-        shared = divisors.changed(self.operands, options.divisors, divisor)
-        return dataclasses.replace(options, divisors=shared, batch_axes=part.sizes)
+        own = changed(self.operands, options.divisors, divisor)
+        return dataclasses.replace(options, divisors=own, batch_axes=part.sizes)
 
-    def layout(self, mesh: Mesh, given: Sequence[Any]) -> sharding.Layout:
-        paths = jax.tree_util.tree_leaves_with_path(self.operands)
-        in_dims = self.dims[0][: len(paths)]
+    def layout(self, mesh: Mesh, given: Sequence[Any]) -> Layout:
+        arrays = items(self.operands)
+        in_dims = self.dims[0][: len(arrays)]
         specs = [
-            compat.spec_of(leaf, mesh, len(dims.split()))
-            for leaf, dims in zip(given, in_dims, strict=False)
+            compat.spec_of(leaf, mesh, len(names.split()))
+            for leaf, names in zip(given, in_dims, strict=False)
         ]
-        layout = sharding.layout(
+        found = layout(
             [
-                sharding.Sharded(
-                    sharding.name_of(path),
-                    self.batch.split_shape(aval.shape, dims),
-                    dims.split(),
+                Sharded(
+                    item.operand,
+                    item.title,
+                    self.batch.split_shape(item.array.shape, names),
+                    names.split(),
                     PartitionSpec() if spec is None else spec,
                 )
-                for (path, aval), dims, spec in zip(paths, in_dims, specs, strict=True)
+                for item, names, spec in zip(arrays, in_dims, specs, strict=True)
             ],
             mesh.shape,
         )
-        for (path, aval), leaf, spec in zip(paths, given, specs, strict=False):
+        for item, leaf, spec in zip(arrays, given, specs, strict=False):
             if spec is None:
                 raise ValueError(
-                    f"{sharding.name_of(path)} of shape {aval.shape} is sharded like {leaf}, which "
+                    f"{item.title} of shape {item.array.shape} is sharded like {leaf}, which "
                     f"is not over whole axes of {mesh}: reshard it by jax.sharding.NamedSharding"
                 )
-        return layout
+        return found
 
 
 def _summed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:

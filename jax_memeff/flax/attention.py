@@ -21,7 +21,7 @@ from jax_memeff._api import attention as api
 from jax_memeff._api import validate
 from jax_memeff._call import compat
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import DropoutState
+from jax_memeff._call.operands import DropoutState
 from jax_memeff._op import vjp
 from jax_memeff.errors import UnsupportedError
 

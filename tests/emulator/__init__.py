@@ -167,7 +167,7 @@ def _compiled(
 
     ``digest`` is of headers that change beside CuTe's and the emulator's.
     """
-    cache = config.cache_dir() / "emulator"
+    cache = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "emulator"
     cache.mkdir(parents=True, exist_ok=True)
     own = [file.read_bytes() for file in sorted(_HERE.glob("include/**/*")) if file.is_file()]
     parts = [repr((sources, options, headers.versions())).encode(), digest, *own]

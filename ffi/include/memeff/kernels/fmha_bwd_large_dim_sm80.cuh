@@ -11,8 +11,9 @@
 // in global memory have one reader and writer, and every run adds in one order.
 #pragma once
 
-#include <memeff/kernels/fmha_bwd_large_dim_dbias.cuh>
-#include <memeff/kernels/fmha_bwd_large_dim_scores.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/large_dim_dbias.cuh>
+#include <memeff/kernels/backward/large_dim_scores.cuh>
 
 namespace memeff {
 

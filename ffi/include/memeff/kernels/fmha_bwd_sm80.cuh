@@ -17,21 +17,25 @@
 // memory. Config::kOrdersQueries puts the additions to dq in an order (schedule/dq_semaphore.cuh).
 #pragma once
 
-#include <memeff/bias/add.cuh>
-#include <memeff/bias/gradient.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
-#include <memeff/collective/softmax.cuh>
-#include <memeff/dropout/keep.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_sm80.cuh>
-#include <memeff/kernels/fmha_bwd_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_preprocess.cuh>
+#include <memeff/collective/softmax/online.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/dbias_postprocess.cuh>
+#include <memeff/kernels/backward/dbias_sm80.cuh>
+#include <memeff/kernels/backward/postprocess.cuh>
+#include <memeff/kernels/backward/preprocess.cuh>
+#include <memeff/layout/backward_tiles.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/backward_tiles.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
 #include <memeff/schedule/q_blocks.cuh>
-#include <memeff/schedule/sequences.cuh>
+#include <memeff/score/bias/add.cuh>
+#include <memeff/score/bias/gradient.cuh>
+#include <memeff/score/bias/tile.cuh>
+#include <memeff/score/dropout.cuh>
+#include <memeff/score/scale.cuh>
 
 namespace memeff {
 

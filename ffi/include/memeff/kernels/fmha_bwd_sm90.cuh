@@ -14,24 +14,28 @@
 // with Config::kSplitQ several CTAs may share a tile of keys (schedule/split_q.cuh).
 #pragma once
 
-#include <memeff/bias/gradient_transposed.cuh>
-#include <memeff/bias/transposed.cuh>
-#include <memeff/collective/pipeline.cuh>
-#include <memeff/collective/softmax.cuh>
-#include <memeff/collective/tma_tile.cuh>
-#include <memeff/collective/transposed_scores.cuh>
+#include <memeff/collective/softmax/online.cuh>
+#include <memeff/collective/softmax/transposed.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
-#include <memeff/dropout/keep.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_sm90.cuh>
-#include <memeff/kernels/fmha_bwd_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_preprocess.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/dbias_postprocess.cuh>
+#include <memeff/kernels/backward/dbias_sm90.cuh>
+#include <memeff/kernels/backward/postprocess.cuh>
+#include <memeff/kernels/backward/preprocess.cuh>
+#include <memeff/layout/backward_tiles_sm90.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/backward_tiles_sm90.cuh>
 #include <memeff/schedule/dq_semaphore_sm90.cuh>
 #include <memeff/schedule/q_blocks.cuh>
-#include <memeff/schedule/sequences.cuh>
 #include <memeff/schedule/split_q.cuh>
+#include <memeff/score/bias/gradient_transposed.cuh>
+#include <memeff/score/bias/tile.cuh>
+#include <memeff/score/bias/transposed.cuh>
+#include <memeff/score/dropout.cuh>
+#include <memeff/score/scale.cuh>
 
 namespace memeff {
 

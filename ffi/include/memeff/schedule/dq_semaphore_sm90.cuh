@@ -6,8 +6,10 @@
 // neither falls behind by a phase of the barriers.
 #pragma once
 
-#include <memeff/collective/pipeline.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/work_item.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
+#include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/q_blocks.cuh>
 #include <memeff/schedule/split_q.cuh>
 

@@ -2,6 +2,7 @@
 // head.
 #pragma once
 
+#include <memeff/core/work_item.cuh>
 #include <memeff/mask/block_mask.cuh>
 #include <memeff/schedule/grid.cuh>
 
