@@ -52,6 +52,8 @@ class Problem:
     features: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()
     needs_grad: tuple[str, ...] = ()
     sequence: int | None = None
+    _values: Mapping[str, Any] = dataclasses.field(init=False, repr=False, compare=False)
+    """``features`` by name."""
 
     def __post_init__(self):
         expect_one_of("direction", self.direction, DIRECTIONS)
@@ -63,6 +65,7 @@ class Problem:
             feature.check(asked.setdefault(feature.name, feature.off))
         values = tuple((feature.name, asked[feature.name]) for feature in registry.FEATURES)
         object.__setattr__(self, "features", values)
+        object.__setattr__(self, "_values", asked)
         for gradient in self.needs_grad:
             expect_one_of("needs_grad", gradient, GRADIENTS)
         if self.direction == "backward" and not self.needs_grad:
@@ -73,7 +76,7 @@ class Problem:
         archs.capability(self.arch)
 
     def __getitem__(self, feature: Feature[_Asked, Any]) -> _Asked:
-        return dict(self.features)[feature.name]
+        return self._values[feature.name]
 
     def asks(self, feature: Feature[Any, Any]) -> bool:
         """Whether the feature is on."""

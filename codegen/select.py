@@ -12,7 +12,7 @@ from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.kernels.families import LARGE_DIM
 from jax_memeff.codegen.problem import DIRECTIONS, F32_DTYPES, GRADIENTS, Dtype, Problem
-from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec, Row
+from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec
 from jax_memeff.codegen.strategy import PLAIN, QUERY_ROWS, Strategy
 from jax_memeff.codegen.support import family_reasons, spec_reasons, unsupported_reasons
 from jax_memeff.errors import UnsupportedError
@@ -73,8 +73,9 @@ def select(problem: Problem, strategy: Strategy = PLAIN) -> KernelSpec:
     for spec in _table(problem, strategy):
         if not (reasons := spec_reasons(spec, problem, strategy)):
             return spec
-        refused.append(f"{spec.name}: {'; '.join(reasons)}")
-    raise UnsupportedError([inputs, *refused])
+        refused.append((spec, reasons))
+    lines = (f"{spec.name}: {'; '.join(reasons)}" for spec, reasons in refused)
+    raise UnsupportedError([inputs, *lines])
 
 
 def explain(problem: Problem, strategy: Strategy = PLAIN) -> list[tuple[KernelSpec, list[str]]]:
@@ -137,12 +138,10 @@ def table(arch: str) -> str:
 
 
 def _table(problem: Problem, strategy: Strategy) -> list[KernelSpec]:
-    specs = [
-        _spec(kernel, row, problem, strategy)
-        for kernel in KERNELS
-        if kernel.direction == problem.direction
-        for row in kernel.rows(problem)
-    ]
+    specs = []
+    for kernel in KERNELS:
+        if kernel.direction == problem.direction:
+            specs += _specs(kernel, problem, strategy)
     return sorted(specs, key=_order)
 
 
@@ -154,16 +153,20 @@ def _order(spec: KernelSpec) -> tuple:
     return FAMILIES.index(spec.family), spec.padded_head_dim, spec.padded_value_dim, split_rows
 
 
-def _spec(kernel: Kernel, row: Row, problem: Problem, strategy: Strategy) -> KernelSpec:
-    compiled = ((feature.name, feature.compiled(problem, kernel)) for feature in features.FEATURES)
-    spec = KernelSpec(
-        kernel=kernel,
-        dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
-        padded_head_dim=row.padded_head_dim,
-        padded_value_dim=row.padded_value_dim,
-        tile=row.tile,
-        features=tuple(compiled),
-        gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.needs_grad),
-        alignment=kernel.alignment(problem),
+def _specs(kernel: Kernel, problem: Problem, strategy: Strategy) -> Iterator[KernelSpec]:
+    compiled = tuple(
+        (feature.name, feature.compiled(problem, kernel)) for feature in features.FEATURES
     )
-    return kernel.completed(spec, problem, strategy)
+    gradients = tuple(name for name in SPEC_GRADIENTS if name in problem.needs_grad)
+    for row in kernel.rows(problem):
+        spec = KernelSpec(
+            kernel=kernel,
+            dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
+            padded_head_dim=row.padded_head_dim,
+            padded_value_dim=row.padded_value_dim,
+            tile=row.tile,
+            features=compiled,
+            gradients=gradients,
+            alignment=kernel.alignment(problem),
+        )
+        yield kernel.completed(spec, problem, strategy)

@@ -254,7 +254,7 @@ class KernelSpec:
     split_q: bool = False
 
     def __getitem__(self, feature: Feature[Any, _Compiled]) -> _Compiled:
-        return dict(self.features)[feature.name]
+        return self.features[registry.POSITION[feature.name]][1]
 
     @property
     def name(self) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "FEATURES",
     "LENGTHS",
     "MASK",
+    "POSITION",
     "SEGMENTS",
     "SOFT_CAP",
     "VARLEN",
@@ -101,6 +102,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
 """In the order of names, configurations and reasons. ``Feature`` says what an entry has."""
 
 BY_NAME = {feature.name: feature for feature in FEATURES}
+POSITION = {name: position for position, name in enumerate(BY_NAME)}
 
 
 def together() -> dict[str, Any]:
