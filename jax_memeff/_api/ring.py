@@ -54,6 +54,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[False] = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...
 
 
@@ -81,6 +82,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[True],
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -107,6 +109,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over a sequence that is sharded over a mesh axis; call it in ``shard_map``.
 
@@ -141,9 +144,9 @@ def ring_attention(
         offsets: Where this device's batch elements and heads stand, for dropout, when they are
             sharded too. The positions are those of the ring: ``query`` and ``key`` must be 0.
         scale, logits_soft_cap, dropout_rate, dropout_key, precision, deterministic_backward,
-            return_residual, implementation: As of ``dot_product_attention``. ``dropout_key`` is the
-            same on all devices; with dropout T and S, in zigzag layout their halves, must be
-            multiples of 16.
+            return_residual, implementation, residual_checkpoint_name: As of
+            ``dot_product_attention``. ``dropout_key`` is the same on all devices; with dropout T
+            and S, in zigzag layout their halves, must be multiples of 16.
 
     Returns:
         This device's rows of the output, ``[B, T, N, Hv]`` in query's dtype; with
@@ -205,6 +208,7 @@ def ring_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
         implementation=implementation,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
     longest = devices * rows, devices * columns
     combined &= Mask.lengths(

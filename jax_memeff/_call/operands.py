@@ -146,7 +146,7 @@ OPERANDS: tuple[Operand, ...] = (
     Operand(
         "query_key_value",
         "query+key+value",
-        ("batch", "rows", "slots", "heads", "head_dim"),
+        ("batch", "positions", "slots", "heads", "head_dim"),
         has_gradient=True,
         placement="like query",
     ),

@@ -46,7 +46,7 @@ _DIRECTIONS: dict[str, Literal["forward", "backward"]] = {
     _BACKWARD_TARGET: "backward",
 }
 
-_DIVISORS = ("key", "value", "bias", "boolean", "bias_gradient")
+_DIVISORS: tuple[str, ...] = ("key", "value", "bias", "boolean", "bias_gradient")
 """The arrays that a vmap may broadcast, in the order of ``_divisors``."""
 
 _DTYPES: dict[str, Dtype] = {

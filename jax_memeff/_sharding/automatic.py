@@ -13,6 +13,7 @@ all that its program depends on.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -40,6 +41,7 @@ from jax_memeff._call import compat
 from jax_memeff._call.divisors import changed, gradient_shape
 from jax_memeff._call.operands import (
     Item,
+    QkvPackedOperands,
     batch_of,
     gradients_needed,
     gradients_of,
@@ -57,6 +59,7 @@ from jax_memeff._sharding.layout import (
     named_dims,
     result_dims,
 )
+from jax_memeff._sharding.local import check_rows, put_key_head, take_key_head, with_positions
 
 Lowering = Callable[..., Sequence[Any]]
 
@@ -146,7 +149,8 @@ class _Call(NamedTuple):
         divisors = self.params["options"].divisors
 
         def one(item: Item, named: str) -> str:
-            return batch.named(named, *item.array.shape[:1], divisor=divisors[item.name])
+            indices, *_ = (*item.array.shape, 1)  # a position has no dims
+            return batch.named(named, indices, divisors[item.name])
 
         own = mapped(one, operands, dims(operands))
         elements = math.prod(batch.sizes)
@@ -202,11 +206,14 @@ class _Call(NamedTuple):
         return list(map(batch.joined, results, out_dims))
 
     def rule(self) -> SdyShardingRule:
-        """Only batch and heads have factors that arrays share: nothing else is propagated."""
+        """Only batch, heads and rows have factors that arrays share: nothing else propagates."""
         fresh = (f"own{index}" for index in itertools.count())
         heads, key_heads = heads_of(self.operands)
         group = heads // key_heads
         factors: dict[str, Any] = {"heads": "heads", "key_heads": "heads"}
+        if not isinstance(self.operands, QkvPackedOperands):
+            # The positions of one array of query, key and value are columns too.
+            factors["rows"] = "rows"
         factors |= {name: name for name in self.batch.names}
         sizes: Any = {}
         if 1 < key_heads < heads:
@@ -221,21 +228,48 @@ class _Call(NamedTuple):
 
     def partition(self, mesh: Mesh, shapes: Any, results: Any) -> tuple[Any, ...]:
         """The program of one device, and the shardings that it needs and gives."""
-        in_dims, out_dims = self.dims
-        layout = self.layout(mesh, [shape.sharding for shape in shapes])
+        del results  # their shardings follow from those of the operands
+        try:
+            return self.program_of_device(mesh, [shape.sharding for shape in shapes])
+        except Exception as error:
+            # A copy has no traceback, which would keep the frames of this call alive.
+            _raised[str(error)] = copy.copy(error)
+            raise
 
+    def program_of_device(self, mesh: Mesh, given: Sequence[Any]) -> tuple[Any, ...]:
+        """:meth:`partition`, for operands of these shardings."""
+        in_dims, out_dims = self.dims
+        layout, mesh = self.layout(mesh, given)
         batch = self.batch.of_device(layout, mesh)
         params = {**self.params, "options": self.options_of(batch)}
+        row_devices = math.prod(mesh.shape[axis] for axis in layout.rows)
+        check_rows(self.operands, params["options"], row_devices)
+        first_key_axes = math.prod(mesh.shape[axis] for axis in layout.key_heads)
+        key_heads = heads_of(self.operands)[1] // first_key_axes
+
+        def own(x: jax.Array, dims: str) -> jax.Array:
+            joined = batch.joined(x, dims)
+            return take_key_head(joined, layout) if "key_heads" in dims.split() else joined
+
+        def result(x: jax.Array, dims: str) -> jax.Array:
+            if "key_heads" in dims.split():
+                x = put_key_head(x, layout, key_heads)
+            return batch.split(_summed(x, layout.reduced(dims)), dims)
 
         def on_device(*leaves: jax.Array) -> list[jax.Array]:
-            whole = map(batch.joined, leaves, in_dims)
-            found = zip(self.primitive.bind(*whole, **params), out_dims, strict=True)
-            return [batch.split(_summed(x, layout.reduced(dims)), dims) for x, dims in found]
+            arguments = jax.tree.unflatten(params["tree"], map(own, leaves, in_dims))
+            if len(self.arrays) == 1:
+                arguments = with_positions(arguments, layout, row_devices)
+            else:
+                first = with_positions(arguments[0], layout, row_devices)
+                arguments = (first, *arguments[1:])
+            local, tree = jax.tree.flatten(arguments)
+            found = self.primitive.bind(*local, **{**params, "tree": tree})
+            return list(map(result, found, out_dims))
 
         def shardings(dims: Sequence[str]) -> list[NamedSharding]:
             return [NamedSharding(mesh, layout.spec(names)) for names in dims]
 
-        del results  # theirs follow from the operands'
         return mesh, on_device, shardings(out_dims), tuple(shardings(in_dims))
 
     def options_of(self, part: BatchAxes) -> Options:
@@ -248,13 +282,19 @@ class _Call(NamedTuple):
         own = changed(self.operands, options.divisors, divisor)
         return dataclasses.replace(options, divisors=own, batch_axes=part.sizes)
 
-    def layout(self, mesh: Mesh, given: Sequence[Any]) -> Layout:
+    def layout(self, mesh: Mesh, given: Sequence[Any]) -> tuple[Layout, Mesh]:
+        """How the call is sharded, and over which mesh: some of its axes may be split in two."""
         arrays = items(self.operands)
         in_dims = self.dims[0][: len(arrays)]
-        specs = [
-            compat.spec_of(leaf, mesh, len(names.split()))
-            for leaf, names in zip(given, in_dims, strict=False)
-        ]
+
+        def specs_over(mesh: Mesh) -> list[PartitionSpec | None]:
+            return [
+                compat.spec_of(leaf, mesh, len(names.split()))
+                for leaf, names in zip(given, in_dims, strict=False)
+            ]
+
+        mesh = self.with_key_head_axis(mesh, specs_over(mesh)[0])
+        specs = specs_over(mesh)
         found = layout(
             [
                 Sharded(
@@ -274,7 +314,46 @@ class _Call(NamedTuple):
                     f"{item.title} of shape {item.array.shape} is sharded like {leaf}, which "
                     f"is not over whole axes of {mesh}: reshard it by jax.sharding.NamedSharding"
                 )
-        return found
+        return found, mesh
+
+    def with_key_head_axis(self, mesh: Mesh, query: PartitionSpec | None) -> Mesh:
+        """The mesh with an axis split in two, if the query's heads have more devices than there are
+        key heads: the key heads are sharded over its first part.
+
+        The compiler does so too when shardings spread from the query to the key.
+        """
+        dims = self.dims[0][0].split()
+        entry = None if query is None or len(query) < len(dims) - 1 else query[dims.index("heads")]
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        first = heads_of(self.operands)[1]
+        for axis in axes:
+            size = mesh.shape[axis]
+            if 1 < first < size and size % first == 0:
+                place = mesh.axis_names.index(axis)
+                shape = mesh.devices.shape
+                devices = mesh.devices.reshape(
+                    *shape[:place], first, size // first, *shape[place + 1 :]
+                )
+                split = (f"{axis}/key_heads", f"{axis}/rest")
+                names = (*mesh.axis_names[:place], *split, *mesh.axis_names[place + 1 :])
+                return Mesh(devices, names)
+            if first % size:
+                break
+            first //= size
+        return mesh
+
+
+_raised: dict[str, Exception] = {}
+"""The errors of :meth:`_Call.partition` by their texts, until JAX raises them."""
+
+
+def _error_of_partition(error: Exception) -> Exception | None:
+    """The error that a partition raised, of which XLA made text in one of its own."""
+    text = str(error)
+    return next((_raised.pop(own) for own in list(_raised) if own in text), None)
+
+
+compat.replace_compile_errors(_error_of_partition)
 
 
 def _summed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax_memeff._call import compat
 from jax_memeff._call.operands import AnyOperands, items
 from jax_memeff._call.options import Options
 from jax_memeff._sharding.layout import Sharded, dims, layout, result_dims, text
+from jax_memeff._sharding.local import check_rows, take_key_heads, with_positions
 
 Attention = Callable[[Any, Options], tuple[jax.Array, jax.Array]]
 
@@ -53,18 +55,25 @@ def _on_shards(
         mesh.shape,
     )
     specs = jax.tree.map(found.spec, dims(operands))
-    # A replicated bias or mask is cut where it is; query, key and value are sharded so already.
+    # A replicated bias, mask or key head is cut in place; the rest is sharded like this already.
     operands = jax.tree.map(
         lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), operands, specs
     )
-    local = jax.shard_map(
-        lambda operands: function(compat.cast_to_common_varying_axes(operands), options),
+    row_devices = math.prod(mesh.shape[axis] for axis in found.rows)
+    check_rows(operands, options, row_devices)
+
+    def local(operands: AnyOperands) -> tuple[jax.Array, jax.Array]:
+        operands = take_key_heads(with_positions(operands, found, row_devices), found)
+        return function(compat.cast_to_common_varying_axes(operands), options)
+
+    shards = jax.shard_map(
+        local,
         mesh=mesh,
         in_specs=(specs,),
-        out_specs=tuple(map(found.result_spec, result_dims(operands))),
+        out_specs=tuple(map(found.spec, result_dims(operands))),
         axis_names=_explicit_axes(mesh),
     )
-    return local(operands)
+    return shards(operands)
 
 
 def _check_not_mapped() -> None:

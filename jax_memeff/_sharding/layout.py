@@ -1,8 +1,13 @@
 """How a call is sharded over the axes of a mesh: the names of its dims, and what may be sharded.
 
-The batch and the heads may be sharded, the heads of query and key alike, so that a device holds
-whole groups: its problem is a smaller one of the same kind, and nothing is gathered. The mesh
-decides who carries this out:
+A device's problem is a smaller one of the same kind, and nothing is gathered:
+
+- The batch is sharded alike in all operands.
+- The heads are sharded so that a device has whole groups of query heads, or part of one group. If
+  there are more devices than key heads, neighbours share a key head, and its gradient is their sum.
+- The rows of the query may be sharded if every device has all keys.
+
+The mesh decides who carries this out:
 
 - Manual axes (inside ``jax.shard_map``): nobody, the arrays are local already.
 - Explicit axes: the types have the shardings, and ``explicit.py`` enters ``jax.shard_map``.
@@ -24,8 +29,8 @@ Axes = tuple[Any, ...]
 """Names of mesh axes that one dim is sharded over; empty for none."""
 
 _WHOLE_SEQUENCES = (
-    "every device needs whole sequences: shard the batch or the heads over it, or use "
-    "jax_memeff.ring_attention inside jax.shard_map"
+    "every device needs whole sequences of keys: shard the batch, the heads or the query's "
+    "sequence over it, or use jax_memeff.ring_attention inside jax.shard_map"
 )
 _WHOLE_TOKENS = (
     "packed sequences cannot be cut: shard the heads over it, or give every device sequences of "
@@ -34,8 +39,8 @@ _WHOLE_TOKENS = (
 _WHOLE_HEAD_DIM = "every device needs whole heads: shard the batch or the heads over it"
 
 _NOT_SHARDED = {
-    "rows": ("sequence dim", _WHOLE_SEQUENCES),
     "columns": ("sequence dim", _WHOLE_SEQUENCES),
+    "positions": ("sequence dim", _WHOLE_SEQUENCES),
     "query_tokens": ("token dim", _WHOLE_TOKENS),
     "key_tokens": ("token dim", _WHOLE_TOKENS),
     "sequences": ("dim of the sequences", _WHOLE_TOKENS),
@@ -46,7 +51,7 @@ _NOT_SHARDED = {
 }
 """What the dims that are never sharded are called in messages, and the remedy."""
 
-_SHARDED = {"batch": "batch dim", "heads": "heads", "key_heads": "heads"}
+_SHARDED = {"batch": "batch dim", "heads": "heads", "key_heads": "heads", "rows": "sequence dim"}
 """Titles of the other dims; a batch of several axes has names of :func:`batch_names`."""
 
 
@@ -69,26 +74,28 @@ class Layout(NamedTuple):
     batch: Mapping[str, Axes]
     """Of each of its axes."""
     heads: Axes
-    rows: Axes = ()
-    """Axes of size 1, which shard nothing but belong to the types of the results."""
+    key_heads: Axes
+    """The first ones of ``heads``."""
+    rows: Axes
+    """Those of size 1 shard nothing, but belong to the types of the results."""
+    key_head_copies: tuple[Axes, int] | None = None
+    """The rest of ``heads`` and its number of devices, if they share the key heads that each of
+    them has, and each needs one."""
 
     def spec(self, dims: str) -> PartitionSpec:
-        """The sharding of an operand or a gradient."""
+        """The sharding of an operand, a result or a gradient."""
         return PartitionSpec(*(self.axes(dim) or None for dim in dims.split()))
 
     def axes(self, dim: str) -> Axes:
-        return {**self.batch, "heads": self.heads, "key_heads": self.heads}.get(dim, ())
+        own = {"heads": self.heads, "key_heads": self.key_heads}
+        own |= {"rows": self.rows, "positions": self.rows}
+        return {**self.batch, **own}.get(dim, ())
 
     def reduced(self, dims: str) -> Axes:
         """The axes whose devices have parts of one gradient, which is their sum."""
         own = {axis for dim in dims.split() for axis in self.axes(dim)}
-        sharded = (*itertools.chain(*self.batch.values()), *self.heads)
+        sharded = (*itertools.chain(*self.batch.values()), *self.heads, *self.rows)
         return tuple(axis for axis in sharded if axis not in own)
-
-    def result_spec(self, dims: str) -> PartitionSpec:
-        """The sharding of out or lse."""
-        entries = zip(dims.split(), self.spec(dims), strict=True)
-        return PartitionSpec(*((self.rows or None) if d == "rows" else s for d, s in entries))
 
 
 def dims(operands: Any) -> Any:
@@ -139,7 +146,10 @@ def layout(arrays: Sequence[Sharded], sizes: Mapping[Any, int]) -> Layout:
     """
     query = arrays[0]
     batch = {dim: query.axes(dim) for dim in query.dims if dim == "batch" or dim.startswith("vmap")}
-    found = Layout(batch, query.axes("heads"), query.axes("rows"))
+    heads = query.axes("heads")
+    key_heads, copies = _key_heads(arrays, heads, sizes)
+    rows = query.axes("rows") or query.axes("positions")
+    found = Layout(batch, heads, key_heads, rows, copies)
     for array in arrays:
         if array.operand.placement == "internal":
             continue
@@ -179,18 +189,11 @@ class Sharded(NamedTuple):
         for dim, size in zip(self.dims, self.shape, strict=True):
             axes = layout.axes(dim)
             devices = math.prod(sizes[axis] for axis in axes)
-            if size % devices == 0:
-                continue
-            remedy = "pad it, or shard it over fewer devices"
-            if dim == "key_heads":
-                remedy = (
-                    "every device needs whole groups of heads: shard the heads over fewer devices, "
-                    "or repeat the heads of key and value (jnp.repeat along axis 2)"
+            if size % devices:
+                raise ValueError(
+                    f"{self}: its {_title(dim)}, {size}, cannot be divided by {devices}, the size "
+                    f"of {text(axes)}; pad it, or shard it over fewer devices"
                 )
-            raise ValueError(
-                f"{self}: its {_title(dim)}, {size}, cannot be divided by {devices}, the size of "
-                f"{text(axes)}; {remedy}"
-            )
 
     def check_same(self, layout: Layout, sizes: Mapping[Any, int]) -> None:
         may_be_replicated = self.operand.placement == "like query or replicated"
@@ -198,12 +201,48 @@ class Sharded(NamedTuple):
             if _title(dim) is None:
                 continue
             axes, wanted = (_larger_than_1(x, sizes) for x in (self.axes(dim), layout.axes(dim)))
-            if axes == wanted or (may_be_replicated and not axes):
+            # Cutting a replicated array moves nothing.
+            is_cut = dim == "key_heads" and axes == wanted[: len(axes)]
+            if axes == wanted or is_cut or (may_be_replicated and not axes):
                 continue
             raise ValueError(
                 f"{self}: its {_title(dim)} must be sharded like query's, over {text(wanted)}, "
                 f"got {text(axes)}; reshard it to {layout.spec(' '.join(self.dims))}"
             )
+
+
+def _key_heads(
+    arrays: Sequence[Sharded], heads: Axes, sizes: Mapping[Any, int]
+) -> tuple[Axes, tuple[Axes, int] | None]:
+    """``Layout.key_heads`` and ``Layout.key_head_copies``.
+
+    Raises:
+        ValueError: a device would need parts of several groups of heads.
+    """
+    array = next((array for array in arrays if "key_heads" in array.dims), None)
+    if array is None:
+        return heads, None
+    key_heads = array.shape[array.dims.index("key_heads")]
+    devices = math.prod(sizes[axis] for axis in heads)
+    if key_heads % devices == 0:
+        return heads, None
+    first: Axes = ()
+    for axis in heads:
+        if key_heads % math.prod(sizes[axis] for axis in (*first, axis)):
+            break
+        first = (*first, axis)
+    rest = heads[len(first) :]
+    cut = math.prod(sizes[axis] for axis in first)
+    if devices // cut % (key_heads // cut):
+        raise ValueError(
+            f"{array}: its heads, {key_heads}, cannot be divided by {devices}, the size of "
+            f"{text(heads)}, nor the other way round; every device needs whole groups of heads or "
+            "part of one: shard the heads over fewer devices, or repeat the heads of key and value "
+            "(jnp.repeat along axis 2)"
+        )
+    if key_heads == cut:
+        return first, None
+    return first, (rest, devices // cut)
 
 
 def _larger_than_1(axes: Axes, sizes: Mapping[Any, int]) -> Axes:
