@@ -218,8 +218,8 @@ def test_bias_gradient_needs_no_more_than_the_bias(
 
     text = lower(jax.grad(with_bias, (0, 1, 2, 3)), bias, *shapes(S=120))
     forward, backward = (spec for spec, _ in fake_compiler)
-    assert (forward.bias, forward.bias_gradient) == ("16", "none")
-    assert (backward.bias, backward.bias_gradient) == ("16", way)
+    assert (forward[BIAS].bits, forward[BIAS].gradient) == ("16", "none")
+    assert (backward[BIAS].bits, backward[BIAS].gradient) == ("16", way)
     assert ("bias_gradient_sum" in text) == (sums is not None)
     if sums is not None:
         assert f"tensor<{sums}xf32>" in text
@@ -255,7 +255,7 @@ def test_deterministic_sums(fake_compiler, shape, columns):
 
     text = lower(jax.grad(with_bias, (0, 1, 2, 3)), bias, *shapes(S=120))
     forward, backward = (spec for spec, _ in fake_compiler)
-    assert not forward.deterministic and backward.deterministic
+    assert not forward[DETERMINISTIC] and backward[DETERMINISTIC]
     call = next(line for line in text.splitlines() if "@jax_memeff_backward" in line)
     tiles = -(-120 // backward.tile.key)
     assert f"tensor<{1 + 2 * 2 * tiles}xi32>" in call

@@ -87,15 +87,7 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
         {"bias": AskedBias("16", "rows")},
         {"bias": AskedBias("32", "shared")},
     )
-    operands = (
-        Operand(
-            "bias",
-            ("1|B", "1|N", "1|T", "1|S"),
-            ("query", "float32"),
-            has_gradient=True,
-            broadcast_by_vmap=True,
-        ),
-    )
+    operands = (Operand("bias", "B~ N? T? S?", ("query", "float32"), has_gradient=True),)
     per_head = True
     modifier = True
     axes = (

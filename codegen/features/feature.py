@@ -25,26 +25,33 @@ class CppType(NamedTuple):
 class Operand(NamedTuple):
     """An array of a call.
 
-    ``dims`` are named as in the documentation: B batch, N query heads, K key heads, T queries,
-    S keys, H head dim, Hv value dim, else a number. ``dtype`` is a dtype, or the names of several
-    that the array may have, or ``"query"`` for that of the query.
+    ``dims`` are named as in the documentation: B batch, N query heads, K key heads, T queries, S
+    keys, H head dim, Hv value dim. ``?`` behind a name is "or 1", and ``~`` is "or fewer": batch
+    indices have some of the array in common, as ``jax.vmap`` leaves what it does not map.
+    ``dtypes`` are those that it may have, ``"query"`` being that of the query.
+    ``packed_dims`` are its dims if sequences are packed, by default the same.
     """
 
     role: str
-    dims: tuple[str, ...]
-    dtype: str | tuple[str, ...]
+    dims: str
+    dtypes: tuple[str, ...]
+    packed_dims: str | None = None
     has_gradient: bool = False
-    broadcast_by_vmap: bool = False
-    """Whether a ``vmap`` that does not map the array leaves it as it is, so that batch indices
-    have it in common."""
+
+    @property
+    def broadcast_by_vmap(self) -> bool:
+        """Whether batch indices may have some of it in common."""
+        return "B~" in self.dims.split()
 
 
 OPERANDS = (
-    Operand("query", ("B", "T", "N", "H"), "query", has_gradient=True),
-    Operand("key", ("B", "S", "K", "H"), "query", has_gradient=True, broadcast_by_vmap=True),
-    Operand("value", ("B", "S", "K", "Hv"), "query", has_gradient=True, broadcast_by_vmap=True),
+    Operand("query", "B T N H", ("query",), "1 query_tokens N H", has_gradient=True),
+    Operand("key", "B~ S K H", ("query",), "1 key_tokens K H", has_gradient=True),
+    Operand("value", "B~ S K Hv", ("query",), "1 key_tokens K Hv", has_gradient=True),
+    Operand("query_position", "", ("int32",)),
+    Operand("key_position", "", ("int32",)),
 )
-"""The arrays of every call; those of features come with the features."""
+"""The arrays that any call may have; those of features come with the features."""
 
 
 class SupportRow(NamedTuple):

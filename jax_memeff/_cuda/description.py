@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jax_memeff._cuda.buffers import Buffer
-from jax_memeff.codegen.features import VARLEN
+from jax_memeff.codegen import features
 from jax_memeff.codegen.kernels.families import WARPGROUP_ROWS
 from jax_memeff.codegen.spec import EntryPoint, KernelSpec
 
@@ -36,12 +36,8 @@ _SPEC_DTYPES = {"tf32": "f32"}
 _COMBINE_BLOCKS = 8
 """Blocks of the combination of split keys for each SM; they loop over all rows."""
 
-_SCORES = "B~ N? T? S?"
-
 _DIMS = {
-    "query": "B T N H",
-    "key": "B~ S K H",
-    "value": "B~ S K Hv",
+    **{operand.role: operand.dims for operand in features.operands()},
     "out": "B T N Hv",
     "logsumexp": "B T N",
     "out_gradient": "B T N Hv",
@@ -49,25 +45,16 @@ _DIMS = {
     "query_gradient": "B T N H",
     "key_gradient": "B S K H",
     "value_gradient": "B S K Hv",
-    "bias": _SCORES,
-    "bias_gradient": _SCORES,
-    "boolean": _SCORES,
-    "query_lengths": "B",
-    "key_lengths": "B",
-    "query_position": "",
-    "key_position": "",
-    "query_segments": "B pairs T",
-    "key_segments": "B pairs S",
-    "key_words": "B 2",
-    "batch_base": "B",
-    "head_index": "N",
+    "bias_gradient": "B~ N? T? S?",
 }
-"""Of the arrays of a call; "..." for the others, workspaces, whose sizes only the seal covers."""
+"""The arrays of a call; "..." for the others, workspaces, whose sizes only the seal covers."""
 
 _VARLEN_DIMS = {
-    "query": "1 query_tokens N H",
-    "key": "1 key_tokens K H",
-    "value": "1 key_tokens K Hv",
+    **{
+        operand.role: operand.packed_dims
+        for operand in features.operands()
+        if operand.packed_dims is not None
+    },
     "out": "1 query_tokens N Hv",
     "logsumexp": "1 query_tokens N",
     "out_gradient": "1 query_tokens N Hv",
@@ -75,10 +62,6 @@ _VARLEN_DIMS = {
     "query_gradient": "1 query_tokens N H",
     "key_gradient": "1 key_tokens K H",
     "value_gradient": "1 key_tokens K Hv",
-    "query_starts": "B+1",
-    "key_starts": "B+1",
-    "query_segments": "1 pairs query_tokens",
-    "key_segments": "1 pairs key_tokens",
 }
 
 
@@ -130,7 +113,7 @@ def _dims(spec: KernelSpec, name: str) -> str:
         side, tile = name.split("_")
         query, key = tile.split("x")
         return f"B? N? T/{query} *" if side == "queries" else f"B? N? S/{key} *"
-    dims = _DIMS | _VARLEN_DIMS if spec[VARLEN] else _DIMS
+    dims = _DIMS | _VARLEN_DIMS if spec[features.VARLEN] else _DIMS
     return dims.get(name, "...")
 
 
