@@ -20,7 +20,9 @@ Family = Literal["sm90", "sm80"]
 
 SPEC_DTYPES: tuple[SpecDtype, ...] = ("f16", "bf16", "f32", "tf32")
 SPEC_GRADIENTS = ("query", "key", "value")
-Grid = Literal["queries", "keys", "q_splits", "bias", "bias_squares", "operands"]
+Grid = Literal[
+    "queries", "key_splits", "combines", "keys", "q_splits", "bias", "bias_squares", "operands"
+]
 FAMILIES: tuple[Family, ...] = ("sm90", "sm80")
 """In the order of choice."""
 
@@ -53,7 +55,8 @@ class EntryPoint(NamedTuple):
     """A ``__global__`` function of the source, and what a launch of it needs.
 
     ``shared_bytes`` is the dynamic shared memory of a block. ``grid`` says what a block is a tile
-    of: rows of queries or keys, parts of the queries of a key tile (``q_splits``), tiles of scores
+    of: rows of queries or keys, parts of the keys of a query tile (``key_splits``) whose results
+    ``combines`` adds up, parts of the queries of a key tile (``q_splits``), tiles of scores
     (``bias``) or squares of them (``bias_squares``), rows of query, key and value (``operands``).
     ``takes_maps`` is whether the tensor maps of the spec are its second parameter.
     ``cpp_class`` is the device class that it runs, and ``blocks`` the blocks on an SM that it is

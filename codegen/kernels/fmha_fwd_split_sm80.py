@@ -201,8 +201,10 @@ class FmhaFwdSplitSm80(MmaKernel):
         return ["split", *(["gqa"] if spec.pack_heads else [])]
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        combine = stage(spec, "combine", "FmhaForwardCombine<Config>", COMBINE_THREADS)
-        return self.main(spec, "queries"), combine
+        combine = stage(
+            spec, "combine", "FmhaForwardCombine<Config>", COMBINE_THREADS, grid="combines"
+        )
+        return self.main(spec, "key_splits"), combine
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         tile = _tile(spec)

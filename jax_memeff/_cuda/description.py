@@ -120,16 +120,14 @@ def _dims(spec: KernelSpec, name: str) -> str:
 def _grid(spec: KernelSpec, entry: EntryPoint) -> tuple[str, int]:
     """The blocks of an entry point as a product, and the most for each SM (0: no limit)."""
     query, key = spec.tile.query, spec.tile.key
-    if spec.kernel.splits_keys:
-        if entry.name != spec.name:
-            return "B*N*T*combines", _COMBINE_BLOCKS
-        rows = f"K*group_rows/{query}" if spec.pack_heads else f"N*T/{query}"
-        return f"B*{rows}*splits", 0
+    head_rows = f"K*group_rows/{query}" if spec.pack_heads else f"N*T/{query}"
     own = "bias_gradient.0*bias_gradient.1"
     side = max(query, key)
     rows = WARPGROUP_ROWS  # that a block of the 3xFP16 split writes; it divides tiles
     return {
         "queries": (f"B*N*T/{query}", int(spec.persistent and entry.name == spec.name)),
+        "key_splits": (f"B*{head_rows}*splits", 0),
+        "combines": ("B*N*T*combines", _COMBINE_BLOCKS),
         "keys": (f"B*K*S/{key}", 0),
         "q_splits": (f"B*K*S/{key}*q_splits", 0),
         "bias": (f"{own}*bias_gradient.2/{query}*S/{key}", 0),
