@@ -1,5 +1,6 @@
 """Problem → spec → source: pure Python, without jax, a compiler or a GPU."""
 
+import argparse
 import dataclasses
 import itertools
 from pathlib import Path
@@ -9,8 +10,8 @@ import pytest
 
 from jax_memeff import config
 from jax_memeff.codegen import arch as archs
-from jax_memeff.codegen import emit, gpu, select, strategy, support
-from jax_memeff.codegen.features import BIAS, AskedBias
+from jax_memeff.codegen import emit, features, gpu, select, strategy, support
+from jax_memeff.codegen.features import BIAS, FEATURES, AskedBias
 from jax_memeff.codegen.features.bias import gradient
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.kernels.families import LARGE_DIM, MmaTile
@@ -372,6 +373,29 @@ def test_every_tile_has_a_reason():
         for row in kernel.rows(problem(kernel.direction, dtype, arch=arch)):
             assert len(row.tile.reason) > 3
             assert isinstance(row.tile, MmaTile) == (kernel.family == "sm80")
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+def test_a_feature_makes_kernels_of_its_own_and_says_why_others_do_not_fit(feature):
+    plain = problem("backward", head_dim=64)
+    without = select.select(plain)
+    for alone in feature.alone:
+        asked = dataclasses.replace(plain, features=alone)
+        spec = select.select(asked)
+        assert spec[feature] != without[feature]
+        assert spec.name != without.name and emit.source(spec) != emit.source(without)
+        assert feature.words(asked[feature]) in str(asked)
+        assert support.spec_reasons(without, asked) and support.spec_reasons(spec, plain)
+    parser = argparse.ArgumentParser()
+    feature.add_flags(parser)
+    assert feature.from_flags(parser.parse_args([])) == feature.off == plain[feature]
+
+
+def test_arrays_of_features_are_listed_once():
+    roles = [operand.role for operand in features.operands()]
+    assert len(set(roles)) == len(roles) and {"query", "bias", "query_lengths"} <= set(roles)
+    broadcast = {operand.role for operand in features.operands() if operand.broadcast_by_vmap}
+    assert broadcast == {"key", "value", "bias", "boolean"}
 
 
 def test_kernels_are_paired_with_device_files():
