@@ -36,8 +36,6 @@ SM80 = Gpu("sm_80, sm_87", 163 * 1024)
 SM86 = Gpu("sm_86, sm_89, sm_120, sm_121", 99 * 1024)
 SM90 = Gpu("sm_90, sm_100, sm_103, sm_110", 227 * 1024)
 
-GPUS = (SM75, SM80, SM86, SM90)
-
 _BY_CAPABILITY = {75: SM75, 80: SM80, 87: SM80, 90: SM90, 100: SM90, 103: SM90, 110: SM90}
 
 
