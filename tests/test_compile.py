@@ -55,12 +55,12 @@ def forget_memory():
 
 
 def forward(**changes):
-    return select.select(Problem("forward", "bf16", 32, 32, "sm_80", **changes))
+    return select.select(Problem("forward", "bf16", 32, 32, "sm_80", changes))
 
 
 @pytest.mark.parametrize(("direction", "arch"), [("forward", "sm_80"), ("backward", "sm_90a")])
 def test_attention_kernel_compiles_once(shared_cache, direction, arch):
-    spec = select.select(Problem(direction, "bf16", 32, 32, arch, masks=frozenset({"causal"})))
+    spec = select.select(Problem(direction, "bf16", 32, 32, arch, {"mask": "causal"}))
     compiled = compiler.compile(spec, arch)
     assert not compiled.cached
     assert compiled.image.startswith(FATBIN_MAGIC) and len(compiled.image) < 200_000
@@ -278,7 +278,7 @@ def test_wrong_numbers_in_python_do_not_compile(shared_cache):
 
 
 def test_many_in_processes(shared_cache):
-    good = forward(masks=frozenset({"window"}))
+    good = forward(mask="window")
     broken = dataclasses.replace(good, tile=dataclasses.replace(good.tile, warps=3))
     seen = {}
 
