@@ -175,7 +175,7 @@ struct FmhaBackwardSm90 {
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
-      Semaphore::keep(params, control, work.item, work.tiles, int(threadIdx.x) - kConsumers);
+      Semaphore::order(params, control, work.item, work.tiles, int(threadIdx.x) - kConsumers);
     } else {
       raise_registers<kConsumerRegisters>();
       consume(params, maps, work, control, tiles);
