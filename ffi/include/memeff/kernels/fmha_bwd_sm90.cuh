@@ -181,8 +181,7 @@ struct FmhaBackwardSm90 {
     }
   }
 
-  // Buffers of a stage. By value: a pipeline stage whose address is taken costs the producer moves
-  // between uniform and other registers.
+  // Buffers of the stage with this index.
   CUTE_DEVICE static uint32_t query_tile_of(uint32_t tiles, int stage) {
     return tiles + kQueryOffset + stage * QueryTile::kBytes;
   }

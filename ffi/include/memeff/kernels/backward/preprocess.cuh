@@ -67,7 +67,7 @@ struct FmhaBackwardPreprocess {
         // A bias may make the logsumexp so large that it holds no probabilities: the row is empty,
         // too.
         bool const empty = fabsf(logsumexp) >= kWholeFloats;
-        if constexpr (Config::kBias && !has_bias_tile<Config>()) {
+        if constexpr (shifts_rows<Config>()) {
           // The main loop does not read this bias, but the logsumexp contains it.
           if (!empty) logsumexp -= row_bias<Config>(params.bias, item.batch, item.head, row);
         }
