@@ -37,9 +37,8 @@
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
-#include <memeff/score/bias/add.cuh>
-#include <memeff/score/bias/tile.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/bias/warp_rows.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -85,10 +84,12 @@ struct FmhaForwardSm90 {
   static constexpr int kQueryStages = Config::kQueryStages;
   static_assert(kStages % kConsumerGroups == 0);  // each team has buffers of its own
 
-  static constexpr bool kBiasTile = has_bias_tile<Config>();
-  // Each warp copies the bias of its own rows, for itself.
-  using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
-  static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
+  using Mask = ScoreMask<Config, ScoreGrid>;
+  using Bias = WarpRowsBias<Config, ScoreGrid, kConsumerWarps, kTileKey, true,
+                            WarpBiasPointer<Config, ScoreGrid>, Mask>;
+  using Scaling = cute::conditional_t<Config::kSoftCap && !kIs32Bit<Element>,
+                                      PolynomialCap<Config, kCapped>, ScoreScaling<Config>>;
+  using Modifiers = ScoreModifiers<Config, Bias, Scaling>;
 
   using ConsumerGroup = WarpConsumerGroups<kConsumerWarps, kConsumerGroups, 1 + kWarpgroups>;
   using Merge = ConsumerGroupMerge<ConsumerGroup, Softmax, kTileQuery * Config::kValueDim>;
@@ -109,7 +110,7 @@ struct FmhaForwardSm90 {
   static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * Keys::kBufferBytes;
   static constexpr int kBiasOffset = kValueOffset + kStages * Values::kBufferBytes;
-  static constexpr int kMergeOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
+  static constexpr int kMergeOffset = kBiasOffset + Bias::kBytes;
   static constexpr int kControlOffset = kMergeOffset + Merge::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
@@ -193,7 +194,7 @@ struct FmhaForwardSm90 {
   }
 
   CUTE_DEVICE static bool shares_bias(ForwardParams const& params) {
-    return kBiasTile && params.bias.batch_stride == 0;
+    return has_bias_tile<Config>() && params.bias.batch_stride == 0;
   }
 
   CUTE_DEVICE static Piece numbered_work_tile(ForwardParams const& params, int number) {
@@ -233,7 +234,6 @@ struct FmhaForwardSm90 {
     }
   }
 
-  using Mask = ScoreMask<Config, ScoreGrid>;
   using Visits = KvBlocks<Config, Mask>;
 
   // To the buffer of the next visit of a consumer.
@@ -370,7 +370,7 @@ struct FmhaForwardSm90 {
     };
 
     take_queries();
-    load_bias(params, mask, item, tile, tiles);
+    modifiers_of(params, mask, item, tiles).load(tile * kTileKey);
     skip(control.key, at.key, range.passed(tile + 1), leader);
     skip(control.value, at.value, range.passed(tile + 1), leader);
     control.key.wait(at.key);
@@ -415,7 +415,7 @@ struct FmhaForwardSm90 {
         softmax = Softmax();
         at.query.advance();
         take_queries();
-        load_bias(params, mask, item, range.next(tile), tiles);
+        modifiers_of(params, mask, item, tiles).load(range.next(tile) * kTileKey);
         skip(control.key, at.key, range.passed(tile), leader);
         control.key.wait(at.key);
       }
@@ -492,27 +492,15 @@ struct FmhaForwardSm90 {
   }
 
   // Soft cap, bias and masks: scores that are ready for the softmax.
-  template <class Mask, class Scores>
+  template <class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
                                  WorkItem const& item, int tile, Visits const& range,
                                  uint32_t tiles, int warpgroup, Scores& scores) {
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
-    if constexpr (Config::kSoftCap && !kIs32Bit<Element>) {
-      cap_scores(scores, params.scale.prescale, Softmax::applied(params.scale.softmax_scale));
-    } else {
-      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-    }
-    if constexpr (kBiasTile) {
-      wait_copies<0>();
-      __syncwarp();  // the bias of all lanes is here
-      add_bias(scores,
-               BiasReader<BiasRows>(bias_tile(tiles), 0, 0, bias_source(params, item, row, column),
-                                    bias_row_bytes(params)),
-               params.scale.bias_scale);
-      __syncwarp();  // nobody reads it any more
-      if (tile > range.begin) load_bias(params, mask, item, range.next(tile), tiles);
-    }
+    Modifiers const modifiers = modifiers_of(params, mask, item, tiles);
+    modifiers.forward(scores, column);
+    modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
     mask.template apply<kWarpgroupRows, kTileKey>(scores, params.mask, params.shape, item.batch,
                                                   item.head, row, column, range.is_partial(tile),
                                                   warpgroup * kWarpgroupRows);
@@ -532,34 +520,12 @@ struct FmhaForwardSm90 {
     return probabilities;
   }
 
-  CUTE_DEVICE static uint32_t bias_tile(uint32_t tiles) {
-    return tiles + kBiasOffset + thread_index() / kWarpSize * kBiasBytes;
-  }
-
-  // Where the bias of this warp's rows begins.
-  CUTE_DEVICE static char const* bias_source(ForwardParams const& params, WorkItem const& item,
-                                             int row, int column) {
-    return bias_row<Config>(params.bias, item.batch, item.head,
-                            row + ScoreGrid::row(thread_index())) +
-           column * (long long)sizeof(typename Config::BiasElement);
-  }
-
-  CUTE_DEVICE static long long bias_row_bytes(ForwardParams const& params) {
-    return params.bias.row_stride * (long long)sizeof(typename Config::BiasElement);
-  }
-
-  template <class Mask>
-  CUTE_DEVICE static void load_bias(ForwardParams const& params, Mask const& mask,
-                                    WorkItem const& item, int tile, uint32_t tiles) {
-    if constexpr (kBiasTile) {
-      int const thread = thread_index();
-      int const row = item.tile * kTileQuery;
-      int const column = tile * kTileKey;
-      BiasRows::copy(bias_tile(tiles), thread % kWarpSize, bias_source(params, item, row, column),
-                     bias_row_bytes(params), mask.query_length - row - ScoreGrid::row(thread),
-                     mask.key_length - column);
-      commit_copies();
-    }
+  // The modifiers of a work tile. They are made where they are used, so that none of it occupies
+  // registers between two KV blocks.
+  CUTE_DEVICE static Modifiers modifiers_of(ForwardParams const& params, Mask const& mask,
+                                            WorkItem const& item, uint32_t tiles) {
+    return {{params.scale},
+            {params.bias, {params.bias, item}, mask, item.tile * kTileQuery, tiles + kBiasOffset}};
   }
 
   // Output and logsumexp of this warpgroup's rows of the piece in its slot, or of what all teams

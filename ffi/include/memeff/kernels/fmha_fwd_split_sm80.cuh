@@ -24,7 +24,7 @@
 #include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/key_splits.cuh>
 #include <memeff/score/bias/direct.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -47,6 +47,7 @@ struct FmhaForwardSplitSm80 {
   using Rows = PackedRows<Config::kPackHeads>;
   using Dropped = ProbabilityDropout<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
+  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
   using KeyTile = SharedTile<kConsumerGroupKeys, Config::kHeadDim>;
@@ -71,6 +72,7 @@ struct FmhaForwardSplitSm80 {
     int const key_head = Config::kPackHeads ? item.head : item.head / shape.group;
 
     Mask const mask(params.mask, shape, item.batch);
+    Modifiers const modifiers = {{params.scale}, {params.bias, mask, item.batch, item.head, row}};
     TileRange const tiles =
         share_of_split(mask.key_tiles(row, kTileQuery, kTileKey), item.split, params.splits);
 
@@ -121,12 +123,7 @@ struct FmhaForwardSplitSm80 {
       cute::clear(scores);
       warp_gemm<Element, Config::kHeadDim / 16>(scores, query, KeyOperand(stage_tiles, 0));
 
-      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-      if constexpr (Config::kBias) {
-        add_bias_elements<Config, ScoreGrid>(scores, params.bias, item.batch, item.head, row,
-                                             column, mask.query_length - row,
-                                             mask.key_length - column, params.scale.bias_scale);
-      }
+      modifiers.forward(scores, column);
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);
       softmax.step(scores, output, params.scale.softmax_scale);
@@ -140,8 +137,7 @@ struct FmhaForwardSplitSm80 {
     __syncthreads();  // the tiles that Merge covers are no longer read
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
     if (ConsumerGroup::index() > 0) return;
-    softmax.finish(output, params.scale.softmax_scale,
-                   Config::kDropout ? params.dropout.scale : 1.0f);
+    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout));
     if (params.splits == 1) {
       store(params, softmax, output);
     } else {
