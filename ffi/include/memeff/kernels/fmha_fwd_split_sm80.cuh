@@ -1,13 +1,13 @@
 // Attention forward for few query rows and long keys: the keys are split over warps and CTAs.
 //
 // Such a call is as fast as its keys and values arrive. Rows are few, so warps share them and take
-// different keys: a team of warps covers all rows of the tile, and has keys, values and copies of
-// its own. Where a team is one warp, no barrier of the CTA stands in the main loop. Copies run
+// different keys: a consumer group of warps covers all rows of the tile, and has keys, values and
+// copies of its own. If a group is one warp, the main loop has no barrier of the CTA. Copies run
 // kStages - 1 tiles ahead:
 //
 //   wait for tile i | start the copy of tile i + kStages - 1 | S = Q K^T | softmax | O += P V
 //
-// At the end the teams add up through shared memory, and the splits, which are CTAs, through
+// At the end the groups merge through shared memory, and the splits, which are CTAs, through
 // partial results in global memory and the kernel of fmha_fwd_combine.cuh.
 #pragma once
 
@@ -41,7 +41,7 @@ struct FmhaForwardSplitSm80 {
   static constexpr int kConsumerGroupKeys = kTileKey / Config::kKeyWarps;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
   using OutGrid =
-      WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // of a team
+      WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // of a group
   static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
   using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, Config::kBias>;
   using Rows = PackedRows<Config::kPackHeads>;
@@ -114,7 +114,7 @@ struct FmhaForwardSplitSm80 {
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       int const column = tile * kTileKey;
       wait_copies<kStages - 2>();
-      ConsumerGroup::sync();  // this tile is here; the team no longer reads the previous one
+      ConsumerGroup::sync();  // this tile is here; the group no longer reads the previous one
       int const previous = stage == 0 ? kStages - 1 : stage - 1;
       load(tile + kStages - 1, previous);
 
