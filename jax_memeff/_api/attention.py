@@ -11,7 +11,8 @@ from jax_memeff._api import validate
 from jax_memeff._api.canonical import Call, PrecisionLike, lengths, projections, shared
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.options import Implementation, Operands
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import Implementation
 
 
 @overload

@@ -12,7 +12,8 @@ from jax_memeff._api import validate, validate_packed
 from jax_memeff._api.canonical import Call, PrecisionLike, lengths, shared
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.options import Implementation, QkvPackedOperands
+from jax_memeff._call.operands import QkvPackedOperands
+from jax_memeff._call.options import Implementation
 
 
 @overload

@@ -13,7 +13,8 @@ from jax_memeff._api import validate, validate_packed
 from jax_memeff._api.canonical import Call, PrecisionLike, projections, shared
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.options import Implementation, Operands
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import Implementation
 from jax_memeff._call.sequences import Sequences, starts_and_lengths
 
 

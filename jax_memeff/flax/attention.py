@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_memeff._api import attention as api
 from jax_memeff._api import validate
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import DropoutState
+from jax_memeff._call.operands import DropoutState
 from jax_memeff.errors import UnsupportedError
 
 
