@@ -178,11 +178,9 @@ def _attention(
         bias = bias.astype(jnp.promote_types(query.dtype, jnp.float32))
     # Lengths that exceed the array are clamped if they are device arrays. NumPy arrays would raise,
     # and they do not in jax.nn.
-    lengths = {
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-    }
-    lengths = {name: None if x is None else jnp.asarray(x) for name, x in lengths.items()}
+    query_lengths, key_lengths = (
+        None if x is None else jnp.asarray(x) for x in (query_seq_lengths, key_value_seq_lengths)
+    )
     if implementation in ("xla", "cudnn"):
         implementation = None
     if implementation is None and query.dtype == jnp.float64:
@@ -195,10 +193,11 @@ def _attention(
         mask,
         scale=scale,
         is_causal=bool(is_causal),
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
         local_window_size=local_window_size,
         implementation=implementation,
         return_residual=True,
-        **lengths,
     )
     out = out.reshape(*shape[:-1], out.shape[-1])
     return (out, residual.reshape(shape[:-1])) if return_residual else out
