@@ -76,6 +76,7 @@ def shared(
     precision: Any,
     deterministic_backward: Any,
     implementation: Any,
+    residual_checkpoint_name: Any,
     tokens: tuple[int, int] | None = None,
 ) -> Shared:
     """Check the shared arguments.
@@ -101,6 +102,7 @@ def shared(
         precision=validate.precision(precision),
         deterministic_backward=validate.flag("deterministic_backward", deterministic_backward),
         implementation=validate.implementation(implementation),
+        residual_checkpoint_name=validate.residual_checkpoint_name(residual_checkpoint_name),
     )
     combined = _mask(mask, scores, tokens)
     if validate.flag("is_causal", is_causal):
@@ -109,7 +111,7 @@ def shared(
     if window is not None:
         combined &= Mask.window(*window)
 
-    offsets = validate.offsets(offsets)
+    offsets = validate.offsets(offsets, scores[0])
     state = None
     if options.dropout_threshold:
         validate.dropout_key(dropout_key)

@@ -55,6 +55,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[False] = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...
 
 
@@ -82,6 +83,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[True],
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -108,6 +110,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over a sequence that is sharded over a mesh axis; call it in ``shard_map``.
 
@@ -143,9 +146,10 @@ def ring_attention(
         offsets: Where this device's batch elements and heads stand, for dropout, when they are
             sharded too. The positions are those of the ring: ``query`` and ``key`` must be 0.
         scale, logits_soft_cap, dropout_rate, dropout_key, precision, deterministic_backward,
-            return_residual, implementation: As of ``dot_product_attention``. ``dropout_key`` is the
-            same on all devices; with dropout T and S, in zigzag layout their halves, must be
-            multiples of 16, except with ``"all_to_all"``.
+            return_residual, implementation, residual_checkpoint_name: As of
+            ``dot_product_attention``. ``dropout_key`` is the same on all devices; with dropout T
+            and S, in zigzag layout their halves, must be multiples of 16, except with
+            ``"all_to_all"``.
 
     Returns:
         This device's rows of the output, ``[B, T, N, Hv]`` in query's dtype; with
@@ -210,6 +214,7 @@ def ring_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
         implementation=implementation,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
     longest = devices * rows, devices * columns
     combined &= Mask.lengths(
@@ -301,7 +306,7 @@ def _same_on_all_devices(axis_name: AxisName, name: str, lengths: Any) -> None:
 def _no_positions(axis_name: AxisName, offsets: Offsets | None) -> None:
     for name in ("query", "key"):
         position = getattr(offsets, name, 0)
-        if isinstance(position, jax.Array) or position != 0:
+        if getattr(position, "ndim", 0) or isinstance(position, jax.Array) or position != 0:
             raise ValueError(
                 f"offsets.{name}: expected 0, got {position}; the place in the ring over axis "
                 f"{axis_name!r} tells the positions"

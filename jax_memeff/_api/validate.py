@@ -151,6 +151,15 @@ def implementation(value: Any) -> Literal["cuda", "xla"] | None:
     return value
 
 
+def residual_checkpoint_name(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise TypeError(
+        "residual_checkpoint_name must be None or a name that a policy of jax.checkpoint saves, "
+        f"such as 'context', got {value!r}"
+    )
+
+
 def local_window(value: Any) -> tuple[int, int] | None:
     """``local_window_size`` as (left, right)."""
     if value is None:
@@ -324,8 +333,8 @@ def mask(
         boolean_mask(element, scores)
 
 
-def offsets(value: Any) -> Any:
-    """``Offsets`` of integer scalars, or None."""
+def offsets(value: Any, batch: int) -> Any:
+    """``Offsets`` of integer scalars, for query and key also [B], or None."""
     if value is None:
         return None
     if not isinstance(value, Offsets):
@@ -335,11 +344,13 @@ def offsets(value: Any) -> Any:
         if name == "num_heads" and number is None:
             continue
         scalar = array(f"offsets.{name}", number)
-        if scalar.ndim != 0 or not jnp.issubdtype(scalar.dtype, jnp.integer):
+        shapes = [(), (batch,)] if name in ("query", "key") else [()]
+        if scalar.shape not in shapes or not jnp.issubdtype(scalar.dtype, jnp.integer):
             raise TypeError(
-                f"offsets.{name} must be an int or an integer scalar array, got dtype "
+                f"offsets.{name} must be an int or an integer array of shape "
+                f"{' or '.join(map(str, shapes))}, got dtype "
                 f"{scalar.dtype}, shape {tuple(scalar.shape)}"
             )
-        if is_host(scalar) and scalar < 0:
-            raise ValueError(f"offsets.{name} must be >= 0, got {int(scalar)}")
+        if is_host(scalar) and scalar.size and scalar.min() < 0:
+            raise ValueError(f"offsets.{name} must be >= 0, got {int(scalar.min())}")
     return value

@@ -57,6 +57,9 @@ class Options:
     deterministic_backward: bool = False
     implementation: Implementation | None = None
     """None: the kernels on CUDA, the blockwise path elsewhere."""
+    residual_checkpoint_name: str | None = None
+    """The name of output and logsumexp for the policies of ``jax.checkpoint``; None for the names
+    that ``derivatives.named`` gives."""
     divisors: Divisors = dataclasses.field(default_factory=Divisors)
     batch_axes: tuple[int, ...] = ()
     """The sizes of the axes that ``jax.vmap`` put into the batch, outermost first, and of the

@@ -36,9 +36,18 @@ from jax_memeff._call.sequences import token_indices
 from jax_memeff._op import primitives
 
 
-def named(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp under the names that policies of ``jax.checkpoint`` know them by."""
-    return checkpoint_name(out, "jax_memeff_out"), checkpoint_name(lse, "jax_memeff_lse")
+def named(results: tuple[jax.Array, jax.Array], options: Options) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp under the names by which policies of ``jax.checkpoint`` save them.
+
+    The backward needs both. A name that the user chooses is the name of both, so that a policy that
+    saves it saves the whole residual.
+    """
+    out, lse = results
+    chosen = options.residual_checkpoint_name
+    return (
+        checkpoint_name(out, chosen or "jax_memeff_out"),
+        checkpoint_name(lse, chosen or "jax_memeff_lse"),
+    )
 
 
 def cotangents(
@@ -93,7 +102,7 @@ def _row_bias_gradient(
 
 def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) -> Any:
     operands = jax.tree.unflatten(tree, primals)
-    results = named(*primitives.forward(operands, options))
+    results = named(primitives.forward(operands, options), options)
     moving = jax.tree.unflatten(
         tree, [None if type(tangent) is ad.Zero else tangent for tangent in tangents]
     )

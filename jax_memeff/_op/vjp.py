@@ -2,9 +2,9 @@
 
 The residuals are the operands, the output and the logsumexp; the backward recomputes the scores
 (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 3.1.2). Output and logsumexp carry the
-names ``jax_memeff_out`` and ``jax_memeff_lse`` for the policies of ``jax.checkpoint``. They are
-named inside the rule: a name put on the result outside is not the residual, so a policy that
-saves it would still run the forward again.
+names ``jax_memeff_out`` and ``jax_memeff_lse``, or the user's ``residual_checkpoint_name``, for the
+policies of ``jax.checkpoint``. They are named inside the rule: an array that is named outside of it
+is not the residual, so a policy that saves it would still run the forward again.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.
 def _forward(operands: Any, options: Options) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
     needs_grad = perturbed(operands)
     values: AnyOperands = jax.tree.map(lambda primal: primal.value, operands)
-    out, lse = derivatives.named(*primitives.forward(values, options))
+    out, lse = derivatives.named(primitives.forward(values, options), options)
     return (out, lse), _Residuals(values, out, lse, Perturbed(needs_grad))
 
 

@@ -81,7 +81,7 @@ def _tangents(function: Callable[..., Any], ring: Ring, primals: Any, tangents: 
 def _forward_rule(operands: Any, ring: Ring) -> tuple[tuple[jax.Array, jax.Array], Any]:
     needs_grad = perturbed(operands)
     values: Operands = jax.tree.map(lambda primal: primal.value, operands)
-    out, lse = named(*_forward(values, ring))
+    out, lse = named(_forward(values, ring), ring.options)
     return (out, lse), (values, out, lse, Perturbed(needs_grad))
 
 
