@@ -214,3 +214,81 @@ def test_blockwise_path_lowers_everywhere(platform):
 def test_one_primitive_serves_a_call():
     jaxpr = jax.make_jaxpr(functools.partial(attention, is_causal=True))(QUERY, KEY, VALUE)
     assert attention_fwd_p.name in str(jaxpr)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_positions_of_each_batch_index(is_packed, assert_close):
+    """``Offsets`` of shape [B] are B calls with scalars, of results, gradients and dropout."""
+    batch, length = 3, 32
+    rng = np.random.default_rng(5)
+    query, key, value = rng.standard_normal((3, batch, length, 2, 8), np.float32)
+    rows, columns = np.array([48, 0, 21]), np.array([32, 5, 0])
+    features = {"dropout_rate": 0.25, "dropout_key": jax.random.key(1), "implementation": "xla"}
+    mask = jax_memeff.Mask.window(9, 3) & jax_memeff.Mask.window(None, 4, "bottom_right")
+
+    def together(query, key, value):
+        offsets = jax_memeff.Offsets(query=rows, key=jnp.asarray(columns))
+        arguments = {"mask": mask, "offsets": offsets, **features}
+        if not is_packed:
+            return jax_memeff.dot_product_attention(query, key, value, **arguments)
+        tokens = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+        bounds = np.arange(0, batch * length + 1, length)
+        out = jax_memeff.varlen_attention(
+            *tokens,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=length,
+            max_seqlen_k=length,
+            **arguments,
+        )
+        return out.reshape(value.shape)
+
+    def apart(query, key, value):
+        outs = []
+        for index in range(batch):
+            offsets = jax_memeff.Offsets(
+                batch=index, query=int(rows[index]), key=int(columns[index])
+            )
+            own = (x[index : index + 1] for x in (query, key, value))
+            outs.append(
+                jax_memeff.dot_product_attention(*own, mask=mask, offsets=offsets, **features)
+            )
+        return jnp.concatenate(outs)
+
+    def results(function):
+        def loss(*operands):
+            out = function(*operands)
+            return jnp.sum(out * jnp.cos(out)), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(query, key, value)
+
+    assert_close(results(together), results(apart))
+
+
+def test_positions_of_each_batch_index_have_no_kernel(monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
+    operand = jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16)
+    positions = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    @jax.jit
+    def call(query, positions):
+        offsets = Offsets(query=positions)
+        return jax_memeff.dot_product_attention(
+            query, query, query, is_causal=True, offsets=offsets
+        )
+
+    checks = jax_memeff.export_disabled_checks()
+    with pytest.raises(
+        jax_memeff.UnsupportedError, match=r"(?s)scalars in the kernels.*implementation"
+    ):
+        jax.export.export(call, platforms=["cuda"], disabled_checks=checks)(operand, positions)
+
+
+def test_positions_are_scalars_or_one_for_each_batch_index():
+    query = jnp.ones((2, 4, 1, 8))
+    with pytest.raises(
+        TypeError, match=r"offsets.query must be .* shape \(\) or \(2,\), .* \(3,\)"
+    ):
+        jax_memeff.dot_product_attention(query, query, query, offsets=Offsets(query=np.arange(3)))
+    with pytest.raises(TypeError, match=r"offsets.batch must be .* shape \(\), "):
+        jax_memeff.dot_product_attention(query, query, query, offsets=Offsets(batch=np.arange(2)))

@@ -111,7 +111,7 @@ def shared(
     if window is not None:
         combined &= Mask.window(*window)
 
-    offsets = validate.offsets(offsets)
+    offsets = validate.offsets(offsets, scores[0])
     state = None
     if options.dropout_threshold:
         validate.dropout_key(dropout_key)

@@ -15,11 +15,12 @@ from jax_memeff._api import validate
 from jax_memeff._api.canonical import PrecisionLike, lengths, projections, shared
 from jax_memeff._blockwise.tiles import MASKED_BIAS
 from jax_memeff._call import compat
-from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.alignment import top_left
+from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Implementation
-from jax_memeff._ring import derivatives as ring_derivatives
+from jax_memeff._ring import all_to_all, derivatives
 from jax_memeff._ring.passes import Method, Ring
 from jax_memeff._ring.schedule import LAYOUTS, Layout
 
@@ -134,9 +135,10 @@ def ring_attention(
         axis_name: The mesh axis (or a tuple of axes) that the sequence is sharded over.
         layout: ``"contiguous"``: device r has the r-th part of the sequence. ``"zigzag"``: that of
             :func:`jax_memeff.zigzag`, by which a causal mask gives all devices the same work.
-        method: ``"ring"``, or ``"all_gather"``: every device gathers keys and values first. It has
-            fewer, larger transfers and kernels, for short rings, and needs memory for the keys and
-            values of the whole sequence.
+        method: ``"ring"``; ``"all_gather"``: every device gathers keys and values first, with fewer
+            and larger transfers and kernels, and memory for the keys and values of the whole
+            sequence; or ``"all_to_all"``: every device gets the whole sequence of N / n heads. Then
+            N must be a multiple of n, and K a multiple or a divisor of it.
         is_causal, local_window_size: Of the whole sequence, in natural order. Products of a part of
             the queries and a part of the keys that are masked as a whole are not computed, and keys
             that no device needs are not sent.
@@ -146,7 +148,8 @@ def ring_attention(
         scale, logits_soft_cap, dropout_rate, dropout_key, precision, deterministic_backward,
             return_residual, implementation, residual_checkpoint_name: As of
             ``dot_product_attention``. ``dropout_key`` is the same on all devices; with dropout T
-            and S, in zigzag layout their halves, must be multiples of 16.
+            and S, in zigzag layout their halves, must be multiples of 16, except with
+            ``"all_to_all"``.
 
     Returns:
         This device's rows of the output, ``[B, T, N, Hv]`` in query's dtype; with
@@ -186,8 +189,11 @@ def ring_attention(
         query, key, value = query[None], key[None], value[None]
     batch, rows, heads, head_dim = query.shape
     columns = key.shape[1]
+    by_heads = method == "all_to_all"
     scores = (batch, heads, rows, devices * columns)
-    _lengths_suit(axis_name, layout, rows, columns, dropout_rate)
+    _lengths_suit(axis_name, layout, rows, columns, 0 if by_heads else dropout_rate)
+    if by_heads:
+        all_to_all.check_heads(axis_name, devices, heads, key.shape[2])
     _whole_columns(axis_name, "bias", bias, columns, devices)
     _whole_columns(axis_name, "mask", mask, columns, devices)
     _no_positions(axis_name, offsets)
@@ -231,11 +237,13 @@ def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
     # The index makes all operands vary over the ring's axis, as the results do.
     index = lax.axis_index(ring.axis_name)
     operands, _ = compat.cast_to_common_varying_axes((operands, index))
+    if ring.method == "all_to_all":
+        return all_to_all.attention(operands, ring)
     bias = operands.bias
     if bias is None or bias.shape[3] != 1:
-        return ring_derivatives.attention(operands, ring)
+        return derivatives.attention(operands, ring)
     # One number for each row shifts its logsumexp, and nothing else.
-    out, lse = ring_derivatives.attention(operands._replace(bias=None), ring)
+    out, lse = derivatives.attention(operands._replace(bias=None), ring)
     bias = jnp.broadcast_to(bias, (*lse.shape[:1], lse.shape[2], lse.shape[1], 1))
     shift = jnp.swapaxes(bias[..., 0], 1, 2)
     masked = (shift < MASKED_BIAS) | jnp.isneginf(lse)
@@ -298,7 +306,7 @@ def _same_on_all_devices(axis_name: AxisName, name: str, lengths: Any) -> None:
 def _no_positions(axis_name: AxisName, offsets: Offsets | None) -> None:
     for name in ("query", "key"):
         position = getattr(offsets, name, 0)
-        if isinstance(position, jax.Array) or position != 0:
+        if getattr(position, "ndim", 0) or isinstance(position, jax.Array) or position != 0:
             raise ValueError(
                 f"offsets.{name}: expected 0, got {position}; the place in the ring over axis "
                 f"{axis_name!r} tells the positions"
@@ -317,21 +325,4 @@ def _canonical(
     validate.mask(Mask(booleans=mask.booleans), scores)
     canonical = of_lengths.canonical(batch, *longest) & segments.canonical(batch, rows, columns)
     booleans = Mask(booleans=mask.booleans).canonical(batch, rows, columns)
-    return _top_left(canonical & booleans, longest)
-
-
-def _top_left(mask: Mask, longest: tuple[int, int]) -> Mask:
-    """The same mask without a bottom-right window."""
-    if mask.bottom_right is None:
-        return mask
-    if mask.query_lengths is not None or mask.key_lengths is not None:
-        raise ValueError(
-            "mask: a bottom-right window beside lengths has a diagonal for each batch element, "
-            "which ring_attention does not support; align the window top-left, or pass no lengths"
-        )
-    distance = longest[1] - longest[0]
-    left, right = mask.bottom_right.left, mask.bottom_right.right
-    window = Window(
-        None if left is None else left - distance, None if right is None else right + distance
-    )
-    return dataclasses.replace(mask, bottom_right=None) & Mask(top_left=window)
+    return top_left(canonical & booleans, *longest)

@@ -333,8 +333,8 @@ def mask(
         boolean_mask(element, scores)
 
 
-def offsets(value: Any) -> Any:
-    """``Offsets`` of integer scalars, or None."""
+def offsets(value: Any, batch: int) -> Any:
+    """``Offsets`` of integer scalars, for query and key also [B], or None."""
     if value is None:
         return None
     if not isinstance(value, Offsets):
@@ -344,11 +344,13 @@ def offsets(value: Any) -> Any:
         if name == "num_heads" and number is None:
             continue
         scalar = array(f"offsets.{name}", number)
-        if scalar.ndim != 0 or not jnp.issubdtype(scalar.dtype, jnp.integer):
+        shapes = [(), (batch,)] if name in ("query", "key") else [()]
+        if scalar.shape not in shapes or not jnp.issubdtype(scalar.dtype, jnp.integer):
             raise TypeError(
-                f"offsets.{name} must be an int or an integer scalar array, got dtype "
+                f"offsets.{name} must be an int or an integer array of shape "
+                f"{' or '.join(map(str, shapes))}, got dtype "
                 f"{scalar.dtype}, shape {tuple(scalar.shape)}"
             )
-        if is_host(scalar) and scalar < 0:
-            raise ValueError(f"offsets.{name} must be >= 0, got {int(scalar)}")
+        if is_host(scalar) and scalar.size and scalar.min() < 0:
+            raise ValueError(f"offsets.{name} must be >= 0, got {int(scalar.min())}")
     return value

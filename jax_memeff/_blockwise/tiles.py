@@ -20,7 +20,7 @@ from jax import export, lax
 from jax_memeff._call import dropout
 from jax_memeff._call.divisors import broadcastable, expanded, of_booleans
 from jax_memeff._call.mask import slice_tile
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import DropoutState, Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.static_shapes import require_static
 
@@ -231,10 +231,16 @@ class Problem:
             return None
         if position is not None:
             row, col = row + position.query, col + position.key
-        shape = (self.rows.size, self.cols.size)
-        return self.per_head(
-            dropout.keep_mask(state, self.options.dropout_threshold, row, col, *shape)
-        )
+        threshold, shape = self.options.dropout_threshold, (self.rows.size, self.cols.size)
+        if not (jnp.ndim(row) or jnp.ndim(col)):
+            return self.per_head(dropout.keep_mask(state, threshold, row, col, *shape))
+
+        def one(words: jax.Array, base: jax.Array, row: jax.Array, col: jax.Array) -> jax.Array:
+            own = DropoutState(words[None], base[None], state.head_index)
+            return dropout.keep_mask(own, threshold, row, col, *shape)[0]
+
+        starts = (jnp.broadcast_to(start, state.batch_base.shape) for start in (row, col))
+        return self.per_head(jax.vmap(one)(state.key_words, state.batch_base, *starts))
 
     @property
     def kept_scale(self) -> float:

@@ -156,6 +156,7 @@ def sequence_of(
         dropout=None
         if state is None
         else DropoutState(element(state.key_words), element(state.batch_base), state.head_index),
+        position=jax.tree.map(lambda x: x[index] if x.ndim else x, operands.position),
         sequences=None,
     )
 

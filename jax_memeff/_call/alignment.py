@@ -25,7 +25,7 @@ def top_left(mask: Mask, rows: int, columns: int) -> Mask:
     if mask.query_lengths is not None or mask.key_lengths is not None:
         raise ValueError(
             "mask: a bottom-right window with lengths has a diagonal for each batch index, which "
-            "a sequence that is sharded over devices does not support; align the window top-left, "
+            "a sequence sharded over devices does not support; align the window top-left, "
             "or pass no lengths"
         )
     distance = columns - rows

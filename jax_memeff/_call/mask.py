@@ -301,7 +301,7 @@ class Mask:
             shift = (position.query - position.key).astype(jnp.int32)
         windows = []
         if self.top_left is not None:
-            windows.append((self.top_left, shift.reshape(1, 1, 1, 1)))
+            windows.append((self.top_left, shift.reshape(-1, 1, 1, 1)))
         if self.bottom_right is not None:
             query_lengths, key_lengths = self.query_lengths, self.key_lengths
             query_lengths = (

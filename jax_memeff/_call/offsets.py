@@ -10,12 +10,15 @@ import jax.numpy as jnp
 
 
 class Position(NamedTuple):
-    """The place of local row 0 and column 0 in the global score matrix."""
+    """The place of local row 0 and column 0 in the global score matrix.
+
+    All batch indices have the same, or each its own.
+    """
 
     query: jax.Array
-    """int32[]"""
+    """int32[] or int32[B]"""
     key: jax.Array
-    """int32[]"""
+    """int32[] or int32[B]"""
 
 
 @jax.tree_util.register_dataclass
@@ -25,7 +28,8 @@ class Offsets:
 
     A call that is given the offsets of its arrays computes exactly its part of the unsharded
     answer: windows count from the global rows and columns, and the dropout bits are those of the
-    global element. Every field is an ``int`` or an integer scalar array, which may be traced.
+    global element. Every field is an ``int`` or an integer scalar array, which may be traced;
+    ``query`` and ``key`` may also be integer arrays ``[B]``, on the blockwise path alone.
 
     Args:
         batch: global index of the first batch element.

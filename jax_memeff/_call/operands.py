@@ -192,8 +192,9 @@ OPERANDS: tuple[Operand, ...] = (
     Operand("dropout.key_words", "key_words", ("batch", "words")),
     Operand("dropout.batch_base", "batch_base", ("batch",)),
     Operand("dropout.head_index", "head_index", ("heads",)),
-    Operand("position.query", "query_position", ()),
-    Operand("position.key", "key_position", ()),
+    # Or scalars, which have no dims.
+    Operand("position.query", "query_position", ("batch",)),
+    Operand("position.key", "key_position", ("batch",)),
     Operand(
         "mask.segment_ids.*.0",
         "query_segments",

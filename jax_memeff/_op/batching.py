@@ -59,6 +59,11 @@ class _Array:
         """The size of its own first axis."""
         return self.array.shape[1 if self.mapped else 0]
 
+    @property
+    def has_dims(self) -> bool:
+        """Whether it is no scalar, apart from the mapped axis."""
+        return self.array.ndim > self.mapped
+
     def everywhere(self, size: int) -> jax.Array:
         """With the mapped axis, [size, ...]."""
         if self.mapped:
@@ -196,7 +201,7 @@ def _folded_array(fold: _Fold, item: Item, operands: Any, divisors: Divisors) ->
         return fold.starts(array, fold.size * tokens.array.shape[2 if tokens.mapped else 1])
     if dims[:1] == ("one",):
         return fold.tokens(array)
-    if dims[:1] in (("batch",), ("sequences",)):
+    if dims[:1] in (("batch",), ("sequences",)) and array.has_dims:
         return fold.repeated(array)
     if array.mapped:
         raise _UnfoldableError

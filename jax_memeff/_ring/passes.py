@@ -40,7 +40,7 @@ from jax_memeff._ring.schedule import (
     zigzag,
 )
 
-Method = Literal["ring", "all_gather"]
+Method = Literal["ring", "all_gather", "all_to_all"]
 
 
 @dataclasses.dataclass(frozen=True)

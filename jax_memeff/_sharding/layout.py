@@ -108,7 +108,7 @@ def dims(operands: Any) -> Any:
 
 def named_dims(operand: Operand, shape: tuple[int, ...], operands: Any) -> str:
     """The names of the dims of an array of this shape in the place of an operand."""
-    names = operand.named_dims(is_varlen(operands))
+    names = operand.named_dims(is_varlen(operands)) if shape else ()
     return " ".join(itertools.starmap(_named, zip(names, shape, strict=True)))
 
 

@@ -1,0 +1,68 @@
+"""The folders of the package form a tree: each imports those below it, and no file imports in a
+circle. Imports inside functions count too, because they only hide a circle.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+import jax_memeff
+
+PACKAGE = Path(jax_memeff.__file__).parent
+
+BELOW = {
+    "_call": set(),
+    "_blockwise": {"_call"},
+    "_sharding": {"_call"},
+    "_cuda": {"_call"},
+    "_op": {"_call", "_blockwise", "_sharding", "_cuda"},
+    "_ring": {"_call", "_blockwise", "_op"},
+    "_api": {"_call", "_blockwise", "_sharding", "_op", "_ring"},
+    "flax": {"_call", "_op", "_sharding", "_api"},
+}
+"""The folders that each folder imports, beside the files of the top level."""
+
+
+def imported(file: Path) -> set[str]:
+    """The modules of the package that a file imports, with the names that may be modules."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name.removeprefix("jax_memeff.") for name in found if name.startswith("jax_memeff.")}
+
+
+@pytest.mark.parametrize("folder", BELOW)
+def test_a_folder_imports_those_below_it(folder):
+    rooms = {
+        name.split(".")[0] for file in (PACKAGE / folder).glob("*.py") for name in imported(file)
+    }
+    assert rooms & BELOW.keys() - {folder} <= BELOW[folder]
+
+
+def test_every_folder_is_listed():
+    folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    assert folders - {"codegen"} == BELOW.keys()
+
+
+def test_folders_are_small():
+    for folder in BELOW:
+        assert len(list((PACKAGE / folder).glob("*.py"))) <= 13, folder  # __init__ and a dozen
+
+
+def test_no_file_imports_in_a_circle():
+    files = {
+        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file
+        for folder in BELOW
+        for file in (PACKAGE / folder).glob("*.py")
+        if file.name != "__init__.py"
+    }
+    graph = {name: imported(file) & files.keys() for name, file in files.items()}
+    assert any(graph.values())
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
