@@ -94,6 +94,8 @@ template <class Config, bool kApplied>
 struct PolynomialCap {
   ScoreScale const& scale;
 
+  static constexpr bool kConstantDerivative = false;
+
   template <class Scores>
   CUTE_DEVICE void forward(Scores& scores) const {
     cap_scores(scores, scale.prescale, kApplied ? scale.softmax_scale : 1.0f);
