@@ -16,6 +16,7 @@
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/query_tiles.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
@@ -70,7 +71,7 @@ struct FmhaForwardLargeDimSm80 {
     }
     TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
     Origin const queries = query_origin<Config>(shape, item.batch);
-    Origin const keys = key_origin<Config>(shape, item.batch);
+    KeyValueSource<Config> const source(shape, item.batch, key_head);
     char const* const query_rows =
         row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head);
     // Past a packed sequence the next one begins.
@@ -102,9 +103,7 @@ struct FmhaForwardLargeDimSm80 {
           params.query.row_stride * sizeof(Element), mask.query_length - row,
           shape.head_dim - first);
       TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
-          buffer + QueryStep::kBytes,
-          key_row_pointer<Config>(params.key, keys.batch, keys.row + column, key_head) +
-              first * int(sizeof(Element)),
+          buffer + QueryStep::kBytes, source.row(params.key, column) + first * int(sizeof(Element)),
           params.key.row_stride * sizeof(Element), mask.key_length - column,
           shape.head_dim - first);
     };
@@ -117,10 +116,9 @@ struct FmhaForwardLargeDimSm80 {
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       int const column = tile * kTileKey;
       bool const last = tile == tiles.begin;
-      OutProduct const product = {
-          key_row_pointer<Config>(params.value, keys.batch, keys.row + column, key_head),
-          params.value.row_stride * (long long)sizeof(Element), mask.key_length - column,
-          shape.value_dim};
+      OutProduct const product = {source.row(params.value, column),
+                                  params.value.row_stride * (long long)sizeof(Element),
+                                  mask.key_length - column, shape.value_dim};
 
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);

@@ -18,6 +18,7 @@
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/kernels/forward/combine.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/score_mask.cuh>
@@ -76,8 +77,9 @@ struct FmhaForwardSplitSm80 {
     TileRange const tiles =
         share_of_split(mask.key_tiles(row, kTileQuery, kTileKey), item.split, params.splits);
 
-    char const* const key_rows = key_row_pointer<Config>(params.key, item.batch, 0, key_head);
-    char const* const value_rows = key_row_pointer<Config>(params.value, item.batch, 0, key_head);
+    KeyValueSource<Config> const source(shape, item.batch, key_head);
+    char const* const key_rows = source.row(params.key);
+    char const* const value_rows = source.row(params.value);
     long long const key_row_bytes = params.key.row_stride * sizeof(Element);
     long long const value_row_bytes = params.value.row_stride * sizeof(Element);
     auto load = [&](int tile, int stage) {

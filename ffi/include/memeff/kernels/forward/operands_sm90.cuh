@@ -6,6 +6,7 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 
@@ -150,9 +151,8 @@ struct MappedOperands {
   template <class Tile>
   CUTE_DEVICE Rows<Tile> rows(TensorView const& tensor, TensorMap const& map,
                               WorkItem const& item) const {
-    Origin const origin = key_origin<Config>(params.shape, item.batch);
-    return {map, origin.row, item.head / params.shape.group,
-            element_of<Config>(tensor, origin.batch)};
+    KeyValueSource<Config> const source(params.shape, item.batch, item.head / params.shape.group);
+    return {map, source.origin.row, source.head, source.batch(tensor)};
   }
 };
 
