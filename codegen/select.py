@@ -2,116 +2,97 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from jax_memeff.codegen.problem import DIRECTIONS, F32_DTYPES, Dtype, Problem
-from jax_memeff.codegen.spec import (
-    FAMILIES,
-    SPEC_DTYPES,
-    SPEC_GRADIENTS,
-    KernelSpec,
-    panel_columns,
-)
-from jax_memeff.codegen.support import (
-    bias_access,
-    bias_gradient,
-    family_reasons,
-    mask_kind,
-    pack_heads,
-    spec_reasons,
-    splits_queries,
-    sums_in_order,
-    unsupported_reasons,
-)
-from jax_memeff.codegen.tiles import sm80, sm80_f32, sm90
+from jax_memeff.codegen import features, gpu
+from jax_memeff.codegen.features import AskedBias
+from jax_memeff.codegen.kernels import KERNELS
+from jax_memeff.codegen.kernels.families import LARGE_DIM
+from jax_memeff.codegen.problem import DIRECTIONS, F32_DTYPES, GRADIENTS, Dtype, Problem
+from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec
+from jax_memeff.codegen.strategy import PLAIN, QUERY_ROWS, Strategy
+from jax_memeff.codegen.support import family_reasons, spec_reasons, unsupported_reasons
 from jax_memeff.errors import UnsupportedError
 
-_ALL_DIMS = (*itertools.product(sm80.CLASSES, repeat=2), (sm80.LARGE_DIM, sm80.LARGE_DIM))
+TUNED_DIMS = (
+    (32, 32),
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (192, 128),
+    (192, 192),
+    (256, 256),
+    (LARGE_DIM, LARGE_DIM),
+)
+"""The padded (head_dim, value_dim) that ``build --all`` compiles; (192, 128) is multi-head latent
+attention. Other pairs take the tile of the larger one."""
 
-_ALL_GRADIENTS = (*SPEC_GRADIENTS, "bias")
+_COMMON_BIAS = {"bias": AskedBias("16", "shared")}
 
-_EVERYTHING: dict[str, Any] = {
-    "masks": frozenset({"window", "segments", "boolean"}),
-    "varlen": True,
-    "broadcast_batch": True,
-    "soft_cap": True,
-    "dropout": True,
-    "bias": "32",
-    "bias_layout": "shared",
-    "needs_grad": _ALL_GRADIENTS,
-}
-
-# Plain, each feature alone, all together, as fields of a problem. A window includes causal, so
-# "all" needs no third interval mask.
-_FEATURE_SETS: tuple[dict[str, Any], ...] = (
-    {},
-    {"masks": frozenset({"causal"})},
-    {"masks": frozenset({"window"})},
-    {"varlen": True},
-    {"broadcast_batch": True},
-    {"masks": frozenset({"segments"})},
-    {"masks": frozenset({"boolean"})},
-    {"query_rows": "16"},
-    {"query_rows": "64"},
-    {"query_rows": "consumer_groups"},
-    {"query_rows": "consumer_groups", "varlen": True},
-    {"soft_cap": True},
-    {"dropout": True},
-    {"bias": "16", "needs_grad": _ALL_GRADIENTS},
-    {"bias": "16", "bias_layout": "shared", "needs_grad": _ALL_GRADIENTS},
-    {"bias": "16", "bias_layout": "shared", "bias_alignment": 2, "needs_grad": _ALL_GRADIENTS},
-    {"bias": "16", "bias_layout": "columns", "needs_grad": _ALL_GRADIENTS},
-    {"bias": "16", "bias_layout": "rows"},
-    {"bias": "32", "bias_layout": "shared", "needs_grad": _ALL_GRADIENTS},
-    {"few_keys": True},
-    {"few_keys": True, "bias": "16", "bias_layout": "shared", "needs_grad": _ALL_GRADIENTS},
-    {"deterministic": True},
-    {"deterministic": True, "masks": frozenset({"causal"})},
-    {"deterministic": True, "bias": "16", "bias_layout": "shared", "needs_grad": _ALL_GRADIENTS},
-    {"deterministic": True, "bias": "16", "bias_layout": "columns", "needs_grad": _ALL_GRADIENTS},
-    _EVERYTHING,
-    {**_EVERYTHING, "query_rows": "consumer_groups"},
+_STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
+    *(({}, Strategy(query_rows=rows)) for rows in QUERY_ROWS),
+    ({"varlen": True}, Strategy(query_rows="consumer_groups")),
+    (features.together(), Strategy(query_rows="consumer_groups")),
+    ({}, Strategy(split_q=True)),
+    (_COMMON_BIAS, Strategy(split_q=True)),
 )
 
+# Features whose kernels are others together than alone.
+_PAIRS: tuple[Mapping[str, Any], ...] = (
+    {"deterministic": True, **_COMMON_BIAS},
+    {"deterministic": True, "bias": AskedBias("16", "columns")},
+)
 
-def select(problem: Problem) -> KernelSpec:
-    """The first spec of the ordered table that solves ``problem``.
+_FEATURE_SETS: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
+    ({}, PLAIN),
+    *((alone, PLAIN) for feature in features.FEATURES for alone in feature.alone),
+    *((pair, PLAIN) for pair in _PAIRS),
+    (features.together(), PLAIN),
+    *_STRATEGIES,
+)
+"""Plain, each feature alone, all together, and each strategy. A window includes causal, so "all"
+needs no third interval mask."""
+
+
+def select(problem: Problem, strategy: Strategy = PLAIN) -> KernelSpec:
+    """The first spec of the ordered table that solves ``problem`` with ``strategy``.
 
     Raises ``UnsupportedError`` when there is none; its reasons begin with the inputs and hold each
     reason once when it applies to every spec.
 
-    >>> select(Problem("forward", "bf16", 80, 80, "sm_80", masks=frozenset({"causal"}))).name
+    >>> select(Problem("forward", "bf16", 80, 80, "sm_80", {"mask": "causal"})).name
     'fmha_fwd_bf16_d96_128x64_causal_sm80'
     """
-    inputs = f"asked for: {problem}"
+    inputs = f"asked for: {', '.join(filter(None, map(str, (problem, strategy))))}"
     if reasons := family_reasons(problem):
         raise UnsupportedError([inputs, *reasons])
     refused = []
-    for spec in _table(problem):
-        if not (reasons := spec_reasons(spec, problem)):
+    for spec in _table(problem, strategy):
+        if not (reasons := spec_reasons(spec, problem, strategy)):
             return spec
-        refused.append(f"{spec.name}: {'; '.join(reasons)}")
-    raise UnsupportedError([inputs, *refused])
+        refused.append((spec, reasons))
+    lines = (f"{spec.name}: {'; '.join(reasons)}" for spec, reasons in refused)
+    raise UnsupportedError([inputs, *lines])
 
 
-def explain(problem: Problem) -> list[tuple[KernelSpec, list[str]]]:
+def explain(problem: Problem, strategy: Strategy = PLAIN) -> list[tuple[KernelSpec, list[str]]]:
     """Every spec of the table in the order of choice, with the reasons against it.
 
     The first spec with an empty list is what ``select`` returns. For a dtype without kernels the
     table of bf16 is shown, and the reasons name the dtype.
     """
-    return [(spec, unsupported_reasons(spec, problem)) for spec in _table(problem)]
+    specs = _table(problem, strategy)
+    return [(spec, unsupported_reasons(spec, problem, strategy)) for spec in specs]
 
 
 def closure(
     arch: str,
     *,
     dtypes: Iterable[Dtype] = SPEC_DTYPES,
-    dims: Iterable[tuple[int, int]] = sm80.TUNED_DIMS,
+    dims: Iterable[tuple[int, int]] = TUNED_DIMS,
 ) -> Iterator[KernelSpec]:
     """Specs times {plain, each feature alone, all features} for ``arch``, in a fixed order.
 
@@ -121,30 +102,26 @@ def closure(
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
     37
     """
-    problems = (
-        Problem(
-            direction,
-            dtype,
-            *dims_pair,
-            arch,
-            **_features_of(direction, dtype, features),
-        )
-        for direction, dtype, dims_pair, features in itertools.product(
+    multiplied = gpu.of(arch).dtypes
+    specs = {
+        select(_problem(direction, dtype, pair, arch, asked), strategy)
+        for direction, dtype, pair, (asked, strategy) in itertools.product(
             DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
-    )
-    multiplied = sm80.part(arch).dtypes
-    specs = {select(problem) for problem in problems if problem.dtype in multiplied}
+        if dtype in multiplied and (direction == "forward" or strategy.query_rows is None)
+    }
     yield from sorted(specs, key=lambda spec: spec.sort_key)
 
 
-def _features_of(direction: str, dtype: Dtype, features: dict[str, Any]) -> dict[str, Any]:
-    """A forward computes no gradients, a backward does not split keys for few query rows, and f32
-    has no bias of 16 bits: several feature sets are one there.
-    """
-    if "bias" in features and dtype in F32_DTYPES:
-        features = {**features, "bias": "32"}
-    return {**features, **({"query_rows": None} if direction == "backward" else {"needs_grad": ()})}
+def _problem(
+    direction: Any, dtype: Dtype, dims: tuple[int, int], arch: str, asked: Mapping[str, Any]
+) -> Problem:
+    """f32 has no bias of 16 bits, and a backward computes the gradient of a bias that is there."""
+    bias = asked.get("bias")
+    if bias is not None and dtype in F32_DTYPES:
+        asked = {**asked, "bias": AskedBias("32", bias.layout, bias.alignment)}
+    needs_grad = GRADIENTS if direction == "backward" and bias is not None else ()
+    return Problem(direction, dtype, *dims, arch, asked, needs_grad)
 
 
 def table(arch: str) -> str:
@@ -160,90 +137,36 @@ def table(arch: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-class Row(NamedTuple):
-    """A row of a table of tiles, and where it stands there."""
-
-    family: str
-    padded_head_dim: int
-    padded_value_dim: int
-    tile: sm80.Tile | sm90.Tile
-    split: bool = False
-
-
-def _table(problem: Problem) -> list[KernelSpec]:
-    rows = [*_rows_sm90(problem), *_rows_sm80(problem)]
-    return sorted((_spec(problem, row) for row in rows), key=_order)
+def _table(problem: Problem, strategy: Strategy) -> list[KernelSpec]:
+    specs = []
+    for kernel in KERNELS:
+        if kernel.direction == problem.direction:
+            specs += _specs(kernel, problem, strategy)
+    return sorted(specs, key=_order)
 
 
 def _order(spec: KernelSpec) -> tuple:
-    """Families, then little padding, then few split rows; other rows in the order of tiles/."""
-    split_rows = spec.tile.query if spec.split else math.inf
+    """Families, then little padding, then few split rows; the rest in the order of ``KERNELS`` and
+    of their tiles.
+    """
+    split_rows = spec.tile.query if spec.kernel.splits_keys else math.inf
     return FAMILIES.index(spec.family), spec.padded_head_dim, spec.padded_value_dim, split_rows
 
 
-def _rows_sm80(problem: Problem) -> Iterator[Row]:
-    part = sm80.part(problem.arch)
-    forward = problem.direction == "forward"
-    for padded_head_dim, padded_value_dim in _ALL_DIMS:
-        larger = max(padded_head_dim, padded_value_dim)
-        if problem.dtype in F32_DTYPES:
-            tiles, split = sm80_f32.rows(part, problem.direction, larger), ()
-        else:
-            tiles = (part.forward if forward else part.backward)[larger]
-            split = part.split.get(larger, ()) if forward else ()
-        for tile in tiles:
-            yield Row("sm80", padded_head_dim, padded_value_dim, tile)
-        for tile in split:
-            yield Row("sm80", padded_head_dim, padded_value_dim, tile, split=True)
-
-
-def _rows_sm90(problem: Problem) -> Iterator[Row]:
-    if problem.arch != sm90.ARCH or problem.dtype == "tf32":
-        return
-    if problem.dtype == "f32":
-        yield from _rows_f32_sm90() if problem.direction == "forward" else ()
-        return
-    if problem.direction == "backward":
-        for padded_head_dim, padded_value_dim in itertools.product(sm90.BACKWARD, repeat=2):
-            for tile in sm90.BACKWARD[max(padded_head_dim, padded_value_dim)]:
-                if tile.two_kernel or padded_head_dim == padded_value_dim:
-                    yield Row("sm90", padded_head_dim, padded_value_dim, tile)
-        return
-    for padded_head_dim, padded_value_dim in itertools.product(sm90.CLASSES, repeat=2):
-        # The output leaves from where the queries were, so both have panels of one width.
-        if panel_columns(padded_head_dim) == panel_columns(padded_value_dim):
-            for tile in sm90.FORWARD[max(padded_head_dim, padded_value_dim)]:
-                yield Row("sm90", padded_head_dim, padded_value_dim, tile)
-
-
-def _rows_f32_sm90() -> Iterator[Row]:
-    for padded_head_dim, padded_value_dim in itertools.product(sm90.FORWARD_F32, repeat=2):
-        for tile in sm90.FORWARD_F32[max(padded_head_dim, padded_value_dim)]:
-            yield Row("sm90", padded_head_dim, padded_value_dim, tile)
-
-
-def _spec(problem: Problem, row: Row) -> KernelSpec:
-    spec = KernelSpec(
-        direction=problem.direction,
-        dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
-        padded_head_dim=row.padded_head_dim,
-        padded_value_dim=row.padded_value_dim,
-        tile=row.tile,
-        mask=mask_kind(problem.masks),
-        varlen=problem.varlen,
-        broadcast_batch=problem.broadcast_batch,
-        segments="segments" in problem.masks,
-        boolean="boolean" in problem.masks,
-        soft_cap=problem.soft_cap,
-        dropout=problem.dropout,
-        bias=problem.bias,
-        bias_access=bias_access(problem, large_dim=row.padded_head_dim == sm80.LARGE_DIM),
-        bias_gradient=bias_gradient(problem, row.family),
-        gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.needs_grad),
-        split=row.split,
-        pack_heads=row.split and pack_heads(problem),
-        alignment=16 if row.split or row.family == "sm90" else problem.alignment,
-        family=row.family,
+def _specs(kernel: Kernel, problem: Problem, strategy: Strategy) -> Iterator[KernelSpec]:
+    compiled = tuple(
+        (feature.name, feature.compiled(problem, kernel)) for feature in features.FEATURES
     )
-    spec = dataclasses.replace(spec, deterministic=sums_in_order(spec, problem))
-    return dataclasses.replace(spec, split_q=splits_queries(spec, problem))
+    gradients = tuple(name for name in SPEC_GRADIENTS if name in problem.needs_grad)
+    for row in kernel.rows(problem):
+        spec = KernelSpec(
+            kernel=kernel,
+            dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
+            padded_head_dim=row.padded_head_dim,
+            padded_value_dim=row.padded_value_dim,
+            tile=row.tile,
+            features=compiled,
+            gradients=gradients,
+            alignment=kernel.alignment(problem),
+        )
+        yield kernel.completed(spec, problem, strategy)

@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
-from jax_memeff.codegen.problem import DTYPE_BYTES
-from jax_memeff.codegen.tiles import sm80, sm90
+from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.strategy import Strategy
 
-# Relative, as is its import of this module: pyright knows the package by two names.
-from . import shared_memory
+from . import features as registry
+from .features.feature import Constant, CppType, Feature
+from .problem import DTYPE_BYTES, Direction, Problem
 
-MaskKind = Literal["none", "causal", "window"]
-BiasAccess = Literal["vectors", "words", "columns", "rows", "elements"]
-BiasGradient = Literal["none", "full", "shared", "columns", "dbias_kernel"]
-
-MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
-BIAS_ACCESSES: tuple[BiasAccess, ...] = ("vectors", "words", "columns", "rows", "elements")
-BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns", "dbias_kernel")
 SpecDtype = Literal["f16", "bf16", "f32", "tf32"]
+Family = Literal["sm90", "sm80"]
 
 SPEC_DTYPES: tuple[SpecDtype, ...] = ("f16", "bf16", "f32", "tf32")
 SPEC_GRADIENTS = ("query", "key", "value")
-FAMILIES = ("sm90", "sm80")
+Grid = Literal[
+    "queries", "key_splits", "combines", "keys", "q_splits", "bias", "bias_squares", "operands"
+]
+FAMILIES: tuple[Family, ...] = ("sm90", "sm80")
 """In the order of choice."""
-COMBINE_THREADS = 128
-F16X3_SPLIT_THREADS = 256
 
+_ELEMENTS = {
+    "f16": "cutlass::half_t",
+    "bf16": "cutlass::bfloat16_t",
+    "f32": "memeff::Tf32x3",
+    "tf32": "memeff::Tf32",
+}
 
-class EntryPoint(NamedTuple):
-    """A ``__global__`` function of the source, and what a launch of it needs.
-
-    ``shared_bytes`` is the dynamic shared memory of a block, ``grid`` what blocks are tiles of (a
-    bias gradient by tiles of scores, or by squares of as many queries as keys; operands are query,
-    key and value by rows), ``takes_maps`` whether the tensor maps of the spec are its second
-    parameter, and ``block_mask`` what says which tiles it visits.
-    """
-
-    name: str
-    threads: int
-    shared_bytes: int
-    grid: Literal["queries", "keys", "q_splits", "bias", "bias_squares", "operands"] = "queries"
-    takes_maps: bool = False
-    block_mask: BlockMask | None = None
+_Compiled = TypeVar("_Compiled")
 
 
 class BlockMask(NamedTuple):
-    """What says which tiles of scores, of ``query`` rows and ``key`` columns, a kernel visits: a
-    line for each tile of ``lines`` (ffi/include/memeff/mask/block_mask.cuh).
+    """Which tiles of scores, of ``query`` rows and ``key`` columns, a kernel skips: a row of blocks
+    for each tile of ``lines`` (ffi/include/memeff/mask/block_mask.cuh).
     """
 
     lines: Literal["queries", "keys"]
@@ -57,112 +47,247 @@ class BlockMask(NamedTuple):
 
     @property
     def name(self) -> str:
-        """That of the buffer."""
+        """The name of the buffer."""
         return f"{self.lines}_{self.query}x{self.key}"
 
 
+class EntryPoint(NamedTuple):
+    """A ``__global__`` function of the source, and what a launch of it needs.
+
+    ``shared_bytes`` is the dynamic shared memory of a block. ``grid`` says what a block is a tile
+    of: rows of queries or keys, parts of the keys of a query tile (``key_splits``) whose results
+    ``combines`` adds up, parts of the queries of a key tile (``q_splits``), tiles of scores
+    (``bias``) or squares of them (``bias_squares``), rows of query, key and value (``operands``).
+    ``takes_maps`` is whether the tensor maps of the spec are its second parameter.
+    ``cpp_class`` is the device class that it runs, and ``blocks`` the blocks on an SM that it is
+    compiled for, in C++; the class says so if it is "".
+    """
+
+    name: str
+    threads: int
+    shared_bytes: int
+    grid: Grid = "queries"
+    takes_maps: bool = False
+    block_mask: BlockMask | None = None
+    cpp_class: str = ""
+    blocks: str = ""
+
+
 class TensorMap(NamedTuple):
-    """A tensor in global memory and the box of it that one copy moves."""
+    """A tensor in global memory and the box of it that TMA moves at a time."""
 
     name: str
     rows: int
     columns: int
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelSpec:
-    """A kernel. Two equal specs give the same source.
+class Workspace(NamedTuple):
+    """Global memory that the kernels of a spec write beside their results."""
 
-    ``padded_head_dim`` (of query and key) and ``padded_value_dim`` are padded dims; the real ones
-    are run-time parameters. ``gradients`` are those that a backward computes, and () in a forward;
-    the gradient of the bias is apart, because there are several ways to sum it. ``bias`` is the
-    number of bits of its elements, and ``bias_access`` how they come to the scores
-    (ffi/include/memeff/core/common.cuh).
-    ``split`` is a forward that splits the keys over blocks and combines their results; with
-    ``pack_heads`` its tiles have the rows of all query heads that share a key head.
-    ``alignment`` is what rows of query, key, value, output and gradients begin at multiples of, in
-    bytes.
-    ``deterministic`` kernels add what several blocks contribute in the same order in every run.
-    ``shares`` is a backward in which several blocks may share a tile of keys.
+    name: str
+    shape: tuple[int, ...]
+    dtype: Literal["float32", "int32"] = "float32"
+
+
+class Tile(Protocol):
+    """A row of a kernel's table, a dataclass: what every tile says (``kernels/families.py``)."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def query(self) -> int: ...
+    @property
+    def key(self) -> int: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def modifiers(self) -> tuple[str, ...]: ...
+    @property
+    def masks(self) -> tuple[str, ...]: ...
+    @property
+    def spill_bytes(self) -> int: ...
+    @property
+    def blocks_per_sm(self) -> int: ...
+
+
+class Row(NamedTuple):
+    """A tile, and the padded head dims that it is tried for."""
+
+    padded_head_dim: int
+    padded_value_dim: int
+    tile: Tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel(abc.ABC):
+    """A device kernel: everything that is particular to it. One module of ``kernels/`` for each
+    file of ffi/include/memeff/kernels with the same ``stem``.
+
+    It has no state, so that two kernels of one class are equal, in other processes too.
     """
 
-    direction: Literal["forward", "backward"]
+    stem: ClassVar[str]
+    direction: ClassVar[Direction]
+    family: ClassVar[Family]
+    class_name: ClassVar[str]
+    """The device class of the main entry point."""
+    reads_bias_by_elements: ClassVar[bool] = False
+    """Whether a bias that is not broadcast over rows or columns comes element by element."""
+    sums_common_bias: ClassVar[bool] = True
+    """Whether the kernel adds up the gradient of a bias that batch indices or heads have in common.
+    Otherwise a dbias kernel does."""
+    owns_outputs: ClassVar[bool] = False
+    """Whether a backward writes each gradient from the blocks that own it, without sums."""
+    splits_keys: ClassVar[bool] = False
+    """Whether a forward splits the keys over blocks."""
+    moves_unaligned_rows_in_pieces: ClassVar[bool] = False
+    """Whether rows that are not aligned to 16 bytes take registers in the main loop."""
+    persistent: ClassVar[bool] = False
+    """Whether the blocks of a grid no larger than the GPU share all tiles of a problem."""
+
+    @abc.abstractmethod
+    def rows(self, problem: Problem) -> Iterator[Row]:
+        """The tiles for the architecture, dtype and direction of a problem, in order."""
+
+    @abc.abstractmethod
+    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
+        """What this kernel lacks beside its features."""
+
+    @abc.abstractmethod
+    def threads(self, spec: KernelSpec) -> int:
+        """Threads of a block of the main entry point."""
+
+    def computing_threads(self, spec: KernelSpec) -> int:
+        """The threads of the main entry point less those that only copy."""
+        return self.threads(spec)
+
+    @abc.abstractmethod
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        """Dynamic shared memory of a block of the main entry point; the compiler asserts it."""
+
+    @abc.abstractmethod
+    def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
+        """The functions of the source in launch order."""
+
+    @abc.abstractmethod
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        """Lines of the configuration beside those that every kernel has."""
+
+    @abc.abstractmethod
+    def workspaces(
+        self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
+    ) -> Iterator[Workspace]:
+        """What the entry points write beside results, for a call of these sizes."""
+
+    def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
+        """What TMA moves, in the order of the maps."""
+        return ()
+
+    def defines(self, spec: KernelSpec) -> str:
+        """Macros before the includes of the source."""
+        return ""
+
+    def element(self, spec: KernelSpec) -> str:
+        """The C++ type of query, key and value in products."""
+        return _ELEMENTS[spec.dtype]
+
+    def columns(self, spec: KernelSpec) -> tuple[int, int]:
+        """Columns of gradients of query and key, and of outputs, that accumulators hold."""
+        return spec.padded_head_dim, spec.padded_value_dim
+
+    def words(self, spec: KernelSpec) -> list[str]:
+        """Its words in the name of a spec, behind the tile."""
+        return []
+
+    def gradient_words(self, spec: KernelSpec) -> list[str]:
+        """Its words in the name of a spec, behind the gradients."""
+        return []
+
+    def dims_word(self, spec: KernelSpec) -> str:
+        """The head dims in the name of a spec."""
+        value = "" if spec.padded_value_dim == spec.padded_head_dim else f"v{spec.padded_value_dim}"
+        return f"d{spec.padded_head_dim}{value}"
+
+    def alignment(self, problem: Problem) -> int:
+        """Bytes that rows in global memory begin at multiples of, as far as the kernel uses it."""
+        return problem.alignment
+
+    def has_tma_bias(self, spec: KernelSpec) -> bool:
+        """Whether TMA brings tiles of the bias."""
+        return False
+
+    def reads_block_mask(self, spec: KernelSpec) -> bool:
+        """Whether a block mask says which tiles to skip if masks are arrays."""
+        return True
+
+    def completed(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> KernelSpec:
+        """``spec`` with the fields that this kernel alone sets."""
+        return spec
+
+    def adds_across_blocks(self, problem: Problem) -> bool:
+        """Whether several blocks add to a gradient, in an order that only waiting gives them; dk,
+        dv and full bias gradients have one.
+        """
+        bias = registry.BIAS.compiled(problem, self)
+        query_sums = "query" in problem.needs_grad and not self.owns_outputs
+        return query_sums or (bias is not None and bias.gradient == "columns")
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSpec:
+    """A kernel with everything that it is compiled for. Two equal specs give the same source.
+
+    ``padded_head_dim`` (of query and key) and ``padded_value_dim`` are padded dims; the real ones
+    are run-time parameters. ``spec[feature]`` is what the kernel has of a feature.
+    ``gradients`` are those of query, key and value that a backward computes, and () in a forward.
+    ``alignment`` is what rows of query, key, value, output and gradients begin at multiples of, in
+    bytes. ``pack_heads`` is whether tiles of a split forward have the rows of all query heads that
+    share a key head, and ``split_q`` whether blocks of a backward may share a tile of keys.
+    """
+
+    kernel: Kernel
     dtype: SpecDtype
     padded_head_dim: int
     padded_value_dim: int
-    tile: sm80.Tile | sm90.Tile
-    mask: MaskKind = "none"
-    varlen: bool = False
-    broadcast_batch: bool = False
-    soft_cap: bool = False
-    segments: bool = False
-    boolean: bool = False
-    dropout: bool = False
-    bias: Literal["16", "32"] | None = None
-    bias_access: BiasAccess = "vectors"
-    bias_gradient: BiasGradient = "none"
+    tile: Tile
+    features: tuple[tuple[str, Any], ...]
     gradients: tuple[str, ...] = ()
-    split: bool = False
-    pack_heads: bool = False
     alignment: int = 16
-    deterministic: bool = False
+    pack_heads: bool = False
     split_q: bool = False
-    family: str = "sm80"
+
+    def __getitem__(self, feature: Feature[Any, _Compiled]) -> _Compiled:
+        return self.features[registry.POSITION[feature.name]][1]
 
     @property
     def name(self) -> str:
         """``fmha_fwd_bf16_d192v128_128x64_causal_softcap_sm80``, also the main entry point."""
-        dims = "large" if self.large_dim else f"d{self.padded_head_dim}"
-        value = "" if self.padded_value_dim == self.padded_head_dim else f"v{self.padded_value_dim}"
+        kernel = self.kernel
         words = [
             "fmha",
             "fwd" if self.direction == "forward" else "bwd",
             self.dtype,
-            f"{dims}{value}",
+            kernel.dims_word(self),
             f"{self.tile.query}x{self.tile.key}",
+            *kernel.words(self),
         ]
-        words += ["split"] if self.split else []
-        words += ["gqa"] if self.pack_heads else []
-        words += ["groups"] if self.consumer_groups > 1 else []
-        words += [self.mask] if self.mask != "none" else []
-        words += ["varlen"] if self.varlen else []
-        words += ["vmap"] if self.broadcast_batch else []
-        words += [word for word in ("segments", "boolean") if getattr(self, word)]
-        words += ["softcap"] if self.soft_cap else []
-        words += ["dropout"] if self.dropout else []
-        if self.bias:
-            usual = "elements" if self.large_dim else "vectors"
-            access = "" if self.bias_access == usual else self.bias_access
-            words.append(f"bias{self.bias}{access}")
+        words += [feature.tag(self[feature], kernel) for feature in registry.FEATURES]
+        words += [f"align{self.alignment}"] if self.alignment != 16 else []
         if self.direction == "backward" and self.gradients != SPEC_GRADIENTS:
             words.append("".join(f"d{gradient[0]}" for gradient in self.gradients) or "only")
-        words += [f"dbias{self.bias_gradient}"] if self.bias_gradient != "none" else []
-        words += [f"align{self.alignment}"] if self.alignment != 16 else []
-        words += ["deterministic"] if self.deterministic else []
-        words += ["splitq"] if self.split_q else []
-        return "_".join([*words, self.family])
+        words += [feature.gradient_tag(self[feature]) for feature in registry.FEATURES]
+        words += [*kernel.gradient_words(self), self.family]
+        return "_".join(filter(None, words))
 
     @property
-    def cpp_type(self) -> str:
-        """The device class the source instantiates."""
-        kernel = "FmhaForward" if self.direction == "forward" else "FmhaBackward"
-        kernel += "Split" if self.split else "LargeDim" if self.large_dim else ""
-        return f"memeff::{kernel}{self.family.capitalize()}<Config>"
+    def direction(self) -> Direction:
+        """That of the kernel."""
+        return self.kernel.direction
 
     @property
-    def f16x3(self) -> bool:
-        """Whether a forward multiplies f32 in products of f16, which a kernel before it writes."""
-        return self.family == "sm90" and self.dtype == "f32"
-
-    @property
-    def two_kernel(self) -> bool:
-        """Whether a backward has a kernel for dq, and one for dk and dv, that wgmma computes."""
-        return isinstance(self.tile, sm90.Tile) and self.tile.two_kernel
-
-    @property
-    def large_dim(self) -> bool:
-        """Whether the kernel takes any head dim, in steps and chunks of its columns."""
-        return self.padded_head_dim == sm80.LARGE_DIM
+    def family(self) -> Family:
+        """The instructions of its products: wgmma (sm90) or mma.sync (sm80)."""
+        return self.kernel.family
 
     @property
     def element_bytes(self) -> int:
@@ -170,258 +295,84 @@ class KernelSpec:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def bias_element(self) -> str:
+        """The C++ type of a bias that has the dtype of the query."""
+        return _ELEMENTS[self.dtype]
+
+    @property
     def threads(self) -> int:
-        """Threads of a block of the main kernel."""
-        if isinstance(self.tile, sm90.Tile):
-            return sm90.WARPGROUP_THREADS * (self.consumers + 1)
-        return 32 * self.tile.warps
+        """Threads of a block of the main entry point."""
+        return self.kernel.threads(self)
 
     @property
     def computing_threads(self) -> int:
-        """The threads of the main kernel less those that only copy."""
-        if isinstance(self.tile, sm90.Tile):
-            return sm90.WARPGROUP_THREADS * self.consumers
-        return self.threads
+        """The threads of the main entry point less those that only copy."""
+        return self.kernel.computing_threads(self)
 
     @property
-    def consumers(self) -> int:
-        """Warpgroups that compute: each owns 64 queries in a forward, alone or in turn with those
-        of other teams, and 64 keys in a backward that is not divided.
-        """
-        by_query = self.direction == "forward" or self.two_kernel
-        rows = self.tile.query if by_query else self.tile.key
-        return rows // sm90.WARPGROUP_ROWS * self.consumer_groups
-
-    @property
-    def consumer_groups(self) -> int:
-        """Warpgroups that share rows of a forward."""
-        return self.tile.consumer_groups if isinstance(self.tile, sm90.Tile) else 1
-
-    @property
-    def owns_outputs(self) -> bool:
-        """Whether a backward writes each gradient from the blocks that own it, without sums."""
-        return self.large_dim or self.two_kernel
-
-    @property
-    def tma_bias(self) -> bool:
-        """Whether the copy engine brings tiles of the bias."""
-        if not isinstance(self.tile, sm90.Tile) or self.direction == "forward":
-            return False
-        return self.bias == "16" and self.bias_access == "vectors"
-
-    @property
-    def orders_queries(self) -> bool:
-        """Whether blocks that add to the gradient of the query wait for each other."""
-        return self.deterministic and "query" in self.gradients and not self.owns_outputs
-
-    @property
-    def has_block_mask(self) -> bool:
-        """Whether segment ids and boolean masks say which tiles the kernel visits."""
-        by_elements = self.split or self.varlen or self.large_dim or self.consumer_groups > 1
-        return (self.segments or self.boolean) and not by_elements
-
-    def _block_mask(
-        self, lines: Literal["queries", "keys"], rows: int | None = None, columns: int | None = None
-    ) -> BlockMask | None:
-        """Of tiles of so many rows and columns, those of the spec by default."""
-        if not self.has_block_mask:
-            return None
-        return BlockMask(lines, rows or self.tile.query, columns or self.tile.key)
-
-    @property
-    def block_masks(self) -> frozenset[BlockMask]:
-        """The maps of all entry points."""
-        return frozenset(entry.block_mask for entry in self.entry_points if entry.block_mask)
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block of the main entry point, or of the larger of two."""
+        return self.kernel.shared_bytes(self)
 
     @property
     def entry_points(self) -> tuple[EntryPoint, ...]:
         """The functions of the source in launch order."""
-        maps = bool(self.tensor_maps)
-        grid = "q_splits" if self.split_q else "keys"
-        main = EntryPoint(
-            self.name, self.threads, self.shared_bytes, grid, maps, self._block_mask("keys")
-        )
-        if self.split:
-            combine = EntryPoint(f"{self.name}_combine", COMBINE_THREADS, 0)
-            return (main._replace(grid="queries"), combine)
-        if self.direction == "forward":
-            halve = EntryPoint(f"{self.name}_split", F16X3_SPLIT_THREADS, 0, "operands")
-            main = main._replace(grid="queries", block_mask=self._block_mask("queries"))
-            return (halve, main) if self.f16x3 else (main,)
-        # The last two read sums as the threads of the main kernel laid them out.
-        threads = self.computing_threads
-        preprocess = EntryPoint(f"{self.name}_preprocess", threads, 0)
-        entries = [preprocess, *self._owners] if self.owns_outputs else [preprocess, main]
-        if "query" in self.gradients and not self.owns_outputs:
-            query_tile = self.tile.query * self.padded_head_dim * self.element_bytes
-            entries.append(EntryPoint(f"{self.name}_postprocess", threads, query_tile))
-        if self.bias_gradient in ("shared", "columns"):
-            entries.append(EntryPoint(f"{self.name}_dbias_postprocess", threads, 0, "bias"))
-        if self.bias_gradient == "dbias_kernel":
-            recompute = EntryPoint(
-                f"{self.name}_dbias", self.threads, 0, "bias", maps, self._block_mask("queries")
-            )
-            shared_bytes = self.shared_bytes if self.large_dim else shared_memory.dbias_sm80(self)
-            if self.family == "sm90":
-                side = max(self.tile.query, self.tile.key)
-                block_mask = self._block_mask("queries", side, side)
-                recompute = recompute._replace(grid="bias_squares", block_mask=block_mask)
-                shared_bytes, _ = shared_memory.dbias_sm90(self)
-            entries.append(recompute._replace(shared_bytes=shared_bytes))
-        return tuple(entries)
+        return self.kernel.entry_points(self)
 
     @property
-    def _owners(self) -> list[EntryPoint]:
-        """One for the gradient of the query, one for the others."""
-        maps = bool(self.tensor_maps)
-        query_bytes, key_bytes = self._owned_bytes if self.two_kernel else 2 * (self.shared_bytes,)
-        rows = sm90.WARPGROUP_ROWS if self.two_kernel else None
-        query_map, key_map = self._block_mask("queries"), self._block_mask("keys", rows)
-        name, threads = self.name, self.threads
-        query = EntryPoint(f"{name}_dq", threads, query_bytes, "queries", maps, query_map)
-        key = EntryPoint(f"{name}_dkdv", threads, key_bytes, "keys", maps, key_map)
-        sums_bias = self.bias_gradient == "columns" or (
-            self.large_dim and self.bias_gradient in ("full", "shared")
-        )
-        others = {"key", "value"} & set(self.gradients) or sums_bias
-        return [query] * ("query" in self.gradients) + [key] * bool(others)
+    def tensor_maps(self) -> tuple[TensorMap, ...]:
+        """What TMA moves, in the order of the maps."""
+        return self.kernel.tensor_maps(self)
 
     @property
-    def _owned_bytes(self) -> tuple[int, int]:
-        """Dynamic shared memory of the two kernels of a divided backward."""
-        key_bytes, _ = shared_memory.dkdv_sm90(self)
-        return shared_memory.dq_sm90(self), key_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block of the main kernel, or of the larger of two; the
-        compiler asserts the number.
-        """
-        if self.two_kernel:
-            return max(self._owned_bytes)
-        forward = self.direction == "forward"
-        if isinstance(self.tile, sm90.Tile):
-            sizes = shared_memory.forward_sm90 if forward else shared_memory.backward_sm90
-            return sizes(self, self.tile)
-        if self.split:
-            return shared_memory.split_sm80(self)
-        if self.large_dim:
-            sizes = (
-                shared_memory.large_dim_forward_sm80
-                if forward
-                else shared_memory.large_dim_backward_sm80
-            )
-        else:
-            sizes = shared_memory.forward_sm80 if forward else shared_memory.backward_sm80
-        return sizes(self)
-
-    @property
-    def dbias_stages(self) -> int:
-        """Pairs of parts of operands in the kernel for the gradient of a shared bias on wgmma."""
-        _, stages = shared_memory.dbias_sm90(self)
-        return stages
-
-    @property
-    def key_buffers(self) -> sm90.KeyBuffers:
-        """Buffers of the kernel of a divided backward that owns keys."""
-        _, buffers = shared_memory.dkdv_sm90(self)
-        return buffers
+    def tma_bias(self) -> bool:
+        """Whether TMA brings tiles of the bias."""
+        return self.kernel.has_tma_bias(self)
 
     @property
     def persistent(self) -> bool:
         """Whether the blocks of a grid no larger than the GPU share all tiles of a problem."""
-        return isinstance(self.tile, sm90.Tile) and self.direction == "forward"
+        return self.kernel.persistent
 
     @property
-    def tensor_maps(self) -> tuple[TensorMap, ...]:
-        """What the kernel moves through the copy engine, in the order of its maps."""
-        if not isinstance(self.tile, sm90.Tile) or self.f16x3:
-            return ()
-        head, value = panel_columns(self.padded_head_dim), panel_columns(self.padded_value_dim)
-        if self.direction == "forward":
-            return (
-                TensorMap("query", sm90.WARPGROUP_ROWS, head),
-                TensorMap("key", self.tile.key, head),
-                TensorMap("value", self.tile.key, value),
-            )
-        queries = sm90.WARPGROUP_ROWS if self.two_kernel else self.tile.query
-        bias = (TensorMap("bias", queries, panel_columns(self.tile.key)),)
-        return (
-            TensorMap("query", queries, head),
-            TensorMap("key", self.tile.key, head),
-            TensorMap("value", self.tile.key, value),
-            TensorMap("out_gradient", queries, value),
-            TensorMap("query_gradient", sm90.WARPGROUP_ROWS, head),
-            TensorMap("key_gradient", sm90.WARPGROUP_ROWS, head),
-            TensorMap("value_gradient", sm90.WARPGROUP_ROWS, value),
-            *(bias if self.tma_bias else ()),
-        )
+    def orders_queries(self) -> bool:
+        """Whether blocks that add to the gradient of the query wait for each other."""
+        ordered = self[registry.DETERMINISTIC] and "query" in self.gradients
+        return ordered and not self.kernel.owns_outputs
 
     @property
-    def products(self) -> dict[str, tuple[int, int]]:
-        """The matrix products that the warps of a block share, as (rows, columns)."""
-        query, key = self.tile.query, self.tile.key
-        if isinstance(self.tile, sm90.Tile):
-            return {}  # wgmma divides them
-        if self.split:
-            return {"S": (query, key)}
-        if self.direction == "forward":
-            return {"S": (query, key), "out": (query, self.value_columns)}
-        return {
-            "S": (query, key),
-            "dq": (query, self.head_columns),
-            "dk": (key, self.head_columns),
-            "dv": (key, self.value_columns),
-        }
+    def has_block_mask(self) -> bool:
+        """Whether a block mask says which tiles the kernel skips."""
+        by_arrays = any(self[feature] for feature in registry.FEATURES if feature.has_block_mask)
+        return by_arrays and not self[registry.VARLEN] and self.kernel.reads_block_mask(self)
+
+    def block_mask(
+        self, lines: Literal["queries", "keys"], query: int | None = None, key: int | None = None
+    ) -> BlockMask | None:
+        """The block mask of tiles of ``query`` rows and ``key`` columns, by default of the tile."""
+        if not self.has_block_mask:
+            return None
+        return BlockMask(lines, query or self.tile.query, key or self.tile.key)
 
     @property
-    def head_columns(self) -> int:
-        """Columns of dq and dk that accumulators hold: a chunk of them in a wide kernel."""
-        return self.tile.chunk or self.padded_head_dim
-
-    @property
-    def value_columns(self) -> int:
-        """Columns of out and dv that accumulators hold."""
-        return self.tile.chunk or self.padded_value_dim
-
-    @property
-    def warp_rows(self) -> tuple[int, ...]:
-        """How many rows of a product a warp may own; in the forward each owns whole rows."""
-        if self.direction == "backward" or self.large_dim:
-            return (16, 32)
-        if isinstance(self.tile, sm90.Tile):
-            return (16,)
-        return (self.tile.query * self.tile.key_warps // self.tile.warps,)
+    def block_masks(self) -> frozenset[BlockMask]:
+        """Those of all entry points."""
+        return frozenset(entry.block_mask for entry in self.entry_points if entry.block_mask)
 
     @property
     def sort_key(self) -> tuple:
-        """Specs are tried in this order: little padding, then few split rows, then large tiles."""
+        """The order of ``closure``: little padding, then few split rows, then large tiles."""
         return (
             FAMILIES.index(self.family),
             ("forward", "backward").index(self.direction),
             SPEC_DTYPES.index(self.dtype),
             self.padded_head_dim,
             self.padded_value_dim,
-            self.tile.query if self.split else math.inf,
+            self.tile.query if self.kernel.splits_keys else math.inf,
             -self.tile.query * self.tile.key,
-            MASK_KINDS.index(self.mask),
-            self.varlen,
-            self.broadcast_batch,
-            self.segments,
-            self.boolean,
-            self.soft_cap,
-            self.dropout,
-            self.bias or "",
-            BIAS_ACCESSES.index(self.bias_access),
-            BIAS_GRADIENTS.index(self.bias_gradient),
+            *(feature.sort_key(self[feature]) for feature in registry.FEATURES),
             -len(self.gradients),
             self.gradients,
             -self.alignment,
-            self.deterministic,
             self.split_q,
         )
-
-
-def panel_columns(dim: int) -> int:
-    """Columns of the panels that a shared tile of ``dim`` columns consists of."""
-    return 64 if dim % 64 == 0 else 32

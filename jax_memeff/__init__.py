@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jax_memeff import dropout as dropout
     from jax_memeff._api.attention import dot_product_attention as dot_product_attention
     from jax_memeff._api.check import check as check
+    from jax_memeff._api.patch import patch_jax_nn as patch_jax_nn
     from jax_memeff._api.qkv_packed import (
         dot_product_attention_packed as dot_product_attention_packed,
     )
@@ -41,6 +42,7 @@ _MODULE_OF = {
     "dot_product_attention_packed": "_api.qkv_packed",
     "export_disabled_checks": "_cuda.export",
     "forward_mode": "_op.vjp",
+    "patch_jax_nn": "_api.patch",
     "register_targets": "_cuda.export",
     "ring_attention": "_api.ring",
     "unzigzag": "_ring.schedule",

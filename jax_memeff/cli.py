@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -20,10 +21,12 @@ from rich.table import Table
 from jax_memeff import config
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
-from jax_memeff.codegen.problem import BIAS_LAYOUTS, DIRECTIONS, DTYPES, QUERY_ROWS, Problem
+from jax_memeff.codegen.features import FEATURES
+from jax_memeff.codegen.kernels.families import PADDED_DIMS
+from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
+from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
 from jax_memeff.codegen.support import family_reasons
-from jax_memeff.codegen.tiles import sm80
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import headers, nvrtc, parts, program_cache
 from jax_memeff.codegen.toolchain.parallel import compile_many
@@ -31,7 +34,6 @@ from jax_memeff.errors import CompileError, UnsupportedError
 
 _FILE_WIDTH = 160
 _INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
-_MASK_FLAGS = ("causal", "window", "segments", "boolean")
 
 _NO_ARCH = (
     "no architecture to work for: pass --arch sm_90a, or set JAX_MEMEFF_ARCHS "
@@ -85,7 +87,7 @@ def _toolchain() -> Table:
         table.add_row(part.title, escape(path), via)
     if None in found.values():
         for place, value in parts.searched().items():
-            table.add_row(f"searched {place}", escape(value))
+            table.add_row(f"searched {place}", escape(value.replace(os.pathsep, "\n")))
         table.add_row("to install it", escape(parts.INSTALL))
     return table
 
@@ -118,16 +120,17 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
     code = 0
     for arch in _archs(options):
         problem = _problem(options, arch)
-        out.print(f"[bold]{problem}[/bold]")
+        strategy = Strategy(options.query_rows, options.split_q)
+        out.print(f"[bold]{', '.join(filter(None, map(str, (problem, strategy))))}[/bold]")
         reasons = family_reasons(problem)
         for reason in reasons:
             out.print(f"  {reason}", style="red", markup=False)
         if reasons:
             code = 1
             continue
-        selected = select.select(problem)
+        selected = select.select(problem, strategy)
         table = _table("kernel", "shared bytes", "verdict")
-        for spec, refused in select.explain(problem):
+        for spec, refused in select.explain(problem, strategy):
             verdict = "; ".join(refused) or (
                 f"selected: {spec.tile.reason}" if spec == selected else "fits, with more padding"
             )
@@ -145,7 +148,7 @@ def _grid(spec: KernelSpec, sequence: int) -> str:
     tile = spec.tile.query if forward else spec.tile.key
     rows, heads = ("query", "query heads") if forward else ("key", "key heads")
     count = -(-sequence // tile)
-    if spec.split:
+    if spec.kernel.splits_keys:
         return f"{count} tiles of {tile} rows; as many splits of the keys as fill the device"
     return f"{count} tiles of {tile} {rows} rows for each of the {heads} and batch elements"
 
@@ -222,28 +225,19 @@ def _table(name: str, *columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column(name, no_wrap=True, overflow="fold")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     return table
 
 
 def _problem(options: argparse.Namespace, arch: str) -> Problem:
-    masks = {name for name in _MASK_FLAGS if getattr(options, name)}
     return Problem(
         direction=options.direction,
         dtype=options.dtype,
         head_dim=options.head_dim,
         value_dim=options.value_dim or options.head_dim,
         arch=arch,
+        features={feature.name: feature.from_flags(options) for feature in FEATURES},
         sequence=options.seq,
-        masks=frozenset(masks),
-        varlen=options.varlen,
-        broadcast_batch=options.broadcast_batch,
-        bias=options.bias,
-        bias_layout=options.bias_layout,
-        dropout=options.dropout,
-        soft_cap=options.soft_cap,
-        deterministic=options.deterministic,
-        query_rows=options.query_rows,
     )
 
 
@@ -303,20 +297,14 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--seq", type=int, help="rows, to show the number of tiles")
     explain.add_argument(
         "--query-rows",
-        choices=[rows for rows in QUERY_ROWS if rows],
+        choices=QUERY_ROWS,
         help="few queries: they fit into so many rows, and the keys are split",
     )
-    features = "varlen", "broadcast-batch", "soft-cap", "dropout", "deterministic"
-    for flag in (*_MASK_FLAGS, *features):
-        explain.add_argument(f"--{flag}", action="store_true")
-    explain.add_argument("--bias", choices=("16", "32"), help="bits of a bias element")
     explain.add_argument(
-        "--bias-layout",
-        choices=BIAS_LAYOUTS,
-        default=BIAS_LAYOUTS[0],
-        help="broadcast over batch elements or heads (shared), over rows (columns), or over "
-        "columns (rows)",
+        "--split-q", action="store_true", help="few keys: blocks of a backward share a tile of them"
     )
+    for feature in FEATURES:
+        feature.add_flags(explain)
 
     build = add(
         "build", _build, "compile kernels into the cache: plain, each feature alone, all features"
@@ -328,8 +316,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    classes = ", ".join(map(str, sm80.CLASSES))
+    classes = ", ".join(map(str, PADDED_DIMS))
     parser.add_argument(
-        "--head-dim", type=int, required=required, help=f"padded to one of {classes}, or wide"
+        "--head-dim", type=int, required=required, help=f"padded to one of {classes}, or large"
     )
     parser.add_argument("--value-dim", type=int, help="default: the head dim")

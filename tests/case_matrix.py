@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import oracle
 from attention_case import Case
-from kernel_cases import BIASES, BOOLEANS, CAUSAL, MASKS, WINDOW
+from kernel_cases import CAUSAL, MASKS, WINDOW
+
+from jax_memeff.codegen.features import FEATURES
 
 Row = Mapping[str, Any]
 
@@ -51,30 +53,38 @@ _LEAST_ROWS = 0.05
 _SIZES = ((1, 77), (20, 77), (65, 129), (257, 96), (128, 128), (129, 129), (200, 200))
 _HEADS = ((2, 2), (4, 2), (3, 1))
 
-AXES: Row = {
+# Axes that belong to no single feature.
+_SHAPES: Row = {
     "dims": _DIMS,
-    "bias": (None, *BIASES),
     "sizes": _SIZES,
-    "mask": MASKS,
-    "boolean": ((), *BOOLEANS),
     "dtype": ("bfloat16", "float16", "float32", "tf32"),
     "layout": ("padded", "lengths", "packed", "projections"),
-    "segments": (0, 1, 2, "in blocks"),
     "heads": _HEADS,
-    "dropout": (0.0, 0.1, 0.5),
-    "bias_dtype": (None, "float32"),
-    "soft_cap": (None, 2.0),
+}
+_OTHERS: Row = {
     "negative_scale": (False, True),
     "lse_gradient": (True, False),
     "position": (None, (160, 128)),
-    "deterministic": (False, True),
 }
-"""The values of each feature; of a mask its name and object. The first ones go with all others."""
+
+AXES: Row = dict(
+    sorted(
+        {
+            **_SHAPES,
+            **{name: values for feature in FEATURES for name, values in feature.axes},
+            **_OTHERS,
+        }.items(),
+        key=lambda axis: -len(axis[1]),
+    )
+)
+"""The values of each feature, axes with many values first. The first values go with all others."""
+
+_MASKS = {mask.get("mask_name", "full"): mask for mask in MASKS}
 
 
 # Values of axes that cannot be asked for together; a kernel takes all others.
 _INEXPRESSIBLE: tuple[Row, ...] = (
-    {"sizes": _SIZES[:1], "mask": (CAUSAL,)},  # one key
+    {"sizes": _SIZES[:1], "mask": ("causal",)},  # one key
     {"bias": (None,), "bias_dtype": ("float32",)},
     # One array of query, key and value has one length, one number of heads and one dim.
     {"layout": ("projections",), "sizes": tuple((T, S) for T, S in _SIZES if T != S)},
@@ -200,7 +210,7 @@ def _described(row: Row) -> Case:
         Hv=Hv,
         dtype="float32" if row["dtype"] == "tf32" else row["dtype"],
         precision="tf32" if row["dtype"] == "tf32" else "tf32x3",
-        **row["mask"],
+        **_MASKS[row["mask"]],
         scale=-(H**-0.5) if row["negative_scale"] else None,
         soft_cap=row["soft_cap"],
         lse_gradient=row["lse_gradient"],

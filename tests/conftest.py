@@ -47,7 +47,7 @@ def _device(request):
 
 
 @pytest.fixture
-def devices(request, monkeypatch):
+def devices(request):
     """Devices of one platform, as several_devices.py asks for them.
 
     Problems on GPUs get the kernels of longer ones, which do not split their keys.
@@ -56,11 +56,10 @@ def devices(request, monkeypatch):
     found = jax.devices(platform)
     if len(found) < count:
         pytest.skip(f"needs {count} devices of the platform {platform}, and jax has {len(found)}")
-    if platform == "cuda":
-        from jax_memeff.codegen import support  # after the check that it is installed
+    from jax_memeff.codegen import strategy  # after the check that it is installed
 
-        monkeypatch.setattr(support, "query_rows", lambda *_, **__: None)
-    return tuple(found[:count])
+    with strategy.using(**({"forward": strategy.PLAIN} if platform == "cuda" else {})):
+        yield tuple(found[:count])
 
 
 @pytest.fixture(scope="session")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from attention_case import Case
 
 from jax_memeff._cuda import lowering as cuda
-from jax_memeff.codegen import emit
+from jax_memeff.codegen import emit, gpu
+from jax_memeff.codegen.kernels.families import WgmmaTile
+from jax_memeff.codegen.kernels.fmha_bwd_sm90 import FmhaBwdSm90
+from jax_memeff.codegen.kernels.fmha_fwd_f16x3_sm90 import FmhaFwdF16x3Sm90
+from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.tiles import sm90
+from jax_memeff.codegen.strategy import PLAIN, Strategy, using
 
 SMALLEST_KEY_TILE = 32
 
@@ -22,31 +27,33 @@ def make_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(emit, "source", lambda spec: f"#define MEMEFF_RANDOM_SLEEP\n{source(spec)}")
 
 
-def set_stages(patch: pytest.MonkeyPatch, stages: int | None) -> None:
-    """Problems of any size get kernels of Hopper from now on, which have so many stages, or of
-    which teams share the rows.
+@contextlib.contextmanager
+def set_stages(stages: int | None) -> Iterator[None]:
+    """Problems of any size get kernels of Hopper in this context: with so many stages, or if that
+    is None with consumer groups.
 
-    A backward in two kernels keeps those it has: fewer or more are not to be had.
+    A backward in two kernels keeps its stages: no other number fits.
     """
-    query_rows = "consumer_groups" if stages is None else None
-    patch.setattr(cuda.support, "query_rows", lambda *_, **__: query_rows)
     if stages is None:
+        with using(forward=Strategy(query_rows="consumer_groups")):
+            yield
         return
-    for name in ("FORWARD", "FORWARD_F32"):
-        rows = getattr(sm90, name).items()
-        patch.setattr(sm90, name, {dim: _fitting(row, stages) for dim, row in rows})
-    patch.setattr(
-        sm90, "BACKWARD", {dim: _staged(row, stages) for dim, row in sm90.BACKWARD.items()}
-    )
+    with pytest.MonkeyPatch.context() as patch, using(forward=PLAIN):
+        for kernel in (FmhaFwdSm90, FmhaFwdF16x3Sm90):
+            rows = kernel.tiles.items()
+            patch.setattr(kernel, "tiles", {dim: _fitting(row, stages) for dim, row in rows})
+        rows = FmhaBwdSm90.tiles.items()
+        patch.setattr(FmhaBwdSm90, "tiles", {dim: _staged(row, stages) for dim, row in rows})
+        yield
 
 
-def _staged(row: Sequence[sm90.Tile], stages: int) -> list[sm90.Tile]:
-    return [tile if tile.two_kernel else dataclasses.replace(tile, stages=stages) for tile in row]
+def _staged(row: Sequence[WgmmaTile], stages: int) -> list[WgmmaTile]:
+    return [dataclasses.replace(tile, stages=stages) for tile in row]
 
 
-def _fitting(row: Sequence[sm90.Tile], stages: int) -> list[sm90.Tile]:
-    """The tiles with so many stages, and smaller ones for where those find no room."""
-    large = _staged(row, stages)
+def _fitting(row: Sequence[Tile], stages: int) -> list[Tile]:
+    """The tiles with so many stages, and smaller ones if those find no room."""
+    large = [dataclasses.replace(tile, stages=stages) for tile in row]
     medium = [dataclasses.replace(tile, query_stages=1) for tile in large]
     small = [dataclasses.replace(tile, key=SMALLEST_KEY_TILE) for tile in medium]
     return [*large, *medium, *small]
@@ -59,7 +66,7 @@ def kernels(case: Case) -> list[KernelSpec]:
     operands, _, _ = case.arrays()
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_MEMEFF_ARCHS", sm90.ARCH)
+        patch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
         for needs_grad in (None,) if case.dtype == "float32" else (None, case.needs_grad):
             found += cuda.kernels(operands, case.options, needs_grad).values()
     assert all(spec.family == "sm90" for spec in found)

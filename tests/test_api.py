@@ -63,6 +63,7 @@ def test_public_names():
         "dropout",
         "export_disabled_checks",
         "forward_mode",
+        "patch_jax_nn",
         "register_targets",
         "ring_attention",
         "unzigzag",

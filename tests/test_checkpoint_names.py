@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -22,8 +23,9 @@ STARTS = np.array([0, T, 2 * T])
 
 
 def varlen(query, key, value, **arguments):
+    attention: Any = jax_memeff.varlen_attention
     tokens = (x.reshape(B * T, N, H) for x in (query, key, value))
-    out = jax_memeff.varlen_attention(*tokens, STARTS, STARTS, T, T, **arguments)
+    out = attention(*tokens, STARTS, STARTS, T, T, **arguments)
     return out.reshape(query.shape)
 
 
@@ -97,7 +99,7 @@ def test_a_name_outside_of_the_call_is_not_enough():
 
     def attention(query, key, value):
         out = jax_memeff.dot_product_attention(query, key, value)
-        return jax.ad_checkpoint.checkpoint_name(out, "context")
+        return checkpoint_name(out, "context")
 
     outside = network(attention, POLICY)
     assert forwards(jax.grad(outside), X, WEIGHTS) == 2

@@ -8,7 +8,9 @@ import pytest
 
 from jax_memeff import cli
 from jax_memeff.codegen import select
+from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.strategy import Strategy
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import nvrtc, parallel, program_cache
 from jax_memeff.codegen.toolchain.compile import Compiled
@@ -69,7 +71,7 @@ def test_explain_shows_choice_grid_and_source(capsys):
     assert code == 0
     (selected,) = [line.split() for line in out.splitlines() if "selected:" in line]
     spec = select.select(
-        Problem("forward", "bf16", 128, 128, "sm_90a", masks=frozenset({"causal"}), soft_cap=True)
+        Problem("forward", "bf16", 128, 128, "sm_90a", {"mask": "causal", "soft_cap": True})
     )
     assert selected[:2] == [spec.name, str(spec.shared_bytes)]
     assert "head_dim 128 is above its 32; value_dim 128 is above its 32" in out
@@ -79,13 +81,13 @@ def test_explain_shows_choice_grid_and_source(capsys):
 
 
 def test_explain_of_few_queries(capsys):
-    problem = Problem("forward", "bf16", 128, 128, "sm_90a", query_rows="16")
+    problem = Problem("forward", "bf16", 128, 128, "sm_90a")
     _, out = run(
         capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a",
         "--query-rows", "16", "--seq", "1",
     )  # fmt: skip
     (selected,) = [line.split() for line in out.splitlines() if "selected:" in line]
-    assert selected[0] == select.select(problem).name
+    assert selected[0] == select.select(problem, Strategy(query_rows="16")).name
     assert "1 tiles of 16 rows; as many splits of the keys as fill the device" in out
     _, out = run(capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a")
     assert "it splits the keys, and there are tiles for a whole GPU without that" in out
@@ -165,7 +167,7 @@ def test_explain_tells_why_each_kernel_is_rejected(capsys):
     assert code == 0
     problem = Problem(
         "forward", "bf16", 64, 64, "sm_90a",
-        masks=frozenset({"segments", "boolean"}), bias="16", bias_layout="shared",
+        {"segments": True, "boolean": True, "bias": AskedBias("16", "shared")},
     )  # fmt: skip
     verdicts = {spec.name: refused for spec, refused in select.explain(problem)}
     assert {name.split("_")[-1] for name in verdicts} == {"sm80", "sm90"}

@@ -8,6 +8,7 @@ The sample changes every day. ``JAX_MEMEFF_CLOSURE=2026-11-23`` repeats that of 
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import random
 
@@ -15,7 +16,10 @@ import pytest
 import sass
 
 from jax_memeff.codegen import select
-from jax_memeff.codegen.tiles import sm80, sm90
+from jax_memeff.codegen.features import BIAS, BOOLEAN, DROPOUT, SEGMENTS, VARLEN
+from jax_memeff.codegen.kernels import KERNELS
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.spec import SPEC_DTYPES
 from jax_memeff.codegen.toolchain import parallel
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
@@ -38,7 +42,7 @@ def sample(arch):
     generator = random.Random(f"{arch} {CHOICE}")
     groups: dict[tuple, list] = {}
     for spec in [*select.closure(arch), *select.closure(arch, dims=ODD_DIMS)]:
-        groups.setdefault((spec.direction, type(spec.tile)), []).append(spec)
+        groups.setdefault((spec.direction, spec.family), []).append(spec)
     if CHOICE == "all":
         return [spec for group in groups.values() for spec in group]
     return [spec for group in groups.values() for spec in generator.sample(group, PER_GROUP)]
@@ -47,7 +51,7 @@ def sample(arch):
 def allowed_spill(spec):
     """What the tile row records; a few registers with features beside window and soft cap, and
     with rows that are moved in pieces."""
-    features = spec.bias or spec.dropout or spec.segments or spec.boolean or spec.varlen
+    features = any(spec[feature] for feature in (BIAS, DROPOUT, SEGMENTS, BOOLEAN, VARLEN))
     features = features or spec.alignment < 16
     return LARGEST_SPILL if features else spec.tile.spill_bytes
 
@@ -76,7 +80,7 @@ def test_kernels_keep_their_accumulators_in_registers(arch, tmp_path, monkeypatc
             for resource in compiled.resources
             if resource.spill_store > allowed_spill(spec)
         ]
-        if isinstance(spec.tile, sm90.Tile):
+        if spec.family == "sm90":
             wrong += other_launches(spec, compiled.resources)
             for name, code in sass.functions(compiled.image, tmp_path).items():
                 wrong += [f"{name}, {operand}" for operand in sass.overwritten_operands(code)]
@@ -85,6 +89,6 @@ def test_kernels_keep_their_accumulators_in_registers(arch, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_allowed_spills_are_small(arch):
-    part = sm80.part(arch)
-    for tiles in (part.forward, part.backward, sm90.FORWARD, sm90.BACKWARD):
-        assert all(0 <= tile.spill_bytes <= LARGEST_SPILL for row in tiles.values() for tile in row)
+    for kernel, dtype in itertools.product(KERNELS, SPEC_DTYPES):
+        for row in kernel.rows(Problem(kernel.direction, dtype, 64, 64, arch)):
+            assert 0 <= row.tile.spill_bytes <= LARGEST_SPILL

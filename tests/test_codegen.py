@@ -1,9 +1,8 @@
 """Problem → spec → source: pure Python, without jax, a compiler or a GPU."""
 
+import argparse
 import dataclasses
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,21 @@ import pytest
 
 from jax_memeff import config
 from jax_memeff.codegen import arch as archs
-from jax_memeff.codegen import emit, select, support
+from jax_memeff.codegen import emit, features, gpu, select, strategy, support
+from jax_memeff.codegen.features import BIAS, FEATURES, AskedBias
+from jax_memeff.codegen.features.bias import gradient
+from jax_memeff.codegen.kernels import KERNELS
+from jax_memeff.codegen.kernels.families import LARGE_DIM, MmaTile
+from jax_memeff.codegen.kernels.fmha_fwd_split_sm80 import Tile as SplitTile
 from jax_memeff.codegen.problem import DIRECTIONS, Problem
-from jax_memeff.codegen.tiles import sm80, sm80_f32, sm90
+from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.spec import SPEC_DTYPES
+from jax_memeff.codegen.strategy import Strategy
 from jax_memeff.codegen.toolchain import resources
 from jax_memeff.errors import UnsupportedError
 
-GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parent.parent
+GOLDEN = ROOT / "tests/golden"
 PARTS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_90a")
 
 FORWARD = """\
@@ -31,17 +38,17 @@ struct Config {
   static constexpr int kTileKey = 64;
   static constexpr int kWarps = 8;
   static constexpr int kBlocksPerSm = 1;
+  static constexpr bool kStageRegisters = false;
   static constexpr int kAlignment = 16;
   static constexpr auto kMask = memeff::MaskKind::causal;
   static constexpr bool kVarlen = false;
   static constexpr bool kBroadcastBatch = false;
   static constexpr bool kSegments = false;
   static constexpr bool kBoolean = false;
-  static constexpr bool kBlockMask = false;
   static constexpr bool kSoftCap = true;
   static constexpr bool kDropout = false;
   static constexpr bool kBias = false;
-  static constexpr bool kStageRegisters = false;
+  static constexpr bool kBlockMask = false;
 };
 
 using Kernel = memeff::FmhaForwardSm80<Config>;
@@ -62,11 +69,23 @@ def problem(
     head_dim: int = 128,
     value_dim: int | None = None,
     arch: str = "sm_90",
-    **rest: Any,
+    needs_grad: Any = (),
+    sequence: Any = None,
+    **asked: Any,
 ) -> Problem:
-    masks = frozenset(rest.pop("masks", ()))
+    """``asked`` are features."""
     value_dim = head_dim if value_dim is None else value_dim
-    return Problem(direction, dtype, head_dim, value_dim, arch, masks=masks, **rest)
+    return Problem(direction, dtype, head_dim, value_dim, arch, asked, needs_grad, sequence)
+
+
+def access(spec):
+    """How a bias comes to the scores."""
+    assert spec[BIAS] is not None
+    return spec[BIAS].access
+
+
+def is_large(spec):
+    return "large_dim" in spec.kernel.stem
 
 
 @pytest.mark.parametrize("arch", PARTS)
@@ -79,12 +98,12 @@ def test_table_is_the_golden_one(arch):
 
 
 def test_source_is_exactly_this():
-    spec = select.select(problem(head_dim=192, value_dim=128, masks={"causal"}, soft_cap=True))
+    spec = select.select(problem(head_dim=192, value_dim=128, mask="causal", soft_cap=True))
     assert emit.source(spec) == FORWARD
 
 
 def test_backward_source_has_three_kernels():
-    spec = select.select(problem("backward", "f16", masks={"window", "causal"}))
+    spec = select.select(problem("backward", "f16", mask="window"))
     source = emit.source(spec)
     names = [entry.name for entry in spec.entry_points]
     assert names == [f"{spec.name}_preprocess", spec.name, f"{spec.name}_postprocess"]
@@ -115,7 +134,7 @@ def test_backward_computes_only_what_is_wanted(needs_grad):
 @pytest.mark.parametrize("bits", ["16", "32"])
 def test_bias_and_its_gradient(bits, layout):
     needs_grad = ("query", "key", "value", "bias")
-    asked = problem("backward", bias=bits, bias_layout=layout, needs_grad=needs_grad)
+    asked = problem("backward", bias=AskedBias(bits, layout), needs_grad=needs_grad)
     spec = select.select(asked)
     source = emit.source(spec)
     assert f"using BiasElement = {'float' if bits == '32' else 'cutlass::bfloat16_t'};" in source
@@ -124,7 +143,7 @@ def test_bias_and_its_gradient(bits, layout):
     assert f"kBiasGradient = memeff::BiasGradient::{layout};" in source
     # A gradient that is summed is rounded at the end; a full one is written directly.
     assert (spec.entry_points[-1].name == f"{spec.name}_dbias_postprocess") == (layout != "full")
-    constant = select.select(problem("backward", bias=bits, bias_layout=layout))
+    constant = select.select(problem("backward", bias=AskedBias(bits, layout)))
     assert "kBiasGradient = memeff::BiasGradient::none;" in emit.source(constant)
     reasons = support.spec_reasons(constant, asked)
     assert reasons == [f"its bias gradient is none, not {layout}"]
@@ -132,16 +151,16 @@ def test_bias_and_its_gradient(bits, layout):
 
 def test_a_bias_that_is_shared_has_the_forward_of_a_full_one():
     full, shared = (
-        select.select(problem(bias="16", bias_layout=layout)) for layout in ("full", "shared")
+        select.select(problem(bias=AskedBias("16", layout))) for layout in ("full", "shared")
     )
     assert full == shared
 
 
 def test_few_query_rows_split_the_keys():
-    asked = problem(query_rows="16")
-    spec = select.select(asked)
-    assert isinstance(spec.tile, sm80.Tile)
-    assert spec.split and spec.tile.query == 16
+    few = Strategy(query_rows="16")
+    spec = select.select(problem(), few)
+    assert isinstance(spec.tile, SplitTile)
+    assert spec.kernel.splits_keys and spec.tile.query == 16
     source = emit.source(spec)
     for line in (
         "#include <memeff/kernels/fmha_fwd_split_sm80.cuh>",
@@ -154,11 +173,11 @@ def test_few_query_rows_split_the_keys():
         assert line in source
     names = [entry.name for entry in spec.entry_points]
     assert names == [spec.name, f"{spec.name}_combine"]
-    assert select.select(problem(query_rows="64")).tile.query == 64
-    assert not select.select(problem()).split
+    assert select.select(problem(), Strategy(query_rows="64")).tile.query == 64
+    assert not select.select(problem()).kernel.splits_keys
     (reason,) = support.spec_reasons(spec, problem())
     assert reason.startswith("it splits the keys")
-    (reason,) = support.spec_reasons(spec, problem(query_rows="64"))
+    (reason,) = support.spec_reasons(spec, problem(), Strategy(query_rows="64"))
     assert reason == "its tile has 16 rows, not 64"
 
 
@@ -166,25 +185,28 @@ def test_few_query_rows_split_the_keys():
     ("features", "packs"),
     [
         ({}, True),
-        ({"masks": {"window", "key_lengths"}, "soft_cap": True}, True),
-        ({"bias": "16"}, False),
-        ({"masks": {"segments"}}, False),
-        ({"masks": {"boolean"}}, False),
+        ({"mask": "window", "lengths": True, "soft_cap": True}, True),
+        ({"bias": AskedBias("16")}, False),
+        ({"segments": True}, False),
+        ({"boolean": True}, False),
         ({"dropout": True}, False),
     ],
 )
 def test_heads_of_a_group_share_a_tile(features, packs):
-    asked = problem(query_rows="16", **features)
-    assert select.select(asked).pack_heads == packs
-    sizes = {"batch": 64, "queries": 4, "keys": 4096, "heads": 32}
-    assert support.query_rows(asked, **sizes, group=4) == "16"
-    assert support.query_rows(asked, **sizes, group=16) == ("64" if packs else "16")
+    asked = problem(**features)
+    assert select.select(asked, Strategy(query_rows="16")).pack_heads == packs
+    four, sixteen = (
+        Sizes(batch=64, queries=4, keys=4096, heads=32, key_heads=heads) for heads in (8, 2)
+    )
+    assert strategy.query_rows(asked, four, 132) == "16"
+    assert strategy.query_rows(asked, sixteen, 132) == ("64" if packs else "16")
 
 
 def test_classes_of_query_rows():
-    def rows(batch, queries, heads, group, keys=1024, **asked):
-        sizes = {"batch": batch, "queries": queries, "keys": keys, "heads": heads, "group": group}
-        return support.query_rows(problem(**asked), **sizes)
+    def rows(batch, queries, heads, group, keys=1024, multiprocessors=132, **asked):
+        key_heads = heads // group
+        sizes = Sizes(batch=batch, queries=queries, keys=keys, heads=heads, key_heads=key_heads)
+        return strategy.query_rows(problem(**asked), sizes, multiprocessors)
 
     assert [rows(64, queries, 8, 1) for queries in (1, 16, 17, 64, 65)] == [
         "16", "16", "64", "64", None,
@@ -204,6 +226,8 @@ def test_classes_of_query_rows():
     assert rows(1, 1024, 8, 1, 32768, **hopper) == "consumer_groups"
     # Heads that share a tile where keys are split would each have one of their own.
     assert [rows(2, 20, 8, group, 1200, **hopper) for group in (1, 8)] == ["consumer_groups", "64"]
+    # A GPU with fewer multiprocessors has tiles enough sooner.
+    assert rows(1, 1024, 8, 1, multiprocessors=58) is None
     # Packed sequences do not split their keys.
     assert rows(4, 128, 8, 1, 32768, varlen=True, **hopper) == "consumer_groups"
     assert rows(4, 128, 8, 1, varlen=True) is None
@@ -211,23 +235,24 @@ def test_classes_of_query_rows():
 
 @pytest.mark.parametrize("alignment", [1, 2, 4, 8])
 def test_rows_of_a_bias_that_are_not_aligned_are_read_by_words(alignment):
-    asked = problem(bias="16", bias_alignment=alignment)
+    asked = problem(bias=AskedBias("16", alignment=alignment))
     spec = select.select(asked)
-    assert spec.bias_access == "words" and spec.name.endswith("bias16words_sm80")
-    assert spec == select.select(problem(bias="16", bias_alignment=2))
-    (reason,) = support.spec_reasons(select.select(problem(bias="16")), asked)
+    assert access(spec) == "words" and spec.name.endswith("bias16words_sm80")
+    assert spec == select.select(problem(bias=AskedBias("16", alignment=2)))
+    (reason,) = support.spec_reasons(select.select(problem(bias=AskedBias("16"))), asked)
     assert reason == "it reads a bias by vectors, not by words"
     for layout in ("columns", "rows"):
-        broadcast = problem(bias="16", bias_layout=layout, bias_alignment=alignment)
-        assert select.select(broadcast).bias_access == layout
+        broadcast = problem(bias=AskedBias("16", layout, alignment))
+        assert access(select.select(broadcast)) == layout
 
 
 def test_a_bias_of_one_number_a_row_needs_no_shared_memory():
     plain = select.select(problem(head_dim=64, dropout=True))
-    spec = select.select(problem(head_dim=64, dropout=True, bias="32", bias_layout="rows"))
+    spec = select.select(problem(head_dim=64, dropout=True, bias=AskedBias("32", "rows")))
     assert spec.shared_bytes == plain.shared_bytes
-    backward = problem("backward", bias="16", bias_layout="rows", needs_grad=("query", "bias"))
-    assert select.select(backward).bias_gradient == "none"
+    bias = AskedBias("16", "rows")
+    backward = problem("backward", bias=bias, needs_grad=("query", "bias"))
+    assert gradient(select.select(backward)) == "none"
 
 
 def test_run_time_matters_do_not_change_the_source():
@@ -235,7 +260,7 @@ def test_run_time_matters_do_not_change_the_source():
     others = [
         problem(head_dim=104),
         problem(sequence=4096),
-        problem(masks={"query_lengths", "key_lengths"}),
+        problem(lengths=True),
     ]
     assert {emit.source(select.select(other)) for other in [plain, *others]} == {
         emit.source(select.select(plain))
@@ -252,7 +277,9 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         assert len(set(specs)) == len(specs) == count
 
 
-@pytest.mark.parametrize("features", [{}, {"bias": "16"}, {"bias": "32"}], ids=str)
+@pytest.mark.parametrize(
+    "features", [{}, {"bias": AskedBias("16")}, {"bias": AskedBias("32")}], ids=str
+)
 @pytest.mark.parametrize("arch", PARTS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_every_pair_of_head_dims_has_a_kernel(arch, direction, features):
@@ -260,12 +287,12 @@ def test_every_pair_of_head_dims_has_a_kernel(arch, direction, features):
         dims = {"head_dim": head_dim, "value_dim": value_dim}
         spec = select.select(problem(direction, "f16", **dims, arch=arch, **features))
         assert head_dim <= spec.padded_head_dim and value_dim <= spec.padded_value_dim
-        assert spec.shared_bytes <= sm80.part(arch).max_shared_bytes
+        assert spec.shared_bytes <= gpu.of(arch).max_shared_bytes
         assert spec.threads * spec.tile.blocks_per_sm <= 1024
         # Every block on an SM also takes 1 KB for the system, from sm_80 on.
         system = 0 if arch == "sm_75" else 1024
         shared = spec.tile.blocks_per_sm * (spec.shared_bytes + system)
-        assert shared <= sm80.part(arch).max_shared_bytes + system
+        assert shared <= gpu.of(arch).max_shared_bytes + system
 
 
 @pytest.mark.parametrize(
@@ -291,14 +318,14 @@ def test_every_pair_of_float32_head_dims_has_a_kernel(arch, direction, dtype):
     widest = 128 if (arch, direction) == ("sm_86", "backward") else 256
     for head_dim, value_dim in itertools.product((*range(1, 256, 15), 128, 256, 257), repeat=2):
         spec = select.select(problem(direction, dtype, head_dim, value_dim, arch))
-        assert spec.large_dim == (max(head_dim, value_dim) > widest)
+        assert is_large(spec) == (max(head_dim, value_dim) > widest)
         assert head_dim <= spec.padded_head_dim and value_dim <= spec.padded_value_dim
-        assert spec.shared_bytes <= sm80.part(arch).shared_bytes(spec.tile.blocks_per_sm)
+        assert spec.shared_bytes <= gpu.of(arch).shared_bytes(spec.tile.blocks_per_sm)
 
 
 def test_float32_names_how_it_is_multiplied():
     for dtype, element in (("f32", "memeff::Tf32x3"), ("tf32", "memeff::Tf32")):
-        spec = select.select(problem(dtype=dtype, head_dim=64, bias="32"))
+        spec = select.select(problem(dtype=dtype, head_dim=64, bias=AskedBias("32")))
         assert spec.name.startswith(f"fmha_fwd_{dtype}_d64_")
         assert f"using Element = {element};" in emit.source(spec)
         assert "using BiasElement = float;" in emit.source(spec)
@@ -308,45 +335,74 @@ def test_float32_names_how_it_is_multiplied():
     ("arch", "dtype"), [("sm_80", "f16"), ("sm_75", "f16"), ("sm_86", "f32"), ("sm_90a", "tf32")]
 )
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("features", [{}, {"varlen": True}, {"bias": "16"}, {"bias": "32"}])
+@pytest.mark.parametrize(
+    "features", [{}, {"varlen": True}, {"bias": AskedBias("16")}, {"bias": AskedBias("32")}]
+)
 def test_wide_kernels_take_packed_sequences_and_biases(arch, dtype, direction, features):
     if dtype != "f16" and "bias" in features:
-        features = {"bias": "32"}  # float32 inputs have no other
+        features = {"bias": AskedBias("32")}  # float32 inputs have no other
     spec = select.select(problem(direction, dtype, 257, 8, arch, **features))
-    assert spec.large_dim
-    assert spec.bias is None or spec.bias_access == "elements"
+    assert is_large(spec)
+    assert spec[BIAS] is None or access(spec) == "elements"
     assert "elements" not in spec.name  # wide kernels read them in no other way
-    broadcast = problem(direction, "f16", 257, 8, arch, bias="16", bias_layout="columns")
-    assert select.select(broadcast).bias_access == "columns"
+    broadcast = problem(direction, "f16", 257, 8, arch, bias=AskedBias("16", "columns"))
+    assert access(select.select(broadcast)) == "columns"
 
 
 def test_wide_kernels_serve_what_has_no_tile():
-    spec = select.select(problem("backward", "f16", 256, arch="sm_75", bias="16"))
-    assert spec.large_dim
-    assert not select.select(problem("backward", "f16", 192, arch="sm_75", bias="16")).large_dim
+    asked = problem("backward", "f16", 256, arch="sm_75", bias=AskedBias("16"))
+    assert is_large(select.select(asked))
+    assert not is_large(select.select(dataclasses.replace(asked, head_dim=192, value_dim=192)))
 
 
 @pytest.mark.parametrize("needs_grad", [("bias",), ("query", "bias"), ("value", "bias")])
 def test_the_bias_gradient_of_a_wide_kernel_is_that_of_the_keys_or_apart(needs_grad):
-    asked = problem("backward", "f16", 264, bias="16", bias_layout="shared", needs_grad=needs_grad)
+    asked = problem("backward", "f16", 264, bias=AskedBias("16", "shared"), needs_grad=needs_grad)
     spec = select.select(asked)
     names = [entry.name.removeprefix(f"{spec.name}_") for entry in spec.entry_points]
     query = ["dq"] * ("query" in needs_grad)
     assert names == ["preprocess", *query, "dkdv", "dbias_postprocess"]
-    spec = select.select(dataclasses.replace(asked, deterministic=True))
+    ordered = {**dict(asked.features), "deterministic": True}
+    spec = select.select(dataclasses.replace(asked, features=ordered))
     names = [entry.name.removeprefix(f"{spec.name}_") for entry in spec.entry_points]
     assert names == ["preprocess", *query, *(["dkdv"] * ("value" in needs_grad)), "dbias"]
 
 
 def test_every_tile_has_a_reason():
-    for part in map(sm80.part, PARTS):
-        for tiles in [*part.forward.values(), *part.backward.values()]:
-            assert all(len(tile.reason) > 4 for tile in tiles)
-        for direction, dim in itertools.product(DIRECTIONS, (*sm80.CLASSES, sm80.LARGE_DIM)):
-            for tile in sm80_f32.rows(part, direction, dim):
-                assert len(tile.reason) > 4
-    for tiles in [*sm90.FORWARD.values(), *sm90.BACKWARD.values()]:
-        assert tiles and all(len(tile.reason) > 4 for tile in tiles)
+    for kernel, arch, dtype in itertools.product(KERNELS, PARTS, SPEC_DTYPES):
+        for row in kernel.rows(problem(kernel.direction, dtype, arch=arch)):
+            assert len(row.tile.reason) > 3
+            assert isinstance(row.tile, MmaTile) == (kernel.family == "sm80")
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+def test_a_feature_makes_kernels_of_its_own_and_says_why_others_do_not_fit(feature):
+    plain = problem("backward", head_dim=64)
+    without = select.select(plain)
+    for alone in feature.alone:
+        asked = dataclasses.replace(plain, features=alone)
+        spec = select.select(asked)
+        assert spec[feature] != without[feature]
+        assert spec.name != without.name and emit.source(spec) != emit.source(without)
+        assert feature.words(asked[feature]) in str(asked)
+        assert support.spec_reasons(without, asked) and support.spec_reasons(spec, plain)
+    parser = argparse.ArgumentParser()
+    feature.add_flags(parser)
+    assert feature.from_flags(parser.parse_args([])) == feature.off == plain[feature]
+
+
+def test_arrays_of_features_are_listed_once():
+    roles = [operand.role for operand in features.operands()]
+    assert len(set(roles)) == len(roles) and {"query", "bias", "query_lengths"} <= set(roles)
+    broadcast = {operand.role for operand in features.operands() if operand.broadcast_by_vmap}
+    assert broadcast == {"key", "value", "bias", "boolean"}
+
+
+def test_kernels_are_paired_with_device_files():
+    folder = ROOT / "ffi/include/memeff/kernels"
+    for kernel in KERNELS:
+        assert (folder / f"{kernel.stem}.cuh").is_file()
+        assert type(kernel).__module__.endswith(f".{kernel.stem}")
 
 
 ONLY_LARGE_DIM = {
@@ -357,18 +413,20 @@ ONLY_LARGE_DIM = {
 """What shared memory is too small for."""
 
 
-@pytest.mark.parametrize("features", [{}, {"bias": "32"}, {"soft_cap": True, "dropout": True}])
+@pytest.mark.parametrize(
+    "features", [{}, {"bias": AskedBias("32")}, {"soft_cap": True, "dropout": True}]
+)
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_tuned_dims_are_not_padded_further(dtype, features):
     """A tile that cannot be arranged would move its problems to a larger class unnoticed."""
-    sm80_only = [arch for arch in PARTS if arch != sm90.ARCH]
+    sm80_only = [arch for arch in PARTS if arch != gpu.WGMMA_ARCH]
     for arch, direction in itertools.product(sm80_only, DIRECTIONS):
-        for dims in sm80.TUNED_DIMS:
+        for dims in select.TUNED_DIMS:
             asked = problem(direction, dtype, *dims, arch, **features)
             if not support.family_reasons(asked):
                 spec = select.select(asked)
                 wide = (arch, dtype, direction, max(dims)) in ONLY_LARGE_DIM
-                expected = (sm80.LARGE_DIM, sm80.LARGE_DIM) if wide else dims
+                expected = (LARGE_DIM, LARGE_DIM) if wide else dims
                 assert (spec.padded_head_dim, spec.padded_value_dim) == expected
 
 
@@ -387,11 +445,11 @@ def test_selection_is_the_first_without_reasons():
     "changes",
     [
         {},
-        {"masks": ("window", "query_lengths", "key_lengths")},
-        {"masks": ("segments", "boolean"), "soft_cap": True, "dropout": True},
-        {"bias": "32", "bias_layout": "shared"},
-        {"bias": "16", "bias_layout": "rows", "bias_alignment": 2},
-        {"varlen": True, "masks": {"causal"}},
+        {"mask": "window", "lengths": True},
+        {"segments": True, "boolean": True, "soft_cap": True, "dropout": True},
+        {"bias": AskedBias("32", "shared")},
+        {"bias": AskedBias("16", "rows", 2)},
+        {"varlen": True, "mask": "causal"},
         {"head_dim": 20, "value_dim": 200},
         {"head_dim": 7, "value_dim": 7},
         {"head_dim": 320},
@@ -419,7 +477,10 @@ def test_every_rejected_kernel_of_every_family_has_its_reasons(direction, change
         ({"arch": "sm_70"}, "sm_70 is older than sm_75"),
         ({"arch": "sm_75"}, "the tensor cores of sm_75 do not multiply bfloat16: cast to float16"),
         ({"arch": "sm_75", "dtype": "f32"}, "the tensor cores of sm_75 do not multiply float32"),
-        ({"dtype": "f32", "bias": "16"}, "a 16-bit bias with float32 inputs has no kernel"),
+        (
+            {"dtype": "f32", "bias": AskedBias("16")},
+            "a 16-bit bias with float32 inputs has no kernel",
+        ),
         ({"dtype": "f64"}, "float64 has no kernel"),
         ({"head_dim": 65537}, "head_dim is 65537, and the largest with a kernel is 65536"),
     ],
@@ -435,7 +496,8 @@ def test_what_no_kernel_does_is_said_with_what_to_do(changes, said):
 
 
 def test_reasons_of_a_spec_name_what_differs():
-    asked = problem("backward", "f16", masks={"causal", "segments"}, soft_cap=True, dropout=True)
+    features = {"mask": "causal", "segments": True, "soft_cap": True, "dropout": True}
+    asked = problem("backward", "f16", **features)
     spec = select.select(problem(head_dim=64))
     assert support.unsupported_reasons(spec, asked) == [
         "it is a forward kernel, not a backward one",
@@ -453,7 +515,7 @@ def test_reasons_of_a_spec_name_what_differs():
 
 
 def test_when_specs_alone_refuse_the_error_lists_them(monkeypatch):
-    monkeypatch.setattr(select, "spec_reasons", lambda spec, problem: ["it is Tuesday"])
+    monkeypatch.setattr(select, "spec_reasons", lambda *_: ["it is Tuesday"])
     with pytest.raises(UnsupportedError, match="fmha_fwd_bf16_d32_128x128_sm80: it is Tuesday"):
         select.select(problem())
 
@@ -463,7 +525,10 @@ def test_when_specs_alone_refuse_the_error_lists_them(monkeypatch):
     [
         {"dtype": "bfloat16"},
         {"direction": "sideways"},
-        {"masks": {"top_left"}},
+        {"mask": "top_left"},
+        {"soft_cap": 2.0},
+        {"bias": "16"},
+        {"sinks": True},
         {"arch": "90"},
         {"head_dim": 0},
         {"needs_grad": ("keys",)},
@@ -502,8 +567,8 @@ def test_architectures():
     assert [archs.of_capability(*pair) for pair in ((7, 5), (9, 0), (10, 0), (12, 0))] == [
         "sm_75", "sm_90a", "sm_100a", "sm_120",
     ]  # fmt: skip
-    assert sm80.part("sm_100a") is sm80.part("sm_90")
-    assert sm80.part("sm_120") is sm80.part("sm_89") is sm80.part("sm_131")
+    assert gpu.of("sm_100a") is gpu.of("sm_90")
+    assert gpu.of("sm_120") is gpu.of("sm_89") is gpu.of("sm_131")
 
 
 def test_ptx_is_of_the_kernels_of_its_architecture():
@@ -533,17 +598,3 @@ def test_config_reads_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "hopper")
     with pytest.raises(ValueError, match=r"expected JAX_MEMEFF_ARCHS .* got 'hopper'"):
         config.archs()
-
-
-def test_codegen_imports_neither_jax_nor_cuda():
-    """jax_memeff itself imports jax, so its __init__ is left out here."""
-    program = """
-import importlib.util, sys, types
-package = types.ModuleType("jax_memeff")
-package.__path__ = list(importlib.util.find_spec("jax_memeff").submodule_search_locations)
-sys.modules["jax_memeff"] = package
-import jax_memeff.codegen.toolchain.parallel, jax_memeff.codegen.select
-print(sorted({"jax", "cuda.core", "cuda.bindings", "numpy"} & set(sys.modules)))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")

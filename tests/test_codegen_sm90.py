@@ -7,51 +7,61 @@ from typing import Any
 import pytest
 from test_codegen import problem
 
-from jax_memeff.codegen import emit, select, support
-from jax_memeff.codegen.tiles import sm80, sm90
+from jax_memeff.codegen import emit, gpu, select, strategy, support
+from jax_memeff.codegen.features import BOOLEAN, SEGMENTS, AskedBias
+from jax_memeff.codegen.features.bias import gradient
+from jax_memeff.codegen.kernels.fmha_bwd_sm90 import dbias_bytes_and_stages
+from jax_memeff.codegen.kernels.fmha_bwd_two_kernel_sm90 import FmhaBwdTwoKernelSm90
+from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
+from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.strategy import Strategy
 
 
 def test_a_few_tiles_of_short_keys_share_their_rows_on_hopper():
-    asked = problem(arch="sm_90a", query_rows="consumer_groups")
-    spec = select.select(asked)
-    assert isinstance(spec.tile, sm90.Tile)
-    assert (spec.tile.query, spec.consumer_groups, spec.consumers, spec.threads) == (64, 2, 2, 384)
+    few = Strategy(query_rows="consumer_groups")
+    spec = select.select(problem(arch="sm_90a"), few)
+    assert isinstance(spec.kernel, FmhaFwdSm90)
+    assert (spec.kernel.consumer_groups(spec), spec.kernel.consumers(spec)) == (2, 2)
+    assert (spec.tile.query, spec.threads) == (64, 384)
     assert "static constexpr int kConsumerGroups = 2;" in emit.source(spec)
-    assert select.select(problem(arch="sm_90a")).consumer_groups == 1
+    assert "_groups_" not in select.select(problem(arch="sm_90a")).name
     (reason,) = support.spec_reasons(spec, problem(arch="sm_90a"))
-    assert reason.startswith("its warpgroups share rows")
+    assert reason.startswith("its consumer groups split few tiles")
     # Head dims without such a tile split their keys, but for packed sequences.
-    wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a", "query_rows": "consumer_groups"}
-    assert select.select(problem(**wider)).split
-    assert select.select(problem(**wider, varlen=True)).family == "sm90"
+    wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a"}
+    assert select.select(problem(**wider), few).kernel.splits_keys
+    assert select.select(problem(**wider, varlen=True), few).family == "sm90"
 
 
 def test_blocks_share_a_few_tiles_of_keys():
-    hopper: dict[str, Any] = {"arch": "sm_90a", "few_keys": True}
-    spec = select.select(problem("backward", **hopper))
+    few = Strategy(split_q=True)
+    hopper: dict[str, Any] = {"arch": "sm_90a"}
+    spec = select.select(problem("backward", **hopper), few)
     assert spec.split_q and "_splitq_" in spec.name
     assert [entry.grid for entry in spec.entry_points] == ["queries", "q_splits", "queries"]
     assert "static constexpr bool kSplitQ = true;" in emit.source(spec)
     assert not select.select(problem("backward", arch="sm_90a")).split_q
     (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
-    assert reason.startswith("its blocks share")
-    with_bias = {"bias": "16", "needs_grad": ("query", "bias")}
+    assert reason.startswith("several of its blocks share a tile of keys (split Q)")
+    whole = select.select(problem("backward", **hopper))
+    (reason,) = support.spec_reasons(whole, problem("backward", **hopper), few)
+    assert reason.startswith("each of its blocks owns a tile of keys")
+    needs_grad = ("query", "bias")
     others: tuple[dict[str, Any], ...] = (
         {"deterministic": True},
         {"varlen": True},
         {"needs_grad": ("query",)},
         {"head_dim": 256, "value_dim": 256},
-        {**with_bias, "bias_layout": "full"},
-        {**with_bias, "bias_layout": "columns"},
+        {"bias": AskedBias("16", "full"), "needs_grad": needs_grad},
+        {"bias": AskedBias("16", "columns"), "needs_grad": needs_grad},
     )
     for owned in others:
-        assert not select.select(problem("backward", **hopper, **owned)).split_q
+        assert not select.select(problem("backward", **hopper, **owned), few).split_q
     dbias_kernel: dict[str, Any] = {
-        "bias": "16",
-        "bias_layout": "shared",
+        "bias": AskedBias("16", "shared"),
         "needs_grad": ("query", "key", "bias"),
     }
-    assert select.select(problem("backward", **hopper, **dbias_kernel)).split_q
+    assert select.select(problem("backward", **hopper, **dbias_kernel), few).split_q
 
 
 @pytest.mark.parametrize(
@@ -61,7 +71,7 @@ def test_blocks_share_a_few_tiles_of_keys():
         ({"heads": 4}, 4),
         ({"heads": 4, "queries": 512}, 2),
         ({"heads": 4, "queries": 511}, 1),
-        ({"heads": 1, "queries": 511, "group": 2}, 3),
+        ({"heads": 2, "key_heads": 1, "queries": 511}, 3),
         ({"heads": 1, "keys": 77, "queries": 32768}, 32),
         ({"batch": 2}, 1),
         ({"keys": 1057}, 1),
@@ -69,16 +79,19 @@ def test_blocks_share_a_few_tiles_of_keys():
     ids=str,
 )
 def test_shares_fill_the_gpu_and_have_queries_enough(sizes, shares):
-    usual = {"batch": 1, "queries": 1024, "keys": 1024, "heads": 8, "group": 1}
-    assert support.q_splits(**{**usual, **sizes}) == shares
+    heads = sizes.get("heads", 8)
+    usual = {"batch": 1, "queries": 1024, "keys": 1024, "heads": heads, "key_heads": heads}
+    assert strategy.q_splits(Sizes(**{**usual, **sizes}), 132) == shares
 
 
 def test_hopper_kernels_come_first_and_say_why_not():
     """sm_90 without the letter has no wgmma; what the sm90 family lacks falls to sm80."""
-    plain = problem(masks={"causal"}, arch="sm_90a")
+    plain = problem(mask="causal", arch="sm_90a")
     assert select.select(plain).family == "sm90"
     assert select.select(dataclasses.replace(plain, arch="sm_90")).family == "sm80"
-    biased = problem("backward", head_dim=256, arch="sm_90a", bias="16", needs_grad=("bias",))
+    biased = problem(
+        "backward", head_dim=256, arch="sm_90a", bias=AskedBias("16"), needs_grad=("bias",)
+    )
     assert select.select(biased).family == "sm80"
     refused = [reasons for spec, reasons in select.explain(biased) if spec.family == "sm90"]
     reason = "it computes the gradient of this bias beside that of the query only"
@@ -91,13 +104,19 @@ def test_hopper_kernels_come_first_and_say_why_not():
 )
 def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias, pairs):
     needs_grad = ("query", "key", "value", "bias")
-    asked = problem("backward", head_dim=head_dim, arch="sm_90a", bias=bias, needs_grad=needs_grad)
-    spec = select.select(dataclasses.replace(asked, bias_layout="shared"))
-    assert (spec.family, spec.bias_gradient) == ("sm90", "dbias_kernel")
-    assert spec.dbias_stages == pairs
+    asked = problem(
+        "backward",
+        head_dim=head_dim,
+        arch="sm_90a",
+        bias=AskedBias(bias, "shared"),
+        needs_grad=needs_grad,
+    )
+    spec = select.select(asked)
+    assert (spec.family, gradient(spec)) == ("sm90", "dbias_kernel")
+    assert dbias_bytes_and_stages(spec)[1] == pairs
     *_, recompute = spec.entry_points
     assert (recompute.grid, recompute.takes_maps) == ("bias_squares", True)
-    assert recompute.shared_bytes <= sm80.part("sm_90a").shared_bytes(blocks=1)
+    assert recompute.shared_bytes <= gpu.SM90.shared_bytes(blocks=1)
 
 
 @pytest.mark.parametrize(
@@ -114,32 +133,33 @@ def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias
     ],
 )
 def test_the_kernel_of_keys_has_the_buffers_that_fit(head_dim, value_dim, bias, buffers):
-    dims = {"head_dim": head_dim, "value_dim": value_dim, "bias": bias}
-    spec = select.select(problem("backward", arch="sm_90a", **dims))
-    assert dataclasses.astuple(spec.key_buffers) == buffers
-    assert spec.shared_bytes <= sm80.part("sm_90a").shared_bytes(blocks=1)
+    asked = {"bias": bias and AskedBias(bias)}
+    spec = select.select(problem("backward", "bf16", head_dim, value_dim, "sm_90a", **asked))
+    assert isinstance(spec.kernel, FmhaBwdTwoKernelSm90)
+    _, found = spec.kernel.dkdv_bytes_and_buffers(spec)
+    assert dataclasses.astuple(found) == buffers
+    assert spec.shared_bytes <= gpu.SM90.shared_bytes(blocks=1)
     assert f"kQBlockStages = {buffers[0]};" in emit.source(spec)
 
 
 @pytest.mark.parametrize(
-    ("features", "tma"),
+    ("bias", "changes", "tma"),
     [
-        ({}, True),
-        ({"bias_layout": "full"}, True),
-        ({"bias_alignment": 8}, False),
-        ({"bias": "32"}, False),
-        ({"bias_layout": "columns"}, False),
-        ({"head_dim": 256}, True),
-        ({"head_dim": 256, "bias_layout": "full"}, True),
-        ({"direction": "forward", "needs_grad": ()}, False),
-        ({"arch": "sm_80"}, False),
+        (AskedBias("16", "shared"), {}, True),
+        (AskedBias("16", "full"), {}, True),
+        (AskedBias("16", "shared", alignment=8), {}, False),
+        (AskedBias("32", "shared"), {}, False),
+        (AskedBias("16", "columns"), {}, False),
+        (AskedBias("16", "shared"), {"head_dim": 256}, True),
+        (AskedBias("16", "full"), {"head_dim": 256}, True),
+        (AskedBias("16", "shared"), {"direction": "forward", "needs_grad": ()}, False),
+        (AskedBias("16", "shared"), {"arch": "sm_80"}, False),
     ],
 )
-def test_hopper_copies_tiles_of_a_bias_of_aligned_rows(features, tma):
+def test_hopper_copies_tiles_of_a_bias_of_aligned_rows(bias, changes, tma):
     needs_grad = ("query", "key", "value", "bias")
-    shared = {"bias": "16", "bias_layout": "shared", "arch": "sm_90a", "needs_grad": needs_grad}
-    asked = dataclasses.replace(problem("backward", head_dim=128, **shared), **features)
-    spec = select.select(asked)
+    asked = problem("backward", arch="sm_90a", bias=bias, needs_grad=needs_grad)
+    spec = select.select(dataclasses.replace(asked, **changes))
     assert spec.tma_bias == tma
     assert ("bias" in [box.name for box in spec.tensor_maps]) == tma
     assert f"kTmaBias = {str(tma).lower()};" in emit.source(spec)
@@ -148,44 +168,44 @@ def test_hopper_copies_tiles_of_a_bias_of_aligned_rows(features, tma):
 @pytest.mark.parametrize(
     ("head_dim", "features", "family"),
     [
-        (64, {"masks": {"segments", "window"}, "soft_cap": True, "dropout": True}, "sm90"),
-        (64, {"masks": {"segments", "boolean"}, "soft_cap": True, "dropout": True}, "sm90"),
-        (64, {"masks": {"segments"}, "bias": "32", "soft_cap": True}, "sm90"),
-        (64, {"masks": {"boolean"}, "bias": "32"}, "sm80"),
-        (128, {"masks": {"segments", "causal"}, "soft_cap": True}, "sm90"),
-        (128, {"masks": {"segments"}, "bias": "16", "dropout": True}, "sm90"),
-        (128, {"masks": {"segments", "boolean"}, "dropout": True}, "sm90"),
-        (128, {"masks": {"segments"}, "soft_cap": True, "dropout": True}, "sm80"),
-        (128, {"masks": {"boolean"}, "soft_cap": True}, "sm80"),
-        (192, {"masks": {"segments", "boolean"}, "varlen": True}, "sm90"),
-        (192, {"masks": {"boolean"}, "soft_cap": True, "dropout": True}, "sm90"),
-        (256, {"masks": {"segments", "boolean"}, "dropout": True}, "sm90"),
-        (256, {"masks": {"segments", "causal"}, "soft_cap": True}, "sm90"),
-        (256, {"masks": {"causal"}, "soft_cap": True, "dropout": True}, "sm80"),
+        (64, {"segments": True, "mask": "window", "soft_cap": True, "dropout": True}, "sm90"),
+        (64, {"segments": True, "boolean": True, "soft_cap": True, "dropout": True}, "sm90"),
+        (64, {"segments": True, "bias": AskedBias("32"), "soft_cap": True}, "sm90"),
+        (64, {"boolean": True, "bias": AskedBias("32")}, "sm80"),
+        (128, {"segments": True, "mask": "causal", "soft_cap": True}, "sm90"),
+        (128, {"segments": True, "bias": AskedBias("16"), "dropout": True}, "sm90"),
+        (128, {"segments": True, "boolean": True, "dropout": True}, "sm90"),
+        (128, {"segments": True, "soft_cap": True, "dropout": True}, "sm80"),
+        (128, {"boolean": True, "soft_cap": True}, "sm80"),
+        (192, {"segments": True, "boolean": True, "varlen": True}, "sm90"),
+        (192, {"boolean": True, "soft_cap": True, "dropout": True}, "sm90"),
+        (256, {"segments": True, "boolean": True, "dropout": True}, "sm90"),
+        (256, {"segments": True, "mask": "causal", "soft_cap": True}, "sm90"),
+        (256, {"mask": "causal", "soft_cap": True, "dropout": True}, "sm80"),
     ],
 )
 def test_hopper_backward_takes_masks_as_long_as_registers_last(head_dim, features, family):
     spec = select.select(problem("backward", head_dim=head_dim, arch="sm_90a", **features))
     assert spec.family == family
-    assert (spec.segments, spec.boolean) == tuple(
-        kind in features["masks"] for kind in ("segments", "boolean")
-    )
+    assert spec[SEGMENTS] == features.get("segments", False)
+    assert spec[BOOLEAN] == features.get("boolean", False)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "features", "tile"),
     [
         (64, {}, (128, 128, 2)),
-        (64, {"bias": "32"}, (128, 64, 2)),
-        (80, {"masks": {"causal"}}, (128, 64, 2)),
-        (128, {"masks": {"window", "segments", "boolean"}, "varlen": True}, (128, 64, 2)),
-        (128, {"bias": "32", "dropout": True, "soft_cap": True}, (128, 64, 1)),
-        (128, {"bias": "32", "bias_layout": "columns"}, (128, 64, 2)),
+        (64, {"bias": AskedBias("32")}, (128, 64, 2)),
+        (80, {"mask": "causal"}, (128, 64, 2)),
+        (128, {"mask": "window", "segments": True, "boolean": True, "varlen": True}, (128, 64, 2)),
+        (128, {"bias": AskedBias("32"), "dropout": True, "soft_cap": True}, (128, 64, 1)),
+        (128, {"bias": AskedBias("32", "columns")}, (128, 64, 2)),
     ],
 )
 def test_float32_forwards_are_halved_before_hopper_multiplies_them(head_dim, features, tile):
     spec = select.select(problem(dtype="f32", head_dim=head_dim, arch="sm_90a", **features))
-    assert (spec.family, spec.f16x3, spec.tensor_maps) == ("sm90", True, ())
+    assert (spec.kernel.stem, spec.tensor_maps) == ("fmha_fwd_f16x3_sm90", ())
+    assert isinstance(spec.tile, Tile)
     assert (spec.tile.query, spec.tile.key, spec.tile.stages) == tile
     halve, main = spec.entry_points
     assert (halve.name, main.name) == (f"{spec.name}_split", spec.name)
@@ -205,8 +225,6 @@ def test_float32_forwards_are_halved_before_hopper_multiplies_them(head_dim, fea
         {"head_dim": 129},
         {"head_dim": 66},
         {"broadcast_batch": True},
-        {"query_rows": "16"},
-        {"query_rows": "consumer_groups"},
     ],
     ids=str,
 )
@@ -215,10 +233,16 @@ def test_other_float32_calls_are_not_halved(features):
     assert select.select(asked).family == "sm80"
 
 
+@pytest.mark.parametrize("rows", ["16", "consumer_groups"])
+def test_few_rows_of_float32_are_not_halved(rows):
+    asked = problem(dtype="f32", head_dim=64, arch="sm_90a")
+    assert select.select(asked, Strategy(query_rows=rows)).family == "sm80"
+
+
 def test_a_halved_forward_says_that_it_does_not_share_a_batch():
     asked = problem(dtype="f32", arch="sm_90a", broadcast_batch=True)
-    refused = [reasons for spec, reasons in select.explain(asked) if spec.f16x3]
-    reason = "it writes query, key and value anew for each element of the batch"
+    refused = [reasons for spec, reasons in select.explain(asked) if "f16x3" in spec.kernel.stem]
+    reason = "it writes query, key and value anew for each batch index"
     assert refused and all(reason in reasons for reasons in refused)
 
 

@@ -55,12 +55,12 @@ def forget_memory():
 
 
 def forward(**changes):
-    return select.select(Problem("forward", "bf16", 32, 32, "sm_80", **changes))
+    return select.select(Problem("forward", "bf16", 32, 32, "sm_80", changes))
 
 
 @pytest.mark.parametrize(("direction", "arch"), [("forward", "sm_80"), ("backward", "sm_90a")])
 def test_attention_kernel_compiles_once(shared_cache, direction, arch):
-    spec = select.select(Problem(direction, "bf16", 32, 32, arch, masks=frozenset({"causal"})))
+    spec = select.select(Problem(direction, "bf16", 32, 32, arch, {"mask": "causal"}))
     compiled = compiler.compile(spec, arch)
     assert not compiled.cached
     assert compiled.image.startswith(FATBIN_MAGIC) and len(compiled.image) < 200_000
@@ -244,6 +244,17 @@ def test_missing_nvrtc_names_the_command(cache, nothing_found):
     assert 'pip install "jax-memeff[cuda13]"' in str(raised.value)
 
 
+def test_a_library_that_does_not_load_names_the_command(nothing_found, monkeypatch, tmp_path):
+    broken = tmp_path / "libnvrtc.so.13"
+    broken.write_text("not a library")
+    wheel = parts.Found(parts.NVRTC, broken, parts.WHEEL, "13.0.0")
+    monkeypatch.setattr(parts, "_in_wheels", lambda part: wheel)
+    monkeypatch.setattr(parts, "_is_loaded", lambda soname: False)
+    with pytest.raises(CompileError, match=r"NVRTC not found: .*libnvrtc\.so\.13") as raised:
+        nvrtc.compile(TINY, "sm_80", "tiny")
+    assert 'pip install "jax-memeff[cuda13]"' in str(raised.value)
+
+
 @pytest.mark.parametrize("module", ["cuda.bindings.nvfatbin"])
 def test_missing_packages_name_the_command(cache, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
@@ -267,7 +278,7 @@ def test_wrong_numbers_in_python_do_not_compile(shared_cache):
 
 
 def test_many_in_processes(shared_cache):
-    good = forward(masks=frozenset({"window"}))
+    good = forward(mask="window")
     broken = dataclasses.replace(good, tile=dataclasses.replace(good.tile, warps=3))
     seen = {}
 

@@ -15,6 +15,16 @@ import pytest
 import jax_memeff
 from jax_memeff import Mask, UnsupportedError
 from jax_memeff._cuda import lowering as cuda
+from jax_memeff.codegen.features import (
+    BIAS,
+    BOOLEAN,
+    BROADCAST_BATCH,
+    DETERMINISTIC,
+    DROPOUT,
+    SEGMENTS,
+    VARLEN,
+)
+from jax_memeff.codegen.features.bias import gradient as bias_gradient
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +88,7 @@ def test_few_queries_do_not_make_many_kernels(fake_compiler):
     for _ in range(200):
         B, T, S, K, group = (int(x) for x in rng.integers(1, (20, 80, 9000, 9, 9)))
         lower(loss, *shapes(B, T, S, K * group, K))
-    assert {spec.tile.query for spec, _ in fake_compiler if spec.split} == {16, 64}
+    assert {spec.tile.query for spec, _ in fake_compiler if spec.kernel.splits_keys} == {16, 64}
     assert len(fake_compiler) <= 8
 
 
@@ -93,7 +103,7 @@ def test_partial_results_of_few_queries(fake_compiler):
     assert 'results = "out,logsumexp"' in text
     text = lower(loss, *shapes(B=2, T=1, S=64, N=4, K=4))  # and one tile cannot be split
     assert 'results = "out,logsumexp"' in text
-    assert all(spec.split for spec, _ in fake_compiler)
+    assert all(spec.kernel.splits_keys for spec, _ in fake_compiler)
 
 
 def test_enough_queries_need_no_partial_results(fake_compiler):
@@ -180,7 +190,7 @@ def test_dropout_is_data_and_its_rate_an_attribute(fake_compiler):
         text = lower(functools.partial(gradients, rate), jax.random.key(0), *shapes())
         assert text.count("key_words,batch_base,head_index") == 2
         assert text.count(f"dropout_threshold = {threshold} : i32") == 2
-    assert [spec.dropout for spec, _ in fake_compiler] == [True, True]
+    assert [spec[DROPOUT] for spec, _ in fake_compiler] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -208,8 +218,8 @@ def test_bias_gradient_needs_no_more_than_the_bias(
 
     text = lower(jax.grad(with_bias, (0, 1, 2, 3)), bias, *shapes(S=120))
     forward, backward = (spec for spec, _ in fake_compiler)
-    assert (forward.bias, forward.bias_gradient) == ("16", "none")
-    assert (backward.bias, backward.bias_gradient) == ("16", way)
+    assert (forward[BIAS].bits, forward[BIAS].gradient) == ("16", "none")
+    assert (backward[BIAS].bits, backward[BIAS].gradient) == ("16", way)
     assert ("bias_gradient_sum" in text) == (sums is not None)
     if sums is not None:
         assert f"tensor<{sums}xf32>" in text
@@ -222,7 +232,7 @@ def test_sums_of_wide_heads_are_as_large_as_the_gradients(fake_compiler):
     f32 = [[int(n) for n in re.findall(r"tensor<(\d{2,})xf32>", call)] for call in calls]
     queries, keys = B * N * T * H, B * K * T * H
     assert [sum(sizes) for sizes in f32] == [queries, queries + 2 * keys + 2 * B * N * T]
-    assert all(spec.large_dim for spec, _ in fake_compiler)
+    assert all("large_dim" in spec.kernel.stem for spec, _ in fake_compiler)
 
 
 def test_wide_heads_of_one_tile_need_no_sums(fake_compiler):
@@ -245,7 +255,7 @@ def test_deterministic_sums(fake_compiler, shape, columns):
 
     text = lower(jax.grad(with_bias, (0, 1, 2, 3)), bias, *shapes(S=120))
     forward, backward = (spec for spec, _ in fake_compiler)
-    assert not forward.deterministic and backward.deterministic
+    assert not forward[DETERMINISTIC] and backward[DETERMINISTIC]
     call = next(line for line in text.splitlines() if "@jax_memeff_backward" in line)
     tiles = -(-120 // backward.tile.key)
     assert f"tensor<{1 + 2 * 2 * tiles}xi32>" in call
@@ -261,7 +271,7 @@ def test_every_key_tile_has_a_place_in_the_order(fake_compiler, sizes):
     gradient = jax.grad(functools.partial(loss, deterministic_backward=True), (0, 1, 2))
     operands = shapes(**sizes)
     call = attention_calls(lower(gradient, *operands))[1]
-    (backward,) = (spec for spec, _ in fake_compiler if spec.deterministic)
+    (backward,) = (spec for spec, _ in fake_compiler if spec[DETERMINISTIC])
     batch, length, heads, _ = operands[1].shape
     tiles = batch * heads * -(-length // backward.tile.key)
     assert f"tensor<{1 + tiles}xi32>" in call
@@ -271,7 +281,7 @@ def test_a_constant_bias_has_no_gradient(fake_compiler):
     bias = np.zeros((1, 4, 128, 128), np.float32)
     text = lower(jax.grad(lambda *x: loss(*x, bias=bias), (0, 1, 2)), *shapes())
     assert "bias_gradient" not in text
-    assert [spec.bias_gradient for spec, _ in fake_compiler] == ["none", "none"]
+    assert [bias_gradient(spec) for spec, _ in fake_compiler] == ["none", "none"]
 
 
 def test_several_segments_and_booleans_become_one_operand(fake_compiler):
@@ -283,7 +293,7 @@ def test_several_segments_and_booleans_become_one_operand(fake_compiler):
     )
     text = lower(lambda *x: loss(*x, mask=mask), *shapes())
     ((spec, _),) = fake_compiler
-    assert spec.segments and spec.boolean
+    assert spec[SEGMENTS] and spec[BOOLEAN]
     assert "query_segments,key_segments,boolean" in text
     call = next(line for line in text.splitlines() if "@jax_memeff_forward" in line)
     assert call.count("tensor<2x2x128xi32>") == 2
@@ -391,7 +401,7 @@ def test_packed_sequences_are_not_padded(fake_compiler):
         forward
     )
     assert "longest = dense<300> : tensor<2xi32>" in forward
-    assert [spec.varlen for spec, _ in fake_compiler] == [True, True]
+    assert [spec[VARLEN] for spec, _ in fake_compiler] == [True, True]
     for line in text.splitlines():
         copies = ("slice", "concatenate", "pad", "gather", "scatter", "select", "transpose")
         if any(f"stablehlo.{name}" in line for name in copies):
@@ -422,7 +432,7 @@ def test_blocks_that_share_tiles_of_keys_have_room_for_their_gradients(fake_comp
 
 def test_float32_forwards_have_room_for_halves_of_their_operands(fake_compiler):
     text = lower(loss, *shapes(B=5, T=1030, S=1100, N=8, dtype=jnp.float32))
-    assert [spec.f16x3 for spec, _ in fake_compiler] == [True]
+    assert [spec.kernel.stem for spec, _ in fake_compiler] == ["fmha_fwd_f16x3_sm90"]
     assert 'results = "out,logsumexp,tile_counter,query_hi_lo,key_hi_lo,value_hi_lo"' in text
     # In tiles of 64 queries and 128 keys, with a factor of each row.
     queries, keys = 5 * 8 * 17 * 64 * (64 + 1), 5 * 2 * 9 * 128 * (64 + 1)
@@ -472,7 +482,7 @@ def test_rows_of_a_bias_decide_how_it_is_read(fake_compiler, S, dtype, alignment
     bias = jax.ShapeDtypeStruct((4, 128, S), dtype)
     text = lower(lambda bias, *x: loss(*x, bias=bias), bias, *shapes(S=S))
     ((spec, _),) = fake_compiler
-    assert spec.bias_access == access
+    assert spec[BIAS].access == access
     assert f"bias_alignment = {alignment} : i32" in text
 
 
@@ -521,7 +531,7 @@ def test_what_a_vmap_shares_is_not_copied(fake_compiler, monkeypatch, arch):
     for line in text.splitlines():
         if "broadcast_in_dim" in line or "concatenate" in line:
             assert not any(name in line.split("->")[-1] for name in whole)
-    assert all(spec.broadcast_batch and "_vmap_" in spec.name for spec, _ in fake_compiler)
+    assert all(spec[BROADCAST_BATCH] and "_vmap_" in spec.name for spec, _ in fake_compiler)
 
 
 def test_divisors_say_how_the_batch_shares(fake_compiler):
@@ -566,7 +576,7 @@ def test_a_bias_of_one_element_is_not_copied_for_its_gradients(
     assert call.count(f"bias_gradient/{batch}") == (batch > 1)
     for line in text.splitlines():
         assert "broadcast_in_dim" not in line or "x4x128x128x" not in line.split("->")[-1]
-    (way,) = {spec.bias_gradient for spec, _ in fake_compiler} - {"none"}
+    (way,) = {bias_gradient(spec) for spec, _ in fake_compiler} - {"none"}
     assert way == ("full" if batch == 1 else "dbias_kernel" if arch == "sm_90a" else "shared")
 
 
@@ -599,4 +609,4 @@ def test_kernels_are_the_plain_ones_where_nothing_is_shared(fake_compiler):
     lower(jax.vmap(attend, (0, 0, 0, None)), queries, keys, values, bias)
     one = jax.ShapeDtypeStruct((1, *queries.shape[1:]), queries.dtype)
     lower(jax.vmap(attend, (0, None, None)), one, key, value)
-    assert not any(spec.broadcast_batch for spec, _ in fake_compiler)
+    assert not any(spec[BROADCAST_BATCH] for spec, _ in fake_compiler)

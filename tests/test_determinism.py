@@ -13,6 +13,8 @@ from attention_case import Case
 from kernel_cases import BIASES, CAUSAL, WINDOW
 
 from jax_memeff.codegen import emit, select
+from jax_memeff.codegen.features import DETERMINISTIC, AskedBias
+from jax_memeff.codegen.features.bias import gradient
 from jax_memeff.codegen.problem import Problem
 
 gpu = pytest.mark.gpu
@@ -49,17 +51,17 @@ GRADIENTS = ("query", "key", "value", "bias")
     [
         ({}, True, "none"),
         ({"needs_grad": ("key", "value")}, False, "none"),
-        ({"bias": "16", "needs_grad": GRADIENTS}, True, "full"),
-        ({"bias": "16", "bias_layout": "shared", "needs_grad": GRADIENTS}, True, "dbias_kernel"),
-        ({"bias": "16", "bias_layout": "shared", "needs_grad": ("bias",)}, False, "dbias_kernel"),
-        ({"bias": "16", "bias_layout": "columns", "needs_grad": ("bias",)}, True, "columns"),
+        ({"bias": AskedBias("16"), "needs_grad": GRADIENTS}, True, "full"),
+        ({"bias": AskedBias("16", "shared"), "needs_grad": GRADIENTS}, True, "dbias_kernel"),
+        ({"bias": AskedBias("16", "shared"), "needs_grad": ("bias",)}, False, "dbias_kernel"),
+        ({"bias": AskedBias("16", "columns"), "needs_grad": ("bias",)}, True, "columns"),
     ],
 )
 def test_deterministic_kernels_are_others_only_where_they_add(changes, ordered, bias_gradient):
-    spec = select.select(
-        Problem("backward", "bf16", 64, 64, "sm_80", deterministic=True, **changes)
-    )
-    assert (spec.deterministic, spec.bias_gradient) == (ordered, bias_gradient)
+    needs_grad = changes.get("needs_grad", ())
+    asked = {"deterministic": True, "bias": changes.get("bias")}
+    spec = select.select(Problem("backward", "bf16", 64, 64, "sm_80", asked, needs_grad))
+    assert (spec[DETERMINISTIC], gradient(spec)) == (ordered, bias_gradient)
     assert ("_deterministic_" in spec.name) == ordered
     source = emit.source(spec)
     assert f"kDeterministic = {str(ordered).lower()};" in source
@@ -72,27 +74,28 @@ def test_deterministic_kernels_are_others_only_where_they_add(changes, ordered, 
     ("changes", "ordered"),
     [
         ({}, True),
-        ({"masks": frozenset({"causal"}), "varlen": True, "dropout": True}, True),
-        ({"head_dim": 64, "value_dim": 64, "masks": frozenset({"window"})}, True),
+        ({"features": {"mask": "causal", "varlen": True, "dropout": True}}, True),
+        ({"head_dim": 64, "value_dim": 64, "features": {"mask": "window"}}, True),
         ({"needs_grad": ("key", "value")}, False),
         ({"head_dim": 192}, False),
         ({"head_dim": 256, "value_dim": 256}, False),
     ],
 )
 def test_hopper_kernels_have_an_order_where_gradients_have_no_owner(changes, ordered):
-    asked = Problem("backward", "bf16", 128, 128, "sm_90a", deterministic=True)
-    asked = dataclasses.replace(asked, **changes)
+    asked = dataclasses.replace(Problem("backward", "bf16", 128, 128, "sm_90a"), **changes)
+    plain = select.select(asked)
+    asked = dataclasses.replace(asked, features={**dict(asked.features), "deterministic": True})
     spec = select.select(asked)
-    plain = select.select(dataclasses.replace(asked, deterministic=False))
     assert spec.family == "sm90"
-    assert spec == dataclasses.replace(plain, deterministic=ordered)
+    changed = {**dict(plain.features), "deterministic": ordered}
+    assert spec == dataclasses.replace(plain, features=tuple(changed.items()))
     assert spec.orders_queries == ordered
     assert f"kOrdersQueries = {str(ordered).lower()};" in emit.source(spec)
 
 
 def test_forwards_are_the_same_kernels():
     plain = Problem("forward", "bf16", 64, 64, "sm_80")
-    asked = dataclasses.replace(plain, deterministic=True)
+    asked = dataclasses.replace(plain, features={"deterministic": True})
     assert select.select(asked) == select.select(plain)
 
 

@@ -14,6 +14,7 @@ from flax import linen, nnx, serialization
 import jax_memeff
 import jax_memeff.flax
 from jax_memeff import Mask, UnsupportedError
+from jax_memeff.codegen.features import MASK
 from jax_memeff.flax import rotary_embedding
 
 BATCH, ROWS, COLUMNS, HEADS, FEATURES = 2, 5, 7, 4, 32
@@ -341,8 +342,8 @@ def test_decoding_splits_the_keys_on_cuda(monkeypatch, fake_compiler, rows):
     x = jax.ShapeDtypeStruct((4, rows, 512), jnp.bfloat16)
     text = jax.jit(step).trace(state, x).lower(lowering_platforms=("cuda",)).as_text()
     ((spec, _),) = fake_compiler
-    assert spec.split and spec.pack_heads
-    assert spec.mask == ("none" if rows == 1 else "causal")
+    assert spec.kernel.splits_keys and spec.pack_heads
+    assert spec[MASK] == ("none" if rows == 1 else "causal")
     assert "key_lengths" in text and "partial_out" in text and "4x8192x2x64xbf16" in text
 
 

@@ -265,7 +265,8 @@ def test_shard_map_over_one_of_two_explicit_axes(axis):
     local = jax.shard_map(attention_fn, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={axis})
     with jax.set_mesh(mesh):
         got = jax.jit(local)(*(put(mesh, x, "data", None, "tensor") for x in operands))
-    assert_close(got, attention_fn(*operands))
+    query, key, value = operands
+    assert_close(got, attention_fn(query, key, value))
 
 
 @auto_and_explicit

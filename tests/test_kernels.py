@@ -32,6 +32,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import NeedsGrad, QkvPackedOperands
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff._op import vjp
+from jax_memeff.codegen import strategy
 from jax_memeff.codegen.toolchain import parallel
 
 pytestmark = pytest.mark.gpu
@@ -68,8 +69,7 @@ def compiled(request):
         for needs_grad in wanted:
             for arch, spec in cuda.kernels(operands, case.options, needs_grad).items():
                 jobs.add((spec, arch))
-        with pytest.MonkeyPatch.context() as patch:
-            without_splits(patch)
+        with without_splits():
             for arch, spec in cuda.kernels(operands, case.options, None).items():
                 jobs.add((spec, arch))
     ordered = sorted(jobs, key=lambda job: (job[0].sort_key, job[0].name, job[1]))
@@ -80,9 +80,9 @@ def compiled(request):
         parallel.compile_many(ordered)
 
 
-def without_splits(monkeypatch):
+def without_splits():
     """As if there were query rows enough: the cases are so small that most split their keys."""
-    monkeypatch.setattr(cuda.support, "query_rows", lambda *_, **__: None)
+    return strategy.using(forward=strategy.PLAIN)
 
 
 @pytest.mark.parametrize("case", marked(CASES), ids=str)
@@ -93,19 +93,18 @@ def test_matches_the_oracle(case):
 @pytest.mark.parametrize(
     "case", marked(case for case in CASES if case.T > 64 or case.packed), ids=str
 )
-def test_forward_without_splits_matches_the_oracle(case, monkeypatch):
-    assert_results_match(case, (forward_without_splits(case, monkeypatch), None))
+def test_forward_without_splits_matches_the_oracle(case):
+    assert_results_match(case, (forward_without_splits(case), None))
 
 
-def forward_without_splits(case, monkeypatch):
+def forward_without_splits(case):
     from jax_memeff._op import primitives
 
-    without_splits(monkeypatch)
     dirty, _, _ = passed(case, *case.arrays())
     # A function of its own: jit must not find the program that splits.
-    out, lse = jax.jit(lambda operands: primitives.forward(operands, case.options))(
-        jax.tree.map(jnp.asarray, dirty)
-    )
+    forward = jax.jit(lambda operands: primitives.forward(operands, case.options))
+    with without_splits():
+        out, lse = forward(jax.tree.map(jnp.asarray, dirty))
     if case.packed:
         queries, _ = packing.packings(case)
         out, lse = queries.unpack(out, case.T, 0), queries.unpack(lse, case.T, -np.inf)
@@ -113,15 +112,15 @@ def forward_without_splits(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", large_bias.gpu_cases(), ids=str)
-def test_rows_with_a_large_bias(case, monkeypatch):
+def test_rows_with_a_large_bias(case):
     in_parts = dataclasses.replace(case, parts=True)
     large_bias.assert_matches(in_parts, run_case(case, *case.arrays()))
-    large_bias.assert_matches(case, (forward_without_splits(case, monkeypatch), None))
+    large_bias.assert_matches(case, (forward_without_splits(case), None))
 
 
 @pytest.mark.parametrize("case", wide_range.cases(), ids=str)
 def test_float32_rows_of_any_size(case, monkeypatch):
-    out, _ = forward_without_splits(case, monkeypatch)
+    out, _ = forward_without_splits(case)
     wide_range.assert_matches(case, out)
 
 
@@ -134,7 +133,7 @@ def test_float32_forwards_are_as_precise_as_those_of_others(case, monkeypatch):
     """PyTorch's mem-efficient kernel has 0.8e-6."""
     operands, dout, _ = case.arrays()
     reference = oracle.answer(operands, case.options, dout).out
-    out, _ = forward_without_splits(case, monkeypatch)
+    out, _ = forward_without_splits(case)
     assert np.linalg.norm(out - reference) <= 0.8e-6 * np.linalg.norm(reference)
 
 
@@ -329,19 +328,19 @@ def _forward(query, key, case):
     [{}, {"H": 128, "dropout": 0.3}, {"bias": "BNTS", **CAUSAL}],
     ids=["plain", "dropout", "bias"],
 )
-def test_packed_sequences_have_the_bits_of_padded_ones(features, monkeypatch):
+def test_packed_sequences_have_the_bits_of_padded_ones(features):
     """Output, logsumexp, and the gradients that no atomics sum; of kernels with the same visits.
 
     With segment ids padded sequences have a map of tiles, and packed ones visit those it leaves
     out: a correction by almost 1.
     """
-    without_splits(monkeypatch)
     lengths = ((200, 270), (0, 100), (77, 0), (130, 33))
     case = Case(B=4, T=200, S=270, lengths=lengths, **features)
     operands, dout, dlse = case.arrays()
-    padded = run_case(case, operands, dout, dlse)
     packed = dataclasses.replace(case, packed=True)
-    (out, lse), (_, dk, dv, dbias) = run_case(packed, operands, dout, dlse)
+    with without_splits():
+        padded = run_case(case, operands, dout, dlse)
+        (out, lse), (_, dk, dv, dbias) = run_case(packed, operands, dout, dlse)
     (padded_out, padded_lse), (_, padded_dk, padded_dv, padded_dbias) = padded
     pairs = [(out, padded_out), (lse, padded_lse), (dk, padded_dk), (dv, padded_dv)]
     pairs += [] if dbias is None else [(dbias, padded_dbias)]

@@ -22,7 +22,8 @@ from kernel_cases import CAUSAL
 
 from jax_memeff._call.operands import Gradients
 from jax_memeff._op import primitives
-from jax_memeff.codegen.tiles import sm90
+from jax_memeff.codegen.gpu import WGMMA_ARCH
+from jax_memeff.codegen.kernels import fmha_bwd_sm90
 from jax_memeff.codegen.toolchain import compile as compiler
 
 gpu = pytest.mark.gpu
@@ -80,8 +81,7 @@ def compiled(request):
     calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
     specs = set()
     for made in (call.params["made"] for call in calls if "made" in call.params):
-        with pytest.MonkeyPatch.context() as patch:
-            lateness.set_stages(patch, made.stages)
+        with lateness.set_stages(made.stages):
             specs.update(lateness.kernels(made.case))
     # NVRTC holds a lock, so that threads would take turns.
     spawn = multiprocessing.get_context("spawn")
@@ -93,7 +93,7 @@ def compile_late(spec):
     """Leaves the kernel in the cache on disk."""
     with pytest.MonkeyPatch.context() as patch:
         lateness.make_late(patch)
-        compiler.compile(spec, sm90.ARCH)
+        compiler.compile(spec, WGMMA_ARCH)
 
 
 def bits(array):
@@ -106,7 +106,7 @@ def results(case, operands, dout, dlse):
     gradients = primitives.backward(operands, case.options, out, lse, dout, dlse, case.needs_grad)
     assert isinstance(gradients, Gradients)
     found = {"out": out, "lse": lse, "dk": gradients.key, "dv": gradients.value}
-    if case.deterministic or case.H > sm90.LARGEST_ONE_KERNEL_DIM:
+    if case.deterministic or max(fmha_bwd_sm90.TILES) < case.H:
         found["dq"] = gradients.query
     return found if gradients.bias is None else {**found, "dbias": gradients.bias}
 
@@ -138,26 +138,25 @@ def count_other_runs(case, repeats):
 @gpu
 @pytest.mark.parametrize("made", HUNTS, ids=str)
 def test_bits_are_equal_in_every_run(made, compiled, monkeypatch):
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", sm90.ARCH)
-    lateness.set_stages(monkeypatch, made.stages)
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", WGMMA_ARCH)
     lateness.make_late(monkeypatch)
-    counts = count_other_runs(made.case, REPEATS)
+    with lateness.set_stages(made.stages):
+        counts = count_other_runs(made.case, REPEATS)
     assert counts == dict.fromkeys(counts, 0)
 
 
 @pytest.mark.parametrize("made", HUNTS, ids=str)
-def test_every_hunt_has_kernels_of_hopper(made, monkeypatch):
-    lateness.set_stages(monkeypatch, made.stages)
-    assert {spec.family for spec in lateness.kernels(made.case)} == {"sm90"}
+def test_every_hunt_has_kernels_of_hopper(made):
+    with lateness.set_stages(made.stages):
+        assert {spec.family for spec in lateness.kernels(made.case)} == {"sm90"}
 
 
 def emulated(made):
     """For the process of ``machine``."""
     import emulator
 
-    emulator.configure(sm90.ARCH, seed=made.stages or 0)
-    with pytest.MonkeyPatch.context() as patch:
-        lateness.set_stages(patch, made.stages)
+    emulator.configure(WGMMA_ARCH, seed=made.stages or 0)
+    with pytest.MonkeyPatch.context() as patch, lateness.set_stages(made.stages):
         lateness.make_late(patch)
         return jax.tree.map(np.asarray, run_case(made.case, *made.case.arrays()))
 

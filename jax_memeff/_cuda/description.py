@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jax_memeff._cuda.buffers import Buffer
+from jax_memeff.codegen import features
+from jax_memeff.codegen.kernels.families import WARPGROUP_ROWS
 from jax_memeff.codegen.spec import EntryPoint, KernelSpec
-from jax_memeff.codegen.tiles import sm90
 
 _MAGIC = b"\x89MEMEFF\n"
 _VERSION = 1
@@ -35,12 +36,8 @@ _SPEC_DTYPES = {"tf32": "f32"}
 _COMBINE_BLOCKS = 8
 """Blocks of the combination of split keys for each SM; they loop over all rows."""
 
-_SCORES = "B~ N? T? S?"
-
 _DIMS = {
-    "query": "B T N H",
-    "key": "B~ S K H",
-    "value": "B~ S K Hv",
+    **{operand.role: operand.dims for operand in features.operands()},
     "out": "B T N Hv",
     "logsumexp": "B T N",
     "out_gradient": "B T N Hv",
@@ -48,25 +45,16 @@ _DIMS = {
     "query_gradient": "B T N H",
     "key_gradient": "B S K H",
     "value_gradient": "B S K Hv",
-    "bias": _SCORES,
-    "bias_gradient": _SCORES,
-    "boolean": _SCORES,
-    "query_lengths": "B",
-    "key_lengths": "B",
-    "query_position": "",
-    "key_position": "",
-    "query_segments": "B pairs T",
-    "key_segments": "B pairs S",
-    "key_words": "B 2",
-    "batch_base": "B",
-    "head_index": "N",
+    "bias_gradient": "B~ N? T? S?",
 }
-"""Of the arrays of a call; "..." for the others, workspaces, whose sizes only the seal covers."""
+"""The arrays of a call; "..." for the others, workspaces, whose sizes only the seal covers."""
 
 _VARLEN_DIMS = {
-    "query": "1 query_tokens N H",
-    "key": "1 key_tokens K H",
-    "value": "1 key_tokens K Hv",
+    **{
+        operand.role: operand.packed_dims
+        for operand in features.operands()
+        if operand.packed_dims is not None
+    },
     "out": "1 query_tokens N Hv",
     "logsumexp": "1 query_tokens N",
     "out_gradient": "1 query_tokens N Hv",
@@ -74,10 +62,6 @@ _VARLEN_DIMS = {
     "query_gradient": "1 query_tokens N H",
     "key_gradient": "1 key_tokens K H",
     "value_gradient": "1 key_tokens K Hv",
-    "query_starts": "B+1",
-    "key_starts": "B+1",
-    "query_segments": "1 pairs query_tokens",
-    "key_segments": "1 pairs key_tokens",
 }
 
 
@@ -129,23 +113,21 @@ def _dims(spec: KernelSpec, name: str) -> str:
         side, tile = name.split("_")
         query, key = tile.split("x")
         return f"B? N? T/{query} *" if side == "queries" else f"B? N? S/{key} *"
-    dims = _DIMS | _VARLEN_DIMS if spec.varlen else _DIMS
+    dims = _DIMS | _VARLEN_DIMS if spec[features.VARLEN] else _DIMS
     return dims.get(name, "...")
 
 
 def _grid(spec: KernelSpec, entry: EntryPoint) -> tuple[str, int]:
     """The blocks of an entry point as a product, and the most for each SM (0: no limit)."""
     query, key = spec.tile.query, spec.tile.key
-    if spec.split:
-        if entry.name != spec.name:
-            return "B*N*T*combines", _COMBINE_BLOCKS
-        rows = f"K*group_rows/{query}" if spec.pack_heads else f"N*T/{query}"
-        return f"B*{rows}*splits", 0
+    head_rows = f"K*group_rows/{query}" if spec.pack_heads else f"N*T/{query}"
     own = "bias_gradient.0*bias_gradient.1"
     side = max(query, key)
-    rows = sm90.WARPGROUP_ROWS  # that a block of the 3xFP16 split writes; it divides tiles
+    rows = WARPGROUP_ROWS  # that a block of the 3xFP16 split writes; it divides tiles
     return {
         "queries": (f"B*N*T/{query}", int(spec.persistent and entry.name == spec.name)),
+        "key_splits": (f"B*{head_rows}*splits", 0),
+        "combines": ("B*N*T*combines", _COMBINE_BLOCKS),
         "keys": (f"B*K*S/{key}", 0),
         "q_splits": (f"B*K*S/{key}*q_splits", 0),
         "bias": (f"{own}*bias_gradient.2/{query}*S/{key}", 0),

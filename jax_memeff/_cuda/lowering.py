@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
 from jax_memeff import config
 from jax_memeff._call import divisors
-from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask import Window
 from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
@@ -30,9 +29,12 @@ from jax_memeff._cuda import buffers, description, workspaces
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.export import register_targets
 from jax_memeff.codegen import arch as architectures
-from jax_memeff.codegen import support
+from jax_memeff.codegen import strategy
+from jax_memeff.codegen.features import FEATURES
+from jax_memeff.codegen.features.bias import BiasLayout
 from jax_memeff.codegen.problem import Dtype, Problem
 from jax_memeff.codegen.select import select
+from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.errors import UnsupportedError
@@ -77,7 +79,7 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
         ctx,
         _FORWARD_TARGET,
         inputs,
-        [*results, *itertools.starmap(Buffer, workspaces.forward(avals, specs.values()))],
+        [*results, *_workspaces(avals, options, specs)],
         specs=specs,
         **_scores(avals, options),
     )[: len(results)]
@@ -113,14 +115,17 @@ def lower_backward(
         ],
         [
             *gradients,
-            *itertools.starmap(
-                Buffer, workspaces.backward(avals, options.divisors, specs.values(), needs_grad)
-            ),
+            *_workspaces(avals, options, specs),
         ],
         specs=specs,
         **_scores(avals, options),
     )
     return results[: len(gradients)]
+
+
+def _workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
+    sizes = workspaces.sizes_of(avals, options.divisors)
+    return list(itertools.starmap(Buffer, workspaces.of_kernels(sizes, specs.values())))
 
 
 def _needed(needs_grad: NeedsGrad) -> list[str]:
@@ -158,7 +163,9 @@ def kernels(
                 "the kernels for one batch index at a time",
             ]
         )
-    return {arch: select(_problem(avals, options, needs_grad, arch)) for arch in _architectures()}
+    call = Call(avals, options, needs_grad)
+    sizes = workspaces.sizes_of(avals, options.divisors)
+    return {arch: _kernel(call, sizes, arch) for arch in _architectures()}
 
 
 def digest(
@@ -175,33 +182,81 @@ def digest(
     return hashlib.sha256(repr((specs, keys)).encode()).digest()
 
 
-def _problem(avals: Operands, options: Options, needs_grad: NeedsGrad | None, arch: str) -> Problem:
-    bias = avals.bias
-    problem = Problem(
-        direction="forward" if needs_grad is None else "backward",
-        dtype=_dtype(avals, options),
-        head_dim=avals.query.shape[3],
-        value_dim=avals.value.shape[3],
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call as the code generator's features see it: each reads whether it is asked for
+    (``asked_by`` in codegen/features).
+    """
+
+    operands: Operands
+    """Their types."""
+    options: Options
+    needs_grad: NeedsGrad | None
+    """None in a forward."""
+
+    @property
+    def mask_kinds(self) -> frozenset[str]:
+        """The conditions of the mask, by name."""
+        return self.operands.mask.kinds()
+
+    @property
+    def windows(self) -> tuple[Window | None, Window | None]:
+        """The bounds of the columns that a row sees. Alignments do not matter to a kernel."""
+        return self.operands.mask.top_left, self.operands.mask.bottom_right
+
+    @property
+    def broadcasts_batch(self) -> bool:
+        """Whether some batch indices, and not all, have an operand in common."""
+        avals, options = self.operands, self.options
+        batch = avals.scores[0]
+        own = {divisors.combined(avals.mask, options.divisors, batch)[0]}
+        if avals.bias is not None:
+            own.add(avals.bias.shape[0])
+            if self.needs_grad is not None and self.needs_grad.bias:
+                own.add(self._bias_gradient_shape[0])
+        keys = () if avals.sequences is not None else (avals.key, avals.value)
+        return not own <= {1, batch} or any(array.shape[0] != batch for array in keys)
+
+    @property
+    def bias_layout(self) -> BiasLayout:
+        """How the bias is broadcast, as far as kernels differ in it.
+
+        The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
+        """
+        scores, shape = self.operands.scores, self._bias_gradient_shape
+        if shape == scores:
+            return "full"
+        if shape[3] == 1 and scores[3] != 1:
+            return "rows"
+        return "columns" if shape[2] == 1 else "shared"
+
+    @property
+    def bias_alignment(self) -> int:
+        """Bytes, up to 16, that every row of the bias starts at a multiple of."""
+        return _bias_alignment(self.operands)
+
+    @property
+    def _bias_gradient_shape(self) -> tuple[int, ...]:
+        avals = self.operands
+        assert avals.bias is not None
+        return divisors.gradient_shape("bias", avals.bias.shape, avals, self.options.divisors)
+
+
+def _kernel(call: Call, sizes: Sizes, arch: str) -> KernelSpec:
+    problem = _problem(call, arch)
+    return select(problem, strategy.choose(problem, sizes, strategy.MULTIPROCESSORS))
+
+
+def _problem(call: Call, arch: str) -> Problem:
+    return Problem(
+        direction="forward" if call.needs_grad is None else "backward",
+        dtype=_dtype(call.operands, call.options),
+        head_dim=call.operands.query.shape[3],
+        value_dim=call.operands.value.shape[3],
         arch=arch,
-        masks=_mask_names(avals.mask),
-        varlen=avals.sequences is not None,
-        broadcast_batch=_broadcasts_batch(avals, options, needs_grad),
-        bias=None if bias is None else "32" if bias.dtype == jnp.float32 else "16",
-        bias_layout=_bias_layout(avals, options),
-        bias_alignment=_bias_alignment(avals),
-        dropout=options.dropout_threshold > 0,
-        soft_cap=options.soft_cap is not None,
-        deterministic=options.deterministic_backward and needs_grad is not None,
-        needs_grad=() if needs_grad is None else tuple(_needed(needs_grad)),
+        features={feature.name: feature.asked_by(call) for feature in FEATURES},
+        needs_grad=() if call.needs_grad is None else tuple(_needed(call.needs_grad)),
     )
-    batch, heads, queries, keys = avals.scores
-    if needs_grad is not None:
-        return dataclasses.replace(problem, few_keys=workspaces.q_splits(avals) > 1)
-    group = heads // avals.key.shape[2] if heads else 1
-    rows = support.query_rows(
-        problem, batch=batch, queries=queries, keys=keys, heads=heads, group=group
-    )
-    return dataclasses.replace(problem, query_rows=rows)
 
 
 def _dtype(avals: Operands, options: Options) -> Dtype:
@@ -209,52 +264,10 @@ def _dtype(avals: Operands, options: Options) -> Dtype:
     return "tf32" if dtype == "f32" and options.precision == "tf32" else dtype
 
 
-def _broadcasts_batch(avals: Operands, options: Options, needs_grad: NeedsGrad | None) -> bool:
-    """Whether elements of the batch share some of an operand that is not a broadcast over it."""
-    batch = avals.scores[0]
-    elements = {divisors.combined(avals.mask, options.divisors, batch)[0]}
-    if avals.bias is not None:
-        elements.add(avals.bias.shape[0])
-        if needs_grad is not None and needs_grad.bias:
-            elements.add(_bias_gradient_shape(avals.bias, avals, options)[0])
-    keys = () if avals.sequences is not None else (avals.key, avals.value)
-    return not elements <= {1, batch} or any(array.shape[0] != batch for array in keys)
-
-
-def _bias_gradient_shape(bias: jax.Array, avals: Operands, options: Options) -> tuple[int, ...]:
-    return divisors.gradient_shape("bias", bias.shape, avals, options.divisors)
-
-
-def _bias_layout(avals: Operands, options: Options) -> Literal["full", "shared", "columns", "rows"]:
-    """How the bias is broadcast, as far as kernels differ in it.
-
-    The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
-    """
-    if avals.bias is None:
-        return "full"
-    shape = _bias_gradient_shape(avals.bias, avals, options)
-    if shape == avals.scores:
-        return "full"
-    if shape[3] == 1 and avals.scores[3] != 1:
-        return "rows"
-    return "columns" if shape[2] == 1 else "shared"
-
-
 def _bias_alignment(avals: Operands) -> int:
     """Bytes, up to 16, that every row of the bias starts at a multiple of."""
     bias = avals.bias
     return 16 if bias is None else math.gcd(16, bias.shape[3] * bias.dtype.itemsize)
-
-
-def _mask_names(mask: Mask) -> frozenset[str]:
-    """The mask in the code generator's words, where alignments do not matter but bounds do."""
-    names = set(mask.kinds()) - {"top_left", "bottom_right"}
-    windows = [window for window in (mask.top_left, mask.bottom_right) if window is not None]
-    if any(window.left is not None for window in windows):
-        names.add("window")
-    elif any(window.right is not None for window in windows):
-        names.add("causal")
-    return frozenset(names)
 
 
 def _require_lengths(avals: Operands) -> None:

@@ -1,4 +1,5 @@
-// Consumer groups of warps: the warps of a team share the rows of a tile, the teams its keys.
+// Consumer groups (intra-CTA split-KV): the warps of a group share the rows of a work tile, and the
+// groups share its keys.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,19 +10,19 @@
 
 namespace memeff {
 
-// kWarps_ warps as kGroups_ teams; the warps of a team are neighbours. All teams meet at the named
-// barrier kMeeting, or where they are the whole CTA at that of __syncthreads().
+// kWarps_ warps as kGroups_ groups; the warps of a group are neighbours. All groups meet at the
+// named barrier kMeeting, or at that of __syncthreads() if they are the whole CTA.
 template <int kWarps_, int kGroups_, int kMeeting = 0>
 struct WarpConsumerGroups {
   static constexpr int kConsumerGroups = kGroups_;
-  static constexpr int kWarps = kWarps_ / kConsumerGroups;  // of a team
+  static constexpr int kWarps = kWarps_ / kConsumerGroups;  // of a group
   static constexpr int kThreads = kWarps * kWarpSize;
   static_assert(kWarps * kConsumerGroups == kWarps_ && kConsumerGroups <= 15);
 
   CUTE_DEVICE static int index() { return threadIdx.x / kThreads; }
   CUTE_DEVICE static int thread() { return threadIdx.x % kThreads; }
 
-  // Waits for the other warps of the team. Barrier 0 is that of __syncthreads().
+  // Waits for the other warps of the group. Barrier 0 is that of __syncthreads().
   CUTE_DEVICE static void sync() {
     if constexpr (kWarps == 1) {
       __syncwarp();
@@ -30,7 +31,7 @@ struct WarpConsumerGroups {
     }
   }
 
-  // Waits for all teams.
+  // Waits for all groups.
   CUTE_DEVICE static void meet() {
     if constexpr (kMeeting == 0) {
       __syncthreads();
@@ -40,18 +41,18 @@ struct WarpConsumerGroups {
   }
 };
 
-// Adds up what the teams found for the same rows; the result is in the first team's registers.
+// Merges the outputs of the groups for the same rows; the result is in the first group's registers.
 template <class ConsumerGroup, class Softmax, int kOutputs>
 struct ConsumerGroupMerge {
   static constexpr int kStatisticsBytes =
       ConsumerGroup::kConsumerGroups * ConsumerGroup::kThreads * Softmax::kStagedBytes;
-  static constexpr int kOutputBytes = kOutputs * int(sizeof(float));  // of a team
+  static constexpr int kOutputBytes = kOutputs * int(sizeof(float));  // of a group
   static constexpr int kBytes =
       ConsumerGroup::kConsumerGroups == 1
           ? 0
           : kStatisticsBytes + (ConsumerGroup::kConsumerGroups - 1) * kOutputBytes;
 
-  // All threads of all teams call this, and `shared` is free on entry.
+  // All threads of all groups call this, and `shared` is free on entry.
   template <class Output>
   CUTE_DEVICE static void run(uint32_t shared, Softmax& softmax, Output& output,
                               float softmax_scale) {
@@ -69,21 +70,21 @@ struct ConsumerGroupMerge {
       ConsumerGroup::meet();
       if (ConsumerGroup::index() > 0) return;
       CUTE_UNROLL
-      for (int team = 1; team < ConsumerGroup::kConsumerGroups; ++team) {
-        add(shared, team, softmax, output, softmax_scale);
+      for (int group = 1; group < ConsumerGroup::kConsumerGroups; ++group) {
+        add(shared, group, softmax, output, softmax_scale);
       }
     }
   }
 
  private:
   template <class Output>
-  CUTE_DEVICE static void add(uint32_t shared, int team, Softmax& softmax, Output& output,
+  CUTE_DEVICE static void add(uint32_t shared, int group, Softmax& softmax, Output& output,
                               float softmax_scale) {
     Softmax other;
-    other.unstage(shared + team * ConsumerGroup::kThreads * Softmax::kStagedBytes);
+    other.unstage(shared + group * ConsumerGroup::kThreads * Softmax::kStagedBytes);
     typename Softmax::Weights const weights = softmax.merge(other, softmax_scale);
     for_each_block(
-        shared, team,
+        shared, group,
         [&](uint32_t slot, int m, int n) {
           uint4 const theirs = load_shared_vector(slot);
           float const values[4] = {__uint_as_float(theirs.x), __uint_as_float(theirs.y),
@@ -99,9 +100,9 @@ struct ConsumerGroupMerge {
 
   // A lane's accumulators, 16 bytes at a time, a warp's side by side.
   template <class Use, class Output>
-  CUTE_DEVICE static void for_each_block(uint32_t shared, int team, Use use, Output const&) {
+  CUTE_DEVICE static void for_each_block(uint32_t shared, int group, Use use, Output const&) {
     uint32_t const outputs =
-        shared + kStatisticsBytes + (team - 1) * kOutputBytes + ConsumerGroup::thread() * 16;
+        shared + kStatisticsBytes + (group - 1) * kOutputBytes + ConsumerGroup::thread() * 16;
     constexpr int kColumns = cute::size<2>(Output{});
     CUTE_UNROLL
     for (int m = 0; m < cute::size<1>(Output{}); ++m) {

@@ -25,6 +25,20 @@ CUTE_DEVICE void drop_block(RegisterOperand<kRowBlocks, kSteps, 4>& operand, int
   }
 }
 
+// And eight accumulators of P that are not an operand yet.
+template <class Engine, class Layout>
+CUTE_DEVICE void drop_block(cute::Tensor<Engine, Layout>& probabilities, int m, int block,
+                            KeepBlock const& keep) {
+  CUTE_UNROLL
+  for (int chunk = 0; chunk < 2; ++chunk) {
+    CUTE_UNROLL
+    for (int element = 0; element < 4; ++element) {
+      float& x = probabilities(element, m, 2 * block + chunk);
+      x = keep.select(x, element / 2, chunk, element % 2);
+    }
+  }
+}
+
 // Dropout of P, the operand of the tile of scores at (row, column): zeros the dropped elements. The
 // row sums, and so the logsumexp, have seen them. Without dropout all of it is empty.
 //

@@ -10,7 +10,7 @@
 
 namespace memeff {
 
-// A pointer that is in a register, or parked.
+// A pointer that is in a register, or staged in shared memory.
 template <bool kStaged>
 class StagedPointer {
  public:

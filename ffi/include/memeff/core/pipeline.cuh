@@ -59,13 +59,13 @@ struct Pipeline {
     wait_barrier(full[stage.index], stage.parity);
     random_sleep();
   }
-  // A wait that is over. It ends a basic block: in one block the assembler mixes what should run
-  // under a product with what starts it, or with what stands behind the wait for it.
+  // Redundant wait: it forces a basic-block boundary that ptxas cannot schedule across. In one
+  // basic block ptxas mixes what should overlap a product with what issues it or follows its wait.
   CUTE_DEVICE void wait_again(PipelineStage<kStages> const& stage) {
     wait_barrier(full[stage.index], stage.parity);
   }
   // What was read must have been used: an arrival overtakes loads, ldmatrix among them, and the
-  // copy engine overwrites what they have not read yet.
+  // TMA overwrites what they have not read yet.
   CUTE_DEVICE void release(PipelineStage<kStages> const& stage) {
     arrive_barrier(empty[stage.index]);
     random_sleep();

@@ -1,10 +1,10 @@
 // Attention backward for any head dim, in two kernels that own what they write:
 //
-//   FmhaBackwardLargeDimDq   one CTA a tile of queries: dQ += dS K for every tile of keys
-//   FmhaBackwardLargeDimDkdv     one CTA a tile of keys: dV += P^T dO and dK += dS^T Q for every
-//   tile of
-//                           queries, and the gradient of the bias, unless it has a kernel of its
-//                           own (FmhaBackwardLargeDimDbias)
+//   FmhaBackwardLargeDimDq    one CTA per Q block: dQ += dS K for every KV block
+//   FmhaBackwardLargeDimDkdv  one CTA per KV block: dV += P^T dO and dK += dS^T Q for every Q
+//   block,
+//                             and the gradient of the bias, unless it has a kernel of its own
+//                             (FmhaBackwardLargeDimDbias)
 //
 // Both compute S = Q K^T and dP = dO V^T in steps of 128 bytes of rows. That is two products more
 // than the five that one kernel would need, but no gradient is added to by several CTAs: f32 sums
@@ -19,14 +19,14 @@
 
 namespace memeff {
 
-// The statistics of the rows; the sums need no zeros.
+// The statistics of the rows. The first addition to a sum overwrites it, so sums need no zeros.
 template <class Config>
 struct FmhaBackwardLargeDimPreprocess : FmhaBackwardPreprocess<WithoutQueryGradient<Config>> {};
 
 template <class Config>
 using FmhaBackwardLargeDimDbiasPostprocess = FmhaBackwardDbiasPostprocess<Config>;
 
-// The gradient of the bias is the other kernel's.
+// The gradient of the bias belongs to FmhaBackwardLargeDimDkdv.
 template <class Config>
 struct WithoutBiasGradient : Config {
   static constexpr auto kBiasGradient = BiasGradient::none;
@@ -111,7 +111,7 @@ struct FmhaBackwardLargeDimDkdv {
     typename Scores::Mask const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
     int const head_blocks = tiles.end - tiles.begin;
-    int const visits = head_blocks * shape.group;
+    int const count = head_blocks * shape.group;
     clear_skipped<Config, kThreads>(params, item, tiles);
     int length = shape.key_length;
     if constexpr (Config::kVarlen) {
@@ -125,7 +125,7 @@ struct FmhaBackwardLargeDimDkdv {
         params.key_gradient, scores.keys, column, item.head, length, shape.head_dim);
     auto const value_target = Scores::template rows<ChunkedTarget>(
         params.value_gradient, scores.keys, column, item.head, length, shape.value_dim);
-    if (visits <= 0) {
+    if (count <= 0) {
       if constexpr (Config::kKeyGradient) Product::store_zeros(key_target);
       if constexpr (Config::kValueGradient) Product::store_zeros(value_target);
       return;
@@ -144,9 +144,9 @@ struct FmhaBackwardLargeDimDkdv {
     };
     StepRing ring(scores.buffers, Scores::kBufferBytes);
     ring.start([&](uint32_t buffer) { scores.load(tile_at(0), 0, 0, buffer); });
-    for (int index = 0; index < visits; ++index) {
+    for (int index = 0; index < count; ++index) {
       bool const first = index == 0;
-      bool const last = index + 1 == visits;
+      bool const last = index + 1 == count;
       int const parity = index % 2;
       LargeDimTile const tile = tile_at(index);
       auto const value_product =

@@ -1,8 +1,7 @@
 // Attention backward for Hopper and head dims above 128, in two kernels that own what they write:
 //
-//   FmhaBackwardTwoKernelDq   one CTA 128 queries: dQ += dS K for every tile of keys
-//   FmhaBackwardTwoKernelDkdv     one CTA 64 keys: dV += P^T dO and dK += dS^T Q for every tile of
-//                              queries
+//   FmhaBackwardTwoKernelDq    one CTA per 128 queries: dQ += dS K for every KV block
+//   FmhaBackwardTwoKernelDkdv  one CTA per 64 keys: dV += P^T dO and dK += dS^T Q for every Q block
 //
 // dK and dV of 128 keys do not fit the registers of an SM, and with 64 keys a single kernel would
 // send the f32 sums of dQ to L2 at more than its bandwidth. Two kernels compute S and dP twice,

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <memeff/collective/chunked_product.cuh>
+#include <memeff/collective/drop.cuh>
 #include <memeff/collective/long_sum.cuh>
 #include <memeff/collective/softmax/block.cuh>
 #include <memeff/collective/softmax/online.cuh>
@@ -21,7 +22,7 @@
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/score/bias/direct.cuh>
 #include <memeff/score/dropout.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -41,6 +42,8 @@ struct FmhaForwardLargeDimSm80 {
   using KeyStep = Tile<kTileKey, kStep>;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps>;
   using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, Config::kBias>;
+  using Mask = ScoreMask<Config, ScoreGrid>;
+  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
   using OutProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;
   static constexpr int kBufferBytes =
       cute::max(QueryStep::kBytes + KeyStep::kBytes, OutProduct::StepTile::kBytes);
@@ -59,7 +62,8 @@ struct FmhaForwardLargeDimSm80 {
     int const row = item.tile * kTileQuery;
     int const key_head = item.head / shape.group;
 
-    ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
+    Mask const mask(params.mask, shape, item.batch);
+    Modifiers const modifiers = {{params.scale}, {params.bias, mask, item.batch, item.head, row}};
     if constexpr (Config::kVarlen) {
       clear_query_gap<Config, kThreads>(params, item, mask.query_length, query_tiles);
       if (row >= mask.query_length) return;
@@ -146,21 +150,16 @@ struct FmhaForwardLargeDimSm80 {
         }
       }
 
-      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-      if constexpr (Config::kBias) {
-        add_bias_elements<Config, ScoreGrid>(scores, params.bias, item.batch, item.head, row,
-                                             column, mask.query_length - row,
-                                             mask.key_length - column, params.scale.bias_scale);
-      }
+      modifiers.forward(scores, column);
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);
       softmax.step(scores, params.scale.softmax_scale);
       if (last) {
-        float const output_scale = Config::kDropout ? params.dropout.scale : 1.0f;
-        softmax.finish(params.scale.softmax_scale, output_scale, mask.query_length - row,
-                       write_logsumexp);
+        softmax.finish(params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+                       mask.query_length - row, write_logsumexp);
       }
-      if constexpr (Config::kDropout) drop(params, item, row, column, scores);
+      ProbabilityDropout<Config, ScoreGrid>::apply(params, item.batch, item.head, row, column,
+                                                   scores);
       store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
 
       product.run(
@@ -181,24 +180,6 @@ struct FmhaForwardLargeDimSm80 {
     return params.score_sum +
            query_tile_index<Config>(shape, tiles, item.batch, item.head, item.tile) *
                (kTileQuery * kTileKey);
-  }
-
-  // Zeros the dropped elements of P. The row sums, and so the logsumexp, have seen them.
-  template <class Scores>
-  CUTE_DEVICE static void drop(ForwardParams const& params, WorkItem const& item, int row,
-                               int column, Scores& probabilities) {
-    Dropout<ScoreGrid> const dropout(params.dropout, params.mask, item.batch);
-    dropout.for_each_block(dropout_head(params.dropout, item.batch, item.head), row, column,
-                           [&](int m, int block, KeepBlock const& keep) {
-                             CUTE_UNROLL
-                             for (int chunk = 0; chunk < 2; ++chunk) {
-                               CUTE_UNROLL
-                               for (int element = 0; element < 4; ++element) {
-                                 float& x = probabilities(element, m, 2 * block + chunk);
-                                 x = keep.select(x, element / 2, chunk, element % 2);
-                               }
-                             }
-                           });
   }
 };
 

@@ -1,25 +1,26 @@
-// Attention forward for Hopper: TMA, wgmma and specialised warpgroups, one persistent CTA an SM.
+// Attention forward for Hopper: TMA, wgmma and warp specialization, one persistent CTA an SM.
 //
-// The last warpgroup is the producer: a thread each copies queries, keys and values into rings of
-// buffers. Each of the others, a consumer, owns 64 query rows of a tile and walks its
-// keys from right to left. Inside a consumer the scores of the next visit are computed together
-// with the product of this visit's probabilities, and the softmax runs under both:
+// The last warpgroup is the producer: one thread each copies queries, keys and values into rings of
+// buffers. Each of the other warpgroups, a consumer, owns 64 query rows of a work tile and walks
+// its KV blocks from right to left. Inside a consumer, the scores of the next KV block are computed
+// together with the product of this block's probabilities, and the softmax runs under both:
 //
 //   issue S(j+1) = Q K(j+1)^T | issue O += P(j) V(j) | wait S(j+1) | softmax | wait O | P(j+1)
 //
-// The visits of one tile of queries follow those of another without a break: the first scores of a
-// tile are computed together with the last product of the one before, whose output leaves from
-// registers under the products of other consumers.
-// Consumers take no turns in issuing products (Shah et al. 2024, FlashAttention-3, section 3.1,
-// where they do): the softmax of one finds its way under the products of another. With a mask each
-// passes over the key tiles at the end that only the rows of others attend to.
+// The KV blocks of one work tile follow those of another without a break. The first scores of a
+// work tile are computed together with the last product of the one before, whose output leaves
+// from registers under the products of other consumers.
+// Consumers do not take turns in issuing products, as they do in FlashAttention-3 (Shah et al.
+// 2024, section 3.1): the softmax of one overlaps the products of another without that. With a mask
+// each consumer skips the KV blocks at the end that only the rows of others attend to.
 //
-// How operands come and are multiplied is up to their elements. Where a product with values has
-// accumulators of its own, and these leave no registers for what a visit needs, S(j+1) is issued
-// behind it: the products of a consumer then run beside the softmax of the other.
+// The operands' element type decides how they are loaded and multiplied. 3xFP16 products with
+// values have accumulators of their own. If these leave too few registers, S(j+1) is issued after
+// O, and the products of one consumer overlap only the softmax of the other.
 //
-// Where tiles are few, consumers are teams that share 64 rows: they visit the key tiles in turn,
-// each with a softmax and an output of its own, which are added up at the end of a tile.
+// If work tiles are few, the consumers form groups that share 64 rows (intra-CTA split-KV): they
+// take the KV blocks in turn, each with a softmax and an output of its own, which are merged at the
+// end of a work tile.
 #pragma once
 
 #include <memeff/collective/consumer_groups.cuh>
@@ -37,9 +38,8 @@
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
-#include <memeff/score/bias/add.cuh>
-#include <memeff/score/bias/tile.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/bias/warp_rows.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -65,11 +65,11 @@ struct FmhaForwardSm90 {
   static constexpr bool kCapped =
       Config::kSoftCap && !Config::kBias && cute::is_same_v<Element, cutlass::bfloat16_t>;
   // Rows with a bias may be negative for ever, which integers do not order; above 128 columns there
-  // are too few scores a visit for the branch.
+  // a KV block has too few scores for the branch to pay.
   using Softmax = OnlineSoftmax<1, !Config::kBias && Config::kValueDim <= 128,
                                 has_bias_tile<Config>(), kCapped>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
-  using Queue = TileScheduler<Schedule>;
+  using Scheduler = TileScheduler<Schedule>;
 
   using Operands = cute::conditional_t<cute::is_same_v<Element, F16x3>,
                                        F16x3Operands<Config, ScoreGrid, OutGrid>,
@@ -83,40 +83,42 @@ struct FmhaForwardSm90 {
   using Values = typename Operands::Values;
   static constexpr int kStages = Config::kStages;
   static constexpr int kQueryStages = Config::kQueryStages;
-  static_assert(kStages % kConsumerGroups == 0);  // each team has buffers of its own
+  static_assert(kStages % kConsumerGroups == 0);  // each group has buffers of its own
 
-  static constexpr bool kBiasTile = has_bias_tile<Config>();
-  // Each warp copies the bias of its own rows, for itself.
-  using BiasRows = BiasTile<Config, 16, kTileKey, kWarpSize>;
-  static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
+  using Mask = ScoreMask<Config, ScoreGrid>;
+  using Bias = WarpRowsBias<Config, ScoreGrid, kConsumerWarps, kTileKey, true,
+                            WarpBiasPointer<Config, ScoreGrid>, Mask>;
+  using Scaling = cute::conditional_t<Config::kSoftCap && !kIs32Bit<Element>,
+                                      PolynomialCap<Config, kCapped>, ScoreScaling<Config>>;
+  using Modifiers = ScoreModifiers<Config, Bias, Scaling>;
 
   using ConsumerGroup = WarpConsumerGroups<kConsumerWarps, kConsumerGroups, 1 + kWarpgroups>;
   using Merge = ConsumerGroupMerge<ConsumerGroup, Softmax, kTileQuery * Config::kValueDim>;
   using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
   static constexpr int kWorkTileStages = 4;
-  struct Piece {
-    WorkItem item;  // batch is -1 behind the last
+  struct WorkTile {
+    WorkItem item;  // batch is -1 after the last
     int query_length;
   };
   struct Control {
     Pipeline<kQueryStages> query[kRowWarpgroups];  // each consumer's own rows
     Pipeline<kStages> key;
     Pipeline<kStages> value;
-    Pipeline<kWorkTileStages> piece;
-    Piece pieces[kWorkTileStages];
+    Pipeline<kWorkTileStages> work_tile;
+    WorkTile work_tiles[kWorkTileStages];
   };
   static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * Keys::kBufferBytes;
   static constexpr int kBiasOffset = kValueOffset + kStages * Values::kBufferBytes;
-  static constexpr int kMergeOffset = kBiasOffset + kConsumerWarps * kBiasBytes;
+  static constexpr int kMergeOffset = kBiasOffset + Bias::kBytes;
   static constexpr int kControlOffset = kMergeOffset + Merge::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
-  // Named barriers: one for the threads of each consumer, and one for teams.
+  // Named barriers: one for the threads of each consumer, and one for consumer groups.
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
 
-  // The operands of a kernel that the copy engine needs no maps for come without them.
+  // Kernels whose operands need no tensor maps have no such parameter.
   template <class... Maps>
   CUTE_DEVICE static void run(ForwardParams const& params, Maps const&... maps) {
     Operands const operands{params, maps...};
@@ -129,7 +131,7 @@ struct FmhaForwardSm90 {
       for (auto& query : control.query) query.init(kConsumerWarps / kRowWarpgroups);
       control.key.init(kConsumerWarps / kConsumerGroups);
       control.value.init(kConsumerWarps / kConsumerGroups);
-      control.piece.init(kConsumerWarps + 2);
+      control.work_tile.init(kConsumerWarps + 2);
       fence_barrier_init();
     }
     __syncthreads();
@@ -141,11 +143,11 @@ struct FmhaForwardSm90 {
           break;
         case kWarpSize:
           produce_tiles(params, control, control.key, tiles + kKeyOffset,
-                        [&](auto... piece) { return operands.keys(piece...); });
+                        [&](auto... work_tile) { return operands.keys(work_tile...); });
           break;
         case 2 * kWarpSize:
           produce_tiles(params, control, control.value, tiles + kValueOffset,
-                        [&](auto... piece) { return operands.values(piece...); });
+                        [&](auto... work_tile) { return operands.values(work_tile...); });
           break;
       }
     } else {
@@ -154,63 +156,64 @@ struct FmhaForwardSm90 {
     }
   }
 
-  // The next piece of work. It stays in its slot until the reader, a warp, releases that.
-  CUTE_DEVICE static Piece take_work_tile(Control& control,
-                                          PipelineStage<kWorkTileStages> const& slot) {
-    control.piece.wait(slot);
-    return control.pieces[slot.index];
+  // The next work tile of work. It stays in its slot until the reader, a warp, releases that.
+  CUTE_DEVICE static WorkTile take_work_tile(Control& control,
+                                             PipelineStage<kWorkTileStages> const& slot) {
+    control.work_tile.wait(slot);
+    return control.work_tiles[slot.index];
   }
 
-  // The thread that hands out pieces, and copies their queries.
+  // The thread that hands out work tiles, and copies their queries.
   CUTE_DEVICE static void produce_queries(ForwardParams const& params, Operands const& operands,
                                           Control& control, uint32_t tiles) {
     PipelineStage<kQueryStages> query;
     PipelineStage<kWorkTileStages> slot;
-    Queue::begin(params);
+    Scheduler::begin(params);
     int number = int(blockIdx.x);
     while (true) {
-      Piece piece = numbered_work_tile(params, number);
-      while (is_idle(params, piece)) {
-        number = Queue::next(params);
-        piece = numbered_work_tile(params, number);
+      WorkTile work_tile = numbered_work_tile(params, number);
+      while (is_idle(params, work_tile)) {
+        number = Scheduler::next(params);
+        work_tile = numbered_work_tile(params, number);
       }
-      WorkItem const& item = piece.item;
-      control.piece.acquire(slot);
-      control.pieces[slot.index] = piece;
-      control.piece.commit(slot);
+      WorkItem const& item = work_tile.item;
+      control.work_tile.acquire(slot);
+      control.work_tiles[slot.index] = work_tile;
+      control.work_tile.commit(slot);
       slot.advance();
       if (item.batch < 0) break;
       CUTE_UNROLL
       for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
-        operands.load_queries(item, piece.query_length, warpgroup,
+        operands.load_queries(item, work_tile.query_length, warpgroup,
                               control.query[warpgroup].acquire(query, Operands::kQueryBytes),
                               tiles + query.index * Operands::kQueryBufferBytes);
       }
       query.advance();
-      number = Queue::next(params);
+      number = Scheduler::next(params);
     }
-    Queue::finish(params);
+    Scheduler::finish(params);
   }
 
   CUTE_DEVICE static bool shares_bias(ForwardParams const& params) {
-    return kBiasTile && params.bias.batch_stride == 0;
+    return has_bias_tile<Config>() && params.bias.batch_stride == 0;
   }
 
-  CUTE_DEVICE static Piece numbered_work_tile(ForwardParams const& params, int number) {
+  CUTE_DEVICE static WorkTile numbered_work_tile(ForwardParams const& params, int number) {
     WorkItem const item = Schedule::item(params.shape, number, shares_bias(params));
     bool const exists = item.batch >= 0;
     return {item, exists ? Mask(params.mask, params.shape, item.batch).query_length : 0};
   }
 
   // Is the tile beyond the end of a packed sequence, with no gap behind it to be cleared?
-  CUTE_DEVICE static bool is_idle(ForwardParams const& params, Piece const& piece) {
+  CUTE_DEVICE static bool is_idle(ForwardParams const& params, WorkTile const& work_tile) {
     if constexpr (!Config::kVarlen) return false;
-    if (piece.item.batch < 0) return false;
-    Gap const gap = Gap::of_queries(params.shape, piece.item.batch, piece.query_length);
-    return piece.item.tile * kTileQuery >= piece.query_length && gap.begin >= gap.end;
+    if (work_tile.item.batch < 0) return false;
+    Gap const gap = Gap::of_queries(params.shape, work_tile.item.batch, work_tile.query_length);
+    return work_tile.item.tile * kTileQuery >= work_tile.query_length && gap.begin >= gap.end;
   }
 
-  // The thread that copies keys, and the one that copies values; `rows_of` says which a piece has.
+  // The thread that copies keys, and the one that copies values; `rows_of` says which a work tile
+  // has.
   template <class RowsOf>
   CUTE_DEVICE static void produce_tiles(ForwardParams const& params, Control& control,
                                         Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of) {
@@ -218,11 +221,11 @@ struct FmhaForwardSm90 {
     PipelineStage<kWorkTileStages> slot;
     while (true) {
       WorkItem const item = take_work_tile(control, slot).item;
-      control.piece.release(slot);
+      control.work_tile.release(slot);
       slot.advance();
       if (item.batch < 0) break;
       Mask const mask(params.mask, params.shape, item.batch);
-      Visits const range(params, mask, item);
+      Blocks const range(params, mask, item);
       auto const rows = rows_of(item, mask.key_length);
       CUTE_NO_UNROLL
       for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile, 1)) {
@@ -233,16 +236,15 @@ struct FmhaForwardSm90 {
     }
   }
 
-  using Mask = ScoreMask<Config, ScoreGrid>;
-  using Visits = KvBlocks<Config, Mask>;
+  using Blocks = KvBlocks<Config, Mask>;
 
-  // To the buffer of the next visit of a consumer.
+  // Advances to the buffer of this consumer's next KV block.
   CUTE_DEVICE static void advance(PipelineStage<kStages>& stage) {
     CUTE_UNROLL
-    for (int team = 0; team < kConsumerGroups; ++team) stage.advance();
+    for (int group = 0; group < kConsumerGroups; ++group) stage.advance();
   }
 
-  // Gives the buffers of `count` tiles back unread.
+  // Releases the buffers of `count` KV blocks unread.
   template <int kBuffers>
   CUTE_DEVICE static void skip(Pipeline<kBuffers>& ring, PipelineStage<kBuffers>& stage, int count,
                                bool leader) {
@@ -255,10 +257,10 @@ struct FmhaForwardSm90 {
     }
   }
 
-  // Where a consumer stands in each ring.
+  // A consumer's position in each ring.
   struct Position {
     int warpgroup;
-    int team;
+    int group;
     int row_warpgroup;
     bool leader;  // of its warp
     PipelineStage<kQueryStages> query;
@@ -271,17 +273,17 @@ struct FmhaForwardSm90 {
     Position at;
     // Uniform over the warpgroup, and known to be.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-    at.team = kConsumerGroups > 1 ? at.warpgroup : 0;
-    at.row_warpgroup = at.warpgroup - at.team;
+    at.group = kConsumerGroups > 1 ? at.warpgroup : 0;
+    at.row_warpgroup = at.warpgroup - at.group;
     at.leader = threadIdx.x % kWarpSize == 0;
-    at.key.index = at.value.index = at.team;
+    at.key.index = at.value.index = at.group;
     while (true) {
-      Piece const piece = take_work_tile(control, at.slot);
-      if (piece.item.batch < 0) break;
-      if (has_rows(piece, at.row_warpgroup)) {
-        compute_work_tiles(params, control, tiles, piece.item, at);
+      WorkTile const work_tile = take_work_tile(control, at.slot);
+      if (work_tile.item.batch < 0) break;
+      if (has_rows(work_tile, at.row_warpgroup)) {
+        compute_work_tiles(params, control, tiles, work_tile.item, at);
       } else {
-        skip_work_tile(params, control, piece.item, at);
+        skip_work_tile(params, control, work_tile.item, at);
       }
       at.query.advance();
     }
@@ -289,31 +291,31 @@ struct FmhaForwardSm90 {
 
   CUTE_DEVICE static void release_work_tile(Control& control, Position& at) {
     __syncwarp();
-    if (at.leader) control.piece.release(at.slot);
+    if (at.leader) control.work_tile.release(at.slot);
     at.slot.advance();
   }
 
-  // Does a consumer own rows of the piece that the query length does not cut off?
-  CUTE_DEVICE static bool has_rows(Piece const& piece, int warpgroup) {
+  // Does a consumer own rows of the work tile that the query length does not cut off?
+  CUTE_DEVICE static bool has_rows(WorkTile const& work_tile, int warpgroup) {
     if constexpr (kConsumerGroups > 1) return true;
-    return piece.item.tile * kTileQuery + warpgroup * kWarpgroupRows < piece.query_length;
+    return work_tile.item.tile * kTileQuery + warpgroup * kWarpgroupRows < work_tile.query_length;
   }
 
-  // The piece behind the one at hand, with a batch of -1 if this consumer has no rows of it.
+  // The next work tile, with a batch of -1 if this consumer has no rows of it.
   CUTE_DEVICE static WorkItem next_work_tile(Control& control, Position const& at) {
     PipelineStage<kWorkTileStages> next = at.slot;
     next.advance();
-    Piece const piece = take_work_tile(control, next);
-    bool const has = piece.item.batch >= 0 && has_rows(piece, at.row_warpgroup);
-    return {piece.item.tile, piece.item.head, has ? piece.item.batch : -1};
+    WorkTile const work_tile = take_work_tile(control, next);
+    bool const has = work_tile.item.batch >= 0 && has_rows(work_tile, at.row_warpgroup);
+    return {work_tile.item.tile, work_tile.item.head, has ? work_tile.item.batch : -1};
   }
 
-  // A piece of which only others own rows. Keys and values in turn: those who need both would wait
-  // for the one behind.
+  // Skips a work tile of which only other consumers own rows. Keys and values are released
+  // alternately: a consumer that needs both would otherwise wait for the ring that lags behind.
   CUTE_DEVICE static void skip_work_tile(ForwardParams const& params, Control& control,
                                          WorkItem const& item, Position& at) {
     Mask const mask(params.mask, params.shape, item.batch);
-    Visits const range(params, mask, item);
+    Blocks const range(params, mask, item);
     PipelineStage<kQueryStages> query = at.query;
     skip(control.query[at.row_warpgroup], query, 1, at.leader);
     CUTE_NO_UNROLL
@@ -327,14 +329,14 @@ struct FmhaForwardSm90 {
     release_work_tile(control, at);
   }
 
-  // Computes a piece, and those behind it up to one without rows of this consumer.
+  // Computes a work tile and the following ones, up to one without rows of this consumer.
   CUTE_DEVICE static void compute_work_tiles(ForwardParams const& params, Control& control,
                                              uint32_t tiles, WorkItem item, Position& at) {
     ProblemShape const& shape = params.shape;
     int const warpgroup = at.row_warpgroup;
     bool const leader = at.leader;
     Mask mask(params.mask, shape, item.batch);
-    Visits range(params, mask, item, at.team);
+    Blocks range(params, mask, item, at.group);
     int tile = range.first(mask, item, warpgroup);
     Softmax softmax;
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
@@ -370,7 +372,7 @@ struct FmhaForwardSm90 {
     };
 
     take_queries();
-    load_bias(params, mask, item, tile, tiles);
+    modifiers_of(params, mask, item, tiles).load(tile * kTileKey);
     skip(control.key, at.key, range.passed(tile + 1), leader);
     skip(control.value, at.value, range.passed(tile + 1), leader);
     control.key.wait(at.key);
@@ -403,19 +405,19 @@ struct FmhaForwardSm90 {
     };
     CUTE_NO_UNROLL
     while (true) {
-      bool const last = tile == range.begin;  // of the piece, is the visit whose P is ready
+      bool const last = tile == range.begin;  // P is that of the work tile's last KV block
       Softmax const done = softmax;
       if (last) {
         WorkItem const following = next_work_tile(control, at);
         if (following.batch < 0) break;
         item = following;
         if (!Mask::is_shared(params.mask)) mask = Mask(params.mask, shape, item.batch);
-        range = Visits(params, mask, item, at.team);
+        range = Blocks(params, mask, item, at.group);
         tile = range.first(mask, item, warpgroup) + kConsumerGroups;
         softmax = Softmax();
         at.query.advance();
         take_queries();
-        load_bias(params, mask, item, range.next(tile), tiles);
+        modifiers_of(params, mask, item, tiles).load(range.next(tile) * kTileKey);
         skip(control.key, at.key, range.passed(tile), leader);
         control.key.wait(at.key);
       }
@@ -436,9 +438,8 @@ struct FmhaForwardSm90 {
       modify(params, mask, item, tile, range, tiles, warpgroup, scores);
       auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
       fence_accumulators(scores);
-      // The wait for the next keys stands here because the assembler, left with one basic
-      // block, puts the exponentials behind the wait for the product that they should run
-      // under.
+      // The wait for the next keys is here on purpose: it ends the basic block. Without it ptxas
+      // sinks the exponentials below the wait for the product that they should overlap.
       if (tile > range.begin) control.key.wait(at.key);
       if constexpr (!Operands::kSequential) end_output();
       if constexpr (!Operands::kScalesRows) {
@@ -453,7 +454,7 @@ struct FmhaForwardSm90 {
         Softmax::rescale(output, correction);
       }
       if constexpr (Operands::kScalesRows) {
-        // Not before: the values of this visit come behind those that are passed over.
+        // Not earlier: the skipped values come before the values of this KV block in the ring.
         probabilities =
             probabilities_of(params, control, tiles, item, tile, at.value, kept, scores);
       }
@@ -465,7 +466,7 @@ struct FmhaForwardSm90 {
     finish_work_tile(params, control, tiles, at, softmax, output);
   }
 
-  // Zeros the values of the first visit of a piece that lie beyond the key length. Each consumer
+  // Zeros the values of a work tile's first KV block that lie beyond the key length. Each consumer
   // does it for itself: they write the same zeros.
   CUTE_DEVICE static void clear_values(Control& control, Mask const& mask,
                                        ProblemShape const& shape, int tile,
@@ -492,34 +493,22 @@ struct FmhaForwardSm90 {
   }
 
   // Soft cap, bias and masks: scores that are ready for the softmax.
-  template <class Mask, class Scores>
+  template <class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
-                                 WorkItem const& item, int tile, Visits const& range,
+                                 WorkItem const& item, int tile, Blocks const& range,
                                  uint32_t tiles, int warpgroup, Scores& scores) {
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
-    if constexpr (Config::kSoftCap && !kIs32Bit<Element>) {
-      cap_scores(scores, params.scale.prescale, Softmax::applied(params.scale.softmax_scale));
-    } else {
-      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-    }
-    if constexpr (kBiasTile) {
-      wait_copies<0>();
-      __syncwarp();  // the bias of all lanes is here
-      add_bias(scores,
-               BiasReader<BiasRows>(bias_tile(tiles), 0, 0, bias_source(params, item, row, column),
-                                    bias_row_bytes(params)),
-               params.scale.bias_scale);
-      __syncwarp();  // nobody reads it any more
-      if (tile > range.begin) load_bias(params, mask, item, range.next(tile), tiles);
-    }
+    Modifiers const modifiers = modifiers_of(params, mask, item, tiles);
+    modifiers.forward(scores, column);
+    modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
     mask.template apply<kWarpgroupRows, kTileKey>(scores, params.mask, params.shape, item.batch,
                                                   item.head, row, column, range.is_partial(tile),
                                                   warpgroup * kWarpgroupRows);
   }
 
-  // The probabilities of a visit as an operand, without those that dropout drops; `stage` is where
-  // their values come to. Scaled rows need the factors of these values.
+  // The probabilities of a KV block as an operand, without those that dropout drops; `stage` is
+  // where their values come to. Scaled rows need the factors of these values.
   template <class Scores>
   CUTE_DEVICE static auto probabilities_of(ForwardParams const& params, Control& control,
                                            uint32_t tiles, WorkItem const& item, int tile,
@@ -532,43 +521,21 @@ struct FmhaForwardSm90 {
     return probabilities;
   }
 
-  CUTE_DEVICE static uint32_t bias_tile(uint32_t tiles) {
-    return tiles + kBiasOffset + thread_index() / kWarpSize * kBiasBytes;
+  // The modifiers of a work tile. They are made where they are used, so that none of it occupies
+  // registers between two KV blocks.
+  CUTE_DEVICE static Modifiers modifiers_of(ForwardParams const& params, Mask const& mask,
+                                            WorkItem const& item, uint32_t tiles) {
+    return {{params.scale},
+            {params.bias, {params.bias, item}, mask, item.tile * kTileQuery, tiles + kBiasOffset}};
   }
 
-  // Where the bias of this warp's rows begins.
-  CUTE_DEVICE static char const* bias_source(ForwardParams const& params, WorkItem const& item,
-                                             int row, int column) {
-    return bias_row<Config>(params.bias, item.batch, item.head,
-                            row + ScoreGrid::row(thread_index())) +
-           column * (long long)sizeof(typename Config::BiasElement);
-  }
-
-  CUTE_DEVICE static long long bias_row_bytes(ForwardParams const& params) {
-    return params.bias.row_stride * (long long)sizeof(typename Config::BiasElement);
-  }
-
-  template <class Mask>
-  CUTE_DEVICE static void load_bias(ForwardParams const& params, Mask const& mask,
-                                    WorkItem const& item, int tile, uint32_t tiles) {
-    if constexpr (kBiasTile) {
-      int const thread = thread_index();
-      int const row = item.tile * kTileQuery;
-      int const column = tile * kTileKey;
-      BiasRows::copy(bias_tile(tiles), thread % kWarpSize, bias_source(params, item, row, column),
-                     bias_row_bytes(params), mask.query_length - row - ScoreGrid::row(thread),
-                     mask.key_length - column);
-      commit_copies();
-    }
-  }
-
-  // Output and logsumexp of this warpgroup's rows of the piece in its slot, or of what all teams
-  // found for them.
+  // Output and logsumexp of this warpgroup's rows of the work tile in its slot, or of what all
+  // consumer groups found for them.
   template <class Output>
   CUTE_DEVICE static void finish_work_tile(ForwardParams const& params, Control& control,
                                            uint32_t tiles, Position& at, Softmax softmax,
                                            Output& output) {
-    auto const [item, query_length] = control.pieces[at.slot.index];
+    auto const [item, query_length] = control.work_tiles[at.slot.index];
     Merge::run(tiles + kMergeOffset, softmax, output, params.scale.softmax_scale);
     if constexpr (kConsumerGroups > 1)
       ConsumerGroup::meet();  // nobody reads what was added up any more

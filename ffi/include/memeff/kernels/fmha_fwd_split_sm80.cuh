@@ -1,13 +1,13 @@
 // Attention forward for few query rows and long keys: the keys are split over warps and CTAs.
 //
 // Such a call is as fast as its keys and values arrive. Rows are few, so warps share them and take
-// different keys: a team of warps covers all rows of the tile, and has keys, values and copies of
-// its own. Where a team is one warp, no barrier of the CTA stands in the main loop. Copies run
+// different keys: a consumer group of warps covers all rows of the tile, and has keys, values and
+// copies of its own. If a group is one warp, the main loop has no barrier of the CTA. Copies run
 // kStages - 1 tiles ahead:
 //
 //   wait for tile i | start the copy of tile i + kStages - 1 | S = Q K^T | softmax | O += P V
 //
-// At the end the teams add up through shared memory, and the splits, which are CTAs, through
+// At the end the groups merge through shared memory, and the splits, which are CTAs, through
 // partial results in global memory and the kernel of fmha_fwd_combine.cuh.
 #pragma once
 
@@ -24,7 +24,7 @@
 #include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/key_splits.cuh>
 #include <memeff/score/bias/direct.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -41,12 +41,13 @@ struct FmhaForwardSplitSm80 {
   static constexpr int kConsumerGroupKeys = kTileKey / Config::kKeyWarps;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
   using OutGrid =
-      WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // of a team
+      WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // of a group
   static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
   using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, Config::kBias>;
   using Rows = PackedRows<Config::kPackHeads>;
   using Dropped = ProbabilityDropout<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
+  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
   using KeyTile = SharedTile<kConsumerGroupKeys, Config::kHeadDim>;
@@ -71,6 +72,7 @@ struct FmhaForwardSplitSm80 {
     int const key_head = Config::kPackHeads ? item.head : item.head / shape.group;
 
     Mask const mask(params.mask, shape, item.batch);
+    Modifiers const modifiers = {{params.scale}, {params.bias, mask, item.batch, item.head, row}};
     TileRange const tiles =
         share_of_split(mask.key_tiles(row, kTileQuery, kTileKey), item.split, params.splits);
 
@@ -112,7 +114,7 @@ struct FmhaForwardSplitSm80 {
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       int const column = tile * kTileKey;
       wait_copies<kStages - 2>();
-      ConsumerGroup::sync();  // this tile is here; the team no longer reads the previous one
+      ConsumerGroup::sync();  // this tile is here; the group no longer reads the previous one
       int const previous = stage == 0 ? kStages - 1 : stage - 1;
       load(tile + kStages - 1, previous);
 
@@ -121,12 +123,7 @@ struct FmhaForwardSplitSm80 {
       cute::clear(scores);
       warp_gemm<Element, Config::kHeadDim / 16>(scores, query, KeyOperand(stage_tiles, 0));
 
-      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-      if constexpr (Config::kBias) {
-        add_bias_elements<Config, ScoreGrid>(scores, params.bias, item.batch, item.head, row,
-                                             column, mask.query_length - row,
-                                             mask.key_length - column, params.scale.bias_scale);
-      }
+      modifiers.forward(scores, column);
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);
       softmax.step(scores, output, params.scale.softmax_scale);
@@ -140,8 +137,7 @@ struct FmhaForwardSplitSm80 {
     __syncthreads();  // the tiles that Merge covers are no longer read
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
     if (ConsumerGroup::index() > 0) return;
-    softmax.finish(output, params.scale.softmax_scale,
-                   Config::kDropout ? params.dropout.scale : 1.0f);
+    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout));
     if (params.splits == 1) {
       store(params, softmax, output);
     } else {

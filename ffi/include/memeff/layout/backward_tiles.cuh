@@ -1,4 +1,4 @@
-// What the three kernels of the backward agree on: tiles, padding, and the order of the dq sums.
+// Common to the three kernels of the backward: tiles, padding, and the order of the dq sums.
 #pragma once
 
 #include <memeff/core/shared_tile.cuh>
@@ -36,12 +36,12 @@ struct BackwardTiles {
   // they are.
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
 
-  // The sums of a bias gradient that is broadcast over batch elements or heads: tiles of scores,
-  // and in a tile the same order.
-  CUTE_DEVICE static long long bias_tile_offset(BackwardParams const& params, long long plane,
+  // The sums of a bias gradient that is broadcast over the batch or heads: tiles of scores, and in
+  // a tile the same order.
+  CUTE_DEVICE static long long bias_tile_offset(BackwardParams const& params, long long slice,
                                                 int query_tile, int key_tile) {
     int const key_tiles = ceil_div(params.shape.key_length, kTileKey);
-    return ((plane * params.query_tiles + query_tile) * key_tiles + key_tile) *
+    return ((slice * params.query_tiles + query_tile) * key_tiles + key_tile) *
            (kTileQuery * kTileKey);
   }
 
@@ -49,8 +49,8 @@ struct BackwardTiles {
     return ((m * 2 * ScoreGrid::kColumnBlocks + n) * kThreads + int(threadIdx.x)) * 4;
   }
 
-  // The sums of a bias gradient that is broadcast over rows: how many rows a batch element and head
-  // has where they are in an order, and the length of one.
+  // The sums of a bias gradient that is broadcast over rows: how many rows a (batch, head) slice
+  // has if their order is deterministic, and the length of a row.
   static constexpr int kBiasSumRows = ScoreGrid::kRowWarps;
   CUTE_DEVICE static long long padded_keys(ProblemShape const& shape) {
     return (long long)ceil_div(shape.key_length, kTileKey) * kTileKey;

@@ -1,4 +1,4 @@
-// What the three kernels of the Hopper backward agree on: tiles, padding, and the order of the dq
+// Common to the three kernels of the Hopper backward: tiles, padding, and the order of the dq
 // sums. See backward_tiles.cuh.
 #pragma once
 
@@ -29,12 +29,12 @@ struct BackwardTilesSm90 {
   using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps, 16>;
   using Statistics = QuadStatistics;
 
-  // The consumers divide the rows of dq where there are enough, else its columns.
+  // The consumers divide the rows of dq if there are enough, else its columns.
   using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kWarps, 16>;
   static constexpr bool kDivideRows = kTileQuery == 64 * kWarpgroups;
   static_assert(kDivideRows || kTileQuery == 64);
 
-  // Bytes from the tile of dS^T, and from that of keys, to what a consumer's part of dq reads.
+  // Bytes from the start of dS^T, and of the keys, to the operands of a consumer's part of dq.
   CUTE_DEVICE static int query_rows_offset(int warpgroup) {
     static_assert(ScoreTile::kPanelColumns == 64);
     return kDivideRows ? warpgroup * ScoreTile::kPanelBytes : 0;

@@ -1,4 +1,4 @@
-// What the kernels of the divided backward (kernels/fmha_bwd_two_kernel_sm90.cuh) agree on.
+// Common to the kernels of the two-kernel backward (kernels/fmha_bwd_two_kernel_sm90.cuh).
 #pragma once
 
 #include <memeff/core/shared_tile.cuh>
@@ -12,7 +12,7 @@ template <class Config>
 struct BackwardTilesTwoKernel {
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
-  static constexpr int kQBlockRows = 64;  // queries of a visit of the key kernel
+  static constexpr int kQBlockRows = 64;  // of the kernel that owns keys
   static_assert(kTileQuery == 128 && kTileKey == 64);
   static constexpr int kWarpgroups = 2;  // consumers
   static constexpr int kThreads = kWarpgroups * kWarpgroupSize;

@@ -1,23 +1,24 @@
-// Sums that several CTAs add to, in the same order in every run.
+// dq sums that several CTAs add to in the same order in every run: semaphores in global memory.
 //
-// The CTAs of one key head form a queue, last key tile first. Each publishes how far it has come
-// through the query tiles, and adds to one only after the CTA before it in the queue has. With
-// causal masks and windows a CTA begins at a query tile that the one before it does not visit, or
-// has passed, so that nobody waits for long; without a mask each starts one addition later.
+// The CTAs of one key head form a sequence, last KV block first. Each publishes its progress
+// through the Q blocks in a semaphore of its own, and adds to a Q block only after its predecessor
+// has. With causal masks and windows a CTA begins at a Q block that its predecessor skips or has
+// passed, so that nobody waits for long. Without a mask each CTA starts one addition later.
 //
-// It is enough to wait for one CTA: along the queue the query tiles that a CTA visits begin and end
-// earlier or at the same place, so what the one before has passed, those before that one have too.
+// It is enough to wait for the predecessor: along the sequence the Q blocks of a CTA begin and end
+// earlier or at the same place, so all CTAs before the predecessor have passed what it has passed.
 //
-// Where a map of tiles says what is visited (mask/block_mask.cuh) that does not hold. Then a CTA
-// never says that it has come further than the one before it, and one that has nothing more to add,
-// while the one before it has, leaves the next one to ask that one.
+// With a block mask (mask/block_mask.cuh) that does not hold. Then a CTA never publishes more
+// progress than its predecessor. A CTA that has finished, while its predecessor has not, publishes
+// kAskPredecessor, and its successor waits for the predecessor instead.
 //
-// Work is handed out by a ticket, in the order in which CTAs start. So a CTA waits only for CTAs
-// that already run or have finished, whatever the order in which the hardware starts blocks, and
+// A CTA draws a ticket when it starts, and tickets say which work it does. So a CTA waits only for
+// CTAs that already run or have finished, whatever the order in which the hardware starts CTAs, and
 // whatever else runs on the device.
 //
-// Several queues take tickets in turn. SMs become free faster than the CTAs of one queue may follow
-// each other without a mask, and would wait; so each queue grows by a CTA when many have started.
+// Consecutive tickets go to several key heads in turn. SMs become free faster than the CTAs of one
+// head may follow each other without a mask, and would wait; so each sequence grows by a CTA when
+// many have started.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -26,10 +27,10 @@
 
 namespace memeff {
 
-// What a CTA publishes when it adds nothing any more.
+// Published by a CTA that adds nothing any more.
 constexpr int kFinished = 0x7fffffff;
-// The same, where the CTA before it may still add.
-constexpr int kAskBefore = -1;
+// The same, if its predecessor may still add.
+constexpr int kAskPredecessor = -1;
 
 // Additions in the order in which they come, for kernels whose sums may differ in their last bits.
 template <class Config>
@@ -46,21 +47,22 @@ struct NoDqSemaphore {
 template <class Config>
 class DqSemaphore {
  public:
-  // 132 SMs with as many visits to make as a block has at T = 1024 take 8 queues. More cost nothing
-  // while the queries, dO and sums of dq that they visit stay in L2 (50 MB or more); longer
-  // queues do with fewer.
-  static constexpr unsigned kQueuesInTurn = 16;
-  static constexpr long long kBytesInTurn = 32 << 20;
+  // Key heads whose CTAs take tickets in turn. 132 SMs with the Q blocks of T = 1024 keep 8 heads
+  // busy. More cost nothing while their queries, dO and dq sums stay in L2 (50 MB or more); longer
+  // sequences need fewer.
+  static constexpr unsigned kMaxInterleavedHeads = 16;
+  static constexpr long long kInterleavedBytes = 32 << 20;
 
-  CUTE_DEVICE static unsigned queues_in_turn(ProblemShape const& shape) {
+  CUTE_DEVICE static unsigned interleaved_heads(ProblemShape const& shape) {
     long long const row_bytes =
         shape.head_dim * (sizeof(typename Config::Element) + sizeof(float)) +
         shape.value_dim * sizeof(typename Config::Element);
-    long long const queue_bytes = row_bytes * shape.query_length * shape.group;
-    return min(max(unsigned(kBytesInTurn / max(queue_bytes, 1ll)), 1u), kQueuesInTurn);
+    long long const head_bytes = row_bytes * shape.query_length * shape.group;
+    return min(max(unsigned(kInterleavedBytes / max(head_bytes, 1ll)), 1u), kMaxInterleavedHeads);
   }
 
-  // The number of words in BackwardParams::order: a ticket counter, and the progress of each CTA.
+  // The number of words in BackwardParams::semaphores: a ticket counter, and the semaphore of each
+  // CTA.
   CUTE_DEVICE static unsigned words(ProblemShape const& shape, int tile_key) {
     return 1u + ceil_div(shape.key_length, tile_key) * shape.key_heads * shape.batch;
   }
@@ -73,49 +75,50 @@ class DqSemaphore {
   CUTE_DEVICE DqSemaphore(BackwardParams const& params, int key_tiles, int ticket) {
     ProblemShape const& shape = params.shape;
     unsigned const tiles = key_tiles;
-    unsigned const in_turn = queues_in_turn(shape);
-    unsigned const first = ticket / (in_turn * tiles) * in_turn;
-    unsigned const queues = min(in_turn, shape.batch * shape.key_heads - first);
+    unsigned const interleaved = interleaved_heads(shape);
+    unsigned const first = ticket / (interleaved * tiles) * interleaved;
+    unsigned const heads = min(interleaved, shape.batch * shape.key_heads - first);
     unsigned const rest = ticket - first * tiles;
-    unsigned const queue = first + rest % queues;
-    unsigned const position = rest / queues;
-    item_ = work_item<Config, Heaviest::first>(shape, params.bias, queue, 1, shape.key_heads);
+    unsigned const head = first + rest % heads;
+    unsigned const position = rest / heads;
+    item_ = work_item<Config, Heaviest::first>(shape, params.bias, head, 1, shape.key_heads);
     item_.tile = tiles - 1 - position;
-    progress_ = params.semaphores + 1 + queue * tiles + position;
-    seen_ = position == 0 ? kFinished : 0;
+    progress_ = params.semaphores + 1 + head * tiles + position;
+    passed_ = position == 0 ? kFinished : 0;
   }
 
-  // The same where all threads of the CTA need it; `scratch` is a word of shared memory that nobody
-  // uses.
+  // The same for all threads of the CTA; `scratch` is an unused word of shared memory.
   CUTE_DEVICE DqSemaphore(BackwardParams const& params, int key_tiles, int* scratch)
       : DqSemaphore(params, key_tiles, draw(params, scratch)) {}
 
   // The work of the CTA, whatever its block index.
   CUTE_DEVICE WorkItem item(BackwardParams const&, int) const { return item_; }
 
-  // Says that this CTA has added everything before `position`. One thread does, that has met those
-  // which added at a barrier since: a release covers what it knows from them, too.
+  // Publishes that this CTA has added everything before `position`. One thread calls it, after a
+  // barrier with all threads that added: its release covers their additions, too.
   CUTE_DEVICE void publish(int position) {
     if constexpr (Config::kBlockMask) {
-      if (seen_ < position) look();
-      position = position == kFinished && seen_ < kFinished ? kAskBefore : min(position, seen_);
+      if (passed_ < position) look();
+      position =
+          position == kFinished && passed_ < kFinished ? kAskPredecessor : min(position, passed_);
     }
     store_release(progress_, position);
   }
 
-  // Returns when the CTA before this one has added everything up to `position`.
+  // Returns when the predecessor has added everything up to `position`.
   CUTE_DEVICE void wait(int position) {
-    while (seen_ <= position) look();
+    while (passed_ <= position) look();
   }
 
  private:
   CUTE_DEVICE void look() {
     if constexpr (!Config::kBlockMask) {
-      seen_ = load_acquire(progress_ - 1);
-    } else if (int const progress = load_acquire(progress_ - before_); progress == kAskBefore) {
-      ++before_;  // what that one has said before still holds
+      passed_ = load_acquire(progress_ - 1);
+    } else if (int const progress = load_acquire(progress_ - distance_);
+               progress == kAskPredecessor) {
+      ++distance_;  // what the finished one has published before still holds
     } else {
-      seen_ = progress;
+      passed_ = progress;
     }
   }
 
@@ -129,8 +132,8 @@ class DqSemaphore {
 
   WorkItem item_;
   int* progress_;
-  int seen_;        // progress of the CTA before this one, when last asked
-  int before_ = 1;  // how far before this one in the queue is the CTA that is asked
+  int passed_;        // progress of the predecessor, when last read
+  int distance_ = 1;  // how far back in the sequence the CTA is whose semaphore is read
 };
 
 }  // namespace memeff

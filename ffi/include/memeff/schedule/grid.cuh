@@ -1,4 +1,4 @@
-// Which piece of the problem a CTA works on. The grid is one-dimensional: its y and z dimensions
+// Which work tile a CTA has. The grid is one-dimensional: its y and z dimensions
 // end at 65535, which batch sizes pass.
 #pragma once
 
@@ -11,11 +11,10 @@ namespace memeff {
 // queries attend to, and of queries the last.
 enum class Heaviest { first, last };
 
-// The piece of a CTA under a causal mask, tile 0 being the one with the most work, with `tiles`
-// pieces for each of `heads` heads of each batch element. The last CTAs, some three for each
-// multiprocessor, take the tiles with the most work of all their heads first: a CTA that began late
-// with much of it would end long after the others. Those before them stay with one head, which L2
-// likes better.
+// The work tile of a CTA under a causal mask; tile 0 has the most work. There are `tiles` work
+// tiles for each of `heads` heads of each batch index. The last CTAs, some three for each SM, take
+// the heaviest tiles of all their heads first: a CTA that began late with a heavy tile would end
+// long after the others. The CTAs before them stay with one head, for L2 locality.
 //
 // A CTA of keys that a group of query heads shares works as many times as long, and CTAs of one
 // head drift apart, so all of them go by sections of heads whose `head_bytes` fit L2.
@@ -38,7 +37,7 @@ CUTE_DEVICE WorkItem causal_item(ProblemShape const& shape, unsigned block, int 
   return item;
 }
 
-// The piece of a CTA: `tiles` pieces for each of `heads` heads of each batch element.
+// The work tile of a CTA: `tiles` for each of `heads` heads of each batch index.
 template <class Config, Heaviest kHeaviest>
 CUTE_DEVICE WorkItem work_item(ProblemShape const& shape, ScoreView const& bias, unsigned block,
                                int tiles, int heads) {

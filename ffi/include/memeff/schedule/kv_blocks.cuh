@@ -1,4 +1,4 @@
-// The key tiles that a Hopper forward visits for a tile of queries, from the last to the first.
+// The KV blocks of a work tile of the Hopper forward, from the last to the first.
 #pragma once
 
 #include <memeff/core/warp_grid.cuh>
@@ -7,9 +7,9 @@
 
 namespace memeff {
 
-// Those of a piece, for the threads that copy, or of one of its consumers. kConsumerGroups
-// consumers share the rows and take the tiles in turn; otherwise each has 64 rows of its own, and
-// with kPassesOver passes over the tiles at the end that only the rows of others attend to.
+// For the threads that copy, or for one consumer. kConsumerGroups consumers share the rows and take
+// the blocks in turn. Otherwise each consumer has 64 rows of its own, and with kPassesOver it skips
+// the blocks at the end that only the rows of others attend to.
 template <class Config, class Mask, int kGroups_ = Config::kConsumerGroups>
 struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, TileRange> {
   using Tiles = cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, TileRange>;
@@ -21,17 +21,17 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
       : Tiles(tiles_of(params, mask, item)) {}
 
   CUTE_DEVICE KvBlocks(ForwardParams const& params, Mask const& mask, WorkItem const& item,
-                       int team)
+                       int group)
       : KvBlocks(params, mask, item) {
     if constexpr (kConsumerGroups > 1) {
-      this->begin += kConsumerGroups - 1 - team;
-      this->end -= team;
+      this->begin += kConsumerGroups - 1 - group;
+      this->end -= group;
     }
   }
 
-  // The tile that a consumer visits first. It passes over fewer than the stages of the ring: while
-  // it waits for the next keys it holds values of the piece before, and others may need that buffer
-  // for more.
+  // The first block of a consumer. It skips fewer blocks than the ring has stages: while it waits
+  // for the next keys it still holds values of the work tile before, and others may need that
+  // buffer to go on.
   CUTE_DEVICE int first(Mask const& mask, WorkItem const& item, int warpgroup) const {
     if constexpr (!kPassesOver) return this->end - 1;
     int const row = item.tile * Config::kTileQuery + warpgroup * kWarpgroupRows;
@@ -47,7 +47,7 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
     return max(min(attended, this->end) - 1, max(this->begin, this->end - Config::kStages));
   }
 
-  // How many visits of a piece have this tile, or one above it.
+  // How many blocks of the work tile are this one or above it.
   CUTE_DEVICE int passed(int tile) const {
     if constexpr (!Config::kBlockMask) return this->end - tile;
     int count = 0;
@@ -55,10 +55,10 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
     return count;
   }
 
-  // The tile that is visited after this one, or after a place above the first.
-  CUTE_DEVICE int next(int tile, int teams = kConsumerGroups) const {
+  // The block after this one, or after a place above the first.
+  CUTE_DEVICE int next(int tile, int groups = kConsumerGroups) const {
     if constexpr (Config::kBlockMask) return this->before(tile);
-    return tile - teams;
+    return tile - groups;
   }
 
   CUTE_DEVICE bool is_partial(int tile) const {
@@ -67,8 +67,8 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
   }
 
  private:
-  // A piece whose rows attend to nothing visits a tile that its mask empties. Consumer groups have
-  // equally many, if need be such a tile, too.
+  // If the rows of a work tile attend to nothing, it has one block, all of whose scores the mask
+  // removes. Consumer groups have equally many blocks; the extra ones are of this kind, too.
   CUTE_DEVICE static Tiles tiles_of(ForwardParams const& params, Mask const& mask,
                                     WorkItem const& item) {
     TileRange const range =
@@ -81,7 +81,7 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
     if constexpr (Config::kBlockMask) {
       int const tiles = ceil_div(params.shape.key_length, Config::kTileKey);
       Tiles line(range, params.block_mask, item.batch, item.head, item.tile, tiles);
-      // The tile behind the last is beyond the keys, so that nothing is loaded.
+      // The block after the last is beyond the keys, so that nothing is loaded.
       if (line.empty()) line.begin = tiles, line.end = tiles + 1;
       return line;
     } else {

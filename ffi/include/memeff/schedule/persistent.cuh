@@ -1,5 +1,5 @@
-// The order in which the CTAs of a persistent grid, one a multiprocessor, take the pieces of a
-// problem: each takes the next one when it has finished its own. Pieces with more work come first.
+// The dynamic tile scheduler of a persistent grid with one CTA an SM: a CTA takes the next work
+// tile when it has finished its own. Work tiles with more work come first.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -13,7 +13,7 @@ struct PersistentSchedule {
   // Keys and values of the heads that run at the same time should stay in L2 (50 MB or more).
   static constexpr long long kSectionBytes = 32 << 20;
 
-  // Computed anew for each piece: the producer has few registers.
+  // Computed anew for each work tile: the producer has few registers.
   CUTE_DEVICE static int query_tiles(ProblemShape const& shape) {
     return ceil_div(shape.query_length, kTileQuery);
   }
@@ -29,8 +29,8 @@ struct PersistentSchedule {
     return min(max(fitting, 1) * shape.group, shape.query_heads * shape.batch);
   }
 
-  // A batch of -1 stands for one past the last. Where batch elements share a bias, they take the
-  // same tile of a head one after the other, and it is read once for all of them.
+  // A batch of -1 means one past the last. If batch indices share a broadcast bias, they take the
+  // same tile of a head one after the other, so that L2 serves it to all of them.
   CUTE_DEVICE static WorkItem item(ProblemShape const& shape, int piece, bool shares_bias) {
     int const tiles = query_tiles(shape);
     int tile = piece % tiles;
@@ -50,15 +50,14 @@ struct PersistentSchedule {
   }
 };
 
-// What a thread of each CTA asks for pieces, beginning with that of the CTA's own number. Where the
-// grid covers all pieces there are no others, and nobody touches the counter. It has no state: the
+// One thread of each CTA asks it for work tiles after the first, whose number is that of the CTA.
+// If the grid covers all work tiles, nobody touches the counter. It has no state, because the
 // producer has few registers.
 template <class Schedule>
 struct TileScheduler {
-  // The first CTA makes the counter ready, which those of others wait for before their second
-  // piece. Nobody has cleared the memory before the launch, for that would be a kernel in front of
-  // this one: the counter is ready when its first word says so, which no call leaves behind, and
-  // memory of others does by a chance of 2^-64.
+  // The workspace is uninitialized, because zeroing it would cost a launch. CTA 0 initializes the
+  // counter and publishes a magic value, which the other CTAs wait for before their second work
+  // tile. Every call clears it at its end; stale memory matches with probability 2^-64.
   CUTE_DEVICE static void begin(ForwardParams const& params) {
     TileCounter* const counter = params.tile_counter;
     if (blockIdx.x != 0 || !has_more(params)) return;
@@ -67,14 +66,14 @@ struct TileScheduler {
     store_release(&counter->ready, kReady);
   }
 
-  // The piece after the one that this CTA has begun with or got here, or one past the last.
+  // The work tile after the one that this CTA began with or got here, or one past the last.
   CUTE_DEVICE static int next(ForwardParams const& params) {
     if (!has_more(params)) return int(gridDim.x);
     while (load_acquire(&params.tile_counter->ready) != kReady) continue;
     return atomicAdd(&params.tile_counter->next, 1);
   }
 
-  // Behind the last call of next() by this CTA, which has been one at least.
+  // After the last call of next() by this CTA, of which there is at least one.
   CUTE_DEVICE static void finish(ForwardParams const& params) {
     if (!has_more(params)) return;
     int const finished = atomicAdd(&params.tile_counter->finished, 1);

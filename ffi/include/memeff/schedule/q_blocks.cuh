@@ -1,4 +1,4 @@
-// The visits of a CTA that owns a tile of keys: tiles of rows of the query heads that share its
+// The Q blocks of a CTA that owns a KV block: tiles of rows of the query heads that share its key
 // head.
 #pragma once
 
@@ -13,10 +13,10 @@ struct QBlock {
   int head;
   int row;
   int tile;
-  bool partial = true;  // segment ids or a boolean mask make some element invalid
+  bool partial = true;  // segment ids or a boolean mask may make some element invalid
 };
 
-// The tiles of one head's rows that a CTA visits, of `count` that there are.
+// The Q blocks of one head that a CTA iterates over, of `count` that there are.
 template <class Config>
 CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of_q_blocks(BackwardParams const& params,
                                                              WorkItem const& item,
@@ -25,31 +25,31 @@ CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of_q_blocks(BackwardParams cons
   return {tiles, params.block_mask, item.batch, head, item.tile, count};
 }
 
-// What of a range all heads together visit: nothing but tiles between a first and a last one that
-// some head does.
+// The part of a range that the heads need together: from the first to the last Q block that is not
+// skipped by all of them.
 template <class Config>
 CUTE_DEVICE TileRange q_block_range(BackwardParams const& params, WorkItem const& item,
                                     TileRange const& tiles, int count) {
   if constexpr (!Config::kBlockMask) return tiles;
-  TileRange visited = {tiles.end, tiles.begin};
+  TileRange range = {tiles.end, tiles.begin};
   int const group = params.shape.group;
   for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
-    auto const line = row_of_q_blocks<Config>(params, item, tiles, count, head);
-    if (line.empty()) continue;
-    visited = {min(visited.begin, line.begin), max(visited.end, line.end)};
+    auto const blocks = row_of_q_blocks<Config>(params, item, tiles, count, head);
+    if (blocks.empty()) continue;
+    range = {min(range.begin, blocks.begin), max(range.end, blocks.end)};
   }
-  return visited;
+  return range;
 }
 
-// Every head visits all tiles of a range. A cursor counts visits.
-template <int kTileQuery, bool kMapped>
+// Every head has all Q blocks of a range. A cursor counts them.
+template <int kTileQuery, bool kBlockMask>
 struct QBlocks {
   using Cursor = int;
 
   ProblemShape const& shape;
   WorkItem const& item;
   TileRange tiles;
-  int of_head;
+  int head_blocks;
   int count;
 
   CUTE_DEVICE QBlocks(ProblemShape const& shape, BlockMask const&, WorkItem const& item,
@@ -57,8 +57,8 @@ struct QBlocks {
       : shape(shape),
         item(item),
         tiles(tiles),
-        of_head(tiles.end - tiles.begin),
-        count(of_head * shape.group) {}
+        head_blocks(tiles.end - tiles.begin),
+        count(head_blocks * shape.group) {}
 
   CUTE_DEVICE Cursor first() const { return 0; }
   CUTE_DEVICE Cursor after(Cursor cursor) const { return cursor + 1; }
@@ -66,37 +66,37 @@ struct QBlocks {
   CUTE_DEVICE int number(Cursor cursor) const { return cursor; }
 
   CUTE_DEVICE QBlock at(Cursor cursor) const {
-    int const head_index = shape.group == 1 ? 0 : cursor / of_head;
-    int const tile = tiles.begin + cursor - head_index * of_head;
+    int const head_index = shape.group == 1 ? 0 : cursor / head_blocks;
+    int const tile = tiles.begin + cursor - head_index * head_blocks;
     return {item.head * shape.group + head_index, tile * kTileQuery, tile};
   }
 };
 
-// Each head has a line of the map.
+// Each head has a row of the block mask.
 template <int kTileQuery>
 struct QBlocks<kTileQuery, true> {
   struct Cursor {
-    BlockMaskRow<true> line;  // of the head
+    BlockMaskRow<true> blocks;  // of the head
     int head;
     int tile;
     int number;
   };
 
   ProblemShape const& shape;
-  BlockMask const& map;
+  BlockMask const& block_mask;
   WorkItem const& item;
   TileRange tiles;
 
-  CUTE_DEVICE QBlocks(ProblemShape const& shape, BlockMask const& map, WorkItem const& item,
+  CUTE_DEVICE QBlocks(ProblemShape const& shape, BlockMask const& block_mask, WorkItem const& item,
                       TileRange const& tiles)
-      : shape(shape), map(map), item(item), tiles(tiles) {}
+      : shape(shape), block_mask(block_mask), item(item), tiles(tiles) {}
 
   CUTE_DEVICE Cursor first() const { return first_from(item.head * shape.group, 0); }
 
   CUTE_DEVICE Cursor after(Cursor cursor) const {
     ++cursor.number;
-    cursor.tile = cursor.line.after(cursor.tile);
-    if (cursor.tile < cursor.line.end) return cursor;
+    cursor.tile = cursor.blocks.after(cursor.tile);
+    if (cursor.tile < cursor.blocks.end) return cursor;
     return first_from(cursor.head + 1, cursor.number);
   }
 
@@ -104,19 +104,19 @@ struct QBlocks<kTileQuery, true> {
   CUTE_DEVICE int number(Cursor const& cursor) const { return cursor.number; }
 
   CUTE_DEVICE QBlock at(Cursor const& cursor) const {
-    return {cursor.head, cursor.tile * kTileQuery, cursor.tile, cursor.line.partial(cursor.tile)};
+    return {cursor.head, cursor.tile * kTileQuery, cursor.tile, cursor.blocks.partial(cursor.tile)};
   }
 
  private:
   CUTE_DEVICE int end_head() const { return (item.head + 1) * shape.group; }
 
-  // The first visit of this head, or of one behind it.
+  // The first Q block of this head or of a later one.
   CUTE_DEVICE Cursor first_from(int head, int number) const {
     int const count = ceil_div(shape.query_length, kTileQuery);
     while (true) {
-      BlockMaskRow<true> const line(tiles, map, item.batch, min(head, end_head() - 1), item.tile,
-                                    count);
-      if (!line.empty() || head == end_head()) return {line, head, line.begin, number};
+      BlockMaskRow<true> const blocks(tiles, block_mask, item.batch, min(head, end_head() - 1),
+                                      item.tile, count);
+      if (!blocks.empty() || head == end_head()) return {blocks, head, blocks.begin, number};
       ++head;
     }
   }

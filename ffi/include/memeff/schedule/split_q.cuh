@@ -1,7 +1,7 @@
-// A tile of keys that several CTAs share, where there are too few tiles for the GPU: each visits
-// its part of the query tiles.
+// Split-Q backward: several CTAs divide the Q blocks of one KV block, if there are too few KV
+// blocks for the GPU.
 //
-// Each leaves its part of dk and dv in global memory. The one that is done last adds up all parts,
+// Each leaves its partial dk and dv in global memory. The CTA that finishes last adds up all parts,
 // in one order: nobody waits, and the bits are the same in every run.
 #pragma once
 
@@ -13,13 +13,13 @@
 
 namespace memeff {
 
-// The tile of this CTA, among those of all heads and batch elements.
+// The KV block of this CTA, among those of all heads and batch indexes.
 template <class Config>
-CUTE_DEVICE unsigned shared_tile_index(BackwardParams const& params) {
+CUTE_DEVICE unsigned split_kv_block_index(BackwardParams const& params) {
   return Config::kSplitQ ? blockIdx.x / params.q_splits : blockIdx.x;
 }
 
-// kFloats is the size of a part, of kThreads threads that meet at the named barrier kBarrier.
+// kFloats is the size of a part. kThreads threads own it, which share the named barrier kBarrier.
 template <class Config, int kFloats, int kThreads, int kBarrier>
 struct SplitQ {
   CUTE_DEVICE static TileRange query_tiles(BackwardParams const& params, TileRange const& tiles) {
@@ -27,17 +27,18 @@ struct SplitQ {
     return share_of_split(tiles, blockIdx.x % params.q_splits, params.q_splits);
   }
 
-  // Leaves the parts of this CTA, or makes them the sums of all: then it is true. `scratch` is a
-  // word of shared memory that nobody uses once all threads are here.
+  // Stores the part of this CTA. The last CTA of a KV block gets true, and the sums of all parts in
+  // its accumulators. `scratch` is a word of shared memory that nobody uses once all threads are
+  // here.
   template <class KeyGradient, class ValueGradient>
   CUTE_DEVICE static bool add_up(BackwardParams const& params, uint32_t scratch,
                                  KeyGradient& key_gradient, ValueGradient& value_gradient) {
     if (!Config::kSplitQ || params.q_splits == 1) return true;
-    unsigned const tile = shared_tile_index<Config>(params);
-    auto for_each = [&](unsigned share, auto use) {
+    unsigned const tile = split_kv_block_index<Config>(params);
+    auto for_each = [&](unsigned split, auto use) {
       float4* block =
           reinterpret_cast<float4*>(params.key_gradient_sum +
-                                    (long long)(tile * params.q_splits + share) * kFloats) +
+                                    (long long)(tile * params.q_splits + split) * kFloats) +
           threadIdx.x;
       if constexpr (Config::kKeyGradient) block = for_each_block(block, key_gradient, use);
       if constexpr (Config::kValueGradient) for_each_block(block, value_gradient, use);
@@ -58,8 +59,8 @@ struct SplitQ {
     cute::clear(key_gradient);
     cute::clear(value_gradient);
     CUTE_NO_UNROLL
-    for (int share = 0; share < params.q_splits; ++share) {
-      for_each(share, [](float4 const& part, auto& gradient, int n) {
+    for (int split = 0; split < params.q_splits; ++split) {
+      for_each(split, [](float4 const& part, auto& gradient, int n) {
         gradient(0, 0, n) += part.x;
         gradient(1, 0, n) += part.y;
         gradient(2, 0, n) += part.z;
@@ -70,7 +71,7 @@ struct SplitQ {
   }
 
  private:
-  // A lane's accumulators, 16 bytes at a time, a warp's side by side. Returns what follows them.
+  // A lane's accumulators, 16 bytes at a time, the lanes of a warp side by side. Returns the end.
   template <class Accumulators, class Use>
   CUTE_DEVICE static float4* for_each_block(float4* block, Accumulators& accumulators, Use use) {
     CUTE_UNROLL

@@ -25,7 +25,7 @@ struct ScoreModifiers {
   Bias bias;
 
   template <class... Tile>
-  CUTE_DEVICE void load(Tile const&... tile) const {
+  CUTE_DEVICE void load(Tile&&... tile) const {
     bias.load(tile...);
   }
 
@@ -37,7 +37,7 @@ struct ScoreModifiers {
 
   // Scores of a tile, as the mask and the softmax expect them.
   template <class Scores, class... Tile>
-  CUTE_DEVICE void forward(Scores& scores, Tile const&... tile) const {
+  CUTE_DEVICE void forward(Scores& scores, Tile&&... tile) const {
     scaling.forward(scores);
     bias.add(scores, scaling.scale.bias_scale, tile...);
   }
@@ -45,7 +45,7 @@ struct ScoreModifiers {
   // forward() in a backward: leaves in `scaled` the x that backward() reads, if a bias or a mask
   // will hide it.
   template <class Scores, class... Tile>
-  CUTE_DEVICE void recompute(Scores& scores, Scores& scaled, Tile const&... tile) const {
+  CUTE_DEVICE void recompute(Scores& scores, Scores& scaled, Tile&&... tile) const {
     scaling.forward(scores);
     scaled = scores;
     bias.add(scores, scaling.scale.bias_scale, tile...);
@@ -54,7 +54,7 @@ struct ScoreModifiers {
   // The same, but leaves the derivatives of backward(), if they are not constant.
   template <class Scores, class... Tile>
   CUTE_DEVICE void recompute_with_derivatives(Scores& scores, Scores& derivatives,
-                                              Tile const&... tile) const {
+                                              Tile&&... tile) const {
     scaling.forward(scores);
     scaling.differentiate(scores, derivatives);
     bias.add(scores, scaling.scale.bias_scale, tile...);

@@ -88,4 +88,16 @@ struct ScoreScaling {
   CUTE_DEVICE static float unmasked(float x) { return fmaxf(x, -1.0f); }
 };
 
+// The same for a forward whose special function unit is busy: cap_scores(). kApplied: scores are
+// multiplied by softmax_scale, too, which an OnlineSoftmax of kCapped expects.
+template <class Config, bool kApplied>
+struct PolynomialCap {
+  ScoreScale const& scale;
+
+  template <class Scores>
+  CUTE_DEVICE void forward(Scores& scores) const {
+    cap_scores(scores, scale.prescale, kApplied ? scale.softmax_scale : 1.0f);
+  }
+};
+
 }  // namespace memeff

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <memeff/core/math.cuh>
-#include <memeff/score/probability.cuh>
 #include <memeff/layout/row_statistics.cuh>
+#include <memeff/score/probability.cuh>
 
 namespace memeff {
 

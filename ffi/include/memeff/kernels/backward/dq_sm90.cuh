@@ -1,7 +1,7 @@
 // The gradient of the query for Hopper and head dims above 128: see fmha_bwd_two_kernel_sm90.cuh.
 //
 // Each of two consumers owns 64 queries, and dS goes from its accumulators to the operand of dQ in
-// registers. dQ of one tile of keys runs beside S and dP of the next.
+// registers. dQ of one KV block runs beside S and dP of the next.
 #pragma once
 
 #include <memeff/collective/softmax/online.cuh>
@@ -9,7 +9,9 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/register_statistics.cuh>
 #include <memeff/layout/backward_tiles_two_kernel.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
@@ -17,7 +19,7 @@
 #include <memeff/score/bias/gradient.cuh>
 #include <memeff/score/bias/registers.cuh>
 #include <memeff/score/dropout.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -42,7 +44,7 @@ struct FmhaBackwardTwoKernelDq {
   using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kConsumerWarps, 16>;
   using Mask = ScoreMask<Config, ScoreGrid>;
 
-  // Keys are read by two products, the second of which ends an iteration: they need a buffer more.
+  // Two products read the keys, and the second one ends an iteration: keys need one buffer more.
   static constexpr int kKeyStages = Config::kStages;
   static constexpr int kValueStages = kKeyStages - 1;
   static constexpr int kOutOffset = QueryTile::kBytes;
@@ -59,22 +61,22 @@ struct FmhaBackwardTwoKernelDq {
 
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
 
-  // What a CTA does.
+  // The work of a CTA: the KV blocks that its queries attend to.
   struct Work {
     WorkItem item;
     int row;
-    BlockMaskRow<Config::kBlockMask> tiles;
+    BlockMaskRow<Config::kBlockMask> kv_blocks;
 
     CUTE_DEVICE Work(BackwardParams const& params) {
       item = work_item<Config, Heaviest::last>(params.shape, params.bias, blockIdx.x,
                                                params.query_tiles, params.shape.query_heads);
       row = item.tile * kTileQuery;
-      tiles = {Mask(params.mask, params.shape, item.batch).key_tiles(row, kTileQuery, kTileKey),
-               params.block_mask,
-               item.batch,
-               item.head,
-               item.tile,
-               ceil_div(params.shape.key_length, kTileKey)};
+      kv_blocks = {Mask(params.mask, params.shape, item.batch).key_tiles(row, kTileQuery, kTileKey),
+                   params.block_mask,
+                   item.batch,
+                   item.head,
+                   item.tile,
+                   ceil_div(params.shape.key_length, kTileKey)};
     }
   };
 
@@ -104,10 +106,9 @@ struct FmhaBackwardTwoKernelDq {
     auto constexpr kOnce = CacheHint::EVICT_FIRST;
     auto constexpr kAgain = CacheHint::EVICT_LAST;
     WorkItem const& item = work.item;
-    if (work.tiles.begin >= work.tiles.end) return;
+    if (work.kv_blocks.begin >= work.kv_blocks.end) return;
     uint64_t& arrived = control.query.acquire({}, QueryTile::kBytes + OutTile::kBytes);
     Origin const queries = query_origin<Config>(params.shape, item.batch);
-    Origin const keys = key_origin<Config>(params.shape, item.batch);
     CUTE_UNROLL
     for (int tile_row = 0; tile_row < kTileQuery; tile_row += kWarpgroupRows) {
       int const row = queries.row + work.row + tile_row;
@@ -118,18 +119,20 @@ struct FmhaBackwardTwoKernelDq {
     }
     PipelineStage<kKeyStages> key;
     PipelineStage<kValueStages> value;
-    int const key_head = item.head / params.shape.group;
-    int const key_element = element_of<Config>(params.key, keys.batch);
-    int const value_element = element_of<Config>(params.value, keys.batch);
+    // Not before the queries are on their way: the head of the group takes a division.
+    KeyValueSource<Config> const keys(params.shape, item.batch, item.head / params.shape.group);
+    int const key_batch = keys.batch(params.key);
+    int const value_batch = keys.batch(params.value);
     CUTE_NO_UNROLL
-    for (int tile = work.tiles.end - 1; tile >= work.tiles.begin; tile = work.tiles.before(tile)) {
-      int const row = keys.row + tile * kTileKey;
+    for (int tile = work.kv_blocks.end - 1; tile >= work.kv_blocks.begin;
+         tile = work.kv_blocks.before(tile)) {
+      int const row = keys.origin.row + tile * kTileKey;
       load_tma_tile<KeyTile>(maps.key, control.key.acquire(key, KeyTile::kBytes),
-                             tiles + kKeyOffset + key.index * KeyTile::kBytes, 0, row, key_head,
-                             key_element, kAgain);
+                             tiles + kKeyOffset + key.index * KeyTile::kBytes, 0, row, keys.head,
+                             key_batch, kAgain);
       load_tma_tile<ValueTile>(maps.value, control.value.acquire(value, ValueTile::kBytes),
                                tiles + kValueOffset + value.index * ValueTile::kBytes, 0, row,
-                               key_head, value_element, kAgain);
+                               keys.head, value_batch, kAgain);
       key.advance();
       value.advance();
     }
@@ -137,16 +140,19 @@ struct FmhaBackwardTwoKernelDq {
 
   using QueryRows = DescriptorOperand<QueryTile, Contiguous::k>;
   using OutRows = DescriptorOperand<OutTile, Contiguous::k>;
-  using KeyRows = DescriptorOperand<KeyTile, Contiguous::k>;
   using KeyColumns = DescriptorOperand<KeyTile, Contiguous::outer>;
-  using ValueRows = DescriptorOperand<ValueTile, Contiguous::k>;
   using ScoreOperand = RegisterOperand<1, kTileKey / 16, sizeof(Element)>;
 
+  using Bias = RegisterBias<Config, ScoreGrid, kTileQuery, kTileKey>;
+  using Modifiers = ScoreModifiers<Config, Bias const&>;
+  using Statistics = RegisterStatistics<ScoreGrid>;
+
+  // The main loop: per KV block S, dP, P and dS, then dQ, which runs under the next block.
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
     ProblemShape const& shape = params.shape;
     WorkItem const& item = work.item;
-    // Uniform over the warpgroup, and known to be.
+    // Uniform over the warpgroup, and the shuffle lets the compiler know it.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
     Mask const mask(params.mask, shape, item.batch);
@@ -155,53 +161,46 @@ struct FmhaBackwardTwoKernelDq {
 
     auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(query_gradient);
-    if (work.tiles.begin < work.tiles.end) {
-      RowStatistics const statistics(params, item, work.row);
+    if (work.kv_blocks.begin < work.kv_blocks.end) {
+      Statistics const statistics = load_statistics(params, item, work.row);
       PipelineStage<kKeyStages> key;
       PipelineStage<kValueStages> value;
       ScoreOperand left_gradient;
       control.query.wait({});
       clear_beyond(control, mask, shape, work, warpgroup, tiles);
       CUTE_NO_UNROLL
-      for (int tile = work.tiles.end - 1; tile >= work.tiles.begin;
-           tile = work.tiles.before(tile)) {
+      for (int tile = work.kv_blocks.end - 1; tile >= work.kv_blocks.begin;
+           tile = work.kv_blocks.before(tile)) {
+        int const column = tile * kTileKey;
         uint32_t const key_tile = tiles + kKeyOffset + key.index * KeyTile::kBytes;
         auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-        RegisterBias<Config, ScoreGrid, kTileQuery, kTileKey> const bias(
-            params.bias, item.batch, item.head, work.row, tile * kTileKey,
-            mask.query_length - work.row, mask.key_length - tile * kTileKey);
+        Bias const bias(params.bias, item.batch, item.head, work.row, column,
+                        mask.query_length - work.row, mask.key_length - column);
         control.key.wait(key);
-        fence_accumulators(scores);
-        begin_products();
-        warpgroup_gemm<Element, Config::kHeadDim / 16>(scores, queries, KeyRows(key_tile), false);
-        commit_products();
+        begin_scores<KeyTile>(queries, key_tile, scores);
         control.value.wait(value);
-        fence_accumulators(score_gradient);
-        begin_products();
-        warpgroup_gemm<Element, Config::kValueDim / 16>(
-            score_gradient, out_gradients,
-            ValueRows(tiles + kValueOffset + value.index * ValueTile::kBytes), false);
-        commit_products();
-        wait_products<1>();  // S, and dQ of the tile before
+        begin_scores<ValueTile>(
+            out_gradients, tiles + kValueOffset + value.index * ValueTile::kBytes, score_gradient);
+        wait_products<1>();  // S, and dQ of the block before
         fence_accumulators(scores);
         fence_accumulators(query_gradient);
-        if (leader && tile < work.tiles.end - 1) control.key.release(previous(key));
+        if (leader && tile < work.kv_blocks.end - 1) control.key.release(previous(key));
 
-        prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-        bias.add(scores, params.scale.bias_scale);
+        Modifiers const modifiers = {{params.scale}, bias};
+        modifiers.forward(scores);
         mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
-                                                  work.row, tile * kTileKey,
-                                                  work.tiles.partial(tile));
-        statistics.exponentiate(params.scale.softmax_scale, scores);
+                                                  work.row, column, work.kv_blocks.partial(tile));
+        statistics.template exponentiate_and_differentiate<Modifiers>(params.scale.softmax_scale,
+                                                                      scores);
         fence_accumulators(scores);
         control.query.wait_again({});  // the exponentials run under the product
-        wait_products<0>();
+        wait_products<0>();            // dP
         fence_accumulators(score_gradient);
         if (leader) control.value.release(value);
         value.advance();
-        differentiate(params, item, statistics, work.row, tile * kTileKey,
-                      mask.query_length - work.row, scores, score_gradient, left_gradient);
+        differentiate(params, item, statistics, work.row, column, mask.query_length - work.row,
+                      scores, score_gradient, left_gradient);
 
         fence_accumulators(query_gradient);
         begin_products();
@@ -216,44 +215,38 @@ struct FmhaBackwardTwoKernelDq {
     store(params, maps, work, mask.query_length - work.row, warpgroup, tiles, query_gradient);
   }
 
+  // S = Q K^T or dP = dO V^T.
+  template <class RightTile, class Left, class Scores>
+  CUTE_DEVICE static void begin_scores(Left const& left, uint32_t right_tile, Scores& scores) {
+    fence_accumulators(scores);
+    begin_products();
+    warpgroup_gemm<Element, RightTile::kColumns / 16>(
+        scores, left, DescriptorOperand<RightTile, Contiguous::k>(right_tile), false);
+    commit_products();
+  }
+
   CUTE_DEVICE static PipelineStage<kKeyStages> previous(PipelineStage<kKeyStages> stage) {
     stage.index = (stage.index + kKeyStages - 1) % kKeyStages;
     return stage;
   }
 
-  // Logsumexp and delta of the two rows that a thread owns elements of.
-  struct RowStatistics {
-    float2 rows[2];
-
-    CUTE_DEVICE RowStatistics(BackwardParams const& params, WorkItem const& item, int row) {
-      float const* const source = Tiles::statistics(params, item.batch, item.head, row);
-      CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        rows[half] = QuadStatistics::load(source, ScoreGrid::element_row(2 * half, 0));
-      }
+  CUTE_DEVICE static Statistics load_statistics(BackwardParams const& params, WorkItem const& item,
+                                                int row) {
+    float const* const source = Tiles::statistics(params, item.batch, item.head, row);
+    Statistics statistics;
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      statistics.rows[half] = QuadStatistics::load(source, ScoreGrid::element_row(2 * half, 0));
     }
+    return statistics;
+  }
 
-    // P from S; with a soft cap, times its derivative.
-    template <class Scores>
-    CUTE_DEVICE void exponentiate(float softmax_scale, Scores& scores) const {
-      CUTE_UNROLL
-      for (int i = 0; i < cute::size(scores); ++i) {
-        float const score = scores(i);
-        scores(i) = exp2_approx(fmaf(score, softmax_scale, -rows[i % 4 / 2].x));
-        if constexpr (Config::kSoftCap) {
-          float const x = fmaxf(score, -1.0f);  // tanh is no less; a masked score is -inf
-          scores(i) *= fmaf(-x, x, 1.0f);
-        }
-      }
-    }
-  };
-
-  // What stands beyond the key length, in the first tile that is visited, may be NaN and would
-  // reach dq. Each consumer clears it for itself: they write the same zeros.
+  // The first KV block may hold NaN beyond the key length, which would reach dq. Each consumer
+  // clears it for itself: they write the same zeros.
   CUTE_DEVICE static void clear_beyond(Control& control, Mask const& mask,
                                        ProblemShape const& shape, Work const& work, int warpgroup,
                                        uint32_t tiles) {
-    int const column = (work.tiles.end - 1) * kTileKey;
+    int const column = (work.kv_blocks.end - 1) * kTileKey;
     if (!reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length)) return;
     control.key.wait({});
     control.value.wait({});
@@ -263,10 +256,11 @@ struct FmhaBackwardTwoKernelDq {
     named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
 
-  // dS from P and dP, the gradient of query.key without the user's scale, packed block by block.
+  // dS from P, which holds the derivative of the modifiers, and dP: the gradient of query.key
+  // without the user's scale, packed block by block.
   template <class Scores>
   CUTE_DEVICE static void differentiate(BackwardParams const& params, WorkItem const& item,
-                                        RowStatistics const& statistics, int row, int column,
+                                        Statistics const& statistics, int row, int column,
                                         int query_bound, Scores const& scores,
                                         Scores const& score_gradient, ScoreOperand& left_gradient) {
     auto block = [&](int, int column_block, auto const& keep) {
@@ -280,66 +274,62 @@ struct FmhaBackwardTwoKernelDq {
         for (int j = 0; j < 2; ++j) {
           int const element = 2 * half + j;
           float const kept = keep.select(score_gradient(element, 0, n), half, chunk, j);
-          gradient[j] = scores(element, 0, n) *
-                        fmaf(kept, kept_scale<Config>(params.dropout), -statistics.rows[half].y);
+          gradient[j] =
+              softmax_gradient(scores(element, 0, n), kept, kept_scale<Config>(params.dropout),
+                               statistics.delta(half));
         }
         store_bias_gradient(params, item, row, column, query_bound, half, n, gradient);
         left_gradient.fragments[0][column_block][i] = pack<Element>(gradient[0], gradient[1]);
       }
     };
-    if constexpr (Config::kDropout) {
-      Dropout<ScoreGrid> const dropout(params.dropout, params.mask, item.batch);
-      dropout.for_each_block(dropout_head(params.dropout, item.batch, item.head), row, column,
-                             block);
-    } else {
-      CUTE_UNROLL
-      for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(0, n, KeepAll{});
-    }
+    for_each_kept_block<Config, ScoreGrid>(params.dropout, params.mask, item.batch, item.head, row,
+                                           column, block);
   }
 
-  // Two neighbouring elements of a bias gradient that nothing shares. What is computed for rows
-  // beyond the query length may be NaN.
+  // Two neighbouring elements of a bias gradient with all four dims. Rows beyond the query length
+  // may be NaN.
   CUTE_DEVICE static void store_bias_gradient(BackwardParams const& params, WorkItem const& item,
                                               int row, int column, int query_bound, int half, int n,
                                               float const (&gradient)[2]) {
     if constexpr (Config::kBiasGradient == BiasGradient::full) {
-      ScorePlane<typename Config::BiasElement> const plane(params.bias_gradient, item.batch,
+      ScorePlane<typename Config::BiasElement> const slice(params.bias_gradient, item.batch,
                                                            item.head, row, column);
       int const tile_row = ScoreGrid::element_row(2 * half, 0);
       int const columns = params.shape.key_length - column;
       bool const beyond = tile_row >= query_bound;
-      plane.store(tile_row, ScoreGrid::element_column(0, n),
+      slice.store(tile_row, ScoreGrid::element_column(0, n),
                   tile_row < params.shape.query_length - row ? columns : 0,
                   beyond ? 0.0f : gradient[0], beyond ? 0.0f : gradient[1]);
     }
   }
 
-  // Its zeros where no visit computes it.
+  // Its zeros in the KV blocks that are skipped.
   CUTE_DEVICE static void clear_skipped_keys(BackwardParams const& params, Work const& work) {
     if constexpr (Config::kBiasGradient == BiasGradient::full) {
       using BiasElement = typename Config::BiasElement;
-      ScorePlane<BiasElement> const plane(params.bias_gradient, work.item.batch, work.item.head,
+      ScorePlane<BiasElement> const slice(params.bias_gradient, work.item.batch, work.item.head,
                                           work.row, 0);
       int const rows = min(kTileQuery, params.shape.query_length - work.row);
       auto clear = [&](int begin, int end) {
         for (int row = threadIdx.x / kWarpSize; row < rows; row += kConsumerWarps) {
           for (int column = begin + threadIdx.x % kWarpSize; column < end; column += kWarpSize) {
-            *plane.at(row, column) = BiasElement(0.0f);
+            *slice.at(row, column) = BiasElement(0.0f);
           }
         }
       };
       if constexpr (Config::kBlockMask) {
-        for (int tile = work.tiles.begin; tile < work.tiles.end; tile = work.tiles.after(tile)) {
-          clear((tile + 1) * kTileKey, work.tiles.after(tile) * kTileKey);
+        for (int tile = work.kv_blocks.begin; tile < work.kv_blocks.end;
+             tile = work.kv_blocks.after(tile)) {
+          clear((tile + 1) * kTileKey, work.kv_blocks.after(tile) * kTileKey);
         }
       }
-      clear(0, min(work.tiles.begin * kTileKey, params.shape.key_length));
-      clear(work.tiles.end * kTileKey, params.shape.key_length);
+      clear(0, min(work.kv_blocks.begin * kTileKey, params.shape.key_length));
+      clear(work.kv_blocks.end * kTileKey, params.shape.key_length);
     }
   }
 
-  // dq leaves through the tile of queries, each consumer with its own rows. Those from query_bound
-  // on lie beyond the query length and get 0.
+  // dq leaves through the tile of queries, each consumer with its own rows. Rows from query_bound
+  // on are beyond the query length and get 0.
   template <class Accumulators>
   CUTE_DEVICE static void store(BackwardParams const& params, BackwardMaps const& maps,
                                 Work const& work, int query_bound, int warpgroup, uint32_t tiles,

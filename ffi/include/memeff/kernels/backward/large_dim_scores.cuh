@@ -1,5 +1,5 @@
-// The scores of a tile and their gradient, which every kernel of the backward for any head dim
-// begins with.
+// P and dS of a tile for any head dim: the first half of every kernel of the large-head-dim
+// backward.
 #pragma once
 
 #include <memeff/collective/chunked_product.cuh>
@@ -96,8 +96,8 @@ struct LargeDimScores {
 
   CUTE_DEVICE static int steps(int columns) { return ceil_div(columns, kStep); }
 
-  // Step `step` of the operands, and with the first one the statistics of the rows. `parity` is
-  // that of the visit: statistics arrive while those of the visit before are still read.
+  // Step `step` of the operands, and with the first one the statistics of the rows. `parity`
+  // alternates by tiles: statistics arrive while those of the tile before are still read.
   CUTE_DEVICE void load(LargeDimTile const& tile, int step, int parity, uint32_t buffer) const {
     int const head_steps = steps(params.shape.head_dim);
     if (step < head_steps) {
@@ -115,7 +115,7 @@ struct LargeDimScores {
     }
   }
 
-  // Leaves P (after dropout) and dS of a tile, rounded, in the shared tiles that are asked for.
+  // Leaves P (after dropout) and dS of a tile, rounded, in shared memory, if they are asked for.
   template <bool kProbabilities, bool kScoreGradients, class LoadNext>
   CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity,
                            LoadNext load_next) const {
@@ -166,7 +166,7 @@ struct LargeDimScores {
     }
   }
 
-  // The rows of one head from `row` on and below `length`: what a product reads, or it writes.
+  // The rows [row, length) of one head, which a product reads or writes.
   template <class Rows>
   CUTE_DEVICE static Rows rows(TensorView const& tensor, Origin const& origin, int row, int head,
                                int length, int columns) {

@@ -18,7 +18,7 @@
 
 namespace memeff {
 
-// For kernels that sum no dq in global memory.
+// For main kernels that sum no dq in global memory.
 template <class Config>
 struct WithoutQueryGradient : Config {
   static constexpr bool kQueryGradient = false;
@@ -28,8 +28,8 @@ template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardPreprocess {
   using Element = typename Config::Element;
   static constexpr int kThreads = Tiles::kThreads;
-  static constexpr int kBlocksPerSm = 4;  // 64 registers; left to itself the compiler spills at 48
-  static constexpr int kRowLanes = 8;     // lanes that share a row
+  static constexpr int kBlocksPerSm = 4;  // 64 registers; without a bound ptxas spills at 48
+  static constexpr int kRowLanes = 8;     // lanes of one row
   static constexpr int kRowsPerPass = kThreads / kRowLanes;
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
@@ -64,10 +64,11 @@ struct FmhaBackwardPreprocess {
         long long const source = logsumexp_offset<Config>(shape, origin, item.head) + row;
         // +inf makes every probability of a row without keys, or beyond the length, exactly 0.
         float logsumexp = valid ? params.logsumexp[source] : -infinity();
-        // Or without probabilities, which are not in a logsumexp that a bias has made so large.
+        // A bias may make the logsumexp so large that it holds no probabilities: the row is empty,
+        // too.
         bool const empty = fabsf(logsumexp) >= kWholeFloats;
-        if constexpr (Config::kBias && !has_bias_tile<Config>()) {
-          // The main loop does not see this bias, which the logsumexp holds.
+        if constexpr (shifts_rows<Config>()) {
+          // The main loop does not read this bias, but the logsumexp contains it.
           if (!empty) logsumexp -= row_bias<Config>(params.bias, item.batch, item.head, row);
         }
         if (!empty && params.logsumexp_gradient != nullptr) {
@@ -92,7 +93,7 @@ struct FmhaBackwardPreprocess {
     float sum = 0.0f;
     constexpr int kBytes = sizeof(Element);
     constexpr int kChunk = 16 / kBytes;
-    // Left to itself the compiler reads so many at a time that it spills.
+    // More at a time, as the compiler would read them, spill.
 #pragma unroll 2
     for (int column = lane * kChunk; column < columns; column += kRowLanes * kChunk) {
       int const bytes = (columns - column) * kBytes;

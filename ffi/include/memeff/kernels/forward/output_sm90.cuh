@@ -9,8 +9,8 @@
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/score/bias/rows.cuh>
 #include <memeff/score/bias/tile.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -71,19 +71,13 @@ struct ForwardOutputSm90 {
   }
 
  private:
-  // The end of the softmax. A bias that is broadcast over columns has an effect here alone.
+  // The end of the softmax.
   template <class Output>
   CUTE_DEVICE static void finish(ForwardParams const& params, WorkItem const& item, int row,
                                  int row_bound, Softmax& softmax, Output& output) {
-    float const output_scale = kept_scale<Config>(params.dropout);
-    if constexpr (Config::kBias && !has_bias_tile<Config>()) {
-      RowBias<Config, Grid> const bias(params.bias, item.batch, item.head, row, row_bound);
-      bias.mask(softmax);
-      softmax.finish(output, params.scale.softmax_scale, output_scale);
-      bias.add(softmax);
-    } else {
-      softmax.finish(output, params.scale.softmax_scale, output_scale);
-    }
+    finish_rows<Config, Grid>(params, item.batch, item.head, row, row_bound, softmax, [&] {
+      softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout));
+    });
   }
 };
 

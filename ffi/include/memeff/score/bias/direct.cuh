@@ -73,4 +73,28 @@ CUTE_DEVICE void add_bias_elements(Accumulators& scores, ScoreView const& bias, 
       row_bound, column_bound, bias_scale);
 }
 
+// The bias of a work tile whose first row is `row`, as ScoreModifiers ask for it. Nothing is copied
+// in advance. Without a bias all of it is empty.
+template <class Config, class Grid, class Mask, bool kBias = Config::kBias>
+struct DirectBias {
+  ScoreView const& bias;
+  Mask const& mask;
+  int batch;
+  int head;
+  int row;
+
+  template <class Scores>
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, int column) const {
+    add_bias_elements<Config, Grid>(scores, bias, batch, head, row, column, mask.query_length - row,
+                                    mask.key_length - column, bias_scale);
+  }
+};
+
+template <class Config, class Grid, class Mask>
+struct DirectBias<Config, Grid, Mask, false> {
+  CUTE_DEVICE DirectBias(ScoreView const&, Mask const&, int, int, int) {}
+  template <class Scores>
+  CUTE_DEVICE void add(Scores&, float, int) const {}
+};
+
 }  // namespace memeff

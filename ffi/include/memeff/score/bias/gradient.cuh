@@ -1,13 +1,13 @@
 // Gradient of the bias: dS itself, summed over the dims that the bias is broadcast in.
 //
 // Four ways, chosen when the kernel is compiled:
-//   full        all four dims are full: each element has one owner, which writes it
-//   shared      broadcast over batch elements or heads: f32 sums in global memory, in the order of
-//               the accumulators, so that they are aligned vector reductions
-//   dbias_kernel  broadcast over batch elements or heads, and the same in every run: a kernel of
-//   its
-//               own, FmhaBackwardDbias
-//   columns     broadcast over rows (and perhaps more): a tile is summed before it is added
+//   full          all four dims are full: each element has one owner, which writes it
+//   shared        broadcast over the batch or heads: f32 sums in global memory, in the order of the
+//                 accumulators, so that they are aligned vector reductions
+//   dbias_kernel  broadcast over the batch or heads, and the same in every run: a kernel of its
+//   own,
+//                 FmhaBackwardDbias
+//   columns       broadcast over rows (and perhaps more): a tile is summed before it is added
 // The sums of `shared` and `columns` start at zero and are rounded by FmhaBackwardDbiasPostprocess.
 #pragma once
 
@@ -17,10 +17,11 @@
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/layout/score_view.cuh>
 #include <memeff/mask/block_mask.cuh>
+#include <memeff/score/scale.cuh>
 
 namespace memeff {
 
-// Index of a (batch, head) plane of a gradient, where broadcast dims count once.
+// Index of a (batch, head) slice of a gradient. A broadcast dim has one index.
 template <class Config>
 CUTE_DEVICE long long bias_slice(BackwardParams const& params, int batch, int head) {
   ScoreView const& gradient = params.bias_gradient;
@@ -29,27 +30,27 @@ CUTE_DEVICE long long bias_slice(BackwardParams const& params, int batch, int he
          (gradient.head_stride == 0 ? 0 : head);
 }
 
-// How many batch elements the gradient has.
+// Size of the batch dim of the gradient.
 template <class Config>
 CUTE_DEVICE int bias_elements(BackwardParams const& params) {
   if constexpr (Config::kBroadcastBatch) return params.bias_gradient.share.elements;
   return params.bias_gradient.batch_stride == 0 ? 1 : params.shape.batch;
 }
 
-// The kernel of the way `dbias_kernel`, which the Tiles of each family specialise.
+// The kernel of `dbias_kernel`, specialised for the Tiles of each family.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardDbias;
 
-// A tile of the gradient, one of count(), that a CTA of a kernel after the main one writes.
+// One of count() tiles of the gradient, which a CTA of a kernel after the main one writes.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct BiasGradientTile {
-  using Plane = ScorePlane<typename Config::BiasElement>;
+  using Slice = ScorePlane<typename Config::BiasElement>;
   int slice;
   int row;
   int column;
-  int row_bound;  // counts from the tile's first element, as column_bound
+  int row_bound;  // relative to the first element of the tile, as is column_bound
   int column_bound;
-  Plane gradient;
+  Slice gradient;
 
   CUTE_DEVICE BiasGradientTile(BackwardParams const& params, unsigned index)
       : BiasGradientTile(params, index, row_tiles(params), key_tiles(params), heads(params)) {}
@@ -128,14 +129,14 @@ struct BiasGradientTile {
   }
 };
 
-// One of the batch elements and heads that share a plane of the gradient.
+// One (batch, head) slice of the scores.
 struct ScoreSlice {
   int index;
   int batch;
   int head;
 };
 
-// All of them, numbered.
+// The slices of the scores that read one slice of the bias, numbered.
 template <class Config>
 struct BroadcastSlices {
   int first_batch;
@@ -143,35 +144,35 @@ struct BroadcastSlices {
   int heads;
   int count;
 
-  CUTE_DEVICE BroadcastSlices(BackwardParams const& params, int plane) {
+  CUTE_DEVICE BroadcastSlices(BackwardParams const& params, int gradient_slice) {
     ProblemShape const& shape = params.shape;
     bool const all_batches = params.bias_gradient.batch_stride == 0;
     bool const all_heads = params.bias_gradient.head_stride == 0;
     int batches = all_batches ? shape.batch : 1;
-    first_batch = all_batches ? 0 : all_heads ? plane : plane / shape.query_heads;
+    first_batch = all_batches ? 0 : all_heads ? gradient_slice : gradient_slice / shape.query_heads;
     if constexpr (Config::kBroadcastBatch) {
       batches = shape.batch / bias_elements<Config>(params);
       first_batch *= batches;
     }
-    first_head = all_heads ? 0 : plane % shape.query_heads;
+    first_head = all_heads ? 0 : gradient_slice % shape.query_heads;
     heads = all_heads ? shape.query_heads : 1;
     count = heads * batches;
   }
 
-  CUTE_DEVICE int batch(int member) const { return first_batch + member / heads; }
-  CUTE_DEVICE int head(int member) const { return first_head + member % heads; }
+  CUTE_DEVICE int batch(int slice) const { return first_batch + slice / heads; }
+  CUTE_DEVICE int head(int slice) const { return first_head + slice % heads; }
 
-  // One after the other, without a division for each.
+  // In order, without a division for each.
   CUTE_DEVICE ScoreSlice first() const { return {0, first_batch, first_head}; }
-  CUTE_DEVICE ScoreSlice after(ScoreSlice const& member) const {
-    bool const next_batch = member.head + 1 == first_head + heads;
-    return {member.index + 1, member.batch + next_batch, next_batch ? first_head : member.head + 1};
+  CUTE_DEVICE ScoreSlice after(ScoreSlice const& slice) const {
+    bool const next_batch = slice.head + 1 == first_head + heads;
+    return {slice.index + 1, slice.batch + next_batch, next_batch ? first_head : slice.head + 1};
   }
 };
 
-// Rows of sums over the columns of the scores. Warps add to the row of their plane as they come;
-// where every run must give the same bits, each row of warps (each of Tiles::kBiasSumRows) has a
-// row of sums for each batch element and head, to which only one thread adds.
+// Sums over the columns of the scores, in rows. Warps add to the row of their slice in any order.
+// If every run must give the same bits, each row of warps (each of Tiles::kBiasSumRows) has a row
+// of sums for each (batch, head) slice, to which only one thread adds.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct ColumnSums {
   static constexpr int kRowWarps = Tiles::kBiasSumRows;
@@ -185,52 +186,55 @@ struct ColumnSums {
     return params.bias_gradient_sum + row * Tiles::padded_keys(params.shape);
   }
 
-  CUTE_DEVICE static float total(BackwardParams const& params, int plane, int column) {
+  CUTE_DEVICE static float total(BackwardParams const& params, int gradient_slice, int column) {
     if constexpr (!Config::kDeterministic) {
-      return params.bias_gradient_sum[plane * Tiles::padded_keys(params.shape) + column];
+      return params.bias_gradient_sum[gradient_slice * Tiles::padded_keys(params.shape) + column];
     }
-    BroadcastSlices<Config> const members(params, plane);
+    BroadcastSlices<Config> const slices(params, gradient_slice);
     float sum = 0.0f;
 #pragma unroll 4
-    for (int member = 0; member < members.count; ++member) {
+    for (int slice = 0; slice < slices.count; ++slice) {
       CUTE_UNROLL
       for (int warp = 0; warp < kRowWarps; ++warp) {
-        sum += row_of(params, members.batch(member), members.head(member), warp)[column];
+        sum += row_of(params, slices.batch(slice), slices.head(slice), warp)[column];
       }
     }
     return sum;
   }
 };
 
-// Zeros of a full gradient for the rows of a tile of columns that no visit computes: those of all
-// heads of the group outside the visited tiles. kThreads threads share them.
+// Zeros of a full gradient in the Q blocks that a KV block skips, for all heads of the group. The
+// work is divided among kThreads threads.
 template <class Config, int kThreads>
 CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& item,
-                               TileRange const& visited) {
+                               TileRange const& blocks) {
   if constexpr (Config::kBiasGradient == BiasGradient::full) {
     using Element = typename Config::BiasElement;
     int const column = item.tile * Config::kTileKey;
     int const columns = min(Config::kTileKey, params.shape.key_length - column);
     int const rows = params.shape.query_length;
     auto clear = [&](int head, int begin, int end) {
-      ScorePlane<Element> const plane(params.bias_gradient, item.batch, head, 0, column);
+      ScorePlane<Element> const slice(params.bias_gradient, item.batch, head, 0, column);
       for (int row = begin + threadIdx.x / kWarpSize; row < end; row += kThreads / kWarpSize) {
         for (int i = threadIdx.x % kWarpSize; i < columns; i += kWarpSize) {
-          *plane.at(row, i) = Element(0.0f);
+          *slice.at(row, i) = Element(0.0f);
         }
       }
     };
     for (int i = 0; i < params.shape.group; ++i) {
       int const head = item.head * params.shape.group + i;
-      BlockMaskRow<Config::kBlockMask> const line(visited, params.block_mask, item.batch, head,
-                                                  item.tile, ceil_div(rows, Config::kTileQuery));
+      BlockMaskRow<Config::kBlockMask> const row_of_blocks(blocks, params.block_mask, item.batch,
+                                                           head, item.tile,
+                                                           ceil_div(rows, Config::kTileQuery));
       if constexpr (Config::kBlockMask) {
-        for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
-          clear(head, (tile + 1) * Config::kTileQuery, line.after(tile) * Config::kTileQuery);
+        for (int tile = row_of_blocks.begin; tile < row_of_blocks.end;
+             tile = row_of_blocks.after(tile)) {
+          clear(head, (tile + 1) * Config::kTileQuery,
+                row_of_blocks.after(tile) * Config::kTileQuery);
         }
       }
-      clear(head, 0, min(line.begin * Config::kTileQuery, rows));
-      clear(head, line.end * Config::kTileQuery, rows);
+      clear(head, 0, min(row_of_blocks.begin * Config::kTileQuery, rows));
+      clear(head, row_of_blocks.end * Config::kTileQuery, rows);
     }
   }
 }
@@ -238,7 +242,7 @@ CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& ite
 template <class Config, BiasGradient kWay = Config::kBiasGradient>
 struct BiasGradientWriter;
 
-// Which elements of the scores a tile of one visit holds.
+// The first element of a tile of scores.
 struct ScoreTilePosition {
   int batch;
   int head;
@@ -260,7 +264,7 @@ struct BiasGradientWriter<Config, BiasGradient::dbias_kernel>
   using BiasGradientWriter<Config, BiasGradient::none>::BiasGradientWriter;
 };
 
-// The writer of its own kernel: adds the gradients of a visit to those of the visits before.
+// The writer of the dbias kernel: sums the gradients of its slices in registers.
 template <class Sums>
 struct BiasGradientAdder {
   Sums& sums;
@@ -278,16 +282,18 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
   using Tiles = BackwardTiles<Config>;
   using Grid = typename Tiles::ScoreGrid;
   using Element = typename Config::BiasElement;
-  using Plane = ScorePlane<Element>;
-  // The dS that dq and dk read from shared memory is stored as it is, unless soft cap changes it.
+  using Slice = ScorePlane<Element>;
+  // The dS that dq and dk read from shared memory is stored as it is, unless a derivative changes
+  // it.
   static constexpr bool kVectors = Config::kBiasAccess == BiasAccess::vectors;
-  static constexpr bool kFromTile = kVectors && sizeof(Element) == 2 && !Config::kSoftCap;
-  Plane plane;
+  static constexpr bool kFromTile =
+      kVectors && sizeof(Element) == 2 && ScoreScaling<Config>::kConstantDerivative;
+  Slice slice;
   int row_bound;
   int column_bound;
 
   CUTE_DEVICE BiasGradientWriter(BackwardParams const& params, ScoreTilePosition const& tile)
-      : plane(params.bias_gradient, tile.batch, tile.head, tile.row, tile.column),
+      : slice(params.bias_gradient, tile.batch, tile.head, tile.row, tile.column),
         row_bound(params.shape.query_length - tile.row),
         column_bound(params.shape.key_length - tile.column) {}
 
@@ -300,7 +306,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
       int const row = Grid::element_row(2 * half, m, thread);
       CUTE_UNROLL
       for (int chunk = 0; chunk < 2; ++chunk) {
-        plane.store(row, Grid::element_column(0, 2 * column_block + chunk, thread),
+        slice.store(row, Grid::element_column(0, 2 * column_block + chunk, thread),
                     row < row_bound ? column_bound : 0, gradient[chunk][2 * half],
                     gradient[chunk][2 * half + 1]);
       }
@@ -309,13 +315,13 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
 
   CUTE_DEVICE void finish() {}
 
-  // Stores the dS of a visit, which the whole CTA has written.
+  // Stores the dS of a Q block, which the whole CTA has written.
   CUTE_DEVICE static void store(BackwardParams const& params, ScoreTilePosition const& position,
                                 uint32_t score_tile) {
-    Plane const plane(params.bias_gradient, position.batch, position.head, position.row,
+    Slice const slice(params.bias_gradient, position.batch, position.head, position.row,
                       position.column);
     store_rows<typename Tiles::ScoreTile, Tiles::kThreads>(
-        score_tile, reinterpret_cast<char*>(plane.origin), plane.row_stride * sizeof(Element),
+        score_tile, reinterpret_cast<char*>(slice.origin), slice.row_stride * sizeof(Element),
         params.shape.query_length - position.row, params.shape.key_length - position.column);
   }
 };

@@ -1,4 +1,4 @@
-// The gradient of a bias where a kernel computes it transposed: keys are rows of the accumulators.
+// The gradient of a bias in kernels whose scores are transposed: keys are rows of the accumulators.
 // See gradient.cuh.
 #pragma once
 
@@ -7,8 +7,7 @@
 
 namespace memeff {
 
-// The gradient of a bias, written or summed by the kernel that computes it transposed. `Sums` are
-// what a thread keeps over the visits of a head.
+// Written or summed by the main kernel. A thread keeps `Sums` over the Q blocks of a head.
 template <class Config, class Tiles, BiasGradient kWay = Config::kBiasGradient>
 struct TransposedBiasGradient {
   static constexpr bool kNeeded = false;
@@ -26,17 +25,17 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
   using ScoreTile = typename Tiles::ScoreTile;
   using Element = typename Config::BiasElement;
   static constexpr bool kNeeded = true;
-  // The dS that dq reads from shared memory is stored as it is, unless soft cap changes it.
+  // The dS that dq reads from shared memory is stored as it is, unless a derivative changes it.
   static constexpr bool kFromTile = Config::kBiasAccess == BiasAccess::vectors &&
                                     sizeof(Element) == 2 && Config::kQueryGradient &&
-                                    !Config::kSoftCap;
+                                    ScoreScaling<Config>::kConstantDerivative;
   struct Sums {};
-  ScorePlane<Element> plane;
+  ScorePlane<Element> slice;
   int row_bound;
   int column_bound;
 
   CUTE_DEVICE TransposedBiasGradient(BackwardParams const& params, ScoreTilePosition const& tile)
-      : plane(params.bias_gradient, tile.batch, tile.head, tile.row, tile.column),
+      : slice(params.bias_gradient, tile.batch, tile.head, tile.row, tile.column),
         row_bound(params.shape.query_length - tile.row),
         column_bound(params.shape.key_length - tile.column) {}
 
@@ -48,12 +47,12 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       int const query = Grid::element_column(i, n, thread);
-      if (query < row_bound && key < column_bound) *plane.at(query, key) = Element(gradient[i]);
+      if (query < row_bound && key < column_bound) *slice.at(query, key) = Element(gradient[i]);
     }
   }
 
-  // Stores the dS^T of a visit, of which this warp has written 16 keys. A lane gets four keys that
-  // follow each other, and the four lanes of a query write a sector.
+  // Stores the dS^T of a Q block; this warp has written 16 keys of it. A lane gets four consecutive
+  // keys, and the four lanes of a query write a sector.
   CUTE_DEVICE static void store(BackwardParams const& params, ScoreTilePosition const& position,
                                 uint32_t score_tile) {
     TransposedBiasGradient const tile(params, position);
@@ -71,7 +70,7 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
       for (int chunk = 0; chunk < 2; ++chunk) {
         int const query = (2 * block + chunk) * 8 + lane / 4;
         if (query < tile.row_bound && key < tile.column_bound) {
-          *reinterpret_cast<uint2*>(tile.plane.at(query, key)) =
+          *reinterpret_cast<uint2*>(tile.slice.at(query, key)) =
               make_uint2(fragment[2 * chunk], fragment[2 * chunk + 1]);
         }
       }
@@ -96,7 +95,7 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::columns> {
     sums.keys[half] += gradient[0] + gradient[1];
   }
 
-  // After the last visit of a head, the first `column` of which is that of the tile.
+  // After the last Q block of a head; `column` is the first of the KV block.
   CUTE_DEVICE static void finish(BackwardParams const& params, int batch, int head, int column,
                                  Sums const& sums) {
     float* const row = ColumnSums<Config, Tiles>::row_of(params, batch, head, 0) + column;

@@ -1,5 +1,6 @@
-// The bias of a visit of the backward kernel that owns keys, whose scores are transposed and whose
-// shared memory has no room for a ring of it: see kernels/backward/dkdv/kernel.cuh.
+// The bias of a Q block in the backward kernel for large head dims that owns keys. Its scores are
+// transposed, and its shared memory has no room for a ring of biases: see
+// kernels/backward/dkdv/kernel.cuh.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -10,8 +11,8 @@
 
 namespace memeff {
 
-// The copy engine brings it, that of the next visit when this one's has been read. Both the
-// producer and the consumer of queries have an object.
+// TMA brings it. The bias of the next Q block arrives when this one has been read. The producer and
+// the consumer of queries have an object of their own.
 template <class Config, class Tile, class Grid, bool kTma = has_tma_bias<Config>()>
 class QBlockBias {
  public:
@@ -26,35 +27,36 @@ class QBlockBias {
   CUTE_DEVICE explicit QBlockBias(uint32_t tile) : tile_(tile) {}
 
   // By the producer.
-  template <class Work, class Visit>
+  template <class Work, class QBlock>
   CUTE_DEVICE void produce(BackwardParams const& params, BackwardMaps const& maps, Work const& work,
-                           Visit const& visit, Control& control) {
-    BiasPlane const plane = BiasPlane::of<Config>(params.bias, work.item.batch, visit.head);
-    load_tma_tile<Tile>(maps.bias, control.bias.acquire(stage_, kBytes), tile_, 0, visit.row(),
-                        plane.head, plane.batch, CacheHint::EVICT_NORMAL, work.column);
+                           QBlock const& q_block, Control& control) {
+    BiasPlane const slice = BiasPlane::of<Config>(params.bias, work.item.batch, q_block.head);
+    load_tma_tile<Tile>(maps.bias, control.bias.acquire(stage_, kBytes), tile_, 0, q_block.row(),
+                        slice.head, slice.batch, CacheHint::EVICT_NORMAL, work.column);
     stage_.advance();
   }
 
   // By the consumer, while its scores are computed.
-  template <class Work, class Visit, class Mask>
-  CUTE_DEVICE void load(BackwardParams const&, Work const&, Visit const&, Mask const&) {}
+  template <class Work, class QBlock, class Mask>
+  CUTE_DEVICE void load(BackwardParams const&, Work const&, QBlock const&, Mask const&) {}
 
-  // The bias of a row beyond the length may be NaN, and so would be its P: `clear` clears the rows
-  // of a tile from one on, for all threads.
-  template <class Visit, class Mask, class Clear, class Scores>
-  CUTE_DEVICE void add(BackwardParams const& params, Visit const& visit, Mask const& mask,
-                       Control& control, Clear const& clear, Scores& scores) {
-    int const row = visit.row();
+  // The bias of a row beyond the length may be NaN, and P would be NaN, too: `clear` clears the
+  // rows of a tile from one on, for all threads.
+  template <class Scores, class QBlock, class Mask, class Clear>
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const& params,
+                       QBlock const& q_block, Mask const& mask, Control& control,
+                       Clear const& clear) {
+    int const row = q_block.row();
     control.bias.wait(stage_);
     if (reads_beyond<Config>(mask.query_length, row + Tile::kRows, params.shape.query_length)) {
       clear(tile_, mask.query_length - row);
     }
     TransposedTmaBiasReader<typename Config::BiasElement, Tile> const reader(
         tile_, Grid::row(thread_index()));
-    add_bias_transposed(scores, reader, params.scale.bias_scale);
+    add_bias_transposed(scores, reader, bias_scale);
   }
 
-  // By a lane of each warp, and not before what depends on all of it has been stored: an arrival
+  // By one lane of each warp, after everything that depends on the bias has been stored: an arrival
   // overtakes loads that nobody has waited for.
   CUTE_DEVICE void release(Control& control) { control.bias.release(stage_); }
 
@@ -65,10 +67,10 @@ class QBlockBias {
   PipelineStage<1> stage_;
 };
 
-// Lanes hold that of their elements, where there is one.
+// Each lane loads the bias of its own elements into registers, if there is a bias.
 template <class Config, class Tile, class Grid>
 class QBlockBias<Config, Tile, Grid, false> {
-  using Held = RegisterTransposedBias<Config, Grid>;
+  using Registers = RegisterTransposedBias<Config, Grid>;
 
  public:
   static constexpr int kBytes = 0;
@@ -79,21 +81,21 @@ class QBlockBias<Config, Tile, Grid, false> {
 
   CUTE_DEVICE explicit QBlockBias(uint32_t) {}
 
-  template <class Work, class Visit>
-  CUTE_DEVICE void produce(BackwardParams const&, BackwardMaps const&, Work const&, Visit const&,
+  template <class Work, class QBlock>
+  CUTE_DEVICE void produce(BackwardParams const&, BackwardMaps const&, Work const&, QBlock const&,
                            Control&) {}
 
-  template <class Work, class Visit, class Mask>
-  CUTE_DEVICE void load(BackwardParams const& params, Work const& work, Visit const& visit,
+  template <class Work, class QBlock, class Mask>
+  CUTE_DEVICE void load(BackwardParams const& params, Work const& work, QBlock const& q_block,
                         Mask const& mask) {
-    held_.load(params.bias, work.item.batch, visit.head, visit.row(), work.column,
-               mask.query_length - visit.row(), mask.key_length - work.column);
+    registers_.load(params.bias, work.item.batch, q_block.head, q_block.row(), work.column,
+                    mask.query_length - q_block.row(), mask.key_length - work.column);
   }
 
-  template <class Visit, class Mask, class Clear, class Scores>
-  CUTE_DEVICE void add(BackwardParams const& params, Visit const&, Mask const&, Control&,
-                       Clear const&, Scores& scores) const {
-    held_.add(scores, params.scale.bias_scale);
+  template <class Scores, class QBlock, class Mask, class Clear>
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const&, QBlock const&,
+                       Mask const&, Control&, Clear const&) const {
+    registers_.add(scores, bias_scale);
   }
 
   CUTE_DEVICE void release(Control&) {}
@@ -101,7 +103,7 @@ class QBlockBias<Config, Tile, Grid, false> {
   CUTE_DEVICE void advance() {}
 
  private:
-  Held held_;
+  Registers registers_;
 };
 
 }  // namespace memeff

@@ -1,5 +1,5 @@
-// The bias of a square of queries and keys that a CTA visits for several batch elements and heads,
-// which all read the same: see kernels/backward/dbias/sm90.cuh.
+// The bias of a square of queries and keys, which a CTA adds to the scores of several (batch, head)
+// slices: see kernels/backward/dbias/sm90.cuh.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -9,8 +9,8 @@
 
 namespace memeff {
 
-// The copy engine brings it, that of the next square when the last visit of this one has read it.
-// Both the producer and each consumer have an object.
+// TMA brings it. The bias of the next square arrives when the last slice of this one has read it.
+// The producer and each consumer have an object of their own.
 template <class Config, class Tiles, bool kTma = has_tma_bias<Config>()>
 class SquareBias {
  public:
@@ -25,34 +25,34 @@ class SquareBias {
 
   CUTE_DEVICE explicit SquareBias(uint32_t tile) : tile_(tile) {}
 
-  // By the producer, in the first visit of a square.
+  // By the producer, in the first slice of a square.
   template <class Work>
   CUTE_DEVICE void produce(BackwardParams const& params, BackwardMaps const& maps, Work const& work,
                            Control& control) {
-    BiasPlane const plane =
-        BiasPlane::of<Config>(params.bias, work.members.first_batch, work.members.first_head);
+    BiasPlane const slice =
+        BiasPlane::of<Config>(params.bias, work.slices.first_batch, work.slices.first_head);
     uint64_t& arrived = control.bias.acquire(stage_, kBytes);
     CUTE_UNROLL
     for (int row = 0; row < Tile::kRows; row += kWarpgroupRows) {  // of a box
-      load_tma_tile<Tile>(maps.bias, arrived, tile_, row, work.tile.row + row, plane.head,
-                          plane.batch, CacheHint::EVICT_FIRST, work.tile.column);
+      load_tma_tile<Tile>(maps.bias, arrived, tile_, row, work.tile.row + row, slice.head,
+                          slice.batch, CacheHint::EVICT_FIRST, work.tile.column);
     }
     stage_.advance();
   }
 
-  // By the consumers, before the first visit.
+  // By the consumers, before the first slice.
   template <class Work>
   CUTE_DEVICE void begin(BackwardParams const&, Work const&) {}
 
   template <class Work, class Scores>
-  CUTE_DEVICE void add(BackwardParams const& params, Work const&, Control& control, bool last_block,
-                       Scores& scores) {
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const&, Work const&,
+                       Control& control, bool last_slice) {
     control.bias.wait(stage_);
     add_bias(
         scores,
         TmaBiasReader<typename Config::BiasElement, Tile, Grid::kColumnBlocks>(tile_, Grid::row()),
-        params.scale.bias_scale);
-    if (last_block) {
+        bias_scale);
+    if (last_slice) {
       __syncwarp();  // all lanes have read
       if (threadIdx.x % kWarpSize == 0) control.bias.release(stage_);
       stage_.advance();
@@ -64,7 +64,7 @@ class SquareBias {
   PipelineStage<1> stage_;
 };
 
-// Each warp copies that of its own rows, for itself.
+// Each warp copies the bias of its own rows, for itself.
 template <class Config, class Tiles>
 class SquareBias<Config, Tiles, false> {
  public:
@@ -84,19 +84,19 @@ class SquareBias<Config, Tiles, false> {
   template <class Work>
   CUTE_DEVICE void begin(BackwardParams const& params, Work const& work) {
     int const thread = thread_index();
-    __syncwarp();  // nobody reads that of the square before
+    __syncwarp();  // nobody reads the square before
     Tile::copy(warp_tile(), thread % kWarpSize, source(params, work), row_bytes(params),
                work.tile.row_bound - Grid::row(thread), work.tile.column_bound);
     commit_copies();
   }
 
   template <class Work, class Scores>
-  CUTE_DEVICE void add(BackwardParams const& params, Work const& work, Control&, bool,
-                       Scores& scores) {
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const& params,
+                       Work const& work, Control&, bool) {
     wait_copies<0>();
     __syncwarp();  // the bias of all lanes is here
     add_bias(scores, BiasReader<Tile>(warp_tile(), 0, 0, source(params, work), row_bytes(params)),
-             params.scale.bias_scale);
+             bias_scale);
   }
 
  private:
@@ -104,10 +104,10 @@ class SquareBias<Config, Tiles, false> {
     return tiles_ + thread_index() / kWarpSize * Tile::kBytes;
   }
 
-  // Where the bias of this warp's rows begins: that of the first member, which is that of all.
+  // Address of the first bias of this warp's rows, which is the same for all slices.
   template <class Work>
   CUTE_DEVICE static char const* source(BackwardParams const& params, Work const& work) {
-    return bias_row<Config>(params.bias, work.members.first_batch, work.members.first_head,
+    return bias_row<Config>(params.bias, work.slices.first_batch, work.slices.first_head,
                             work.tile.row + Grid::row(thread_index())) +
            work.tile.column * (long long)sizeof(Element);
   }

@@ -1,5 +1,5 @@
-// FmhaBackwardDbias for any head dim: one CTA owns a tile of the gradient of the bias, and
-// streams the operands of every batch element and head that shares it through two buffers.
+// FmhaBackwardDbias for any head dim: one CTA owns a tile of the gradient of the bias. It streams
+// the operands of every (batch, head) slice that reads this tile of the bias through two buffers.
 #pragma once
 
 #include <memeff/kernels/backward/large_dim_scores.cuh>
@@ -20,30 +20,30 @@ struct FmhaBackwardLargeDimDbias {
     uint32_t const shared = shared_address(dynamic_shared());
     ProblemShape const& shape = params.shape;
     BiasGradientTile<Config> const tile(params, blockIdx.x);
-    BroadcastSlices<Config> const members(params, tile.slice);
+    BroadcastSlices<Config> const slices(params, tile.slice);
 
-    auto mask_of = [&](int member) {
-      return typename Scores::Mask(params.mask, shape, members.batch(member));
+    auto mask_of = [&](int slice) {
+      return typename Scores::Mask(params.mask, shape, slices.batch(slice));
     };
-    // The first member from `member` on that has a valid element in the tile.
-    auto next_member = [&](int member) {
+    // The first slice from `slice` on that has a valid element in the tile.
+    auto next_slice = [&](int slice) {
       int const key = tile.column / kTileKey;
-      for (; member < members.count; ++member) {
-        TileRange const visited = mask_of(member).key_tiles(tile.row, kTileQuery, kTileKey);
-        if (visited.begin <= key && key < visited.end) break;
+      for (; slice < slices.count; ++slice) {
+        TileRange const blocks = mask_of(slice).key_tiles(tile.row, kTileQuery, kTileKey);
+        if (blocks.begin <= key && key < blocks.end) break;
       }
-      return member;
+      return slice;
     };
-    // use(scores, tile) of a member.
-    auto visit = [&](int member, auto use) {
-      int const batch = members.batch(member);
-      int const head = members.head(member);
-      auto const mask = mask_of(member);
+    // use(scores, tile) of a slice.
+    auto with_scores = [&](int slice, auto use) {
+      int const batch = slices.batch(slice);
+      int const head = slices.head(slice);
+      auto const mask = mask_of(slice);
       use(Scores(params, mask, batch, shared),
           LargeDimTile{batch, head, head / shape.group, tile.row, tile.column});
     };
-    auto load_first_step = [&](int member, int parity, uint32_t buffer) {
-      visit(member, [&](Scores const& scores, LargeDimTile const& scores_tile) {
+    auto load_first_step = [&](int slice, int parity, uint32_t buffer) {
+      with_scores(slice, [&](Scores const& scores, LargeDimTile const& scores_tile) {
         scores.load(scores_tile, 0, parity, buffer);
       });
     };
@@ -51,21 +51,21 @@ struct FmhaBackwardLargeDimDbias {
     auto sums = Grid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(sums);
     StepRing ring(Scores::buffers_in(shared), Scores::kBufferBytes);
-    int member = next_member(0);
-    if (member < members.count) {
-      ring.start([&](uint32_t buffer) { load_first_step(member, 0, buffer); });
+    int slice = next_slice(0);
+    if (slice < slices.count) {
+      ring.start([&](uint32_t buffer) { load_first_step(slice, 0, buffer); });
     }
-    for (int parity = 0; member < members.count; parity ^= 1) {
-      int const following = next_member(member + 1);
-      visit(member, [&](Scores const& scores, LargeDimTile const& scores_tile) {
+    for (int parity = 0; slice < slices.count; parity ^= 1) {
+      int const following = next_slice(slice + 1);
+      with_scores(slice, [&](Scores const& scores, LargeDimTile const& scores_tile) {
         scores.template compute<false, false, true>(
             ring, scores_tile, parity,
             [&](uint32_t buffer) {
-              if (following < members.count) load_first_step(following, parity ^ 1, buffer);
+              if (following < slices.count) load_first_step(following, parity ^ 1, buffer);
             },
             [&] { return BiasGradientAdder<decltype(sums)>{sums}; });
       });
-      member = following;
+      slice = following;
     }
     tile.store_blocks(sums);
   }

@@ -1,29 +1,31 @@
-// After the backward, for Hopper: the gradient of a bias that is broadcast over batch elements or
-// heads, the same in every run.
+// After the backward, for Hopper: the gradient of a bias that is broadcast over the batch or heads,
+// the same in every run.
 //
-// As in fmha_bwd_recompute.cuh a tile of the gradient has one owner, which visits the batch
-// elements and heads that share it and keeps the sum of dS in registers. A tile is a square of as
-// many queries as keys, of which each consumer owns 64 queries. The operands come in parts of 64
-// columns, those of S = Q K^T and those of dP = dO V^T in turn: one ring of pairs of buffers, in
-// which the next arrive under the products of these. The bias is the same for all members of a tile
-// and is copied once (score/bias/square_sm90.cuh).
+// As in dbias/sm80.cuh a tile of the gradient has one owner, which iterates over the (batch, head)
+// slices that read this tile of the bias and keeps the sum of dS in registers. A tile is a square
+// of as many queries as keys; each consumer owns 64 queries of it. The operands come in parts of 64
+// columns, first those of S = Q K^T, then those of dP = dO V^T, through one ring of pairs of
+// buffers, so that the next parts arrive under the products of these. The bias is the same for all
+// slices and is copied once per tile (score/bias/square_sm90.cuh).
 //
-// Each CTA of a grid no larger than the GPU has every so many tiles, so that the operands of one
-// arrive while the one before is finished.
+// The grid is no larger than the GPU, and a CTA owns every gridDim.x-th tile, so that the operands
+// of one tile arrive while the one before is finished.
 #pragma once
 
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
+#include <memeff/kernels/backward/register_statistics.cuh>
 #include <memeff/layout/backward_tiles_sm90.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/score/bias/gradient.cuh>
 #include <memeff/score/bias/square_sm90.cuh>
 #include <memeff/score/dropout.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -58,15 +60,17 @@ struct DbiasSm90 {
   static constexpr int kValueParts = Config::kValueDim / kPartColumns;
   using Part = SharedTile<kTileQuery, kPartColumns>;  // of queries or dO, of keys or values
   static_assert(kTileQuery == kTileKey && Part::kPanels == 1);
-  // Where the ring is too small for both products, the first gives its buffers back before.
+  // If the ring is too small for both products, the first gives its buffers back early.
   static constexpr bool kHoldsBlock = kHeadParts + kValueParts <= kStages;
   static_assert(cute::max(kHeadParts, kValueParts) <= kStages);
   static constexpr int kPairBytes = 2 * Part::kBytes;
-  // Rows of the boxes that the copy engine moves, as in the other kernels.
+  // Rows of the boxes of the tensor maps, as in the other kernels.
   static constexpr int kQueryBox = kWarpgroupRows;
   static constexpr int kKeyBox = Config::kTileKey;
 
   using Bias = SquareBias<Config, Tiles>;
+  using Modifiers = ScoreModifiers<Config, Bias&>;
+  using Statistics = RegisterStatistics<Grid>;
   static constexpr int kBiasOffset = kStages * kPairBytes;
   static constexpr int kControlOffset = kBiasOffset + Bias::kBytes;
   struct Control : Bias::Control {
@@ -74,45 +78,43 @@ struct DbiasSm90 {
   };
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
-  using Member = ScoreSlice;
-
-  // A tile, and the members that have a valid element in it.
+  // A tile, and the slices that have a valid element in it.
   struct Work {
     using Tile = BiasGradientTile<Config, Tiles>;
     Tile tile;
-    BroadcastSlices<Config> members;
+    BroadcastSlices<Config> slices;
 
     CUTE_DEVICE Work(BackwardParams const& params, int index)
-        : tile(params, index), members(params, tile.slice) {}
+        : tile(params, index), slices(params, tile.slice) {}
 
-    CUTE_DEVICE Member first(BackwardParams const& params) const {
-      return from(params, members.first());
+    CUTE_DEVICE ScoreSlice first(BackwardParams const& params) const {
+      return from(params, slices.first());
     }
 
-    CUTE_DEVICE Member after(BackwardParams const& params, Member const& member) const {
-      return from(params, members.after(member));
+    CUTE_DEVICE ScoreSlice after(BackwardParams const& params, ScoreSlice const& slice) const {
+      return from(params, slices.after(slice));
     }
 
-    CUTE_DEVICE bool ends(Member const& member) const { return member.index >= members.count; }
+    CUTE_DEVICE bool ends(ScoreSlice const& slice) const { return slice.index >= slices.count; }
 
-    // The tile of a member, alone.
-    CUTE_DEVICE BlockMaskRow<Config::kBlockMask> line(BackwardParams const& params,
-                                                      Member const& member) const {
+    // This tile alone, of the row of blocks of a slice.
+    CUTE_DEVICE BlockMaskRow<Config::kBlockMask> block_of(BackwardParams const& params,
+                                                          ScoreSlice const& slice) const {
       int const key = tile.column / kTileKey;
-      return {{key, key + 1}, params.block_mask,     member.batch,
-              member.head,    tile.row / kTileQuery, ceil_div(params.shape.key_length, kTileKey)};
+      return {{key, key + 1}, params.block_mask,     slice.batch,
+              slice.head,     tile.row / kTileQuery, ceil_div(params.shape.key_length, kTileKey)};
     }
 
    private:
-    // This one, or the first behind it that has.
-    CUTE_DEVICE Member from(BackwardParams const& params, Member member) const {
+    // The first slice from `slice` on that has one.
+    CUTE_DEVICE ScoreSlice from(BackwardParams const& params, ScoreSlice slice) const {
       int const key = tile.column / kTileKey;
-      for (; !ends(member); member = members.after(member)) {
-        Mask const mask(params.mask, params.shape, member.batch);
-        TileRange const visited = mask.key_tiles(tile.row, kTileQuery, kTileKey);
-        if (visited.begin <= key && key < visited.end && !line(params, member).empty()) break;
+      for (; !ends(slice); slice = slices.after(slice)) {
+        Mask const mask(params.mask, params.shape, slice.batch);
+        TileRange const blocks = mask.key_tiles(tile.row, kTileQuery, kTileKey);
+        if (blocks.begin <= key && key < blocks.end && !block_of(params, slice).empty()) break;
       }
-      return member;
+      return slice;
     }
   };
 
@@ -145,14 +147,15 @@ struct DbiasSm90 {
       Work const work(params, index);
       bool first = true;
       CUTE_NO_UNROLL
-      for (Member member = work.first(params); !work.ends(member);
-           member = work.after(params, member)) {
-        load_pairs<kHeadParts>(params, maps.query, maps.key, params.key, work, member, control,
+      for (ScoreSlice slice = work.first(params); !work.ends(slice);
+           slice = work.after(params, slice)) {
+        load_pairs<kHeadParts>(params, maps.query, maps.key, params.key, work, slice, control,
                                stage, tiles);
-        // Its buffer is free when the tile before has its last scores, as are those of dP.
+        // The bias has one buffer, which is free when the tile before has its last scores: load it
+        // after the operands of S, which have free buffers earlier.
         if (first) bias.produce(params, maps, work, control);
         first = false;
-        load_pairs<kValueParts>(params, maps.out_gradient, maps.value, params.value, work, member,
+        load_pairs<kValueParts>(params, maps.out_gradient, maps.value, params.value, work, slice,
                                 control, stage, tiles);
       }
     }
@@ -161,12 +164,12 @@ struct DbiasSm90 {
   template <int kParts>
   CUTE_DEVICE static void load_pairs(BackwardParams const& params, TensorMap const& rows,
                                      TensorMap const& columns, TensorView const& tensor,
-                                     Work const& work, Member const& member, Control& control,
+                                     Work const& work, ScoreSlice const& slice, Control& control,
                                      PipelineStage<kStages>& stage, uint32_t tiles) {
-    int const head = member.head;
-    Origin const queries = query_origin<Config>(params.shape, member.batch);
-    Origin const keys = key_origin<Config>(params.shape, member.batch);
-    int const element = element_of<Config>(tensor, keys.batch);
+    int const head = slice.head;
+    Origin const queries = query_origin<Config>(params.shape, slice.batch);
+    KeyValueSource<Config> const keys(params.shape, slice.batch, head / params.shape.group);
+    int const batch = keys.batch(tensor);
     CUTE_NO_UNROLL
     for (int part = 0; part < kParts; ++part) {
       uint64_t& arrived = control.pairs.acquire(stage, kPairBytes);
@@ -174,8 +177,8 @@ struct DbiasSm90 {
       int const column = part * kPartColumns;
       load_part<kQueryBox>(rows, arrived, pair, column, queries.row + work.tile.row, head,
                            queries.batch);
-      load_part<kKeyBox>(columns, arrived, pair + Part::kBytes, column, keys.row + work.tile.column,
-                         head / params.shape.group, element);
+      load_part<kKeyBox>(columns, arrived, pair + Part::kBytes, column,
+                         keys.origin.row + work.tile.column, keys.head, batch);
       stage.advance();
     }
   }
@@ -193,35 +196,35 @@ struct DbiasSm90 {
   CUTE_DEVICE static void consume(BackwardParams const& params, Control& control, uint32_t tiles) {
     PipelineStage<kStages> stage;
     Bias bias(tiles + kBiasOffset);
+    Modifiers const modifiers = {{params.scale}, bias};
     int const count = Work::Tile::count(params);
     CUTE_NO_UNROLL
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       Work const work(params, index);
       auto sums = Grid::make_accumulators();  // (4, 1, MMA_N)
       cute::clear(sums);
-      Member member = work.first(params);
-      if (!work.ends(member)) bias.begin(params, work);
+      ScoreSlice slice = work.first(params);
+      if (!work.ends(slice)) bias.begin(params, work);
       CUTE_NO_UNROLL
-      while (!work.ends(member)) {
-        Member const next = work.after(params, member);
-        bool const last = work.ends(next);
-        auto add_bias = [&](auto& scores) { bias.add(params, work, control, last, scores); };
-        visit(params, work, member, control, stage, tiles, add_bias, sums);
-        member = next;
+      while (!work.ends(slice)) {
+        ScoreSlice const next = work.after(params, slice);
+        accumulate(params, work, slice, work.ends(next), modifiers, control, stage, tiles, sums);
+        slice = next;
       }
       work.tile.store(sums);
     }
   }
 
-  template <class AddBias, class Accumulators>
-  CUTE_DEVICE static void visit(BackwardParams const& params, Work const& work,
-                                Member const& member, Control& control,
-                                PipelineStage<kStages>& stage, uint32_t tiles,
-                                AddBias const& add_bias, Accumulators& sums) {
-    int const batch = member.batch;
-    int const head = member.head;
+  // sums += dS of one slice.
+  template <class Accumulators>
+  CUTE_DEVICE static void accumulate(BackwardParams const& params, Work const& work,
+                                     ScoreSlice const& slice, bool last, Modifiers const& modifiers,
+                                     Control& control, PipelineStage<kStages>& stage,
+                                     uint32_t tiles, Accumulators& sums) {
+    int const batch = slice.batch;
+    int const head = slice.head;
     Mask const mask(params.mask, params.shape, batch);
-    RowStatistics const statistics(params, mask, work, batch, head);
+    Statistics const statistics = load_statistics(params, mask, work, batch, head);
 
     // Loaded here, so that the bits do not wait for it.
     typename KeptBlocks::Source const dropout(params.dropout, params.mask, batch, head);
@@ -236,18 +239,17 @@ struct DbiasSm90 {
     begin_product<kHeadParts>(params, mask, work, control, stage, tiles, scores);
     if constexpr (!kHoldsBlock) end_scores(cute::Int<0>{});
     begin_product<kValueParts>(params, mask, work, control, stage, tiles, score_gradient);
-    if constexpr (Config::kDropout) control.pairs.wait_again(read);
+    KeptBlocks::end_basic_block(control.pairs, read);
     KeptBlocks const kept(dropout, work.tile.row, work.tile.column);
     if constexpr (kHoldsBlock) end_scores(cute::Int<1>{});
-    prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-    add_bias(scores);
-    bool const partial = work.line(params, member).partial(work.tile.column / kTileKey);
+    modifiers.forward(scores, params, work, control, last);
+    bool const partial = work.block_of(params, slice).partial(work.tile.column / kTileKey);
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, head,
                                               work.tile.row, work.tile.column, partial);
     statistics.exponentiate(params.scale.softmax_scale, scores);
     fence_accumulators(scores);
-    // A branch, which the exponentials stay before: the assembler, left with one basic block, puts
-    // them behind the wait for the product that they should run under.
+    // Placed after the exponentials on purpose: this branch ends the basic block. Without it ptxas
+    // sinks the exponentials below the wait for dP, under which they should run.
     clear_rows_beyond(mask.query_length - work.tile.row, scores);
     wait_products<0>();
     fence_accumulators(score_gradient);
@@ -262,7 +264,7 @@ struct DbiasSm90 {
                                         PipelineStage<kStages>& stage, uint32_t tiles,
                                         Accumulators& accumulators) {
     using Operand = DescriptorOperand<Part, Contiguous::k>;
-    // Uniform over the warpgroup, and known to be.
+    // Uniform over the warpgroup, and the shuffle lets the compiler know it.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     CUTE_UNROLL
     for (int part = 0; part < kParts; ++part) {
@@ -289,7 +291,7 @@ struct DbiasSm90 {
     }
   }
 
-  // What stands beyond the lengths of a member may be NaN, and so would be their P and dP.
+  // Memory beyond the lengths of a slice may hold NaN, and P and dP would be NaN, too.
   CUTE_DEVICE static void clear_beyond(ProblemShape const& shape, Mask const& mask,
                                        Work const& work, uint32_t pair) {
     int const row = work.tile.row;
@@ -305,36 +307,24 @@ struct DbiasSm90 {
 
   using KeptBlocks = KeptTile<Config::kDropout, Grid>;
 
-  // Logsumexp and delta of the two rows that a thread owns elements of.
-  struct RowStatistics {
-    float2 rows[2];
-
-    // Of rows beyond the length, as of rows without keys, every P is 0.
-    CUTE_DEVICE RowStatistics(BackwardParams const& params, Mask const& mask, Work const& work,
-                              int batch, int head) {
-      float const* const source =
-          params.row_statistics +
-          MainTiles::tile_index(params, batch, head, 0) * MainTiles::kTileQuery * 2;
-      int const thread = thread_index();
-      CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        int const row = work.tile.row + Grid::element_row(2 * half, 0, thread);
-        rows[half] = row < mask.query_length ? QuadStatistics::load(source, row)
-                                             : make_float2(infinity(), 0.0f);
-      }
+  // Every P of a row beyond the length is 0, as for rows without keys.
+  CUTE_DEVICE static Statistics load_statistics(BackwardParams const& params, Mask const& mask,
+                                                Work const& work, int batch, int head) {
+    float const* const source =
+        params.row_statistics +
+        MainTiles::tile_index(params, batch, head, 0) * MainTiles::kTileQuery * 2;
+    int const thread = thread_index();
+    Statistics statistics;
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int const row = work.tile.row + Grid::element_row(2 * half, 0, thread);
+      statistics.rows[half] = row < mask.query_length ? QuadStatistics::load(source, row)
+                                                      : make_float2(infinity(), 0.0f);
     }
+    return statistics;
+  }
 
-    // P from S.
-    template <class Scores>
-    CUTE_DEVICE void exponentiate(float softmax_scale, Scores& scores) const {
-      CUTE_UNROLL
-      for (int i = 0; i < cute::size(scores); ++i) {
-        scores(i) = exp2_approx(fmaf(scores(i), softmax_scale, -rows[i % 4 / 2].x));
-      }
-    }
-  };
-
-  // The bias of a row beyond the length of a member may be NaN, and so would be its P.
+  // The bias of a row beyond the length of a slice may be NaN, and P would be NaN, too.
   template <class Scores>
   CUTE_DEVICE static void clear_rows_beyond(int row_bound, Scores& scores) {
     if (row_bound < kTileQuery) {
@@ -346,10 +336,9 @@ struct DbiasSm90 {
     }
   }
 
-  // sums += dS = P (dP - delta), where dropout has thinned dP.
+  // sums += dS = P (dP - delta), with the dP that dropout keeps.
   template <class Scores>
-  CUTE_DEVICE static void add_gradient(BackwardParams const& params,
-                                       RowStatistics const& statistics,
+  CUTE_DEVICE static void add_gradient(BackwardParams const& params, Statistics const& statistics,
                                        KeptBlocks const& kept_blocks, Scores const& scores,
                                        Scores const& score_gradient, Scores& sums) {
     auto block = [&](int, int column_block, auto const& keep) {
@@ -360,9 +349,9 @@ struct DbiasSm90 {
         int const half = element / 2;
         int const n = 2 * column_block + chunk;
         float const kept = keep.select(score_gradient(element, 0, n), half, chunk, element % 2);
-        float const gradient =
-            fmaf(kept, kept_scale<Config>(params.dropout), -statistics.rows[half].y);
-        sums(element, 0, n) = fmaf(scores(element, 0, n), gradient, sums(element, 0, n));
+        sums(element, 0, n) +=
+            softmax_gradient(scores(element, 0, n), kept, kept_scale<Config>(params.dropout),
+                             statistics.delta(half));
       }
     };
     CUTE_UNROLL

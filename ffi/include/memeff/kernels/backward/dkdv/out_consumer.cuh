@@ -2,8 +2,9 @@
 // dV += P^T dO.
 #pragma once
 
+#include <memeff/kernels/backward/dkdv/dropout_signs.cuh>
 #include <memeff/kernels/backward/dkdv/work.cuh>
-#include <memeff/score/dropout.cuh>
+#include <memeff/score/probability.cuh>
 
 namespace memeff {
 
@@ -145,7 +146,7 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
     // a product runs (C7513).
     CUTE_DEVICE ScoreOperand take_probabilities(ProbabilityStage const& received) const {
       ScoreOperand operand = load_probabilities(received);
-      if constexpr (Config::kDropout) drop_marked(operand);
+      DropoutSigns<Config, ScoreGrid>::drop(operand);
       return operand;
     }
 
@@ -179,16 +180,6 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
       return load_operand<ScoreTile, ScoreGrid>(Base::probability_tile(tiles, received));
     }
 
-    // A negative P is one that dropout drops: see DkdvQueryConsumer.
-    CUTE_DEVICE static void drop_marked(ScoreOperand& probabilities) {
-      CUTE_UNROLL
-      for (int i = 0; i < kTileQuery / 4; ++i) {
-        uint32_t& pair = probabilities.fragments[0][i / 4][i % 4];
-        pair = pack<Element>(fmaxf(unpack<Element>(pair, 0), 0.0f),
-                             fmaxf(unpack<Element>(pair, 1), 0.0f));
-      }
-    }
-
     // dS^T from P^T and dP^T, the gradient of query.key without the user's scale.
     template <class Scores>
     CUTE_DEVICE ScoreOperand differentiate(uint32_t statistics, ScoreOperand const& probabilities,
@@ -209,10 +200,10 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
             float const p = unpack<Element>(probabilities.fragments[0][pair][fragment], i);
-            float kept = score_gradient(2 * half + i, 0, n);
-            if (Config::kDropout && p < 0.0f) kept = 0.0f;
-            gradient[i] = fabsf(p) *
-                          fmaf(kept, kept_scale<Config>(params.dropout), -deltas.of[2 * chunk + i]);
+            float const kept =
+                DropoutSigns<Config, ScoreGrid>::select(score_gradient(2 * half + i, 0, n), p);
+            gradient[i] = softmax_gradient(fabsf(p), kept, kept_scale<Config>(params.dropout),
+                                           deltas.of[2 * chunk + i]);
           }
           bias_gradient.pair(bias_sums, n, half, gradient);
           result.fragments[0][pair][fragment] = pack<Element>(gradient[0], gradient[1]);

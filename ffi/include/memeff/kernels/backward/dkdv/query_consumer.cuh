@@ -3,9 +3,9 @@
 #pragma once
 
 #include <memeff/collective/softmax/transposed.cuh>
+#include <memeff/kernels/backward/dkdv/dropout_signs.cuh>
 #include <memeff/kernels/backward/dkdv/work.cuh>
-#include <memeff/score/dropout.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -31,12 +31,14 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
   using typename Base::Stage;
   using typename Base::Work;
 
+  using Modifiers = ScoreModifiers<Config, Bias&>;
+
   // Steps of keys that stay in registers. Beside them are dK, S with what modifies it, and
   // addresses.
   static constexpr int kScoreRegisters = kTileQuery / 2;
   static constexpr int kKeyRegisters =
       Base::kConsumerRegisters - Config::kHeadDim / 2 -
-      (2 + Config::kSoftCap + Bias::kRegisterSteps) * kScoreRegisters - 16;
+      (2 + !Modifiers::kConstantDerivative + Bias::kRegisterSteps) * kScoreRegisters - 16;
   static constexpr int kRegisterKeySteps = register_steps(Config::kHeadDim, kKeyRegisters);
   using KeyRows = RegisterRows<KeyTile, ScoreGrid, kRegisterKeySteps>;
 
@@ -57,7 +59,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
       }
       KeyRows const keys(tiles, 0);
       auto scores = ScoreGrid::make_accumulators();      // (4, 1, MMA_N)
-      auto derivative = ScoreGrid::make_accumulators();  // of the soft cap, for dS
+      auto derivative = ScoreGrid::make_accumulators();  // of the modifiers, for dS
       QBlockCursor q_block(params, work);
       Stage stage;
       ProbabilityStage sent;
@@ -128,23 +130,19 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
                                         ProbabilityStage& sent, Bias& bias, Scores& derivative,
                                         Scores& scores) const {
       fence_accumulators(scores);
-      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-      if constexpr (Config::kSoftCap) {
-        CUTE_UNROLL
-        for (int i = 0; i < cute::size(scores); ++i) {
-          derivative(i) = fmaf(-scores(i), scores(i), 1.0f);
-        }
-      }
+      Modifiers const modifiers = {{params.scale}, bias};
       auto clear_bias = [](uint32_t tile, int first) {
         Base::template clear_beyond<BiasTile>(tile, first, 0);
       };
-      bias.add(params, q_block, mask, control, clear_bias, scores);
+      modifiers.recompute_with_derivatives(scores, derivative, params, q_block, mask, control,
+                                           clear_bias);
       mask.template apply_transposed<kTileQuery, kTileKey>(
           scores, params.mask, params.shape, work.item.batch, q_block.head, q_block.row(),
           work.column, q_block.blocks.partial(q_block.tile));
       exponentiate_transposed<ScoreGrid>(Base::query_statistics(tiles, stage),
                                          params.scale.softmax_scale, scores);
-      if constexpr (Config::kDropout) mark_dropped(q_block, scores);
+      DropoutSigns<Config, ScoreGrid>::mark(params, work.item.batch, q_block.head, q_block.row(),
+                                            work.column, scores);
       control.probability.acquire(sent);
       store_operand<ScoreTile, ScoreGrid>(Base::probability_tile(tiles, sent),
                                           as_left_operand<Element>(scores));
@@ -165,7 +163,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
       if constexpr (Config::kKeyGradient) {
         uint32_t const tile = Base::gradient_tile(tiles, received);
         control.score_gradient.wait(received);
-        if constexpr (Config::kSoftCap) multiply(tile, derivative);
+        multiply(tile, derivative);
         fence_accumulators(key_gradient);
         begin_products();
         warpgroup_gemm<Element, kTileQuery / 16>(
@@ -188,26 +186,11 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
     }
 
    private:
-    // Probabilities are not negative: a negative one tells the other consumer what dropout drops.
-    template <class Scores>
-    CUTE_DEVICE void mark_dropped(QBlockCursor const& q_block, Scores& scores) const {
-      int const batch = work.item.batch;
-      Dropout<ScoreGrid, true> const dropout(params.dropout, params.mask, batch);
-      dropout.for_each_block(dropout_head(params.dropout, batch, q_block.head), q_block.row(),
-                             work.column, [&](int, int row_block, auto const& keep) {
-                               CUTE_UNROLL
-                               for (int i = 0; i < 8; ++i) {
-                                 int const chunk = i / 4;
-                                 float& score = scores(i % 4, 0, 2 * row_block + chunk);
-                                 score = keep.select(2.0f * score, chunk, i % 4 / 2, i % 2) - score;
-                               }
-                             });
-    }
-
-    // dS^T of the score before the soft cap replaces dS^T of the score after it, in place: the
-    // derivative is in the registers of this consumer, not of the one that computed dS^T.
+    // dS^T of the products' scores replaces dS^T of the modified ones, in place: the derivatives
+    // are in the registers of this consumer, not of the one that computed dS^T.
     template <class Factors>
     CUTE_DEVICE static void multiply(uint32_t tile, Factors const& factors) {
+      if constexpr (Modifiers::kConstantDerivative) return;
       auto operand = load_operand<ScoreTile, ScoreGrid>(tile);
       CUTE_UNROLL
       for (int i = 0; i < kTileQuery / 4; ++i) {

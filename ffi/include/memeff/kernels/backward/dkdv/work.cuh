@@ -1,4 +1,4 @@
-// What the producer and the two consumers of dkdv/kernel.cuh share: tiles, pipelines and the Q
+// Common to the producer and the two consumers of dkdv/kernel.cuh: tiles, pipelines and the Q
 // blocks of a CTA.
 #pragma once
 

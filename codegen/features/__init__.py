@@ -1,0 +1,115 @@
+"""The features of attention: the only list of them.
+
+A feature is one object. Problems, kernel names, configurations, the order of kernels, reasons,
+``explain``'s flags, what ``build --all`` compiles, README's support table and the axes of the test
+matrix are loops over ``FEATURES``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .bias import BIAS, AskedBias, CompiledBias
+from .deterministic import DETERMINISTIC
+from .feature import OPERANDS, Feature, Flag, Operand
+from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
+
+__all__ = [
+    "BIAS",
+    "BOOLEAN",
+    "BROADCAST_BATCH",
+    "BY_NAME",
+    "DETERMINISTIC",
+    "DROPOUT",
+    "FEATURES",
+    "LENGTHS",
+    "MASK",
+    "POSITION",
+    "SEGMENTS",
+    "SOFT_CAP",
+    "VARLEN",
+    "AskedBias",
+    "CompiledBias",
+    "Feature",
+    "operands",
+    "together",
+]
+
+VARLEN = Flag(
+    "varlen",
+    "packed sequences",
+    constant="kVarlen",
+    tag="varlen",
+    asked_by=lambda call: call.operands.sequences is not None,
+    operands=(
+        Operand("query_starts", "B+1", ("int32",)),
+        Operand("key_starts", "B+1", ("int32",)),
+        *LENGTHS.operands,
+    ),
+    support="packed sequences (`varlen_attention`)",
+)
+
+BROADCAST_BATCH = Flag(
+    "broadcast_batch",
+    "a broadcast batch",
+    constant="kBroadcastBatch",
+    tag="vmap",
+    asked_by=lambda call: call.broadcasts_batch,
+    support="keys, values, biases and masks that a `vmap` broadcasts",
+)
+"""Batch indices have keys, values, a bias or a boolean mask in common, as ``jax.vmap`` makes them
+if it does not map these. A bias or mask that is broadcast over the whole batch does not need it."""
+
+SOFT_CAP = Flag(
+    "soft_cap",
+    "soft cap",
+    constant="kSoftCap",
+    tag="softcap",
+    asked_by=lambda call: call.options.soft_cap is not None,
+    modifier=True,
+    values=(None, 2.0),
+)
+
+DROPOUT = Flag(
+    "dropout",
+    "dropout",
+    constant="kDropout",
+    tag="dropout",
+    asked_by=lambda call: call.options.dropout_threshold > 0,
+    modifier=True,
+    operands=(
+        Operand("key_words", "B 2", ("uint32",)),
+        Operand("batch_base", "B", ("uint32",)),
+        Operand("head_index", "N", ("uint32",)),
+    ),
+    per_head=True,
+    values=(0.0, 0.1, 0.5),
+)
+
+FEATURES: tuple[Feature[Any, Any], ...] = (
+    MASK,
+    LENGTHS,
+    VARLEN,
+    BROADCAST_BATCH,
+    SEGMENTS,
+    BOOLEAN,
+    SOFT_CAP,
+    DROPOUT,
+    BIAS,
+    DETERMINISTIC,
+)
+"""In the order of names, configurations and reasons. ``Feature`` says what an entry has."""
+
+BY_NAME = {feature.name: feature for feature in FEATURES}
+POSITION = {name: position for position, name in enumerate(BY_NAME)}
+
+
+def together() -> dict[str, Any]:
+    """All features at once, as the features of a problem."""
+    return {feature.name: feature.together for feature in FEATURES}
+
+
+def operands() -> tuple[Operand, ...]:
+    """Every array that a call may have, each once."""
+    brought = (operand for feature in FEATURES for operand in feature.operands)
+    return tuple(dict.fromkeys((*OPERANDS, *brought)))

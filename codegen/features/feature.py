@@ -1,0 +1,211 @@
+"""What one feature says of itself. Everything that lists features is a loop over these objects."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from ..spec import Kernel, KernelSpec
+
+Asked = TypeVar("Asked")
+Compiled = TypeVar("Compiled")
+
+Constant = bool | int | str
+
+
+class CppType(NamedTuple):
+    """A type in a kernel's configuration."""
+
+    name: str
+
+
+class Operand(NamedTuple):
+    """An array of a call.
+
+    ``dims`` are named as in the documentation: B batch, N query heads, K key heads, T queries, S
+    keys, H head dim, Hv value dim. ``?`` behind a name is "or 1", and ``~`` is "or fewer": batch
+    indices have some of the array in common, as ``jax.vmap`` leaves what it does not map.
+    ``dtypes`` are those that it may have, ``"query"`` being that of the query.
+    ``packed_dims`` are its dims if sequences are packed, by default the same.
+    """
+
+    role: str
+    dims: str
+    dtypes: tuple[str, ...]
+    packed_dims: str | None = None
+    has_gradient: bool = False
+
+    @property
+    def broadcast_by_vmap(self) -> bool:
+        """Whether batch indices may have some of it in common."""
+        return "B~" in self.dims.split()
+
+
+OPERANDS = (
+    Operand("query", "B T N H", ("query",), "1 query_tokens N H", has_gradient=True),
+    Operand("key", "B~ S K H", ("query",), "1 key_tokens K H", has_gradient=True),
+    Operand("value", "B~ S K Hv", ("query",), "1 key_tokens K Hv", has_gradient=True),
+    Operand("query_position", "", ("int32",)),
+    Operand("key_position", "", ("int32",)),
+)
+"""The arrays that any call may have; those of features come with the features."""
+
+
+class SupportRow(NamedTuple):
+    """A row of README's support table: a kernel has to exist for each of ``problems``."""
+
+    title: str
+    problems: tuple[Mapping[str, Any], ...]
+
+
+class Feature(Generic[Asked, Compiled]):
+    """What a call may ask for beside attention itself; ``Asked`` is in a problem, ``Compiled`` in a
+    kernel.
+
+    Subclasses override what differs from a feature that changes no kernel.
+    """
+
+    name: str
+    """Its name in a problem."""
+    title: str
+    """Its name in sentences."""
+    off: Asked
+    """The value of a problem without it."""
+    together: Asked
+    """Its value if all features are on at once."""
+    alone: tuple[Mapping[str, Any], ...] = ()
+    """Problems that ``build --all`` compiles for its sake: it by itself, in each of its forms."""
+    operands: tuple[Operand, ...] = ()
+    """The arrays that it brings."""
+    per_head: bool = False
+    """Whether it differs between query heads that share a key head, or is found in 16x16 blocks."""
+    has_block_mask: bool = False
+    """Whether arrays say which tiles of scores a kernel skips."""
+    modifier: bool = False
+    """Whether it takes registers in a main loop, so that a tile says whether it has them left:
+    ``modifiers`` of ``kernels/families.py``."""
+    axes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    """Names and values of its axes in the test matrix (tests/case_matrix.py)."""
+    support: tuple[SupportRow, ...] = ()
+
+    def check(self, asked: Asked) -> None:
+        """Raises ``ValueError`` if no problem can have this value."""
+
+    def words(self, asked: Asked) -> str:
+        """The feature in the line of a problem."""
+        return self.name
+
+    def compiled(self, problem: Problem, kernel: Kernel) -> Compiled:
+        """What of the problem ``kernel`` is compiled for."""
+        raise NotImplementedError
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        """Its lines of the kernel's configuration."""
+        return {}
+
+    def tag(self, compiled: Compiled, kernel: Kernel) -> str:
+        """Its word in the kernel's name."""
+        return ""
+
+    def gradient_tag(self, compiled: Compiled) -> str:
+        """Its word behind the gradients in the kernel's name."""
+        return ""
+
+    def sort_key(self, compiled: Compiled) -> tuple:
+        """Its part of the order of kernels."""
+        return ()
+
+    def family_reasons(self, problem: Problem) -> list[str]:
+        """Why no kernel serves the problem."""
+        return []
+
+    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+        """Why a kernel does not serve the problem."""
+        return []
+
+    def needs_registers(self, spec: KernelSpec) -> bool:
+        """Whether a kernel with this modifier needs the registers."""
+        return bool(spec[self])
+
+    def asked_by(self, call: Any) -> Asked:
+        """Its value for a call, as ``jax_memeff._cuda.lowering.Call`` describes it."""
+        raise NotImplementedError
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Its flags of ``python -m jax_memeff explain``."""
+
+    def from_flags(self, flags: argparse.Namespace) -> Asked:
+        """Its value for these flags."""
+        return self.off
+
+
+class Flag(Feature[bool, bool]):
+    """A feature that is on or off, and changes the kernel with one constant.
+
+    ``asked_by`` says how a call asks for it.
+    """
+
+    off = False
+
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        *,
+        constant: str,
+        tag: str,
+        asked_by: Any,
+        modifier: bool = False,
+        together: bool = True,
+        operands: tuple[Operand, ...] = (),
+        per_head: bool = False,
+        has_block_mask: bool = False,
+        values: tuple[Any, ...] = (),
+        support: str = "",
+    ):
+        self.name, self.title, self.together = name, title, together
+        self._constant, self._tag, self._asked_by = constant, tag, asked_by
+        self.modifier = modifier
+        self.operands, self.per_head, self.has_block_mask = operands, per_head, has_block_mask
+        self.axes = ((name, values),) if values else ()
+        self.alone = ({name: True},)
+        self.support = (SupportRow(support or title, ({name: True},)),)
+
+    def check(self, asked: bool) -> None:
+        expect_one_of(self.name, asked, (False, True))
+
+    def compiled(self, problem: Problem, kernel: Kernel) -> bool:
+        return problem[self]
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        return {self._constant: spec[self]}
+
+    def tag(self, compiled: bool, kernel: Kernel) -> str:
+        return self._tag if compiled else ""
+
+    def sort_key(self, compiled: bool) -> tuple:
+        return (compiled,)
+
+    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+        if spec[self] == problem[self]:
+            return []
+        return [f"it is compiled {'with' if spec[self] else 'without'} {self.title}"]
+
+    def asked_by(self, call: Any) -> bool:
+        return self._asked_by(call)
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(f"--{self.name.replace('_', '-')}", action="store_true")
+
+    def from_flags(self, flags: argparse.Namespace) -> bool:
+        return getattr(flags, self.name)
+
+
+def expect_one_of(name: str, value: Any, legal: Collection[Any]) -> None:
+    """Raises ``ValueError`` unless ``value`` is one of ``legal``."""
+    if value not in legal:
+        names = ", ".join(map(repr, legal))
+        raise ValueError(f"expected {name} to be one of {names}, got {value!r}")

@@ -1,0 +1,136 @@
+"""Which scores count: intervals of columns, lengths, segment ids, and boolean arrays."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from .feature import (
+    Constant,
+    CppType,
+    Feature,
+    Flag,
+    Operand,
+    SupportRow,
+    expect_one_of,
+)
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from ..spec import Kernel, KernelSpec
+
+MaskKind = Literal["none", "causal", "window"]
+MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
+
+
+class Mask(Feature[MaskKind, MaskKind]):
+    """Bounds of the columns that a row sees: ``causal`` is a right bound alone, ``window`` a left
+    one with or without a right one. Top-left and bottom-right alignment differ in a run-time
+    offset, so they have no name here.
+    """
+
+    name, title = "mask", "a causal mask or a window"
+    off, together = "none", "window"
+    alone = ({"mask": "causal"}, {"mask": "window"})
+    axes = (("mask", ("full", "causal", "bottom_right", "window", "two_windows")),)
+    support = (
+        SupportRow("causal, both alignments", ({"mask": "causal"},)),
+        SupportRow("window, both alignments", ({"mask": "window"},)),
+    )
+
+    def check(self, asked: MaskKind) -> None:
+        expect_one_of(self.name, asked, MASK_KINDS)
+
+    def words(self, asked: MaskKind) -> str:
+        return asked
+
+    def compiled(self, problem: Problem, kernel: Kernel) -> MaskKind:
+        return problem[self]
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        return {"kMask": f"memeff::MaskKind::{spec[self]}"}
+
+    def tag(self, compiled: MaskKind, kernel: Kernel) -> str:
+        return "" if compiled == "none" else compiled
+
+    def sort_key(self, compiled: MaskKind) -> tuple:
+        return (MASK_KINDS.index(compiled),)
+
+    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+        reasons = []
+        if spec[self] != problem[self]:
+            reasons.append(f"its mask is {spec[self]}, not {problem[self]}")
+        if spec[self] not in spec.tile.masks:
+            reasons.append(f"its tile is not for the mask {spec[self]}")
+        return reasons
+
+    def asked_by(self, call: Any) -> MaskKind:
+        bounds = [window for window in call.windows if window is not None]
+        if any(window.left is not None for window in bounds):
+            return "window"
+        return "causal" if any(window.right is not None for window in bounds) else "none"
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--causal", action="store_true")
+        parser.add_argument("--window", action="store_true", help="a left bound; includes --causal")
+
+    def from_flags(self, flags: argparse.Namespace) -> MaskKind:
+        return "window" if flags.window else "causal" if flags.causal else "none"
+
+
+class Lengths(Feature[bool, None]):
+    """Lengths of padded sequences: a kernel reads them at run time if they are there."""
+
+    name, title = "lengths", "sequence lengths"
+    off, together = False, True
+    operands = (
+        Operand("query_lengths", "B", ("int32",)),
+        Operand("key_lengths", "B", ("int32",)),
+    )
+    support = (SupportRow("sequence lengths", ({"lengths": True},)),)
+
+    def check(self, asked: bool) -> None:
+        expect_one_of(self.name, asked, (False, True))
+
+    def compiled(self, problem: Problem, kernel: Kernel) -> None:
+        return None
+
+    def asked_by(self, call: Any) -> bool:
+        return bool({"query_lengths", "key_lengths"} & call.mask_kinds)
+
+
+MASK = Mask()
+
+LENGTHS = Lengths()
+
+SEGMENTS = Flag(
+    "segments",
+    "segments",
+    constant="kSegments",
+    tag="segments",
+    asked_by=lambda call: "segments" in call.mask_kinds,
+    modifier=True,
+    operands=(
+        Operand("query_segments", "B pairs T", ("int32",), "1 pairs query_tokens"),
+        Operand("key_segments", "B pairs S", ("int32",), "1 pairs key_tokens"),
+    ),
+    per_head=True,
+    has_block_mask=True,
+    values=(0, 1, 2, "in blocks"),
+    support="segment ids",
+)
+
+BOOLEAN = Flag(
+    "boolean",
+    "a boolean mask",
+    constant="kBoolean",
+    tag="boolean",
+    asked_by=lambda call: "boolean" in call.mask_kinds,
+    modifier=True,
+    operands=(Operand("boolean", "B~ N? T? S?", ("bool",)),),
+    per_head=True,
+    has_block_mask=True,
+    values=((), ("BNTS",), ("11TS",), ("B11S",), ("1N1S", "B1T1")),
+    support="boolean mask",
+)

@@ -1,0 +1,60 @@
+"""What a GPU offers a kernel: shared memory, the dtypes of its tensor cores, and wgmma."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax_memeff.codegen import arch as archs
+
+FIRST_CAPABILITY = 75
+"""Every kernel uses ldmatrix and the mma.sync fragments that begin with sm_75. Compilers of CUDA 13
+support nothing older."""
+
+WGMMA_ARCH = "sm_90a"
+"""The only architecture with wgmma. sm_90 without the letter takes the kernels of mma.sync."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Architectures with the same shared memory. Each has tiles of its own in ``kernels/``."""
+
+    name: str
+    max_shared_bytes: int
+    """The most that one block may have after opting in."""
+    system_bytes: int = 1024
+    """What the system takes for every block beside the block's own shared memory."""
+    dtypes: tuple[str, ...] = ("f16", "bf16", "f32", "tf32")
+    """What the tensor cores multiply."""
+
+    def shared_bytes(self, blocks: int) -> int:
+        """What each of ``blocks`` blocks on an SM may have."""
+        return (self.max_shared_bytes + self.system_bytes) // blocks - self.system_bytes
+
+
+SM75 = Gpu("sm_75", 64 * 1024, system_bytes=0, dtypes=("f16",))
+SM80 = Gpu("sm_80, sm_87", 163 * 1024)
+SM86 = Gpu("sm_86, sm_89, sm_120, sm_121", 99 * 1024)
+SM90 = Gpu("sm_90, sm_100, sm_103, sm_110", 227 * 1024)
+
+_BY_CAPABILITY = {75: SM75, 80: SM80, 87: SM80, 90: SM90, 100: SM90, 103: SM90, 110: SM90}
+
+
+def of(arch: str) -> Gpu:
+    """The GPU of ``arch``.
+
+    An architecture that is not listed counts as one with 99 KB: every GPU from sm_80 on gives a
+    block that much.
+
+    >>> of("sm_90a").max_shared_bytes // 1024, of("sm_89").max_shared_bytes // 1024
+    (227, 99)
+    """
+    return _BY_CAPABILITY.get(archs.capability(arch), SM86)
+
+
+def has_wgmma(arch: str) -> bool:
+    """Whether kernels of wgmma run on ``arch``.
+
+    >>> has_wgmma("sm_90a"), has_wgmma("sm_90")
+    (True, False)
+    """
+    return arch == WGMMA_ARCH

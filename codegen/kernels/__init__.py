@@ -1,0 +1,30 @@
+"""The device kernels: one module for each of ffi/include/memeff/kernels with the same name."""
+
+from __future__ import annotations
+
+from jax_memeff.codegen.kernels.fmha_bwd_large_dim_sm80 import FmhaBwdLargeDimSm80
+from jax_memeff.codegen.kernels.fmha_bwd_sm80 import FmhaBwdSm80
+from jax_memeff.codegen.kernels.fmha_bwd_sm90 import FmhaBwdSm90
+from jax_memeff.codegen.kernels.fmha_bwd_two_kernel_sm90 import FmhaBwdTwoKernelSm90
+from jax_memeff.codegen.kernels.fmha_fwd_f16x3_sm90 import FmhaFwdF16x3Sm90
+from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm80 import FmhaFwdLargeDimSm80
+from jax_memeff.codegen.kernels.fmha_fwd_sm80 import FmhaFwdSm80
+from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90
+from jax_memeff.codegen.kernels.fmha_fwd_split_sm80 import FmhaFwdSplitSm80
+from jax_memeff.codegen.spec import Kernel
+
+KERNELS: tuple[Kernel, ...] = (
+    # wgmma first: twice the throughput of mma.sync.
+    FmhaFwdSm90(),
+    FmhaFwdF16x3Sm90(),
+    FmhaBwdSm90(),
+    FmhaBwdTwoKernelSm90(),
+    # Of mma.sync split keys first: they are refused unless a call has few query rows.
+    FmhaFwdSplitSm80(),
+    FmhaFwdSm80(),
+    FmhaBwdSm80(),
+    # Any head dim, at a lower speed.
+    FmhaFwdLargeDimSm80(),
+    FmhaBwdLargeDimSm80(),
+)
+"""Every kernel, in the order of choice. Within a family, little padding goes before this order."""

@@ -1,0 +1,259 @@
+"""The two families of kernels: mma.sync (sm80) and wgmma (sm90)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from jax_memeff.codegen import gpu
+from jax_memeff.codegen.features import FEATURES, VARLEN
+from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.gpu import Gpu
+from jax_memeff.codegen.problem import F32_DTYPES, Problem
+from jax_memeff.codegen.spec import BlockMask, EntryPoint, Grid, Kernel, KernelSpec, Row
+from jax_memeff.codegen.strategy import Strategy
+
+PADDED_DIMS = (32, 64, 96, 128, 192, 256)
+"""Padded head dims that kernels are compiled for; a dim takes the smallest that holds it."""
+
+LARGE_DIM = 65536
+"""The padded head dim of the kernels for all larger ones, up to this one."""
+
+WARPGROUP_ROWS = 64
+"""Rows of a product that a consumer owns: the height of one wgmma."""
+WARPGROUP_THREADS = 128
+
+UNALIGNED_ROWS = "unaligned rows"
+"""Rows that are moved in pieces need registers in a kernel for large head dims, as features do."""
+
+_BASIC_COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
+"""Columns of a wgmma that CuTe offers without being asked for more."""
+# Left out otherwise, because CuTe's file of these shapes takes seconds to read.
+_EXTENDED_SHAPES = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n"
+
+Masks = tuple[Literal["none", "causal", "window"], ...]
+EVERY_MASK: Masks = ("none", "causal", "window")
+
+
+def modifiers(*without: str) -> tuple[str, ...]:
+    """Titles of all features that need registers of their own in a main loop, ``without`` some.
+
+    >>> modifiers("a boolean mask", "bias")
+    ('segments', 'soft cap', 'dropout')
+    """
+    return tuple(
+        feature.title for feature in FEATURES if feature.modifier and feature.title not in without
+    )
+
+
+EVERY_MODIFIER = modifiers()
+
+
+@dataclasses.dataclass(frozen=True)
+class MmaTile:
+    """A tile of scores that a block works on, its warps, and how many blocks share an SM."""
+
+    query: int
+    key: int
+    warps: int
+    blocks_per_sm: int
+    reason: str
+    modifiers: tuple[str, ...] = (*EVERY_MODIFIER, UNALIGNED_ROWS)
+    """Titles of the features that the tile also serves, alone and together."""
+    masks: Masks = EVERY_MASK
+    spill_bytes: int = 0
+    """Bytes a thread may store to local memory, if that was measured to be faster than none."""
+
+
+MmaTables = Mapping[Gpu, Mapping[int, Sequence[MmaTile]]]
+"""Rows by GPU and the larger of the two padded head dims; those of one entry are tried in order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WgmmaTile:
+    """A tile of scores that a block works on, and the depth of its rings of buffers."""
+
+    query: int
+    key: int
+    stages: int
+    """Buffers of keys and of values; in a backward of queries and of dO."""
+    reason: str
+    modifiers: tuple[str, ...] = ()
+    """Titles of the features that the tile also serves, alone and together."""
+    masks: Masks = EVERY_MASK
+    spill_bytes: int = 0
+    """Bytes a thread may store to local memory, if that was measured to be faster than none."""
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """The registers of an SM are dealt out to one block."""
+        return 1
+
+
+class MmaKernel(Kernel):
+    """A kernel of mma.sync, for every architecture from sm_75 on.
+
+    Tiles are found by the GPU and the larger of the two padded head dims. f32 takes twice the
+    shared memory of 16-bit elements, so it has tables of its own.
+    """
+
+    family = "sm80"
+    tiles: ClassVar[MmaTables]
+    tiles_f32: ClassVar[MmaTables]
+    dims: ClassVar[tuple[tuple[int, int], ...]] = tuple(itertools.product(PADDED_DIMS, PADDED_DIMS))
+    warp_rows: ClassVar[tuple[int, ...]] = (16, 32)
+    """How many rows of a product a warp may own."""
+
+    def rows(self, problem: Problem) -> Iterator[Row]:
+        tables = self.tiles_f32 if problem.dtype in F32_DTYPES else self.tiles
+        table = tables.get(gpu.of(problem.arch), {})
+        for padded in self.dims:
+            for tile in table.get(max(padded), ()):
+                yield Row(*padded, tile)
+
+    def threads(self, spec: KernelSpec) -> int:
+        return 32 * mma_tile(spec).warps
+
+    def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
+        """The matrix products that the warps of a block share, as (rows, columns)."""
+        raise NotImplementedError
+
+    def rows_of_warps(self, spec: KernelSpec) -> tuple[int, ...]:
+        """How many rows of a product a warp of this spec may own."""
+        return self.warp_rows
+
+    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
+        warps = self.threads(spec) // 32
+        return [
+            f"{warps} warps cannot share its {rows}x{columns} {product}"
+            for product, (rows, columns) in self.products(spec).items()
+            if not any(_warps_fit(rows, columns, warps, own) for own in self.rows_of_warps(spec))
+        ]
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        tile = mma_tile(spec)
+        return {"kWarps": tile.warps, "kBlocksPerSm": tile.blocks_per_sm}
+
+    def main(self, spec: KernelSpec, grid: Grid, block_mask: BlockMask | None = None) -> EntryPoint:
+        """The entry point that computes."""
+        return EntryPoint(
+            spec.name,
+            spec.threads,
+            spec.shared_bytes,
+            grid,
+            block_mask=block_mask,
+            cpp_class=f"{self.class_name}<Config>",
+            blocks="Config::kBlocksPerSm",
+        )
+
+
+class WgmmaKernel(Kernel):
+    """A kernel of Hopper: a producer warpgroup that copies, and consumers that multiply."""
+
+    family = "sm90"
+    sums_common_bias = False  # the two extra products of wgmma cost less than sums in global memory
+    takes_f32: ClassVar[bool] = False
+
+    def consumer_groups(self, spec: KernelSpec) -> int:
+        """Groups of consumers that take the KV blocks of their rows in turn."""
+        return 1
+
+    def consumers(self, spec: KernelSpec) -> int:
+        """Warpgroups that compute, of 64 rows each."""
+        return spec.tile.query // WARPGROUP_ROWS * self.consumer_groups(spec)
+
+    def threads(self, spec: KernelSpec) -> int:
+        return WARPGROUP_THREADS * (self.consumers(spec) + 1)
+
+    def computing_threads(self, spec: KernelSpec) -> int:
+        return WARPGROUP_THREADS * self.consumers(spec)
+
+    def alignment(self, problem: Problem) -> int:
+        return 16
+
+    def rows(self, problem: Problem) -> Iterator[Row]:
+        if not gpu.has_wgmma(problem.arch) or problem.dtype == "tf32":
+            return
+        if (problem.dtype == "f32") == self.takes_f32:
+            yield from self.padded_rows()
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        return {"kStages": wgmma_tile(spec).stages}
+
+    def defines(self, spec: KernelSpec) -> str:
+        return "" if spec.tile.key in _BASIC_COLUMNS else _EXTENDED_SHAPES
+
+    def padded_rows(self) -> Iterator[Row]:
+        """The rows of the table, for one dtype."""
+        raise NotImplementedError
+
+    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
+        reasons = []
+        by_groups = self.consumer_groups(spec) > 1
+        if by_groups and strategy.query_rows != "consumer_groups":
+            reasons.append("its consumer groups split few tiles of keys that are not long")
+        elif not by_groups and strategy.query_rows is not None and not spec[VARLEN]:
+            reasons.append("it does not split the keys, and there are too few tiles without that")
+        smaller = min(spec.padded_head_dim, spec.padded_value_dim)
+        if 2 * max(problem.head_dim, problem.value_dim) <= smaller:
+            reasons.append("half of its columns would be padding")
+        return reasons
+
+    def main(self, spec: KernelSpec, grid: Grid, block_mask: BlockMask | None = None) -> EntryPoint:
+        """The entry point that computes."""
+        return EntryPoint(
+            spec.name,
+            spec.threads,
+            spec.shared_bytes,
+            grid,
+            takes_maps=bool(spec.tensor_maps),
+            block_mask=block_mask,
+            cpp_class=f"{self.class_name}<Config>",
+            blocks=str(spec.tile.blocks_per_sm),
+        )
+
+
+def mma_tile(spec: KernelSpec) -> MmaTile:
+    """The tile of a kernel of mma.sync."""
+    assert isinstance(spec.tile, MmaTile)
+    return spec.tile
+
+
+def wgmma_tile(spec: KernelSpec) -> WgmmaTile:
+    """The tile of a kernel of wgmma."""
+    assert isinstance(spec.tile, WgmmaTile)
+    return spec.tile
+
+
+def stage(
+    spec: KernelSpec,
+    suffix: str,
+    class_name: str,
+    threads: int,
+    shared_bytes: int = 0,
+    grid: Grid = "queries",
+    **rest: Any,
+) -> EntryPoint:
+    """An entry point before, after or instead of the main one."""
+    return EntryPoint(
+        f"{spec.name}_{suffix}", threads, shared_bytes, grid, cpp_class=class_name, **rest
+    )
+
+
+def panel_columns(dim: int) -> int:
+    """Columns of the panels that a tile of ``dim`` columns in shared memory consists of."""
+    return 64 if dim % 64 == 0 else 32
+
+
+def _warps_fit(rows: int, columns: int, warps: int, owned_rows: int) -> bool:
+    """Whether warps with ``owned_rows`` rows and a multiple of 16 columns each tile the product."""
+    row_warps = rows // owned_rows
+    return (
+        owned_rows % 16 == 0
+        and rows % owned_rows == 0
+        and row_warps > 0
+        and warps % row_warps == 0
+        and columns % (16 * (warps // row_warps)) == 0
+    )

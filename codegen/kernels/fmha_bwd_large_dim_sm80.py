@@ -1,0 +1,147 @@
+"""The backward for head dims above 256, and for smaller ones that have no tile: one kernel owns the
+rows of dq, another those of dk and dv. Both compute the scores anew for each chunk of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from jax_memeff.codegen import gpu, shared_memory
+from jax_memeff.codegen.features.bias import gradient as bias_gradient
+from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.kernels.backward import Backward
+from jax_memeff.codegen.kernels.families import LARGE_DIM, MmaKernel, MmaTables, stage
+from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm80 import (
+    Tile,
+    column_step_buffers,
+    large_dim_tile,
+)
+from jax_memeff.codegen.sizes import Sizes, round_up
+from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Workspace
+
+_SMALL = Tile(
+    64,
+    128,
+    8,
+    1,
+    "97 KB; with 128 queries modifiers spill up to 900 bytes, here pointers, between products",
+    chunk=256,
+    spill_bytes=24,
+)
+_SM80 = {
+    LARGE_DIM: (
+        Tile(
+            128,
+            128,
+            8,
+            1,
+            "130 KB of 163 KB: square, as S and dP read both operands",
+            modifiers=(),
+            chunk=256,
+            spill_bytes=24,
+        ),
+        _SMALL,
+    )
+}
+_F32 = {
+    LARGE_DIM: (
+        Tile(
+            64,
+            128,
+            8,
+            1,
+            "113 KB; with 128 queries modifiers spill up to 220 bytes",
+            chunk=128,
+        ),
+    )
+}
+
+_TILES: MmaTables = {
+    gpu.SM75: {LARGE_DIM: (Tile(64, 64, 8, 1, "49 KB", chunk=128),)},
+    gpu.SM80: _SM80,
+    gpu.SM86: {LARGE_DIM: (_SMALL,)},
+    gpu.SM90: _SM80,
+}
+_TILES_F32: MmaTables = {
+    gpu.SM80: _F32,
+    gpu.SM86: {LARGE_DIM: (Tile(64, 64, 8, 1, "65 KB of 99 KB; 128 keys need 113 KB", chunk=128),)},
+    gpu.SM90: _F32,
+}
+
+
+class FmhaBwdLargeDimSm80(Backward, MmaKernel):
+    """The backward for large head dims."""
+
+    stem = "fmha_bwd_large_dim_sm80"
+    class_name = "FmhaBackwardLargeDim"
+    """Each of its entry points appends its own name."""
+    reads_bias_by_elements = True
+    moves_unaligned_rows_in_pieces = True
+    owns_outputs = True
+    dims = ((LARGE_DIM, LARGE_DIM),)
+    tiles = _TILES
+    tiles_f32 = _TILES_F32
+
+    def reads_block_mask(self, spec: KernelSpec) -> bool:
+        return False
+
+    def dims_word(self, spec: KernelSpec) -> str:
+        return "large"
+
+    def columns(self, spec: KernelSpec) -> tuple[int, int]:
+        chunk = large_dim_tile(spec).chunk
+        return chunk, chunk
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        """P and dS, the buffers, and two of the rows' statistics."""
+        query, key = spec.tile.query, spec.tile.key
+        statistics = 2 * query * shared_memory.STATISTICS_BYTES
+        return 2 * query * key * spec.element_bytes + column_step_buffers(spec) + statistics
+
+    def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
+        query, key, chunk = spec.tile.query, spec.tile.key, large_dim_tile(spec).chunk
+        return {"S": (query, key), "dq": (query, chunk), "dk": (key, chunk), "dv": (key, chunk)}
+
+    def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
+        def own(suffix: str, shared_bytes: int = 0, **rest) -> EntryPoint:
+            name = "".join(map(str.capitalize, suffix.split("_")))
+            class_name = f"{self.class_name}{name}<Config>"
+            return stage(spec, suffix, class_name, spec.threads, shared_bytes, **rest)
+
+        gradient = bias_gradient(spec)
+        entries = [own("preprocess")]
+        if "query" in spec.gradients:
+            entries.append(own("dq", spec.shared_bytes))
+        sums_bias = gradient in ("full", "shared", "columns")
+        if {"key", "value"} & set(spec.gradients) or sums_bias:
+            entries.append(own("dkdv", spec.shared_bytes, grid="keys"))
+        if gradient in ("shared", "columns"):
+            entries.append(own("dbias_postprocess", grid="bias"))
+        if gradient == "dbias_kernel":
+            entries.append(own("dbias", spec.shared_bytes, grid="bias"))
+        return tuple(entries)
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        return {**super().constants(spec), "kQueryBuffers": 2}
+
+    def bias_sum_rows(self, spec: KernelSpec) -> int:
+        """One for each row of warps."""
+        return spec.tile.query // 16
+
+    def workspaces(
+        self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
+    ) -> Iterator[Workspace]:
+        """Sums of dq between several KV blocks, and of dk and dv between several Q blocks of all
+        heads of a group.
+        """
+        yield from super().workspaces(spec, sizes, multiprocessors)
+        tile = large_dim_tile(spec)
+        if "query" in spec.gradients and sizes.keys > tile.key:
+            rows, columns = sizes.padded_queries(tile.query), round_up(sizes.head_dim, tile.chunk)
+            yield Workspace("query_gradient_sum", (rows * columns,))
+        if sizes.queries <= tile.query and sizes.group == 1:
+            return
+        rows = sizes.padded_keys(tile.key)
+        for name, dim in (("key", sizes.head_dim), ("value", sizes.value_dim)):
+            if name in spec.gradients:
+                yield Workspace(f"{name}_gradient_sum", (rows * round_up(dim, tile.chunk),))

@@ -1,0 +1,305 @@
+"""The backward of mma.sync: a block owns a tile of keys, walks over its Q blocks, and adds to dq in
+global memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from jax_memeff.codegen import gpu, shared_memory
+from jax_memeff.codegen.features.bias import gradient as bias_gradient
+from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.kernels.backward import Backward, key_tiles
+from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, modifiers, stage
+from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Workspace
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile(MmaTile):
+    """A row of the tables below."""
+
+    query_buffers: int = 2
+    """Query tiles in shared memory; with one, the next is not loaded ahead."""
+
+
+def _sm75(query: int, key: int, warps: int, blocks: int, reason: str) -> Tile:
+    return Tile(query, key, warps, blocks, reason, query_buffers=1)
+
+
+# Nothing for sm_75 was measured: see fmha_fwd_sm80.py.
+_SM75 = {
+    32: (
+        _sm75(64, 128, 8, 1, "57 KB: the long key tile halves the passes over dQ"),
+        _sm75(64, 64, 8, 1, "with a bias 128 keys need 73 KB"),
+    ),
+    64: (
+        _sm75(64, 64, 8, 1, "49 KB"),
+        _sm75(32, 64, 8, 1, "with a 32-bit bias 64 queries need 67 KB"),
+    ),
+    96: (
+        _sm75(32, 32, 4, 2, "28 KB: two blocks"),
+        _sm75(32, 32, 4, 1, "with a bias two blocks do not fit"),
+    ),
+    128: (
+        _sm75(32, 64, 8, 1, "56 KB"),
+        _sm75(32, 32, 4, 1, "with a 32-bit bias 64 keys need 65 KB"),
+    ),
+    192: (_sm75(32, 32, 4, 1, "52 KB"),),
+    # 256: 32x32, the least that four warps can share, needs 68 KB. Kernels for large head dims
+    # serve it.
+}
+
+_SM80 = {
+    32: (
+        Tile(128, 128, 8, 1, "as 64: a square tile reads dQ least often", modifiers=()),
+        Tile(64, 128, 8, 1, "as 64 with modifiers"),
+    ),
+    64: (
+        Tile(128, 128, 8, 1, "144 KB of 163 KB with two query tiles", modifiers=()),
+        Tile(64, 128, 8, 1, "with 128 queries soft cap spills 220 bytes"),
+    ),
+    96: (Tile(64, 128, 8, 1, "as 128: the long key tile halves the passes over dQ"),),
+    128: (
+        Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 queries need 240 KB", modifiers=()),
+        Tile(64, 64, 8, 1, "with 128 keys soft cap, bias and dropout spill 24 bytes"),
+    ),
+    192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
+    256: (Tile(32, 64, 8, 1, "120 KB of 163 KB; 64 query rows would need 176 KB"),),
+}
+
+_SM86 = {
+    32: (Tile(64, 128, 8, 1, "as 64"),),
+    64: (
+        Tile(64, 128, 8, 1, "89 KB of 99 KB; 128 query rows would need 144 KB"),
+        Tile(64, 64, 8, 1, "with a bias: 66 or 75 KB of 99 KB"),
+    ),
+    96: (Tile(64, 64, 8, 1, "76 KB of 99 KB; 128 keys would need 116 KB"),),
+    128: (
+        Tile(64, 64, 8, 1, "97 KB of 99 KB"),
+        Tile(32, 64, 8, 1, "with a bias: 69 or 74 KB of 99 KB"),
+    ),
+    192: (
+        Tile(32, 64, 8, 1, "92 KB of 99 KB; 64 query rows would need 136 KB"),
+        Tile(32, 32, 4, 1, "with a 32-bit bias: 70 KB of 99 KB"),
+    ),
+    256: (Tile(32, 32, 4, 1, "84 KB of 99 KB; 64 keys need 120 KB; 4 warps share 32x32"),),
+}
+
+_NO_SOFT_CAP = modifiers("a boolean mask", "soft cap")
+
+_SM90 = {
+    **_SM80,
+    64: (
+        _SM80[64][0],
+        Tile(
+            64,
+            64,
+            4,
+            2,
+            "with bias, forward+backward 180 TFLOP/s at T 2048 on an H200; 64x128 with eight warps "
+            "168",
+            modifiers=modifiers("a boolean mask"),
+        ),
+        _SM80[64][1],
+    ),
+    128: (
+        Tile(64, 128, 8, 1, "145 KB of 227 KB", modifiers=_NO_SOFT_CAP, masks=("none",)),
+        Tile(
+            64,
+            64,
+            4,
+            2,
+            "causal forward+backward 266 TFLOP/s at T 2048 on an H200, 64x128 254: less waste at "
+            "the diagonal",
+            modifiers=_NO_SOFT_CAP,
+            masks=("causal", "window"),
+        ),
+        Tile(64, 64, 8, 1, "with 128 keys soft cap beside a bias spills, and a boolean mask"),
+    ),
+    256: (
+        Tile(
+            64,
+            64,
+            8,
+            1,
+            "with its spills 253 TFLOP/s, forward+backward at T 2048 on an H200; 32x64, which has "
+            "none, 223",
+            spill_bytes=64,
+        ),
+    ),
+}
+
+# Figures of f32 are TFLOP/s at T 8192 on an H200, in three TF32 products.
+_F32_64_SHORT = Tile(
+    32, 64, 4, 2, "forward+backward 62 without a spill, 3 blocks of 168 registers 63"
+)
+_F32_SM80 = {
+    32: (
+        Tile(64, 64, 4, 2, "73 KB: two blocks"),
+        Tile(32, 64, 4, 2, "with a bias 64 query rows leave room for one block"),
+    ),
+    64: (_F32_64_SHORT, Tile(32, 64, 4, 1, "with a bias two blocks do not fit")),
+    96: (
+        Tile(64, 64, 8, 1, "153 KB of 163 KB"),
+        Tile(32, 64, 4, 1, "with a bias 64 query rows need 171 KB"),
+    ),
+    128: (Tile(32, 64, 8, 1, "128 KB of 163 KB; 64 query rows need 192 KB"),),
+    192: (Tile(32, 32, 4, 1, "128 KB of 163 KB; 64 keys need 184 KB"),),
+    256: (
+        Tile(
+            32,
+            32,
+            4,
+            1,
+            "136 KB of 163 KB; two query tiles need 168 KB",
+            query_buffers=1,
+            spill_bytes=8,
+        ),
+    ),
+}
+
+_F32_SM86 = {
+    32: (Tile(64, 64, 4, 1, "73 KB of 99 KB"),),
+    64: (Tile(32, 64, 4, 1, "73 KB of 99 KB; 64 query rows need 113 KB"),),
+    96: (Tile(32, 32, 4, 1, "68 KB of 99 KB; 64 keys need 100 KB"),),
+    128: (Tile(32, 32, 4, 1, "88 KB of 99 KB"),),
+    # Four warps need 32x32 elements of scores, and these need 104 KB at 192 columns. Kernels for
+    # large head dims serve them.
+}
+
+_F32_SM90 = {
+    **_F32_SM80,
+    64: (
+        Tile(
+            64,
+            64,
+            4,
+            2,
+            "forward+backward 67 with a spill, 113 KB: two blocks; 8 warps 59, 64x128 64",
+            modifiers=(),
+            spill_bytes=40,
+        ),
+        _F32_64_SHORT,
+    ),
+    128: (
+        Tile(64, 64, 8, 1, "forward+backward 62; 32x64 59, 32x32 in 2 blocks 60", modifiers=()),
+        Tile(32, 64, 8, 1, "with 64 query rows soft cap spills 28 bytes"),
+    ),
+    192: (Tile(32, 64, 8, 1, "184 KB of 227 KB"),),
+    256: (Tile(32, 32, 4, 1, "168 KB of 227 KB", spill_bytes=24),),
+}
+
+_TILES: MmaTables = {
+    gpu.SM75: _SM75,
+    gpu.SM80: _SM80,
+    gpu.SM86: _SM86,
+    gpu.SM90: _SM90,
+}
+_TILES_F32: MmaTables = {gpu.SM80: _F32_SM80, gpu.SM86: _F32_SM86, gpu.SM90: _F32_SM90}
+
+
+class FmhaBwdSm80(Backward, MmaKernel):
+    """The backward of mma.sync."""
+
+    stem = "fmha_bwd_sm80"
+    class_name = "FmhaBackwardSm80"
+    tiles = _TILES
+    tiles_f32 = _TILES_F32
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        """Tiles of query, dO, key, value, P, dS and bias, and the statistics of query rows."""
+        tile = _tile(spec)
+        query, key, buffers = tile.query, tile.key, tile.query_buffers
+        elements = query * (buffers * spec.padded_head_dim + spec.padded_value_dim)
+        elements += key * (spec.padded_head_dim + spec.padded_value_dim)
+        elements += 2 * query * key
+        statistics = buffers * query * shared_memory.STATISTICS_BYTES
+        return elements * spec.element_bytes + statistics + shared_memory.bias_bytes(spec, query)
+
+    def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
+        query, key = spec.tile.query, spec.tile.key
+        return {
+            "S": (query, key),
+            "dq": (query, spec.padded_head_dim),
+            "dk": (key, spec.padded_head_dim),
+            "dv": (key, spec.padded_value_dim),
+        }
+
+    def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
+        return summing_entry_points(
+            spec,
+            self.main(spec, "keys", spec.block_mask("keys")),
+            stage(
+                spec,
+                "dbias",
+                "FmhaBackwardDbias<Config>",
+                spec.threads,
+                dbias_bytes(spec),
+                grid="bias",
+                block_mask=spec.block_mask("queries"),
+            ),
+        )
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        return {**super().constants(spec), "kQueryBuffers": _tile(spec).query_buffers}
+
+    def bias_sum_rows(self, spec: KernelSpec) -> int:
+        """One for each row of warps."""
+        return spec.tile.query // 16
+
+    def workspaces(
+        self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
+    ) -> Iterator[Workspace]:
+        yield from super().workspaces(spec, sizes, multiprocessors)
+        yield from query_sums(spec, sizes)
+
+
+def _tile(spec: KernelSpec) -> Tile:
+    assert isinstance(spec.tile, Tile)
+    return spec.tile
+
+
+def dbias_bytes(spec: KernelSpec) -> int:
+    """Shared memory of the dbias kernel: tiles of query, dO, key, value and bias, and the rows'
+    statistics twice.
+    """
+    query, key = spec.tile.query, spec.tile.key
+    elements = (query + key) * (spec.padded_head_dim + spec.padded_value_dim)
+    statistics = 2 * query * shared_memory.STATISTICS_BYTES
+    return elements * spec.element_bytes + statistics + shared_memory.bias_bytes(spec, query)
+
+
+def summing_entry_points(
+    spec: KernelSpec, main: EntryPoint, dbias: EntryPoint, tiles: str = ""
+) -> tuple[EntryPoint, ...]:
+    """Those of a backward whose blocks add to dq. Kernels that round sums read them as the threads
+    of the main kernel laid them out, and so have as many; ``tiles`` is the class that says how.
+    """
+    threads = spec.computing_threads
+
+    def around(suffix: str, name: str, shared_bytes: int = 0, **rest) -> EntryPoint:
+        class_name = f"FmhaBackward{name}<Config{tiles}>"
+        return stage(spec, suffix, class_name, threads, shared_bytes, **rest)
+
+    entries = [around("preprocess", "Preprocess"), main]
+    if "query" in spec.gradients:
+        query_tile = spec.tile.query * spec.padded_head_dim * spec.element_bytes
+        entries.append(around("postprocess", "Postprocess", query_tile))
+    if bias_gradient(spec) in ("shared", "columns"):
+        entries.append(around("dbias_postprocess", "DbiasPostprocess", grid="bias"))
+    if bias_gradient(spec) == "dbias_kernel":
+        entries.append(dbias)
+    return tuple(entries)
+
+
+def query_sums(spec: KernelSpec, sizes: Sizes) -> Iterator[Workspace]:
+    """f32 sums of dq, and a ticket counter and the progress of each key tile if the sums have an
+    order (ffi/include/memeff/schedule/dq_semaphore.cuh).
+    """
+    if "query" in spec.gradients:
+        size = sizes.padded_queries(spec.tile.query) * spec.padded_head_dim
+        yield Workspace("query_gradient_sum", (size,))
+    if spec.orders_queries:
+        yield Workspace("semaphores", (1 + key_tiles(spec, sizes),), "int32")

@@ -1,0 +1,231 @@
+"""The backward of wgmma for head dims up to 128: a block owns 128 keys, and adds to dq in global
+memory by TMA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+from jax_memeff.codegen import gpu, shared_memory
+from jax_memeff.codegen.features import BIAS, VARLEN
+from jax_memeff.codegen.features.bias import gradient as bias_gradient
+from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.kernels.backward import Backward, key_tiles
+from jax_memeff.codegen.kernels.families import (
+    WARPGROUP_ROWS,
+    WgmmaKernel,
+    WgmmaTile,
+    modifiers,
+    panel_columns,
+    stage,
+    wgmma_tile,
+)
+from jax_memeff.codegen.kernels.fmha_bwd_sm80 import query_sums, summing_entry_points
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Row, TensorMap, Workspace
+from jax_memeff.codegen.strategy import Strategy, q_splits
+
+PART_COLUMNS = 64
+"""Columns of the operands that the dbias kernel copies at a time."""
+_TICKET_BYTES = 8
+"""Of which four align barriers."""
+
+TILES: Mapping[int, Sequence[WgmmaTile]] = {
+    64: (
+        WgmmaTile(
+            64,
+            128,
+            2,
+            "with 128 queries S and dP take 128 registers a thread, and 26 spill",
+            modifiers=modifiers("a boolean mask"),
+        ),
+        WgmmaTile(
+            64,
+            128,
+            2,
+            "with a boolean mask the dbias kernel spills",
+            modifiers=modifiers("bias"),
+        ),
+    ),
+    128: (
+        WgmmaTile(
+            64,
+            128,
+            2,
+            "dk and dv take 128 registers a thread, S and dP 64; a soft cap spills one more",
+            modifiers=("soft cap", "bias", "dropout"),
+            spill_bytes=4,
+        ),
+        WgmmaTile(
+            64,
+            128,
+            2,
+            "with dropout, too, a soft cap spills 72",
+            modifiers=("soft cap", "segments"),
+        ),
+        WgmmaTile(64, 128, 2, "as 64", modifiers=("bias", "dropout", "segments")),
+        WgmmaTile(64, 128, 2, "as 64", modifiers=("dropout", "segments", "a boolean mask")),
+    ),
+}
+"""By the padded head dim of query, key and value."""
+
+
+class WgmmaBackward(Backward, WgmmaKernel):
+    """What the backward kernels of wgmma have in common."""
+
+    tiles: ClassVar[Mapping[int, Sequence[WgmmaTile]]]
+
+    def has_tma_bias(self, spec: KernelSpec) -> bool:
+        bias = spec[BIAS]
+        return bias is not None and bias.bits == "16" and bias.access == "vectors"
+
+    def bias_sum_rows(self, spec: KernelSpec) -> int:
+        return 1
+
+    def query_rows(self, spec: KernelSpec) -> int:
+        """Rows of query and dO that TMA brings at a time."""
+        raise NotImplementedError
+
+    def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
+        head, value = panel_columns(spec.padded_head_dim), panel_columns(spec.padded_value_dim)
+        queries = self.query_rows(spec)
+        bias = (TensorMap("bias", queries, panel_columns(spec.tile.key)),)
+        return (
+            TensorMap("query", queries, head),
+            TensorMap("key", spec.tile.key, head),
+            TensorMap("value", spec.tile.key, value),
+            TensorMap("out_gradient", queries, value),
+            TensorMap("query_gradient", WARPGROUP_ROWS, head),
+            TensorMap("key_gradient", WARPGROUP_ROWS, head),
+            TensorMap("value_gradient", WARPGROUP_ROWS, value),
+            *(bias if spec.tma_bias else ()),
+        )
+
+    def dbias(self, spec: KernelSpec, class_name: str) -> EntryPoint:
+        """The dbias kernel: squares of scores, from parts of the operands."""
+        side = max(spec.tile.query, spec.tile.key)
+        shared_bytes, _ = dbias_bytes_and_stages(spec)
+        return stage(
+            spec,
+            "dbias",
+            class_name,
+            spec.threads,
+            shared_bytes,
+            grid="bias_squares",
+            takes_maps=True,
+            block_mask=spec.block_mask("queries", side, side),
+        )
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        found = dict(super().constants(spec))
+        if bias_gradient(spec) == "dbias_kernel":
+            _, found["kDbiasStages"] = dbias_bytes_and_stages(spec)
+        return found
+
+
+class FmhaBwdSm90(WgmmaBackward):
+    """The backward of wgmma in one kernel."""
+
+    stem = "fmha_bwd_sm90"
+    class_name = "FmhaBackwardSm90"
+    tiles = TILES
+
+    def padded_rows(self) -> Iterator[Row]:
+        for dim, tiles in self.tiles.items():
+            for tile in tiles:
+                yield Row(dim, dim, tile)
+
+    def completed(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> KernelSpec:
+        return dataclasses.replace(spec, split_q=self._splits_q(spec, strategy))
+
+    def _splits_q(self, spec: KernelSpec, strategy: Strategy) -> bool:
+        """Blocks that add to dq in an order, or own a gradient of the bias, have no split Q."""
+        ordered = spec.orders_queries or bias_gradient(spec) not in ("none", "dbias_kernel")
+        owned = bool({"key", "value"} & set(spec.gradients))
+        by_range = not spec[VARLEN] and not spec.has_block_mask
+        return strategy.split_q and owned and by_range and not ordered
+
+    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
+        reasons = super().reasons(spec, problem, strategy)
+        if spec.split_q and not self._splits_q(spec, strategy):
+            reasons.append(
+                "several of its blocks share a tile of keys (split Q), and there are key tiles "
+                "for a whole GPU without that"
+            )
+        elif not spec.split_q and self._splits_q(spec, strategy):
+            reasons.append(
+                "each of its blocks owns a tile of keys, and there are too few key tiles for a "
+                "whole GPU without split Q"
+            )
+        return reasons
+
+    def consumers(self, spec: KernelSpec) -> int:
+        """Each consumer owns 64 keys."""
+        return spec.tile.key // WARPGROUP_ROWS
+
+    def query_rows(self, spec: KernelSpec) -> int:
+        return spec.tile.query
+
+    def gradient_words(self, spec: KernelSpec) -> list[str]:
+        return ["splitq"] if spec.split_q else []
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        """Tiles of key and value, rings of query, its rows' statistics, dO and bias, or the bias of
+        each warp's 16 keys, and two dS. A kernel whose blocks wait for each other has two barriers
+        more, and a ticket.
+        """
+        tile = wgmma_tile(spec)
+        dims = spec.padded_head_dim + spec.padded_value_dim
+        elements = (tile.key + tile.stages * tile.query) * dims + 2 * tile.query * tile.key
+        statistics = tile.stages * tile.query * shared_memory.STATISTICS_BYTES
+        buffers = 2 * tile.stages + 1
+        bias = tile.key // 16 * shared_memory.bias_bytes(spec, tile.query, 16)
+        if spec.tma_bias:
+            bias = tile.stages * tile.query * tile.key * spec.element_bytes
+        control = buffers * shared_memory.PIPELINE_BYTES
+        if spec.orders_queries:
+            control += 2 * shared_memory.BARRIER_BYTES + _TICKET_BYTES
+        return elements * spec.element_bytes + statistics + bias + control
+
+    def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
+        grid = "q_splits" if spec.split_q else "keys"
+        tiles = ", memeff::BackwardTilesSm90<Config>"
+        return summing_entry_points(
+            spec,
+            self.main(spec, grid, spec.block_mask("keys")),
+            self.dbias(spec, f"FmhaBackwardDbias<Config{tiles}>"),
+            tiles,
+        )
+
+    def workspaces(
+        self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
+    ) -> Iterator[Workspace]:
+        """With split Q each block has parts of dk and dv (ffi/include/memeff/schedule/split_q.cuh),
+        and each tile of keys a counter.
+        """
+        yield from super().workspaces(spec, sizes, multiprocessors)
+        yield from query_sums(spec, sizes)
+        if spec.split_q:
+            columns = {"key": spec.padded_head_dim, "value": spec.padded_value_dim}
+            parts = sum(columns[name] for name in columns if name in spec.gradients)
+            rows = sizes.padded_keys(spec.tile.key)
+            splits = q_splits(sizes, multiprocessors)
+            yield Workspace("key_gradient_sum", (splits, rows * parts))
+            yield Workspace("semaphores", (1 + key_tiles(spec, sizes),), "int32")
+
+
+def dbias_bytes_and_stages(spec: KernelSpec) -> tuple[int, int]:
+    """Shared memory of the dbias kernel, a square of the bias and a ring of pairs of parts of
+    operands, and how many pairs fit. No more than those of two Q blocks help.
+    """
+    rows = max(spec.tile.query, spec.tile.key)
+    bias = shared_memory.bias_bytes(spec, rows, rows)
+    if spec.tma_bias:
+        bias = rows * rows * spec.element_bytes + shared_memory.PIPELINE_BYTES
+    pair = 2 * rows * PART_COLUMNS * spec.element_bytes + shared_memory.PIPELINE_BYTES
+    q_block = (spec.padded_head_dim + spec.padded_value_dim) // PART_COLUMNS
+    stages = min(2 * q_block, (gpu.SM90.shared_bytes(blocks=1) - bias) // pair)
+    return bias + stages * pair, stages

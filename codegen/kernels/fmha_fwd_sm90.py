@@ -1,0 +1,208 @@
+"""The forward of wgmma: persistent blocks, a producer that brings tiles by TMA, and consumers of 64
+rows each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+from jax_memeff.codegen import shared_memory
+from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.kernels.families import (
+    EVERY_MODIFIER,
+    WARPGROUP_ROWS,
+    WgmmaKernel,
+    WgmmaTile,
+    modifiers,
+    panel_columns,
+)
+from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Row, TensorMap, Workspace
+
+# ``TileCounter`` of ffi/include/memeff/params.h.
+_TILE_COUNTER_WORDS = 4
+
+_TILE_RING = 4
+"""Buffers of the ring of the next work tiles."""
+_WORK_TILE_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile(WgmmaTile):
+    """A row of the table of a forward."""
+
+    query_stages: int = 2
+    """Buffers of queries: with two, those of the next tile arrive while these are read."""
+    consumer_groups: int = 1
+    """Groups of consumers that have the ``query`` rows in common and take their KV blocks in turn,
+    for calls with few tiles. It divides ``stages``."""
+    sequential: bool = False
+    """Of a 3xFP16 forward: whether a consumer computes scores when the product with the values of
+    the KV block before has ended, so that both products use the same registers."""
+
+
+_NO_BOOLEAN = modifiers("a boolean mask")
+
+_GROUPS = Tile(
+    64,
+    128,
+    4,
+    "two consumers share 64 rows: 128 blocks for 1024 queries of 8 heads, each with half of the KV "
+    "blocks",
+    query_stages=1,
+    modifiers=EVERY_MODIFIER,
+    consumer_groups=2,
+)
+_SHORT_GROUPS = dataclasses.replace(
+    _GROUPS, key=64, reason="as 64; a consumer group has two buffers of its own"
+)
+
+TILES: Mapping[int, Sequence[Tile]] = {
+    64: (
+        _GROUPS,
+        Tile(
+            192,
+            128,
+            2,
+            "three consumers read K and V a third less often: 510 TFLOP/s at T 8192 on an H200, "
+            "with two 428",
+            modifiers=("soft cap", "dropout"),
+            masks=("none", "causal"),
+        ),
+        Tile(
+            128,
+            128,
+            2,
+            "with three consumers a window and a boolean mask spill",
+            modifiers=EVERY_MODIFIER,
+        ),
+    ),
+    96: (_SHORT_GROUPS, Tile(128, 128, 2, "as 128", modifiers=_NO_BOOLEAN)),
+    128: (
+        _SHORT_GROUPS,
+        Tile(128, 128, 2, "192 KB: two buffers of everything", modifiers=_NO_BOOLEAN),
+        Tile(128, 64, 2, "a bias of 32 bits takes 36 KB, and 68 above", modifiers=_NO_BOOLEAN),
+    ),
+    192: (
+        Tile(
+            128,
+            96,
+            2,
+            "S 48 and O 96 registers a thread",
+            query_stages=1,
+            modifiers=modifiers("a boolean mask", "bias"),
+        ),
+        Tile(
+            128,
+            64,
+            2,
+            "a warp copies rows of the bias whose vectors divide its lanes",
+            query_stages=1,
+            modifiers=_NO_BOOLEAN,
+        ),
+    ),
+    256: (
+        Tile(
+            128,
+            80,
+            2,
+            "224 KB: 692 TFLOP/s at T 8192 on an H200, with 64 keys 638; causal 619, but at T 512 "
+            "320, with 64 keys 334",
+            query_stages=1,
+            modifiers=("dropout",),
+            masks=("none",),
+            spill_bytes=32,
+        ),
+        Tile(
+            128,
+            64,
+            2,
+            "room for a bias; S 32 and O 128 registers a thread",
+            query_stages=1,
+            modifiers=_NO_BOOLEAN,
+        ),
+    ),
+}
+"""By the larger of the two padded head dims. TMA fills padding with zeros."""
+
+
+class FmhaFwdSm90(WgmmaKernel):
+    """The forward of wgmma for 16-bit elements."""
+
+    stem = "fmha_fwd_sm90"
+    direction = "forward"
+    class_name = "FmhaForwardSm90"
+    persistent = True
+    tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
+
+    def padded_rows(self) -> Iterator[Row]:
+        """The output leaves from where the queries were, so both have panels of one width."""
+        for head, value in itertools.product(self.tiles, repeat=2):
+            if panel_columns(head) == panel_columns(value):
+                for tile in self.tiles[max(head, value)]:
+                    yield Row(head, value, tile)
+
+    def consumer_groups(self, spec: KernelSpec) -> int:
+        return _tile(spec).consumer_groups
+
+    def words(self, spec: KernelSpec) -> list[str]:
+        return ["groups"] if self.consumer_groups(spec) > 1 else []
+
+    def reads_block_mask(self, spec: KernelSpec) -> bool:
+        return self.consumer_groups(spec) == 1
+
+    def operand_bytes(self, spec: KernelSpec, rows: int, columns: int) -> int:
+        """A buffer of rows of query, key or value."""
+        return rows * columns * spec.element_bytes
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        """Rings of query, key and value tiles, the bias of each warp's rows, what consumer groups
+        add up, and what controls them.
+
+        Each buffer has two barriers, that of queries for each 64 rows. The ring of the next work
+        tiles has, beside them, a work tile for each of its buffers.
+        """
+        tile = _tile(spec)
+        row_warpgroups = self.consumers(spec) // tile.consumer_groups
+        queries = row_warpgroups * self.operand_bytes(spec, WARPGROUP_ROWS, spec.padded_head_dim)
+        keys, values = (
+            self.operand_bytes(spec, tile.key, columns)
+            for columns in (spec.padded_head_dim, spec.padded_value_dim)
+        )
+        buffers = tile.query_stages * row_warpgroups + 2 * tile.stages + _TILE_RING
+        control = buffers * shared_memory.PIPELINE_BYTES + _TILE_RING * _WORK_TILE_BYTES
+        bias = spec.computing_threads // 32 * shared_memory.bias_bytes(spec, 16)
+        operands = tile.query_stages * queries + tile.stages * (keys + values)
+        return operands + bias + shared_memory.merge_bytes(spec, tile.consumer_groups, 2) + control
+
+    def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
+        head, value = panel_columns(spec.padded_head_dim), panel_columns(spec.padded_value_dim)
+        return (
+            TensorMap("query", WARPGROUP_ROWS, head),
+            TensorMap("key", spec.tile.key, head),
+            TensorMap("value", spec.tile.key, value),
+        )
+
+    def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
+        return (self.main(spec, "queries", spec.block_mask("queries")),)
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        tile = _tile(spec)
+        return {
+            **super().constants(spec),
+            "kQueryStages": tile.query_stages,
+            "kConsumerGroups": tile.consumer_groups,
+        }
+
+    def workspaces(
+        self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
+    ) -> Iterator[Workspace]:
+        yield Workspace("tile_counter", (_TILE_COUNTER_WORDS,), "int32")
+
+
+def _tile(spec: KernelSpec) -> Tile:
+    assert isinstance(spec.tile, Tile)
+    return spec.tile

@@ -1,0 +1,237 @@
+"""The forward with split keys, for few query rows: blocks share the keys of a tile, and a second
+kernel combines their results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from jax_memeff.codegen import gpu, shared_memory, strategy
+from jax_memeff.codegen.features import VARLEN
+from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, stage
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Workspace
+from jax_memeff.codegen.strategy import Strategy
+
+COMBINE_THREADS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile(MmaTile):
+    """A row of the tables below."""
+
+    key_warps: int = 1
+    """Among how many warps, or groups of them, the keys of a tile are split."""
+    stages: int = 1
+    """Tiles of keys and values in shared memory."""
+
+
+def _split(
+    query: int,
+    key: int,
+    warps: int,
+    blocks: int,
+    key_warps: int,
+    stages: int,
+    reason: str,
+) -> Tile:
+    return Tile(query, key, warps, blocks, reason, key_warps=key_warps, stages=stages)
+
+
+# Nothing for sm_75 was measured: see fmha_fwd_sm80.py.
+_SM75 = {
+    32: (
+        _split(16, 128, 4, 1, 4, 2, "33 KB"),
+        _split(64, 128, 4, 1, 2, 2, "36 KB"),
+    ),
+    64: (
+        _split(16, 64, 4, 1, 4, 2, "34 KB; 128 keys need 66 KB"),
+        _split(64, 64, 4, 1, 2, 2, "40 KB"),
+    ),
+    96: (
+        _split(16, 64, 4, 1, 4, 2, "51 KB"),
+        _split(64, 64, 4, 1, 2, 2, "60 KB"),
+    ),
+    128: (
+        _split(16, 32, 2, 1, 2, 2, "36 KB; 64 keys need 68 KB"),
+        _split(64, 32, 8, 1, 2, 2, "48 KB; with 4 warps 32 rows each spill"),
+    ),
+    192: (
+        _split(16, 32, 2, 1, 2, 2, "54 KB"),
+        _split(64, 16, 4, 1, 1, 2, "48 KB"),
+    ),
+    256: (
+        _split(64, 16, 4, 1, 1, 2, "64 KB, all there is, and 16 rows need no less for two warps"),
+    ),
+}
+
+# With one key warp for each warp no block waits for another warp of its own; 64 rows need the
+# registers of two warps. Copies in flight hide the latency of the memory: some 64 KB for an SM.
+_16x128 = _split(16, 128, 4, 2, 4, 3, "hd 64: 4.3 TB/s on an H200, as with 3 or 4 blocks")
+_16x64 = _split(16, 64, 4, 2, 4, 3, "hd 128: 4.46 TB/s on an H200; 2 stages 4.06")
+_64x128 = _split(64, 128, 4, 2, 2, 2, "hd 64: 134 us for T 32 of S 4096 on an H200, 64x256 154")
+_64x64 = (
+    dataclasses.replace(
+        _split(64, 64, 4, 2, 2, 3, "hd 128: 4.28 TB/s on an H200, 8 warps 3.71"), modifiers=()
+    ),
+    _split(64, 64, 8, 1, 2, 3, "with 4 warps soft cap, bias and dropout spill"),
+)
+
+_SM80 = {
+    32: (_16x128, _64x128),
+    64: (_split(16, 128, 4, 2, 4, 2, "66 KB: two blocks per SM"), _64x128),
+    96: (_16x64, _split(64, 64, 4, 1, 2, 3, "84 KB of 163 KB")),
+    128: (
+        _split(16, 64, 4, 2, 4, 2, "68 KB: two blocks per SM"),
+        _split(64, 64, 4, 1, 2, 3, "112 KB of 163 KB"),
+    ),
+    192: (
+        _split(16, 64, 4, 1, 4, 3, "150 KB of 163 KB"),
+        _split(64, 64, 8, 1, 2, 2, "120 KB of 163 KB"),
+    ),
+    256: (
+        _split(16, 64, 4, 1, 4, 2, "136 KB of 163 KB"),
+        _split(64, 64, 8, 1, 2, 2, "160 KB of 163 KB"),
+    ),
+}
+
+_SM86 = {
+    32: (
+        _split(16, 128, 4, 1, 4, 3, "49 KB of 99 KB"),
+        _split(64, 128, 4, 1, 2, 2, "36 KB of 99 KB"),
+    ),
+    64: (
+        _split(16, 128, 4, 1, 4, 2, "66 KB of 99 KB"),
+        _split(64, 128, 4, 1, 2, 2, "72 KB of 99 KB"),
+    ),
+    96: (
+        _split(16, 64, 4, 1, 4, 3, "75 KB of 99 KB"),
+        _split(64, 64, 4, 1, 2, 3, "84 KB of 99 KB"),
+    ),
+    128: (
+        _split(16, 64, 4, 1, 4, 2, "68 KB of 99 KB"),
+        _split(64, 64, 4, 1, 2, 2, "80 KB of 99 KB"),
+    ),
+    192: (
+        _split(16, 32, 2, 1, 2, 3, "78 KB of 99 KB; with 64 keys two stages need 102 KB"),
+        _split(64, 32, 8, 1, 2, 2, "72 KB of 99 KB"),
+    ),
+    256: (
+        _split(16, 32, 2, 1, 2, 2, "72 KB of 99 KB"),
+        _split(64, 32, 8, 1, 2, 2, "96 KB of 99 KB"),
+    ),
+}
+
+_SM90 = {
+    32: (_16x128, _64x128),
+    64: (_16x128, _64x128),
+    96: (_16x64, *_64x64),
+    128: (_16x64, *_64x64),
+    192: (
+        _split(16, 64, 4, 1, 4, 4, "198 KB of 227 KB"),
+        _split(64, 64, 8, 1, 2, 3, "168 KB of 227 KB; with 4 warps 32 rows each spill"),
+    ),
+    256: (
+        _split(16, 64, 4, 1, 4, 3, "4.5 TB/s on an H200, as with 2 stages"),
+        _split(64, 64, 8, 1, 2, 3, "224 KB of 227 KB; with 4 warps 32 rows each spill"),
+    ),
+}
+
+_TILES: MmaTables = {
+    gpu.SM75: _SM75,
+    gpu.SM80: _SM80,
+    gpu.SM86: _SM86,
+    gpu.SM90: _SM90,
+}
+_TILES_F32: MmaTables = {}
+
+
+class FmhaFwdSplitSm80(MmaKernel):
+    """The forward with split keys; f32 has none."""
+
+    stem = "fmha_fwd_split_sm80"
+    direction = "forward"
+    class_name = "FmhaForwardSplitSm80"
+    splits_keys = True
+    tiles = _TILES
+    tiles_f32 = _TILES_F32
+
+    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
+        reasons = []
+        if problem[VARLEN]:
+            reasons.append("it does not split the keys of packed sequences yet")
+        elif strategy.query_rows is None:
+            reasons.append("it splits the keys, and there are tiles for a whole GPU without that")
+        rows = 16 if strategy.query_rows == "16" else 64
+        if strategy.query_rows and spec.tile.query < rows:
+            reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
+        return reasons + super().reasons(spec, problem, strategy)
+
+    def completed(self, spec: KernelSpec, problem: Problem, strategy_: Strategy) -> KernelSpec:
+        return dataclasses.replace(spec, pack_heads=strategy.pack_heads(problem))
+
+    def alignment(self, problem: Problem) -> int:
+        return 16
+
+    def reads_block_mask(self, spec: KernelSpec) -> bool:
+        return False
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        """A tile of query and stages of key and value. At the end the groups of warps that split
+        the keys overwrite them with maximum and sum of their rows, and f32 outputs.
+        """
+        tile = _tile(spec)
+        buffers = tile.key * (spec.padded_head_dim + spec.padded_value_dim) * spec.element_bytes
+        loop = tile.query * spec.padded_head_dim * spec.element_bytes + tile.stages * buffers
+        (rows,) = self.rows_of_warps(spec)
+        return max(loop, shared_memory.merge_bytes(spec, tile.key_warps, 2 * rows // 16))
+
+    def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
+        return {"S": (spec.tile.query, spec.tile.key)}
+
+    def rows_of_warps(self, spec: KernelSpec) -> tuple[int, ...]:
+        """A warp owns whole rows, of some of the keys."""
+        tile = _tile(spec)
+        return (tile.query * tile.key_warps // tile.warps,)
+
+    def words(self, spec: KernelSpec) -> list[str]:
+        return ["split", *(["gqa"] if spec.pack_heads else [])]
+
+    def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
+        combine = stage(
+            spec, "combine", "FmhaForwardCombine<Config>", COMBINE_THREADS, grid="combines"
+        )
+        return self.main(spec, "key_splits"), combine
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        tile = _tile(spec)
+        return {
+            **super().constants(spec),
+            "kKeyWarps": tile.key_warps,
+            "kStages": tile.stages,
+            "kPackHeads": spec.pack_heads,
+        }
+
+    def workspaces(
+        self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
+    ) -> Iterator[Workspace]:
+        """f32 logsumexps and outputs of each part of the keys. The launcher
+        (ffi/src/launch/splits.cc) chooses the number of parts for the device; this is the most that
+        the program has room for.
+        """
+        tile_heads = sizes.key_heads if spec.pack_heads else sizes.heads
+        rows = sizes.queries * sizes.heads // max(1, tile_heads)
+        tiles = sizes.batch * tile_heads * -(-rows // spec.tile.query)
+        splits = strategy.most_key_splits(tiles, sizes.keys, spec.tile.key)
+        if splits > 1:
+            shape = splits, sizes.batch * sizes.heads * sizes.queries
+            yield Workspace("partial_logsumexp", shape)
+            yield Workspace("partial_out", (*shape, spec.padded_value_dim))
+
+
+def _tile(spec: KernelSpec) -> Tile:
+    assert isinstance(spec.tile, Tile)
+    return spec.tile

@@ -1,0 +1,63 @@
+"""The sizes of one call: known when a program is lowered, and no part of a kernel's source."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the strategy and the sizes of workspaces depend on.
+
+    ``queries`` and ``keys`` are T and S, of packed sequences the longest ones. ``bias_gradient`` is
+    how many batch indices and heads have a bias gradient of their own.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    key_heads: int
+    head_dim: int = 0
+    value_dim: int = 0
+    query_tokens: int | None = None
+    """Rows of the query array if sequences are packed, else None."""
+    key_tokens: int | None = None
+    bias_gradient: tuple[int, int] = (1, 1)
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self.query_tokens is not None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.key_heads if self.heads else 1
+
+    def padded_queries(self, tile: int) -> int:
+        """Rows of all query heads in a workspace whose tiles have ``tile`` rows."""
+        return self.heads * self._padded_rows(self.query_tokens, self.queries, tile)
+
+    def padded_keys(self, tile: int) -> int:
+        """Rows of all key heads in a workspace whose tiles have ``tile`` rows."""
+        return self.key_heads * self._padded_rows(self.key_tokens, self.keys, tile)
+
+    def with_rows(self) -> Sizes:
+        """The same sizes with at least one query and one key."""
+        return dataclasses.replace(self, queries=max(self.queries, 1), keys=max(self.keys, 1))
+
+    def _padded_rows(self, tokens: int | None, length: int, tile: int) -> int:
+        """Rows of one head; layout/query_tiles.cuh lays out packed sequences."""
+        if tokens is not None:
+            return (tokens // tile + self.batch) * tile
+        return self.batch * round_up(length, tile)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is at least ``size``.
+
+    >>> round_up(65, 64), round_up(64, 64)
+    (128, 64)
+    """
+    return -(-size // multiple) * multiple

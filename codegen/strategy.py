@@ -1,0 +1,174 @@
+"""How the work of a call is divided over a GPU: what is quicker, as functions of the GPU's numbers.
+
+``Problem`` says what is asked; the same problem takes another kernel when its call has few tiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Literal
+
+from jax_memeff.codegen import features, gpu
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.sizes import Sizes
+
+QueryRows = Literal["16", "64", "consumer_groups"]
+QUERY_ROWS: tuple[QueryRows, ...] = ("16", "64", "consumer_groups")
+
+MULTIPROCESSORS = 132
+"""Of an H100 and an H200. A program is lowered before its device is known, so this is the default;
+the launcher reduces what it launches to the device (ffi/src/launch/splits.cc)."""
+
+MOST_SPLIT_BLOCKS = 512
+"""Room for so many blocks with partial results: the largest GPUs then have a few for each SM."""
+
+_PLAIN_ROWS = 128
+_WARPGROUP_ROWS = 64
+_LEAST_Q_BLOCKS = 4
+"""Q blocks of 64 rows for each CTA of a split-Q backward; with fewer the sums take longer."""
+_PARTS_A_Q_BLOCK = 2
+"""Partial sums of dk and dv that are read from L2 in the time of one Q block."""
+_MMA_SYNC_COST = 2
+"""Relative cost of a key without wgmma: mma.sync reaches half the throughput."""
+_COMBINATION = 1024
+"""Cost in keys of the combine kernel and of partial results in global memory: 3 us."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """How one call divides its work; the default is one block for each tile.
+
+    ``query_rows`` is set if a forward has few query rows, or too few tiles to fill the GPU:
+    ``"16"`` and ``"64"`` split the keys over blocks, in tiles of so many rows, and
+    ``"consumer_groups"`` splits them over the consumer groups of one block.
+    ``split_q`` lets several blocks of a backward share a tile of keys.
+
+    Raises ``ValueError`` for a ``query_rows`` that does not exist.
+    """
+
+    query_rows: QueryRows | None = None
+    split_q: bool = False
+
+    def __post_init__(self):
+        if self.query_rows not in (None, *QUERY_ROWS):
+            names = ", ".join(map(repr, (None, *QUERY_ROWS)))
+            raise ValueError(f"expected query_rows to be one of {names}, got {self.query_rows!r}")
+
+    def __str__(self) -> str:
+        """The words that differ from the default."""
+        words = [f"query_rows={self.query_rows}"] if self.query_rows else []
+        return ", ".join([*words, *(["split_q"] if self.split_q else [])])
+
+
+PLAIN = Strategy()
+
+_forced: ContextVar[dict[str, Strategy]] = ContextVar("strategies")
+
+
+@contextlib.contextmanager
+def using(**strategies: Strategy) -> Iterator[None]:
+    """Calls that are lowered in this context take ``strategies``, by direction, whatever their
+    sizes: to compare strategies, and to test each of them with small arrays. Programs that are
+    already compiled keep theirs.
+
+    >>> problem = Problem("forward", "bf16", 64, 64, "sm_90a")
+    >>> sizes = Sizes(batch=1, queries=1, keys=4096, heads=32, key_heads=8)
+    >>> with using(forward=PLAIN):
+    ...     choose(problem, sizes, MULTIPROCESSORS)
+    Strategy(query_rows=None, split_q=False)
+    """
+    token = _forced.set({**_forced.get({}), **strategies})
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
+    """The strategy for a call of these sizes on a GPU with so many multiprocessors.
+
+    >>> plain = Problem("forward", "bf16", 64, 64, "sm_90a")
+    >>> choose(plain, Sizes(batch=1, queries=1, keys=4096, heads=32, key_heads=8), 132)
+    Strategy(query_rows='16', split_q=False)
+    """
+    if (strategy := _forced.get({}).get(problem.direction)) is not None:
+        return strategy
+    if problem.direction == "forward":
+        return Strategy(query_rows=query_rows(problem, sizes, multiprocessors))
+    return Strategy(split_q=q_splits(sizes, multiprocessors) > 1)
+
+
+def pack_heads(problem: Problem) -> bool:
+    """Whether a tile of a split forward has rows of all query heads that share a key head.
+
+    Features that look at heads, or at positions in 16x16 blocks, take the heads one by one.
+    """
+    return not any(feature.per_head and problem.asks(feature) for feature in features.FEATURES)
+
+
+def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRows | None:
+    """The ``query_rows`` of a forward of these sizes.
+
+    >>> plain = Problem("forward", "bf16", 64, 64, "sm_90a")
+    >>> def rows(batch, queries, keys, heads, key_heads):
+    ...     sizes = dict(batch=batch, queries=queries, keys=keys, heads=heads, key_heads=key_heads)
+    ...     return query_rows(plain, Sizes(**sizes), 132)
+    >>> rows(1, 1024, 1024, 8, 8), rows(1, 128, 32768, 8, 8), rows(8, 2048, 2048, 32, 8)
+    ('consumer_groups', '64', None)
+    """
+    packed = sizes.group if pack_heads(problem) else 1
+    rows = sizes.queries * packed
+    slices = sizes.batch * sizes.heads
+    # Tiles that leave half of the GPU idle.
+    few_tiles = 2 * slices * -(-sizes.queries // _PLAIN_ROWS) <= multiprocessors
+    tiles, split_tiles = (
+        slices // together * -(-sizes.queries * together // _WARPGROUP_ROWS)
+        for together in (1, packed)
+    )
+    groups = gpu.has_wgmma(problem.arch) and few_tiles
+    if problem[features.VARLEN]:
+        return "consumer_groups" if groups else None
+    if rows <= 16:
+        return "16"
+    by_groups = _consumer_groups_time(tiles, sizes.keys, multiprocessors)
+    if groups and by_groups <= _split_time(split_tiles, sizes.keys, multiprocessors):
+        return "consumer_groups"
+    return "64" if rows <= 64 or few_tiles else None
+
+
+def _consumer_groups_time(tiles: int, keys: int, multiprocessors: int) -> float:
+    """Time of blocks whose consumer groups share 64 rows, in keys that one block gets through."""
+    return -(-tiles // multiprocessors) * keys
+
+
+def _split_time(tiles: int, keys: int, multiprocessors: int) -> float:
+    """Time of blocks that split the keys, and of the combine kernel."""
+    return _MMA_SYNC_COST * keys * tiles / multiprocessors + _COMBINATION
+
+
+def q_splits(sizes: Sizes, multiprocessors: int) -> int:
+    """How many blocks of a backward may share a tile of keys; 1 for packed sequences.
+
+    The launcher takes fewer on a smaller device.
+
+    >>> q_splits(Sizes(batch=1, queries=1024, keys=1024, heads=8, key_heads=8), 132)
+    2
+    >>> q_splits(Sizes(batch=2, queries=1024, keys=1024, heads=8, key_heads=8), 132)
+    1
+    """
+    if sizes.packed or not sizes.heads:
+        return 1
+    tiles = sizes.batch * sizes.key_heads * -(-sizes.keys // _PLAIN_ROWS)
+    q_blocks = sizes.queries * sizes.group // _WARPGROUP_ROWS
+    # A block works through q_blocks / splits of them, and the last one reads `splits` parts.
+    quickest = math.isqrt(_PARTS_A_Q_BLOCK * q_blocks)
+    return max(1, min(multiprocessors // max(1, tiles), q_blocks // _LEAST_Q_BLOCKS, quickest))
+
+
+def most_key_splits(tiles: int, keys: int, tile: int) -> int:
+    """How many parts the keys of a split forward may be split into, of ``tile`` keys at least."""
+    return min(MOST_SPLIT_BLOCKS // max(1, tiles), -(-keys // tile))

@@ -1,1 +1,0 @@
-"""Tile numbers, one module per kernel family, each number with the reason it was chosen for."""

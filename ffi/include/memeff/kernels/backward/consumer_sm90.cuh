@@ -1,0 +1,171 @@
+// The steps of a consumer of kernels/fmha_bwd_sm90.cuh, whose main loop calls them in order.
+#pragma once
+
+#include <memeff/collective/softmax/transposed.cuh>
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/kernels/backward/dq_sums.cuh>
+#include <memeff/layout/tma_tile.cuh>
+
+namespace memeff {
+
+// A consumer is a warpgroup that owns 64 of the keys. begin_...() starts an asynchronous product,
+// in a group of its own.
+template <class Config, class Kernel>
+struct BackwardConsumerSm90 {
+  using Bias = typename Kernel::Bias;
+  using Control = typename Kernel::Control;
+  using Element = typename Kernel::Element;
+  using KeyColumns = typename Kernel::KeyColumns;
+  using KeyRows = typename Kernel::KeyRows;
+  using KeyTile = typename Kernel::KeyTile;
+  using Mask = typename Kernel::Mask;
+  using Modifiers = typename Kernel::Modifiers;
+  using OutColumns = typename Kernel::OutColumns;
+  using OutRows = typename Kernel::OutRows;
+  using OutTile = typename Kernel::OutTile;
+  using QueryColumns = typename Kernel::QueryColumns;
+  using QueryRows = typename Kernel::QueryRows;
+  using QueryTile = typename Kernel::QueryTile;
+  using ScoreColumns = typename Kernel::ScoreColumns;
+  using ScoreGrid = typename Kernel::ScoreGrid;
+  using ScoreOperand = typename Kernel::ScoreOperand;
+  using Semaphore = typename Kernel::Semaphore;
+  using Stage = typename Kernel::Stage;
+  using Tiles = typename Kernel::Tiles;
+  using ValueRows = typename Kernel::ValueRows;
+  using ValueTile = typename Kernel::ValueTile;
+  using Work = typename Kernel::Work;
+  static constexpr auto kBiasOffset = Kernel::kBiasOffset;
+  static constexpr auto kConsumerBarrier = Kernel::kConsumerBarrier;
+  static constexpr auto kConsumers = Kernel::kConsumers;
+  static constexpr auto kScoreGradient = Kernel::kScoreGradient;
+  static constexpr auto kTileKey = Kernel::kTileKey;
+  static constexpr auto kTileQuery = Kernel::kTileQuery;
+  static constexpr auto kValueOffset = Kernel::kValueOffset;
+
+  BackwardParams const& params;
+  Work const& work;
+  Mask const& mask;
+  Control& control;
+  uint32_t tiles;
+
+  // Waits for keys and values.
+  CUTE_DEVICE void begin() const {
+    int const first_head = work.head_with_blocks(params, work.item.head * params.shape.group);
+    Bias(tiles + kBiasOffset)
+        .load_first(params, work, mask, first_head, work.row_of_blocks(params, first_head).begin);
+    control.key.wait({});
+    if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, params.shape.key_length)) {
+      clear_rows<KeyTile, kConsumers>(tiles, mask.key_length - work.column);
+      clear_rows<ValueTile, kConsumers>(tiles + kValueOffset, mask.key_length - work.column);
+      fence_tma_store();
+      named_barrier_sync(kConsumerBarrier, kConsumers);
+    }
+  }
+
+  // Memory beyond the query length may hold NaN. 0 * NaN would reach dk and dv, and so would a P
+  // of NaN.
+  CUTE_DEVICE void wait_for_queries(int tile, Stage const& stage, uint32_t query_tile,
+                                    uint32_t out_tile) const {
+    int const row = tile * kTileQuery;
+    control.query.wait(stage);
+    if (reads_beyond<Config>(mask.query_length, row + kTileQuery, params.shape.query_length)) {
+      control.out_gradient.wait(stage);
+      clear_rows<QueryTile, kConsumers>(query_tile, mask.query_length - row);
+      clear_rows<OutTile, kConsumers>(out_tile, mask.query_length - row);
+      Bias(tiles + kBiasOffset).clear_rows_beyond(stage.index, mask.query_length - row);
+      fence_tma_store();
+      named_barrier_sync(kConsumerBarrier, kConsumers);
+    }
+  }
+
+  // S^T = K Q^T
+  template <class Scores>
+  CUTE_DEVICE void begin_scores(KeyRows const& keys, uint32_t query_tile, Scores& scores) const {
+    fence_accumulators(scores);
+    begin_products();
+    warpgroup_gemm<Element, Config::kHeadDim / 16>(scores, keys, QueryRows(query_tile), false);
+    commit_products();
+  }
+
+  // dP^T = V dO^T
+  template <class Scores>
+  CUTE_DEVICE void begin_score_gradient(ValueRows const& values, uint32_t out_tile,
+                                        Scores& score_gradient) const {
+    if constexpr (kScoreGradient) {
+      fence_accumulators(score_gradient);
+      begin_products();
+      warpgroup_gemm<Element, Config::kValueDim / 16>(score_gradient, values, OutRows(out_tile),
+                                                      false);
+      commit_products();
+    }
+  }
+
+  // P^T from S^T, while the product dP runs.
+  template <class Scores>
+  CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage, Scores& scores,
+                                Scores& scaled) const {
+    Modifiers const modifiers = {{params.scale}, Bias(tiles + kBiasOffset)};
+    int const row = tile * kTileQuery;
+    modifiers.recompute(scores, scaled, params, work, head, row, stage);
+    mask.template apply_transposed<kTileQuery, kTileKey>(
+        scores, params.mask, params.shape, work.item.batch, head, row, work.column, partial);
+    exponentiate_transposed<ScoreGrid>(Kernel::statistics_of(tiles, stage),
+                                       params.scale.softmax_scale, scores);
+    fence_accumulators(scores);
+    modifiers.bias.load_next(params, work, mask, head, tile);
+  }
+
+  // dV += P^T dO
+  template <class Accumulators>
+  CUTE_DEVICE void begin_value_gradient(ScoreOperand const& probabilities, uint32_t out_tile,
+                                        Accumulators& value_gradient) const {
+    if constexpr (Config::kValueGradient) {
+      fence_accumulators(value_gradient);
+      begin_products();
+      warpgroup_gemm<Element, kTileQuery / 16>(value_gradient, probabilities, OutColumns(out_tile));
+      commit_products();
+    }
+  }
+
+  // dQ = dS K
+  template <class Accumulators>
+  CUTE_DEVICE void begin_query_gradient(int warpgroup, uint32_t score_tile,
+                                        Accumulators& query_gradient) const {
+    if constexpr (Config::kQueryGradient) {
+      fence_tma_store();
+      named_barrier_sync(kConsumerBarrier, kConsumers);  // dS is complete
+      fence_accumulators(query_gradient);
+      begin_products();
+      warpgroup_gemm<Element, kTileKey / 16>(
+          query_gradient, ScoreColumns(score_tile + Tiles::query_rows_offset(warpgroup)),
+          KeyColumns(tiles + Tiles::query_columns_offset(warpgroup)), false);
+      commit_products();
+    }
+  }
+
+  // dK += dS^T Q
+  template <class Accumulators>
+  CUTE_DEVICE void begin_key_gradient(ScoreOperand const& left_gradient, uint32_t query_tile,
+                                      Accumulators& key_gradient) const {
+    if constexpr (Config::kKeyGradient) {
+      fence_accumulators(key_gradient);
+      begin_products();
+      warpgroup_gemm<Element, kTileQuery / 16>(key_gradient, left_gradient,
+                                               QueryColumns(query_tile));
+      commit_products();
+    }
+  }
+
+  template <class Accumulators>
+  CUTE_DEVICE void add_query_gradient(int head, int tile, int parity,
+                                      Accumulators const& query_gradient) const {
+    if constexpr (Config::kQueryGradient) {
+      Semaphore::begin_additions(control, parity);
+      add_to_dq_sums<Tiles>(params, work.item.batch, head, tile, query_gradient);
+      Semaphore::end_additions(control);
+    }
+  }
+};
+
+}  // namespace memeff

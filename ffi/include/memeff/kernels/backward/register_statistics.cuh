@@ -1,0 +1,39 @@
+// Logsumexp and delta of the two rows that a thread owns elements of, in registers.
+#pragma once
+
+#include <memeff/layout/row_statistics.cuh>
+#include <memeff/score/probability.cuh>
+
+namespace memeff {
+
+// For scores whose rows are queries, in the accumulators of a warpgroup.
+template <class Grid>
+struct RegisterStatistics {
+  float2 rows[2];
+
+  // Of accumulator i, and of the rows with an accumulator in this half of a 16x16 block.
+  CUTE_DEVICE float logsumexp(int i) const { return rows[i % 4 / 2].x; }
+  CUTE_DEVICE float delta(int half) const { return rows[half].y; }
+
+  // P from S.
+  template <class Scores>
+  CUTE_DEVICE void exponentiate(float softmax_scale, Scores& scores) const {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) {
+      scores(i) = probability(scores(i), softmax_scale, logsumexp(i));
+    }
+  }
+
+  // The same, times the derivative of the score modifiers.
+  template <class Modifiers, class Scores>
+  CUTE_DEVICE void exponentiate_and_differentiate(float softmax_scale, Scores& scores) const {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) {
+      float const score = scores(i);
+      scores(i) = Modifiers::backward(probability(score, softmax_scale, logsumexp(i)),
+                                      Modifiers::input_of_derivative(score, score));
+    }
+  }
+};
+
+}  // namespace memeff

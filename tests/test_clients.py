@@ -1,0 +1,345 @@
+"""Programs that call ``jax.nn.dot_product_attention`` themselves, under ``patch_jax_nn``."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_jax_nn_parity import BIAS, CASES, MASK, operands
+
+import jax_memeff
+from jax_memeff import patch_jax_nn
+
+ORIGINAL: Any = jax.nn.dot_product_attention
+X = jax.random.normal(jax.random.key(0), (2, 12, 32))
+
+
+def patched(*args: Any, **kwargs: Any) -> Any:
+    """The call that a client makes."""
+    return jax.nn.dot_product_attention(*args, **kwargs)
+
+
+def is_ours(function, *arguments) -> bool:
+    return "attention_fwd[" in str(jax.make_jaxpr(function)(*arguments))
+
+
+@pytest.fixture(autouse=True)
+def _restores_jax_nn():
+    yield
+    assert jax.nn.dot_product_attention is ORIGINAL
+
+
+@pytest.fixture
+def said(caplog):
+    """A function that returns what the logger said."""
+    with caplog.at_level(logging.WARNING, "jax_memeff"):
+        yield lambda: caplog.messages
+
+
+# --------------------------------------------------------------------------------------- keras
+
+
+@pytest.fixture(scope="module")
+def keras():
+    os.environ["KERAS_BACKEND"] = "jax"
+    module = importlib.import_module("keras")
+    assert module.backend.backend() == "jax"
+    return module
+
+
+def keras_step(keras, layer, arguments):
+    """Outputs, and gradients by input and weights, as keras' own trainer computes them."""
+    layer.build(X.shape, X.shape)
+
+    def loss(variables, x):
+        out, _ = layer.stateless_call(variables, [], x, x, **arguments)
+        return jnp.sum(out * jnp.cos(out)), out
+
+    variables = [variable.value for variable in layer.trainable_variables]
+    return jax.value_and_grad(loss, (0, 1), has_aux=True), variables
+
+
+LAYERS = {
+    "MultiHeadAttention": {"num_heads": 4, "key_dim": 8},
+    "GroupQueryAttention": {"num_query_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+}
+CALLS = {
+    "plain": {},
+    "causal": {"use_causal_mask": True},
+    "mask": {"attention_mask": np.tri(12, dtype=bool)[None].repeat(2, 0)},
+}
+
+
+@pytest.mark.parametrize("arguments", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_keras_layers(keras, name, arguments, said):
+    layer = getattr(keras.layers, name)(**LAYERS[name])
+    step, variables = keras_step(keras, layer, arguments)
+    want = jax.jit(step)(variables, X)
+    assert not is_ours(step, variables, X) and said() == []
+    with patch_jax_nn():
+        assert is_ours(step, variables, X)
+        got = jax.jit(step)(variables, X)
+    # Absolute, too: the gradient of the key's bias is 0 but for rounding.
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(compare, got, want)
+    (line,) = said()
+    assert "keras.src.backend.jax.nn" in line and "taken, with implementation='xla'" in line
+    assert not is_ours(step, variables, X)
+
+
+def test_keras_flash_attention_names_cudnn(keras, monkeypatch, said, assert_close):
+    """Without the patch keras swallows the error of jax.nn, and falls back."""
+    backend = importlib.import_module("keras.src.backend.jax.nn")
+    monkeypatch.setattr(backend, "_can_use_flash_attention", lambda *_, **__: True)
+    heads = X.reshape(2, 12, 4, 8)
+    with patch_jax_nn():
+        out = keras.ops.dot_product_attention(heads, heads, heads, flash_attention=True)
+    assert_close(out, ORIGINAL(heads, heads, heads))
+    assert ["cudnn" in line for line in said()] == [True]
+
+
+def test_a_keras_model_trains(keras):
+    def losses():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((12, 32))
+        hidden = keras.layers.MultiHeadAttention(num_heads=4, key_dim=8)(inputs, inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+        model.compile(optimizer="sgd", loss="mse")
+        targets = np.ones((2, 12, 1), np.float32)
+        return [model.train_on_batch(np.asarray(X), targets) for _ in range(3)]
+
+    with patch_jax_nn():
+        ours = losses()
+    np.testing.assert_allclose(ours, losses(), rtol=1e-5)
+    assert ours[2] < ours[0]
+
+
+# ---------------------------------------------------------------------------------------- flax
+
+
+def test_nnx_without_an_attention_fn(said, assert_close):
+    """nnx.MultiHeadAttention runs on jax.nn when nothing is dropped."""
+    layer = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
+    want = layer(X, is_causal=True)
+    with patch_jax_nn():
+        assert is_ours(lambda x: layer(x, is_causal=True), X)
+        assert_close(layer(X, is_causal=True), want)
+    (line,) = said()
+    assert "flax.nnx.nn.attention" in line
+
+
+# ----------------------------------------------------------------- the arguments of jax.nn
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_argument_of_jax_nn(name, implementation, said, assert_close):
+    arguments = {**CASES[name], "implementation": implementation, "return_residual": True}
+    want = ORIGINAL(*operands(), **arguments)
+    with patch_jax_nn():
+        got = patched(*operands(), **arguments)
+    # Beyond the query lengths only we promise anything.
+    rows = jnp.arange(19)[None] < jnp.asarray(arguments.get("query_seq_lengths", [19, 19]))[:, None]
+    got, want = (
+        (jnp.where(rows[..., None, None], out, 0), jnp.where(rows[..., None], lse, 0))
+        for out, lse in (got, want)
+    )
+    assert_close(got, want)
+    assert ["taken" in line for line in said()] == [True]
+
+
+QUERY, KEY, VALUE = operands()
+UNUSUAL = {
+    "no batch": {"query": QUERY[0], "key": KEY[0], "value": VALUE[0], "bias": BIAS[0]},
+    "ranks that differ": {"query": QUERY[:1], "key": KEY[0], "value": VALUE[0], "mask": MASK[0]},
+    "bias of another dtype": {"bias": BIAS.astype(jnp.bfloat16)},
+    "integer bias": {"bias": BIAS.astype(jnp.int32)},
+    "lengths beyond the arrays": {"key_value_seq_lengths": np.array([99, 7], np.int32)},
+    "an array as scale": {"scale": jnp.float32(0.3)},
+    "numbers as flags": {"is_causal": 1, "return_residual": 0},
+}
+
+
+@pytest.mark.parametrize("arguments", UNUSUAL.values(), ids=UNUSUAL)
+def test_what_jax_nn_takes_and_the_public_function_refuses(arguments, said, assert_close):
+    arguments = {"query": QUERY, "key": KEY, "value": VALUE, **arguments}
+    with patch_jax_nn():
+        got = patched(**arguments)
+    assert_close(got, ORIGINAL(**arguments))
+    assert ["taken" in line for line in said()] == [True]
+
+
+ONLY_JAX_NN = {
+    "scale is not one finite number": {"scale": jnp.full((1, 4, 1, 1), 0.3)},
+    "a side is negative": {"local_window_size": (-1, 3)},
+    "query has dtype float8_e4m3fn": {
+        name: x.astype(jnp.float8_e4m3fn)
+        for name, x in (("query", QUERY), ("key", KEY), ("value", VALUE))
+    },
+}
+
+
+@pytest.mark.parametrize("reason", ONLY_JAX_NN)
+def test_what_only_jax_nn_takes(reason, said, monkeypatch):
+    calls = []
+
+    @functools.wraps(ORIGINAL)
+    def jax_nn(*args, **kwargs):
+        calls.append(kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", jax_nn)
+    arguments = {"query": QUERY, "key": KEY, "value": VALUE, **ONLY_JAX_NN[reason]}
+    with patch_jax_nn():
+        for _ in range(2):
+            patched(**arguments)
+    assert len(calls) == 2
+    (line,) = said()
+    assert "left to jax.nn" in line and reason in line
+    monkeypatch.undo()
+
+
+def test_a_traced_scale(said, assert_close):
+    def call(scale):
+        return patched(QUERY, KEY, VALUE, scale=scale)
+
+    with patch_jax_nn():
+        got = jax.jit(call)(0.3)
+    assert_close(got, ORIGINAL(QUERY, KEY, VALUE, scale=0.3))
+    assert "left to jax.nn: scale is traced" in said()[0]
+
+
+def test_an_argument_that_a_later_jax_adds(said, monkeypatch):
+    def jax_nn(query, key, value, bias=None, mask=None, *, sinks=None, **others):
+        return "theirs"
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", jax_nn)
+    with patch_jax_nn():
+        assert patched(QUERY, KEY, VALUE, sinks=1) == "theirs"
+        assert patched(QUERY, KEY, VALUE, sinks=None).shape == QUERY.shape
+    assert "only jax.nn has the argument sinks" in said()[0]
+    monkeypatch.undo()
+
+
+def test_float64_runs_on_the_blockwise_path(x64):
+    double = [x.astype(jnp.float64) for x in operands()]
+    with patch_jax_nn():
+        traced = jax.jit(lambda *x: patched(*x, implementation="cudnn")).trace(*double)
+    # No kernel has float64; lowered for CUDA without the choice this raises.
+    assert "custom_call" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"implementation": "fastest"}, {"mask": MASK.astype(jnp.int8)}, {"sink": 1}]
+)
+def test_errors_are_errors(arguments):
+    for function in (ORIGINAL, patched):
+        with patch_jax_nn(), pytest.raises((TypeError, ValueError)):
+            function(QUERY, KEY, VALUE, **arguments)
+
+
+# -------------------------------------------------------------------------------- the patch
+
+
+def call():
+    return patched(QUERY, KEY, VALUE)
+
+
+def test_nested_patches_end_in_any_order():
+    first, second = patch_jax_nn(), patch_jax_nn()
+    wrapper = jax.nn.dot_product_attention
+    assert wrapper is not ORIGINAL
+    first.undo()
+    first.undo()
+    assert jax.nn.dot_product_attention is wrapper and is_ours(call)
+    with second as same:
+        assert same is second
+    assert jax.nn.dot_product_attention is ORIGINAL and not is_ours(call)
+    second.undo()
+
+
+def test_an_error_ends_the_patch():
+    with pytest.raises(KeyError), patch_jax_nn():
+        raise KeyError
+    assert jax.nn.dot_product_attention is ORIGINAL
+
+
+def test_jitted_functions_are_traced_again():
+    traces = []
+
+    @jax.jit
+    def jitted(query):
+        traces.append(is_ours(lambda: patched(query, KEY, VALUE)))
+        return query
+
+    for _ in range(2):
+        jitted(QUERY)
+        with patch_jax_nn():
+            jitted(QUERY)
+    # Each program is traced once, and then found again.
+    assert traces == [False, True]
+
+
+def test_a_function_imported_under_the_patch_is_that_of_jax_afterwards():
+    with patch_jax_nn():
+        from jax.nn import dot_product_attention
+    assert not is_ours(lambda: dot_product_attention(QUERY, KEY, VALUE))
+    with patch_jax_nn():
+        assert is_ours(lambda: dot_product_attention(QUERY, KEY, VALUE))
+
+
+def test_a_replacement_by_somebody_else_stays(monkeypatch):
+    patch = patch_jax_nn()
+    ours = jax.nn.dot_product_attention
+
+    @functools.wraps(ours)
+    def theirs(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    jax.nn.dot_product_attention = theirs
+    assert is_ours(call)
+    patch.undo()
+    assert jax.nn.dot_product_attention is theirs and not is_ours(call)
+    with patch_jax_nn():
+        assert is_ours(call)
+    assert jax.nn.dot_product_attention is theirs
+    jax.nn.dot_product_attention = ORIGINAL
+
+
+def test_every_thread_sees_the_patch():
+    with patch_jax_nn(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(is_ours, call).result()
+
+
+def test_threads_that_patch_at_once():
+    barrier = threading.Barrier(8)
+
+    def work(_):
+        barrier.wait()
+        for _ in range(50):
+            with patch_jax_nn():
+                assert jax.nn.dot_product_attention is not ORIGINAL
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert jax.nn.dot_product_attention is ORIGINAL
+
+
+def test_each_line_of_code_is_named_once(said):
+    with patch_jax_nn():
+        for _ in range(2):
+            jax.vmap(jax.nn.dot_product_attention)(*(x[None] for x in operands()))
+        patched(QUERY, KEY, VALUE)
+        patched(QUERY, KEY, VALUE)
+    assert [f"of {__name__}, line" in line for line in said()] == [True, True]
+    assert jax_memeff.patch_jax_nn is patch_jax_nn
