@@ -258,7 +258,10 @@ def test_kernels_run_only_for_products_that_are_not_masked(monkeypatch, layout, 
     [
         ({"axis_name": "rings"}, "axis_name: .* got 'rings'; the axes here are: 'ring'. Call"),
         ({"layout": "striped"}, "layout must be 'contiguous' or 'zigzag', got 'striped'"),
-        ({"method": "gather"}, "method must be 'ring' or 'all_gather', got 'gather'"),
+        (
+            {"method": "gather"},
+            "method must be 'ring' or 'all_gather' or 'all_to_all', got 'gather'",
+        ),
         (
             {"rows": 5, "layout": "zigzag"},
             "query: .* multiple of 2 positions .* 'ring', got 5; pad",

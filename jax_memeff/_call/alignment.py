@@ -24,7 +24,7 @@ def top_left(mask: Mask, rows: int, columns: int) -> Mask:
         return mask
     if mask.query_lengths is not None or mask.key_lengths is not None:
         raise ValueError(
-            "mask: a bottom-right window with lengths has a diagonal for each batch index, which "
+            "mask: a bottom-right window beside lengths has a diagonal for each batch index, which "
             "a sequence sharded over devices does not support; align the window top-left, "
             "or pass no lengths"
         )
