@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import re
 import struct
 import subprocess
 import sys
@@ -70,15 +71,16 @@ class Call:
             avals = [description.Buffer("", Aval(*buffer)) for buffer in buffers]
             self.attributes[f"{kind}_types"] = description.types(avals)
 
-    def redescribe(self, old: str, new: str, arch: str = "") -> None:
-        """Changes the description of a kernel, with a header and a digest that fit it."""
+    def redescribe(self, pattern: str, new: str, arch: str = "") -> None:
+        """Replaces the one match in the description of a kernel; header and digest fit it."""
         images = self.attributes["kernels"]
         arch = arch or images["archs"]
         image = images[arch]
         version, text_bytes, code_bytes = struct.unpack_from("<3Q", image, 8)
         text = image[32 : 32 + text_bytes].decode()
-        assert text.count(old) == 1, text
-        text = text.replace(old, new).encode()
+        text, count = re.subn(pattern, new, text, flags=re.MULTILINE)
+        assert count == 1, text
+        text = text.encode()
         code = image[32 + text_bytes :][:code_bytes]
         changed = image[:8] + struct.pack("<3Q", version, len(text), code_bytes) + text + code
         images[arch] = changed + hashlib.sha256(changed).digest()

@@ -38,6 +38,7 @@ class Parser {
     if (!failed() && next_ < lines_.size()) {
       fail("the line " + quoted(lines_[next_][0]) + ", expected no more lines");
     }
+    check_names(rows);
     if (failed()) return kernel;
 
     bind_dims(rows, longest_query, longest_key);
@@ -150,7 +151,7 @@ class Parser {
     if (kernel->maps.size() > kMostMaps) fail("more than " + std::to_string(kMostMaps) + " maps");
   }
 
-  // The lines of arrays, each of another array of the call, and all of those.
+  // The lines of arrays, each of another array of the call.
   std::vector<Words> parse_arrays() {
     std::vector<Words> rows;
     while (next_is("array")) {
@@ -165,12 +166,16 @@ class Parser {
       }
       rows.push_back(words);
     }
+    return rows;
+  }
+
+  // Every array of the call has a line.
+  void check_names(const std::vector<Words>& rows) {
     for (const Array& array : arrays_) {
       bool const known = std::any_of(rows.begin(), rows.end(),
                                      [&](const Words& row) { return row[1] == array.name; });
       if (!known) fail("no array " + quoted(array.name) + ", which the call has");
     }
-    return rows;
   }
 
   void parse_captured(KernelDescription* kernel) {
