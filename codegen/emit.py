@@ -37,7 +37,7 @@ struct Config {{
   static constexpr bool kSoftCap = {soft_cap};
   static constexpr bool kDropout = {dropout};
   static constexpr bool kBias = {has_bias};
-{bias}{extra}}};
+{bias}{extra}{captured}}};
 """
 
 _SCHEDULE_SM80 = """\
@@ -98,6 +98,10 @@ _KEY_BUFFERS = """\
   static constexpr int kProbabilityStages = {probability};
 """
 
+_CAPTURED = """\
+  static constexpr int k{name}Array = {index};
+"""
+
 _KERNEL = """
 using {alias} = {cpp_type};
 static_assert({alias}::kThreads == {threads});
@@ -109,10 +113,10 @@ static_assert({alias}::kSharedBytes == {shared_bytes});
 
 _ENTRY = """\
 extern "C" __global__ void __launch_bounds__({bounds})
-{name}(const __grid_constant__ memeff::{params} params{maps}) {{
+{name}(const __grid_constant__ memeff::{params} params{maps}{arrays}) {{
   memeff::let_next_kernel_start();
   memeff::wait_for_kernel_before();
-  {alias}::run(params{pass_maps});
+  {alias}::run(params{pass_maps}{pass_arrays});
 }}
 """
 
@@ -144,6 +148,7 @@ def source(spec: KernelSpec) -> str:
         has_bias=_bool(spec.bias is not None),
         bias=_bias(spec),
         extra=_forward(spec) if spec.direction == "forward" else _backward(spec),
+        captured=_captured(spec),
     )
     if spec.direction == "forward":
         before = spec.entry_points[: spec.f16x3]
@@ -228,6 +233,14 @@ def _backward(spec: KernelSpec) -> str:
     return "".join([*gradients, sums, recompute])
 
 
+def _captured(spec: KernelSpec) -> str:
+    """Where the kernel finds the arrays of its features in the table."""
+    return "".join(
+        _CAPTURED.format(name="".join(map(str.capitalize, array.name.split("_"))), index=index)
+        for index, array in enumerate(spec.captured_arrays)
+    )
+
+
 def _bool(value: bool) -> str:
     return str(value).lower()
 
@@ -256,6 +269,7 @@ def _kernel(spec: KernelSpec, entry: EntryPoint, alias: str, cpp_type: str, boun
     text = _KERNEL + (_SHARED if entry.shared_bytes else "") + _ENTRY
     direction = spec.direction.capitalize()
     maps = f", const __grid_constant__ memeff::{direction}Maps maps"
+    arrays = ", const __grid_constant__ memeff::ArrayTable arrays"
     return text.format(
         alias=alias,
         cpp_type=cpp_type,
@@ -266,4 +280,6 @@ def _kernel(spec: KernelSpec, entry: EntryPoint, alias: str, cpp_type: str, boun
         params=f"{direction}Params",
         maps=maps if entry.takes_maps else "",
         pass_maps=", maps" if entry.takes_maps else "",
+        arrays=arrays if entry.takes_arrays else "",
+        pass_arrays=", arrays" if entry.takes_arrays else "",
     )

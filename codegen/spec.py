@@ -44,6 +44,8 @@ class EntryPoint(NamedTuple):
     grid: Literal["queries", "keys", "q_splits", "bias", "bias_squares", "operands"] = "queries"
     takes_maps: bool = False
     block_mask: BlockMask | None = None
+    takes_arrays: bool = False
+    """Whether the table of ``KernelSpec.captured_arrays`` is its last parameter."""
 
 
 class BlockMask(NamedTuple):
@@ -67,6 +69,19 @@ class TensorMap(NamedTuple):
     name: str
     rows: int
     columns: int
+
+
+class CapturedArray(NamedTuple):
+    """An array that a feature brings: ``ArrayView`` of ffi/include/memeff/params.h.
+
+    ``dims`` are named as in ffi/src/images/kernel_description.h, and ``alignment`` is in bytes.
+    A ``zeroed`` one is a result that is zero when the first kernel begins.
+    """
+
+    name: str
+    dims: str
+    alignment: int = 4
+    zeroed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,6 +371,11 @@ class KernelSpec:
             TensorMap("value_gradient", sm90.WARPGROUP_ROWS, value),
             *(bias if self.tma_bias else ()),
         )
+
+    @property
+    def captured_arrays(self) -> tuple[CapturedArray, ...]:
+        """The arrays that features bring, in the order of ``ArrayTable``."""
+        return ()
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:

@@ -110,7 +110,8 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
     for entry in spec.entry_points:
         grid, most = _grid(spec, entry)
         mask = entry.block_mask.name if entry.block_mask else "-"
-        parameters = "maps" if entry.takes_maps else "-"
+        further = ["maps"] * entry.takes_maps + ["arrays"] * entry.takes_arrays
+        parameters = ",".join(further) or "-"
         sizes = f"{entry.threads} {entry.shared_bytes}"
         lines.append(f"entry {entry.name} {sizes} {grid} {most} {mask} {parameters}")
     for box in spec.tensor_maps:
@@ -121,6 +122,8 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
         lines += [
             f"array {name} {dtype} {_dims(spec, name)}".rstrip() for name in buffer.name.split("+")
         ]
+    for array in spec.captured_arrays:
+        lines.append(f"captured {array.name} {array.alignment} {'zeroed' if array.zeroed else '-'}")
     return "\n".join(lines) + "\n"
 
 
@@ -130,7 +133,8 @@ def _dims(spec: KernelSpec, name: str) -> str:
         query, key = tile.split("x")
         return f"B? N? T/{query} *" if side == "queries" else f"B? N? S/{key} *"
     dims = _DIMS | _VARLEN_DIMS if spec.varlen else _DIMS
-    return dims.get(name, "...")
+    captured = {array.name: array.dims for array in spec.captured_arrays}
+    return (dims | captured).get(name, "...")
 
 
 def _grid(spec: KernelSpec, entry: EntryPoint) -> tuple[str, int]:

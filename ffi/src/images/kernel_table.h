@@ -1,4 +1,5 @@
-// Compiled kernels and their way onto devices: image -> library (once) -> functions (once a device).
+// Compiled kernels and their way onto devices: image -> library (once) -> functions (once a
+// device).
 #pragma once
 
 #include <map>

@@ -29,8 +29,8 @@ double time_of(long long blocks, double block_time, const DeviceKernel& kernel) 
   return static_cast<double>(blocks - rest) * share + last_round;
 }
 
-// The number of splits, at most `most`, with which `blocks` blocks of `key_tiles` key tiles each are
-// done first.
+// The number of splits, at most `most`, with which `blocks` blocks of `key_tiles` key tiles each
+// are done first.
 long long fastest_splits(long long blocks, long long key_tiles, long long most,
                          const DeviceKernel& kernel) {
   long long best = 1;
