@@ -168,7 +168,7 @@ def _bias_rows(spec: KernelSpec, rows: int) -> int:
 
 
 def _bias_bytes(spec: KernelSpec, rows: int, columns: int | None = None) -> int:
-    """Shared memory of a tile of the bias (ffi/include/memeff/score/bias/tile.cuh), of as many columns as
+    """Shared memory of a tile of the bias (score/bias/tile.cuh), of as many columns as
     the tile of keys by default.
     """
     return _bias_rows(spec, rows) * ((columns or spec.tile.key) + 8) * int(spec.bias or 0) // 8

@@ -11,7 +11,8 @@ from jax_memeff._api import validate
 from jax_memeff._api.canonical import Call, PrecisionLike, lengths, projections, shared
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.options import Implementation, Operands
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import Implementation
 
 
 @overload
@@ -35,6 +36,7 @@ def dot_product_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[False] = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...
 
 
@@ -59,6 +61,7 @@ def dot_product_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[True],
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -82,6 +85,7 @@ def dot_product_attention(
     deterministic_backward: bool = False,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Exact attention with memory linear in the sequence lengths.
 
@@ -131,6 +135,11 @@ def dot_product_attention(
         return_residual: Also return the logsumexp, which is differentiable.
         implementation: None is the kernels on CUDA and the blockwise path elsewhere; ``"cuda"``
             insists on the kernels; ``"xla"`` is the blockwise path everywhere.
+        residual_checkpoint_name: The name of output and logsumexp for the policies of
+            ``jax.checkpoint``. A policy that saves it spares the backward a second forward.
+            By default they are ``jax_memeff_out`` and ``jax_memeff_lse``, and a policy has to save
+            both. :func:`jax.ad_checkpoint.checkpoint_name` of the result does not do this: the
+            array that it names is not the one that the backward reads.
 
     Returns:
         The output ``[B, T, N, Hv]`` in query's dtype; with ``return_residual`` the pair of it and
@@ -150,9 +159,6 @@ def dot_product_attention(
     the mean of the values; the residual is f32 and differentiable; garbage beyond the lengths never
     shows; Hv is free; lengths may be of any integer dtype; bias and mask are left-padded to rank 4;
     ``implementation="cudnn"`` is an error.
-
-    Names for the policies of ``jax.checkpoint``: saving ``jax_memeff_out`` and ``jax_memeff_lse``
-    spares the backward a second forward.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 128, 8, 64))
@@ -181,6 +187,7 @@ def dot_product_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
         implementation=implementation,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
     return call.run(with_residual)
 

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jax_memeff._api import validate
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import DropoutState, Operands, Options, Position, QkvPackedOperands
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.operands import DropoutState, Operands, QkvPackedOperands
+from jax_memeff._call.options import Options
 from jax_memeff._op import vjp
-from jax_memeff._sharding import explicit as sharding
+from jax_memeff._sharding import explicit
 
 PrecisionLike = Literal["default", "high", "highest"] | jax.lax.Precision | None
 
@@ -29,7 +31,7 @@ class Call(NamedTuple, Generic[AnyOperands]):
 
     def run(self, with_residual: bool) -> Any:
         """The output, or the pair of it and the logsumexp."""
-        out, lse = sharding.attention(vjp.attention, self.operands, self.options)
+        out, lse = explicit.on_shards(vjp.attention, self.operands, self.options)
         if not self.batched:
             out, lse = out[0], lse[0]
         return (out, lse) if with_residual else out
@@ -74,6 +76,7 @@ def shared(
     precision: Any,
     deterministic_backward: Any,
     implementation: Any,
+    residual_checkpoint_name: Any,
     tokens: tuple[int, int] | None = None,
 ) -> Shared:
     """Check the shared arguments.
@@ -99,6 +102,7 @@ def shared(
         precision=validate.precision(precision),
         deterministic_backward=validate.flag("deterministic_backward", deterministic_backward),
         implementation=validate.implementation(implementation),
+        residual_checkpoint_name=validate.residual_checkpoint_name(residual_checkpoint_name),
     )
     combined = _mask(mask, scores, tokens)
     if validate.flag("is_causal", is_causal):

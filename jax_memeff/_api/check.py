@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jax_memeff._api import attention as api
 from jax_memeff._api import varlen
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import Operands
+from jax_memeff._call.operands import Operands
 
 
 def check(

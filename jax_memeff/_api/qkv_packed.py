@@ -12,7 +12,8 @@ from jax_memeff._api import validate, validate_packed
 from jax_memeff._api.canonical import Call, PrecisionLike, lengths, shared
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.options import Implementation, QkvPackedOperands
+from jax_memeff._call.operands import QkvPackedOperands
+from jax_memeff._call.options import Implementation
 
 
 @overload
@@ -34,6 +35,7 @@ def dot_product_attention_packed(
     deterministic_backward: bool = False,
     return_residual: Literal[False] = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...
 
 
@@ -56,6 +58,7 @@ def dot_product_attention_packed(
     deterministic_backward: bool = False,
     return_residual: Literal[True],
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -77,6 +80,7 @@ def dot_product_attention_packed(
     deterministic_backward: bool = False,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`jax_memeff.dot_product_attention` of ``qkv[:, :, 0]``, ``[:, :, 1]``, ``[:, :, 2]``.
 
@@ -88,7 +92,8 @@ def dot_product_attention_packed(
             what ``x @ w`` with a weight of ``3 * N * H`` columns, reshaped, is.
         bias, mask, scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size,
             logits_soft_cap, dropout_rate, dropout_key, offsets, precision, deterministic_backward,
-            return_residual, implementation: as of ``dot_product_attention``, with S = T.
+            return_residual, implementation, residual_checkpoint_name: as of
+            ``dot_product_attention``, with S = T.
 
     Returns:
         The output ``[B, T, N, H]`` in qkv's dtype; with ``return_residual`` the pair of it and the
@@ -124,6 +129,7 @@ def dot_product_attention_packed(
         precision=precision,
         deterministic_backward=deterministic_backward,
         implementation=implementation,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
     return call.run(with_residual)
 

@@ -17,10 +17,11 @@ from jax_memeff._blockwise.tiles import MASKED_BIAS
 from jax_memeff._call import compat
 from jax_memeff._call.mask import Mask, Window
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.options import Implementation, Operands
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import Implementation
 from jax_memeff._ring import derivatives as ring_derivatives
+from jax_memeff._ring.passes import Method, Ring
 from jax_memeff._ring.schedule import LAYOUTS, Layout
-from jax_memeff._ring.vjp import Method, Ring
 
 AxisName = Hashable
 """The name of a mesh axis, or a tuple of names."""
@@ -53,6 +54,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[False] = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...
 
 
@@ -80,6 +82,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[True],
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -106,6 +109,7 @@ def ring_attention(
     deterministic_backward: bool = False,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over a sequence that is sharded over a mesh axis; call it in ``shard_map``.
 
@@ -140,9 +144,9 @@ def ring_attention(
         offsets: Where this device's batch elements and heads stand, for dropout, when they are
             sharded too. The positions are those of the ring: ``query`` and ``key`` must be 0.
         scale, logits_soft_cap, dropout_rate, dropout_key, precision, deterministic_backward,
-            return_residual, implementation: As of ``dot_product_attention``. ``dropout_key`` is the
-            same on all devices; with dropout T and S, in zigzag layout their halves, must be
-            multiples of 16.
+            return_residual, implementation, residual_checkpoint_name: As of
+            ``dot_product_attention``. ``dropout_key`` is the same on all devices; with dropout T
+            and S, in zigzag layout their halves, must be multiples of 16.
 
     Returns:
         This device's rows of the output, ``[B, T, N, Hv]`` in query's dtype; with
@@ -204,6 +208,7 @@ def ring_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
         implementation=implementation,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
     longest = devices * rows, devices * columns
     combined &= Mask.lengths(

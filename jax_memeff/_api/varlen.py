@@ -13,7 +13,8 @@ from jax_memeff._api import validate, validate_packed
 from jax_memeff._api.canonical import Call, PrecisionLike, projections, shared
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.options import Implementation, Operands
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import Implementation
 from jax_memeff._call.sequences import Sequences, starts_and_lengths
 
 
@@ -40,6 +41,7 @@ def varlen_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[False] = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array: ...
 
 
@@ -66,6 +68,7 @@ def varlen_attention(
     deterministic_backward: bool = False,
     return_residual: Literal[True],
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -91,6 +94,7 @@ def varlen_attention(
     deterministic_backward: bool = False,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of B packed sequences: they stand one after the other, without padding.
 
@@ -116,7 +120,8 @@ def varlen_attention(
         mask: As there, with the same B, T and S; lengths of a ``Mask`` shorten the sequences, and
             segment ids are ``[total_q]`` and ``[total_k]``.
         scale, is_causal, local_window_size, logits_soft_cap, dropout_rate, dropout_key, precision,
-            deterministic_backward, return_residual, implementation: as there.
+            deterministic_backward, return_residual, implementation, residual_checkpoint_name:
+            as there.
         offsets: As there; rows and columns count within every sequence.
 
     Returns:
@@ -162,6 +167,7 @@ def varlen_attention(
         precision=precision,
         deterministic_backward=deterministic_backward,
         implementation=implementation,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
     return call.run(with_residual)
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jax_memeff._call.options import Position
+from jax_memeff._call.offsets import Position
 
 Alignment = Literal["top_left", "bottom_right"]
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_memeff._call.options import Position
+
+class Position(NamedTuple):
+    """The place of local row 0 and column 0 in the global score matrix."""
+
+    query: jax.Array
+    """int32[]"""
+    key: jax.Array
+    """int32[]"""
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from jax_memeff._call.divisors import gradient_shape
-from jax_memeff._call.options import Divisors, NeedsGrad, Operands
+from jax_memeff._call.operands import NeedsGrad, Operands
+from jax_memeff._call.options import Divisors
 from jax_memeff._cuda import splits
 from jax_memeff.codegen import support
 from jax_memeff.codegen.spec import KernelSpec

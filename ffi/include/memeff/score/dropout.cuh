@@ -145,6 +145,13 @@ class KeptTile {
 
   CUTE_DEVICE KeepBlock const& block(int m, int n) const { return blocks_[m][n]; }
 
+  // Ends the basic block before the bits are made, at a pipeline stage that has arrived: ptxas
+  // would otherwise mix what makes the bits with what starts the product.
+  template <class Pipeline, class Stage>
+  CUTE_DEVICE static void end_basic_block(Pipeline& pipeline, Stage const& stage) {
+    pipeline.wait_again(stage);
+  }
+
  private:
   KeepBlock blocks_[Grid::kRowBlocks][Grid::kColumnBlocks];
 };
@@ -158,7 +165,26 @@ class KeptTile<false, Grid, kTransposed> {
   CUTE_DEVICE KeptTile(Source const&, int, int) {}
   CUTE_DEVICE KeptTile(DropoutParams const&, MaskParams const&, int, int, int, int) {}
   CUTE_DEVICE KeepAll block(int, int) const { return {}; }
+  template <class Pipeline, class Stage>
+  CUTE_DEVICE static void end_basic_block(Pipeline&, Stage const&) {}
 };
+
+// Calls use(row block, column block, keep) for every 16x16 block that this warp owns of the tile at
+// (row, column): with the bits of dropout, or with KeepAll.
+template <class Config, class Grid, class Use>
+CUTE_DEVICE void for_each_kept_block(DropoutParams const& params, MaskParams const& mask, int batch,
+                                     int head, int row, int column, Use use) {
+  if constexpr (Config::kDropout) {
+    Dropout<Grid> const dropout(params, mask, batch);
+    dropout.for_each_block(dropout_head(params, batch, head), row, column, use);
+  } else {
+    CUTE_UNROLL
+    for (int m = 0; m < Grid::kRowBlocks; ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < Grid::kColumnBlocks; ++n) use(m, n, KeepAll{});
+    }
+  }
+}
 
 // What the probabilities that dropout keeps are multiplied by.
 template <class Config>

@@ -42,6 +42,32 @@ struct ScoreModifiers {
     bias.add(scores, scaling.scale.bias_scale, tile...);
   }
 
+  // forward() in a backward: leaves in `scaled` the x that backward() reads, if a bias or a mask
+  // will hide it.
+  template <class Scores, class... Tile>
+  CUTE_DEVICE void recompute(Scores& scores, Scores& scaled, Tile const&... tile) const {
+    scaling.forward(scores);
+    scaled = scores;
+    bias.add(scores, scaling.scale.bias_scale, tile...);
+  }
+
+  // The same, but leaves the derivatives of backward(), if they are not constant.
+  template <class Scores, class... Tile>
+  CUTE_DEVICE void recompute_with_derivatives(Scores& scores, Scores& derivatives,
+                                              Tile const&... tile) const {
+    scaling.forward(scores);
+    scaling.differentiate(scores, derivatives);
+    bias.add(scores, scaling.scale.bias_scale, tile...);
+  }
+
+  static constexpr bool kConstantDerivative = Scaling::kConstantDerivative;
+
+  // The x of backward() from a score after all modifiers and the mask, and from the `scaled` of
+  // recompute(). Without a bias the score is enough, and `scaled` takes no registers.
+  CUTE_DEVICE static float input_of_derivative(float score, float scaled) {
+    return has_bias_tile<Config>() ? scaled : Scaling::unmasked(score);
+  }
+
   // The gradient of the products' scores from that of the modified ones. `x` is the score after
   // the scaling. A bias has the factor 1, and gradient_scale multiplies the sums at the end.
   CUTE_DEVICE static float backward(float gradient, float x) {

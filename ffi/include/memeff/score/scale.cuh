@@ -75,6 +75,14 @@ struct ScoreScaling {
     return gradient * derivative(x);
   }
 
+  template <class Scores>
+  CUTE_DEVICE static void differentiate(Scores const& scores, Scores& derivatives) {
+    if constexpr (!kConstantDerivative) {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) derivatives(i) = derivative(scores(i));
+    }
+  }
+
   // The x of a score that a mask may have made -inf. tanh is at least -1, where the derivative of
   // a masked score is 0 as it should be.
   CUTE_DEVICE static float unmasked(float x) { return fmaxf(x, -1.0f); }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memeff/core/math.cuh>
+#include <memeff/score/probability.cuh>
 #include <memeff/layout/row_statistics.cuh>
 
 namespace memeff {
@@ -16,7 +17,7 @@ CUTE_DEVICE void exponentiate_transposed(uint32_t statistics, float softmax_scal
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
       float& score = scores(i % 4, 0, 2 * pair + i / 4);
-      score = exp2_approx(fmaf(score, softmax_scale, -logsumexps.of[i / 4 * 2 + i % 2]));
+      score = probability(score, softmax_scale, logsumexps.of[i / 4 * 2 + i % 2]);
     }
   }
 }

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <memeff/collective/chunked_product.cuh>
-#include <memeff/kernels/fmha_bwd_sm80.cuh>
+#include <memeff/collective/load_tile.cuh>
+#include <memeff/kernels/backward/scores_sm80.cuh>
+#include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/score/bias/direct.cuh>
 
@@ -18,15 +20,43 @@ struct LargeDimTile {
   int column;
 };
 
+// The bias of a tile, which each lane reads from global memory when it is added: the products take
+// much longer.
+template <class Config, class Mask, class Grid, bool kBias = has_bias_tile<Config>()>
+struct QBlockDirectBias {
+  CUTE_DEVICE QBlockDirectBias(ScoreView const&, Mask const&, int, int) {}
+  template <class Scores>
+  CUTE_DEVICE void add(Scores&, float, QBlock const&) const {}
+};
+
+template <class Config, class Mask, class Grid>
+struct QBlockDirectBias<Config, Mask, Grid, true> {
+  ScoreView const& bias;
+  Mask const& mask;
+  int batch;
+  int column;
+
+  CUTE_DEVICE QBlockDirectBias(ScoreView const& bias, Mask const& mask, int batch, int column)
+      : bias(bias), mask(mask), batch(batch), column(column) {}
+
+  template <class Scores>
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, QBlock const& q_block) const {
+    add_bias_elements<Config, Grid>(scores, bias, batch, q_block.head, q_block.row, column,
+                                    mask.query_length - q_block.row, mask.key_length - column,
+                                    bias_scale);
+  }
+};
+
 // P and dS of a tile.
 template <class Config>
 struct LargeDimScores {
   using Element = typename Config::Element;
-  using Narrow = FmhaBackwardSm80<Config>;
+  using Whole = BackwardScoresSm80<Config>;
   using Tiles = BackwardTiles<Config>;
   using ScoreTile = typename Tiles::ScoreTile;
   using ScoreGrid = typename Tiles::ScoreGrid;
   using Mask = ScoreMask<Config, ScoreGrid>;
+  using Modifiers = ScoreModifiers<Config, QBlockDirectBias<Config, Mask, ScoreGrid>>;
   static constexpr int kThreads = Tiles::kThreads;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
@@ -38,7 +68,7 @@ struct LargeDimScores {
 
   static constexpr int kBufferBytes =
       cute::max(QueryStep::kBytes + KeyStep::kBytes, KeyProduct::StepTile::kBytes);
-  static constexpr int kStatisticsBytes = Narrow::kStatisticsBytes;
+  static constexpr int kStatisticsBytes = Whole::kStatisticsBytes;
   static constexpr int kSharedBytes =
       2 * ScoreTile::kBytes + 2 * kBufferBytes + 2 * kStatisticsBytes;
 
@@ -89,7 +119,7 @@ struct LargeDimScores {
   template <bool kProbabilities, bool kScoreGradients, class LoadNext>
   CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity,
                            LoadNext load_next) const {
-    using BiasWriter = typename Narrow::BiasWriter;
+    using BiasWriter = typename Whole::BiasWriter;
     constexpr bool kBiasGradient = Config::kBiasGradient != BiasGradient::none &&
                                    Config::kBiasGradient != BiasGradient::dbias_kernel;
     compute<kProbabilities, kScoreGradients, kBiasGradient>(ring, tile, parity, load_next, [&] {
@@ -124,14 +154,10 @@ struct LargeDimScores {
           }
         },
         load_next);
-    auto add_bias_to = [&](auto& x) {
-      add_bias_elements<Config, ScoreGrid>(x, params.bias, tile.batch, tile.query_head, tile.row,
-                                           tile.column, mask.query_length - tile.row,
-                                           mask.key_length - tile.column, params.scale.bias_scale);
-    };
-    Narrow::probabilities(params, statistics_buffers + parity * kStatisticsBytes, tile.batch,
-                          {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column,
-                          scores, score_gradient, add_bias_to, make_writer);
+    Modifiers const modifiers = {{params.scale}, {params.bias, mask, tile.batch, tile.column}};
+    Whole::compute(params, modifiers, statistics_buffers + parity * kStatisticsBytes, tile.batch,
+                   {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column, scores,
+                   score_gradient, make_writer);
     if constexpr (kProbabilities) {
       store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
     }

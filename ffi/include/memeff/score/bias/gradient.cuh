@@ -22,7 +22,7 @@ namespace memeff {
 
 // Index of a (batch, head) plane of a gradient, where broadcast dims count once.
 template <class Config>
-CUTE_DEVICE long long bias_plane(BackwardParams const& params, int batch, int head) {
+CUTE_DEVICE long long bias_slice(BackwardParams const& params, int batch, int head) {
   ScoreView const& gradient = params.bias_gradient;
   int const heads = gradient.head_stride == 0 ? 1 : params.shape.query_heads;
   return (gradient.batch_stride == 0 ? 0ll : element_of<Config>(gradient, batch)) * heads +
@@ -44,7 +44,7 @@ struct FmhaBackwardDbias;
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct BiasGradientTile {
   using Plane = ScorePlane<typename Config::BiasElement>;
-  int plane;
+  int slice;
   int row;
   int column;
   int row_bound;  // counts from the tile's first element, as column_bound
@@ -109,12 +109,12 @@ struct BiasGradientTile {
 
   CUTE_DEVICE BiasGradientTile(BackwardParams const& params, unsigned index, unsigned row_tiles,
                                unsigned key_tiles, unsigned heads)
-      : plane(index / key_tiles / row_tiles),
+      : slice(index / key_tiles / row_tiles),
         row(index / key_tiles % row_tiles * Tiles::kTileQuery),
         column(index % key_tiles * Tiles::kTileKey),
         row_bound(params.shape.query_length - row),
         column_bound(params.shape.key_length - column),
-        gradient(params.bias_gradient, plane / heads, plane % heads, row, column) {}
+        gradient(params.bias_gradient, slice / heads, slice % heads, row, column) {}
 
   CUTE_DEVICE static int row_tiles(BackwardParams const& params) {
     int const rows = params.bias_gradient.row_stride == 0 ? 1 : params.shape.query_length;
@@ -129,7 +129,7 @@ struct BiasGradientTile {
 };
 
 // One of the batch elements and heads that share a plane of the gradient.
-struct BiasMember {
+struct ScoreSlice {
   int index;
   int batch;
   int head;
@@ -137,13 +137,13 @@ struct BiasMember {
 
 // All of them, numbered.
 template <class Config>
-struct BiasMembers {
+struct BroadcastSlices {
   int first_batch;
   int first_head;
   int heads;
   int count;
 
-  CUTE_DEVICE BiasMembers(BackwardParams const& params, int plane) {
+  CUTE_DEVICE BroadcastSlices(BackwardParams const& params, int plane) {
     ProblemShape const& shape = params.shape;
     bool const all_batches = params.bias_gradient.batch_stride == 0;
     bool const all_heads = params.bias_gradient.head_stride == 0;
@@ -162,8 +162,8 @@ struct BiasMembers {
   CUTE_DEVICE int head(int member) const { return first_head + member % heads; }
 
   // One after the other, without a division for each.
-  CUTE_DEVICE BiasMember first() const { return {0, first_batch, first_head}; }
-  CUTE_DEVICE BiasMember after(BiasMember const& member) const {
+  CUTE_DEVICE ScoreSlice first() const { return {0, first_batch, first_head}; }
+  CUTE_DEVICE ScoreSlice after(ScoreSlice const& member) const {
     bool const next_batch = member.head + 1 == first_head + heads;
     return {member.index + 1, member.batch + next_batch, next_batch ? first_head : member.head + 1};
   }
@@ -178,7 +178,7 @@ struct ColumnSums {
 
   CUTE_DEVICE static float* row_of(BackwardParams const& params, int batch, int head,
                                    int row_warp) {
-    long long row = bias_plane<Config>(params, batch, head);
+    long long row = bias_slice<Config>(params, batch, head);
     if constexpr (Config::kDeterministic) {
       row = ((long long)batch * params.shape.query_heads + head) * kRowWarps + row_warp;
     }
@@ -189,7 +189,7 @@ struct ColumnSums {
     if constexpr (!Config::kDeterministic) {
       return params.bias_gradient_sum[plane * Tiles::padded_keys(params.shape) + column];
     }
-    BiasMembers<Config> const members(params, plane);
+    BroadcastSlices<Config> const members(params, plane);
     float sum = 0.0f;
 #pragma unroll 4
     for (int member = 0; member < members.count; ++member) {
@@ -328,7 +328,7 @@ struct BiasGradientWriter<Config, BiasGradient::shared> {
 
   CUTE_DEVICE BiasGradientWriter(BackwardParams const& params, ScoreTilePosition const& tile)
       : sums(params.bias_gradient_sum +
-             Tiles::bias_tile_offset(params, bias_plane<Config>(params, tile.batch, tile.head),
+             Tiles::bias_tile_offset(params, bias_slice<Config>(params, tile.batch, tile.head),
                                      tile.row / Tiles::kTileQuery, tile.column / Tiles::kTileKey)) {
   }
 

@@ -1,5 +1,5 @@
 // The bias of a visit of the backward kernel that owns keys, whose scores are transposed and whose
-// shared memory has no room for a ring of it: see kernels/backward/dkdv_sm90.cuh.
+// shared memory has no room for a ring of it: see kernels/backward/dkdv/kernel.cuh.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>

@@ -1,5 +1,5 @@
 // The bias of a square of queries and keys that a CTA visits for several batch elements and heads,
-// which all read the same: see kernels/backward/dbias_sm90.cuh.
+// which all read the same: see kernels/backward/dbias/sm90.cuh.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>

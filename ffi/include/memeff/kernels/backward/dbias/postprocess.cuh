@@ -16,7 +16,7 @@ struct FmhaBackwardDbiasPostprocess {
 
     if constexpr (Config::kBiasGradient == BiasGradient::shared) {
       float const* const sums =
-          params.bias_gradient_sum + Tiles::bias_tile_offset(params, tile.plane,
+          params.bias_gradient_sum + Tiles::bias_tile_offset(params, tile.slice,
                                                              tile.row / Tiles::kTileQuery,
                                                              tile.column / Tiles::kTileKey);
       CUTE_UNROLL
@@ -30,7 +30,7 @@ struct FmhaBackwardDbiasPostprocess {
     } else {
       for (int j = threadIdx.x; j < min(Tiles::kTileKey, tile.column_bound); j += kThreads) {
         *tile.gradient.at(0, j) = typename Config::BiasElement(
-            ColumnSums<Config, Tiles>::total(params, tile.plane, tile.column + j));
+            ColumnSums<Config, Tiles>::total(params, tile.slice, tile.column + j));
       }
     }
   }

@@ -74,16 +74,16 @@ struct DbiasSm90 {
   };
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
-  using Member = BiasMember;
+  using Member = ScoreSlice;
 
   // A tile, and the members that have a valid element in it.
   struct Work {
     using Tile = BiasGradientTile<Config, Tiles>;
     Tile tile;
-    BiasMembers<Config> members;
+    BroadcastSlices<Config> members;
 
     CUTE_DEVICE Work(BackwardParams const& params, int index)
-        : tile(params, index), members(params, tile.plane) {}
+        : tile(params, index), members(params, tile.slice) {}
 
     CUTE_DEVICE Member first(BackwardParams const& params) const {
       return from(params, members.first());

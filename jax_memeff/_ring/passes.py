@@ -1,9 +1,10 @@
 """The forward and the backward of ring attention, on the primitives.
 
-The forward merges the products of :mod:`jax_memeff.ring_schedule` by their logsumexps. The backward
-gives every product the output and the logsumexp of the whole row: then the probabilities that it
-recomputes are the final ones, and its gradients only have to be added (Liu, Zaharia and Abbeel,
-arXiv:2310.01889, appendix A). Sums of key and value travel with their keys, and go home at last.
+The forward merges the products of :mod:`jax_memeff._ring.schedule` by their logsumexps. The
+backward gives every product the output and the logsumexp of the whole row: the probabilities that
+it recomputes are then the final ones, and its gradients only have to be added (Liu, Zaharia and
+Abbeel, arXiv:2310.01889, appendix A). The gradients of key and value travel with their keys, and
+return to their device at the end.
 
 Everything is summed in float32 (float64 for float64 inputs) and rounded once.
 """
@@ -24,9 +25,11 @@ from jax import lax
 from jax_memeff._blockwise.tiles import read_block, when, write_block
 from jax_memeff._call import compat
 from jax_memeff._call.mask import Mask, slice_tile
-from jax_memeff._call.options import Gradients, NeedsGrad, Operands, Options, Position
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
+from jax_memeff._call.options import Options
 from jax_memeff._op import primitives
-from jax_memeff._ring import transfer as ring_transfer
+from jax_memeff._ring import transfer
 from jax_memeff._ring.schedule import (
     Layout,
     Product,
@@ -67,7 +70,7 @@ class Ring:
         send = functools.partial(lax.ppermute, axis_name=self.axis_name, perm=pairs)
         if self.is_differentiable:
             return jax.tree.map(send, tree)
-        return ring_transfer.unpack(send(ring_transfer.pack(tree)), tree)
+        return transfer.unpack(send(transfer.pack(tree)), tree)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The columns [B, S local, ...] of all devices, in natural order."""

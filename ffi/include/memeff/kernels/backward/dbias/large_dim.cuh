@@ -20,7 +20,7 @@ struct FmhaBackwardLargeDimDbias {
     uint32_t const shared = shared_address(dynamic_shared());
     ProblemShape const& shape = params.shape;
     BiasGradientTile<Config> const tile(params, blockIdx.x);
-    BiasMembers<Config> const members(params, tile.plane);
+    BroadcastSlices<Config> const members(params, tile.slice);
 
     auto mask_of = [&](int member) {
       return typename Scores::Mask(params.mask, shape, members.batch(member));
