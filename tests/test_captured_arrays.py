@@ -1,6 +1,6 @@
-"""Arrays that a feature brings reach its kernel through a table, without a change of the host library.
+"""Arrays that a feature brings reach its kernel through a table, which the host library fills.
 
-A toy kernel stands in for a feature: it adds ``sinks[b, n]``, which a vmap broadcasts, to ``totals``.
+A toy kernel plays a feature: it adds ``sinks[b, n]``, which a vmap broadcasts, to ``totals``.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from jax_memeff._call.operands import OPERANDS, Operand
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff.codegen.spec import EntryPoint, KernelSpec
 from jax_memeff.codegen.tiles import sm90
@@ -35,50 +36,28 @@ _SPEC_DTYPES = {"tf32": "f32"}
 _COMBINE_BLOCKS = 8
 """Blocks of the combination of split keys for each SM; they loop over all rows."""
 
-_SCORES = "B~ N? T? S?"
+_SIZES = {
+    "one": "1",
+    "batch": "B",
+    "sequences": "B",
+    "starts": "B+1",
+    "rows": "T",
+    "columns": "S",
+    "heads": "N",
+    "key_heads": "K",
+    "head_dim": "H",
+    "value_dim": "Hv",
+    "words": "2",
+}
+"""The names of dims in the table of operands, and in descriptions; the others are the same."""
 
-_DIMS = {
-    "query": "B T N H",
-    "key": "B~ S K H",
-    "value": "B~ S K Hv",
+_RESULTS = {
     "out": "B T N Hv",
     "logsumexp": "B T N",
     "out_gradient": "B T N Hv",
     "logsumexp_gradient": "B T N",
-    "query_gradient": "B T N H",
-    "key_gradient": "B S K H",
-    "value_gradient": "B S K Hv",
-    "bias": _SCORES,
-    "bias_gradient": _SCORES,
-    "boolean": _SCORES,
-    "query_lengths": "B",
-    "key_lengths": "B",
-    "query_position": "",
-    "key_position": "",
-    "query_segments": "B pairs T",
-    "key_segments": "B pairs S",
-    "key_words": "B 2",
-    "batch_base": "B",
-    "head_index": "N",
 }
-"""Of the arrays of a call; "..." for the others, workspaces, whose sizes only the seal covers."""
-
-_VARLEN_DIMS = {
-    "query": "1 query_tokens N H",
-    "key": "1 key_tokens K H",
-    "value": "1 key_tokens K Hv",
-    "out": "1 query_tokens N Hv",
-    "logsumexp": "1 query_tokens N",
-    "out_gradient": "1 query_tokens N Hv",
-    "logsumexp_gradient": "1 query_tokens N",
-    "query_gradient": "1 query_tokens N H",
-    "key_gradient": "1 key_tokens K H",
-    "value_gradient": "1 key_tokens K Hv",
-    "query_starts": "B+1",
-    "key_starts": "B+1",
-    "query_segments": "1 pairs query_tokens",
-    "key_segments": "1 pairs key_tokens",
-}
+"""The dims of the results of a forward, and of their gradients."""
 
 
 def sealed_image(spec: KernelSpec, arch: str, code: bytes, buffers: Iterable[Buffer]) -> bytes:
@@ -128,13 +107,45 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
 
 
 def _dims(spec: KernelSpec, name: str) -> str:
+    """The dims of an array of the call.
+
+    "..." for workspaces, whose sizes are covered by the seal of the call alone.
+    """
     if name.startswith(("queries_", "keys_")):  # codegen.spec.BlockMask.name
         side, tile = name.split("_")
         query, key = tile.split("x")
         return f"B? N? T/{query} *" if side == "queries" else f"B? N? S/{key} *"
-    dims = _DIMS | _VARLEN_DIMS if spec.varlen else _DIMS
-    captured = {array.name: array.dims for array in spec.captured_arrays}
-    return (dims | captured).get(name, "...")
+    for array in spec.captured_arrays:
+        if array.name == name:
+            return array.dims
+    if dims := _RESULTS.get(name):
+        return dims.replace("B T", "1 query_tokens") if spec.varlen else dims
+    for operand in OPERANDS:
+        if operand.buffer == name:
+            return " ".join(_operand_dims(operand, spec.varlen))
+        if name == f"{operand.buffer}_gradient":
+            dims = _operand_dims(operand, spec.varlen)
+            # That of a bias may be a sum over the batch; others have all of the batch.
+            return " ".join(dims if name == "bias_gradient" else map(_whole, dims))
+    return "..."
+
+
+def _operand_dims(operand: Operand, is_varlen: bool) -> list[str]:
+    named = operand.named_dims(is_varlen)
+    broadcast = [dim.endswith("|1") for dim in named]
+    sizes = [_SIZES.get(dim.removesuffix("|1"), dim.removesuffix("|1")) for dim in named]
+    dims = [
+        f"{size}?" if may_be_1 else size for size, may_be_1 in zip(sizes, broadcast, strict=True)
+    ]
+    if operand.may_lack_batch(is_varlen):
+        dims[0] = "B~"
+    if operand.buffer.endswith("_segments"):
+        dims.insert(1, "pairs")  # of ids: buffers.py stacks them
+    return dims
+
+
+def _whole(dim: str) -> str:
+    return dim.removesuffix("~")
 
 
 def _grid(spec: KernelSpec, entry: EntryPoint) -> tuple[str, int]:

@@ -137,7 +137,7 @@ def _separate(avals: Operands | QkvPackedOperands) -> Operands:
 def kernels(
     avals: Operands, options: Options, needs_grad: NeedsGrad | None
 ) -> dict[str, KernelSpec]:
-    """The kernel of each architecture that the program may run on."""
+    """The kernel for each architecture that the program may run on."""
     require_static(
         {
             "query": avals.query.shape,
@@ -155,7 +155,7 @@ def kernels(
 def digest(
     avals: Sequence[Any], *, tree: Any, options: Options, needs_grad: NeedsGrad | None = None
 ) -> bytes:
-    """What the kernels of a call depend on: changes with the code generator and the device code.
+    """A digest that changes with the kernels of a call: their specs, sources and compiler.
 
     Raises:
         UnsupportedError, CompileError: as the lowering would.
@@ -201,7 +201,7 @@ def _dtype(avals: Operands, options: Options) -> Dtype:
 
 
 def _broadcasts_batch(avals: Operands, options: Options, needs_grad: NeedsGrad | None) -> bool:
-    """Whether elements of the batch share some of an operand that is not a broadcast over it."""
+    """Whether a vmap broadcasts an operand: it has fewer batch indices than the batch, but not 1."""
     batch = avals.scores[0]
     elements = {divisors.combined(avals.mask, options.divisors, batch)[0]}
     if avals.bias is not None:
@@ -217,7 +217,7 @@ def _bias_gradient_shape(bias: jax.Array, avals: Operands, options: Options) -> 
 
 
 def _bias_layout(avals: Operands, options: Options) -> Literal["full", "shared", "columns", "rows"]:
-    """How the bias is broadcast, as far as kernels differ in it.
+    """How the bias is broadcast, in the cases that kernels tell apart.
 
     The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
     """
@@ -238,7 +238,7 @@ def _bias_alignment(avals: Operands) -> int:
 
 
 def _mask_names(mask: Mask) -> frozenset[str]:
-    """The mask in the code generator's words, where alignments do not matter but bounds do."""
+    """The mask in the code generator's words, which name bounds but not alignments."""
     names = set(mask.kinds()) - {"top_left", "bottom_right"}
     windows = [window for window in (mask.top_left, mask.bottom_right) if window is not None]
     if any(window.left is not None for window in windows):
@@ -289,7 +289,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
 
 
 def _divisors(avals: Operands, options: Options) -> tuple[int, int, int, int, int]:
-    """Of key, value, bias, boolean mask and the gradient of the bias."""
+    """The divisors of the arrays in ``_DIVISORS``."""
     own = options.divisors
     _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
     return own["key"], own["value"], own["bias"], boolean, own.of_gradient("bias") or 1

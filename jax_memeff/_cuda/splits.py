@@ -1,6 +1,6 @@
 """How far a forward may split its keys, known before the device is: codegen/support.py says when.
 
-The launcher (ffi/src/launch_split.cc) chooses the number of splits for the device, and this the
+The launcher (ffi/src/launch/splits.cc) chooses the number of splits for the device, and this the
 most that the program has room for.
 """
 

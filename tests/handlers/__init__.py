@@ -6,9 +6,11 @@ and ``fuzz`` give them, changed or not, to the handlers. See main.cc.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import os
 import re
 import struct
 import subprocess
@@ -190,7 +192,7 @@ def _executable() -> Path:
     headers = [*_HERE.glob("*.h"), *_ROOT.glob("ffi/src/**/*.h"), *_ROOT.glob("**/memeff/params.h")]
     texts = [file.read_bytes() for file in (*own, *host, *sorted(headers))]
     digest = hashlib.sha256(b"|".join([repr(_OPTIONS).encode(), *texts])).hexdigest()[:16]
-    directory = config.cache_dir() / "handlers"
+    directory = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "handlers"
     executable = directory / f"handlers-{digest}"
     if not executable.exists():
         directory.mkdir(parents=True, exist_ok=True)
@@ -204,7 +206,17 @@ def _executable() -> Path:
         for folder in found.stdout.strip().split(";"):
             includes += ["-isystem", folder]
         with tempfile.TemporaryDirectory(dir=directory) as work:
-            command = ["g++", *map(str, (*own, *host)), *includes, *_OPTIONS, "-o", f"{work}/out"]
-            subprocess.run(command, check=True)
-            Path(f"{work}/out").replace(executable)
+
+            def run(*words: str) -> None:
+                subprocess.run(["g++", *_OPTIONS, *words], cwd=work, check=True)
+
+            def compile(source: Path) -> str:
+                name = f"{source.parent.name}_{source.stem}.o"
+                run(*includes, "-c", str(source), "-o", name)
+                return name
+
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = list(pool.map(compile, (*own, *host)))
+            run(*objects, "-o", executable.name)
+            (Path(work) / executable.name).replace(executable)
     return executable

@@ -7,8 +7,7 @@
 namespace memeff::host {
 namespace {
 
-// In the time of a key tile: what a block needs beside its key tiles, and what the combination
-// adds.
+// Costs in units of the time of one key tile: the overhead of a block, and the combination.
 constexpr double kBlockOverhead = 3;
 constexpr double kCombination = 6;
 
