@@ -1,5 +1,5 @@
 """From a problem to a compiled kernel: ``Problem`` → ``KernelSpec`` → source → fatbin.
 
-Needs neither jax nor a GPU. Only ``compile.py`` imports ``cuda.core``, and only when a kernel is
-compiled.
+Needs neither jax nor a GPU. Only ``toolchain/nvrtc.py`` calls the compiler, and ``cuda.core`` is
+imported when the first kernel is compiled.
 """

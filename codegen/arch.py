@@ -1,7 +1,7 @@
-"""Names of GPU architectures: ``"sm_80"``, ``"sm_90a"``, and the compute capability in them.
+"""Names of GPU architectures, ``"sm_80"`` or ``"sm_90a"``, and their compute capabilities.
 
-``"compute_80"`` is the virtual architecture of sm_80: kernels as PTX, which the driver compiles for
-any device of capability 8.0 or later.
+``"compute_80"`` is the virtual architecture of sm_80: kernels are PTX, which the driver compiles
+for any device of capability 8.0 or later.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import re
 
 _ARCH = re.compile(r"(?:sm_(\d{2,3})[af]?|compute_(\d{2,3}))")
 
-# Capabilities whose architecture-specific instructions (the "a" suffix) a kernel family uses.
-# A kernel is compiled for the capability of one device, so the suffix costs no portability.
+# Capabilities whose architecture-specific instructions (the "a" suffix) some kernels use. A kernel
+# is compiled for the capability of one device, so the suffix costs no portability.
 _ARCHITECTURE_SPECIFIC = frozenset({90, 100, 103})
 
 
 def capability(arch: str) -> int:
     """The compute capability times ten: 80 for ``"sm_80"`` and ``"compute_80"``.
 
-    Raises ``ValueError`` when ``arch`` is not the name of an architecture.
+    Raises ``ValueError`` if ``arch`` is not the name of an architecture.
 
     >>> capability("sm_90a")
     90

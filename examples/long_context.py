@@ -6,7 +6,7 @@ Forward and backward of causal attention with grouped heads run over growing seq
 layouts of ``jax_memeff.ring_attention``, and the shortest sequence is checked against one device.
 
 OUTPUT receives result.json and long_context.png: which part of the scores each device computes at
-each step, and the times. The exit status is 1 when the ring and one device differ.
+each step, and the times. The exit status is 1 if the ring and one device differ.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Preset:
     lengths: tuple[int, ...]
     repeats: int
     tolerance: float
-    """Of the relative error of every gradient, in the Frobenius norm."""
+    """Limit of the relative error of every gradient, in the Frobenius norm."""
 
 
 PRESETS = {
@@ -127,8 +127,8 @@ def seconds(function: Gradients, preset: Preset, mesh: Mesh, layout: Layout, len
 
 
 def work(layout: Layout, devices: int) -> np.ndarray:
-    """What each device computes at each step, ``[devices, steps]``: the share of its scores of that
-    step that the causal mask leaves.
+    """The work of each device at each step, ``[devices, steps]``: the share of its scores that the
+    causal mask leaves.
 
     >>> work("contiguous", 2).round(1).tolist(), work("zigzag", 2).round(1).tolist()
     ([[0.5, 0.0], [0.5, 1.0]], [[0.5, 0.5], [0.5, 0.5]])
@@ -157,7 +157,7 @@ def plot(result: dict, path: Path) -> None:
     for axes, layout in zip(maps, LAYOUTS, strict=True):
         share = work(layout, devices)
         images.append(axes.imshow(share, vmin=0, vmax=1, cmap="viridis"))
-        # A step lasts as long as that of the busiest device.
+        # A step lasts as long as the busiest device computes.
         duration = share.max(0).sum()
         axes.set(xlabel="step", ylabel="device")
         axes.set_title(f"{layout}: as long as {duration:.1f} full steps")
@@ -214,7 +214,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, report, write the files; returns the exit status."""
     options = parse(arguments)
-    # Without effect where there are other devices than those of the host.
+    # No effect if JAX has other devices than those of the host.
     jax.config.update("jax_num_cpu_devices", HOST_DEVICES)
     name = options.preset or ("gpu" if jax.default_backend() == "gpu" else "cpu")
     preset = PRESETS[name]

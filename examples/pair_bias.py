@@ -1,16 +1,16 @@
-"""Attention with a learned pair bias, as in AlphaFold: who attends to whom is read off the pairs.
+"""Attention with a learned pair bias, as in AlphaFold: the pairs decide who attends to whom.
 
     python examples/pair_bias.py                  # under a minute on two CPU cores
     python examples/pair_bias.py --attention jax  # the same training through jax.nn
 
 Points lie in a square. Each row of inputs gives every point a random vector, and the target of a
 point is the mean of the vectors of its neighbours. Only the pairs, features of the distance of two
-points, tell who is near whom. As in the row attention of AlphaFold (Jumper et al., 2021,
+points, show which points are near. As in the row attention of AlphaFold (Jumper et al., 2021,
 supplement, algorithm 7) a projection of the pairs becomes a bias of the scores, one for each head,
-which all rows share; it is learned through the gradient of the bias.
+common to all rows; it is learned through the gradient of the bias.
 
 OUTPUT receives results.json (every loss, and the memory of one gradient by length) and
-pair_bias.png. The exit status is 1 when a run of the preset's full length does not end at 30 % of
+pair_bias.png. The exit status is 1 if a run of the preset's full length does not end at 30 % of
 the variance of the targets; without the pairs nothing comes much below 100 %.
 """
 
@@ -39,7 +39,7 @@ from rich.table import Table
 import jax_memeff
 
 BINS = 16
-"""Distances of a pair are one of so many features."""
+"""The distance of a pair is a one-hot feature of this size."""
 TARGET = 0.3
 """The final loss has to be at most this share of the variance of the targets."""
 
@@ -189,7 +189,7 @@ def train(trainer: Trainer, steps: int) -> list[float]:
 
 
 def gradient_bytes(attention: Attention, preset: Preset, length: int) -> int:
-    """What XLA plans beside arguments and results for the gradients of one attention, in bytes.
+    """Bytes that XLA plans for the gradients of one attention, beside arguments and results.
 
     Compiled for the present device, and not run.
     """

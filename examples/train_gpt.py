@@ -255,7 +255,7 @@ class Trainer:
         def extend(position, carry):
             tokens, key = carry
             key, draw = jax.random.split(key)
-            # The model is causal: what stands at and after this position is never seen.
+            # The model is causal: it does not see the zeros at this position and after it.
             logits = nnx.merge(self.graph, parameters)(tokens, 0.0, draw)[0, position - 1]
             byte = jax.random.categorical(draw, logits / temperature)
             return tokens.at[0, position].set(byte), key
@@ -336,7 +336,7 @@ def train(
 
 
 def remaining_steps(preset: Preset, steps: int, every: int) -> float:
-    """What is left after the first steps, in training steps.
+    """The cost of the steps after the estimate and of all validations, in training steps.
 
     A validation window costs a third of a window of training, which adds the backward.
     """

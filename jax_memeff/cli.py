@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -85,7 +86,7 @@ def _toolchain() -> Table:
         table.add_row(part.title, escape(path), via)
     if None in found.values():
         for place, value in parts.searched().items():
-            table.add_row(f"searched {place}", escape(value))
+            table.add_row(f"searched {place}", escape(value.replace(os.pathsep, "\n")))
         table.add_row("to install it", escape(parts.INSTALL))
     return table
 
@@ -222,7 +223,7 @@ def _table(name: str, *columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column(name, no_wrap=True, overflow="fold")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     return table
 
 

@@ -32,7 +32,8 @@ class CompileError(Exception):
     """NVRTC refused a generated kernel, or could not be run.
 
     ``log`` is the compiler's whole log; ``versions`` maps each part (driver, NVRTC, headers) to
-    its version. The message shows the first error of the log, the versions, and what to do.
+    its version or, if a part is missing, each place that was searched to its value. The message
+    shows the first error of the log, ``versions``, and what to do.
     """
 
     def __init__(self, log: str, versions: Mapping[str, str], advice: str = ""):
@@ -40,7 +41,7 @@ class CompileError(Exception):
         self.versions = dict(versions)
         lines = [line for line in log.splitlines() if line.strip()]
         first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
-        message = [f"a kernel did not compile: {first.strip() or 'the compiler said nothing'}"]
+        message = [f"a kernel did not compile: {first.strip() or 'the compiler printed nothing'}"]
         message += [f"  {part}: {version}" for part, version in self.versions.items()]
         if advice:
             message.append(advice)
@@ -48,5 +49,5 @@ class CompileError(Exception):
         self._advice = advice
 
     def __reduce__(self):
-        # The compiler runs in worker processes, and its errors travel back pickled.
+        # The compiler runs in worker processes, which send its errors back pickled.
         return type(self), (self.log, self.versions, self._advice)

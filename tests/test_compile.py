@@ -244,6 +244,17 @@ def test_missing_nvrtc_names_the_command(cache, nothing_found):
     assert 'pip install "jax-memeff[cuda13]"' in str(raised.value)
 
 
+def test_a_library_that_does_not_load_names_the_command(nothing_found, monkeypatch, tmp_path):
+    broken = tmp_path / "libnvrtc.so.13"
+    broken.write_text("not a library")
+    wheel = parts.Found(parts.NVRTC, broken, parts.WHEEL, "13.0.0")
+    monkeypatch.setattr(parts, "_in_wheels", lambda part: wheel)
+    monkeypatch.setattr(parts, "_is_loaded", lambda soname: False)
+    with pytest.raises(CompileError, match=r"NVRTC not found: .*libnvrtc\.so\.13") as raised:
+        nvrtc.compile(TINY, "sm_80", "tiny")
+    assert 'pip install "jax-memeff[cuda13]"' in str(raised.value)
+
+
 @pytest.mark.parametrize("module", ["cuda.bindings.nvfatbin"])
 def test_missing_packages_name_the_command(cache, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)

@@ -224,6 +224,7 @@ def test_a_directory_of_others_is_refused_with_one_warning(tmp_path, monkeypatch
         assert cache.entries() == []
     assert len(caught) == 1 and "JAX_MEMEFF_CACHE_DIR" in str(caught[0].message)
     assert cache.refusal() == str(caught[0].message)
+    assert (f"chmod go-w '{refused}'" in str(caught[0].message)) == (danger != "owner")
     assert file.read_bytes() == before
 
 

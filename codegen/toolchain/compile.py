@@ -47,7 +47,7 @@ def compile(spec: KernelSpec, arch: str) -> Compiled:
 
 
 def lookup(spec: KernelSpec, arch: str) -> Compiled | None:
-    """What ``compile`` would find in the cache, or None."""
+    """The kernel that ``compile`` would find in the cache, or None."""
     return lookup_source(*source(spec, arch))
 
 
@@ -71,7 +71,7 @@ def compile_source(source: str, arch: str, names: Sequence[str]) -> Compiled:
 
 
 def lookup_source(source: str, arch: str, names: Sequence[str]) -> Compiled | None:
-    """What ``compile_source`` would find in the cache, or None."""
+    """The kernel that ``compile_source`` would find in the cache, or None."""
     start = time.perf_counter()
     key = _key(source, arch, names)  # first, because it reports what is not installed
     payload = program_cache.current().get(key)
@@ -125,7 +125,7 @@ def _pack(compiled: Compiled) -> bytes:
 
 
 def _unpack(payload: bytes, names: tuple[str, ...], start: float) -> Compiled | None:
-    """What ``_pack`` was given, or None if ``payload`` does not have its structure."""
+    """The argument of ``_pack``, or None if ``payload`` does not have its structure."""
     meta, _, image = payload.partition(b"\n")
     try:
         fields = json.loads(meta)

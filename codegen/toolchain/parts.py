@@ -98,15 +98,18 @@ def headers(part: Part) -> Found | None:
 def library(part: Part) -> Found:
     """Load the library ``part`` into this process, so that cuda.bindings uses it.
 
-    Raises ``CompileError`` naming the command that installs it if it is nowhere.
+    Raises ``CompileError`` naming the command that installs it if it is nowhere, or does not load.
     """
     wheel = _in_wheels(part)
-    if wheel is not None and not _is_loaded(part.file):
-        ctypes.CDLL(str(wheel.path))
     pathfinder = import_("cuda.pathfinder")
     try:
+        if wheel is not None and not _is_loaded(part.file):
+            # NVRTC 13.0 searches its builtins by name, and not beside itself.
+            for builtins in wheel.path.parent.glob(f"lib{part.name}-builtins.so.*"):
+                ctypes.CDLL(str(builtins))
+            ctypes.CDLL(str(wheel.path))
         loaded = pathfinder.load_nvidia_dynamic_lib(part.name)
-    except pathfinder.DynamicLibNotFoundError as error:
+    except (pathfinder.DynamicLibNotFoundError, OSError) as error:
         raise missing([part], str(error)) from None
     if wheel is not None and os.path.samefile(wheel.path, loaded.abs_path):
         return wheel

@@ -168,18 +168,23 @@ def _open_trusted(directory: Path | None, create: bool) -> Iterator[int]:
 
 
 def _require_private(descriptor: int, directory: Path) -> None:
-    if found := _distrust(os.fstat(descriptor)):
+    status = os.fstat(descriptor)
+    if found := _distrust(status):
+        chmod = f", or run: chmod go-w '{directory}'" if _trusted_owner(status) else ""
         raise UntrustedDirectoryError(
             "jax_memeff keeps compiled kernels in memory only, because machine code that another "
             f"user wrote would run with your rights: {directory} {found}. Name another directory "
-            "in JAX_MEMEFF_CACHE_DIR (it is created if it does not exist), or give this one to "
-            f"yourself alone: chmod go-w '{directory}'"
+            f"in JAX_MEMEFF_CACHE_DIR (it is created if it does not exist){chmod}"
         )
+
+
+def _trusted_owner(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0)  # root could change any file
 
 
 def _distrust(status: os.stat_result) -> str | None:
     """Whether, and how, a user other than this one could have written a file."""
-    if status.st_uid not in (os.geteuid(), 0):  # root could change any file
+    if not _trusted_owner(status):
         return f"is owned by the user with the id {status.st_uid}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"can be written to by other users (its mode is {stat.S_IMODE(status.st_mode):o})"

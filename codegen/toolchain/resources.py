@@ -1,4 +1,4 @@
-"""What the compiler says a kernel needs, read from the log of ``ptxas -v``."""
+"""Registers, spills and shared memory of kernels, read from the log of ``ptxas -v``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Resource(NamedTuple):
 
 
 def parse(log: str, names: Sequence[str]) -> list[Resource]:
-    """One ``Resource`` for each of ``names`` that the log speaks of, in the order of ``names``.
+    """One ``Resource`` for each of ``names`` that the log mentions, in the order of ``names``.
 
     >>> log = "Compiling entry function 'k' for 'sm_80'\\nUsed 10 registers, 1024 bytes smem"
     >>> parse(log, ["k"])
     [Resource(name='k', registers=10, spill_store=0, spill_load=0, shared_bytes=1024)]
     """
-    # The text before the first entry belongs to no kernel; then names and texts alternate.
+    # Drop the text before the first entry; names and texts alternate after it.
     parts = _ENTRY.split(log)[1:]
     text_of = dict(zip(parts[::2], parts[1::2], strict=True))
     return [
