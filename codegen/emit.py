@@ -24,10 +24,10 @@ static_assert({alias}::kSharedBytes == {shared_bytes});
 
 _ENTRY = """\
 extern "C" __global__ void __launch_bounds__({alias}::kThreads, {blocks})
-{name}(const __grid_constant__ memeff::{params} params{maps}) {{
+{name}(const __grid_constant__ memeff::{params} params{maps}{arrays}) {{
   memeff::let_next_kernel_start();
   memeff::wait_for_kernel_before();
-  {alias}::run(params{pass_maps});
+  {alias}::run(params{pass_maps}{pass_arrays});
 }}
 """
 
@@ -57,6 +57,8 @@ def _config(spec: KernelSpec) -> dict[str, Constant | CppType]:
     }
     for feature in FEATURES:
         config.update(feature.constants(spec))
+    for index, array in enumerate(spec.captured_arrays):
+        config[f"k{''.join(map(str.capitalize, array.name.split('_')))}Array"] = index
     return {**config, "kBlockMask": spec.has_block_mask}
 
 
@@ -73,6 +75,7 @@ def _kernel(spec: KernelSpec, entry: EntryPoint) -> str:
     alias = "".join(word.capitalize() for word in suffix.split("_")) or "Kernel"
     direction = spec.direction.capitalize()
     maps = f", const __grid_constant__ memeff::{direction}Maps maps"
+    arrays = ", const __grid_constant__ memeff::ArrayTable arrays"
     text = _KERNEL + (_SHARED if entry.shared_bytes else "") + _ENTRY
     return text.format(
         alias=alias,
@@ -84,4 +87,6 @@ def _kernel(spec: KernelSpec, entry: EntryPoint) -> str:
         params=f"{direction}Params",
         maps=maps if entry.takes_maps else "",
         pass_maps=", maps" if entry.takes_maps else "",
+        arrays=arrays if entry.takes_arrays else "",
+        pass_arrays=", arrays" if entry.takes_arrays else "",
     )

@@ -71,6 +71,8 @@ class EntryPoint(NamedTuple):
     block_mask: BlockMask | None = None
     cpp_class: str = ""
     blocks: str = ""
+    takes_arrays: bool = False
+    """Whether the table of ``KernelSpec.captured_arrays`` is its last parameter."""
 
 
 class TensorMap(NamedTuple):
@@ -79,6 +81,19 @@ class TensorMap(NamedTuple):
     name: str
     rows: int
     columns: int
+
+
+class CapturedArray(NamedTuple):
+    """An array that a feature brings: ``ArrayView`` of ffi/include/memeff/params.h.
+
+    ``dims`` are named as in ffi/src/images/kernel_description.h, and ``alignment`` is in bytes.
+    A ``zeroed`` one is a result that is zero when the first kernel begins.
+    """
+
+    name: str
+    dims: str
+    alignment: int = 4
+    zeroed: bool = False
 
 
 class Workspace(NamedTuple):
@@ -339,6 +354,13 @@ class KernelSpec:
         """Whether blocks that add to the gradient of the query wait for each other."""
         ordered = self[registry.DETERMINISTIC] and "query" in self.gradients
         return ordered and not self.kernel.owns_outputs
+
+    @property
+    def captured_arrays(self) -> tuple[CapturedArray, ...]:
+        """The arrays that features bring, in the order of ``ArrayTable``."""
+        return tuple(
+            array for feature in registry.FEATURES for array in feature.captured_arrays(self)
+        )
 
     @property
     def has_block_mask(self) -> bool:

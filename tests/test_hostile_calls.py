@@ -6,9 +6,11 @@ process of its own under sanitizers, on the buffers that XLA would pass.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
+import os
 import shutil
 from typing import Any
 
@@ -139,8 +141,8 @@ def buffers(kind, position, dtype=None, **sizes):
     return edit
 
 
-def described(old, new):
-    return lambda call: call.redescribe(old, new)
+def described(pattern, new):
+    return lambda call: call.redescribe(pattern, new)
 
 
 def dropped(kind, position):
@@ -178,7 +180,10 @@ FORGED = {
     "no image": (edited(kernels={"archs": "sm_90a"}), "no attribute sm_90a"),
     "an architecture of another image": (swapped_images, "a description of 'sm_90a'"),
     "a name twice": (edited(operands="query,query,value"), "'query', which the call has twice"),
-    "swapped names": (edited(operands="key,query,value"), "array 'query'"),
+    "swapped names": (
+        edited(operands="key,query,value"),
+        "N = 2 query heads, expected a multiple of K",
+    ),
     "a divisor of 0": (edited(operands="query,key/0,value"), "the divisor of 'key/0'"),
     "a large divisor": (edited(operands="query,key/2147483647,value"), "product of its divisor"),
     "no type": (edited(operand_types="bf16[2] f32[-1] s32[]"), "has 'f32[-1]'"),
@@ -198,16 +203,18 @@ FORGED = {
     "no key": (dropped("operands", 1), "no array 'key'"),
     "no logsumexp": (dropped("results", 1), "no array 'logsumexp'"),
     "a wrong direction": (described("direction forward", "direction backward"), "direction"),
-    "no tile": (described("tile 128 128", "tile 0 0"), "tile = '0', expected 1 to"),
+    "no tile": (described(r"^tile \d+", "tile 0"), "tile = '0', expected 1 to"),
     "an alignment of 0": (described("alignment 16", "alignment 0"), "alignment = '0'"),
     "an odd alignment": (described("alignment 16", "alignment 12"), "a power of two"),
     "no blocks": (described("blocks_per_sm 1", "blocks_per_sm 0"), "blocks_per_sm = '0'"),
-    "no entry points": (described("entry ", "entries "), "the line 'entries'"),
-    "an unknown dim": (described("B*N*T/128", "B*N*Q/128"), "'Q/128' is unknown"),
-    "a tile of 0": (described("B*N*T/128", "B*N*T/0"), "'T/0' is unknown"),
-    "a huge grid": (described("B*N*T/128", "B*N*T*9999999999999999"), "blocks"),
+    "no entry points": (described("^entry .*\n", ""), "expected 1 to 8"),
+    "an unknown line": (described("^entry ", "entries "), "the line 'entries'"),
+    "an unknown dim": (described(r"N\*T/", "N*Q/"), "' is unknown"),
+    "a tile of 0": (described(r"N\*T/\d+", "N*T/0"), "'T/0' is unknown"),
+    "a huge grid": (described(r"N\*T/\d+ 1", f"N*T*{2**50} 0"), "a grid has at most 2147483647"),
+    "a grid that overflows": (described(r"N\*T/\d+", f"N*T*{2**61}"), "makes too many blocks"),
     "a map of nothing known": (described("map query 64 64", "map query 64 7"), "map columns"),
-    "an array of the kernel alone": (described("array query", "array q"), "an array 'q'"),
+    "an array of the kernel alone": (described("^array query", "array q"), "an array 'q'"),
     "a line twice": (described("alignment 16", "alignment 16\nalignment 16"), "'blocks_per_sm'"),
 }
 
@@ -218,10 +225,9 @@ def test_forged_calls_are_errors_that_name_what_is_wrong(corpus, name):
     call = first(corpus)
     edit, message = FORGED[name]
     edit(call)
-    try:
+    # Attributes of another kind have no digest.
+    with contextlib.suppress(AttributeError, TypeError, KeyError):
         call.seal()
-    except (AttributeError, TypeError, KeyError):
-        pass  # attributes of another kind, which have no digest
     assert message in error_of(call)
 
 
@@ -277,7 +283,8 @@ def test_digests_are_those_of_hashlib():
 
 
 def test_changed_calls_never_end_the_process(corpus):
-    """Some thousands here; a run of 100,000 is in CONTRIBUTING.md."""
-    outcome = handlers.fuzz(corpus, 4000, seed=0)
+    count = int(os.environ.get("JAX_MEMEFF_FUZZ", "4000"))
+    outcome = handlers.fuzz(corpus, count, seed=count)
+    print(outcome)
     refused, launched = (int(words.split()[0]) for words in outcome.split(":")[1].split(","))
-    assert refused > 2000 and launched > 20, outcome
+    assert refused > count / 2 and launched > count / 200, outcome

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
+    from ..spec import CapturedArray, Kernel, KernelSpec
 
 Asked = TypeVar("Asked")
 Compiled = TypeVar("Compiled")
@@ -105,6 +105,10 @@ class Feature(Generic[Asked, Compiled]):
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         """Its lines of the kernel's configuration."""
         return {}
+
+    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
+        """What a kernel gets of its operands in the table of arrays (``ArrayTable``)."""
+        return ()
 
     def tag(self, compiled: Compiled, kernel: Kernel) -> str:
         """Its word in the kernel's name."""

@@ -1,4 +1,4 @@
-"""The buffers of a custom call, by the names that the host library knows (ffi/src)."""
+"""The buffers of a custom call, by the names that the host library uses (ffi/src)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Buffer(NamedTuple):
 def of_operands(
     ctx: mlir.LoweringRuleContext, avals: Any, values: Any, options: Options
 ) -> list[Buffer]:
-    """Those of the operands, in the order of the table; arrays of one buffer become one array."""
+    """The buffers of the operands, in the order of the table; arrays of one buffer are combined."""
     pairs = zip(in_table_order(avals), in_table_order(values), strict=True)
     buffers = []
     for name, group in itertools.groupby(pairs, key=lambda pair: pair[0].operand.buffer):
@@ -63,7 +63,7 @@ def of_block_masks(
     shared: Divisors,
     specs: dict[str, KernelSpec],
 ) -> list[Buffer]:
-    """Which tiles the kernels visit where masks are arrays."""
+    """The block masks: which tiles of scores each kernel computes if masks are arrays."""
     maps = {block_mask for spec in specs.values() for block_mask in spec.block_masks}
     arrays, structure = jax.tree.flatten(avals.mask)
     return [
@@ -85,7 +85,7 @@ def _computed(
 ) -> Buffer:
     """A buffer that XLA computes from operands before the call.
 
-    ``avals`` have shapes and dtypes; those of packed projections are no abstract values of JAX.
+    ``avals`` have shapes and dtypes, and need not be abstract values of JAX.
     """
     avals = [ShapedArray(aval.shape, aval.dtype) for aval in avals]
     result = jax.eval_shape(function, *avals)

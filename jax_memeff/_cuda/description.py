@@ -63,6 +63,7 @@ _VARLEN_DIMS = {
     "key_gradient": "1 key_tokens K H",
     "value_gradient": "1 key_tokens K Hv",
 }
+"""The dims of the results of a forward, and of their gradients."""
 
 
 def sealed_image(spec: KernelSpec, arch: str, code: bytes, buffers: Iterable[Buffer]) -> bytes:
@@ -94,7 +95,8 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
     for entry in spec.entry_points:
         grid, most = _grid(spec, entry)
         mask = entry.block_mask.name if entry.block_mask else "-"
-        parameters = "maps" if entry.takes_maps else "-"
+        further = ["maps"] * entry.takes_maps + ["arrays"] * entry.takes_arrays
+        parameters = ",".join(further) or "-"
         sizes = f"{entry.threads} {entry.shared_bytes}"
         lines.append(f"entry {entry.name} {sizes} {grid} {most} {mask} {parameters}")
     for box in spec.tensor_maps:
@@ -105,14 +107,23 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
         lines += [
             f"array {name} {dtype} {_dims(spec, name)}".rstrip() for name in buffer.name.split("+")
         ]
+    for array in spec.captured_arrays:
+        lines.append(f"captured {array.name} {array.alignment} {'zeroed' if array.zeroed else '-'}")
     return "\n".join(lines) + "\n"
 
 
 def _dims(spec: KernelSpec, name: str) -> str:
+    """The dims of an array of the call.
+
+    "..." for workspaces, whose sizes are covered by the seal of the call alone.
+    """
     if name.startswith(("queries_", "keys_")):  # codegen.spec.BlockMask.name
         side, tile = name.split("_")
         query, key = tile.split("x")
         return f"B? N? T/{query} *" if side == "queries" else f"B? N? S/{key} *"
+    for array in spec.captured_arrays:
+        if array.name == name:
+            return array.dims
     dims = _DIMS | _VARLEN_DIMS if spec[features.VARLEN] else _DIMS
     return dims.get(name, "...")
 

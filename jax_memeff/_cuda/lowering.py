@@ -142,7 +142,7 @@ def _separate(avals: Operands | QkvPackedOperands) -> Operands:
 def kernels(
     avals: Operands, options: Options, needs_grad: NeedsGrad | None
 ) -> dict[str, KernelSpec]:
-    """The kernel of each architecture that the program may run on."""
+    """The kernel for each architecture that the program may run on."""
     require_static(
         {
             "query": avals.query.shape,
@@ -171,7 +171,7 @@ def kernels(
 def digest(
     avals: Sequence[Any], *, tree: Any, options: Options, needs_grad: NeedsGrad | None = None
 ) -> bytes:
-    """What the kernels of a call depend on: changes with the code generator and the device code.
+    """A digest that changes with the kernels of a call: their specs, sources and compiler.
 
     Raises:
         UnsupportedError, CompileError: as the lowering would.
@@ -311,7 +311,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
 
 
 def _divisors(avals: Operands, options: Options) -> tuple[int, int, int, int, int]:
-    """Of key, value, bias, boolean mask and the gradient of the bias."""
+    """The divisors of the arrays in ``_DIVISORS``."""
     own = options.divisors
     _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
     return own["key"], own["value"], own["bias"], boolean, own.of_gradient("bias") or 1

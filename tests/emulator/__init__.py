@@ -80,7 +80,7 @@ def compile(spec: KernelSpec, arch: str) -> compiler.Compiled:
     names = tuple(entry.name for entry in spec.entry_points)
     exports = "\n".join(f"EMULATOR_KERNEL({name})" for name in names)
     sources = {f"{spec.name}.cc": f"{emit.source(spec)}\n{exports}\n"}
-    library = _kernel_library(spec.name, sources)
+    library = kernel_library(spec.name, sources)
     return compiler.Compiled(
         image=os.fsencode(library),
         names=names,
@@ -109,7 +109,7 @@ def launch(source: str, name: str, *, threads: int, shared_bytes: int) -> None:
     Raises ``RuntimeError`` saying what failed.
     """
     driver = _driver()
-    image = os.fsencode(_kernel_library("kernels", {"kernels.cc": source}))
+    image = os.fsencode(kernel_library("kernels", {"kernels.cc": source}))
     library, kernel, error = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_char_p()
     driver.cuLibraryLoadData(ctypes.byref(library), image, None, None, 0, None, None, 0)
     driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
@@ -130,7 +130,7 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
-def _kernel_library(name: str, sources: dict[str, str]) -> Path:
+def kernel_library(name: str, sources: dict[str, str]) -> Path:
     """Compiles kernels. CuTe's headers, which take two of three seconds, are precompiled."""
     directories = [_precompiled_headers(), *_directories(str(headers.own_include_dir()))]
     return _compiled(f"{name}.so", sources, _KERNEL_OPTIONS, directories, headers.digest())

@@ -6,9 +6,12 @@ and ``fuzz`` give them, changed or not, to the handlers. See main.cc.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import os
+import re
 import struct
 import subprocess
 import sys
@@ -70,15 +73,16 @@ class Call:
             avals = [description.Buffer("", Aval(*buffer)) for buffer in buffers]
             self.attributes[f"{kind}_types"] = description.types(avals)
 
-    def redescribe(self, old: str, new: str, arch: str = "") -> None:
-        """Changes the description of a kernel, with a header and a digest that fit it."""
+    def redescribe(self, pattern: str, new: str, arch: str = "") -> None:
+        """Replaces the one match in the description of a kernel; header and digest fit it."""
         images = self.attributes["kernels"]
         arch = arch or images["archs"]
         image = images[arch]
         version, text_bytes, code_bytes = struct.unpack_from("<3Q", image, 8)
         text = image[32 : 32 + text_bytes].decode()
-        assert text.count(old) == 1, text
-        text = text.replace(old, new).encode()
+        text, count = re.subn(pattern, new, text, flags=re.MULTILINE)
+        assert count == 1, text
+        text = text.encode()
         code = image[32 + text_bytes :][:code_bytes]
         changed = image[:8] + struct.pack("<3Q", version, len(text), code_bytes) + text + code
         images[arch] = changed + hashlib.sha256(changed).digest()
@@ -188,7 +192,7 @@ def _executable() -> Path:
     headers = [*_HERE.glob("*.h"), *_ROOT.glob("ffi/src/**/*.h"), *_ROOT.glob("**/memeff/params.h")]
     texts = [file.read_bytes() for file in (*own, *host, *sorted(headers))]
     digest = hashlib.sha256(b"|".join([repr(_OPTIONS).encode(), *texts])).hexdigest()[:16]
-    directory = config.cache_dir() / "handlers"
+    directory = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "handlers"
     executable = directory / f"handlers-{digest}"
     if not executable.exists():
         directory.mkdir(parents=True, exist_ok=True)
@@ -202,7 +206,17 @@ def _executable() -> Path:
         for folder in found.stdout.strip().split(";"):
             includes += ["-isystem", folder]
         with tempfile.TemporaryDirectory(dir=directory) as work:
-            command = ["g++", *map(str, (*own, *host)), *includes, *_OPTIONS, "-o", f"{work}/out"]
-            subprocess.run(command, check=True)
-            Path(f"{work}/out").replace(executable)
+
+            def run(*words: str) -> None:
+                subprocess.run(["g++", *_OPTIONS, *words], cwd=work, check=True)
+
+            def compile(source: Path) -> str:
+                name = f"{source.parent.name}_{source.stem}.o"
+                run(*includes, "-c", str(source), "-o", name)
+                return name
+
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = list(pool.map(compile, (*own, *host)))
+            run(*objects, "-o", executable.name)
+            (Path(work) / executable.name).replace(executable)
     return executable

@@ -110,8 +110,8 @@ Frame::Frame(const Attributes& attributes) {
         break;
       case Kind::kInt:
         types_.push_back(XLA_FFI_AttrType_SCALAR);
-        scalars_.push_back(std::make_unique<XLA_FFI_Scalar>(XLA_FFI_Scalar{
-            XLA_FFI_DataType_S32, const_cast<int32_t*>(attribute.ints.data())}));
+        scalars_.push_back(std::make_unique<XLA_FFI_Scalar>(
+            XLA_FFI_Scalar{XLA_FFI_DataType_S32, const_cast<int32_t*>(attribute.ints.data())}));
         values_.push_back(scalars_.back().get());
         break;
       case Kind::kInts:
@@ -135,9 +135,9 @@ Frame::Frame(const Attributes& attributes) {
     }
   }
   for (XLA_FFI_ByteSpan& name : names_) name_pointers_.push_back(&name);
-  attrs_ = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,
-            static_cast<int64_t>(names_.size()), types_.data(),
-            name_pointers_.data(), values_.data()};
+  attrs_ = {
+      XLA_FFI_Attrs_STRUCT_SIZE, nullptr,       static_cast<int64_t>(names_.size()), types_.data(),
+      name_pointers_.data(),     values_.data()};
 }
 
 void seal(Case* call) {

@@ -14,7 +14,13 @@ namespace handlers {
 struct Attribute;
 using Attributes = std::map<std::string, Attribute>;  // sorted, as XLA passes them
 
-enum class Kind : unsigned char { kText = 's', kInt = 'i', kInts = 'I', kFloats = 'F', kDict = 'd' };
+enum class Kind : unsigned char {
+  kText = 's',
+  kInt = 'i',
+  kInts = 'I',
+  kFloats = 'F',
+  kDict = 'd'
+};
 
 struct Attribute {
   Kind kind = Kind::kText;

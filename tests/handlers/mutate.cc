@@ -16,12 +16,27 @@ using Random = std::mt19937_64;
 
 constexpr size_t kHeaderBytes = 32;
 
-constexpr const char* kWords[] = {"0",     "-1",    "1",          "3",
-                                  "65",    "1e9",   "2147483648", "9223372036854775807",
-                                  "99999999999999999999",         "query",
-                                  "none",  "nan",   "-",          "...",
-                                  "*",     "",      "B~",         "f32[2,3]",
-                                  "bf16[0,128,4,64]", "forward",  "4294967297"};
+constexpr const char* kWords[] = {"0",
+                                  "-1",
+                                  "1",
+                                  "3",
+                                  "65",
+                                  "1e9",
+                                  "2147483648",
+                                  "9223372036854775807",
+                                  "99999999999999999999",
+                                  "query",
+                                  "none",
+                                  "nan",
+                                  "-",
+                                  "...",
+                                  "*",
+                                  "",
+                                  "B~",
+                                  "f32[2,3]",
+                                  "bf16[0,128,4,64]",
+                                  "forward",
+                                  "4294967297"};
 constexpr char kSeparators[] = " ,/+*?~[]x\n";
 
 size_t below(Random& random, size_t bound) { return bound == 0 ? 0 : random() % bound; }
@@ -241,7 +256,8 @@ Case mutate(Case call, Random& random, bool* changed_image) {
     }
   }
   if (below(random, 8) == 0) {
-    call.target = call.target == "jax_memeff_forward" ? "jax_memeff_backward" : "jax_memeff_forward";
+    call.target =
+        call.target == "jax_memeff_forward" ? "jax_memeff_backward" : "jax_memeff_forward";
   }
   if (below(random, 2) == 0) {
     follow(call.attributes, "operand_types", &call.operands);

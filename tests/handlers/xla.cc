@@ -181,8 +181,8 @@ std::string run(const Case& call_case) {
     Buffers operands(call_case.operands);
     Buffers results(call_case.results);
     if (error.empty()) {
-      error = call(target.initialize, XLA_FFI_ExecutionStage_INITIALIZE, &frame, &operands,
-                   &results);
+      error =
+          call(target.initialize, XLA_FFI_ExecutionStage_INITIALIZE, &frame, &operands, &results);
     }
     if (error.empty() && !(operands.fit && results.fit)) error = "no memory for the buffers";
     if (error.empty()) {

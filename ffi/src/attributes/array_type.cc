@@ -66,8 +66,7 @@ std::optional<ArrayType> ArrayType::parse(std::string_view text) {
 }
 
 bool ArrayType::operator==(const ArrayType& other) const {
-  return dtype == other.dtype && rank == other.rank &&
-         std::equal(sizes, sizes + rank, other.sizes);
+  return dtype == other.dtype && rank == other.rank && std::equal(sizes, sizes + rank, other.sizes);
 }
 
 std::string to_string(const ArrayType& type) {

@@ -25,28 +25,14 @@
 #include <string_view>
 #include <vector>
 
-#include "attributes/array_type.h"
-#include "images/dims.h"
+#include "attributes/dims.h"
+#include "images/array_dims.h"
 #include "memeff/params.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace memeff::host {
 
 enum class Direction { kForward, kBackward };
-
-// A named array of the call: a buffer, or slot `slot` of one [B, T, slots, N, H] that holds several.
-struct Array {
-  std::string name;
-  bool is_result;
-  int position;  // among the operands, or the results
-  int slot;
-  int slots;
-  long long divisor;  // of the batch index, if a vmap broadcasts the array: see BatchBroadcast
-  ArrayType type;     // without the dim of slots
-};
-
-// Null if the call has no array of this name.
-const Array* find(const std::vector<Array>& arrays, std::string_view name);
 
 struct EntryPoint {
   std::string name;
@@ -77,7 +63,7 @@ struct KernelDescription {
   int tile_query = 0;
   int tile_key = 0;
   int alignment = 0;
-  int blocks_per_sm = 0;  // of the main kernel, at least
+  int blocks_per_sm = 0;                 // of the main kernel, at least
   std::vector<EntryPoint> entry_points;  // in launch order
   std::vector<MapBox> maps;              // in the order of that parameter
   std::vector<CapturedArray> captured;   // in the order of ArrayTable
@@ -87,8 +73,7 @@ struct KernelDescription {
   static xla::ffi::ErrorOr<KernelDescription> parse(std::string_view text, std::string_view arch,
                                                     Direction direction,
                                                     const std::vector<Array>& arrays,
-                                                    long long longest_query,
-                                                    long long longest_key);
+                                                    long long longest_query, long long longest_key);
 };
 
 }  // namespace memeff::host

@@ -37,8 +37,8 @@ ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& co
 // "sm_90a" -> 90, "compute_80" -> 80
 int capability_of(const std::string& arch) { return std::atoi(arch.c_str() + arch.find('_') + 1); }
 
-// The first capability with programmatic dependent launch, for which wait_for_kernel_before() is
-// more than nothing.
+// The first capability with programmatic dependent launch. wait_for_kernel_before() is empty in the
+// code of earlier ones.
 constexpr int kDependentLaunch = 90;
 
 bool is_ptx(const std::string& arch) { return arch.rfind("compute_", 0) == 0; }
@@ -95,8 +95,8 @@ ffi::Error KernelTable::add(KernelImage image) {
 ffi::Error KernelTable::load() {
   std::string without_driver;
   const Driver* driver = open_driver(&without_driver);
-  // XLA compiles for a GPU on machines that have none, too. Should the program run, initialize says
-  // what is missing.
+  // XLA also compiles for a GPU on machines without one. If the program runs there, initialize
+  // reports what is missing.
   if (driver == nullptr) return ffi::Error::Success();
   int devices = 0;
   if (CUresult result = driver->device_count(&devices); result != CUDA_SUCCESS) {

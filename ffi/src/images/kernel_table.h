@@ -1,4 +1,5 @@
-// Compiled kernels and their way onto devices: image -> library (once) -> functions (once a device).
+// Compiled kernels and their way onto devices: image -> library (once) -> functions (once a
+// device).
 #pragma once
 
 #include <map>
@@ -26,14 +27,14 @@ struct DeviceKernel {
   const KernelDescription* description = nullptr;
   const Driver* driver = nullptr;
   int multiprocessors = 0;
-  bool waits = false;  // itself for the kernel before it, ours or not
+  bool waits = false;  // waits for the previous kernel of the stream itself (dependent launch)
   std::vector<CUkernel> functions;
 };
 
-// The kernels of one custom call, and what became of them on the devices of this process.
+// The kernels of one custom call, and their functions on the devices of this process.
 class KernelTable {
  public:
-  // Takes one more architecture: "sm_90a" or "compute_80", each once.
+  // Adds an architecture: "sm_90a" or "compute_80", each once.
   xla::ffi::Error add(KernelImage image);
 
   // Loads the images that a device of this machine can run; without a driver, none.

@@ -48,14 +48,14 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.bias_gradient_sum = static_cast<float*>(buffers.data("bias_gradient_sum"));
   if (buffers.error().failure()) return buffers.error();
 
-  params.query_tiles = static_cast<int>(
-      ceil_div(params.shape.query_length, kernel.description->tile_query));
+  params.query_tiles =
+      static_cast<int>(ceil_div(params.shape.query_length, kernel.description->tile_query));
   LaunchDims dims;
   dims.q_splits = choose_q_splits(kernel, buffers);
   params.q_splits = static_cast<int>(dims.q_splits);
   if (params.bias_gradient_sum != nullptr) {
-    xla::ffi::Error error = fill_zero(kernel, params.bias_gradient_sum,
-                                      buffers.bytes("bias_gradient_sum"), stream);
+    xla::ffi::Error error =
+        fill_zero(kernel, params.bias_gradient_sum, buffers.bytes("bias_gradient_sum"), stream);
     if (error.failure()) return error;
   }
   return launch_all(kernel, buffers, dims, &params, &params.block_mask, stream);

@@ -9,9 +9,9 @@
 
 namespace memeff::host {
 
-// The first failure is kept; a launcher asks for everything it needs and checks once. XLA may record
-// each execution anew (a command buffer whose addresses change), so nothing here allocates unless it
-// fails.
+// The first failure is kept; a launcher asks for everything it needs and checks once. XLA may
+// record each execution anew (a command buffer whose addresses change), so nothing here allocates
+// unless it fails.
 class Buffers {
  public:
   Buffers(const Call& call, const KernelDescription& kernel,

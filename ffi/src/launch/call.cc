@@ -40,8 +40,8 @@ class Reader {
   T get(std::string_view name) {
     auto value = attributes_.get<T>(name);
     if (value.has_value()) return *value;
-    fail("the custom call has no attribute " + std::string(name) + " of the expected type: " +
-         value.error().message());
+    fail("the custom call has no attribute " + std::string(name) +
+         " of the expected type: " + value.error().message());
     return T();
   }
 
@@ -140,7 +140,7 @@ class Buffers {
                ", expected a type like 'bf16[2,128,4,64]'";
       }
       bool const is_result = kind == "result";
-      (is_result ? call_.results : call_.operands).push_back({std::string(names[position]), *type});
+      (is_result ? call_.results : call_.operands).push_back({"", *type});
       std::string const error = add_arrays(names[position], is_result, position, *type);
       if (!error.empty()) return "the attribute " + std::string(kind) + "s has " + error;
     }
@@ -148,8 +148,7 @@ class Buffers {
   }
 
  private:
-  std::string add_arrays(std::string_view joined, bool is_result, size_t position,
-                         ArrayType type) {
+  std::string add_arrays(std::string_view joined, bool is_result, size_t position, ArrayType type) {
     auto const names = split(joined, '+');
     int const slots = static_cast<int>(names.size());
     if (slots == 0) return "a buffer without a name";
@@ -173,8 +172,10 @@ class Buffers {
       }
       if (!divisor) return "the divisor of " + quoted(names[slot]) + ", expected 1 to 2147483647";
       if (call_.find(name) != nullptr) return quoted(name) + ", which the call has twice";
-      call_.arrays.push_back({std::string(name), is_result, static_cast<int>(position), slot, slots,
-                              *divisor, type});
+      std::string& joined_names = (is_result ? call_.results : call_.operands).back().name;
+      joined_names.append(slot > 0 ? "+" : "").append(name);
+      call_.arrays.push_back(
+          {std::string(name), is_result, static_cast<int>(position), slot, slots, *divisor, type});
     }
     return "";
   }
@@ -252,7 +253,8 @@ std::string check_required(Direction direction, const Call& call) {
   for (std::string_view name : {"bias", "bias_gradient"}) {
     const Array* const bias = call.find(name);
     if (bias == nullptr || bias->type.rank != 4) continue;
-    long long const row = bias->type.sizes[3] * static_cast<long long>(ffi::ByteWidth(bias->type.dtype));
+    long long const row =
+        bias->type.sizes[3] * static_cast<long long>(ffi::ByteWidth(bias->type.dtype));
     if (row % call.bias_alignment != 0) {
       return "the attribute bias_alignment is " + std::to_string(call.bias_alignment) +
              ", which rows of " + std::string(name) + " " + to_string(bias->type) +
@@ -290,8 +292,8 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(Direction direction,
   }
   auto const seal = dictionary.get<std::string_view>("seal");
   if (!seal.has_value() || *seal != seal_of(direction, *attributes)) {
-    return ffi::Unexpected(malformed(
-        "the attribute seal is not the digest of the others: one of them was changed"));
+    return ffi::Unexpected(
+        malformed("the attribute seal is not the digest of the others: one of them was changed"));
   }
   if (ffi::Error loaded = call->kernels.load(); loaded.failure()) return ffi::Unexpected(loaded);
   return call;

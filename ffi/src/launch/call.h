@@ -32,13 +32,15 @@ struct Call {
   int dropout_threshold = 0;
   int longest_query = 0;  // of packed sequences
   int longest_key = 0;
-  int bias_alignment = 1;  // bytes that the kernel expects rows of the bias to start at multiples of
+  int bias_alignment =
+      1;  // bytes that the kernel expects rows of the bias to start at multiples of
 
   // The attributes may come from a file. What this accepts never crashes the process: everything is
   // checked against the descriptions of the kernels before anything is loaded or launched.
   //
   //   operands, results             "query,key/5,value+bias": names, "+" between those of one
-  //                                 buffer, after "/" the divisor of an array that a vmap broadcasts
+  //                                 buffer, after "/" the divisor of an array that a vmap
+  //                                 broadcasts
   //   operand_types, result_types   "bf16[2,128,4,64] f32[2,4,128]", one for each buffer
   //   scale                         float[4]: ScoreScale
   //   windows                       int[4]: the bounds of MaskParams

@@ -7,8 +7,7 @@
 namespace memeff::host {
 namespace {
 
-// In the time of a key tile: what a block needs beside its key tiles, and what the combination
-// adds.
+// Costs in units of the time of one key tile: the overhead of a block, and the combination.
 constexpr double kBlockOverhead = 3;
 constexpr double kCombination = 6;
 
@@ -29,8 +28,8 @@ double time_of(long long blocks, double block_time, const DeviceKernel& kernel) 
   return static_cast<double>(blocks - rest) * share + last_round;
 }
 
-// The number of splits, at most `most`, with which `blocks` blocks of `key_tiles` key tiles each are
-// done first.
+// The number of splits, at most `most`, with which `blocks` blocks of `key_tiles` key tiles each
+// are done first.
 long long fastest_splits(long long blocks, long long key_tiles, long long most,
                          const DeviceKernel& kernel) {
   long long best = 1;

@@ -34,9 +34,8 @@ MappedArray map_tensor(TensorView const& view, ArrayType const& type) {
 MappedArray map_scores(void* data, ArrayType const& type) {
   long long const row = type.sizes[3];
   long long const head = type.sizes[2] * row;
-  return {data,
-          {row, type.sizes[2], type.sizes[1], type.sizes[0]},
-          {row, head, type.sizes[1] * head}};
+  return {
+      data, {row, type.sizes[2], type.sizes[1], type.sizes[0]}, {row, head, type.sizes[1] * head}};
 }
 
 // The rows of a box are as wide as the swizzle of its tile in shared memory (core/shared_tile.cuh).
@@ -58,9 +57,8 @@ ffi::Error encode(const Driver& driver, const MapBox& box, MappedArray const& ar
       CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    return failure(
-        ffi::ErrorCode::kInternal,
-        "the driver refused the tensor map of " + box.name + ": " + describe(driver, result));
+    return failure(ffi::ErrorCode::kInternal, "the driver refused the tensor map of " + box.name +
+                                                  ": " + describe(driver, result));
   }
   std::memcpy(encoded, &map, sizeof(map));
   return ffi::Error::Success();

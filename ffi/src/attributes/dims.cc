@@ -1,4 +1,4 @@
-#include "images/dims.h"
+#include "attributes/dims.h"
 
 #include <algorithm>
 
