@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_memeff._call.options import Position
+from jax_memeff._call.values import clipped
+
+MOST_POSITION = 2**29
+"""The largest global index of a first row or column.
+
+Rows and columns of a call count up to 2**28. Up to this offset, sums of a row, a column, a window's
+bound and the distance of the diagonal fit int32, in the kernels too.
+"""
 
 
 @jax.tree_util.register_dataclass
@@ -15,16 +25,20 @@ from jax_memeff._call.options import Position
 class Offsets:
     """The global position of a shard, a ring step or a chunk.
 
-    A call that is given the offsets of its arrays computes exactly its part of the unsharded
-    answer: windows count from the global rows and columns, and the dropout bits are those of the
-    global element. Every field is an ``int`` or an integer scalar array, which may be traced.
+    A call with the offsets of its arrays computes exactly its part of the unsharded answer: windows
+    count from the global rows and columns, and the dropout bits are those of the global element.
+    Every field is an ``int`` or an integer scalar array, which may be traced.
 
     Args:
-        batch: global index of the first batch element.
+        batch: global index of the first batch index.
         head: global index of the first query head.
-        num_heads: global number of query heads; None is the number of heads of the call.
-        query: global index of the first query row; with dropout in the kernels a multiple of 16.
+        num_heads: global number of query heads, at least ``head`` and the heads of the call
+            together; None is the number of heads of the call.
+        query: global index of the first query row, at most 2**29; with dropout in the kernels a
+            multiple of 16. Values of device arrays are clamped to [0, 2**29].
         key: global index of the first key column; likewise.
+
+    Attention functions raise ValueError for Python and NumPy values out of range.
 
     >>> Offsets(query=512).position()
     Position(query=Array(512, dtype=int32), key=Array(0, dtype=int32))
@@ -38,4 +52,9 @@ class Offsets:
 
     def position(self) -> Position:
         """The row and column part, int32."""
-        return Position(jnp.asarray(self.query, jnp.int32), jnp.asarray(self.key, jnp.int32))
+
+        def index(value: Any) -> jax.Array:
+            value = value if hasattr(value, "dtype") else np.asarray(value)
+            return jnp.asarray(clipped(value, 0, MOST_POSITION))
+
+        return Position(index(self.query), index(self.key))
