@@ -182,7 +182,7 @@ def _arguments() -> argparse.Namespace:
         "--peers", default="all", help=f"all, or some of {', '.join(all_peers.PEERS)}"
     )
     parser.add_argument("--host", default="", help=f"some of {', '.join(host_cost.ROWS)}")
-    parser.add_argument("--output", type=Path, help="default: results/<device>-<date>.json")
+    parser.add_argument("--output", type=Path, help="default: results/<device>-<first group>.json")
     parser.add_argument("--rounds", type=int, default=5, help="batches of each peer")
     parser.add_argument("--batch-ms", type=float, default=30.0, help="length of a batch")
     parser.add_argument("--commit", help="our commit, where the checkout has no git")
@@ -201,7 +201,9 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     options = _arguments()
     device = machine.device()
-    path = options.output or documents.default_path(str(device["name"]))
+    path = options.output or documents.default_path(
+        str(device["name"]), options.cells[0].group if options.cells else "host"
+    )
     document: dict[str, Any] = {
         "date": machine.today(),
         "device": device,

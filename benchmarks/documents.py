@@ -6,18 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-import machine
 
-
-def default_path(device_name: str, suffix: str = "") -> Path:
-    """In ``results``, by device and date."""
+def default_path(device_name: str, kind: str) -> Path:
+    """The file of a kind of result on a device; a new result replaces the last one."""
     device = device_name.lower().replace(" ", "-")
-    return Path(__file__).parent / "results" / f"{device}-{machine.today()}{suffix}.json"
+    return Path(__file__).parent / "results" / f"{device}-{kind}.json"
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
     """Replaces the file at once, so that an interrupted run leaves the cells it has finished."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.write_text(_text(document) + "\n")
     temporary.replace(path)
+
+
+def _text(document: dict[str, Any]) -> str:
+    """JSON with one line for each entry, and for each element of a list of cells."""
+    entries = []
+    for name, value in document.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        entries.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}"

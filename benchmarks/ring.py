@@ -219,7 +219,7 @@ def _arguments() -> argparse.Namespace:
         metavar="NAME=VALUE,...",
         help="of XLA; may be given several times: the ring is timed without and with each",
     )
-    parser.add_argument("--output", type=Path, help="default: results/<device>-<date>-ring.json")
+    parser.add_argument("--output", type=Path, help="default: results/<device>-ring.json")
     parser.add_argument("--rounds", type=int, default=5, help="batches of each program")
     parser.add_argument("--batch-ms", type=float, default=300.0, help="length of a batch")
     parser.add_argument("--commit", help="our commit, where the checkout has no git")
@@ -264,7 +264,7 @@ def main() -> None:
             for name, given in compiler_options.items()
         }
         programs = {key: future.result() for key, future in futures.items()}
-    path = options.output or documents.default_path(str(document["device"]["name"]), "-ring")
+    path = options.output or documents.default_path(str(document["device"]["name"]), "ring")
     for direction, backward in DIRECTIONS.items():
         chosen = {name: programs[direction, name] for name in compiler_options}
         found = records(problem, backward, chosen, options.rounds, options.batch_ms / 1e3)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from jax_memeff.codegen.toolchain import arch as archs
+from jax_memeff.codegen import arch as archs
 
 Direction = Literal["forward", "backward"]
 Dtype = Literal["f16", "bf16", "f32", "tf32", "f64"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, BiasAccess, BiasGradient, KernelSpec
 from jax_memeff.codegen.tiles import sm80, sm90, tile
-from jax_memeff.codegen.toolchain import arch as archs
 
 _XLA = "pass implementation='xla'"
 _DTYPE_NAMES = {"bf16": "bfloat16", "f32": "float32", "tf32": "float32"}

@@ -7,6 +7,9 @@ start without JAX.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +47,24 @@ _MODULE_OF = {
     "varlen_attention": "_api.varlen",
     "zigzag": "_ring.schedule",
 }
+
+
+def _require_whole_package() -> None:
+    """Raise ``ImportError`` if this is a source tree, which lacks what pip builds and brings."""
+    find = importlib.util.find_spec
+    lacking = [name for name in ("_ffi", "codegen") if find(f"{__name__}.{name}") is None]
+    if lacking:
+        root = Path(__file__).resolve().parents[1]
+        is_clone = (root / "pyproject.toml").is_file()
+        what = f"-e '{root}'" if is_clone else "--force-reinstall jax-memeff"
+        raise ImportError(
+            f"jax_memeff in {root} is not completely installed for this Python (it lacks "
+            f"{' and '.join(lacking)}): run {sys.executable} -m pip install {what}",
+            name=__name__,
+        )
+
+
+_require_whole_package()
 
 
 def __getattr__(name: str) -> Any:

@@ -13,18 +13,19 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from jax_memeff import config
+from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.problem import BIAS_LAYOUTS, DIRECTIONS, DTYPES, QUERY_ROWS, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.support import family_reasons
 from jax_memeff.codegen.tiles import sm80
-from jax_memeff.codegen.toolchain import arch as archs
 from jax_memeff.codegen.toolchain import compile as compiler
-from jax_memeff.codegen.toolchain import headers, program_cache
+from jax_memeff.codegen.toolchain import headers, nvrtc, parts, program_cache
 from jax_memeff.codegen.toolchain.parallel import compile_many
 from jax_memeff.errors import CompileError, UnsupportedError
 
@@ -58,18 +59,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _info(options: argparse.Namespace, out: Console) -> int:
     table = _table("part", "value")
     table.add_row("jax_memeff", _package_version())
-    for part, found in compiler.versions().items():
+    for part, found in nvrtc.versions().items():
         table.add_row(part, found)
     table.add_row("devices", ", ".join(_device_archs()) or "none found")
     table.add_row("JAX_MEMEFF_ARCHS", ", ".join(config.archs()) or "not set")
-    directory = config.cache_dir()
-    sizes = [file.stat().st_size for file in program_cache.current().entries()]
-    table.add_row("kernel cache", str(directory))
+    cache = program_cache.current()
+    where = cache.directory or "in memory: no home directory, and JAX_MEMEFF_CACHE_DIR is not set"
+    refusal = cache.refusal()
+    table.add_row("kernel cache", escape(refusal or str(where)))
+    sizes = [] if refusal else [entry.size for entry in cache.entries()]
     table.add_row("cached kernels", f"{len(sizes)}, {sum(sizes) / 2**20:.1f} MB")
     out.print(table)
+    out.print(_toolchain())
     if options.timings:
         out.print(_timings(_archs(options)[0]))
     return 0
+
+
+def _toolchain() -> Table:
+    """Where each part of the toolchain is and, if one is missing, where it was searched."""
+    table = _table("part", "found in", "through")
+    found = parts.all_found()
+    for part, place in found.items():
+        path, via = ("not found", "") if place is None else (str(place.path), place.via)
+        table.add_row(part.title, escape(path), via)
+    if None in found.values():
+        for place, value in parts.searched().items():
+            table.add_row(f"searched {place}", escape(value))
+        table.add_row("to install it", escape(parts.INSTALL))
+    return table
 
 
 def _timings(arch: str) -> Table:

@@ -6,20 +6,24 @@
 ``JAX_MEMEFF_CACHE_DIR``    where compiled kernels are kept; by default
                             ``$XDG_CACHE_HOME/jax_memeff``, else ``~/.cache/jax_memeff``
 ==========================  ====================================================================
+
+``platformdirs`` would name the default directory, but it trusts ``HOME``: an empty one gives
+``/.cache``, and a missing home directory gives a directory called ``~`` below the current one.
 """
 
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
-from jax_memeff.codegen.toolchain import arch as architectures
+from jax_memeff.codegen import arch as architectures
 
 
 def archs() -> tuple[str, ...]:
-    """The architectures of ``JAX_MEMEFF_ARCHS``, without repeats; empty when it is not set.
+    """The architectures of ``JAX_MEMEFF_ARCHS``, without repeats; empty if it is not set.
 
-    Raises ``ValueError`` naming the variable when an entry is not the name of an architecture.
+    Raises ``ValueError`` naming the variable if an entry is not the name of an architecture.
 
     >>> os.environ["JAX_MEMEFF_ARCHS"] = "sm_80, sm_90a"
     >>> archs()
@@ -39,11 +43,46 @@ def archs() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def cache_dir() -> Path:
-    """The directory of compiled kernels; it need not exist, nor be writable."""
+def cache_dir() -> Path | None:
+    """The directory of compiled kernels, an absolute path; it need not exist, nor be writable.
+
+    None if no variable names one and there is no home directory. Raises ``ValueError`` naming the
+    variable if it begins with the ``~`` of an unknown user.
+    """
     if chosen := os.environ.get("JAX_MEMEFF_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    # Without a home directory the path stays relative to "~", which nothing can create: the cache
-    # is then kept in memory.
-    return Path(os.path.expanduser(base)) / "jax_memeff"
+        return _expanded(chosen, "JAX_MEMEFF_CACHE_DIR")
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if base.startswith("~"):
+        return _expanded(base, "XDG_CACHE_HOME") / "jax_memeff"
+    if os.path.isabs(base):  # the XDG specification ignores relative paths
+        return Path(base) / "jax_memeff"
+    home = _home()
+    return None if home is None else home / ".cache" / "jax_memeff"
+
+
+def _expanded(path: str, variable: str) -> Path:
+    """``path`` made absolute, with ``~`` and ``~user`` replaced by home directories."""
+    first, slash, rest = path.partition("/")
+    if first == "~":
+        home = _home()
+        path = path if home is None else f"{home}{slash}{rest}"
+    elif first.startswith("~"):
+        path = os.path.expanduser(path)
+    if path.startswith("~"):
+        raise ValueError(
+            f"expected {variable} to be a directory, got {path!r}, and {first!r} has no home "
+            "directory: set it to an absolute path"
+        )
+    return Path(path).absolute()
+
+
+def _home() -> Path | None:
+    """``HOME``, else what the user database says; None if neither is a home directory."""
+    if os.path.isabs(home := os.environ.get("HOME", "")):
+        return Path(home)
+    try:
+        home = pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a container may run under a user id that has no name
+        return None
+    # Accounts without a home directory have "/", below which nothing may be created.
+    return Path(home) if os.path.isabs(home) and home != "/" else None

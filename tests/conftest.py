@@ -1,7 +1,6 @@
 """Shared set-up: eight CPU devices, the ``gpu`` marker, and fixtures for numbers and kernels."""
 
 import concurrent.futures
-import importlib.util
 import multiprocessing
 import os
 import shutil
@@ -10,11 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-if importlib.util.find_spec("jax_memeff._ffi") is None:
-    raise pytest.UsageError(
-        "expected an installed jax_memeff, got the source tree, which has no compiled module: "
-        "run pip install -e '.[test]' in the root of the repository"
-    )
+try:
+    import jax_memeff  # noqa: F401
+except ImportError as error:
+    raise pytest.UsageError(str(error)) from None
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)

@@ -10,7 +10,7 @@ from jax_memeff import cli
 from jax_memeff.codegen import select
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.toolchain import compile as compiler
-from jax_memeff.codegen.toolchain import parallel, program_cache
+from jax_memeff.codegen.toolchain import nvrtc, parallel, program_cache
 from jax_memeff.codegen.toolchain.compile import Compiled
 from jax_memeff.codegen.toolchain.resources import Resource
 from jax_memeff.errors import CompileError
@@ -135,21 +135,21 @@ def test_an_interrupted_build_goes_on_where_it_was(capsys, monkeypatch):
             f'extern "C" __global__ void {entry.name}() {{}}\n' for entry in spec.entry_points
         ),
     )
-    compiled, nvrtc = [], compiler._nvrtc
+    compiled, compile = [], nvrtc.compile
 
     def interrupted(source, arch, name):
         if len(compiled) == 2:
             raise KeyboardInterrupt
         compiled.append(name)
-        return nvrtc(source, arch, name)
+        return compile(source, arch, name)
 
-    monkeypatch.setattr(compiler, "_nvrtc", interrupted)
+    monkeypatch.setattr(nvrtc, "compile", interrupted)
     assert cli.main(["build", "--all", "--arch", "sm_80"]) == 130
     assert "2 of 5 kernels are done" in " ".join(capsys.readouterr().err.split())
     assert compiled == [spec.name for spec in specs[:2]]
 
     program_cache.current().memory.clear()  # the next command is another process
-    monkeypatch.setattr(compiler, "_nvrtc", lambda *args: compiled.append(args[2]) or nvrtc(*args))
+    monkeypatch.setattr(nvrtc, "compile", lambda *args: compiled.append(args[2]) or compile(*args))
     code, out = run(capsys, "build", "--all", "--arch", "sm_80")
     assert code == 0
     assert compiled == [spec.name for spec in specs]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from jax_memeff import config
+from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select, support
 from jax_memeff.codegen.problem import DIRECTIONS, Problem
 from jax_memeff.codegen.tiles import sm80, sm80_f32, sm90
-from jax_memeff.codegen.toolchain import arch as archs
 from jax_memeff.codegen.toolchain import resources
 from jax_memeff.errors import UnsupportedError
 
@@ -387,8 +387,8 @@ def test_selection_is_the_first_without_reasons():
     "changes",
     [
         {},
-        {"masks": {"window", "query_lengths", "key_lengths"}},
-        {"masks": {"segments", "boolean"}, "soft_cap": True, "dropout": True},
+        {"masks": ("window", "query_lengths", "key_lengths")},
+        {"masks": ("segments", "boolean"), "soft_cap": True, "dropout": True},
         {"bias": "32", "bias_layout": "shared"},
         {"bias": "16", "bias_layout": "rows", "bias_alignment": 2},
         {"varlen": True, "masks": {"causal"}},

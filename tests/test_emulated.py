@@ -6,7 +6,6 @@ A process of its own holds that machine, because it replaces how JAX lowers for 
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import os
@@ -23,7 +22,6 @@ from attention_case import Case, assert_results_match, passed, run_case
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 
 from jax_memeff._call.options import Operands
-from jax_memeff._cuda import lowering as cuda
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,29 +231,6 @@ RUNS = (
     + FLOAT32
     + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(request, machine):
-    """Compiles the kernels of the selected cases before the first runs."""
-    del machine  # it skips where there is no g++
-    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    jobs = set()
-    with pytest.MonkeyPatch.context() as patch:
-        for run in (call.params["run"] for call in calls if "run" in call.params):
-            patch.setenv("JAX_MEMEFF_ARCHS", run.arch)
-            jobs |= {(spec, run.arch) for spec in specs(run)}
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(lambda job: emulator.compile(*job), jobs))
-
-
-def specs(run):
-    operands, _, _ = passed(run.case, *run.case.arrays())
-    with pytest.MonkeyPatch.context() as patch:
-        if not run.splits:
-            test_kernels.without_splits(patch)
-        for needs_grad in (None, run.case.needs_grad) if run.gradients else (None,):
-            yield from cuda.kernels(operands, run.case.options, needs_grad).values()
 
 
 def results(run):

@@ -157,9 +157,9 @@ def test_a_second_process_compiles_nothing(tmp_path):
         events = []
         monitoring.register_event_listener(lambda event, **_: events.append(event))
         import jax_memeff
-        from jax_memeff.codegen.toolchain import compile as compiler
-        compiled, real = [], compiler._nvrtc
-        compiler._nvrtc = lambda *a: compiled.append(1) or real(*a)
+        from jax_memeff.codegen.toolchain import nvrtc
+        compiled, real = [], nvrtc.compile
+        nvrtc.compile = lambda *a: compiled.append(1) or real(*a)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         x = jnp.ones((2, 128, 4, 64), jnp.bfloat16)

@@ -231,7 +231,7 @@ def test_garbage_beyond_the_lengths_reaches_no_derivative():
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("semaphores", ["reverse over reverse", "forward mode"])
+@pytest.mark.parametrize("order", ["reverse over reverse", "forward mode"])
 def test_memory_is_linear(order):
     """No array of a compiled derivative grows faster than the sequence does."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen.tiles import sm75
 from jax_memeff.codegen.tiles.tile import LARGE_DIM, Part, Tile
-from jax_memeff.codegen.toolchain import arch as archs
 
 CLASSES = (32, 64, 96, 128, 192, 256)
 """Padded head dims that kernels are compiled for; a dim takes the smallest that holds it."""

@@ -1,50 +1,22 @@
-"""Source to fatbin: NVRTC through ``cuda.core``, compressed by nvFatbin, cached on disk.
+"""Source to fatbin, through the cache.
 
-``cuda.core`` is imported when a kernel is first compiled. A kernel of a few KB is a cubin of
-several hundred KB, because the default execution space turns the constants of the libraries'
-namespaces into symbols; nvFatbin takes it to a tenth, and the driver loads the result as it is.
+A kernel of a few KB is a cubin of several hundred KB, because the default execution space turns the
+constants of the libraries' namespaces into symbols. nvFatbin compresses it to a tenth, and the
+driver loads the result as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
-import io
 import json
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.toolchain import arch as archs
-from jax_memeff.codegen.toolchain import headers, program_cache, resources
+from jax_memeff.codegen.toolchain import headers, nvrtc, program_cache, resources
 from jax_memeff.codegen.toolchain.resources import Resource
-from jax_memeff.errors import CompileError
-
-_IMPORTING = threading.Lock()
-
-_OPTIONS = {
-    "std": "c++17",
-    "device_as_default_execution_space": True,
-    "ptxas_options": ["-v"],
-}
-_FATBIN_OPTIONS = ["-64", "-compress-all", "-compress-mode=size"]
-
-_WRONG_CCCL = (
-    "CUTLASS before 4.7 does not compile with the CCCL of CUDA 13.2 or newer (3.2 and up): "
-    "pip install 'nvidia-cuda-cccl<13.2'"
-)
-_WRONG_ARCH = (
-    "This NVRTC does not know the architecture: check JAX_MEMEFF_ARCHS, or install a newer "
-    "nvidia-cuda-nvrtc for a newer GPU"
-)
-_BUG = (
-    "The whole log is in the `log` attribute of this error. Please report it to jax_memeff "
-    "together with the versions above"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +26,7 @@ class Compiled:
     ``image`` is a compressed fatbin, ``names`` the entry points in launch order, ``resources`` what
     ptxas reported for each (for PTX on the GPUs that it is named after), ``warnings`` its remarks
     about lost performance, ``seconds`` the time this call took, and ``cached`` whether the image
-    was found and not compiled.
+    came out of the cache.
     """
 
     image: bytes
@@ -69,20 +41,51 @@ class Compiled:
 def compile(spec: KernelSpec, arch: str) -> Compiled:
     """Compile ``spec`` for ``arch`` (``"sm_90a"``), or take it from the cache.
 
-    Raises ``CompileError`` when the compiler refuses the source, or cannot be run.
+    Raises ``CompileError`` if the compiler refuses the source, or cannot be run.
     """
-    names = tuple(entry.name for entry in spec.entry_points)
-    return compile_source(emit.source(spec), arch, names)
+    return compile_source(*source(spec, arch))
+
+
+def lookup(spec: KernelSpec, arch: str) -> Compiled | None:
+    """What ``compile`` would find in the cache, or None."""
+    return lookup_source(*source(spec, arch))
+
+
+def key(spec: KernelSpec, arch: str) -> str:
+    """A digest of what the compiled kernel depends on: source, headers, compiler and options."""
+    return _key(*source(spec, arch))
+
+
+def source(spec: KernelSpec, arch: str) -> tuple[str, str, tuple[str, ...]]:
+    """The arguments with which the functions below compile ``spec`` for ``arch``."""
+    return emit.source(spec), arch, tuple(entry.name for entry in spec.entry_points)
 
 
 def compile_source(source: str, arch: str, names: Sequence[str]) -> Compiled:
     """Compile CUDA C++ with the options and headers of every kernel; ``names`` are its kernels."""
     if (found := lookup_source(source, arch, names)) is not None:
         return found
+    compiled = compile_uncached(source, arch, names)
+    store(source, arch, names, compiled)
+    return compiled
+
+
+def lookup_source(source: str, arch: str, names: Sequence[str]) -> Compiled | None:
+    """What ``compile_source`` would find in the cache, or None."""
     start = time.perf_counter()
-    code, log = _nvrtc(source, arch, names[0])
-    compiled = Compiled(
-        image=_fatbin(code, arch, names[0]),
+    key = _key(source, arch, names)  # first, because it reports what is not installed
+    payload = program_cache.current().get(key)
+    if payload is None:
+        return None
+    return _unpack(payload, tuple(names), start)
+
+
+def compile_uncached(source: str, arch: str, names: Sequence[str]) -> Compiled:
+    """``compile_source`` that neither asks nor fills the cache."""
+    start = time.perf_counter()
+    code, log = nvrtc.compile(source, arch, names[0])
+    return Compiled(
+        image=nvrtc.fatbin(code, arch, names[0]),
         names=tuple(names),
         resources=tuple(resources.parse(log, names)),
         warnings=tuple(resources.warnings(log)),
@@ -90,176 +93,30 @@ def compile_source(source: str, arch: str, names: Sequence[str]) -> Compiled:
         seconds=time.perf_counter() - start,
         cached=False,
     )
-    program_cache.current().put(_key(source, arch), _pack(compiled))
-    return compiled
 
 
-def lookup(spec: KernelSpec, arch: str) -> Compiled | None:
-    """What ``compile`` would find in the cache, or None."""
-    names = tuple(entry.name for entry in spec.entry_points)
-    return lookup_source(emit.source(spec), arch, names)
+def store(source: str, arch: str, names: Sequence[str], compiled: Compiled) -> None:
+    """Put into the cache what ``compile_uncached`` returned for these arguments."""
+    program_cache.current().put(_key(source, arch, names), _pack(compiled))
 
 
-def lookup_source(source: str, arch: str, names: Sequence[str]) -> Compiled | None:
-    """What ``compile_source`` would find in the cache, or None."""
-    start = time.perf_counter()
-    key = _key(source, arch)  # first, because it reports what is not installed
-    payload = program_cache.current().get(key)
-    if payload is None:
-        return None
-    return _unpack(payload, tuple(names), time.perf_counter() - start)
-
-
-def remember(spec: KernelSpec, arch: str, compiled: Compiled) -> None:
-    """Keep in memory what another process compiled, and has stored on disk if it could."""
-    key = _key(emit.source(spec), arch)
-    program_cache.current().put(key, _pack(compiled), to_disk=False)
-
-
-def key(spec: KernelSpec, arch: str) -> str:
-    """A digest of what the compiled kernel depends on: source, headers, compiler and options."""
-    return _key(emit.source(spec), arch)
-
-
-def versions() -> dict[str, str]:
-    """The parts of the toolchain and their versions; "not found" for what is absent."""
-    found = {"driver": _driver_version(), "NVRTC": _nvrtc_version()}
-    try:
-        parts = headers.versions()
-    except CompileError:
-        parts = {}
-    for part, title in (("cudart", "CUDA headers"), ("cccl", "CCCL"), ("cutlass", "CUTLASS")):
-        found[title] = parts.get(part, "not found")
-    return found
-
-
-def _options(arch: str, name: str, include_path: list[str]):
-    real = arch.replace("compute_", "sm_")
-    return _import("cuda.core").ProgramOptions(
-        name=name, arch=real, include_path=include_path, **_OPTIONS
-    )
-
-
-def _key(source: str, arch: str) -> str:
-    """What the image depends on, hashed; include paths enter as the digest of their contents."""
+def _key(source: str, arch: str, names: Sequence[str]) -> str:
+    """All that the image depends on, hashed; headers enter as a digest of their contents."""
     parts = (
         source,
         arch,
-        repr(_OPTIONS),
-        *_FATBIN_OPTIONS,
-        _nvrtc_version(),
+        *names,
+        repr(nvrtc.OPTIONS),
+        *nvrtc.FATBIN_OPTIONS,
+        nvrtc.version(),
         headers.digest().hex(),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _nvrtc(source: str, arch: str, name: str) -> tuple[bytes, str]:
-    _require_nvrtc()
-    # The name is what messages call the file.
-    options = _options(arch, name, [str(headers.own_include_dir()), *headers.include_dirs()])
-    log = io.StringIO()
-    try:
-        program = _import("cuda.core").Program(source, "c++", options=options)
-        code = bytes(program.compile("cubin", logs=log).code)
-    except Exception as error:  # cuda.core's NVRTCError is not a public name
-        # The text is "6: NVRTC_ERROR_COMPILATION, compilation log:", an empty line, and the log.
-        status, _, tail = _text(str(error)).partition("compilation log:")
-        log_text, parts = tail.strip() or f"error: {status.strip()}", versions()
-        raise CompileError(log_text, parts, _advice(log_text, parts)) from error
-    return _ptx(program) if archs.is_virtual(arch) else code, _text(log.getvalue())
-
-
-def _ptx(program) -> bytes:
-    """The PTX of a compiled program: cuda.core compiles to PTX only where it finds a driver."""
-    nvrtc = _import("cuda.bindings.nvrtc")
-    _, size = nvrtc.nvrtcGetPTXSize(program.handle)
-    text = bytes(size)
-    nvrtc.nvrtcGetPTX(program.handle, text)
-    return text
-
-
-def _fatbin(code: bytes, arch: str, name: str) -> bytes:
-    nvfatbin = _import("cuda.bindings.nvfatbin")
-    try:
-        handle = nvfatbin.create(_FATBIN_OPTIONS, len(_FATBIN_OPTIONS))
-    except _import("cuda.pathfinder").DynamicLibNotFoundError as error:
-        raise _missing("nvFatbin", error) from None
-    try:
-        number = arch.partition("_")[2]
-        if archs.is_virtual(arch):
-            nvfatbin.add_ptx(handle, code, len(code), number, name, "")
-        else:
-            nvfatbin.add_cubin(handle, code, len(code), number, name)
-        image = bytearray(nvfatbin.size(handle))
-        nvfatbin.get(handle, image)
-    finally:
-        nvfatbin.destroy(handle)
-    return bytes(image)
-
-
-def _import(name: str) -> ModuleType:
-    """A module of the cuda-python packages, imported when first needed.
-
-    One thread at a time: while one imports cuda.core, which swaps itself for the module of a CUDA
-    version, another would get it without its names.
-    """
-    try:
-        with _IMPORTING:
-            return importlib.import_module(name)
-    except ImportError as error:
-        raise _missing(name, error) from error
-
-
-def _require_nvrtc() -> None:
-    try:
-        _import("cuda.bindings.nvrtc").nvrtcVersion()
-    except _import("cuda.pathfinder").DynamicLibNotFoundError as error:
-        raise _missing("NVRTC", error) from None
-
-
-def _advice(log: str, parts: Mapping[str, str]) -> str:
-    if "--gpu-architecture" in log:
-        return _WRONG_ARCH
-    if _number(parts["CCCL"]) >= (3, 2) and _number(parts["CUTLASS"]) < (4, 7):
-        return _WRONG_CCCL
-    return _BUG
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
-
-
-def _missing(part: str, error: Exception) -> CompileError:
-    return CompileError(
-        f"error: {part} was not found: {error}",
-        {},
-        f"Kernels are compiled on this machine and need it: {headers.INSTALL}",
-    )
-
-
-def _nvrtc_version() -> str:
-    try:
-        _, major, minor = _import("cuda.bindings.nvrtc").nvrtcVersion()
-    except (CompileError, RuntimeError):
-        return "not found"
-    return f"{major}.{minor}"
-
-
-def _driver_version() -> str:
-    try:
-        _, number = _import("cuda.bindings.driver").cuDriverGetVersion()
-    except (CompileError, RuntimeError):
-        return "not found"
-    return f"CUDA {number // 1000}.{number % 1000 // 10}"
-
-
-def _text(log: str) -> str:
-    # NVRTC pads its logs with NUL bytes.
-    return log.replace("\0", "").strip()
-
-
 def _pack(compiled: Compiled) -> bytes:
     meta = {
+        "image_bytes": len(compiled.image),
         "resources": compiled.resources,
         "warnings": compiled.warnings,
         "log": compiled.log,
@@ -267,15 +124,15 @@ def _pack(compiled: Compiled) -> bytes:
     return json.dumps(meta).encode() + b"\n" + compiled.image
 
 
-def _unpack(payload: bytes, names: tuple[str, ...], seconds: float) -> Compiled:
-    meta, image = payload.split(b"\n", 1)
-    fields = json.loads(meta)
-    return Compiled(
-        image=image,
-        names=names,
-        resources=tuple(Resource(*values) for values in fields["resources"]),
-        warnings=tuple(fields["warnings"]),
-        log=fields["log"],
-        seconds=seconds,
-        cached=True,
-    )
+def _unpack(payload: bytes, names: tuple[str, ...], start: float) -> Compiled | None:
+    """What ``_pack`` was given, or None if ``payload`` does not have its structure."""
+    meta, _, image = payload.partition(b"\n")
+    try:
+        fields = json.loads(meta)
+        found = tuple(Resource(*values) for values in fields["resources"])
+        warnings, log, size = tuple(fields["warnings"]), fields["log"], fields["image_bytes"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if not image or len(image) != size or not {resource.name for resource in found} <= {*names}:
+        return None
+    return Compiled(image, names, found, warnings, log, time.perf_counter() - start, cached=True)

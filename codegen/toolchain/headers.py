@@ -1,4 +1,4 @@
-"""Where the headers of a compilation are, and a digest of what they say."""
+"""The headers of a compilation: their directories, their versions, and a digest of both."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import importlib.resources
 import re
 from pathlib import Path
 
+from jax_memeff.codegen.toolchain import parts
+from jax_memeff.codegen.toolchain.parts import CCCL, CUDART, CUTLASS, Found
 from jax_memeff.errors import CompileError
 
-INSTALL = 'pip install "jax-memeff[cuda13]"'
-
-# The name of a part in cuda.pathfinder, and the file and the macros that state its version.
 _VERSION_MACROS = {
-    "cutlass": ("cutlass/version.h", ("CUTLASS_MAJOR", "CUTLASS_MINOR", "CUTLASS_PATCH")),
-    "cudart": ("cuda_runtime_api.h", ("CUDART_VERSION",)),
-    "cccl": ("cuda/std/__cccl/version.h", ("CCCL_VERSION",)),
+    CUTLASS: ("CUTLASS_MAJOR", "CUTLASS_MINOR", "CUTLASS_PATCH"),
+    CUDART: ("CUDART_VERSION",),
+    CCCL: ("CCCL_VERSION",),
 }
 
 
@@ -32,49 +31,29 @@ def own_include_dir() -> Path:
     return path
 
 
-@functools.cache
-def include_dirs() -> tuple[str, str, str]:
+def include_dirs() -> tuple[str, ...]:
     """The directories of CUTLASS, the CUDA runtime and CCCL, in this order.
 
     Raises ``CompileError`` naming every part that is missing and the command that installs it.
     """
-    try:
-        from cuda import pathfinder
-    except ImportError as error:
-        raise CompileError(
-            f"error: cuda.pathfinder cannot be imported: {error}",
-            {},
-            f"It finds the CUDA headers: {INSTALL}",
-        ) from error
-    found = {part: pathfinder.find_nvidia_header_directory(part) for part in _VERSION_MACROS}
-    if missing := [part for part, directory in found.items() if directory is None]:
-        raise CompileError(
-            f"error: no headers were found for {', '.join(missing)} (site-packages, conda, "
-            "CUDA_HOME and system directories were searched)",
-            {part: str(directory) for part, directory in found.items() if directory},
-            f"Kernels are compiled on this machine and need them: {INSTALL}",
-        )
-    return tuple(str(found[part]) for part in _VERSION_MACROS)  # pyright: ignore[reportReturnType]
+    return tuple(str(found.path) for found in _found())
 
 
 @functools.cache
 def versions() -> dict[str, str]:
     """The versions that the header files themselves state, for example ``{"cutlass": "4.2.0"}``."""
-    return {
-        part: _version(Path(directory) / file, macros)
-        for (part, (file, macros)), directory in zip(
-            _VERSION_MACROS.items(), include_dirs(), strict=True
-        )
-    }
+    return {found.part.name: _version(found) for found in _found()}
 
 
 def digest() -> bytes:
     """SHA-256 over the text of our headers and the versions of the others; no path enters it.
 
-    Our headers are read at every call, so that an edited header never meets an old kernel.
+    Our headers are read at every call, so that an edited header never meets an old kernel. Others
+    count with the version of their wheel, which has the patch release that CUDA's macros leave out.
     """
     own = own_include_dir()
-    digest = hashlib.sha256(repr(sorted(versions().items())).encode())
+    others = sorted(versions().items()), [found.version for found in _found()]
+    digest = hashlib.sha256(repr(others).encode())
     for file in sorted(own.rglob("*")):
         if file.is_file():
             text = file.read_bytes()
@@ -83,14 +62,24 @@ def digest() -> bytes:
     return digest.digest()
 
 
-def _version(file: Path, macros: tuple[str, ...]) -> str:
+@functools.cache
+def _found() -> tuple[Found, ...]:
+    found = {part: parts.headers(part) for part in parts.HEADERS}
+    if missing := [part for part, place in found.items() if place is None]:
+        raise parts.missing(missing)
+    return tuple(place for place in found.values() if place is not None)
+
+
+def _version(found: Found) -> str:
+    file = found.path / found.part.file
     if not file.is_file():
         return "unknown"
     text = file.read_text(errors="replace")
-    found = [re.search(rf"#\s*define\s+{macro}\s+(\d+)", text) for macro in macros]
-    numbers = [int(number[1]) for number in found if number]
-    if macros == ("CUDART_VERSION",) and numbers:  # 13050 is 13.5
+    macros = _VERSION_MACROS[found.part]
+    matches = [re.search(rf"#\s*define\s+{macro}\s+(\d+)", text) for macro in macros]
+    numbers = [int(match[1]) for match in matches if match]
+    if found.part is CUDART and numbers:  # 13050 is 13.5
         numbers = [numbers[0] // 1000, numbers[0] % 1000 // 10]
-    if macros == ("CCCL_VERSION",) and numbers:  # 3001004 is 3.1.4, of CUDA 13.1
+    if found.part is CCCL and numbers:  # 3001004 is 3.1.4, of CUDA 13.1
         numbers = [numbers[0] // 1000000, numbers[0] // 1000 % 1000, numbers[0] % 1000]
     return ".".join(map(str, numbers)) or "unknown"

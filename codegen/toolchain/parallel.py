@@ -1,8 +1,8 @@
-"""Many kernels at once, in processes: NVRTC holds a lock, so that threads would take turns.
+"""Many kernels at once, in processes: NVRTC holds a lock, so threads would compile one by one.
 
 The processes are started as ``python -m jax_memeff.codegen.toolchain.worker``. The spawn method of
-``multiprocessing`` would import the user's main script again, which runs a training script that has
-no ``__main__`` guard a second time.
+``multiprocessing`` would import the user's main script again: a training script without a
+``__main__`` guard would run twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.toolchain.compile import Compiled, compile, lookup, remember, versions
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import nvrtc
+from jax_memeff.codegen.toolchain.compile import Compiled
 from jax_memeff.errors import CompileError
 
 Job = tuple[KernelSpec, str]
@@ -28,8 +30,8 @@ def compile_many(
 ) -> list[Compiled]:
     """Compile every (spec, arch) of ``jobs``, and return the results in the same order.
 
-    What the cache holds is taken from it first; then at most ``processes`` (by default one per
-    available core) compile the rest. ``on_done(spec, arch, result)`` is called in this thread as
+    Kernels in the cache come first; then at most ``processes`` (by default one per available core)
+    compile the others. ``on_done(spec, arch, result)`` is called in this thread as
     each distinct job ends. The first ``CompileError`` is raised once all jobs have ended.
     """
     jobs = list(jobs)
@@ -42,7 +44,7 @@ def compile_many(
 
     missing = []
     for job in dict.fromkeys(jobs):
-        if (found := lookup(*job)) is not None:
+        if (found := compiler.lookup(*job)) is not None:
             finish(job, found)
         else:
             missing.append(job)
@@ -60,7 +62,7 @@ def compile_many(
 
 def _compile_here(job: Job) -> Compiled | CompileError:
     try:
-        return compile(*job)
+        return compiler.compile(*job)
     except CompileError as error:
         return error
 
@@ -82,7 +84,7 @@ def _compile_in_processes(jobs: list[Job], count: int, finish) -> None:
                 for future in as_completed(futures):
                     result = future.result()
                     if isinstance(result, Compiled):
-                        remember(*futures[future], result)
+                        compiler.store(*compiler.source(*futures[future]), result)
                     finish(futures[future], result)
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -95,7 +97,7 @@ def _compile_in_processes(jobs: list[Job], count: int, finish) -> None:
 
 
 class _Worker:
-    """One process that compiles the jobs written to its standard input, one at a time."""
+    """One process that compiles the sources written to its standard input, one at a time."""
 
     def __init__(self):
         # -P keeps modules of the working directory from shadowing installed ones.
@@ -110,13 +112,13 @@ class _Worker:
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         try:
-            pickle.dump(job, stdin)
+            pickle.dump(compiler.source(*job), stdin)
             stdin.flush()
             ok, result = pickle.load(stdout)
         except (EOFError, OSError):
             return CompileError(
                 f"error: the compiler process ended with exit code {self.process.wait()}",
-                versions(),
+                nvrtc.versions(),
                 "Its own message is on the standard error stream. A negative code is a signal; "
                 "-9 usually means that memory ran out: compile with fewer processes",
             )
@@ -128,7 +130,7 @@ class _Worker:
         return error
 
     def close(self) -> None:
-        # Closes both pipes; at the end of its input the process leaves.
+        # This closes both pipes; the process ends at the end of its input.
         self.process.communicate()
 
 

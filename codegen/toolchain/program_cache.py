@@ -1,10 +1,22 @@
-"""The cache of compiled kernels: files named by the hash of what they depend on, each one verified.
+"""The cache of compiled kernels: one verified file per kernel, in a directory of the user.
 
-A reader must not import cuda.core, whose import alone takes longer than all else that a process
-with a filled cache does before its first launch (0.16 of 0.25 seconds, measured on an H200), so
-its program cache does not serve here. Correctness needs no lock: an entry is written under a
-temporary name and renamed, a damaged one is a miss and is dropped, and without a usable directory
-the kernels of this process are kept in memory.
+A process with a filled cache spends 0.25 s before its first launch (measured on an H200). The
+import of ``cuda.core`` alone takes 0.16 s, so its program cache does not serve here; it has no
+checksum either. ``diskcache`` unpickles what it finds, which would run code from the directory.
+
+Two hazards:
+
+* An entry is machine code, which runs with the user's rights. So the cache trusts a directory or a
+  file only if no other user (root excepted) can write to it. Everybody may read, so that root can
+  fill the cache of a container image. Files are opened relative to the checked, open directory and
+  links are not followed, because a path may name something else after the check.
+* The directory may hold files of the user. So the cache has a subdirectory, and it lists, evicts
+  and removes only names that ``_write`` makes.
+
+Correctness needs no lock. An entry is written under a temporary name and renamed into place, so a
+reader sees all of it or none. An entry that does not verify is a miss, whatever else fails, and the
+compilation that follows replaces it. Without a usable directory this process keeps its kernels in
+memory.
 """
 
 from __future__ import annotations
@@ -13,83 +25,237 @@ import contextlib
 import functools
 import hashlib
 import os
-import tempfile
+import re
+import secrets
+import stat
+import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from jax_memeff import config
 
 MAX_BYTES = 256 * 2**20
 """About 6000 kernels; the least recently used ones are evicted first."""
 
+SUBDIRECTORY = "kernels"
+
+_MAGIC = b"jax_memeff kernel 1\n"
 _HASH_BYTES = hashlib.sha256().digest_size
+_ENTRY = re.compile(r"[0-9a-f]{64}\.kernel")
+_TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
+_STALE_SECONDS = 3600
+"""A temporary file of this age belongs to a process that was killed: writing takes milliseconds."""
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# Without O_NONBLOCK, opening a FIFO would wait for a writer.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Entry(NamedTuple):
+    """A file of the cache: its name, its size in bytes, and when it was last used."""
+
+    name: str
+    size: int
+    used: float
+
+
+class UntrustedDirectoryError(Exception):
+    """Another user could have written the kernels of this directory."""
 
 
 class ProgramCache:
-    """Bytes by key under ``directory``; every failure of the disk is a miss."""
+    """Bytes by key, a SHA-256 in hexadecimal, below ``directory``; every failure is a miss.
 
-    def __init__(self, directory: Path):
+    ``directory`` is None if there is no place for files: then the cache is this process's memory.
+    """
+
+    def __init__(self, directory: Path | None):
         self.directory = directory
         self.memory: dict[str, bytes] = {}
 
     def get(self, key: str) -> bytes | None:
-        """The payload stored under ``key``, or None when it is absent or damaged."""
+        """The payload stored under ``key``, or None if it is absent or damaged."""
         if (payload := self.memory.get(key)) is not None:
             return payload
-        file = self.directory / key
-        try:
-            stored = file.read_bytes()
-        except OSError:
-            return None
-        hash_, payload = stored[:_HASH_BYTES], stored[_HASH_BYTES:]
-        with contextlib.suppress(OSError):
-            if hashlib.sha256(payload).digest() != hash_:
-                file.unlink()
-                return None
-            os.utime(file)  # it was used: eviction goes by this time
-        self.memory[key] = payload
+        payload = None
+        with self._opened() as directory:
+            if directory is not None:
+                payload = _read(directory, key)
+        if payload is not None:
+            self.memory[key] = payload
         return payload
 
-    def put(self, key: str, payload: bytes, *, to_disk: bool = True) -> None:
+    def put(self, key: str, payload: bytes) -> None:
         """Store ``payload``; a directory that cannot be written to only costs a later compile."""
         self.memory[key] = payload
-        if to_disk:
-            with contextlib.suppress(OSError):
-                self._write(key, hashlib.sha256(payload).digest() + payload)
-                self._evict()
+        with self._opened(create=True) as directory:
+            if directory is not None:
+                with contextlib.suppress(OSError):
+                    _write(directory, key, payload)
+                    _evict(directory)
 
-    def entries(self) -> list[os.DirEntry[str]]:
-        """The files of the cache, none where there is no directory."""
+    def entries(self) -> list[Entry]:
+        """The kernels on disk."""
+        with self._opened() as directory:
+            return [] if directory is None else _entries(directory, _ENTRY)
+
+    def refusal(self) -> str | None:
+        """Why the directory is not used although it is there; None if it is used or absent."""
         try:
-            with os.scandir(self.directory) as files:
-                return [file for file in files if file.is_file()]
+            with _open_trusted(self.directory, create=False):
+                return None
+        except UntrustedDirectoryError as error:
+            return str(error)
         except OSError:
-            return []
+            return None
 
-    def _write(self, key: str, stored: bytes) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
+    @contextlib.contextmanager
+    def _opened(self, create: bool = False) -> Iterator[int | None]:
+        """A descriptor of the directory of entries; None if there is none, or none to trust."""
+        with contextlib.ExitStack() as stack:
             try:
-                file.write(stored)
-                file.close()
-                os.replace(file.name, self.directory / key)
+                descriptor = stack.enter_context(_open_trusted(self.directory, create))
+            except UntrustedDirectoryError as error:
+                _warn_once(str(error))
+                descriptor = None
             except OSError:
-                os.unlink(file.name)
-                raise
-
-    def _evict(self) -> None:
-        files = sorted(self.entries(), key=lambda file: file.stat().st_mtime, reverse=True)
-        total = 0
-        for file in files:
-            total += file.stat().st_size
-            if total > MAX_BYTES:
-                os.unlink(file.path)
+                descriptor = None
+            yield descriptor
 
 
 def current() -> ProgramCache:
-    """The cache in ``config.cache_dir()``, opened once per directory."""
-    return _open(config.cache_dir())
+    """The cache in ``config.cache_dir()``, one object per directory."""
+    return _cache_of(config.cache_dir())
 
 
 @functools.cache
-def _open(directory: Path) -> ProgramCache:
+def _cache_of(directory: Path | None) -> ProgramCache:
     return ProgramCache(directory)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def _open_trusted(directory: Path | None, create: bool) -> Iterator[int]:
+    """A descriptor of the subdirectory of ``directory``, both checked.
+
+    Raises ``UntrustedDirectoryError``, or ``OSError`` if the subdirectory cannot be opened.
+    """
+    if directory is None:
+        raise FileNotFoundError("there is no directory for the cache")
+    if create:
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    outer = os.open(directory, _DIRECTORY)
+    try:
+        _require_private(outer, directory)
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(SUBDIRECTORY, 0o755, dir_fd=outer)
+        inner = os.open(SUBDIRECTORY, _DIRECTORY | os.O_NOFOLLOW, dir_fd=outer)
+    finally:
+        os.close(outer)
+    try:
+        _require_private(inner, directory / SUBDIRECTORY)
+        yield inner
+    finally:
+        os.close(inner)
+
+
+def _require_private(descriptor: int, directory: Path) -> None:
+    if found := _distrust(os.fstat(descriptor)):
+        raise UntrustedDirectoryError(
+            "jax_memeff keeps compiled kernels in memory only, because machine code that another "
+            f"user wrote would run with your rights: {directory} {found}. Name another directory "
+            "in JAX_MEMEFF_CACHE_DIR (it is created if it does not exist), or give this one to "
+            f"yourself alone: chmod go-w '{directory}'"
+        )
+
+
+def _distrust(status: os.stat_result) -> str | None:
+    """Whether, and how, a user other than this one could have written a file."""
+    if status.st_uid not in (os.geteuid(), 0):  # root could change any file
+        return f"is owned by the user with the id {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"can be written to by other users (its mode is {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
+def _read(directory: int, key: str) -> bytes | None:
+    try:
+        file = os.open(_name(key), _READ, dir_fd=directory)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or _distrust(status) or status.st_size > MAX_BYTES:
+            return None
+        with os.fdopen(file, "rb", closefd=False) as stream:
+            payload = _verified(key, stream.read())
+        if payload is not None:
+            with contextlib.suppress(OSError):  # of a directory that may only be read
+                os.utime(file)  # eviction goes by this time
+        return payload
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+def _write(directory: int, key: str, payload: bytes) -> None:
+    temporary = f"{key}.{secrets.token_hex(8)}.tmp"
+    file = os.open(temporary, _CREATE, 0o644, dir_fd=directory)
+    try:
+        with os.fdopen(file, "wb") as stream:
+            stream.write(_MAGIC + _digest(key, payload) + payload)
+        os.replace(temporary, _name(key), src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:  # an interrupt, too, leaves no half of a file behind
+        _unlink(directory, temporary)
+        raise
+
+
+def _evict(directory: int) -> None:
+    total = 0
+    for entry in sorted(_entries(directory, _ENTRY), key=lambda entry: entry.used, reverse=True):
+        total += entry.size
+        if total > MAX_BYTES:
+            _unlink(directory, entry.name)
+    for entry in _entries(directory, _TEMPORARY):
+        if entry.used < time.time() - _STALE_SECONDS:
+            _unlink(directory, entry.name)
+
+
+def _entries(directory: int, pattern: re.Pattern[str]) -> list[Entry]:
+    entries = []
+    with contextlib.suppress(OSError), os.scandir(directory) as files:
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):  # another process evicts, too
+                if pattern.fullmatch(file.name) and file.is_file(follow_symlinks=False):
+                    status = file.stat(follow_symlinks=False)
+                    entries.append(Entry(file.name, status.st_size, status.st_mtime))
+    return entries
+
+
+def _unlink(directory: int, name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory)
+
+
+def _name(key: str) -> str:
+    return f"{key}.kernel"
+
+
+def _verified(key: str, stored: bytes) -> bytes | None:
+    start = len(_MAGIC) + _HASH_BYTES
+    payload = stored[start:]
+    return payload if stored[:start] == _MAGIC + _digest(key, payload) else None
+
+
+def _digest(key: str, payload: bytes) -> bytes:
+    """Covers all that a reader relies on: the format, the key and the payload."""
+    return hashlib.sha256(_MAGIC + key.encode() + b"\n" + payload).digest()

@@ -1,4 +1,7 @@
-"""A process of ``parallel.compile_many``: reads pickled jobs, writes pickled results."""
+"""A process of ``parallel.compile_many``: reads pickled sources, writes pickled results.
+
+It does not open the cache: the process that asked stores the results, and warns once if it cannot.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import os
 import pickle
 import sys
 
-from jax_memeff.codegen.toolchain.compile import compile
+from jax_memeff.codegen.toolchain.compile import compile_uncached
 from jax_memeff.errors import CompileError
 
 
 def main() -> None:
-    # Only results may reach the pipe: what a library prints goes to the standard error stream.
+    # Only results may reach the pipe: output of libraries goes to the standard error stream.
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:
@@ -20,7 +23,7 @@ def main() -> None:
         except EOFError:
             return
         try:
-            answer = (True, compile(*job))
+            answer = (True, compile_uncached(*job))
         except CompileError as error:
             answer = (False, (str(error), error.log, error.versions))
         pickle.dump(answer, results)

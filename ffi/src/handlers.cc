@@ -1,20 +1,22 @@
 // The XLA FFI handlers: one target per direction, three stages each.
 //
-//   instantiate  decodes the attributes and loads the kernel images, once per call site
+//   instantiate  decodes and checks the attributes and loads the kernels, once per call site
 //   initialize   prepares the kernel for the device, once per device
-//   execute      fills the parameters and launches; nothing is allocated, read back or waited for,
-//                so the call may be captured into a command buffer
+//   execute      compares the types of the buffers with the attributes, fills the parameters and
+//                launches; nothing is allocated, read back or waited for, so the call may be
+//                captured into a command buffer
 #include "handlers.h"
 
-#include "call.h"
+#include "launch/launch.h"
 
 namespace memeff::host {
 namespace {
 
 namespace ffi = xla::ffi;
 
+template <Direction kDirection>
 ffi::ErrorOr<std::unique_ptr<Call>> instantiate(ffi::Dictionary attributes) {
-  return Call::decode(attributes);
+  return Call::decode(kDirection, attributes);
 }
 
 ffi::Error initialize(Call* call, ffi::Dictionary, ffi::RemainingArgs, ffi::RemainingRets) {
@@ -27,7 +29,8 @@ ffi::Error execute(CUstream stream, Call* call, ffi::Dictionary, ffi::RemainingA
                    ffi::RemainingRets results) {
   auto kernel = call->kernels.resolve();
   if (!kernel.has_value()) return kernel.error();
-  Buffers buffers(*call, *(*kernel)->image, arguments, results);
+  Buffers buffers(*call, *(*kernel)->description, arguments, results);
+  if (ffi::Error error = buffers.check(); error.failure()) return error;
   return kLaunch(*call, **kernel, buffers, stream);
 }
 
@@ -52,7 +55,10 @@ auto bind_initialize() {
 
 constexpr auto kTraits = {ffi::Traits::kCmdBufferCompatible};
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, instantiate, ffi::Ffi::BindInstantiate().Attrs(), kTraits);
+XLA_FFI_DEFINE_HANDLER(kInstantiateForward, instantiate<Direction::kForward>,
+                       ffi::Ffi::BindInstantiate().Attrs(), kTraits);
+XLA_FFI_DEFINE_HANDLER(kInstantiateBackward, instantiate<Direction::kBackward>,
+                       ffi::Ffi::BindInstantiate().Attrs(), kTraits);
 XLA_FFI_DEFINE_HANDLER(kInitialize, initialize, bind_initialize(), kTraits);
 XLA_FFI_DEFINE_HANDLER(kForward, execute<launch_forward>, bind_execute(), kTraits);
 XLA_FFI_DEFINE_HANDLER(kBackward, execute<launch_backward>, bind_execute(), kTraits);
@@ -60,8 +66,8 @@ XLA_FFI_DEFINE_HANDLER(kBackward, execute<launch_backward>, bind_execute(), kTra
 }  // namespace
 
 std::vector<Target> targets() {
-  return {{"jax_memeff_forward", kInstantiate, kInitialize, kForward},
-          {"jax_memeff_backward", kInstantiate, kInitialize, kBackward}};
+  return {{"jax_memeff_forward", kInstantiateForward, kInitialize, kForward},
+          {"jax_memeff_backward", kInstantiateBackward, kInitialize, kBackward}};
 }
 
 XLA_FFI_TypeId* call_type_id() { return &Call::id; }

@@ -24,19 +24,26 @@ from jax_memeff._call import divisors
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.options import NeedsGrad, Operands, Options, QkvPackedOperands
 from jax_memeff._call.sequences import MOST_POSITIONS
-from jax_memeff._cuda import buffers, workspaces
+from jax_memeff._cuda import buffers, description, workspaces
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.export import register_targets, require_static
+from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import support
 from jax_memeff.codegen.problem import Dtype, Problem
 from jax_memeff.codegen.select import select
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.toolchain import arch as architectures
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.errors import UnsupportedError
 
 _FORWARD_TARGET = "jax_memeff_forward"
 _BACKWARD_TARGET = "jax_memeff_backward"
+_DIRECTIONS: dict[str, Literal["forward", "backward"]] = {
+    _FORWARD_TARGET: "forward",
+    _BACKWARD_TARGET: "backward",
+}
+
+_DIVISORS = ("key", "value", "bias", "boolean", "bias_gradient")
+"""The arrays that a vmap may broadcast, in the order of ``_divisors``."""
 
 _DTYPES: dict[str, Dtype] = {
     "float16": "f16",
@@ -251,7 +258,7 @@ def _require_lengths(avals: Operands) -> None:
 
 
 def _scores(avals: Operands, options: Options) -> dict[str, Any]:
-    """What ffi/src/call.cc decodes: ScoreScale, the windows of MaskParams, and other scalars."""
+    """What ffi/src/launch/call.h documents: ScoreScale, the windows of MaskParams, and so on."""
     scale, cap = options.scale, options.soft_cap
     log2e = math.log2(math.e)
     if cap is not None:
@@ -274,7 +281,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
         "windows": np.array(windows, np.int32),
         "dropout_threshold": np.int32(options.dropout_threshold),
         "longest": np.array(_longest(avals), np.int32),
-        "divisors": np.array(_divisors(avals, options), np.int32),
+        "divisors": _divisors(avals, options),
         "bias_alignment": np.int32(_bias_alignment(avals)),
     }
 
@@ -310,29 +317,6 @@ def _architectures() -> tuple[str, ...]:
     return tuple(architectures.of_capability(*capability) for capability in sorted(capabilities))
 
 
-def _kernel_table(specs: dict[str, KernelSpec]) -> dict[str, Any]:
-    """The attribute that the host library reads (ffi/src/kernel.cc)."""
-    table: dict[str, Any] = {"archs": ",".join(specs)}
-    for arch, spec in specs.items():
-        entries = spec.entry_points
-        table[arch] = {
-            "image": compiler.compile(spec, arch).image,
-            "entry_points": ",".join(entry.name for entry in entries),
-            "grids": ",".join(entry.grid for entry in entries),
-            "threads": np.array([entry.threads for entry in entries], np.int32),
-            "shared_bytes": np.array([entry.shared_bytes for entry in entries], np.int32),
-            "block_masks": ",".join(e.block_mask.name if e.block_mask else "none" for e in entries),
-            "tile": np.array([spec.tile.query, spec.tile.key], np.int32),
-            "blocks_per_sm": np.int32(spec.tile.blocks_per_sm),
-            "pack_heads": np.bool_(spec.pack_heads),
-            "persistent": np.bool_(spec.persistent),
-            "tensor_maps": ",".join(box.name for box in spec.tensor_maps),
-            "boxes": np.array([(b.rows, b.columns) for b in spec.tensor_maps], np.int32).ravel(),
-            "alignment": np.int32(spec.alignment),
-        }
-    return table
-
-
 def _custom_call(
     ctx: mlir.LoweringRuleContext,
     target: str,
@@ -340,7 +324,8 @@ def _custom_call(
     results: list[Buffer],
     *,
     specs: dict[str, KernelSpec],
-    **attributes: Any,
+    divisors: Sequence[int],
+    **numbers: Any,
 ) -> Sequence[Any]:
     register_targets()
     lower = jax.ffi.ffi_lowering(
@@ -352,11 +337,27 @@ def _custom_call(
         avals_in=[buffer.aval for buffer in operands],
         avals_out=[buffer.aval for buffer in results],
     )
+    named = dict(zip(_DIVISORS, divisors, strict=True))
+    attributes = {
+        "operands": description.names(operands, named),
+        "operand_types": description.types(operands),
+        "results": description.names(results, named),
+        "result_types": description.types(results),
+        "kernels": _images(specs, [*operands, *results]),
+        **numbers,
+    }
     return lower(
         context,
         *(buffer.value for buffer in operands),
-        operands=",".join(buffer.name for buffer in operands),
-        results=",".join(buffer.name for buffer in results),
-        kernels=_kernel_table(specs),
         **attributes,
+        seal=description.seal(_DIRECTIONS[target], attributes),
     )
+
+
+def _images(specs: dict[str, KernelSpec], arrays: list[Buffer]) -> dict[str, Any]:
+    """The attribute ``kernels``: an image of each architecture."""
+    images: dict[str, Any] = {"archs": ",".join(specs)}
+    for arch, spec in specs.items():
+        code = compiler.compile(spec, arch).image
+        images[arch] = description.sealed_image(spec, arch, code, arrays)
+    return images

@@ -177,6 +177,25 @@ struct BackwardParams {
   BlockMask block_mask;  // of the kernel that is launched
 };
 
+// An array that a feature brings: a kernel finds it at a fixed index of its ArrayTable, which the
+// source that the code generator emits states. Sizes and strides are those of the array's own dims,
+// outermost first; those behind its last dim are 0.
+struct ArrayView {
+  static constexpr int kMostDims = 4;
+
+  void* data;
+  long long sizes[kMostDims];
+  long long strides[kMostDims];  // in elements; 0 for a dim of one element
+  BatchBroadcast share;          // of the first dim
+};
+
+constexpr int kMostArrays = 16;
+
+// The parameter behind the others of kernels that have such arrays, and of no other.
+struct ArrayTable {
+  ArrayView arrays[kMostArrays];
+};
+
 // A CUtensorMap: how the tensor memory accelerator sees a tensor. The launcher encodes it.
 struct alignas(128) TensorMap {
   unsigned long long opaque[16];
@@ -213,7 +232,8 @@ static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutP
 static_assert(sizeof(TileCounter) == 16, "host and device disagree on TileCounter");
 static_assert(sizeof(ForwardParams) == 576, "host and device disagree on ForwardParams");
 static_assert(sizeof(BackwardParams) == 816, "host and device disagree on BackwardParams");
-
+static_assert(sizeof(ArrayView) == 88, "host and device disagree on ArrayView");
+static_assert(sizeof(ArrayTable) == 1408, "host and device disagree on ArrayTable");
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");
 
 }  // namespace memeff

@@ -1,0 +1,60 @@
+// Sizes by name: what the description of a kernel calls B, T, S and so on, and what a grid is a
+// product of.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace memeff::host {
+
+// B, T, S, N, K, H, Hv as in the documentation; query_tokens and key_tokens of packed sequences;
+// any other name that the description of an array brings.
+class Dims {
+ public:
+  // Gives the name its size; false if it has another one already.
+  bool bind(std::string_view name, long long size);
+  std::optional<long long> find(std::string_view name) const;
+
+ private:
+  std::vector<std::pair<std::string, long long>> sizes_;
+};
+
+// Sizes that a launcher chooses for the device, where all others are known when a call is decoded.
+struct LaunchDims {
+  long long splits = 1;    // of the keys in a forward
+  long long q_splits = 1;  // CTAs for each tile of keys in a backward
+};
+
+// The blocks of an entry point: a sum of products of dims and tiles, such as "B*N*T/128" or
+// "B*N*T/64+2*B*K*S/64", in which "/" rounds up and binds closest. "bias_gradient.2" is a dim of an
+// array; group_rows is T*N/K; T_or_1 and S_or_1 are T and S, or 1 instead of 0; splits and q_splits
+// are LaunchDims, and `combines` is 1 if the keys are split and else 0: an empty grid is no launch.
+class Grid {
+ public:
+  // The factors whose sizes `dims` has are multiplied here. No more than `per_multiprocessor`
+  // blocks for each multiprocessor are launched, unless that is 0. On failure returns none and sets
+  // `error`.
+  static std::optional<Grid> parse(std::string_view text, int per_multiprocessor, const Dims& dims,
+                                   std::string* error);
+
+  // Negative if the number does not fit.
+  long long blocks(const LaunchDims& dims, int multiprocessors) const;
+
+ private:
+  struct Term {
+    long long product = 1;
+    bool splits = false;
+    bool q_splits = false;
+    bool combines = false;
+  };
+
+  std::vector<Term> terms_;
+  int per_multiprocessor_ = 0;
+};
+
+inline long long ceil_div(long long a, long long b) { return a / b + (a % b > 0); }
+
+}  // namespace memeff::host

@@ -1,0 +1,94 @@
+// What the code generator says of a kernel: text in front of its code, covered by the same digest.
+// The rest of the call is checked against it, once, before anything is loaded. One line for each
+// fact, in this order, words separated by one space:
+//
+//   arch sm_90a
+//   direction forward
+//   dtype bf16
+//   padded_dims 128 128                    largest H and Hv
+//   tile 128 128                           queries and keys
+//   alignment 16                           bytes that rows of query, key, ... start at multiples of
+//   blocks_per_sm 1
+//   entry NAME 384 232448 B*N*T/128 1 queries_128x128 maps
+//                                          threads, dynamic shared memory, grid, its limit for each
+//                                          SM or 0, block mask or -, further parameters or -
+//   map query 64 64 1                      array, rows and columns of the TMA box, the dim of rows
+//   array query bf16 B T N H               every operand and result of the call
+//   captured sinks 4 zeroed                of the arrays: alignment in bytes; zeroed or -
+//
+// A dim of an array is a number, a name (of the same size wherever it appears), "N?" for N or 1,
+// "B+1", "T/128" for as many tiles, "B~" for an array that a vmap broadcasts (any number of its
+// own elements), or "*" for any size. "..." is an array of any shape.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "attributes/array_type.h"
+#include "images/dims.h"
+#include "memeff/params.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace memeff::host {
+
+enum class Direction { kForward, kBackward };
+
+// A named array of the call: a buffer, or slot `slot` of one [B, T, slots, N, H] that holds several.
+struct Array {
+  std::string name;
+  bool is_result;
+  int position;  // among the operands, or the results
+  int slot;
+  int slots;
+  long long divisor;  // of the batch index, if a vmap broadcasts the array: see BatchBroadcast
+  ArrayType type;     // without the dim of slots
+};
+
+// Null if the call has no array of this name.
+const Array* find(const std::vector<Array>& arrays, std::string_view name);
+
+struct EntryPoint {
+  std::string name;
+  int threads;
+  int shared_bytes;  // dynamic
+  Grid grid;
+  std::string block_mask;  // the array; empty for none
+  bool takes_maps;
+  bool takes_arrays;
+};
+
+// A tensor that a kernel moves through TMA, and the box of one such copy.
+struct MapBox {
+  std::string name;
+  int rows;
+  int columns;
+  int row_dim;  // 1 for [batch, sequence, head, dim], 2 for [batch, head, query, key]
+};
+
+// An array that a feature brings: an entry of ArrayTable.
+struct CapturedArray {
+  std::string name;
+  int alignment;
+  bool zeroed;
+};
+
+struct KernelDescription {
+  int tile_query = 0;
+  int tile_key = 0;
+  int alignment = 0;
+  int blocks_per_sm = 0;  // of the main kernel, at least
+  std::vector<EntryPoint> entry_points;  // in launch order
+  std::vector<MapBox> maps;              // in the order of that parameter
+  std::vector<CapturedArray> captured;   // in the order of ArrayTable
+  ProblemShape shape = {};               // without pointers
+
+  // Checks the arrays of a call against the text. `longest` are T and S of packed sequences.
+  static xla::ffi::ErrorOr<KernelDescription> parse(std::string_view text, std::string_view arch,
+                                                    Direction direction,
+                                                    const std::vector<Array>& arrays,
+                                                    long long longest_query,
+                                                    long long longest_key);
+};
+
+}  // namespace memeff::host

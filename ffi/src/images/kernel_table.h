@@ -1,0 +1,59 @@
+// Compiled kernels and their way onto devices: image -> library (once) -> functions (once a device).
+#pragma once
+
+#include <map>
+#include <memory>
+#include <shared_mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "images/driver.h"
+#include "images/kernel_description.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace memeff::host {
+
+// The kernel of one architecture.
+struct KernelImage {
+  std::string arch;  // "sm_90a", or "compute_80" for PTX
+  std::string code;  // fatbin
+  KernelDescription description;
+};
+
+// A kernel on one device.
+struct DeviceKernel {
+  const KernelDescription* description = nullptr;
+  const Driver* driver = nullptr;
+  int multiprocessors = 0;
+  bool waits = false;  // itself for the kernel before it, ours or not
+  std::vector<CUkernel> functions;
+};
+
+// The kernels of one custom call, and what became of them on the devices of this process.
+class KernelTable {
+ public:
+  // Takes one more architecture: "sm_90a" or "compute_80", each once.
+  xla::ffi::Error add(KernelImage image);
+
+  // Loads the images that a device of this machine can run; without a driver, none.
+  xla::ffi::Error load();
+
+  // The kernel for the current device; prepares it on the device's first call. Thread-safe.
+  xla::ffi::ErrorOr<const DeviceKernel*> resolve();
+
+ private:
+  struct Cache {
+    std::shared_mutex mutex;
+    std::map<CUdevice, DeviceKernel> devices;  // append-only: pointers to entries stay valid
+  };
+
+  xla::ffi::ErrorOr<DeviceKernel> prepare(const Driver& driver, CUdevice device) const;
+  // The image for this capability, else the PTX of the highest one below it.
+  const KernelImage* find(int capability) const;
+
+  std::vector<KernelImage> images_;
+  std::unique_ptr<Cache> cache_ = std::make_unique<Cache>();
+};
+
+}  // namespace memeff::host

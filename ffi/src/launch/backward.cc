@@ -1,0 +1,64 @@
+#include <algorithm>
+
+#include "launch/launch.h"
+
+namespace memeff::host {
+namespace {
+
+// As many CTAs for each tile of keys as the device and the workspace have room for.
+long long choose_q_splits(const DeviceKernel& kernel, Buffers& buffers) {
+  const KernelDescription& description = *kernel.description;
+  const ArrayType* const sums = buffers.type("key_gradient_sum");
+  if (sums == nullptr || sums->rank != 2) return 1;
+  long long const most = std::clamp(sums->sizes[0], 1ll, 1ll << 20);
+  ProblemShape const& shape = description.shape;
+  long long const tiles = ceil_div(shape.key_length, description.tile_key);
+  // A product of three sizes that fit into 31 bits may not fit into 63. Nothing is split then.
+  long long blocks = 0;
+  if (__builtin_mul_overflow(tiles * shape.key_heads, shape.batch, &blocks)) return 1;
+  return std::clamp(kernel.multiprocessors / std::max(blocks, 1ll), 1ll, most);
+}
+
+}  // namespace
+
+xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
+                                CUstream stream) {
+  BackwardParams params = {};
+  params.shape = shape_of(*kernel.description, buffers);
+  params.scale = call.scale;
+  params.mask = mask_of(call, buffers);
+  params.dropout = dropout_of(call, buffers);
+  params.bias = buffers.scores("bias", call.bias_alignment);
+  params.query = buffers.tensor("query");
+  params.key = buffers.tensor("key");
+  params.value = buffers.tensor("value");
+  params.out = buffers.tensor("out");
+  params.out_gradient = buffers.tensor("out_gradient");
+  params.query_gradient = buffers.tensor("query_gradient");
+  params.key_gradient = buffers.tensor("key_gradient");
+  params.value_gradient = buffers.tensor("value_gradient");
+  params.logsumexp = static_cast<const float*>(buffers.data("logsumexp"));
+  params.logsumexp_gradient = static_cast<const float*>(buffers.data("logsumexp_gradient"));
+  params.row_statistics = static_cast<float*>(buffers.data("row_statistics"));
+  params.query_gradient_sum = static_cast<float*>(buffers.data("query_gradient_sum"));
+  params.key_gradient_sum = static_cast<float*>(buffers.data("key_gradient_sum"));
+  params.value_gradient_sum = static_cast<float*>(buffers.data("value_gradient_sum"));
+  params.bias_gradient = buffers.scores("bias_gradient", call.bias_alignment);
+  params.semaphores = static_cast<int*>(buffers.data("semaphores"));
+  params.bias_gradient_sum = static_cast<float*>(buffers.data("bias_gradient_sum"));
+  if (buffers.error().failure()) return buffers.error();
+
+  params.query_tiles = static_cast<int>(
+      ceil_div(params.shape.query_length, kernel.description->tile_query));
+  LaunchDims dims;
+  dims.q_splits = choose_q_splits(kernel, buffers);
+  params.q_splits = static_cast<int>(dims.q_splits);
+  if (params.bias_gradient_sum != nullptr) {
+    xla::ffi::Error error = fill_zero(kernel, params.bias_gradient_sum,
+                                      buffers.bytes("bias_gradient_sum"), stream);
+    if (error.failure()) return error;
+  }
+  return launch_all(kernel, buffers, dims, &params, &params.block_mask, stream);
+}
+
+}  // namespace memeff::host

@@ -1,0 +1,60 @@
+// One custom call: what its attributes say, checked and decoded once.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "attributes/array_type.h"
+#include "images/kernel_table.h"
+#include "memeff/params.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace memeff::host {
+
+// An operand or a result as XLA passes it; `name` joins those of several arrays by "+".
+struct BufferType {
+  std::string name;
+  ArrayType type;
+};
+
+// State of a call site: made in the instantiate stage, read by the later ones.
+struct Call {
+  static xla::ffi::TypeId id;
+
+  KernelTable kernels;
+  std::vector<BufferType> operands;
+  std::vector<BufferType> results;
+  std::vector<Array> arrays;  // of all operands and results; absent ones have no entry
+  ScoreScale scale = {};
+  MaskParams mask = {};  // bounds only
+  int dropout_threshold = 0;
+  int longest_query = 0;  // of packed sequences
+  int longest_key = 0;
+  int bias_alignment = 1;  // bytes that the kernel expects rows of the bias to start at multiples of
+
+  // The attributes may come from a file. What this accepts never crashes the process: everything is
+  // checked against the descriptions of the kernels before anything is loaded or launched.
+  //
+  //   operands, results             "query,key/5,value+bias": names, "+" between those of one
+  //                                 buffer, after "/" the divisor of an array that a vmap broadcasts
+  //   operand_types, result_types   "bf16[2,128,4,64] f32[2,4,128]", one for each buffer
+  //   scale                         float[4]: ScoreScale
+  //   windows                       int[4]: the bounds of MaskParams
+  //   dropout_threshold             int
+  //   longest                       int[2]: T and S of packed sequences, else 0
+  //   bias_alignment                int
+  //   kernels                       a dictionary of SealedImage by architecture, and "archs"
+  //   seal                          SHA-256 of all of these: see seal_of
+  static xla::ffi::ErrorOr<std::unique_ptr<Call>> decode(Direction direction,
+                                                         const xla::ffi::Dictionary& attributes);
+
+  // Null if the call has no array of this name.
+  const Array* find(std::string_view name) const { return host::find(arrays, name); }
+};
+
+// The digest of the attributes of a call, without `seal`.
+xla::ffi::ErrorOr<std::string> seal_of(Direction direction, const xla::ffi::Dictionary& attributes);
+
+}  // namespace memeff::host

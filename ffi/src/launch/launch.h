@@ -1,0 +1,32 @@
+// From a call and its buffers to launches.
+#pragma once
+
+#include "images/kernel_table.h"
+#include "launch/buffers.h"
+#include "memeff/params.h"
+
+namespace memeff::host {
+
+// Parts of the parameters that both directions have.
+ProblemShape shape_of(const KernelDescription& kernel, Buffers& buffers);
+MaskParams mask_of(const Call& call, Buffers& buffers);
+DropoutParams dropout_of(const Call& call, Buffers& buffers);
+// Null pointers if the call has no such array.
+BlockMask block_mask_of(Buffers& buffers, std::string_view name);
+
+// How many splits of the keys, of those that the workspaces have room for, are done first.
+long long choose_splits(const DeviceKernel& kernel, Buffers& buffers);
+
+xla::ffi::Error fill_zero(const DeviceKernel& kernel, void* data, size_t bytes, CUstream stream);
+
+// Launches all entry points of a kernel. `params` is the parameter of all of them, of which
+// `block_mask` is set for each.
+xla::ffi::Error launch_all(const DeviceKernel& kernel, Buffers& buffers, const LaunchDims& dims,
+                           void* params, BlockMask* block_mask, CUstream stream);
+
+xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
+                               CUstream stream);
+xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
+                                CUstream stream);
+
+}  // namespace memeff::host

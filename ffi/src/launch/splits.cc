@@ -1,0 +1,63 @@
+// How many splits of the keys a forward has on this device.
+#include <algorithm>
+#include <climits>
+
+#include "launch/launch.h"
+
+namespace memeff::host {
+namespace {
+
+// In the time of a key tile: what a block needs beside its key tiles, and what the combination
+// adds.
+constexpr double kBlockOverhead = 3;
+constexpr double kCombination = 6;
+
+// Once every multiprocessor has its blocks, more splits help by filling the last round only.
+constexpr long long kRounds = 4;
+
+long long resident_blocks(const DeviceKernel& kernel) {
+  return (long long)kernel.multiprocessors * kernel.description->blocks_per_sm;
+}
+
+// Blocks that run together on one multiprocessor share its time. Those of the last round, which may
+// not fill the device, are as slow as one block for each multiprocessor.
+double time_of(long long blocks, double block_time, const DeviceKernel& kernel) {
+  long long const resident = resident_blocks(kernel);
+  double const share = block_time / kernel.multiprocessors;
+  long long const rest = blocks % resident;
+  double const last_round = rest == 0 ? 0 : std::max(block_time, rest * share);
+  return static_cast<double>(blocks - rest) * share + last_round;
+}
+
+// The number of splits, at most `most`, with which `blocks` blocks of `key_tiles` key tiles each are
+// done first.
+long long fastest_splits(long long blocks, long long key_tiles, long long most,
+                         const DeviceKernel& kernel) {
+  long long best = 1;
+  double least = time_of(blocks, key_tiles + kBlockOverhead, kernel);
+  long long const useful = std::max(kRounds, resident_blocks(kernel) / std::max(blocks, 1ll));
+  for (long long splits = 2; splits <= std::min(most, useful); ++splits) {
+    double const block_time = ceil_div(key_tiles, splits) + kBlockOverhead;
+    double const time = time_of(blocks * splits, block_time, kernel) + kCombination;
+    if (time < least) {
+      best = splits;
+      least = time;
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+long long choose_splits(const DeviceKernel& kernel, Buffers& buffers) {
+  const ArrayType* const partial_out = buffers.type("partial_out");
+  if (partial_out == nullptr || partial_out->rank == 0) return 1;
+  const KernelDescription& description = *kernel.description;
+  long long const blocks =
+      description.entry_points[0].grid.blocks(LaunchDims(), kernel.multiprocessors);
+  if (blocks < 0 || blocks > INT_MAX) return 1;
+  return fastest_splits(blocks, ceil_div(description.shape.key_length, description.tile_key),
+                        std::min(partial_out->sizes[0], 1ll << 20), kernel);
+}
+
+}  // namespace memeff::host

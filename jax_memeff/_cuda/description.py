@@ -1,0 +1,195 @@
+"""The description of a kernel that travels with its code, and the digests of both and of the call.
+
+The host library checks a call against it before it loads or launches anything, because a program
+may come from a file: ffi/src/images/kernel_description.h has the format of the text,
+sealed_image.h that of an image, and launch/call.h that of the attributes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from jax_memeff._cuda.buffers import Buffer
+from jax_memeff.codegen.spec import EntryPoint, KernelSpec
+from jax_memeff.codegen.tiles import sm90
+
+_MAGIC = b"\x89MEMEFF\n"
+_VERSION = 1
+
+_DTYPES = {
+    "bool": "pred",
+    "uint8": "u8",
+    "int32": "s32",
+    "uint32": "u32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "f32",
+}
+
+_SPEC_DTYPES = {"tf32": "f32"}
+"""The dtypes of arrays of kernels that are named otherwise."""
+
+_COMBINE_BLOCKS = 8
+"""Blocks of the combination of split keys for each SM; they loop over all rows."""
+
+_SCORES = "B~ N? T? S?"
+
+_DIMS = {
+    "query": "B T N H",
+    "key": "B~ S K H",
+    "value": "B~ S K Hv",
+    "out": "B T N Hv",
+    "logsumexp": "B T N",
+    "out_gradient": "B T N Hv",
+    "logsumexp_gradient": "B T N",
+    "query_gradient": "B T N H",
+    "key_gradient": "B S K H",
+    "value_gradient": "B S K Hv",
+    "bias": _SCORES,
+    "bias_gradient": _SCORES,
+    "boolean": _SCORES,
+    "query_lengths": "B",
+    "key_lengths": "B",
+    "query_position": "",
+    "key_position": "",
+    "query_segments": "B pairs T",
+    "key_segments": "B pairs S",
+    "key_words": "B 2",
+    "batch_base": "B",
+    "head_index": "N",
+}
+"""Of the arrays of a call; "..." for the others, workspaces, whose sizes only the seal covers."""
+
+_VARLEN_DIMS = {
+    "query": "1 query_tokens N H",
+    "key": "1 key_tokens K H",
+    "value": "1 key_tokens K Hv",
+    "out": "1 query_tokens N Hv",
+    "logsumexp": "1 query_tokens N",
+    "out_gradient": "1 query_tokens N Hv",
+    "logsumexp_gradient": "1 query_tokens N",
+    "query_gradient": "1 query_tokens N H",
+    "key_gradient": "1 key_tokens K H",
+    "value_gradient": "1 key_tokens K Hv",
+    "query_starts": "B+1",
+    "key_starts": "B+1",
+    "query_segments": "1 pairs query_tokens",
+    "key_segments": "1 pairs key_tokens",
+}
+
+
+def sealed_image(spec: KernelSpec, arch: str, code: bytes, buffers: Iterable[Buffer]) -> bytes:
+    """The code of a kernel behind its description, with a digest of both.
+
+    Args:
+        spec: the kernel.
+        arch: what the code is compiled for, ``"sm_90a"``.
+        code: a fatbin.
+        buffers: all operands and results of the call.
+    """
+    text = describe(spec, arch, buffers).encode()
+    header = _MAGIC + struct.pack("<3Q", _VERSION, len(text), len(code))
+    image = header + text + code
+    return image + hashlib.sha256(image).digest()
+
+
+def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
+    """What the host library must know of a kernel, one line for each fact."""
+    lines = [
+        f"arch {arch}",
+        f"direction {spec.direction}",
+        f"dtype {_SPEC_DTYPES.get(spec.dtype, spec.dtype)}",
+        f"padded_dims {spec.padded_head_dim} {spec.padded_value_dim}",
+        f"tile {spec.tile.query} {spec.tile.key}",
+        f"alignment {spec.alignment}",
+        f"blocks_per_sm {spec.tile.blocks_per_sm}",
+    ]
+    for entry in spec.entry_points:
+        grid, most = _grid(spec, entry)
+        mask = entry.block_mask.name if entry.block_mask else "-"
+        parameters = "maps" if entry.takes_maps else "-"
+        sizes = f"{entry.threads} {entry.shared_bytes}"
+        lines.append(f"entry {entry.name} {sizes} {grid} {most} {mask} {parameters}")
+    for box in spec.tensor_maps:
+        row_dim = 2 if box.name == "bias" else 1
+        lines.append(f"map {box.name} {box.rows} {box.columns} {row_dim}")
+    for buffer in buffers:
+        dtype = _DTYPES[buffer.aval.dtype.name]
+        lines += [
+            f"array {name} {dtype} {_dims(spec, name)}".rstrip() for name in buffer.name.split("+")
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _dims(spec: KernelSpec, name: str) -> str:
+    if name.startswith(("queries_", "keys_")):  # codegen.spec.BlockMask.name
+        side, tile = name.split("_")
+        query, key = tile.split("x")
+        return f"B? N? T/{query} *" if side == "queries" else f"B? N? S/{key} *"
+    dims = _DIMS | _VARLEN_DIMS if spec.varlen else _DIMS
+    return dims.get(name, "...")
+
+
+def _grid(spec: KernelSpec, entry: EntryPoint) -> tuple[str, int]:
+    """The blocks of an entry point as a product, and the most for each SM (0: no limit)."""
+    query, key = spec.tile.query, spec.tile.key
+    if spec.split:
+        if entry.name != spec.name:
+            return "B*N*T*combines", _COMBINE_BLOCKS
+        rows = f"K*group_rows/{query}" if spec.pack_heads else f"N*T/{query}"
+        return f"B*{rows}*splits", 0
+    own = "bias_gradient.0*bias_gradient.1"
+    side = max(query, key)
+    rows = sm90.WARPGROUP_ROWS  # that a block of the 3xFP16 split writes; it divides tiles
+    return {
+        "queries": (f"B*N*T/{query}", int(spec.persistent and entry.name == spec.name)),
+        "keys": (f"B*K*S/{key}", 0),
+        "q_splits": (f"B*K*S/{key}*q_splits", 0),
+        "bias": (f"{own}*bias_gradient.2/{query}*S/{key}", 0),
+        "bias_squares": (f"{own}*T/{side}*S/{side}", 1),
+        "operands": (f"B*N*T_or_1/{rows}+2*{key // rows}*B*K*S_or_1/{key}", 0),
+    }[entry.grid]
+
+
+def types(buffers: Sequence[Buffer]) -> str:
+    """``bf16[2,128,4,64] f32[2,128,4]``
+
+    >>> from jax.core import ShapedArray
+    >>> types([Buffer("out", ShapedArray((2, 3), "bfloat16")), Buffer("x", ShapedArray((), "int32"))])
+    'bf16[2,3] s32[]'
+    """
+    return " ".join(
+        f"{_DTYPES[buffer.aval.dtype.name]}[{','.join(map(str, buffer.aval.shape))}]"
+        for buffer in buffers
+    )
+
+
+def names(buffers: Sequence[Buffer], divisors: Mapping[str, int]) -> str:
+    """The names of buffers, with the divisors that are not 1.
+
+    >>> buffers = [Buffer("query+key", None), Buffer("bias", None)]
+    >>> names(buffers, {"key": 1, "bias": 5})
+    'query+key,bias/5'
+    """
+
+    def with_divisor(name: str) -> str:
+        divisor = divisors.get(name, 1)
+        return name if divisor == 1 else f"{name}/{divisor}"
+
+    return ",".join("+".join(map(with_divisor, buffer.name.split("+"))) for buffer in buffers)
+
+
+def seal(direction: Literal["forward", "backward"], attributes: Mapping[str, Any]) -> bytes:
+    """The digest of the attributes of a call: ``seal_of`` of ffi/src/launch/call.cc."""
+    texts = ("operands", "operand_types", "results", "result_types")
+    numbers = ("scale", "windows", "dropout_threshold", "longest", "bias_alignment")
+    kernels = attributes["kernels"]
+    sealed = "\n".join([direction, *(attributes[name] for name in texts), ""]).encode()
+    sealed += b"".join(attributes[name].tobytes() for name in numbers)
+    for arch in kernels["archs"].split(","):
+        # An image ends with the digest of the rest of it.
+        sealed += arch.encode() + b"\n" + kernels[arch][-hashlib.sha256().digest_size :]
+    return hashlib.sha256(sealed).digest()

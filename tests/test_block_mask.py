@@ -1,0 +1,105 @@
+"""Maps of tiles say of each tile what its elements say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_case import Case
+
+from jax_memeff import Mask
+from jax_memeff._call.options import Divisors
+from jax_memeff._cuda import block_mask as block_masks
+from jax_memeff.codegen.spec import BlockMask
+
+B, N, T, S = 2, 3, 300, 270
+QUERY, KEY = 64, 48
+NONE, ALL, SOME = 0, 1, 2
+
+
+def drawn(block=None, **features):
+    return Case(B=B, N=N, T=T, S=S, block=block, **features).element_mask(np.random.default_rng(0))
+
+
+def tiles_of(mask):
+    """Whether any, and whether all elements of each tile are valid: [B, N, query, key tiles]."""
+    rows, columns = -(-T // QUERY), -(-S // KEY)
+    valid = np.asarray(mask.as_array(B, N, T, S))
+    padding = (0, 0), (0, 0), (0, rows * QUERY - T), (0, columns * KEY - S)
+    shape = B, N, rows, QUERY, columns, KEY
+    some = np.pad(valid, padding).reshape(shape).any((3, 5))
+    every = np.pad(valid, padding, constant_values=True).reshape(shape).all((3, 5))
+    return some, every
+
+
+def map_of(mask, tile):
+    """The ranges and the tiles of a map, [B, N, lines, ...]."""
+    found = jax.jit(lambda mask: block_masks.lines(mask, tile, (B, N, T, S), Divisors()))(mask)
+    count = -(-S // KEY) if tile.lines == "queries" else -(-T // QUERY)
+    assert found.shape[3] % 8 == 0 and found.shape[3] > 8 + count
+    found = np.broadcast_to(np.asarray(found), (B, N, *found.shape[2:]))
+    ranges = np.ascontiguousarray(found[..., :8]).view(np.int32)
+    return ranges, found[..., 8 : 8 + count]
+
+
+@pytest.mark.parametrize(
+    ("mask", "exact"),
+    [
+        (drawn(segments=1), True),
+        (drawn(segments=2, block=96), False),
+        (drawn(boolean=("BNTS",), block=64), True),
+        (drawn(boolean=("1N1S", "B1T1"), block=64), True),
+        (drawn(boolean=("B1T1",), segments=2, block=128), False),
+        (drawn(boolean=("1NTS",)) & Mask.boolean(jnp.zeros((1, 1, 1, 1), bool)), True),
+    ],
+    ids=str,
+)
+def test_tiles_are_visited_where_an_element_is_valid(mask, exact):
+    """Ids in no order may ask for a tile without any; none that has one is left out."""
+    some, every = tiles_of(mask)
+    _, by_query = map_of(mask, BlockMask("queries", QUERY, KEY))
+    np.testing.assert_array_equal((by_query != NONE) & some, some)
+    if exact:
+        np.testing.assert_array_equal(by_query != NONE, some)
+    np.testing.assert_array_equal(by_query == ALL, every & some)
+    ranges, by_key = map_of(mask, BlockMask("keys", QUERY, KEY))
+    np.testing.assert_array_equal(by_key, by_query.swapaxes(2, 3))
+    index, visited = np.arange(by_key.shape[3]), by_key != NONE
+    np.testing.assert_array_equal(ranges[..., 0], np.where(visited, index, len(index)).min(3))
+    np.testing.assert_array_equal(ranges[..., 1], np.where(visited, index + 1, 0).max(3))
+
+
+def test_ids_that_are_apart_leave_tiles_out():
+    """In no order, and negative ones among them."""
+    query = np.repeat([5, 1, 9, 2, 5], QUERY)[:T]
+    key = np.repeat([2, 9, -1, 5, 7, 1], KEY)[:S]
+    key[5:9] = -3
+    _, tiles = map_of(Mask.segments(query[None], key[None]), BlockMask("queries", QUERY, KEY))
+    expected = query[::QUERY, None] == key[::KEY]
+    some = np.where(key[::KEY] == 2, SOME, ALL)
+    np.testing.assert_array_equal(tiles[0, 0], np.where(expected, some, NONE))
+
+
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_maps_of_what_the_batch_shares_have_all_of_it(divisor):
+    """Two elements of one mask, for a batch of 12 that ids divide, and another of its own."""
+    batch = 12
+    case = Case(B=batch, N=N, T=T, S=S, block=64, segments=1, boolean=("BNTS", "B11S"))
+    mask = case.element_mask(np.random.default_rng(0))
+    first, second = mask.booleans
+    tile = BlockMask("queries", QUERY, KEY)
+    expanded = first[np.arange(batch) // divisor % 2]
+    for others in ((), (second,)):
+        found, expected = (
+            block_masks.lines(
+                dataclasses.replace(mask, booleans=(array, *others)), tile, (batch, N, T, S), shared
+            )
+            for array, shared in (
+                (first[:2], Divisors(booleans=(divisor, 1)[: 1 + len(others)])),
+                (expanded, Divisors()),
+            )
+        )
+        np.testing.assert_array_equal(found, expected)
