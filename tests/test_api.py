@@ -277,7 +277,7 @@ def test_signatures_are_shown_in_full(name):
     assert keywords == expected | (own if name == "ring_attention" else {})
     assert len(parameters) == len(positional) + len(keywords)
     assert all(x.annotation is not inspect.Parameter.empty for x in parameters.values())
-    shown = pydoc.render_doc(function, renderer=pydoc.plaintext)
+    shown = pydoc.plain(pydoc.render_doc(function))
     assert "dropout_rate: 'float' = 0.0" in shown and "Unpack" not in shown
 
 

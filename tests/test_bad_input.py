@@ -602,7 +602,7 @@ def test_windows_of_a_mask_are_windows(field):
     with pytest.raises(
         TypeError, match=rf"Mask\.{field} must be a Window or None, got 5; use Mask"
     ):
-        Mask(**{field: 5})
+        Mask(**{field: 5})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", TRACED)
@@ -652,6 +652,8 @@ def test_device_lengths_are_clamped(assert_close):
             r"query segment ids must occur among.*got 3 at index \(0, 3\)",
         ),
         ({"scale": np.nan}, ValueError, "scale must be finite"),
+        ({"offsets": Offsets(query=jnp.int32(-1))}, ValueError, "offsets.query must be >= 0, got"),
+        ({"offsets": Offsets(head=jnp.int32(1))}, ValueError, "offsets.num_heads must be at leas"),
         ({"colour": 1}, TypeError, "colour"),
     ],
 )

@@ -50,7 +50,7 @@ def test_segment_ids_compare_as_numbers(a, b, where, x64):
     assert [x.dtype for x in given] == [query_ids.dtype, key_ids.dtype]
     sizes = len(query_ids), len(key_ids)
     np.testing.assert_array_equal(valid(Mask.segments(*given), *sizes), expected)
-    direct = Mask(segment_ids=((given[0], given[1]),))
+    direct = Mask(segment_ids=((given[0], given[1]),))  # type: ignore[arg-type]
     np.testing.assert_array_equal(valid(direct, *sizes), expected)
     traced = jax.jit(lambda *ids: Mask.segments(*ids).as_array(1, 1, *sizes)[0, 0])
     np.testing.assert_array_equal(traced(*given), expected)
@@ -190,8 +190,8 @@ def test_a_conjunction_hides_no_length(masks, message):
 
 
 def test_the_shortest_of_all_lengths_counts():
-    a = Mask.lengths(query=[5, 3], key=[4, 4]) & Mask.lengths(key=jnp.array([9, 2]))
-    mask = Mask.lengths(query=[1, 9]) & a & Mask.lengths(key=[3, 9])
+    a = Mask.lengths(np.array([5, 3]), np.array([4, 4])) & Mask.lengths(key=jnp.array([9, 2]))
+    mask = Mask.lengths(np.array([1, 9])) & a & Mask.lengths(key=np.array([3, 9]))
     assert mask.kinds() == {"query_lengths", "key_lengths"}
     canonical = mask.canonical(2, 5, 6)
     assert canonical.query_lengths is not None and canonical.key_lengths is not None

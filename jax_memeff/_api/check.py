@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jax_memeff._api import attention as api
 from jax_memeff._api import varlen
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.options import Operands
 
 
@@ -26,17 +27,18 @@ def check(
 ) -> None:
     """Raise if a call of ``dot_product_attention`` with these arguments has bad values.
 
-    Takes the arguments of :func:`jax_memeff.dot_product_attention`, or, when ``cu_seqlens_q`` is
+    Takes the arguments of :func:`jax_memeff.dot_product_attention`, or, if ``cu_seqlens_q`` is
     among them, those of :func:`jax_memeff.varlen_attention`. Computes no attention, and copies the
-    arrays to the host. Beside what the function checks, it reads device arrays:
+    arrays to the host. Beside the checks of the function itself, it reads device arrays:
 
     - lengths must be in [0, T] and [0, S] (the call itself would clamp them);
     - ``cu_seqlens_*`` must be in [0, tokens] and not decrease, and no sequence may be longer than
       ``max_seqlen_*`` (the call itself would shorten sequences);
-    - query, key and value must be finite within the lengths (beyond them anything may stand);
+    - ``offsets`` must be in range (the call itself would clamp the positions);
+    - query, key and value must be finite within the lengths (beyond them they may hold anything);
     - bias must hold neither NaN nor +inf within the lengths;
-    - a query's segment id must be one of the keys' of its batch element, or negative (the call
-      itself would give 0 for that row).
+    - a query's segment id must be one of the keys' of its batch index, or negative (the call itself
+      would give 0 for that row).
 
     Raises:
         ValueError: A value is wrong; the message names the argument, the index and the value.
@@ -64,8 +66,9 @@ def check(
     for name in _ON_HOST:
         if named.get(name) is not None:
             named[name] = np.asarray(named[name])
-    if isinstance(mask, Mask):
-        named["mask"] = jax.tree.map(np.asarray, mask)
+    for name in ("mask", "offsets"):
+        if isinstance(named[name], Mask | Offsets):
+            named[name] = jax.tree.map(np.asarray, named[name])
 
     prepare: Any = varlen.prepare if packed else api.prepare
     operands: Operands = prepare(**named).operands
@@ -141,6 +144,6 @@ def _segments(operands: Operands, query_ids: np.ndarray, key_ids: np.ndarray) ->
             index = int(np.argmax(lonely))
             where = (element, index) if operands.sequences is None else (int(row) + index,)
             raise ValueError(
-                f"query segment ids must occur among the key segment ids of their batch element, "
+                f"query segment ids must occur among the key segment ids of their batch index, "
                 f"got {queries[index]} at index {where}; mark padding by a negative id"
             )

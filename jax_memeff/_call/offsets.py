@@ -1,4 +1,4 @@
-"""Where the arrays of one call stand in a larger attention problem."""
+"""The place of one call's arrays in a larger attention problem."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 
 from jax_memeff._call.options import Position
 from jax_memeff._call.values import clipped
+
+Index = int | np.integer | jax.Array
 
 MOST_POSITION = 2**29
 """The largest global index of a first row or column.
@@ -44,11 +46,11 @@ class Offsets:
     Position(query=Array(512, dtype=int32), key=Array(0, dtype=int32))
     """
 
-    batch: int | jax.Array = 0
-    head: int | jax.Array = 0
-    num_heads: int | jax.Array | None = None
-    query: int | jax.Array = 0
-    key: int | jax.Array = 0
+    batch: Index = 0
+    head: Index = 0
+    num_heads: Index | None = None
+    query: Index = 0
+    key: Index = 0
 
     def position(self) -> Position:
         """The row and column part, int32."""
