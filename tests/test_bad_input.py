@@ -651,6 +651,15 @@ def test_device_lengths_are_clamped(assert_close):
             ValueError,
             r"query segment ids must occur among.*got 3 at index \(0, 3\)",
         ),
+        (
+            # Each id occurs among the keys, but no key has both.
+            {
+                "mask": Mask.segments(jnp.zeros(5, int), jnp.array([0, 0, 0, 0, 0, 0, 1]))
+                & Mask.segments(jnp.ones(5, int), jnp.array([0, 0, 0, 0, 0, 0, 1]))
+            },
+            ValueError,
+            r"query segment ids must occur among.*got 0, 1 at index \(0, 0\)",
+        ),
         ({"scale": np.nan}, ValueError, "scale must be finite"),
         ({"offsets": Offsets(query=jnp.int32(-1))}, ValueError, "offsets.query must be >= 0, got"),
         ({"offsets": Offsets(head=jnp.int32(1))}, ValueError, "offsets.num_heads must be at leas"),

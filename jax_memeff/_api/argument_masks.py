@@ -93,8 +93,8 @@ def mask(
     for query_ids, key_ids in value.segment_ids:
         segment_ids("query segment ids", query_ids, batch, rows)
         segment_ids("key segment ids", key_ids, batch, columns)
-    for element in value.booleans:
-        argument_arrays.boolean_mask(element, scores)
+    for boolean in value.booleans:
+        argument_arrays.boolean_mask(boolean, scores)
     return value
 
 
