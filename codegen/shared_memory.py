@@ -41,7 +41,7 @@ def forward_sm90(spec: KernelSpec, tile: sm90.Tile) -> int:
 
 def _operand_bytes(spec: KernelSpec, rows: int, columns: int) -> int:
     """A buffer of rows of query, key or value; halved ones have a factor each, and the next buffer
-    begins where a swizzle does (ffi/include/memeff/schedule/f16x3_tiles.cuh).
+    begins where a swizzle does (ffi/include/memeff/layout/f16x3_tiles.cuh).
     """
     elements = rows * columns * spec.element_bytes
     if not spec.f16x3:
@@ -168,7 +168,7 @@ def _bias_rows(spec: KernelSpec, rows: int) -> int:
 
 
 def _bias_bytes(spec: KernelSpec, rows: int, columns: int | None = None) -> int:
-    """Shared memory of a tile of the bias (ffi/include/memeff/bias/tile.cuh), of as many columns as
+    """Shared memory of a tile of the bias (score/bias/tile.cuh), of as many columns as
     the tile of keys by default.
     """
     return _bias_rows(spec, rows) * ((columns or spec.tile.key) + 8) * int(spec.bias or 0) // 8

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 
 class UnsupportedError(Exception):
-    """No kernel does what was asked for; ``reasons`` says why, one sentence each.
+    """The library cannot do what was asked for; ``reasons`` says why, one sentence each.
+
+    ``summary`` is the first line of the message. By default no kernel fits the call.
 
     >>> raise UnsupportedError(["float64 has no kernel", "pass implementation='xla'"])
     Traceback (most recent call last):
@@ -16,13 +18,14 @@ class UnsupportedError(Exception):
       - pass implementation='xla'
     """
 
-    def __init__(self, reasons: Sequence[str]):
+    def __init__(self, reasons: Sequence[str], summary: str = "no kernel fits this call"):
         self.reasons = tuple(reasons)
-        lines = ["no kernel fits this call:", *(f"  - {reason}" for reason in self.reasons)]
+        self.summary = summary
+        lines = [f"{summary}:", *(f"  - {reason}" for reason in self.reasons)]
         super().__init__("\n".join(lines))
 
     def __reduce__(self):
-        return type(self), (self.reasons,)
+        return type(self), (self.reasons, self.summary)
 
 
 class CompileError(Exception):

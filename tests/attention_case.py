@@ -14,15 +14,9 @@ import packing
 
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import (
-    Divisors,
-    DropoutState,
-    NeedsGrad,
-    Operands,
-    Options,
-    Position,
-    QkvPackedOperands,
-)
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.operands import DropoutState, NeedsGrad, Operands, QkvPackedOperands
+from jax_memeff._call.options import Divisors, Options
 
 TF32_TOLERANCE = 1e-3
 """Relative Frobenius error of products with 11 bits."""
@@ -122,12 +116,9 @@ class Case:
     @property
     def divisors(self) -> Divisors:
         own = {name: divisor for name, _, divisor in self.shared}
-        booleans = [own.pop("boolean", 1), *[1] * len(self.boolean)]
-        return Divisors(
-            **own,
-            booleans=tuple(booleans[: len(self.boolean)]),
-            bias_gradient=self.bias_gradient,
-        )
+        if "boolean" in own:
+            own["mask.booleans.0"] = own.pop("boolean")
+        return Divisors.of(own, {"bias": self.bias_gradient})
 
     @property
     def needs_grad(self) -> NeedsGrad:

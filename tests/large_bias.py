@@ -13,7 +13,7 @@ import oracle
 from attention_case import Case, cancellation, largest
 from kernel_cases import BOTTOM_RIGHT, CAUSAL
 
-from jax_memeff._call.options import Operands
+from jax_memeff._call.operands import Operands
 
 MASKED = -2e38
 LOST = 2.0**24

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._call.mask import Mask, Window
-from jax_memeff._call.options import DropoutState, Operands, Options, Position
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.operands import DropoutState, Operands
+from jax_memeff._call.options import Options
 
 
 class Answer(NamedTuple):
@@ -201,7 +203,7 @@ def answer(
     has_bias = operands.bias is not None
 
     def bias_gradient(dscores: np.ndarray) -> np.ndarray:
-        together = options.divisors.bias_gradient or 1
+        together = options.divisors.of_gradient("bias") or 1
         elements = dscores.reshape(-1, together, *dscores.shape[1:]).sum(1)
         return elements.sum(reduced, keepdims=True)
 

@@ -259,6 +259,7 @@ COMMON = {
     "precision": None,
     "deterministic_backward": False,
     "implementation": None,
+    "residual_checkpoint_name": None,
     "return_residual": False,
 }
 LENGTHS = {"query_seq_lengths": None, "key_value_seq_lengths": None}

@@ -98,7 +98,7 @@ def test_maps_of_what_the_batch_shares_have_all_of_it(divisor):
                 dataclasses.replace(mask, booleans=(array, *others)), tile, (batch, N, T, S), shared
             )
             for array, shared in (
-                (first[:2], Divisors(booleans=(divisor, 1)[: 1 + len(others)])),
+                (first[:2], Divisors((("mask.booleans.0", divisor),))),
                 (expanded, Divisors()),
             )
         )

@@ -14,7 +14,9 @@ from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise import tiles as blockwise_tiles
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import NeedsGrad, Operands, Options, Position
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.operands import NeedsGrad, Operands
+from jax_memeff._call.options import Options
 
 ALL = NeedsGrad(query=True, key=True, value=True, bias=True)
 

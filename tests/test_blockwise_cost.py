@@ -12,7 +12,8 @@ from test_blockwise import ALL, Case, make, run
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import NeedsGrad, Operands, Options
+from jax_memeff._call.operands import NeedsGrad, Operands
+from jax_memeff._call.options import Options
 
 
 def primitives_of(jaxpr) -> list:
@@ -85,7 +86,8 @@ import resource, sys, threading, time
 import jax, jax.numpy as jnp
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import Operands, Options, NeedsGrad
+from jax_memeff._call.operands import Operands, NeedsGrad
+from jax_memeff._call.options import Options
 
 T = int(sys.argv[1])
 page = resource.getpagesize()

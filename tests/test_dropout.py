@@ -7,8 +7,8 @@ import oracle
 import pytest
 
 from jax_memeff._call import dropout
-from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.options import DropoutState, Position
+from jax_memeff._call.offsets import Offsets, Position
+from jax_memeff._call.operands import DropoutState
 
 KEY = (0x12345678, 0x9ABCDEF0)
 

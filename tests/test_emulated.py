@@ -21,7 +21,7 @@ import wide_range
 from attention_case import Case, assert_results_match, passed, run_case
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 
-from jax_memeff._call.options import Operands
+from jax_memeff._call.operands import Operands
 
 
 @dataclasses.dataclass(frozen=True)

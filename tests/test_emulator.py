@@ -13,6 +13,7 @@ KERNELS = """
 #include <memeff/arch/barrier.cuh>
 #include <memeff/arch/tma.cuh>
 #include <memeff/arch/copy.cuh>
+#include <memeff/arch/thread.cuh>
 #include <memeff/arch/wgmma.cuh>
 
 using namespace memeff;

@@ -11,7 +11,8 @@ import pytest
 
 import jax_memeff
 from jax_memeff import Mask
-from jax_memeff._call.options import Operands, Options
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import Options
 
 B, T, S, N, K, H = 2, 9, 11, 4, 2, 8
 

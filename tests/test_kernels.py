@@ -29,7 +29,7 @@ from kernel_cases import CAUSAL, WINDOW
 
 import jax_memeff
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import NeedsGrad, QkvPackedOperands
+from jax_memeff._call.operands import NeedsGrad, QkvPackedOperands
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff._op import vjp
 from jax_memeff.codegen.toolchain import parallel

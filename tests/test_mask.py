@@ -7,7 +7,7 @@ import oracle
 import pytest
 
 from jax_memeff._call.mask import Mask, Window
-from jax_memeff._call.options import Position
+from jax_memeff._call.offsets import Position
 
 B, N, T, S = 2, 3, 7, 10
 RNG = np.random.default_rng(0)

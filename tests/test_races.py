@@ -20,7 +20,7 @@ import pytest
 from attention_case import Case, assert_results_match, run_case
 from kernel_cases import CAUSAL
 
-from jax_memeff._call.options import Gradients
+from jax_memeff._call.operands import Gradients
 from jax_memeff._op import primitives
 from jax_memeff.codegen.tiles import sm90
 from jax_memeff.codegen.toolchain import compile as compiler

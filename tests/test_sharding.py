@@ -279,10 +279,6 @@ def test_key_and_value_without_a_sharding_get_that_of_query():
 # --- what cannot be done -------------------------------------------------------------------------
 
 WRONG = {
-    "the query's sequence": (
-        (P(None, "data"), P(), P()),
-        r"query of shape .* its sequence dim is sharded over mesh axis 'data'.*ring_attention",
-    ),
     "the key's sequence": (
         (P(), P(None, "tensor"), P()),
         r"key of shape .* its sequence dim is sharded over mesh axis 'tensor'.*ring_attention",
@@ -297,13 +293,8 @@ WRONG = {
         r"got no mesh axis; reshard it to .*'data'",
     ),
     "heads that differ": (
-        (P(None, None, "tensor"), P(), P()),
-        r"key of shape .* its heads must be sharded like query's, over mesh axis 'tensor'",
-    ),
-    "groups that are cut": (
-        (P(None, None, "data"), P(), P()),
-        r"key of shape .* its heads, 2, cannot be divided by 4, the size of mesh axis 'data'; "
-        r"every device needs whole groups of heads.*repeat the heads",
+        (P("data"), P("data", None, "tensor"), P("data")),
+        r"key of shape .* its heads must be sharded like query's, over no mesh axis, got",
     ),
 }
 
@@ -314,8 +305,8 @@ def test_errors_name_the_axis_and_the_remedy(axis_type, specs, message):
     mesh = mesh_of(axis_type, HOST)
     arrays = (random(B, T, N, H), random(B, T, K, H), random(B, T, K, H))
     operands = [put(mesh, x, *spec) for x, spec in zip(arrays, specs, strict=True)]
-    # XLA passes the text of what its callbacks raise on, in an error of its own.
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
+    # Not in the middle of an error of XLA's.
+    with pytest.raises(ValueError, match=f"^{message}"):
         jax.jit(dot_product_attention).lower(*operands).compile()
 
 
@@ -348,8 +339,8 @@ def test_a_bias_is_not_gathered_either(axis_type):
     mesh = mesh_of(axis_type, HOST)
     operands = [put(mesh, x, *ON_BOTH) for x in projections()]
     bias = put(mesh, random(N, T, T), None, "data")
-    message = r"bias of shape .* its sequence dim is sharded over mesh axis 'data'"
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
+    message = r"bias of shape .* its sequence dim must be sharded like query's, .* got .*'data'"
+    with pytest.raises(ValueError, match=message):
         jax.jit(dot_product_attention).lower(*operands, bias).compile()
 
 
@@ -366,16 +357,8 @@ def test_a_batch_that_does_not_divide():
             )
         )
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"3, cannot be divided by 4.*; pad it"):
+    with pytest.raises(ValueError, match=r"3, cannot be divided by 4.*; pad it"):
         call.lower(*projections()).compile()
-
-
-def test_groups_that_propagation_would_cut():
-    mesh = mesh_of(AxisType.Auto, HOST)
-    query, key, value = projections()
-    call = jax.jit(lambda query, key, value: dot_product_attention(query, 2 * key, 2 * value))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"whole groups of heads.*repeat"):
-        call.lower(put(mesh, query, None, None, "data"), key, value).compile()
 
 
 def test_shard_map_over_some_axes(assert_close):

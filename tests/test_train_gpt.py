@@ -121,6 +121,35 @@ def test_command_line_leaves_its_files(tmp_path):
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert (output / "sample.txt").read_text(encoding="utf-8").startswith("def ")
     assert "unigram entropy" in run.stdout and "target missed" in run.stdout
+    assert "4 steps, expected time: after a few steps" in run.stdout
+
+
+def test_the_default_says_how_long_it_takes(example, tmp_path, monkeypatch, capsys):
+    """In the first lines, before anything is compiled."""
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(example, "train", stop)
+    with pytest.raises(KeyboardInterrupt):
+        example.main(["--preset", "cpu", "--output", str(tmp_path)])
+    assert "expected time: under two minutes on two idle CPU cores" in capsys.readouterr().out
+
+
+def test_the_remaining_time_and_the_first_curve_come_early(example, tmp_path, monkeypatch, capsys):
+    """At a sixth of the steps, a reader has losses and a curve of those so far."""
+    saved = []
+    monkeypatch.setattr(
+        example, "plot", lambda result, title, path: saved.append((len(result["losses"]), path))
+    )
+    monkeypatch.setitem(
+        example.PRESETS, "tiny", dataclasses.replace(example.PRESETS["tiny"], layers=1, context=16)
+    )
+    example.main(["--preset", "tiny", "--steps", "12", "--output", str(tmp_path)])
+    assert [count for count, _ in saved] == [2, 4, 6, 8, 10, 12, 12]
+    assert {path for _, path in saved} == {tmp_path / "loss.png"}
+    assert len(json.loads((tmp_path / "losses.json").read_text())["losses"]) == 12
+    assert "seconds more at this rate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,9 @@ def library(part: Part) -> Found:
     """
     wheel = _in_wheels(part)
     if wheel is not None and not _is_loaded(part.file):
+        # NVRTC 13.0 searches its builtins by name, and not beside itself.
+        for builtins in wheel.path.parent.glob(f"lib{part.name}-builtins.so.*"):
+            ctypes.CDLL(str(builtins))
         ctypes.CDLL(str(wheel.path))
     pathfinder = import_("cuda.pathfinder")
     try:

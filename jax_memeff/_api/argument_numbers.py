@@ -148,6 +148,15 @@ def implementation(value: Any) -> Literal["cuda", "xla"] | None:
     return value
 
 
+def residual_checkpoint_name(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise TypeError(
+        "residual_checkpoint_name must be None or a name that a policy of jax.checkpoint saves, "
+        f"such as 'context', got {value!r}"
+    )
+
+
 def local_window(value: Any) -> tuple[int, int] | None:
     """``local_window_size`` as (left, right)."""
     if value is None:

@@ -36,6 +36,7 @@ class CommonArguments(TypedDict, total=False):
     precision: PrecisionLike
     deterministic_backward: bool
     implementation: Implementation | None
+    residual_checkpoint_name: str | None
 
 
 class PaddedArguments(CommonArguments, total=False):

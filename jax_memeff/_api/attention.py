@@ -12,7 +12,7 @@ from jax_memeff._api.argument_masks import padded_lengths
 from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.values import flag
 
 
@@ -104,6 +104,11 @@ def dot_product_attention(
         return_residual: Also return the logsumexp, which is differentiable.
         implementation: None uses the kernels on CUDA and the blockwise path elsewhere; ``"cuda"``
             insists on the kernels; ``"xla"`` is the blockwise path everywhere.
+        residual_checkpoint_name: The name of output and logsumexp for the policies of
+            ``jax.checkpoint``. A policy that saves it spares the backward a second forward.
+            By default they are ``jax_memeff_out`` and ``jax_memeff_lse``, and a policy has to save
+            both. :func:`jax.ad_checkpoint.checkpoint_name` of the result does not do this: the
+            array that it names is not the one that the backward reads.
 
     Returns:
         The output ``[B, T, N, Hv]`` in query's dtype; with ``return_residual`` the pair of it and
@@ -123,9 +128,6 @@ def dot_product_attention(
     the mean of the values; the residual is f32 and differentiable; garbage beyond the lengths never
     shows; Hv is free; lengths may be of any integer dtype; bias and mask are left-padded to rank 4;
     ``implementation="cudnn"`` is an error.
-
-    A policy of ``jax.checkpoint`` that saves the names ``jax_memeff_out`` and ``jax_memeff_lse``
-    spares the backward a second forward.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 128, 8, 64))

@@ -11,10 +11,12 @@ from jax_memeff._api import argument_arrays, argument_masks
 from jax_memeff._api import argument_numbers as numbers
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import DropoutState, Operands, Options, Position, QkvPackedOperands
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.operands import DropoutState, Operands, QkvPackedOperands
+from jax_memeff._call.options import Options
 from jax_memeff._call.values import flag
 from jax_memeff._op import vjp
-from jax_memeff._sharding import explicit as sharding
+from jax_memeff._sharding import explicit
 
 AnyOperands = TypeVar("AnyOperands", Operands, QkvPackedOperands)
 
@@ -29,7 +31,7 @@ class Call(NamedTuple, Generic[AnyOperands]):
 
     def run(self, with_residual: bool) -> Any:
         """The output, or the pair of it and the logsumexp."""
-        out, lse = sharding.attention(vjp.attention, self.operands, self.options)
+        out, lse = explicit.on_shards(vjp.attention, self.operands, self.options)
         if not self.batched:
             out, lse = out[0], lse[0]
         return (out, lse) if with_residual else out
@@ -79,6 +81,9 @@ def common(
         precision=numbers.precision(arguments["precision"]),
         deterministic_backward=flag("deterministic_backward", arguments["deterministic_backward"]),
         implementation=numbers.implementation(arguments["implementation"]),
+        residual_checkpoint_name=numbers.residual_checkpoint_name(
+            arguments["residual_checkpoint_name"]
+        ),
     )
     combined = argument_masks.mask(mask, scores, tokens)
     if flag("is_causal", arguments["is_causal"]):

@@ -14,7 +14,7 @@ from jax_memeff._api import attention as api
 from jax_memeff._api import varlen
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.options import Operands
+from jax_memeff._call.operands import Operands
 
 
 def check(

@@ -12,7 +12,7 @@ from jax_memeff._api.argument_masks import padded_lengths
 from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import QkvPackedOperands
+from jax_memeff._call.operands import QkvPackedOperands
 from jax_memeff._call.values import flag
 
 

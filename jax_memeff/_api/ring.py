@@ -19,12 +19,12 @@ from jax_memeff._blockwise.tiles import MASKED_BIAS
 from jax_memeff._call import compat
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
-from jax_memeff._call.options import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.values import flag
 from jax_memeff._call.window import Window
 from jax_memeff._ring import derivatives as ring_derivatives
+from jax_memeff._ring.passes import Method, Ring
 from jax_memeff._ring.schedule import LAYOUTS, Layout
-from jax_memeff._ring.vjp import Method, Ring
 
 AxisName = Hashable
 """The name of a mesh axis, or a tuple of names."""

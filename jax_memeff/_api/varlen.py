@@ -13,7 +13,7 @@ from jax_memeff._api import argument_arrays, argument_masks, argument_numbers
 from jax_memeff._api.arguments import CommonArguments, in_full, with_defaults
 from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.sequences import Sequences, starts_and_lengths
 from jax_memeff._call.values import flag
 

@@ -27,7 +27,8 @@ from jax_memeff._blockwise.tiles import (
 )
 from jax_memeff._call.divisors import gradient_shape, summed
 from jax_memeff._call.mask import Mask, slice_tile
-from jax_memeff._call.options import Gradients, NeedsGrad, Operands, Options
+from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
+from jax_memeff._call.options import Options
 
 
 class _Sums(NamedTuple):

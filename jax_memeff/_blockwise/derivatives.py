@@ -15,7 +15,6 @@ operands of the scans over them: their cotangents are then written once, block b
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -27,16 +26,23 @@ from jax import lax
 from jax_memeff._blockwise import varlen as blockwise_varlen
 from jax_memeff._blockwise.backward import live_rows
 from jax_memeff._blockwise.tiles import Blocks, Problem, dot, grouped, select, ungrouped, when
-from jax_memeff._call.divisors import as_gradient, batch_of, broadcastable, whole
-from jax_memeff._call.options import (
-    Divisors,
+from jax_memeff._call.divisors import (
+    as_gradient,
+    broadcastable,
+    may_sum_gradient,
+    whole,
+    without_divisors,
+)
+from jax_memeff._call.operands import (
     Gradients,
     NeedsGrad,
     Operands,
-    Options,
     QkvPackedGradients,
     QkvPackedOperands,
+    batch_of,
+    gradients_needed,
 )
+from jax_memeff._call.options import Options
 
 Sums = tuple[jax.Array, jax.Array]
 
@@ -73,18 +79,14 @@ def backward(
     dlse: jax.Array | None,
     needs_grad: NeedsGrad,
 ) -> list[jax.Array]:
-    """The wanted gradients, as ``attention_bwd`` gives them."""
+    """The needed gradients, as ``attention_bwd`` gives them."""
     is_live = live_rows(operands.mask, lse)
     dout = jnp.where(is_live[..., None], dout, 0).astype(lse.dtype)
     row_term = jnp.where(is_live, -jnp.sum(dout * out.astype(lse.dtype), -1), 0)
     if dlse is not None:
         row_term = row_term + jnp.where(is_live, dlse, 0)
-    if isinstance(operands, QkvPackedOperands):
-        names = {"query_key_value": needs_grad.query, "bias": needs_grad.bias}
-    else:
-        names = needs_grad._asdict()
-    chosen = [name for name, want in names.items() if want]
-    sums, primals = _sums_of(operands, options, lse, chosen)
+    needed = gradients_needed(operands, needs_grad)
+    sums, primals = _sums_of(operands, options, lse, needed)
     _, transpose = jax.vjp(sums, *primals)
     return list(transpose((row_term, dout)))
 
@@ -93,21 +95,26 @@ def _sums_of(
     operands: Any, options: Options, lse: jax.Array, names: list[str]
 ) -> tuple[Callable[..., Sums], list[jax.Array]]:
     """The sums as a function of the named operands, and these, in the shapes of gradients."""
-    shared, batch = options.divisors, batch_of(operands)
-    primals = [as_gradient(name, getattr(operands, name), operands, shared) for name in names]
+    divisors, batch = options.divisors, batch_of(operands)
+    primals = [as_gradient(name, getattr(operands, name), operands, divisors) for name in names]
     operands = whole(operands, options)
-    unshared = dataclasses.replace(options, divisors=Divisors())
+    options = without_divisors(options)
+    # A gradient that batch indices have in common is that of an operand they read in common.
+    together = {
+        name: divisors.of_gradient(name) or 1 for name in names if may_sum_gradient(name, operands)
+    }
 
     def sums(*arrays: jax.Array) -> Sums:
-        call = operands._replace(**dict(zip(names, arrays, strict=True)))
-        if "bias" in names:
-            call = call._replace(bias=broadcastable(call.bias, shared.bias_gradient or 1, batch))
+        given = dict(zip(names, arrays, strict=True))
+        for name, divisor in together.items():
+            given[name] = broadcastable(given[name], divisor, batch)
+        call = operands._replace(**given)
         if isinstance(call, QkvPackedOperands):
             call = call.separate()
         if 0 in (*call.scores, call.query.shape[1], call.key.shape[1]):
             return _zeros(call, lse)
         fixed = jnp.where(live_rows(operands.mask, lse), lse, jnp.inf)
-        return (_row_sums if call.sequences is None else _row_sums_varlen)(call, unshared, fixed)
+        return (_row_sums if call.sequences is None else _row_sums_varlen)(call, options, fixed)
 
     return sums, primals
 

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from jax_memeff._call import dropout
-from jax_memeff._call.divisors import broadcastable, expanded
+from jax_memeff._call.divisors import broadcastable, expanded, of_booleans
 from jax_memeff._call.mask import slice_tile
-from jax_memeff._call.options import Operands, Options
-from jax_memeff._cuda.export import require_static
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import Options
+from jax_memeff._call.static_shapes import require_static
 
 LONGEST_BLOCK = 512
 _SHORTEST_BLOCK = 64
@@ -113,8 +114,10 @@ class Problem:
         batch, length, heads, _ = query.shape
         if mask.key_lengths is not None:
             # Garbage beyond the lengths is zeroed, and every element has a length of its own.
-            key = _select_rows(expanded(key, options.divisors.key, batch), mask.key_lengths)
-            value = _select_rows(expanded(value, options.divisors.value, batch), mask.key_lengths)
+            key = _select_rows(expanded(key, options.divisors["key"], batch), mask.key_lengths)
+            value = _select_rows(
+                expanded(value, options.divisors["value"], batch), mask.key_lengths
+            )
         longest = LONGEST_BLOCK
         likely_batch = _ASSUMED_BATCH if export.is_symbolic_dim(batch) else batch
         while longest > _SHORTEST_BLOCK and likely_batch * heads * longest**2 > _LARGEST_TILE:
@@ -146,11 +149,11 @@ class Problem:
 
     def key_tile(self, start: jax.Array) -> jax.Array:
         tile = lax.dynamic_slice_in_dim(self.key, start, self.cols.size, 2)
-        return self._of_batch(tile, self.options.divisors.key)
+        return self._of_batch(tile, self.options.divisors["key"])
 
     def value_tile(self, start: jax.Array) -> jax.Array:
         tile = lax.dynamic_slice_in_dim(self.value, start, self.cols.size, 2)
-        return self._of_batch(tile, self.options.divisors.value)
+        return self._of_batch(tile, self.options.divisors["value"])
 
     def _of_batch(self, tile: jax.Array, divisor: int) -> jax.Array:
         return expanded(tile.astype(self.accumulator), divisor, self.query.shape[0])
@@ -161,7 +164,7 @@ class Problem:
         if bias is None:
             return None
         tile = slice_tile(bias, (row, col), (self.rows.size, self.cols.size))
-        return broadcastable(tile, self.options.divisors.bias, self.query.shape[0])
+        return broadcastable(tile, self.options.divisors["bias"], self.query.shape[0])
 
     def per_head(self, tile: jax.Array) -> jax.Array:
         """[b, n, rows, cols] to [b, K or 1, G or 1, rows, cols]."""
@@ -198,7 +201,7 @@ class Problem:
         sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
         mask = dataclasses.replace(operands.mask, booleans=())
         valid = mask.tile(sizes, (row, col), shape, operands.position)
-        divisors = options.divisors.of_booleans(operands.mask)
+        divisors = of_booleans(operands.mask, options.divisors)
         for array, divisor in zip(operands.mask.booleans, divisors, strict=True):
             boolean = slice_tile(array, (row, col), shape)
             valid = _and(valid, broadcastable(boolean, divisor, self.query.shape[0]))

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from jax_memeff._blockwise import forward as blockwise
-from jax_memeff._call.divisors import gradient_shape
-from jax_memeff._call.options import Divisors, DropoutState, Gradients, NeedsGrad, Operands, Options
+from jax_memeff._call.divisors import gradient_shape, of_booleans, without_divisors
+from jax_memeff._call.operands import DropoutState, Gradients, NeedsGrad, Operands
+from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import token_indices
 
 
@@ -54,7 +55,7 @@ def backward(
 ) -> Gradients:
     """As :func:`jax_memeff.blockwise.backward`, of operands with packed sequences."""
     bias, shared = operands.bias, options.divisors
-    alone = dataclasses.replace(options, divisors=Divisors())
+    alone = without_divisors(options)
     needs_grad = needs_grad._replace(bias=needs_grad.bias and bias is not None)
     sums = Gradients(
         *(
@@ -155,13 +156,13 @@ def sequence_of(
         return None if x is None else element(x, divisor)[:, :, : rows.size, : columns.size]
 
     mask, state = operands.mask, operands.dropout
-    booleans = zip(mask.booleans, options.divisors.of_booleans(mask), strict=True)
+    booleans = zip(mask.booleans, of_booleans(mask, options.divisors), strict=True)
     sequences: Any = operands.sequences
     return operands._replace(
         query=_take(operands.query, rows),
         key=_take(operands.key, columns),
         value=_take(operands.value, columns),
-        bias=of_scores(operands.bias, options.divisors.bias),
+        bias=of_scores(operands.bias, options.divisors["bias"]),
         mask=dataclasses.replace(
             mask,
             query_lengths=element(sequences.query_lengths),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import core, dispatch
+from jax._src import compiler, core, dispatch
 from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.core import ShapedArray
@@ -87,6 +88,14 @@ def devices_of_compiler(ctx: mlir.LoweringRuleContext) -> int:
     Inside ``jax.shard_map`` that is one.
     """
     return getattr(ctx.module_context.axis_context, "num_devices", 1)
+
+
+def replace_compile_errors(handler: Callable[[Exception], Exception | None]) -> None:
+    """Let an error of the XLA compiler be raised as the one that the handler makes of it, if any.
+
+    XLA turns what its Python callbacks raise into text in the middle of an error of its own.
+    """
+    compiler.register_xla_runtime_error_handler(handler)
 
 
 def spec_of(sharding: Any, mesh: Mesh, rank: int) -> PartitionSpec | None:

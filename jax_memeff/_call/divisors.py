@@ -1,4 +1,7 @@
-"""Operands that have fewer elements than the batch: :class:`jax_memeff.options.Divisors`."""
+"""Operands that have fewer batch indices than the batch: what each batch index reads.
+
+:class:`jax_memeff._call.options.Divisors` says it in numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,19 @@ import jax
 import jax.numpy as jnp
 
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import Divisors, Operands, Options, QkvPackedOperands
+from jax_memeff._call.operands import (
+    Item,
+    Operands,
+    QkvPackedOperands,
+    batch_of,
+    differentiable,
+    is_varlen,
+    items,
+    mapped,
+)
+from jax_memeff._call.options import Divisors, Options
+
+AnyOperands = TypeVar("AnyOperands", Operands, QkvPackedOperands)
 
 
 def expanded(x: jax.Array, divisor: int, batch: int) -> jax.Array:
@@ -20,65 +35,62 @@ def expanded(x: jax.Array, divisor: int, batch: int) -> jax.Array:
     >>> expanded(jnp.arange(2), 2, 8).tolist()
     [0, 0, 1, 1, 0, 0, 1, 1]
     """
-    elements, rest = x.shape[0], x.shape[1:]
-    if elements == batch:
+    indices, rest = x.shape[0], x.shape[1:]
+    if indices == batch:
         return x
-    if elements == 1:
+    if indices == 1:
         return jnp.broadcast_to(x, (batch, *rest))
-    outer = batch // (elements * divisor)
-    shape = (outer, elements, divisor, *rest)
+    outer = batch // (indices * divisor)
+    shape = (outer, indices, divisor, *rest)
     return jnp.broadcast_to(x[None, :, None], shape).reshape(batch, *rest)
 
 
 def broadcastable(x: jax.Array, divisor: int, batch: int) -> jax.Array:
-    """:func:`expanded`, but one element stays one."""
+    """:func:`expanded`, but an operand of one batch index keeps it."""
     return x if x.shape[0] == 1 else expanded(x, divisor, batch)
 
 
-AnyOperands = TypeVar("AnyOperands", Operands, QkvPackedOperands)
+def _has_own_divisor(name: str, operands: Any) -> bool:
+    operand = differentiable(operands)[name]
+    return operand.may_lack_batch(is_varlen(operands))
 
 
-def batch_of(operands: Operands | QkvPackedOperands) -> int:
-    """B"""
-    if isinstance(operands, QkvPackedOperands):
-        return operands.query_key_value.shape[0]
-    return operands.scores[0]
-
-
-def shareable(operands: Operands | QkvPackedOperands) -> tuple[str, ...]:
-    """The differentiable operands that may have fewer elements than the batch."""
-    has_batch = isinstance(operands, Operands) and operands.sequences is None
-    return ("key", "value", "bias") if has_batch else ("bias",)
+def may_sum_gradient(name: str, operands: Any) -> bool:
+    """Whether batch indices may have one gradient of the operand, which is their sum."""
+    return differentiable(operands)[name].dims[0] == "batch|1"
 
 
 def gradient_shape(
-    name: str, shape: tuple[int, ...], operands: Operands | QkvPackedOperands, divisors: Divisors
+    name: str, shape: tuple[int, ...], operands: AnyOperands, divisors: Divisors
 ) -> tuple[int, ...]:
-    """The shape of the gradient of an operand of this shape: an element for each of the batch.
+    """The shape of the gradient of an operand of this shape: each batch index has its own.
 
-    That of a bias is summed over the elements of the batch that ``Divisors.bias_gradient`` says.
+    If the operand's first dim may be 1, the gradient is summed over the batch indices that
+    ``Divisors.gradients`` says.
     """
-    batch, summed = batch_of(operands), divisors.bias_gradient
-    if name not in shareable(operands) or (name == "bias" and not summed and shape[0] == 1):
+    if not _has_own_divisor(name, operands):
         return shape
-    return batch // summed if name == "bias" and summed else batch, *shape[1:]
+    batch, summed = batch_of(operands), divisors.of_gradient(name)
+    if not may_sum_gradient(name, operands):
+        return batch, *shape[1:]
+    if not summed and shape[0] == 1:
+        return shape
+    return batch // (summed or 1), *shape[1:]
 
 
 def as_gradient(name: str, x: jax.Array, operands: Any, divisors: Divisors) -> jax.Array:
     """An operand, or its tangent, in the shape of its gradient."""
-    elements = gradient_shape(name, x.shape, operands, divisors)[0]
-    if name not in shareable(operands) or elements == x.shape[0]:
+    indices = gradient_shape(name, x.shape, operands, divisors)[0]
+    if indices == x.shape[0]:
         return x
-    divisor = getattr(divisors, name)
-    if name == "bias" and divisors.bias_gradient:
-        # The elements that have one gradient share one of the bias.
-        divisor //= divisors.bias_gradient
-    return expanded(x, divisor, elements)
+    # Batch indices that have one gradient read one index of the operand.
+    return expanded(x, divisors[name] // (divisors.of_gradient(name) or 1), indices)
 
 
 def summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The sum over dims that are 1 in the shape, and over as many elements of the first in a row
-    as make that of the shape.
+    """The sum over dims that are 1 in the shape, and over runs of the first dim.
+
+    The runs are as long as makes the first dim that of the shape.
 
     >>> summed(jnp.arange(12).reshape(4, 3), (2, 1)).tolist()
     [[15], [51]]
@@ -90,69 +102,68 @@ def summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.sum(x.reshape(shape[0], -1, *x.shape[1:]), 1)
 
 
-def of_leaves(operands: Any, divisors: Divisors) -> Any:
-    """The divisor of each array of the operands, in its place."""
-    ones: Any = jax.tree.map(lambda _: 1, operands)
-    mask = dataclasses.replace(ones.mask, booleans=divisors.of_booleans(operands.mask))
-    return ones._replace(mask=mask, **{name: getattr(divisors, name) for name in _shared(operands)})
+def with_divisors(operands: Any) -> list[Item]:
+    """The arrays of a call that may have fewer batch indices than the batch."""
+    varlen = is_varlen(operands)
+    return [item for item in items(operands) if item.operand.may_lack_batch(varlen)]
 
 
 def changed(operands: Any, divisors: Divisors, change: Callable[[int, int], int]) -> Divisors:
-    """Other divisors, for the elements of each array and its own divisor."""
-    mask = operands.mask
-    found = {
-        name: change(getattr(operands, name).shape[0], getattr(divisors, name))
-        for name in _shared(operands)
-    }
-    if operands.bias is not None:
-        elements = gradient_shape("bias", operands.bias.shape, operands, divisors)[0]
-        found["bias_gradient"] = change(elements, batch_of(operands) // elements)
-    booleans = zip(mask.booleans, divisors.of_booleans(mask), strict=True)
-    return Divisors(**found, booleans=tuple(change(x.shape[0], divisor) for x, divisor in booleans))
+    """Other divisors: ``change`` takes the batch indices of an array and its divisor."""
+    found, sums = {}, {}
+    batch = batch_of(operands)
+    for item in with_divisors(operands):
+        shape = item.array.shape
+        found[item.name] = change(shape[0], divisors[item.name])
+        if item.operand.has_gradient and may_sum_gradient(item.name, operands):
+            indices = gradient_shape(item.name, shape, operands, divisors)[0]
+            sums[item.name] = change(indices, batch // indices)
+    return Divisors.of(found, sums)
 
 
-def _shared(operands: Operands | QkvPackedOperands) -> list[str]:
-    """Those of :func:`shareable` that are present."""
-    return [name for name in shareable(operands) if getattr(operands, name) is not None]
+def of_booleans(mask: Mask, divisors: Divisors) -> tuple[int, ...]:
+    """The divisors of ``Mask.booleans``."""
+    return tuple(divisors[f"mask.booleans.{index}"] for index in range(len(mask.booleans)))
 
 
 def combined(mask: Mask, divisors: Divisors, batch: int) -> tuple[int, int]:
-    """Elements and divisor of the conjunction of the boolean masks.
+    """Batch indices and divisor of the conjunction of the boolean masks.
 
-    It has an element for each of the batch where masks, other than those that broadcast, are shared
-    in different ways.
+    If masks that do not broadcast have different divisors, it has the whole batch.
     """
-    own = zip(mask.booleans, divisors.of_booleans(mask), strict=True)
-    shares = {(x.shape[0], divisor) for x, divisor in own if x.shape[0] != 1}
-    if not shares:
+    own = zip(mask.booleans, of_booleans(mask, divisors), strict=True)
+    different = {(x.shape[0], divisor) for x, divisor in own if x.shape[0] != 1}
+    if not different:
         return 1, 1
-    return shares.pop() if len(shares) == 1 else (batch, 1)
+    return different.pop() if len(different) == 1 else (batch, 1)
 
 
 def conjunction(mask: Mask, divisors: Divisors, batch: int) -> tuple[jax.Array, int]:
-    """The boolean masks as one, which has as few elements as they allow, and its divisor."""
-    elements, divisor = combined(mask, divisors, batch)
+    """The boolean masks as one, of as few batch indices as they allow, and its divisor."""
+    indices, divisor = combined(mask, divisors, batch)
     booleans = mask.booleans
-    if elements == batch:
-        own = zip(booleans, divisors.of_booleans(mask), strict=True)
+    if indices == batch:
+        own = zip(booleans, of_booleans(mask, divisors), strict=True)
         booleans = tuple(broadcastable(*boolean, batch) for boolean in own)
     return functools.reduce(jnp.logical_and, booleans), divisor
 
 
 def whole(operands: AnyOperands, options: Options) -> AnyOperands:
-    """The same operands with an element for each of the batch; bias and masks may still broadcast.
+    """The same operands with the whole batch each; bias and masks may still broadcast.
 
-    They are copied as often as they are shared.
+    This copies an operand for every batch index that reads it.
     """
-    batch, mask = batch_of(operands), operands.mask
-    changed: dict[str, Any] = {
-        name: (broadcastable if name == "bias" else expanded)(
-            getattr(operands, name), getattr(options.divisors, name), batch
-        )
-        for name in _shared(operands)
-    }
-    booleans = zip(mask.booleans, options.divisors.of_booleans(mask), strict=True)
-    changed["mask"] = dataclasses.replace(
-        mask, booleans=tuple(broadcastable(*array, batch) for array in booleans)
-    )
-    return operands._replace(**changed)
+    batch, varlen = batch_of(operands), is_varlen(operands)
+
+    def one(item: Item) -> jax.Array:
+        if not item.operand.may_lack_batch(varlen):
+            return item.array
+        expand = broadcastable if item.operand.dims[0] == "batch|1" else expanded
+        return expand(item.array, options.divisors[item.name], batch)
+
+    return mapped(one, operands)
+
+
+def without_divisors(options: Options) -> Options:
+    """The options of :func:`whole` operands."""
+    return dataclasses.replace(options, divisors=Divisors())

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._call.offsets import Index, Offsets
-from jax_memeff._call.options import DropoutState
+from jax_memeff._call.operands import DropoutState
 
 _BLOCK = 16
 """Rows and columns of a block that 16 calls of the generator cover."""

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_memeff._call import segment_ids, values
-from jax_memeff._call.options import Position
+from jax_memeff._call.offsets import Position
 from jax_memeff._call.values import INT32_MAX
 from jax_memeff._call.window import Window
 

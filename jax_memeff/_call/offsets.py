@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_memeff._call.options import Position
 from jax_memeff._call.values import clipped
 
 Index = int | np.integer | jax.Array
@@ -20,6 +19,15 @@ MOST_POSITION = 2**29
 Rows and columns of a call count up to 2**28. Up to this offset, sums of a row, a column, a window's
 bound and the distance of the diagonal fit int32, in the kernels too.
 """
+
+
+class Position(NamedTuple):
+    """The place of local row 0 and column 0 in the global score matrix."""
+
+    query: jax.Array
+    """int32[]"""
+    key: jax.Array
+    """int32[]"""
 
 
 @jax.tree_util.register_dataclass

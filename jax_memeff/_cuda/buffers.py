@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,8 @@ from jax.interpreters import mlir
 
 from jax_memeff._call import divisors
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import Divisors, DropoutState, Operands, Options, QkvPackedOperands
+from jax_memeff._call.operands import Operands, batch_of, in_table_order
+from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import block_mask as block_masks
 from jax_memeff.codegen.spec import KernelSpec
 
@@ -28,47 +30,30 @@ class Buffer(NamedTuple):
 
 
 def of_operands(
-    ctx: mlir.LoweringRuleContext, avals: Any, operands: Any, options: Options
+    ctx: mlir.LoweringRuleContext, avals: Any, values: Any, options: Options
 ) -> list[Buffer]:
-    """Those of the operands. One that holds several arrays has their names, joined by "+"."""
-
-    def buffers_of(avals: Any, values: Any, *names: str) -> list[Buffer]:
-        return [Buffer(name, getattr(avals, name), getattr(values, name)) for name in names]
-
-    lengths = avals.mask, operands.mask
-    if isinstance(avals, QkvPackedOperands):
-        buffers = [Buffer("query+key+value", avals.query_key_value, operands.query_key_value)]
-    else:
-        buffers = buffers_of(avals, operands, "query", "key", "value")
-        if avals.sequences is not None:
-            lengths = avals.sequences, operands.sequences
-            buffers += buffers_of(*lengths, "query_starts", "key_starts")
-    buffers += buffers_of(avals, operands, "bias")
-    buffers += buffers_of(*lengths, "query_lengths", "key_lengths")
-    if avals.dropout is not None and operands.dropout is not None:
-        buffers += map(Buffer, DropoutState._fields, avals.dropout, operands.dropout)
-    if avals.position is not None and operands.position is not None:
-        buffers += [
-            Buffer("query_position", avals.position.query, operands.position.query),
-            Buffer("key_position", avals.position.key, operands.position.key),
-        ]
-    buffers += _segment_ids(ctx, avals.mask, operands.mask)
-    buffers += _boolean(ctx, avals, operands.mask, options)
-    return [buffer for buffer in buffers if buffer.aval is not None]
-
-
-def _segment_ids(ctx: mlir.LoweringRuleContext, avals: Mask, mask: Mask) -> list[Buffer]:
-    """Stacked to [B, pairs, T] and [B, pairs, S]."""
+    """Those of the operands, in the order of the table; arrays of one buffer become one array."""
+    pairs = zip(in_table_order(avals), in_table_order(values), strict=True)
     buffers = []
-    if avals.segment_ids:
-        for name, ids, values in zip(
-            ("query_segments", "key_segments"),
-            zip(*avals.segment_ids, strict=True),
-            zip(*mask.segment_ids, strict=True),
-            strict=True,
-        ):
-            buffers.append(_computed(ctx, name, lambda *ids: jnp.stack(ids, 1), ids, values))
+    for name, group in itertools.groupby(pairs, key=lambda pair: pair[0].operand.buffer):
+        types, arrays = zip(*((aval.array, value.array) for aval, value in group), strict=True)
+        if name == "boolean":
+            buffers.append(_computed(ctx, name, _conjunction(avals, options), types, arrays))
+        elif name in ("query_segments", "key_segments"):
+            buffers.append(_computed(ctx, name, lambda *ids: jnp.stack(ids, 1), types, arrays))
+        else:
+            buffers.append(Buffer(name, *types, *arrays))
     return buffers
+
+
+def _conjunction(avals: Any, options: Options) -> Callable[..., jax.Array]:
+    """One boolean mask as it is; of several the "and", in the broadcast of their shapes."""
+
+    def conjunction(*booleans: Any) -> Any:
+        mask = dataclasses.replace(avals.mask, booleans=booleans)
+        return divisors.conjunction(mask, options.divisors, batch_of(avals))[0]
+
+    return conjunction
 
 
 def of_block_masks(
@@ -93,20 +78,6 @@ def of_block_masks(
         )
         for block_mask in sorted(maps)
     ]
-
-
-def _boolean(
-    ctx: mlir.LoweringRuleContext, avals: Any, mask: Mask, options: Options
-) -> list[Buffer]:
-    """One boolean mask as it is, of several the "and" in the broadcast of their shapes."""
-    if not mask.booleans:
-        return []
-
-    def conjunction(*booleans: Any) -> Any:
-        mask = dataclasses.replace(avals.mask, booleans=booleans)
-        return divisors.conjunction(mask, options.divisors, divisors.batch_of(avals))[0]
-
-    return [_computed(ctx, "boolean", conjunction, avals.mask.booleans, mask.booleans)]
 
 
 def _computed(

@@ -158,7 +158,8 @@ def types(buffers: Sequence[Buffer]) -> str:
     """``bf16[2,128,4,64] f32[2,128,4]``
 
     >>> from jax.core import ShapedArray
-    >>> types([Buffer("out", ShapedArray((2, 3), "bfloat16")), Buffer("x", ShapedArray((), "int32"))])
+    >>> out, x = ShapedArray((2, 3), "bfloat16"), ShapedArray((), "int32")
+    >>> types([Buffer("out", out), Buffer("x", x)])
     'bf16[2,3] s32[]'
     """
     return " ".join(

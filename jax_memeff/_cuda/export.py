@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
 
 import jax
 from jax import export
-
-from jax_memeff.errors import UnsupportedError
 
 
 def export_disabled_checks() -> list[export.DisabledSafetyCheck]:
@@ -50,15 +47,3 @@ def register_targets() -> None:
     jax.ffi.register_ffi_type("jax_memeff_call", _ffi.call_type(), platform="CUDA")
     for name, stages in _ffi.targets().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA", api_version=1)
-
-
-def require_static(shapes: Mapping[str, Sequence[int]], where: str, remedy: str) -> None:
-    """Raise for symbolic sizes among named shapes.
-
-    Raises:
-        UnsupportedError: ``where`` sizes have to be static, the shape, and the ``remedy``.
-    """
-    for name, shape in shapes.items():
-        if any(export.is_symbolic_dim(size) for size in shape):
-            sizes = ", ".join(map(str, shape))
-            raise UnsupportedError([f"{where}, got {name} [{sizes}]", remedy])

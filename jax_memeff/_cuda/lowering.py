@@ -22,11 +22,13 @@ from jax.interpreters import mlir
 from jax_memeff import config
 from jax_memeff._call import divisors
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import NeedsGrad, Operands, Options, QkvPackedOperands
+from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands
+from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
+from jax_memeff._call.static_shapes import require_static
 from jax_memeff._cuda import buffers, description, workspaces
 from jax_memeff._cuda.buffers import Buffer
-from jax_memeff._cuda.export import register_targets, require_static
+from jax_memeff._cuda.export import register_targets
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import support
 from jax_memeff.codegen.problem import Dtype, Problem
@@ -42,7 +44,7 @@ _DIRECTIONS: dict[str, Literal["forward", "backward"]] = {
     _BACKWARD_TARGET: "backward",
 }
 
-_DIVISORS = ("key", "value", "bias", "boolean", "bias_gradient")
+_DIVISORS: tuple[str, ...] = ("key", "value", "bias", "boolean", "bias_gradient")
 """The arrays that a vmap may broadcast, in the order of ``_divisors``."""
 
 _DTYPES: dict[str, Dtype] = {
@@ -289,9 +291,9 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
 
 def _divisors(avals: Operands, options: Options) -> tuple[int, int, int, int, int]:
     """Of key, value, bias, boolean mask and the gradient of the bias."""
-    key, value, bias, _, bias_gradient = options.divisors
-    _, boolean = divisors.combined(avals.mask, options.divisors, avals.scores[0])
-    return key, value, bias, boolean, max(bias_gradient, 1)
+    own = options.divisors
+    _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
+    return own["key"], own["value"], own["bias"], boolean, own.of_gradient("bias") or 1
 
 
 def _longest(avals: Operands) -> tuple[int, int]:
@@ -338,7 +340,7 @@ def _custom_call(
         avals_in=[buffer.aval for buffer in operands],
         avals_out=[buffer.aval for buffer in results],
     )
-    named = dict(zip(_DIVISORS, divisors, strict=True))
+    named: dict[str, int] = dict(zip(_DIVISORS, divisors, strict=True))
     attributes = {
         "operands": description.names(operands, named),
         "operand_types": description.types(operands),

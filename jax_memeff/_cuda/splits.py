@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from jax_memeff._call.options import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff.codegen.spec import KernelSpec
 
 _MOST_BLOCKS = 512

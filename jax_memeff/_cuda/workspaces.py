@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from jax_memeff._call.divisors import gradient_shape
-from jax_memeff._call.options import Divisors, NeedsGrad, Operands
+from jax_memeff._call.operands import NeedsGrad, Operands
+from jax_memeff._call.options import Divisors
 from jax_memeff._cuda import splits
 from jax_memeff.codegen import support
 from jax_memeff.codegen.spec import KernelSpec
@@ -84,7 +85,7 @@ def _padded_keys(avals: Operands, spec: KernelSpec) -> int:
 
 
 def _padded_rows(avals: Operands, tokens: int, length: int, tile: int) -> int:
-    """Rows of one head in the workspaces; packed sequences as in schedule/query_tiles.cuh."""
+    """Rows of one head in the workspaces; packed sequences as in layout/query_tiles.cuh."""
     batch = avals.scores[0]
     if avals.sequences is not None:
         return (tokens // tile + batch) * tile
@@ -106,7 +107,7 @@ def _score_sum(avals: Operands, spec: KernelSpec) -> int:
 
 
 def _query_hi_lo(avals: Operands, spec: KernelSpec) -> int:
-    """Tiles of the rows of a consumer: schedule/f16x3_tiles.cuh."""
+    """Tiles of the rows of a consumer: layout/f16x3_tiles.cuh."""
     _, heads, length, _ = avals.scores
     tokens, tile = avals.query.shape[1], sm90.WARPGROUP_ROWS
     return spec.f16x3 * heads * _hi_lo_rows(avals, tokens, length, tile, spec.padded_head_dim)
@@ -157,7 +158,7 @@ def _key_sums(avals: Operands, spec: KernelSpec, dim: int) -> int:
 
 
 def _bias_sums(avals: Operands, divisors: Divisors, spec: KernelSpec) -> int:
-    """The sums of the gradient of a bias (ffi/include/memeff/bias/gradient.cuh)."""
+    """The sums of the gradient of a bias (ffi/include/memeff/score/bias/gradient.cuh)."""
     if avals.bias is None or spec.bias_gradient not in ("shared", "columns"):
         return 0
     batch, heads, _, _ = gradient_shape("bias", avals.bias.shape, avals, divisors)

@@ -1,44 +1,50 @@
 """``jax.vmap`` of the primitives: the mapped axis becomes the outermost part of the batch.
 
-The folded call has ``size * B`` batch elements. What is mapped is reshaped; keys, values, biases
-and boolean masks that are not are shared, with gradients too: element b reads element
-``(b // divisor) % elements`` of an operand that has fewer (:class:`jax_memeff.options.Divisors`).
-The query is repeated, because the output is as large, and so are lengths, segment ids and dropout
-state, which are small.
-The dropout state is repeated as it is, so an element has the bits of its own call.
+The folded call has ``size * B`` batch indices. What happens to an operand follows from its dims in
+the table of operands (``_call/operands.py``):
 
-Packed sequences are folded into the tokens: those of one element follow those of the one before.
+- an operand with a divisor (key, value, bias, boolean mask) is not copied if it is not mapped:
+  batch index b reads index ``(b // divisor) % indices`` of it
+  (:class:`jax_memeff._call.options.Divisors`);
+- other operands of the batch are repeated. The query is, because the output is as large; lengths,
+  segment ids and the dropout state are, because they are small. A repeated dropout state gives
+  every mapped call its own bits;
+- tokens of packed sequences follow those of the mapped index before.
 
-What does not fit goes one element at a time, by ``jax.lax.map``:
+A call that does not fit runs once per mapped index, by ``jax.lax.map``:
 
-- a mapped ``Offsets`` of queries, keys or heads;
-- keys, values, biases or masks with a batch of their own, mapped now and not by a vmap inside;
-- packed sequences of more than ``MOST_POSITIONS`` tokens together.
+- an operand without a batch is mapped: ``Offsets`` of queries, keys or heads;
+- a key, value, bias or mask whose batch comes from an outer vmap alone is mapped now;
+- packed sequences have more than ``MOST_POSITIONS`` tokens together.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from jax_memeff._call.options import (
-    Divisors,
-    DropoutState,
+from jax_memeff._call.divisors import may_sum_gradient
+from jax_memeff._call.operands import (
+    Item,
     Operands,
-    Options,
     QkvPackedOperands,
+    differentiable,
+    gradients_needed,
+    is_varlen,
+    items,
+    mapped,
 )
-from jax_memeff._call.sequences import MOST_POSITIONS, Sequences
+from jax_memeff._call.options import Divisors, Options
+from jax_memeff._call.sequences import MOST_POSITIONS
 
 
 class _UnfoldableError(Exception):
-    """The call with the mapped axis in its batch cannot be described."""
+    """No call with the mapped axis in its batch computes this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +55,7 @@ class _Array:
     mapped: bool
 
     @property
-    def elements(self) -> int:
+    def indices(self) -> int:
         """The size of its own first axis."""
         return self.array.shape[1 if self.mapped else 0]
 
@@ -61,7 +67,7 @@ class _Array:
 
 
 class _Fold(NamedTuple):
-    """One mapped axis, and the batch that it goes in front of."""
+    """One mapped axis, which goes in front of the batch."""
 
     size: int
     batch: int
@@ -71,13 +77,13 @@ class _Fold(NamedTuple):
         array = x.everywhere(self.size)
         return array.reshape(self.size * array.shape[1], *array.shape[2:])
 
-    def shared(self, x: _Array, divisor: int) -> tuple[jax.Array, int]:
-        """An operand that may have fewer elements than the batch, and its divisor."""
+    def kept(self, x: _Array, divisor: int) -> tuple[jax.Array, int]:
+        """An operand with a divisor, and its divisor in the folded call."""
         if not x.mapped:
             return x.array, divisor
-        if x.elements == 1:
+        if x.indices == 1:
             return self.repeated(x), self.batch
-        if x.elements * divisor != self.batch:
+        if x.indices * divisor != self.batch:
             raise _UnfoldableError
         return self.repeated(x), divisor
 
@@ -89,14 +95,14 @@ class _Fold(NamedTuple):
         return array.reshape(1, self.size * array.shape[2], *array.shape[3:])
 
     def starts(self, x: _Array, tokens: int) -> jax.Array:
-        """Where sequences begin among the folded tokens, of which there are ``tokens``."""
+        """The first token of each sequence among the folded tokens; ``tokens`` is their number."""
         first = jnp.arange(self.size, dtype=jnp.int32) * (tokens // self.size)
         starts = (x.everywhere(self.size)[:, :-1] + first[:, None]).reshape(-1)
         return jnp.append(starts, starts[:1] + tokens)
 
-    def unfolded(self, result: jax.Array, is_packed: bool) -> jax.Array:
-        """[size, n, ...] of a result [size * n, ...], or [1, size * n, ...] with tokens."""
-        if is_packed:
+    def unfolded(self, result: jax.Array, has_tokens: bool) -> jax.Array:
+        """[size, n, ...] of a result [size * n, ...], or of tokens [1, size * n, ...]."""
+        if has_tokens:
             return result.reshape(self.size, 1, result.shape[1] // self.size, *result.shape[2:])
         return result.reshape(self.size, result.shape[0] // self.size, *result.shape[1:])
 
@@ -117,9 +123,9 @@ def rule(
 
 
 def _one_by_one(primitive: Primitive, given: list[_Array], params: Any) -> Sequence[jax.Array]:
-    def one(elements: Any) -> Any:
-        element = iter(elements)
-        return primitive.bind(*(next(element) if x.mapped else x.array for x in given), **params)
+    def one(arrays: Any) -> Any:
+        own = iter(arrays)
+        return primitive.bind(*(next(own) if x.mapped else x.array for x in given), **params)
 
     return jax.lax.map(one, [x.array for x in given if x.mapped])
 
@@ -134,29 +140,37 @@ def _folded(
     if size == 0:
         raise _UnfoldableError
     fold = _Fold(size, _batch_of(operands))
-    is_packed = isinstance(operands, Operands) and operands.sequences is not None
+    varlen = is_varlen(operands)
 
-    folded, options = _folded_operands(fold, operands, options, is_forward=is_forward)
-    rows = fold.tokens if is_packed else fold.repeated
+    folded = mapped(lambda item: _folded_array(fold, item, operands, options.divisors), operands)
+    options = _folded_options(fold, operands, options, is_forward=is_forward)
+    rows = fold.tokens if varlen else fold.repeated
 
-    others = [x and _folded_result(fold, x, rows) for x in rest]
+    others = [x and _folded_result(fold, x, operands, rows) for x in rest]
     leaves, folded_tree = jax.tree.flatten(folded if is_forward else (folded, *others))
     results = primitive.bind(*leaves, tree=folded_tree, options=options, **params)
-    bias_gradient = len(results) - 1 if getattr(params.get("needs_grad"), "bias", False) else None
+    have_tokens = [varlen] * len(results)
+    if "needs_grad" in params:
+        names = gradients_needed(operands, params["needs_grad"])
+        have_tokens = [_has_tokens(name, operands) for name in names]
     return [
-        fold.unfolded(result, is_packed and index != bias_gradient)
-        for index, result in enumerate(results)
+        fold.unfolded(result, tokens) for result, tokens in zip(results, have_tokens, strict=True)
     ]
 
 
-def _folded_result(fold: _Fold, x: Any, rows: Callable[[_Array], jax.Array]) -> Any:
+def _has_tokens(name: str, operands: Any) -> bool:
+    """Whether the first two dims of an operand, and of its gradient, are one and tokens."""
+    return differentiable(operands)[name].named_dims(is_varlen(operands))[0] == "one"
+
+
+def _folded_result(fold: _Fold, x: Any, operands: Any, rows: Callable[[_Array], jax.Array]) -> Any:
     """A result or cotangent of the forward, or the tangents of its operands."""
     if isinstance(x, _Array):
         return rows(x)
     given = {name: tangent for name, tangent in x._asdict().items() if tangent}
     return x._replace(
         **{
-            name: fold.repeated(tangent) if name == "bias" else rows(tangent)
+            name: fold.tokens(tangent) if _has_tokens(name, operands) else fold.repeated(tangent)
             for name, tangent in given.items()
         }
     )
@@ -164,94 +178,53 @@ def _folded_result(fold: _Fold, x: Any, rows: Callable[[_Array], jax.Array]) -> 
 
 def _batch_of(operands: Any) -> int:
     if isinstance(operands, QkvPackedOperands):
-        return cast(_Array, operands.query_key_value).elements
+        return operands.query_key_value.indices  # type: ignore[attr-defined]
     if operands.sequences is None:
-        return operands.query.elements
-    return operands.sequences.query_lengths.elements
+        return operands.query.indices
+    return operands.sequences.query_lengths.indices
 
 
-def _bias_gradient(fold: _Fold, operands: Any, divisors: Divisors, is_forward: bool) -> int:
-    """``Divisors.bias_gradient``, of which each mapped element has one.
-
-    A forward has none yet: where the bias is not mapped, all elements can have one.
-    """
-    bias = operands.bias
-    if divisors.bias_gradient or bias is None or (is_forward and not bias.mapped):
-        return divisors.bias_gradient
-    return fold.batch if bias.elements == 1 else 1
-
-
-def _folded_operands(
-    fold: _Fold, operands: Any, options: Options, *, is_forward: bool
-) -> tuple[Any, Options]:
-    divisors = options.divisors
-    if operands.position is not None and any(x.mapped for x in operands.position):
+def _folded_array(fold: _Fold, item: Item, operands: Any, divisors: Divisors) -> jax.Array:
+    """One operand of the folded call."""
+    array: _Array = item.array
+    varlen = is_varlen(operands)
+    dims = item.operand.named_dims(varlen)
+    if item.operand.may_lack_batch(varlen):
+        return fold.kept(array, divisors[item.name])[0]
+    if dims == ("starts",):
+        tokens = operands.query if item.name == "sequences.query_starts" else operands.key
+        return fold.starts(array, fold.size * tokens.array.shape[2 if tokens.mapped else 1])
+    if dims[:1] == ("one",):
+        return fold.tokens(array)
+    if dims[:1] in (("batch",), ("sequences",)):
+        return fold.repeated(array)
+    if array.mapped:
         raise _UnfoldableError
-    mask: Any = operands.mask
-    repeated = functools.partial(jax.tree.map, fold.repeated)
-    changed: dict[str, Any] = {}
-    own: dict[str, Any] = {"bias_gradient": _bias_gradient(fold, operands, divisors, is_forward)}
+    return array.array
 
-    def share(name: str) -> None:
-        array = getattr(operands, name)
-        if array is not None:
-            changed[name], own[name] = fold.shared(array, getattr(divisors, name))
 
-    share("bias")
-    if operands.dropout is not None:
-        state = operands.dropout
-        if state.head_index.mapped:
-            raise _UnfoldableError
-        changed["dropout"] = DropoutState(
-            fold.repeated(state.key_words), fold.repeated(state.batch_base), state.head_index.array
-        )
-    if operands.position is not None:
-        changed["position"] = jax.tree.map(lambda x: x.array, operands.position)
-    booleans = [
-        fold.shared(array, divisor)
-        for array, divisor in zip(mask.booleans, divisors.of_booleans(mask), strict=True)
-    ]
-    folded_mask: Any = dataclasses.replace(
-        mask,
-        query_lengths=repeated(mask.query_lengths),
-        key_lengths=repeated(mask.key_lengths),
-        booleans=tuple(array for array, _ in booleans),
-    )
-    own["booleans"] = tuple(divisor for _, divisor in booleans)
-
-    segment_ids = repeated(mask.segment_ids)
-    if isinstance(operands, QkvPackedOperands):
-        changed["query_key_value"] = fold.repeated(cast(_Array, operands.query_key_value))
-    elif operands.sequences is None:
-        changed["query"] = fold.repeated(operands.query)
-        share("key")
-        share("value")
-    else:
-        changed.update(_folded_tokens(fold, operands))
-        segment_ids = jax.tree.map(fold.tokens, mask.segment_ids)
-    changed["mask"] = dataclasses.replace(folded_mask, segment_ids=segment_ids)
-    options = dataclasses.replace(
+def _folded_options(fold: _Fold, operands: Any, options: Options, *, is_forward: bool) -> Options:
+    divisors, varlen = options.divisors, is_varlen(operands)
+    own, sums = {}, {}
+    for item in items(operands):
+        if not item.operand.may_lack_batch(varlen):
+            continue
+        own[item.name] = fold.kept(item.array, divisors[item.name])[1]
+        if item.operand.has_gradient and may_sum_gradient(item.name, operands):
+            sums[item.name] = _summed_gradient(fold, item, divisors, is_forward)
+    return dataclasses.replace(
         options,
-        divisors=divisors._replace(**own),
+        divisors=Divisors.of(own, sums),
         batch_axes=(fold.size, *(options.batch_axes or (fold.batch,))),
     )
-    return operands._replace(**changed), options
 
 
-def _folded_tokens(fold: _Fold, operands: Any) -> dict[str, Any]:
-    """The operands of packed sequences that have tokens, or say where they are."""
-    sequences: Sequences = operands.sequences
-    query, key = fold.tokens(operands.query), fold.tokens(operands.key)
-    starts: Any = sequences.query_starts, sequences.key_starts
-    return {
-        "query": query,
-        "key": key,
-        "value": fold.tokens(operands.value),
-        "sequences": dataclasses.replace(
-            sequences,
-            query_starts=fold.starts(starts[0], query.shape[1]),
-            key_starts=fold.starts(starts[1], key.shape[1]),
-            query_lengths=fold.repeated(cast(_Array, sequences.query_lengths)),
-            key_lengths=fold.repeated(cast(_Array, sequences.key_lengths)),
-        ),
-    }
+def _summed_gradient(fold: _Fold, item: Item, divisors: Divisors, is_forward: bool) -> int:
+    """How many batch indices have one gradient, of which each mapped call has one.
+
+    A forward has none yet: if the operand is not mapped, all batch indices can have one.
+    """
+    together = divisors.of_gradient(item.name)
+    if together or (is_forward and not item.array.mapped):
+        return together
+    return fold.batch if item.array.indices == 1 else 1

@@ -2,8 +2,8 @@
 
 - ``attention_fwd`` has the tangent ``attention_tangent``, linear in the operands' tangents;
 - the transpose of ``attention_tangent`` is ``attention_bwd``, and the other way round;
-- where either is differentiated in what it is not linear in, its form in JAX is, which may be
-  differentiated any number of times (``blockwise_derivatives.py``).
+- the derivative of either in an argument in which it is not linear is that of its form in JAX
+  (``_blockwise/derivatives.py``), which can be differentiated any number of times.
 """
 
 from __future__ import annotations
@@ -22,23 +22,33 @@ from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise.tiles import has_probabilities
 from jax_memeff._blockwise.varlen import longest
 from jax_memeff._call import divisors
-from jax_memeff._call.options import (
-    Gradients,
+from jax_memeff._call.operands import (
+    AnyGradients,
+    AnyOperands,
     NeedsGrad,
     Operands,
-    Options,
-    QkvPackedGradients,
-    QkvPackedOperands,
+    differentiable,
+    gradients_from,
+    gradients_of,
+    needs_grad_of,
 )
+from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import token_indices
 from jax_memeff._op import primitives
 
-AnyOperands = Operands | QkvPackedOperands
 
+def named(results: tuple[jax.Array, jax.Array], options: Options) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp under the names by which policies of ``jax.checkpoint`` save them.
 
-def named(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp under the names that policies of ``jax.checkpoint`` know them by."""
-    return checkpoint_name(out, "jax_memeff_out"), checkpoint_name(lse, "jax_memeff_lse")
+    The backward needs both. A name that the user chooses is the name of both, so that a policy that
+    saves it saves the whole residual.
+    """
+    out, lse = results
+    chosen = options.residual_checkpoint_name
+    return (
+        checkpoint_name(out, chosen or "jax_memeff_out"),
+        checkpoint_name(lse, chosen or "jax_memeff_lse"),
+    )
 
 
 def cotangents(
@@ -48,13 +58,13 @@ def cotangents(
     dout: jax.Array | None,
     dlse: jax.Array | None,
     needs_grad: NeedsGrad,
-) -> Gradients | QkvPackedGradients:
-    """The wanted gradients for cotangents of the results, of which None is zero.
+) -> AnyGradients:
+    """The needed gradients for cotangents of the results; a cotangent that is None is zero.
 
     A gradient that is zero may be None.
     """
     out, lse = results
-    gradients = _gradients_like(operands)
+    gradients = gradients_of(operands)
     row_bias = needs_grad.bias and operands.bias is not None and operands.bias.shape[3] == 1
     in_kernel = needs_grad._replace(bias=needs_grad.bias and not row_bias)
     if any(in_kernel) and not (dout is None and dlse is None):
@@ -98,38 +108,28 @@ def _row_bias_gradient(
 
 def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) -> Any:
     operands = jax.tree.unflatten(tree, primals)
-    results = named(*primitives.forward(operands, options))
+    results = named(primitives.forward(operands, options), options)
     moving = jax.tree.unflatten(
         tree, [None if type(tangent) is ad.Zero else tangent for tangent in tangents]
     )
-    chosen = _gradients_like(operands)
-    chosen = type(chosen)(*(getattr(moving, name) for name in chosen._fields))
-    whole = {
-        name: divisors.as_gradient(name, x, operands, options.divisors)
-        for name, x in chosen._asdict().items()
-        if x is not None
+    given = {
+        name: divisors.as_gradient(name, getattr(moving, name), operands, options.divisors)
+        for name in differentiable(operands)
+        if getattr(moving, name) is not None
     }
-    return results, primitives.tangent(operands, options, *results, chosen._replace(**whole))
-
-
-def _gradients_like(operands: AnyOperands) -> Gradients | QkvPackedGradients:
-    """No gradients, of the type that those of the operands have."""
-    if isinstance(operands, QkvPackedOperands):
-        return QkvPackedGradients(None, None)
-    return Gradients(None, None, None, None)
+    tangents = gradients_of(operands, given)
+    return results, primitives.tangent(operands, options, *results, tangents)
 
 
 def _tangent_transpose(cts: Any, *leaves: Any, tree: Any, options: Options) -> list[Any]:
     operands, out, lse, _ = jax.tree.unflatten(tree, leaves)
     places = jax.tree.unflatten(tree, range(len(leaves)))[-1]
-    wanted = {
-        name: place is not None and ad.is_undefined_primal(leaves[place])
+    linear = (
+        name
         for name, place in places._asdict().items()
-    }
-    if isinstance(operands, QkvPackedOperands):
-        needs_grad = NeedsGrad(*[wanted["query_key_value"]] * 3, bias=wanted["bias"])
-    else:
-        needs_grad = NeedsGrad(**wanted)
+        if place is not None and ad.is_undefined_primal(leaves[place])
+    )
+    needs_grad = needs_grad_of(operands, linear)
     dout, dlse = (None if type(ct) is ad.Zero else ct for ct in cts)
     gradients = cotangents(operands, options, (out, lse), dout, dlse, needs_grad)
     return _placed(leaves, zip(places, gradients, strict=True))
@@ -140,9 +140,9 @@ def _backward_transpose(
 ) -> list[Any]:
     operands, out, lse, _, _ = jax.tree.unflatten(tree, leaves)
     *_, dout_place, dlse_place = jax.tree.unflatten(tree, range(len(leaves)))
-    wanted = iter(None if type(ct) is ad.Zero else ct for ct in cts)
-    chosen = primitives.gradients_from(wanted, operands, needs_grad)
-    dout, dlse = primitives.tangent(operands, options, out, lse, chosen)
+    given = (None if type(ct) is ad.Zero else ct for ct in cts)
+    tangents = gradients_from(given, operands, needs_grad)
+    dout, dlse = primitives.tangent(operands, options, out, lse, tangents)
     return _placed(leaves, [(dout_place, dout), (dlse_place, dlse)])
 
 

@@ -4,21 +4,21 @@ They take the flat leaves of a pytree, whose structure is the parameter ``tree``
 
 - ``attention_fwd``: ``Operands`` -> out [B, T, N, Hv], lse [B, T, N]
 - ``attention_bwd``: ``(Operands, out, lse, dout, dlse | None)`` -> the gradients that
-  ``needs_grad`` names, in the order query, key, value, bias
-- ``attention_tangent``: ``(Operands, out, lse, Gradients)``, tangents of the operands -> those of
-  out and lse
+  ``needs_grad`` names, in the order of the operands' fields
+- ``attention_tangent``: ``(Operands, out, lse, Gradients)``, tangents of the operands -> tangents
+  of out and lse
 
-Gradients and tangents have an element for each of the batch where operands have fewer; those of a
-bias may be sums over elements of the batch (``Divisors.bias_gradient``).
+Gradients and tangents have the whole batch even if their operand has fewer batch indices; those of
+a bias may be sums over batch indices (``Divisors.gradients``).
 
-``QkvPackedOperands`` may stand for ``Operands``: then one gradient stands for those of query, key
-and value. How they are differentiated is in ``derivatives.py``.
+All of them also take ``QkvPackedOperands``, with one gradient for query, key and value together.
+Differentiation rules are in ``derivatives.py``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,16 +30,17 @@ from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise import varlen as blockwise_varlen
 from jax_memeff._call import compat, divisors
-from jax_memeff._call.options import (
-    Gradients,
+from jax_memeff._call.operands import (
+    AnyGradients,
+    AnyOperands,
     NeedsGrad,
-    Operands,
-    Options,
-    QkvPackedGradients,
     QkvPackedOperands,
+    gradients_from,
+    gradients_needed,
 )
+from jax_memeff._call.options import Options
 from jax_memeff._op.batching import rule
-from jax_memeff._sharding import automatic as partitioning
+from jax_memeff._sharding.automatic import by_shards
 from jax_memeff.errors import UnsupportedError
 
 attention_fwd_p = Primitive("attention_fwd")
@@ -50,9 +51,7 @@ attention_tangent_p = Primitive("attention_tangent")
 attention_tangent_p.multiple_results = True
 
 
-def forward(
-    operands: Operands | QkvPackedOperands, options: Options
-) -> tuple[jax.Array, jax.Array]:
+def forward(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, Hv] in the query's dtype and logsumexp [B, T, N] (f32; f64 for f64)."""
     leaves, tree = jax.tree.flatten(operands)
     out, lse = attention_fwd_p.bind(*leaves, tree=tree, options=options)
@@ -60,40 +59,30 @@ def forward(
 
 
 def backward(
-    operands: Operands | QkvPackedOperands,
+    operands: AnyOperands,
     options: Options,
     out: jax.Array,
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array | None,
     needs_grad: NeedsGrad,
-) -> Gradients | QkvPackedGradients:
-    """The gradients that ``needs_grad`` names; the others are None and cost nothing."""
+) -> AnyGradients:
+    """The needed gradients; the others are None and cost nothing."""
     leaves, tree = jax.tree.flatten((operands, out, lse, dout, dlse))
-    wanted = attention_bwd_p.bind(*leaves, tree=tree, options=options, needs_grad=needs_grad)
-    return gradients_from(iter(wanted), operands, needs_grad)
-
-
-def gradients_from(
-    wanted: Iterator[Any], operands: Operands | QkvPackedOperands, needs_grad: NeedsGrad
-) -> Gradients | QkvPackedGradients:
-    """What ``attention_bwd`` gives, by name."""
-    if isinstance(operands, QkvPackedOperands):
-        dqkv = next(wanted) if needs_grad.query else None
-        return QkvPackedGradients(dqkv, next(wanted) if needs_grad.bias else None)
-    return Gradients(*(next(wanted) if want else None for want in needs_grad))
+    results = attention_bwd_p.bind(*leaves, tree=tree, options=options, needs_grad=needs_grad)
+    return gradients_from(results, operands, needs_grad)
 
 
 def tangent(
-    operands: Operands | QkvPackedOperands,
+    operands: AnyOperands,
     options: Options,
     out: jax.Array,
     lse: jax.Array,
-    tangents: Gradients | QkvPackedGradients,
+    tangents: AnyGradients,
 ) -> tuple[jax.Array, jax.Array]:
-    """Tangents of out and lse for tangents of the operands, of which None is zero.
+    """Tangents of out and lse for tangents of the operands, which have the shapes of gradients.
 
-    Tangents of operands that the batch shares have an element for each of it, as gradients have.
+    A tangent that is None is zero.
     """
     leaves, tree = jax.tree.flatten((operands, out, lse, tangents))
     dout, dlse = attention_tangent_p.bind(*leaves, tree=tree, options=options)
@@ -119,18 +108,12 @@ def _backward_types(
     *avals: Any, tree: Any, options: Options, needs_grad: NeedsGrad
 ) -> tuple[Any, ...]:
     operands: Any = jax.tree.unflatten(tree, avals)[0]
-    if isinstance(operands, QkvPackedOperands):
-        differentiable = {"query": operands.query_key_value, "bias": operands.bias}
-    else:
-        differentiable = {name: getattr(operands, name) for name in NeedsGrad._fields}
-    query = differentiable["query"]
-    return tuple(
-        compat.batched(
-            aval, divisors.gradient_shape(name, aval.shape, operands, options.divisors), query
-        )
-        for name, aval in differentiable.items()
-        if getattr(needs_grad, name) and aval is not None
-    )
+    types = []
+    for name in gradients_needed(operands, needs_grad):
+        aval = getattr(operands, name)
+        shape = divisors.gradient_shape(name, aval.shape, operands, options.divisors)
+        types.append(compat.batched(aval, shape, avals[0]))
+    return tuple(types)
 
 
 def _tangent_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
@@ -156,10 +139,10 @@ def _blockwise_backward(
         operands = operands.separate()
     path = blockwise if operands.sequences is None else blockwise_varlen
     gradients = path.backward(operands, options, out, lse, dout, dlse, needs_grad)
-    wanted = [gradient for gradient in gradients if gradient is not None]
+    found = [gradient for gradient in gradients if gradient is not None]
     if is_packed and needs_grad.query:
-        return [jnp.stack(wanted[:3], 2), *wanted[3:]]
-    return wanted
+        return [jnp.stack(found[:3], 2), *found[3:]]
+    return found
 
 
 def tangent_in_jax(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[jax.Array]:
@@ -169,22 +152,22 @@ def tangent_in_jax(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[
 
 
 def _cuda_forward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
-    # Imported here: cuda.py brings in the code generator, which `import jax_memeff` must not.
-    from jax_memeff._cuda import lowering as cuda
+    # Imported here: it imports the code generator, which `import jax_memeff` must not.
+    from jax_memeff._cuda import lowering
 
-    return cuda.lower_forward(ctx, *operands, **params)
+    return lowering.lower_forward(ctx, *operands, **params)
 
 
 def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
-    from jax_memeff._cuda import lowering as cuda
+    from jax_memeff._cuda import lowering
 
-    return cuda.lower_backward(ctx, *operands, **params)
+    return lowering.lower_backward(ctx, *operands, **params)
 
 
 def _kernel_digest(avals: Sequence[Any], **params: Any) -> bytes:
-    from jax_memeff._cuda import lowering as cuda
+    from jax_memeff._cuda import lowering
 
-    return cuda.digest(avals, **params)
+    return lowering.digest(avals, **params)
 
 
 def _register(
@@ -200,7 +183,7 @@ def _register(
         local = ctx.replace(avals_in=[compat.local(aval) for aval in ctx.avals_in])
         return lower_in_jax(local, *operands, **params)
 
-    default_lowering = partitioning.by_shards(primitive, one_device)
+    default_lowering = by_shards(primitive, one_device)
 
     def anywhere(ctx, *operands, **params):
         if params["options"].implementation == "cuda":
@@ -225,7 +208,7 @@ def _register(
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
     mlir.register_lowering(primitive, default_lowering if on_cuda is None else anywhere)
     if on_cuda is not None:
-        kernels = partitioning.by_shards(primitive, on_cuda, _kernel_digest)
+        kernels = by_shards(primitive, on_cuda, _kernel_digest)
         mlir.register_lowering(primitive, functools.partial(cuda, kernels), platform="cuda")
     batching.primitive_batchers[primitive] = functools.partial(rule, primitive)
 

@@ -2,9 +2,9 @@
 
 The residuals are the operands, the output and the logsumexp; the backward recomputes the scores
 (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 3.1.2). Output and logsumexp carry the
-names ``jax_memeff_out`` and ``jax_memeff_lse`` for the policies of ``jax.checkpoint``. They are
-named inside the rule: a name put on the result outside is not the residual, so a policy that
-saves it would still run the forward again.
+names ``jax_memeff_out`` and ``jax_memeff_lse``, or the user's ``residual_checkpoint_name``, for the
+policies of ``jax.checkpoint``. They are named inside the rule: an array that is named outside of it
+is not the residual, so a policy that saves it would still run the forward again.
 """
 
 from __future__ import annotations
@@ -18,25 +18,30 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_memeff._call.options import NeedsGrad, Operands, Options, QkvPackedOperands
+from jax_memeff._call.operands import AnyOperands, NeedsGrad, differentiable, needs_grad_of
+from jax_memeff._call.options import Options
 from jax_memeff._op import derivatives, primitives
-
-AnyOperands = Operands | QkvPackedOperands
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Perturbed:
-    """Which operands are differentiated; static, so it may stand among the residuals."""
+    """Which operands are differentiated; static, so that it can be a residual."""
 
     needs_grad: NeedsGrad
+
+
+def perturbed(operands: Any) -> NeedsGrad:
+    """Which gradients are needed, given operands whose leaves are JAX's primals of a rule."""
+    names = [name for name in differentiable(operands) if getattr(operands, name) is not None]
+    return needs_grad_of(operands, (name for name in names if getattr(operands, name).perturbed))
 
 
 class _Residuals(NamedTuple):
     operands: AnyOperands
     out: jax.Array
     lse: jax.Array
-    perturbed: Perturbed
+    static: Perturbed
 
 
 _forward_mode = jax.make_user_context(False)
@@ -99,23 +104,17 @@ def _attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.
 
 
 def _forward(operands: Any, options: Options) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
-    is_packed = isinstance(operands, QkvPackedOperands)
-    differentiable: tuple[Any, ...] = tuple(operands)[:1] * 3 if is_packed else operands[:3]
-    needs_grad = NeedsGrad(
-        *(array.perturbed for array in differentiable),
-        bias=operands.bias is not None and operands.bias.perturbed,
-    )
+    needs_grad = perturbed(operands)
     values: AnyOperands = jax.tree.map(lambda primal: primal.value, operands)
-    out, lse = derivatives.named(*primitives.forward(values, options))
+    out, lse = derivatives.named(primitives.forward(values, options), options)
     return (out, lse), _Residuals(values, out, lse, Perturbed(needs_grad))
 
 
 def _backward(options: Options, residuals: _Residuals, cotangents: Any) -> tuple[AnyOperands]:
-    operands, out, lse, perturbed = residuals
-    needs_grad = perturbed.needs_grad
+    operands, out, lse, static = residuals
     dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
 
-    gradients = derivatives.cotangents(operands, options, (out, lse), dout, dlse, needs_grad)
+    gradients = derivatives.cotangents(operands, options, (out, lse), dout, dlse, static.needs_grad)
     none = type(operands)(*[None] * len(operands._fields))  # type: ignore[arg-type]
     return (none._replace(**gradients._asdict()),)
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_memeff._call.options import Gradients, NeedsGrad, Operands
+from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
 from jax_memeff._op.derivatives import named
-from jax_memeff._op.vjp import Perturbed, forward_mode_is_named, is_forward_mode
-from jax_memeff._ring import vjp as ring_vjp
-from jax_memeff._ring.vjp import Ring
+from jax_memeff._op.vjp import Perturbed, forward_mode_is_named, is_forward_mode, perturbed
+from jax_memeff._ring import passes
+from jax_memeff._ring.passes import Ring
 
 
 def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
@@ -40,12 +40,12 @@ def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
-    return ring_vjp.forward(operands, ring)
+    return passes.forward(operands, ring)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _forward(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
-    return ring_vjp.forward(operands, ring)
+    return passes.forward(operands, ring)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -54,12 +54,12 @@ def _backward(arrays: tuple[Any, ...], ring: Ring, needs_grad: NeedsGrad) -> Gra
     # arrived there, and with it the keys of the whole sequence.
     operands, out, lse, dout, dlse = arrays
     operands, dout = lax.optimization_barrier((operands, dout))
-    return ring_vjp.backward(operands, ring, out, lse, dout, dlse, needs_grad)
+    return passes.backward(operands, ring, out, lse, dout, dlse, needs_grad)
 
 
 @_forward.defjvp
 def _forward_jvp(ring: Ring, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return _forward(primals[0], ring), _tangents(ring_vjp.forward, ring, primals, tangents)
+    return _forward(primals[0], ring), _tangents(passes.forward, ring, primals, tangents)
 
 
 @_backward.defjvp
@@ -68,7 +68,7 @@ def _backward_jvp(
 ) -> tuple[Any, Any]:
     def backward(arrays: tuple[Any, ...], ring: Ring) -> Gradients:
         operands, out, lse, dout, dlse = arrays
-        return ring_vjp.backward(operands, ring, out, lse, dout, dlse, needs_grad)
+        return passes.backward(operands, ring, out, lse, dout, dlse, needs_grad)
 
     return _backward(primals[0], ring, needs_grad), _tangents(backward, ring, primals, tangents)
 
@@ -79,23 +79,20 @@ def _tangents(function: Callable[..., Any], ring: Ring, primals: Any, tangents: 
 
 
 def _forward_rule(operands: Any, ring: Ring) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    needs_grad = NeedsGrad(
-        *(array.perturbed for array in operands[:3]),
-        bias=operands.bias is not None and operands.bias.perturbed,
-    )
+    needs_grad = perturbed(operands)
     values: Operands = jax.tree.map(lambda primal: primal.value, operands)
-    out, lse = named(*_forward(values, ring))
+    out, lse = named(_forward(values, ring), ring.options)
     return (out, lse), (values, out, lse, Perturbed(needs_grad))
 
 
 def _backward_rule(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Operands]:
-    operands, out, lse, perturbed = residuals
+    operands, out, lse, static = residuals
     dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
     none = Operands(*[None] * len(Operands._fields))  # type: ignore[arg-type]
-    if not any(perturbed.needs_grad) or (dout is None and dlse is None):
+    if not any(static.needs_grad) or (dout is None and dlse is None):
         return (none,)
     dout = jnp.zeros_like(out) if dout is None else dout
-    gradients = _backward((operands, out, lse, dout, dlse), ring, perturbed.needs_grad)
+    gradients = _backward((operands, out, lse, dout, dlse), ring, static.needs_grad)
     return (none._replace(**gradients._asdict()),)
 
 

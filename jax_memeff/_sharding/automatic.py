@@ -13,6 +13,7 @@ all that its program depends on.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -36,10 +37,29 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_memeff._call import compat, divisors
-from jax_memeff._call.options import Gradients, Options, QkvPackedGradients, QkvPackedOperands
-from jax_memeff._sharding import explicit as sharding
+from jax_memeff._call import compat
+from jax_memeff._call.divisors import changed, gradient_shape
+from jax_memeff._call.operands import (
+    Item,
+    QkvPackedOperands,
+    batch_of,
+    gradients_needed,
+    gradients_of,
+    items,
+    mapped,
+)
+from jax_memeff._call.options import Options
 from jax_memeff._sharding.batch_axes import BatchAxes
+from jax_memeff._sharding.layout import (
+    Layout,
+    Sharded,
+    dims,
+    heads_of,
+    layout,
+    named_dims,
+    result_dims,
+)
+from jax_memeff._sharding.local import check_rows, put_key_head, take_key_head, with_positions
 
 Lowering = Callable[..., Sequence[Any]]
 
@@ -93,9 +113,9 @@ def _axes_left_to_compiler(avals: Sequence[ShapedArray]) -> list[Any]:
 
 @functools.cache
 def _python_digest() -> bytes:
-    """Of this package's modules; the code generator's are a matter of the kernels' digest."""
+    """Of this package's modules; the kernels' digest covers those of the code generator."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.digest()
 
@@ -120,27 +140,25 @@ class _Call(NamedTuple):
     @property
     def batch(self) -> BatchAxes:
         sizes = self.params["options"].batch_axes
-        return BatchAxes(sizes or (divisors.batch_of(self.operands),))
+        return BatchAxes(sizes or (batch_of(self.operands),))
 
     @property
     def dims(self) -> tuple[list[str], list[str]]:
         """The dims of the primitive's operands and results, by name."""
         arrays, operands, batch = self.arrays, self.operands, self.batch
-        named = sharding.dims(operands)
-        shares = divisors.of_leaves(operands, self.params["options"].divisors)
-        own = jax.tree.map(
-            lambda dims, aval, share: batch.named(dims, *aval.shape[:1], divisor=share),
-            *(named, operands, shares),
-        )
-        kind = QkvPackedGradients if isinstance(operands, QkvPackedOperands) else Gradients
-        whole = functools.partial(batch.named, elements=math.prod(batch.sizes))
-        forward = tuple(map(whole, sharding.result_dims(operands)))
-        gradients = jax.tree.map(whole, kind(*(getattr(named, name) for name in kind._fields)))
-        if operands.bias is not None:
-            gradients = gradients._replace(bias=self.bias_gradient_dims)
+        divisors = self.params["options"].divisors
+
+        def one(item: Item, named: str) -> str:
+            indices, *_ = (*item.array.shape, 1)  # a position has no dims
+            return batch.named(named, indices, divisors[item.name])
+
+        own = mapped(one, operands, dims(operands))
+        elements = math.prod(batch.sizes)
+        forward = tuple(batch.named(named, elements) for named in result_dims(operands))
+        gradients = self.gradient_dims
         names = {
             1: (own,),  # attention_fwd
-            4: (own, *forward, gradients),  # attention_tangent
+            4: (own, *forward, gradients_of(operands, gradients)),  # attention_tangent
             5: (own, *forward, *forward),  # attention_bwd
         }[len(arrays)]
         present = jax.tree.map(
@@ -149,23 +167,26 @@ class _Call(NamedTuple):
             names,
             is_leaf=lambda array: array is None,
         )
-        needs_grad = self.params.get("needs_grad")
-        if needs_grad is None:
-            return jax.tree.leaves(present), list(forward)
-        wanted = [
-            dims
-            for name, dims in gradients._asdict().items()
-            if getattr(needs_grad, "query" if name == "query_key_value" else name)
-        ]
-        return jax.tree.leaves(present), wanted
+        results = list(forward)
+        if "needs_grad" in self.params:
+            needed = gradients_needed(operands, self.params["needs_grad"])
+            results = [gradients[name] for name in needed]
+        return jax.tree.leaves(present), results
 
     @property
-    def bias_gradient_dims(self) -> str:
-        operands, bias = self.operands, self.operands.bias
-        shared = self.params["options"].divisors
-        shape = divisors.gradient_shape("bias", bias.shape, operands, shared)
-        named = sharding.dims(operands._replace(bias=bias.update(shape=shape)))
-        return self.batch.named(named.bias, shape[0], math.prod(self.batch.sizes) // shape[0])
+    def gradient_dims(self) -> dict[str, str]:
+        """The dims of the gradients, which have more batch indices than some operands."""
+        operands, elements = self.operands, math.prod(self.batch.sizes)
+        found = {}
+        for item in items(operands):
+            if not item.operand.has_gradient:
+                continue
+            shape = gradient_shape(
+                item.name, item.array.shape, operands, self.params["options"].divisors
+            )
+            named = named_dims(item.operand, shape, operands)
+            found[item.name] = self.batch.named(named, shape[0], elements // shape[0])
+        return found
 
     def partitioned(self, leaves: Sequence[Any], digest: str) -> list[jax.Array]:
         in_dims, out_dims = self.dims
@@ -185,14 +206,14 @@ class _Call(NamedTuple):
         return list(map(batch.joined, results, out_dims))
 
     def rule(self) -> SdyShardingRule:
-        """Only batch and heads have factors that arrays share: nothing else is propagated."""
+        """Only batch, heads and rows have factors that arrays share: nothing else propagates."""
         fresh = (f"own{index}" for index in itertools.count())
-        if isinstance(self.operands, QkvPackedOperands):
-            key_heads = heads = self.operands.query_key_value.shape[3]
-        else:
-            heads, key_heads = self.operands.query.shape[2], self.operands.key.shape[2]
+        heads, key_heads = heads_of(self.operands)
         group = heads // key_heads
         factors: dict[str, Any] = {"heads": "heads", "key_heads": "heads"}
+        if not isinstance(self.operands, QkvPackedOperands):
+            # The positions of one array of query, key and value are columns too.
+            factors["rows"] = "rows"
         factors |= {name: name for name in self.batch.names}
         sizes: Any = {}
         if 1 < key_heads < heads:
@@ -207,21 +228,48 @@ class _Call(NamedTuple):
 
     def partition(self, mesh: Mesh, shapes: Any, results: Any) -> tuple[Any, ...]:
         """The program of one device, and the shardings that it needs and gives."""
-        in_dims, out_dims = self.dims
-        layout = self.layout(mesh, [shape.sharding for shape in shapes])
+        del results  # their shardings follow from those of the operands
+        try:
+            return self.program_of_device(mesh, [shape.sharding for shape in shapes])
+        except Exception as error:
+            # A copy has no traceback, which would keep the frames of this call alive.
+            _raised[str(error)] = copy.copy(error)
+            raise
 
+    def program_of_device(self, mesh: Mesh, given: Sequence[Any]) -> tuple[Any, ...]:
+        """:meth:`partition`, for operands of these shardings."""
+        in_dims, out_dims = self.dims
+        layout, mesh = self.layout(mesh, given)
         batch = self.batch.of_device(layout, mesh)
         params = {**self.params, "options": self.options_of(batch)}
+        row_devices = math.prod(mesh.shape[axis] for axis in layout.rows)
+        check_rows(self.operands, params["options"], row_devices)
+        first_key_axes = math.prod(mesh.shape[axis] for axis in layout.key_heads)
+        key_heads = heads_of(self.operands)[1] // first_key_axes
+
+        def own(x: jax.Array, dims: str) -> jax.Array:
+            joined = batch.joined(x, dims)
+            return take_key_head(joined, layout) if "key_heads" in dims.split() else joined
+
+        def result(x: jax.Array, dims: str) -> jax.Array:
+            if "key_heads" in dims.split():
+                x = put_key_head(x, layout, key_heads)
+            return batch.split(_summed(x, layout.reduced(dims)), dims)
 
         def on_device(*leaves: jax.Array) -> list[jax.Array]:
-            whole = map(batch.joined, leaves, in_dims)
-            found = zip(self.primitive.bind(*whole, **params), out_dims, strict=True)
-            return [batch.split(_summed(x, layout.reduced(dims)), dims) for x, dims in found]
+            arguments = jax.tree.unflatten(params["tree"], map(own, leaves, in_dims))
+            if len(self.arrays) == 1:
+                arguments = with_positions(arguments, layout, row_devices)
+            else:
+                first = with_positions(arguments[0], layout, row_devices)
+                arguments = (first, *arguments[1:])
+            local, tree = jax.tree.flatten(arguments)
+            found = self.primitive.bind(*local, **{**params, "tree": tree})
+            return list(map(result, found, out_dims))
 
         def shardings(dims: Sequence[str]) -> list[NamedSharding]:
             return [NamedSharding(mesh, layout.spec(names)) for names in dims]
 
-        del results  # theirs follow from the operands'
         return mesh, on_device, shardings(out_dims), tuple(shardings(in_dims))
 
     def options_of(self, part: BatchAxes) -> Options:
@@ -231,35 +279,81 @@ class _Call(NamedTuple):
         def divisor(elements: int, divisor: int) -> int:
             return part.later(self.batch.run(elements, divisor))
 
-        shared = divisors.changed(self.operands, options.divisors, divisor)
-        return dataclasses.replace(options, divisors=shared, batch_axes=part.sizes)
+        own = changed(self.operands, options.divisors, divisor)
+        return dataclasses.replace(options, divisors=own, batch_axes=part.sizes)
 
-    def layout(self, mesh: Mesh, given: Sequence[Any]) -> sharding.Layout:
-        paths = jax.tree_util.tree_leaves_with_path(self.operands)
-        in_dims = self.dims[0][: len(paths)]
-        specs = [
-            compat.spec_of(leaf, mesh, len(dims.split()))
-            for leaf, dims in zip(given, in_dims, strict=False)
-        ]
-        layout = sharding.layout(
+    def layout(self, mesh: Mesh, given: Sequence[Any]) -> tuple[Layout, Mesh]:
+        """How the call is sharded, and over which mesh: some of its axes may be split in two."""
+        arrays = items(self.operands)
+        in_dims = self.dims[0][: len(arrays)]
+
+        def specs_over(mesh: Mesh) -> list[PartitionSpec | None]:
+            return [
+                compat.spec_of(leaf, mesh, len(names.split()))
+                for leaf, names in zip(given, in_dims, strict=False)
+            ]
+
+        mesh = self.with_key_head_axis(mesh, specs_over(mesh)[0])
+        specs = specs_over(mesh)
+        found = layout(
             [
-                sharding.Sharded(
-                    sharding.name_of(path),
-                    self.batch.split_shape(aval.shape, dims),
-                    dims.split(),
+                Sharded(
+                    item.operand,
+                    item.title,
+                    self.batch.split_shape(item.array.shape, names),
+                    names.split(),
                     PartitionSpec() if spec is None else spec,
                 )
-                for (path, aval), dims, spec in zip(paths, in_dims, specs, strict=True)
+                for item, names, spec in zip(arrays, in_dims, specs, strict=True)
             ],
             mesh.shape,
         )
-        for (path, aval), leaf, spec in zip(paths, given, specs, strict=False):
+        for item, leaf, spec in zip(arrays, given, specs, strict=False):
             if spec is None:
                 raise ValueError(
-                    f"{sharding.name_of(path)} of shape {aval.shape} is sharded like {leaf}, which "
+                    f"{item.title} of shape {item.array.shape} is sharded like {leaf}, which "
                     f"is not over whole axes of {mesh}: reshard it by jax.sharding.NamedSharding"
                 )
-        return layout
+        return found, mesh
+
+    def with_key_head_axis(self, mesh: Mesh, query: PartitionSpec | None) -> Mesh:
+        """The mesh with an axis split in two, if the query's heads have more devices than there are
+        key heads: the key heads are sharded over its first part.
+
+        The compiler does so too when shardings spread from the query to the key.
+        """
+        dims = self.dims[0][0].split()
+        entry = None if query is None or len(query) < len(dims) - 1 else query[dims.index("heads")]
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        first = heads_of(self.operands)[1]
+        for axis in axes:
+            size = mesh.shape[axis]
+            if 1 < first < size and size % first == 0:
+                place = mesh.axis_names.index(axis)
+                shape = mesh.devices.shape
+                devices = mesh.devices.reshape(
+                    *shape[:place], first, size // first, *shape[place + 1 :]
+                )
+                split = (f"{axis}/key_heads", f"{axis}/rest")
+                names = (*mesh.axis_names[:place], *split, *mesh.axis_names[place + 1 :])
+                return Mesh(devices, names)
+            if first % size:
+                break
+            first //= size
+        return mesh
+
+
+_raised: dict[str, Exception] = {}
+"""The errors of :meth:`_Call.partition` by their texts, until JAX raises them."""
+
+
+def _error_of_partition(error: Exception) -> Exception | None:
+    """The error that a partition raised, of which XLA made text in one of its own."""
+    text = str(error)
+    return next((_raised.pop(own) for own in list(_raised) if own in text), None)
+
+
+compat.replace_compile_errors(_error_of_partition)
 
 
 def _summed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jax_memeff._sharding import explicit as sharding
+from jax_memeff._sharding.layout import Layout, batch_names
 
 
 class BatchAxes(NamedTuple):
@@ -32,7 +32,7 @@ class BatchAxes(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return sharding.batch_names(len(self.sizes))
+        return batch_names(len(self.sizes))
 
     def run(self, elements: int, divisor: int) -> slice:
         """The axes of an operand of so many elements, shared by this divisor."""
@@ -45,7 +45,7 @@ class BatchAxes(NamedTuple):
         """The divisor of an operand that has a run of the axes."""
         return math.prod(self.sizes[run.stop :])
 
-    def of_device(self, layout: sharding.Layout, mesh: Mesh) -> BatchAxes:
+    def of_device(self, layout: Layout, mesh: Mesh) -> BatchAxes:
         """The part of each axis that a device has."""
         return BatchAxes(
             tuple(

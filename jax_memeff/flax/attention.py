@@ -1,9 +1,9 @@
 """``attention_fn`` for the attention modules of ``flax.linen`` and ``flax.nnx``.
 
 Both call their ``attention_fn`` with arrays ``[batch..., length, heads, depth]`` and with the
-keywords of Flax's own ``dot_product_attention``; linen first drops the keywords that the function
-does not name. So every keyword of either is named here: what cannot be honoured raises, and is
-never dropped in silence.
+keywords of Flax's own ``dot_product_attention``. Linen drops keywords that the function does not
+name. Every keyword of either is therefore named here: an argument that cannot be honoured raises
+and is never dropped silently.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_memeff._api import argument_numbers
 from jax_memeff._api import attention as api
-from jax_memeff._call import compat
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.options import DropoutState
-from jax_memeff._op import vjp
+from jax_memeff._call.operands import DropoutState
 from jax_memeff.errors import UnsupportedError
 
 
@@ -46,6 +44,7 @@ def attention_fn(
     einsum_dot_general: Callable[..., jax.Array] | None = None,
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array:
     """Exact attention with linear memory, as the ``attention_fn`` of a Flax module.
 
@@ -68,32 +67,35 @@ def attention_fn(
       bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. Kept in its dtype when that
         is the query's or float32, else cast to float32 (float64 for a float64 query).
       mask: broadcasts to ``[batch..., N, T, S]``, any dtype; nonzero means attend. A row that may
-        attend to nothing gives 0, where Flax gives the mean of the values.
+        attend to nothing gives 0. Flax gives the mean of the values.
       broadcast_dropout: True drops the same elements of the ``[T, S]`` probabilities in every
-        batch element and head, as Flax does; False draws each on its own.
-      dropout_rng: key of the dropout; needed when dropout is on. The bits are a function of this
-        key alone and differ from the ones Flax would draw.
+        batch index and head, as Flax does. False draws bits for each separately.
+      dropout_rng: the dropout key, required when dropout is on. The bits depend on this key only,
+        and they are not the bits that Flax would draw.
       dropout_rate: realised as ``floor(256 * rate + 0.5) / 256``: 0.1 becomes 26/256 = 0.1016.
       deterministic: True turns dropout off.
       dtype: of the computation; None infers it from query, key and value.
-      precision: None, ``"highest"``, ``jax.lax.Precision.HIGH`` and the like; of a pair the higher
-        one counts. Concerns float32 inputs only.
-      module: has to be None: attention weights are never formed and cannot be sown.
+      precision: None, ``"highest"``, ``jax.lax.Precision.HIGH`` and so on. The higher one of a pair
+        is used. It affects float32 inputs only.
+      module: must be None: attention weights are never formed and cannot be sown.
       promote_dtype: casts the tuple (query, key, value) to one dtype, given ``dtype=``.
       is_causal: row ``t`` attends to columns ``s <= t``.
-      force_fp32_for_softmax: no effect, the softmax is computed in float32 (or float64) always.
-      einsum_dot_general: has to be None, as the two einsums: the products are part of the kernel.
-      qk_attn_weights_einsum: has to be None.
-      attn_weights_value_einsum: has to be None.
+      force_fp32_for_softmax: no effect: the softmax is always computed in float32 (or float64).
+      einsum_dot_general: must be None, like the two einsums: the products are part of the kernel.
+      qk_attn_weights_einsum: must be None.
+      attn_weights_value_einsum: must be None.
+      residual_checkpoint_name: the name by which a policy of ``jax.checkpoint`` saves what the
+        backward reads, as in :func:`jax_memeff.dot_product_attention`; pass it with
+        ``functools.partial``.
 
     Returns:
       ``[batch..., T, N, Hv]`` in the promoted dtype.
 
     Raises:
-      UnsupportedError: ``module`` or one of the dot products is given, or no kernel does what is
-        asked for on this platform.
-      ValueError: shapes that do not fit, a rate outside [0, 1) or unrealisable, a missing
-        ``dropout_rng``, an unknown precision.
+      UnsupportedError: ``module`` or one of the dot products is given, or no kernel supports the
+        call on this platform.
+      ValueError: a shape does not fit, the rate is outside [0, 1) or not realisable,
+        ``dropout_rng`` is missing, or the precision is unknown.
     """
     del force_fp32_for_softmax
     replaced = {
@@ -112,6 +114,7 @@ def attention_fn(
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
         precision=precision,
+        residual_checkpoint_name=residual_checkpoint_name,
     )
 
 
@@ -128,10 +131,11 @@ def attend(
     dropout_rng: jax.Array | None,
     broadcast_dropout: bool,
     precision: Any,
+    residual_checkpoint_name: str | None = None,
 ) -> jax.Array:
-    """``attention_fn`` of arrays of one dtype, with more ``conditions`` beside the mask.
+    """``attention_fn`` for arrays of one dtype, with ``conditions`` in addition to the mask.
 
-    The arrays of ``conditions`` have one batch dimension, of the size of all of them.
+    The arrays in ``conditions`` have one batch dimension, the product of the batch dimensions.
     """
     batch_shape = batch_dims(query, key, value)
     if bias is not None:
@@ -144,40 +148,71 @@ def attend(
             f"dropout_rng must be given when dropout_rate is {rate} and deterministic is False,"
             " got None; pass a jax.random key or deterministic=True"
         )
-    batch = math.prod(batch_shape)
     call = api.prepare(
-        query.reshape(batch, *query.shape[-3:]),
-        key.reshape(batch, *key.shape[-3:]),
-        value.reshape(batch, *value.shape[-3:]),
+        _flatten_batch("query", query),
+        _flatten_batch("key", key),
+        _flatten_batch("value", value),
         bias,
         conditions,
         is_causal=is_causal,
         dropout_rate=rate,
         dropout_key=dropout_rng,
         precision=_precision(precision),
+        residual_checkpoint_name=residual_checkpoint_name,
     )
-    operands = call.operands
-    if operands.dropout is not None and broadcast_dropout:
-        operands = operands._replace(dropout=_shared(operands.dropout))
-    out, _ = vjp.attention(compat.cast_to_common_varying_axes(operands), call.options)
-    return out.reshape(batch_shape + out.shape[1:])
+    if call.operands.dropout is not None and broadcast_dropout:
+        dropout = _broadcast_dropout(call.operands.dropout)
+        call = call._replace(operands=call.operands._replace(dropout=dropout))
+    out = call.run(with_residual=False)
+    return out if len(batch_shape) == 1 else _unflatten_batch(out, query)
 
 
-def _shared(state: DropoutState) -> DropoutState:
-    """The bits of batch element 0 and head 0 for all of them."""
+def _broadcast_dropout(state: DropoutState) -> DropoutState:
+    """The bits of batch index 0 and head 0 for every batch index and head."""
     return state._replace(
         batch_base=jnp.zeros_like(state.batch_base), head_index=jnp.zeros_like(state.head_index)
     )
 
 
+def _flatten_batch(name: str, array: jax.Array) -> jax.Array:
+    """``[batch..., length, heads, depth]`` with one batch dimension.
+
+    One flat dimension can be sharded over the axes of the outermost batch dimensions only.
+
+    Raises:
+      ValueError: an explicit mesh axis shards a batch dimension behind one that is whole.
+    """
+    spec, first_whole = jax.typeof(array).sharding.spec, None
+    for dim, axes in enumerate(spec[:-3]):
+        if axes is None and array.shape[dim] > 1:
+            first_whole = dim if first_whole is None else first_whole
+        elif axes is not None and first_whole is not None:
+            raise ValueError(
+                f"{name}: expected explicit mesh axes on the outermost of the batch dimensions"
+                f" {array.shape[:-3]}, which become one, got {axes!r} on dimension {dim} and none"
+                f" on dimension {first_whole}: move the sharded dimension to the front with"
+                " jnp.moveaxis, or reshard it"
+            )
+    return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
+
+
+def _unflatten_batch(out: jax.Array, query: jax.Array) -> jax.Array:
+    """``[B, T, N, Hv]`` with the batch dimensions of ``query``, sharded as ``query`` is."""
+    shape, sharding = query.shape[:-1] + out.shape[-1:], jax.typeof(query).sharding
+    if sharding.mesh.empty or not any(sharding.spec):
+        return out.reshape(shape)
+    # Without it JAX refuses to divide a dimension that several mesh axes shard.
+    return jnp.reshape(out, shape, out_sharding=sharding)
+
+
 def refuse(module: Any, replaced: list[str]) -> None:
-    """Raise for what memory-efficient attention cannot do."""
+    """Raise ``UnsupportedError`` for requests that memory-efficient attention cannot serve."""
     reasons = []
     if module is not None:
         reasons.append(
-            "module (sow_weights=True) asks for the attention weights, which are never formed:"
-            " call the layer with sow_weights=False, or give the layer to inspect"
-            " Flax's own dot_product_attention as attention_fn"
+            "module (sow_weights=True) requests the attention weights, which are never formed: call"
+            " the layer with sow_weights=False, or inspect a layer that has Flax's own"
+            " dot_product_attention as attention_fn"
         )
     if replaced:
         reasons.append(
@@ -185,11 +220,11 @@ def refuse(module: Any, replaced: list[str]) -> None:
             " replaced: leave them None, or use Flax's own dot_product_attention as attention_fn"
         )
     if reasons:
-        raise UnsupportedError(reasons)
+        raise UnsupportedError(reasons, "memory-efficient attention cannot do this")
 
 
 def batch_dims(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
-    """The batch dimensions that query, key and value have in common."""
+    """The batch dimensions, which query, key and value must have in common."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim < 3:
             raise ValueError(
@@ -204,17 +239,17 @@ def batch_dims(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int,
 
 
 def _bias_dtype(bias: jax.Array, query: jax.Array) -> jax.Array:
-    """``bias`` in a dtype that the score computation takes as it is."""
+    """``bias`` in a dtype that the score computation accepts."""
     if bias.dtype in (query.dtype, jnp.float32):
         return bias
     return bias.astype(jnp.promote_types(query.dtype, jnp.float32))
 
 
 def _flatten_score_batch(name: str, array: jax.Array, batch_shape: tuple[int, ...]) -> jax.Array:
-    """Turn ``[batch..., N, T, S]`` with any broadcast dimensions into rank 4.
+    """Reshape ``[batch..., N, T, S]`` with any broadcast dimensions to rank 4.
 
-    Heads, rows and columns stay broadcast. The batch is only materialised when some, but not all,
-    of its dimensions are broadcast, because one flat dimension cannot express that.
+    Heads, rows and columns stay broadcast. The batch is materialised only if some, but not all, of
+    its dimensions are broadcast, because one flat dimension cannot express that.
     """
     rank = len(batch_shape) + 3
     if array.ndim > rank:
@@ -236,7 +271,7 @@ def _flatten_score_batch(name: str, array: jax.Array, batch_shape: tuple[int, ..
 
 
 def _precision(precision: Any) -> jax.lax.Precision | None:
-    """One ``jax.lax.Precision`` for what Flax calls a precision: None, a name, or a pair."""
+    """One ``jax.lax.Precision`` for a Flax precision, which is None, a name, or a pair."""
     if precision is None:
         return None
     parts = precision if isinstance(precision, tuple) else (precision,)

@@ -1,4 +1,4 @@
-"""What the modules of both APIs do between their projections."""
+"""The part between the projections, common to the modules of both APIs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens that came before; the names are those of Flax."""
+    """Keys and values of the previous tokens, with Flax's names."""
 
     cached_key: jax.Array
     """[batch..., S, K, H]"""
@@ -38,35 +38,43 @@ def attend_heads(
     cache: Cache | None,
     *,
     rotary_base: float | None,
+    positions: ArrayLike | None = None,
     mask: ArrayLike | Mask | None,
     segment_ids: SegmentIds | None,
     is_causal: bool,
     dtype: DTypeLike | None,
     **settings: Any,
 ) -> tuple[jax.Array, Cache | None]:
-    """Attention of projected heads, and the cache with the new tokens.
+    """Attention of projected heads, and the cache with the new tokens appended.
 
     Args:
         query: ``[batch..., T, N, H]``.
-        key: ``[batch..., S, K, H]``, of the new tokens only where there is a cache.
+        key: ``[batch..., S, K, H]``; with a cache, the new tokens only.
         value: ``[batch..., S, K, H]``.
-        cache: None attends to ``key`` and ``value`` alone.
+        cache: None attends to ``key`` and ``value`` only.
         rotary_base: None for no rotary embedding.
-        mask: as of the modules.
-        segment_ids: as of the modules.
-        is_causal: as of the modules; a cache is causal in any case.
+        positions: ``[batch..., T]`` of queries and keys; None counts from the start of the cache.
+        mask: as in the modules.
+        segment_ids: as in the modules.
+        is_causal: as in the modules; attention over a cache is always causal.
         dtype: of the computation; None infers it.
-        settings: ``bias``, and dropout and precision, as of ``attend``.
+        settings: ``bias``, dropout and precision, as in ``attend``.
 
     Raises:
-        ValueError: shapes do not fit one another or the cache, or segment ids meet a cache.
+        ValueError: shapes do not fit one another or the cache, segment ids are given with a cache,
+            or positions without a rotary embedding.
     """
     batch_shape = batch_dims(query, key, value)
     batch, rows = math.prod(batch_shape), query.shape[-3]
-    first = 0 if cache is None else cache.cache_index
     if rotary_base is not None:
-        query = rotary_embedding(query, first + jnp.arange(rows), rotary_base)
-        key = rotary_embedding(key, first + jnp.arange(key.shape[-3]), rotary_base)
+        at_query, at_key = _positions(positions, query, key, cache)
+        query = rotary_embedding(query, at_query, rotary_base)
+        key = rotary_embedding(key, at_key, rotary_base)
+    elif positions is not None:
+        raise ValueError(
+            "input_positions must be None in a layer without a rotary embedding, got shape"
+            f" {jnp.shape(positions)}; pass rotary_base to the constructor"
+        )
     conditions, array = Mask(), None
     if isinstance(mask, Mask):
         conditions = mask
@@ -85,15 +93,38 @@ def attend_heads(
     return attend(query, key, value, **settings), cache
 
 
+def _positions(
+    positions: ArrayLike | None, query: jax.Array, key: jax.Array, cache: Cache | None
+) -> tuple[jax.Array, jax.Array]:
+    """The positions of the queries and of the new keys."""
+    if positions is None:
+        first = 0 if cache is None else cache.cache_index
+        return first + jnp.arange(query.shape[-3]), first + jnp.arange(key.shape[-3])
+    array, rows = jnp.asarray(positions), query.shape[:-2]
+    fits = array.shape[-1:] == rows[-1:] and array.ndim <= len(rows)
+    batch = zip(reversed(array.shape[:-1]), reversed(rows[:-1]), strict=False)
+    if not fits or any(size not in (1, full) for size, full in batch):
+        raise ValueError(
+            f"input_positions must broadcast to [batch..., T] = {list(rows)} and have its T, got"
+            f" shape {array.shape}"
+        )
+    if key.shape[-3] != rows[-1]:
+        raise ValueError(
+            "input_positions are the positions of the queries and of the keys: expected as many"
+            f" keys as queries, {rows[-1]}, got {key.shape[-3]}"
+        )
+    return array, array
+
+
 def _append(cache: Cache, key: jax.Array, value: jax.Array) -> Cache:
-    """The cache after the new tokens; where it is full, they take the place of its last ones."""
+    """The cache with the new tokens. In a full cache they replace the last ones."""
     *batch_shape, longest, heads, head_dim = cache.cached_key.shape
     fits = key.shape[:-3] == tuple(batch_shape) and key.shape[-2:] == (heads, head_dim)
     if not fits or key.shape[-3] > longest:
         expected = ", ".join(map(str, (*batch_shape, f"at most {longest}", heads, head_dim)))
         raise ValueError(
-            f"keys must fit the cache, [{expected}], got shape {key.shape}; make a cache for this"
-            " batch and for the longest sequence"
+            f"keys must fit the cache, [{expected}], got shape {key.shape}; create a cache for"
+            " this batch and for the longest sequence"
         )
     zero = jnp.zeros_like(cache.cache_index)
     start = (*[zero] * len(batch_shape), cache.cache_index, zero, zero)
@@ -105,16 +136,16 @@ def _append(cache: Cache, key: jax.Array, value: jax.Array) -> Cache:
 
 
 def _in_cache(conditions: Mask, filled: jax.Array, batch: int, rows: int) -> Mask:
-    """Causal among the ``filled`` columns of a cache, whose last ones belong to the rows.
+    """The causal mask over the ``filled`` columns of a cache, the last of which are the rows' own.
 
-    The rows are the last of a square of scores, where both alignments of a window are the same.
+    The rows are the last rows of a square of scores, in which both alignments of a window agree.
     """
     window = conditions.bottom_right
     if conditions.top_left is not None:
         window = conditions.top_left if window is None else window & conditions.top_left
     conditions = dataclasses.replace(conditions, top_left=None, bottom_right=window)
     if rows > 1:
-        # One row is the last: there is nothing behind it.
+        # A single row is the last one: no filled column lies after it.
         conditions &= Mask.causal("bottom_right")
     return conditions & Mask.lengths(key=jnp.broadcast_to(filled, (batch,)))
 
@@ -122,7 +153,7 @@ def _in_cache(conditions: Mask, filled: jax.Array, batch: int, rows: int) -> Mas
 def _segments(
     segment_ids: SegmentIds, batch_shape: tuple[int, ...], lengths: tuple[int, int], cached: bool
 ) -> Mask:
-    """The mask of segment ids ``[batch..., length]``, one array for queries and keys or two."""
+    """The mask of segment ids ``[batch..., length]``: one array, or a pair for queries and keys."""
     if cached:
         raise ValueError(
             "segment_ids must be None while decoding: the cache has no ids; pass a mask"
@@ -136,7 +167,7 @@ def _segments(
         if ids.shape != expected:
             raise ValueError(
                 f"segment_ids of the {name} must have shape {expected}, got {ids.shape};"
-                " pass a pair (of queries, of keys) where their lengths differ"
+                " pass a pair (of queries, of keys) if their lengths differ"
             )
         flat.append(ids.reshape(-1, length))
     return Mask.segments(*flat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -16,11 +17,11 @@ from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
 
 
 class MultiHeadAttention(linen.MultiHeadDotProductAttention):
-    """``flax.linen.MultiHeadAttention`` with linear memory, and with more arguments.
+    """``flax.linen.MultiHeadAttention`` with linear memory and more arguments.
 
-    Parameters and cache have the names and shapes of Flax's own module, so that checkpoints of one
-    load into the other; so do outputs and gradients agree, but for rows that may attend to nothing
-    (0 here) and the bits of dropout.
+    Parameters and cache have the names and shapes of Flax's module, so checkpoints of either load
+    into the other. Outputs and gradients agree too, except for rows that may attend to nothing
+    (0 here) and for the dropout bits.
 
     >>> import jax, jax.numpy as jnp, jax_memeff.flax.linen
     >>> layer = jax_memeff.flax.linen.MultiHeadAttention(num_heads=4, num_kv_heads=2)
@@ -31,17 +32,17 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
     >>> layer.apply(variables, x, is_causal=True).shape
     (2, 10, 32)
 
-    Beside the fields of Flax's module there are:
+    It adds these fields to those of Flax's module:
 
     Attributes:
-      num_kv_heads: K, which divides ``num_heads``; None is ``num_heads``. Query head ``n`` reads
-        ``n // (N // K)``.
-      rotary_base: turns queries and keys by their position
-        (:func:`jax_memeff.flax.rotary_embedding`); None is no rotary embedding.
+      num_kv_heads: K, which divides ``num_heads``; None means ``num_heads``. Query head ``n`` reads
+        key head ``n // (N // K)``.
+      rotary_base: rotates queries and keys by their position
+        (:func:`jax_memeff.flax.rotary_embedding`); None means no rotary embedding.
 
-    ``decode=True`` keeps the cache of Flax: ``init`` with inputs of the full length makes it, and a
-    call with the collection ``cache`` mutable appends its T new tokens, one or several, and attends
-    to what is in the cache, causally.
+    ``decode=True`` keeps Flax's cache. ``init`` with inputs of the full length creates it. A call
+    with the collection ``cache`` mutable appends its T new tokens, one or several, and attends
+    causally to all tokens in the cache.
     """
 
     attention_fn: Callable[..., jax.Array] = attention.attention_fn
@@ -55,6 +56,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         inputs_k: jax.Array | None = None,
         inputs_v: jax.Array | None = None,
         *,
+        inputs_kv: jax.Array | None = None,
         bias: ArrayLike | None = None,
         mask: ArrayLike | Mask | None = None,
         segment_ids: SegmentIds | None = None,
@@ -69,30 +71,35 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
           inputs_q: ``[batch..., T, features]``.
           inputs_k: ``[batch..., S, features]``; ``inputs_q`` by default.
           inputs_v: ``[batch..., S, features]``; ``inputs_k`` by default.
+          inputs_kv: ``inputs_k`` and ``inputs_v`` in one argument, which Flax deprecates.
           bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. It has a gradient.
           mask: broadcasts to ``[batch..., N, T, S]``, nonzero attends; or a
-            :class:`jax_memeff.Mask`, whose arrays count all batch dimensions as one. While decoding
-            S is the length of the cache, and windows count from the tokens' places in it.
-          segment_ids: integers ``[batch..., T]`` of sequences packed into one row, or the pair of
-            those of queries and of keys: equal ids attend, negative ones attend to nothing. Rotary
-            positions need not start again, as only their differences matter.
-          is_causal: row ``t`` attends to columns ``s <= t``; always so while decoding.
-          deterministic: True turns dropout off; needed here or as a field where the rate is not 0.
-          dropout_rng: the key of dropout, before the stream ``dropout``.
-          sow_weights: has to be False: weights are never formed.
+            :class:`jax_memeff.Mask`, whose arrays have all batch dimensions merged into one. During
+            decoding S is the length of the cache, and a window counts from the positions of the
+            tokens in it.
+          segment_ids: integers ``[batch..., T]`` of sequences packed into one row, or the pair (of
+            queries, of keys). Tokens with equal ids attend to each other, tokens with negative ids
+            to nothing. Rotary positions need not restart, because only their differences matter.
+          is_causal: row ``t`` attends to columns ``s <= t``; decoding is always causal.
+          deterministic: True turns dropout off. Required here or as a field if the rate is not 0.
+          dropout_rng: the dropout key; it takes precedence over the stream ``dropout``.
+          sow_weights: must be False: weights are never formed.
 
         Returns:
           ``[batch..., T, out_features]``.
 
         Raises:
-          ValueError: shapes do not fit, head counts do not divide, ``segment_ids`` while decoding.
+          ValueError: shapes do not fit, head counts do not divide, ``inputs_kv`` is given with
+            ``inputs_k`` or ``inputs_v``, or ``segment_ids`` while decoding.
           TypeError: ``attention_fn`` was replaced.
-          jax_memeff.UnsupportedError: ``sow_weights``, replaced matrix products, or no kernel does
-            what is asked for.
+          jax_memeff.UnsupportedError: ``sow_weights`` or a matrix product is set, or no kernel
+            supports the call.
         """
         self._refuse(sow_weights)
+        if inputs_kv is not None:
+            inputs_k = _deprecated(inputs_kv, inputs_k, inputs_v)
         if inputs_k is None and inputs_v is not None:
-            raise ValueError("inputs_k must be given where inputs_v is, got None")
+            raise ValueError("inputs_k must be given if inputs_v is, got None")
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
@@ -185,7 +192,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         return projected
 
     def _cache(self, key: jax.Array, value: jax.Array) -> tuple[linen.Variable, ...] | None:
-        """The variables of the cache, in ``Cache``'s order; None in the call that makes them."""
+        """The cache's variables in the order of ``Cache``; None in the call that creates them."""
         exists = self.has_variable("cache", "cached_key")
         variables = (
             self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype),
@@ -195,5 +202,22 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         return variables if exists else None
 
 
+def _deprecated(
+    inputs_kv: jax.Array, inputs_k: jax.Array | None, inputs_v: jax.Array | None
+) -> jax.Array:
+    """``inputs_k`` of a call that passes ``inputs_kv``."""
+    if inputs_k is not None or inputs_v is not None:
+        raise ValueError(
+            "inputs_kv must be None if inputs_k or inputs_v is given, got an array of shape"
+            f" {inputs_kv.shape}; pass inputs_k and inputs_v only"
+        )
+    warnings.warn(
+        "flax deprecates inputs_kv: pass inputs_k, which inputs_v is by default",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return inputs_kv
+
+
 class MultiHeadDotProductAttention(MultiHeadAttention):
-    """:class:`MultiHeadAttention` under Flax's other name, which unnamed submodules are called."""
+    """:class:`MultiHeadAttention` under Flax's other name, after which submodules are named."""

@@ -15,11 +15,11 @@ from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
-    """``flax.nnx.MultiHeadAttention`` with linear memory, and with more arguments.
+    """``flax.nnx.MultiHeadAttention`` with linear memory and more arguments.
 
-    Parameters and cache have the names and shapes of Flax's own module, so that checkpoints of one
-    load into the other; so do outputs and gradients agree, but for rows that may attend to nothing
-    (0 here) and the bits of dropout.
+    Parameters and cache have the names and shapes of Flax's module, so checkpoints of either load
+    into the other. Outputs and gradients agree too, except for rows that may attend to nothing
+    (0 here) and for the dropout bits.
 
     >>> from flax import nnx
     >>> import jax, jax.numpy as jnp, jax_memeff.flax.nnx
@@ -29,7 +29,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     >>> x = jax.random.normal(jax.random.key(0), (2, 10, 32))
     >>> whole = layer(x, is_causal=True)
 
-    The same, three tokens and then one token at a time, through a cache:
+    The same result through a cache, three tokens first and then one token at a time:
 
     >>> layer.init_cache(x.shape)
     >>> step = nnx.jit(lambda layer, x: layer(x, decode=True))
@@ -39,15 +39,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     Args:
       num_heads: N, the number of query heads.
-      in_features: of the inputs.
+      in_features: number of features of the inputs.
       qkv_features: N times the head dim; ``in_features`` by default.
-      out_features: of the result; ``in_features`` by default.
-      num_kv_heads: K, which divides N; N by default. Query head ``n`` reads ``n // (N // K)``.
-      in_kv_features: of ``inputs_k`` and ``inputs_v``; ``in_features`` by default.
-      rotary_base: turns queries and keys by their position
-        (:func:`jax_memeff.flax.rotary_embedding`); None is no rotary embedding.
-      rngs: of the initial parameters and of dropout.
-      settings: every other keyword of Flax's module but ``attention_fn``.
+      out_features: number of features of the result; ``in_features`` by default.
+      num_kv_heads: K, which divides N; N by default. Query head ``n`` reads key head
+        ``n // (N // K)``.
+      in_kv_features: number of features of ``inputs_k`` and ``inputs_v``; ``in_features`` by
+        default.
+      rotary_base: rotates queries and keys by their position
+        (:func:`jax_memeff.flax.rotary_embedding`); None means no rotary embedding.
+      rngs: for the initial parameters and for dropout.
+      settings: every other keyword of Flax's module except ``attention_fn``.
 
     Raises:
       TypeError: ``attention_fn`` is given.
@@ -100,6 +102,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         is_causal: bool = False,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
+        input_positions: ArrayLike | None = None,
     ) -> jax.Array:
         """Project, attend, project.
 
@@ -109,33 +112,38 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           inputs_v: ``[batch..., S, in_kv_features]``; ``inputs_k`` by default.
           bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. It has a gradient.
           mask: broadcasts to ``[batch..., N, T, S]``, nonzero attends; or a
-            :class:`jax_memeff.Mask`, whose arrays count all batch dimensions as one.
-          segment_ids: integers ``[batch..., T]`` of sequences packed into one row, or the pair of
-            those of queries and of keys: equal ids attend, negative ones attend to nothing. Rotary
-            positions need not start again, as only their differences matter.
-          deterministic: True turns dropout off; needed here or in the constructor where the rate
-            is not 0.
-          rngs: for dropout, before those of the constructor.
-          sow_weights: has to be False: weights are never formed.
-          decode: append the T new tokens, one or several, to the cache that ``init_cache`` made,
-            and attend to what is in it, causally. T may differ from step to step (each compiles
-            once). S is the length of the cache, and windows of ``mask`` count from the tokens'
-            places in it. New tokens of a full cache take the place of its last ones.
-          is_causal: row ``t`` attends to columns ``s <= t``; always so while decoding.
+            :class:`jax_memeff.Mask`, whose arrays have all batch dimensions merged into one.
+          segment_ids: integers ``[batch..., T]`` of sequences packed into one row, or the pair (of
+            queries, of keys). Tokens with equal ids attend to each other, tokens with negative ids
+            to nothing. Rotary positions need not restart, because only their differences matter.
+          deterministic: True turns dropout off. Required here or in the constructor if the rate is
+            not 0.
+          rngs: for dropout; they take precedence over those of the constructor.
+          sow_weights: must be False: weights are never formed.
+          decode: append the T new tokens, one or several, to the cache that ``init_cache`` created,
+            and attend causally to all tokens in it. T may differ from step to step (each T compiles
+            once). S is the length of the cache, and windows of ``mask`` count from the positions of
+            the tokens in it. New tokens of a full cache replace its last ones.
+          is_causal: row ``t`` attends to columns ``s <= t``; decoding is always causal.
           out_sharding: of the result.
           qkv_sharding: of the projections.
+          input_positions: numbers that broadcast to ``[batch..., T]``: the positions of queries and
+            keys for the rotary embedding, such as those of left-padded prompts. By default they
+            count from 0, and during decoding from the number of tokens in the cache. Masks and
+            windows do not depend on them.
 
         Returns:
           ``[batch..., T, out_features]``.
 
         Raises:
           ValueError: shapes do not fit, the cache is missing, ``segment_ids`` while decoding,
-            dropout without ``deterministic`` or without ``rngs``.
-          jax_memeff.UnsupportedError: ``sow_weights``, or no kernel does what is asked for.
+            ``input_positions`` without ``rotary_base``, dropout without ``deterministic`` or
+            without ``rngs``.
+          jax_memeff.UnsupportedError: ``sow_weights`` is set, or no kernel supports the call.
         """
         attention.refuse(self if sow_weights else None, [])
         if inputs_k is None and inputs_v is not None:
-            raise ValueError("inputs_k must be given where inputs_v is, got None")
+            raise ValueError("inputs_k must be given if inputs_v is, got None")
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         query = self.query(inputs_q, out_sharding=qkv_sharding)
@@ -151,6 +159,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             value,
             self._cache() if decode else None,
             rotary_base=self.rotary_base,
+            positions=input_positions,
             bias=bias,
             mask=mask,
             segment_ids=segment_ids,
@@ -170,20 +179,21 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         variables = [getattr(self, name) for name in Cache._fields]
         if any(variable is None for variable in variables):
             raise ValueError(
-                "decode=True needs a cache: call init_cache([batch..., longest, features]) first"
+                "decode=True needs a cache, got none: call init_cache([batch..., longest,"
+                " features]) first"
             )
         return Cache(*(variable[...] for variable in variables))
 
     def _dropout_rng(
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
     ) -> jax.Array | None:
-        """The key of this call's dropout; None is no dropout."""
+        """The dropout key of this call; None means no dropout."""
         if self.dropout_rate == 0:
             return None
         quiet = first_from(
             deterministic,
             self.deterministic,
-            error_msg="deterministic must be True or False where dropout_rate is not 0, got None;"
+            error_msg="deterministic must be True or False if dropout_rate is not 0, got None;"
             " pass it to the call or to the constructor",
         )
         if quiet:

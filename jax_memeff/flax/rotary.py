@@ -8,16 +8,17 @@ from jax.typing import ArrayLike
 
 
 def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0) -> jax.Array:
-    """Turn pairs of features by angles that grow with the position.
+    """Rotate pairs of features by angles that grow with the position.
 
-    Pair ``i`` is the features ``i`` and ``i + H / 2``, and turns by ``position * base**(-2 i / H)``
-    (Su et al., "RoFormer", https://arxiv.org/abs/2104.09864, section 3.2.2). The product of a query
-    and a key that are turned depends on the difference of their positions only.
+    Pair ``i`` consists of the features ``i`` and ``i + H / 2`` and is rotated by
+    ``position * base**(-2 i / H)`` (Su et al., "RoFormer", https://arxiv.org/abs/2104.09864,
+    section 3.2.2). The product of a rotated query and a rotated key depends only on the difference
+    of their positions.
 
     Args:
         x: ``[..., T, heads, H]`` with an even H, any float dtype.
         positions: numbers that broadcast to ``[..., T]``.
-        base: the largest wavelength is almost ``2 pi base`` positions.
+        base: the longest wavelength is almost ``2 pi base`` positions.
 
     Returns:
         ``x``'s shape and dtype; computed in float32 (float64 for float64 inputs).
@@ -27,7 +28,7 @@ def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0)
 
     >>> x = jnp.ones((1, 3, 2, 4))
     >>> out = rotary_embedding(x, jnp.arange(3))
-    >>> out.shape, bool(jnp.array_equal(out[:, 0], x[:, 0]))  # position 0 is not turned
+    >>> out.shape, bool(jnp.array_equal(out[:, 0], x[:, 0]))  # position 0 is not rotated
     ((1, 3, 2, 4), True)
     """
     head_dim = x.shape[-1]
@@ -39,5 +40,5 @@ def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0)
     angle = jnp.asarray(positions, dtype)[..., None] * frequency
     cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -96,7 +96,7 @@ struct BlockMask {
   int head_rows;
 };
 
-// What the keep bit of an element depends on beside its row and column: see dropout/keep.cuh.
+// What the keep bit of an element depends on beside its row and column: see score/dropout.cuh.
 struct DropoutParams {
   const unsigned* key_words;   // [B, 2]
   const unsigned* batch_base;  // [B]
@@ -111,7 +111,7 @@ constexpr int kMaxLength = 1 << 28;  // largest T and S
 constexpr int kLongSumColumns = 8192;  // that tensor cores sum precisely enough for the logsumexp
 
 constexpr int kF16x3Rows =
-    64;  // that a CTA of kernels/fmha_fwd_f16x3_split.cuh writes; divides tiles
+    64;  // that a CTA of kernels/forward/f16x3_split.cuh writes; divides tiles
 
 // The pieces of a persistent kernel that no CTA has begun with (schedule/persistent.cuh).
 struct TileCounter {
@@ -140,7 +140,7 @@ struct ForwardParams {
   float* score_sum;  // of wide kernels where H > kLongSumColumns: a tile of scores for each
                      // of queries; see collective/long_sum.cuh
   BlockMask block_mask;
-  char* query_hi_lo;  // of f32 in f16 products: see schedule/f16x3_tiles.cuh
+  char* query_hi_lo;  // of f32 in f16 products: see layout/f16x3_tiles.cuh
   char* key_hi_lo;
   char* value_hi_lo;
 };
@@ -161,7 +161,7 @@ struct BackwardParams {
   TensorView value_gradient;
   const float* logsumexp;           // [B, N, T] or [N, tokens]
   const float* logsumexp_gradient;  // the same, or null
-  float* row_statistics;            // [tiles, query tile, 2], see schedule/row_statistics.cuh:
+  float* row_statistics;            // [tiles, query tile, 2], see layout/row_statistics.cuh:
                                     // logsumexp in base 2 (+inf where a row has no keys), and
                                     // delta = rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [tiles, query tile, head dim class], in fragment order
@@ -169,7 +169,7 @@ struct BackwardParams {
                                     // of wide kernels: [B, K, padded S, padded H] and
   float* value_gradient_sum;        // [B, K, padded S, padded Hv]
   ScoreView bias_gradient;
-  float* bias_gradient_sum;  // where it is summed: see bias/gradient.cuh
+  float* bias_gradient_sum;  // where it is summed: see score/bias/gradient.cuh
   int query_tiles;           // padded T / query tile
   int q_splits;              // CTAs for each tile of keys: see schedule/split_q.cuh
   int* semaphores;  // of sums that are the same in every run: see schedule/dq_semaphore.cuh and

@@ -4,8 +4,6 @@
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm80.hpp>
 
-#include <memeff/core/common.cuh>
-
 // cp.async begins with sm_80.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #define MEMEFF_ASYNC_COPIES 0

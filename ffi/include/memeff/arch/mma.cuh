@@ -4,7 +4,7 @@
 #include <cute/arch/mma_sm75.hpp>
 #include <cute/arch/mma_sm80.hpp>
 
-#include <memeff/core/tf32.cuh>
+#include <memeff/arch/tf32.cuh>
 
 namespace memeff {
 

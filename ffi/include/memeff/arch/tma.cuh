@@ -4,7 +4,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include <memeff/core/common.cuh>
+#include <memeff/params.h>
 
 namespace memeff {
 

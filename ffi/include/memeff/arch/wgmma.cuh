@@ -4,8 +4,6 @@
 #include <cute/arch/mma_sm90.hpp>
 #include <cute/tensor.hpp>
 
-#include <memeff/core/common.cuh>
-
 namespace memeff {
 
 using cute::SM90::GMMA::Major;

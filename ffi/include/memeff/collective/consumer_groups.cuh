@@ -5,6 +5,7 @@
 
 #include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>
+#include <memeff/core/common.cuh>
 
 namespace memeff {
 

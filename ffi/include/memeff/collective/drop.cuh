@@ -2,7 +2,7 @@
 #pragma once
 
 #include <memeff/collective/warp_gemm.cuh>
-#include <memeff/dropout/keep.cuh>
+#include <memeff/score/dropout.cuh>
 
 namespace memeff {
 
@@ -25,25 +25,47 @@ CUTE_DEVICE void drop_block(RegisterOperand<kRowBlocks, kSteps, 4>& operand, int
   }
 }
 
-// Zeros the dropped elements of P, the operand of the tile of scores at (row, column). The row
-// sums, and so the logsumexp, have seen them.
-template <class Grid, class Probabilities>
-CUTE_DEVICE void drop_elements(ForwardParams const& params, int batch, int head, int row,
-                               int column, Probabilities& probabilities) {
-  Dropout<Grid> const dropout(params.dropout, params.mask, batch);
-  dropout.for_each_block(
-      dropout_head(params.dropout, batch, head), row, column,
-      [&](int m, int block, KeepBlock const& keep) { drop_block(probabilities, m, block, keep); });
-}
+// Dropout of P, the operand of the tile of scores at (row, column): zeros the dropped elements. The
+// row sums, and so the logsumexp, have seen them. Without dropout all of it is empty.
+//
+// kEarly: bits() makes the bits of a tile while a product runs, where there are registers for them.
+// Otherwise apply() makes them when they are needed.
+template <class Config, class Grid, bool kEarly = false>
+struct ProbabilityDropout {
+  using Bits = KeptTile<Config::kDropout && kEarly, Grid>;
 
-// The same with bits that are there.
-template <class Grid, class Probabilities>
-CUTE_DEVICE void drop_elements(KeptTile<true, Grid> const& kept, Probabilities& probabilities) {
-  CUTE_UNROLL
-  for (int m = 0; m < Grid::kRowBlocks; ++m) {
-    CUTE_UNROLL
-    for (int n = 0; n < Grid::kColumnBlocks; ++n) drop_block(probabilities, m, n, kept.block(m, n));
+  CUTE_DEVICE static Bits bits(ForwardParams const& params, int batch, int head, int row,
+                               int column) {
+    return Bits(params.dropout, params.mask, batch, head, row, column);
   }
-}
+
+  template <class Probabilities>
+  CUTE_DEVICE static void apply(ForwardParams const& params, Bits const& bits, int batch, int head,
+                                int row, int column, Probabilities& probabilities) {
+    if constexpr (Config::kDropout && kEarly) {
+      CUTE_UNROLL
+      for (int m = 0; m < Grid::kRowBlocks; ++m) {
+        CUTE_UNROLL
+        for (int n = 0; n < Grid::kColumnBlocks; ++n) {
+          drop_block(probabilities, m, n, bits.block(m, n));
+        }
+      }
+    } else {
+      apply(params, batch, head, row, column, probabilities);
+    }
+  }
+
+  template <class Probabilities>
+  CUTE_DEVICE static void apply(ForwardParams const& params, int batch, int head, int row,
+                                int column, Probabilities& probabilities) {
+    if constexpr (Config::kDropout) {
+      Dropout<Grid> const dropout(params.dropout, params.mask, batch);
+      dropout.for_each_block(dropout_head(params.dropout, batch, head), row, column,
+                             [&](int m, int block, KeepBlock const& keep) {
+                               drop_block(probabilities, m, block, keep);
+                             });
+    }
+  }
+};
 
 }  // namespace memeff

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <memeff/arch/copy.cuh>
+#include <memeff/arch/thread.cuh>
 
 namespace memeff {
 

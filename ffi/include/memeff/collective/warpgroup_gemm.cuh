@@ -11,11 +11,9 @@
 #include <memeff/arch/wgmma.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/shared_tile.cuh>
+#include <memeff/core/warp_grid.cuh>
 
 namespace memeff {
-
-constexpr int kWarpgroupSize = 128;
-constexpr int kWarpgroupRows = 64;
 
 // Registers of each thread of the consumers, when a thread of the producer's warpgroup keeps
 // kProducer. Both are multiples of eight, and come out of what the CTA has at launch, where every
@@ -26,25 +24,6 @@ constexpr int consumer_registers() {
   return (kThreads * kLaunch - kWarpgroupSize * kProducer) / (kThreads - kWarpgroupSize) / 8 * 8;
 }
 static_assert(consumer_registers<384, 24>() == 240 && consumer_registers<384, 32>() == 232);
-
-// A product that one warpgroup of several computes alone: rows and columns do not depend on which.
-template <int kRows, int kColumns>
-struct WarpgroupGrid : WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16> {
-  using Grid = WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16>;
-
-  CUTE_DEVICE static int row(unsigned thread = threadIdx.x) {
-    return Grid::row(thread % kWarpgroupSize);
-  }
-  CUTE_DEVICE static int column(unsigned thread = threadIdx.x) {
-    return Grid::column(thread % kWarpgroupSize);
-  }
-  CUTE_DEVICE static int element_row(int element, int m, unsigned thread = threadIdx.x) {
-    return Grid::element_row(element, m, thread % kWarpgroupSize);
-  }
-  CUTE_DEVICE static int element_column(int element, int n, unsigned thread = threadIdx.x) {
-    return Grid::element_column(element, n, thread % kWarpgroupSize);
-  }
-};
 
 // The matrix descriptor of a shared tile: start address, leading and stride offsets in units of 16
 // bytes, and the swizzle (PTX ISA, "Asynchronous warpgroup level matrix instructions"). at(step) is

@@ -19,15 +19,15 @@ constexpr float kLn2 = 0.6931471805599453f;
 // of loads and loops, and cost nothing where they are absent.
 enum class MaskKind { none, causal, window };
 
-// How the gradient of the bias is summed: see bias/gradient.cuh.
+// How the gradient of the bias is summed: see score/bias/gradient.cuh.
 enum class BiasGradient { none, full, shared, columns, dbias_kernel };
 
-// How a bias comes to the scores: see bias/tile.cuh.
+// How a bias comes to the scores: see score/bias/tile.cuh.
 //   vectors  by tiles, 16 bytes at a time: each row begins at a multiple of 16 bytes
 //   words    by tiles, 4 bytes at a time: rows begin anywhere
 //   columns  broadcast over rows: one row of each tile
 //   rows     broadcast over columns: one element a row
-//   elements each lane reads its own from global memory: see bias/direct.cuh
+//   elements each lane reads its own from global memory: see score/bias/direct.cuh
 enum class BiasAccess { vectors, words, columns, rows, elements };
 
 CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

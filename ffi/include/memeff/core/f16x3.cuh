@@ -6,7 +6,7 @@
 #pragma once
 
 #include <memeff/arch/math.cuh>
-#include <memeff/core/tf32.cuh>
+#include <memeff/arch/tf32.cuh>
 
 namespace memeff {
 

@@ -3,7 +3,9 @@
 
 #include <cute/numeric/numeric_types.hpp>
 
+#include <memeff/arch/copy.cuh>
 #include <memeff/core/common.cuh>
+#include <memeff/core/shared_tile.cuh>
 
 namespace memeff {
 
@@ -42,6 +44,24 @@ CUTE_DEVICE void store_vector(char* address, uint4 const& vector, int bytes) {
     CUTE_UNROLL
     for (int i = 0; i < 16 / kAlignment; ++i) {
       if (i * kAlignment < bytes) reinterpret_cast<Piece*>(address)[i] = value.pieces[i];
+    }
+  }
+}
+
+// Stores a shared tile. `rows` points to element (0, 0) of the tile in global memory; only rows
+// below row_bound and columns below column_bound are written.
+template <class Tile, int kThreads, int kAlignment = 16>
+CUTE_DEVICE void store_rows(uint32_t tile, char* rows, long long row_bytes, int row_bound,
+                            int column_bound) {
+  constexpr int kRowChunks = Tile::kColumns / Tile::kChunkColumns;
+  CUTE_UNROLL
+  for (int i = threadIdx.x; i < Tile::kRows * kRowChunks; i += kThreads) {
+    int const row = i / kRowChunks;
+    int const chunk = i % kRowChunks;
+    if (row < row_bound && chunk * Tile::kChunkColumns < column_bound) {
+      store_vector<kAlignment>(rows + row * row_bytes + chunk * 16,
+                               load_shared_vector(tile + Tile::byte_offset(row, chunk)),
+                               column_bound * Tile::kElementBytes - chunk * 16);
     }
   }
 }

@@ -11,8 +11,11 @@
 // in global memory have one reader and writer, and every run adds in one order.
 #pragma once
 
-#include <memeff/kernels/fmha_bwd_large_dim_dbias.cuh>
-#include <memeff/kernels/fmha_bwd_large_dim_scores.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/dbias/large_dim.cuh>
+#include <memeff/kernels/backward/dbias/postprocess.cuh>
+#include <memeff/kernels/backward/large_dim_scores.cuh>
+#include <memeff/kernels/backward/preprocess.cuh>
 
 namespace memeff {
 
@@ -175,7 +178,7 @@ struct FmhaBackwardLargeDimDkdv {
         value_product.run(
             ring, scores.probability_tile, sums_of(params.value_gradient_sum, shape.value_dim),
             first, last, value_target, keep,
-            [&](int) { return Scores::Narrow::kept_scale(params); }, load_after_value);
+            [&](int) { return kept_scale<Config>(params.dropout); }, load_after_value);
       }
       if constexpr (Config::kKeyGradient) {
         key_product.run(

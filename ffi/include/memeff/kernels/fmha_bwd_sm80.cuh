@@ -1,37 +1,35 @@
 // Attention backward for GPUs with mma.sync and cp.async: keys are split over the grid.
 //
-// One CTA owns a tile of keys of one key head. It visits the query tiles that attend to it, for
-// every query head of the group, recomputes the probabilities, keeps dk and dv in registers (so
-// they need no atomics and are the same in every run) and adds its part of dq to f32 sums in global
-// memory:
+// One CTA owns a KV block of one key head. It iterates over the Q blocks that attend to it, for
+// every query head of the group, and recomputes the probabilities. dk and dv stay in registers, so
+// they need no atomics and are the same in every run. dq is added to f32 sums in global memory:
 //
 //   S = Q K^T    dP = dO V^T    P = exp2(S - lse)    dS = P (dP - delta)
 //   dV += P^T dO    dQ = dS K    dK += dS^T Q
 //
 // With dropout, dV reads the kept P, and dP is the kept dP; both times 256 / (256 - T).
 //
-// The next query tile arrives while this one is worked on (two buffers, or one where shared memory
-// is short, and then it is waited for); dO has one buffer and is loaded again as soon as dV no
-// longer reads it. Gradients that nobody asked for
-// (Config::kQueryGradient, kKeyGradient, kValueGradient, kBiasGradient) cost neither products nor
-// memory. Config::kOrdersQueries puts the additions to dq in an order (schedule/dq_semaphore.cuh).
+// The next Q block arrives while this one is computed: there are two buffers, or one if shared
+// memory is short, and then the load is not hidden. dO has one buffer and is loaded again as soon
+// as dV no longer reads it. Gradients that nobody asked for (Config::kQueryGradient, kKeyGradient,
+// kValueGradient, kBiasGradient) cost neither products nor memory. Config::kOrdersQueries makes the
+// order of the additions to dq deterministic (schedule/dq_semaphore.cuh).
 #pragma once
 
-#include <memeff/bias/add.cuh>
-#include <memeff/bias/gradient.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
-#include <memeff/collective/softmax.cuh>
-#include <memeff/dropout/keep.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_sm80.cuh>
-#include <memeff/kernels/fmha_bwd_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_preprocess.cuh>
-#include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/backward_tiles.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/dbias/postprocess.cuh>
+#include <memeff/kernels/backward/dbias/sm80.cuh>
+#include <memeff/kernels/backward/dq_sums.cuh>
+#include <memeff/kernels/backward/postprocess.cuh>
+#include <memeff/kernels/backward/preprocess.cuh>
+#include <memeff/kernels/backward/scores_sm80.cuh>
+#include <memeff/layout/backward_tiles.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
 #include <memeff/schedule/q_blocks.cuh>
-#include <memeff/schedule/sequences.cuh>
 
 namespace memeff {
 
@@ -48,101 +46,58 @@ struct FmhaBackwardSm80 {
   using QueryGrid = typename Tiles::QueryGrid;
   using KeyGrid = typename Tiles::KeyGrid;
   using ValueGrid = typename Tiles::ValueGrid;
+  using Scores = BackwardScoresSm80<Config>;
+  using Mask = typename Scores::Mask;
+  using Modifiers = ScoreModifiers<Config, typename Scores::Bias>;
+  using BiasWriter = typename Scores::BiasWriter;
+  using Blocks = QBlocks<Tiles::kTileQuery, Config::kBlockMask>;
+  using Semaphore =
+      cute::conditional_t<Config::kOrdersQueries, DqSemaphore<Config>, NoDqSemaphore<Config>>;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
   static constexpr int kThreads = Tiles::kThreads;
-  // Blocks of four warps share an SM and hide each other's reads; eight warps alone read further
-  // ahead.
-  static constexpr int kReadAhead = Config::kWarps == 4 ? 1 : 2;
-  static constexpr int kStep = kStepElements<Element>;
-  static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
-  static constexpr bool kBiasTile = has_bias_tile<Config>();
-  using BiasRows = BiasTile<Config, kTileQuery, kTileKey, kThreads>;
+  static constexpr int kStep = Scores::kStep;
+  static constexpr int kReadAhead = Scores::kReadAhead;
+  static constexpr int kStatisticsBytes = Scores::kStatisticsBytes;
   static constexpr int kBuffers = Config::kQueryBuffers;
-  static constexpr int kSharedBytes =
-      KeyTile::kBytes + ValueTile::kBytes + kBuffers * (QueryTile::kBytes + kStatisticsBytes) +
-      OutTile::kBytes + 2 * ScoreTile::kBytes + bias_tile_bytes<Config, BiasRows>();
 
-  // dS is needed by dq and dk through shared memory, and is the gradient of the bias; where all of
-  // them are frozen, dv needs P alone.
-  using BiasWriter = BiasGradientWriter<Config>;
+  // Offsets in shared memory.
+  static constexpr int kValueOffset = KeyTile::kBytes;
+  static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
+  static constexpr int kOutOffset = kQueryOffset + kBuffers * QueryTile::kBytes;
+  static constexpr int kProbabilityOffset = kOutOffset + OutTile::kBytes;
+  static constexpr int kScoreOffset = kProbabilityOffset + ScoreTile::kBytes;
+  static constexpr int kStatisticsOffset = kScoreOffset + ScoreTile::kBytes;
+  static constexpr int kBiasOffset = kStatisticsOffset + kBuffers * kStatisticsBytes;
+  static constexpr int kSharedBytes = kBiasOffset + Scores::Bias::kBytes;
+
+  // dq and dk read dS from shared memory, and dS is the gradient of the bias. If all of them are
+  // frozen, dv needs P alone.
   static constexpr bool kStoreScoreGradient =
       Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kFromTile;
   static constexpr bool kScoreGradient =
       kStoreScoreGradient || (Config::kBiasGradient != BiasGradient::none &&
                               Config::kBiasGradient != BiasGradient::dbias_kernel);
 
-  using QueryOrder =
-      cute::conditional_t<Config::kOrdersQueries, DqSemaphore<Config>, AnyOrder<Config>>;
-
-  using Visit = QBlock;
-
   CUTE_DEVICE static void run(BackwardParams const& params) {
     char* const shared = dynamic_shared();
-    uint32_t const key_tile = shared_address(shared);
-    uint32_t const value_tile = key_tile + KeyTile::kBytes;
-    uint32_t const query_buffers = value_tile + ValueTile::kBytes;
-    uint32_t const out_tile = query_buffers + kBuffers * QueryTile::kBytes;
-    uint32_t const probability_tile = out_tile + OutTile::kBytes;
-    uint32_t const score_tile = probability_tile + ScoreTile::kBytes;
-    uint32_t const statistics_buffers = score_tile + ScoreTile::kBytes;
-    uint32_t const bias_tile = statistics_buffers + kBuffers * kStatisticsBytes;
-
     ProblemShape const& shape = params.shape;
     int const key_tiles = ceil_div(shape.key_length, kTileKey);
-    QueryOrder order(params, key_tiles, reinterpret_cast<int*>(shared));
-    WorkItem const item = order.item(params, key_tiles);
+    Semaphore semaphore(params, key_tiles, reinterpret_cast<int*>(shared));
+    WorkItem const item = semaphore.item(params, key_tiles);
     int const column = item.tile * kTileKey;
-    ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
+    Mask const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
-    QBlocks<kTileQuery, Config::kBlockMask> const visits(shape, params.block_mask, item, tiles);
-    Origin const queries = query_origin<Config>(shape, item.batch);
-    Origin const keys = key_origin<Config>(shape, item.batch);
-
-    // Where a visit stands among all that the CTAs of a key head may have, in the same order.
-    auto position = [&](Visit const& visit) {
-      return (visit.head - item.head * shape.group) * params.query_tiles + visit.tile;
-    };
-    auto publish = [&](int done) {
-      if (threadIdx.x == 0) order.publish(done);
-    };
-    // Queries and the statistics of their rows, into one of the buffers.
-    auto load_query = [&](Visit const& visit, int buffer) {
-      TileLoader<QueryTile, kThreads, Config::kAlignment>::copy(
-          query_buffers + buffer * QueryTile::kBytes,
-          row_pointer<Element>(params.query, queries.batch, queries.row + visit.row, visit.head),
-          params.query.row_stride * sizeof(Element), mask.query_length - visit.row, shape.head_dim);
-      char const* const statistics = reinterpret_cast<char const*>(
-          params.row_statistics +
-          Tiles::tile_index(params, item.batch, visit.head, visit.tile) * kTileQuery * 2);
-      int const byte = thread_index() * 16;
-      if (byte < kStatisticsBytes) {
-        copy_async(statistics_buffers + buffer * kStatisticsBytes + byte, statistics + byte, true);
-      }
-    };
-    auto load_out_gradient = [&](Visit const& visit) {
-      TileLoader<OutTile, kThreads, Config::kAlignment>::copy(
-          out_tile,
-          row_pointer<Element>(params.out_gradient, queries.batch, queries.row + visit.row,
-                               visit.head),
-          params.out_gradient.row_stride * sizeof(Element), mask.query_length - visit.row,
-          shape.value_dim);
-    };
-
-    auto load_bias = [&](Visit const& visit) {
-      if constexpr (kBiasTile) {
-        BiasRows::copy(bias_tile, thread_index(), bias_source(params, item.batch, visit, column),
-                       bias_row_bytes(params), mask.query_length - visit.row,
-                       mask.key_length - column);
-      }
-    };
+    Blocks const q_blocks(shape, params.block_mask, item, tiles);
+    KvBlock const kv_block(params, item, mask, column, shared_address(shared));
+    Modifiers const modifiers = {
+        {params.scale}, {params.bias, mask, item.batch, column, kv_block.shared + kBiasOffset}};
 
     clear_skipped<Config, kThreads>(params, item, tiles);
     if constexpr (Config::kVarlen) {
-      clear_key_gap<Config, kThreads>(params, item, mask.key_length,
-                                      ceil_div(shape.key_length, kTileKey));
-      if (column >= mask.key_length) {
-        publish(kFinished);
+      clear_key_gap<Config, kThreads>(params, item, mask.key_length, key_tiles);
+      if (kv_block.column >= mask.key_length) {
+        kv_block.publish(semaphore, kFinished);
         return;
       }
     }
@@ -151,33 +106,141 @@ struct FmhaBackwardSm80 {
     auto value_gradient = ValueGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(key_gradient);
     cute::clear(value_gradient);
+    accumulate(kv_block, q_blocks, modifiers, semaphore, key_gradient, value_gradient);
+    __syncthreads();  // nobody reads keys and values any more: the results go through their tiles
+    kv_block.publish(semaphore, kFinished);
+    kv_block.store(key_gradient, value_gradient);
+  }
 
-    if (auto const first = visits.first(); visits.has(first)) {
+  // The KV block of a CTA: where its operands are in global and in shared memory.
+  struct KvBlock {
+    BackwardParams const& params;
+    WorkItem const& item;
+    Mask const& mask;
+    int column;
+    uint32_t shared;
+    Origin queries;
+    Origin keys;
+
+    CUTE_DEVICE KvBlock(BackwardParams const& params, WorkItem const& item, Mask const& mask,
+                        int column, uint32_t shared)
+        : params(params),
+          item(item),
+          mask(mask),
+          column(column),
+          shared(shared),
+          queries(query_origin<Config>(params.shape, item.batch)),
+          keys(key_origin<Config>(params.shape, item.batch)) {}
+
+    CUTE_DEVICE uint32_t query_tile(int buffer) const {
+      return shared + kQueryOffset + buffer * QueryTile::kBytes;
+    }
+    CUTE_DEVICE uint32_t statistics(int buffer) const {
+      return shared + kStatisticsOffset + buffer * kStatisticsBytes;
+    }
+
+    // Position of a Q block among all that the CTAs of a key head may iterate over, in their order.
+    CUTE_DEVICE int position(QBlock const& q_block) const {
+      return (q_block.head - item.head * params.shape.group) * params.query_tiles + q_block.tile;
+    }
+
+    CUTE_DEVICE void publish(Semaphore& semaphore, int done) const {
+      if (threadIdx.x == 0) semaphore.publish(done);
+    }
+
+    CUTE_DEVICE void load_keys_and_values() const {
       int const column_bound = mask.key_length - column;
       TileLoader<KeyTile, kThreads, Config::kAlignment>::copy(
-          key_tile, key_row_pointer<Config>(params.key, keys.batch, keys.row + column, item.head),
-          params.key.row_stride * sizeof(Element), column_bound, shape.head_dim);
+          shared, key_row_pointer<Config>(params.key, keys.batch, keys.row + column, item.head),
+          params.key.row_stride * sizeof(Element), column_bound, params.shape.head_dim);
       TileLoader<ValueTile, kThreads, Config::kAlignment>::copy(
-          value_tile,
+          shared + kValueOffset,
           key_row_pointer<Config>(params.value, keys.batch, keys.row + column, item.head),
-          params.value.row_stride * sizeof(Element), column_bound, shape.value_dim);
-      load_query(visits.at(first), 0);
-      load_out_gradient(visits.at(first));
-      load_bias(visits.at(first));
+          params.value.row_stride * sizeof(Element), column_bound, params.shape.value_dim);
+    }
+
+    // Queries and the statistics of their rows.
+    CUTE_DEVICE void load_query(QBlock const& q_block, int buffer) const {
+      TileLoader<QueryTile, kThreads, Config::kAlignment>::copy(
+          query_tile(buffer),
+          row_pointer<Element>(params.query, queries.batch, queries.row + q_block.row,
+                               q_block.head),
+          params.query.row_stride * sizeof(Element), mask.query_length - q_block.row,
+          params.shape.head_dim);
+      char const* const source = reinterpret_cast<char const*>(
+          params.row_statistics +
+          Tiles::tile_index(params, item.batch, q_block.head, q_block.tile) * kTileQuery * 2);
+      int const byte = thread_index() * 16;
+      if (byte < kStatisticsBytes) copy_async(statistics(buffer) + byte, source + byte, true);
+    }
+
+    CUTE_DEVICE void load_out_gradient(QBlock const& q_block) const {
+      TileLoader<OutTile, kThreads, Config::kAlignment>::copy(
+          shared + kOutOffset,
+          row_pointer<Element>(params.out_gradient, queries.batch, queries.row + q_block.row,
+                               q_block.head),
+          params.out_gradient.row_stride * sizeof(Element), mask.query_length - q_block.row,
+          params.shape.value_dim);
+    }
+
+    // P and dS from the products of a Q block, and the gradient of the bias.
+    template <class Accumulators>
+    CUTE_DEVICE void differentiate(Modifiers const& modifiers, QBlock const& q_block, int buffer,
+                                   Accumulators& scores, Accumulators& score_gradient) const {
+      Scores::compute(params, modifiers, statistics(buffer), item.batch, q_block, mask, column,
+                      scores, score_gradient, [&] {
+                        return BiasWriter(params, {item.batch, q_block.head, q_block.row, column});
+                      });
+    }
+
+    // dk and dv leave through the tiles of keys and values.
+    template <class KeyGradient, class ValueGradient>
+    CUTE_DEVICE void store(KeyGradient& key_gradient, ValueGradient& value_gradient) const {
+      // The rows after a packed sequence belong to the next one.
+      int const bound = (Config::kVarlen ? mask.key_length : params.shape.key_length) - column;
+      if constexpr (Config::kKeyGradient) {
+        scale_accumulators(key_gradient, params.scale.gradient_scale);
+        store_tile<Element, KeyTile, KeyGrid, kThreads, Config::kAlignment>(
+            shared, key_gradient,
+            row_pointer<Element>(params.key_gradient, keys.batch, keys.row + column, item.head),
+            params.key_gradient.row_stride * sizeof(Element), bound, params.shape.head_dim);
+      }
+      if constexpr (Config::kValueGradient) {
+        scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
+        store_tile<Element, ValueTile, ValueGrid, kThreads, Config::kAlignment>(
+            shared + kValueOffset, value_gradient,
+            row_pointer<Element>(params.value_gradient, keys.batch, keys.row + column, item.head),
+            params.value_gradient.row_stride * sizeof(Element), bound, params.shape.value_dim);
+      }
+    }
+  };
+
+  // The main loop: dK and dV of the KV block, and its part of dQ, Q block by Q block.
+  template <class KeyGradient, class ValueGradient>
+  CUTE_DEVICE static void accumulate(KvBlock const& kv_block, Blocks const& q_blocks,
+                                     Modifiers const& modifiers, Semaphore& semaphore,
+                                     KeyGradient& key_gradient, ValueGradient& value_gradient) {
+    uint32_t const shared = kv_block.shared;
+    if (auto const first = q_blocks.first(); q_blocks.has(first)) {
+      kv_block.load_keys_and_values();
+      kv_block.load_query(q_blocks.at(first), 0);
+      kv_block.load_out_gradient(q_blocks.at(first));
+      modifiers.load(q_blocks.at(first));
       commit_copies();
     }
 
-    for (auto cursor = visits.first(); visits.has(cursor); cursor = visits.after(cursor)) {
-      Visit const visit = visits.at(cursor);
-      uint32_t const query_tile =
-          query_buffers + visits.number(cursor) % kBuffers * QueryTile::kBytes;
-      bool const has_next = visits.has(visits.after(cursor));
+    for (auto cursor = q_blocks.first(); q_blocks.has(cursor); cursor = q_blocks.after(cursor)) {
+      QBlock const q_block = q_blocks.at(cursor);
+      int const buffer = q_blocks.number(cursor) % kBuffers;
+      uint32_t const query_tile = kv_block.query_tile(buffer);
+      bool const has_next = q_blocks.has(q_blocks.after(cursor));
 
       wait_copies<0>();
-      __syncthreads();  // this visit's tiles are here; nobody reads the other query buffer or dS
-      publish(position(visit));
+      __syncthreads();  // the operands are here; nobody reads the other query buffer or dS
+      kv_block.publish(semaphore, kv_block.position(q_block));
       if (kBuffers == 2 && has_next) {
-        load_query(visits.at(visits.after(cursor)), (visits.number(cursor) + 1) % kBuffers);
+        kv_block.load_query(q_blocks.at(q_blocks.after(cursor)),
+                            (q_blocks.number(cursor) + 1) % kBuffers);
         commit_copies();
       }
 
@@ -185,226 +248,71 @@ struct FmhaBackwardSm80 {
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
       cute::clear(score_gradient);
-      warp_gemm<Element, Config::kHeadDim / kStep, kReadAhead>(
-          scores,
-          LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks>(query_tile,
-                                                                       ScoreGrid::row()),
-          RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks>(key_tile,
-                                                                         ScoreGrid::column()));
+      Scores::template multiply<QueryTile, KeyTile>(query_tile, shared, scores);
       if constexpr (kScoreGradient) {
-        warp_gemm<Element, Config::kValueDim / kStep, kReadAhead>(
-            score_gradient,
-            LeftOperand<OutTile, Contiguous::k, ScoreGrid::kRowBlocks>(out_tile, ScoreGrid::row()),
-            RightOperand<ValueTile, Contiguous::k, ScoreGrid::kColumnBlocks>(value_tile,
-                                                                             ScoreGrid::column()));
+        Scores::template multiply<OutTile, ValueTile>(shared + kOutOffset, shared + kValueOffset,
+                                                      score_gradient);
       }
-
-      auto add_bias_to = [&](auto& x) {
-        add_bias_tile(params, bias_tile, item.batch, visit, column, x);
-      };
-      probabilities(params,
-                    statistics_buffers + visits.number(cursor) % kBuffers * kStatisticsBytes,
-                    item.batch, visit, mask, column, scores, score_gradient, add_bias_to);
+      kv_block.differentiate(modifiers, q_block, buffer, scores, score_gradient);
       if constexpr (Config::kValueGradient) {
-        store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
+        store_accumulators<Element, ScoreTile, ScoreGrid>(shared + kProbabilityOffset, scores);
       }
       if constexpr (kStoreScoreGradient) {
-        store_accumulators<Element, ScoreTile, ScoreGrid>(score_tile, score_gradient);
+        store_accumulators<Element, ScoreTile, ScoreGrid>(shared + kScoreOffset, score_gradient);
       }
       __syncthreads();  // P and dS are complete; nobody reads this bias any more
-      if (kBiasTile && has_next) load_bias(visits.at(visits.after(cursor)));
+      modifiers.load_next(has_next, [&] { return q_blocks.at(q_blocks.after(cursor)); });
       if constexpr (BiasWriter::kFromTile) {
-        BiasWriter::store(params, {item.batch, visit.head, visit.row, column}, score_tile);
+        BiasWriter::store(kv_block.params,
+                          {kv_block.item.batch, q_block.head, q_block.row, kv_block.column},
+                          shared + kScoreOffset);
       }
 
       if constexpr (Config::kValueGradient) {
-        warp_gemm<Element, kTileQuery / kStep, kReadAhead>(
-            value_gradient,
-            LeftOperand<ScoreTile, Contiguous::outer, ValueGrid::kRowBlocks>(probability_tile,
-                                                                             ValueGrid::row()),
-            RightOperand<OutTile, Contiguous::outer, ValueGrid::kColumnBlocks>(
-                out_tile, ValueGrid::column()));
+        add_columns<OutTile, ValueGrid>(shared + kProbabilityOffset, shared + kOutOffset,
+                                        value_gradient);
         __syncthreads();  // nobody reads dO any more
       }
       if (has_next) {
-        load_out_gradient(visits.at(visits.after(cursor)));
+        kv_block.load_out_gradient(q_blocks.at(q_blocks.after(cursor)));
         commit_copies();
       }
 
-      if constexpr (Config::kQueryGradient) {
-        add_query_gradient(params, item.batch, visit, score_tile, key_tile,
-                           [&] { order.wait(position(visit)); });
-      }
+      if constexpr (Config::kQueryGradient) add_query_gradient(kv_block, q_block, semaphore);
       if constexpr (Config::kKeyGradient) {
-        warp_gemm<Element, kTileQuery / kStep, kReadAhead>(
-            key_gradient,
-            LeftOperand<ScoreTile, Contiguous::outer, KeyGrid::kRowBlocks>(score_tile,
-                                                                           KeyGrid::row()),
-            RightOperand<QueryTile, Contiguous::outer, KeyGrid::kColumnBlocks>(query_tile,
-                                                                               KeyGrid::column()));
+        add_columns<QueryTile, KeyGrid>(shared + kScoreOffset, query_tile, key_gradient);
       }
       if (kBuffers == 1 && has_next) {
         __syncthreads();  // nobody reads the queries any more
-        load_query(visits.at(visits.after(cursor)), 0);
+        kv_block.load_query(q_blocks.at(q_blocks.after(cursor)), 0);
         commit_copies();
       }
     }
-
-    __syncthreads();  // the key and value tiles, which the results go through, are no longer read
-    publish(kFinished);
-    // Past a packed sequence the next one begins.
-    int const key_bound = (Config::kVarlen ? mask.key_length : shape.key_length) - column;
-    if constexpr (Config::kKeyGradient) {
-      CUTE_UNROLL
-      for (int i = 0; i < cute::size(key_gradient); ++i) {
-        key_gradient(i) *= params.scale.gradient_scale;
-      }
-      store_tile<Element, KeyTile, KeyGrid, kThreads, Config::kAlignment>(
-          key_tile, key_gradient,
-          row_pointer<Element>(params.key_gradient, keys.batch, keys.row + column, item.head),
-          params.key_gradient.row_stride * sizeof(Element), key_bound, shape.head_dim);
-    }
-    if constexpr (Config::kValueGradient) {
-      if constexpr (Config::kDropout) {
-        CUTE_UNROLL
-        for (int i = 0; i < cute::size(value_gradient); ++i) {
-          value_gradient(i) *= kept_scale(params);
-        }
-      }
-      store_tile<Element, ValueTile, ValueGrid, kThreads, Config::kAlignment>(
-          value_tile, value_gradient,
-          row_pointer<Element>(params.value_gradient, keys.batch, keys.row + column, item.head),
-          params.value_gradient.row_stride * sizeof(Element), key_bound, shape.value_dim);
-    }
   }
 
-  // scores: S -> P.  score_gradient: dP -> dS, the gradient of query.key without the user's scale.
-  // add_bias_to(scores) is called where the main loop reads a bias.
-  template <class Mask, class Scores, class AddBias>
-  CUTE_DEVICE static void probabilities(BackwardParams const& params, uint32_t statistics,
-                                        int batch, Visit const& visit, Mask const& mask, int column,
-                                        Scores& scores, Scores& score_gradient,
-                                        AddBias add_bias_to) {
-    probabilities(params, statistics, batch, visit, mask, column, scores, score_gradient,
-                  add_bias_to,
-                  [&] { return BiasWriter(params, {batch, visit.head, visit.row, column}); });
+  // dV += P^T dO or dK += dS^T Q.
+  template <class RightTile, class Grid, class Accumulators>
+  CUTE_DEVICE static void add_columns(uint32_t score_tile, uint32_t right, Accumulators& gradient) {
+    warp_gemm<Element, kTileQuery / kStep, kReadAhead>(
+        gradient,
+        LeftOperand<ScoreTile, Contiguous::outer, Grid::kRowBlocks>(score_tile, Grid::row()),
+        RightOperand<RightTile, Contiguous::outer, Grid::kColumnBlocks>(right, Grid::column()));
   }
 
-  // The same with another use of the bias's gradient.
-  template <class Mask, class Scores, class AddBias, class MakeWriter>
-  CUTE_DEVICE static void probabilities(BackwardParams const& params, uint32_t statistics,
-                                        int batch, Visit const& visit, Mask const& mask, int column,
-                                        Scores& scores, Scores& score_gradient, AddBias add_bias_to,
-                                        MakeWriter make_writer) {
-    prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-    Scores const capped = scores;  // read where a bias changes what the soft cap's derivative needs
-    if constexpr (kBiasTile) add_bias_to(scores);
-    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, visit.head,
-                                              visit.row, column, visit.partial);
-    auto bias_gradient = make_writer();
-    int const thread = thread_index();
-    float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block
-    // The 16x16 block (m, column_block); row blocks come one after the other.
-    auto block = [&](int m, int column_block, auto const& keep) {
-      if (column_block == 0) {
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          rows[half] =
-              load_shared_pair(statistics + ScoreGrid::element_row(2 * half, m, thread) * 8);
-        }
-      }
-      float block_gradient[2][4];  // of the bias
-      CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        float2 const row = rows[half];
-        CUTE_UNROLL
-        for (int pair = 0; pair < 4; ++pair) {
-          int const chunk = pair / 2;
-          int const i = pair % 2;
-          int const element = 2 * half + i;
-          int const n = 2 * column_block + chunk;
-          float& score = scores(element, m, n);
-          float const probability = exp2_approx(fmaf(score, params.scale.softmax_scale, -row.x));
-          float const kept = keep.select(score_gradient(element, m, n), half, chunk, i);
-          float gradient = probability * fmaf(kept, kept_scale(params), -row.y);
-          block_gradient[chunk][element] = gradient;
-          if constexpr (Config::kSoftCap) {
-            // tanh is at least -1; a masked score is -inf, and its derivative 0 as it should be.
-            float const x = kBiasTile ? capped(element, m, n) : fmaxf(score, -1.0f);
-            gradient *= fmaf(-x, x, 1.0f);
-          }
-          score = keep.select(probability, half, chunk, i);
-          score_gradient(element, m, n) = gradient;
-        }
-      }
-      bias_gradient.block(m, column_block, block_gradient);
-    };
-    if constexpr (Config::kDropout) {
-      Dropout<ScoreGrid> const dropout(params.dropout, params.mask, batch);
-      dropout.for_each_block(dropout_head(params.dropout, batch, visit.head), visit.row, column,
-                             block);
-    } else {
-      CUTE_UNROLL
-      for (int m = 0; m < ScoreGrid::kRowBlocks; ++m) {
-        CUTE_UNROLL
-        for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(m, n, KeepAll{});
-      }
-    }
-    bias_gradient.finish();
-  }
-
-  template <class Scores>
-  CUTE_DEVICE static void add_bias_tile(BackwardParams const& params, uint32_t tile, int batch,
-                                        Visit const& visit, int column, Scores& scores) {
-    int const thread = thread_index();
-    add_bias(
-        scores,
-        BiasReader<BiasRows>(tile, ScoreGrid::row(thread), ScoreGrid::column(thread),
-                             bias_source(params, batch, visit, column), bias_row_bytes(params)),
-        params.scale.bias_scale);
-  }
-
-  // Where the tile of the bias that a visit needs begins in global memory.
-  CUTE_DEVICE static char const* bias_source(BackwardParams const& params, int batch,
-                                             Visit const& visit, int column) {
-    return bias_row<Config>(params.bias, batch, visit.head, visit.row) +
-           column * (long long)sizeof(typename Config::BiasElement);
-  }
-
-  CUTE_DEVICE static long long bias_row_bytes(BackwardParams const& params) {
-    return params.bias.row_stride * sizeof(typename Config::BiasElement);
-  }
-
-  // What dropout multiplies the probabilities that it keeps by.
-  CUTE_DEVICE static float kept_scale(BackwardParams const& params) {
-    return Config::kDropout ? params.dropout.scale : 1.0f;
-  }
-
-  // dQ of this visit, added to the sums in the order that BackwardTiles defines, after `wait`.
-  template <class Wait>
-  CUTE_DEVICE static void add_query_gradient(BackwardParams const& params, int batch,
-                                             Visit const& visit, uint32_t score_tile,
-                                             uint32_t key_tile, Wait const& wait) {
+  // dQ = dS K of one Q block, added to the sums in global memory.
+  CUTE_DEVICE static void add_query_gradient(KvBlock const& kv_block, QBlock const& q_block,
+                                             Semaphore& semaphore) {
     auto query_gradient = QueryGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(query_gradient);
     warp_gemm<Element, kTileKey / kStep, kReadAhead>(
         query_gradient,
-        LeftOperand<ScoreTile, Contiguous::k, QueryGrid::kRowBlocks>(score_tile, QueryGrid::row()),
-        RightOperand<KeyTile, Contiguous::outer, QueryGrid::kColumnBlocks>(key_tile,
+        LeftOperand<ScoreTile, Contiguous::k, QueryGrid::kRowBlocks>(kv_block.shared + kScoreOffset,
+                                                                     QueryGrid::row()),
+        RightOperand<KeyTile, Contiguous::outer, QueryGrid::kColumnBlocks>(kv_block.shared,
                                                                            QueryGrid::column()));
-    wait();
-    float* const sums =
-        params.query_gradient_sum +
-        Tiles::tile_index(params, batch, visit.head, visit.tile) * Tiles::kQueryTileFloats;
-    CUTE_UNROLL
-    for (int m = 0; m < cute::size<1>(query_gradient); ++m) {
-      CUTE_UNROLL
-      for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
-        reduce_add(query_gradient_sums<Tiles::kThreads>(sums, query_gradient, m, n),
-                   query_gradient(0, m, n), query_gradient(1, m, n), query_gradient(2, m, n),
-                   query_gradient(3, m, n));
-      }
-    }
+    semaphore.wait(kv_block.position(q_block));
+    add_to_dq_sums<Tiles>(kv_block.params, kv_block.item.batch, q_block.head, q_block.tile,
+                          query_gradient);
   }
 };
 

@@ -1,37 +1,43 @@
 // Attention backward for Hopper: TMA, wgmma and specialised warpgroups, keys split over the grid.
 //
-// As in fmha_bwd_sm80.cuh one CTA owns a tile of keys of one key head, keeps dk and dv in registers
-// and adds its part of dq to f32 sums in global memory. The scores are computed transposed:
+// As in fmha_bwd_sm80.cuh one CTA owns a KV block of one key head, keeps dk and dv in registers and
+// adds its part of dq to f32 sums in global memory. The scores are computed transposed:
 //
 //   S^T = K Q^T    dP^T = V dO^T    P^T = exp2(S^T - lse)    dS^T = P^T (dP^T - delta)
 //   dV += P^T dO    dQ = dS K    dK += dS^T Q
 //
 // Each of the two consumers owns 64 keys, so P^T and dS^T go from its accumulators to the operands
-// of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory; it has
-// two buffers there, so that one barrier of the consumers a visit is enough.
+// of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory. dS has
+// two buffers there, so one barrier of the consumers per Q block is enough.
 //
-// Config::kOrdersQueries puts the additions to dq in an order (schedule/dq_semaphore_sm90.cuh), and
-// with Config::kSplitQ several CTAs may share a tile of keys (schedule/split_q.cuh).
+// Config::kOrdersQueries makes the order of the additions to dq deterministic
+// (schedule/dq_semaphore_sm90.cuh), and with Config::kSplitQ several CTAs may divide the Q blocks
+// of one KV block (schedule/split_q.cuh).
 #pragma once
 
-#include <memeff/bias/gradient_transposed.cuh>
-#include <memeff/bias/transposed.cuh>
-#include <memeff/collective/pipeline.cuh>
-#include <memeff/collective/softmax.cuh>
-#include <memeff/collective/tma_tile.cuh>
-#include <memeff/collective/transposed_scores.cuh>
+#include <memeff/collective/softmax/online.cuh>
+#include <memeff/collective/softmax/transposed.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
-#include <memeff/dropout/keep.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_sm90.cuh>
-#include <memeff/kernels/fmha_bwd_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_preprocess.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/dbias/postprocess.cuh>
+#include <memeff/kernels/backward/dbias/sm90.cuh>
+#include <memeff/kernels/backward/dq_sums.cuh>
+#include <memeff/kernels/backward/postprocess.cuh>
+#include <memeff/kernels/backward/preprocess.cuh>
+#include <memeff/kernels/backward/transposed_score_gradient.cuh>
+#include <memeff/layout/backward_tiles_sm90.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/backward_tiles_sm90.cuh>
 #include <memeff/schedule/dq_semaphore_sm90.cuh>
 #include <memeff/schedule/q_blocks.cuh>
-#include <memeff/schedule/sequences.cuh>
 #include <memeff/schedule/split_q.cuh>
+#include <memeff/score/bias/gradient_transposed.cuh>
+#include <memeff/score/bias/q_block_ring_sm90.cuh>
+#include <memeff/score/dropout.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -56,37 +62,34 @@ struct FmhaBackwardSm90 {
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
   static constexpr int kStages = Config::kStages;
+  using Stage = PipelineStage<kStages>;
+  using Mask = ScoreMask<Config, ScoreGrid>;
 
-  // dS is needed by dq and dk, and is the gradient of the bias; where all of them are frozen, dv
-  // needs P alone.
+  // dq and dk need dS, and dS is the gradient of the bias. If all of them are frozen, dv needs P
+  // alone.
   using BiasWriter = TransposedBiasGradient<Config, Tiles>;
   using BiasSums = typename BiasWriter::Sums;
   static constexpr bool kScoreGradient =
       Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kNeeded;
 
-  // The bias of a visit arrives beside dO. Where the copy engine cannot bring it, each warp copies
-  // that of its own keys, for itself.
-  static constexpr bool kTmaBias = has_tma_bias<Config>();
-  static constexpr bool kWarpBias = has_bias_tile<Config>() && !kTmaBias;
-  using TmaBias = SharedTile<kTileQuery, kTileKey>;
-  using WarpBias = BiasTile<Config, kTileQuery, 16, kWarpSize>;
-  static constexpr int kTmaBiasBytes = kTmaBias ? TmaBias::kBytes : 0;
-  static constexpr int kWarpBiasBytes = kTmaBias ? 0 : bias_tile_bytes<Config, WarpBias>();
-
+  // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.
+  using Bias = QBlockBiasRing<Config, Tiles, kStages>;
+  using Modifiers = ScoreModifiers<Config, Bias>;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kScoreOffset = kOutOffset + kStages * OutTile::kBytes;
   static constexpr int kTmaBiasOffset = kScoreOffset + 2 * ScoreTile::kBytes;
-  static constexpr int kStatisticsOffset = kTmaBiasOffset + kStages * kTmaBiasBytes;
+  static constexpr int kStatisticsOffset = kTmaBiasOffset + kStages * Bias::kTmaStageBytes;
   static constexpr int kWarpBiasOffset = kStatisticsOffset + kStages * kStatisticsBytes;
-  static constexpr int kControlOffset = kWarpBiasOffset + kConsumerWarps * kWarpBiasBytes;
+  static constexpr int kBiasOffset = Bias::kTmaBias ? kTmaBiasOffset : kWarpBiasOffset;
+  static constexpr int kControlOffset = kWarpBiasOffset + Bias::kWarpBytes;
 
-  using QueryOrder =
-      cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>, AnyOrderSm90<Config>>;
+  using Semaphore = cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>,
+                                        NoDqSemaphoreSm90<Config>>;
 
-  struct Control : QueryOrder::Control {
+  struct Control : Semaphore::Control {
     Pipeline<kStages> query;         // and the statistics of their rows
     Pipeline<kStages> out_gradient;  // and the bias
     Pipeline<1> key;                 // and values
@@ -99,14 +102,12 @@ struct FmhaBackwardSm90 {
 
   static constexpr int kGradientFloats = kTileKey * (Config::kKeyGradient * Config::kHeadDim +
                                                      Config::kValueGradient * Config::kValueDim);
-  using Shares = SplitQ<Config, kGradientFloats, kConsumers, kConsumerBarrier>;
+  using Splits = SplitQ<Config, kGradientFloats, kConsumers, kConsumerBarrier>;
   static_assert(!Config::kSplitQ || !BiasWriter::kNeeded);
 
-  using Mask = ScoreMask<Config, ScoreGrid>;
-
-  // Keys and values, the left operands of S and dP in every visit, wait in the registers that dK,
-  // dV, S, dP, their packed forms and addresses leave. Without dq or dk they must not: the
-  // assembler (CUDA 13.0) then packs P or dS into these registers, and the next visit reads that.
+  // Keys and values are the left operands of S and dP for every Q block. They stay in the registers
+  // that dK, dV, S, dP, their packed forms and addresses leave. Without dq or dk they must not: the
+  // assembler (CUDA 13.0) then packs P or dS into these registers, and the next Q block reads that.
   static constexpr int kFreeRegisters =
       Config::kQueryGradient && Config::kKeyGradient
           ? kConsumerRegisters - (Config::kHeadDim + Config::kValueDim) / 2 - 3 * kTileQuery / 2 - 8
@@ -114,8 +115,10 @@ struct FmhaBackwardSm90 {
   static constexpr int kRegisterKeySteps = register_steps(Config::kHeadDim, kFreeRegisters);
   static constexpr int kRegisterValueSteps =
       register_steps(Config::kValueDim, kFreeRegisters - 4 * kRegisterKeySteps);
+  using KeyRows = RegisterRows<KeyTile, ScoreGrid, kRegisterKeySteps>;
+  using ValueRows = RegisterRows<ValueTile, ScoreGrid, kRegisterValueSteps>;
 
-  // What a CTA does: the query tiles that attend to its keys, for every head of the group.
+  // The work of a CTA: the Q blocks that attend to its keys, for every head of the group.
   struct Work {
     WorkItem item;
     int column;
@@ -123,23 +126,29 @@ struct FmhaBackwardSm90 {
 
     CUTE_DEVICE Work(BackwardParams const& params, Control const& control) {
       ProblemShape const& shape = params.shape;
-      item = QueryOrder::item(params, control);
+      item = Semaphore::item(params, control);
       column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
-      tiles = block_range<Config>(params, item, tiles, params.query_tiles);
-      static_assert(!Config::kSplitQ || !Config::kBlockMask);  // a share may have no visit
-      tiles = Shares::query_tiles(params, tiles);
+      tiles = q_block_range<Config>(params, item, tiles, params.query_tiles);
+      static_assert(!Config::kSplitQ || !Config::kBlockMask);  // a split may have no Q block
+      tiles = Splits::query_tiles(params, tiles);
     }
 
-    CUTE_DEVICE BlockMaskRow<Config::kBlockMask> line(BackwardParams const& params,
-                                                      int head) const {
-      return query_line<Config>(params, item, tiles, params.query_tiles, head);
+    CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of_blocks(BackwardParams const& params,
+                                                               int head) const {
+      return row_of_q_blocks<Config>(params, item, tiles, params.query_tiles, head);
     }
 
-    // This head, or the next one with a visit, if there is any.
-    CUTE_DEVICE int head_of_block(BackwardParams const& params, int head) const {
+    CUTE_DEVICE ScoreTilePosition position(int head, int tile) const {
+      return {item.batch, head, tile * kTileQuery, column};
+    }
+
+    // This head, or the next one with a Q block, if there is any.
+    CUTE_DEVICE int head_with_blocks(BackwardParams const& params, int head) const {
       if constexpr (Config::kBlockMask) {
-        while (head < (item.head + 1) * params.shape.group && line(params, head).empty()) ++head;
+        while (head < (item.head + 1) * params.shape.group && row_of_blocks(params, head).empty()) {
+          ++head;
+        }
       }
       return head;
     }
@@ -154,11 +163,11 @@ struct FmhaBackwardSm90 {
       prefetch_map(maps.key);
       prefetch_map(maps.value);
       prefetch_map(maps.out_gradient);
-      if constexpr (kTmaBias) prefetch_map(maps.bias);
+      Bias(tiles + kBiasOffset).prefetch_map(maps);
       control.query.init(kConsumerWarps);
       control.out_gradient.init(kConsumerWarps);
       control.key.init(1);
-      QueryOrder::init(params, control, kConsumerWarps);
+      Semaphore::init(params, control, kConsumerWarps);
       fence_barrier_init();
     }
     __syncthreads();
@@ -166,19 +175,33 @@ struct FmhaBackwardSm90 {
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
-      QueryOrder::keep(params, control, work.item, work.tiles, int(threadIdx.x) - kConsumers);
+      Semaphore::keep(params, control, work.item, work.tiles, int(threadIdx.x) - kConsumers);
     } else {
       raise_registers<kConsumerRegisters>();
       consume(params, maps, work, control, tiles);
     }
   }
 
+  // Buffers of a stage. By value: a pipeline stage whose address is taken costs the producer moves
+  // between uniform and other registers.
+  CUTE_DEVICE static uint32_t query_tile_of(uint32_t tiles, int stage) {
+    return tiles + kQueryOffset + stage * QueryTile::kBytes;
+  }
+  CUTE_DEVICE static uint32_t out_tile_of(uint32_t tiles, int stage) {
+    return tiles + kOutOffset + stage * OutTile::kBytes;
+  }
+  CUTE_DEVICE static uint32_t statistics_of(uint32_t tiles, int stage) {
+    return tiles + kStatisticsOffset + stage * kStatisticsBytes;
+  }
+
+  // One thread: keys and values once, then queries, statistics, dO and bias of each Q block.
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
     auto constexpr kOnce = CacheHint::EVICT_FIRST;
     auto constexpr kAgain = CacheHint::EVICT_LAST;
     WorkItem const& item = work.item;
     int const group = params.shape.group;
+    Bias const bias(tiles + kBiasOffset);
     if (work.tiles.begin >= work.tiles.end) return;
     uint64_t& arrived = control.key.acquire({}, KeyTile::kBytes + ValueTile::kBytes);
     Origin const queries = query_origin<Config>(params.shape, item.batch);
@@ -187,30 +210,23 @@ struct FmhaBackwardSm90 {
                            element_of<Config>(params.key, keys.batch), kOnce);
     load_tma_tile<ValueTile>(maps.value, arrived, tiles + kValueOffset, 0, keys.row + work.column,
                              item.head, element_of<Config>(params.value, keys.batch), kOnce);
-    PipelineStage<kStages> stage;
+    Stage stage;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
-      auto const line = work.line(params, head);
+      auto const blocks = work.row_of_blocks(params, head);
       CUTE_NO_UNROLL
-      for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
+      for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
         int const row = queries.row + tile * kTileQuery;
         uint64_t& query = control.query.acquire(stage, QueryTile::kBytes + kStatisticsBytes);
-        load_tma_tile<QueryTile>(maps.query, query,
-                                 tiles + kQueryOffset + stage.index * QueryTile::kBytes, 0, row,
-                                 head, queries.batch, kAgain);
+        load_tma_tile<QueryTile>(maps.query, query, query_tile_of(tiles, stage.index), 0, row, head,
+                                 queries.batch, kAgain);
         load_tma(params.row_statistics +
                      Tiles::tile_index(params, item.batch, head, tile) * kTileQuery * 2,
-                 query, tiles + kStatisticsOffset + stage.index * kStatisticsBytes,
-                 kStatisticsBytes);
-        uint64_t& out = control.out_gradient.acquire(stage, OutTile::kBytes + kTmaBiasBytes);
-        load_tma_tile<OutTile>(maps.out_gradient, out,
-                               tiles + kOutOffset + stage.index * OutTile::kBytes, 0, row, head,
-                               queries.batch, kAgain);
-        if constexpr (kTmaBias) {
-          BiasPlane const plane = BiasPlane::of<Config>(params.bias, item.batch, head);
-          load_tma_tile<TmaBias>(maps.bias, out, tma_bias_tile(tiles, stage), 0, tile * kTileQuery,
-                                 plane.head, plane.batch, CacheHint::EVICT_NORMAL, work.column);
-        }
+                 query, statistics_of(tiles, stage.index), kStatisticsBytes);
+        uint64_t& out = control.out_gradient.acquire(stage, OutTile::kBytes + Bias::kTmaStageBytes);
+        load_tma_tile<OutTile>(maps.out_gradient, out, out_tile_of(tiles, stage.index), 0, row,
+                               head, queries.batch, kAgain);
+        bias.produce(params, maps, work, head, tile, stage.index, out);
         stage.advance();
       }
     }
@@ -226,142 +242,77 @@ struct FmhaBackwardSm90 {
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
   using KeptBlocks = KeptTile<Config::kDropout, ScoreGrid, true>;
 
+  // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK.
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
-    ProblemShape const& shape = params.shape;
     WorkItem const& item = work.item;
-    // Uniform over the warpgroup, and known to be.
+    // Uniform over the warpgroup, and the shuffle lets the compiler know it.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
-    Mask const mask(params.mask, shape, item.batch);
+    Mask const mask(params.mask, params.shape, item.batch);
+    Consumer const consumer{params, work, mask, control, tiles};
 
     auto key_gradient = KeyGrid::make_accumulators();      // (4, 1, MMA_N)
     auto value_gradient = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(key_gradient);
     cute::clear(value_gradient);
     clear_skipped<Config, kConsumers>(params, item, work.tiles);
+    if (work.tiles.begin < work.tiles.end) consumer.begin();
+    KeyRows const keys(tiles, warpgroup * kWarpgroupRows);
+    ValueRows const values(tiles + kValueOffset, warpgroup * kWarpgroupRows);
 
-    if (work.tiles.begin < work.tiles.end) {
-      int const first_head = work.head_of_block(params, item.head * shape.group);
-      load_bias(params, mask, work, first_head, work.line(params, first_head).begin, tiles);
-      control.key.wait({});
-      if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
-        clear_rows<KeyTile, kConsumers>(tiles, mask.key_length - work.column);
-        clear_rows<ValueTile, kConsumers>(tiles + kValueOffset, mask.key_length - work.column);
-        fence_tma_store();
-        named_barrier_sync(kConsumerBarrier, kConsumers);
-      }
-    }
-    RegisterRows<KeyTile, ScoreGrid, kRegisterKeySteps> const keys(tiles,
-                                                                   warpgroup * kWarpgroupRows);
-    RegisterRows<ValueTile, ScoreGrid, kRegisterValueSteps> const values(
-        tiles + kValueOffset, warpgroup * kWarpgroupRows);
-
-    PipelineStage<kStages> stage;
+    Stage stage;
     int score_buffer = 0;
-    int const group = shape.group;
+    int const group = params.shape.group;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
       BiasSums bias_sums;
-      auto const line = work.line(params, head);
+      auto const blocks = work.row_of_blocks(params, head);
       CUTE_NO_UNROLL
-      for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
-        int const row = tile * kTileQuery;
-        uint32_t const query_tile = tiles + kQueryOffset + stage.index * QueryTile::kBytes;
-        uint32_t const out_tile = tiles + kOutOffset + stage.index * OutTile::kBytes;
+      for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
+        uint32_t const query_tile = query_tile_of(tiles, stage.index);
+        uint32_t const out_tile = out_tile_of(tiles, stage.index);
         uint32_t const score_tile = tiles + kScoreOffset + score_buffer * ScoreTile::kBytes;
-
-        control.query.wait(stage);
-        if (reads_beyond<Config>(mask.query_length, row + kTileQuery, shape.query_length)) {
-          // What stands beyond the query length may be NaN, and 0 * NaN would reach dk and dv, as
-          // would a P of NaN.
-          control.out_gradient.wait(stage);
-          clear_rows<QueryTile, kConsumers>(query_tile, mask.query_length - row);
-          clear_rows<OutTile, kConsumers>(out_tile, mask.query_length - row);
-          if constexpr (kTmaBias) {
-            clear_rows<TmaBias, kConsumers>(tma_bias_tile(tiles, stage), mask.query_length - row);
-          }
-          fence_tma_store();
-          named_barrier_sync(kConsumerBarrier, kConsumers);
-        }
-
+        consumer.wait_for_queries(tile, stage, query_tile, out_tile);
         auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-        fence_accumulators(scores);
-        begin_products();
-        warpgroup_gemm<Element, Config::kHeadDim / 16>(scores, keys, QueryRows(query_tile), false);
-        commit_products();
+        consumer.begin_scores(keys, query_tile, scores);
         control.out_gradient.wait(stage);
-        if constexpr (kScoreGradient) {
-          fence_accumulators(score_gradient);
-          begin_products();
-          warpgroup_gemm<Element, Config::kValueDim / 16>(score_gradient, values, OutRows(out_tile),
-                                                          false);
-          commit_products();
-        }
-        if constexpr (Config::kDropout) control.out_gradient.wait_again(stage);
-        KeptBlocks const kept(params.dropout, params.mask, item.batch, head, row, work.column);
+        consumer.begin_score_gradient(values, out_tile, score_gradient);
+        KeptBlocks::end_basic_block(control.out_gradient, stage);
+        KeptBlocks const kept(params.dropout, params.mask, item.batch, head, tile * kTileQuery,
+                              work.column);
         wait_products<kScoreGradient>();  // S
         fence_accumulators(scores);
 
-        uint32_t const statistics = tiles + kStatisticsOffset + stage.index * kStatisticsBytes;
-        prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-        auto const capped = scores;  // read by the derivative of the soft cap
-        add_bias(params, work, head, row, tiles, stage, scores);
-        mask.template apply_transposed<kTileQuery, kTileKey>(
-            scores, params.mask, shape, item.batch, head, row, work.column, line.partial(tile));
-        exponentiate_transposed<ScoreGrid>(statistics, params.scale.softmax_scale, scores);
-        fence_accumulators(scores);
-        load_next_bias(params, mask, work, head, tile, tiles);
-        wait_products<0>();
+        auto scaled = ScoreGrid::make_accumulators();  // read by the derivative of the soft cap
+        consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, scores, scaled);
+        wait_products<0>();  // dP
         fence_accumulators(score_gradient);
         ScoreOperand probabilities;
         ScoreOperand left_gradient;
-        differentiate(params, statistics, item.batch, head, row, work.column, kept, capped, scores,
-                      score_gradient, probabilities, left_gradient, bias_sums);
+        differentiate_transposed<Config, Modifiers, BiasWriter, ScoreGrid>(
+            params, statistics_of(tiles, stage.index), work.position(head, tile), kept, scaled,
+            scores, score_gradient, probabilities, left_gradient, bias_sums);
         if constexpr (Config::kQueryGradient) {
           store_operand<ScoreTile, ScoreGrid>(score_tile, left_gradient);
         }
         if constexpr (BiasWriter::kFromTile) {
-          BiasWriter::store(params, {item.batch, head, row, work.column}, score_tile);
+          BiasWriter::store(params, work.position(head, tile), score_tile);
         }
 
-        if constexpr (Config::kValueGradient) {
-          fence_accumulators(value_gradient);
-          begin_products();
-          warpgroup_gemm<Element, kTileQuery / 16>(value_gradient, probabilities,
-                                                   OutColumns(out_tile));
-          commit_products();
-        }
         auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
-        if constexpr (Config::kQueryGradient) {
-          fence_tma_store();
-          named_barrier_sync(kConsumerBarrier, kConsumers);  // dS is complete
-          fence_accumulators(query_gradient);
-          begin_products();
-          warpgroup_gemm<Element, kTileKey / 16>(
-              query_gradient, ScoreColumns(score_tile + Tiles::query_rows_offset(warpgroup)),
-              KeyColumns(tiles + Tiles::query_columns_offset(warpgroup)), false);
-          commit_products();
-        }
+        consumer.begin_value_gradient(probabilities, out_tile, value_gradient);
+        consumer.begin_query_gradient(warpgroup, score_tile, query_gradient);
         wait_products<Config::kQueryGradient>();  // dV
         fence_accumulators(value_gradient);
         if (leader) control.out_gradient.release(stage);
-        if constexpr (Config::kKeyGradient) {
-          fence_accumulators(key_gradient);
-          begin_products();
-          warpgroup_gemm<Element, kTileQuery / 16>(key_gradient, left_gradient,
-                                                   QueryColumns(query_tile));
-          commit_products();
-        }
+        consumer.begin_key_gradient(left_gradient, query_tile, key_gradient);
         wait_products<Config::kKeyGradient>();  // dQ
         fence_accumulators(query_gradient);
-        if constexpr (Config::kQueryGradient) {
-          QueryOrder::begin_additions(control, score_buffer);  // which alternates by visits, too
-          add_query_gradient(params, item.batch, head, tile, query_gradient);
-          QueryOrder::end_additions(control);
-        }
-        wait_products<0>();
+        // The score buffer alternates by Q blocks, as the phases of the semaphore's barriers do.
+        consumer.add_query_gradient(head, tile, score_buffer, query_gradient);
+        wait_products<0>();  // dK
         fence_accumulators(key_gradient);
         if (leader) control.query.release(stage);
         stage.advance();
@@ -369,143 +320,150 @@ struct FmhaBackwardSm90 {
       }
       BiasWriter::finish(params, item.batch, head, work.column, bias_sums);
     }
-
-    if (!Shares::add_up(params, tiles + kStatisticsOffset, key_gradient, value_gradient)) return;
-    if constexpr (Config::kKeyGradient)
-      scale_accumulators(key_gradient, params.scale.gradient_scale);
-    if constexpr (Config::kValueGradient)
-      scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
-    store(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
+    finish(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
   }
 
-  CUTE_DEVICE static uint32_t tma_bias_tile(uint32_t tiles, PipelineStage<kStages> const& stage) {
-    return tiles + kTmaBiasOffset + stage.index * TmaBias::kBytes;
-  }
+  // The steps of a consumer, a warpgroup that owns 64 of the keys.
+  struct Consumer {
+    BackwardParams const& params;
+    Work const& work;
+    Mask const& mask;
+    Control& control;
+    uint32_t tiles;
 
-  CUTE_DEVICE static uint32_t warp_bias_tile(uint32_t tiles) {
-    return tiles + kWarpBiasOffset + thread_index() / kWarpSize * kWarpBiasBytes;
-  }
+    // Waits for keys and values.
+    CUTE_DEVICE void begin() const {
+      int const first_head = work.head_with_blocks(params, work.item.head * params.shape.group);
+      Bias(tiles + kBiasOffset)
+          .load_first(params, work, mask, first_head, work.row_of_blocks(params, first_head).begin);
+      control.key.wait({});
+      if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, params.shape.key_length)) {
+        clear_rows<KeyTile, kConsumers>(tiles, mask.key_length - work.column);
+        clear_rows<ValueTile, kConsumers>(tiles + kValueOffset, mask.key_length - work.column);
+        fence_tma_store();
+        named_barrier_sync(kConsumerBarrier, kConsumers);
+      }
+    }
 
-  // Where the bias of this warp's keys begins.
-  CUTE_DEVICE static char const* bias_source(BackwardParams const& params, Work const& work,
-                                             int head, int row) {
-    return bias_row<Config>(params.bias, work.item.batch, head, row) +
-           (work.column + ScoreGrid::row(thread_index())) *
-               (long long)sizeof(typename Config::BiasElement);
-  }
-
-  CUTE_DEVICE static long long bias_row_bytes(BackwardParams const& params) {
-    return params.bias.row_stride * (long long)sizeof(typename Config::BiasElement);
-  }
-
-  CUTE_DEVICE static void load_bias(BackwardParams const& params, Mask const& mask,
-                                    Work const& work, int head, int tile, uint32_t tiles) {
-    if constexpr (kWarpBias) {
-      int const thread = thread_index();
+    // Memory beyond the query length may hold NaN. 0 * NaN would reach dk and dv, and so would a P
+    // of NaN.
+    CUTE_DEVICE void wait_for_queries(int tile, Stage const& stage, uint32_t query_tile,
+                                      uint32_t out_tile) const {
       int const row = tile * kTileQuery;
-      WarpBias::copy(warp_bias_tile(tiles), thread % kWarpSize,
-                     bias_source(params, work, head, row), bias_row_bytes(params),
-                     mask.query_length - row,
-                     mask.key_length - work.column - ScoreGrid::row(thread));
-      commit_copies();
-    }
-  }
-
-  // Adds the bias of a visit, which began to arrive during the one before.
-  template <class Scores>
-  CUTE_DEVICE static void add_bias(BackwardParams const& params, Work const& work, int head,
-                                   int row, uint32_t tiles, PipelineStage<kStages> const& stage,
-                                   Scores& scores) {
-    if constexpr (kTmaBias) {
-      TransposedTmaBiasReader<typename Config::BiasElement, TmaBias> const bias(
-          tma_bias_tile(tiles, stage), ScoreGrid::row(thread_index()));
-      add_bias_transposed(scores, bias, params.scale.bias_scale);
-    }
-    if constexpr (kWarpBias) {
-      wait_copies<0>();
-      __syncwarp();  // the bias of all lanes is here
-      TransposedBiasReader<WarpBias> const bias(
-          warp_bias_tile(tiles), bias_source(params, work, head, row), bias_row_bytes(params));
-      add_bias_transposed(scores, bias, params.scale.bias_scale);
-    }
-  }
-
-  // Lets the bias of the next visit arrive. It stands behind the exponentials because its branch
-  // keeps them before the wait for dP, which the assembler puts them behind in one basic block.
-  CUTE_DEVICE static void load_next_bias(BackwardParams const& params, Mask const& mask,
-                                         Work const& work, int head, int tile, uint32_t tiles) {
-    if constexpr (kWarpBias) {
-      __syncwarp();  // nobody reads this one any more
-      auto const line = work.line(params, head);
-      bool const last = line.after(tile) == line.end;
-      if (last) head = work.head_of_block(params, head + 1);
-      if (head < (work.item.head + 1) * params.shape.group) {
-        load_bias(params, mask, work, head, last ? work.line(params, head).begin : line.after(tile),
-                  tiles);
+      control.query.wait(stage);
+      if (reads_beyond<Config>(mask.query_length, row + kTileQuery, params.shape.query_length)) {
+        control.out_gradient.wait(stage);
+        clear_rows<QueryTile, kConsumers>(query_tile, mask.query_length - row);
+        clear_rows<OutTile, kConsumers>(out_tile, mask.query_length - row);
+        Bias(tiles + kBiasOffset).clear_rows_beyond(stage.index, mask.query_length - row);
+        fence_tma_store();
+        named_barrier_sync(kConsumerBarrier, kConsumers);
       }
     }
-  }
 
-  // dS^T from P^T and dP^T, the gradient of query.key without the user's scale, and the kept P^T.
-  // Both are packed block by block, which frees the accumulators.
-  template <class Scores>
-  CUTE_DEVICE static void differentiate(BackwardParams const& params, uint32_t statistics,
-                                        int batch, int head, int row, int column,
-                                        KeptBlocks const& kept_blocks, Scores const& capped,
-                                        Scores const& scores, Scores const& score_gradient,
-                                        ScoreOperand& probabilities, ScoreOperand& left_gradient,
-                                        BiasSums& bias_sums) {
-    int const thread = thread_index();
-    BiasWriter const bias_gradient(params, {batch, head, row, column});
-    // Sixteen rows and the sixteen keys of this warp.
-    auto block = [&](int, int row_block, auto const& keep) {
-      auto const deltas = QuadStatistics::load_deltas<ScoreGrid>(statistics, row_block, thread);
-      CUTE_UNROLL
-      for (int chunk = 0; chunk < 2; ++chunk) {
-        int const n = 2 * row_block + chunk;
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          float kept[2];
-          float gradient[2];
-          CUTE_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            int const element = 2 * half + i;
-            float const score = scores(element, 0, n);
-            float const kept_gradient = keep.select(score_gradient(element, 0, n), chunk, half, i);
-            gradient[i] = score * fmaf(kept_gradient, kept_scale<Config>(params.dropout),
-                                       -deltas.of[2 * chunk + i]);
-            kept[i] = keep.select(score, chunk, half, i);
-          }
-          bias_gradient.pair(bias_sums, n, half, gradient);
-          if constexpr (Config::kSoftCap) {
-            CUTE_UNROLL
-            for (int i = 0; i < 2; ++i) {
-              float const x = capped(2 * half + i, 0, n);
-              gradient[i] *= fmaf(-x, x, 1.0f);
-            }
-          }
-          probabilities.fragments[0][row_block][2 * chunk + half] = pack<Element>(kept[0], kept[1]);
-          left_gradient.fragments[0][row_block][2 * chunk + half] =
-              pack<Element>(gradient[0], gradient[1]);
-        }
-      }
-    };
-    CUTE_UNROLL
-    for (int n = 0; n < ScoreGrid::kColumnBlocks; ++n) block(0, n, kept_blocks.block(0, n));
-  }
-
-  // dQ of one visit, added to the sums in the order that BackwardTilesSm90 defines.
-  template <class Accumulators>
-  CUTE_DEVICE static void add_query_gradient(BackwardParams const& params, int batch, int head,
-                                             int tile, Accumulators const& query_gradient) {
-    float* const sums = params.query_gradient_sum +
-                        Tiles::tile_index(params, batch, head, tile) * Tiles::kQueryTileFloats;
-    CUTE_UNROLL
-    for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
-      reduce_add(query_gradient_sums<Tiles::kThreads>(sums, query_gradient, 0, n),
-                 query_gradient(0, 0, n), query_gradient(1, 0, n), query_gradient(2, 0, n),
-                 query_gradient(3, 0, n));
+    // S^T = K Q^T
+    template <class Scores>
+    CUTE_DEVICE void begin_scores(KeyRows const& keys, uint32_t query_tile, Scores& scores) const {
+      fence_accumulators(scores);
+      begin_products();
+      warpgroup_gemm<Element, Config::kHeadDim / 16>(scores, keys, QueryRows(query_tile), false);
+      commit_products();
     }
+
+    // dP^T = V dO^T
+    template <class Scores>
+    CUTE_DEVICE void begin_score_gradient(ValueRows const& values, uint32_t out_tile,
+                                          Scores& score_gradient) const {
+      if constexpr (kScoreGradient) {
+        fence_accumulators(score_gradient);
+        begin_products();
+        warpgroup_gemm<Element, Config::kValueDim / 16>(score_gradient, values, OutRows(out_tile),
+                                                        false);
+        commit_products();
+      }
+    }
+
+    // P^T from S^T, while the product dP runs.
+    template <class Scores>
+    CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage, Scores& scores,
+                                  Scores& scaled) const {
+      Modifiers const modifiers = {{params.scale}, Bias(tiles + kBiasOffset)};
+      int const row = tile * kTileQuery;
+      modifiers.recompute(scores, scaled, params, work, head, row, stage);
+      mask.template apply_transposed<kTileQuery, kTileKey>(
+          scores, params.mask, params.shape, work.item.batch, head, row, work.column, partial);
+      exponentiate_transposed<ScoreGrid>(statistics_of(tiles, stage), params.scale.softmax_scale,
+                                         scores);
+      fence_accumulators(scores);
+      modifiers.bias.load_next(params, work, mask, head, tile);
+    }
+
+    // dV += P^T dO
+    template <class Accumulators>
+    CUTE_DEVICE void begin_value_gradient(ScoreOperand const& probabilities, uint32_t out_tile,
+                                          Accumulators& value_gradient) const {
+      if constexpr (Config::kValueGradient) {
+        fence_accumulators(value_gradient);
+        begin_products();
+        warpgroup_gemm<Element, kTileQuery / 16>(value_gradient, probabilities,
+                                                 OutColumns(out_tile));
+        commit_products();
+      }
+    }
+
+    // dQ = dS K
+    template <class Accumulators>
+    CUTE_DEVICE void begin_query_gradient(int warpgroup, uint32_t score_tile,
+                                          Accumulators& query_gradient) const {
+      if constexpr (Config::kQueryGradient) {
+        fence_tma_store();
+        named_barrier_sync(kConsumerBarrier, kConsumers);  // dS is complete
+        fence_accumulators(query_gradient);
+        begin_products();
+        warpgroup_gemm<Element, kTileKey / 16>(
+            query_gradient, ScoreColumns(score_tile + Tiles::query_rows_offset(warpgroup)),
+            KeyColumns(tiles + Tiles::query_columns_offset(warpgroup)), false);
+        commit_products();
+      }
+    }
+
+    // dK += dS^T Q
+    template <class Accumulators>
+    CUTE_DEVICE void begin_key_gradient(ScoreOperand const& left_gradient, uint32_t query_tile,
+                                        Accumulators& key_gradient) const {
+      if constexpr (Config::kKeyGradient) {
+        fence_accumulators(key_gradient);
+        begin_products();
+        warpgroup_gemm<Element, kTileQuery / 16>(key_gradient, left_gradient,
+                                                 QueryColumns(query_tile));
+        commit_products();
+      }
+    }
+
+    template <class Accumulators>
+    CUTE_DEVICE void add_query_gradient(int head, int tile, int parity,
+                                        Accumulators const& query_gradient) const {
+      if constexpr (Config::kQueryGradient) {
+        Semaphore::begin_additions(control, parity);
+        add_to_dq_sums<Tiles>(params, work.item.batch, head, tile, query_gradient);
+        Semaphore::end_additions(control);
+      }
+    }
+  };
+
+  // The epilogue: the sums of all CTAs of the KV block, scaled and stored.
+  template <class KeyGradient, class ValueGradient>
+  CUTE_DEVICE static void finish(BackwardParams const& params, BackwardMaps const& maps,
+                                 Work const& work, int key_length, int warpgroup, uint32_t tiles,
+                                 KeyGradient& key_gradient, ValueGradient& value_gradient) {
+    if (!Splits::add_up(params, tiles + kStatisticsOffset, key_gradient, value_gradient)) return;
+    if constexpr (Config::kKeyGradient) {
+      scale_accumulators(key_gradient, params.scale.gradient_scale);
+    }
+    if constexpr (Config::kValueGradient) {
+      scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
+    }
+    store(params, maps, work, key_length, warpgroup, tiles, key_gradient, value_gradient);
   }
 
   // dk and dv leave through the tiles of keys and values, each consumer with its own rows.

@@ -9,11 +9,11 @@
 // seven products instead of five, and send no sums anywhere; every run adds in one order.
 #pragma once
 
-#include <memeff/kernels/fmha_bwd_dbias_postprocess.cuh>
-#include <memeff/kernels/fmha_bwd_dbias_sm90.cuh>
-#include <memeff/kernels/fmha_bwd_dkdv_sm90.cuh>
-#include <memeff/kernels/fmha_bwd_dq_sm90.cuh>
-#include <memeff/kernels/fmha_bwd_preprocess.cuh>
+#include <memeff/kernels/backward/dbias/postprocess.cuh>
+#include <memeff/kernels/backward/dbias/sm90.cuh>
+#include <memeff/kernels/backward/dkdv/kernel.cuh>
+#include <memeff/kernels/backward/dq_sm90.cuh>
+#include <memeff/kernels/backward/preprocess.cuh>
 
 namespace memeff {
 

@@ -9,15 +9,19 @@
 // The scores are computed once, and the traffic of O shrinks with the number of keys in a tile.
 #pragma once
 
-#include <memeff/bias/direct.cuh>
-#include <memeff/collective/block_softmax.cuh>
 #include <memeff/collective/chunked_product.cuh>
 #include <memeff/collective/long_sum.cuh>
-#include <memeff/collective/softmax.cuh>
-#include <memeff/dropout/keep.cuh>
+#include <memeff/collective/softmax/block.cuh>
+#include <memeff/collective/softmax/online.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/layout/query_tiles.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/query_tiles.cuh>
-#include <memeff/schedule/sequences.cuh>
+#include <memeff/score/bias/direct.cuh>
+#include <memeff/score/dropout.cuh>
+#include <memeff/score/scale.cuh>
 
 namespace memeff {
 

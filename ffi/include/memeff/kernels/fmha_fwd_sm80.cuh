@@ -1,7 +1,7 @@
 // Attention forward for GPUs with mma.sync and cp.async: one CTA computes a tile of query rows.
 //
 // Keys and values pass through shared memory from right to left. Each is loaded while the tensor
-// cores work on the other, so that one buffer of each is enough:
+// cores work on the other, so one buffer of each is enough:
 //
 //   wait K | load V | S = Q K^T | wait V | load next K | softmax | O += P V
 //
@@ -9,16 +9,17 @@
 // registers.
 #pragma once
 
-#include <memeff/bias/add.cuh>
-#include <memeff/bias/rows.cuh>
+#include <memeff/collective/copied_rows.cuh>
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/epilogue.cuh>
-#include <memeff/collective/load_tile.cuh>
-#include <memeff/collective/softmax.cuh>
+#include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/staged_registers.cuh>
 #include <memeff/collective/warp_gemm.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/sequences.cuh>
+#include <memeff/schedule/grid.cuh>
+#include <memeff/score/bias/warp_rows.cuh>
+#include <memeff/score/modifiers.cuh>
 
 namespace memeff {
 
@@ -35,12 +36,8 @@ struct FmhaForwardSm80 {
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Config::kWarps, kWarpRows>;
   static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
   using Softmax = OnlineSoftmax<kRowBlocks, false, has_bias_tile<Config>()>;
-  using SourcePointer = StagedPointer<Config::kStageRegisters>;
-  // Each warp copies and reads its own rows of a bias, so that it waits for no other.
-  static constexpr bool kBiasTile = has_bias_tile<Config>();
-  using BiasRows = BiasTile<Config, kWarpRows, kTileKey, kWarpSize>;
-  static constexpr int kBiasBytes = bias_tile_bytes<Config, BiasRows>();
-  using BiasPointer = StagedPointer<Config::kStageRegisters && kBiasTile>;
+  using Mask = ScoreMask<Config, ScoreGrid>;
+  using KvBlocks = BlockMaskRow<Config::kBlockMask>;
 
   template <int kRows, int kColumns>
   using Tile = SharedTile<kRows, kColumns, sizeof(Element)>;
@@ -48,103 +45,113 @@ struct FmhaForwardSm80 {
   using KeyTile = Tile<kTileKey, Config::kHeadDim>;
   using ValueTile = Tile<kTileKey, Config::kValueDim>;
   using OutTile = Tile<kTileQuery, Config::kValueDim>;  // over the others, at the end
+
+  // Pointers that the main loop needs once a KV block are staged where registers are short.
+  using StagedRow = StagedPointer<Config::kStageRegisters>;
+  using StagedBiasRow = StagedPointer<Config::kStageRegisters && has_bias_tile<Config>()>;
+  template <class KeyOrValueTile>
+  using Rows = CopiedRows<KeyOrValueTile, kThreads, Config::kAlignment, StagedRow>;
+  using Bias =
+      WarpRowsBias<Config, ScoreGrid, Config::kWarps, kTileKey, false, StagedBiasRow, Mask>;
+  using Modifiers = ScoreModifiers<Config, Bias>;
+  using Dropped = ProbabilityDropout<Config, ScoreGrid>;
+
   // Of P V in parts (32-bit elements): all columns at a time where that leaves enough registers.
   static constexpr int kPartAccumulators = kRowBlocks * OutGrid::kColumnBlocks * 8 <= 64 ? 64 : 32;
-  static constexpr int kStagedBytes =
-      Config::kStageRegisters
-          ? kThreads * (Softmax::kStagedBytes + 2 * SourcePointer::kBytes + BiasPointer::kBytes)
-          : 0;
-  static constexpr int kLoopBytes = QueryTile::kBytes + KeyTile::kBytes + ValueTile::kBytes +
-                                    kStagedBytes + Config::kWarps * kBiasBytes;
+
+  static constexpr int kKeyOffset = QueryTile::kBytes;
+  static constexpr int kValueOffset = kKeyOffset + KeyTile::kBytes;
+  static constexpr int kStagedKeyOffset = kValueOffset + ValueTile::kBytes;
+  static constexpr int kStagedValueOffset = kStagedKeyOffset + kThreads * StagedRow::kBytes;
+  static constexpr int kStagedSoftmaxOffset = kStagedValueOffset + kThreads * StagedRow::kBytes;
+  static constexpr int kStagedBiasOffset =
+      kStagedSoftmaxOffset + (Config::kStageRegisters ? kThreads * Softmax::kStagedBytes : 0);
+  static constexpr int kBiasOffset = kStagedBiasOffset + kThreads * StagedBiasRow::kBytes;
+  static constexpr int kLoopBytes = kBiasOffset + Bias::kBytes;
   static constexpr int kSharedBytes = kLoopBytes > OutTile::kBytes ? kLoopBytes : OutTile::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
-    char* const shared = dynamic_shared();
-    uint32_t const query_tile = shared_address(shared);
-    uint32_t const key_tile = query_tile + QueryTile::kBytes;
-    uint32_t const value_tile = key_tile + KeyTile::kBytes;
-    uint32_t const staged_key = value_tile + ValueTile::kBytes;
-    uint32_t const staged_value = staged_key + kThreads * SourcePointer::kBytes;
-    uint32_t const staged_rows = staged_value + kThreads * SourcePointer::kBytes;
-    uint32_t const staged_bias = staged_rows + kThreads * Softmax::kStagedBytes;
-    uint32_t const bias_tiles = value_tile + ValueTile::kBytes + kStagedBytes;
-
+    uint32_t const shared = shared_address(dynamic_shared());
     ProblemShape const& shape = params.shape;
     WorkItem const item = work_item(params, blockIdx.x);
     int const row = item.tile * kTileQuery;
     int const key_head = item.head / shape.group;
 
-    ScoreMask<Config, ScoreGrid> const mask(params.mask, shape, item.batch);
+    Mask const mask(params.mask, shape, item.batch);
     if constexpr (Config::kVarlen) {
       clear_query_gap<Config, kThreads>(params, item, mask.query_length,
                                         ceil_div(shape.query_length, kTileQuery));
       if (row >= mask.query_length) return;
     }
-    BlockMaskRow<Config::kBlockMask> const tiles(mask.key_tiles(row, kTileQuery, kTileKey),
-                                                 params.block_mask, item.batch, item.head,
-                                                 item.tile, ceil_div(shape.key_length, kTileKey));
+    KvBlocks const kv_blocks(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask,
+                             item.batch, item.head, item.tile,
+                             ceil_div(shape.key_length, kTileKey));
 
     Origin const queries = query_origin<Config>(shape, item.batch);
-    Origin const keys = key_origin<Config>(shape, item.batch);
-    SourcePointer const key_rows(
-        staged_key, key_row_pointer<Config>(params.key, keys.batch, keys.row, key_head));
-    SourcePointer const value_rows(
-        staged_value, key_row_pointer<Config>(params.value, keys.batch, keys.row, key_head));
-    long long const key_row_bytes = params.key.row_stride * sizeof(Element);
-    long long const value_row_bytes = params.value.row_stride * sizeof(Element);
-    auto load_key = [&](int tile) {
-      int const column = tile * kTileKey;
-      TileLoader<KeyTile, kThreads, Config::kAlignment>::copy(
-          key_tile, key_rows.get() + column * key_row_bytes, key_row_bytes,
-          mask.key_length - column, shape.head_dim);
-      commit_copies();
-    };
-    auto load_value = [&](int tile) {
-      int const column = tile * kTileKey;
-      TileLoader<ValueTile, kThreads, Config::kAlignment>::copy(
-          value_tile, value_rows.get() + column * value_row_bytes, value_row_bytes,
-          mask.key_length - column, shape.value_dim);
-      commit_copies();
-    };
-
-    BiasPointer const bias_rows(
-        staged_bias, bias_row<Config>(params.bias, item.batch, item.head, row + ScoreGrid::row()));
-    auto load_bias = [&](int tile) {
-      if constexpr (kBiasTile) {
-        int const thread = thread_index();
-        int const column = tile * kTileKey;
-        BiasRows::copy(bias_tiles + thread / kWarpSize * kBiasBytes, thread % kWarpSize,
-                       bias_rows.get() + column * sizeof(typename Config::BiasElement),
-                       params.bias.row_stride * sizeof(typename Config::BiasElement),
-                       mask.query_length - row - ScoreGrid::row(thread), mask.key_length - column);
-        commit_copies();
-      }
-    };
+    KeyValueSource<Config> const source(shape, item.batch, key_head);
+    Rows<KeyTile> const keys = {{shared + kStagedKeyOffset, source.row(params.key)},
+                                row_bytes<Element>(params.key),
+                                mask.key_length,
+                                shape.head_dim};
+    Rows<ValueTile> const values = {{shared + kStagedValueOffset, source.row(params.value)},
+                                    row_bytes<Element>(params.value),
+                                    mask.key_length,
+                                    shape.value_dim};
+    StagedBiasRow const bias_row(
+        shared + kStagedBiasOffset,
+        memeff::bias_row<Config>(params.bias, item.batch, item.head, row + ScoreGrid::row()));
+    Modifiers const modifiers = {{params.scale},
+                                 {params.bias, bias_row, mask, row, shared + kBiasOffset}};
 
     auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(output);
     Softmax softmax;
-    if constexpr (Config::kStageRegisters) softmax.stage_registers(staged_rows);
+    if constexpr (Config::kStageRegisters) softmax.stage_registers(shared + kStagedSoftmaxOffset);
 
-    if (tiles.begin < tiles.end) {
+    if (kv_blocks.begin < kv_blocks.end) {
       TileLoader<QueryTile, kThreads, Config::kAlignment>::copy(
-          query_tile,
-          row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head),
+          shared, row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head),
           params.query.row_stride * sizeof(Element), mask.query_length - row, shape.head_dim);
-      load_key(tiles.end - 1);
-      load_bias(tiles.end - 1);
+      int const column = (kv_blocks.end - 1) * kTileKey;
+      keys.load(column, shared + kKeyOffset);
+      commit_copies();
+      modifiers.load(column);
     }
+    attend(params, item, mask, kv_blocks, keys, values, modifiers, shared, softmax, output);
 
-    LeftOperand<QueryTile, Contiguous::k, kRowBlocks> const query(query_tile, ScoreGrid::row());
+    if constexpr (Config::kStageRegisters) softmax.unstage(shared + kStagedSoftmaxOffset);
+    finish_rows<Config, OutGrid>(
+        params, item.batch, item.head, row, mask.query_length - row, softmax, [&] {
+          softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout));
+        });
+    store(params, softmax, output, shared);
+  }
+
+  // The main loop: O += P V over the KV blocks, from the last to the first. The copies of the
+  // queries, the first keys and the first bias are in flight.
+  template <class Output>
+  CUTE_DEVICE static void attend(ForwardParams const& params, WorkItem const& item,
+                                 Mask const& mask, KvBlocks const& kv_blocks,
+                                 Rows<KeyTile> const& keys, Rows<ValueTile> const& values,
+                                 Modifiers const& modifiers, uint32_t shared, Softmax& softmax,
+                                 Output& output) {
+    uint32_t const key_tile = shared + kKeyOffset;
+    uint32_t const value_tile = shared + kValueOffset;
+    int const row = item.tile * kTileQuery;
+    LeftOperand<QueryTile, Contiguous::k, kRowBlocks> const query(shared, ScoreGrid::row());
     RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks> const key(key_tile, 0);
     RightOperand<ValueTile, Contiguous::outer, OutGrid::kColumnBlocks,
                  kRegisterOrder<Element>> const value(value_tile, 0);
 
-    for (int tile = tiles.end - 1; tile >= tiles.begin; tile = tiles.before(tile)) {
-      int const column = tile * kTileKey;
-      wait_copies<kBiasTile ? 1 : 0>();
+    for (int block = kv_blocks.end - 1; block >= kv_blocks.begin; block = kv_blocks.before(block)) {
+      int const column = block * kTileKey;
+      bool const has_next = block > kv_blocks.begin;
+      auto next_column = [&] { return kv_blocks.before(block) * kTileKey; };
+
+      wait_copies<Bias::kCopyGroups>();
       __syncthreads();  // keys are here; nobody reads the previous values any more
-      load_value(tile);
+      values.load(column, value_tile);
+      commit_copies();
 
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
@@ -152,43 +159,23 @@ struct FmhaForwardSm80 {
 
       wait_copies<0>();
       __syncthreads();  // values are here; nobody reads these keys any more
-      if (tile > tiles.begin) load_key(tiles.before(tile));
+      if (has_next) {
+        keys.load(next_column(), key_tile);
+        commit_copies();
+      }
 
-      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
-      if constexpr (kBiasTile) {
-        add_bias(scores,
-                 BiasReader<BiasRows>(
-                     bias_tiles + thread_index() / kWarpSize * kBiasBytes, 0, 0, bias_rows.get(),
-                     params.bias.row_stride * sizeof(typename Config::BiasElement)),
-                 params.scale.bias_scale);
-        __syncwarp();  // nobody reads this bias any more
-        if (tile > tiles.begin) load_bias(tiles.before(tile));
-      }
-      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
-                                                row, column, tiles.partial(tile));
-      if constexpr (Config::kStageRegisters) softmax.unstage(staged_rows);
+      modifiers.forward(scores, column);
+      modifiers.load_next(has_next, next_column);
+      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
+                                                item.head, row, column, kv_blocks.partial(block));
+      if constexpr (Config::kStageRegisters) softmax.unstage(shared + kStagedSoftmaxOffset);
       softmax.step(scores, output, params.scale.softmax_scale);
-      if constexpr (Config::kStageRegisters) softmax.stage_registers(staged_rows);
+      if constexpr (Config::kStageRegisters) softmax.stage_registers(shared + kStagedSoftmaxOffset);
       auto probabilities = as_left_operand<Element>(scores);
-      if constexpr (Config::kDropout) {
-        drop_elements<ScoreGrid>(params, item.batch, item.head, row, column, probabilities);
-      }
+      Dropped::apply(params, item.batch, item.head, row, column, probabilities);
       warp_gemm<Element, kTileKey / kStepElements<Element>, 2, kPartAccumulators>(
           output, probabilities, value);
     }
-
-    if constexpr (Config::kStageRegisters) softmax.unstage(staged_rows);
-    float const output_scale = Config::kDropout ? params.dropout.scale : 1.0f;
-    if constexpr (Config::kBias && !kBiasTile) {
-      RowBias<Config, OutGrid> const bias(params.bias, item.batch, item.head, row,
-                                          mask.query_length - row);
-      bias.mask(softmax);
-      softmax.finish(output, params.scale.softmax_scale, output_scale);
-      bias.add(softmax);
-    } else {
-      softmax.finish(output, params.scale.softmax_scale, output_scale);
-    }
-    store(params, softmax, output, query_tile);
   }
 
   CUTE_DEVICE static WorkItem work_item(ForwardParams const& params, unsigned block) {
@@ -198,6 +185,7 @@ struct FmhaForwardSm80 {
                                                      shape.query_heads);
   }
 
+  // Asks again for the coordinates of the CTA, so that they occupy no registers in the main loop.
   template <class Output>
   CUTE_DEVICE static void store(ForwardParams const& params, Softmax const& softmax, Output& output,
                                 uint32_t tile) {

@@ -22,20 +22,24 @@
 // each with a softmax and an output of its own, which are added up at the end of a tile.
 #pragma once
 
-#include <memeff/bias/add.cuh>
 #include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/drop.cuh>
-#include <memeff/collective/f16x3_operands_sm90.cuh>
-#include <memeff/collective/forward_operands_sm90.cuh>
-#include <memeff/collective/forward_output_sm90.cuh>
-#include <memeff/collective/pipeline.cuh>
-#include <memeff/collective/softmax.cuh>
-#include <memeff/collective/tma_tile.cuh>
+#include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/forward/f16x3_operands_sm90.cuh>
+#include <memeff/kernels/forward/operands_sm90.cuh>
+#include <memeff/kernels/forward/output_sm90.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
-#include <memeff/schedule/sequences.cuh>
+#include <memeff/score/bias/add.cuh>
+#include <memeff/score/bias/tile.cuh>
+#include <memeff/score/scale.cuh>
 
 namespace memeff {
 
@@ -73,7 +77,8 @@ struct FmhaForwardSm90 {
   static constexpr int kProducerRegisters = Operands::kProducerRegisters;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
   static constexpr bool kDropsEarly = Config::kDropout && Operands::kDropsEarly;
-  using KeptBlocks = KeptTile<kDropsEarly, ScoreGrid>;
+  using Dropped = ProbabilityDropout<Config, ScoreGrid, kDropsEarly>;
+  using KeptBlocks = typename Dropped::Bits;
   using Keys = typename Operands::Keys;
   using Values = typename Operands::Values;
   static constexpr int kStages = Config::kStages;
@@ -522,12 +527,8 @@ struct FmhaForwardSm90 {
                                            KeptBlocks const& kept, Scores& scores) {
     if constexpr (Operands::kScalesRows) control.value.wait(stage);
     auto probabilities = Operands::probabilities(scores, values(tiles, stage));
-    if constexpr (kDropsEarly) {
-      drop_elements(kept, probabilities);
-    } else if constexpr (Config::kDropout) {
-      drop_elements<ScoreGrid>(params, item.batch, item.head, item.tile * kTileQuery,
-                               tile * kTileKey, probabilities);
-    }
+    Dropped::apply(params, kept, item.batch, item.head, item.tile * kTileQuery, tile * kTileKey,
+                   probabilities);
     return probabilities;
   }
 

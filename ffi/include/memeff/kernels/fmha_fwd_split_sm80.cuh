@@ -11,16 +11,20 @@
 // partial results in global memory and the kernel of fmha_fwd_combine.cuh.
 #pragma once
 
-#include <memeff/bias/direct.cuh>
 #include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/drop.cuh>
 #include <memeff/collective/load_tile.cuh>
-#include <memeff/collective/softmax.cuh>
+#include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warp_gemm.cuh>
-#include <memeff/kernels/fmha_fwd_combine.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/kernels/forward/combine.cuh>
+#include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/key_splits.cuh>
+#include <memeff/score/bias/direct.cuh>
+#include <memeff/score/scale.cuh>
 
 namespace memeff {
 
@@ -41,6 +45,7 @@ struct FmhaForwardSplitSm80 {
   static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
   using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, Config::kBias>;
   using Rows = PackedRows<Config::kPackHeads>;
+  using Dropped = ProbabilityDropout<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
@@ -126,9 +131,7 @@ struct FmhaForwardSplitSm80 {
                                                 row, column);
       softmax.step(scores, output, params.scale.softmax_scale);
       auto probabilities = as_left_operand<Element>(scores);
-      if constexpr (Config::kDropout) {
-        drop_elements<ScoreGrid>(params, item.batch, item.head, row, column, probabilities);
-      }
+      Dropped::apply(params, item.batch, item.head, row, column, probabilities);
       warp_gemm<Element, kConsumerGroupKeys / 16>(output, probabilities,
                                                   ValueOperand(stage_tiles + KeyTile::kBytes, 0));
       stage = stage + 1 == kStages ? 0 : stage + 1;

@@ -3,7 +3,7 @@
 
 #include <cute/tensor.hpp>
 
-#include <memeff/bias/score_view.cuh>
+#include <memeff/layout/score_view.cuh>
 
 namespace memeff {
 

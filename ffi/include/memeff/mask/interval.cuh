@@ -3,7 +3,8 @@
 
 #include <cute/tensor.hpp>
 
-#include <memeff/schedule/packed_rows.cuh>
+#include <memeff/core/math.cuh>
+#include <memeff/layout/packed_rows.cuh>
 
 namespace memeff {
 

@@ -21,6 +21,7 @@
 #pragma once
 
 #include <memeff/arch/copy.cuh>
+#include <memeff/core/work_item.cuh>
 #include <memeff/schedule/grid.cuh>
 
 namespace memeff {
@@ -32,8 +33,8 @@ constexpr int kAskBefore = -1;
 
 // Additions in the order in which they come, for kernels whose sums may differ in their last bits.
 template <class Config>
-struct AnyOrder {
-  CUTE_DEVICE AnyOrder(BackwardParams const&, int, int*) {}
+struct NoDqSemaphore {
+  CUTE_DEVICE NoDqSemaphore(BackwardParams const&, int, int*) {}
   CUTE_DEVICE WorkItem item(BackwardParams const& params, int key_tiles) const {
     return work_item<Config, Heaviest::first>(params.shape, params.bias, blockIdx.x, key_tiles,
                                               params.shape.key_heads);

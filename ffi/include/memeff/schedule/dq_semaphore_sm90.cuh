@@ -6,8 +6,10 @@
 // neither falls behind by a phase of the barriers.
 #pragma once
 
-#include <memeff/collective/pipeline.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/work_item.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
+#include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/q_blocks.cuh>
 #include <memeff/schedule/split_q.cuh>
 
@@ -86,8 +88,8 @@ struct DqSemaphoreSm90 {
                                          TileRange const& tiles, Visit const& visit) {
     CUTE_NO_UNROLL
     for (int head = 0; head < params.shape.group; ++head) {
-      auto const line = query_line<Config>(params, item, tiles, params.query_tiles,
-                                           item.head * params.shape.group + head);
+      auto const line = row_of_q_blocks<Config>(params, item, tiles, params.query_tiles,
+                                                item.head * params.shape.group + head);
       CUTE_NO_UNROLL
       for (int tile = line.begin; tile < line.end; tile = line.after(tile)) {
         visit(head * params.query_tiles + tile);
@@ -98,7 +100,7 @@ struct DqSemaphoreSm90 {
 
 // The same for kernels whose sums may differ in their last bits.
 template <class Config>
-struct AnyOrderSm90 {
+struct NoDqSemaphoreSm90 {
   struct Control {};
   CUTE_DEVICE static void init(BackwardParams const&, Control&, int) {}
   CUTE_DEVICE static WorkItem item(BackwardParams const& params, Control const&) {

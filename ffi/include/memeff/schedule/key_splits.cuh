@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memeff/mask/interval.cuh>
-#include <memeff/schedule/packed_rows.cuh>
 
 namespace memeff {
 
@@ -31,11 +30,6 @@ CUTE_DEVICE TileRange share_of_split(TileRange const& tiles, int split, int spli
   long long const count = tiles.end - tiles.begin;
   return {tiles.begin + int(count * split / splits),
           tiles.begin + int(count * (split + 1) / splits)};
-}
-
-// Partial results are [splits, partial_rows], rows being [batch, heads of tiles, rows of a head].
-CUTE_DEVICE long long partial_rows(ProblemShape const& shape) {
-  return (long long)shape.batch * shape.query_heads * shape.query_length;
 }
 
 }  // namespace memeff

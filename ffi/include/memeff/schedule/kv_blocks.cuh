@@ -1,9 +1,9 @@
 // The key tiles that a Hopper forward visits for a tile of queries, from the last to the first.
 #pragma once
 
-#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/core/work_item.cuh>
 #include <memeff/mask/block_mask.cuh>
-#include <memeff/schedule/grid.cuh>
 
 namespace memeff {
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memeff/arch/copy.cuh>
+#include <memeff/core/work_item.cuh>
 #include <memeff/schedule/grid.cuh>
 
 namespace memeff {

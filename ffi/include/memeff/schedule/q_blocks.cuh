@@ -2,6 +2,7 @@
 // head.
 #pragma once
 
+#include <memeff/core/work_item.cuh>
 #include <memeff/mask/block_mask.cuh>
 #include <memeff/schedule/grid.cuh>
 
@@ -17,23 +18,23 @@ struct QBlock {
 
 // The tiles of one head's rows that a CTA visits, of `count` that there are.
 template <class Config>
-CUTE_DEVICE BlockMaskRow<Config::kBlockMask> query_line(BackwardParams const& params,
-                                                        WorkItem const& item,
-                                                        TileRange const& tiles, int count,
-                                                        int head) {
+CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of_q_blocks(BackwardParams const& params,
+                                                             WorkItem const& item,
+                                                             TileRange const& tiles, int count,
+                                                             int head) {
   return {tiles, params.block_mask, item.batch, head, item.tile, count};
 }
 
 // What of a range all heads together visit: nothing but tiles between a first and a last one that
 // some head does.
 template <class Config>
-CUTE_DEVICE TileRange block_range(BackwardParams const& params, WorkItem const& item,
-                                  TileRange const& tiles, int count) {
+CUTE_DEVICE TileRange q_block_range(BackwardParams const& params, WorkItem const& item,
+                                    TileRange const& tiles, int count) {
   if constexpr (!Config::kBlockMask) return tiles;
   TileRange visited = {tiles.end, tiles.begin};
   int const group = params.shape.group;
   for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
-    auto const line = query_line<Config>(params, item, tiles, count, head);
+    auto const line = row_of_q_blocks<Config>(params, item, tiles, count, head);
     if (line.empty()) continue;
     visited = {min(visited.begin, line.begin), max(visited.end, line.end)};
   }

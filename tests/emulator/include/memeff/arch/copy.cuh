@@ -1,7 +1,7 @@
 // Moves between memories.
 #pragma once
 
-#include <memeff/core/common.cuh>
+#include <cute/config.hpp>
 
 namespace memeff {
 

@@ -1,7 +1,7 @@
 // How the operands of matrix instructions are to be read.
 #pragma once
 
-#include <memeff/core/tf32.cuh>
+#include <memeff/arch/tf32.cuh>
 
 namespace memeff {
 

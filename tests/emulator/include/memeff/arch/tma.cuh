@@ -3,7 +3,7 @@
 
 #include <cute/arch/copy_sm90_desc.hpp>
 
-#include <memeff/core/common.cuh>
+#include <memeff/params.h>
 
 namespace memeff {
 

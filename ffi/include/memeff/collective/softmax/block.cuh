@@ -1,0 +1,121 @@
+// The online softmax over key tiles where several warps share the columns of a row.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/arch/copy.cuh>
+#include <memeff/collective/softmax/reference.cuh>
+
+namespace memeff {
+
+// Maxima and sums of the warps meet in shared memory, and so do the factors that a row's output is
+// multiplied by, since its accumulators have another arrangement than the scores. kLargeScores:
+// those of a ScoreReference.
+template <class Grid, int kTileRows, bool kLargeScores>
+class BlockSoftmax {
+ public:
+  static constexpr int kLaneRows = 2 * Grid::kRowBlocks;  // rows of which a lane holds elements
+  static constexpr int kBytes = (Grid::kColumnWarps + 2) * kTileRows * int(sizeof(float));
+
+  CUTE_DEVICE explicit BlockSoftmax(uint32_t shared) : shared_(shared) {
+    CUTE_UNROLL
+    for (int r = 0; r < kLaneRows; ++r) {
+      row_max_[r] = -infinity();
+      row_sum_[r] = 0.0f;
+    }
+  }
+
+  // Turns scores into probabilities relative to the new running maximum.
+  template <class Scores>
+  CUTE_DEVICE void step(Scores& scores, float softmax_scale) {
+    CUTE_UNROLL
+    for (int r = 0; r < kLaneRows; ++r) {
+      float maximum = row_max_[r];
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        maximum =
+            fmaxf(maximum, fmaxf(scores(2 * (r % 2), r / 2, n), scores(2 * (r % 2) + 1, r / 2, n)));
+      }
+      share(r, quad_max(maximum));
+    }
+    __syncthreads();
+    CUTE_UNROLL
+    for (int r = 0; r < kLaneRows; ++r) {
+      float maximum = shared_value(r, 0);
+      CUTE_UNROLL
+      for (int warp = 1; warp < Grid::kColumnWarps; ++warp) {
+        maximum = fmaxf(maximum, shared_value(r, warp));
+      }
+      auto const reference = ScoreReference<kLargeScores>::of(maximum, softmax_scale);
+      // Exactly 1 where the maximum stays what it was: the rounding error of the reference, which
+      // the fused multiply-add finds, would grow to 1e-5 over hundreds of tiles.
+      float const correction = maximum > row_max_[r]
+                                   ? exp2_approx(reference.correction(row_max_[r], softmax_scale))
+                                   : 1.0f;
+      row_max_[r] = maximum;
+      float sum = row_sum_[r] * correction;
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float& x = scores(2 * (r % 2) + i, r / 2, n);
+          if constexpr (kLargeScores) x -= reference.score;
+          x = exp2_approx(fmaf(x, softmax_scale, -reference.product));
+          sum += x;
+        }
+      }
+      row_sum_[r] = sum;
+      if (writes_rows()) store_shared(corrections() + row(r) * 4, __float_as_uint(correction));
+    }
+  }
+
+  // After the last step: the factors that normalise the output, times output_scale, and
+  // write(row, natural-log logsumexp) once for each row. Rows without keys, and from `bound` on:
+  // 0 and -inf.
+  template <class Write>
+  CUTE_DEVICE void finish(float softmax_scale, float output_scale, int bound, Write write) {
+    __syncthreads();  // the maxima of the last step are no longer read
+    CUTE_UNROLL
+    for (int r = 0; r < kLaneRows; ++r) share(r, quad_sum(row_sum_[r]));
+    __syncthreads();
+    if (!writes_rows()) return;
+    CUTE_UNROLL
+    for (int r = 0; r < kLaneRows; ++r) {
+      float sum = 0.0f;
+      CUTE_UNROLL
+      for (int warp = 0; warp < Grid::kColumnWarps; ++warp) sum += shared_value(r, warp);
+      bool const empty = sum == 0.0f || row(r) >= bound;
+      store_shared(normalisers() + row(r) * 4, __float_as_uint(empty ? 0.0f : output_scale / sum));
+      write(row(r), empty ? -infinity() : row_max_[r] * softmax_scale * kLn2 + __logf(sum));
+    }
+  }
+
+  // What the last step made of earlier sums, and finish() of the result; after a __syncthreads().
+  CUTE_DEVICE float correction(int row) const { return shared_float(corrections() + row * 4); }
+  CUTE_DEVICE float normaliser(int row) const { return shared_float(normalisers() + row * 4); }
+
+ private:
+  CUTE_DEVICE static float shared_float(uint32_t address) {
+    return __uint_as_float(load_shared(address));
+  }
+  CUTE_DEVICE static int row(int r) { return Grid::element_row(2 * (r % 2), r / 2); }
+  CUTE_DEVICE static int column_warp() { return threadIdx.x / kWarpSize / Grid::kRowWarps; }
+  CUTE_DEVICE static bool writes_rows() { return column_warp() == 0 && threadIdx.x % 4 == 0; }
+
+  CUTE_DEVICE void share(int r, float x) const {
+    if (threadIdx.x % 4 == 0) {
+      store_shared(shared_ + (column_warp() * kTileRows + row(r)) * 4, __float_as_uint(x));
+    }
+  }
+  CUTE_DEVICE float shared_value(int r, int warp) const {
+    return shared_float(shared_ + (warp * kTileRows + row(r)) * 4);
+  }
+  CUTE_DEVICE uint32_t corrections() const { return shared_ + Grid::kColumnWarps * kTileRows * 4; }
+  CUTE_DEVICE uint32_t normalisers() const { return corrections() + kTileRows * 4; }
+
+  uint32_t shared_;
+  float row_max_[kLaneRows];
+  float row_sum_[kLaneRows];  // of this lane's columns only, until finish()
+};
+
+}  // namespace memeff

@@ -1,0 +1,246 @@
+// The online softmax over key tiles (Milakov and Gimelshein 2018), rows owned by quads of lanes.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/arch/copy.cuh>
+#include <memeff/collective/softmax/reference.cuh>
+
+namespace memeff {
+
+// kIntegerMaximum: the maximum of a row is that of its bits, because Hopper compares three integers
+// at a time, but not three floats. It is right where a score is positive; where none is, and none
+// was, the floats are compared. Not worth it where a bias makes whole rows negative.
+// kLargeScores: those of a ScoreReference.
+//
+// kCapped: scores have been multiplied by softmax_scale, and are not beyond it, which a soft cap
+// sees to; probabilities are bfloat16 or wider. Where the cap leaves powers of two that these hold,
+// the reference of every row is 0, and nobody asks for maxima.
+template <int kRowBlocks, bool kIntegerMaximum = false, bool kLargeScores = false,
+          bool kCapped = false>
+struct OnlineSoftmax {
+  using Reference = ScoreReference<kLargeScores>;
+  static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane holds elements
+
+  // A reference follows the maximum of its row when that gets ahead by so many powers of two, not
+  // before (Zadouri et al. 2026, FlashAttention-4, section 3.1): the output is seldom rescaled.
+  static constexpr float kSlack = 8.0f;
+
+  // Sums of 2^kCappedScale, and their products with values, are far from the end of float32.
+  static constexpr float kCappedScale = 64.0f;
+
+  float softmax_reference[kRows];  // the score whose probability is 1; logsumexp after finish()
+  float row_sum[kRows];            // of this lane's columns only, until finish()
+
+  // What scores have been multiplied by, and what is left of softmax_scale.
+  CUTE_DEVICE static float applied(float softmax_scale) { return kCapped ? softmax_scale : 1.0f; }
+  CUTE_DEVICE static float remaining(float softmax_scale) { return kCapped ? 1.0f : softmax_scale; }
+
+  CUTE_DEVICE OnlineSoftmax() {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      softmax_reference[r] = -infinity();
+      row_sum[r] = 0.0f;
+    }
+  }
+
+  // The statistics are needed between the two products only. Where the accumulators of both leave
+  // no registers, they wait in shared memory: kStagedBytes of it for each thread.
+  static constexpr int kStagedBytes = 2 * kRows * int(sizeof(float));
+
+  CUTE_DEVICE void stage_registers(uint32_t shared) const {
+    uint32_t const slot = shared + thread_index() * kStagedBytes;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; r += 2) {
+      store_shared_vector(slot + r * 8, softmax_reference[r], softmax_reference[r + 1], row_sum[r],
+                          row_sum[r + 1]);
+    }
+  }
+
+  CUTE_DEVICE void unstage(uint32_t shared) {
+    uint32_t const slot = shared + thread_index() * kStagedBytes;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; r += 2) {
+      uint4 const parked = load_shared_vector(slot + r * 8);
+      softmax_reference[r] = __uint_as_float(parked.x);
+      softmax_reference[r + 1] = __uint_as_float(parked.y);
+      row_sum[r] = __uint_as_float(parked.z);
+      row_sum[r + 1] = __uint_as_float(parked.w);
+    }
+  }
+
+  // The factors that the rows of an output need.
+  struct Correction {
+    float rows[kRows];
+  };
+
+  // Turns scores into probabilities, and rescales the output.
+  template <class Scores, class Output>
+  CUTE_DEVICE void step(Scores& scores, Output& output, float softmax_scale) {
+    rescale(output, exponentiate(scores, softmax_scale));
+  }
+
+  // Turns scores into probabilities.
+  template <class Scores>
+  CUTE_DEVICE Correction exponentiate(Scores& scores, float softmax_scale) {
+    Correction correction;
+    if (kCapped && softmax_scale <= kCappedScale) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        correction.rows[r] = 1.0f;
+        softmax_reference[r] = 0.0f;
+      }
+      add_exponentials(scores, correction, [](int, float x) { return x; });
+      return correction;
+    }
+    float const scale = remaining(softmax_scale);
+    float greatest[kRows];
+    lane_maxima(scores, greatest);
+    Reference references[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) references[r] = follow(r, greatest[r], scale, correction);
+    if constexpr (kLargeScores) subtract_large(scores, references);
+    add_exponentials(scores, correction,
+                     [&](int r, float x) { return fmaf(x, scale, -references[r].product); });
+    return correction;
+  }
+
+  template <class Output>
+  CUTE_DEVICE static void rescale(Output& output, Correction const& correction) {
+    bool rises = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) rises |= correction.rows[r] != 1.0f;
+    if (warp_any(rises)) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) rescale_row(output, r, correction.rows[r]);
+    }
+  }
+
+  // What two outputs are multiplied by before they are added.
+  struct Weights {
+    float own[kRows];
+    float other[kRows];
+  };
+
+  // Takes in the statistics of the same rows over other keys.
+  CUTE_DEVICE Weights merge(OnlineSoftmax const& other, float softmax_scale) {
+    float const scale = remaining(softmax_scale);
+    Weights weights;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float const maximum = fmaxf(softmax_reference[r], other.softmax_reference[r]);
+      auto const reference = Reference::of(maximum, scale);
+      weights.own[r] = exp2_approx(reference.correction(softmax_reference[r], scale));
+      weights.other[r] = exp2_approx(reference.correction(other.softmax_reference[r], scale));
+      softmax_reference[r] = maximum;
+      row_sum[r] = row_sum[r] * weights.own[r] + other.row_sum[r] * weights.other[r];
+    }
+    return weights;
+  }
+
+  // Normalises the output, times output_scale, and leaves the natural-log logsumexp of each row in
+  // softmax_reference. Rows without keys: output 0, logsumexp -inf.
+  template <class Output>
+  CUTE_DEVICE void finish(Output& output, float softmax_scale, float output_scale) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float const sum = quad_sum(row_sum[r]);
+      bool const empty = sum == 0.0f;
+      float const inverse = empty ? 0.0f : output_scale * reciprocal_approx(sum);
+      float const reference = softmax_reference[r] * remaining(softmax_scale);
+      float const logsumexp = (reference + log2_approx(sum)) * kLn2;
+      softmax_reference[r] = empty ? -infinity() : logsumexp;
+      rescale_row(output, r, inverse);
+    }
+  }
+
+ private:
+  // Scores become the powers of two with these exponents, and part of the sums of their rows.
+  template <class Scores, class Exponent>
+  CUTE_DEVICE void add_exponentials(Scores& scores, Correction const& correction,
+                                    Exponent exponent) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float sum = row_sum[r] * correction.rows[r];
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        float& x = scores(2 * (r % 2), r / 2, n);
+        float& y = scores(2 * (r % 2) + 1, r / 2, n);
+        x = exp2_approx(exponent(r, x));
+        y = exp2_approx(exponent(r, y));
+        sum += x + y;  // half as many sums wait for each other
+      }
+      row_sum[r] = sum;
+    }
+  }
+
+  template <class Output>
+  CUTE_DEVICE static void rescale_row(Output& output, int r, float factor) {
+    CUTE_UNROLL
+    for (int n = 0; n < cute::size<2>(output); ++n) {
+      output(2 * (r % 2), r / 2, n) *= factor;
+      output(2 * (r % 2) + 1, r / 2, n) *= factor;
+    }
+  }
+
+  // Where the reference of a row is now, after scores of which `greatest` is this lane's maximum.
+  CUTE_DEVICE Reference follow(int r, float greatest, float softmax_scale, Correction& correction) {
+    float const maximum = quad_max(greatest);
+    bool const rises = (maximum - softmax_reference[r]) * softmax_scale > kSlack;
+    float const score = rises ? maximum : softmax_reference[r];
+    auto const reference = Reference::of(score, softmax_scale);
+    correction.rows[r] =
+        rises ? exp2_approx(reference.correction(softmax_reference[r], softmax_scale)) : 1.0f;
+    softmax_reference[r] = score;
+    return reference;
+  }
+
+  // Subtracts the scores of references from those of the rows that have one: few in most calls.
+  template <class Scores>
+  CUTE_DEVICE static void subtract_large(Scores& scores, Reference const (&references)[kRows]) {
+    bool large = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) large |= references[r].score != 0.0f;
+    if (!warp_any(large)) return;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        scores(2 * (r % 2), r / 2, n) -= references[r].score;
+        scores(2 * (r % 2) + 1, r / 2, n) -= references[r].score;
+      }
+    }
+  }
+
+  // The greatest score of each row among this lane's; where it is below the reference perhaps
+  // another one that is.
+  template <class Scores>
+  CUTE_DEVICE void lane_maxima(Scores const& scores, float (&greatest)[kRows]) const {
+    if constexpr (kIntegerMaximum) {
+      bool ordered = true;
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        int maximum = 0;
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<2>(scores); ++n) {
+          maximum = max_of_three(maximum, __float_as_int(scores(2 * (r % 2), r / 2, n)),
+                                 __float_as_int(scores(2 * (r % 2) + 1, r / 2, n)));
+        }
+        greatest[r] = __int_as_float(maximum);
+        ordered &= maximum > 0 || softmax_reference[r] >= 0.0f;
+      }
+      if (!warp_any(!ordered)) return;
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      greatest[r] = -infinity();
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        greatest[r] = fmaxf(
+            greatest[r], fmaxf(scores(2 * (r % 2), r / 2, n), scores(2 * (r % 2) + 1, r / 2, n)));
+      }
+    }
+  }
+};
+
+}  // namespace memeff

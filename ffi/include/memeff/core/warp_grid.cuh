@@ -1,0 +1,81 @@
+// How the warps of a CTA, or of a warpgroup, divide the accumulators of a product.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/core/common.cuh>
+
+namespace memeff {
+
+constexpr int kWarpgroupSize = 128;
+constexpr int kWarpgroupRows = 64;
+
+// Can kWarps warps, each with `rows` rows, tile a [kRows, kColumns] product? Columns must stay a
+// multiple of 16, the width of one ldmatrix.x4 of the right operand.
+template <int kRows, int kColumns, int kWarps>
+constexpr bool warps_fit(int rows) {
+  return kRows % rows == 0 && kWarps % (kRows / rows) == 0 &&
+         kColumns % (16 * (kWarps / (kRows / rows))) == 0;
+}
+
+// 32 rows where they fit: that reads each shared-memory operand least often.
+template <int kRows, int kColumns, int kWarps>
+constexpr int kPreferredWarpRows = warps_fit<kRows, kColumns, kWarps>(32) ? 32 : 16;
+
+// How kWarps warps share a [kRows, kColumns] product: each owns kWarpRows x kWarpColumns of it.
+template <int kRows, int kColumns, int kWarps,
+          int kWarpRows_ = kPreferredWarpRows<kRows, kColumns, kWarps>>
+struct WarpGrid {
+  static constexpr int kWarpRows = kWarpRows_;
+  static_assert(warps_fit<kRows, kColumns, kWarps>(kWarpRows),
+                "no arrangement of the warps covers this product");
+  static constexpr int kRowWarps = kRows / kWarpRows;
+  static constexpr int kColumnWarps = kWarps / kRowWarps;
+  static constexpr int kWarpColumns = kColumns / kColumnWarps;
+  static constexpr int kRowBlocks = kWarpRows / 16;
+  static constexpr int kColumnBlocks = kWarpColumns / 16;
+
+  // Neighbouring warps share columns: they read the same right operand at the same time. Unsigned
+  // indices and a column that is known to be 0 save instructions wherever addresses are computed.
+  CUTE_DEVICE static int row(unsigned thread = threadIdx.x) {
+    unsigned const warp = thread / kWarpSize;
+    return (kColumnWarps == 1 ? warp : warp % kRowWarps) * kWarpRows;
+  }
+  CUTE_DEVICE static int column(unsigned thread = threadIdx.x) {
+    return kColumnWarps == 1 ? 0 : thread / kWarpSize / kRowWarps * kWarpColumns;
+  }
+
+  CUTE_DEVICE static auto make_accumulators() {
+    return cute::make_tensor<float>(
+        cute::Shape<cute::_4, cute::Int<kRowBlocks>, cute::Int<2 * kColumnBlocks>>{});
+  }  // (4, MMA_M, MMA_N)
+
+  // Row and column, inside the whole product, of an accumulator element.
+  CUTE_DEVICE static int element_row(int element, int m, unsigned thread = threadIdx.x) {
+    return row(thread) + m * 16 + (element / 2) * 8 + thread % kWarpSize / 4;
+  }
+  CUTE_DEVICE static int element_column(int element, int n, unsigned thread = threadIdx.x) {
+    return column(thread) + n * 8 + (thread % 4) * 2 + element % 2;
+  }
+};
+
+// A product that one warpgroup of several computes alone: rows and columns do not depend on which.
+template <int kRows, int kColumns>
+struct WarpgroupGrid : WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16> {
+  using Grid = WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16>;
+
+  CUTE_DEVICE static int row(unsigned thread = threadIdx.x) {
+    return Grid::row(thread % kWarpgroupSize);
+  }
+  CUTE_DEVICE static int column(unsigned thread = threadIdx.x) {
+    return Grid::column(thread % kWarpgroupSize);
+  }
+  CUTE_DEVICE static int element_row(int element, int m, unsigned thread = threadIdx.x) {
+    return Grid::element_row(element, m, thread % kWarpgroupSize);
+  }
+  CUTE_DEVICE static int element_column(int element, int n, unsigned thread = threadIdx.x) {
+    return Grid::element_column(element, n, thread % kWarpgroupSize);
+  }
+};
+
+}  // namespace memeff

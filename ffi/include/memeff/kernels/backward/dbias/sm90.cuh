@@ -1,0 +1,377 @@
+// After the backward, for Hopper: the gradient of a bias that is broadcast over batch elements or
+// heads, the same in every run.
+//
+// As in fmha_bwd_recompute.cuh a tile of the gradient has one owner, which visits the batch
+// elements and heads that share it and keeps the sum of dS in registers. A tile is a square of as
+// many queries as keys, of which each consumer owns 64 queries. The operands come in parts of 64
+// columns, those of S = Q K^T and those of dP = dO V^T in turn: one ring of pairs of buffers, in
+// which the next arrive under the products of these. The bias is the same for all members of a tile
+// and is copied once (score/bias/square_sm90.cuh).
+//
+// Each CTA of a grid no larger than the GPU has every so many tiles, so that the operands of one
+// arrive while the one before is finished.
+#pragma once
+
+#include <memeff/collective/softmax/online.cuh>
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/backward_tiles_sm90.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tma_tile.cuh>
+#include <memeff/mask/score_mask.cuh>
+#include <memeff/score/bias/gradient.cuh>
+#include <memeff/score/bias/square_sm90.cuh>
+#include <memeff/score/dropout.cuh>
+#include <memeff/score/scale.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct BiasTilesSm90 {
+  static constexpr int kTileQuery = cute::max(Config::kTileQuery, Config::kTileKey);
+  static constexpr int kTileKey = kTileQuery;
+  static constexpr int kWarps = kTileQuery / 16;
+  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kWarps, 16>;
+};
+
+// MainTiles are those of the kernels before.
+template <class Config, class MainTiles>
+struct DbiasSm90 {
+  using Element = typename Config::Element;
+  using Tiles = BiasTilesSm90<Config>;
+  using Grid = typename Tiles::ScoreGrid;
+  using Mask = ScoreMask<Config, Grid>;
+  static constexpr int kTileQuery = Tiles::kTileQuery;
+  static constexpr int kTileKey = Tiles::kTileKey;
+  static constexpr int kConsumerWarps = Tiles::kWarps;
+  static constexpr int kConsumers = kConsumerWarps * kWarpSize;
+  static constexpr int kThreads = kConsumers + kWarpgroupSize;
+  static constexpr int kBlocksPerSm = 1;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
+  static constexpr int kStages = Config::kDbiasStages;
+  static constexpr int kConsumerBarrier = 1;
+
+  static constexpr int kPartColumns = 64;
+  static constexpr int kHeadParts = Config::kHeadDim / kPartColumns;
+  static constexpr int kValueParts = Config::kValueDim / kPartColumns;
+  using Part = SharedTile<kTileQuery, kPartColumns>;  // of queries or dO, of keys or values
+  static_assert(kTileQuery == kTileKey && Part::kPanels == 1);
+  // Where the ring is too small for both products, the first gives its buffers back before.
+  static constexpr bool kHoldsBlock = kHeadParts + kValueParts <= kStages;
+  static_assert(cute::max(kHeadParts, kValueParts) <= kStages);
+  static constexpr int kPairBytes = 2 * Part::kBytes;
+  // Rows of the boxes that the copy engine moves, as in the other kernels.
+  static constexpr int kQueryBox = kWarpgroupRows;
+  static constexpr int kKeyBox = Config::kTileKey;
+
+  using Bias = SquareBias<Config, Tiles>;
+  static constexpr int kBiasOffset = kStages * kPairBytes;
+  static constexpr int kControlOffset = kBiasOffset + Bias::kBytes;
+  struct Control : Bias::Control {
+    Pipeline<kStages> pairs;
+  };
+  static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
+
+  using Member = ScoreSlice;
+
+  // A tile, and the members that have a valid element in it.
+  struct Work {
+    using Tile = BiasGradientTile<Config, Tiles>;
+    Tile tile;
+    BroadcastSlices<Config> members;
+
+    CUTE_DEVICE Work(BackwardParams const& params, int index)
+        : tile(params, index), members(params, tile.slice) {}
+
+    CUTE_DEVICE Member first(BackwardParams const& params) const {
+      return from(params, members.first());
+    }
+
+    CUTE_DEVICE Member after(BackwardParams const& params, Member const& member) const {
+      return from(params, members.after(member));
+    }
+
+    CUTE_DEVICE bool ends(Member const& member) const { return member.index >= members.count; }
+
+    // The tile of a member, alone.
+    CUTE_DEVICE BlockMaskRow<Config::kBlockMask> line(BackwardParams const& params,
+                                                      Member const& member) const {
+      int const key = tile.column / kTileKey;
+      return {{key, key + 1}, params.block_mask,     member.batch,
+              member.head,    tile.row / kTileQuery, ceil_div(params.shape.key_length, kTileKey)};
+    }
+
+   private:
+    // This one, or the first behind it that has.
+    CUTE_DEVICE Member from(BackwardParams const& params, Member member) const {
+      int const key = tile.column / kTileKey;
+      for (; !ends(member); member = members.after(member)) {
+        Mask const mask(params.mask, params.shape, member.batch);
+        TileRange const visited = mask.key_tiles(tile.row, kTileQuery, kTileKey);
+        if (visited.begin <= key && key < visited.end && !line(params, member).empty()) break;
+      }
+      return member;
+    }
+  };
+
+  CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
+    char* const shared = dynamic_shared();
+    Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
+    uint32_t const tiles = shared_address(shared);
+    if (threadIdx.x == kConsumers) {
+      control.pairs.init(kConsumerWarps);
+      Bias::init(control);
+      fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x >= kConsumers) {
+      lower_registers<kProducerRegisters>();
+      if (threadIdx.x == kConsumers) produce(params, maps, control, tiles);
+    } else {
+      raise_registers<kConsumerRegisters>();
+      consume(params, control, tiles);
+    }
+  }
+
+  CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
+                                  Control& control, uint32_t tiles) {
+    PipelineStage<kStages> stage;
+    Bias bias(tiles + kBiasOffset);
+    int const count = Work::Tile::count(params);
+    CUTE_NO_UNROLL
+    for (int index = blockIdx.x; index < count; index += gridDim.x) {
+      Work const work(params, index);
+      bool first = true;
+      CUTE_NO_UNROLL
+      for (Member member = work.first(params); !work.ends(member);
+           member = work.after(params, member)) {
+        load_pairs<kHeadParts>(params, maps.query, maps.key, params.key, work, member, control,
+                               stage, tiles);
+        // Its buffer is free when the tile before has its last scores, as are those of dP.
+        if (first) bias.produce(params, maps, work, control);
+        first = false;
+        load_pairs<kValueParts>(params, maps.out_gradient, maps.value, params.value, work, member,
+                                control, stage, tiles);
+      }
+    }
+  }
+
+  template <int kParts>
+  CUTE_DEVICE static void load_pairs(BackwardParams const& params, TensorMap const& rows,
+                                     TensorMap const& columns, TensorView const& tensor,
+                                     Work const& work, Member const& member, Control& control,
+                                     PipelineStage<kStages>& stage, uint32_t tiles) {
+    int const head = member.head;
+    Origin const queries = query_origin<Config>(params.shape, member.batch);
+    Origin const keys = key_origin<Config>(params.shape, member.batch);
+    int const element = element_of<Config>(tensor, keys.batch);
+    CUTE_NO_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      uint64_t& arrived = control.pairs.acquire(stage, kPairBytes);
+      uint32_t const pair = tiles + stage.index * kPairBytes;
+      int const column = part * kPartColumns;
+      load_part<kQueryBox>(rows, arrived, pair, column, queries.row + work.tile.row, head,
+                           queries.batch);
+      load_part<kKeyBox>(columns, arrived, pair + Part::kBytes, column, keys.row + work.tile.column,
+                         head / params.shape.group, element);
+      stage.advance();
+    }
+  }
+
+  template <int kBox>
+  CUTE_DEVICE static void load_part(TensorMap const& map, uint64_t& arrived, uint32_t part,
+                                    int column, int row, int head, int batch) {
+    CUTE_UNROLL
+    for (int i = 0; i < Part::kRows; i += kBox) {
+      load_box(map, arrived, part + i * Part::kRowBytes, column, row + i, head, batch,
+               CacheHint::EVICT_LAST);
+    }
+  }
+
+  CUTE_DEVICE static void consume(BackwardParams const& params, Control& control, uint32_t tiles) {
+    PipelineStage<kStages> stage;
+    Bias bias(tiles + kBiasOffset);
+    int const count = Work::Tile::count(params);
+    CUTE_NO_UNROLL
+    for (int index = blockIdx.x; index < count; index += gridDim.x) {
+      Work const work(params, index);
+      auto sums = Grid::make_accumulators();  // (4, 1, MMA_N)
+      cute::clear(sums);
+      Member member = work.first(params);
+      if (!work.ends(member)) bias.begin(params, work);
+      CUTE_NO_UNROLL
+      while (!work.ends(member)) {
+        Member const next = work.after(params, member);
+        bool const last = work.ends(next);
+        auto add_bias = [&](auto& scores) { bias.add(params, work, control, last, scores); };
+        visit(params, work, member, control, stage, tiles, add_bias, sums);
+        member = next;
+      }
+      work.tile.store(sums);
+    }
+  }
+
+  template <class AddBias, class Accumulators>
+  CUTE_DEVICE static void visit(BackwardParams const& params, Work const& work,
+                                Member const& member, Control& control,
+                                PipelineStage<kStages>& stage, uint32_t tiles,
+                                AddBias const& add_bias, Accumulators& sums) {
+    int const batch = member.batch;
+    int const head = member.head;
+    Mask const mask(params.mask, params.shape, batch);
+    RowStatistics const statistics(params, mask, work, batch, head);
+
+    // Loaded here, so that the bits do not wait for it.
+    typename KeptBlocks::Source const dropout(params.dropout, params.mask, batch, head);
+    auto scores = Grid::make_accumulators();          // (4, 1, MMA_N)
+    auto score_gradient = Grid::make_accumulators();  // (4, 1, MMA_N)
+    PipelineStage<kStages> read = stage;
+    auto end_scores = [&](auto pending) {
+      wait_products<pending>();
+      fence_accumulators(scores);
+      release<kHeadParts>(control, read);
+    };
+    begin_product<kHeadParts>(params, mask, work, control, stage, tiles, scores);
+    if constexpr (!kHoldsBlock) end_scores(cute::Int<0>{});
+    begin_product<kValueParts>(params, mask, work, control, stage, tiles, score_gradient);
+    if constexpr (Config::kDropout) control.pairs.wait_again(read);
+    KeptBlocks const kept(dropout, work.tile.row, work.tile.column);
+    if constexpr (kHoldsBlock) end_scores(cute::Int<1>{});
+    prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+    add_bias(scores);
+    bool const partial = work.line(params, member).partial(work.tile.column / kTileKey);
+    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, head,
+                                              work.tile.row, work.tile.column, partial);
+    statistics.exponentiate(params.scale.softmax_scale, scores);
+    fence_accumulators(scores);
+    // A branch, which the exponentials stay before: the assembler, left with one basic block, puts
+    // them behind the wait for the product that they should run under.
+    clear_rows_beyond(mask.query_length - work.tile.row, scores);
+    wait_products<0>();
+    fence_accumulators(score_gradient);
+    release<kValueParts>(control, read);
+    add_gradient(params, statistics, kept, scores, score_gradient, sums);
+  }
+
+  // Starts the product of the next pairs, as a group.
+  template <int kParts, class Accumulators>
+  CUTE_DEVICE static void begin_product(BackwardParams const& params, Mask const& mask,
+                                        Work const& work, Control& control,
+                                        PipelineStage<kStages>& stage, uint32_t tiles,
+                                        Accumulators& accumulators) {
+    using Operand = DescriptorOperand<Part, Contiguous::k>;
+    // Uniform over the warpgroup, and known to be.
+    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    CUTE_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      uint32_t const pair = tiles + stage.index * kPairBytes;
+      control.pairs.wait(stage);
+      clear_beyond(params.shape, mask, work, pair);
+      fence_accumulators(accumulators);
+      begin_products();
+      warpgroup_gemm<Element, kPartColumns / 16>(accumulators,
+                                                 Operand(pair, warpgroup * kWarpgroupRows),
+                                                 Operand(pair + Part::kBytes), part > 0);
+      stage.advance();
+    }
+    commit_products();
+  }
+
+  // Gives back the buffers of a product that has ended, from `stage` on.
+  template <int kParts>
+  CUTE_DEVICE static void release(Control& control, PipelineStage<kStages>& stage) {
+    CUTE_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      if (threadIdx.x % kWarpSize == 0) control.pairs.release(stage);
+      stage.advance();
+    }
+  }
+
+  // What stands beyond the lengths of a member may be NaN, and so would be their P and dP.
+  CUTE_DEVICE static void clear_beyond(ProblemShape const& shape, Mask const& mask,
+                                       Work const& work, uint32_t pair) {
+    int const row = work.tile.row;
+    int const column = work.tile.column;
+    bool const rows = reads_beyond<Config>(mask.query_length, row + kTileQuery, shape.query_length);
+    bool const columns = reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length);
+    if (!rows && !columns) return;
+    if (rows) clear_rows<Part, kConsumers>(pair, mask.query_length - row);
+    if (columns) clear_rows<Part, kConsumers>(pair + Part::kBytes, mask.key_length - column);
+    fence_tma_store();
+    named_barrier_sync(kConsumerBarrier, kConsumers);
+  }
+
+  using KeptBlocks = KeptTile<Config::kDropout, Grid>;
+
+  // Logsumexp and delta of the two rows that a thread owns elements of.
+  struct RowStatistics {
+    float2 rows[2];
+
+    // Of rows beyond the length, as of rows without keys, every P is 0.
+    CUTE_DEVICE RowStatistics(BackwardParams const& params, Mask const& mask, Work const& work,
+                              int batch, int head) {
+      float const* const source =
+          params.row_statistics +
+          MainTiles::tile_index(params, batch, head, 0) * MainTiles::kTileQuery * 2;
+      int const thread = thread_index();
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int const row = work.tile.row + Grid::element_row(2 * half, 0, thread);
+        rows[half] = row < mask.query_length ? QuadStatistics::load(source, row)
+                                             : make_float2(infinity(), 0.0f);
+      }
+    }
+
+    // P from S.
+    template <class Scores>
+    CUTE_DEVICE void exponentiate(float softmax_scale, Scores& scores) const {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        scores(i) = exp2_approx(fmaf(scores(i), softmax_scale, -rows[i % 4 / 2].x));
+      }
+    }
+  };
+
+  // The bias of a row beyond the length of a member may be NaN, and so would be its P.
+  template <class Scores>
+  CUTE_DEVICE static void clear_rows_beyond(int row_bound, Scores& scores) {
+    if (row_bound < kTileQuery) {
+      int const thread = thread_index();
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        if (Grid::element_row(i % 4, 0, thread) >= row_bound) scores(i) = 0.0f;
+      }
+    }
+  }
+
+  // sums += dS = P (dP - delta), where dropout has thinned dP.
+  template <class Scores>
+  CUTE_DEVICE static void add_gradient(BackwardParams const& params,
+                                       RowStatistics const& statistics,
+                                       KeptBlocks const& kept_blocks, Scores const& scores,
+                                       Scores const& score_gradient, Scores& sums) {
+    auto block = [&](int, int column_block, auto const& keep) {
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        int const element = i % 4;
+        int const chunk = i / 4;
+        int const half = element / 2;
+        int const n = 2 * column_block + chunk;
+        float const kept = keep.select(score_gradient(element, 0, n), half, chunk, element % 2);
+        float const gradient =
+            fmaf(kept, kept_scale<Config>(params.dropout), -statistics.rows[half].y);
+        sums(element, 0, n) = fmaf(scores(element, 0, n), gradient, sums(element, 0, n));
+      }
+    };
+    CUTE_UNROLL
+    for (int n = 0; n < Grid::kColumnBlocks; ++n) block(0, n, kept_blocks.block(0, n));
+  }
+};
+
+template <class Config>
+struct FmhaBackwardDbias<Config, BackwardTilesSm90<Config>>
+    : DbiasSm90<Config, BackwardTilesSm90<Config>> {};
+
+}  // namespace memeff

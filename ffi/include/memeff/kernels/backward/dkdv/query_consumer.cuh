@@ -1,0 +1,226 @@
+// The consumer of queries in dkdv/kernel.cuh: P^T = exp2(K Q^T - lse) for the other consumer, and
+// dK += dS^T Q.
+#pragma once
+
+#include <memeff/collective/softmax/transposed.cuh>
+#include <memeff/kernels/backward/dkdv/work.cuh>
+#include <memeff/score/dropout.cuh>
+#include <memeff/score/scale.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct DkdvQueryConsumer : DkdvSm90<Config> {
+  using Base = DkdvSm90<Config>;
+  using Base::kBiasOffset;
+  using Base::kTileKey;
+  using Base::kTileQuery;
+  using typename Base::Bias;
+  using typename Base::BiasTile;
+  using typename Base::Control;
+  using typename Base::Element;
+  using typename Base::GradientStage;
+  using typename Base::KeyGrid;
+  using typename Base::KeyTile;
+  using typename Base::Mask;
+  using typename Base::ProbabilityStage;
+  using typename Base::QBlockCursor;
+  using typename Base::QueryTile;
+  using typename Base::ScoreGrid;
+  using typename Base::ScoreTile;
+  using typename Base::Stage;
+  using typename Base::Work;
+
+  // Steps of keys that stay in registers. Beside them are dK, S with what modifies it, and
+  // addresses.
+  static constexpr int kScoreRegisters = kTileQuery / 2;
+  static constexpr int kKeyRegisters =
+      Base::kConsumerRegisters - Config::kHeadDim / 2 -
+      (2 + Config::kSoftCap + Bias::kRegisterSteps) * kScoreRegisters - 16;
+  static constexpr int kRegisterKeySteps = register_steps(Config::kHeadDim, kKeyRegisters);
+  using KeyRows = RegisterRows<KeyTile, ScoreGrid, kRegisterKeySteps>;
+
+  // The main loop. S of one Q block runs beside dK of the one before.
+  CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps,
+                              Work const& work, Control& control, uint32_t tiles) {
+    ProblemShape const& shape = params.shape;
+    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    Mask const mask(params.mask, shape, work.item.batch);
+    Steps const steps{params, work, mask, control, tiles, leader};
+    auto key_gradient = KeyGrid::make_accumulators();  // (4, 1, MMA_N)
+    cute::clear(key_gradient);
+
+    if (int const count = Base::q_block_count(params, work); count > 0) {
+      control.key.wait({});
+      if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, shape.key_length)) {
+        Base::template clear_beyond<KeyTile>(tiles, mask.key_length - work.column, 0);
+      }
+      KeyRows const keys(tiles, 0);
+      auto scores = ScoreGrid::make_accumulators();      // (4, 1, MMA_N)
+      auto derivative = ScoreGrid::make_accumulators();  // of the soft cap, for dS
+      QBlockCursor q_block(params, work);
+      Stage stage;
+      ProbabilityStage sent;
+      GradientStage received;
+      Bias bias(tiles + kBiasOffset);
+
+      steps.begin_scores(keys, q_block, stage, scores);
+      bias.load(params, work, q_block, mask);
+      wait_products<0>();
+      steps.send_probabilities(q_block, stage, sent, bias, derivative, scores);
+      CUTE_NO_UNROLL
+      for (int i = 1; i < count; ++i) {
+        Stage const before = stage;
+        q_block.advance(params, work);
+        stage.advance();
+        steps.begin_scores(keys, q_block, stage, scores);
+        steps.begin_key_gradient(before, received, derivative, key_gradient);
+        bias.load(params, work, q_block, mask);
+        wait_products<Config::kKeyGradient>();  // S
+        steps.send_probabilities(q_block, stage, sent, bias, derivative, scores);
+        wait_products<0>();
+        steps.release(before, received, key_gradient);
+      }
+      steps.begin_key_gradient(stage, received, derivative, key_gradient);
+      wait_products<0>();
+      steps.release(stage, received, key_gradient);
+    }
+    if constexpr (Config::kKeyGradient) {
+      scale_accumulators(key_gradient, params.scale.gradient_scale);
+      Base::template store<KeyTile, KeyGrid>(maps.key_gradient, params.key_gradient, shape, work,
+                                             mask.key_length, tiles, 0, shape.head_dim,
+                                             key_gradient);
+    }
+    if constexpr (Config::kVarlen) {
+      clear_key_gap<Config, kWarpgroupSize>(params, work.item, mask.key_length,
+                                            ceil_div(shape.key_length, kTileKey));
+    }
+  }
+
+  struct Steps {
+    BackwardParams const& params;
+    Work const& work;
+    Mask const& mask;
+    Control& control;
+    uint32_t tiles;
+    bool leader;
+
+    // S^T = K Q^T
+    template <class Scores>
+    CUTE_DEVICE void begin_scores(KeyRows const& keys, QBlockCursor const& q_block,
+                                  Stage const& stage, Scores& scores) const {
+      uint32_t const tile = Base::query_tile(tiles, stage);
+      control.query.wait(stage);
+      if (reads_beyond<Config>(mask.query_length, q_block.row() + kTileQuery,
+                               params.shape.query_length)) {
+        Base::template clear_beyond<QueryTile>(tile, mask.query_length - q_block.row(), 0);
+      }
+      fence_accumulators(scores);
+      begin_products();
+      warpgroup_gemm<Element, Config::kHeadDim / 16>(
+          scores, keys, DescriptorOperand<QueryTile, Contiguous::k>(tile), false);
+      commit_products();
+    }
+
+    // P^T from S^T, to the other consumer.
+    template <class Scores>
+    CUTE_DEVICE void send_probabilities(QBlockCursor const& q_block, Stage const& stage,
+                                        ProbabilityStage& sent, Bias& bias, Scores& derivative,
+                                        Scores& scores) const {
+      fence_accumulators(scores);
+      prescale_scores<Element, Config::kSoftCap>(scores, params.scale);
+      if constexpr (Config::kSoftCap) {
+        CUTE_UNROLL
+        for (int i = 0; i < cute::size(scores); ++i) {
+          derivative(i) = fmaf(-scores(i), scores(i), 1.0f);
+        }
+      }
+      auto clear_bias = [](uint32_t tile, int first) {
+        Base::template clear_beyond<BiasTile>(tile, first, 0);
+      };
+      bias.add(params, q_block, mask, control, clear_bias, scores);
+      mask.template apply_transposed<kTileQuery, kTileKey>(
+          scores, params.mask, params.shape, work.item.batch, q_block.head, q_block.row(),
+          work.column, q_block.blocks.partial(q_block.tile));
+      exponentiate_transposed<ScoreGrid>(Base::query_statistics(tiles, stage),
+                                         params.scale.softmax_scale, scores);
+      if constexpr (Config::kDropout) mark_dropped(q_block, scores);
+      control.probability.acquire(sent);
+      store_operand<ScoreTile, ScoreGrid>(Base::probability_tile(tiles, sent),
+                                          as_left_operand<Element>(scores));
+      __syncwarp();
+      if (leader) {
+        control.probability.commit(sent);
+        bias.release(control);
+      }
+      sent.advance();
+      bias.advance();
+    }
+
+    // dK += dS^T Q
+    template <class Scores, class Accumulators>
+    CUTE_DEVICE void begin_key_gradient(Stage const& stage, GradientStage const& received,
+                                        Scores const& derivative,
+                                        Accumulators& key_gradient) const {
+      if constexpr (Config::kKeyGradient) {
+        uint32_t const tile = Base::gradient_tile(tiles, received);
+        control.score_gradient.wait(received);
+        if constexpr (Config::kSoftCap) multiply(tile, derivative);
+        fence_accumulators(key_gradient);
+        begin_products();
+        warpgroup_gemm<Element, kTileQuery / 16>(
+            key_gradient, DescriptorOperand<ScoreTile, Contiguous::k>(tile),
+            DescriptorOperand<QueryTile, Contiguous::outer>(Base::query_tile(tiles, stage)), true);
+        commit_products();
+      }
+    }
+
+    // Gives back the buffers that dK of a Q block, which has ended, has read.
+    template <class Accumulators>
+    CUTE_DEVICE void release(Stage const& stage, GradientStage& received,
+                             Accumulators& key_gradient) const {
+      fence_accumulators(key_gradient);
+      if (leader) {
+        control.query.release(stage);
+        if constexpr (Config::kKeyGradient) control.score_gradient.release(received);
+      }
+      received.advance();
+    }
+
+   private:
+    // Probabilities are not negative: a negative one tells the other consumer what dropout drops.
+    template <class Scores>
+    CUTE_DEVICE void mark_dropped(QBlockCursor const& q_block, Scores& scores) const {
+      int const batch = work.item.batch;
+      Dropout<ScoreGrid, true> const dropout(params.dropout, params.mask, batch);
+      dropout.for_each_block(dropout_head(params.dropout, batch, q_block.head), q_block.row(),
+                             work.column, [&](int, int row_block, auto const& keep) {
+                               CUTE_UNROLL
+                               for (int i = 0; i < 8; ++i) {
+                                 int const chunk = i / 4;
+                                 float& score = scores(i % 4, 0, 2 * row_block + chunk);
+                                 score = keep.select(2.0f * score, chunk, i % 4 / 2, i % 2) - score;
+                               }
+                             });
+    }
+
+    // dS^T of the score before the soft cap replaces dS^T of the score after it, in place: the
+    // derivative is in the registers of this consumer, not of the one that computed dS^T.
+    template <class Factors>
+    CUTE_DEVICE static void multiply(uint32_t tile, Factors const& factors) {
+      auto operand = load_operand<ScoreTile, ScoreGrid>(tile);
+      CUTE_UNROLL
+      for (int i = 0; i < kTileQuery / 4; ++i) {
+        uint32_t& pair = operand.fragments[0][i / 4][i % 4];
+        int const element = i % 2 * 2;
+        pair = pack<Element>(unpack<Element>(pair, 0) * factors(element, 0, i / 2),
+                             unpack<Element>(pair, 1) * factors(element + 1, 0, i / 2));
+      }
+      store_operand<ScoreTile, ScoreGrid>(tile, operand);
+      fence_tma_store();
+      named_barrier_sync(Base::warpgroup_barrier(0), kWarpgroupSize);
+    }
+  };
+};
+
+}  // namespace memeff

@@ -1,0 +1,194 @@
+// The scores of a tile and their gradient, which every kernel of the backward for any head dim
+// begins with.
+#pragma once
+
+#include <memeff/collective/chunked_product.cuh>
+#include <memeff/collective/load_tile.cuh>
+#include <memeff/kernels/backward/scores_sm80.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tensor_rows.cuh>
+#include <memeff/score/bias/direct.cuh>
+
+namespace memeff {
+
+// A tile of scores of one query head.
+struct LargeDimTile {
+  int batch;
+  int query_head;
+  int key_head;
+  int row;
+  int column;
+};
+
+// The bias of a tile, which each lane reads from global memory when it is added: the products take
+// much longer.
+template <class Config, class Mask, class Grid, bool kBias = has_bias_tile<Config>()>
+struct QBlockDirectBias {
+  CUTE_DEVICE QBlockDirectBias(ScoreView const&, Mask const&, int, int) {}
+  template <class Scores>
+  CUTE_DEVICE void add(Scores&, float, QBlock const&) const {}
+};
+
+template <class Config, class Mask, class Grid>
+struct QBlockDirectBias<Config, Mask, Grid, true> {
+  ScoreView const& bias;
+  Mask const& mask;
+  int batch;
+  int column;
+
+  CUTE_DEVICE QBlockDirectBias(ScoreView const& bias, Mask const& mask, int batch, int column)
+      : bias(bias), mask(mask), batch(batch), column(column) {}
+
+  template <class Scores>
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, QBlock const& q_block) const {
+    add_bias_elements<Config, Grid>(scores, bias, batch, q_block.head, q_block.row, column,
+                                    mask.query_length - q_block.row, mask.key_length - column,
+                                    bias_scale);
+  }
+};
+
+// P and dS of a tile.
+template <class Config>
+struct LargeDimScores {
+  using Element = typename Config::Element;
+  using Whole = BackwardScoresSm80<Config>;
+  using Tiles = BackwardTiles<Config>;
+  using ScoreTile = typename Tiles::ScoreTile;
+  using ScoreGrid = typename Tiles::ScoreGrid;
+  using Mask = ScoreMask<Config, ScoreGrid>;
+  using Modifiers = ScoreModifiers<Config, QBlockDirectBias<Config, Mask, ScoreGrid>>;
+  static constexpr int kThreads = Tiles::kThreads;
+  static constexpr int kTileQuery = Tiles::kTileQuery;
+  static constexpr int kTileKey = Tiles::kTileKey;
+  static constexpr int kStep = kStreamStep<Element>;  // columns of Q and K, then of dO and V
+  using QueryStep = typename Tiles::template Tile<kTileQuery, kStep>;
+  using KeyStep = typename Tiles::template Tile<kTileKey, kStep>;
+  using QueryProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;    // dQ
+  using KeyProduct = ChunkedProduct<Config, ScoreTile, Contiguous::outer>;  // dK, dV
+
+  static constexpr int kBufferBytes =
+      cute::max(QueryStep::kBytes + KeyStep::kBytes, KeyProduct::StepTile::kBytes);
+  static constexpr int kStatisticsBytes = Whole::kStatisticsBytes;
+  static constexpr int kSharedBytes =
+      2 * ScoreTile::kBytes + 2 * kBufferBytes + 2 * kStatisticsBytes;
+
+  BackwardParams const& params;
+  Mask const& mask;
+  Origin queries;
+  Origin keys;
+  uint32_t probability_tile;
+  uint32_t score_tile;
+  uint32_t buffers;
+  uint32_t statistics_buffers;
+
+  CUTE_DEVICE LargeDimScores(BackwardParams const& params, Mask const& mask, int batch,
+                             uint32_t shared)
+      : params(params),
+        mask(mask),
+        queries(query_origin<Config>(params.shape, batch)),
+        keys(key_origin<Config>(params.shape, batch)),
+        probability_tile(shared),
+        score_tile(probability_tile + ScoreTile::kBytes),
+        buffers(buffers_in(shared)),
+        statistics_buffers(buffers + 2 * kBufferBytes) {}
+
+  CUTE_DEVICE static uint32_t buffers_in(uint32_t shared) { return shared + 2 * ScoreTile::kBytes; }
+
+  CUTE_DEVICE static int steps(int columns) { return ceil_div(columns, kStep); }
+
+  // Step `step` of the operands, and with the first one the statistics of the rows. `parity` is
+  // that of the visit: statistics arrive while those of the visit before are still read.
+  CUTE_DEVICE void load(LargeDimTile const& tile, int step, int parity, uint32_t buffer) const {
+    int const head_steps = steps(params.shape.head_dim);
+    if (step < head_steps) {
+      load_pair(tile, params.query, params.key, params.shape.head_dim, step * kStep, buffer);
+    } else {
+      load_pair(tile, params.out_gradient, params.value, params.shape.value_dim,
+                (step - head_steps) * kStep, buffer);
+    }
+    int const byte = thread_index() * 16;
+    if (step == 0 && byte < kStatisticsBytes) {
+      char const* const statistics = reinterpret_cast<char const*>(
+          params.row_statistics +
+          (Tiles::tile_index(params, tile.batch, tile.query_head, 0) * kTileQuery + tile.row) * 2);
+      copy_async(statistics_buffers + parity * kStatisticsBytes + byte, statistics + byte, true);
+    }
+  }
+
+  // Leaves P (after dropout) and dS of a tile, rounded, in the shared tiles that are asked for.
+  template <bool kProbabilities, bool kScoreGradients, class LoadNext>
+  CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity,
+                           LoadNext load_next) const {
+    using BiasWriter = typename Whole::BiasWriter;
+    constexpr bool kBiasGradient = Config::kBiasGradient != BiasGradient::none &&
+                                   Config::kBiasGradient != BiasGradient::dbias_kernel;
+    compute<kProbabilities, kScoreGradients, kBiasGradient>(ring, tile, parity, load_next, [&] {
+      return BiasWriter(params, {tile.batch, tile.query_head, tile.row, tile.column});
+    });
+  }
+
+  // The same with another use of the bias's gradient.
+  template <bool kProbabilities, bool kScoreGradients, bool kBiasGradient, class LoadNext,
+            class MakeWriter>
+  CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity, LoadNext load_next,
+                           MakeWriter make_writer) const {
+    constexpr bool kGradients = kScoreGradients || kBiasGradient;
+    int const head_steps = steps(params.shape.head_dim);
+    int const value_steps = kGradients ? steps(params.shape.value_dim) : 0;
+    auto scores = ScoreGrid::make_accumulators();          // (4, MMA_M, MMA_N)
+    auto score_gradient = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+    cute::clear(scores);
+    cute::clear(score_gradient);
+    ring.run(
+        head_steps + value_steps,
+        [&](int step, uint32_t buffer) { load(tile, step, parity, buffer); },
+        [&](int step, uint32_t buffer) {
+          LeftOperand<QueryStep, Contiguous::k, ScoreGrid::kRowBlocks> const left(buffer,
+                                                                                  ScoreGrid::row());
+          RightOperand<KeyStep, Contiguous::k, ScoreGrid::kColumnBlocks> const right(
+              buffer + QueryStep::kBytes, ScoreGrid::column());
+          if (!kGradients || step < head_steps) {
+            warp_gemm<Element, kStep / kStepElements<Element>>(scores, left, right);
+          } else {
+            warp_gemm<Element, kStep / kStepElements<Element>>(score_gradient, left, right);
+          }
+        },
+        load_next);
+    Modifiers const modifiers = {{params.scale}, {params.bias, mask, tile.batch, tile.column}};
+    Whole::compute(params, modifiers, statistics_buffers + parity * kStatisticsBytes, tile.batch,
+                   {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column, scores,
+                   score_gradient, make_writer);
+    if constexpr (kProbabilities) {
+      store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
+    }
+    if constexpr (kScoreGradients) {
+      store_accumulators<Element, ScoreTile, ScoreGrid>(score_tile, score_gradient);
+    }
+  }
+
+  // The rows of one head from `row` on and below `length`: what a product reads, or it writes.
+  template <class Rows>
+  CUTE_DEVICE static Rows rows(TensorView const& tensor, Origin const& origin, int row, int head,
+                               int length, int columns) {
+    return {row_pointer<Element>(tensor, origin.batch, origin.row + row, head),
+            tensor.row_stride * (long long)sizeof(Element), length - row, columns};
+  }
+
+ private:
+  CUTE_DEVICE void load_pair(LargeDimTile const& tile, TensorView const& left,
+                             TensorView const& right, int columns, int first,
+                             uint32_t buffer) const {
+    TileLoader<QueryStep, kThreads, Config::kAlignment>::copy(
+        buffer,
+        row_pointer<Element>(left, queries.batch, queries.row + tile.row, tile.query_head) +
+            first * int(sizeof(Element)),
+        left.row_stride * sizeof(Element), mask.query_length - tile.row, columns - first);
+    TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
+        buffer + QueryStep::kBytes,
+        key_row_pointer<Config>(right, keys.batch, keys.row + tile.column, tile.key_head) +
+            first * int(sizeof(Element)),
+        right.row_stride * sizeof(Element), mask.key_length - tile.column, columns - first);
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,60 @@
+// After the backward: dq = scale * (its f32 sums), rounded. One CTA per tile of query rows.
+#pragma once
+
+#include <memeff/collective/epilogue.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/layout/backward_tiles.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tensor_rows.cuh>
+#include <memeff/mask/interval.cuh>
+
+namespace memeff {
+
+template <class Config, class Tiles = BackwardTiles<Config>>
+struct FmhaBackwardPostprocess {
+  using Element = typename Config::Element;
+  static constexpr int kThreads = Tiles::kThreads;
+  static constexpr int kBlocksPerSm = 2;
+  static constexpr int kSharedBytes = Tiles::QueryTile::kBytes;
+
+  CUTE_DEVICE static void run(BackwardParams const& params) {
+    char* const shared = dynamic_shared();
+    ProblemShape const& shape = params.shape;
+    WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
+    int const row = item.tile * Tiles::kTileQuery;
+    int row_bound = shape.query_length - row;
+    if constexpr (Config::kVarlen) {
+      int const length = IntervalMask<MaskKind::none>(params.mask, shape, item.batch).query_length;
+      Gap::of_queries(shape, item.batch, length)
+          .template clear<Element, kThreads>(params.query_gradient, item.head, shape.head_dim,
+                                             item.tile, params.query_tiles);
+      row_bound = length - row;
+      if (row_bound <= 0) return;
+    }
+    Origin const origin = query_origin<Config>(shape, item.batch);
+    float const* const sums =
+        params.query_gradient_sum +
+        Tiles::tile_index(params, item.batch, item.head, item.tile) * Tiles::kQueryTileFloats;
+
+    auto query_gradient = Tiles::QueryGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(query_gradient); ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
+        float4 const sum = *reinterpret_cast<float4 const*>(
+            query_gradient_sums<Tiles::kThreads>(sums, query_gradient, m, n));
+        query_gradient(0, m, n) = sum.x * params.scale.gradient_scale;
+        query_gradient(1, m, n) = sum.y * params.scale.gradient_scale;
+        query_gradient(2, m, n) = sum.z * params.scale.gradient_scale;
+        query_gradient(3, m, n) = sum.w * params.scale.gradient_scale;
+      }
+    }
+    store_tile<Element, typename Tiles::QueryTile, typename Tiles::QueryGrid, kThreads,
+               Config::kAlignment>(
+        shared_address(shared), query_gradient,
+        row_pointer<Element>(params.query_gradient, origin.batch, origin.row + row, item.head),
+        params.query_gradient.row_stride * sizeof(Element), row_bound, shape.head_dim);
+  }
+};
+
+}  // namespace memeff

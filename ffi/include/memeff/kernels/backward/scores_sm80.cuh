@@ -1,0 +1,153 @@
+// P and dS of one tile from the products S = Q K^T and dP = dO V^T, for kernels with mma.sync.
+#pragma once
+
+#include <memeff/layout/backward_tiles.cuh>
+#include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/q_blocks.cuh>
+#include <memeff/score/bias/add.cuh>
+#include <memeff/score/bias/gradient.cuh>
+#include <memeff/score/dropout.cuh>
+#include <memeff/score/modifiers.cuh>
+#include <memeff/score/probability.cuh>
+
+namespace memeff {
+
+// The bias of a Q block in shared memory, which all threads of the CTA copy and read. Without a
+// bias all of it is empty.
+template <class Config, class Mask, bool kBias = has_bias_tile<Config>()>
+struct QBlockBiasTile {
+  static constexpr int kBytes = 0;
+  CUTE_DEVICE QBlockBiasTile(ScoreView const&, Mask const&, int, int, uint32_t) {}
+  CUTE_DEVICE void load(QBlock const&) const {}
+  template <class Next>
+  CUTE_DEVICE void load_next(bool, Next) const {}
+  template <class Scores>
+  CUTE_DEVICE void add(Scores&, float, QBlock const&) const {}
+};
+
+template <class Config, class Mask>
+struct QBlockBiasTile<Config, Mask, true> {
+  using Tiles = BackwardTiles<Config>;
+  using Grid = typename Tiles::ScoreGrid;
+  using Element = typename Config::BiasElement;
+  using Tile = BiasTile<Config, Tiles::kTileQuery, Tiles::kTileKey, Tiles::kThreads>;
+  static constexpr int kBytes = Tile::kBytes;
+
+  ScoreView const& bias;
+  Mask const& mask;
+  int batch;
+  int column;
+  uint32_t tile;
+
+  CUTE_DEVICE QBlockBiasTile(ScoreView const& bias, Mask const& mask, int batch, int column,
+                             uint32_t tile)
+      : bias(bias), mask(mask), batch(batch), column(column), tile(tile) {}
+
+  // Starts the copy, when all threads have added the tile before.
+  CUTE_DEVICE void load(QBlock const& q_block) const {
+    Tile::copy(tile, thread_index(), source(q_block), row_bytes(), mask.query_length - q_block.row,
+               mask.key_length - column);
+  }
+
+  // The same if there is a next Q block, next().
+  template <class Next>
+  CUTE_DEVICE void load_next(bool exists, Next next) const {
+    if (exists) load(next());
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, QBlock const& q_block) const {
+    int const thread = thread_index();
+    add_bias(scores,
+             BiasReader<Tile>(tile, Grid::row(thread), Grid::column(thread), source(q_block),
+                              row_bytes()),
+             bias_scale);
+  }
+
+ private:
+  CUTE_DEVICE char const* source(QBlock const& q_block) const {
+    return bias_row<Config>(bias, batch, q_block.head, q_block.row) +
+           column * (long long)sizeof(Element);
+  }
+  CUTE_DEVICE long long row_bytes() const { return bias.row_stride * sizeof(Element); }
+};
+
+// Rows of the accumulators are queries; the statistics of these rows are in shared memory.
+template <class Config>
+struct BackwardScoresSm80 {
+  using Element = typename Config::Element;
+  using Tiles = BackwardTiles<Config>;
+  using ScoreGrid = typename Tiles::ScoreGrid;
+  using Mask = ScoreMask<Config, ScoreGrid>;
+  using Bias = QBlockBiasTile<Config, Mask>;
+  using BiasWriter = BiasGradientWriter<Config>;
+  static constexpr int kTileQuery = Tiles::kTileQuery;
+  static constexpr int kTileKey = Tiles::kTileKey;
+  static constexpr int kStep = kStepElements<Element>;
+  // CTAs of four warps share an SM and hide each other's reads; eight warps alone read further
+  // ahead.
+  static constexpr int kReadAhead = Config::kWarps == 4 ? 1 : 2;
+  static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
+
+  // S = Q K^T or dP = dO V^T, from tiles in shared memory.
+  template <class LeftTile, class RightTile, class Accumulators>
+  CUTE_DEVICE static void multiply(uint32_t left, uint32_t right, Accumulators& scores) {
+    warp_gemm<Element, LeftTile::kColumns / kStep, kReadAhead>(
+        scores, LeftOperand<LeftTile, Contiguous::k, ScoreGrid::kRowBlocks>(left, ScoreGrid::row()),
+        RightOperand<RightTile, Contiguous::k, ScoreGrid::kColumnBlocks>(right,
+                                                                         ScoreGrid::column()));
+  }
+
+  // scores: S -> P, after dropout.  score_gradient: dP -> dS, the gradient of query.key without the
+  // user's scale. The gradient of the bias goes to the object that make_writer() returns.
+  template <class Modifiers, class Scores, class MakeWriter>
+  CUTE_DEVICE static void compute(BackwardParams const& params, Modifiers const& modifiers,
+                                  uint32_t statistics, int batch, QBlock const& q_block,
+                                  Mask const& mask, int column, Scores& scores,
+                                  Scores& score_gradient, MakeWriter make_writer) {
+    Scores scaled;
+    modifiers.recompute(scores, scaled, q_block);
+    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch,
+                                              q_block.head, q_block.row, column, q_block.partial);
+    auto bias_gradient = make_writer();
+    int const thread = thread_index();
+    float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block
+    // The 16x16 block (m, column_block); row blocks come one after the other.
+    auto block = [&](int m, int column_block, auto const& keep) {
+      if (column_block == 0) {
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          rows[half] =
+              load_shared_pair(statistics + ScoreGrid::element_row(2 * half, m, thread) * 8);
+        }
+      }
+      float block_gradient[2][4];  // of the bias
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float2 const row = rows[half];
+        CUTE_UNROLL
+        for (int pair = 0; pair < 4; ++pair) {
+          int const chunk = pair / 2;
+          int const i = pair % 2;
+          int const element = 2 * half + i;
+          int const n = 2 * column_block + chunk;
+          float& score = scores(element, m, n);
+          float const p = probability(score, params.scale.softmax_scale, row.x);
+          float const gradient =
+              softmax_gradient(p, keep.select(score_gradient(element, m, n), half, chunk, i),
+                               kept_scale<Config>(params.dropout), row.y);
+          block_gradient[chunk][element] = gradient;
+          score_gradient(element, m, n) = Modifiers::backward(
+              gradient, Modifiers::input_of_derivative(score, scaled(element, m, n)));
+          score = keep.select(p, half, chunk, i);
+        }
+      }
+      bias_gradient.block(m, column_block, block_gradient);
+    };
+    for_each_kept_block<Config, ScoreGrid>(params.dropout, params.mask, batch, q_block.head,
+                                           q_block.row, column, block);
+    bias_gradient.finish();
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,59 @@
+// dS^T from P^T and dP^T, for kernels whose scores are transposed: rows of the accumulators are
+// keys, columns are queries.
+#pragma once
+
+#include <memeff/layout/row_statistics.cuh>
+#include <memeff/score/bias/gradient_transposed.cuh>
+#include <memeff/score/dropout.cuh>
+#include <memeff/score/probability.cuh>
+
+namespace memeff {
+
+// The gradient of query.key without the user's scale, and the kept P^T. Both are packed block by
+// block, which frees the accumulators.
+template <class Config, class Modifiers, class BiasWriter, class Grid, class Kept, class Scores,
+          class Operand>
+CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t statistics,
+                                          ScoreTilePosition const& position,
+                                          Kept const& kept_blocks, Scores const& scaled,
+                                          Scores const& scores, Scores const& score_gradient,
+                                          Operand& probabilities, Operand& left_gradient,
+                                          typename BiasWriter::Sums& bias_sums) {
+  using Element = typename Config::Element;
+  int const thread = thread_index();
+  BiasWriter const bias_gradient(params, position);
+  // Sixteen queries and the sixteen keys of this warp.
+  auto block = [&](int, int row_block, auto const& keep) {
+    auto const deltas = QuadStatistics::load_deltas<Grid>(statistics, row_block, thread);
+    CUTE_UNROLL
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      int const n = 2 * row_block + chunk;
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        float kept[2];
+        float gradient[2];
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          int const element = 2 * half + i;
+          float const p = scores(element, 0, n);
+          float const kept_gradient = keep.select(score_gradient(element, 0, n), chunk, half, i);
+          gradient[i] = softmax_gradient(p, kept_gradient, kept_scale<Config>(params.dropout),
+                                         deltas.of[2 * chunk + i]);
+          kept[i] = keep.select(p, chunk, half, i);
+        }
+        bias_gradient.pair(bias_sums, n, half, gradient);
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          gradient[i] = Modifiers::backward(gradient[i], scaled(2 * half + i, 0, n));
+        }
+        probabilities.fragments[0][row_block][2 * chunk + half] = pack<Element>(kept[0], kept[1]);
+        left_gradient.fragments[0][row_block][2 * chunk + half] =
+            pack<Element>(gradient[0], gradient[1]);
+      }
+    }
+  };
+  CUTE_UNROLL
+  for (int n = 0; n < Grid::kColumnBlocks; ++n) block(0, n, kept_blocks.block(0, n));
+}
+
+}  // namespace memeff

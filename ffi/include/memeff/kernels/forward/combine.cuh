@@ -1,0 +1,108 @@
+// After a forward whose keys were split: out = sum of exp(lse_split - lse) * out_split.
+#pragma once
+
+#include <memeff/core/math.cuh>
+#include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/tensor_rows.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct FmhaForwardCombine {
+  using Element = typename Config::Element;
+  using Rows = PackedRows<Config::kPackHeads>;
+  static constexpr int kThreads = 128;
+  static constexpr int kBlocksPerSm = 8;
+
+  // A thread has four columns of a row. Rows of many splits are given several such sets of threads.
+  static constexpr int kColumnThreads = Config::kValueDim / 4;
+  static constexpr int kSets = kThreads / kColumnThreads;
+  static_assert(kSets > 0);
+
+  // A sum of outputs, weighted by exp(their logsumexp - maximum), and the sum of these weights.
+  struct Sum {
+    float4 out;
+    float maximum;
+    float weight;
+
+    CUTE_DEVICE void add(float4 const& other_out, float other_maximum, float other_weight) {
+      float const largest = fmaxf(maximum, other_maximum);
+      float const reference = largest == -infinity() ? 0.0f : largest;
+      float const own = exp2_approx((maximum - reference) * kLog2e);
+      float const other = exp2_approx((other_maximum - reference) * kLog2e);
+      out.x = own * out.x + other * other_out.x;
+      out.y = own * out.y + other * other_out.y;
+      out.z = own * out.z + other * other_out.z;
+      out.w = own * out.w + other * other_out.w;
+      weight = own * weight + other * other_weight;
+      maximum = largest;
+    }
+  };
+
+  CUTE_DEVICE static void run(ForwardParams const& params) {
+    long long const rows = partial_rows(params.shape);
+    int const row_sets = min(params.splits, kSets);
+    int const block_rows = kSets / row_sets;
+    long long const step = (long long)gridDim.x * block_rows;
+    for (long long first = (long long)blockIdx.x * block_rows; first < rows; first += step) {
+      combine(params, first, int(min((long long)block_rows, rows - first)), row_sets);
+    }
+  }
+
+ private:
+  // Combines the rows [first, first + count), each with row_sets sets of threads.
+  CUTE_DEVICE static void combine(ForwardParams const& params, long long first, int count,
+                                  int row_sets) {
+    auto& sums = static_shared<Sum[kSets][kColumnThreads]>();
+    int const set = threadIdx.x / kColumnThreads;
+    int const column_thread = threadIdx.x % kColumnThreads;
+    long long const row = first + set / row_sets;
+    bool const active = set / row_sets < count;
+    Sum sum = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -infinity(), 0.0f};
+    if (active) {
+#pragma unroll 4
+      for (int split = set % row_sets; split < params.splits; split += row_sets) {
+        long long const index = split * partial_rows(params.shape) + row;
+        float const* const out = params.partial_out + index * Config::kValueDim + 4 * column_thread;
+        sum.add(*reinterpret_cast<float4 const*>(out), params.partial_logsumexp[index], 1.0f);
+      }
+      sums[set][column_thread] = sum;
+    }
+    __syncthreads();
+    if (active && set % row_sets == 0) {
+      for (int other = 1; other < row_sets; ++other) {
+        Sum const& found = sums[set + other][column_thread];
+        sum.add(found.out, found.maximum, found.weight);
+      }
+      store(params, row, 4 * column_thread, sum);
+    }
+    __syncthreads();  // the sums are no longer read
+  }
+
+  CUTE_DEVICE static void store(ForwardParams const& params, long long partial_row, int column,
+                                Sum const& sum) {
+    ProblemShape const& shape = params.shape;
+    Rows const rows(shape);
+    int const row_count = rows.count(shape.query_length);
+    int const row = int(partial_row % row_count);
+    int const tile_heads = shape.query_heads / rows.heads;
+    int const head_batch = int(partial_row / row_count);
+    int const batch = head_batch / tile_heads;
+    int const query = rows.query(row);
+    int const head = rows.query_head(head_batch % tile_heads, row);
+    bool const empty = sum.weight == 0.0f;
+    if (column == 0) {
+      params.logsumexp[((long long)batch * shape.query_heads + head) * shape.query_length + query] =
+          empty ? -infinity() : sum.maximum + __logf(sum.weight);
+    }
+    if (column < shape.value_dim) {
+      float const scale = empty ? 0.0f : 1.0f / sum.weight;
+      char* const out = row_pointer<Element>(params.out, batch, query, head);
+      *reinterpret_cast<uint2*>(out + column * sizeof(Element)) =
+          make_uint2(pack<Element>(sum.out.x * scale, sum.out.y * scale),
+                     pack<Element>(sum.out.z * scale, sum.out.w * scale));
+    }
+  }
+};
+
+}  // namespace memeff

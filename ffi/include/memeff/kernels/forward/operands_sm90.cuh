@@ -1,0 +1,159 @@
+// The operands of the Hopper forward's products: how they come to shared memory, and how they are
+// multiplied. The main loop knows these functions and no element type.
+#pragma once
+
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tma_tile.cuh>
+
+namespace memeff {
+
+// A consumer's queries of a piece, the left operand of every visit: where they arrive.
+template <class Tile>
+struct SharedQueries {
+  CUTE_DEVICE void take(uint32_t, int) {}
+  CUTE_DEVICE auto operand(uint32_t buffer, int warpgroup) const {
+    return DescriptorOperand<Tile, Contiguous::k>(buffer, warpgroup * kWarpgroupRows);
+  }
+};
+
+// In registers. Products read less of shared memory, and take fewer descriptors. The buffer stays
+// until a product has used them: see Pipeline::release().
+template <class Tile>
+struct RegisterQueries {
+  RegisterOperand<1, Tile::kColumns / 16, 2> fragments;
+
+  CUTE_DEVICE void take(uint32_t buffer, int warpgroup) {
+    fragments = load_operand<Tile, WarpgroupGrid<kWarpgroupRows, 16>>(
+        buffer + warpgroup * kWarpgroupRows * Tile::kRowBytes);
+  }
+  CUTE_DEVICE auto const& operand(uint32_t, int) const { return fragments; }
+};
+
+// 16-bit elements, which tensor maps bring from query, key and value, for a CTA of kThreads.
+template <class Config, int kThreads>
+struct MappedOperands {
+  using Element = typename Config::Element;
+  using QueryTile = SharedTile<Config::kTileQuery, Config::kHeadDim>;
+  using KeyTile = SharedTile<Config::kTileKey, Config::kHeadDim>;
+  using ValueTile = SharedTile<Config::kTileKey, Config::kValueDim>;
+  static constexpr int kRowWarpgroups = Config::kTileQuery / kWarpgroupRows;
+  static constexpr int kQueryBufferBytes = QueryTile::kBytes;
+  static constexpr int kQueryBytes = QueryTile::kBytes / kRowWarpgroups;  // of a consumer
+  static constexpr int kHeadSteps = Config::kHeadDim / 16;
+  static constexpr int kKeySteps = Config::kTileKey / 16;
+  // Are rows beyond a length in the tensor, where they may be NaN?
+  static constexpr bool kClearsValues = true;
+  // Do probabilities depend on the values that they will be multiplied with?
+  static constexpr bool kScalesRows = false;
+  // Does the product of scores wait for that with the values of the visit before? Without
+  // registers for both of a consumer its products run beside those of the others alone.
+  static constexpr bool kSequential = false;
+  static constexpr int kProducerRegisters = 32;
+
+  // What accumulators and probabilities leave of a consumer's registers. The compiler needs some to
+  // overlap visits, and others for features. Consumer groups make few visits, and keep to what
+  // those need.
+  static constexpr int kLeftRegisters = consumer_registers<kThreads, kProducerRegisters>() -
+                                        Config::kValueDim / 2 - Config::kTileKey / 2 -
+                                        Config::kTileKey / 4;
+  static constexpr bool kWindow = Config::kMask == MaskKind::window;
+  static constexpr bool kHoldsQueries =
+      Config::kConsumerGroups == 1 &&
+      kLeftRegisters - Config::kHeadDim / 4 >=
+          40 + (Config::kBias || Config::kDropout ? 40 : 0) + (kWindow ? 40 : 0);
+  // The random bits of a visit are made under the product of its scores, or when they are needed.
+  static constexpr bool kDropsEarly =
+      Config::kConsumerGroups == 1 &&
+      kLeftRegisters - Config::kTileKey / 8 >= 32 + (Config::kBias ? 48 : 0) + (kWindow ? 16 : 0);
+  using Queries =
+      cute::conditional_t<kHoldsQueries, RegisterQueries<QueryTile>, SharedQueries<QueryTile>>;
+
+  ForwardParams const& params;
+  ForwardMaps const& maps;
+
+  CUTE_DEVICE void prefetch() const {
+    prefetch_map(maps.query);
+    prefetch_map(maps.key);
+    prefetch_map(maps.value);
+  }
+
+  // Starts the copy of a consumer's queries of a piece.
+  CUTE_DEVICE void load_queries(WorkItem const& item, int, int warpgroup, uint64_t& arrived,
+                                uint32_t buffer) const {
+    Origin const origin = query_origin<Config>(params.shape, item.batch);
+    int const tile_row = warpgroup * kWarpgroupRows;
+    load_tma_tile<QueryTile>(maps.query, arrived, buffer, tile_row,
+                             origin.row + item.tile * Config::kTileQuery + tile_row, item.head,
+                             origin.batch, CacheHint::EVICT_FIRST);
+  }
+
+  // The tiles of keys, or of values, of a piece.
+  template <class Tile>
+  struct Rows {
+    static constexpr int kBytes = Tile::kBytes;
+    static constexpr int kBufferBytes = Tile::kBytes;
+    TensorMap const& map;
+    int row;
+    int head;
+    int element;
+
+    CUTE_DEVICE void load(int tile, uint64_t& arrived, uint32_t buffer) const {
+      load_tma_tile<Tile>(map, arrived, buffer, 0, row + tile * Config::kTileKey, head, element,
+                          CacheHint::EVICT_LAST);
+    }
+  };
+  using Keys = Rows<KeyTile>;
+  using Values = Rows<ValueTile>;
+
+  CUTE_DEVICE Keys keys(WorkItem const& item, int) const {
+    return rows<KeyTile>(params.key, maps.key, item);
+  }
+  CUTE_DEVICE Values values(WorkItem const& item, int) const {
+    return rows<ValueTile>(params.value, maps.value, item);
+  }
+
+  // Starts the product of a consumer's queries with keys.
+  template <class Scores, class QueryOperand>
+  CUTE_DEVICE static void multiply_keys(Scores& scores, QueryOperand const& queries,
+                                        uint32_t keys) {
+    warpgroup_gemm<Element, kHeadSteps>(scores, queries,
+                                        DescriptorOperand<KeyTile, Contiguous::k>(keys), false);
+  }
+  template <class Scores>
+  CUTE_DEVICE static void unscale(Scores&, uint32_t, uint32_t, int) {}
+
+  template <class Scores>
+  CUTE_DEVICE static auto probabilities(Scores& scores, uint32_t) {
+    return as_left_operand<Element>(scores);
+  }
+
+  // What tensor cores sum the products with values in: the output itself.
+  struct Part {};
+  template <class Output>
+  CUTE_DEVICE static Output& sums(Output& output, Part&) {
+    return output;
+  }
+  template <class Sums, class Probabilities>
+  CUTE_DEVICE static void multiply_values(Sums& output, Probabilities const& probabilities,
+                                          uint32_t values, bool begins) {
+    warpgroup_gemm<Element, kKeySteps>(
+        output, probabilities, DescriptorOperand<ValueTile, Contiguous::outer>(values), !begins);
+  }
+  template <class Output, class Probabilities>
+  CUTE_DEVICE static void add(Output&, Part const&, Probabilities const&, bool) {}
+
+ private:
+  template <class Tile>
+  CUTE_DEVICE Rows<Tile> rows(TensorView const& tensor, TensorMap const& map,
+                              WorkItem const& item) const {
+    Origin const origin = key_origin<Config>(params.shape, item.batch);
+    return {map, origin.row, item.head / params.shape.group,
+            element_of<Config>(tensor, origin.batch)};
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,90 @@
+// What a consumer of the Hopper forward writes when it has visited all key tiles of its rows.
+#pragma once
+
+#include <memeff/collective/drop.cuh>
+#include <memeff/collective/epilogue.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tensor_rows.cuh>
+#include <memeff/layout/tma_tile.cuh>
+#include <memeff/mask/score_mask.cuh>
+#include <memeff/score/bias/rows.cuh>
+#include <memeff/score/bias/tile.cuh>
+
+namespace memeff {
+
+template <class Config, class Grid, class Softmax>
+struct ForwardOutputSm90 {
+  using Element = typename Config::Element;
+
+  // Output and logsumexp of this warp's valid rows of a piece: those below `query_length`.
+  template <class Output>
+  CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
+                                Softmax& softmax, Output& output) {
+    ProblemShape const& shape = params.shape;
+    int const row = item.tile * Config::kTileQuery;
+    finish(params, item, row, query_length - row, softmax, output);
+    Origin const origin = query_origin<Config>(shape, item.batch);
+    int const query = row + Grid::element_row(0, 0);
+    char* out = row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +
+                lane_column() * int(sizeof(Element));
+    float* logsumexp =
+        params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head) + query;
+    // Or the compiler computes each of the addresses below from the beginning.
+    hide_value(out);
+    hide_value(logsumexp);
+    CUTE_UNROLL
+    for (int r = 0; r < Softmax::kRows; ++r) {
+      int const below = Grid::element_row(2 * r, 0) - Grid::element_row(0, 0);
+      bool const valid = query + below < query_length;
+      store_global_if(valid && threadIdx.x % 4 == 0, logsumexp + below,
+                      softmax.softmax_reference[r]);
+      store_row<Element>(out + below * params.out.row_stride * int(sizeof(Element)), output, r,
+                         shape.value_dim, valid);
+    }
+  }
+
+  // Output 0 and logsumexp -inf of the rows [row, row_end) of a piece, by the threads of a
+  // warpgroup: they are not valid, but may exist.
+  CUTE_DEVICE static void write_empty(ForwardParams const& params, WorkItem const& item,
+                                      int query_length, int row, int row_end) {
+    ProblemShape const& shape = params.shape;
+    // Past a packed sequence the next one begins.
+    int const end = min(row_end, Config::kVarlen ? query_length : shape.query_length);
+    if (row >= end) return;
+    Origin const origin = query_origin<Config>(shape, item.batch);
+    float* const logsumexp = params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head);
+    int const thread = int(threadIdx.x) % kWarpgroupSize;
+    CUTE_NO_UNROLL
+    for (int query = row + thread; query < end; query += kWarpgroupSize) {
+      logsumexp[query] = -infinity();
+    }
+    constexpr int kVectorColumns = 16 / int(sizeof(Element));
+    int const vectors = shape.value_dim / kVectorColumns;
+    CUTE_NO_UNROLL
+    for (int i = thread; i < (end - row) * vectors; i += kWarpgroupSize) {
+      char* const out =
+          row_pointer<Element>(params.out, origin.batch, origin.row + row + i / vectors, item.head);
+      *reinterpret_cast<uint4*>(out + i % vectors * 16) = make_uint4(0, 0, 0, 0);
+    }
+  }
+
+ private:
+  // The end of the softmax. A bias that is broadcast over columns has an effect here alone.
+  template <class Output>
+  CUTE_DEVICE static void finish(ForwardParams const& params, WorkItem const& item, int row,
+                                 int row_bound, Softmax& softmax, Output& output) {
+    float const output_scale = kept_scale<Config>(params.dropout);
+    if constexpr (Config::kBias && !has_bias_tile<Config>()) {
+      RowBias<Config, Grid> const bias(params.bias, item.batch, item.head, row, row_bound);
+      bias.mask(softmax);
+      softmax.finish(output, params.scale.softmax_scale, output_scale);
+      bias.add(softmax);
+    } else {
+      softmax.finish(output, params.scale.softmax_scale, output_scale);
+    }
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,65 @@
+// What the three kernels of the backward agree on: tiles, padding, and the order of the dq sums.
+#pragma once
+
+#include <memeff/core/shared_tile.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/query_tiles.cuh>
+#include <memeff/layout/row_statistics.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct BackwardTiles {
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+  static constexpr int kWarps = Config::kWarps;
+  static constexpr int kThreads = kWarps * kWarpSize;
+
+  template <int kRows, int kColumns>
+  using Tile = SharedTile<kRows, kColumns, sizeof(typename Config::Element)>;
+  using QueryTile = Tile<kTileQuery, Config::kHeadDim>;  // also dq
+  using OutTile = Tile<kTileQuery, Config::kValueDim>;   // dO
+  using KeyTile = Tile<kTileKey, Config::kHeadDim>;      // also dk
+  using ValueTile = Tile<kTileKey, Config::kValueDim>;   // also dv
+  using ScoreTile = Tile<kTileQuery, kTileKey>;          // P, dS
+
+  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kWarps>;
+  using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kWarps>;
+  using KeyGrid = WarpGrid<kTileKey, Config::kHeadDim, kWarps>;
+  using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps>;
+
+  using Statistics = PairedStatistics;
+
+  // dq is summed in f32 over the key tiles. The workspace keeps each thread's accumulators together
+  // (four floats a lane, 512 bytes a warp and block) instead of rows: the sums become aligned
+  // vector reductions, and the postprocess kernel, which has the same threads, reads them back as
+  // they are.
+  static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
+
+  // The sums of a bias gradient that is broadcast over batch elements or heads: tiles of scores,
+  // and in a tile the same order.
+  CUTE_DEVICE static long long bias_tile_offset(BackwardParams const& params, long long plane,
+                                                int query_tile, int key_tile) {
+    int const key_tiles = ceil_div(params.shape.key_length, kTileKey);
+    return ((plane * params.query_tiles + query_tile) * key_tiles + key_tile) *
+           (kTileQuery * kTileKey);
+  }
+
+  CUTE_DEVICE static int bias_offset(int m, int n) {
+    return ((m * 2 * ScoreGrid::kColumnBlocks + n) * kThreads + int(threadIdx.x)) * 4;
+  }
+
+  // The sums of a bias gradient that is broadcast over rows: how many rows a batch element and head
+  // has where they are in an order, and the length of one.
+  static constexpr int kBiasSumRows = ScoreGrid::kRowWarps;
+  CUTE_DEVICE static long long padded_keys(ProblemShape const& shape) {
+    return (long long)ceil_div(shape.key_length, kTileKey) * kTileKey;
+  }
+
+  CUTE_DEVICE static long long tile_index(BackwardParams const& params, int batch, int head,
+                                          int tile) {
+    return query_tile_index<Config>(params, batch, head, tile);
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,63 @@
+// What the three kernels of the Hopper backward agree on: tiles, padding, and the order of the dq
+// sums. See backward_tiles.cuh.
+#pragma once
+
+#include <memeff/core/shared_tile.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/query_tiles.cuh>
+#include <memeff/layout/row_statistics.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct BackwardTilesSm90 {
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+  static constexpr int kWarpgroups = kTileKey / 64;  // consumers: 64 keys each
+  static_assert(kWarpgroups == 2);
+  static constexpr int kWarps = 4 * kWarpgroups;
+  static constexpr int kThreads = kWarps * kWarpSize;
+
+  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;  // also dq
+  using OutTile = SharedTile<kTileQuery, Config::kValueDim>;   // dO
+  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;      // also dk
+  using ValueTile = SharedTile<kTileKey, Config::kValueDim>;   // also dv
+  using ScoreTile = SharedTile<kTileKey, kTileQuery>;          // dS^T
+
+  using ScoreGrid = WarpGrid<kTileKey, kTileQuery, kWarps, 16>;  // transposed
+  using KeyGrid = WarpGrid<kTileKey, Config::kHeadDim, kWarps, 16>;
+  using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps, 16>;
+  using Statistics = QuadStatistics;
+
+  // The consumers divide the rows of dq where there are enough, else its columns.
+  using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kWarps, 16>;
+  static constexpr bool kDivideRows = kTileQuery == 64 * kWarpgroups;
+  static_assert(kDivideRows || kTileQuery == 64);
+
+  // Bytes from the tile of dS^T, and from that of keys, to what a consumer's part of dq reads.
+  CUTE_DEVICE static int query_rows_offset(int warpgroup) {
+    static_assert(ScoreTile::kPanelColumns == 64);
+    return kDivideRows ? warpgroup * ScoreTile::kPanelBytes : 0;
+  }
+  CUTE_DEVICE static int query_columns_offset(int warpgroup) {
+    int const column = kDivideRows ? 0 : warpgroup * (Config::kHeadDim / kWarpgroups);
+    int const panel = column / KeyTile::kPanelColumns;
+    return panel * KeyTile::kPanelBytes + column % KeyTile::kPanelColumns * 2;
+  }
+
+  static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
+
+  // The sums of a bias gradient that is broadcast over rows, as in BackwardTiles. A CTA adds to
+  // each once a head.
+  static constexpr int kBiasSumRows = 1;
+  CUTE_DEVICE static long long padded_keys(ProblemShape const& shape) {
+    return (long long)ceil_div(shape.key_length, kTileKey) * kTileKey;
+  }
+
+  CUTE_DEVICE static long long tile_index(BackwardParams const& params, int batch, int head,
+                                          int tile) {
+    return query_tile_index<Config>(params, batch, head, tile);
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,63 @@
+// The tiles of query, key and value that a forward of F16x3 reads: a kernel before it writes them
+// to workspaces, in the order in which they lie in shared memory.
+#pragma once
+
+#include <memeff/core/shared_tile.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/query_tiles.cuh>
+
+namespace memeff {
+
+// The high parts of kRows rows, their low parts, and a factor for each row: see RowScale.
+template <int kRows_, int kColumns_>
+struct F16x3Tile {
+  static constexpr int kRows = kRows_;
+  static constexpr int kColumns = kColumns_;
+  using Part = SharedTile<kRows, kColumns>;
+  static constexpr int kLow = Part::kBytes;
+  static constexpr int kFactors = 2 * Part::kBytes;
+  static constexpr int kBytes = kFactors + kRows * int(sizeof(float));
+  static constexpr int kBufferBytes = ceil_div(kBytes, 1024) * 1024;  // swizzles begin there
+  static_assert(kBytes % 16 == 0);
+};
+
+// Each consumer of queries has a tile of its own. Sizes of 0 have a tile, which is never read or
+// holds zeros.
+template <class Config>
+struct F16x3Tiles {
+  using Query = F16x3Tile<kWarpgroupRows, Config::kHeadDim>;
+  using Key = F16x3Tile<Config::kTileKey, Config::kHeadDim>;
+  using Value = F16x3Tile<Config::kTileKey, Config::kValueDim>;
+
+  template <class Tile>
+  CUTE_HOST_DEVICE static int count(int length) {
+    return ceil_div(max(length, 1), Tile::kRows);
+  }
+
+  CUTE_DEVICE static char* query(ForwardParams const& params, int batch, int head, int tile) {
+    int const tiles = count<Query>(params.shape.query_length);
+    return params.query_hi_lo +
+           query_tile_index<QueryRows>(params.shape, tiles, batch, head, tile) * Query::kBytes;
+  }
+  CUTE_DEVICE static char* key(ForwardParams const& params, int batch, int head, int tile) {
+    return key_rows<Key>(params, params.key_hi_lo, batch, head, tile);
+  }
+  CUTE_DEVICE static char* value(ForwardParams const& params, int batch, int head, int tile) {
+    return key_rows<Value>(params, params.value_hi_lo, batch, head, tile);
+  }
+
+ private:
+  struct QueryRows : Config {
+    static constexpr int kTileQuery = kWarpgroupRows;
+  };
+
+  template <class Tile>
+  CUTE_DEVICE static char* key_rows(ForwardParams const& params, char* tiles, int batch, int head,
+                                    int tile) {
+    int const count_of_head = count<Tile>(params.shape.key_length);
+    return tiles +
+           key_tile_index<Config>(params.shape, count_of_head, batch, head, tile) * Tile::kBytes;
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,32 @@
+// Where the keys and values of a work tile are: in tensors with a row for each batch index, in
+// packed sequences, or in tensors whose batch a vmap broadcasts.
+#pragma once
+
+#include <memeff/core/work_item.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tensor_rows.cuh>
+
+namespace memeff {
+
+// Row 0 of one key head. Everything that asks where a key or a value is asks this object, so a new
+// way to store them (pages) is a new source.
+template <class Config>
+struct KeyValueSource {
+  Origin origin;
+  int head;
+
+  CUTE_DEVICE KeyValueSource(ProblemShape const& shape, int batch, int key_head)
+      : origin(key_origin<Config>(shape, batch)), head(key_head) {}
+
+  // First element of `row`, for kernels that copy by address.
+  CUTE_DEVICE char* row(TensorView const& tensor, int row = 0) const {
+    return key_row_pointer<Config>(tensor, origin.batch, origin.row + row, head);
+  }
+
+  // The batch index of the tensor, for kernels that copy through a tensor map.
+  CUTE_DEVICE int batch(TensorView const& tensor) const {
+    return element_of<Config>(tensor, origin.batch);
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,102 @@
+// Where batch elements stand in the arrays: in places of their own, or packed one after the other.
+#pragma once
+
+#include <memeff/core/work_item.cuh>
+#include <memeff/layout/tensor_rows.cuh>
+
+namespace memeff {
+
+// Batch index and row of a tensor that row 0 of a batch element has.
+struct Origin {
+  int batch;
+  int row;
+};
+
+template <class Config>
+CUTE_DEVICE Origin query_origin(ProblemShape const& shape, int batch) {
+  if constexpr (Config::kVarlen) return {0, shape.query_starts[batch]};
+  return {batch, 0};
+}
+
+template <class Config>
+CUTE_DEVICE Origin key_origin(ProblemShape const& shape, int batch) {
+  if constexpr (Config::kVarlen) return {0, shape.key_starts[batch]};
+  return {batch, 0};
+}
+
+// Where the logsumexp of row 0 of a head stands.
+template <class Config>
+CUTE_DEVICE long long logsumexp_offset(ProblemShape const& shape, Origin const& origin, int head) {
+  long long const head_batch = (long long)origin.batch * shape.query_heads + head;
+  return head_batch * (Config::kVarlen ? shape.query_tokens : shape.query_length) + origin.row;
+}
+
+// The tokens after a sequence that belong to none. The CTAs of the sequence share them: each has
+// `tile` of `tiles`.
+struct Gap {
+  int begin;
+  int end;
+  int tokens;
+
+  CUTE_DEVICE static Gap of_queries(ProblemShape const& shape, int batch, int length) {
+    return {shape.query_starts[batch] + length, shape.query_starts[batch + 1], shape.query_tokens};
+  }
+  CUTE_DEVICE static Gap of_keys(ProblemShape const& shape, int batch, int length) {
+    return {shape.key_starts[batch] + length, shape.key_starts[batch + 1], shape.key_tokens};
+  }
+
+  CUTE_DEVICE int token(int row) const { return row < tokens ? row : row - tokens; }
+
+  // Writes zeros to this CTA's rows of one head, a warp a row.
+  template <class Element, int kThreads>
+  CUTE_DEVICE void clear(TensorView const& tensor, int head, int columns, int tile,
+                         int tiles) const {
+    constexpr int kWarps = kThreads / kWarpSize;
+    int const warp = threadIdx.x / kWarpSize;
+    for (int row = begin + tile * kWarps + warp; row < end; row += tiles * kWarps) {
+      Element* const target =
+          reinterpret_cast<Element*>(row_pointer<Element>(tensor, 0, token(row), head));
+      for (int i = threadIdx.x % kWarpSize; i < columns; i += kWarpSize) target[i] = Element(0.0f);
+    }
+  }
+
+  // Writes -inf to this CTA's rows of one head.
+  template <int kThreads>
+  CUTE_DEVICE void clear_logsumexp(float* head_rows, int tile, int tiles) const {
+    for (int row = begin + tile * kThreads + int(threadIdx.x); row < end; row += tiles * kThreads) {
+      head_rows[token(row)] = -infinity();
+    }
+  }
+};
+
+// Output 0 and logsumexp -inf for this CTA's share of the queries that belong to no sequence;
+// `length` is that of the sequence, and `tiles` how many CTAs it has.
+template <class Config, int kThreads>
+CUTE_DEVICE void clear_query_gap(ForwardParams const& params, WorkItem const& item, int length,
+                                 int tiles) {
+  ProblemShape const& shape = params.shape;
+  Gap const gap = Gap::of_queries(shape, item.batch, length);
+  gap.template clear<typename Config::Element, kThreads>(params.out, item.head, shape.value_dim,
+                                                         item.tile, tiles);
+  gap.template clear_logsumexp<kThreads>(
+      params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
+}
+
+// dk and dv 0 for this CTA's share of the keys that belong to no sequence; `length` is that of the
+// sequence, and `tiles` how many CTAs it has.
+template <class Config, int kThreads>
+CUTE_DEVICE void clear_key_gap(BackwardParams const& params, WorkItem const& item, int length,
+                               int tiles) {
+  using Element = typename Config::Element;
+  Gap const gap = Gap::of_keys(params.shape, item.batch, length);
+  if constexpr (Config::kKeyGradient) {
+    gap.template clear<Element, kThreads>(params.key_gradient, item.head, params.shape.head_dim,
+                                          item.tile, tiles);
+  }
+  if constexpr (Config::kValueGradient) {
+    gap.template clear<Element, kThreads>(params.value_gradient, item.head, params.shape.value_dim,
+                                          item.tile, tiles);
+  }
+}
+
+}  // namespace memeff

@@ -1,0 +1,85 @@
+// Tiles of [batch, sequence, head, dim] tensors between global and shared memory, moved by the
+// tensor memory accelerator through tensor maps.
+#pragma once
+
+#include <memeff/arch/copy.cuh>
+#include <memeff/arch/tma.cuh>
+#include <memeff/core/shared_tile.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/tensor_rows.cuh>
+
+namespace memeff {
+
+// Starts the copy of a box of rows, from row `row` and column `column` of the tensor on, to row
+// `tile_row` of a tile; rows and columns beyond the tensor's become zero. One thread calls it; the
+// bytes arrive at `barrier`.
+template <class Tile>
+CUTE_DEVICE void load_tma_tile(TensorMap const& map, uint64_t& barrier, uint32_t tile, int tile_row,
+                               int row, int head, int batch, CacheHint hint, int column = 0) {
+  CUTE_UNROLL
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    load_box(map, barrier, tile + panel * Tile::kPanelBytes + tile_row * Tile::kRowBytes,
+             column + panel * Tile::kPanelColumns, row, head, batch, hint);
+  }
+}
+
+// Starts the copy of a box of rows of a tile, from `tile_row` on, to row `row` on. What lies beyond
+// the tensor is not written. Every writer of the shared rows has passed fence_tma_store() and a
+// barrier before.
+template <class Tile>
+CUTE_DEVICE void store_tma_tile(TensorMap const& map, uint32_t tile, int tile_row, int row,
+                                int head, int batch) {
+  CUTE_UNROLL
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    store_box(map, tile + panel * Tile::kPanelBytes + tile_row * Tile::kRowBytes,
+              panel * Tile::kPanelColumns, row, head, batch);
+  }
+  commit_tma_stores();
+}
+
+// A warpgroup's 64 rows of a tile, from `tile_row` on, to global memory, where `row` is that of the
+// tile's first. Rows from `bound` of the tile on are not written. The copy engine knows the end of
+// the tensor alone: where a packed sequence ends before, the threads write its last rows. All
+// threads of the warpgroup call this after fence_tma_store() and a barrier.
+template <class Config, class Tile>
+CUTE_DEVICE void store_part(TensorMap const& map, TensorView const& tensor, uint32_t tile,
+                            int tile_row, int row, int bound, int head, int batch, int columns) {
+  using Element = typename Config::Element;
+  int const thread = int(threadIdx.x) % kWarpgroupSize;
+  if (!Config::kVarlen || tile_row + kWarpgroupRows <= bound) {
+    if (thread == 0 && tile_row < bound) {
+      store_tma_tile<Tile>(map, tile, tile_row, row + tile_row, head, batch);
+    }
+    return;
+  }
+  constexpr int kChunks = Tile::kColumns / Tile::kChunkColumns;
+  char* const rows = row_pointer<Element>(tensor, batch, row, head);
+  for (int i = tile_row * kChunks + thread; i < bound * kChunks; i += kWarpgroupSize) {
+    int const column = i % kChunks * Tile::kChunkColumns;
+    if (column >= columns) continue;
+    *reinterpret_cast<uint4*>(rows + (i / kChunks) * tensor.row_stride * sizeof(Element) +
+                              column * sizeof(Element)) =
+        load_shared_vector(tile + Tile::byte_offset(i / kChunks, i % kChunks));
+  }
+}
+
+// Does a tile that ends at `end` hold rows beyond `length` that the copy engine has read? Without
+// packed sequences it fills up what is beyond the tensor, which has `rows`, with zeros.
+template <class Config>
+CUTE_DEVICE bool reads_beyond(int length, int end, int rows) {
+  return length < (Config::kVarlen ? end : min(end, rows));
+}
+
+// Zeros rows of a tile from `first` on. Rows beyond a length are in the tensor, may be NaN, and
+// 0 * NaN is not 0. kThreads threads share the work; they pass fence_tma_store() and a barrier
+// before a product reads the tile.
+template <class Tile, int kThreads>
+CUTE_DEVICE void clear_rows(uint32_t tile, int first) {
+  constexpr int kChunks = Tile::kColumns / Tile::kChunkColumns;
+  for (int i = first * kChunks + int(threadIdx.x) % kThreads; i < Tile::kRows * kChunks;
+       i += kThreads) {
+    store_shared_vector(tile + Tile::byte_offset(i / kChunks, i % kChunks), 0, 0, 0, 0);
+  }
+}
+
+}  // namespace memeff

@@ -1,0 +1,76 @@
+// Adds a bias to scores, each lane its own elements from global memory: for the few rows of a split
+// forward, where there is nothing to share, and for wide kernels, where products take much longer.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/layout/score_view.cuh>
+#include <memeff/score/bias/tile.cuh>
+
+namespace memeff {
+
+// Elements beyond the bounds, which count from the tile's first element, get a bias of 0.
+//
+// kPerRow is false for a bias that is broadcast over rows, which is loaded once for all of them.
+template <class Element, class Grid, bool kPerRow>
+struct DirectBiasAdder {
+  template <class Accumulators>
+  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
+                              int column_bound, float bias_scale) {
+    if (bias.paired) {
+      add<true>(scores, bias, row_bound, column_bound, bias_scale);
+    } else {
+      add<false>(scores, bias, row_bound, column_bound, bias_scale);
+    }
+  }
+
+ private:
+  template <bool kPaired, class Accumulators>
+  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
+                              int column_bound, float bias_scale) {
+    int const thread = thread_index();
+    if constexpr (kPerRow) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {
+        int const row = Grid::element_row(2 * (r % 2), r / 2, thread);
+        int const bound = row < row_bound ? column_bound : 0;
+        CUTE_UNROLL
+        for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
+          int const column = Grid::element_column(0, n, thread);
+          add_pair(scores, r, n, bias.template load<kPaired>(row, column, bound), bias_scale);
+        }
+      }
+    } else {
+      CUTE_UNROLL
+      for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
+        int const column = Grid::element_column(0, n, thread);
+        auto const pair = bias.template load<kPaired>(0, column, column_bound);
+        CUTE_UNROLL
+        for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) add_pair(scores, r, n, pair, bias_scale);
+      }
+    }
+  }
+
+  template <class Accumulators>
+  CUTE_DEVICE static void add_pair(Accumulators& scores, int r, int n, Pair<Element> const& bias,
+                                   float bias_scale) {
+    float& first = scores(2 * (r % 2), r / 2, n);
+    float& second = scores(2 * (r % 2) + 1, r / 2, n);
+    first = biased_score(first, float(bias.first), bias_scale);
+    second = biased_score(second, float(bias.second), bias_scale);
+  }
+};
+
+// The same for a kernel of this configuration; the tile begins at (row, column) of the scores.
+template <class Config, class Grid, class Accumulators>
+CUTE_DEVICE void add_bias_elements(Accumulators& scores, ScoreView const& bias, int batch, int head,
+                                   int row, int column, int row_bound, int column_bound,
+                                   float bias_scale) {
+  using Element = typename Config::BiasElement;
+  constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
+  DirectBiasAdder<Element, Grid, kPerRow>::add(
+      scores, ScorePlane<Element>(bias, element_of<Config>(bias, batch), head, row, column),
+      row_bound, column_bound, bias_scale);
+}
+
+}  // namespace memeff

@@ -1,0 +1,111 @@
+// The gradient of a bias where a kernel computes it transposed: keys are rows of the accumulators.
+// See gradient.cuh.
+#pragma once
+
+#include <memeff/core/math.cuh>
+#include <memeff/score/bias/gradient.cuh>
+
+namespace memeff {
+
+// The gradient of a bias, written or summed by the kernel that computes it transposed. `Sums` are
+// what a thread keeps over the visits of a head.
+template <class Config, class Tiles, BiasGradient kWay = Config::kBiasGradient>
+struct TransposedBiasGradient {
+  static constexpr bool kNeeded = false;
+  static constexpr bool kFromTile = false;
+  struct Sums {};
+
+  CUTE_DEVICE TransposedBiasGradient(BackwardParams const&, ScoreTilePosition const&) {}
+  CUTE_DEVICE void pair(Sums&, int, int, float const (&)[2]) const {}
+  CUTE_DEVICE static void finish(BackwardParams const&, int, int, int, Sums const&) {}
+};
+
+template <class Config, class Tiles>
+struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
+  using Grid = typename Tiles::ScoreGrid;
+  using ScoreTile = typename Tiles::ScoreTile;
+  using Element = typename Config::BiasElement;
+  static constexpr bool kNeeded = true;
+  // The dS that dq reads from shared memory is stored as it is, unless soft cap changes it.
+  static constexpr bool kFromTile = Config::kBiasAccess == BiasAccess::vectors &&
+                                    sizeof(Element) == 2 && Config::kQueryGradient &&
+                                    !Config::kSoftCap;
+  struct Sums {};
+  ScorePlane<Element> plane;
+  int row_bound;
+  int column_bound;
+
+  CUTE_DEVICE TransposedBiasGradient(BackwardParams const& params, ScoreTilePosition const& tile)
+      : plane(params.bias_gradient, tile.batch, tile.head, tile.row, tile.column),
+        row_bound(params.shape.query_length - tile.row),
+        column_bound(params.shape.key_length - tile.column) {}
+
+  // Two neighbouring queries of the accumulators' block n.
+  CUTE_DEVICE void pair(Sums&, int n, int half, float const (&gradient)[2]) const {
+    if constexpr (kFromTile) return;
+    int const thread = thread_index();
+    int const key = Grid::element_row(2 * half, 0, thread);
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const query = Grid::element_column(i, n, thread);
+      if (query < row_bound && key < column_bound) *plane.at(query, key) = Element(gradient[i]);
+    }
+  }
+
+  // Stores the dS^T of a visit, of which this warp has written 16 keys. A lane gets four keys that
+  // follow each other, and the four lanes of a query write a sector.
+  CUTE_DEVICE static void store(BackwardParams const& params, ScoreTilePosition const& position,
+                                uint32_t score_tile) {
+    TransposedBiasGradient const tile(params, position);
+    int const thread = thread_index();
+    int const lane = thread % kWarpSize;
+    int const first_key = Grid::row(thread);
+    int const row = first_key + lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2;
+    int const key = first_key + lane % 4 * 4;
+    __syncwarp();  // all lanes have written
+    CUTE_UNROLL
+    for (int block = 0; block < Config::kTileQuery / 16; ++block) {
+      uint32_t fragment[4];
+      load_matrix<true>(fragment, score_tile + ScoreTile::byte_offset(row, 2 * block + lane / 16));
+      CUTE_UNROLL
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        int const query = (2 * block + chunk) * 8 + lane / 4;
+        if (query < tile.row_bound && key < tile.column_bound) {
+          *reinterpret_cast<uint2*>(tile.plane.at(query, key)) =
+              make_uint2(fragment[2 * chunk], fragment[2 * chunk + 1]);
+        }
+      }
+    }
+  }
+
+  CUTE_DEVICE static void finish(BackwardParams const&, int, int, int, Sums const&) {}
+};
+
+template <class Config, class Tiles>
+struct TransposedBiasGradient<Config, Tiles, BiasGradient::columns> {
+  using Grid = typename Tiles::ScoreGrid;
+  static constexpr bool kNeeded = true;
+  static constexpr bool kFromTile = false;
+  struct Sums {
+    float keys[2] = {0.0f, 0.0f};
+  };
+
+  CUTE_DEVICE TransposedBiasGradient(BackwardParams const&, ScoreTilePosition const&) {}
+
+  CUTE_DEVICE void pair(Sums& sums, int, int half, float const (&gradient)[2]) const {
+    sums.keys[half] += gradient[0] + gradient[1];
+  }
+
+  // After the last visit of a head, the first `column` of which is that of the tile.
+  CUTE_DEVICE static void finish(BackwardParams const& params, int batch, int head, int column,
+                                 Sums const& sums) {
+    float* const row = ColumnSums<Config, Tiles>::row_of(params, batch, head, 0) + column;
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float const sum = quad_sum(sums.keys[half]);
+      if (threadIdx.x % 4 == 0) atomicAdd(row + Grid::element_row(2 * half, 0), sum);
+    }
+  }
+};
+
+}  // namespace memeff

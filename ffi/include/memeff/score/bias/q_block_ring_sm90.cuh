@@ -1,0 +1,148 @@
+// The bias of the Q blocks in the Hopper backward that sums dq: kernels/fmha_bwd_sm90.cuh.
+//
+// Scores are transposed, and a bias arrives beside dO of its Q block. Three ways, one interface: by
+// TMA, with a buffer for each stage; copied by each warp for its own 16 keys, if TMA cannot read
+// the array; none.
+#pragma once
+
+#include <memeff/core/pipeline.cuh>
+#include <memeff/layout/tma_tile.cuh>
+#include <memeff/score/bias/transposed.cuh>
+
+namespace memeff {
+
+template <class Config, class Tiles, int kStages, bool kTma = has_tma_bias<Config>(),
+          bool kBias = has_bias_tile<Config>()>
+class QBlockBiasRing {
+ public:
+  static constexpr bool kTmaBias = false;
+  static constexpr int kTmaStageBytes = 0;
+  static constexpr int kWarpBytes = 0;
+
+  CUTE_DEVICE explicit QBlockBiasRing(uint32_t) {}
+  CUTE_DEVICE void prefetch_map(BackwardMaps const&) const {}
+  template <class Work>
+  CUTE_DEVICE void produce(BackwardParams const&, BackwardMaps const&, Work const&, int, int, int,
+                           uint64_t&) const {}
+  template <class Work, class Mask>
+  CUTE_DEVICE void load_first(BackwardParams const&, Work const&, Mask const&, int, int) const {}
+  template <class Work, class Mask>
+  CUTE_DEVICE void load_next(BackwardParams const&, Work const&, Mask const&, int, int) const {}
+  CUTE_DEVICE void clear_rows_beyond(int, int) const {}
+  template <class Work, class Scores>
+  CUTE_DEVICE void add(Scores&, float, BackwardParams const&, Work const&, int, int, int) const {}
+};
+
+template <class Config, class Tiles, int kStages>
+class QBlockBiasRing<Config, Tiles, kStages, true, true>
+    : public QBlockBiasRing<Config, Tiles, kStages, false, false> {
+  using Grid = typename Tiles::ScoreGrid;
+  using Tile = SharedTile<Tiles::kTileQuery, Tiles::kTileKey>;
+
+ public:
+  static constexpr bool kTmaBias = true;
+  static constexpr int kTmaStageBytes = Tile::kBytes;
+
+  CUTE_DEVICE explicit QBlockBiasRing(uint32_t tiles)
+      : QBlockBiasRing<Config, Tiles, kStages, false, false>(tiles), tiles_(tiles) {}
+
+  CUTE_DEVICE void prefetch_map(BackwardMaps const& maps) const { memeff::prefetch_map(maps.bias); }
+
+  // By the producer. `arrived` counts the bytes of dO, too.
+  template <class Work>
+  CUTE_DEVICE void produce(BackwardParams const& params, BackwardMaps const& maps, Work const& work,
+                           int head, int q_block, int stage, uint64_t& arrived) const {
+    BiasPlane const slice = BiasPlane::of<Config>(params.bias, work.item.batch, head);
+    load_tma_tile<Tile>(maps.bias, arrived, tile(stage), 0, q_block * Tiles::kTileQuery, slice.head,
+                        slice.batch, CacheHint::EVICT_NORMAL, work.column);
+  }
+
+  // The bias of a row beyond the query length may be NaN, and P would be, too.
+  CUTE_DEVICE void clear_rows_beyond(int stage, int row_bound) const {
+    clear_rows<Tile, Tiles::kThreads>(tile(stage), row_bound);
+  }
+
+  template <class Work, class Scores>
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const&, Work const&, int,
+                       int, int stage) const {
+    TransposedTmaBiasReader<typename Config::BiasElement, Tile> const reader(
+        tile(stage), Grid::row(thread_index()));
+    add_bias_transposed(scores, reader, bias_scale);
+  }
+
+ private:
+  CUTE_DEVICE uint32_t tile(int stage) const { return tiles_ + stage * Tile::kBytes; }
+
+  uint32_t tiles_;
+};
+
+template <class Config, class Tiles, int kStages>
+class QBlockBiasRing<Config, Tiles, kStages, false, true>
+    : public QBlockBiasRing<Config, Tiles, kStages, false, false> {
+  using Grid = typename Tiles::ScoreGrid;
+  using Element = typename Config::BiasElement;
+  using Tile = BiasTile<Config, Tiles::kTileQuery, 16, kWarpSize>;
+
+ public:
+  static constexpr int kWarpBytes = Tiles::kWarps * Tile::kBytes;
+
+  CUTE_DEVICE explicit QBlockBiasRing(uint32_t tiles)
+      : QBlockBiasRing<Config, Tiles, kStages, false, false>(tiles), tiles_(tiles) {}
+
+  // By the consumers, before the main loop.
+  template <class Work, class Mask>
+  CUTE_DEVICE void load_first(BackwardParams const& params, Work const& work, Mask const& mask,
+                              int head, int q_block) const {
+    int const thread = thread_index();
+    int const row = q_block * Tiles::kTileQuery;
+    Tile::copy(warp_tile(), thread % kWarpSize, source(params, work, head, row), row_bytes(params),
+               mask.query_length - row, mask.key_length - work.column - Grid::row(thread));
+    commit_copies();
+  }
+
+  // Starts the copy for the next Q block. Placed after the exponentials on purpose: this branch
+  // ends the basic block. Without it ptxas sinks the exponentials below the wait for dP.
+  template <class Work, class Mask>
+  CUTE_DEVICE void load_next(BackwardParams const& params, Work const& work, Mask const& mask,
+                             int head, int q_block) const {
+    __syncwarp();  // nobody reads this one any more
+    auto const blocks = work.row_of_blocks(params, head);
+    bool const last = blocks.after(q_block) == blocks.end;
+    if (last) head = work.head_with_blocks(params, head + 1);
+    if (head < (work.item.head + 1) * params.shape.group) {
+      load_first(params, work, mask, head,
+                 last ? work.row_of_blocks(params, head).begin : blocks.after(q_block));
+    }
+  }
+
+  template <class Work, class Scores>
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const& params,
+                       Work const& work, int head, int row, int) const {
+    wait_copies<0>();
+    __syncwarp();  // the bias of all lanes is here
+    TransposedBiasReader<Tile> const reader(warp_tile(), source(params, work, head, row),
+                                            row_bytes(params));
+    add_bias_transposed(scores, reader, bias_scale);
+  }
+
+ private:
+  CUTE_DEVICE uint32_t warp_tile() const {
+    return tiles_ + thread_index() / kWarpSize * Tile::kBytes;
+  }
+
+  // Address of the first bias of this warp's keys.
+  template <class Work>
+  CUTE_DEVICE static char const* source(BackwardParams const& params, Work const& work, int head,
+                                        int row) {
+    return bias_row<Config>(params.bias, work.item.batch, head, row) +
+           (work.column + Grid::row(thread_index())) * (long long)sizeof(Element);
+  }
+
+  CUTE_DEVICE static long long row_bytes(BackwardParams const& params) {
+    return params.bias.row_stride * (long long)sizeof(Element);
+  }
+
+  uint32_t tiles_;
+};
+
+}  // namespace memeff

@@ -1,0 +1,122 @@
+// The bias of a square of queries and keys that a CTA visits for several batch elements and heads,
+// which all read the same: see kernels/backward/dbias/sm90.cuh.
+#pragma once
+
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/tma_tile.cuh>
+#include <memeff/score/bias/add.cuh>
+
+namespace memeff {
+
+// The copy engine brings it, that of the next square when the last visit of this one has read it.
+// Both the producer and each consumer have an object.
+template <class Config, class Tiles, bool kTma = has_tma_bias<Config>()>
+class SquareBias {
+ public:
+  using Grid = typename Tiles::ScoreGrid;
+  using Tile = SharedTile<Tiles::kTileQuery, Tiles::kTileKey>;
+  static constexpr int kBytes = Tile::kBytes;
+  struct Control {
+    Pipeline<1> bias;
+  };
+
+  CUTE_DEVICE static void init(Control& control) { control.bias.init(Tiles::kWarps); }
+
+  CUTE_DEVICE explicit SquareBias(uint32_t tile) : tile_(tile) {}
+
+  // By the producer, in the first visit of a square.
+  template <class Work>
+  CUTE_DEVICE void produce(BackwardParams const& params, BackwardMaps const& maps, Work const& work,
+                           Control& control) {
+    BiasPlane const plane =
+        BiasPlane::of<Config>(params.bias, work.members.first_batch, work.members.first_head);
+    uint64_t& arrived = control.bias.acquire(stage_, kBytes);
+    CUTE_UNROLL
+    for (int row = 0; row < Tile::kRows; row += kWarpgroupRows) {  // of a box
+      load_tma_tile<Tile>(maps.bias, arrived, tile_, row, work.tile.row + row, plane.head,
+                          plane.batch, CacheHint::EVICT_FIRST, work.tile.column);
+    }
+    stage_.advance();
+  }
+
+  // By the consumers, before the first visit.
+  template <class Work>
+  CUTE_DEVICE void begin(BackwardParams const&, Work const&) {}
+
+  template <class Work, class Scores>
+  CUTE_DEVICE void add(BackwardParams const& params, Work const&, Control& control, bool last_block,
+                       Scores& scores) {
+    control.bias.wait(stage_);
+    add_bias(
+        scores,
+        TmaBiasReader<typename Config::BiasElement, Tile, Grid::kColumnBlocks>(tile_, Grid::row()),
+        params.scale.bias_scale);
+    if (last_block) {
+      __syncwarp();  // all lanes have read
+      if (threadIdx.x % kWarpSize == 0) control.bias.release(stage_);
+      stage_.advance();
+    }
+  }
+
+ private:
+  uint32_t tile_;
+  PipelineStage<1> stage_;
+};
+
+// Each warp copies that of its own rows, for itself.
+template <class Config, class Tiles>
+class SquareBias<Config, Tiles, false> {
+ public:
+  using Grid = typename Tiles::ScoreGrid;
+  using Element = typename Config::BiasElement;
+  using Tile = BiasTile<Config, 16, Tiles::kTileKey, kWarpSize>;
+  static constexpr int kBytes = Tiles::kWarps * Tile::kBytes;
+  struct Control {};
+
+  CUTE_DEVICE static void init(Control&) {}
+
+  CUTE_DEVICE explicit SquareBias(uint32_t tiles) : tiles_(tiles) {}
+
+  template <class Work>
+  CUTE_DEVICE void produce(BackwardParams const&, BackwardMaps const&, Work const&, Control&) {}
+
+  template <class Work>
+  CUTE_DEVICE void begin(BackwardParams const& params, Work const& work) {
+    int const thread = thread_index();
+    __syncwarp();  // nobody reads that of the square before
+    Tile::copy(warp_tile(), thread % kWarpSize, source(params, work), row_bytes(params),
+               work.tile.row_bound - Grid::row(thread), work.tile.column_bound);
+    commit_copies();
+  }
+
+  template <class Work, class Scores>
+  CUTE_DEVICE void add(BackwardParams const& params, Work const& work, Control&, bool,
+                       Scores& scores) {
+    wait_copies<0>();
+    __syncwarp();  // the bias of all lanes is here
+    add_bias(scores, BiasReader<Tile>(warp_tile(), 0, 0, source(params, work), row_bytes(params)),
+             params.scale.bias_scale);
+  }
+
+ private:
+  CUTE_DEVICE uint32_t warp_tile() const {
+    return tiles_ + thread_index() / kWarpSize * Tile::kBytes;
+  }
+
+  // Where the bias of this warp's rows begins: that of the first member, which is that of all.
+  template <class Work>
+  CUTE_DEVICE static char const* source(BackwardParams const& params, Work const& work) {
+    return bias_row<Config>(params.bias, work.members.first_batch, work.members.first_head,
+                            work.tile.row + Grid::row(thread_index())) +
+           work.tile.column * (long long)sizeof(Element);
+  }
+
+  CUTE_DEVICE static long long row_bytes(BackwardParams const& params) {
+    return params.bias.row_stride * (long long)sizeof(Element);
+  }
+
+  uint32_t tiles_;
+};
+
+}  // namespace memeff

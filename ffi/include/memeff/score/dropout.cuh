@@ -1,0 +1,195 @@
+// Which elements of a tile of scores dropout keeps, in the accumulator layout of m16n8.
+//
+// The byte of element (row r, column c) of head index bh depends on nothing else, so every tile
+// shape and both directions drop the same elements:
+//
+//   counter = ((r>>4)<<2 | (r>>1)&3, (c>>4)<<2 | (c>>1)&3, bh, 0)
+//   word    = philox4x32_7(counter, key)[2*(r&1) + (c&1)]
+//   byte    = word >> 8*(2*((r>>3)&1) + ((c>>3)&1)) & 255        kept where byte >= threshold
+//
+// One call serves 16 elements of a 16x16 block. Lanes l and l^4 (rows of even and of odd index) own
+// eight of them each: one makes the words of a block, the other those of the next, and they swap
+// halves.
+#pragma once
+
+#include <memeff/arch/math.cuh>
+#include <memeff/score/philox.cuh>
+
+namespace memeff {
+
+// The eight elements that a lane owns of a 16x16 block: `half` is 1 in rows 8-15, `chunk` is 1 in
+// columns 8-15, and `i` is the column's lowest bit.
+struct KeepBlock {
+  uint32_t flags[2];  // of even and odd columns; the highest bit of byte 2*half + chunk: kept
+
+  // All bits set where the element is kept, none where it is dropped.
+  CUTE_DEVICE uint32_t mask(int half, int chunk, int i) const {
+    return permute_bytes(flags[i], flags[i], 0x1111u * (8 + 2 * half + chunk));
+  }
+
+  // The same for two packed 16-bit elements, the even column in the low half.
+  CUTE_DEVICE uint32_t pair_mask(int half, int chunk) const {
+    return permute_bytes(flags[0], flags[1], 0xCC88u + 0x1111u * (2 * half + chunk));
+  }
+
+  CUTE_DEVICE float select(float x, int half, int chunk, int i) const {
+    return __uint_as_float(__float_as_uint(x) & mask(half, chunk, i));
+  }
+};
+
+// The same interface where nothing is dropped.
+struct KeepAll {
+  CUTE_DEVICE float select(float x, int, int, int) const { return x; }
+};
+
+// kTransposed: rows of the accumulators are columns of the scores, and `half` and `chunk` of a
+// KeepBlock are still those of the scores; its flags are then of even and odd rows.
+template <class Grid, bool kTransposed = false>
+struct Dropout {
+  uint2 key;
+  uint32_t addend;  // see flags()
+  uint32_t either;
+  int first_row;  // global position of row 0, a multiple of 16
+  int first_column;
+
+  CUTE_DEVICE Dropout(DropoutParams const& dropout, MaskParams const& mask, int batch) {
+    key = make_uint2(dropout.key_words[2 * batch], dropout.key_words[2 * batch + 1]);
+    addend = 0x01010101u * (128 - (dropout.threshold & 127));
+    either = dropout.threshold < 128 ? ~0u : 0u;
+    first_row = mask.query_position != nullptr ? *mask.query_position : 0;
+    first_column = mask.key_position != nullptr ? *mask.key_position : 0;
+  }
+
+  // The highest bit of each byte: byte >= threshold. With the low seven bits of both, addend makes
+  // it a carry into the highest bit; above it the byte's own highest bit decides together with the
+  // threshold's: one of the two suffices below a threshold of 128, both are needed from it on.
+  CUTE_DEVICE uint32_t flags(uint32_t word) const {
+    uint32_t const carry = (word & 0x7F7F7F7Fu) + addend;
+    return (word & carry) | (either & (word | carry));
+  }
+
+  // Calls use(row block, column block, KeepBlock) for every 16x16 block that this warp owns of the
+  // tile at (row, column), both multiples of 16.
+  template <class Use>
+  CUTE_DEVICE void for_each_block(uint32_t head_index, int row, int column, Use use) const {
+    int const thread = thread_index();
+    int const lane = thread % kWarpSize;
+    bool const odd = lane & 4;
+    int const grid_row = kTransposed ? Grid::column(thread) : Grid::row(thread);
+    int const grid_column = kTransposed ? Grid::row(thread) : Grid::column(thread);
+    uint32_t const row_counter =
+        uint32_t(first_row + row + grid_row) / 4 + (kTransposed ? lane % 4 : lane / 8);
+    uint32_t const column_counter =
+        uint32_t(first_column + column + grid_column) / 4 + (kTransposed ? lane / 8 : lane % 4);
+    constexpr int kBlocks = Grid::kRowBlocks * Grid::kColumnBlocks;
+    CUTE_UNROLL
+    for (int block = 0; block < kBlocks; block += 2) {
+      bool const paired = block + 1 < kBlocks;
+      int const next = paired ? block + 1 : block;
+      int const m[2] = {block / Grid::kColumnBlocks, next / Grid::kColumnBlocks};
+      int const n[2] = {block % Grid::kColumnBlocks, next % Grid::kColumnBlocks};
+      int const own_row = kTransposed ? (odd ? n[1] : n[0]) : (odd ? m[1] : m[0]);
+      int const own_column = kTransposed ? (odd ? m[1] : m[0]) : (odd ? n[1] : n[0]);
+      uint4 const words = philox4x32_7(
+          make_uint4(row_counter + 4 * own_row, column_counter + 4 * own_column, head_index, 0),
+          key);
+      uint2 const even_rows = make_uint2(words.x, kTransposed ? words.z : words.y);
+      uint2 const odd_rows = make_uint2(kTransposed ? words.y : words.z, words.w);
+      uint2 const own = odd ? odd_rows : even_rows;
+      if (!paired) {
+        use(m[0], n[0], KeepBlock{flags(own.x), flags(own.y)});
+        continue;
+      }
+      uint2 other = odd ? even_rows : odd_rows;
+      other.x = __shfl_xor_sync(0xffffffffu, other.x, 4);
+      other.y = __shfl_xor_sync(0xffffffffu, other.y, 4);
+      uint2 const first = odd ? other : own;
+      uint2 const second = odd ? own : other;
+      use(m[0], n[0], KeepBlock{flags(first.x), flags(first.y)});
+      use(m[1], n[1], KeepBlock{flags(second.x), flags(second.y)});
+    }
+  }
+};
+
+// bh of the contract above.
+CUTE_DEVICE uint32_t dropout_head(DropoutParams const& dropout, int batch, int head) {
+  return dropout.batch_base[batch] + dropout.head_index[head];
+}
+
+// The KeepBlocks of a tile, made before they are needed: while a product runs.
+template <bool kDropout, class Grid, bool kTransposed = false>
+class KeptTile {
+ public:
+  // What the bits of a batch element and head are made from.
+  struct Source {
+    Dropout<Grid, kTransposed> dropout;
+    uint32_t head;
+
+    CUTE_DEVICE Source(DropoutParams const& params, MaskParams const& mask, int batch, int head)
+        : dropout(params, mask, batch), head(dropout_head(params, batch, head)) {}
+  };
+
+  CUTE_DEVICE KeptTile(DropoutParams const& params, MaskParams const& mask, int batch, int head,
+                       int row, int column)
+      : KeptTile(Source(params, mask, batch, head), row, column) {}
+
+  CUTE_DEVICE KeptTile(Source const& source, int row, int column) {
+    source.dropout.for_each_block(source.head, row, column,
+                                  [&](int m, int n, KeepBlock const& block) {
+                                    blocks_[m][n] = block;
+                                    // Here, and not where they are read.
+                                    hide_value(blocks_[m][n].flags[0]);
+                                    hide_value(blocks_[m][n].flags[1]);
+                                  });
+  }
+
+  CUTE_DEVICE KeepBlock const& block(int m, int n) const { return blocks_[m][n]; }
+
+  // Ends the basic block before the bits are made, at a pipeline stage that has arrived: ptxas
+  // would otherwise mix what makes the bits with what starts the product.
+  template <class Pipeline, class Stage>
+  CUTE_DEVICE static void end_basic_block(Pipeline& pipeline, Stage const& stage) {
+    pipeline.wait_again(stage);
+  }
+
+ private:
+  KeepBlock blocks_[Grid::kRowBlocks][Grid::kColumnBlocks];
+};
+
+template <class Grid, bool kTransposed>
+class KeptTile<false, Grid, kTransposed> {
+ public:
+  struct Source {
+    CUTE_DEVICE Source(DropoutParams const&, MaskParams const&, int, int) {}
+  };
+  CUTE_DEVICE KeptTile(Source const&, int, int) {}
+  CUTE_DEVICE KeptTile(DropoutParams const&, MaskParams const&, int, int, int, int) {}
+  CUTE_DEVICE KeepAll block(int, int) const { return {}; }
+  template <class Pipeline, class Stage>
+  CUTE_DEVICE static void end_basic_block(Pipeline&, Stage const&) {}
+};
+
+// Calls use(row block, column block, keep) for every 16x16 block that this warp owns of the tile at
+// (row, column): with the bits of dropout, or with KeepAll.
+template <class Config, class Grid, class Use>
+CUTE_DEVICE void for_each_kept_block(DropoutParams const& params, MaskParams const& mask, int batch,
+                                     int head, int row, int column, Use use) {
+  if constexpr (Config::kDropout) {
+    Dropout<Grid> const dropout(params, mask, batch);
+    dropout.for_each_block(dropout_head(params, batch, head), row, column, use);
+  } else {
+    CUTE_UNROLL
+    for (int m = 0; m < Grid::kRowBlocks; ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < Grid::kColumnBlocks; ++n) use(m, n, KeepAll{});
+    }
+  }
+}
+
+// What the probabilities that dropout keeps are multiplied by.
+template <class Config>
+CUTE_DEVICE float kept_scale(DropoutParams const& dropout) {
+  return Config::kDropout ? dropout.scale : 1.0f;
+}
+
+}  // namespace memeff

@@ -1,0 +1,20 @@
+// The softmax and its gradient in a backward, for one score: the rows' logsumexps are known.
+#pragma once
+
+#include <memeff/arch/math.cuh>
+
+namespace memeff {
+
+// P of a modified score. `logsumexp` is that of the row, times log2(e): see ScoreScale.
+CUTE_DEVICE float probability(float score, float softmax_scale, float logsumexp) {
+  return exp2_approx(fmaf(score, softmax_scale, -logsumexp));
+}
+
+// dS = P (dP - delta), the gradient of the modified score. `kept` is dP where dropout keeps the
+// element and 0 where it drops it, before the factor `dropout_scale`.
+CUTE_DEVICE float softmax_gradient(float probability, float kept, float dropout_scale,
+                                   float delta) {
+  return probability * fmaf(kept, dropout_scale, -delta);
+}
+
+}  // namespace memeff

@@ -1,0 +1,36 @@
+"""Windows of a sequence of which a device has some rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax_memeff._call.mask import Mask, Window
+
+
+def top_left(mask: Mask, rows: int, columns: int) -> Mask:
+    """The same mask without a bottom-right window.
+
+    Args:
+        mask: of the whole sequence.
+        rows, columns: T and S of the whole sequence.
+
+    Raises:
+        ValueError: a bottom-right window comes with lengths.
+
+    >>> top_left(Mask.causal("bottom_right"), rows=2, columns=5).top_left
+    Window(left=None, right=3)
+    """
+    if mask.bottom_right is None:
+        return mask
+    if mask.query_lengths is not None or mask.key_lengths is not None:
+        raise ValueError(
+            "mask: a bottom-right window with lengths has a diagonal for each batch index, which "
+            "a sequence that is sharded over devices does not support; align the window top-left, "
+            "or pass no lengths"
+        )
+    distance = columns - rows
+    left, right = mask.bottom_right.left, mask.bottom_right.right
+    window = Window(
+        None if left is None else left - distance, None if right is None else right + distance
+    )
+    return dataclasses.replace(mask, bottom_right=None) & Mask(top_left=window)

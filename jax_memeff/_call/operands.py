@@ -1,0 +1,321 @@
+"""The arrays of a call, and one table that describes them.
+
+Everything that handles operands without computing on them loops over :data:`OPERANDS`: batching,
+sharding, gradients, the buffers of the custom call. A new operand is a field below and a row of the
+table; beside them only the mathematics has to know it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.sequences import Sequences
+
+
+class DropoutState(NamedTuple):
+    """What the keep bit of an element depends on beside its row and column."""
+
+    key_words: jax.Array
+    """uint32[B, 2]: the two words of the Philox key, per batch index."""
+    batch_base: jax.Array
+    """uint32[B]: ``batch index * number of query heads``."""
+    head_index: jax.Array
+    """uint32[N]: the query head index added to ``batch_base``."""
+
+
+class Operands(NamedTuple):
+    """The arrays of a call; a pytree. An absent operand is None.
+
+    With packed ``sequences`` B counts them, while query, key and value are [1, tokens, ...] and
+    segment ids [1, tokens]; the mask has no lengths, because the sequences have them.
+    """
+
+    query: jax.Array
+    """[B, T, N, H]"""
+    key: jax.Array
+    """[B, S, K, H], or fewer batch indices: see :class:`jax_memeff._call.options.Divisors`"""
+    value: jax.Array
+    """[B, S, K, Hv], likewise"""
+    bias: jax.Array | None
+    """[1|B, 1|N, 1|T, 1|S], likewise, of the query's dtype or float32"""
+    mask: Mask
+    dropout: DropoutState | None
+    position: Position | None
+    sequences: Sequences | None = None
+
+    @property
+    def scores(self) -> tuple[int, int, int, int]:
+        """(B, N, T, S)"""
+        batch, rows, heads, _ = self.query.shape
+        if self.sequences is None:
+            return batch, heads, rows, self.key.shape[1]
+        batch = self.sequences.query_starts.shape[0] - 1
+        return batch, heads, self.sequences.longest_query, self.sequences.longest_key
+
+
+class QkvPackedOperands(NamedTuple):
+    """The arrays of a call whose query, key and value are one array; otherwise ``Operands``."""
+
+    query_key_value: jax.Array
+    """[B, T, 3, N, H]"""
+    bias: jax.Array | None
+    mask: Mask
+    dropout: DropoutState | None
+    position: Position | None
+
+    def separate(self) -> Operands:
+        """The same call with three arrays."""
+        query, key, value = (self.query_key_value[:, :, index] for index in range(3))
+        return Operands(query, key, value, *self[1:])
+
+
+AnyOperands = Operands | QkvPackedOperands
+
+
+class NeedsGrad(NamedTuple):
+    """Which gradients the backward computes; a gradient that nobody asks for is not allocated.
+
+    One array of query, key and value has one gradient: then the first three are equal.
+    """
+
+    query: bool
+    key: bool
+    value: bool
+    bias: bool
+
+
+class Gradients(NamedTuple):
+    """Gradients in the operands' own shapes and dtypes; None if not needed."""
+
+    query: jax.Array | None
+    key: jax.Array | None
+    value: jax.Array | None
+    bias: jax.Array | None
+
+
+class QkvPackedGradients(NamedTuple):
+    """Gradients of ``QkvPackedOperands``; None if not needed."""
+
+    query_key_value: jax.Array | None
+    bias: jax.Array | None
+
+
+AnyGradients = Gradients | QkvPackedGradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What is known of an operand before its shape is."""
+
+    path: str
+    """Its place in the operands; ``*`` is any place in a tuple."""
+    buffer: str
+    """The name of its buffer in the custom call (ffi/src); several arrays may share one buffer."""
+    dims: tuple[str, ...]
+    """The names of its dims. ``batch|1`` may have size 1, and the operand is broadcast then."""
+    has_gradient: bool = False
+    has_divisor: bool = False
+    """Whether it may have fewer batch indices than the batch after a ``jax.vmap`` that does not map
+    it (:class:`jax_memeff._call.options.Divisors`)."""
+    placement: Literal["like query", "like query or replicated", "internal"] = "internal"
+    """Which shardings of the user's array are accepted. The call makes internal arrays itself."""
+
+    def named_dims(self, is_varlen: bool) -> tuple[str, ...]:
+        """The dims, which differ with packed sequences: tokens, and a batch of sequences."""
+        if not is_varlen:
+            return self.dims
+        tokens = {"rows": "query_tokens", "columns": "key_tokens"}
+        if self.dims[0:1] == ("batch",) and self.dims[1:2] and self.dims[1] in tokens:
+            return ("one", tokens[self.dims[1]], *self.dims[2:])
+        return tuple(dim.replace("batch", "sequences") for dim in self.dims)
+
+    def may_lack_batch(self, is_varlen: bool) -> bool:
+        """Whether it has a divisor in this call; tokens have none."""
+        return self.has_divisor and self.named_dims(is_varlen)[0] != "one"
+
+
+_SCORES = ("batch|1", "heads|1", "rows|1", "columns|1")
+
+OPERANDS: tuple[Operand, ...] = (
+    Operand(
+        "query_key_value",
+        "query+key+value",
+        ("batch", "positions", "slots", "heads", "head_dim"),
+        has_gradient=True,
+        placement="like query",
+    ),
+    Operand(
+        "query",
+        "query",
+        ("batch", "rows", "heads", "head_dim"),
+        has_gradient=True,
+        placement="like query",
+    ),
+    Operand(
+        "key",
+        "key",
+        ("batch", "columns", "key_heads", "head_dim"),
+        has_gradient=True,
+        has_divisor=True,
+        placement="like query",
+    ),
+    Operand(
+        "value",
+        "value",
+        ("batch", "columns", "key_heads", "value_dim"),
+        has_gradient=True,
+        has_divisor=True,
+        placement="like query",
+    ),
+    Operand("sequences.query_starts", "query_starts", ("starts",)),
+    Operand("sequences.key_starts", "key_starts", ("starts",)),
+    Operand(
+        "bias",
+        "bias",
+        _SCORES,
+        has_gradient=True,
+        has_divisor=True,
+        placement="like query or replicated",
+    ),
+    Operand("sequences.query_lengths", "query_lengths", ("batch",)),
+    Operand("sequences.key_lengths", "key_lengths", ("batch",)),
+    Operand(
+        "mask.query_lengths", "query_lengths", ("batch",), placement="like query or replicated"
+    ),
+    Operand("mask.key_lengths", "key_lengths", ("batch",), placement="like query or replicated"),
+    Operand("dropout.key_words", "key_words", ("batch", "words")),
+    Operand("dropout.batch_base", "batch_base", ("batch",)),
+    Operand("dropout.head_index", "head_index", ("heads",)),
+    Operand("position.query", "query_position", ()),
+    Operand("position.key", "key_position", ()),
+    Operand(
+        "mask.segment_ids.*.0",
+        "query_segments",
+        ("batch", "rows"),
+        placement="like query or replicated",
+    ),
+    Operand(
+        "mask.segment_ids.*.1",
+        "key_segments",
+        ("batch", "columns"),
+        placement="like query or replicated",
+    ),
+    Operand(
+        "mask.booleans.*",
+        "boolean",
+        _SCORES,
+        has_divisor=True,
+        placement="like query or replicated",
+    ),
+)
+"""In the order of the buffers of the custom call."""
+
+_ROWS = {operand.path: (row, operand) for row, operand in enumerate(OPERANDS)}
+
+
+class Item(NamedTuple):
+    """One array of a call."""
+
+    operand: Operand
+    name: str
+    """Its place, as ``Divisors`` has it: ``mask.booleans.1``."""
+    title: str
+    """What messages call it: ``mask.booleans[1]``."""
+    array: Any
+
+
+def items(operands: Any) -> list[Item]:
+    """The arrays of a call in the order of ``jax.tree.leaves``; the leaves may be of any kind.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((1, 4, 2, 8))
+    >>> mask = Mask.causal() & Mask.lengths(key=jnp.array([3]))
+    >>> [item.name for item in items(Operands(x, x, x, None, mask, None, None))]
+    ['query', 'key', 'value', 'mask.key_lengths']
+    """
+    return [
+        Item(_operand(path), _name(path), jax.tree_util.keystr(path).lstrip("."), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(operands)
+    ]
+
+
+def in_table_order(operands: Any) -> list[Item]:
+    """:func:`items` in the order of :data:`OPERANDS`."""
+    return sorted(items(operands), key=lambda item: _ROWS[item.operand.path][0])
+
+
+def mapped(function: Any, operands: Any, *others: Any) -> Any:
+    """``function(item, *others)`` for each array, in the place of the array."""
+    structure = jax.tree.structure(operands)
+    trees = [structure.flatten_up_to(other) for other in others]
+    return structure.unflatten(map(function, items(operands), *trees))
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _operand(path: Any) -> Operand:
+    parts = _name(path).split(".")
+    # The first number is a place in a tuple of any length; that of a pair says which of the two.
+    place = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    if place is not None:
+        parts[place] = "*"
+    return _ROWS[".".join(parts)][1]
+
+
+def is_varlen(operands: Any) -> bool:
+    """Whether the sequences are packed."""
+    return getattr(operands, "sequences", None) is not None
+
+
+def batch_of(operands: Any) -> int:
+    """B, of operands whose leaves have a shape."""
+    if isinstance(operands, QkvPackedOperands):
+        return operands.query_key_value.shape[0]
+    return operands.scores[0]
+
+
+def differentiable(operands: Any) -> dict[str, Operand]:
+    """The operands that can have a gradient, present or not, in the order of the gradients."""
+    return {
+        name: _ROWS[name][1]
+        for name in type(operands)._fields
+        if name in _ROWS and _ROWS[name][1].has_gradient
+    }
+
+
+def gradients_needed(operands: Any, needs_grad: NeedsGrad) -> list[str]:
+    """The names of the gradients that ``attention_bwd`` gives, in their order."""
+    return [
+        name
+        for name in differentiable(operands)
+        if getattr(needs_grad, "query" if name == "query_key_value" else name)
+        and getattr(operands, name) is not None
+    ]
+
+
+def needs_grad_of(operands: Any, needed: Iterable[str]) -> NeedsGrad:
+    """The opposite of :func:`gradients_needed`."""
+    names = set(needed)
+    if isinstance(operands, QkvPackedOperands) and "query_key_value" in names:
+        names |= {"query", "key", "value"}
+    return NeedsGrad(*(name in names for name in NeedsGrad._fields))
+
+
+def gradients_of(operands: Any, given: dict[str, Any] | None = None) -> AnyGradients:
+    """Named gradients of the operands; the others are None."""
+    kind = QkvPackedGradients if isinstance(operands, QkvPackedOperands) else Gradients
+    return kind(**(dict.fromkeys(kind._fields) | (given or {})))
+
+
+def gradients_from(results: Iterable[Any], operands: Any, needs_grad: NeedsGrad) -> AnyGradients:
+    """The results of ``attention_bwd``, by name."""
+    names = gradients_needed(operands, needs_grad)
+    return gradients_of(operands, dict(zip(names, results, strict=True)))

@@ -1,0 +1,372 @@
+"""The forward and the backward of ring attention, on the primitives.
+
+The forward merges the products of :mod:`jax_memeff._ring.schedule` by their logsumexps. The
+backward gives every product the output and the logsumexp of the whole row: the probabilities that
+it recomputes are then the final ones, and its gradients only have to be added (Liu, Zaharia and
+Abbeel, arXiv:2310.01889, appendix A). The gradients of key and value travel with their keys, and
+return to their device at the end.
+
+Everything is summed in float32 (float64 for float64 inputs) and rounded once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_memeff._blockwise.tiles import read_block, when, write_block
+from jax_memeff._call import compat
+from jax_memeff._call.mask import Mask, slice_tile
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
+from jax_memeff._call.options import Options
+from jax_memeff._op import primitives
+from jax_memeff._ring import transfer
+from jax_memeff._ring.schedule import (
+    Layout,
+    Product,
+    Step,
+    chunks_of_devices,
+    steps,
+    unzigzag,
+    zigzag,
+)
+
+Method = Literal["ring", "all_gather"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The static part of a call; hashable."""
+
+    axis_name: Any
+    devices: int
+    layout: Layout
+    method: Method
+    options: Options
+    is_differentiable: bool = False
+    """Whether JAX may differentiate the forward and the backward, for other derivatives than the
+    backward. Bits that travel as those of another dtype have none, nor has a loop whose length is
+    data a transpose."""
+
+    @property
+    def held(self) -> np.ndarray:
+        """The chunks that each device holds, int[devices, chunks]."""
+        return chunks_of_devices(self.layout, self.devices)
+
+    def shift(self, tree: Any, hops: int) -> Any:
+        """What the device ``hops`` places before this one has, in one transfer."""
+        if hops % self.devices == 0 or not jax.tree.leaves(tree):
+            return tree
+        pairs = [(rank, (rank + hops) % self.devices) for rank in range(self.devices)]
+        send = functools.partial(lax.ppermute, axis_name=self.axis_name, perm=pairs)
+        if self.is_differentiable:
+            return jax.tree.map(send, tree)
+        return transfer.unpack(send(transfer.pack(tree)), tree)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The columns [B, S local, ...] of all devices, in natural order."""
+        whole = lax.all_gather(x, self.axis_name, axis=1, tiled=True)
+        return unzigzag(whole, 1, self.devices) if self.layout == "zigzag" else whole
+
+    def scatter(self, x: jax.Array) -> jax.Array:
+        """The transpose of ``gather``: the sum over all devices of this device's columns."""
+        ordered = zigzag(x, 1, self.devices) if self.layout == "zigzag" else x
+        return lax.psum_scatter(ordered, self.axis_name, scatter_dimension=1, tiled=True)
+
+
+class Keys(NamedTuple):
+    """What travels: one element for each column."""
+
+    key: jax.Array
+    value: jax.Array
+    segment_ids: tuple[jax.Array, ...]
+
+
+class Sums(NamedTuple):
+    """What products add to: two pytrees."""
+
+    rows: Any
+    """Of the device's rows; they stay."""
+    keys: Any
+    """Of the columns in hand; they travel with the keys."""
+
+
+Visit = Callable[[Keys, Product, Sums], Sums]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One call: its local operands, and the sizes of a product.
+
+    The operands differ from those of an unsharded call in what they hold of the columns: lengths
+    count global positions, and bias and boolean masks have the columns of all devices.
+    """
+
+    operands: Operands
+    ring: Ring
+
+    @property
+    def keys(self) -> Keys:
+        ids = tuple(key_ids for _, key_ids in self.operands.mask.segment_ids)
+        return Keys(self.operands.key, self.operands.value, ids)
+
+    @property
+    def rows(self) -> int:
+        return self.operands.query.shape[1] // self.ring.held.shape[1]
+
+    @property
+    def columns(self) -> int:
+        length = self.operands.key.shape[1]
+        if self.ring.method == "all_gather":
+            return length * self.ring.devices
+        return length // self.ring.held.shape[1]
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
+        """Zeros of the accumulator's dtype, which vary over the mesh axes that the operands do."""
+        query = self.operands.query
+        dtype = jnp.promote_types(query.dtype, jnp.float32) if dtype is None else dtype
+        return compat.cast_to_common_varying_axes((jnp.zeros(shape, dtype), query))[0]
+
+    def part(self, keys: Keys, product: Product) -> Operands:
+        """The operands of one product."""
+        operands, mask = self.operands, self.operands.mask
+        ids = zip(mask.segment_ids, keys.segment_ids, strict=True)
+        part_mask = Mask(
+            top_left=mask.top_left,
+            query_lengths=_lengths(mask.query_lengths, product.first_row, self.rows),
+            key_lengths=_lengths(mask.key_lengths, product.first_column, self.columns),
+            segment_ids=tuple(
+                (self.of_rows(query_ids, product), self.of_columns(key_ids, product))
+                for (query_ids, _), key_ids in ids
+            ),
+            booleans=tuple(self.of_scores(array, product) for array in mask.booleans),
+        )
+        part = Operands(
+            query=self.of_rows(operands.query, product),
+            key=self.of_columns(keys.key, product),
+            value=self.of_columns(keys.value, product),
+            bias=self.of_scores(operands.bias, product),
+            mask=part_mask,
+            dropout=operands.dropout,
+            position=Position(product.first_row, product.first_column),
+        )
+        return compat.cast_to_common_varying_axes(part)
+
+    def of_rows(self, x: Any, product: Product) -> Any:
+        """The rows of a product in [B, T local, ...]; None stays None, here and below."""
+        return read_block(x, product.row, self.rows, 1)
+
+    def of_columns(self, x: Any, product: Product) -> Any:
+        """The columns of a product in [B, S in hand, ...]."""
+        return read_block(x, product.column, self.columns, 1)
+
+    def of_scores(self, x: Any, product: Product) -> Any:
+        """The scores of a product in [1|B, 1|N, 1|T local, 1|S global]."""
+        start, shape = (product.row, product.first_column), (self.rows, self.columns)
+        return None if x is None else slice_tile(x, start, shape)
+
+    def run(self, visit: Visit, sums: Sums) -> Sums:
+        """Visit every product; ``sums.keys`` come back for the device's own columns."""
+        if self.ring.method == "all_gather":
+            return self._compute_gathered(visit, sums)
+        return self._travel(visit, sums)
+
+    def _compute_gathered(self, visit: Visit, sums: Sums) -> Sums:
+        keys = jax.tree.map(self.ring.gather, self.keys)
+        rank = lax.axis_index(self.ring.axis_name)
+        gathered = jax.tree.map(
+            lambda x: self.zeros((x.shape[0], self.columns, *x.shape[2:])), sums.keys
+        )
+        sums = sums._replace(keys=gathered)
+        for index, chunks in enumerate(self.ring.held.T):
+            row, first_row = index * self.rows, jnp.asarray(chunks * self.rows, jnp.int32)[rank]
+            product = Product(*map(jnp.int32, (row, 0, first_row, 0)))
+            sums = visit(keys, product, sums)
+        return sums._replace(keys=jax.tree.map(self.ring.scatter, sums.keys))
+
+    def _travel(self, visit: Visit, sums: Sums) -> Sums:
+        ring, operands = self.ring, self.operands
+        lengths = operands.query.shape[1], operands.key.shape[1]
+        plan = steps(ring.layout, ring.devices, *lengths, operands.mask.top_left)
+        if not plan:
+            return sums
+        rank = lax.axis_index(ring.axis_name)
+        no_keys = sums.keys
+
+        def step(carry: tuple[Keys, Sums], plan: Step, way: _Way) -> tuple[Keys, Sums]:
+            keys, sums = carry
+            # The transfer is independent of the products, and can overlap them: the keys of the
+            # next step leave now, and what was summed for these keys arrives.
+            if way.next_hops == way.last_hops:
+                following, arriving = ring.shift((keys, sums.keys), way.next_hops)
+            else:
+                following = ring.shift(keys, way.next_hops)
+                arriving = ring.shift(sums.keys, way.last_hops)
+            products = [x[rank] for x in plan.products]
+
+            def compute(index: Any, sums: Sums) -> Sums:
+                return visit(keys, Product(*(x[index] for x in products)), sums)
+
+            sums = sums._replace(keys=no_keys)
+            count = plan.counts[rank]
+            if way.count is None and not ring.is_differentiable:
+                sums = lax.fori_loop(0, count, compute, sums)
+            elif way.count is None:
+                for index in range(way.products):
+                    sums = when(index < count, functools.partial(compute, index), sums)
+            else:
+                for index in range(way.count):
+                    sums = compute(index, sums)
+            return following, sums._replace(keys=jax.tree.map(jnp.add, arriving, sums.keys))
+
+        carry = ring.shift(self.keys, plan[0].hops), sums
+        for way, alike in _loops(plan):
+            carry = _repeat(functools.partial(step, way=way), carry, alike)
+        sums = carry[1]
+        rounded = jax.tree.map(lambda x: x.astype(operands.key.dtype), sums.keys)
+        return sums._replace(keys=ring.shift(rounded, -plan[-1].hops))
+
+
+class _Way(NamedTuple):
+    """What the steps of one loop have in common."""
+
+    last_hops: int
+    """Hops since the step before."""
+    next_hops: int
+    """Hops to the step after."""
+    count: int | None
+    """Products of every device; None when devices have different numbers."""
+    products: int
+    """The largest number of products."""
+
+
+def _loops(plan: tuple[Step, ...]) -> list[tuple[_Way, list[Step]]]:
+    """The steps, neighbours that have the same way together."""
+    between = [after.hops - before.hops for before, after in itertools.pairwise(plan)]
+    ways = (
+        _Way(last, following, step.count, step.products.row.shape[1])
+        for last, following, step in zip([0, *between], [*between, 0], plan, strict=True)
+    )
+    pairs = itertools.groupby(zip(ways, plan, strict=True), key=lambda pair: pair[0])
+    return [(way, [step for _, step in alike]) for way, alike in pairs]
+
+
+def _repeat(body: Callable[[Any, Any], Any], carry: Any, inputs: list[Any]) -> Any:
+    """``body(carry, input)`` for each of the inputs, in one loop."""
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *inputs)
+    if len(inputs) == 1:
+        return body(carry, jax.tree.map(lambda x: x[0], stacked))
+    return lax.scan(lambda carry, x: (body(carry, x), None), carry, stacked)[0]
+
+
+def forward(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T local, N, Hv] in the query's dtype, and logsumexp [B, T local, N]."""
+    call = _Call(operands, ring)
+
+    def visit(keys: Keys, product: Product, sums: Sums) -> Sums:
+        part = primitives.forward(call.part(keys, product), ring.options)
+        out, lse = sums.rows
+        merged = _merge((call.of_rows(out, product), call.of_rows(lse, product)), part)
+        rows = (write_block(x, y, (1, product.row)) for x, y in zip(sums.rows, merged, strict=True))
+        return sums._replace(rows=tuple(rows))
+
+    rows = operands.query.shape[:3]
+    empty = call.zeros((*rows, operands.value.shape[3])), call.zeros(rows) - jnp.inf
+    out, lse = call.run(visit, Sums(empty, ())).rows
+    return out.astype(operands.query.dtype), lse
+
+
+def _merge(
+    merged: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Attention to the columns of both; either may have none."""
+    (out, lse), (part_out, part_lse) = merged, part
+    # A row without columns has no infinities subtracted, which would be NaN, in derivatives too.
+    has_columns = (lse > -jnp.inf) | (part_lse > -jnp.inf)
+    lse, part_lse = (jnp.where(has_columns, x, 0) for x in (lse, part_lse))
+    total = jnp.where(has_columns, jnp.logaddexp(lse, part_lse), -jnp.inf)
+    # Not exp(x - total): where a bias of -1e9 is in the whole row it leaves no digits for what the
+    # sum of two adds to the logsumexp of one, and both weights would be 1.
+    part_weight = jax.nn.sigmoid(part_lse - lse)[..., None]
+    return (1 - part_weight) * out + part_weight * part_out, total
+
+
+def backward(
+    operands: Operands,
+    ring: Ring,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    """The wanted gradients, of the shapes and dtypes of the local operands."""
+    call = _Call(operands, ring)
+
+    def visit(keys: Keys, product: Product, sums: Sums) -> Sums:
+        out_rows, lse_rows, dout_rows, dlse_rows = (
+            call.of_rows(x, product) for x in (out, lse, dout, dlse)
+        )
+        part = primitives.backward(
+            call.part(keys, product),
+            ring.options,
+            out_rows,
+            lse_rows,
+            dout_rows,
+            dlse_rows,
+            needs_grad,
+        )
+        (dquery, dbias), (dkey, dvalue) = sums
+        local = Gradients(
+            call.of_rows(dquery, product),
+            call.of_columns(dkey, product),
+            call.of_columns(dvalue, product),
+            call.of_scores(dbias, product),
+        )
+        local = jax.tree.map(jnp.add, local, part)
+        rows, columns = (1, product.row), (1, product.column)
+        return Sums(
+            (
+                write_block(dquery, local.query, rows),
+                write_block(dbias, local.bias, (2, product.row), (3, product.first_column)),
+            ),
+            (write_block(dkey, local.key, columns), write_block(dvalue, local.value, columns)),
+        )
+
+    def zeros(wanted: bool, like: jax.Array) -> jax.Array | None:
+        return call.zeros(like.shape) if wanted else None
+
+    query, key, value, bias = operands[:4]
+    empty = Sums(
+        (zeros(needs_grad.query, query), _bias_sums(call) if needs_grad.bias else None),
+        (zeros(needs_grad.key, key), zeros(needs_grad.value, value)),
+    )
+    (dquery, dbias), (dkey, dvalue) = call.run(visit, empty)
+    total = Gradients(dquery, dkey, dvalue, dbias)
+    return jax.tree.map(
+        lambda like, x: None if x is None else x.astype(like.dtype),
+        Gradients(query, key, value, bias),
+        total,
+    )
+
+
+def _bias_sums(call: _Call) -> jax.Array | None:
+    """Where the gradient of the bias is summed: in its own dtype where elements get one term."""
+    bias = call.operands.bias
+    return (
+        None if bias is None else call.zeros(bias.shape, None if bias.shape[2] == 1 else bias.dtype)
+    )
+
+
+def _lengths(lengths: jax.Array | None, first: jax.Array, size: int) -> jax.Array | None:
+    """How many of ``size`` positions from the first are within global lengths."""
+    return None if lengths is None else jnp.clip(lengths - first, 0, size)

@@ -1,0 +1,256 @@
+"""How a call is sharded over the axes of a mesh: the names of its dims, and what may be sharded.
+
+A device's problem is a smaller one of the same kind, and nothing is gathered:
+
+- The batch is sharded alike in all operands.
+- The heads are sharded so that a device has whole groups of query heads, or part of one group. If
+  there are more devices than key heads, neighbours share a key head, and its gradient is their sum.
+- The rows of the query may be sharded if every device has all keys.
+
+The mesh decides who carries this out:
+
+- Manual axes (inside ``jax.shard_map``): nobody, the arrays are local already.
+- Explicit axes: the types have the shardings, and ``explicit.py`` enters ``jax.shard_map``.
+- Auto axes: the compiler has the shardings, and asks ``automatic.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from jax_memeff._call.operands import Operand, QkvPackedOperands, is_varlen, mapped
+
+Axes = tuple[Any, ...]
+"""Names of mesh axes that one dim is sharded over; empty for none."""
+
+_WHOLE_SEQUENCES = (
+    "every device needs whole sequences of keys: shard the batch, the heads or the query's "
+    "sequence over it, or use jax_memeff.ring_attention inside jax.shard_map"
+)
+_WHOLE_TOKENS = (
+    "packed sequences cannot be cut: shard the heads over it, or give every device sequences of "
+    "its own inside jax.shard_map"
+)
+_WHOLE_HEAD_DIM = "every device needs whole heads: shard the batch or the heads over it"
+
+_NOT_SHARDED = {
+    "columns": ("sequence dim", _WHOLE_SEQUENCES),
+    "positions": ("sequence dim", _WHOLE_SEQUENCES),
+    "query_tokens": ("token dim", _WHOLE_TOKENS),
+    "key_tokens": ("token dim", _WHOLE_TOKENS),
+    "sequences": ("dim of the sequences", _WHOLE_TOKENS),
+    "head_dim": ("head dim", _WHOLE_HEAD_DIM),
+    "value_dim": ("head dim", _WHOLE_HEAD_DIM),
+    "slots": ("dim of query, key and value", "every device needs all three of them"),
+    "one": ("dim of size 1", "it cannot be divided"),
+}
+"""What the dims that are never sharded are called in messages, and the remedy."""
+
+_SHARDED = {"batch": "batch dim", "heads": "heads", "key_heads": "heads", "rows": "sequence dim"}
+"""Titles of the other dims; a batch of several axes has names of :func:`batch_names`."""
+
+
+def batch_names(axes: int) -> tuple[str, ...]:
+    """The names of the dims of a batch that ``jax.vmap`` put axes into, which are divided alone.
+
+    >>> batch_names(3)
+    ('vmap0', 'vmap1', 'batch')
+    """
+    return (*(f"vmap{axis}" for axis in range(axes - 1)), "batch")
+
+
+def _title(dim: str) -> str | None:
+    return "axis of jax.vmap" if dim.startswith("vmap") else _SHARDED.get(dim)
+
+
+class Layout(NamedTuple):
+    """The mesh axes that a call is sharded over."""
+
+    batch: Mapping[str, Axes]
+    """Of each of its axes."""
+    heads: Axes
+    key_heads: Axes
+    """The first ones of ``heads``."""
+    rows: Axes
+    """Those of size 1 shard nothing, but belong to the types of the results."""
+    key_head_copies: tuple[Axes, int] | None = None
+    """The rest of ``heads`` and its number of devices, if they share the key heads that each of
+    them has, and each needs one."""
+
+    def spec(self, dims: str) -> PartitionSpec:
+        """The sharding of an operand, a result or a gradient."""
+        return PartitionSpec(*(self.axes(dim) or None for dim in dims.split()))
+
+    def axes(self, dim: str) -> Axes:
+        own = {"heads": self.heads, "key_heads": self.key_heads}
+        own |= {"rows": self.rows, "positions": self.rows}
+        return {**self.batch, **own}.get(dim, ())
+
+    def reduced(self, dims: str) -> Axes:
+        """The axes whose devices have parts of one gradient, which is their sum."""
+        own = {axis for dim in dims.split() for axis in self.axes(dim)}
+        sharded = (*itertools.chain(*self.batch.values()), *self.heads, *self.rows)
+        return tuple(axis for axis in sharded if axis not in own)
+
+
+def dims(operands: Any) -> Any:
+    """The names of the dims of every array, in a string, in place of the array.
+
+    A dim of size 1 that is broadcast is ``one``; so is the key head that all query heads read.
+    """
+    return mapped(lambda item: named_dims(item.operand, item.array.shape, operands), operands)
+
+
+def named_dims(operand: Operand, shape: tuple[int, ...], operands: Any) -> str:
+    """The names of the dims of an array of this shape in the place of an operand."""
+    names = operand.named_dims(is_varlen(operands))
+    return " ".join(itertools.starmap(_named, zip(names, shape, strict=True)))
+
+
+def _named(dim: str, size: int) -> str:
+    if size == 1 and (dim.endswith("|1") or dim == "key_heads"):
+        return "one"
+    return dim.removesuffix("|1")
+
+
+def result_dims(operands: Any) -> tuple[str, str]:
+    """The names of the dims of out and lse."""
+    if is_varlen(operands):
+        return "one query_tokens heads value_dim", "one query_tokens heads"
+    return "batch rows heads value_dim", "batch rows heads"
+
+
+def heads_of(operands: Any) -> tuple[int, int]:
+    """The numbers of query heads and of key heads."""
+    if isinstance(operands, QkvPackedOperands):
+        heads = operands.query_key_value.shape[3]
+        return heads, heads
+    return operands.query.shape[2], operands.key.shape[2]
+
+
+def layout(arrays: Sequence[Sharded], sizes: Mapping[Any, int]) -> Layout:
+    """How the call is sharded, given how its operands are.
+
+    Args:
+        arrays: the operands.
+        sizes: of the mesh axes.
+
+    Raises:
+        ValueError: a dim that devices need as a whole is sharded, a sharded dim cannot be divided,
+            or operands are sharded differently.
+    """
+    query = arrays[0]
+    batch = {dim: query.axes(dim) for dim in query.dims if dim == "batch" or dim.startswith("vmap")}
+    heads = query.axes("heads")
+    key_heads, copies = _key_heads(arrays, heads, sizes)
+    rows = query.axes("rows") or query.axes("positions")
+    found = Layout(batch, heads, key_heads, rows, copies)
+    for array in arrays:
+        if array.operand.placement == "internal":
+            continue
+        array.check_whole(sizes)
+        if array.operand.placement == "like query":
+            array.check_divisible(found, sizes)
+        array.check_same(found, sizes)
+    return found
+
+
+class Sharded(NamedTuple):
+    """An operand, what messages call it, its dims, and how they are sharded."""
+
+    operand: Operand
+    name: str
+    shape: tuple[int, ...]
+    dims: Sequence[str]
+    spec: PartitionSpec
+
+    def __str__(self) -> str:
+        return f"{self.name} of shape {self.shape}"
+
+    def axes(self, dim: str) -> Axes:
+        if dim not in self.dims or self.dims.index(dim) >= len(self.spec):
+            return ()
+        entry = self.spec[self.dims.index(dim)]
+        return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+    def check_whole(self, sizes: Mapping[Any, int]) -> None:
+        for dim in self.dims:
+            axes = _larger_than_1(self.axes(dim), sizes)
+            if axes and dim in _NOT_SHARDED:
+                title, remedy = _NOT_SHARDED[dim]
+                raise ValueError(f"{self}: its {title} is sharded over {text(axes)}; {remedy}")
+
+    def check_divisible(self, layout: Layout, sizes: Mapping[Any, int]) -> None:
+        for dim, size in zip(self.dims, self.shape, strict=True):
+            axes = layout.axes(dim)
+            devices = math.prod(sizes[axis] for axis in axes)
+            if size % devices:
+                raise ValueError(
+                    f"{self}: its {_title(dim)}, {size}, cannot be divided by {devices}, the size "
+                    f"of {text(axes)}; pad it, or shard it over fewer devices"
+                )
+
+    def check_same(self, layout: Layout, sizes: Mapping[Any, int]) -> None:
+        may_be_replicated = self.operand.placement == "like query or replicated"
+        for dim in self.dims:
+            if _title(dim) is None:
+                continue
+            axes, wanted = (_larger_than_1(x, sizes) for x in (self.axes(dim), layout.axes(dim)))
+            # Cutting a replicated array moves nothing.
+            is_cut = dim == "key_heads" and axes == wanted[: len(axes)]
+            if axes == wanted or is_cut or (may_be_replicated and not axes):
+                continue
+            raise ValueError(
+                f"{self}: its {_title(dim)} must be sharded like query's, over {text(wanted)}, "
+                f"got {text(axes)}; reshard it to {layout.spec(' '.join(self.dims))}"
+            )
+
+
+def _key_heads(
+    arrays: Sequence[Sharded], heads: Axes, sizes: Mapping[Any, int]
+) -> tuple[Axes, tuple[Axes, int] | None]:
+    """``Layout.key_heads`` and ``Layout.key_head_copies``.
+
+    Raises:
+        ValueError: a device would need parts of several groups of heads.
+    """
+    array = next((array for array in arrays if "key_heads" in array.dims), None)
+    if array is None:
+        return heads, None
+    key_heads = array.shape[array.dims.index("key_heads")]
+    devices = math.prod(sizes[axis] for axis in heads)
+    if key_heads % devices == 0:
+        return heads, None
+    first: Axes = ()
+    for axis in heads:
+        if key_heads % math.prod(sizes[axis] for axis in (*first, axis)):
+            break
+        first = (*first, axis)
+    rest = heads[len(first) :]
+    cut = math.prod(sizes[axis] for axis in first)
+    if devices // cut % (key_heads // cut):
+        raise ValueError(
+            f"{array}: its heads, {key_heads}, cannot be divided by {devices}, the size of "
+            f"{text(heads)}, nor the other way round; every device needs whole groups of heads or "
+            "part of one: shard the heads over fewer devices, or repeat the heads of key and value "
+            "(jnp.repeat along axis 2)"
+        )
+    if key_heads == cut:
+        return first, None
+    return first, (rest, devices // cut)
+
+
+def _larger_than_1(axes: Axes, sizes: Mapping[Any, int]) -> Axes:
+    return tuple(axis for axis in axes if sizes[axis] > 1)
+
+
+def text(axes: Axes) -> str:
+    if not axes:
+        return "no mesh axis"
+    names = ", ".join(map(repr, axes))
+    return f"mesh axis {names}" if len(axes) == 1 else f"mesh axes ({names})"

@@ -1,0 +1,71 @@
+// A custom call as a value: what a program file says of it, which tests change at will.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace handlers {
+
+struct Attribute;
+using Attributes = std::map<std::string, Attribute>;  // sorted, as XLA passes them
+
+enum class Kind : unsigned char { kText = 's', kInt = 'i', kInts = 'I', kFloats = 'F', kDict = 'd' };
+
+struct Attribute {
+  Kind kind = Kind::kText;
+  std::string text;
+  std::vector<int32_t> ints;
+  std::vector<float> floats;
+  Attributes dict;
+};
+
+struct Buffer {
+  int32_t dtype;
+  std::vector<int64_t> dims;
+};
+
+struct Case {
+  std::string target;
+  int32_t capability;  // of the device
+  Attributes attributes;
+  std::vector<Buffer> operands;
+  std::vector<Buffer> results;
+};
+
+std::vector<Case> read_cases(const char* path);
+
+// The attributes in XLA's form; valid as long as both this and the attributes are.
+class Frame {
+ public:
+  explicit Frame(const Attributes& attributes);
+  XLA_FFI_Attrs* get() { return &attrs_; }
+
+ private:
+  XLA_FFI_Attrs attrs_;
+  std::vector<XLA_FFI_AttrType> types_;
+  std::vector<XLA_FFI_ByteSpan> names_;
+  std::vector<XLA_FFI_ByteSpan*> name_pointers_;
+  std::vector<void*> values_;
+  std::vector<std::unique_ptr<XLA_FFI_ByteSpan>> texts_;
+  std::vector<std::unique_ptr<XLA_FFI_Scalar>> scalars_;
+  std::vector<std::unique_ptr<XLA_FFI_Array>> arrays_;
+  std::vector<std::unique_ptr<Frame>> dicts_;
+};
+
+// Computes the digest of the attributes again, as somebody who forges a program can.
+void seal(Case* call);
+
+// Instantiates, initializes and executes the call; the message of the first error, or "".
+std::string run(const Case& call);
+
+// What the driver does: see driver.cc.
+void set_device(int capability, int element_bytes, bool is_forward, bool touches_arrays);
+// Blocks launched since the last call of this function.
+long long take_launched_blocks();
+
+}  // namespace handlers

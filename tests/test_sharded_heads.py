@@ -1,0 +1,138 @@
+"""More devices than key heads: neighbours share a key head, and nothing is gathered.
+
+The oracle is the same function on one device.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from sharding_case import gathered, loss, put, random, run, value_and_grad
+
+from jax_memeff import dot_product_attention
+
+B, T, N, H = 2, 16, 8, 8
+HOST = jax.devices("cpu")[:8]
+FEATURES = {
+    "is_causal": True,
+    "dropout_rate": 0.5,
+    "dropout_key": jax.random.key(7),
+    "key_value_seq_lengths": jnp.array([16, 9]),
+}
+HEADS = {
+    # key heads, mesh, query, key and value
+    "2 over 4": (2, (2, 4), P("x", None, "y"), P("x")),
+    "4 over 8": (4, (1, 8), P(None, None, "y"), P()),
+    "2 over 8, of two axes": (2, (2, 4), P(None, None, ("x", "y")), P()),
+    "2 over 8, key heads sharded": (2, (2, 4), P(None, None, ("x", "y")), P(None, None, "x")),
+    "2 over 8, of an axis too long": (2, (4, 2), P(None, None, ("x", "y")), P()),
+    "4 over 4, replicated": (4, (2, 4), P("x", None, "y"), P("x")),
+    "1 over 8": (1, (1, 8), P(None, None, "y"), P()),
+}
+
+auto_and_explicit = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+on_heads = pytest.mark.parametrize(
+    ("key_heads", "shape", "query_spec", "key_spec"), HEADS.values(), ids=HEADS
+)
+
+
+def mesh_of(axis_type, shape):
+    return jax.make_mesh(shape, ("x", "y"), axis_types=(axis_type,) * 2, devices=HOST)
+
+
+def arrays(key_heads):
+    return (
+        random(B, T, N, H),
+        random(B, T, key_heads, H),
+        random(B, T, key_heads, H + 1),
+        random(N, T, T),
+    )
+
+
+@functools.cache
+def unsharded(key_heads):
+    operands = arrays(key_heads)
+    function = value_and_grad(functools.partial(loss, **FEATURES), *operands)
+    return function(*operands)
+
+
+@auto_and_explicit
+@on_heads
+def test_results_gradients_and_dropout(
+    axis_type, key_heads, shape, query_spec, key_spec, assert_close
+):
+    mesh = mesh_of(axis_type, shape)
+    specs = (query_spec, key_spec, key_spec, P())
+    operands = [put(mesh, x, *spec) for x, spec in zip(arrays(key_heads), specs, strict=True)]
+    function = value_and_grad(functools.partial(loss, **FEATURES), *operands)
+    got, hlo = run(function, *operands)
+    assert_close(got, unsharded(key_heads))
+    # The gradients of replicated keys, values and biases are collected at the end, at most.
+    assert len(gathered(hlo)) <= 3
+    for gradient, x in zip(got[1], operands, strict=True):
+        if axis_type == AxisType.Explicit or x is operands[0]:
+            # The compiler chooses the shardings of other results.
+            assert gradient.sharding.is_equivalent_to(x.sharding, gradient.ndim)
+
+
+@auto_and_explicit
+@on_heads
+def test_no_operand_is_gathered(axis_type, key_heads, shape, query_spec, key_spec):
+    mesh = mesh_of(axis_type, shape)
+    specs = (query_spec, key_spec, key_spec, P())
+    operands = [put(mesh, x, *spec) for x, spec in zip(arrays(key_heads), specs, strict=True)]
+    for function in (
+        functools.partial(loss, **FEATURES),
+        # The backward reads all operands, but gives one sharded gradient.
+        jax.grad(functools.partial(loss, **FEATURES)),
+    ):
+        _, hlo = run(jax.jit(function), *operands)
+        assert gathered(hlo) == []
+
+
+@auto_and_explicit
+def test_keys_of_intermediate_sharding(axis_type, assert_close):
+    """Shardings spread from the query to keys that the program computes, by parts of an axis."""
+    mesh = mesh_of(axis_type, (2, 4))
+    operands = arrays(2)[:3]
+    specs = (P("x", None, "y"), P("x"), P("x"))
+    sharded = [put(mesh, x, *spec) for x, spec in zip(operands, specs, strict=True)]
+
+    @jax.jit
+    def call(query, key, value):
+        return dot_product_attention(query, 2 * key, value)
+
+    got, hlo = run(call, *sharded)
+    assert_close(got, call(*operands))
+    assert gathered(hlo) == []
+
+
+@auto_and_explicit
+def test_second_derivatives(axis_type, assert_close):
+    mesh = mesh_of(axis_type, (2, 4))
+    operands = arrays(2)[:3]
+
+    def norm_of_gradient(query, key, value):
+        gradients = jax.grad(loss, (0, 1, 2))(query, key, value)
+        return sum(jnp.sum(x * x) for x in gradients)
+
+    specs = (P("x", None, "y"), P("x"), P("x"))
+    sharded = [put(mesh, x, *spec) for x, spec in zip(operands, specs, strict=True)]
+    function = jax.jit(jax.grad(norm_of_gradient, (0, 1, 2)))
+    assert_close(function(*sharded), function(*operands), 2e-5)
+
+
+@auto_and_explicit
+def test_groups_that_do_not_divide(axis_type):
+    mesh = mesh_of(axis_type, (2, 4))
+    operands = (random(B, T, 12, H), random(B, T, 6, H), random(B, T, 6, H))
+    specs = (P(None, None, "y"), P(), P())
+    sharded = [put(mesh, x, *spec) for x, spec in zip(operands, specs, strict=True)]
+    message = r"^key of shape .* its heads, 6, cannot be divided by 4, .*nor the other way round.*"
+    with pytest.raises(ValueError, match=message + r"repeat the heads"):
+        jax.jit(dot_product_attention).lower(*sharded).compile()
