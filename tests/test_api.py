@@ -1,6 +1,9 @@
 """The public surface: what importing costs, transformations of a call, sizes of zero."""
 
 import functools
+import inspect
+import pydoc
+import re
 import subprocess
 import sys
 from typing import Any
@@ -292,3 +295,80 @@ def test_positions_are_scalars_or_one_for_each_batch_index():
         jax_memeff.dot_product_attention(query, query, query, offsets=Offsets(query=np.arange(3)))
     with pytest.raises(TypeError, match=r"offsets.batch must be .* shape \(\), "):
         jax_memeff.dot_product_attention(query, query, query, offsets=Offsets(batch=np.arange(2)))
+
+
+def test_16_bit_bias_of_a_float32_query(assert_close):
+    """As jax.nn takes it; the gradient is of the bias's own dtype."""
+    for dtype in (jnp.bfloat16, jnp.float16):
+        bias = EVERYTHING["bias"].astype(dtype)
+        run: Any = lambda f, bias: jax.value_and_grad(  # noqa: E731
+            lambda bias: jnp.sum(f(QUERY, KEY, VALUE, bias) ** 2)
+        )(bias)
+        ours, theirs = run(attention, bias), run(jax.nn.dot_product_attention, bias)
+        assert ours[1].dtype == dtype
+        assert_close(ours, theirs, 2 ** -(jnp.finfo(dtype).nmant))
+        assert_close(ours[0], run(attention, bias.astype(jnp.float32))[0], 1e-6)
+
+
+def test_float16_bias_of_a_bfloat16_query():
+    arrays = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
+    bias = EVERYTHING["bias"].astype(jnp.float16)
+    np.testing.assert_array_equal(
+        attention(*arrays, bias), attention(*arrays, bias.astype(jnp.float32))
+    )
+
+
+FUNCTIONS = {
+    "dot_product_attention": ["query", "key", "value", "bias", "mask"],
+    "dot_product_attention_packed": ["qkv", "bias", "mask"],
+    "ring_attention": ["query", "key", "value", "bias", "mask"],
+    "varlen_attention": [
+        *["query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"],
+        *["bias", "mask"],
+    ],
+}
+COMMON = {
+    "scale": None,
+    "is_causal": False,
+    "local_window_size": None,
+    "logits_soft_cap": None,
+    "dropout_rate": 0.0,
+    "dropout_key": None,
+    "offsets": None,
+    "precision": None,
+    "deterministic_backward": False,
+    "implementation": None,
+    "residual_checkpoint_name": None,
+    "return_residual": False,
+}
+LENGTHS = {"query_seq_lengths": None, "key_value_seq_lengths": None}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signatures_are_shown_in_full(name):
+    """The arguments are written once, and every function shows names, types and defaults."""
+    function = getattr(jax_memeff, name)
+    parameters = inspect.signature(function).parameters
+    positional = [x for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert [x.name for x in positional] == FUNCTIONS[name]
+    keywords = {x.name: x.default for x in parameters.values() if x.kind is x.KEYWORD_ONLY}
+    own = {"axis_name": inspect.Parameter.empty, "layout": "contiguous", "method": "ring"}
+    expected = COMMON | ({} if name == "varlen_attention" else LENGTHS)
+    assert keywords == expected | (own if name == "ring_attention" else {})
+    assert len(parameters) == len(positional) + len(keywords)
+    assert all(x.annotation is not inspect.Parameter.empty for x in parameters.values())
+    shown = pydoc.plain(pydoc.render_doc(function))
+    assert "dropout_rate: 'float' = 0.0" in shown and "Unpack" not in shown
+
+
+def test_every_argument_is_documented():
+    documented = inspect.getdoc(attention) or ""
+    for name in inspect.signature(attention).parameters:
+        assert re.search(rf"^    {name}: ", documented, re.MULTILINE), name
+
+
+def test_arguments_by_name_may_be_static_in_jit():
+    jitted = jax.jit(attention, static_argnames=("is_causal", "local_window_size"))
+    expected = attention(QUERY, KEY, VALUE, is_causal=True, local_window_size=2)
+    got = jitted(QUERY, KEY, VALUE, is_causal=True, local_window_size=2)
+    np.testing.assert_allclose(got, expected, atol=1e-6)

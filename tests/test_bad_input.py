@@ -1,6 +1,7 @@
 """Every wrong argument raises an error that names it, what was expected and what was got."""
 
 import re
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -94,14 +95,14 @@ CASES = {
     ),
     "bias_rank": ({"bias": zeros(1, B, N, T, S)}, ValueError, "bias must have rank <= 4, got.*5"),
     "bias_dtype": (
-        {"bias": zeros(T, S, dtype=jnp.bfloat16)},
+        {"bias": zeros(T, S, dtype=int)},
         TypeError,
-        "bias must have the dtype of query, float32, or float32, got bfloat16",
+        r"bias must be one of float16.*got int32; cast it, for example bias.astype\('float32'\)",
     ),
     "boolean_bias": (
         {"bias": zeros(T, S, dtype=bool)},
         TypeError,
-        "bias must have the dtype.*got bool; pass a boolean array as mask",
+        "bias must be one of float16.*got bool; pass a boolean array as mask",
     ),
     "mask_shape": (
         {"mask": zeros(T, S + 1, dtype=bool)},
@@ -139,8 +140,119 @@ CASES = {
         r"query segment ids must have shape \[2, 5\] or \[5\], got \(2, 7\)",
     ),
     "nan_scale": ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+    "ragged_query": (
+        {"query": [[1.0], [1.0, 2.0]]},
+        ValueError,
+        r"query must be an array, got a list whose rows differ in length: \[\[1.0\]",
+    ),
+    "object_key": (
+        {"key": np.array([None, 1])},
+        TypeError,
+        "key must be an array of numbers.*got dtype object",
+    ),
+    "text_value": (
+        {"value": np.array(["a", "b"])},
+        TypeError,
+        "value must be an array of numbers.*got dtype <U1",
+    ),
+    "date_bias": (
+        {"bias": np.zeros((T, S), "M8[s]")},
+        TypeError,
+        "bias must be an array of numbers.*got dtype datetime64",
+    ),
+    "record_bias": (
+        {"bias": np.zeros((T, S), [("x", int)])},
+        TypeError,
+        "bias must be an array of numbers.*got dtype",
+    ),
+    "long_double": (
+        {"query": np.zeros((B, T, N, H), np.longdouble)},
+        TypeError,
+        "query must be an array of numbers.*got dtype float128",
+    ),
+    "masked_array": (
+        {"key": np.ma.masked_array(np.zeros((B, S, K, H)), True)},
+        TypeError,
+        r"key must be an array, got a NumPy masked array, whose mask would be ignored",
+    ),
+    "masked_lengths": (
+        {"query_seq_lengths": np.ma.masked_array([1, 2])},
+        TypeError,
+        "query_seq_lengths must be an array, got a NumPy masked array",
+    ),
+    "text_lengths": (
+        {"key_value_seq_lengths": ["a", "b"]},
+        TypeError,
+        "key_value_seq_lengths must be an array of numbers.*got dtype <U1",
+    ),
+    "huge_length": (
+        {"key_value_seq_lengths": [1, 2**70]},
+        TypeError,
+        "key_value_seq_lengths must be an array of numbers.*got dtype object.*64 bits",
+    ),
+    "ragged_mask": (
+        {"mask": [[True], [True, False]]},
+        ValueError,
+        "mask must be an array, got a list whose rows differ in length",
+    ),
+    "mask_by_name": (
+        {"mask": "causal"},
+        TypeError,
+        r"mask must be a boolean array or a jax_memeff.Mask, got 'causal'; pass is_causal=True",
+    ),
+    "mask_of_another_library": ({"mask": object()}, TypeError, "mask must be an array, got object"),
+    "Mask_of_lists": (
+        {"mask": Mask(query_lengths=[9, 9])},  # type: ignore[arg-type]
+        ValueError,
+        r"query lengths must be in \[0, 5\], got 9 at index 0",
+    ),
     "infinite_scale": ({"scale": np.inf}, ValueError, "scale must be finite, got inf"),
     "text_scale": ({"scale": "big"}, TypeError, "scale must be a number, got 'big' of type str"),
+    "boolean_scale": ({"scale": True}, TypeError, "scale must be a number, got True of type bool"),
+    "numpy_boolean_scale": ({"scale": np.True_}, TypeError, "scale must be a number, got np.True_"),
+    "complex_scale": ({"scale": 1j}, TypeError, "scale must be a number, got 1j of type complex"),
+    "complex_array_scale": (
+        {"scale": np.complex64(1j)},
+        TypeError,
+        "scale must be a number, got np.complex64",
+    ),
+    "scale_of_rank_1": (
+        {"scale": np.array([0.5])},
+        TypeError,
+        r"scale must be one number, got an array of shape \(1,\)",
+    ),
+    "text_array_scale": ({"scale": np.array("0.5")}, TypeError, "scale must be a number, got arr"),
+    "huge_integer_scale": ({"scale": 10**400}, ValueError, "scale must be finite, got an integer"),
+    "large_scale": (
+        {"scale": 1e39},
+        ValueError,
+        r"scale must be 0 or between 1.18e-38 and 8.51e\+37 in magnitude.*float32, got 1e\+39",
+    ),
+    "large_negative_scale": ({"scale": -1e38}, ValueError, r"scale must be 0 or.*got -1e\+38"),
+    "denormal_scale": ({"scale": 1e-39}, ValueError, "scale must be 0 or between.*got 1e-39"),
+    "least_scale": ({"scale": -5e-324}, ValueError, "scale must be 0 or between.*got -5e-324"),
+    "large_soft_cap": (
+        {"logits_soft_cap": 1e300},
+        ValueError,
+        r"logits_soft_cap must be between 1.18e-38 and 1.01e\+31, for scores in float32",
+    ),
+    "small_soft_cap": ({"logits_soft_cap": 1e-40}, ValueError, "logits_soft_cap must be between"),
+    "soft_cap_of_a_large_scale": (
+        {"logits_soft_cap": 1e-10, "scale": 1e30},
+        ValueError,
+        r"logits_soft_cap must be between 1.18e-08 and 1.01e\+31.*and scale 1e\+30, got 1e-10",
+    ),
+    "soft_cap_of_a_small_scale": (
+        {"logits_soft_cap": 1e30, "scale": 1e-30},
+        ValueError,
+        r"logits_soft_cap must be between 1.18e-38 and 8.51e\+07.*scale 1e-30, got 1e\+30",
+    ),
+    "boolean_soft_cap": (
+        {"logits_soft_cap": True},
+        TypeError,
+        "logits_soft_cap must be a number, got True",
+    ),
+    "boolean_rate": ({"dropout_rate": False}, TypeError, "dropout_rate must be a number, got Fals"),
     "zero_head_dim": (
         {"query": zeros(B, T, N, 0), "key": zeros(B, S, K, 0)},
         ValueError,
@@ -181,6 +293,21 @@ CASES = {
         ValueError,
         r"dropout_key must be one key, got an array of keys of shape \(3, 2\)",
     ),
+    "key_of_three_words": (
+        {**DROPOUT, "dropout_key": zeros(3, dtype=jnp.uint32)},
+        ValueError,
+        r"dropout_key must have shape \(2,\), as jax.random.PRNGKey makes them, got shape \(3,\)",
+    ),
+    "unused_text_key": (
+        {"dropout_key": "abc"},
+        TypeError,
+        "dropout_key must be a jax.random key, got str",
+    ),
+    "unused_keys": (
+        {"dropout_key": jax.random.split(KEY, 3)},
+        ValueError,
+        "dropout_key must be one key",
+    ),
     "long_keys": (
         {"key_value_seq_lengths": np.array([7, 8])},
         ValueError,
@@ -214,7 +341,27 @@ CASES = {
     "fractional_window": (
         {"local_window_size": 2.5},
         TypeError,
-        r"local_window_size must be an int or \(left, right\), got 2.5",
+        r"local_window_size must be an int or \(left, right\) of static integers, got 2.5",
+    ),
+    "boolean_window": (
+        {"local_window_size": True},
+        TypeError,
+        r"local_window_size must be an int or \(left, right\).*got True of type bool",
+    ),
+    "boolean_window_side": (
+        {"local_window_size": (3, False)},
+        TypeError,
+        "local_window_size must be an int.*got False of type bool",
+    ),
+    "half_open_window": (
+        {"local_window_size": (3, None)},
+        TypeError,
+        r"local_window_size must be an int.*got None; .*mask=Mask.window\(left, None\)",
+    ),
+    "unknown_argument": (
+        {"casual": True},
+        TypeError,
+        "got an unexpected keyword argument 'casual'; did you mean 'is_causal'",
     ),
     "causal_flag": ({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
     "residual_flag": ({"return_residual": "yes"}, TypeError, "return_residual must be True.*'yes'"),
@@ -315,11 +462,40 @@ VARLEN_CASES = {
         ValueError,
         "max_seqlen_k must be at least the length of every sequence, got 3, and sequence 0 has 4",
     ),
-    "negative_longest": ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be >= 0, got -1"),
+    "negative_longest": (
+        {"max_seqlen_q": -1},
+        ValueError,
+        r"max_seqlen_q must be in \[0, 2147483647\], got -1",
+    ),
+    "huge_longest": (
+        {"max_seqlen_k": 2**31},
+        ValueError,
+        r"max_seqlen_k must be in \[0, 2147483647\], got 2147483648",
+    ),
+    "boolean_longest": (
+        {"max_seqlen_k": True},
+        TypeError,
+        "max_seqlen_k must be a static Python integer, got True of type bool",
+    ),
+    "ragged_cu_seqlens": (
+        {"cu_seqlens_q": [[0], [1, 2]]},
+        ValueError,
+        "cu_seqlens_q must be an array, got a list whose rows differ in length",
+    ),
+    "huge_cu_seqlens": (
+        {"cu_seqlens_q": np.array([0, 2, 2**32 + 5])},
+        ValueError,
+        r"cu_seqlens_q must be in \[0, 5\].*got 4294967301 at index 2",
+    ),
+    "padded_lengths": (
+        {"query_seq_lengths": [1, 2]},
+        TypeError,
+        "got an unexpected keyword argument 'query_seq_lengths'; expected one of deterministic",
+    ),
     "float_longest": (
         {"max_seqlen_q": 3.0},
         TypeError,
-        "max_seqlen_q must be a Python integer, got 3.0 of type float",
+        "max_seqlen_q must be a static Python integer, got 3.0 of type float",
     ),
     "bias_shape": (
         {"bias": zeros(T, S)},
@@ -350,7 +526,7 @@ def test_bad_argument_of_varlen_attention(name):
 def test_a_traced_longest_sequence():
     arguments = good_varlen()
     arguments.pop("max_seqlen_q")
-    with pytest.raises(TypeError, match="max_seqlen_q must be a static integer, got a traced"):
+    with pytest.raises(TypeError, match=r"max_seqlen_q must be a static.*integer, got a traced"):
         jax.jit(lambda n: jax_memeff.varlen_attention(**arguments, max_seqlen_q=n))(3)
 
 
@@ -372,9 +548,61 @@ TRACED = {
     "scale": "scale must be a static number, got a traced value; multiply query by it",
     "logits_soft_cap": "logits_soft_cap must be a static number, got a traced value",
     "dropout_rate": "dropout_rate must be a static number, got a traced value",
-    "local_window_size": "local_window_size must be static integers, got a traced value",
+    "local_window_size": r"local_window_size must be an int or \(left, right\) of.*got a traced",
     "is_causal": "is_causal must be True or False, got a traced value",
 }
+
+
+def test_a_list_of_traced_values():
+    with pytest.raises(TypeError, match=r"query_seq_lengths must be an array, got a list with tra"):
+        jax.jit(lambda n: attention(**good(), query_seq_lengths=[n, n]))(3)
+
+
+def test_numbers_of_any_type_are_static_numbers(assert_close):
+    expected = attention(**good(), scale=0.5, logits_soft_cap=3.0)
+    for number in (np.float64, np.float32, np.asarray, jnp.float32, jnp.bfloat16, Fraction):
+        got = attention(**good(), scale=number(0.5), logits_soft_cap=number(3))
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("scale", [1.2e-38, -1.2e-38, 8.5e37, -8.5e37, 0, 0.0])
+def test_scales_at_the_ends_of_the_range(scale):
+    """Scores are finite, so are the results; keys that a scale makes alike share the weight."""
+    query, key = jnp.full((1, 1, 1, 1), 0.5), jnp.array([1.0, -1.0]).reshape(1, 2, 1, 1)
+    value = jnp.array([3.0, 5.0]).reshape(1, 2, 1, 1)
+    out, lse = attention(query, key, value, scale=scale, return_residual=True)
+    expected = 4 if abs(scale) < 1 else 3 if scale > 0 else 5
+    np.testing.assert_allclose(out.item(), expected)
+    np.testing.assert_allclose(lse.item(), abs(scale) / 2 if abs(scale) > 1 else np.log(2), 1e-6)
+
+
+@pytest.mark.parametrize("cap", [1.2e-38, 1e-30, 1e30, 1e31])
+def test_soft_caps_at_the_ends_of_the_range(cap):
+    query, key = jnp.full((1, 1, 1, 1), 0.5), jnp.array([1.0, -1.0]).reshape(1, 2, 1, 1)
+    out, gradient = jax.value_and_grad(
+        lambda query: attention(query, key, 1 + key, scale=1.0, logits_soft_cap=cap).sum()
+    )(query)
+    probability = 1 / (1 + np.exp(-1.0)) if cap > 1 else 0.5
+    np.testing.assert_allclose(out, 2 * probability, 1e-6)
+    slope = 4 * probability * (1 - probability) if cap > 1 else 0
+    np.testing.assert_allclose(gradient.item(), slope, 1e-5)
+
+
+def test_float64_takes_what_float64_holds(x64):
+    query = jnp.ones((1, 1, 1, 1), jnp.float64)
+    for scale in (1e39, 1e-300, -1e300):
+        _, lse = attention(query, query, query, scale=scale, return_residual=True)
+        np.testing.assert_allclose(lse.item(), scale, 1e-12)
+    with pytest.raises(ValueError, match=r"scale must be 0 or .*float64, got 1e\+308"):
+        attention(query, query, query, scale=1e308)
+
+
+@pytest.mark.parametrize("field", ["top_left", "bottom_right"])
+def test_windows_of_a_mask_are_windows(field):
+    with pytest.raises(
+        TypeError, match=rf"Mask\.{field} must be a Window or None, got 5; use Mask"
+    ):
+        Mask(**{field: 5})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", TRACED)
@@ -423,7 +651,18 @@ def test_device_lengths_are_clamped(assert_close):
             ValueError,
             r"query segment ids must occur among.*got 3 at index \(0, 3\)",
         ),
+        (
+            # Each id occurs among the keys, but no key has both.
+            {
+                "mask": Mask.segments(jnp.zeros(5, int), jnp.array([0, 0, 0, 0, 0, 0, 1]))
+                & Mask.segments(jnp.ones(5, int), jnp.array([0, 0, 0, 0, 0, 0, 1]))
+            },
+            ValueError,
+            r"query segment ids must occur among.*got 0, 1 at index \(0, 0\)",
+        ),
         ({"scale": np.nan}, ValueError, "scale must be finite"),
+        ({"offsets": Offsets(query=jnp.int32(-1))}, ValueError, "offsets.query must be >= 0, got"),
+        ({"offsets": Offsets(head=jnp.int32(1))}, ValueError, "offsets.num_heads must be at leas"),
         ({"colour": 1}, TypeError, "colour"),
     ],
 )

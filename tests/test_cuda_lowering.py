@@ -312,10 +312,19 @@ def test_a_bias_per_row_needs_no_kernel_for_its_gradient(fake_compiler):
     assert "jax_memeff_backward" not in text
 
 
-def test_windows_reach_the_host_clamped(fake_compiler):
-    text = lower(lambda *x: loss(*x, mask=Mask.window(2**40, 3)), *shapes())
+@pytest.mark.parametrize(
+    ("window", "host"),
+    [
+        ((2**40, 3), (cuda.UNBOUNDED, 3)),
+        # With an offset of 2**29 rows this window begins 5 columns before column 0.
+        ((2**29 + 5, 0), (2**29 + 5, 0)),
+        ((4, -(2**40)), (4, -cuda.UNBOUNDED)),
+    ],
+)
+def test_windows_reach_the_host_as_far_as_offsets_do(window, host, fake_compiler):
+    text = lower(lambda *x: loss(*x, mask=Mask.window(*window)), *shapes())
     unbounded = cuda.UNBOUNDED
-    assert f"windows = dense<[{2**28}, 3, {unbounded}, {unbounded}]>" in text
+    assert f"windows = dense<[{host[0]}, {host[1]}, {unbounded}, {unbounded}]>" in text
 
 
 def attention_calls(text):

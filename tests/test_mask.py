@@ -90,8 +90,9 @@ def test_and_intersects():
     a = Mask.window(3, None) & Mask.window(5, 1)
     assert a.top_left == Window(3, 1) and a.bottom_right is None
     lengths = Mask.lengths(key=np.array([3, 9])) & Mask.lengths(key=np.array([5, 2]))
-    assert lengths.key_lengths is not None
-    np.testing.assert_array_equal(lengths.key_lengths, [3, 2])
+    canonical = lengths.canonical(B, T, S)
+    assert canonical.key_lengths is not None and canonical.more_lengths == ()
+    np.testing.assert_array_equal(canonical.key_lengths, [3, 2])
     assert (Mask() & Mask()).kinds() == frozenset()
     with pytest.raises(TypeError):
         Mask() & BOOLEAN  # type: ignore[operator]
@@ -143,17 +144,43 @@ def test_a_mask_is_a_pytree_with_static_windows():
 def test_constructors_refuse_what_they_cannot_mean():
     with pytest.raises(ValueError, match="'top_left' or 'bottom_right', got 'centre'"):
         Mask.causal("centre")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="window left: expected a Python integer or None, got floa"):
+    with pytest.raises(TypeError, match=r"window left must be a Python integer or None, got 1\.5"):
         Mask.window(1.5, 0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"window right: .* got a traced value"):
+    with pytest.raises(TypeError, match=r"window right must be .* got a traced value"):
         jax.jit(lambda right: Mask.window(None, right))(3)
-    with pytest.raises(TypeError, match="key lengths: expected an integer array, got dtype float"):
+    with pytest.raises(TypeError, match="key lengths must be integers, got dtype float"):
         Mask.lengths(key=np.ones(2))
-    with pytest.raises(ValueError, match=r"query lengths: expected rank 1, got shape \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"query lengths must have rank 1, got shape \(2, 1\)"):
         Mask.lengths(query=np.ones((2, 1), int))
-    with pytest.raises(ValueError, match=r"key segment ids: expected rank 1 or 2, got shape \(\)"):
+    with pytest.raises(ValueError, match=r"key segment ids must have rank 1 or 2, got shape \(\)"):
         Mask.segments(np.zeros(3, int), np.array(1))
-    with pytest.raises(TypeError, match="boolean mask: expected dtype bool, got float32"):
+    with pytest.raises(TypeError, match="boolean mask must have dtype bool, got float32"):
         Mask.boolean(jnp.zeros((2, 2)))
-    with pytest.raises(ValueError, match="boolean mask: expected rank <= 4"):
+    with pytest.raises(ValueError, match="boolean mask must have rank <= 4"):
         Mask.boolean(np.ones((1,) * 5, bool))
+
+
+def test_masks_of_windows_compare_by_value():
+    assert Mask.causal() == Mask.window(None, 0) != Mask.causal("bottom_right")
+    assert hash(Mask.causal()) == hash(Mask.window(None, 0))
+    assert Mask() != None  # noqa: E711
+    assert Mask.causal() in (Mask(), Mask.causal())
+    traces = []
+
+    def call(mask):
+        traces.append(mask)
+        return mask.as_array(1, 1, 3, 3)
+
+    jitted = jax.jit(call, static_argnums=0)
+    np.testing.assert_array_equal(jitted(Mask.causal()), jitted(Mask.window(None, 0)))
+    assert len(traces) == 1
+
+
+def test_masks_of_arrays_do_not_pretend_to_compare():
+    a, b = (Mask.lengths(key=np.array([3, 4])) for _ in range(2))
+    assert a == a
+    for action in (lambda: a == b, lambda: a != b, lambda: Mask() == a, lambda: bool(a == Mask())):
+        with pytest.raises(TypeError, match=r"cannot compare a Mask that holds arrays"):
+            action()
+    with pytest.raises(TypeError, match=r"cannot hash a Mask that holds arrays"):
+        hash(a)

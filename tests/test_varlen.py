@@ -306,3 +306,39 @@ def test_memory_does_not_grow_with_the_number_of_sequences():
         return analysis.temp_size_in_bytes
 
     assert temporary_bytes(1024) < temporary_bytes(8) + 64 * 1024
+
+
+@pytest.mark.parametrize("columns", ["T1", "TS", "1S", "11"])
+def test_longest_may_exceed_the_tokens(columns, assert_close):
+    """Bias and boolean masks have the shape of the longest, and so has the bias gradient."""
+    shape = [40 if dim == "T" else 35 if dim == "S" else 1 for dim in columns]
+    bias = jax.random.normal(jax.random.key(4), (4, 1, *shape))
+    mask = Mask.boolean(np.random.default_rng(0).random((40, 35)) < 0.8)
+
+    def run(rows, cols):
+        def value(query, bias):
+            parts = bias[:, :, :rows, :cols], Mask.boolean(mask.booleans[0][:rows, :cols])
+            return loss(query, KEY, VALUE, STARTS_Q, STARTS_K, rows, cols, *parts, **DROPOUT)
+
+        return jax.value_and_grad(value, (0, 1))(QUERY, bias)
+
+    assert_close(run(40, 35), run(11, 11))
+
+
+def test_memory_does_not_grow_with_the_longest_sequence():
+    """10 tokens, of which a sequence might have 10 million."""
+    x, starts = jnp.ones((10, 2, 8)), jnp.array([0, 4, 10])
+
+    def bytes_of(longest, transform):
+        def run(x, bias):
+            return loss(x, x, x, starts, starts, longest, longest, bias, is_causal=True)
+
+        compiled = jax.jit(transform(run)).lower(x, jnp.ones((2, 2, 1, 1))).compile()
+        analysis: Any = compiled.memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    def hessian(run):
+        return lambda *x: jax.jvp(jax.grad(run, (0, 1)), x, x)
+
+    for transform in (lambda run: run, lambda run: jax.grad(run, (0, 1)), hessian):
+        assert bytes_of(10_000_000, transform) <= bytes_of(10, transform) + 1024

@@ -1,22 +1,22 @@
-"""The canonical form of a call, and what all public functions make of the arguments they share."""
+"""The canonical form of a call, and the arguments that all public functions have in common."""
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 
-from jax_memeff._api import validate
+from jax_memeff._api import argument_arrays, argument_masks
+from jax_memeff._api import argument_numbers as numbers
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import DropoutState, Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
+from jax_memeff._call.values import flag
 from jax_memeff._op import vjp
 from jax_memeff._sharding import explicit
-
-PrecisionLike = Literal["default", "high", "highest"] | jax.lax.Precision | None
 
 AnyOperands = TypeVar("AnyOperands", Operands, QkvPackedOperands)
 
@@ -37,105 +37,64 @@ class Call(NamedTuple, Generic[AnyOperands]):
         return (out, lse) if with_residual else out
 
 
-class Shared(NamedTuple):
-    """What the public functions have in common."""
+class Common(NamedTuple):
+    """The parts of a call that all public functions make in the same way."""
 
     options: Options
     bias: jax.Array | None
     mask: Mask
-    """Not canonical yet."""
+    """Not canonical yet, and without ``query_seq_lengths`` and ``key_value_seq_lengths``."""
     dropout: DropoutState | None
     position: Position | None
 
 
-def projections(*arrays: Any) -> list[jax.Array]:
-    """Query, key and value as arrays.
-
-    NumPy's float64 becomes what jax makes of it before dtypes are compared.
-    """
-    names = ("query", "key", "value")
-    return [
-        jnp.asarray(validate.array(name, array)) for name, array in zip(names, arrays, strict=True)
-    ]
-
-
-def shared(
+def common(
     dtype: Any,
     head_dim: int,
     scores: tuple[int, int, int, int],
     bias: Any,
     mask: Any,
-    *,
-    scale: Any,
-    is_causal: Any,
-    local_window_size: Any,
-    logits_soft_cap: Any,
-    dropout_rate: Any,
-    dropout_key: Any,
-    offsets: Any,
-    precision: Any,
-    deterministic_backward: Any,
-    implementation: Any,
-    residual_checkpoint_name: Any,
+    arguments: Mapping[str, Any],
     tokens: tuple[int, int] | None = None,
-) -> Shared:
-    """Check the shared arguments.
+) -> Common:
+    """Check the common arguments.
 
     Args:
         dtype: the query's.
         head_dim: H.
         scores: (B, N, T, S).
+        bias: as of ``dot_product_attention``.
+        mask: likewise.
+        arguments: all of ``CommonArguments``.
         tokens: of query and of key, for packed sequences: segment ids have one each.
 
     Raises:
         ValueError, TypeError: as ``dot_product_attention`` says.
     """
-    if bias is not None:
-        bias = jnp.asarray(validate.array("bias", bias))
-        validate.bias(bias, dtype, scores)
-        bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-
+    bias = argument_arrays.bias(bias, dtype, scores)
+    rate = numbers.dropout_rate(arguments["dropout_rate"])
+    scale = numbers.scale(arguments["scale"], head_dim, dtype)
     options = Options(
-        scale=validate.scale(scale, head_dim),
-        soft_cap=validate.soft_cap(logits_soft_cap),
-        dropout_threshold=dropout.threshold(validate.dropout_rate(dropout_rate)),
-        precision=validate.precision(precision),
-        deterministic_backward=validate.flag("deterministic_backward", deterministic_backward),
-        implementation=validate.implementation(implementation),
-        residual_checkpoint_name=validate.residual_checkpoint_name(residual_checkpoint_name),
+        scale=scale,
+        soft_cap=numbers.soft_cap(arguments["logits_soft_cap"], scale, dtype),
+        dropout_threshold=dropout.threshold(rate),
+        precision=numbers.precision(arguments["precision"]),
+        deterministic_backward=flag("deterministic_backward", arguments["deterministic_backward"]),
+        implementation=numbers.implementation(arguments["implementation"]),
+        residual_checkpoint_name=numbers.residual_checkpoint_name(
+            arguments["residual_checkpoint_name"]
+        ),
     )
-    combined = _mask(mask, scores, tokens)
-    if validate.flag("is_causal", is_causal):
+    combined = argument_masks.mask(mask, scores, tokens)
+    if flag("is_causal", arguments["is_causal"]):
         combined &= Mask.causal()
-    window = validate.local_window(local_window_size)
+    window = numbers.local_window(arguments["local_window_size"])
     if window is not None:
         combined &= Mask.window(*window)
 
-    offsets = validate.offsets(offsets, scores[0])
-    state = None
+    offsets = argument_masks.offsets(arguments["offsets"], scores[0], scores[1])
+    key, state = arguments["dropout_key"], None
+    numbers.dropout_key(key, rate)
     if options.dropout_threshold:
-        validate.dropout_key(dropout_key)
-        state = dropout.state(dropout_key, scores[0], scores[1], offsets)
-    return Shared(options, bias, combined, state, None if offsets is None else offsets.position())
-
-
-def _mask(mask: Any, scores: tuple[int, int, int, int], tokens: tuple[int, int] | None) -> Mask:
-    if mask is None:
-        return Mask()
-    if isinstance(mask, Mask):
-        validate.mask(mask, scores, tokens)
-        return mask
-    array = validate.array("mask", mask)
-    validate.boolean_mask(array, scores)
-    return Mask.boolean(array)
-
-
-def lengths(name: str, value: Any, batch: int, longest: int, batched: bool) -> Any:
-    """Sequence lengths, checked; one number is enough without a batch dim."""
-    if value is None:
-        return None
-    array = validate.array(name, value)
-    if array.ndim == 0 and not batched:
-        array = array.reshape(1)
-    validate.lengths(name, array, batch, longest)
-    return array
+        state = dropout.state(key, scores[0], scores[1], offsets)
+    return Common(options, bias, combined, state, None if offsets is None else offsets.position())

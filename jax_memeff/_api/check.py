@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jax_memeff._api import attention as api
 from jax_memeff._api import varlen
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.operands import Operands
 
 
@@ -26,17 +27,18 @@ def check(
 ) -> None:
     """Raise if a call of ``dot_product_attention`` with these arguments has bad values.
 
-    Takes the arguments of :func:`jax_memeff.dot_product_attention`, or, when ``cu_seqlens_q`` is
+    Takes the arguments of :func:`jax_memeff.dot_product_attention`, or, if ``cu_seqlens_q`` is
     among them, those of :func:`jax_memeff.varlen_attention`. Computes no attention, and copies the
-    arrays to the host. Beside what the function checks, it reads device arrays:
+    arrays to the host. Beside the checks of the function itself, it reads device arrays:
 
     - lengths must be in [0, T] and [0, S] (the call itself would clamp them);
     - ``cu_seqlens_*`` must be in [0, tokens] and not decrease, and no sequence may be longer than
       ``max_seqlen_*`` (the call itself would shorten sequences);
-    - query, key and value must be finite within the lengths (beyond them anything may stand);
+    - ``offsets`` must be in range (the call itself would clamp the positions);
+    - query, key and value must be finite within the lengths (beyond them they may hold anything);
     - bias must hold neither NaN nor +inf within the lengths;
-    - a query's segment id must be one of the keys' of its batch element, or negative (the call
-      itself would give 0 for that row).
+    - a query's segment id must be one of the keys' of its batch index, or negative (the call itself
+      would give 0 for that row).
 
     Raises:
         ValueError: A value is wrong; the message names the argument, the index and the value.
@@ -64,8 +66,9 @@ def check(
     for name in _ON_HOST:
         if named.get(name) is not None:
             named[name] = np.asarray(named[name])
-    if isinstance(mask, Mask):
-        named["mask"] = jax.tree.map(np.asarray, mask)
+    for name in ("mask", "offsets"):
+        if isinstance(named[name], Mask | Offsets):
+            named[name] = jax.tree.map(np.asarray, named[name])
 
     prepare: Any = varlen.prepare if packed else api.prepare
     operands: Operands = prepare(**named).operands
@@ -89,8 +92,8 @@ def check(
         shape = np.broadcast_shapes(host.shape, valid.shape)
         host, valid = np.broadcast_to(host, shape), np.broadcast_to(valid, shape)
         _refuse("bias", host, (np.isnan(host) | np.isposinf(host)) & valid, "finite or -inf")
-    for query_ids, key_ids in operands.mask.segment_ids:
-        _segments(operands, np.asarray(query_ids), np.asarray(key_ids))
+    if operands.mask.segment_ids:
+        _segments(operands)
 
 
 _ON_HOST = ("query_seq_lengths", "key_value_seq_lengths", "cu_seqlens_q", "cu_seqlens_k")
@@ -126,21 +129,34 @@ def _rows_in_use(operands: Operands, side: str) -> np.ndarray:
     return valid
 
 
-def _segments(operands: Operands, query_ids: np.ndarray, key_ids: np.ndarray) -> None:
+def _segments(operands: Operands) -> None:
+    """Refuse queries whose ids no key of their batch index has.
+
+    Large ids are several pairs, and so are several masks: a key must match in all of them.
+    """
+    query_ids, key_ids = (
+        np.stack([np.asarray(ids) for ids in side], -1)
+        for side in zip(*operands.mask.segment_ids, strict=True)
+    )
     in_use = _rows_in_use(operands, "query")
-    for element in range(operands.scores[0]):
-        row, queries, keys = 0, query_ids, key_ids
+    for batch in range(operands.scores[0]):
+        row = 0
         if operands.sequences is None:
-            queries, keys, valid = queries[element], keys[element], in_use[element]
+            queries, keys, valid = query_ids[batch], key_ids[batch], in_use[batch]
         else:
-            row, end = operands.sequences.query_starts[element : element + 2]
-            first, last = operands.sequences.key_starts[element : element + 2]
-            queries, keys, valid = queries[0, row:end], keys[0, first:last], in_use[0, row:end]
-        lonely = (queries >= 0) & ~np.isin(queries, keys) & valid
+            row, end = operands.sequences.query_starts[batch : batch + 2]
+            first, last = operands.sequences.key_starts[batch : batch + 2]
+            queries, keys, valid = query_ids[0, row:end], key_ids[0, first:last], in_use[0, row:end]
+        # [queries and keys, pairs] to one number for each distinct row.
+        joined = np.concatenate([queries, keys])
+        numbers = np.unique(joined, axis=0, return_inverse=True)[1].ravel()
+        of_queries, of_keys = np.split(numbers, [len(queries)])
+        lonely = (queries >= 0).all(1) & ~np.isin(of_queries, of_keys) & valid
         if lonely.any():
             index = int(np.argmax(lonely))
-            where = (element, index) if operands.sequences is None else (int(row) + index,)
+            where = (batch, index) if operands.sequences is None else (int(row) + index,)
+            got = ", ".join(map(str, queries[index]))
             raise ValueError(
-                f"query segment ids must occur among the key segment ids of their batch element, "
-                f"got {queries[index]} at index {where}; mark padding by a negative id"
+                f"query segment ids must occur among the key segment ids of their batch index, "
+                f"got {got} at index {where}; mark padding by a negative id"
             )

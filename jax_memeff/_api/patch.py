@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jax_memeff._api import attention, validate
+from jax_memeff._api import argument_arrays, attention
 
 _LOGGER = logging.getLogger("jax_memeff")
 
@@ -217,7 +217,7 @@ def _only_jax_nn(signature: inspect.Signature, arguments: Mapping[str, Any]) -> 
             return f"only jax.nn has the argument {name}"
     for name in ("query", "key", "value"):
         dtype = jnp.asarray(arguments[name]).dtype
-        if dtype.name not in validate.FLOAT_DTYPES:
+        if dtype.name not in argument_arrays.FLOAT_DTYPES:
             return f"{name} has dtype {dtype}"
     scale = arguments.get("scale")
     if isinstance(scale, Tracer):

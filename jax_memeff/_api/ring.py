@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_memeff._api import validate
-from jax_memeff._api.canonical import PrecisionLike, lengths, projections, shared
+from jax_memeff._api import argument_arrays, argument_masks
+from jax_memeff._api import argument_numbers as numbers
+from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
+from jax_memeff._api.canonical import common
 from jax_memeff._blockwise.tiles import MASKED_BIAS
 from jax_memeff._call import compat
 from jax_memeff._call.alignment import top_left
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.offsets import Offsets
+from jax_memeff._call.offsets import MOST_POSITION, Offsets
 from jax_memeff._call.operands import Operands
-from jax_memeff._call.options import Implementation
+from jax_memeff._call.values import flag
 from jax_memeff._ring import all_to_all, derivatives
 from jax_memeff._ring.passes import Method, Ring
 from jax_memeff._ring.schedule import LAYOUTS, Layout
@@ -42,20 +44,8 @@ def ring_attention(
     axis_name: AxisName,
     layout: Layout = "contiguous",
     method: Method = "ring",
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    offsets: Offsets | None = None,
-    precision: PrecisionLike = None,
-    deterministic_backward: bool = False,
     return_residual: Literal[False] = False,
-    implementation: Implementation | None = None,
-    residual_checkpoint_name: str | None = None,
+    **arguments: Unpack[PaddedArguments],
 ) -> jax.Array: ...
 
 
@@ -70,23 +60,12 @@ def ring_attention(
     axis_name: AxisName,
     layout: Layout = "contiguous",
     method: Method = "ring",
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    offsets: Offsets | None = None,
-    precision: PrecisionLike = None,
-    deterministic_backward: bool = False,
     return_residual: Literal[True],
-    implementation: Implementation | None = None,
-    residual_checkpoint_name: str | None = None,
+    **arguments: Unpack[PaddedArguments],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@in_full
 def ring_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -97,59 +76,49 @@ def ring_attention(
     axis_name: AxisName,
     layout: Layout = "contiguous",
     method: Method = "ring",
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    offsets: Offsets | None = None,
-    precision: PrecisionLike = None,
-    deterministic_backward: bool = False,
     return_residual: bool = False,
-    implementation: Implementation | None = None,
-    residual_checkpoint_name: str | None = None,
+    **arguments: Unpack[PaddedArguments],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over a sequence that is sharded over a mesh axis; call it in ``shard_map``.
 
-    Every device has a part of the queries and the same part of the keys and values. The keys travel
-    from device to device while the present ones are computed on, and what they give is merged by
-    the logsumexp; the backward sends the gradients of key and value with them. Output, logsumexp
+    Every device has a part of the queries and the same part of the keys and values. Keys and values
+    travel from device to device while the device computes on those it has; the logsumexp merges the
+    results, and in the backward the gradients of key and value travel with them. Output, logsumexp
     and gradients are those of :func:`jax_memeff.dot_product_attention` on one device, up to
     rounding, and dropout drops the same elements. No device ever has the whole sequence.
 
-    With n the size of the axis, T and S are local lengths: the global ones are n * T and n * S.
+    T and S are local lengths. The global ones are n * T and n * S, where n is the size of the axis.
 
     Args:
         query: ``[B, T, N, H]``, the rows of this device. B may be missing, here and below.
         key: ``[B, S, K, H]``, the columns of this device.
         value: ``[B, S, K, Hv]``.
-        bias: Of rank <= 4, left-padded with 1s, each dim 1 or that of ``[B, N, T, n * S]``: the
-            rows of this device in its order, and the columns of all devices in natural order. Its
-            gradient has the same shape.
+        bias: Its rank is at most 4; it is left-padded with 1s, and each dim is 1 or that of
+            ``[B, N, T, n * S]``: the rows of this device in its order, and the columns of all
+            devices in natural order. Its gradient has the same shape.
         mask: A boolean array of the shapes that bias may have, or a :class:`jax_memeff.Mask`:
             windows and lengths are global, segment ids ``[B, T]`` and ``[B, S]`` are of the rows
             and columns of this device, boolean arrays are as bias.
         axis_name: The mesh axis (or a tuple of axes) that the sequence is sharded over.
-        layout: ``"contiguous"``: device r has the r-th part of the sequence. ``"zigzag"``: that of
-            :func:`jax_memeff.zigzag`, by which a causal mask gives all devices the same work.
+        layout: ``"contiguous"``: device r has the r-th part of the sequence. ``"zigzag"``: the
+            layout of :func:`jax_memeff.zigzag`, in which a causal mask gives all devices the same
+            work.
         method: ``"ring"``; ``"all_gather"``: every device gathers keys and values first, with fewer
             and larger transfers and kernels, and memory for the keys and values of the whole
             sequence; or ``"all_to_all"``: every device gets the whole sequence of N / n heads. Then
             N must be a multiple of n, and K a multiple or a divisor of it.
-        is_causal, local_window_size: Of the whole sequence, in natural order. Products of a part of
-            the queries and a part of the keys that are masked as a whole are not computed, and keys
-            that no device needs are not sent.
-        query_seq_lengths, key_value_seq_lengths: ``[B]`` global lengths, the same on all devices.
-        offsets: Where this device's batch elements and heads stand, for dropout, when they are
-            sharded too. The positions are those of the ring: ``query`` and ``key`` must be 0.
-        scale, logits_soft_cap, dropout_rate, dropout_key, precision, deterministic_backward,
-            return_residual, implementation, residual_checkpoint_name: As of
-            ``dot_product_attention``. ``dropout_key`` is the same on all devices; with dropout T
-            and S, in zigzag layout their halves, must be multiples of 16, except with
-            ``"all_to_all"``.
+        return_residual: As of ``dot_product_attention``.
+        other arguments: As of ``dot_product_attention``, except:
+
+            - ``is_causal`` and ``local_window_size`` count positions of the whole sequence, in
+              natural order. Products of a part of the queries and a part of the keys that are
+              masked as a whole are not computed, and keys that no device needs are not sent.
+            - ``query_seq_lengths`` and ``key_value_seq_lengths`` are ``[B]`` global lengths, the
+              same on all devices.
+            - ``offsets`` are those of the batch and the heads of this device, for dropout, if they
+              are sharded too. The ring sets the positions: ``query`` and ``key`` must be 0.
+            - ``dropout_key`` is the same on all devices. With dropout T and S, in zigzag layout
+              their halves, must be multiples of 16, except with ``"all_to_all"``.
 
     Returns:
         This device's rows of the output, ``[B, T, N, Hv]`` in query's dtype; with
@@ -178,12 +147,13 @@ def ring_attention(
     >>> bool(jnp.allclose(jax_memeff.unzigzag(out, 1, n), one_device, atol=1e-5))
     True
     """
-    with_residual = validate.flag("return_residual", return_residual)
-    validate.choice("layout", layout, LAYOUTS)
-    validate.choice("method", method, get_args(Method))
+    with_residual = flag("return_residual", return_residual)
+    named = with_defaults(PaddedArguments, arguments)
+    numbers.choice("layout", layout, LAYOUTS)
+    numbers.choice("method", method, get_args(Method))
     devices = _devices(axis_name)
-    query, key, value = projections(query, key, value)
-    validate.query_key_value(query, key, value)
+    query, key, value = argument_arrays.projections(query, key, value)
+    argument_arrays.query_key_value(query, key, value)
     batched = query.ndim == 4
     if not batched:
         query, key, value = query[None], key[None], value[None]
@@ -191,41 +161,24 @@ def ring_attention(
     columns = key.shape[1]
     by_heads = method == "all_to_all"
     scores = (batch, heads, rows, devices * columns)
-    _lengths_suit(axis_name, layout, rows, columns, 0 if by_heads else dropout_rate)
+    longest = devices * rows, devices * columns
+    _lengths_suit(axis_name, layout, rows, columns, 0 if by_heads else named["dropout_rate"])
+    _positions_fit(axis_name, longest)
     if by_heads:
         all_to_all.check_heads(axis_name, devices, heads, key.shape[2])
     _whole_columns(axis_name, "bias", bias, columns, devices)
     _whole_columns(axis_name, "mask", mask, columns, devices)
-    _no_positions(axis_name, offsets)
+    _no_positions(axis_name, named["offsets"])
     is_array = mask is not None and not isinstance(mask, Mask)
-    options, bias, combined, dropout_state, _ = shared(
-        query.dtype,
-        head_dim,
-        scores,
-        bias,
-        mask if is_array else None,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        offsets=offsets,
-        precision=precision,
-        deterministic_backward=deterministic_backward,
-        implementation=implementation,
-        residual_checkpoint_name=residual_checkpoint_name,
+    options, bias, combined, dropout_state, _ = common(
+        query.dtype, head_dim, scores, bias, mask if is_array else None, named
     )
-    longest = devices * rows, devices * columns
-    combined &= Mask.lengths(
-        query=lengths("query_seq_lengths", query_seq_lengths, batch, longest[0], batched),
-        key=lengths("key_value_seq_lengths", key_value_seq_lengths, batch, longest[1], batched),
-    )
+    combined &= argument_masks.padded_lengths(named, batch, longest, batched)
     if isinstance(mask, Mask):
         combined &= mask
+    combined = _canonical(combined, scores, columns, longest)
     _same_on_all_devices(axis_name, "query", combined.query_lengths)
     _same_on_all_devices(axis_name, "key", combined.key_lengths)
-    combined = _canonical(combined, scores, columns, longest)
     ring = Ring(axis_name, devices, layout, method, options)
     out, lse = _attend(Operands(query, key, value, bias, combined, dropout_state, None), ring)
     if not batched:
@@ -273,11 +226,20 @@ def _lengths_suit(axis_name: AxisName, layout: Layout, rows: int, columns: int, 
                 f"{chunks} times the size of the axis, and mask what is padded by "
                 "key_value_seq_lengths"
             )
-        if validate.dropout_rate(rate) and length // chunks % _DROPOUT_BLOCK:
+        if numbers.dropout_rate(rate) and length // chunks % _DROPOUT_BLOCK:
             raise ValueError(
                 f"{name}: with dropout, layout {layout!r} needs a multiple of "
                 f"{chunks * _DROPOUT_BLOCK} positions on each device of axis {axis_name!r}, got "
                 f"{length}; pad the sequence, and mask what is padded by key_value_seq_lengths"
+            )
+
+
+def _positions_fit(axis_name: AxisName, longest: tuple[int, int]) -> None:
+    for name, length in zip(("query", "key"), longest, strict=True):
+        if length > MOST_POSITION:
+            raise ValueError(
+                f"{name}: the devices of axis {axis_name!r} must have at most {MOST_POSITION} "
+                f"positions together, got {length}"
             )
 
 
@@ -309,7 +271,7 @@ def _no_positions(axis_name: AxisName, offsets: Offsets | None) -> None:
         if getattr(position, "ndim", 0) or isinstance(position, jax.Array) or position != 0:
             raise ValueError(
                 f"offsets.{name}: expected 0, got {position}; the place in the ring over axis "
-                f"{axis_name!r} tells the positions"
+                f"{axis_name!r} sets the positions"
             )
 
 
@@ -320,9 +282,9 @@ def _canonical(
     batch, heads, rows, _ = scores
     of_lengths = dataclasses.replace(mask, segment_ids=(), booleans=())
     segments = Mask(segment_ids=mask.segment_ids)
-    validate.mask(of_lengths, (batch, heads, *longest))
-    validate.mask(segments, (batch, heads, rows, columns))
-    validate.mask(Mask(booleans=mask.booleans), scores)
+    argument_masks.mask(of_lengths, (batch, heads, *longest))
+    argument_masks.mask(segments, (batch, heads, rows, columns))
+    argument_masks.mask(Mask(booleans=mask.booleans), scores)
     canonical = of_lengths.canonical(batch, *longest) & segments.canonical(batch, rows, columns)
     booleans = Mask(booleans=mask.booleans).canonical(batch, rows, columns)
     return top_left(canonical & booleans, *longest)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_memeff._api import validate, validate_packed
-from jax_memeff._api.canonical import Call, PrecisionLike, projections, shared
+from jax_memeff._api import argument_arrays, argument_masks, argument_numbers
+from jax_memeff._api.arguments import CommonArguments, in_full, with_defaults
+from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.operands import Operands
-from jax_memeff._call.options import Implementation
 from jax_memeff._call.sequences import Sequences, starts_and_lengths
+from jax_memeff._call.values import flag
 
 
 @overload
@@ -30,18 +30,8 @@ def varlen_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    offsets: Offsets | None = None,
-    precision: PrecisionLike = None,
-    deterministic_backward: bool = False,
     return_residual: Literal[False] = False,
-    implementation: Implementation | None = None,
-    residual_checkpoint_name: str | None = None,
+    **arguments: Unpack[CommonArguments],
 ) -> jax.Array: ...
 
 
@@ -57,21 +47,12 @@ def varlen_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    offsets: Offsets | None = None,
-    precision: PrecisionLike = None,
-    deterministic_backward: bool = False,
     return_residual: Literal[True],
-    implementation: Implementation | None = None,
-    residual_checkpoint_name: str | None = None,
+    **arguments: Unpack[CommonArguments],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@in_full
 def varlen_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -83,27 +64,17 @@ def varlen_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-    offsets: Offsets | None = None,
-    precision: PrecisionLike = None,
-    deterministic_backward: bool = False,
     return_residual: bool = False,
-    implementation: Implementation | None = None,
-    residual_checkpoint_name: str | None = None,
+    **arguments: Unpack[CommonArguments],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention of B packed sequences: they stand one after the other, without padding.
+    """Exact attention of B packed sequences, which follow one another without padding.
 
     Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` (excluded) and the
-    keys ``cu_seqlens_k[i]`` to ``cu_seqlens_k[i + 1]``, and attends to itself only. Each is what
-    batch element i of :func:`jax_memeff.dot_product_attention` with these lengths would be, and
-    every other argument means what it means there. So positions, which windows, causal masks, bias
-    and dropout count by, are those within the sequence; the dropout bits are those of the padded
-    call; and a ``"bottom_right"`` mask ends at the sequence's own last row and column.
+    keys ``cu_seqlens_k[i]`` to ``cu_seqlens_k[i + 1]``, and attends to itself only. Its results are
+    those of batch index i of :func:`jax_memeff.dot_product_attention` with these lengths, and every
+    other argument means the same as there. So windows, causal masks, bias and dropout count
+    positions within the sequence; the dropout bits are those of the padded call; and a
+    ``"bottom_right"`` mask ends at the sequence's own last row and column.
 
     Args:
         query: ``[total_q, N, H]`` in float16, bfloat16, float32 or float64.
@@ -111,18 +82,16 @@ def varlen_attention(
         value: ``[total_k, K, Hv]`` of query's dtype.
         cu_seqlens_q: ``[B + 1]`` integers, which may be traced. Tokens before the first, after the
             last, and past the first ``max_seqlen_q`` of a sequence belong to no sequence: they have
-            output 0, logsumexp -inf and gradients 0, and what stands there, NaN included, reaches
-            no result. A sequence may be empty.
+            output 0, logsumexp -inf and gradients 0, and nothing in them, NaN included, reaches a
+            result. A sequence may be empty.
         cu_seqlens_k: ``[B + 1]`` integers, likewise.
         max_seqlen_q: A Python integer. Memory does not depend on it; time does a little.
         max_seqlen_k: A Python integer, likewise.
         bias: As there, with ``[B, N, T, S] = [B, N, max_seqlen_q, max_seqlen_k]``.
         mask: As there, with the same B, T and S; lengths of a ``Mask`` shorten the sequences, and
             segment ids are ``[total_q]`` and ``[total_k]``.
-        scale, is_causal, local_window_size, logits_soft_cap, dropout_rate, dropout_key, precision,
-            deterministic_backward, return_residual, implementation, residual_checkpoint_name:
-            as there.
-        offsets: As there; rows and columns count within every sequence.
+        return_residual: As there.
+        other arguments: As there; the rows and columns of ``offsets`` count within every sequence.
 
     Returns:
         The output ``[total_q, N, Hv]`` in query's dtype; with ``return_residual`` the pair of it
@@ -130,7 +99,7 @@ def varlen_attention(
 
     Raises:
         ValueError: A shape, a static value, or a value of a NumPy array is wrong.
-        TypeError: A dtype is wrong, or a traced value stands where a static one must.
+        TypeError: A dtype is wrong, or a value that must be static is traced.
         jax_memeff.UnsupportedError: No CUDA kernel does what is asked for; the text says why.
 
     Values of device arrays do not raise. ``cu_seqlens_*`` are clamped to the number of tokens, and
@@ -146,7 +115,7 @@ def varlen_attention(
     >>> bool(jnp.allclose(out[3], value[3]))  # the first row of a sequence sees its first column
     True
     """
-    with_residual = validate.flag("return_residual", return_residual)
+    with_residual = flag("return_residual", return_residual)
     call = prepare(
         query,
         key,
@@ -157,17 +126,7 @@ def varlen_attention(
         max_seqlen_k,
         bias,
         mask,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        offsets=offsets,
-        precision=precision,
-        deterministic_backward=deterministic_backward,
-        implementation=implementation,
-        residual_checkpoint_name=residual_checkpoint_name,
+        **arguments,
     )
     return call.run(with_residual)
 
@@ -182,28 +141,27 @@ def prepare(
     max_seqlen_k: Any,
     bias: Any,
     mask: Any,
-    **features: Any,
+    **arguments: Unpack[CommonArguments],
 ) -> Call[Operands]:
     """Check the arguments of ``varlen_attention`` and bring them into canonical form.
 
     Raises:
         ValueError, TypeError: as ``varlen_attention`` says.
     """
-    query, key, value = projections(query, key, value)
-    validate_packed.tokens(query, key, value)
+    named = with_defaults(CommonArguments, arguments)
+    query, key, value = argument_arrays.projections(query, key, value)
+    argument_arrays.tokens(query, key, value)
     total_q, heads, head_dim = query.shape
     total_k = key.shape[0]
-    longest_q = validate_packed.max_seqlen("max_seqlen_q", max_seqlen_q)
-    longest_k = validate_packed.max_seqlen("max_seqlen_k", max_seqlen_k)
-    cu_seqlens_q = validate.array("cu_seqlens_q", cu_seqlens_q)
-    cu_seqlens_k = validate.array("cu_seqlens_k", cu_seqlens_k)
-    validate_packed.cu_seqlens(
+    longest_q = argument_numbers.max_seqlen("max_seqlen_q", max_seqlen_q)
+    longest_k = argument_numbers.max_seqlen("max_seqlen_k", max_seqlen_k)
+    cu_seqlens_q, cu_seqlens_k = argument_masks.cu_seqlens(
         cu_seqlens_q, cu_seqlens_k, (total_q, total_k), (longest_q, longest_k)
     )
 
     scores = (cu_seqlens_q.shape[0] - 1, heads, longest_q, longest_k)
-    options, bias, combined, state, position = shared(
-        query.dtype, head_dim, scores, bias, mask, tokens=(total_q, total_k), **features
+    options, bias, combined, state, position = common(
+        query.dtype, head_dim, scores, bias, mask, named, tokens=(total_q, total_k)
     )
     query_starts, query_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_q), longest_q, total_q)
     key_starts, key_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_k), longest_k, total_k)
@@ -211,6 +169,7 @@ def prepare(
     combined = dataclasses.replace(combined, segment_ids=())
     combined = combined.canonical(scores[0], longest_q, longest_k)
     shortened = combined & Mask.lengths(query_lengths, key_lengths)
+    shortened = shortened.canonical(scores[0], longest_q, longest_k)
     combined = dataclasses.replace(combined, query_lengths=None, key_lengths=None)
     operands = Operands(
         query=query[None],

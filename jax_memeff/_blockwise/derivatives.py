@@ -219,7 +219,9 @@ def _row_sums_varlen(operands: Operands, options: Options, lse: jax.Array) -> Su
         one = blockwise_varlen.sequence_of(
             operands._replace(bias=None), options, index, rows, columns
         )
-        one = one._replace(bias=bias if own_bias is None else own_bias)
+        whole = bias if own_bias is None else own_bias
+        if whole is not None:
+            one = one._replace(bias=whole[:, :, : rows.size, : columns.size])
         sums = _row_sums(one, options, jnp.take(lse, rows, 1, mode="fill", fill_value=0))
         return rows, sums
 

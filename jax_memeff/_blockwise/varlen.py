@@ -1,7 +1,8 @@
 """The blockwise path for packed sequences: one after the other, each as a call of its own.
 
 A sequence's rows are taken out of the tokens as it begins and put back as it ends, so there is
-never more than one padded sequence beside the tokens themselves.
+never more than one padded sequence beside the tokens themselves. That one is no longer than all
+tokens, however large ``max_seqlen`` is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call.divisors import gradient_shape, of_booleans, without_divisors
@@ -68,7 +69,7 @@ def backward(
     if _is_empty(operands):
         return sums
     if bias is not None:
-        # A bias that sequences share is summed over them, and not in 16 bits.
+        # The gradient of a bias that several sequences read is summed, and not in 16 bits.
         accumulator = jnp.promote_types(bias.dtype, jnp.float32)
         operands = operands._replace(bias=bias.astype(accumulator))
         if sums.bias is not None:
@@ -88,7 +89,8 @@ def backward(
         dbias = sums.bias
         if dbias is not None and part.bias is not None:
             element = index // (operands.scores[0] // dbias.shape[0])
-            dbias = dbias.at[element].add(part.bias[0])
+            _, _, rows_of_bias, columns_of_bias = part.bias.shape
+            dbias = dbias.at[element, :, :rows_of_bias, :columns_of_bias].add(part.bias[0])
         return Gradients(
             _put(sums.query, rows, part.query),
             _put(sums.key, columns, part.key),
@@ -106,20 +108,35 @@ def _is_empty(operands: Operands) -> bool:
     return 0 in (*operands.scores, operands.query.shape[1], operands.key.shape[1])
 
 
+def longest(operands: Operands) -> tuple[int, int]:
+    """How many rows and columns a sequence can have: T and S, or all tokens if those are fewer."""
+    _, _, rows, columns = operands.scores
+
+    def at_most(size: int, tokens: Any) -> int:
+        # The number of tokens of an exported program may be unknown.
+        return size if export.is_symbolic_dim(tokens) else min(size, tokens)
+
+    return at_most(rows, operands.query.shape[1]), at_most(columns, operands.key.shape[1])
+
+
 def tokens_of(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The tokens of a sequence's queries, [T], and of its keys, [S]."""
+    """The tokens of a sequence's queries, [rows], and of its keys, [columns].
+
+    There are T rows and S columns, or as many as there are tokens, if those are fewer.
+    """
     sequences: Any = operands.sequences
+    rows, columns = longest(operands)
     return (
         token_indices(
             sequences.query_starts[index],
             sequences.query_lengths[index],
-            sequences.longest_query,
+            rows,
             operands.query.shape[1],
         ),
         token_indices(
             sequences.key_starts[index],
             sequences.key_lengths[index],
-            sequences.longest_key,
+            columns,
             operands.key.shape[1],
         ),
     )
@@ -128,12 +145,15 @@ def tokens_of(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Arra
 def sequence_of(
     operands: Operands, options: Options, index: jax.Array, rows: jax.Array, columns: jax.Array
 ) -> Operands:
-    """One sequence as a batch of one."""
+    """One sequence as a batch of one; rows and columns as of :func:`tokens_of`."""
 
     def element(x: Any, divisor: int = 1) -> Any:
         if x is None or x.shape[0] == 1:
             return x
         return lax.dynamic_slice_in_dim(x, index // divisor % x.shape[0], 1)
+
+    def of_scores(x: Any, divisor: int = 1) -> Any:
+        return None if x is None else element(x, divisor)[:, :, : rows.size, : columns.size]
 
     mask, state = operands.mask, operands.dropout
     booleans = zip(mask.booleans, of_booleans(mask, options.divisors), strict=True)
@@ -142,7 +162,7 @@ def sequence_of(
         query=_take(operands.query, rows),
         key=_take(operands.key, columns),
         value=_take(operands.value, columns),
-        bias=element(operands.bias, options.divisors["bias"]),
+        bias=of_scores(operands.bias, options.divisors["bias"]),
         mask=dataclasses.replace(
             mask,
             query_lengths=element(sequences.query_lengths),
@@ -151,7 +171,7 @@ def sequence_of(
                 (_take(query_ids, rows), _take(key_ids, columns))
                 for query_ids, key_ids in mask.segment_ids
             ),
-            booleans=tuple(element(*boolean) for boolean in booleans),
+            booleans=tuple(of_scores(*boolean) for boolean in booleans),
         ),
         dropout=None
         if state is None

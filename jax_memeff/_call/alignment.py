@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.window import Window
 
 
 def top_left(mask: Mask, rows: int, columns: int) -> Mask:
@@ -30,7 +31,7 @@ def top_left(mask: Mask, rows: int, columns: int) -> Mask:
         )
     distance = columns - rows
     left, right = mask.bottom_right.left, mask.bottom_right.right
-    window = Window(
+    window = Window.of(
         None if left is None else left - distance, None if right is None else right + distance
     )
     return dataclasses.replace(mask, bottom_right=None) & Mask(top_left=window)

@@ -1,4 +1,4 @@
-"""Dropout whose keep bits depend on nothing but the key, the head and the position.
+"""Dropout whose keep bits depend on the key, the head and the position alone.
 
 The random byte of element (row r, column c) of head index ``bh = b * N + n`` is a function of
 (key, bh, r, c) alone, so every tile size, shard and implementation drops the same elements::
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._call.offsets import Offsets
+from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands import DropoutState
 
 _BLOCK = 16
@@ -127,7 +127,7 @@ def keep_mask(
     that are Python integers and multiples of 16 touch the fewest.
 
     Args:
-        state: the arrays the bits depend on beside row and column.
+        state: the arrays that the bits depend on beside row and column.
         threshold: T, as of :func:`threshold`.
         row_start: global row of the tile's first row; ``int`` or int32[], not negative.
         col_start: global column of the tile's first column; likewise.
@@ -170,13 +170,13 @@ def key_words(dropout_key: jax.Array) -> jax.Array:
 def state(
     dropout_key: jax.Array, batch: int, num_heads: int, offsets: Offsets | None = None
 ) -> DropoutState:
-    """What the bits of a call with ``batch`` elements and ``num_heads`` query heads depend on.
+    """The arrays that the bits of a call depend on.
 
     Args:
         dropout_key: a typed or legacy JAX random key.
-        batch: B, the number of batch elements of this call.
+        batch: B, the batch size of this call.
         num_heads: N, the number of query heads of this call.
-        offsets: where this call's batch elements and heads stand globally; None is at the start.
+        offsets: the global index of this call's first batch index and head; None is 0 for both.
 
     >>> state(jax.random.key(0), 2, 4).batch_base
     Array([0, 4], dtype=uint32)
@@ -184,7 +184,8 @@ def state(
     offsets = Offsets() if offsets is None else offsets
     global_heads = num_heads if offsets.num_heads is None else offsets.num_heads
 
-    def unsigned(x: int | jax.Array) -> jax.Array:
+    def unsigned(x: Index) -> jax.Array:
+        # Head indices count modulo 2**32, and so do these casts. Host values fit int32.
         return jnp.asarray(x, jnp.int32).astype(jnp.uint32)
 
     return DropoutState(

@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from typing import Literal
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jax_memeff._call import segment_ids, values
 from jax_memeff._call.offsets import Position
+from jax_memeff._call.values import INT32_MAX
+from jax_memeff._call.window import Window
 
 Alignment = Literal["top_left", "bottom_right"]
+"""Where the diagonal of a window is: from row 0, column 0, or to the last valid row and column."""
 
-_UNBOUNDED = 2**31 - 1
-"""No difference of a column and a row is as large, so it can stand for an infinite bound."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """Row t attends to columns ``t + d - left <= s <= t + d + right``; None is no bound."""
-
-    left: int | None
-    right: int | None
-
-    def __and__(self, other: Window) -> Window:
-        def smaller(a: int | None, b: int | None) -> int | None:
-            return min((x for x in (a, b) if x is not None), default=None)
-
-        return Window(smaller(self.left, other.left), smaller(self.right, other.right))
+Lengths = tuple[jax.Array | None, jax.Array | None]
+"""Of queries and of keys, each [B]."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """A set of conditions; an element is valid when all of them hold. ``Mask()`` has none.
+    """A set of conditions. An element is valid if all of them hold; ``Mask()`` has none.
 
-    Masks are made by :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments` and
-    :meth:`boolean`, and combined by ``&``. A mask is a pytree: windows are static, arrays are
-    leaves.
+    :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments` and :meth:`boolean` make
+    masks, and ``&`` combines them. A mask is a pytree: windows are static, arrays are leaves.
+
+    Masks without arrays are equal if their windows are, and can be static arguments of ``jax.jit``.
+    Masks with arrays have no order, no hash and no ``==``.
 
     >>> mask = Mask.causal() & Mask.lengths(key=jnp.array([2]))
     >>> mask.as_array(1, 1, 3, 3)[0, 0].astype(int)
@@ -63,13 +55,43 @@ class Mask:
     """Pairs of query ids [B, T] and key ids [B, S]; those of every pair must match."""
     booleans: tuple[jax.Array, ...] = ()
     """Arrays that broadcast to [B, N, T, S]; true attends."""
+    more_lengths: tuple[Lengths, ...] = ()
+    """Lengths of masks that ``&`` added. They stay apart, so that each can be checked."""
+
+    def __post_init__(self) -> None:
+        for name in ("top_left", "bottom_right"):
+            if not isinstance(getattr(self, name), Window | None):
+                raise TypeError(
+                    f"Mask.{name} must be a Window or None, got {getattr(self, name)!r}; use "
+                    "Mask.causal() or Mask.window(left, right)"
+                )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return self is other or self._windows_alone("compare") == other._windows_alone("compare")
+
+    def __hash__(self) -> int:
+        return hash(self._windows_alone("hash"))
+
+    def _windows_alone(self, action: str) -> tuple[Window | None, Window | None]:
+        if jax.tree.leaves(self):
+            raise TypeError(
+                f"cannot {action} a Mask that holds arrays (windows alone can be); its values are "
+                "those of mask.as_array(B, N, T, S), and as an argument of jax.jit it must not be "
+                "static"
+            )
+        return self.top_left, self.bottom_right
 
     @staticmethod
     def causal(alignment: Alignment = "top_left") -> Mask:
         """Row t attends to columns up to ``t + d``.
 
-        ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch element for
+        ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch index for
         ``"bottom_right"``.
+
+        Raises:
+            ValueError: the alignment is neither of the two.
         """
         return Mask.window(None, 0, alignment)
 
@@ -77,14 +99,19 @@ class Mask:
     def window(left: int | None, right: int | None, alignment: Alignment = "top_left") -> Mask:
         """Row t attends to columns ``t + d - left`` to ``t + d + right``; None is no bound.
 
-        ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch element for
-        ``"bottom_right"``.
+        ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch index for
+        ``"bottom_right"``. Bounds may be negative: ``Mask.window(4, -2)`` leaves the past alone.
 
         Raises:
             TypeError: a bound is not a Python integer (a traced one is not supported).
             ValueError: the alignment is neither of the two.
+
+        >>> Mask.window(1, 0).as_array(1, 1, 3, 3)[0, 0].astype(int)
+        Array([[1, 0, 0],
+               [1, 1, 0],
+               [0, 1, 1]], dtype=int32)
         """
-        window = Window(_bound("left", left), _bound("right", right))
+        window = Window.of(_bound("left", left), _bound("right", right))
         if alignment == "top_left":
             return Mask(top_left=window)
         if alignment == "bottom_right":
@@ -99,16 +126,19 @@ class Mask:
             query: integer [B], or None for all rows.
             key: integer [B], or None for all columns.
 
-        Values are clamped to [0, T] and [0, S]. Whatever stands beyond the lengths, NaN included,
-        reaches no result.
+        Values are clamped to [0, T] and [0, S]; attention functions refuse NumPy values beyond.
+        Nothing beyond the lengths, NaN included, reaches a result.
 
         Raises:
             TypeError: an array is not of integers.
             ValueError: an array is not of rank 1.
+
+        >>> Mask.lengths(key=[2]).as_array(1, 1, 1, 4).astype(int)
+        Array([[[[1, 1, 0, 0]]]], dtype=int32)
         """
         return Mask(
-            query_lengths=None if query is None else _integers("query lengths", query, (1,)),
-            key_lengths=None if key is None else _integers("key lengths", key, (1,)),
+            query_lengths=None if query is None else _lengths("query lengths", query),
+            key_lengths=None if key is None else _lengths("key lengths", key),
         )
 
     @staticmethod
@@ -116,22 +146,29 @@ class Mask:
         """Equal ids attend; negative ids attend to nothing. Positions are not changed.
 
         Args:
-            query_ids: integer [B, T] or [T].
-            key_ids: integer [B, S] or [S].
+            query_ids: [B, T] or [T], of any integer dtype. Ids compare as the numbers that they
+                are: hashes of 64 bits are fine. On a device (with ``jax_enable_x64``) those cost
+                three comparisons instead of one, uint32 two.
+            key_ids: [B, S] or [S], likewise.
 
         Raises:
             TypeError: an array is not of integers.
             ValueError: an array is not of rank 1 or 2.
+
+        >>> Mask.segments([7, 2**40], [2**40, 7, -1]).as_array(1, 1, 2, 3)[0, 0].astype(int)
+        Array([[0, 1, 0],
+               [1, 0, 0]], dtype=int32)
         """
-        pair = (
-            _integers("query segment ids", query_ids, (1, 2)),
-            _integers("key segment ids", key_ids, (1, 2)),
+        return Mask(
+            segment_ids=segment_ids.as_int32(
+                _integers("query segment ids", query_ids, (1, 2)),
+                _integers("key segment ids", key_ids, (1, 2)),
+            )
         )
-        return Mask(segment_ids=(pair,))
 
     @staticmethod
     def boolean(array: ArrayLike) -> Mask:
-        """Elements where ``array`` is true are valid.
+        """Elements are valid if ``array`` is true there.
 
         Args:
             array: bool, of rank at most 4, left-padded with dimensions of 1; every dimension is 1
@@ -141,27 +178,37 @@ class Mask:
             TypeError: the array is not boolean.
             ValueError: the array is of rank above 4.
         """
-        array = _array(array)
-        if array.dtype != bool:
+        boolean = values.array("boolean mask", array)
+        if boolean.dtype != bool:
             raise TypeError(
-                f"boolean mask: expected dtype bool, got {array.dtype}; "
+                f"boolean mask must have dtype bool, got {boolean.dtype}; "
                 "pass an additive mask as bias instead"
             )
-        if array.ndim > 4:
-            raise ValueError(f"boolean mask: expected rank <= 4, got shape {array.shape}")
-        return Mask(booleans=(array,))
+        if boolean.ndim > 4:
+            raise ValueError(f"boolean mask must have rank <= 4, got shape {boolean.shape}")
+        return Mask(booleans=(boolean,))
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
+        ours, theirs = self._all_lengths(), other._all_lengths()
+        lengths = itertools.zip_longest(ours[0] + theirs[0], ours[1] + theirs[1])
+        (query_lengths, key_lengths), *more = list(lengths) or [(None, None)]
         return Mask(
-            top_left=_both(self.top_left, other.top_left, operator.and_),
-            bottom_right=_both(self.bottom_right, other.bottom_right, operator.and_),
-            query_lengths=_both(self.query_lengths, other.query_lengths, jnp.minimum),
-            key_lengths=_both(self.key_lengths, other.key_lengths, jnp.minimum),
+            top_left=_both(self.top_left, other.top_left),
+            bottom_right=_both(self.bottom_right, other.bottom_right),
+            query_lengths=query_lengths,
+            key_lengths=key_lengths,
             segment_ids=self.segment_ids + other.segment_ids,
             booleans=self.booleans + other.booleans,
+            more_lengths=tuple(more),
         )
+
+    def _all_lengths(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The lengths of every mask that this one is made of: those of queries, those of keys."""
+        pairs = [(self.query_lengths, self.key_lengths), *self.more_lengths]
+        queries, keys = ([x for x in side if x is not None] for side in zip(*pairs, strict=True))
+        return queries, keys
 
     def kinds(self) -> frozenset[str]:
         """The conditions that are present, by name; ``Mask()`` has none.
@@ -169,11 +216,12 @@ class Mask:
         >>> sorted((Mask.causal() & Mask.boolean(True)).kinds())
         ['boolean', 'top_left']
         """
+        query_lengths, key_lengths = self._all_lengths()
         present = {
             "top_left": self.top_left is not None,
             "bottom_right": self.bottom_right is not None,
-            "query_lengths": self.query_lengths is not None,
-            "key_lengths": self.key_lengths is not None,
+            "query_lengths": bool(query_lengths),
+            "key_lengths": bool(key_lengths),
             "segments": bool(self.segment_ids),
             "boolean": bool(self.booleans),
         }
@@ -182,21 +230,23 @@ class Mask:
     def canonical(self, B: int, T: int, S: int) -> Mask:
         """The same mask in the one form that everything below the public functions reads.
 
-        Lengths become int32[B] clamped to [0, T] and [0, S], segment ids int32[B, T] and
-        int32[B, S], boolean arrays of rank 4.
+        Lengths become int32[B] clamped to [0, T] and [0, S], at most one of queries and one of
+        keys; segment ids int32[B, T] and int32[B, S]; boolean arrays of rank 4.
         """
-
-        def ids(x: jax.Array, size: int) -> jax.Array:
-            return jnp.broadcast_to(jnp.asarray(x).astype(jnp.int32), (B, size))
-
+        query_lengths, key_lengths = self._all_lengths()
+        pairs = [pair for ids in self.segment_ids for pair in segment_ids.as_int32(*ids)]
         return dataclasses.replace(
             self,
-            query_lengths=_clamped(self.query_lengths, B, T),
-            key_lengths=_clamped(self.key_lengths, B, S),
-            segment_ids=tuple((ids(q, T), ids(k, S)) for q, k in self.segment_ids),
+            query_lengths=_smallest(query_lengths, B, T),
+            key_lengths=_smallest(key_lengths, B, S),
+            segment_ids=tuple(
+                (_broadcast(query_ids, B, T), _broadcast(key_ids, B, S))
+                for query_ids, key_ids in pairs
+            ),
             booleans=tuple(
                 jnp.asarray(x).reshape((1,) * (4 - x.ndim) + x.shape) for x in self.booleans
             ),
+            more_lengths=(),
         )
 
     def as_array(
@@ -226,7 +276,7 @@ class Mask:
             position: global index of local row 0 and column 0; None is 0, 0.
 
         Returns:
-            bool, broadcasts to [B, N, *shape]; None when the mask has no conditions.
+            bool, broadcasts to [B, N, *shape]; None if the mask has no conditions.
         """
         row = (start[0] + lax.iota(jnp.int32, shape[0]))[None, None, :, None]
         col = (start[1] + lax.iota(jnp.int32, shape[1]))[None, None, None, :]
@@ -262,8 +312,8 @@ class Mask:
         """Whether a tile can have valid elements, from its edges alone; arguments as of `tile`.
 
         Returns:
-            bool[], false only when no element of any batch element is valid; None when nothing
-            is known to be skippable.
+            bool[], false only if no element is valid for any batch index; None if nothing is known
+            to be skippable.
         """
         last_row, last_col = start[0] + shape[0] - 1, start[1] + shape[1] - 1
         # Each condition is [1] or [B].
@@ -325,50 +375,45 @@ def slice_tile(
     return array
 
 
-def _both(a, b, combine):
+def _both(a: Window | None, b: Window | None) -> Window | None:
     if a is None or b is None:
         return b if a is None else a
-    return combine(a, b)
+    return a & b
 
 
-def _bound(name: str, value: int | None) -> int | None:
+def _bound(name: str, value: Any) -> int | None:
     if value is None:
         return None
-    if isinstance(value, Tracer):
-        raise TypeError(
-            f"window {name}: expected a Python integer or None, got a traced value; "
-            "make it static, or express the window as a boolean mask"
-        )
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"window {name}: expected a Python integer or None, got {type(value).__name__}"
-        ) from None
-    return max(-_UNBOUNDED, min(value, _UNBOUNDED))
+    return values.static_integer(
+        f"window {name}",
+        value,
+        "a Python integer or None",
+        "make it static, or express the window as a boolean mask",
+    )
 
 
-def _array(x: ArrayLike) -> jax.Array:
-    """``x`` as it is when it has a dtype (so that NumPy values can be checked), else an array."""
-    return x if hasattr(x, "dtype") else np.asarray(x)  # type: ignore[return-value]
-
-
-def _integers(name: str, x: ArrayLike, ranks: tuple[int, ...]) -> jax.Array:
-    array = _array(x)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name}: expected an integer array, got dtype {array.dtype}")
+def _integers(name: str, x: ArrayLike, ranks: tuple[int, ...]) -> Any:
+    array = values.integers(name, x)
     if array.ndim not in ranks:
         expected = " or ".join(str(rank) for rank in ranks)
-        raise ValueError(f"{name}: expected rank {expected}, got shape {array.shape}")
+        raise ValueError(f"{name} must have rank {expected}, got shape {array.shape}")
     return array
 
 
-def _clamped(lengths: jax.Array | None, batch: int, size: int) -> jax.Array | None:
-    if lengths is None:
+def _lengths(name: str, x: ArrayLike) -> Any:
+    array = _integers(name, x, (1,))
+    if values.is_host(array):
+        # An argument of jax.jit would wrap.
+        array = values.clipped(array, -INT32_MAX, INT32_MAX)
+    return array
+
+
+def _smallest(lengths: Sequence[jax.Array], batch: int, size: int) -> jax.Array | None:
+    if not lengths:
         return None
-    # Small integer types cannot hold `size`, and int32 cannot hold every length of a larger type:
-    # widen, clamp, then narrow.
-    if lengths.dtype.itemsize < 4:
-        lengths = lengths.astype(np.int32)
-    lengths = lengths.clip(0, size).astype(np.int32)
-    return jnp.broadcast_to(jnp.asarray(lengths), (batch,))
+    clamped = (_broadcast(values.clipped(x, 0, size), batch) for x in lengths)
+    return functools.reduce(jnp.minimum, clamped)
+
+
+def _broadcast(x: Any, *shape: int) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(x), shape)

@@ -1,12 +1,24 @@
-"""Where the arrays of one call stand in a larger attention problem."""
+"""The place of one call's arrays in a larger attention problem."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jax_memeff._call.values import clipped
+
+Index = int | np.integer | np.ndarray | jax.Array
+
+MOST_POSITION = 2**29
+"""The largest global index of a first row or column.
+
+Rows and columns of a call count up to 2**28. Up to this offset, sums of a row, a column, a window's
+bound and the distance of the diagonal fit int32, in the kernels too.
+"""
 
 
 class Position(NamedTuple):
@@ -26,28 +38,37 @@ class Position(NamedTuple):
 class Offsets:
     """The global position of a shard, a ring step or a chunk.
 
-    A call that is given the offsets of its arrays computes exactly its part of the unsharded
-    answer: windows count from the global rows and columns, and the dropout bits are those of the
-    global element. Every field is an ``int`` or an integer scalar array, which may be traced;
+    A call with the offsets of its arrays computes exactly its part of the unsharded answer: windows
+    count from the global rows and columns, and the dropout bits are those of the global element.
+    Every field is an ``int`` or an integer scalar array, which may be traced;
     ``query`` and ``key`` may also be integer arrays ``[B]``, on the blockwise path alone.
 
     Args:
-        batch: global index of the first batch element.
+        batch: global index of the first batch index.
         head: global index of the first query head.
-        num_heads: global number of query heads; None is the number of heads of the call.
-        query: global index of the first query row; with dropout in the kernels a multiple of 16.
+        num_heads: global number of query heads, at least ``head`` and the heads of the call
+            together; None is the number of heads of the call.
+        query: global index of the first query row, at most 2**29; with dropout in the kernels a
+            multiple of 16. Values of device arrays are clamped to [0, 2**29].
         key: global index of the first key column; likewise.
+
+    Attention functions raise ValueError for Python and NumPy values out of range.
 
     >>> Offsets(query=512).position()
     Position(query=Array(512, dtype=int32), key=Array(0, dtype=int32))
     """
 
-    batch: int | jax.Array = 0
-    head: int | jax.Array = 0
-    num_heads: int | jax.Array | None = None
-    query: int | jax.Array = 0
-    key: int | jax.Array = 0
+    batch: Index = 0
+    head: Index = 0
+    num_heads: Index | None = None
+    query: Index = 0
+    key: Index = 0
 
     def position(self) -> Position:
         """The row and column part, int32."""
-        return Position(jnp.asarray(self.query, jnp.int32), jnp.asarray(self.key, jnp.int32))
+
+        def index(value: Any) -> jax.Array:
+            value = value if hasattr(value, "dtype") else np.asarray(value)
+            return jnp.asarray(clipped(value, 0, MOST_POSITION))
+
+        return Position(index(self.query), index(self.key))

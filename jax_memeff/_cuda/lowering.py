@@ -293,7 +293,8 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
         prescale, softmax_scale = scale * log2e, 1.0
 
     def bound(limit: int | None) -> int:
-        return UNBOUNDED if limit is None else max(min(limit, MOST_POSITIONS), -MOST_POSITIONS)
+        # A bound beyond the largest length still counts: offsets move the diagonal by up to 2**29.
+        return UNBOUNDED if limit is None else max(min(limit, UNBOUNDED), -UNBOUNDED)
 
     windows = [
         bound(limit)

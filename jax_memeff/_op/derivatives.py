@@ -20,6 +20,7 @@ from jax.interpreters import ad
 
 from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise.tiles import has_probabilities
+from jax_memeff._blockwise.varlen import longest
 from jax_memeff._call import divisors
 from jax_memeff._call.operands import (
     AnyGradients,
@@ -92,12 +93,17 @@ def _row_bias_gradient(
         tokens = token_indices(
             operands.sequences.query_starts[:-1],
             operands.sequences.query_lengths,
-            operands.scores[2],
+            longest(operands)[0],
             rows.shape[1],
         )
         rows = rows[0].at[tokens].get(mode="fill", fill_value=0)
     per_row = jnp.swapaxes(rows, 1, 2)[..., None]
-    return divisors.summed(per_row, shape).astype(bias.dtype)
+    # Packed sequences have no more rows than there are tokens, but their bias may.
+    rows_of_bias = 1 if shape[2] == 1 else per_row.shape[2]
+    summed = divisors.summed(per_row, (*shape[:2], rows_of_bias, 1)).astype(bias.dtype)
+    if rows_of_bias == shape[2]:
+        return summed
+    return jnp.zeros(shape, bias.dtype).at[:, :, :rows_of_bias].set(summed)
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) -> Any:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_memeff._api import argument_numbers
 from jax_memeff._api import attention as api
-from jax_memeff._api import validate
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import DropoutState
 from jax_memeff.errors import UnsupportedError
@@ -142,7 +142,7 @@ def attend(
         bias = _flatten_score_batch("bias", _bias_dtype(jnp.asarray(bias), query), batch_shape)
     if mask is not None:
         conditions &= Mask.boolean(_flatten_score_batch("mask", mask != 0, batch_shape))
-    rate = validate.dropout_rate(dropout_rate)
+    rate = argument_numbers.dropout_rate(dropout_rate)
     if rate > 0 and dropout_rng is None:
         raise ValueError(
             f"dropout_rng must be given when dropout_rate is {rate} and deterministic is False,"
@@ -154,18 +154,10 @@ def attend(
         _flatten_batch("value", value),
         bias,
         conditions,
-        scale=None,
         is_causal=is_causal,
-        query_seq_lengths=None,
-        key_value_seq_lengths=None,
-        local_window_size=None,
-        logits_soft_cap=None,
         dropout_rate=rate,
         dropout_key=dropout_rng,
-        offsets=None,
         precision=_precision(precision),
-        deterministic_backward=False,
-        implementation=None,
         residual_checkpoint_name=residual_checkpoint_name,
     )
     if call.operands.dropout is not None and broadcast_dropout:

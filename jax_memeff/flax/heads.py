@@ -12,6 +12,7 @@ from flax.nnx.nn import dtypes
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_memeff._call import values
 from jax_memeff._call.mask import Mask
 from jax_memeff.flax.attention import attend, batch_dims
 from jax_memeff.flax.rotary import rotary_embedding
@@ -160,7 +161,8 @@ def _segments(
         )
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     flat = []
-    for name, ids, length in zip(("queries", "keys"), map(jnp.asarray, pair), lengths, strict=True):
+    for name, ids, length in zip(("queries", "keys"), pair, lengths, strict=True):
+        ids = values.array(f"segment_ids of the {name}", ids)
         expected = (*batch_shape, length)
         if ids.shape != expected:
             raise ValueError(

@@ -1,0 +1,157 @@
+"""Checks of query, key and value, and of arrays that have the shape of the scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_memeff._call import values
+
+FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def projections(*arrays: Any) -> list[jax.Array]:
+    """Query, key and value as arrays.
+
+    NumPy's float64 becomes what jax makes of it before dtypes are compared.
+    """
+    names = ("query", "key", "value")
+    return [
+        jnp.asarray(values.array(name, array)) for name, array in zip(names, arrays, strict=True)
+    ]
+
+
+def float_dtype(name: str, value: Any) -> None:
+    if value.dtype.name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {value.dtype}; cast it, "
+            f"for example {name}.astype('float32')"
+        )
+
+
+def query_key_value(query: Any, key: Any, value: Any) -> None:
+    """Ranks, dims and dtypes of the three, before anything is reshaped."""
+    named = {"query": query, "key": key, "value": value}
+    layouts = {"query": "[B, T, N, H]", "key": "[B, S, K, H]", "value": "[B, S, K, Hv]"}
+    for name, operand in named.items():
+        if operand.ndim not in (3, 4):
+            raise ValueError(
+                f"{name} must have rank 4 {layouts[name]}, or 3 without the batch dim, got shape "
+                f"{operand.shape}"
+            )
+        if operand.ndim != query.ndim:
+            raise ValueError(
+                f"{name} must have the rank of query, {query.ndim}, got shape {operand.shape}"
+            )
+        float_dtype(name, operand)
+    for name in ("key", "value"):
+        if named[name].dtype != query.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of query, {query.dtype}, got {named[name].dtype}; "
+                f"pass {name}.astype(query.dtype)"
+            )
+    for name in ("key", "value"):
+        if query.ndim == 4 and named[name].shape[0] != query.shape[0]:
+            raise ValueError(
+                f"{name} must have the batch size of query, {query.shape[0]}, got "
+                f"{named[name].shape[0]} in shape {named[name].shape}{_of_one_device()}"
+            )
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"key must have the head dim of query, {query.shape[-1]}, got {key.shape[-1]} in shape "
+            f"{key.shape}"
+        )
+    for dim, what in ((-3, "sequence length"), (-2, "number of heads")):
+        if value.shape[dim] != key.shape[dim]:
+            raise ValueError(
+                f"value must have the {what} of key, {key.shape[dim]}, got {value.shape[dim]} in "
+                f"shape {value.shape}{_of_one_device()}"
+            )
+    query_heads, key_heads = query.shape[-2], key.shape[-2]
+    if (query_heads != 0) if key_heads == 0 else (query_heads % key_heads != 0):
+        raise ValueError(
+            f"query must have a multiple of key's {key_heads} heads, got {query_heads} heads in "
+            f"shape {query.shape}{_of_one_device()}"
+        )
+
+
+def tokens(query: Any, key: Any, value: Any) -> None:
+    """Query, key and value of packed sequences."""
+    layouts = ("query [total_q, N, H]", "key [total_k, K, H]", "value [total_k, K, Hv]")
+    for layout, operand in zip(layouts, (query, key, value), strict=True):
+        if operand.ndim != 3:
+            raise ValueError(
+                f"{layout} must have rank 3, because the sequences follow one another, got shape "
+                f"{operand.shape}"
+            )
+    query_key_value(query, key, value)
+
+
+def qkv(value: Any) -> jax.Array:
+    """Query, key and value in one array."""
+    value = jnp.asarray(values.array("qkv", value))
+    if value.ndim not in (4, 5) or value.shape[-3] != 3:
+        raise ValueError(
+            "qkv must have shape [B, T, 3, N, H], or [T, 3, N, H] without the batch dim, got shape "
+            f"{value.shape}"
+        )
+    float_dtype("qkv", value)
+    return value
+
+
+def bias(value: Any, query_dtype: Any, scores: tuple[int, int, int, int]) -> jax.Array | None:
+    """The bias, of rank 4, in query's dtype or in that of the scores."""
+    if value is None:
+        return None
+    array = jnp.asarray(values.array("bias", value))
+    if array.dtype.name not in FLOAT_DTYPES:
+        advice = (
+            "pass a boolean array as mask"
+            if array.dtype == np.bool_
+            else "cast it, for example bias.astype('float32')"
+        )
+        raise TypeError(
+            f"bias must be one of {', '.join(FLOAT_DTYPES)}, got {array.dtype}; {advice}"
+        )
+    broadcasts_to_scores("bias", array, scores)
+    if array.dtype not in (query_dtype, np.dtype("float32")):
+        # As jax.nn does. The gradient returns in the given dtype.
+        array = array.astype(jnp.promote_types(query_dtype, jnp.float32))
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def boolean_mask(value: Any, scores: tuple[int, int, int, int]) -> Any:
+    array = values.array("mask", value)
+    if array.dtype != np.bool_:
+        raise TypeError(
+            f"mask must be a boolean array (True = attend) or a jax_memeff.Mask, got dtype "
+            f"{array.dtype}; pass mask != 0, or an additive mask as bias"
+        )
+    broadcasts_to_scores("mask", array, scores)
+    return array
+
+
+def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int]) -> None:
+    shape = value.shape
+    if len(shape) > 4:
+        raise ValueError(f"{name} must have rank <= 4, got rank {len(shape)}: shape {shape}")
+    padded = (1,) * (4 - len(shape)) + tuple(shape)
+    if any(size not in (1, full) for size, full in zip(padded, scores, strict=True)):
+        raise ValueError(
+            f"{name} must broadcast to [B, N, T, S] = {list(scores)} (each dim 1 or full, left-"
+            f"padded with 1s), got shape {tuple(shape)}{_of_one_device()}"
+        )
+
+
+def _of_one_device() -> str:
+    """An addition to messages about sizes that differ, inside ``jax.shard_map``."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if not axes:
+        return ""
+    return (
+        f"; these are the sizes on one device of jax.shard_map over {axes}: shard the batch and "
+        "the heads of query, key and value over the same axes (in_specs)"
+    )

@@ -1,0 +1,199 @@
+"""Checks of what says which elements take part, and where: lengths, ids, starts and offsets.
+
+The values of device and traced arrays are not readable here. The semantics define what values out
+of range mean, and ``jax_memeff.check`` looks at them eagerly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_memeff._api import argument_arrays
+from jax_memeff._call import values
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.offsets import MOST_POSITION, Offsets
+
+
+def padded_lengths(
+    arguments: Mapping[str, Any], batch: int, longest: tuple[int, int], batched: bool
+) -> Mask:
+    """The mask of ``query_seq_lengths`` and ``key_value_seq_lengths``, [B] each.
+
+    One number is enough without a batch dim.
+    """
+
+    def checked(name: str, longest: int) -> Any:
+        if arguments[name] is None:
+            return None
+        array = values.array(name, arguments[name])
+        if array.ndim == 0 and not batched:
+            array = array.reshape(1)
+        return lengths(name, array, batch, longest)
+
+    return Mask.lengths(
+        query=checked("query_seq_lengths", longest[0]),
+        key=checked("key_value_seq_lengths", longest[1]),
+    )
+
+
+def lengths(name: str, value: Any, batch: int, longest: int) -> Any:
+    """Lengths [B] in [0, longest]; only host values can be compared."""
+    array = values.integers(name, value)
+    if array.shape != (batch,):
+        raise ValueError(f"{name} must have shape [B] = [{batch}], got shape {tuple(array.shape)}")
+    if values.is_host(array):
+        wrong = np.flatnonzero((array < 0) | (array > longest))
+        if wrong.size:
+            index = int(wrong[0])
+            raise ValueError(
+                f"{name} must be in [0, {longest}], got {array[index]} at index {index}"
+            )
+    return array
+
+
+def segment_ids(name: str, value: Any, batch: int, length: int) -> None:
+    array = values.integers(name, value)
+    if array.shape not in ((batch, length), (length,)):
+        raise ValueError(
+            f"{name} must have shape [{batch}, {length}] or [{length}], got {tuple(array.shape)}"
+        )
+
+
+def mask(
+    value: Any, scores: tuple[int, int, int, int], tokens: tuple[int, int] | None = None
+) -> Mask:
+    """The mask as a ``Mask``, each of its arrays checked against the scores [B, N, T, S].
+
+    Packed sequences have a segment id for each of their ``tokens``.
+    """
+    if value is None:
+        return Mask()
+    if isinstance(value, str):
+        raise TypeError(
+            f"mask must be a boolean array or a jax_memeff.Mask, got {value!r}; pass "
+            "is_causal=True, or mask=jax_memeff.Mask.causal()"
+        )
+    if not isinstance(value, Mask):
+        return Mask.boolean(argument_arrays.boolean_mask(value, scores))
+    batch, _, rows, columns = scores
+    all_lengths = [(value.query_lengths, value.key_lengths), *value.more_lengths]
+    for query_lengths, key_lengths in all_lengths:
+        if query_lengths is not None:
+            lengths("query lengths", query_lengths, batch, rows)
+        if key_lengths is not None:
+            lengths("key lengths", key_lengths, batch, columns)
+    if tokens is not None:
+        batch, (rows, columns) = 1, tokens
+    for query_ids, key_ids in value.segment_ids:
+        segment_ids("query segment ids", query_ids, batch, rows)
+        segment_ids("key segment ids", key_ids, batch, columns)
+    for boolean in value.booleans:
+        argument_arrays.boolean_mask(boolean, scores)
+    return value
+
+
+def offsets(value: Any, batch: int, heads: int) -> Offsets | None:
+    """``Offsets`` of integers in range, or None; of a call of B and N.
+
+    Those of query and key are scalars or one for each batch index, the others scalars.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Offsets):
+        raise TypeError(f"offsets must be jax_memeff.Offsets or None, got {type(value).__name__}")
+    known: dict[str, int] = {}
+    for field in dataclasses.fields(value):
+        name, number = field.name, getattr(value, field.name)
+        if name == "num_heads" and number is None:
+            known[name] = heads
+            continue
+        scalar = values.array(f"offsets.{name}", number)
+        is_position = name in ("query", "key")
+        shapes = [(), (batch,)] if is_position else [()]
+        if scalar.shape not in shapes or not jnp.issubdtype(scalar.dtype, jnp.integer):
+            raise TypeError(
+                f"offsets.{name} must be an int or an integer array of shape "
+                f"{' or '.join(map(str, shapes))}, got dtype "
+                f"{scalar.dtype}, shape {tuple(scalar.shape)}"
+            )
+        if values.is_host(scalar) and scalar.size:
+            known[name], least = int(scalar.max()), int(scalar.min())
+            most = MOST_POSITION if is_position else values.INT32_MAX
+            if least < 0:
+                raise ValueError(f"offsets.{name} must be >= 0, got {least}")
+            if known[name] > most:
+                raise ValueError(f"offsets.{name} must be in [0, {most}], got {known[name]}")
+    _heads_fit(known, batch, heads)
+    return value
+
+
+def _heads_fit(known: dict[str, int], batch: int, heads: int) -> None:
+    """The heads of the call are some of the global ones, which uint32 counts."""
+    if "num_heads" not in known:
+        return
+    first = known.get("head", 0)
+    if first + heads > known["num_heads"]:
+        raise ValueError(
+            f"offsets.num_heads must be at least offsets.head and the query heads of the call "
+            f"together, {first} + {heads}, got {known['num_heads']}; pass the number of query "
+            "heads of the whole problem"
+        )
+    pairs = (known.get("batch", 0) + batch) * known["num_heads"]
+    if pairs > 2**32:
+        raise ValueError(
+            "offsets.batch and the batch of the call together, times offsets.num_heads, must be at "
+            f"most {2**32}, got {pairs}: dropout numbers them in 32 bits"
+        )
+
+
+def cu_seqlens(
+    query: Any, key: Any, totals: tuple[int, int], longest: tuple[int, int]
+) -> tuple[Any, Any]:
+    """Both arrays of where sequences begin; only host values can be looked at."""
+    named = {
+        name: values.integers(name, value)
+        for name, value in (("cu_seqlens_q", query), ("cu_seqlens_k", key))
+    }
+    for name, value in named.items():
+        if value.ndim != 1 or value.shape[0] == 0:
+            raise ValueError(
+                f"{name} must have shape [B + 1], one more than there are sequences, got shape "
+                f"{tuple(value.shape)}"
+            )
+    query, key = named.values()
+    if query.shape != key.shape:
+        raise ValueError(
+            f"cu_seqlens_k must have the length of cu_seqlens_q, {query.shape[0]}, got "
+            f"{key.shape[0]}"
+        )
+    for (name, value), total, limit in zip(named.items(), totals, longest, strict=True):
+        if values.is_host(value):
+            _cu_seqlens_in_range(name, value, total, limit)
+    return query, key
+
+
+def _cu_seqlens_in_range(name: str, value: np.ndarray, total: int, longest: int) -> None:
+    """From 0 to the number of tokens, never decreasing, no sequence too long."""
+    numbers = [int(x) for x in value]
+    for index, number in enumerate(numbers):
+        if not 0 <= number <= total:
+            raise ValueError(
+                f"{name} must be in [0, {total}], the number of tokens, got {number} at index "
+                f"{index}"
+            )
+    for index, (start, end) in enumerate(itertools.pairwise(numbers)):
+        if end < start:
+            raise ValueError(
+                f"{name} must not decrease, got {end} after {start} at index {index + 1}"
+            )
+        if end - start > longest:
+            raise ValueError(
+                f"{name.replace('cu_', 'max_').replace('seqlens', 'seqlen')} must be at least the "
+                f"length of every sequence, got {longest}, and sequence {index} has {end - start}"
+            )

@@ -1,0 +1,88 @@
+"""The keyword arguments that all attention functions take: their names, types and defaults.
+
+``dot_product_attention`` documents them. A function lists its own arguments and takes these as
+``**arguments: Unpack[CommonArguments]``, which editors and type checkers expand;
+:func:`in_full` does the same for ``help`` and ``inspect``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
+
+import jax
+from jax.typing import ArrayLike
+
+from jax_memeff._call.offsets import Offsets
+from jax_memeff._call.options import Implementation
+
+PrecisionLike = Literal["default", "high", "highest"] | jax.lax.Precision | None
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class CommonArguments(TypedDict, total=False):
+    """The arguments of every attention function beside its arrays, bias and mask."""
+
+    scale: float | None
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    logits_soft_cap: float | None
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    offsets: Offsets | None
+    precision: PrecisionLike
+    deterministic_backward: bool
+    implementation: Implementation | None
+    residual_checkpoint_name: str | None
+
+
+class PaddedArguments(CommonArguments, total=False):
+    """The arguments of functions whose sequences are padded to one length."""
+
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+
+
+_DEFAULTS = {"is_causal": False, "dropout_rate": 0.0, "deterministic_backward": False}
+"""Of all other arguments the default is None."""
+
+
+def with_defaults(kind: type[CommonArguments], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a kind by name.
+
+    Raises:
+        TypeError: one is not of that kind.
+    """
+    names = kind.__annotations__
+    for name in arguments:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            advice = (
+                f"did you mean {close[0]!r}?"
+                if close
+                else f"expected one of {', '.join(sorted(names))}"
+            )
+            raise TypeError(f"got an unexpected keyword argument {name!r}; {advice}")
+    return {name: _DEFAULTS.get(name) for name in names} | dict(arguments)
+
+
+def in_full(function: Function) -> Function:
+    """Let ``inspect.signature`` and ``help`` show what ``**arguments: Unpack[...]`` stands for."""
+    signature = inspect.signature(function)
+    *own, rest = signature.parameters.values()
+    (kind,) = get_args(get_type_hints(function)[rest.name])
+    common = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_DEFAULTS.get(name),
+            annotation=getattr(annotation, "__forward_arg__", annotation),
+        )
+        for name, annotation in kind.__annotations__.items()
+    ]
+    in_order = sorted([*own, *common], key=lambda parameter: parameter.kind)
+    function.__signature__ = signature.replace(parameters=in_order)  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,150 @@
+"""Arrays and numbers as users pass them; NumPy arrays stay on the host, to be checked there.
+
+Every message names the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+INT32_MAX = 2**31 - 1
+
+
+def array(name: str, value: Any) -> Any:
+    """``value`` as a JAX array, or as a NumPy array if it is not on a device yet.
+
+    Raises:
+        TypeError: it is no array, a masked array, or of a dtype that JAX does not have.
+        ValueError: it is a list whose rows differ in length.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} must be an array, got a NumPy masked array, whose mask would be ignored; pass "
+            f"{name}.filled(...), and what it masks as a mask or as lengths"
+        )
+    if isinstance(value, jax.Array):
+        return value
+    if hasattr(value, "__jax_array__"):
+        return jnp.asarray(value)
+    if isinstance(value, (list, tuple)):
+        value = _from_list(name, value)
+    elif isinstance(value, (bool, int, float, complex, np.generic)):
+        value = np.asarray(value)
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{name} must be an array, got {type(value).__name__}")
+    extended = value.dtype in (np.longdouble, np.clongdouble)
+    if extended or not (value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)):
+        raise TypeError(
+            f"{name} must be an array of numbers that JAX has, got dtype {value.dtype}"
+            + (
+                " (lists of None or of integers beyond 64 bits are)"
+                if value.dtype == object
+                else ""
+            )
+        )
+    return value
+
+
+def _from_list(name: str, value: list[Any] | tuple[Any, ...]) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except TypeError as error:  # a traced array does not convert
+        raise TypeError(
+            f"{name} must be an array, got a {type(value).__name__} with traced values; pass "
+            f"jnp.stack of it"
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"{name} must be an array, got a {type(value).__name__} whose rows differ in length: "
+            f"{value!r:.80}"
+        ) from error
+
+
+def is_host(value: Any) -> bool:
+    """Whether the values can be read while the call is traced."""
+    return isinstance(value, np.ndarray)
+
+
+def integers(name: str, value: Any) -> Any:
+    """``value`` as an array of integers."""
+    value = array(name, value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got dtype {value.dtype}; pass .astype('int32')")
+    return value
+
+
+def clipped(value: Any, low: int, high: int) -> Any:
+    """Integers as int32, those outside of [low, high] at its ends. The range must fit int32.
+
+    The values are clipped before they are cast: a cast alone would wrap. The bounds may not fit a
+    small or unsigned type themselves.
+
+    >>> clipped(np.array([-3, 2**40]), 0, 9).tolist(), clipped(np.array([200], np.uint8), -1, 999)
+    ([0, 9], array([200], dtype=int32))
+    """
+    info = jnp.iinfo(value.dtype)
+    value = value.clip(max(low, int(info.min)), min(high, int(info.max)))
+    return value.astype(np.int32)
+
+
+def static_number(name: str, value: Any, instead: str) -> float:
+    """A finite number; a traced one cannot be a constant of the kernel's launch.
+
+    Args:
+        instead: what to do with a traced number.
+    """
+    if isinstance(value, Tracer):
+        raise TypeError(f"{name} must be a static number, got a traced value; {instead}")
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+    if shape != ():
+        raise TypeError(f"{name} must be one number, got an array of shape {tuple(shape)}")
+    if dtype is None:
+        # float() would accept "0.5", and True is no scale.
+        is_number = hasattr(value, "__float__") and not isinstance(value, (bool, str))
+    else:
+        is_number = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if not is_number:
+        raise TypeError(
+            f"{name} must be a number, got {value!r:.80} of type {type(value).__name__}"
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got an integer beyond float64") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
+
+
+def static_integer(name: str, value: Any, expected: str, instead: str) -> int:
+    """A Python integer.
+
+    Args:
+        expected: completes "must be".
+        instead: what to do with a traced integer.
+    """
+    if isinstance(value, Tracer):
+        raise TypeError(f"{name} must be {expected}, got a traced value; {instead}")
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be {expected}, got {value!r:.80} of type {type(value).__name__}"
+        ) from None
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        got = "a traced value" if isinstance(value, Tracer) else f"{value!r:.80}"
+        raise TypeError(f"{name} must be True or False, got {got}")
+    return bool(value)
