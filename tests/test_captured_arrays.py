@@ -53,8 +53,15 @@ SINKS = CapturedArray("sinks", "B~ N", alignment=4)
 TOTALS = CapturedArray("totals", "B N", alignment=4, zeroed=True)
 
 
+class ToySpec(types.SimpleNamespace):
+    """A spec without features."""
+
+    def __getitem__(self, feature: Any) -> bool:
+        return False
+
+
 def toy_spec() -> Any:
-    return types.SimpleNamespace(
+    return ToySpec(
         name="toy",
         direction="forward",
         dtype="f32",
@@ -62,9 +69,8 @@ def toy_spec() -> Any:
         padded_value_dim=H,
         tile=types.SimpleNamespace(query=T, key=T, blocks_per_sm=1),
         alignment=4,
-        split=False,
+        pack_heads=False,
         persistent=False,
-        varlen=False,
         entry_points=(EntryPoint("toy", 32, 0, "queries", takes_arrays=True),),
         tensor_maps=(),
         captured_arrays=(SINKS, TOTALS),

@@ -17,7 +17,6 @@ from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import common
 from jax_memeff._blockwise.tiles import MASKED_BIAS
 from jax_memeff._call import compat
-from jax_memeff._call.alignment import top_left
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
 from jax_memeff._call.operands import Operands
@@ -25,6 +24,7 @@ from jax_memeff._call.values import flag
 from jax_memeff._ring import all_to_all, derivatives
 from jax_memeff._ring.passes import Method, Ring
 from jax_memeff._ring.schedule import LAYOUTS, Layout
+from jax_memeff._sharding.alignment import top_left
 
 AxisName = Hashable
 """The name of a mesh axis, or a tuple of names."""

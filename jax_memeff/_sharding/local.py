@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._call.alignment import top_left
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import mapped
 from jax_memeff._call.options import Options
+from jax_memeff._sharding.alignment import top_left
 from jax_memeff._sharding.layout import Layout
 
 _KEY_HEADS = 2
