@@ -72,7 +72,7 @@ def test_readme_has_the_commands_that_ci_runs():
     assert all(block.count("\n") == 1 for block in blocks)
     prefix = "python3 -m venv .venv && .venv/bin/pip install "
     assert example == f'{prefix}-e ".[examples]" && .venv/bin/python examples/train_gpt.py\n'
-    assert tests == f'{prefix}-e ".[test]" && .venv/bin/python -m pytest\n'
+    assert tests == f'{prefix}-e ".[test]" && .venv/bin/python -m pytest -n 2\n'
     done = subprocess.run(
         [sys.executable, ROOT / ".ci/readme_commands.py"],
         capture_output=True,

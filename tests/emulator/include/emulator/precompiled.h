@@ -5,6 +5,6 @@
 #include "emulator/cuda_builtins.h"
 
 // Behind the built-in names, which CuTe needs.
-#include <cute/tensor.hpp>
 #include <cutlass/bfloat16.h>
 #include <cutlass/half.h>
+#include <cute/tensor.hpp>
