@@ -1,4 +1,4 @@
-"""What a GPU offers a kernel: shared memory, the dtypes of its tensor cores, and wgmma."""
+"""The resources of a GPU for a kernel: shared memory, the dtypes of its tensor cores, and wgmma."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Gpu:
     max_shared_bytes: int
     """The most that one block may have after opting in."""
     system_bytes: int = 1024
-    """What the system takes for every block beside the block's own shared memory."""
+    """Bytes that the system takes for every block beside the block's own shared memory."""
     dtypes: tuple[str, ...] = ("f16", "bf16", "f32", "tf32")
-    """What the tensor cores multiply."""
+    """The dtypes that the tensor cores multiply."""
 
     def shared_bytes(self, blocks: int) -> int:
-        """What each of ``blocks`` blocks on an SM may have."""
+        """The bytes that each of ``blocks`` blocks on an SM may have."""
         return (self.max_shared_bytes + self.system_bytes) // blocks - self.system_bytes
 
 

@@ -166,7 +166,7 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
-        """What this kernel lacks beside its features."""
+        """The reasons against this kernel beside those of its features."""
 
     @abc.abstractmethod
     def threads(self, spec: KernelSpec) -> int:
@@ -192,10 +192,10 @@ class Kernel(abc.ABC):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """What the entry points write beside results, for a call of these sizes."""
+        """The arrays that the entry points write beside results, for a call of these sizes."""
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
-        """What TMA moves, in the order of the maps."""
+        """The tensors that TMA moves, in the order of the maps."""
         return ()
 
     def defines(self, spec: KernelSpec) -> str:
@@ -296,7 +296,7 @@ class KernelSpec:
 
     @property
     def direction(self) -> Direction:
-        """That of the kernel."""
+        """The direction of the kernel."""
         return self.kernel.direction
 
     @property
@@ -336,7 +336,7 @@ class KernelSpec:
 
     @property
     def tensor_maps(self) -> tuple[TensorMap, ...]:
-        """What TMA moves, in the order of the maps."""
+        """The tensors that TMA moves, in the order of the maps."""
         return self.kernel.tensor_maps(self)
 
     @property
@@ -378,7 +378,7 @@ class KernelSpec:
 
     @property
     def block_masks(self) -> frozenset[BlockMask]:
-        """Those of all entry points."""
+        """The block masks of all entry points."""
         return frozenset(entry.block_mask for entry in self.entry_points if entry.block_mask)
 
     @property

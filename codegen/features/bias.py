@@ -87,7 +87,7 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
         {"bias": AskedBias("16", "rows")},
         {"bias": AskedBias("32", "shared")},
     )
-    operands = (Operand("bias", "B~ N? T? S?", ("query", "float32"), has_gradient=True),)
+    operands = (Operand("bias", "B~ N? T? S?"),)
     per_head = True
     modifier = True
     axes = (

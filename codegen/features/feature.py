@@ -1,4 +1,4 @@
-"""What one feature says of itself. Everything that lists features is a loop over these objects."""
+"""One feature and everything about it. Whatever lists features is a loop over these objects."""
 
 from __future__ import annotations
 
@@ -28,15 +28,12 @@ class Operand(NamedTuple):
     ``dims`` are named as in the documentation: B batch, N query heads, K key heads, T queries, S
     keys, H head dim, Hv value dim. ``?`` behind a name is "or 1", and ``~`` is "or fewer": batch
     indices have some of the array in common, as ``jax.vmap`` leaves what it does not map.
-    ``dtypes`` are those that it may have, ``"query"`` being that of the query.
     ``packed_dims`` are its dims if sequences are packed, by default the same.
     """
 
     role: str
     dims: str
-    dtypes: tuple[str, ...]
     packed_dims: str | None = None
-    has_gradient: bool = False
 
     @property
     def broadcast_by_vmap(self) -> bool:
@@ -45,11 +42,11 @@ class Operand(NamedTuple):
 
 
 OPERANDS = (
-    Operand("query", "B T N H", ("query",), "1 query_tokens N H", has_gradient=True),
-    Operand("key", "B~ S K H", ("query",), "1 key_tokens K H", has_gradient=True),
-    Operand("value", "B~ S K Hv", ("query",), "1 key_tokens K Hv", has_gradient=True),
-    Operand("query_position", "", ("int32",)),
-    Operand("key_position", "", ("int32",)),
+    Operand("query", "B T N H", "1 query_tokens N H"),
+    Operand("key", "B~ S K H", "1 key_tokens K H"),
+    Operand("value", "B~ S K Hv", "1 key_tokens K Hv"),
+    Operand("query_position", ""),
+    Operand("key_position", ""),
 )
 """The arrays that any call may have; those of features come with the features."""
 
@@ -62,8 +59,8 @@ class SupportRow(NamedTuple):
 
 
 class Feature(Generic[Asked, Compiled]):
-    """What a call may ask for beside attention itself; ``Asked`` is in a problem, ``Compiled`` in a
-    kernel.
+    """Something that a call may ask for beside attention itself; ``Asked`` is in a problem,
+    ``Compiled`` in a kernel.
 
     Subclasses override what differs from a feature that changes no kernel.
     """
@@ -99,7 +96,7 @@ class Feature(Generic[Asked, Compiled]):
         return self.name
 
     def compiled(self, problem: Problem, kernel: Kernel) -> Compiled:
-        """What of the problem ``kernel`` is compiled for."""
+        """The value that ``kernel`` is compiled for."""
         raise NotImplementedError
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
@@ -107,7 +104,7 @@ class Feature(Generic[Asked, Compiled]):
         return {}
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
-        """What a kernel gets of its operands in the table of arrays (``ArrayTable``)."""
+        """Its operands that reach a kernel in the table of arrays (``ArrayTable``)."""
         return ()
 
     def tag(self, compiled: Compiled, kernel: Kernel) -> str:

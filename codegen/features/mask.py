@@ -85,8 +85,8 @@ class Lengths(Feature[bool, None]):
     name, title = "lengths", "sequence lengths"
     off, together = False, True
     operands = (
-        Operand("query_lengths", "B", ("int32",)),
-        Operand("key_lengths", "B", ("int32",)),
+        Operand("query_lengths", "B"),
+        Operand("key_lengths", "B"),
     )
     support = (SupportRow("sequence lengths", ({"lengths": True},)),)
 
@@ -112,8 +112,8 @@ SEGMENTS = Flag(
     asked_by=lambda call: "segments" in call.mask_kinds,
     modifier=True,
     operands=(
-        Operand("query_segments", "B pairs T", ("int32",), "1 pairs query_tokens"),
-        Operand("key_segments", "B pairs S", ("int32",), "1 pairs key_tokens"),
+        Operand("query_segments", "B pairs T", "1 pairs query_tokens"),
+        Operand("key_segments", "B pairs S", "1 pairs key_tokens"),
     ),
     per_head=True,
     has_block_mask=True,
@@ -128,7 +128,7 @@ BOOLEAN = Flag(
     tag="boolean",
     asked_by=lambda call: "boolean" in call.mask_kinds,
     modifier=True,
-    operands=(Operand("boolean", "B~ N? T? S?", ("bool",)),),
+    operands=(Operand("boolean", "B~ N? T? S?"),),
     per_head=True,
     has_block_mask=True,
     values=((), ("BNTS",), ("11TS",), ("B11S",), ("1N1S", "B1T1")),

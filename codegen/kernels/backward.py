@@ -1,4 +1,4 @@
-"""What the backward kernels have in common: gradients, their sums, and the stages around them."""
+"""The common part of the backward kernels: gradients, their sums, and the stages around them."""
 
 from __future__ import annotations
 

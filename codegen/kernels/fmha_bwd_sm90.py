@@ -74,7 +74,7 @@ TILES: Mapping[int, Sequence[WgmmaTile]] = {
 
 
 class WgmmaBackward(Backward, WgmmaKernel):
-    """What the backward kernels of wgmma have in common."""
+    """The common part of the backward kernels of wgmma."""
 
     tiles: ClassVar[Mapping[int, Sequence[WgmmaTile]]]
 
