@@ -118,7 +118,7 @@ class Feature(Generic[Asked, Compiled]):
     """Whether it takes registers in a main loop, so that a tile says whether it has them left:
     ``modifiers`` of ``kernels/families.py``."""
     axes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-    """Names and values of its axes in the test matrix (tests/case_matrix.py)."""
+    """Names and values of its axes in the test matrix (tests/support/case_matrix.py)."""
     support: tuple[SupportRow, ...] = ()
 
     def check(self, asked: Asked) -> None:
