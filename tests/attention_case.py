@@ -49,7 +49,8 @@ class Case:
     """Boolean masks, and ids that are not sorted, stay the same in blocks of so many positions."""
     dropout: float = 0.0
     precision: Literal["tf32x3", "tf32"] = "tf32x3"
-    position: tuple[int, int] | None = None
+    position: tuple[int, int] | tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Of row 0 and column 0; or of each batch index."""
     packed: bool = False
     """The sequences that ``lengths`` names stand one after the other, with gaps between them."""
     projections: bool = False
@@ -81,7 +82,8 @@ class Case:
         words += [f"blocks{self.block}"] if self.block else []
         words += [f"dropout{self.dropout:g}"] if self.dropout else []
         words += [self.precision] if self.precision != "tf32x3" else []
-        words += [f"at{self.position[0]}x{self.position[1]}"] if self.position else []
+        first = ["_".join(map(str, np.atleast_1d(x))) for x in self.position or ()]
+        words += ["at" + "x".join(first)] if first else []
         words += ["projections"] if self.projections else []
         words += ["deterministic"] if self.deterministic else []
         words += [f"{elements}by{divisor}{name}" for name, elements, divisor in self.shared]

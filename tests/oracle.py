@@ -39,7 +39,7 @@ def valid_elements(
 ) -> np.ndarray:
     """The mask by its definition, bool[B, N, T, S]."""
     t, s = np.arange(T)[:, None], np.arange(S)[None, :]
-    first_row, first_col = (0, 0) if position is None else (int(x) for x in position)
+    first_rows, first_cols = _first_indices(position, B)
 
     def lengths(given: Any, size: int) -> np.ndarray:
         full = np.full(B, size)
@@ -54,7 +54,7 @@ def valid_elements(
             (mask.bottom_right, key_lengths[b] - query_lengths[b]),
         ):
             window = window or Window(None, None)
-            diagonal = t + first_row + distance - first_col
+            diagonal = t + first_rows[b] + distance - first_cols[b]
             if window.left is not None:
                 valid[b] &= s >= diagonal - window.left
             if window.right is not None:
@@ -66,6 +66,12 @@ def valid_elements(
     for array in mask.booleans:
         valid &= np.asarray(array)
     return valid
+
+
+def _first_indices(position: Position | None, B: int) -> tuple[np.ndarray, np.ndarray]:
+    """The global index of row 0 and of column 0, [B] each."""
+    rows, columns = (0, 0) if position is None else position
+    return tuple(np.broadcast_to(np.asarray(x, np.int64), (B,)) for x in (rows, columns))
 
 
 def philox4x32_7(counter: list[np.ndarray], key: list[np.ndarray]) -> list[np.ndarray]:
@@ -92,10 +98,10 @@ def kept_elements(
     state: DropoutState, threshold: int, T: int, S: int, position: Position | None = None
 ) -> np.ndarray:
     """The dropout bits by their definition, element by element, bool[B, N, T, S]."""
-    first_row, first_col = (0, 0) if position is None else (int(x) for x in position)
-    r = np.arange(T)[None, None, :, None] + first_row
-    c = np.arange(S)[None, None, None, :] + first_col
     base, heads = np.asarray(state.batch_base), np.asarray(state.head_index)
+    rows, columns = _first_indices(position, base.size)
+    r = np.arange(T)[None, None, :, None] + rows[:, None, None, None]
+    c = np.arange(S)[None, None, None, :] + columns[:, None, None, None]
     bh = (base[:, None] + heads[None, :])[:, :, None, None]
     keys = np.asarray(state.key_words)[:, :, None, None, None]
     counter = [(r >> 4) << 2 | (r >> 1) & 3, (c >> 4) << 2 | (c >> 1) & 3, bh, np.zeros_like(bh)]

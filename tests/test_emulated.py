@@ -158,6 +158,30 @@ FLOAT32 = [
         )
     )
 ]
+# Rows and columns begin at another place for each batch index, so that some see every block of keys
+# and others few or none.
+EACH: Any = {"B": 3, "T": 200, "S": 152, "position": ((160, 0, 48), (128, 16, 0))}
+POSITIONS = [
+    Run(Case(**{**EACH, **features}), arch, seed=2, multiprocessors=2)
+    for arch, features in (
+        ("sm_80", {"N": 4, "K": 2, "lengths": LENGTHS, **CAUSAL}),
+        ("sm_80", {"dropout": 0.2, "lengths": LENGTHS, "packed": True, **WINDOW}),
+        ("sm_80", {"bias": "1NTS", "deterministic": True, "boolean": ("B11S",), **WINDOW}),
+        ("sm_80", {"N": 2, "K": 1, "H": 264, "bias": "11TS", "dropout": 0.2, **BOTTOM_RIGHT}),
+        ("sm_90a", {"N": 4, "K": 2, **CAUSAL}),
+        ("sm_90a", {"H": 128, "dropout": 0.2, "lengths": LENGTHS, "packed": True, **CAUSAL}),
+        ("sm_90a", {"K": 1, "H": 256, "bias": "1NTS", "dropout": 0.2, **WINDOW}),
+        ("sm_90a", {"bias": "11TS", "segments": 1, "lengths": LENGTHS, **BOTTOM_RIGHT}),
+    )
+]
+POSITIONS += [
+    Run(Case(**{**EACH, **features}), arch, seed=3, multiprocessors=2, splits=True, gradients=False)
+    for arch, features in (
+        ("sm_80", {"T": 5, "S": 700, "N": 4, "K": 1, **BOTTOM_RIGHT}),
+        ("sm_90a", {"S": 570, "K": 1, "dropout": 0.2, **CAUSAL}),
+        ("sm_90a", {"dtype": "float32", **WINDOW}),
+    )
+]
 DETERMINISTIC = [
     Run(dataclasses.replace(case, deterministic=True), arch=arch)
     for arch, case in (
@@ -230,6 +254,7 @@ RUNS = (
     + TEAMS
     + SHARES
     + FLOAT32
+    + POSITIONS
     + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
 )
 

@@ -45,8 +45,8 @@ OPERANDS = (
     Operand("query", "B T N H", "1 query_tokens N H"),
     Operand("key", "B~ S K H", "1 key_tokens K H"),
     Operand("value", "B~ S K Hv", "1 key_tokens K Hv"),
-    Operand("query_position", ""),
-    Operand("key_position", ""),
+    Operand("query_position", "B"),
+    Operand("key_position", "B"),
 )
 """The arrays that any call may have; those of features come with the features."""
 

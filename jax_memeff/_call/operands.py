@@ -192,7 +192,7 @@ OPERANDS: tuple[Operand, ...] = (
     Operand("dropout.key_words", "key_words", ("batch", "words")),
     Operand("dropout.batch_base", "batch_base", ("batch",)),
     Operand("dropout.head_index", "head_index", ("heads",)),
-    # Or scalars, which have no dims.
+    # Or scalars, which have no dims and are repeated for the kernels.
     Operand("position.query", "query_position", ("batch",)),
     Operand("position.key", "key_position", ("batch",)),
     Operand(

@@ -41,6 +41,12 @@ def of_operands(
             buffers.append(_computed(ctx, name, _conjunction(avals, options), types, arrays))
         elif name in ("query_segments", "key_segments"):
             buffers.append(_computed(ctx, name, lambda *ids: jnp.stack(ids, 1), types, arrays))
+        elif name in ("query_position", "key_position"):
+            # XLA merges a broadcast scalar with what computes it: no launch more.
+            shape = (batch_of(avals),)
+            buffers.append(
+                _computed(ctx, name, lambda x, shape=shape: jnp.broadcast_to(x, shape), types, arrays)
+            )
         else:
             buffers.append(Buffer(name, *types, *arrays))
     return buffers
