@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.mask import Mask, Window, tiles
 from jax_memeff._call.offsets import Position
 
 B, N, T, S = 2, 3, 7, 10
@@ -63,10 +63,10 @@ def test_tiles_are_slices_and_skipped_tiles_are_empty(name):
     for row in range(0, T - shape[0] + 1, 2):
         for col in range(0, S - shape[1] + 1, 3):
             part = whole[:, :, row : row + shape[0], col : col + shape[1]]
-            tile = mask.tile((T, S), (row, col), shape, None)
+            tile = tiles.valid_elements(mask, (T, S), (row, col), shape, None)
             tile = True if tile is None else tile
             np.testing.assert_array_equal(np.broadcast_to(tile, part.shape), part)
-            possible = mask.may_attend((T, S), (row, col), shape, None)
+            possible = tiles.may_attend(mask, (T, S), (row, col), shape, None)
             assert possible is None or bool(possible) or not part.any()
 
 
@@ -82,7 +82,7 @@ def test_causal_and_lengths_skip_every_empty_tile():
         mask = mask.canonical(B, T, S)
         for row in range(T):
             for col in range(S - 1):
-                possible = mask.may_attend((T, S), (row, col), (1, 2), None)
+                possible = tiles.may_attend(mask, (T, S), (row, col), (1, 2), None)
                 assert bool(possible) == whole[:, :, row : row + 1, col : col + 2].any()
 
 
