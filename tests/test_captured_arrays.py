@@ -26,7 +26,7 @@ B, T, N, H = 6, 5, 4, 8
 ELEMENTS, DIVISOR = 2, 3
 
 SOURCE = """
-#include <memeff/layout/feature_arrays.cuh>
+#include <memeff/core/common.cuh>
 
 struct Config {
   static constexpr bool kBroadcastBatch = true;
