@@ -42,8 +42,8 @@ VARLEN = Flag(
     tag="varlen",
     asked_by=lambda call: call.operands.sequences is not None,
     operands=(
-        Operand("query_starts", "B+1"),
-        Operand("key_starts", "B+1"),
+        Operand("query_starts", "B+1", places=("sequences.query_starts",)),
+        Operand("key_starts", "B+1", places=("sequences.key_starts",)),
         *LENGTHS.operands,
     ),
     support="packed sequences (`varlen_attention`)",
@@ -78,9 +78,9 @@ DROPOUT = Flag(
     asked_by=lambda call: call.options.dropout_threshold > 0,
     modifier=True,
     operands=(
-        Operand("key_words", "B 2"),
-        Operand("batch_base", "B"),
-        Operand("head_index", "N"),
+        Operand("key_words", "B 2", places=("dropout.key_words",)),
+        Operand("batch_base", "B", places=("dropout.batch_base",)),
+        Operand("head_index", "N", places=("dropout.head_index",)),
     ),
     per_head=True,
     values=(0.0, 0.1, 0.5),

@@ -154,15 +154,6 @@ def kernels(
         remedy="export a program for each size, or pass implementation='xla'",
     )
     _require_lengths(avals)
-    if avals.position is not None and any(x.shape for x in avals.position):
-        raise UnsupportedError(
-            [
-                "offsets.query and offsets.key are scalars in the kernels, got one for each batch "
-                "index",
-                "pass implementation='xla', or map the call over its batch by jax.vmap, which runs "
-                "the kernels for one batch index at a time",
-            ]
-        )
     call = Call(avals, options, needs_grad)
     sizes = workspaces.sizes_of(avals, options.divisors)
     return {arch: _kernel(call, sizes, arch) for arch in _architectures()}

@@ -1,0 +1,389 @@
+"""A call of attention as tests see it: its arrays, its run, its comparison with the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import packing
+
+from jax_memeff._call import dropout
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.operands import DropoutState, NeedsGrad, Operands, QkvPackedOperands
+from jax_memeff._call.options import Divisors, Options
+
+TF32_TOLERANCE = 1e-3
+"""Relative Frobenius error of products with 11 bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes and features of one call; ``lengths`` are (query, key) pairs, one per batch element."""
+
+    B: int = 2
+    T: int = 65
+    S: int = 65
+    N: int = 2
+    K: int = 2
+    H: int = 64
+    Hv: int | None = None
+    dtype: str = "bfloat16"
+    mask: Mask = dataclasses.field(default_factory=Mask)
+    mask_name: str = "full"
+    scale: float | None = None
+    soft_cap: float | None = None
+    lse_gradient: bool = True
+    lengths: tuple[tuple[int, int], ...] | None = None
+    bias: str | None = None
+    """A letter of "BNTS" for each full dim and 1 for each broadcast one: "1NTS"."""
+    bias_dtype: str | None = None
+    segments: int = 0
+    boolean: tuple[str, ...] = ()
+    block: int | None = None
+    """Boolean masks, and ids that are not sorted, stay the same in blocks of so many positions."""
+    dropout: float = 0.0
+    precision: Literal["tf32x3", "tf32"] = "tf32x3"
+    position: tuple[int, int] | tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Of row 0 and column 0; or of each batch index."""
+    packed: bool = False
+    """The sequences that ``lengths`` names stand one after the other, with gaps between them."""
+    projections: bool = False
+    """Query, key and value are one array."""
+    deterministic: bool = False
+    shared: tuple[tuple[str, int, int], ...] = ()
+    """Operands that elements of the batch share, as ``vmap`` makes them: name, own elements, and
+    divisor; "boolean" is the first boolean mask."""
+    bias_gradient: int = 0
+    """Of a bias that is shared: how many elements of the batch have one; see ``Divisors``."""
+    sign: int = 0
+    """If it is 1 or -1, all scores have it, and the maximum of each row rises from tile to tile in
+    the order in which the forward visits them, by many powers of two."""
+    mask_seed: int | None = None
+    """Bias and element masks are drawn from it, and not after query, key and value."""
+
+    def __str__(self) -> str:
+        words = [
+            f"B{self.B}T{self.T}S{self.S}N{self.N}K{self.K}H{self.H}v{self.value_dim}",
+            self.dtype,
+            self.mask_name,
+        ]
+        words += ["softcap"] if self.soft_cap else []
+        words += [f"scale{self.scale:g}"] if self.scale is not None else []
+        words += ["packed" if self.packed else "lengths"] if self.lengths else []
+        words += [f"bias{self.bias}{self.bias_dtype or ''}"] if self.bias else []
+        words += [f"{self.segments}segments"] if self.segments else []
+        words += [f"mask{dims}" for dims in self.boolean]
+        words += [f"blocks{self.block}"] if self.block else []
+        words += [f"dropout{self.dropout:g}"] if self.dropout else []
+        words += [self.precision] if self.precision != "tf32x3" else []
+        first = ["_".join(map(str, np.atleast_1d(x))) for x in self.position or ()]
+        words += ["at" + "x".join(first)] if first else []
+        words += ["projections"] if self.projections else []
+        words += ["deterministic"] if self.deterministic else []
+        words += [f"{elements}by{divisor}{name}" for name, elements, divisor in self.shared]
+        words += [f"sum{self.bias_gradient}"] if self.bias_gradient else []
+        words += [f"sign{self.sign}"] if self.sign else []
+        return "-".join(words)
+
+    @property
+    def value_dim(self) -> int:
+        return self.H if self.Hv is None else self.Hv
+
+    @property
+    def full_mask(self) -> Mask:
+        if self.lengths is None:
+            return self.mask
+        query, key = (jnp.array(x, jnp.int32) for x in zip(*self.lengths, strict=True))
+        return self.mask & Mask.lengths(query, key)
+
+    @property
+    def options(self) -> Options:
+        scale = self.H**-0.5 if self.scale is None else self.scale
+        threshold = dropout.threshold(self.dropout)
+        return Options(
+            scale=scale,
+            soft_cap=self.soft_cap,
+            dropout_threshold=threshold,
+            precision=self.precision,
+            deterministic_backward=self.deterministic,
+            divisors=self.divisors,
+        )
+
+    @property
+    def divisors(self) -> Divisors:
+        own = {name: divisor for name, _, divisor in self.shared}
+        if "boolean" in own:
+            own["mask.booleans.0"] = own.pop("boolean")
+        return Divisors.of(own, {"bias": self.bias_gradient})
+
+    @property
+    def needs_grad(self) -> NeedsGrad:
+        """What a backward kernel computes; the gradient of a bias per row needs none."""
+        return NeedsGrad(True, True, True, bias=self.bias is not None and self.bias[3] == "S")
+
+    def shape(self, dims: str) -> tuple[int, ...]:
+        return tuple(1 if dim == "1" else getattr(self, dim) for dim in dims)
+
+    def arrays(self, seed: int = 0) -> tuple[Operands, Any, Any]:
+        """Operands, dout and dlse (or None), NumPy in the case's dtype, all finite.
+
+        What elements of the batch share is repeated for each.
+        """
+        rng = np.random.default_rng(seed)
+        dtype = jnp.dtype(self.dtype)
+
+        def draw(*shape, dtype: Any = dtype) -> Any:
+            return rng.standard_normal(shape, np.float32).astype(dtype)
+
+        operands = Operands(
+            *self.with_sign(
+                draw(self.B, self.T, self.N, self.H), draw(self.B, self.S, self.K, self.H)
+            ),
+            draw(self.B, self.S, self.K, self.value_dim),
+            *self.draw_bias_and_mask(
+                rng if self.mask_seed is None else np.random.default_rng(self.mask_seed)
+            ),
+            None,
+            None if self.position is None else self.global_position,
+        )
+        operands = self.with_shared(operands, lambda x, n, divisor: x[self.indices(n, divisor)])
+        if self.dropout:
+            operands = operands._replace(dropout=self.draw_dropout(rng))
+        dout = draw(self.B, self.T, self.N, self.value_dim)
+        dlse = draw(self.B, self.T, self.N, dtype=np.float32) if self.lse_gradient else None
+        return operands, dout, dlse
+
+    def with_sign(self, query: Any, key: Any) -> tuple[Any, Any]:
+        if not self.sign:
+            return query, key
+        visited = np.arange(self.S, dtype=np.float32)[:, None, None] / self.S
+        size = 1 + 7 * (1 - visited if self.sign > 0 else visited)
+        return abs(query), (self.sign * size * abs(key)).astype(key.dtype)
+
+    def indices(self, elements: int, divisor: int) -> np.ndarray:
+        """Which of the elements each of the batch reads."""
+        return np.arange(self.B) // divisor % elements
+
+    def with_shared(self, operands: Operands, function: Any) -> Operands:
+        """``function(array, elements, divisor)`` in the place of each array that is shared."""
+        for name, elements, divisor in self.shared:
+            if name == "boolean":
+                first, *others = operands.mask.booleans
+                booleans = function(first, elements, divisor), *others
+                mask = dataclasses.replace(operands.mask, booleans=booleans)
+                operands = operands._replace(mask=mask)
+            else:
+                array = function(getattr(operands, name), elements, divisor)
+                operands = operands._replace(**{name: array})
+        return operands
+
+    @property
+    def global_position(self) -> Position:
+        first: Any = np.array(self.position, np.int32)
+        return Position(first[0], first[1])
+
+    def draw_dropout(self, rng: np.random.Generator) -> DropoutState:
+        words: Any = rng.integers(2**32, size=(self.B, 2), dtype=np.uint32)
+        batch_base: Any = np.arange(self.B, dtype=np.uint32) * np.uint32(self.N)
+        head_index: Any = np.arange(self.N, dtype=np.uint32)
+        return DropoutState(words, batch_base, head_index)
+
+    def draw_bias_and_mask(self, rng: np.random.Generator) -> tuple[Any, Mask]:
+        bias = None if self.bias is None else self.draw_bias(rng)
+        return bias, self.full_mask & self.element_mask(rng)
+
+    def draw_bias(self, rng: np.random.Generator) -> Any:
+        """Normal numbers, and -inf (or what counts as it) in some elements and in whole rows."""
+        bias = rng.standard_normal(self.shape(self.bias or ""), np.float32)
+        bias[rng.random(bias.shape) < 0.02] = -np.inf
+        bias[rng.random(bias.shape[:3]) < 0.04] = -np.inf
+        if (dtype := jnp.dtype(self.bias_dtype or self.dtype)) != np.float16:
+            bias[rng.random(bias.shape) < 0.02] = -2e38
+        return bias.astype(dtype)
+
+    def element_mask(self, rng: np.random.Generator) -> Mask:
+        mask = Mask()
+        for index in range(self.segments):
+            # Sorted ids first, with negative ones among them, then ids in no order.
+            ids = [
+                self.in_blocks(rng.integers(-1, 3, size=(self.B, length)).astype(np.int32))
+                for length in (self.T, self.S)
+            ]
+            mask &= Mask.segments(*(ids if index else map(np.sort, ids)))
+        for dims in self.boolean:
+            probability = 0.3 if self.block else 0.8
+            drawn = rng.random(self.shape(dims)) < probability
+            mask &= Mask.boolean(self.in_blocks(self.in_blocks(drawn), axis=2))
+        return mask
+
+    def in_blocks(self, array: Any, axis: int = -1) -> Any:
+        """The array with the first of each ``block`` elements along ``axis`` in their place."""
+        if self.block is None or array.shape[axis] == 1:
+            return array
+        position = np.arange(array.shape[axis])
+        return np.take(array, position - position % self.block, axis)
+
+
+def poisoned(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
+    """The same arrays with NaN beyond the lengths."""
+    if case.lengths is None:
+        return operands, dout, dlse
+    query, key, value, dout = (np.array(x) for x in (*operands[:3], dout))
+    bias = None if operands.bias is None else np.array(operands.bias)
+    if bias is not None:
+        longest = tuple(map(max, zip(*case.lengths, strict=True)))
+        for b in range(len(bias)):
+            query_length, key_length = longest if len(bias) == 1 else case.lengths[b]
+            if bias.shape[2] > 1:
+                bias[b, :, query_length:] = np.nan
+            if bias.shape[3] > 1:
+                bias[b, :, :, key_length:] = np.nan
+    dlse = None if dlse is None else np.array(dlse)
+    for b, (query_length, key_length) in enumerate(case.lengths):
+        for array in (query, dout) if dlse is None else (query, dout, dlse):
+            array[b, query_length:] = np.nan
+        for array in (key, value):
+            array[b, key_length:] = np.nan
+    return operands._replace(query=query, key=key, value=value, bias=bias), dout, dlse
+
+
+def passed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
+    """What the call of a case is given: poisoned beyond the lengths, and packed if it says so.
+
+    An array that is shared has its own elements alone, and is not poisoned: lengths differ.
+    """
+    dirty = poisoned(case, operands, dout, dlse)
+    arrays, *cotangents = packing.packed(case, *dirty) if case.packed else dirty
+    for name in {name for name, _, _ in case.shared} - {"boolean"}:
+        arrays = arrays._replace(**{name: getattr(operands, name)})
+    own = case.with_shared(arrays, lambda x, n, divisor: x[: n * divisor : divisor])
+    return own, *cotangents
+
+
+def run_case(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple:
+    """The results of :func:`run` in the shapes of the arrays of the case."""
+    arrays, *cotangents = passed(case, operands, dout, dlse)
+    if case.projections:
+        together: Any = np.stack(arrays[:3], 2)
+        operands_together = QkvPackedOperands(together, *arrays[3:7])
+        results, (dqkv, dbias) = run(operands_together, case.options, *cotangents)
+        return results, (*jnp.unstack(dqkv, axis=2), dbias)
+    run_operands = run_shared if case.shared else run
+    results = run_operands(arrays, case.options, *cotangents)
+    return packing.unpacked(case, results) if case.packed else results
+
+
+def run(operands: Operands | QkvPackedOperands, options: Options, dout: Any, dlse: Any) -> tuple:
+    """(out, lse), (dq, dk, dv, dbias) of one jitted program; dbias is None without a bias."""
+    from jax_memeff._op import vjp
+
+    operands, dout, dlse = jax.tree.map(jnp.asarray, (operands, dout, dlse))
+    return _run(operands, options, dout, dlse, vjp.attention)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def run_shared(operands: Operands, options: Options, dout: Any, dlse: Any) -> tuple:
+    """The same by the primitives, whose gradients of what is shared have the whole batch."""
+    from jax_memeff._op import derivatives, primitives
+
+    results = primitives.forward(operands, options)
+    needs_grad = NeedsGrad(True, True, True, bias=operands.bias is not None)
+    return results, tuple(
+        derivatives.cotangents(operands, options, results, dout, dlse, needs_grad)
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 4))
+def _run(operands, options, dout, dlse, attention):
+    arrays = operands._fields[: operands._fields.index("bias") + 1]
+
+    def forward(differentiable):
+        out, lse = attention(operands._replace(**differentiable), options)
+        return (out, lse) if dlse is not None else out
+
+    results, transpose = jax.vjp(forward, {name: getattr(operands, name) for name in arrays})
+    (gradients,) = transpose(dout if dlse is None else (dout, dlse))
+    out, lse = results if dlse is not None else (results, None)
+    return (out, lse), tuple(gradients[name] for name in arrays)
+
+
+def assert_matches_the_oracle(case: Case) -> None:
+    """Run a case and compare each of its results with the oracle's."""
+    assert_results_match(case, run_case(case, *case.arrays()))
+
+
+def assert_results_match(case: Case, results: tuple) -> None:
+    """The same for results of :func:`run_case`, or of a forward alone, where gradients are None."""
+    operands, dout, _ = case.arrays()
+    reference, low = answers(case)
+    wide = low is None
+    (out, lse), gradients = results
+
+    def check(name, got, field, **allowances):
+        oracle.check(
+            name,
+            got,
+            getattr(reference, field),
+            None if low is None else getattr(low, field),
+            wide_tolerance=TF32_TOLERANCE if case.precision == "tf32" else None,
+            **allowances,
+        )
+
+    check("out", out, "out")
+    if lse is not None:
+        rough = case.precision == "tf32" or (case.soft_cap is not None and not wide)
+        check("lse", lse, "lse", lse_tolerance=1e-3 if rough else 1e-5)
+    if gradients is None:
+        return
+    dq, dk, dv, dbias = gradients
+    floor = cancellation(operands, case.options, dout, reference.out)
+    check("dq", dq, "query", floor=floor * abs(case.options.scale) * largest(operands.key))
+    check("dk", dk, "key", floor=floor * abs(case.options.scale) * largest(operands.query))
+    check("dv", dv, "value")
+    if case.bias is not None:
+        check("dbias", dbias, "bias", scale=reference.bias_scale, floor=floor)
+
+
+@functools.lru_cache(maxsize=1)
+def answers(case: Case) -> tuple[oracle.Answer, oracle.Answer | None]:
+    """The oracle's, and for 16 bits those of its formula in the case's own dtype.
+
+    Tests of one case that follow each other share them: most of their time goes to XLA, which
+    compiles the formula for the shapes of the case.
+    """
+    operands, dout, dlse = case.arrays()
+    answer = functools.partial(oracle.answer, operands, case.options, dout, dlse)
+    if case.dtype == "float32":
+        return answer(np.float64), None
+    return answer(np.float32), answer(jnp.dtype(case.dtype))
+
+
+def cancellation(operands, options, dout, out):
+    """Rounding error of dP - delta where they cancel: two dot products of a row in f32.
+
+    delta = rowsum(dout * out) is that of the rounded out, while dP is not rounded; and TF32 takes
+    11 bits of the operands of dP. Of both sums, whose terms are rounded independently, four
+    standard deviations.
+    """
+    dtype = operands.query.dtype
+    value, dout, out = (np.asarray(x, np.float32) for x in (operands.value, dout, out))
+    if 0 in (*value.shape, *dout.shape):
+        return 0.0
+    kept_scale = 256 / (256 - options.dropout_threshold)
+    rows = kept_scale * np.linalg.norm(dout, axis=-1).max() * np.linalg.norm(value, axis=-1).max()
+    half_ulp = float(jnp.finfo(dtype).eps) / 2
+    error = 2.0**-22 * rows
+    error += 4 * half_ulp / np.sqrt(3) * np.linalg.norm(dout * out, axis=-1).max()
+    if dtype == np.float32 and options.precision == "tf32":
+        error += 4 * 2.0**-12 * np.sqrt(2 / 3) * rows / np.sqrt(value.shape[-1])
+    return error
+
+
+def largest(array):
+    return np.abs(np.asarray(array, np.float32)).max(initial=0)

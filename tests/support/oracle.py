@@ -1,0 +1,286 @@
+"""Attention by its definition: materialised scores, written without the code under test.
+
+Masks and dropout bits are realised here in NumPy from their definitions; gradients are JAX's, of
+the materialised formula. Every test of numbers compares with this file by :func:`check`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.operands import DropoutState, Operands
+from jax_memeff._call.options import Options
+
+
+class Answer(NamedTuple):
+    """What attention returns, and its gradients; NumPy arrays."""
+
+    out: np.ndarray
+    """[B, T, N, Hv]"""
+    lse: np.ndarray
+    """[B, T, N]"""
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    bias: np.ndarray | None
+    bias_scale: np.ndarray | None
+    """Sum of the absolute score gradients that the bias gradient is reduced from."""
+
+
+def valid_elements(
+    mask: Mask, B: int, N: int, T: int, S: int, position: Position | None = None
+) -> np.ndarray:
+    """The mask by its definition, bool[B, N, T, S]."""
+    t, s = np.arange(T)[:, None], np.arange(S)[None, :]
+    first_rows, first_cols = _first_indices(position, B)
+
+    def lengths(given: Any, size: int) -> np.ndarray:
+        full = np.full(B, size)
+        return full if given is None else np.clip(np.asarray(given).astype(np.int64), 0, size)
+
+    query_lengths, key_lengths = lengths(mask.query_lengths, T), lengths(mask.key_lengths, S)
+    valid = np.ones((B, N, T, S), bool)
+    for b in range(B):
+        valid[b] &= (t < query_lengths[b]) & (s < key_lengths[b])
+        for window, distance in (
+            (mask.top_left, 0),
+            (mask.bottom_right, key_lengths[b] - query_lengths[b]),
+        ):
+            window = window or Window(None, None)
+            diagonal = t + first_rows[b] + distance - first_cols[b]
+            if window.left is not None:
+                valid[b] &= s >= diagonal - window.left
+            if window.right is not None:
+                valid[b] &= s <= diagonal + window.right
+        for query_ids, key_ids in mask.segment_ids:
+            query_id = np.broadcast_to(np.asarray(query_ids), (B, T))[b][:, None]
+            key_id = np.broadcast_to(np.asarray(key_ids), (B, S))[b][None, :]
+            valid[b] &= (query_id == key_id) & (query_id >= 0) & (key_id >= 0)
+    for array in mask.booleans:
+        valid &= np.asarray(array)
+    return valid
+
+
+def _first_indices(position: Position | None, B: int) -> tuple[np.ndarray, np.ndarray]:
+    """The global index of row 0 and of column 0, [B] each."""
+    rows, columns = (0, 0) if position is None else position
+    return tuple(np.broadcast_to(np.asarray(x, np.int64), (B,)) for x in (rows, columns))
+
+
+def philox4x32_7(counter: list[np.ndarray], key: list[np.ndarray]) -> list[np.ndarray]:
+    """Philox4x32 with 7 rounds, in 64-bit integers."""
+    low_word = np.uint64(0xFFFFFFFF)
+    c = [np.asarray(x).astype(np.uint64) for x in counter]
+    k = [np.asarray(x).astype(np.uint64) for x in key]
+    for _ in range(7):
+        first, second = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [
+            (second >> np.uint64(32)) ^ c[1] ^ k[0],
+            second & low_word,
+            (first >> np.uint64(32)) ^ c[3] ^ k[1],
+            first & low_word,
+        ]
+        k = [
+            (k[0] + np.uint64(0x9E3779B9)) & low_word,
+            (k[1] + np.uint64(0xBB67AE85)) & low_word,
+        ]
+    return c
+
+
+def kept_elements(
+    state: DropoutState, threshold: int, T: int, S: int, position: Position | None = None
+) -> np.ndarray:
+    """The dropout bits by their definition, element by element, bool[B, N, T, S]."""
+    base, heads = np.asarray(state.batch_base), np.asarray(state.head_index)
+    rows, columns = _first_indices(position, base.size)
+    r = np.arange(T)[None, None, :, None] + rows[:, None, None, None]
+    c = np.arange(S)[None, None, None, :] + columns[:, None, None, None]
+    bh = (base[:, None] + heads[None, :])[:, :, None, None]
+    keys = np.asarray(state.key_words)[:, :, None, None, None]
+    counter = [(r >> 4) << 2 | (r >> 1) & 3, (c >> 4) << 2 | (c >> 1) & 3, bh, np.zeros_like(bh)]
+    words = np.stack(np.broadcast_arrays(*philox4x32_7(counter, [keys[:, 0], keys[:, 1]])))
+    which = np.broadcast_to(2 * (r & 1) + (c & 1), words.shape[1:])
+    word = np.take_along_axis(words, which[None], 0)[0]
+    shift = 8 * (2 * ((r >> 3) & 1) + ((c >> 3) & 1))
+    return ((word >> shift.astype(np.uint64)) & np.uint64(255)) >= threshold
+
+
+def kept_factors(operands: Operands, options: Options) -> np.ndarray:
+    """What dropout multiplies the probabilities by, [B, N, T, S]."""
+    B, T, N, _ = operands.query.shape
+    S, threshold = operands.key.shape[1], options.dropout_threshold
+    if not threshold or operands.dropout is None:
+        return np.ones((B, N, T, S))
+    kept = kept_elements(operands.dropout, threshold, T, S, operands.position)
+    return 256 / (256 - threshold) * kept
+
+
+def formula(query, key, value, bias, valid, kept, scale, soft_cap):
+    """Output and logsumexp, by their definition, as a function that JAX differentiates.
+
+    Args:
+        query, key, value: arrays of any float dtype.
+        bias: broadcasts to [B, N, T, S], finite.
+        valid: bool[B, N, T, S].
+        kept: [B, N, T, S], what probabilities are multiplied by.
+        scale: of the products.
+        soft_cap: static, or None.
+    """
+    groups = query.shape[2] // max(key.shape[2], 1)
+    highest = jax.lax.Precision.HIGHEST
+    key, value = jnp.repeat(key, groups, 2), jnp.repeat(value, groups, 2)
+    scores = scale * jnp.einsum("btnh,bsnh->bnts", query, key, precision=highest)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = scores + bias
+    has_keys = jnp.any(valid, -1, keepdims=True)
+    # Rows without keys get finite scores here, and their defined values below, so that JAX's
+    # gradients of them are zero and not NaN.
+    scores = jnp.where(valid | ~has_keys, scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, -1, keepdims=True)
+    probabilities = jnp.where(valid, jnp.exp(scores - lse), 0) * kept
+    out = jnp.einsum("bnts,bsnh->btnh", probabilities, value, precision=highest)
+    return out, jnp.where(has_keys, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
+
+
+# Operations round as they are written: XLA would keep more bits between fused 16-bit operations.
+# The oracle runs once per compilation, so it is not optimised.
+@functools.partial(
+    jax.jit,
+    static_argnames="soft_cap",
+    compiler_options={"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0},
+)
+def _answer(query, key, value, bias, valid, kept, scale, dout, dlse, soft_cap):
+    def differentiable(query, key, value, bias):
+        return formula(query, key, value, bias, valid, kept, scale, soft_cap)
+
+    results, transpose = jax.vjp(differentiable, query, key, value, bias)
+    return results, transpose((dout, dlse))
+
+
+def answer(
+    operands: Operands,
+    options: Options,
+    dout: Any,
+    dlse: Any | None = None,
+    dtype: Any = np.float64,
+) -> Answer:
+    """Output, logsumexp and gradients, with every step in ``dtype``.
+
+    Operands hold finite values (what is masked may be anything finite).
+    """
+    B, T, N, _ = operands.query.shape
+    S = operands.key.shape[1]
+    valid = valid_elements(operands.mask, B, N, T, S, operands.position)
+    kept = kept_factors(operands, options)
+    bias = np.zeros((1, 1, 1, 1))
+    if operands.bias is not None:
+        bias = np.asarray(operands.bias).astype(np.float64)
+        valid = valid & (bias >= -1e37)
+    bias_shape = bias.shape
+    bias = np.broadcast_to(np.where(bias >= -1e37, bias, 0), valid.shape)
+
+    dlse = np.zeros((B, T, N)) if dlse is None else dlse
+    arrays = (operands.query, operands.key, operands.value, bias, kept, options.scale, dout, dlse)
+    # On the CPU: another compiler, and beside a GPU a far quicker one for single operations.
+    cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
+    with cpu, jax.enable_x64(np.dtype(dtype) == np.float64):
+        q, k, v, bias, kept, scale, dout, dlse = (
+            jnp.asarray(np.asarray(x).astype(np.float64).astype(dtype)) for x in arrays
+        )
+        if S == 0:
+            # JAX has no maximum of nothing: one column that is not valid stands for it.
+            k, v, bias, kept = (
+                jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), dtype)
+                for x, axis in ((k, 1), (v, 1), (bias, 3), (kept, 3))
+            )
+            valid = np.zeros(bias.shape, bool)
+        results = _answer(q, k, v, bias, valid, kept, scale, dout, dlse, options.soft_cap)
+    (out, lse), (dq, dk, dv, dscores) = jax.tree.map(np.asarray, results)
+    dscores = dscores[..., :S].astype(np.float64)
+    reduced = tuple(axis for axis, size in enumerate(bias_shape) if size == 1)
+    has_bias = operands.bias is not None
+
+    def bias_gradient(dscores: np.ndarray) -> np.ndarray:
+        together = options.divisors.of_gradient("bias") or 1
+        elements = dscores.reshape(-1, together, *dscores.shape[1:]).sum(1)
+        return elements.sum(reduced, keepdims=True)
+
+    return Answer(
+        out,
+        lse,
+        dq,
+        dk[:, :S],
+        dv[:, :S],
+        bias_gradient(dscores).astype(dtype) if has_bias else None,
+        bias_gradient(np.abs(dscores)) if has_bias else None,
+    )
+
+
+def check(
+    name: str,
+    got: Any,
+    reference: Any,
+    low_precision: Any = None,
+    *,
+    scale: Any = None,
+    lse_tolerance: float = 1e-5,
+    floor: float = 0.0,
+    wide_tolerance: float | None = None,
+) -> None:
+    """Fail unless a result is as near to the reference as its precision allows.
+
+    Args:
+        name: ``"lse"``, or what the result is called in the message.
+        got: the result under test.
+        reference: the oracle's, in float64 (float32 for 16-bit inputs).
+        low_precision: the oracle's formula run in the dtype of 16-bit inputs; None for wider
+            inputs, where the relative Frobenius error is at most ``wide_tolerance``.
+        scale: magnitudes that stand for the reference's where terms cancel in a reduction.
+        floor: what f32 rounding leaves where the reference cancels exactly (a row with one key has
+            dP = delta); added to what is allowed of an element.
+        wide_tolerance: 5e-6 by default (1e-12 in float64).
+        lse_tolerance: of the logsumexp, relative to ``1 + max |lse|``.
+
+    Results of 16-bit inputs may have twice the largest error of ``low_precision``, in each row and
+    in the tensor, and two roundings of their largest element: of what the last product reads and of
+    what it gives, both of which ``low_precision`` may be spared in a row of few elements.
+    """
+    if wide_tolerance is None:
+        wide_tolerance = 1e-12 if got.dtype == np.float64 else 5e-6
+    got = np.asarray(got).astype(np.float64)
+    reference = np.asarray(reference).astype(np.float64)
+    assert got.shape == reference.shape, f"{name}: expected {reference.shape}, got {got.shape}"
+    infinite = ~np.isfinite(reference)
+    np.testing.assert_array_equal(got[infinite], reference[infinite], err_msg=name)
+    assert np.isfinite(got[~infinite]).all(), f"{name}: expected finite values"
+    if got.size == 0:
+        return
+    got, reference = np.where(infinite, 0, got), np.where(infinite, 0, reference)
+    error = np.abs(got - reference)
+    if name == "lse":
+        allowed = lse_tolerance * (1 + np.abs(reference).max())
+        assert error.max() <= allowed, f"lse: error {error.max():.3g}, allowed {allowed:.3g}"
+        return
+    magnitude = np.abs(reference) if scale is None else np.asarray(scale)
+    if low_precision is None:
+        total = np.linalg.norm(error)
+        allowed = wide_tolerance * np.linalg.norm(magnitude) + floor * np.sqrt(error.size)
+        assert total <= allowed, f"{name}: Frobenius error {total:.3g}, allowed {allowed:.3g}"
+        return
+    low_error = np.abs(np.asarray(low_precision).astype(np.float64) - reference)
+    rounding = float(jnp.finfo(low_precision.dtype).eps) * magnitude.max() + floor
+    allowed = 2 * low_error.max() + rounding
+    assert error.max() <= allowed, f"{name}: error {error.max():.3g}, allowed {allowed:.3g}"
+    rows = error.max(-1), 2 * low_error.max(-1) + rounding
+    worst = np.unravel_index(np.argmax(rows[0] - rows[1]), rows[0].shape)
+    assert rows[0][worst] <= rows[1][worst], (
+        f"{name}: row {worst} has error {rows[0][worst]:.3g}, allowed {rows[1][worst]:.3g}"
+    )
