@@ -7,6 +7,7 @@ matrix are loops over ``FEATURES``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .bias import BIAS, AskedBias, CompiledBias
@@ -109,7 +110,7 @@ def together() -> dict[str, Any]:
     return {feature.name: feature.together for feature in FEATURES}
 
 
-def operands() -> tuple[Operand, ...]:
-    """Every array that a call may have, each once."""
-    brought = (operand for feature in FEATURES for operand in feature.operands)
+def operands(asked: Iterable[Feature[Any, Any]] = FEATURES) -> tuple[Operand, ...]:
+    """Every array that a call with these features may have, each once."""
+    brought = (operand for feature in asked for operand in feature.operands)
     return tuple(dict.fromkeys((*OPERANDS, *brought)))

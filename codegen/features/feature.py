@@ -224,7 +224,7 @@ class Flag(Feature[bool, bool]):
         return (compiled,)
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
-        if spec[self] == problem[self]:
+        if spec[self] == self.compiled(problem, spec.kernel):
             return []
         return [f"it is compiled {'with' if spec[self] else 'without'} {self.title}"]
 

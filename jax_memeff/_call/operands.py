@@ -75,7 +75,9 @@ class QkvPackedOperands(NamedTuple):
     def separate(self) -> Operands:
         """The same call with three arrays."""
         query, key, value = (self.query_key_value[:, :, index] for index in range(3))
-        return Operands(query, key, value, *self[1:])
+        others = self._asdict()
+        del others["query_key_value"]
+        return Operands(query, key, value, **others)
 
 
 AnyOperands = Operands | QkvPackedOperands

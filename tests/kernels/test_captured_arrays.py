@@ -26,7 +26,7 @@ B, T, N, H = 6, 5, 4, 8
 ELEMENTS, DIVISOR = 2, 3
 
 SOURCE = """
-#include <memeff/core/common.cuh>
+#include <memeff/core/feature_arrays.cuh>
 
 struct Config {
   static constexpr bool kBroadcastBatch = true;

@@ -196,8 +196,8 @@ struct ArrayTable {
 };
 
 // The first parameter of kernels that have such arrays. Device code passes it on as Params, and
-// feature_array() of core/common.cuh finds the table behind them. The host passes it to every
-// kernel: one that declares Params copies these only.
+// core/feature_arrays.cuh finds the table behind them. The host passes it to every kernel: one
+// that declares Params copies these only.
 template <class Params>
 struct WithArrays : Params {
   ArrayTable table;

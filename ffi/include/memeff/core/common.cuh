@@ -43,14 +43,6 @@ CUTE_DEVICE int element_of(View const& view, int batch) {
   return int(__umul64hi(view.share.fraction * unsigned(batch), view.share.elements));
 }
 
-// The array that a feature brings at `index` of the table, which Config::k...Array is. Only kernels
-// whose spec has captured arrays are launched with a table: elsewhere this reads beyond the
-// parameters.
-template <class Params>
-CUTE_DEVICE ArrayView const& feature_array(Params const& params, int index) {
-  return static_cast<WithArrays<Params> const&>(params).table.arrays[index];
-}
-
 CUTE_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 }  // namespace memeff
