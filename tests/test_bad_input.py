@@ -605,6 +605,29 @@ def test_windows_of_a_mask_are_windows(field):
         Mask(**{field: 5})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("segment_ids", "ids"),
+        ("segment_ids", [(np.zeros(5, int), np.zeros(7, int))]),
+        ("segment_ids", ((np.zeros(5, int),),)),
+        ("booleans", np.ones((5, 7), bool)),
+        ("booleans", [np.ones((5, 7), bool)]),
+        ("more_lengths", 5),
+        ("more_lengths", (([3, 2],),)),
+    ],
+)
+def test_arrays_of_a_mask_are_such_as_its_constructors_make(field, value):
+    mask = Mask(**{field: value})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=rf"(?s)^Mask\.{field} must be .*; use Mask\."):
+        attention(**good(), mask=mask)
+
+
+def test_lengths_of_a_mask_may_be_lists(assert_close):
+    wanted = attention(**good(), mask=Mask.lengths(np.array([3, 2]), np.array([1, 7])))
+    assert_close(attention(**good(), mask=Mask(query_lengths=[3, 2], key_lengths=(1, 7))), wanted)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", TRACED)
 def test_traced_static_argument(name):
     values = {"local_window_size": 3, "is_causal": True}
