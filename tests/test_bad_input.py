@@ -206,6 +206,36 @@ CASES = {
         ValueError,
         r"query lengths must be in \[0, 5\], got 9 at index 0",
     ),
+    "time_key": (
+        {"key": np.zeros((2, 7, 2, 16), "m8[s]")},
+        TypeError,
+        "key .* got dtype timedelta64",
+    ),
+    "time_scale": (
+        {"scale": np.timedelta64(3)},
+        TypeError,
+        "scale must be a number, got .*timedelta",
+    ),
+    "class_scale": (
+        {"scale": np.float32},
+        TypeError,
+        "scale must be a number, got <class 'numpy.fl",
+    ),
+    "jax_class_soft_cap": (
+        {"logits_soft_cap": jnp.float32},
+        TypeError,
+        "logits_soft_cap must be a number, got <class 'jax.numpy.float32'>",
+    ),
+    "shape_dropout_rate": (
+        {"dropout_rate": jax.ShapeDtypeStruct((), "float32")},
+        TypeError,
+        "dropout_rate must be a number, got ShapeDtypeStruct",
+    ),
+    "time_precision": (
+        {"precision": np.timedelta64(3)},
+        ValueError,
+        "precision must be None, 'default', .* got np.timedelta64",
+    ),
     "infinite_scale": ({"scale": np.inf}, ValueError, "scale must be finite, got inf"),
     "text_scale": ({"scale": "big"}, TypeError, "scale must be a number, got 'big' of type str"),
     "boolean_scale": ({"scale": True}, TypeError, "scale must be a number, got True of type bool"),
