@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -35,10 +36,6 @@ def of_operands(
     """The buffers of the operands, in the order of the table; arrays of one buffer are combined."""
     pairs = zip(in_table_order(avals), in_table_order(values), strict=True)
     buffers = []
-
-    def repeated(index: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(index, (batch_of(avals),))
-
     for name, group in itertools.groupby(pairs, key=lambda pair: pair[0].operand.buffer):
         types, arrays = zip(*((aval.array, value.array) for aval, value in group), strict=True)
         if name == "boolean":
@@ -47,6 +44,7 @@ def of_operands(
             buffers.append(_computed(ctx, name, lambda *ids: jnp.stack(ids, 1), types, arrays))
         elif name in ("query_position", "key_position"):
             # XLA merges a broadcast scalar with what computes it: no launch more.
+            repeated = functools.partial(jnp.broadcast_to, shape=(batch_of(avals),))
             buffers.append(_computed(ctx, name, repeated, types, arrays))
         else:
             buffers.append(Buffer(name, *types, *arrays))

@@ -24,7 +24,8 @@ from jax import lax
 
 from jax_memeff._blockwise.tiles import read_block, when, write_block
 from jax_memeff._call import compat
-from jax_memeff._call.mask import Mask, slice_tile
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
 from jax_memeff._call.options import Options

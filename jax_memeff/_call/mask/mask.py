@@ -1,0 +1,305 @@
+"""Which query rows attend to which key columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_memeff._call import values
+from jax_memeff._call.mask import segment_ids, tiles
+from jax_memeff._call.mask.window import Window
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.values import INT32_MAX
+
+Alignment = Literal["top_left", "bottom_right"]
+"""Where the diagonal of a window is: from row 0, column 0, or to the last valid row and column."""
+
+Lengths = tuple[jax.Array | None, jax.Array | None]
+"""Of queries and of keys, each [B]."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mask:
+    """A set of conditions. An element is valid if all of them hold; ``Mask()`` has none.
+
+    :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments` and :meth:`boolean` make
+    masks, and ``&`` combines them. A mask is a pytree: windows are static, arrays are leaves.
+
+    Masks without arrays are equal if their windows are, and can be static arguments of ``jax.jit``.
+    Masks with arrays have no order, no hash and no ``==``.
+
+    >>> mask = Mask.causal() & Mask.lengths(key=jnp.array([2]))
+    >>> mask.as_array(1, 1, 3, 3)[0, 0].astype(int)
+    Array([[1, 0, 0],
+           [1, 1, 0],
+           [1, 1, 0]], dtype=int32)
+    """
+
+    top_left: Window | None = dataclasses.field(default=None, metadata={"static": True})
+    """The window whose diagonal starts at row 0, column 0."""
+    bottom_right: Window | None = dataclasses.field(default=None, metadata={"static": True})
+    """The window whose diagonal ends at the last valid row and the last valid column."""
+    query_lengths: jax.Array | None = None
+    """[B]: rows beyond attend to nothing."""
+    key_lengths: jax.Array | None = None
+    """[B]: columns beyond are attended by nothing."""
+    segment_ids: tuple[tuple[jax.Array, jax.Array], ...] = ()
+    """Pairs of query ids [B, T] and key ids [B, S]; those of every pair must match."""
+    booleans: tuple[jax.Array, ...] = ()
+    """Arrays that broadcast to [B, N, T, S]; true attends."""
+    more_lengths: tuple[Lengths, ...] = ()
+    """Lengths of masks that ``&`` added. They stay apart, so that each can be checked."""
+
+    def __post_init__(self) -> None:
+        for name in ("top_left", "bottom_right"):
+            if not isinstance(getattr(self, name), Window | None):
+                raise TypeError(
+                    f"Mask.{name} must be a Window or None, got {getattr(self, name)!r}; use "
+                    "Mask.causal() or Mask.window(left, right)"
+                )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return self is other or self._windows_alone("compare") == other._windows_alone("compare")
+
+    def __hash__(self) -> int:
+        return hash(self._windows_alone("hash"))
+
+    def _windows_alone(self, action: str) -> tuple[Window | None, Window | None]:
+        if jax.tree.leaves(self):
+            raise TypeError(
+                f"cannot {action} a Mask that holds arrays (windows alone can be); its values are "
+                "those of mask.as_array(B, N, T, S), and as an argument of jax.jit it must not be "
+                "static"
+            )
+        return self.top_left, self.bottom_right
+
+    @staticmethod
+    def causal(alignment: Alignment = "top_left") -> Mask:
+        """Row t attends to columns up to ``t + d``.
+
+        ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch index for
+        ``"bottom_right"``.
+
+        Raises:
+            ValueError: the alignment is neither of the two.
+        """
+        return Mask.window(None, 0, alignment)
+
+    @staticmethod
+    def window(left: int | None, right: int | None, alignment: Alignment = "top_left") -> Mask:
+        """Row t attends to columns ``t + d - left`` to ``t + d + right``; None is no bound.
+
+        ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch index for
+        ``"bottom_right"``. Bounds may be negative: ``Mask.window(4, -2)`` leaves the past alone.
+
+        Raises:
+            TypeError: a bound is not a Python integer (a traced one is not supported).
+            ValueError: the alignment is neither of the two.
+
+        >>> Mask.window(1, 0).as_array(1, 1, 3, 3)[0, 0].astype(int)
+        Array([[1, 0, 0],
+               [1, 1, 0],
+               [0, 1, 1]], dtype=int32)
+        """
+        window = Window.of(_bound("left", left), _bound("right", right))
+        # An array would compare element by element.
+        if isinstance(alignment, str) and alignment in ("top_left", "bottom_right"):
+            return Mask(**{alignment: window})
+        raise ValueError(f"alignment: expected 'top_left' or 'bottom_right', got {alignment!r:.80}")
+
+    @staticmethod
+    def lengths(query: ArrayLike | None = None, key: ArrayLike | None = None) -> Mask:
+        """Only the first ``query[b]`` rows attend, only to the first ``key[b]`` columns.
+
+        Args:
+            query: integer [B], or None for all rows.
+            key: integer [B], or None for all columns.
+
+        Values are clamped to [0, T] and [0, S]; attention functions refuse NumPy values beyond.
+        Nothing beyond the lengths, NaN included, reaches a result.
+
+        Raises:
+            TypeError: an array is not of integers.
+            ValueError: an array is not of rank 1.
+
+        >>> Mask.lengths(key=[2]).as_array(1, 1, 1, 4).astype(int)
+        Array([[[[1, 1, 0, 0]]]], dtype=int32)
+        """
+        return Mask(
+            query_lengths=None if query is None else _lengths("query lengths", query),
+            key_lengths=None if key is None else _lengths("key lengths", key),
+        )
+
+    @staticmethod
+    def segments(query_ids: ArrayLike, key_ids: ArrayLike) -> Mask:
+        """Equal ids attend; negative ids attend to nothing. Positions are not changed.
+
+        Args:
+            query_ids: [B, T] or [T], of any integer dtype. Ids compare as the numbers that they
+                are: hashes of 64 bits are fine. On a device (with ``jax_enable_x64``) those cost
+                three comparisons instead of one, uint32 two.
+            key_ids: [B, S] or [S], likewise.
+
+        Raises:
+            TypeError: an array is not of integers.
+            ValueError: an array is not of rank 1 or 2.
+
+        >>> Mask.segments([7, 2**40], [2**40, 7, -1]).as_array(1, 1, 2, 3)[0, 0].astype(int)
+        Array([[0, 1, 0],
+               [1, 0, 0]], dtype=int32)
+        """
+        return Mask(
+            segment_ids=segment_ids.as_int32(
+                _integers("query segment ids", query_ids, (1, 2)),
+                _integers("key segment ids", key_ids, (1, 2)),
+            )
+        )
+
+    @staticmethod
+    def boolean(array: ArrayLike) -> Mask:
+        """Elements are valid if ``array`` is true there.
+
+        Args:
+            array: bool, of rank at most 4, left-padded with dimensions of 1; every dimension is 1
+                or that of [B, N, T, S].
+
+        Raises:
+            TypeError: the array is not boolean.
+            ValueError: the array is of rank above 4.
+        """
+        boolean = values.array("boolean mask", array)
+        if boolean.dtype != bool:
+            raise TypeError(
+                f"boolean mask must have dtype bool, got {boolean.dtype}; "
+                "pass an additive mask as bias instead"
+            )
+        if boolean.ndim > 4:
+            raise ValueError(f"boolean mask must have rank <= 4, got shape {boolean.shape}")
+        return Mask(booleans=(boolean,))
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        ours, theirs = self._all_lengths(), other._all_lengths()
+        lengths = itertools.zip_longest(ours[0] + theirs[0], ours[1] + theirs[1])
+        (query_lengths, key_lengths), *more = list(lengths) or [(None, None)]
+        return Mask(
+            top_left=_both(self.top_left, other.top_left),
+            bottom_right=_both(self.bottom_right, other.bottom_right),
+            query_lengths=query_lengths,
+            key_lengths=key_lengths,
+            segment_ids=self.segment_ids + other.segment_ids,
+            booleans=self.booleans + other.booleans,
+            more_lengths=tuple(more),
+        )
+
+    def _all_lengths(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The lengths of every mask that this one is made of: those of queries, those of keys."""
+        pairs = [(self.query_lengths, self.key_lengths), *self.more_lengths]
+        queries, keys = ([x for x in side if x is not None] for side in zip(*pairs, strict=True))
+        return queries, keys
+
+    def kinds(self) -> frozenset[str]:
+        """The conditions that are present, by name; ``Mask()`` has none.
+
+        >>> sorted((Mask.causal() & Mask.boolean(True)).kinds())
+        ['boolean', 'top_left']
+        """
+        query_lengths, key_lengths = self._all_lengths()
+        present = {
+            "top_left": self.top_left is not None,
+            "bottom_right": self.bottom_right is not None,
+            "query_lengths": bool(query_lengths),
+            "key_lengths": bool(key_lengths),
+            "segments": bool(self.segment_ids),
+            "boolean": bool(self.booleans),
+        }
+        return frozenset(name for name, is_present in present.items() if is_present)
+
+    def canonical(self, B: int, T: int, S: int) -> Mask:
+        """The same mask in the one form that everything below the public functions reads.
+
+        Lengths become int32[B] clamped to [0, T] and [0, S], at most one of queries and one of
+        keys; segment ids int32[B, T] and int32[B, S]; boolean arrays of rank 4.
+        """
+        query_lengths, key_lengths = self._all_lengths()
+        pairs = [pair for ids in self.segment_ids for pair in segment_ids.as_int32(*ids)]
+        return dataclasses.replace(
+            self,
+            query_lengths=_smallest(query_lengths, B, T),
+            key_lengths=_smallest(key_lengths, B, S),
+            segment_ids=tuple(
+                (_broadcast(query_ids, B, T), _broadcast(key_ids, B, S))
+                for query_ids, key_ids in pairs
+            ),
+            booleans=tuple(
+                jnp.asarray(x).reshape((1,) * (4 - x.ndim) + x.shape) for x in self.booleans
+            ),
+            more_lengths=(),
+        )
+
+    def as_array(
+        self, B: int, N: int, T: int, S: int, position: Position | None = None
+    ) -> jax.Array:
+        """The whole mask, bool[B, N, T, S]: for tests and small problems.
+
+        Args:
+            position: global index of row 0 and column 0, which windows count from.
+        """
+        mask = self.canonical(B, T, S)
+        valid = tiles.valid_elements(mask, (T, S), (0, 0), (T, S), position)
+        return jnp.broadcast_to(True if valid is None else valid, (B, N, T, S))
+
+
+def _both(a: Window | None, b: Window | None) -> Window | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
+def _bound(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    return values.static_integer(
+        f"window {name}",
+        value,
+        "a Python integer or None",
+        "make it static, or express the window as a boolean mask",
+    )
+
+
+def _integers(name: str, x: ArrayLike, ranks: tuple[int, ...]) -> Any:
+    array = values.integers(name, x)
+    if array.ndim not in ranks:
+        expected = " or ".join(str(rank) for rank in ranks)
+        raise ValueError(f"{name} must have rank {expected}, got shape {array.shape}")
+    return array
+
+
+def _lengths(name: str, x: ArrayLike) -> Any:
+    array = _integers(name, x, (1,))
+    if values.is_host(array):
+        # An argument of jax.jit would wrap.
+        array = values.clipped(array, -INT32_MAX, INT32_MAX)
+    return array
+
+
+def _smallest(lengths: Sequence[jax.Array], batch: int, size: int) -> jax.Array | None:
+    if not lengths:
+        return None
+    clamped = (_broadcast(values.clipped(x, 0, size), batch) for x in lengths)
+    return functools.reduce(jnp.minimum, clamped)
+
+
+def _broadcast(x: Any, *shape: int) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(x), shape)

@@ -1,0 +1,127 @@
+"""The blockwise path computes and holds no more than it must."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from blockwise_case import ALL, Case, make, run
+from jaxprs import primitives_of
+
+from jax_memeff._blockwise import forward as blockwise
+from jax_memeff._call import dropout
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.operands import NeedsGrad, Operands
+from jax_memeff._call.options import Options
+
+
+@pytest.mark.parametrize(
+    ("needs_grad", "products"),
+    [
+        (NeedsGrad(True, True, True, True), 5),
+        (NeedsGrad(True, False, False, False), 3),
+        (NeedsGrad(False, True, False, False), 3),
+        (NeedsGrad(False, False, True, False), 2),
+        (NeedsGrad(False, False, False, True), 2),
+        (NeedsGrad(False, False, False, False), 0),
+    ],
+)
+def test_what_is_not_wanted_is_not_computed(needs_grad, products):
+    operands, options, dout, dlse = make(Case(bias=("T", "S")))
+    out, lse, everything = run(operands, options, dout, dlse)
+    got = run(operands, options, dout, dlse, needs_grad)[2]
+    for want, gradient, full in zip(needs_grad, got, everything, strict=True):
+        assert (gradient is not None) == want
+        if want:
+            np.testing.assert_allclose(gradient, full, atol=1e-6)
+
+    def f(operands, *arrays):
+        return blockwise.backward(operands, options, *arrays, needs_grad=needs_grad)
+
+    jaxpr = jax.make_jaxpr(f)(operands, out, lse, dout, dlse)
+    names = [equation.primitive.name for equation in primitives_of(jaxpr.jaxpr)]
+    assert names.count("dot_general") == products
+
+
+@pytest.mark.parametrize("bias", [None, (1, 1, 1, 16384), (1, 4, 16384, 1), (1, 1, 1, 1)])
+def test_no_intermediate_is_quadratic(bias):
+    B, T, N, H = 1, 16384, 4, 32
+    array = jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)
+    row = jax.ShapeDtypeStruct((B, T, N), jnp.float32)
+    options = Options(scale=0.25, dropout_threshold=20)
+    bias = None if bias is None else jax.ShapeDtypeStruct(bias, jnp.bfloat16)
+
+    def f(query, key, value, bias, out, lse, dout, dlse):
+        state = dropout.state(jax.random.key(0), B, N)
+        operands = Operands(query, key, value, bias, Mask.causal(), state, None)
+        blockwise.forward(operands, options)
+        return blockwise.backward(operands, options, out, lse, dout, dlse, ALL)
+
+    jaxpr = jax.make_jaxpr(f)(array, array, array, bias, array, row, array, row)
+    sizes = [
+        variable.aval.size
+        for equation in primitives_of(jaxpr.jaxpr)
+        for variable in equation.outvars
+        if hasattr(variable.aval, "size")
+    ]
+    assert max(sizes) == B * T * N * H
+
+
+MEMORY_PROGRAM = """
+import resource, sys, threading, time
+import jax, jax.numpy as jnp
+from jax_memeff._blockwise import forward as blockwise
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.operands import Operands, NeedsGrad
+from jax_memeff._call.options import Options
+
+T = int(sys.argv[1])
+page = resource.getpagesize()
+
+def resident():
+    with open("/proc/self/statm") as statistics:
+        return int(statistics.read().split()[1]) * page
+
+def f(query, key, value, dout):
+    operands = Operands(query, key, value, None, Mask(), None, None)
+    options = Options(scale=0.125)
+    out, lse = blockwise.forward(operands, options)
+    needs_grad = NeedsGrad(True, True, True, False)
+    return blockwise.backward(operands, options, out, lse, dout, None, needs_grad)
+
+arrays = [jax.random.normal(jax.random.key(i), (1, T, 4, 64)) for i in range(4)]
+compiled = jax.jit(f).lower(*arrays).compile()
+jax.block_until_ready(arrays)
+baseline = peak = resident()
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, resident())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+started = time.perf_counter()
+jax.block_until_ready(compiled(*arrays))
+seconds = time.perf_counter() - started
+done.set()
+watcher.join()
+print((peak - baseline) / 2**20, seconds)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_memory_is_linear():
+    """1 GiB at T = S = 16384 is 256 MiB at 4096, where one [N, T, S] buffer has 256 MiB."""
+    program = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROGRAM, "4096"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert program.returncode == 0, program.stderr
+    mebibytes = float(program.stdout.split()[0])
+    assert 0 < mebibytes < 256

@@ -1,0 +1,210 @@
+"""``python -m jax_memeff``: what it prints and its exit codes. No GPU, hardly any compiling."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jax_memeff import cli
+from jax_memeff.codegen import select
+from jax_memeff.codegen.features import AskedBias
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import nvrtc, parallel, program_cache
+from jax_memeff.codegen.toolchain.compile import Compiled
+from jax_memeff.codegen.toolchain.resources import Resource
+from jax_memeff.errors import CompileError
+
+pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("JAX_MEMEFF_ARCHS", raising=False)
+    monkeypatch.setattr(cli, "_device_archs", lambda: ())
+
+
+def run(capsys, *arguments):
+    code = cli.main(arguments)
+    return code, capsys.readouterr().out
+
+
+def test_kernels_writes_the_golden_file():
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_memeff", "kernels", "--arch", "sm_80"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (GOLDEN / "kernels_sm_80.txt").read_text()
+
+
+def test_info_shows_the_toolchain(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_90a")
+    code, out = run(capsys, "info")
+    assert code == 0
+    lines = {line.split("  ")[0].strip(): line for line in out.splitlines()}
+    assert {"NVRTC", "CUTLASS", "CCCL", "CUDA headers", "driver"} <= set(lines)
+    assert "sm_80, sm_90a" in lines["JAX_MEMEFF_ARCHS"]
+    assert str(tmp_path) in lines["kernel cache"]
+
+
+def test_info_times_each_step(capsys, monkeypatch):
+    source = 'extern "C" __global__ void empty() {}'
+    monkeypatch.setattr(cli.emit, "source", lambda spec: source)
+    code, out = run(capsys, "info", "--timings", "--arch", "sm_80")
+    assert code == 0
+    for step in ("digest of the headers", "compile", "find in the cache"):
+        assert step in out
+
+
+def test_explain_shows_choice_grid_and_source(capsys):
+    code, out = run(
+        capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a",
+        "--causal", "--soft-cap", "--seq", "1000",
+    )  # fmt: skip
+    assert code == 0
+    (selected,) = [line.split() for line in out.splitlines() if "selected:" in line]
+    spec = select.select(
+        Problem("forward", "bf16", 128, 128, "sm_90a", {"mask": "causal", "soft_cap": True})
+    )
+    assert selected[:2] == [spec.name, str(spec.shared_bytes)]
+    assert "head_dim 128 is above its 32; value_dim 128 is above its 32" in out
+    tiles = -(-1000 // spec.tile.query)
+    assert f"{tiles} tiles of {spec.tile.query} query rows for each of the query heads" in out
+    assert "kMask = memeff::MaskKind::causal;" in out
+
+
+def test_explain_of_few_queries(capsys):
+    problem = Problem("forward", "bf16", 128, 128, "sm_90a")
+    _, out = run(
+        capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a",
+        "--query-rows", "16", "--seq", "1",
+    )  # fmt: skip
+    (selected,) = [line.split() for line in out.splitlines() if "selected:" in line]
+    assert selected[0] == select.select(problem, Strategy(query_rows="16")).name
+    assert "1 tiles of 16 rows; as many splits of the keys as fill the device" in out
+    _, out = run(capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a")
+    assert "it splits the keys, and there are tiles for a whole GPU without that" in out
+
+
+def test_explain_of_what_no_kernel_does(capsys):
+    code, out = run(
+        capsys, "explain", "--direction", "backward", "--dtype", "f64", "--head-dim", "64",
+        "--arch", "sm_80", "--deterministic",
+    )  # fmt: skip
+    assert code == 1
+    assert "deterministic" in out.splitlines()[0]
+    assert "float64 has no kernel" in out
+
+
+def test_build_prints_resources_and_is_not_fooled_by_failures(capsys, monkeypatch):
+    def compile_many(jobs, on_done):
+        error = CompileError("k(1): error: no [bold] luck", {"NVRTC": "13.5"})
+        on_done(*jobs[0], error)
+        for spec, arch in jobs[1:]:
+            names = tuple(entry.name for entry in spec.entry_points)
+            resources = tuple(Resource(name, 168, 8, 16, 512) for name in names)
+            warnings = ("(C7510) Potential Performance Loss",)
+            on_done(spec, arch, Compiled(b"", names, resources, warnings, "", 1.25, False))
+        raise error
+
+    monkeypatch.setattr(cli, "compile_many", compile_many)
+    code, out = run(capsys, "build", "--dtype", "bf16", "--head-dim", "64", "--arch", "sm_80")
+    assert code == 1
+    specs = list(select.closure("sm_80", dtypes=["bf16"], dims=[(64, 64)]))
+    assert all(spec.name in out for spec in specs)
+    line = next(line for line in out.splitlines() if line.startswith(f"{specs[1].name} "))
+    shared = str(specs[1].shared_bytes + 512)
+    assert line.split()[1:] == ["sm_80", "168", "24", shared, "1.25", "no"]
+    assert "did not compile" in out and "no [bold] luck" in out and "C7510" in out
+
+
+def test_an_interrupted_build_goes_on_where_it_was(capsys, monkeypatch):
+    """Kernels without an include compile at once; the third compilation is interrupted."""
+    specs = list(select.closure("sm_80", dtypes=["bf16"], dims=[(32, 32)]))[:5]
+    monkeypatch.setattr(select, "closure", lambda arch, **chosen: specs)
+    monkeypatch.setattr(parallel, "_available_cores", lambda: 1)
+    monkeypatch.setattr(
+        compiler.emit,
+        "source",
+        lambda spec: "".join(
+            f'extern "C" __global__ void {entry.name}() {{}}\n' for entry in spec.entry_points
+        ),
+    )
+    compiled, compile = [], nvrtc.compile
+
+    def interrupted(source, arch, name):
+        if len(compiled) == 2:
+            raise KeyboardInterrupt
+        compiled.append(name)
+        return compile(source, arch, name)
+
+    monkeypatch.setattr(nvrtc, "compile", interrupted)
+    assert cli.main(["build", "--all", "--arch", "sm_80"]) == 130
+    assert "2 of 5 kernels are done" in " ".join(capsys.readouterr().err.split())
+    assert compiled == [spec.name for spec in specs[:2]]
+
+    program_cache.current().memory.clear()  # the next command is another process
+    monkeypatch.setattr(nvrtc, "compile", lambda *args: compiled.append(args[2]) or compile(*args))
+    code, out = run(capsys, "build", "--all", "--arch", "sm_80")
+    assert code == 0
+    assert compiled == [spec.name for spec in specs]
+    cached = [line.split()[-1] for line in out.splitlines() if line.split()[0] in compiled]
+    assert cached == ["yes", "yes", "no", "no", "no"]
+
+
+def test_explain_tells_why_each_kernel_is_rejected(capsys):
+    code, out = run(
+        capsys, "explain", "--dtype", "bf16", "--head-dim", "64", "--arch", "sm_90a",
+        "--segments", "--boolean", "--bias", "16", "--bias-layout", "shared",
+    )  # fmt: skip
+    assert code == 0
+    problem = Problem(
+        "forward", "bf16", 64, 64, "sm_90a",
+        {"segments": True, "boolean": True, "bias": AskedBias("16", "shared")},
+    )  # fmt: skip
+    verdicts = {spec.name: refused for spec, refused in select.explain(problem)}
+    assert {name.split("_")[-1] for name in verdicts} == {"sm80", "sm90"}
+    text = " ".join(out.split())
+    for name, refused in verdicts.items():
+        assert f"{name} " in text
+        for reason in refused:
+            assert reason.split()[0] in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["build", "--dtype", "bf16", "--arch", "sm_80"], "--dtype and --head-dim, or --all"),
+        (["kernels"], "pass --arch sm_90a, or set JAX_MEMEFF_ARCHS"),
+        (["kernels", "--arch", "hopper"], "expected the name of a GPU architecture"),
+        (["explain", "--dtype", "int8", "--head-dim", "64"], "invalid choice"),
+        ([], "required"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(capsys, arguments, said):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(arguments)
+    assert raised.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_build_of_what_no_kernel_does(capsys):
+    assert cli.main(["build", "--head-dim", "70000", "--dtype", "f16", "--arch", "sm_80"]) == 1
+    assert "the largest with a kernel is 65536" in capsys.readouterr().err
+
+
+def test_compile_errors_exit_with_1(capsys, monkeypatch):
+    def compile_many(jobs, on_done):
+        raise CompileError("error: cuda.core was not found", {}, "install it")
+
+    monkeypatch.setattr(cli, "compile_many", compile_many)
+    code = cli.main(["build", "--dtype", "f16", "--head-dim", "32", "--arch", "sm_80"])
+    assert code == 1
+    assert "cuda.core was not found" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""The example of a learned pair bias: it learns, it needs the pairs, and it saves memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_memeff
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "pair_bias.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The example as a module: it is a script, not part of a package."""
+    spec = importlib.util.spec_from_file_location("pair_bias", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up while it is executed.
+    sys.modules["pair_bias"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["pair_bias"]
+
+
+def losses(example, attention: str, steps: int) -> np.ndarray:
+    preset = example.PRESETS["tiny"]
+    trainer = example.Trainer(preset, attention, seed=0, steps=preset.steps)
+    return np.array([float(trainer.step(index)) for index in range(steps)])
+
+
+def test_losses_equal_those_of_jax_nn_and_need_the_pairs(example, monkeypatch):
+    memeff, reference = losses(example, "memeff", 60), losses(example, "jax", 10)
+    np.testing.assert_allclose(memeff[:10], reference, rtol=1e-3)
+
+    def without_pairs(query, key, value, bias):
+        return jax_memeff.dot_product_attention(query, key, value) + 0 * bias.sum()
+
+    monkeypatch.setitem(example.ATTENTIONS, "blind", without_pairs)
+    blind = losses(example, "blind", 60)
+    assert memeff[-10:].mean() < 0.7 < 0.8 < blind[-10:].mean()
+
+
+def test_the_small_form_leaves_its_files(example, tmp_path):
+    """To the end: it meets its target, and its gradients need a fraction of jax.nn's memory."""
+    output = tmp_path / "out"
+    command = [sys.executable, str(SCRIPT), "--preset", "tiny", "--output", str(output)]
+    run = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+    assert run.returncode == 0, run.stdout + run.stderr
+    summary = json.loads(run.stdout.splitlines()[-1])
+    results = json.loads((output / "results.json").read_text())
+    assert len(results["losses"]) == summary["steps"] == example.PRESETS["tiny"].steps
+    assert summary["final_loss"] == results["final_loss"] <= example.TARGET
+    needed = {name: sizes[-1] for name, sizes in results["gradient_bytes"].items()}
+    assert needed["memeff"] < needed["jax"] / 5
+    assert (output / "pair_bias.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "MiB for the gradients" in run.stdout.replace("\n", " ")
+
+
+def test_bad_arguments_are_refused(example, capsys):
+    with pytest.raises(SystemExit) as error:
+        example.parse(["--steps", "0"])
+    assert error.value.code == 2
+    assert "--steps: expected at least 1, got 0" in capsys.readouterr().err

@@ -1,0 +1,222 @@
+"""The host library without XLA and without a GPU, in a program of its own under sanitizers.
+
+``record`` takes custom calls from lowering, with everything a program file says of them; ``run``
+and ``fuzz`` give them, changed or not, to the handlers. See main.cc.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_memeff import config
+from jax_memeff._cuda import description
+
+_HERE = Path(__file__).parent
+_ROOT = _HERE.parents[2]
+_OPTIONS = [
+    *("-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"),
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+]
+
+_DTYPES = {
+    "bool": 1,
+    "uint8": 6,
+    "int32": 4,
+    "uint32": 8,
+    "float16": 10,
+    "float32": 11,
+    "float64": 12,
+    "bfloat16": 16,
+}
+"""The numbers of XLA_FFI_DataType."""
+
+
+@dataclasses.dataclass
+class Call:
+    """A custom call; tests change it in place."""
+
+    target: str
+    capability: int
+    attributes: dict[str, Any]
+    operands: list[tuple[str, tuple[int, ...]]]
+    """dtype and sizes"""
+    results: list[tuple[str, tuple[int, ...]]]
+
+    def seal(self) -> None:
+        """Computes the digest again, as somebody who forges a program can."""
+        direction = "forward" if self.target == "jax_memeff_forward" else "backward"
+        self.attributes["seal"] = description.seal(direction, self.attributes)
+
+    def announce(self) -> None:
+        """Types of the buffers in the attributes."""
+
+        class Aval:
+            def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
+                self.dtype, self.shape = np.dtype(dtype), shape
+
+        for kind, buffers in (("operand", self.operands), ("result", self.results)):
+            avals = [description.Buffer("", Aval(*buffer)) for buffer in buffers]
+            self.attributes[f"{kind}_types"] = description.types(avals)
+
+    def redescribe(self, pattern: str, new: str, arch: str = "") -> None:
+        """Replaces the one match in the description of a kernel; header and digest fit it."""
+        images = self.attributes["kernels"]
+        arch = arch or images["archs"]
+        image = images[arch]
+        version, text_bytes, code_bytes = struct.unpack_from("<3Q", image, 8)
+        text = image[32 : 32 + text_bytes].decode()
+        text, count = re.subn(pattern, new, text, flags=re.MULTILINE)
+        assert count == 1, text
+        text = text.encode()
+        code = image[32 + text_bytes :][:code_bytes]
+        changed = image[:8] + struct.pack("<3Q", version, len(text), code_bytes) + text + code
+        images[arch] = changed + hashlib.sha256(changed).digest()
+
+
+def record(monkeypatch: Any, arch: str, function: Callable, *operands: Any) -> list[Call]:
+    """The custom calls of a function that is lowered for a device of this architecture."""
+    calls = []
+    real = jax.ffi.ffi_lowering
+
+    def lowering(target: str, **options: Any) -> Any:
+        rule = real(target, **options)
+
+        def lower(ctx: Any, *values: Any, **attributes: Any) -> Any:
+            capability = int("".join(filter(str.isdigit, arch.split(",")[0])))
+            types = (
+                [(aval.dtype.name, aval.shape) for aval in avals]
+                for avals in (ctx.avals_in, ctx.avals_out)
+            )
+            calls.append(Call(target, capability, attributes, *types))
+            return rule(ctx, *values, **attributes)
+
+        return lower
+
+    with monkeypatch.context() as patch:
+        patch.setenv("JAX_MEMEFF_ARCHS", arch)
+        patch.setattr(jax.ffi, "ffi_lowering", lowering)
+        jax.clear_caches()
+        jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+    return calls
+
+
+def run(calls: Sequence[Call]) -> list[tuple[str, int]]:
+    """The error of each call, "" for none, and how many blocks were launched."""
+    output = _with_file(calls, "run")
+    results = []
+    while output:
+        header, _, output = output.partition(b"\n")
+        size, blocks = map(int, header.split())
+        results.append((output[:size].decode(), blocks))
+        output = output[size + 1 :]
+    return results
+
+
+def fuzz(calls: Sequence[Call], count: int, seed: int) -> str:
+    """Changes calls at random, and gives them to the handlers; says how many were refused.
+
+    Raises ``CalledProcessError`` if the process ends with a signal or a report of a sanitizer.
+    """
+    return _with_file(calls, "fuzz", str(count), str(seed)).decode()
+
+
+def sha256(data: bytes) -> str:
+    """The digest that the host library computes."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        command = [str(_executable()), "sha256", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _with_file(calls: Sequence[Call], command: str, *arguments: str) -> bytes:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(struct.pack("<I", len(calls)) + b"".join(map(_call, calls)))
+        file.flush()
+        words = [str(_executable()), command, file.name, *arguments]
+        done = subprocess.run(words, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+        return done.stdout
+
+
+def _text(text: str | bytes) -> bytes:
+    data = text.encode() if isinstance(text, str) else text
+    return struct.pack("<I", len(data)) + data
+
+
+def _call(call: Call) -> bytes:
+    parts = [_text(call.target), struct.pack("<i", call.capability), _dict(call.attributes)]
+    for buffers in (call.operands, call.results):
+        parts.append(struct.pack("<I", len(buffers)))
+        for dtype, sizes in buffers:
+            parts.append(struct.pack(f"<iI{len(sizes)}q", _DTYPES[dtype], len(sizes), *sizes))
+    return b"".join(parts)
+
+
+def _dict(attributes: dict[str, Any]) -> bytes:
+    parts = [_text(name) + _attribute(value) for name, value in attributes.items()]
+    return struct.pack("<I", len(parts)) + b"".join(parts)
+
+
+def _attribute(value: Any) -> bytes:
+    if isinstance(value, dict):
+        return b"d" + _dict(value)
+    if isinstance(value, (str, bytes)):
+        return b"s" + _text(value)
+    value = np.asarray(value)
+    kind = b"F" if value.dtype == np.float32 else b"I" if value.ndim else b"i"
+    return kind + struct.pack("<I", value.size) + value.tobytes()
+
+
+@functools.cache
+def _executable() -> Path:
+    """Compiled once for the same sources."""
+    own = sorted(_HERE.glob("*.cc"))
+    left_out = ("module.cc", "driver.cc")  # the second is that of this folder
+    host = sorted(file for file in _ROOT.glob("ffi/src/**/*.cc") if file.name not in left_out)
+    headers = [*_HERE.glob("*.h"), *_ROOT.glob("ffi/src/**/*.h"), *_ROOT.glob("**/memeff/params.h")]
+    texts = [file.read_bytes() for file in (*own, *host, *sorted(headers))]
+    digest = hashlib.sha256(b"|".join([repr(_OPTIONS).encode(), *texts])).hexdigest()[:16]
+    directory = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "handlers"
+    executable = directory / f"handlers-{digest}"
+    if not executable.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        found = subprocess.run(
+            [sys.executable, str(_ROOT / "cmake/find_headers.py")],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        includes = [f"-I{folder}" for folder in (_HERE, _ROOT / "ffi/src", _ROOT / "ffi/include")]
+        for folder in found.stdout.strip().split(";"):
+            includes += ["-isystem", folder]
+        with tempfile.TemporaryDirectory(dir=directory) as work:
+
+            def run(*words: str) -> None:
+                subprocess.run(["g++", *_OPTIONS, *words], cwd=work, check=True)
+
+            def compile(source: Path) -> str:
+                name = f"{source.parent.name}_{source.stem}.o"
+                run(*includes, "-c", str(source), "-o", name)
+                return name
+
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = list(pool.map(compile, (*own, *host)))
+            run(*objects, "-o", executable.name)
+            (Path(work) / executable.name).replace(executable)
+    return executable

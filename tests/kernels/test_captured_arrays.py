@@ -1,0 +1,153 @@
+"""Arrays that a feature brings reach its kernel through a table, which the host library fills.
+
+A toy kernel plays a feature: it adds ``sinks[b, n]``, which a vmap broadcasts, to ``totals``.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+from typing import Any
+
+import emulator
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+
+from jax_memeff._cuda import description
+from jax_memeff._cuda.buffers import Buffer
+from jax_memeff.codegen import emit
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.select import select
+from jax_memeff.codegen.spec import CapturedArray, EntryPoint, KernelSpec
+
+B, T, N, H = 6, 5, 4, 8
+ELEMENTS, DIVISOR = 2, 3
+
+SOURCE = """
+#include <memeff/core/feature_arrays.cuh>
+
+struct Config {
+  static constexpr bool kBroadcastBatch = true;
+  static constexpr int kSinksArray = 0;
+  static constexpr int kTotalsArray = 1;
+};
+
+CUTE_DEVICE void add_sinks(memeff::ForwardParams const& params) {
+  auto const& sinks = memeff::feature_array(params, Config::kSinksArray);
+  auto const& totals = memeff::feature_array(params, Config::kTotalsArray);
+  long long const batch = blockIdx.x / params.shape.query_heads;
+  long long const head = blockIdx.x % params.shape.query_heads;
+  long long const own = memeff::element_of<Config>(sinks, int(batch)) * sinks.strides[0];
+  float const sink = static_cast<float const*>(sinks.data)[own + head * sinks.strides[1]];
+  static_cast<float*>(totals.data)[batch * totals.strides[0] + head * totals.strides[1]] +=
+      sink + 100 * float(sinks.sizes[1]);
+}
+
+extern "C" __global__ void toy(
+    const __grid_constant__ memeff::WithArrays<memeff::ForwardParams> params) {
+  if (threadIdx.x == 0) add_sinks(params);
+}
+EMULATOR_KERNEL(toy)
+"""
+SINKS = CapturedArray("sinks", "B~ N", alignment=4)
+TOTALS = CapturedArray("totals", "B N", alignment=4, zeroed=True)
+
+
+class ToySpec(types.SimpleNamespace):
+    """A spec without features."""
+
+    def __getitem__(self, feature: Any) -> bool:
+        return False
+
+
+def toy_spec() -> Any:
+    return ToySpec(
+        name="toy",
+        direction="forward",
+        dtype="f32",
+        padded_head_dim=H,
+        padded_value_dim=H,
+        tile=types.SimpleNamespace(query=T, key=T, blocks_per_sm=1),
+        alignment=4,
+        pack_heads=False,
+        persistent=False,
+        entry_points=(EntryPoint("toy", 32, 0, "queries"),),
+        tensor_maps=(),
+        captured_arrays=(SINKS, TOTALS),
+    )
+
+
+def attributes(code: bytes, operands: list[Buffer], results: list[Buffer]) -> dict[str, Any]:
+    image = description.sealed_image(toy_spec(), "sm_80", code, [*operands, *results])
+    found = {
+        "operands": description.names(operands, {"sinks": DIVISOR}),
+        "operand_types": description.types(operands),
+        "results": description.names(results, {}),
+        "result_types": description.types(results),
+        "scale": np.ones(4, np.float32),
+        "windows": np.full(4, 1 << 30, np.int32),
+        "dropout_threshold": np.int32(0),
+        "longest": np.zeros(2, np.int32),
+        "bias_alignment": np.int32(1),
+        "kernels": {"archs": "sm_80", "sm_80": image},
+    }
+    return found | {"seal": description.seal("forward", found)}
+
+
+def run_toy(sinks_dtype: str = "float32") -> Any:
+    """In the process of ``machine``: the totals, or the text of an error."""
+    emulator.configure("sm_80")
+    library = emulator.kernel_library("toy", {"toy.cc": SOURCE})
+    shape = ShapedArray((B, T, N, H), jnp.dtype("float32"))
+    named = {
+        "query": shape,
+        "key": shape,
+        "value": shape,
+        "sinks": ShapedArray((ELEMENTS, N), jnp.dtype(sinks_dtype)),
+    }
+    results = {
+        "out": shape,
+        "logsumexp": ShapedArray((B, T, N), jnp.dtype("float32")),
+        "totals": ShapedArray((B, N), jnp.dtype("float32")),
+    }
+    operands = [Buffer(name, aval) for name, aval in named.items()]
+    outs = [Buffer(name, aval) for name, aval in results.items()]
+    found = attributes(os.fsencode(library), operands, outs)
+    call = jax.ffi.ffi_call(
+        "jax_memeff_forward",
+        [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in results.values()],
+    )
+    values = [jnp.zeros(shape.shape)] * 3 + [jnp.arange(ELEMENTS * N, dtype="float32")]
+    values[3] = values[3].reshape(ELEMENTS, N)
+    try:
+        return np.asarray(call(*values, **found)[2])
+    except Exception as error:  # XLA's errors are of several types, and do not leave the process
+        return str(error)
+
+
+def test_a_table_brings_arrays_that_the_host_library_does_not_know(machine):
+    totals = machine.submit(run_toy).result()
+    sinks = np.arange(ELEMENTS * N, dtype=np.float32).reshape(ELEMENTS, N)
+    own = np.arange(B) // DIVISOR % ELEMENTS
+    # Results are NaN before a kernel writes them, so the sum also shows that they were zeroed.
+    np.testing.assert_array_equal(totals, sinks[own] + 100 * N)
+
+
+def test_types_of_captured_arrays_are_checked(machine):
+    error = machine.submit(run_toy, "int32").result()
+    assert "operand sinks: expected s32[2,4], got f32[2,4]" in error
+
+
+def test_the_source_says_where_the_arrays_are(monkeypatch):
+    problem = Problem("forward", "bf16", 64, 64, "sm_80")
+    spec = select(problem)
+    plain = emit.source(spec)
+    monkeypatch.setattr(KernelSpec, "captured_arrays", (SINKS, TOTALS))
+    source = emit.source(spec)
+    assert "kSinksArray = 0;" in source and "kTotalsArray = 1;" in source
+    assert "(const __grid_constant__ memeff::WithArrays<memeff::ForwardParams> params) {" in source
+    assert "Array" not in plain
+    text = description.describe(spec, "sm_80", [])
+    assert "captured sinks 4 -\ncaptured totals 4 zeroed\n" in text

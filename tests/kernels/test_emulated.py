@@ -1,0 +1,336 @@
+"""The kernels without a GPU: the whole library on the machine of ``emulator/``.
+
+A process of its own holds that machine, because it replaces how JAX lowers for the CPU.
+``JAX_MEMEFF_EMULATED_CASES=100`` adds so many cases of the GPU tests, drawn at random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import random
+from typing import Any
+
+import emulator
+import jax
+import numpy as np
+import pytest
+import test_kernels
+import wide_range
+from attention_case import Case, assert_results_match, passed, run_case
+from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
+
+from jax_memeff._call.operands import Operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A case on a machine; ``splits`` keeps the choice of kernels that split the keys."""
+
+    case: Case
+    arch: str = "sm_80"
+    seed: int = 0
+    multiprocessors: int = 3
+    splits: bool = False
+    gradients: bool = True
+    unattended: bool = False
+    """Tiles of keys and values that no row attends to are NaN."""
+
+    def __str__(self) -> str:
+        return f"{self.arch}-{self.case}-seed{self.seed}"
+
+    def start(self) -> None:
+        """Makes this process the machine; called in the process of ``machine``."""
+        emulator.configure(self.arch, multiprocessors=self.multiprocessors, seed=self.seed)
+
+
+def on_three_schedules(case: Case, **options: Any) -> list[Run]:
+    return [Run(case, seed=seed, **options) for seed in range(3)]
+
+
+LENGTHS = ((130, 150), (77, 33), (0, 150))
+EVERYTHING = Case(
+    B=3,
+    T=130,
+    S=150,
+    H=66,
+    Hv=40,
+    dtype="float16",
+    soft_cap=2.0,
+    lengths=LENGTHS,
+    bias="1NTS",
+    segments=1,
+    boolean=("B11S",),
+    dropout=0.2,
+    **WINDOW,
+)
+# Ids in blocks are in no order; of those that are sorted some are negative.
+MAPPED = (
+    Case(
+        T=400,
+        S=530,
+        N=4,
+        K=2,
+        segments=2,
+        block=128,
+        bias="1NTS",
+        mask_seed=13,
+        lengths=((400, 530), (77, 390)),
+        **BOTTOM_RIGHT,
+    ),
+    Case(T=300, S=390, N=3, K=1, boolean=("BN1S", "1NT1"), block=128, bias="BNTS", dropout=0.2),
+)
+LARGEST_TILE = 128
+SHARED = (*SHARED_KEYS, ("bias", 3, 1), ("boolean", 2, 3))
+SUMMED = functools.partial(Case, B=6, shared=SHARED, bias_gradient=2)
+PACKED = ((300, 700), (77, 33), (0, 150))
+SM80 = [
+    *on_three_schedules(Case(B=1, T=200, S=150, N=4, K=2, **CAUSAL)),
+    *on_three_schedules(EVERYTHING),
+    Run(Case(B=2, T=70, S=90, dtype="float32", bias="BN1S", lengths=((70, 90), (33, 50)))),
+    Run(Case(B=1, T=70, S=150, N=2, K=1, H=264, **CAUSAL)),
+    Run(Case(B=3, T=130, S=150, H=264, bias="1NTS", lengths=LENGTHS, packed=True)),
+    Run(Case(B=1, T=70, S=150, N=2, K=1, H=257, dtype="float32", **CAUSAL), arch="sm_86"),
+    Run(Case(B=2, T=70, S=90, N=2, K=1, H=264, bias="11TS", deterministic=True, **WINDOW)),
+    Run(Case(B=1, T=70, S=90, N=4, K=2, H=128, dtype="float16", **CAUSAL), arch="sm_75"),
+    Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT)),
+    Run(Case(B=1, T=5, S=700, N=4, K=1, **BOTTOM_RIGHT), splits=True, gradients=False),
+    Run(SUMMED(T=70, S=90, bias="BNTS", boolean=("B1TS",), dropout=0.2)),
+    Run(Case(B=6, T=70, S=90, N=2, K=1, H=264, shared=SHARED_KEYS)),
+    Run(Case(B=6, T=5, S=500, K=1, shared=SHARED_KEYS), splits=True, gradients=False),
+]
+# A bias of one number a row acts where rows end: in the forward, or after splits in the combine
+# kernel. Some rows have no keys, and some lie beyond the lengths.
+ROWS = ((5, 700), (3, 400), (0, 700), (5, 0))
+SM80 += [
+    Run(Case(B=4, T=5, S=S, N=4, K=1, bias=bias, lengths=lengths), splits=True, gradients=False)
+    for S, bias, lengths in ((700, "BNT1", ROWS), (60, "1NT1", ((5, 60), (3, 40), (0, 60), (5, 0))))
+]
+SM80 += [
+    Run(Case(B=3, T=130, S=150, H=264, bias="1NT1", lengths=((130, 150), (77, 0), (0, 150)))),
+    Run(Case(B=3, T=130, S=150, N=2, K=1, bias="BNT1", lengths=LENGTHS)),
+]
+SM80 += [Run(case, seed=3, unattended=True) for case in MAPPED]
+SM90 = [
+    *on_three_schedules(
+        Case(B=2, T=300, S=270, N=4, K=2, **CAUSAL), arch="sm_90a", multiprocessors=2
+    ),
+    Run(Case(B=1, T=300, S=200, H=128, dropout=0.2, soft_cap=3.0, **WINDOW), arch="sm_90a"),
+    Run(Case(B=1, T=200, S=300, H=192, Hv=128, soft_cap=3.0, segments=1), arch="sm_90a"),
+    Run(Case(B=1, T=200, S=270, N=2, K=1, H=256, dropout=0.2), arch="sm_90a", multiprocessors=1),
+    Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **CAUSAL), arch="sm_90a"),
+    Run(Case(B=3, T=130, S=150, lengths=LENGTHS, bias="1NTS", segments=1), arch="sm_90a"),
+    Run(Case(B=2, T=200, S=150, N=4, H=128, boolean=("1NTS",), segments=2), arch="sm_90a"),
+]
+TEAMS = [
+    Run(case, arch="sm_90a", seed=2, multiprocessors=2, splits=True, gradients=False)
+    for case in (
+        Case(B=1, T=200, S=570, N=2, K=1, **CAUSAL),
+        Case(B=3, T=130, S=450, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **WINDOW),
+        Case(B=3, T=130, S=450, bias="BNT1", lengths=((130, 450), (77, 0), (0, 450))),
+    )
+]
+SM90 += [
+    Run(case, "sm_90a", seed=3, multiprocessors=1, gradients=not case.dropout, unattended=True)
+    for case in MAPPED
+]
+SM90.append(
+    Run(
+        dataclasses.replace(MAPPED[0], N=2, K=1, H=256, bias=None, mask_seed=4),
+        "sm_90a",
+        seed=3,
+        unattended=True,
+    )
+)
+SM90 += [
+    Run(case, arch="sm_90a", seed=1, multiprocessors=2)
+    for case in (
+        Case(B=1, T=200, S=570, dtype="float16", sign=-1),
+        Case(B=1, T=140, S=570, H=128, sign=1),
+        Case(B=3, T=200, S=152, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **CAUSAL),
+        Case(B=2, T=140, S=200, K=1, bias="11TS", bias_dtype="float32", soft_cap=2.0, **WINDOW),
+        Case(B=3, T=130, S=152, bias="BNTS", lengths=LENGTHS, packed=True),
+        Case(B=2, T=140, S=152, K=1, H=256, bias="1NTS", dropout=0.2, lengths=LENGTHS[:2]),
+        SUMMED(T=140, S=150, N=2, bias="B1TS", boolean=("B11S",), **CAUSAL),
+        Case(B=6, T=140, S=150, K=1, H=256, bias="BNTS", shared=(*SHARED_KEYS, ("bias", 3, 1))),
+        Case(B=6, T=70, S=150, bias="BNTS", shared=(("bias", 1, 1),), bias_gradient=1),
+    )
+]
+FLOAT32 = [
+    Run(dataclasses.replace(case, dtype="float32"), "sm_90a", seed, gradients=case.packed)
+    for seed, case in enumerate(
+        (
+            Case(B=2, T=300, S=270, N=4, K=2, **CAUSAL),
+            Case(B=3, T=200, S=150, N=3, K=1, H=100, Hv=68, dropout=0.2, lengths=LENGTHS),
+            Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT),
+            Case(B=1, T=140, S=570, H=128, bias="1NTS", soft_cap=2.0, segments=1, **WINDOW),
+            *MAPPED[:1],
+        )
+    )
+]
+# Rows and columns begin at another place for each batch index, so that some see every block of keys
+# and others few or none.
+EACH: Any = {"B": 3, "T": 200, "S": 152, "position": ((160, 0, 48), (128, 16, 0))}
+POSITIONS = [
+    Run(Case(**{**EACH, **features}), arch, seed=2, multiprocessors=2)
+    for arch, features in (
+        ("sm_80", {"N": 4, "K": 2, "lengths": LENGTHS, **CAUSAL}),
+        ("sm_80", {"dropout": 0.2, "lengths": LENGTHS, "packed": True, **WINDOW}),
+        ("sm_80", {"bias": "1NTS", "deterministic": True, "boolean": ("B11S",), **WINDOW}),
+        ("sm_80", {"N": 2, "K": 1, "H": 264, "bias": "11TS", "dropout": 0.2, **BOTTOM_RIGHT}),
+        ("sm_90a", {"N": 4, "K": 2, **CAUSAL}),
+        ("sm_90a", {"H": 128, "dropout": 0.2, "lengths": LENGTHS, "packed": True, **CAUSAL}),
+        ("sm_90a", {"K": 1, "H": 256, "bias": "1NTS", "dropout": 0.2, **WINDOW}),
+        ("sm_90a", {"bias": "11TS", "segments": 1, "lengths": LENGTHS, **BOTTOM_RIGHT}),
+    )
+]
+POSITIONS += [
+    Run(Case(**{**EACH, **features}), arch, seed=3, multiprocessors=2, splits=True, gradients=False)
+    for arch, features in (
+        ("sm_80", {"T": 5, "S": 700, "N": 4, "K": 1, **BOTTOM_RIGHT}),
+        ("sm_90a", {"S": 570, "K": 1, "dropout": 0.2, **CAUSAL}),
+        ("sm_90a", {"dtype": "float32", **WINDOW}),
+    )
+]
+DETERMINISTIC = [
+    Run(dataclasses.replace(case, deterministic=True), arch=arch)
+    for arch, case in (
+        ("sm_80", Case(B=1, T=70, S=400, N=2, K=1, dtype="float32", **BOTTOM_RIGHT)),
+        ("sm_86", Case(T=70, S=150, N=3, K=1, dtype="float32", bias="11TS", dropout=0.2)),
+        (
+            "sm_80",
+            Case(B=3, T=130, S=150, dtype="float32", bias="1N1S", lengths=LENGTHS, packed=True),
+        ),
+        # Blocks visit query tiles that those before and after them in a queue leave out.
+        ("sm_80", Case(B=1, T=200, S=900, dtype="float32", boolean=("BNTS",), block=64)),
+        ("sm_90a", Case(B=1, T=100, S=500, N=2, K=1, bias="1NTS", **WINDOW)),
+        ("sm_90a", Case(B=3, T=150, S=140, N=4, K=2, bias="111S", bias_dtype="float32")),
+        # Bits of float16 differ where a few roundings of float32 do.
+        ("sm_90a", Case(B=1, T=300, S=600, N=4, K=2, dtype="float16")),
+        ("sm_90a", Case(B=3, T=300, S=700, H=128, dtype="float16", lengths=PACKED, packed=True)),
+        (
+            "sm_90a",
+            Case(B=1, T=300, S=1400, N=4, H=128, dtype="float16", boolean=("1NTS",), block=128),
+        ),
+        # More key heads than take tickets in turn.
+        ("sm_90a", Case(B=9, T=70, S=200, dtype="float16")),
+    )
+]
+
+
+def without_unattended(case: Case, operands: Operands, *cotangents: Any) -> tuple:
+    """The same arrays, with NaN in blocks of keys and values of which no row attends to any."""
+    rows = operands.mask.as_array(case.B, case.N, case.T, case.S).any((1, 2))
+    tiles = case.S // LARGEST_TILE
+    attended = np.asarray(rows[:, : tiles * LARGEST_TILE]).reshape(case.B, tiles, -1).any(2)
+    assert attended.any() and not attended.all()
+    unattended = np.repeat(~attended, LARGEST_TILE, 1)
+    key, value = np.array(operands.key), np.array(operands.value)
+    for array in (key, value):
+        array[:, : tiles * LARGEST_TILE][unattended] = np.nan
+    return operands._replace(key=key, value=value), *cotangents
+
+
+def drawn(count: int) -> list[Run]:
+    """Cases of the GPU tests that take seconds here."""
+    small = [
+        case
+        for case in test_kernels.CASES
+        if case.B * case.T * case.S * case.N * max(case.H, case.value_dim) < 3e7
+    ]
+    generator = random.Random(0)
+    return [
+        Run(
+            case,
+            arch=generator.choice(["sm_80", "sm_86", "sm_90a"]),
+            seed=generator.randrange(1000),
+        )
+        for case in generator.sample(small, min(count, len(small)))
+    ]
+
+
+SHARES = [
+    Run(
+        Case(B=1, T=600, S=270, N=2, K=1, **CAUSAL),
+        arch="sm_90a",
+        seed=3,
+        multiprocessors=9,
+        splits=True,
+    )
+]
+RUNS = (
+    SM80
+    + SM90
+    + TEAMS
+    + SHARES
+    + FLOAT32
+    + POSITIONS
+    + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
+)
+
+
+def results(run):
+    """What ``run_case`` gives, as NumPy arrays; for the process of ``machine``."""
+    from jax_memeff._op import primitives
+
+    run.start()
+    arrays = run.case.arrays()
+    if run.unattended:
+        arrays = without_unattended(run.case, *arrays)
+    with contextlib.nullcontext() if run.splits else test_kernels.without_splits():
+        if run.gradients:
+            found = run_case(run.case, *arrays)
+        else:
+            operands, _, _ = passed(run.case, *arrays)
+            forward = jax.jit(lambda operands: primitives.forward(operands, run.case.options))
+            found = forward(operands), None
+        return jax.tree.map(np.asarray, found)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_matches_the_oracle(run, machine):
+    found = machine.submit(results, run).result(timeout=600)
+    assert_results_match(run.case, found)
+
+
+@pytest.mark.parametrize("run", DETERMINISTIC, ids=str)
+def test_deterministic_gradients_have_the_same_bits_on_every_schedule(run, machine):
+    first, other = (
+        machine.submit(
+            results, dataclasses.replace(run, seed=seed, multiprocessors=blocks)
+        ).result()
+        for seed, blocks in ((0, 1), (1, 9))
+    )
+    assert_results_match(run.case, first)
+    jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+WIDE_RANGES = [Run(case, arch="sm_90a", gradients=False) for case in wide_range.cases()]
+
+
+@pytest.mark.parametrize("run", WIDE_RANGES, ids=str)
+def test_float32_rows_of_any_size(run, machine):
+    (out, _), _ = machine.submit(results, run).result(timeout=600)
+    wide_range.assert_matches(run.case, out)
+
+
+def error_on_another_device(run, arch):
+    """Of a program that was compiled for the machine of a run; for the process of ``machine``."""
+    from jax_memeff._op import primitives
+
+    run.start()
+    operands, _, _ = passed(run.case, *run.case.arrays())
+    forward = jax.jit(lambda operands: primitives.forward(operands, run.case.options))
+    program = forward.lower(operands).compile()
+    emulator.configure(arch)
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        jax.block_until_ready(program(operands))
+    return str(raised.value)
+
+
+def test_a_program_for_another_architecture_is_an_error(machine):
+    error = machine.submit(error_on_another_device, SM80[0], "sm_90a").result()
+    assert "was compiled for sm_80 and runs on a device of compute capability 9.0" in error
+    assert "set JAX_MEMEFF_ARCHS" in error

@@ -1,0 +1,71 @@
+"""Where device code lies: folders in one order, small enough to be read as a table of contents."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+INCLUDE = Path(__file__).parents[2] / "ffi/include/memeff"
+EMULATED = Path(__file__).parents[1] / "emulator/include/memeff"
+
+# A header includes headers of its own folder and of those before it.
+ORDER = ("arch", "core", "layout", "mask", "score", "collective", "schedule", "kernels")
+MAX_FILES = 12
+
+HEADERS = sorted(INCLUDE.rglob("*.cuh")) + sorted(EMULATED.rglob("*.cuh"))
+
+
+def _included(header: Path) -> list[str]:
+    return re.findall(r"#include <memeff/([^>]+)>", header.read_text())
+
+
+def _rank(path: str) -> int:
+    return ORDER.index(path.split("/")[0])
+
+
+@pytest.mark.parametrize(
+    "header", HEADERS, ids=lambda header: str(header.relative_to(header.parents[1]))
+)
+def test_includes_follow_the_order_of_folders(header):
+    root = EMULATED if header.is_relative_to(EMULATED) else INCLUDE
+    rank = _rank(str(header.relative_to(root)))
+    late = [name for name in _included(header) if name != "params.h" and _rank(name) > rank]
+    assert not late, f"{header.name} includes headers of later folders than its own: {late}"
+
+
+def test_includes_have_no_cycle():
+    included = {
+        str(header.relative_to(INCLUDE)): [name for name in _included(header) if name != "params.h"]
+        for header in HEADERS
+        if header.is_relative_to(INCLUDE)
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a cycle of includes: {' -> '.join((*path, name))}"
+        if name not in done:
+            for other in included[name]:
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in included:
+        visit(name, ())
+
+
+def test_the_emulator_replaces_headers_of_arch_only():
+    replaced = {str(header.relative_to(EMULATED)) for header in EMULATED.rglob("*.cuh")}
+    assert {name for name in replaced if not name.startswith("arch/")} == set()
+    assert replaced - {"arch/format.cuh"} <= {
+        str(header.relative_to(INCLUDE)) for header in INCLUDE.rglob("*.cuh")
+    }
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [INCLUDE, *(path for path in sorted(INCLUDE.rglob("*")) if path.is_dir())],
+    ids=lambda folder: folder.name,
+)
+def test_a_folder_has_a_dozen_entries_at_most(folder):
+    assert len(list(folder.iterdir())) <= MAX_FILES

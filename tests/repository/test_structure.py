@@ -1,0 +1,119 @@
+"""The order of the code: folders import each other in one direction, and stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"jax_memeff.codegen": ROOT / "codegen", "jax_memeff": ROOT / "jax_memeff"}
+MOST_FILES = 12
+MOST_LINES = 400
+
+
+def modules(package: str) -> dict[str, Path]:
+    """The files of a package by the names of their modules."""
+    root = PACKAGES[package]
+    found = {}
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        found[".".join((package, *(part for part in parts if part != "__init__")))] = file
+    return found
+
+
+def imported(file: Path, module: str) -> Iterator[str]:
+    """Names that a module imports when it is loaded or when one of its functions runs.
+
+    Imports for type checkers alone do not count.
+    """
+    tree = ast.parse(file.read_text())
+    skipped = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield source
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def room(module: str, package: str) -> str:
+    """The folder of a module below the package, or the module itself if it is in no folder."""
+    return module.removeprefix(package).strip(".").split(".")[0] or "__init__"
+
+
+def rooms(package: str) -> dict[str, set[str]]:
+    """Which rooms of a package each of its rooms imports."""
+    files = modules(package)
+    graph: dict[str, set[str]] = {room(module, package): set() for module in files}
+    for module, file in files.items():
+        for name in imported(file, module):
+            if name in files and name != package:
+                graph[room(module, package)].add(room(name, package))
+    return {name: used - {name} for name, used in graph.items()}
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """The nodes that remain if every node that uses no other is taken away, again and again."""
+    left = {node: set(used) for node, used in graph.items()}
+    while free := [node for node, used in left.items() if not used & left.keys()]:
+        for node in free:
+            del left[node]
+    return sorted(left)
+
+
+def test_a_cycle_is_found():
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert cycle({"a": {"b"}, "b": {"a"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_folders_import_each_other_in_one_direction(package):
+    graph = rooms(package)
+    assert len(graph) > 5 and any(graph.values())
+    assert cycle(graph) == []
+
+
+def folders(root: Path) -> Iterable[Path]:
+    return (path for path in (root, *root.rglob("*")) if path.is_dir() and "__" not in path.name)
+
+
+@pytest.mark.parametrize("code", ["codegen", "tests"])
+def test_folders_are_small(code):
+    for folder in folders(ROOT / code):
+        files = [file.name for file in folder.iterdir() if file.is_file()]
+        assert len(files) <= MOST_FILES, f"{folder}: {files}"
+
+
+def test_files_of_the_code_generator_are_small():
+    for file in (ROOT / "codegen").rglob("*.py"):
+        assert len(file.read_text().splitlines()) <= MOST_LINES, file
+
+
+def test_the_code_generator_needs_neither_jax_nor_cuda():
+    """Every module of it, in a fresh process."""
+    names = sorted(modules("jax_memeff.codegen"))
+    assert "jax_memeff.codegen.kernels.fmha_fwd_sm80" in names
+    heavy = {"jax", "numpy", "cuda.core", "cuda.bindings"}
+    program = f"""
+import importlib, sys
+for name in {names!r}:
+    importlib.import_module(name)
+print(sorted({heavy!r} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
