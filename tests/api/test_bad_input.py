@@ -653,6 +653,17 @@ def test_arrays_of_a_mask_are_such_as_its_constructors_make(field, value):
         attention(**good(), mask=mask)
 
 
+@pytest.mark.parametrize("name", ["key_value_seq_lengths", "mask", "offsets"])
+def test_keys_are_no_numbers(name):
+    random_key = jax.random.key(0)
+    value = {"mask": Mask(query_lengths=random_key), "offsets": Offsets(query=random_key)}
+    arguments = {name: value.get(name, random_key)}
+    with pytest.raises(TypeError, match=f"^{name} must hold numbers, got a random key"):
+        jax_memeff.check(**good(), **arguments)
+    with pytest.raises(TypeError, match=r"must be .*integer.*got dtype key"):
+        attention(**good(), **arguments)
+
+
 def test_lengths_of_a_mask_may_be_lists(assert_close):
     wanted = attention(**good(), mask=Mask.lengths(np.array([3, 2]), np.array([1, 7])))
     assert_close(attention(**good(), mask=Mask(query_lengths=[3, 2], key_lengths=(1, 7))), wanted)  # type: ignore[arg-type]
