@@ -8,16 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import zeros
 
 import jax_memeff
 from jax_memeff import Mask, Offsets
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 attention: Any = jax_memeff.dot_product_attention
-
-
-def zeros(*shape, dtype=jnp.float32):
-    return jnp.zeros(shape, dtype)
 
 
 def good():
@@ -421,6 +418,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_bad_argument(name):
     arguments, error, message = CASES[name]
@@ -545,6 +543,7 @@ VARLEN_CASES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", VARLEN_CASES)
 def test_bad_argument_of_varlen_attention(name):
     arguments, error, message = VARLEN_CASES[name]
@@ -560,6 +559,7 @@ def test_a_traced_longest_sequence():
         jax.jit(lambda n: jax_memeff.varlen_attention(**arguments, max_seqlen_q=n))(3)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("qkv", "error", "message"),
     [

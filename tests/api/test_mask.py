@@ -9,6 +9,8 @@ import pytest
 from jax_memeff._call.mask import Mask, Window, tiles
 from jax_memeff._call.offsets import Position
 
+pytestmark = pytest.mark.quick
+
 B, N, T, S = 2, 3, 7, 10
 RNG = np.random.default_rng(0)
 BOOLEAN = RNG.random((B, N, T, S)) < 0.6

@@ -75,6 +75,7 @@ def test_the_program_is_the_same_in_every_lowering(fake_compiler):
     assert lower(jax.grad(loss), *shapes()) == first
 
 
+@pytest.mark.quick
 def test_kernels_do_not_depend_on_sizes(fake_compiler):
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -118,12 +119,14 @@ def test_values_do_not_make_kernels(fake_compiler):
     assert len(fake_compiler) == 1
 
 
+@pytest.mark.quick
 def test_only_wanted_gradients_are_results(fake_compiler):
     text = lower(jax.grad(loss, 1), *shapes())
     assert 'results = "key_gradient,row_statistics"' in text
     assert {spec.gradients for spec, _ in fake_compiler} == {(), ("key",)}
 
 
+@pytest.mark.quick
 def test_masks_that_are_arrays_bring_maps_of_tiles(fake_compiler, monkeypatch):
     """For the tiles of each kernel, once for all heads and batch elements that share the mask."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_86")
@@ -145,6 +148,7 @@ def test_several_architectures(fake_compiler, monkeypatch):
     assert [arch for _, arch in fake_compiler] == ["sm_90a", "compute_80"]
 
 
+@pytest.mark.quick
 def test_what_no_kernel_does_raises():
     with pytest.raises(UnsupportedError, match="head_dim is 65537, and the largest") as caught:
         lower(loss, *shapes(H=65537))

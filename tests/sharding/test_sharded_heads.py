@@ -67,6 +67,7 @@ def unsharded(key_heads):
     return function(*operands)
 
 
+@pytest.mark.quick("2 over 4-AxisType.Explicit")
 @auto_and_explicit
 @on_heads
 def test_results_gradients_and_dropout(

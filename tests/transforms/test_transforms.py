@@ -117,6 +117,7 @@ def ours_and_materialised(case: Case) -> tuple[Any, Any, Any, Any]:
     return ours, materialised, arrays, vector
 
 
+@pytest.mark.quick("bias_of_rows")
 @pytest.mark.parametrize("name", CASES)
 def test_hessian_vector_products(name, x64, assert_close):
     ours, materialised, arrays, vector = ours_and_materialised(CASES[name])
@@ -195,6 +196,7 @@ def attend(*arrays: Any, **features: Any) -> Any:
     return jax_memeff.dot_product_attention(*arrays, **features)
 
 
+@pytest.mark.quick
 def test_only_the_context_has_forward_mode():
     """What was compiled in one is not used in the other."""
     attention = jax.jit(attend)
