@@ -14,6 +14,7 @@ from .bias import BIAS, AskedBias, CompiledBias
 from .deterministic import DETERMINISTIC
 from .feature import OPERANDS, Feature, Flag, Operand
 from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
+from .row_maxima import ROW_MAXIMA
 from .sinks import SINKS
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "LENGTHS",
     "MASK",
     "POSITION",
+    "ROW_MAXIMA",
     "SEGMENTS",
     "SINKS",
     "SOFT_CAP",
@@ -100,6 +102,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     DROPOUT,
     BIAS,
     SINKS,
+    ROW_MAXIMA,
     DETERMINISTIC,
 )
 """In the order of names, configurations and reasons. ``Feature`` says what an entry has."""

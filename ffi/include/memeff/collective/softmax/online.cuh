@@ -16,15 +16,18 @@ namespace memeff {
 // kCapped: scores have been multiplied by softmax_scale, and are not beyond it, which a soft cap
 // sees to; probabilities are bfloat16 or wider. Where the cap leaves powers of two that these hold,
 // the reference of every row is 0, and nobody asks for maxima.
+//
+// kExactMaximum: the reference of a row is its running maximum. With slack it may stay below.
 template <int kRowBlocks, bool kIntegerMaximum = false, bool kLargeScores = false,
-          bool kCapped = false>
+          bool kCapped = false, bool kExactMaximum = false>
 struct OnlineSoftmax {
+  static_assert(!(kCapped && kExactMaximum));  // references are 0
   using Reference = ScoreReference<kLargeScores>;
   static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane holds elements
 
   // A reference follows the maximum of its row when that gets ahead by so many powers of two, not
   // before (Zadouri et al. 2026, FlashAttention-4, section 3.1): the output is seldom rescaled.
-  static constexpr float kSlack = 8.0f;
+  static constexpr float kSlack = kExactMaximum ? 0.0f : 8.0f;
 
   // Sums of 2^kCappedScale, and their products with values, are far from the end of float32.
   static constexpr float kCappedScale = 64.0f;
@@ -151,7 +154,9 @@ struct OnlineSoftmax {
       float const inverse = empty ? 0.0f : output_scale * reciprocal_approx(sum);
       float const reference = softmax_reference[r] * remaining(softmax_scale);
       float const logsumexp = (reference + log2_approx(sum)) * kLn2;
-      auto const end = modifiers.finish(r, {inverse, empty ? -infinity() : logsumexp});
+      float const maximum = reference * kLn2;
+      auto const end = modifiers.finish(
+          r, {inverse, empty ? -infinity() : logsumexp, empty ? -infinity() : maximum});
       softmax_reference[r] = end.logsumexp;
       rescale_row(output, r, end.factor);
     }
