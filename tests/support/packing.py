@@ -98,11 +98,11 @@ def packed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operan
 
 def unpacked(case: Case, results: tuple) -> tuple:
     """Results of ``attention_case.run`` of packed arrays as those of the padded ones."""
-    (out, lse), (dq, dk, dv, *others) = results
+    (out, *of_rows), (dq, dk, dv, *others) = results
     queries, keys = packings(case)
     return (
         queries.unpack(out, case.T, 0),
-        None if lse is None else queries.unpack(lse, case.T, -np.inf),
+        *(None if x is None else queries.unpack(x, case.T, -np.inf) for x in of_rows),
     ), (
         queries.unpack(dq, case.T, 0),
         keys.unpack(dk, case.S, 0),
