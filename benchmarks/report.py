@@ -25,7 +25,7 @@ _TITLES = {"forward": "Forward", "forward_backward": "Forward + backward"}
 _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
-# Where results go that hold such cells alone.
+# The block for results whose cells are all of one such group.
 _BLOCKS = {
     "masks": "masks",
     "deterministic": "deterministic",
@@ -127,7 +127,7 @@ def _figures(
 
 
 def _memory(document: dict[str, Any]) -> str:
-    """MiB that XLA plans for a call of each ``memory`` cell; other peers do not say."""
+    """MiB that XLA plans for a call of each ``memory`` cell; other peers do not report it."""
     rows = []
     for cell in document["cells"]:
         for direction, results in cell["results"].items() if cell["group"] == "memory" else ():
@@ -216,7 +216,7 @@ def host(document: dict[str, Any]) -> str:
 
 
 def ring(document: dict[str, Any]) -> str:
-    """What ring.py measured: times, and throughput of each device beside that of one alone."""
+    """The results of ring.py: times, and throughput per device relative to a single device."""
     measured = document["ring"]
     rows = []
     for direction, title in _TITLES.items():
@@ -295,7 +295,7 @@ def of_grid(document: dict[str, Any]) -> bool:
 
 
 def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
-    """What results say, by the name of the block that it belongs into."""
+    """The text of results, by the name of its block."""
     if "ring" in document:
         return {"ring": ring(document)}
     if document["cells"] and not of_grid(document):
@@ -331,7 +331,7 @@ def insert(text: str, blocks: dict[str, str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("results", type=Path, help="what attention.py or ring.py wrote")
+    parser.add_argument("results", type=Path, help="a file written by attention.py or ring.py")
     parser.add_argument(
         "--into", type=Path, nargs="+", default=_TARGETS, help="default: docs and README.md"
     )

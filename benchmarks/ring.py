@@ -162,7 +162,7 @@ def transfers(hlo: str) -> dict[str, int]:
 def records(
     problem: Problem, backward: bool, programs: dict[str, JaxProgram], rounds: int, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """What the results say of one direction, by program."""
+    """The results of one direction, by program."""
     outcomes = measure(programs, rounds=rounds, batch_seconds=seconds)
     found: dict[str, dict[str, Any]] = {}
     for name, program in programs.items():
@@ -217,12 +217,12 @@ def _arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=VALUE,...",
-        help="of XLA; may be given several times: the ring is timed without and with each",
+        help="XLA options; may be repeated: the ring is timed without and with each",
     )
     parser.add_argument("--output", type=Path, help="default: results/<device>-ring.json")
     parser.add_argument("--rounds", type=int, default=5, help="batches of each program")
     parser.add_argument("--batch-ms", type=float, default=300.0, help="length of a batch")
-    parser.add_argument("--commit", help="our commit, where the checkout has no git")
+    parser.add_argument("--commit", help="our commit, if the checkout has no git")
     return parser.parse_args()
 
 

@@ -280,7 +280,7 @@ def test_kernels_run_only_for_products_that_are_not_masked(monkeypatch, layout, 
         ({"offsets": Offsets(key=jnp.int32(0))}, "offsets.key: expected 0"),
         (
             {"mask": Mask.causal("bottom_right"), "key_value_seq_lengths": np.array([20])},
-            "bottom-right window beside lengths .* align the window top-left",
+            "bottom-right window together with lengths .* align the window top-left",
         ),
         ({"key_value_seq_lengths": np.array([25])}, r"must be in \[0, 24\], got 25"),
     ],

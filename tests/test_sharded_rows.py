@@ -126,7 +126,8 @@ def test_the_rows_of_the_output_are_sharded_like_the_query():
                 "mask": Mask.causal("bottom_right"),
                 "key_value_seq_lengths": np.array([S, 5]),
             },
-            r"^mask: a bottom-right window beside lengths has a diagonal for each batch index",
+            r"^mask: a bottom-right window together with lengths has a diagonal for each batch "
+            r"index",
         ),
     ],
 )

@@ -1,8 +1,8 @@
 """The arrays of a call, and one table that describes them.
 
-Everything that handles operands without computing on them loops over :data:`OPERANDS`: batching,
-sharding, gradients, the buffers of the custom call. A new operand is a field below and a row of the
-table; beside them only the mathematics has to know it.
+Code that handles operands without computing on them loops over :data:`OPERANDS`: batching,
+sharding, gradients, the buffers of the custom call. A new operand needs a field below, a row of the
+table, and the code that computes with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax_memeff._call.sequences import Sequences
 
 
 class DropoutState(NamedTuple):
-    """What the keep bit of an element depends on beside its row and column."""
+    """The inputs of an element's keep bit other than its row and column."""
 
     key_words: jax.Array
     """uint32[B, 2]: the two words of the Philox key, per batch index."""
@@ -32,8 +32,8 @@ class DropoutState(NamedTuple):
 class Operands(NamedTuple):
     """The arrays of a call; a pytree. An absent operand is None.
 
-    With packed ``sequences`` B counts them, while query, key and value are [1, tokens, ...] and
-    segment ids [1, tokens]; the mask has no lengths, because the sequences have them.
+    With packed ``sequences``, B is their number, query, key and value are [1, tokens, ...], and
+    segment ids [1, tokens]. The mask then has no lengths, because the sequences have them.
     """
 
     query: jax.Array
@@ -60,7 +60,7 @@ class Operands(NamedTuple):
 
 
 class QkvPackedOperands(NamedTuple):
-    """The arrays of a call whose query, key and value are one array; otherwise ``Operands``."""
+    """``Operands`` of a call whose query, key and value are one array."""
 
     query_key_value: jax.Array
     """[B, T, 3, N, H]"""
@@ -79,9 +79,9 @@ AnyOperands = Operands | QkvPackedOperands
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradients the backward computes; a gradient that nobody asks for is not allocated.
+    """The gradients that the backward computes; others are not allocated.
 
-    One array of query, key and value has one gradient: then the first three are equal.
+    If query, key and value are one array, it has one gradient, and the first three are equal.
     """
 
     query: bool
@@ -111,23 +111,23 @@ AnyGradients = Gradients | QkvPackedGradients
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What is known of an operand before its shape is."""
+    """The properties of an operand that do not depend on its shape."""
 
     path: str
-    """Its place in the operands; ``*`` is any place in a tuple."""
+    """Its path in the operands; ``*`` is any index of a tuple."""
     buffer: str
     """The name of its buffer in the custom call (ffi/src); several arrays may share one buffer."""
     dims: tuple[str, ...]
-    """The names of its dims. ``batch|1`` may have size 1, and the operand is broadcast then."""
+    """The names of its dims. ``batch|1`` may have size 1; the operand is then broadcast."""
     has_gradient: bool = False
     has_divisor: bool = False
     """Whether it may have fewer batch indices than the batch after a ``jax.vmap`` that does not map
     it (:class:`jax_memeff._call.options.Divisors`)."""
     placement: Literal["like query", "like query or replicated", "internal"] = "internal"
-    """Which shardings of the user's array are accepted. The call makes internal arrays itself."""
+    """The accepted shardings of the user's array. Internal arrays are made by the call itself."""
 
     def named_dims(self, is_varlen: bool) -> tuple[str, ...]:
-        """The dims, which differ with packed sequences: tokens, and a batch of sequences."""
+        """The names of the dims, some of which are tokens or sequences with packed sequences."""
         if not is_varlen:
             return self.dims
         tokens = {"rows": "query_tokens", "columns": "key_tokens"}
@@ -192,7 +192,7 @@ OPERANDS: tuple[Operand, ...] = (
     Operand("dropout.key_words", "key_words", ("batch", "words")),
     Operand("dropout.batch_base", "batch_base", ("batch",)),
     Operand("dropout.head_index", "head_index", ("heads",)),
-    # Or scalars, which have no dims and are repeated for the kernels.
+    # Positions may also be scalars, which have no dims and are repeated for the kernels.
     Operand("position.query", "query_position", ("batch",)),
     Operand("position.key", "key_position", ("batch",)),
     Operand(
@@ -225,9 +225,9 @@ class Item(NamedTuple):
 
     operand: Operand
     name: str
-    """Its place, as ``Divisors`` has it: ``mask.booleans.1``."""
+    """Its path with indices, the key of ``Divisors``: ``mask.booleans.1``."""
     title: str
-    """What messages call it: ``mask.booleans[1]``."""
+    """Its name in messages: ``mask.booleans[1]``."""
     array: Any
 
 
@@ -252,7 +252,7 @@ def in_table_order(operands: Any) -> list[Item]:
 
 
 def mapped(function: Any, operands: Any, *others: Any) -> Any:
-    """``function(item, *others)`` for each array, in the place of the array."""
+    """``function(item, *others)`` for each array, as a tree like the operands."""
     structure = jax.tree.structure(operands)
     trees = [structure.flatten_up_to(other) for other in others]
     return structure.unflatten(map(function, items(operands), *trees))
@@ -264,7 +264,7 @@ def _name(path: Any) -> str:
 
 def _operand(path: Any) -> Operand:
     parts = _name(path).split(".")
-    # The first number is a place in a tuple of any length; that of a pair says which of the two.
+    # The first number indexes a tuple of any length. A second one selects an element of a pair.
     place = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     if place is not None:
         parts[place] = "*"
@@ -277,7 +277,7 @@ def is_varlen(operands: Any) -> bool:
 
 
 def batch_of(operands: Any) -> int:
-    """B, of operands whose leaves have a shape."""
+    """B, for operands whose leaves have a shape."""
     if isinstance(operands, QkvPackedOperands):
         return operands.query_key_value.shape[0]
     return operands.scores[0]
@@ -293,7 +293,7 @@ def differentiable(operands: Any) -> dict[str, Operand]:
 
 
 def gradients_needed(operands: Any, needs_grad: NeedsGrad) -> list[str]:
-    """The names of the gradients that ``attention_bwd`` gives, in their order."""
+    """The names of ``attention_bwd``'s results, in their order."""
     return [
         name
         for name in differentiable(operands)
@@ -303,7 +303,7 @@ def gradients_needed(operands: Any, needs_grad: NeedsGrad) -> list[str]:
 
 
 def needs_grad_of(operands: Any, needed: Iterable[str]) -> NeedsGrad:
-    """The opposite of :func:`gradients_needed`."""
+    """The inverse of :func:`gradients_needed`."""
     names = set(needed)
     if isinstance(operands, QkvPackedOperands) and "query_key_value" in names:
         names |= {"query", "key", "value"}

@@ -1,17 +1,17 @@
-"""How a call is sharded over the axes of a mesh: the names of its dims, and what may be sharded.
+"""The sharding of a call over the axes of a mesh: the names of dims, and those that may be sharded.
 
-A device's problem is a smaller one of the same kind, and nothing is gathered:
+Each device computes a smaller problem of the same kind, and nothing is gathered:
 
-- The batch is sharded alike in all operands.
-- The heads are sharded so that a device has whole groups of query heads, or part of one group. If
-  there are more devices than key heads, neighbours share a key head, and its gradient is their sum.
+- All operands shard the batch in the same way.
+- Each device has whole groups of query heads, or part of one group. If there are more devices than
+  key heads, neighbours have the same key head, and its gradient is the sum of theirs.
 - The rows of the query may be sharded if every device has all keys.
 
-The mesh decides who carries this out:
+The type of the mesh axes decides what applies the sharding:
 
-- Manual axes (inside ``jax.shard_map``): nobody, the arrays are local already.
+- Manual axes (inside ``jax.shard_map``): nothing, because the arrays are already local.
 - Explicit axes: the types have the shardings, and ``explicit.py`` enters ``jax.shard_map``.
-- Auto axes: the compiler has the shardings, and asks ``automatic.py``.
+- Auto axes: the compiler has the shardings and calls ``automatic.py``.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _NOT_SHARDED = {
     "slots": ("dim of query, key and value", "every device needs all three of them"),
     "one": ("dim of size 1", "it cannot be divided"),
 }
-"""What the dims that are never sharded are called in messages, and the remedy."""
+"""The titles in messages of dims that are never sharded, and the remedies."""
 
 _SHARDED = {"batch": "batch dim", "heads": "heads", "key_heads": "heads", "rows": "sequence dim"}
-"""Titles of the other dims; a batch of several axes has names of :func:`batch_names`."""
+"""The titles of the other dims; :func:`batch_names` names the axes of a batch."""
 
 
 def batch_names(axes: int) -> tuple[str, ...]:
-    """The names of the dims of a batch that ``jax.vmap`` put axes into, which are divided alone.
+    """The names of the axes of a batch: those that ``jax.vmap`` added, and the call's own.
 
     >>> batch_names(3)
     ('vmap0', 'vmap1', 'batch')
@@ -72,15 +72,15 @@ class Layout(NamedTuple):
     """The mesh axes that a call is sharded over."""
 
     batch: Mapping[str, Axes]
-    """Of each of its axes."""
+    """The mesh axes of each axis of the batch."""
     heads: Axes
     key_heads: Axes
-    """The first ones of ``heads``."""
+    """A prefix of ``heads``."""
     rows: Axes
-    """Those of size 1 shard nothing, but belong to the types of the results."""
+    """May have axes of size 1, which shard nothing but belong to the types of the results."""
     key_head_copies: tuple[Axes, int] | None = None
-    """The rest of ``heads`` and its number of devices, if they share the key heads that each of
-    them has, and each needs one."""
+    """The remaining axes of ``heads`` and their number of devices, if these devices have the same
+    key heads, of which each device needs one."""
 
     def spec(self, dims: str) -> PartitionSpec:
         """The sharding of an operand, a result or a gradient."""
@@ -92,22 +92,22 @@ class Layout(NamedTuple):
         return {**self.batch, **own}.get(dim, ())
 
     def reduced(self, dims: str) -> Axes:
-        """The axes whose devices have parts of one gradient, which is their sum."""
+        """The axes over which the parts of a gradient with these dims are summed."""
         own = {axis for dim in dims.split() for axis in self.axes(dim)}
         sharded = (*itertools.chain(*self.batch.values()), *self.heads, *self.rows)
         return tuple(axis for axis in sharded if axis not in own)
 
 
 def dims(operands: Any) -> Any:
-    """The names of the dims of every array, in a string, in place of the array.
+    """A tree like the operands, with the names of each array's dims in a string.
 
-    A dim of size 1 that is broadcast is ``one``; so is the key head that all query heads read.
+    A broadcast dim of size 1 is named ``one``, and so is a single key head.
     """
     return mapped(lambda item: named_dims(item.operand, item.array.shape, operands), operands)
 
 
 def named_dims(operand: Operand, shape: tuple[int, ...], operands: Any) -> str:
-    """The names of the dims of an array of this shape in the place of an operand."""
+    """The names of the dims of an operand with this shape."""
     names = operand.named_dims(is_varlen(operands)) if shape else ()
     return " ".join(itertools.starmap(_named, zip(names, shape, strict=True)))
 
@@ -134,15 +134,15 @@ def heads_of(operands: Any) -> tuple[int, int]:
 
 
 def layout(arrays: Sequence[Sharded], sizes: Mapping[Any, int]) -> Layout:
-    """How the call is sharded, given how its operands are.
+    """The sharding of a call, derived from the shardings of its operands.
 
     Args:
         arrays: the operands.
-        sizes: of the mesh axes.
+        sizes: the sizes of the mesh axes.
 
     Raises:
-        ValueError: a dim that devices need as a whole is sharded, a sharded dim cannot be divided,
-            or operands are sharded differently.
+        ValueError: a dim that every device needs whole is sharded, a size is not divisible by its
+            number of devices, or operands are sharded differently.
     """
     query = arrays[0]
     batch = {dim: query.axes(dim) for dim in query.dims if dim == "batch" or dim.startswith("vmap")}
@@ -161,7 +161,7 @@ def layout(arrays: Sequence[Sharded], sizes: Mapping[Any, int]) -> Layout:
 
 
 class Sharded(NamedTuple):
-    """An operand, what messages call it, its dims, and how they are sharded."""
+    """An operand, its name in messages, its dims and its sharding."""
 
     operand: Operand
     name: str
@@ -200,13 +200,13 @@ class Sharded(NamedTuple):
         for dim in self.dims:
             if _title(dim) is None:
                 continue
-            axes, wanted = (_larger_than_1(x, sizes) for x in (self.axes(dim), layout.axes(dim)))
-            # Cutting a replicated array moves nothing.
-            is_cut = dim == "key_heads" and axes == wanted[: len(axes)]
-            if axes == wanted or is_cut or (may_be_replicated and not axes):
+            axes, expected = (_larger_than_1(x, sizes) for x in (self.axes(dim), layout.axes(dim)))
+            # Slicing a replicated array transfers nothing.
+            is_sliced = dim == "key_heads" and axes == expected[: len(axes)]
+            if axes == expected or is_sliced or (may_be_replicated and not axes):
                 continue
             raise ValueError(
-                f"{self}: its {_title(dim)} must be sharded like query's, over {text(wanted)}, "
+                f"{self}: its {_title(dim)} must be sharded like query's, over {text(expected)}, "
                 f"got {text(axes)}; reshard it to {layout.spec(' '.join(self.dims))}"
             )
 

@@ -1,12 +1,11 @@
 """The part of a sharded call that one device computes.
 
-A device has the arrays that its shardings give it. Two of these are not yet a smaller problem of
-the same kind:
+The local arrays of a device are a smaller problem of the same kind, with two exceptions:
 
-- More devices than key heads share the query heads. Then each device needs one of the key heads
-  that it has, takes it by its place, and its gradient is zero in the others.
-- The query is sharded over its rows. Then rows have positions in the whole sequence, from which
-  windows, lengths and dropout count.
+- If there are more devices than key heads, a device needs one of the key heads that it has. It
+  slices that head by its index in the mesh, and pads the gradient with zeros for the others.
+- If the rows of the query are sharded, windows, lengths and dropout need their positions in the
+  whole sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _KEY_HEADS = 2
 """The dim of the key heads in ``[B, S, K, H]``."""
 
 _DROPOUT_BLOCK = 16
-"""With dropout in the kernels, rows start at a multiple of this (``Offsets.query``)."""
+"""With dropout in the kernels, the first row is a multiple of this (``Offsets.query``)."""
 
 
 def check_rows(operands: Any, options: Options, devices: int) -> None:
@@ -36,7 +35,7 @@ def check_rows(operands: Any, options: Options, devices: int) -> None:
 
     Args:
         operands: of all devices.
-        devices: how many share the rows.
+        devices: the number of devices among which the rows are divided.
 
     Raises:
         ValueError: with dropout, a device would not have a multiple of 16 rows; or a bottom-right
@@ -55,12 +54,12 @@ def check_rows(operands: Any, options: Options, devices: int) -> None:
 
 
 def with_positions(operands: Any, layout: Layout, devices: int) -> Any:
-    """A device's operands, of which the rows are part of a sequence.
+    """A device's operands, with the positions of its rows in the whole sequence.
 
     Args:
         operands: of one device.
-        layout: how the call is sharded.
-        devices: how many share the rows.
+        layout: the sharding of the call.
+        devices: the number of devices among which the rows are divided.
     """
     if devices == 1:
         return operands
@@ -76,14 +75,14 @@ def with_positions(operands: Any, layout: Layout, devices: int) -> Any:
 
 
 def take_key_head(x: jax.Array, layout: Layout) -> jax.Array:
-    """A device's key head of the key heads ``[B, S, K, H]`` that it has."""
+    """The key head that a device needs, of the key heads ``[B, S, K, H]`` that it has."""
     if layout.key_head_copies is None:
         return x
     return lax.dynamic_slice_in_dim(x, _key_head(layout, x.shape[_KEY_HEADS]), 1, _KEY_HEADS)
 
 
 def put_key_head(x: jax.Array, layout: Layout, key_heads: int) -> jax.Array:
-    """The transpose of :func:`take_key_head`: zeros for the key heads of other devices."""
+    """The transpose of :func:`take_key_head`: zeros for the other key heads."""
     if layout.key_head_copies is None:
         return x
     shape = (*x.shape[:_KEY_HEADS], key_heads, *x.shape[_KEY_HEADS + 1 :])
@@ -97,7 +96,7 @@ def _key_head(layout: Layout, key_heads: int) -> jax.Array:
 
 
 def take_key_heads(operands: Any, layout: Layout) -> Any:
-    """:func:`take_key_head` of every operand that has key heads."""
+    """:func:`take_key_head` for every operand with key heads."""
     if layout.key_head_copies is None:
         return operands
     return mapped(
