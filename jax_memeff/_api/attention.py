@@ -171,10 +171,8 @@ def prepare(
     batch, rows, heads, head_dim = query.shape
     columns = key.shape[1]
     scores = (batch, heads, rows, columns)
-    options, bias, combined, state, position = common(
-        query.dtype, head_dim, scores, bias, mask, named
-    )
+    options, combined, arrays = common(query.dtype, head_dim, scores, bias, mask, named)
     combined &= padded_lengths(named, batch, (rows, columns), batched)
     combined = combined.canonical(batch, rows, columns)
-    operands = Operands(query, key, value, bias, combined, state, position)
+    operands = Operands(query, key, value, mask=combined, **arrays)
     return Call(operands, options, batched)

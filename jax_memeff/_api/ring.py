@@ -170,7 +170,7 @@ def ring_attention(
     _whole_columns(axis_name, "mask", mask, columns, devices)
     _no_positions(axis_name, named["offsets"])
     is_array = mask is not None and not isinstance(mask, Mask)
-    options, bias, combined, dropout_state, _ = common(
+    options, combined, arrays = common(
         query.dtype, head_dim, scores, bias, mask if is_array else None, named
     )
     combined &= argument_masks.padded_lengths(named, batch, longest, batched)
@@ -180,7 +180,9 @@ def ring_attention(
     _same_on_all_devices(axis_name, "query", combined.query_lengths)
     _same_on_all_devices(axis_name, "key", combined.key_lengths)
     ring = Ring(axis_name, devices, layout, method, options)
-    out, lse = _attend(Operands(query, key, value, bias, combined, dropout_state, None), ring)
+    # The ring sets the positions.
+    arrays["position"] = None
+    out, lse = _attend(Operands(query, key, value, mask=combined, **arrays), ring)
     if not batched:
         out, lse = out[0], lse[0]
     return (out, lse) if with_residual else out

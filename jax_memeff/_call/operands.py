@@ -1,21 +1,24 @@
 """The arrays of a call, and one table that describes them.
 
 Code that handles operands without computing on them loops over :data:`OPERANDS`: batching,
-sharding, gradients, the buffers of the custom call. A new operand needs a field below, a row of the
-table, and the code that computes with it.
+sharding, gradients, the buffers of the custom call. A new operand needs a field below, an entry in
+its feature (codegen/features), from which its row is made, and the code that computes with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.sequences import Sequences
+from jax_memeff.codegen import features
+from jax_memeff.codegen.features.feature import Placement
 
 
 class DropoutState(NamedTuple):
@@ -72,7 +75,9 @@ class QkvPackedOperands(NamedTuple):
     def separate(self) -> Operands:
         """The same call with three arrays."""
         query, key, value = (self.query_key_value[:, :, index] for index in range(3))
-        return Operands(query, key, value, *self[1:])
+        others = self._asdict()
+        del others["query_key_value"]
+        return Operands(query, key, value, **others)
 
 
 AnyOperands = Operands | QkvPackedOperands
@@ -119,101 +124,78 @@ class Operand:
     """The name of its buffer in the custom call (ffi/src); several arrays may share one buffer."""
     dims: tuple[str, ...]
     """The names of its dims. ``batch|1`` may have size 1; the operand is then broadcast."""
+    varlen_dims: tuple[str, ...]
+    """The names with packed sequences: tokens, and sequences as the batch."""
     has_gradient: bool = False
     has_divisor: bool = False
     """Whether it may have fewer batch indices than the batch after a ``jax.vmap`` that does not map
     it (:class:`jax_memeff._call.options.Divisors`)."""
-    placement: Literal["like query", "like query or replicated", "internal"] = "internal"
-    """The accepted shardings of the user's array. Internal arrays are made by the call itself."""
+    placement: Placement = "internal"
+    """The accepted shardings of the user's array; internal arrays are made by the call itself."""
 
     def named_dims(self, is_varlen: bool) -> tuple[str, ...]:
-        """The names of the dims, some of which are tokens or sequences with packed sequences."""
-        if not is_varlen:
-            return self.dims
-        tokens = {"rows": "query_tokens", "columns": "key_tokens"}
-        if self.dims[0:1] == ("batch",) and self.dims[1:2] and self.dims[1] in tokens:
-            return ("one", tokens[self.dims[1]], *self.dims[2:])
-        return tuple(dim.replace("batch", "sequences") for dim in self.dims)
+        """The names of its dims in a call."""
+        return self.varlen_dims if is_varlen else self.dims
 
     def may_lack_batch(self, is_varlen: bool) -> bool:
         """Whether it has a divisor in this call; tokens have none."""
         return self.has_divisor and self.named_dims(is_varlen)[0] != "one"
 
 
-_SCORES = ("batch|1", "heads|1", "rows|1", "columns|1")
+_DIM_NAMES = {
+    "1": "one",
+    "2": "words",
+    "B": "batch",
+    "B+1": "starts",
+    "H": "head_dim",
+    "Hv": "value_dim",
+    "K": "key_heads",
+    "N": "heads",
+    "S": "columns",
+    "T": "rows",
+}
+
+
+def _rows_of(operand: features.Operand) -> Iterator[Operand]:
+    """A row for each path of an operand in the code generator's table."""
+    dims = _dims(operand.array_dims or operand.dims.replace("~", ""))
+    if operand.packed_dims is None:
+        varlen_dims = tuple(dim.replace("batch", "sequences") for dim in dims)
+    else:
+        varlen_dims = _dims(operand.packed_dims)
+    for path in operand.places or (operand.role,):
+        yield Operand(
+            path,
+            operand.role,
+            dims,
+            varlen_dims,
+            operand.has_gradient,
+            operand.broadcast_by_vmap,
+            operand.placement,
+        )
+
+
+def _dims(names: str) -> tuple[str, ...]:
+    """``("batch|1", "heads")`` for ``"B? N"``, without ``pairs``: each pair of ids is two arrays."""
+    found = (
+        _DIM_NAMES.get(name.rstrip("?"), name.rstrip("?")) + "|1" * name.endswith("?")
+        for name in names.split()
+    )
+    return tuple(dim for dim in found if dim != "pairs")
+
+
+_QKV_PACKED_DIMS = ("batch", "positions", "slots", "heads", "head_dim")
 
 OPERANDS: tuple[Operand, ...] = (
     Operand(
         "query_key_value",
         "query+key+value",
-        ("batch", "positions", "slots", "heads", "head_dim"),
+        _QKV_PACKED_DIMS,
+        _QKV_PACKED_DIMS,
         has_gradient=True,
         placement="like query",
     ),
-    Operand(
-        "query",
-        "query",
-        ("batch", "rows", "heads", "head_dim"),
-        has_gradient=True,
-        placement="like query",
-    ),
-    Operand(
-        "key",
-        "key",
-        ("batch", "columns", "key_heads", "head_dim"),
-        has_gradient=True,
-        has_divisor=True,
-        placement="like query",
-    ),
-    Operand(
-        "value",
-        "value",
-        ("batch", "columns", "key_heads", "value_dim"),
-        has_gradient=True,
-        has_divisor=True,
-        placement="like query",
-    ),
-    Operand("sequences.query_starts", "query_starts", ("starts",)),
-    Operand("sequences.key_starts", "key_starts", ("starts",)),
-    Operand(
-        "bias",
-        "bias",
-        _SCORES,
-        has_gradient=True,
-        has_divisor=True,
-        placement="like query or replicated",
-    ),
-    Operand("sequences.query_lengths", "query_lengths", ("batch",)),
-    Operand("sequences.key_lengths", "key_lengths", ("batch",)),
-    Operand(
-        "mask.query_lengths", "query_lengths", ("batch",), placement="like query or replicated"
-    ),
-    Operand("mask.key_lengths", "key_lengths", ("batch",), placement="like query or replicated"),
-    Operand("dropout.key_words", "key_words", ("batch", "words")),
-    Operand("dropout.batch_base", "batch_base", ("batch",)),
-    Operand("dropout.head_index", "head_index", ("heads",)),
-    # Positions may also be scalars, which have no dims and are repeated for the kernels.
-    Operand("position.query", "query_position", ("batch",)),
-    Operand("position.key", "key_position", ("batch",)),
-    Operand(
-        "mask.segment_ids.*.0",
-        "query_segments",
-        ("batch", "rows"),
-        placement="like query or replicated",
-    ),
-    Operand(
-        "mask.segment_ids.*.1",
-        "key_segments",
-        ("batch", "columns"),
-        placement="like query or replicated",
-    ),
-    Operand(
-        "mask.booleans.*",
-        "boolean",
-        _SCORES,
-        has_divisor=True,
-        placement="like query or replicated",
-    ),
+    *itertools.chain.from_iterable(map(_rows_of, features.operands())),
 )
 """In the order of the buffers of the custom call."""
 

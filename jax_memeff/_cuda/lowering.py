@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 from jax_memeff import config
 from jax_memeff._call import divisors
 from jax_memeff._call.mask import Window
-from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands
+from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands, differentiable
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.static_shapes import require_static
@@ -45,9 +45,6 @@ _DIRECTIONS: dict[str, Literal["forward", "backward"]] = {
     _FORWARD_TARGET: "forward",
     _BACKWARD_TARGET: "backward",
 }
-
-_DIVISORS: tuple[str, ...] = ("key", "value", "bias", "boolean", "bias_gradient")
-"""The arrays that a vmap may broadcast, in the order of ``_divisors``."""
 
 _DTYPES: dict[str, Dtype] = {
     "float16": "f16",
@@ -201,10 +198,13 @@ class Call:
         avals, options = self.operands, self.options
         batch = avals.scores[0]
         own = {divisors.combined(avals.mask, options.divisors, batch)[0]}
-        if avals.bias is not None:
-            own.add(avals.bias.shape[0])
-            if self.needs_grad is not None and self.needs_grad.bias:
-                own.add(self._bias_gradient_shape[0])
+        own |= {
+            getattr(avals, name).shape[0]
+            for name in differentiable(avals)
+            if getattr(avals, name) is not None and divisors.may_sum_gradient(name, avals)
+        }
+        if avals.bias is not None and self.needs_grad is not None and self.needs_grad.bias:
+            own.add(self._bias_gradient_shape[0])
         keys = () if avals.sequences is not None else (avals.key, avals.value)
         return not own <= {1, batch} or any(array.shape[0] != batch for array in keys)
 
@@ -302,11 +302,12 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
     }
 
 
-def _divisors(avals: Operands, options: Options) -> tuple[int, int, int, int, int]:
-    """The divisors of the arrays in ``_DIVISORS``."""
+def _divisors(avals: Operands, options: Options) -> dict[str, int]:
+    """The divisors of the buffers, by name; that of others is 1."""
     own = options.divisors
     _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
-    return own["key"], own["value"], own["bias"], boolean, own.of_gradient("bias") or 1
+    found = {name: own[name] for name in differentiable(avals)}
+    return found | {"boolean": boolean, "bias_gradient": own.of_gradient("bias") or 1}
 
 
 def _longest(avals: Operands) -> tuple[int, int]:
@@ -340,7 +341,7 @@ def _custom_call(
     results: list[Buffer],
     *,
     specs: dict[str, KernelSpec],
-    divisors: Sequence[int],
+    divisors: Mapping[str, int],
     **numbers: Any,
 ) -> Sequence[Any]:
     register_targets()
@@ -353,11 +354,10 @@ def _custom_call(
         avals_in=[buffer.aval for buffer in operands],
         avals_out=[buffer.aval for buffer in results],
     )
-    named: dict[str, int] = dict(zip(_DIVISORS, divisors, strict=True))
     attributes = {
-        "operands": description.names(operands, named),
+        "operands": description.names(operands, divisors),
         "operand_types": description.types(operands),
-        "results": description.names(results, named),
+        "results": description.names(results, divisors),
         "result_types": description.types(results),
         "kernels": _images(specs, [*operands, *results]),
         **numbers,

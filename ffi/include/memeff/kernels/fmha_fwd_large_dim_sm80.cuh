@@ -24,6 +24,7 @@
 #include <memeff/score/bias/direct.cuh>
 #include <memeff/score/dropout.cuh>
 #include <memeff/score/modifiers.cuh>
+#include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
 
@@ -42,7 +43,7 @@ struct FmhaForwardLargeDimSm80 {
   using QueryStep = Tile<kTileQuery, kStep>;
   using KeyStep = Tile<kTileKey, kStep>;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps>;
-  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, Config::kBias>;
+  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, has_bias_tile<Config>()>;
   using Mask = ScoreMask<Config, ScoreGrid>;
   using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
   using OutProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;
@@ -85,8 +86,12 @@ struct FmhaForwardLargeDimSm80 {
             logsumexp;
       }
     };
+    RowsOfTile<> const rows(shape, item.batch, item.head, row, mask.query_length);
     if (tiles.begin >= tiles.end) {
-      for (int i = threadIdx.x; i < kTileQuery; i += kThreads) write_logsumexp(i, -infinity());
+      for (int i = threadIdx.x; i < kTileQuery; i += kThreads) {
+        RowModifiers<Config> const row_modifiers(params, rows.at(i));
+        write_logsumexp(i, row_modifiers.finish(RowEnd::empty()).logsumexp);
+      }
       OutProduct::store_zeros(target);
       return;
     }
@@ -154,7 +159,8 @@ struct FmhaForwardLargeDimSm80 {
       softmax.step(scores, params.scale.softmax_scale);
       if (last) {
         softmax.finish(params.scale.softmax_scale, kept_scale<Config>(params.dropout),
-                       mask.query_length - row, write_logsumexp);
+                       mask.query_length - row, LaneRowModifiers<Config, ScoreGrid>(params, rows),
+                       write_logsumexp);
       }
       ProbabilityDropout<Config, ScoreGrid>::apply(params, item.batch, item.head, row, column,
                                                    scores);

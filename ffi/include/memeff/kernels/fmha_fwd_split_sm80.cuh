@@ -8,7 +8,7 @@
 //   wait for tile i | start the copy of tile i + kStages - 1 | S = Q K^T | softmax | O += P V
 //
 // At the end the groups merge through shared memory, and the splits, which are CTAs, through
-// partial results in global memory and the kernel of fmha_fwd_combine.cuh.
+// partial results in global memory and the kernel of forward/combine.cuh.
 #pragma once
 
 #include <memeff/collective/consumer_groups.cuh>
@@ -26,6 +26,7 @@
 #include <memeff/schedule/key_splits.cuh>
 #include <memeff/score/bias/direct.cuh>
 #include <memeff/score/modifiers.cuh>
+#include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
 
@@ -44,7 +45,7 @@ struct FmhaForwardSplitSm80 {
   using OutGrid =
       WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // of a group
   static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
-  using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, Config::kBias>;
+  using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, has_bias_tile<Config>()>;
   using Rows = PackedRows<Config::kPackHeads>;
   using Dropped = ProbabilityDropout<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
@@ -139,7 +140,11 @@ struct FmhaForwardSplitSm80 {
     __syncthreads();  // the tiles that Merge covers are no longer read
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
     if (ConsumerGroup::index() > 0) return;
-    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout));
+    // With more than one split the rows end in the combine kernel: here none of them is valid.
+    RowsOfTile<Config::kPackHeads> const rows(shape, item.batch, item.head, row,
+                                              params.splits == 1 ? mask.query_length : 0);
+    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+                   LaneRowModifiers<Config, OutGrid>(params, rows));
     if (params.splits == 1) {
       store(params, softmax, output);
     } else {

@@ -75,7 +75,7 @@ CUTE_DEVICE void add_bias_elements(Accumulators& scores, ScoreView const& bias, 
 
 // The bias of a work tile whose first row is `row`, as ScoreModifiers ask for it. Nothing is copied
 // in advance. Without a bias all of it is empty.
-template <class Config, class Grid, class Mask, bool kBias = Config::kBias>
+template <class Config, class Grid, class Mask, bool kBias = has_bias_tile<Config>()>
 struct DirectBias {
   ScoreView const& bias;
   Mask const& mask;

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-INCLUDE = Path(__file__).parents[1] / "ffi/include/memeff"
-EMULATED = Path(__file__).parent / "emulator/include/memeff"
+INCLUDE = Path(__file__).parents[2] / "ffi/include/memeff"
+EMULATED = Path(__file__).parents[1] / "emulator/include/memeff"
 
 # A header includes headers of its own folder and of those before it.
 ORDER = ("arch", "core", "layout", "mask", "score", "collective", "schedule", "kernels")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_blockwise_cost import primitives_of
+from jaxprs import primitives_of
 
 import jax_memeff
 from jax_memeff import Mask, Offsets

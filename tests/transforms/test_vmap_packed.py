@@ -47,7 +47,9 @@ def packed(arrays: dict[str, Any]) -> Any:
 every_packed_gradient = gradients_of(packed)
 
 
-@pytest.mark.parametrize("names", [("query",), ("bias",), ("starts",), ("row",), tuple(TOKENS)], ids="-".join)
+@pytest.mark.parametrize(
+    "names", [("query",), ("bias",), ("starts",), ("row",), tuple(TOKENS)], ids="-".join
+)
 def test_packed_sequences(names, assert_close):
     arrays = {name: x if name in names else x[0] for name, x in TOKENS.items()}
     axes = {name: 0 if name in names else None for name in TOKENS}

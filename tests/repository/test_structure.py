@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGES = {"jax_memeff.codegen": ROOT / "codegen", "jax_memeff": ROOT / "jax_memeff"}
 MOST_FILES = 12
 MOST_LINES = 400
@@ -92,8 +92,9 @@ def folders(root: Path) -> Iterable[Path]:
     return (path for path in (root, *root.rglob("*")) if path.is_dir() and "__" not in path.name)
 
 
-def test_folders_of_the_code_generator_are_small():
-    for folder in folders(ROOT / "codegen"):
+@pytest.mark.parametrize("code", ["codegen", "tests"])
+def test_folders_are_small(code):
+    for folder in folders(ROOT / code):
         files = [file.name for file in folder.iterdir() if file.is_file()]
         assert len(files) <= MOST_FILES, f"{folder}: {files}"
 

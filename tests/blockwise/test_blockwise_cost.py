@@ -7,26 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_blockwise import ALL, Case, make, run
+from blockwise_case import ALL, Case, make, run
+from jaxprs import primitives_of
 
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import NeedsGrad, Operands
 from jax_memeff._call.options import Options
-
-
-def primitives_of(jaxpr) -> list:
-    equations = []
-    for equation in jaxpr.eqns:
-        equations.append(equation)
-        for sub in jax.tree.leaves(
-            list(equation.params.values()),
-            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
-        ):
-            if hasattr(sub, "jaxpr") or hasattr(sub, "eqns"):
-                equations += primitives_of(getattr(sub, "jaxpr", sub))
-    return equations
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from jax_memeff import cli
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks/README.md"])
 # A path in a code span begins with a directory of this repository, or is a file in its root.

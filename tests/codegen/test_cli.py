@@ -19,7 +19,7 @@ from jax_memeff.errors import CompileError
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "long_context.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "long_context.py"
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 from several_devices import at, sizes
 
 SCRIPT = Path(__file__).parent / "ring_process.py"
+SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 120
 
 
@@ -31,6 +32,7 @@ def test_a_ring_of_processes_equals_one_device(devices):
             env={
                 **os.environ,
                 "JAX_PLATFORMS": platform,
+                "PYTHONPATH": str(SUPPORT),
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             },
             stdout=subprocess.PIPE,

@@ -27,7 +27,7 @@ from jax_memeff import config
 from jax_memeff._cuda import description
 
 _HERE = Path(__file__).parent
-_ROOT = _HERE.parent.parent
+_ROOT = _HERE.parents[2]
 _OPTIONS = [
     *("-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),

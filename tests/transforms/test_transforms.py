@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from test_blockwise import EVERYTHING, Case, lengths, make
+from blockwise_case import EVERYTHING, Case, lengths, make
 
 import jax_memeff
 from jax_memeff import Mask

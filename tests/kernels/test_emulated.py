@@ -101,6 +101,17 @@ SM80 = [
     Run(Case(B=6, T=70, S=90, N=2, K=1, H=264, shared=SHARED_KEYS)),
     Run(Case(B=6, T=5, S=500, K=1, shared=SHARED_KEYS), splits=True, gradients=False),
 ]
+# A bias of one number a row acts where rows end: in the forward, or after splits in the combine
+# kernel. Some rows have no keys, and some lie beyond the lengths.
+ROWS = ((5, 700), (3, 400), (0, 700), (5, 0))
+SM80 += [
+    Run(Case(B=4, T=5, S=S, N=4, K=1, bias=bias, lengths=lengths), splits=True, gradients=False)
+    for S, bias, lengths in ((700, "BNT1", ROWS), (60, "1NT1", ((5, 60), (3, 40), (0, 60), (5, 0))))
+]
+SM80 += [
+    Run(Case(B=3, T=130, S=150, H=264, bias="1NT1", lengths=((130, 150), (77, 0), (0, 150)))),
+    Run(Case(B=3, T=130, S=150, N=2, K=1, bias="BNT1", lengths=LENGTHS)),
+]
 SM80 += [Run(case, seed=3, unattended=True) for case in MAPPED]
 SM90 = [
     *on_three_schedules(
@@ -118,6 +129,7 @@ TEAMS = [
     for case in (
         Case(B=1, T=200, S=570, N=2, K=1, **CAUSAL),
         Case(B=3, T=130, S=450, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **WINDOW),
+        Case(B=3, T=130, S=450, bias="BNT1", lengths=((130, 450), (77, 0), (0, 450))),
     )
 ]
 SM90 += [

@@ -13,7 +13,7 @@ import pytest
 
 import jax_memeff
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "pair_bias.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "pair_bias.py"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 
 
 @pytest.fixture(scope="module")
