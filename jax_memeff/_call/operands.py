@@ -176,7 +176,7 @@ def _rows_of(operand: features.Operand) -> Iterator[Operand]:
 
 
 def _dims(names: str) -> tuple[str, ...]:
-    """``("batch|1", "heads")`` for ``"B? N"``, without ``pairs``: each pair of ids is two arrays."""
+    """``("batch|1", "heads")`` for ``"B? N"``, without ``pairs``, whose ids are separate arrays."""
     found = (
         _DIM_NAMES.get(name.rstrip("?"), name.rstrip("?")) + "|1" * name.endswith("?")
         for name in names.split()
