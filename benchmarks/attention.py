@@ -1,6 +1,6 @@
 """Times attention against its peers: ``python benchmarks/attention.py --help``.
 
-README.md beside this file says what is timed and how; ``report.py`` turns the results into tables.
+README.md in this folder explains what is timed; ``report.py`` turns the results into tables.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Cell:
         if self.sequences is not None and tokens != (1, *[sum(self.sequences)] * 2):
             raise ValueError(
                 f"sequences of {sum(self.sequences)} tokens need as many queries and keys in one "
-                f"batch element, got batch, query_length, key_length {tokens}"
+                f"batch index, got batch, query_length, key_length {tokens}"
             )
         if self.window is not None and not self.causal:
             raise ValueError(f"window={self.window} needs causal=True, got causal={self.causal}")

@@ -60,7 +60,7 @@ def batch_overhead() -> float:
 
 
 def copy_rate() -> float:
-    """The device's memory bandwidth: bytes read and written per second by a plain copy."""
+    """The device's memory bandwidth: bytes read and written per second by a negation."""
     array = jnp.ones(_COPY_BYTES // 4, jnp.float32)
     timing = measure(
         {"copy": _JittedCall(jnp.negative, array)}, rounds=_ROUNDS, batch_seconds=_BATCH_SECONDS

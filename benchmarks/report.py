@@ -1,9 +1,9 @@
 """Tables and a plot from results: ``python benchmarks/report.py RESULTS.json``.
 
-What it writes stands between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``:
-``tables`` is everything, ``summary`` the ratios alone, ``host`` the host's cost. Results without a
-cell of the main grid are ``features``, or what _BLOCKS says of their cells; those of ring.py are
-``ring``. What was not measured stays.
+It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``. ``tables`` has
+all results, ``summary`` only the ratios, ``host`` the host's cost. Results without a cell of the
+main grid go to ``features``, or to the block that _BLOCKS names for their cells; those of ring.py
+go to ``ring``. Blocks that were not measured are kept.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def ours(document: dict[str, Any]) -> str:
 
 
 def ratios(cells: Iterable[dict[str, Any]], direction: str, own: str, peers: Iterable[str]):
-    """Speed of ours over that of the fastest of ``peers``, by the name of each cell that ours and
-    one of them have a figure for.
+    """The speed of ours over that of the fastest peer, by the name of the cell.
+
+    Only cells with a figure for ours and for a peer are included.
     """
     found = {}
     for cell in cells:
@@ -69,7 +70,7 @@ def summary(document: dict[str, Any]) -> str:
     """Geometric mean and minimum of the ratio against each peer, and in each group of cells
     against the fastest peer of each cell.
 
-    The cells are those that both have a figure for, so their number stands beside.
+    Only cells with figures for both count, so the table has their number.
     """
     own, cells = ours(document), document["cells"]
     compared = {label: (cells, [peer]) for peer, label in document["peers"].items() if peer != own}
@@ -149,11 +150,11 @@ def tables(document: dict[str, Any], plot: str | None) -> str:
     if figures := _figures(document, "forward", reasons, few_queries=True):
         copy = document["device"]["copy_bytes_per_second"] / 1e12
         parts.append(
-            "### Few queries, long keys\n\nForward; keys and values read once, in a second. The "
-            f"device copies {copy:.3g} TB/s, read and written.\n\n{figures}"
+            "### Few queries, long keys\n\nForward: the bytes of keys and values per second. "
+            f"Negating an array reads and writes {copy:.3g} TB/s.\n\n{figures}"
         )
     if memory := _memory(document):
-        parts.append(f"### Memory\n\nBeside operands and results.\n\n{memory}")
+        parts.append(f"### Memory\n\nBeyond operands and results.\n\n{memory}")
     if reasons:
         listed = "\n".join(f"- [{i}] `{reason}`" for i, reason in enumerate(reasons, 1))
         parts.append(f"No figure, because:\n\n{listed}")
