@@ -1,5 +1,6 @@
-// Adds a bias to scores, each lane its own elements from global memory: for the few rows of a split
-// forward, where there is nothing to share, and for wide kernels, where products take much longer.
+// Adds a bias to scores; each lane loads its own elements from global memory. For the few rows of a
+// split-KV forward, without reuse between warps, and for large head dims, whose products take much
+// longer.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,9 +10,9 @@
 
 namespace memeff {
 
-// Elements beyond the bounds, which count from the tile's first element, get a bias of 0.
+// Elements beyond the bounds, which are relative to the tile's first element, get a bias of 0.
 //
-// kPerRow is false for a bias that is broadcast over rows, which is loaded once for all of them.
+// kPerRow is false for a bias that is broadcast over rows; it is loaded once for all of them.
 template <class Element, class Grid, bool kPerRow>
 struct DirectBiasAdder {
   template <class Accumulators>
@@ -73,8 +74,8 @@ CUTE_DEVICE void add_bias_elements(Accumulators& scores, ScoreView const& bias, 
       row_bound, column_bound, bias_scale);
 }
 
-// The bias of a work tile whose first row is `row`, as ScoreModifiers ask for it. Nothing is copied
-// in advance. Without a bias all of it is empty.
+// The bias of a work tile whose first row is `row`, for ScoreModifiers. Nothing is copied in
+// advance. Without a bias it is empty.
 template <class Config, class Grid, class Mask, bool kBias = has_bias_tile<Config>()>
 struct DirectBias {
   ScoreView const& bias;
