@@ -16,6 +16,8 @@ from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.strategy import Strategy
 
+pytestmark = pytest.mark.quick
+
 
 def test_few_work_tiles_use_consumer_groups_on_hopper():
     few = Strategy(query_rows="consumer_groups")

@@ -72,6 +72,7 @@ def test_tiles_with_a_valid_element_are_computed(mask, exact):
     np.testing.assert_array_equal(ranges[..., 1], np.where(computed, index + 1, 0).max(3))
 
 
+@pytest.mark.quick
 def test_disjoint_ids_skip_tiles():
     """Unsorted, with negative ones among them."""
     query = np.repeat([5, 1, 9, 2, 5], QUERY)[:T]
