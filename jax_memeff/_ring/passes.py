@@ -294,7 +294,7 @@ def valid_rows(operands: Operands, ring: Ring) -> jax.Array | bool:
     lengths = operands.mask.query_lengths
     if lengths is None:
         return True
-    own = jnp.asarray(ring.held, lengths.dtype)[lax.axis_index(ring.axis_name)]
+    own = jnp.asarray(ring.chunks, lengths.dtype)[lax.axis_index(ring.axis_name)]
     rows = operands.query.shape[1] // own.size
     positions = (own[:, None] * rows + jnp.arange(rows, dtype=lengths.dtype)).reshape(-1)
     return (positions < lengths[:, None])[..., None]
