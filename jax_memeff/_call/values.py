@@ -117,7 +117,7 @@ def static_number(name: str, value: Any, instead: str) -> float:
             f"{name} must be a number, got {value!r:.80} of type {type(value).__name__}"
         )
     try:
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]
     except OverflowError:
         raise ValueError(f"{name} must be finite, got an integer beyond float64") from None
     if not math.isfinite(number):
