@@ -38,7 +38,7 @@ CHOICE = os.environ.get("JAX_MEMEFF_CLOSURE", datetime.date.today().isoformat())
 
 
 def sample(arch):
-    """Kernels of both directions and of each family, other ones for each architecture and day."""
+    """Kernels of both directions and of each family, different for each architecture and day."""
     generator = random.Random(f"{arch} {CHOICE}")
     groups: dict[tuple, list] = {}
     for spec in [*select.closure(arch), *select.closure(arch, dims=ODD_DIMS)]:
@@ -50,7 +50,7 @@ def sample(arch):
 
 def allowed_spill(spec):
     """What the tile row records; a few registers with features beside window and soft cap, and
-    with rows that are moved in pieces."""
+    with rows that are copied by 4 or 8 bytes."""
     features = any(spec[feature] for feature in (BIAS, DROPOUT, SEGMENTS, BOOLEAN, VARLEN))
     features = features or spec.alignment < 16
     return LARGEST_SPILL if features else spec.tile.spill_bytes

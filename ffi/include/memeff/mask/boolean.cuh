@@ -1,4 +1,4 @@
-// A dense mask: one byte an element, read once.
+// A dense boolean mask: one byte per element, read once.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,7 +7,7 @@
 
 namespace memeff {
 
-// Sets scores to -inf where the mask is false, and beyond the bounds, which count from the tile's
+// Sets scores to -inf if the mask is false, and beyond the bounds, which are relative to the tile's
 // first element.
 template <class Grid>
 struct BooleanMask {
@@ -23,7 +23,7 @@ struct BooleanMask {
     }
   }
 
-  // The same for transposed scores, whose accumulators have columns of the mask as rows.
+  // The same for transposed scores: rows of the accumulators are columns of the mask.
   template <class Accumulators>
   CUTE_DEVICE static void apply_transposed(Accumulators& scores, Plane const& plane, int row_bound,
                                            int column_bound) {

@@ -1,5 +1,6 @@
-// Adds a bias to scores, each lane its own elements from global memory: for the few rows of a split
-// forward, where there is nothing to share, and for wide kernels, where products take much longer.
+// Adds a bias to scores; each lane loads its own elements from global memory. For the few rows of a
+// split-KV forward, without reuse between warps, and for large head dims, whose products take much
+// longer.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,9 +10,9 @@
 
 namespace memeff {
 
-// Elements beyond the bounds, which count from the tile's first element, get a bias of 0.
+// Elements beyond the bounds, which are relative to the tile's first element, get a bias of 0.
 //
-// kPerRow is false for a bias that is broadcast over rows, which is loaded once for all of them.
+// kPerRow is false for a bias that is broadcast over rows; it is loaded once for all of them.
 template <class Element, class Grid, bool kPerRow>
 struct DirectBiasAdder {
   template <class Accumulators>

@@ -1,5 +1,5 @@
-// A bias where no shared memory is left for it: each lane loads its own elements, while the tensor
-// cores compute the scores, and adds them when they have.
+// A bias in registers, for kernels without shared memory for it. Each lane loads its own elements
+// while the tensor cores compute the scores, and adds them afterwards.
 #pragma once
 
 #include <memeff/score/bias/direct.cuh>
@@ -7,14 +7,14 @@
 
 namespace memeff {
 
-// Elements of 16 bits wait in registers, a pair in each.
+// Elements of 16 bits are kept in registers, two in each.
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool holds_bias() {
   if constexpr (has_bias_tile<Config>()) return sizeof(typename Config::BiasElement) == 2;
   return false;
 }
 
-// Of a tile of kRows x kColumns scores that warps share as Grid says. Nothing without a bias.
+// The bias of a tile of kRows x kColumns scores that warps divide as in Grid. Empty without a bias.
 template <class Config, class Grid, int kRows, int kColumns, bool kBias = has_bias_tile<Config>(),
           bool kHolds = holds_bias<Config>()>
 struct RegisterBias {
@@ -26,13 +26,13 @@ struct RegisterBias {
 template <class Config, class Grid, int kRows, int kColumns>
 struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
   using Element = typename Config::BiasElement;
-  // One row of elements serves all where the bias is broadcast over rows.
+  // If the bias is broadcast over rows, one row of elements serves all.
   static constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
   static constexpr int kLaneRows = kPerRow ? 2 * Grid::kRowBlocks : 1;
   static constexpr int kPairs = 2 * Grid::kColumnBlocks;
   uint32_t pairs[kLaneRows][kPairs];
 
-  // The tile at (row, column) of the scores. Elements beyond the bounds, which count from there,
+  // The tile at (row, column) of the scores. Elements beyond the bounds, which are relative to it,
   // are 0.
   CUTE_DEVICE RegisterBias(ScoreView const& bias, int batch, int head, int row, int column,
                            int row_bound, int column_bound) {
@@ -64,7 +64,7 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
     return kPerRow ? Grid::element_row(2 * (r % 2), r / 2, thread_index()) : 0;
   }
 
-  // No load waits for a branch.
+  // Without branches, so that all loads are issued together.
   CUTE_DEVICE void load_whole(ScorePlane<Element> const& plane) {
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) {
@@ -91,7 +91,7 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
   }
 };
 
-// Elements of 32 bits, of which there would be too many, are loaded when they are added.
+// Elements of 32 bits would take too many registers; they are loaded when they are added.
 template <class Config, class Grid, int kRows, int kColumns>
 struct RegisterBias<Config, Grid, kRows, kColumns, true, false> {
   using Element = typename Config::BiasElement;
