@@ -173,8 +173,8 @@ struct FmhaForwardSplitSm80 {
       warp_gemm<Element, Config::kHeadDim / 16>(scores, query, KeyOperand(stage_tiles, 0));
 
       modifiers.forward(scores, rows, column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch, item.head,
-                                                rows.row, column);
+      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
+                                                item.head, rows.row, column);
       softmax.step(scores, output, params.scale.softmax_scale);
       auto probabilities = as_left_operand<Element>(scores);
       Dropped::apply(params, item.batch, item.head, rows.row, column, probabilities);
