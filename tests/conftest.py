@@ -24,7 +24,9 @@ def pytest_sessionstart():
         jax.config.update("jax_disable_most_optimizations", True)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers for -m
+def pytest_collection_modifyitems(config, items):
+    choose_quick_cases(items, complete=not any("::" in word for word in config.args))
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if not on_gpu:
         return
@@ -34,6 +36,24 @@ def pytest_collection_modifyitems(items):
         reason = f"needs a CUDA device, and jax says: {str(error).splitlines()[0]}"
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def choose_quick_cases(items, complete: bool) -> None:
+    """``@pytest.mark.quick("id", ...)`` marks those cases of a test alone, and not the others.
+
+    Args:
+        complete: whether all cases of a test are among the items, so that a name of none is wrong.
+    """
+    unknown: dict[tuple, set[str]] = {}
+    for item in items:
+        if not (mark := item.get_closest_marker("quick")) or not mark.args:
+            continue
+        names = unknown.setdefault((item.path, item.originalname), set(mark.args))
+        names.discard(item.callspec.id)
+        if item.callspec.id not in mark.args:
+            item.own_markers = [own for own in item.own_markers if own.name != "quick"]
+    if complete and (wrong := {name: ids for (_, name), ids in unknown.items() if ids}):
+        raise pytest.UsageError(f"quick names cases that there are not: {wrong}")
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from .bias import BIAS, AskedBias, CompiledBias
 from .deterministic import DETERMINISTIC
 from .feature import OPERANDS, Feature, Flag, Operand
 from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
+from .sinks import SINKS
 
 __all__ = [
     "BIAS",
@@ -27,6 +28,7 @@ __all__ = [
     "MASK",
     "POSITION",
     "SEGMENTS",
+    "SINKS",
     "SOFT_CAP",
     "VARLEN",
     "AskedBias",
@@ -97,6 +99,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     SOFT_CAP,
     DROPOUT,
     BIAS,
+    SINKS,
     DETERMINISTIC,
 )
 """In the order of names, configurations and reasons. ``Feature`` says what an entry has."""

@@ -94,6 +94,7 @@ def common(
         state = dropout.state(key, scores[0], scores[1], offsets)
     arrays = {
         "bias": argument_arrays.bias(bias, dtype, scores),
+        "sinks": argument_arrays.sinks(arguments["sinks"], dtype, scores[1]),
         "dropout": state,
         "position": None if offsets is None else offsets.position(),
     }

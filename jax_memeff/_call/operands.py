@@ -51,6 +51,8 @@ class Operands(NamedTuple):
     dropout: DropoutState | None
     position: Position | None
     sequences: Sequences | None = None
+    sinks: jax.Array | None = None
+    """[1|B, N], or fewer batch indices, of the dtype of the logsumexp"""
 
     @property
     def scores(self) -> tuple[int, int, int, int]:
@@ -71,6 +73,7 @@ class QkvPackedOperands(NamedTuple):
     mask: Mask
     dropout: DropoutState | None
     position: Position | None
+    sinks: jax.Array | None = None
 
     def separate(self) -> Operands:
         """The same call with three arrays."""
@@ -93,6 +96,7 @@ class NeedsGrad(NamedTuple):
     key: bool
     value: bool
     bias: bool
+    sinks: bool = False
 
 
 class Gradients(NamedTuple):
@@ -102,6 +106,7 @@ class Gradients(NamedTuple):
     key: jax.Array | None
     value: jax.Array | None
     bias: jax.Array | None
+    sinks: jax.Array | None = None
 
 
 class QkvPackedGradients(NamedTuple):
@@ -109,6 +114,7 @@ class QkvPackedGradients(NamedTuple):
 
     query_key_value: jax.Array | None
     bias: jax.Array | None
+    sinks: jax.Array | None = None
 
 
 AnyGradients = Gradients | QkvPackedGradients

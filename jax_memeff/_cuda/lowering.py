@@ -19,7 +19,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_memeff import config
-from jax_memeff._call import divisors
+from jax_memeff._call import divisors, sinks
 from jax_memeff._call.mask import Window
 from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands, differentiable
 from jax_memeff._call.options import Options
@@ -86,13 +86,13 @@ def lower_backward(
     ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options, needs_grad: NeedsGrad
 ):
     """Lowering rule of ``attention_bwd`` on CUDA."""
-    avals, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
+    types, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, values)
-    inputs = buffers.of_operands(ctx, avals, operands, options)
+    inputs = buffers.of_operands(ctx, types, operands, options)
     names = [f"{name}_gradient" for name in _needed(needs_grad)]
-    if isinstance(avals, QkvPackedOperands) and needs_grad.query:
+    if isinstance(types, QkvPackedOperands) and needs_grad.query:
         names = ["+".join(names[:3]), *names[3:]]
-    avals = _separate(avals)
+    avals = _separate(types)
     specs = kernels(avals, options, needs_grad=needs_grad)
     inputs += buffers.of_block_masks(ctx, avals, operands.mask, options.divisors, specs)
     named = zip(
@@ -103,6 +103,8 @@ def lower_backward(
         strict=True,
     )
     gradients = [Buffer(name, aval) for name, aval in zip(names, ctx.avals_out, strict=True)]
+    if needs_grad.sinks:
+        gradients[-1] = Buffer("delta", residual_avals[1], layout=_ROW_STATISTICS)
     results = _custom_call(
         ctx,
         _BACKWARD_TARGET,
@@ -116,8 +118,29 @@ def lower_backward(
         ],
         specs=specs,
         **_scores(avals, options),
-    )
-    return results[: len(gradients)]
+    )[: len(gradients)]
+    if not needs_grad.sinks:
+        return results
+    *others, delta = results
+    arrays = (types, gradients[-1].aval, gradients[-1].aval), (operands, residuals[1], delta)
+    return [*others, *_sinks_gradient(ctx, *arrays, options)]
+
+
+def _sinks_gradient(
+    ctx: mlir.LoweringRuleContext, avals: Any, values: Any, options: Options
+) -> Sequence[Any]:
+    """The gradient of the sinks, which XLA computes. ``avals`` and ``values`` are the operands, the
+    logsumexp, and the delta that the kernels leave.
+    """
+    leaves, tree = jax.tree.flatten(avals)
+
+    def gradient(*arrays: jax.Array) -> jax.Array:
+        operands, lse, delta = jax.tree.unflatten(tree, arrays)
+        return sinks.gradient(operands, options, lse, delta)
+
+    context = ctx.replace(avals_in=leaves, avals_out=ctx.avals_out[-1:])
+    lower = mlir.lower_fun(gradient, multiple_results=False)
+    return lower(context, *jax.tree.leaves(values))
 
 
 def _workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:

@@ -84,7 +84,8 @@ class _Fold(NamedTuple):
 
     def repeated_scalar(self, x: _Array) -> jax.Array:
         """[size * batch] of a mapped scalar."""
-        return jnp.repeat(x.array, self.batch, total_repeat_length=self.size * self.batch)
+        # Not jnp.repeat, whose gather moves sharded positions between devices.
+        return jnp.broadcast_to(x.array[:, None], (self.size, self.batch)).reshape(-1)
 
     def kept(self, x: _Array, divisor: int) -> tuple[jax.Array, int]:
         """An operand with a divisor, and its divisor in the folded call."""

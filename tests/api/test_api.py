@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 
 import jax_memeff
 from jax_memeff import Mask, Offsets
@@ -19,10 +20,6 @@ from jax_memeff._op.primitives import attention_fwd_p
 
 attention: Any = jax_memeff.dot_product_attention
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 QUERY, KEY, VALUE = normal(0, B, T, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
@@ -40,6 +37,7 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.quick
 def test_import_is_light():
     """Flax, the code generator's compiler and plotting wait until somebody asks for them."""
     heavy = ("jax", "flax", "cuda", "matplotlib", "rich", "jax_memeff._cuda", "jax_memeff.codegen")
@@ -53,6 +51,7 @@ def test_import_is_light():
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.quick
 def test_public_names():
     public = {name for name in dir(jax_memeff) if not name.startswith("_")}
     assert public == {
@@ -77,6 +76,7 @@ def test_public_names():
         _ = jax_memeff.colour  # type: ignore[attr-defined]
 
 
+@pytest.mark.quick
 def test_jit_equals_eager(assert_close):
     eager = attention(QUERY, KEY, VALUE, **EVERYTHING)
     jitted = jax.jit(functools.partial(attention, **EVERYTHING))(QUERY, KEY, VALUE)
@@ -214,6 +214,7 @@ def test_blockwise_path_lowers_everywhere(platform):
     assert "custom_call" not in traced.lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.quick
 def test_one_primitive_serves_a_call():
     jaxpr = jax.make_jaxpr(functools.partial(attention, is_causal=True))(QUERY, KEY, VALUE)
     assert attention_fwd_p.name in str(jaxpr)
@@ -342,6 +343,7 @@ def test_signatures_are_shown_in_full(name):
     assert "dropout_rate: 'float' = 0.0" in shown and "Unpack" not in shown
 
 
+@pytest.mark.quick
 def test_every_argument_is_documented():
     documented = inspect.getdoc(attention) or ""
     for name in inspect.signature(attention).parameters:

@@ -10,6 +10,8 @@ from jax_memeff._call import dropout
 from jax_memeff._call.offsets import Offsets, Position
 from jax_memeff._call.operands import DropoutState
 
+pytestmark = pytest.mark.quick
+
 KEY = (0x12345678, 0x9ABCDEF0)
 
 

@@ -9,6 +9,8 @@ import pytest
 from jax_memeff._call.mask import Mask, Window, tiles
 from jax_memeff._call.offsets import Position
 
+pytestmark = pytest.mark.quick
+
 B, N, T, S = 2, 3, 7, 10
 RNG = np.random.default_rng(0)
 BOOLEAN = RNG.random((B, N, T, S)) < 0.6
@@ -144,6 +146,8 @@ def test_a_mask_is_a_pytree_with_static_windows():
 def test_constructors_refuse_what_they_cannot_mean():
     with pytest.raises(ValueError, match="'top_left' or 'bottom_right', got 'centre'"):
         Mask.causal("centre")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'top_left' or 'bottom_right', got array\(\[1, 2\]\)"):
+        Mask.causal(np.array([1, 2]))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"window left must be a Python integer or None, got 1\.5"):
         Mask.window(1.5, 0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"window right must be .* got a traced value"):

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 
 import jax_memeff
 from jax_memeff import Mask, Offsets
 
 B, T, N, H = 2, 37, 4, 16
-QKV = jax.random.normal(jax.random.key(0), (B, T, 3, N, H))
-BIAS = jax.random.normal(jax.random.key(1), (1, N, T, T))
+QKV = normal(0, B, T, 3, N, H)
+BIAS = normal(1, 1, N, T, T)
 DROPOUT: Any = {"dropout_rate": 0.3, "dropout_key": jax.random.key(2)}
 
 
@@ -28,6 +29,7 @@ def loss(attention, qkv, bias, **features):
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(lse == -jnp.inf, 0, lse)), out
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "features",
     [

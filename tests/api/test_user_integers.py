@@ -75,6 +75,7 @@ def test_ids_that_fit_cost_one_pair_and_skip_what_they_did():
         assert found is not None and bool(found) == (row == col)
 
 
+@pytest.mark.quick
 def test_attention_of_hashed_ids(assert_close):
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))
     ids = np.array([7, 7 + 2**32, 7, 7 + 2**32])
@@ -109,6 +110,7 @@ ATTENTION: Any = jax_memeff.dot_product_attention
 ZEROS = jnp.zeros((2, 5, 4, 8))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [

@@ -75,6 +75,7 @@ def _small_blocks():
         yield
 
 
+@pytest.mark.quick("everything", "causal", "bias_per_head", "everything_bfloat16", "size_3_65")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_oracle(name):
     case = CASES[name]
@@ -119,6 +120,7 @@ def test_blocks_do_not_change_the_bits_that_are_dropped(block, monkeypatch):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.quick("S")
 @pytest.mark.parametrize("empty", ["B", "T", "S", "Hv", "H", "N"])
 def test_zero_sizes(empty):
     sizes: dict[str, Any] = {empty: 0, "K": 0} if empty == "N" else {empty: 0}
@@ -156,6 +158,7 @@ def test_garbage_beyond_the_lengths_reaches_nothing():
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.quick("segments")
 @pytest.mark.parametrize("reason", ["boolean", "bias", "segments", "lengths", "window"])
 def test_rows_without_keys(reason):
     mask = {
@@ -214,6 +217,7 @@ def test_a_chunk_with_its_position_is_a_slice_of_the_whole():
     np.testing.assert_allclose(np.concatenate(dkeys, 1), gradients.key, atol=2e-6)
 
 
+@pytest.mark.quick
 def test_skipped_tiles_are_not_computed():
     operands, options, _, _ = make(Case(mask=lambda c, r: Mask.causal(), T=64, S=64))
     # Keys of tiles above the diagonal are NaN: a tile that is computed shows.

@@ -45,6 +45,7 @@ def test_what_is_not_wanted_is_not_computed(needs_grad, products):
     assert names.count("dot_general") == products
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("bias", [None, (1, 1, 1, 16384), (1, 4, 16384, 1), (1, 1, 1, 1)])
 def test_no_intermediate_is_quadratic(bias):
     B, T, N, H = 1, 16384, 4, 32

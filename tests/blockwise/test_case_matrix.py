@@ -30,6 +30,7 @@ def kernels(case):
     ]
 
 
+@pytest.mark.quick
 def test_every_pair_of_values_occurs():
     rows = case_matrix.rows().values()
     for one, other in itertools.combinations(AXES, 2):
@@ -49,6 +50,7 @@ def test_what_is_sanitized_is_among_the_cases():
     assert max(max(case.T, case.S, case.H) for case in sanitized) <= 320
 
 
+@pytest.mark.quick
 def test_every_case_has_kernels(archs):
     for case in case_matrix.cases():
         kernels(case)

@@ -63,6 +63,7 @@ def test_info_times_each_step(capsys, monkeypatch):
         assert step in out
 
 
+@pytest.mark.quick
 def test_explain_shows_choice_grid_and_source(capsys):
     code, out = run(
         capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a",
@@ -178,6 +179,7 @@ def test_explain_tells_why_each_kernel_is_rejected(capsys):
             assert reason.split()[0] in text
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -23,6 +23,8 @@ from jax_memeff.codegen.strategy import Strategy
 from jax_memeff.codegen.toolchain import resources
 from jax_memeff.errors import UnsupportedError
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden"
 PARTS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_90a")

@@ -17,6 +17,8 @@ from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import Grid
 from jax_memeff.codegen.strategy import Strategy
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_few_tiles_of_short_keys_share_their_rows_on_hopper():
     few = Strategy(query_rows="consumer_groups")

@@ -81,6 +81,7 @@ def test_unigram_entropy(example):
     assert entropy == pytest.approx(1.5 * math.log(2))
 
 
+@pytest.mark.quick
 def test_text_is_split_by_file_and_deterministic(example, text):
     again = example.standard_library_text()
     for part, repeated in zip(text, again, strict=True):
@@ -152,6 +153,7 @@ def test_the_remaining_time_and_the_first_curve_come_early(example, tmp_path, mo
     assert "seconds more at this rate" in capsys.readouterr().out
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "arguments, message",
     [

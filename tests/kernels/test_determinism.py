@@ -46,6 +46,7 @@ REPEATED = [
 GRADIENTS = ("query", "key", "value", "bias")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("changes", "ordered", "bias_gradient"),
     [
@@ -93,6 +94,7 @@ def test_hopper_kernels_have_an_order_where_gradients_have_no_owner(changes, ord
     assert f"kOrdersQueries = {str(ordered).lower()};" in emit.source(spec)
 
 
+@pytest.mark.quick
 def test_forwards_are_the_same_kernels():
     plain = Problem("forward", "bf16", 64, 64, "sm_80")
     asked = dataclasses.replace(plain, features={"deterministic": True})

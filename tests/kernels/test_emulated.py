@@ -112,6 +112,15 @@ SM80 += [
     Run(Case(B=3, T=130, S=150, H=264, bias="1NT1", lengths=((130, 150), (77, 0), (0, 150)))),
     Run(Case(B=3, T=130, S=150, N=2, K=1, bias="BNT1", lengths=LENGTHS)),
 ]
+SINKS = functools.partial(Case, sinks=True)
+SM80 += [
+    Run(SINKS(B=3, T=130, S=150, N=4, K=2, lengths=LENGTHS, dropout=0.2, **CAUSAL)),
+    Run(SINKS(B=3, T=130, S=150, bias="BNT1", lengths=LENGTHS, packed=True)),
+    Run(SINKS(B=3, T=130, S=150, H=264, soft_cap=2.0, lengths=((130, 150), (77, 0), (0, 150)))),
+    Run(SINKS(B=4, T=5, S=700, N=4, K=1, lengths=ROWS), splits=True, gradients=False),
+    Run(SINKS(B=4, T=5, S=700, N=4, K=1, bias="BNT1", lengths=ROWS), splits=True, gradients=False),
+    Run(SINKS(B=1, T=5, S=60, N=4, K=1), splits=True, gradients=False),
+]
 SM80 += [Run(case, seed=3, unattended=True) for case in MAPPED]
 SM90 = [
     *on_three_schedules(
@@ -132,6 +141,21 @@ TEAMS = [
         Case(B=3, T=130, S=450, bias="BNT1", lengths=((130, 450), (77, 0), (0, 450))),
     )
 ]
+SM90 += [
+    Run(SINKS(B=2, T=200, S=150, N=4, K=2, deterministic=True, **CAUSAL), arch="sm_90a"),
+    Run(SINKS(B=2, T=130, S=150, H=128, bias="1NT1", lengths=LENGTHS[:2]), arch="sm_90a"),
+    Run(SINKS(B=1, T=130, S=150, N=2, K=1, H=256), arch="sm_90a"),
+]
+TEAMS.append(
+    Run(
+        SINKS(B=3, T=130, S=450, lengths=((130, 450), (77, 0), (0, 450))),
+        arch="sm_90a",
+        seed=2,
+        multiprocessors=2,
+        splits=True,
+        gradients=False,
+    )
+)
 SM90 += [
     Run(case, "sm_90a", seed=3, multiprocessors=1, gradients=not case.dropout, unattended=True)
     for case in MAPPED
@@ -289,6 +313,7 @@ def results(run):
         return jax.tree.map(np.asarray, found)
 
 
+@pytest.mark.quick(str(SM80[3]), str(SM90[0]))
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_matches_the_oracle(run, machine):
     found = machine.submit(results, run).result(timeout=600)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 from flax import nnx
 from test_jax_nn_parity import BIAS, CASES, MASK, operands
 
@@ -21,7 +22,7 @@ import jax_memeff
 from jax_memeff import patch_jax_nn
 
 ORIGINAL: Any = jax.nn.dot_product_attention
-X = jax.random.normal(jax.random.key(0), (2, 12, 32))
+X = normal(0, 2, 12, 32)
 
 
 def patched(*args: Any, **kwargs: Any) -> Any:
@@ -255,6 +256,7 @@ def call():
     return patched(QUERY, KEY, VALUE)
 
 
+@pytest.mark.quick
 def test_nested_patches_end_in_any_order():
     first, second = patch_jax_nn(), patch_jax_nn()
     wrapper = jax.nn.dot_product_attention
@@ -316,6 +318,7 @@ def test_a_replacement_by_somebody_else_stays(monkeypatch):
     jax.nn.dot_product_attention = ORIGINAL
 
 
+@pytest.mark.quick
 def test_every_thread_sees_the_patch():
     with patch_jax_nn(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(is_ours, call).result()

@@ -93,6 +93,7 @@ def test_nonzero_attends(dtype):
     assert_close(attention_fn(*arrays(2), mask=scaled), expected)
 
 
+@pytest.mark.quick
 def test_row_without_keys_is_zero():
     mask = boolean(4, 2, 1, ROWS, COLUMNS).at[:, :, 2].set(False)
     out = attention_fn(*arrays(2), mask=mask)

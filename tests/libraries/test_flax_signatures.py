@@ -45,6 +45,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_argument_of_flax_is_one_here(name):
     """Under the same name, of the same kind, with the same default, at the same position.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 
 import jax_memeff
 
@@ -23,10 +24,6 @@ THEIRS: Any = jax.nn.dot_product_attention
 unoptimised: Any = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0}
 )
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def operands(dtype=jnp.float32):
@@ -79,6 +76,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick("all")
 @pytest.mark.parametrize("name", CASES)
 def test_output_residual_and_gradients(name, assert_close):
     arguments = dict(CASES[name])

@@ -72,6 +72,7 @@ def test_tiles_are_visited_where_an_element_is_valid(mask, exact):
     np.testing.assert_array_equal(ranges[..., 1], np.where(visited, index + 1, 0).max(3))
 
 
+@pytest.mark.quick
 def test_ids_that_are_apart_leave_tiles_out():
     """In no order, and negative ones among them."""
     query = np.repeat([5, 1, 9, 2, 5], QUERY)[:T]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_memeff
-from jax_memeff import Mask, UnsupportedError
+from jax_memeff import Mask, Offsets, UnsupportedError
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff.codegen.features import (
     BIAS,
@@ -75,6 +75,7 @@ def test_the_program_is_the_same_in_every_lowering(fake_compiler):
     assert lower(jax.grad(loss), *shapes()) == first
 
 
+@pytest.mark.quick
 def test_kernels_do_not_depend_on_sizes(fake_compiler):
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -118,12 +119,14 @@ def test_values_do_not_make_kernels(fake_compiler):
     assert len(fake_compiler) == 1
 
 
+@pytest.mark.quick
 def test_only_wanted_gradients_are_results(fake_compiler):
     text = lower(jax.grad(loss, 1), *shapes())
     assert 'results = "key_gradient,row_statistics"' in text
     assert {spec.gradients for spec, _ in fake_compiler} == {(), ("key",)}
 
 
+@pytest.mark.quick
 def test_masks_that_are_arrays_bring_maps_of_tiles(fake_compiler, monkeypatch):
     """For the tiles of each kernel, once for all heads and batch elements that share the mask."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_86")
@@ -145,6 +148,7 @@ def test_several_architectures(fake_compiler, monkeypatch):
     assert [arch for _, arch in fake_compiler] == ["sm_90a", "compute_80"]
 
 
+@pytest.mark.quick
 def test_what_no_kernel_does_raises():
     with pytest.raises(UnsupportedError, match="head_dim is 65537, and the largest") as caught:
         lower(loss, *shapes(H=65537))
@@ -325,6 +329,43 @@ def test_windows_reach_the_host_as_far_as_offsets_do(window, host, fake_compiler
     text = lower(lambda *x: loss(*x, mask=Mask.window(*window)), *shapes())
     unbounded = cuda.UNBOUNDED
     assert f"windows = dense<[{host[0]}, {host[1]}, {unbounded}, {unbounded}]>" in text
+
+
+@pytest.mark.parametrize("per_batch_index", [False, True])
+def test_positions_reach_the_kernels_as_one_for_each_batch_index(per_batch_index, fake_compiler):
+    first = jax.ShapeDtypeStruct((2,) if per_batch_index else (), jnp.int32)
+
+    def positioned(first, *x):
+        return loss(*x, is_causal=True, offsets=Offsets(query=first, key=16))
+
+    for call in attention_calls(lower(jax.grad(positioned, 1), first, *shapes())):
+        names = names_of(call).split(",")
+        operands, _ = types_of(call)
+        for name in ("query_position", "key_position"):
+            assert operands[names.index(name)] == "2xi32"
+
+
+def test_mapped_positions_are_one_call(fake_compiler):
+    def positioned(first, *x):
+        return loss(*x, is_causal=True, offsets=Offsets(query=first))
+
+    first = jax.ShapeDtypeStruct((3,), jnp.int32)
+    mapped = jax.vmap(positioned, (0, None, None, None))
+    (call,) = attention_calls(lower(mapped, first, *shapes()))
+    operands, _ = types_of(call)
+    assert operands[names_of(call).split(",").index("query_position")] == "6xi32"
+
+
+def test_positions_of_packed_sequences(fake_compiler):
+    first = jax.ShapeDtypeStruct((7,), jnp.int32)
+    text = lower(
+        lambda first, *x: varlen_loss(*x, offsets=Offsets(query=first), is_causal=True),
+        first,
+        *varlen_shapes(sequences=7),
+    )
+    (call,) = attention_calls(text)
+    operands, _ = types_of(call)
+    assert operands[names_of(call).split(",").index("query_position")] == "7xi32"
 
 
 def attention_calls(text):

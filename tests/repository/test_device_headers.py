@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 INCLUDE = Path(__file__).parents[2] / "ffi/include/memeff"
 EMULATED = Path(__file__).parents[1] / "emulator/include/memeff"
 

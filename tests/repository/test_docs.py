@@ -49,6 +49,7 @@ def test_examples_run(page):
         exec(compile(code, str(page), "exec"), {})
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_paths_exist(page):
     text = page.read_text()
@@ -82,6 +83,7 @@ def test_readme_has_the_commands_that_ci_runs():
     assert done.stdout == example + tests
 
 
+@pytest.mark.quick
 def test_support_table_is_up_to_date():
     path = ROOT / "docs/support_table.py"
     spec = importlib.util.spec_from_file_location("support_table", path)
@@ -95,6 +97,7 @@ def test_support_table_is_up_to_date():
     assert text == module.updated(text), "run: python docs/support_table.py"
 
 
+@pytest.mark.quick
 def test_commands_of_the_readme_are_understood(monkeypatch, capsys):
     """Parsed, not run: what each does has tests of its own."""
     commands = re.findall(r"^\| `python -m jax_memeff ([^`]+)`", README.read_text(), re.MULTILINE)
@@ -104,6 +107,7 @@ def test_commands_of_the_readme_are_understood(monkeypatch, capsys):
         assert cli._parser().parse_args(arguments).command
 
 
+@pytest.mark.quick
 def test_environment_variables_are_documented():
     source = (ROOT / "jax_memeff/config.py").read_text()
     variables = set(re.findall(r"JAX_MEMEFF_\w+", source))

@@ -12,6 +12,8 @@ import pytest
 
 import jax_memeff
 
+pytestmark = pytest.mark.quick
+
 PACKAGE = Path(jax_memeff.__file__).parent
 
 BELOW = {

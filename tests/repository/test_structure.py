@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"jax_memeff.codegen": ROOT / "codegen", "jax_memeff": ROOT / "jax_memeff"}
 MOST_FILES = 12

@@ -28,6 +28,7 @@ LAYOUTS = ("contiguous", "zigzag")
 HOST = jax.devices("cpu")[:4]
 
 
+@pytest.mark.quick("boolean-zigzag-ring-cpu4")
 @at(
     "name, layout, method, devices",
     cpu=[
@@ -200,6 +201,7 @@ def pairs_of_chunks(layout: str, devices: int, mask: Mask, rows: int, columns: i
     return [pairs[rank] for rank in range(devices)]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("layout, devices", [*itertools.product(LAYOUTS, (1, 2, 3, 5))])
 @pytest.mark.parametrize(
     "left, right",
@@ -253,6 +255,7 @@ def test_kernels_run_only_for_products_that_are_not_masked(monkeypatch, layout, 
     assert [executed[rank] for rank in range(len(HOST))] == list(map(len, expected))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "arguments, message",
     [

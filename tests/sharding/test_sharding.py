@@ -63,6 +63,7 @@ def unsharded(sizes):
     return operands, features, jax.tree.map(np.asarray, function(*operands))
 
 
+@pytest.mark.quick("cpu8-AxisType.Auto")
 @auto_and_explicit
 @on_every_platform
 def test_grouped_heads_bias_lengths_and_dropout(axis_type, devices, assert_close):
@@ -299,6 +300,7 @@ WRONG = {
 }
 
 
+@pytest.mark.quick
 @auto_and_explicit
 @pytest.mark.parametrize("specs, message", WRONG.values(), ids=WRONG)
 def test_errors_name_the_axis_and_the_remedy(axis_type, specs, message):

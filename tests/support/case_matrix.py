@@ -227,6 +227,7 @@ def _described(row: Row) -> Case:
         block=30 if blocks else None,
         boolean=row["boolean"],
         dropout=row["dropout"],
+        sinks=row["sinks"],
         position=position,
         deterministic=row["deterministic"],
     )

@@ -87,6 +87,7 @@ def test_kernels_keep_their_accumulators_in_registers(arch, tmp_path, monkeypatc
     assert not wrong, "\n".join([f"on {arch}, JAX_MEMEFF_CLOSURE={CHOICE}:", *wrong])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("arch", ARCHS)
 def test_allowed_spills_are_small(arch):
     for kernel, dtype in itertools.product(KERNELS, SPEC_DTYPES):

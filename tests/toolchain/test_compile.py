@@ -132,6 +132,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 42
 
 
+@pytest.mark.quick
 def test_damaged_entry_is_compiled_again(cache):
     good = compiler.compile_source(TINY, "sm_80", ["tiny"])
     (entry,) = [file for file in cache.rglob("*") if file.is_file()]
@@ -179,6 +180,7 @@ def test_key_depends_on_what_headers_say_not_on_where_they_are(cache, tmp_path, 
     assert not is_cached()
 
 
+@pytest.mark.quick
 def test_compile_error_shows_the_first_error_and_the_versions(cache):
     with pytest.raises(CompileError) as raised:
         compiler.compile_source(TINY.replace("2.f", "two"), "sm_80", ["tiny"])

@@ -120,6 +120,7 @@ def test_a_damaged_entry_is_a_miss_whatever_the_directory_allows(
     assert ProgramCache(tmp_path).get(KEY) == (b"payload" if unlinkable else None)
 
 
+@pytest.mark.quick
 def test_an_entry_under_the_name_of_another_is_a_miss(tmp_path):
     stored(tmp_path).rename(entry(tmp_path, OTHER))
     assert ProgramCache(tmp_path).get(OTHER) is None
@@ -146,6 +147,7 @@ def test_an_image_of_another_size_is_a_miss():
     assert compiler._unpack(payload + b"s", ("name",), 0.0) is None
 
 
+@pytest.mark.quick
 def test_the_key_covers_all_that_a_kernel_depends_on(monkeypatch):
     arguments = ("source", "sm_80", ["name"])
     keys = [compiler._key(*arguments)]

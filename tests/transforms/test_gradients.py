@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from arrays import normal
 
 import jax_memeff
 from jax_memeff import Mask
@@ -15,10 +16,6 @@ from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 
 B, T, S, N, K, H = 2, 9, 11, 4, 2, 8
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 QUERY, KEY, VALUE = normal(0, B, T, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
@@ -69,6 +66,7 @@ def compare_with_oracle(results, gradients, bias, dout, dlse, mask=None):
         oracle.check(name, got, want.reshape(got.shape))
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
 def test_gradients_of_everything_through_output_and_residual(bias):
     # Row 0 has no keys.
@@ -113,6 +111,7 @@ def test_float64(x64):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (1, 2), (0, 1, 2, 3)])
 def test_only_wanted_gradients_are_computed(wanted, assert_close):
     def loss(*operands):

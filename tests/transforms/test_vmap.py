@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 from jaxprs import primitives_of
 
 import jax_memeff
@@ -16,10 +17,6 @@ from jax_memeff import Mask, Offsets
 
 SIZE, B, T, S, N, K, H = 3, 2, 5, 7, 4, 2, 8
 UNOPTIMISED = {"xla_backend_optimization_level": 0}
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 ARRAYS = {
@@ -117,6 +114,7 @@ def names_of(function: Any, *arguments: Any) -> list[str]:
 every_gradient = gradients_of(everything)
 
 
+@pytest.mark.quick("value-lengths")
 @pytest.mark.parametrize(
     "names",
     [
@@ -149,6 +147,7 @@ def call_of(name: str, function: Any, *arguments: Any) -> tuple[list[Any], list[
     return next(shapes), next(shapes)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("names", [("query",), ("query", "head_bias"), ("query", "shared_mask")])
 def test_what_is_not_mapped_is_not_repeated(names, assert_close):
     wanted = ("query", "key", "value", "head_bias", "shared_mask")

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from test_vmap import SIZE, B, H, N, T, gradients_of, names_of, normal, one_by_one, run
+from arrays import normal
+from test_vmap import SIZE, B, H, N, T, gradients_of, names_of, one_by_one, run
 
 import jax_memeff
 from jax_memeff import Mask, Offsets

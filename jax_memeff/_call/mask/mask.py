@@ -112,11 +112,10 @@ class Mask:
                [0, 1, 1]], dtype=int32)
         """
         window = Window.of(_bound("left", left), _bound("right", right))
-        if alignment == "top_left":
-            return Mask(top_left=window)
-        if alignment == "bottom_right":
-            return Mask(bottom_right=window)
-        raise ValueError(f"alignment: expected 'top_left' or 'bottom_right', got {alignment!r}")
+        # An array would compare element by element.
+        if isinstance(alignment, str) and alignment in ("top_left", "bottom_right"):
+            return Mask(**{alignment: window})
+        raise ValueError(f"alignment: expected 'top_left' or 'bottom_right', got {alignment!r:.80}")
 
     @staticmethod
     def lengths(query: ArrayLike | None = None, key: ArrayLike | None = None) -> Mask:

@@ -1,13 +1,15 @@
 // What changes whole rows at the end of a forward: all such features of a kernel as one object, in
 // their fixed order.
 //
-//   lse = lse + bias of the row    RowBias
+//   lse = lse + bias of the row       RowBias
+//   lse = log(exp(lse) + exp(sink))   RowSink
 //
 // Every forward ends each row through RowModifiers::finish(), exactly once: with split keys the
 // combine kernel does it, and not the forward. Without a feature its calls compile to nothing.
 #pragma once
 
 #include <memeff/score/bias/rows.cuh>
+#include <memeff/score/sink.cuh>
 
 namespace memeff {
 
@@ -16,12 +18,13 @@ namespace memeff {
 template <class Config>
 struct RowModifiers {
   RowBias<Config> bias;
+  RowSink<Config> sink;
 
   RowModifiers() = default;
   CUTE_DEVICE RowModifiers(ForwardParams const& params, RowPosition const& row)
-      : bias(params, row) {}
+      : bias(params, row), sink(params, row) {}
 
-  CUTE_DEVICE RowEnd finish(RowEnd end) const { return bias.finish(end); }
+  CUTE_DEVICE RowEnd finish(RowEnd end) const { return sink.finish(bias.finish(end)); }
 };
 
 // The modifiers of the rows of which a lane holds elements.
