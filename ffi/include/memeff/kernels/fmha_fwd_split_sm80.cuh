@@ -129,8 +129,8 @@ struct FmhaForwardSplitSm80 {
     int value_dim;
     uint32_t shared;
 
-    // Starts the copies of a KV block; past the end of an empty group, so that waits keep their
-    // count.
+    // Starts the copies of a KV block. Past the end it commits an empty group, so that waits keep
+    // their count.
     CUTE_DEVICE void load(int tile, int stage) const {
       if (tile < end) {
         int const column = tile * kTileKey + ConsumerGroup::index() * kConsumerGroupKeys;

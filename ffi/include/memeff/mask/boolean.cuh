@@ -11,7 +11,7 @@ namespace memeff {
 // first element.
 template <class Grid>
 struct BooleanMask {
-  using Slice = ScoreSlice<unsigned char>;
+  using Slice = ScoreViewSlice<unsigned char>;
 
   template <class Accumulators>
   CUTE_DEVICE static void apply(Accumulators& scores, Slice const& slice, int row_bound,

@@ -44,7 +44,7 @@ struct FmhaBackwardDbias;
 // One of count() tiles of the gradient, which a CTA of a kernel after the main one writes.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct BiasGradientTile {
-  using Slice = ScoreSlice<typename Config::BiasElement>;
+  using Slice = ScoreViewSlice<typename Config::BiasElement>;
   int slice;
   int row;
   int column;
@@ -214,7 +214,7 @@ CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& ite
     int const columns = min(Config::kTileKey, params.shape.key_length - column);
     int const rows = params.shape.query_length;
     auto clear = [&](int head, int begin, int end) {
-      ScoreSlice<Element> const slice(params.bias_gradient, item.batch, head, 0, column);
+      ScoreViewSlice<Element> const slice(params.bias_gradient, item.batch, head, 0, column);
       for (int row = begin + threadIdx.x / kWarpSize; row < end; row += kThreads / kWarpSize) {
         for (int i = threadIdx.x % kWarpSize; i < columns; i += kWarpSize) {
           *slice.at(row, i) = Element(0.0f);
@@ -282,7 +282,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
   using Tiles = BackwardTiles<Config>;
   using Grid = typename Tiles::ScoreGrid;
   using Element = typename Config::BiasElement;
-  using Slice = ScoreSlice<Element>;
+  using Slice = ScoreViewSlice<Element>;
   // The dS that dq and dk read from shared memory is stored as it is, unless a derivative changes
   // it.
   static constexpr bool kVectors = Config::kBiasAccess == BiasAccess::vectors;

@@ -30,7 +30,7 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
                                     sizeof(Element) == 2 && Config::kQueryGradient &&
                                     ScoreScaling<Config>::kConstantDerivative;
   struct Sums {};
-  ScoreSlice<Element> slice;
+  ScoreViewSlice<Element> slice;
   int row_bound;
   int column_bound;
 

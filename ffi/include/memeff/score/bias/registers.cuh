@@ -36,7 +36,7 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
   // are 0.
   CUTE_DEVICE RegisterBias(ScoreView const& bias, int batch, int head, int row, int column,
                            int row_bound, int column_bound) {
-    ScoreSlice<Element> const slice(bias, element_of<Config>(bias, batch), head, row, column);
+    ScoreViewSlice<Element> const slice(bias, element_of<Config>(bias, batch), head, row, column);
     if (slice.paired && row_bound >= kRows && column_bound >= kColumns) {
       load_whole(slice);
     } else {
@@ -65,7 +65,7 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
   }
 
   // No load waits for a branch.
-  CUTE_DEVICE void load_whole(ScoreSlice<Element> const& slice) {
+  CUTE_DEVICE void load_whole(ScoreViewSlice<Element> const& slice) {
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) {
       Element const* const row =
@@ -77,7 +77,8 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
     }
   }
 
-  CUTE_DEVICE void load_within(ScoreSlice<Element> const& slice, int row_bound, int column_bound) {
+  CUTE_DEVICE void load_within(ScoreViewSlice<Element> const& slice, int row_bound,
+                               int column_bound) {
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) {
       int const row = lane_row(r);
@@ -96,7 +97,7 @@ template <class Config, class Grid, int kRows, int kColumns>
 struct RegisterBias<Config, Grid, kRows, kColumns, true, false> {
   using Element = typename Config::BiasElement;
   static constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
-  ScoreSlice<Element> slice;
+  ScoreViewSlice<Element> slice;
   int row_bound;
   int column_bound;
 

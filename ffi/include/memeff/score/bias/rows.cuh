@@ -11,8 +11,8 @@ namespace memeff {
 
 template <class Config>
 CUTE_DEVICE float row_bias(ScoreView const& bias, int batch, int head, int row) {
-  ScoreSlice<typename Config::BiasElement> const slice(bias, element_of<Config>(bias, batch), head,
-                                                       row, 0);
+  ScoreViewSlice<typename Config::BiasElement> const slice(bias, element_of<Config>(bias, batch),
+                                                           head, row, 0);
   return float(*slice.at(0, 0));
 }
 

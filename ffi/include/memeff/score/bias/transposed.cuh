@@ -117,7 +117,7 @@ struct RegisterTransposedBias<Config, Grid, true> {
   CUTE_DEVICE void load(ScoreView const& bias, int batch, int head, int row, int column,
                         int row_bound, int column_bound) {
     int const thread = thread_index();
-    ScoreSlice<Element> const slice(bias, element_of<Config>(bias, batch), head, row, column);
+    ScoreViewSlice<Element> const slice(bias, element_of<Config>(bias, batch), head, row, column);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       int const key = Grid::element_row(2 * (r % 2), r / 2, thread);
