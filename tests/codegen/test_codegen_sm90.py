@@ -14,6 +14,7 @@ from jax_memeff.codegen.kernels.fmha_bwd_sm90 import dbias_bytes_and_stages
 from jax_memeff.codegen.kernels.fmha_bwd_two_kernel_sm90 import FmhaBwdTwoKernelSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
 from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.spec import Grid
 from jax_memeff.codegen.strategy import Strategy
 
 pytestmark = pytest.mark.quick
@@ -40,7 +41,9 @@ def test_few_kv_blocks_use_split_q():
     hopper: dict[str, Any] = {"arch": "sm_90a"}
     spec = select.select(problem("backward", **hopper), few)
     assert spec.split_q and "_splitq_" in spec.name
-    assert [entry.grid for entry in spec.entry_points] == ["queries", "q_splits", "queries"]
+    rows = Grid(f"B*N*T/{spec.tile.query}")
+    keys = Grid(f"B*K*S/{spec.tile.key}*q_splits")
+    assert [entry.grid for entry in spec.entry_points] == [rows, keys, rows]
     assert "static constexpr bool kSplitQ = true;" in emit.source(spec)
     assert not select.select(problem("backward", arch="sm_90a")).split_q
     (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
@@ -117,7 +120,9 @@ def test_hopper_has_a_dbias_kernel_for_broadcast_biases(head_dim, bias, pairs):
     assert (spec.family, gradient(spec)) == ("sm90", "dbias_kernel")
     assert dbias_bytes_and_stages(spec)[1] == pairs
     *_, recompute = spec.entry_points
-    assert (recompute.grid, recompute.takes_maps) == ("bias_squares", True)
+    side = max(spec.tile.query, spec.tile.key)
+    squares = Grid(f"bias_gradient.0*bias_gradient.1*T/{side}*S/{side}", most_per_sm=1)
+    assert (recompute.grid, recompute.takes_maps) == (squares, True)
     assert recompute.shared_bytes <= gpu.SM90.shared_bytes(blocks=1)
 
 
@@ -211,7 +216,9 @@ def test_float32_forwards_are_split_into_float16_parts_on_hopper(head_dim, featu
     assert (spec.tile.query, spec.tile.key, spec.tile.stages) == tile
     halve, main = spec.entry_points
     assert (halve.name, main.name) == (f"{spec.name}_split", spec.name)
-    assert (halve.grid, main.grid) == ("operands", "queries")
+    query, key, _ = tile
+    operands = Grid(f"B*N*T_or_1/64+2*{key // 64}*B*K*S_or_1/{key}")
+    assert (halve.grid, main.grid) == (operands, Grid(f"B*N*T/{query}", most_per_sm=1))
     source = emit.source(spec)
     assert "using Element = memeff::F16x3;" in source
     assert "ForwardMaps" not in source
@@ -268,9 +275,12 @@ def test_hopper_backward_of_large_head_dims_has_two_kernels():
         "_dq",
         "_dkdv",
     ]
-    assert [entry.grid for entry in spec.entry_points] == ["queries", "queries", "keys"]
+    rows, keys = Grid(f"B*N*T/{spec.tile.query}"), Grid(f"B*K*S/{spec.tile.key}")
+    assert [entry.grid for entry in spec.entry_points] == [rows, rows, keys]
     assert [entry.takes_maps for entry in spec.entry_points] == [False, True, True]
     for entry in spec.entry_points[1:]:
         assert f"::kSharedBytes == {entry.shared_bytes});" in source
     only_value = problem("backward", head_dim=256, arch="sm_90a", needs_grad={"value"})
-    assert [entry.grid for entry in select.select(only_value).entry_points] == ["queries", "keys"]
+    spec = select.select(only_value)
+    rows, keys = Grid(f"B*N*T/{spec.tile.query}"), Grid(f"B*K*S/{spec.tile.key}")
+    assert [entry.grid for entry in spec.entry_points] == [rows, keys]

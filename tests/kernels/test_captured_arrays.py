@@ -20,7 +20,7 @@ from jax_memeff._cuda.buffers import Buffer
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import select
-from jax_memeff.codegen.spec import CapturedArray, EntryPoint, KernelSpec
+from jax_memeff.codegen.spec import CapturedArray, EntryPoint, Grid, KernelSpec
 
 B, T, N, H = 6, 5, 4, 8
 ELEMENTS, DIVISOR = 2, 3
@@ -73,7 +73,7 @@ def toy_spec() -> Any:
         alignment=4,
         pack_heads=False,
         persistent=False,
-        entry_points=(EntryPoint("toy", 32, 0, "queries"),),
+        entry_points=(EntryPoint("toy", 32, 0, Grid(f"B*N*T/{T}")),),
         tensor_maps=(),
         captured_arrays=(SINKS, TOTALS),
     )

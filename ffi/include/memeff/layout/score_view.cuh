@@ -14,13 +14,13 @@ struct alignas(2 * sizeof(Element)) Pair {
 
 // One (batch, head) slice of a ScoreView, from the first element of a tile on.
 template <class Element>
-struct ScorePlane {
+struct ScoreViewSlice {
   Element* origin;
   long long row_stride;
   long long column_stride;
   bool paired;  // pairs of columns that begin at an even column are aligned
 
-  CUTE_DEVICE ScorePlane(ScoreView const& view, int batch, int head, int row, int column)
+  CUTE_DEVICE ScoreViewSlice(ScoreView const& view, int batch, int head, int row, int column)
       : row_stride(view.row_stride), column_stride(view.column_stride) {
     origin = static_cast<Element*>(view.data) + batch * view.batch_stride +
              head * view.head_stride + row * row_stride + column * column_stride;

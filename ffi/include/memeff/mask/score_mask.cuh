@@ -32,7 +32,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
     }
     if constexpr (Config::kBoolean) {
       using Boolean = BooleanMask<Grid>;
-      Boolean::apply(scores, plane<Boolean>(mask.boolean, batch, head, row, column), row_bound,
+      Boolean::apply(scores, slice<Boolean>(mask.boolean, batch, head, row, column), row_bound,
                      column_bound);
     }
   }
@@ -54,14 +54,14 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
     }
     if constexpr (Config::kBoolean) {
       using Boolean = BooleanMask<Grid>;
-      Boolean::apply_transposed(scores, plane<Boolean>(mask.boolean, batch, head, row, column),
+      Boolean::apply_transposed(scores, slice<Boolean>(mask.boolean, batch, head, row, column),
                                 row_bound, column_bound);
     }
   }
 
  private:
   template <class Boolean>
-  CUTE_DEVICE static typename Boolean::Plane plane(ScoreView const& boolean, int batch, int head,
+  CUTE_DEVICE static typename Boolean::Slice slice(ScoreView const& boolean, int batch, int head,
                                                    int row, int column) {
     return {boolean, element_of<Config>(boolean, batch), head, row, column};
   }

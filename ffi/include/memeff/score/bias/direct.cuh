@@ -16,8 +16,8 @@ namespace memeff {
 template <class Element, class Grid, bool kPerRow>
 struct DirectBiasAdder {
   template <class Accumulators>
-  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
-                              int column_bound, float bias_scale) {
+  CUTE_DEVICE static void add(Accumulators& scores, ScoreViewSlice<Element> const& bias,
+                              int row_bound, int column_bound, float bias_scale) {
     if (bias.paired) {
       add<true>(scores, bias, row_bound, column_bound, bias_scale);
     } else {
@@ -27,8 +27,8 @@ struct DirectBiasAdder {
 
  private:
   template <bool kPaired, class Accumulators>
-  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
-                              int column_bound, float bias_scale) {
+  CUTE_DEVICE static void add(Accumulators& scores, ScoreViewSlice<Element> const& bias,
+                              int row_bound, int column_bound, float bias_scale) {
     int const thread = thread_index();
     if constexpr (kPerRow) {
       CUTE_UNROLL
@@ -74,9 +74,9 @@ struct DirectBias {
   CUTE_DEVICE void add(Scores& scores, float bias_scale, Rows const& rows, int column) const {
     using Element = typename Config::BiasElement;
     constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
-    ScorePlane<Element> const plane(bias, element_of<Config>(bias, batch), rows.head, rows.row,
-                                    column);
-    DirectBiasAdder<Element, Grid, kPerRow>::add(scores, plane, mask.query_length - rows.row,
+    ScoreViewSlice<Element> const slice(bias, element_of<Config>(bias, batch), rows.head, rows.row,
+                                        column);
+    DirectBiasAdder<Element, Grid, kPerRow>::add(scores, slice, mask.query_length - rows.row,
                                                  mask.key_length - column, bias_scale);
   }
 };

@@ -43,7 +43,7 @@ struct FmhaBackwardDbias;
 // One of the count() tiles of the gradient, written by a CTA of a kernel after the main one.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct BiasGradientTile {
-  using Slice = ScorePlane<typename Config::BiasElement>;
+  using Slice = ScoreViewSlice<typename Config::BiasElement>;
   int slice;
   int row;
   int column;
@@ -213,7 +213,7 @@ CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& ite
     int const columns = min(Config::kTileKey, params.shape.key_length - column);
     int const rows = params.shape.query_length;
     auto clear = [&](int head, int begin, int end) {
-      ScorePlane<Element> const slice(params.bias_gradient, item.batch, head, 0, column);
+      ScoreViewSlice<Element> const slice(params.bias_gradient, item.batch, head, 0, column);
       for (int row = begin + threadIdx.x / kWarpSize; row < end; row += kThreads / kWarpSize) {
         for (int i = threadIdx.x % kWarpSize; i < columns; i += kWarpSize) {
           *slice.at(row, i) = Element(0.0f);
@@ -281,7 +281,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
   using Tiles = BackwardTiles<Config>;
   using Grid = typename Tiles::ScoreGrid;
   using Element = typename Config::BiasElement;
-  using Slice = ScorePlane<Element>;
+  using Slice = ScoreViewSlice<Element>;
   // The dS in shared memory, which dq and dk read, is the gradient, unless a modifier has a
   // derivative other than 1.
   static constexpr bool kVectors = Config::kBiasAccess == BiasAccess::vectors;

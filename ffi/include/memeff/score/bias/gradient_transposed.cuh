@@ -32,7 +32,7 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
                                     sizeof(Element) == 2 && Config::kQueryGradient &&
                                     ScoreScaling<Config>::kConstantDerivative;
   struct Sums {};
-  ScorePlane<Element> slice;
+  ScoreViewSlice<Element> slice;
   int row_bound;
   int column_bound;
 

@@ -52,7 +52,7 @@ class QBlockBiasRing<Config, Tiles, kStages, true, true>
   template <class Work>
   CUTE_DEVICE void produce(BackwardParams const& params, BackwardMaps const& maps, Work const& work,
                            int head, int q_block, int stage, uint64_t& arrived) const {
-    BiasPlane const slice = BiasPlane::of<Config>(params.bias, work.item.batch, head);
+    BiasSlice const slice = BiasSlice::of<Config>(params.bias, work.item.batch, head);
     load_tma_tile<Tile>(maps.bias, arrived, tile(stage), 0, q_block * Tiles::kTileQuery, slice.head,
                         slice.batch, CacheHint::EVICT_NORMAL, work.column);
   }

@@ -29,7 +29,7 @@ class QBlockBias {
   template <class Work, class QBlock>
   CUTE_DEVICE void produce(BackwardParams const& params, BackwardMaps const& maps, Work const& work,
                            QBlock const& q_block, Control& control) {
-    BiasPlane const slice = BiasPlane::of<Config>(params.bias, work.item.batch, q_block.head);
+    BiasSlice const slice = BiasSlice::of<Config>(params.bias, work.item.batch, q_block.head);
     load_tma_tile<Tile>(maps.bias, control.bias.acquire(stage_, kBytes), tile_, 0, q_block.row(),
                         slice.head, slice.batch, CacheHint::EVICT_NORMAL, work.column);
     stage_.advance();

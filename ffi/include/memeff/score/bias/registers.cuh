@@ -36,11 +36,11 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
   // are 0.
   CUTE_DEVICE RegisterBias(ScoreView const& bias, int batch, int head, int row, int column,
                            int row_bound, int column_bound) {
-    ScorePlane<Element> const plane(bias, element_of<Config>(bias, batch), head, row, column);
-    if (plane.paired && row_bound >= kRows && column_bound >= kColumns) {
-      load_whole(plane);
+    ScoreViewSlice<Element> const slice(bias, element_of<Config>(bias, batch), head, row, column);
+    if (slice.paired && row_bound >= kRows && column_bound >= kColumns) {
+      load_whole(slice);
     } else {
-      load_within(plane, row_bound, column_bound);
+      load_within(slice, row_bound, column_bound);
     }
   }
 
@@ -65,11 +65,11 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
   }
 
   // Without branches, so that all loads are issued together.
-  CUTE_DEVICE void load_whole(ScorePlane<Element> const& plane) {
+  CUTE_DEVICE void load_whole(ScoreViewSlice<Element> const& slice) {
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) {
       Element const* const row =
-          plane.origin + lane_row(r) * plane.row_stride + Grid::element_column(0, 0);
+          slice.origin + lane_row(r) * slice.row_stride + Grid::element_column(0, 0);
       CUTE_UNROLL
       for (int n = 0; n < kPairs; ++n) {
         pairs[r][n] = *reinterpret_cast<uint32_t const*>(row + 8 * n);
@@ -77,13 +77,14 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
     }
   }
 
-  CUTE_DEVICE void load_within(ScorePlane<Element> const& plane, int row_bound, int column_bound) {
+  CUTE_DEVICE void load_within(ScoreViewSlice<Element> const& slice, int row_bound,
+                               int column_bound) {
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) {
       int const row = lane_row(r);
       CUTE_UNROLL
       for (int n = 0; n < kPairs; ++n) {
-        auto const pair = plane.template load<false>(row, Grid::element_column(0, n),
+        auto const pair = slice.template load<false>(row, Grid::element_column(0, n),
                                                      row < row_bound ? column_bound : 0);
         pairs[r][n] = reinterpret_cast<uint32_t const&>(pair);
       }
@@ -96,19 +97,19 @@ template <class Config, class Grid, int kRows, int kColumns>
 struct RegisterBias<Config, Grid, kRows, kColumns, true, false> {
   using Element = typename Config::BiasElement;
   static constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
-  ScorePlane<Element> plane;
+  ScoreViewSlice<Element> slice;
   int row_bound;
   int column_bound;
 
   CUTE_DEVICE RegisterBias(ScoreView const& bias, int batch, int head, int row, int column,
                            int row_bound, int column_bound)
-      : plane(bias, element_of<Config>(bias, batch), head, row, column),
+      : slice(bias, element_of<Config>(bias, batch), head, row, column),
         row_bound(row_bound),
         column_bound(column_bound) {}
 
   template <class Accumulators>
   CUTE_DEVICE void add(Accumulators& scores, float bias_scale) const {
-    DirectBiasAdder<Element, Grid, kPerRow>::add(scores, plane, row_bound, column_bound,
+    DirectBiasAdder<Element, Grid, kPerRow>::add(scores, slice, row_bound, column_bound,
                                                  bias_scale);
   }
 };

@@ -11,9 +11,9 @@ namespace memeff {
 
 template <class Config>
 CUTE_DEVICE float row_bias(ScoreView const& bias, int batch, int head, int row) {
-  ScorePlane<typename Config::BiasElement> const plane(bias, element_of<Config>(bias, batch), head,
-                                                       row, 0);
-  return float(*plane.at(0, 0));
+  ScoreViewSlice<typename Config::BiasElement> const slice(bias, element_of<Config>(bias, batch),
+                                                           head, row, 0);
+  return float(*slice.at(0, 0));
 }
 
 // The bias of one row, for RowModifiers. Empty without such a bias.

@@ -29,8 +29,8 @@ class SquareBias {
   template <class Work>
   CUTE_DEVICE void produce(BackwardParams const& params, BackwardMaps const& maps, Work const& work,
                            Control& control) {
-    BiasPlane const slice =
-        BiasPlane::of<Config>(params.bias, work.slices.first_batch, work.slices.first_head);
+    BiasSlice const slice =
+        BiasSlice::of<Config>(params.bias, work.slices.first_batch, work.slices.first_head);
     uint64_t& arrived = control.bias.acquire(stage_, kBytes);
     CUTE_UNROLL
     for (int row = 0; row < Tile::kRows; row += kWarpgroupRows) {  // of a box

@@ -135,12 +135,12 @@ CUTE_DEVICE char const* bias_row(ScoreView const& bias, int batch, int head, int
 }
 
 // The coordinates of a (batch, head) slice in the tensor map of a bias.
-struct BiasPlane {
+struct BiasSlice {
   int batch;
   int head;
 
   template <class Config>
-  CUTE_DEVICE static BiasPlane of(ScoreView const& bias, int batch, int head) {
+  CUTE_DEVICE static BiasSlice of(ScoreView const& bias, int batch, int head) {
     return {bias.batch_stride == 0 ? 0 : element_of<Config>(bias, batch),
             bias.head_stride == 0 ? 0 : head};
   }

@@ -116,7 +116,7 @@ struct RegisterTransposedBias<Config, Grid, true> {
   CUTE_DEVICE void load(ScoreView const& bias, int batch, int head, int row, int column,
                         int row_bound, int column_bound) {
     int const thread = thread_index();
-    ScorePlane<Element> const plane(bias, element_of<Config>(bias, batch), head, row, column);
+    ScoreViewSlice<Element> const slice(bias, element_of<Config>(bias, batch), head, row, column);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       int const key = Grid::element_row(2 * (r % 2), r / 2, thread);
@@ -125,8 +125,8 @@ struct RegisterTransposedBias<Config, Grid, true> {
       for (int n = 0; n < kPairs; ++n) {
         int const query = kPerQuery ? Grid::element_column(0, n, thread) : 0;
         pairs[r][n] = {Element(0), Element(0)};
-        if (query < bound) pairs[r][n].first = *plane.at(query, key);
-        if (kPerQuery && query + 1 < bound) pairs[r][n].second = *plane.at(query + 1, key);
+        if (query < bound) pairs[r][n].first = *slice.at(query, key);
+        if (kPerQuery && query + 1 < bound) pairs[r][n].second = *slice.at(query + 1, key);
       }
     }
     // Otherwise each 16-bit element would take a whole register.
