@@ -24,10 +24,10 @@ static_assert({alias}::kSharedBytes == {shared_bytes});
 
 _ENTRY = """\
 extern "C" __global__ void __launch_bounds__({alias}::kThreads, {blocks})
-{name}(const __grid_constant__ memeff::{params} params{maps}{arrays}) {{
+{name}(const __grid_constant__ memeff::{params} params{maps}) {{
   memeff::let_next_kernel_start();
   memeff::wait_for_kernel_before();
-  {alias}::run(params{pass_maps}{pass_arrays});
+  {alias}::run(params{pass_maps});
 }}
 """
 
@@ -75,7 +75,9 @@ def _kernel(spec: KernelSpec, entry: EntryPoint) -> str:
     alias = "".join(word.capitalize() for word in suffix.split("_")) or "Kernel"
     direction = spec.direction.capitalize()
     maps = f", const __grid_constant__ memeff::{direction}Maps maps"
-    arrays = ", const __grid_constant__ memeff::ArrayTable arrays"
+    params = f"{direction}Params"
+    if spec.captured_arrays:
+        params = f"WithArrays<memeff::{params}>"
     text = _KERNEL + (_SHARED if entry.shared_bytes else "") + _ENTRY
     return text.format(
         alias=alias,
@@ -84,9 +86,7 @@ def _kernel(spec: KernelSpec, entry: EntryPoint) -> str:
         shared_bytes=entry.shared_bytes,
         blocks=entry.blocks or f"{alias}::kBlocksPerSm",
         name=entry.name,
-        params=f"{direction}Params",
+        params=params,
         maps=maps if entry.takes_maps else "",
         pass_maps=", maps" if entry.takes_maps else "",
-        arrays=arrays if entry.takes_arrays else "",
-        pass_arrays=", arrays" if entry.takes_arrays else "",
     )

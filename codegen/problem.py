@@ -20,7 +20,7 @@ DIRECTIONS = ("forward", "backward")
 DTYPE_BYTES: dict[Dtype, int] = {"f16": 2, "bf16": 2, "f32": 4, "tf32": 4, "f64": 8}
 DTYPES = tuple(DTYPE_BYTES)
 F32_DTYPES = ("f32", "tf32")
-GRADIENTS = ("query", "key", "value", "bias")
+GRADIENTS = tuple(operand.role for operand in registry.operands() if operand.has_gradient)
 
 _Asked = TypeVar("_Asked")
 

@@ -11,7 +11,7 @@ from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.kernels.families import LARGE_DIM
-from jax_memeff.codegen.problem import DIRECTIONS, F32_DTYPES, GRADIENTS, Dtype, Problem
+from jax_memeff.codegen.problem import DIRECTIONS, F32_DTYPES, Dtype, Problem
 from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec
 from jax_memeff.codegen.strategy import PLAIN, QUERY_ROWS, Strategy
 from jax_memeff.codegen.support import family_reasons, spec_reasons, unsupported_reasons
@@ -116,11 +116,15 @@ def closure(
 def _problem(
     direction: Any, dtype: Dtype, dims: tuple[int, int], arch: str, asked: Mapping[str, Any]
 ) -> Problem:
-    """f32 has no bias of 16 bits, and a backward computes the gradient of a bias that is there."""
+    """f32 has no bias of 16 bits, and a backward computes the gradients of all arrays that are
+    there.
+    """
     bias = asked.get("bias")
     if bias is not None and dtype in F32_DTYPES:
         asked = {**asked, "bias": AskedBias("32", bias.layout, bias.alignment)}
-    needs_grad = GRADIENTS if direction == "backward" and bias is not None else ()
+    on = [features.BY_NAME[name] for name in asked if asked[name] != features.BY_NAME[name].off]
+    gradients = tuple(operand.role for operand in features.operands(on) if operand.has_gradient)
+    needs_grad = gradients if direction == "backward" else ()
     return Problem(direction, dtype, *dims, arch, asked, needs_grad)
 
 

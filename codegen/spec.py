@@ -58,7 +58,8 @@ class EntryPoint(NamedTuple):
     of: rows of queries or keys, parts of the keys of a query tile (``key_splits``) whose results
     ``combines`` adds up, parts of the queries of a key tile (``q_splits``), tiles of scores
     (``bias``) or squares of them (``bias_squares``), rows of query, key and value (``operands``).
-    ``takes_maps`` is whether the tensor maps of the spec are its second parameter.
+    ``takes_maps`` is whether the tensor maps of the spec are its second parameter; behind the first
+    is the table of ``KernelSpec.captured_arrays``, if there are any.
     ``cpp_class`` is the device class that it runs, and ``blocks`` the blocks on an SM that it is
     compiled for, in C++; the class says so if it is "".
     """
@@ -71,8 +72,6 @@ class EntryPoint(NamedTuple):
     block_mask: BlockMask | None = None
     cpp_class: str = ""
     blocks: str = ""
-    takes_arrays: bool = False
-    """Whether the table of ``KernelSpec.captured_arrays`` is its last parameter."""
 
 
 class TensorMap(NamedTuple):

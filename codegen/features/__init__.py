@@ -7,12 +7,14 @@ matrix are loops over ``FEATURES``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .bias import BIAS, AskedBias, CompiledBias
 from .deterministic import DETERMINISTIC
 from .feature import OPERANDS, Feature, Flag, Operand
 from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
+from .sinks import SINKS
 
 __all__ = [
     "BIAS",
@@ -26,6 +28,7 @@ __all__ = [
     "MASK",
     "POSITION",
     "SEGMENTS",
+    "SINKS",
     "SOFT_CAP",
     "VARLEN",
     "AskedBias",
@@ -42,8 +45,8 @@ VARLEN = Flag(
     tag="varlen",
     asked_by=lambda call: call.operands.sequences is not None,
     operands=(
-        Operand("query_starts", "B+1"),
-        Operand("key_starts", "B+1"),
+        Operand("query_starts", "B+1", places=("sequences.query_starts",)),
+        Operand("key_starts", "B+1", places=("sequences.key_starts",)),
         *LENGTHS.operands,
     ),
     support="packed sequences (`varlen_attention`)",
@@ -78,9 +81,9 @@ DROPOUT = Flag(
     asked_by=lambda call: call.options.dropout_threshold > 0,
     modifier=True,
     operands=(
-        Operand("key_words", "B 2"),
-        Operand("batch_base", "B"),
-        Operand("head_index", "N"),
+        Operand("key_words", "B 2", places=("dropout.key_words",)),
+        Operand("batch_base", "B", places=("dropout.batch_base",)),
+        Operand("head_index", "N", places=("dropout.head_index",)),
     ),
     per_head=True,
     values=(0.0, 0.1, 0.5),
@@ -96,6 +99,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     SOFT_CAP,
     DROPOUT,
     BIAS,
+    SINKS,
     DETERMINISTIC,
 )
 """In the order of names, configurations and reasons. ``Feature`` says what an entry has."""
@@ -109,7 +113,7 @@ def together() -> dict[str, Any]:
     return {feature.name: feature.together for feature in FEATURES}
 
 
-def operands() -> tuple[Operand, ...]:
-    """Every array that a call may have, each once."""
-    brought = (operand for feature in FEATURES for operand in feature.operands)
+def operands(asked: Iterable[Feature[Any, Any]] = FEATURES) -> tuple[Operand, ...]:
+    """Every array that a call with these features may have, each once."""
+    brought = (operand for feature in asked for operand in feature.operands)
     return tuple(dict.fromkeys((*OPERANDS, *brought)))

@@ -87,7 +87,15 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
         {"bias": AskedBias("16", "rows")},
         {"bias": AskedBias("32", "shared")},
     )
-    operands = (Operand("bias", "B~ N? T? S?"),)
+    operands = (
+        Operand(
+            "bias",
+            "B~ N? T? S?",
+            array_dims="B? N? T? S?",
+            has_gradient=True,
+            placement="like query or replicated",
+        ),
+    )
     per_head = True
     modifier = True
     axes = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -22,31 +22,64 @@ class CppType(NamedTuple):
     name: str
 
 
-class Operand(NamedTuple):
-    """An array of a call.
+Placement = Literal["like query", "like query or replicated", "internal"]
 
-    ``dims`` are named as in the documentation: B batch, N query heads, K key heads, T queries, S
-    keys, H head dim, Hv value dim. ``?`` behind a name is "or 1", and ``~`` is "or fewer": batch
-    indices have some of the array in common, as ``jax.vmap`` leaves what it does not map.
-    ``packed_dims`` are its dims if sequences are packed, by default the same.
+
+class Operand(NamedTuple):
+    """An array of a call: one row of the table that everything reads which handles arrays without
+    computing on them (jax_memeff/_call/operands.py, jax_memeff/_cuda/description.py).
+
+    Dims are named as in the documentation: B batch, N query heads, K key heads, T queries, S keys,
+    H head dim, Hv value dim. ``?`` behind a name is "or 1", and ``~`` is "or fewer": batch indices
+    have some of the array in common, as ``jax.vmap`` leaves what it does not map.
     """
 
     role: str
+    """The name of its buffer in the custom call."""
     dims: str
+    """The dims of the buffer."""
     packed_dims: str | None = None
+    """Its dims if sequences are packed; by default the same, with a batch of sequences."""
+    places: tuple[str, ...] = ()
+    """Its places in a call's operands, by default ``role``; ``*`` is any place in a tuple. Arrays
+    of several places are combined into one buffer, or exclude each other."""
+    array_dims: str | None = None
+    """The dims of the array before it is made a buffer, if they differ from ``dims``."""
+    has_gradient: bool = False
+    placement: Placement = "internal"
+    """Which shardings of the user's array are accepted. The call makes internal arrays itself."""
 
     @property
     def broadcast_by_vmap(self) -> bool:
         """Whether batch indices may have some of it in common."""
-        return "B~" in self.dims.split()
+        return "~" in self.dims
 
 
 OPERANDS = (
-    Operand("query", "B T N H", "1 query_tokens N H"),
-    Operand("key", "B~ S K H", "1 key_tokens K H"),
-    Operand("value", "B~ S K Hv", "1 key_tokens K Hv"),
-    Operand("query_position", ""),
-    Operand("key_position", ""),
+    Operand(
+        "query",
+        "B T N H",
+        "1 query_tokens N H",
+        has_gradient=True,
+        placement="like query",
+    ),
+    Operand(
+        "key",
+        "B~ S K H",
+        "1 key_tokens K H",
+        has_gradient=True,
+        placement="like query",
+    ),
+    Operand(
+        "value",
+        "B~ S K Hv",
+        "1 key_tokens K Hv",
+        has_gradient=True,
+        placement="like query",
+    ),
+    # Or scalars, which have no dims and are repeated for the kernels.
+    Operand("query_position", "B", places=("position.query",)),
+    Operand("key_position", "B", places=("position.key",)),
 )
 """The arrays that any call may have; those of features come with the features."""
 
@@ -191,7 +224,7 @@ class Flag(Feature[bool, bool]):
         return (compiled,)
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
-        if spec[self] == problem[self]:
+        if spec[self] == self.compiled(problem, spec.kernel):
             return []
         return [f"it is compiled {'with' if spec[self] else 'without'} {self.title}"]
 

@@ -85,8 +85,18 @@ class Lengths(Feature[bool, None]):
     name, title = "lengths", "sequence lengths"
     off, together = False, True
     operands = (
-        Operand("query_lengths", "B"),
-        Operand("key_lengths", "B"),
+        Operand(
+            "query_lengths",
+            "B",
+            places=("sequences.query_lengths", "mask.query_lengths"),
+            placement="like query or replicated",
+        ),
+        Operand(
+            "key_lengths",
+            "B",
+            places=("sequences.key_lengths", "mask.key_lengths"),
+            placement="like query or replicated",
+        ),
     )
     support = (SupportRow("sequence lengths", ({"lengths": True},)),)
 
@@ -112,8 +122,22 @@ SEGMENTS = Flag(
     asked_by=lambda call: "segments" in call.mask_kinds,
     modifier=True,
     operands=(
-        Operand("query_segments", "B pairs T", "1 pairs query_tokens"),
-        Operand("key_segments", "B pairs S", "1 pairs key_tokens"),
+        Operand(
+            "query_segments",
+            "B pairs T",
+            "1 pairs query_tokens",
+            places=("mask.segment_ids.*.0",),
+            array_dims="B T",
+            placement="like query or replicated",
+        ),
+        Operand(
+            "key_segments",
+            "B pairs S",
+            "1 pairs key_tokens",
+            places=("mask.segment_ids.*.1",),
+            array_dims="B S",
+            placement="like query or replicated",
+        ),
     ),
     per_head=True,
     has_block_mask=True,
@@ -128,7 +152,15 @@ BOOLEAN = Flag(
     tag="boolean",
     asked_by=lambda call: "boolean" in call.mask_kinds,
     modifier=True,
-    operands=(Operand("boolean", "B~ N? T? S?"),),
+    operands=(
+        Operand(
+            "boolean",
+            "B~ N? T? S?",
+            places=("mask.booleans.*",),
+            array_dims="B? N? T? S?",
+            placement="like query or replicated",
+        ),
+    ),
     per_head=True,
     has_block_mask=True,
     values=((), ("BNTS",), ("11TS",), ("B11S",), ("1N1S", "B1T1")),

@@ -123,6 +123,24 @@ def bias(value: Any, query_dtype: Any, scores: tuple[int, int, int, int]) -> jax
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
+def sinks(value: Any, query_dtype: Any, heads: int) -> jax.Array | None:
+    """The sinks, [1, N] in the dtype of the scores."""
+    if value is None:
+        return None
+    array = jnp.asarray(values.array("sinks", value))
+    if array.dtype not in (query_dtype, np.dtype("float32")):
+        raise TypeError(
+            f"sinks must have the dtype of query, {query_dtype}, or float32, got {array.dtype}; "
+            "cast it, for example sinks.astype('float32')"
+        )
+    if array.shape != (heads,):
+        raise ValueError(
+            f"sinks must have one logit for each of the {heads} heads of query, shape ({heads},), "
+            f"got shape {array.shape}{_of_one_device()}"
+        )
+    return array.astype(jnp.promote_types(query_dtype, jnp.float32))[None]
+
+
 def boolean_mask(value: Any, scores: tuple[int, int, int, int]) -> Any:
     array = values.array("mask", value)
     if array.dtype != np.bool_:

@@ -81,13 +81,21 @@ def mask(
         )
     if not isinstance(value, Mask):
         return Mask.boolean(argument_arrays.boolean_mask(value, scores))
+    _fields_of_mask(value)
     batch, _, rows, columns = scores
-    all_lengths = [(value.query_lengths, value.key_lengths), *value.more_lengths]
-    for query_lengths, key_lengths in all_lengths:
-        if query_lengths is not None:
-            lengths("query lengths", query_lengths, batch, rows)
-        if key_lengths is not None:
-            lengths("key lengths", key_lengths, batch, columns)
+    first, *more = (
+        (
+            None if of_queries is None else lengths("query lengths", of_queries, batch, rows),
+            None if of_keys is None else lengths("key lengths", of_keys, batch, columns),
+        )
+        for of_queries, of_keys in (
+            (value.query_lengths, value.key_lengths),
+            *value.more_lengths,
+        )
+    )
+    value = dataclasses.replace(
+        value, query_lengths=first[0], key_lengths=first[1], more_lengths=tuple(more)
+    )
     if tokens is not None:
         batch, (rows, columns) = 1, tokens
     for query_ids, key_ids in value.segment_ids:
@@ -96,6 +104,23 @@ def mask(
     for boolean in value.booleans:
         argument_arrays.boolean_mask(boolean, scores)
     return value
+
+
+def _fields_of_mask(value: Mask) -> None:
+    """Check that the fields of a mask are such as its constructors make."""
+
+    def expect(name: str, is_right: bool, expected: str, remedy: str) -> None:
+        if not is_right:
+            raise TypeError(
+                f"Mask.{name} must be {expected}, got {getattr(value, name)!r:.80}; use {remedy}"
+            )
+
+    def is_pairs(pairs: Any) -> bool:
+        return isinstance(pairs, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in pairs)
+
+    expect("more_lengths", is_pairs(value.more_lengths), "a tuple of pairs", "Mask.lengths and &")
+    expect("segment_ids", is_pairs(value.segment_ids), "a tuple of pairs", "Mask.segments")
+    expect("booleans", isinstance(value.booleans, tuple), "a tuple of arrays", "Mask.boolean")
 
 
 def offsets(value: Any, batch: int, heads: int) -> Offsets | None:

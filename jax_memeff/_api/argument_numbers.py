@@ -122,13 +122,13 @@ def dropout_key(value: Any, rate: float) -> None:
 
 def precision(value: Any) -> Literal["tf32x3", "tf32"]:
     name = value.lower() if isinstance(value, str) else value
-    try:
-        return _PRECISIONS[name]
-    except (KeyError, TypeError):
+    is_name = value is None or isinstance(value, (str, jax.lax.Precision))  # others may not hash
+    if not is_name or name not in _PRECISIONS:
         raise ValueError(
             "precision must be None, 'default', 'high', 'highest' or a jax.lax.Precision, got "
             f"{value!r}"
-        ) from None
+        )
+    return _PRECISIONS[name]
 
 
 def choice(name: str, value: Any, choices: Iterable[str]) -> None:

@@ -30,6 +30,7 @@ class CommonArguments(TypedDict, total=False):
     is_causal: bool
     local_window_size: int | tuple[int, int] | None
     logits_soft_cap: float | None
+    sinks: ArrayLike | None
     dropout_rate: float
     dropout_key: jax.Array | None
     offsets: Offsets | None

@@ -60,7 +60,7 @@ def dot_product_attention(
 
         s   = scale * (q . k)             then, with a soft cap,  s = cap * tanh(s / cap)
         s   = s + bias                    elements that a mask forbids are -inf
-        lse = logsumexp(s)                natural logarithm
+        lse = logsumexp(s)                natural logarithm, of s and the head's sink
         out = sum(keep * exp(s - lse) * v) / (1 - rate)         keep and rate: dropout
 
     Scores are accumulated in f32 (f64 for f64 inputs). The forward returns ``out`` and ``lse``; the
@@ -91,6 +91,10 @@ def dot_product_attention(
             number sets both.
         logits_soft_cap: A static number > 0. It must fit the dtype of the scores: 1.18e-38 to
             1.01e+31 in f32; ``scale / logits_soft_cap`` must fit, too.
+        sinks: ``[N]`` in float32 or query's dtype: a logit for each head that takes part in the
+            softmax and has no value (gpt-oss; "attention sinks", https://arxiv.org/abs/2309.17453).
+            The logsumexp contains it; a row without keys gives 0 and the sink as logsumexp. -inf is
+            no sink. It is differentiable; soft cap, bias, masks and dropout leave it alone.
         dropout_rate: A static number in [0, 1), realised as the nearest multiple of 1/256, which
             :func:`jax_memeff.dropout.realised_rate` returns.
         dropout_key: A key of ``jax.random.key`` or ``jax.random.PRNGKey``. The same key drops the
@@ -171,10 +175,8 @@ def prepare(
     batch, rows, heads, head_dim = query.shape
     columns = key.shape[1]
     scores = (batch, heads, rows, columns)
-    options, bias, combined, state, position = common(
-        query.dtype, head_dim, scores, bias, mask, named
-    )
+    options, combined, arrays = common(query.dtype, head_dim, scores, bias, mask, named)
     combined &= padded_lengths(named, batch, (rows, columns), batched)
     combined = combined.canonical(batch, rows, columns)
-    operands = Operands(query, key, value, bias, combined, state, position)
+    operands = Operands(query, key, value, mask=combined, **arrays)
     return Call(operands, options, batched)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax
-
 from jax_memeff._api import argument_arrays, argument_masks
 from jax_memeff._api import argument_numbers as numbers
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import DropoutState, Operands, QkvPackedOperands
+from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import flag
 from jax_memeff._op import vjp
@@ -41,11 +38,10 @@ class Common(NamedTuple):
     """The parts of a call that all public functions make in the same way."""
 
     options: Options
-    bias: jax.Array | None
     mask: Mask
     """Not canonical yet, and without ``query_seq_lengths`` and ``key_value_seq_lengths``."""
-    dropout: DropoutState | None
-    position: Position | None
+    arrays: dict[str, Any]
+    """The other operands that every function takes, by their names in ``Operands``."""
 
 
 def common(
@@ -71,7 +67,6 @@ def common(
     Raises:
         ValueError, TypeError: as ``dot_product_attention`` says.
     """
-    bias = argument_arrays.bias(bias, dtype, scores)
     rate = numbers.dropout_rate(arguments["dropout_rate"])
     scale = numbers.scale(arguments["scale"], head_dim, dtype)
     options = Options(
@@ -97,4 +92,10 @@ def common(
     numbers.dropout_key(key, rate)
     if options.dropout_threshold:
         state = dropout.state(key, scores[0], scores[1], offsets)
-    return Common(options, bias, combined, state, None if offsets is None else offsets.position())
+    arrays = {
+        "bias": argument_arrays.bias(bias, dtype, scores),
+        "sinks": argument_arrays.sinks(arguments["sinks"], dtype, scores[1]),
+        "dropout": state,
+        "position": None if offsets is None else offsets.position(),
+    }
+    return Common(options, combined, arrays)

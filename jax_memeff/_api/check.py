@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -65,10 +67,10 @@ def check(
     named.pop("return_residual")
     for name in _ON_HOST:
         if named.get(name) is not None:
-            named[name] = np.asarray(named[name])
+            named[name] = _host(name, named[name])
     for name in ("mask", "offsets"):
         if isinstance(named[name], Mask | Offsets):
-            named[name] = jax.tree.map(np.asarray, named[name])
+            named[name] = jax.tree.map(functools.partial(_host, name), named[name])
 
     prepare: Any = varlen.prepare if packed else api.prepare
     operands: Operands = prepare(**named).operands
@@ -94,6 +96,12 @@ def check(
         _refuse("bias", host, (np.isnan(host) | np.isposinf(host)) & valid, "finite or -inf")
     if operands.mask.segment_ids:
         _segments(operands)
+
+
+def _host(name: str, value: Any) -> np.ndarray:
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{name} must hold numbers, got a random key of shape {value.shape}")
+    return np.asarray(value)
 
 
 _ON_HOST = ("query_seq_lengths", "key_value_seq_lengths", "cu_seqlens_q", "cu_seqlens_k")

@@ -104,9 +104,9 @@ def prepare(
     if not batched:
         qkv = qkv[None]
     batch, length, _, heads, head_dim = qkv.shape
-    options, bias, combined, state, position = common(
+    options, combined, arrays = common(
         qkv.dtype, head_dim, (batch, heads, length, length), bias, mask, named
     )
     combined &= padded_lengths(named, batch, (length, length), batched)
     combined = combined.canonical(batch, length, length)
-    return Call(QkvPackedOperands(qkv, bias, combined, state, position), options, batched)
+    return Call(QkvPackedOperands(qkv, mask=combined, **arrays), options, batched)

@@ -16,13 +16,13 @@ from jax_memeff._api import argument_numbers as numbers
 from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import common
 from jax_memeff._blockwise.tiles import MASKED_BIAS
-from jax_memeff._call import compat
+from jax_memeff._call import compat, sinks
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.values import flag
 from jax_memeff._ring import all_to_all, derivatives
-from jax_memeff._ring.passes import Method, Ring
+from jax_memeff._ring.passes import Method, Ring, valid_rows
 from jax_memeff._ring.schedule import LAYOUTS, Layout
 from jax_memeff._sharding.alignment import top_left
 
@@ -170,7 +170,7 @@ def ring_attention(
     _whole_columns(axis_name, "mask", mask, columns, devices)
     _no_positions(axis_name, named["offsets"])
     is_array = mask is not None and not isinstance(mask, Mask)
-    options, bias, combined, dropout_state, _ = common(
+    options, combined, arrays = common(
         query.dtype, head_dim, scores, bias, mask if is_array else None, named
     )
     combined &= argument_masks.padded_lengths(named, batch, longest, batched)
@@ -180,7 +180,9 @@ def ring_attention(
     _same_on_all_devices(axis_name, "query", combined.query_lengths)
     _same_on_all_devices(axis_name, "key", combined.key_lengths)
     ring = Ring(axis_name, devices, layout, method, options)
-    out, lse = _attend(Operands(query, key, value, bias, combined, dropout_state, None), ring)
+    # The ring sets the positions.
+    arrays["position"] = None
+    out, lse = _attend(Operands(query, key, value, mask=combined, **arrays), ring)
     if not batched:
         out, lse = out[0], lse[0]
     return (out, lse) if with_residual else out
@@ -195,13 +197,17 @@ def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
     bias = operands.bias
     if bias is None or bias.shape[3] != 1:
         return derivatives.attention(operands, ring)
-    # One number for each row shifts its logsumexp, and nothing else.
-    out, lse = derivatives.attention(operands._replace(bias=None), ring)
+    # One number for each row shifts the logsumexp of its keys, and nothing else.
+    out, lse = derivatives.attention(operands._replace(bias=None, sinks=None), ring)
     bias = jnp.broadcast_to(bias, (*lse.shape[:1], lse.shape[2], lse.shape[1], 1))
     shift = jnp.swapaxes(bias[..., 0], 1, 2)
     masked = (shift < MASKED_BIAS) | jnp.isneginf(lse)
-    out = jnp.where(masked[..., None], 0, out)
-    return out, jnp.where(masked, -jnp.inf, lse + shift)
+    out, lse = jnp.where(masked[..., None], 0, out), jnp.where(masked, -jnp.inf, lse + shift)
+    if operands.sinks is None:
+        return out, lse
+    is_valid = valid_rows(operands, ring)
+    joined, lse = sinks.joined(out.astype(lse.dtype), lse, operands.sinks[:, None], is_valid)
+    return joined.astype(out.dtype), lse
 
 
 def _devices(axis_name: AxisName) -> int:

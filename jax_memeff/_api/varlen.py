@@ -160,7 +160,7 @@ def prepare(
     )
 
     scores = (cu_seqlens_q.shape[0] - 1, heads, longest_q, longest_k)
-    options, bias, combined, state, position = common(
+    options, combined, arrays = common(
         query.dtype, head_dim, scores, bias, mask, named, tokens=(total_q, total_k)
     )
     query_starts, query_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_q), longest_q, total_q)
@@ -175,10 +175,8 @@ def prepare(
         query=query[None],
         key=key[None],
         value=value[None],
-        bias=bias,
         mask=combined & segments,
-        dropout=state,
-        position=position,
+        **arrays,
         sequences=Sequences(
             query_starts,
             key_starts,

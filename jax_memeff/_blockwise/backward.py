@@ -26,7 +26,8 @@ from jax_memeff._blockwise.tiles import (
     write_block,
 )
 from jax_memeff._call.divisors import gradient_shape, summed
-from jax_memeff._call.mask import Mask, slice_tile
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
 from jax_memeff._call.options import Options
 

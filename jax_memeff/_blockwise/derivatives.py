@@ -26,6 +26,7 @@ from jax import lax
 from jax_memeff._blockwise import varlen as blockwise_varlen
 from jax_memeff._blockwise.backward import live_rows
 from jax_memeff._blockwise.tiles import Blocks, Problem, dot, grouped, select, ungrouped, when
+from jax_memeff._call import sinks
 from jax_memeff._call.divisors import (
     as_gradient,
     broadcastable,
@@ -111,10 +112,16 @@ def _sums_of(
         call = operands._replace(**given)
         if isinstance(call, QkvPackedOperands):
             call = call.separate()
-        if 0 in (*call.scores, call.query.shape[1], call.key.shape[1]):
-            return _zeros(call, lse)
         fixed = jnp.where(live_rows(operands.mask, lse), lse, jnp.inf)
-        return (_row_sums if call.sequences is None else _row_sums_varlen)(call, options, fixed)
+        if 0 in (*call.scores, call.query.shape[1], call.key.shape[1]):
+            total, weighted = _zeros(call, lse)
+        elif call.sequences is None:
+            total, weighted = _row_sums(call, options, fixed)
+        else:
+            total, weighted = _row_sums_varlen(call, options, fixed)
+        if call.sinks is not None:
+            total = total + sinks.probabilities(call, options, fixed)
+        return total, weighted
 
     return sums, primals
 

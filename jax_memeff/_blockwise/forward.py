@@ -7,6 +7,8 @@ time. It is the online softmax of Rabe and Staats, "Self-attention does not need
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,22 +23,23 @@ __all__ = ["backward", "forward"]
 State = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]:
+def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
     """Attention and its logsumexp.
 
     Args:
         operands: arrays in canonical shapes; ``operands.mask`` is canonical.
         options: the static part. ``precision`` is for kernels: here every product is exact float32.
+        dtype: of ``out``, by default the query's.
 
     Returns:
-        out: [B, T, N, Hv], of the query's dtype; 0 in rows without valid keys.
+        out: [B, T, N, Hv]; 0 in rows without valid keys.
         lse: [B, T, N], float32 (float64 for float64 inputs); -inf in rows without valid keys.
     """
     batch, length, heads, _ = operands.query.shape
     value_dim = operands.value.shape[-1]
     problem = Problem.of(operands, options)
     if 0 in (batch, length, heads, operands.key.shape[1]):
-        out = problem.zeros(batch, length, heads, value_dim).astype(operands.query.dtype)
+        out = problem.zeros(batch, length, heads, value_dim).astype(dtype or operands.query.dtype)
         return out, problem.zeros(batch, length, heads) - jnp.inf
 
     rows, cols = problem.rows, problem.cols
@@ -75,7 +78,7 @@ def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]
         )
 
     results = (
-        problem.zeros(batch, length, heads, value_dim).astype(operands.query.dtype),
+        problem.zeros(batch, length, heads, value_dim).astype(dtype or operands.query.dtype),
         problem.zeros(batch, length, heads),
     )
     return lax.fori_loop(0, rows.count, query_block, results)

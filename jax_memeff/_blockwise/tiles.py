@@ -19,7 +19,8 @@ from jax import export, lax
 
 from jax_memeff._call import dropout
 from jax_memeff._call.divisors import broadcastable, expanded, of_booleans
-from jax_memeff._call.mask import slice_tile
+from jax_memeff._call.mask import tiles as mask_tiles
+from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.operands import DropoutState, Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.static_shapes import require_static
@@ -175,7 +176,7 @@ class Problem:
         """Whether the tile at a row and a column can have valid elements; None if it may always."""
         mask, position = self.operands.mask, self.operands.position
         sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
-        return mask.may_attend(sizes, (row, col), shape, position)
+        return mask_tiles.may_attend(mask, sizes, (row, col), shape, position)
 
     def tile(
         self,
@@ -200,7 +201,7 @@ class Problem:
         operands, options = self.operands, self.options
         sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
         mask = dataclasses.replace(operands.mask, booleans=())
-        valid = mask.tile(sizes, (row, col), shape, operands.position)
+        valid = mask_tiles.valid_elements(mask, sizes, (row, col), shape, operands.position)
         divisors = of_booleans(operands.mask, options.divisors)
         for array, divisor in zip(operands.mask.booleans, divisors, strict=True):
             boolean = slice_tile(array, (row, col), shape)

@@ -21,7 +21,7 @@ from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import token_indices
 
 
-def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]:
+def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
     """As :func:`jax_memeff.blockwise.forward`, of operands with packed sequences.
 
     Returns:
@@ -30,7 +30,7 @@ def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]
     _, tokens, heads, _ = operands.query.shape
     accumulator = jnp.promote_types(operands.query.dtype, jnp.float32)
     results = (
-        jnp.zeros((1, tokens, heads, operands.value.shape[3]), operands.query.dtype),
+        jnp.zeros((1, tokens, heads, operands.value.shape[3]), dtype or operands.query.dtype),
         jnp.full((1, tokens, heads), -jnp.inf, accumulator),
     )
     if _is_empty(operands):
@@ -38,7 +38,8 @@ def forward(operands: Operands, options: Options) -> tuple[jax.Array, jax.Array]
 
     def sequence(index: jax.Array, results: tuple[jax.Array, jax.Array]):
         rows, columns = tokens_of(operands, index)
-        one = blockwise.forward(sequence_of(operands, options, index, rows, columns), options)
+        part = sequence_of(operands, options, index, rows, columns)
+        one = blockwise.forward(part, options, dtype)
         return tuple(_put(result, rows, part) for result, part in zip(results, one, strict=True))
 
     return lax.fori_loop(0, operands.scores[0], sequence, results)

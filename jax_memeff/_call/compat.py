@@ -90,6 +90,14 @@ def devices_of_compiler(ctx: mlir.LoweringRuleContext) -> int:
     return getattr(ctx.module_context.axis_context, "num_devices", 1)
 
 
+def mesh_axes_of_compiler(ctx: mlir.LoweringRuleContext) -> tuple[int, ...]:
+    """The sizes of the mesh axes that XLA divides the program over; one axis if it has no mesh."""
+    mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)
+    if mesh is None or mesh.empty:
+        return (devices_of_compiler(ctx),)
+    return tuple(mesh.shape.values())
+
+
 def replace_compile_errors(handler: Callable[[Exception], Exception | None]) -> None:
     """Let an error of the XLA compiler be raised as the one that the handler makes of it, if any.
 
@@ -109,6 +117,6 @@ def spec_of(sharding: Any, mesh: Mesh, rank: int) -> PartitionSpec | None:
         return None
     try:
         (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(rank), mesh)
-    except IndivisibleError:
+    except (IndivisibleError, KeyError):  # KeyError: the size of a part is that of another axis
         return None
     return spec

@@ -41,7 +41,8 @@ class Offsets:
     A call with the offsets of its arrays computes exactly its part of the unsharded answer: windows
     count from the global rows and columns, and the dropout bits are those of the global element.
     Every field is an ``int`` or an integer scalar array, which may be traced;
-    ``query`` and ``key`` may also be integer arrays ``[B]``, on the blockwise path alone.
+    ``query`` and ``key`` may also be integer arrays ``[B]``, one for each batch index, or for each
+    of the packed sequences: chunks of several prompts, each at its own place, are one call.
 
     Args:
         batch: global index of the first batch index.

@@ -1,21 +1,24 @@
 """The arrays of a call, and one table that describes them.
 
 Everything that handles operands without computing on them loops over :data:`OPERANDS`: batching,
-sharding, gradients, the buffers of the custom call. A new operand is a field below and a row of the
-table; beside them only the mathematics has to know it.
+sharding, gradients, the buffers of the custom call. A new operand is a field below; its row comes
+from the feature that brings it (codegen/features). Beside them only the mathematics has to know it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.sequences import Sequences
+from jax_memeff.codegen import features
+from jax_memeff.codegen.features.feature import Placement
 
 
 class DropoutState(NamedTuple):
@@ -48,6 +51,8 @@ class Operands(NamedTuple):
     dropout: DropoutState | None
     position: Position | None
     sequences: Sequences | None = None
+    sinks: jax.Array | None = None
+    """[1|B, N], or fewer batch indices, of the dtype of the logsumexp"""
 
     @property
     def scores(self) -> tuple[int, int, int, int]:
@@ -68,11 +73,14 @@ class QkvPackedOperands(NamedTuple):
     mask: Mask
     dropout: DropoutState | None
     position: Position | None
+    sinks: jax.Array | None = None
 
     def separate(self) -> Operands:
         """The same call with three arrays."""
         query, key, value = (self.query_key_value[:, :, index] for index in range(3))
-        return Operands(query, key, value, *self[1:])
+        others = self._asdict()
+        del others["query_key_value"]
+        return Operands(query, key, value, **others)
 
 
 AnyOperands = Operands | QkvPackedOperands
@@ -88,6 +96,7 @@ class NeedsGrad(NamedTuple):
     key: bool
     value: bool
     bias: bool
+    sinks: bool = False
 
 
 class Gradients(NamedTuple):
@@ -97,6 +106,7 @@ class Gradients(NamedTuple):
     key: jax.Array | None
     value: jax.Array | None
     bias: jax.Array | None
+    sinks: jax.Array | None = None
 
 
 class QkvPackedGradients(NamedTuple):
@@ -104,6 +114,7 @@ class QkvPackedGradients(NamedTuple):
 
     query_key_value: jax.Array | None
     bias: jax.Array | None
+    sinks: jax.Array | None = None
 
 
 AnyGradients = Gradients | QkvPackedGradients
@@ -119,101 +130,78 @@ class Operand:
     """The name of its buffer in the custom call (ffi/src); several arrays may share one buffer."""
     dims: tuple[str, ...]
     """The names of its dims. ``batch|1`` may have size 1, and the operand is broadcast then."""
+    varlen_dims: tuple[str, ...]
+    """The same with packed sequences: tokens, and a batch of sequences."""
     has_gradient: bool = False
     has_divisor: bool = False
     """Whether it may have fewer batch indices than the batch after a ``jax.vmap`` that does not map
     it (:class:`jax_memeff._call.options.Divisors`)."""
-    placement: Literal["like query", "like query or replicated", "internal"] = "internal"
-    """Which shardings of the user's array are accepted. The call makes internal arrays itself."""
+    placement: Placement = "internal"
+    """Which shardings of the user's array are accepted."""
 
     def named_dims(self, is_varlen: bool) -> tuple[str, ...]:
-        """The dims, which differ with packed sequences: tokens, and a batch of sequences."""
-        if not is_varlen:
-            return self.dims
-        tokens = {"rows": "query_tokens", "columns": "key_tokens"}
-        if self.dims[0:1] == ("batch",) and self.dims[1:2] and self.dims[1] in tokens:
-            return ("one", tokens[self.dims[1]], *self.dims[2:])
-        return tuple(dim.replace("batch", "sequences") for dim in self.dims)
+        """The names of its dims in a call."""
+        return self.varlen_dims if is_varlen else self.dims
 
     def may_lack_batch(self, is_varlen: bool) -> bool:
         """Whether it has a divisor in this call; tokens have none."""
         return self.has_divisor and self.named_dims(is_varlen)[0] != "one"
 
 
-_SCORES = ("batch|1", "heads|1", "rows|1", "columns|1")
+_DIM_NAMES = {
+    "1": "one",
+    "2": "words",
+    "B": "batch",
+    "B+1": "starts",
+    "H": "head_dim",
+    "Hv": "value_dim",
+    "K": "key_heads",
+    "N": "heads",
+    "S": "columns",
+    "T": "rows",
+}
+
+
+def _rows_of(operand: features.Operand) -> Iterator[Operand]:
+    """A row for each place of an operand of the code generator's table."""
+    dims = _dims(operand.array_dims or operand.dims.replace("~", ""))
+    if operand.packed_dims is None:
+        varlen_dims = tuple(dim.replace("batch", "sequences") for dim in dims)
+    else:
+        varlen_dims = _dims(operand.packed_dims)
+    for path in operand.places or (operand.role,):
+        yield Operand(
+            path,
+            operand.role,
+            dims,
+            varlen_dims,
+            operand.has_gradient,
+            operand.broadcast_by_vmap,
+            operand.placement,
+        )
+
+
+def _dims(names: str) -> tuple[str, ...]:
+    """``("batch|1", "heads")`` of ``"B? N"``; pairs of segment ids are arrays of their own."""
+    found = (
+        _DIM_NAMES.get(name.rstrip("?"), name.rstrip("?")) + "|1" * name.endswith("?")
+        for name in names.split()
+    )
+    return tuple(dim for dim in found if dim != "pairs")
+
+
+_QKV_PACKED_DIMS = ("batch", "positions", "slots", "heads", "head_dim")
 
 OPERANDS: tuple[Operand, ...] = (
     Operand(
         "query_key_value",
         "query+key+value",
-        ("batch", "positions", "slots", "heads", "head_dim"),
+        _QKV_PACKED_DIMS,
+        _QKV_PACKED_DIMS,
         has_gradient=True,
         placement="like query",
     ),
-    Operand(
-        "query",
-        "query",
-        ("batch", "rows", "heads", "head_dim"),
-        has_gradient=True,
-        placement="like query",
-    ),
-    Operand(
-        "key",
-        "key",
-        ("batch", "columns", "key_heads", "head_dim"),
-        has_gradient=True,
-        has_divisor=True,
-        placement="like query",
-    ),
-    Operand(
-        "value",
-        "value",
-        ("batch", "columns", "key_heads", "value_dim"),
-        has_gradient=True,
-        has_divisor=True,
-        placement="like query",
-    ),
-    Operand("sequences.query_starts", "query_starts", ("starts",)),
-    Operand("sequences.key_starts", "key_starts", ("starts",)),
-    Operand(
-        "bias",
-        "bias",
-        _SCORES,
-        has_gradient=True,
-        has_divisor=True,
-        placement="like query or replicated",
-    ),
-    Operand("sequences.query_lengths", "query_lengths", ("batch",)),
-    Operand("sequences.key_lengths", "key_lengths", ("batch",)),
-    Operand(
-        "mask.query_lengths", "query_lengths", ("batch",), placement="like query or replicated"
-    ),
-    Operand("mask.key_lengths", "key_lengths", ("batch",), placement="like query or replicated"),
-    Operand("dropout.key_words", "key_words", ("batch", "words")),
-    Operand("dropout.batch_base", "batch_base", ("batch",)),
-    Operand("dropout.head_index", "head_index", ("heads",)),
-    # Or scalars, which have no dims.
-    Operand("position.query", "query_position", ("batch",)),
-    Operand("position.key", "key_position", ("batch",)),
-    Operand(
-        "mask.segment_ids.*.0",
-        "query_segments",
-        ("batch", "rows"),
-        placement="like query or replicated",
-    ),
-    Operand(
-        "mask.segment_ids.*.1",
-        "key_segments",
-        ("batch", "columns"),
-        placement="like query or replicated",
-    ),
-    Operand(
-        "mask.booleans.*",
-        "boolean",
-        _SCORES,
-        has_divisor=True,
-        placement="like query or replicated",
-    ),
+    *itertools.chain.from_iterable(map(_rows_of, features.operands())),
 )
 """In the order of the buffers of the custom call."""
 

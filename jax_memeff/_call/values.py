@@ -39,8 +39,9 @@ def array(name: str, value: Any) -> Any:
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{name} must be an array, got {type(value).__name__}")
-    extended = value.dtype in (np.longdouble, np.clongdouble)
-    if extended or not (value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)):
+    # NumPy counts differences of times among the integers.
+    foreign = value.dtype.kind == "m" or value.dtype in (np.longdouble, np.clongdouble)
+    if foreign or not (value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)):
         raise TypeError(
             f"{name} must be an array of numbers that JAX has, got dtype {value.dtype}"
             + (
@@ -102,14 +103,15 @@ def static_number(name: str, value: Any, instead: str) -> float:
     """
     if isinstance(value, Tracer):
         raise TypeError(f"{name} must be a static number, got a traced value; {instead}")
-    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
-    if shape != ():
-        raise TypeError(f"{name} must be one number, got an array of shape {tuple(shape)}")
-    if dtype is None:
-        # float() would accept "0.5", and True is no scale.
-        is_number = hasattr(value, "__float__") and not isinstance(value, (bool, str))
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        if value.shape != ():
+            raise TypeError(f"{name} must be one number, got an array of shape {value.shape}")
+        # Differences of times are integers to NumPy.
+        is_number = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+        is_number = is_number and value.dtype.kind != "m"
     else:
-        is_number = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+        # float() would accept "0.5", True is no scale, and classes have methods, too.
+        is_number = hasattr(value, "__float__") and not isinstance(value, (bool, str, type))
     if not is_number:
         raise TypeError(
             f"{name} must be a number, got {value!r:.80} of type {type(value).__name__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +42,10 @@ def of_operands(
             buffers.append(_computed(ctx, name, _conjunction(avals, options), types, arrays))
         elif name in ("query_segments", "key_segments"):
             buffers.append(_computed(ctx, name, lambda *ids: jnp.stack(ids, 1), types, arrays))
+        elif name in ("query_position", "key_position"):
+            # XLA merges a broadcast scalar with what computes it: no launch more.
+            repeated = functools.partial(jnp.broadcast_to, shape=(batch_of(avals),))
+            buffers.append(_computed(ctx, name, repeated, types, arrays))
         else:
             buffers.append(Buffer(name, *types, *arrays))
     return buffers

@@ -95,10 +95,9 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
     for entry in spec.entry_points:
         grid, most = _grid(spec, entry)
         mask = entry.block_mask.name if entry.block_mask else "-"
-        further = ["maps"] * entry.takes_maps + ["arrays"] * entry.takes_arrays
-        parameters = ",".join(further) or "-"
+        maps = "maps" if entry.takes_maps else "-"
         sizes = f"{entry.threads} {entry.shared_bytes}"
-        lines.append(f"entry {entry.name} {sizes} {grid} {most} {mask} {parameters}")
+        lines.append(f"entry {entry.name} {sizes} {grid} {most} {mask} {maps}")
     for box in spec.tensor_maps:
         row_dim = 2 if box.name == "bias" else 1
         lines.append(f"map {box.name} {box.rows} {box.columns} {row_dim}")

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,9 +19,9 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_memeff import config
-from jax_memeff._call import divisors
+from jax_memeff._call import divisors, sinks
 from jax_memeff._call.mask import Window
-from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands
+from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands, differentiable
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.static_shapes import require_static
@@ -45,9 +45,6 @@ _DIRECTIONS: dict[str, Literal["forward", "backward"]] = {
     _FORWARD_TARGET: "forward",
     _BACKWARD_TARGET: "backward",
 }
-
-_DIVISORS: tuple[str, ...] = ("key", "value", "bias", "boolean", "bias_gradient")
-"""The arrays that a vmap may broadcast, in the order of ``_divisors``."""
 
 _DTYPES: dict[str, Dtype] = {
     "float16": "f16",
@@ -89,13 +86,13 @@ def lower_backward(
     ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options, needs_grad: NeedsGrad
 ):
     """Lowering rule of ``attention_bwd`` on CUDA."""
-    avals, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
+    types, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, values)
-    inputs = buffers.of_operands(ctx, avals, operands, options)
+    inputs = buffers.of_operands(ctx, types, operands, options)
     names = [f"{name}_gradient" for name in _needed(needs_grad)]
-    if isinstance(avals, QkvPackedOperands) and needs_grad.query:
+    if isinstance(types, QkvPackedOperands) and needs_grad.query:
         names = ["+".join(names[:3]), *names[3:]]
-    avals = _separate(avals)
+    avals = _separate(types)
     specs = kernels(avals, options, needs_grad=needs_grad)
     inputs += buffers.of_block_masks(ctx, avals, operands.mask, options.divisors, specs)
     named = zip(
@@ -106,6 +103,8 @@ def lower_backward(
         strict=True,
     )
     gradients = [Buffer(name, aval) for name, aval in zip(names, ctx.avals_out, strict=True)]
+    if needs_grad.sinks:
+        gradients[-1] = Buffer("delta", residual_avals[1], layout=_ROW_STATISTICS)
     results = _custom_call(
         ctx,
         _BACKWARD_TARGET,
@@ -119,8 +118,29 @@ def lower_backward(
         ],
         specs=specs,
         **_scores(avals, options),
-    )
-    return results[: len(gradients)]
+    )[: len(gradients)]
+    if not needs_grad.sinks:
+        return results
+    *others, delta = results
+    arrays = (types, gradients[-1].aval, gradients[-1].aval), (operands, residuals[1], delta)
+    return [*others, *_sinks_gradient(ctx, *arrays, options)]
+
+
+def _sinks_gradient(
+    ctx: mlir.LoweringRuleContext, avals: Any, values: Any, options: Options
+) -> Sequence[Any]:
+    """The gradient of the sinks, which XLA computes. ``avals`` and ``values`` are the operands, the
+    logsumexp, and the delta that the kernels leave.
+    """
+    leaves, tree = jax.tree.flatten(avals)
+
+    def gradient(*arrays: jax.Array) -> jax.Array:
+        operands, lse, delta = jax.tree.unflatten(tree, arrays)
+        return sinks.gradient(operands, options, lse, delta)
+
+    context = ctx.replace(avals_in=leaves, avals_out=ctx.avals_out[-1:])
+    lower = mlir.lower_fun(gradient, multiple_results=False)
+    return lower(context, *jax.tree.leaves(values))
 
 
 def _workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
@@ -154,15 +174,6 @@ def kernels(
         remedy="export a program for each size, or pass implementation='xla'",
     )
     _require_lengths(avals)
-    if avals.position is not None and any(x.shape for x in avals.position):
-        raise UnsupportedError(
-            [
-                "offsets.query and offsets.key are scalars in the kernels, got one for each batch "
-                "index",
-                "pass implementation='xla', or map the call over its batch by jax.vmap, which runs "
-                "the kernels for one batch index at a time",
-            ]
-        )
     call = Call(avals, options, needs_grad)
     sizes = workspaces.sizes_of(avals, options.divisors)
     return {arch: _kernel(call, sizes, arch) for arch in _architectures()}
@@ -210,10 +221,13 @@ class Call:
         avals, options = self.operands, self.options
         batch = avals.scores[0]
         own = {divisors.combined(avals.mask, options.divisors, batch)[0]}
-        if avals.bias is not None:
-            own.add(avals.bias.shape[0])
-            if self.needs_grad is not None and self.needs_grad.bias:
-                own.add(self._bias_gradient_shape[0])
+        own |= {
+            getattr(avals, name).shape[0]
+            for name in differentiable(avals)
+            if getattr(avals, name) is not None and divisors.may_sum_gradient(name, avals)
+        }
+        if avals.bias is not None and self.needs_grad is not None and self.needs_grad.bias:
+            own.add(self._bias_gradient_shape[0])
         keys = () if avals.sequences is not None else (avals.key, avals.value)
         return not own <= {1, batch} or any(array.shape[0] != batch for array in keys)
 
@@ -311,11 +325,12 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
     }
 
 
-def _divisors(avals: Operands, options: Options) -> tuple[int, int, int, int, int]:
-    """The divisors of the arrays in ``_DIVISORS``."""
+def _divisors(avals: Operands, options: Options) -> dict[str, int]:
+    """The divisors of the buffers, by name; that of others is 1."""
     own = options.divisors
     _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
-    return own["key"], own["value"], own["bias"], boolean, own.of_gradient("bias") or 1
+    found = {name: own[name] for name in differentiable(avals)}
+    return found | {"boolean": boolean, "bias_gradient": own.of_gradient("bias") or 1}
 
 
 def _longest(avals: Operands) -> tuple[int, int]:
@@ -349,7 +364,7 @@ def _custom_call(
     results: list[Buffer],
     *,
     specs: dict[str, KernelSpec],
-    divisors: Sequence[int],
+    divisors: Mapping[str, int],
     **numbers: Any,
 ) -> Sequence[Any]:
     register_targets()
@@ -362,11 +377,10 @@ def _custom_call(
         avals_in=[buffer.aval for buffer in operands],
         avals_out=[buffer.aval for buffer in results],
     )
-    named: dict[str, int] = dict(zip(_DIVISORS, divisors, strict=True))
     attributes = {
-        "operands": description.names(operands, named),
+        "operands": description.names(operands, divisors),
         "operand_types": description.types(operands),
-        "results": description.names(results, named),
+        "results": description.names(results, divisors),
         "result_types": description.types(results),
         "kernels": _images(specs, [*operands, *results]),
         **numbers,

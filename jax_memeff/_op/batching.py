@@ -7,13 +7,13 @@ the table of operands (``_call/operands.py``):
   batch index b reads index ``(b // divisor) % indices`` of it
   (:class:`jax_memeff._call.options.Divisors`);
 - other operands of the batch are repeated. The query is, because the output is as large; lengths,
-  segment ids and the dropout state are, because they are small. A repeated dropout state gives
-  every mapped call its own bits;
+  segment ids, mapped positions and the dropout state are, because they are small. A repeated
+  dropout state gives every mapped call its own bits;
 - tokens of packed sequences follow those of the mapped index before.
 
 A call that does not fit runs once per mapped index, by ``jax.lax.map``:
 
-- an operand without a batch is mapped: ``Offsets`` of queries, keys or heads;
+- an operand without a batch is mapped: ``Offsets`` of heads;
 - a key, value, bias or mask whose batch comes from an outer vmap alone is mapped now;
 - packed sequences have more than ``MOST_POSITIONS`` tokens together.
 """
@@ -81,6 +81,11 @@ class _Fold(NamedTuple):
         """[size * n, ...] of an operand [n, ...]."""
         array = x.everywhere(self.size)
         return array.reshape(self.size * array.shape[1], *array.shape[2:])
+
+    def repeated_scalar(self, x: _Array) -> jax.Array:
+        """[size * batch] of a mapped scalar."""
+        # Not jnp.repeat, whose gather moves sharded positions between devices.
+        return jnp.broadcast_to(x.array[:, None], (self.size, self.batch)).reshape(-1)
 
     def kept(self, x: _Array, divisor: int) -> tuple[jax.Array, int]:
         """An operand with a divisor, and its divisor in the folded call."""
@@ -201,8 +206,8 @@ def _folded_array(fold: _Fold, item: Item, operands: Any, divisors: Divisors) ->
         return fold.starts(array, fold.size * tokens.array.shape[2 if tokens.mapped else 1])
     if dims[:1] == ("one",):
         return fold.tokens(array)
-    if dims[:1] in (("batch",), ("sequences",)) and array.has_dims:
-        return fold.repeated(array)
+    if dims[:1] in (("batch",), ("sequences",)) and (array.mapped or array.has_dims):
+        return fold.repeated(array) if array.has_dims else fold.repeated_scalar(array)
     if array.mapped:
         raise _UnfoldableError
     return array.array

@@ -21,7 +21,7 @@ from jax.interpreters import ad
 from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise.tiles import has_probabilities
 from jax_memeff._blockwise.varlen import longest
-from jax_memeff._call import divisors
+from jax_memeff._call import divisors, sinks
 from jax_memeff._call.operands import (
     AnyGradients,
     AnyOperands,
@@ -67,28 +67,41 @@ def cotangents(
     gradients = gradients_of(operands)
     row_bias = needs_grad.bias and operands.bias is not None and operands.bias.shape[3] == 1
     in_kernel = needs_grad._replace(bias=needs_grad.bias and not row_bias)
-    if any(in_kernel) and not (dout is None and dlse is None):
-        dout = jnp.zeros_like(out) if dout is None else dout
+    if dout is None and dlse is None:
+        return gradients
+    dout = jnp.zeros_like(out) if dout is None else dout
+    if any(in_kernel._replace(sinks=False)):
         gradients = primitives.backward(operands, options, out, lse, dout, dlse, in_kernel)
-    if row_bias and dlse is not None:
-        gradients = gradients._replace(bias=_row_bias_gradient(operands, options, lse, dlse))
+    elif in_kernel.sinks:
+        delta = sinks.delta(out, dout, dlse)
+        gradients = gradients._replace(sinks=sinks.gradient(operands, options, lse, delta))
+    if row_bias:
+        rows = jnp.zeros_like(lse) if dlse is None else dlse
+        if operands.sinks is not None:
+            own = sinks.probabilities(operands, options, lse)
+            rows = rows + own * sinks.delta(out, dout, dlse)
+        gradients = gradients._replace(bias=_row_bias_gradient(operands, options, lse, rows))
     return gradients
 
 
 def _row_bias_gradient(
-    operands: Any, options: Options, lse: jax.Array, dlse: jax.Array
+    operands: Any, options: Options, lse: jax.Array, rows: jax.Array
 ) -> jax.Array:
     """Gradient of a bias [b, n, t, 1] that is one number per row of the scores.
 
     ``ds = p * (dp - D)`` with ``D = rowsum(dout * out) - dlse`` sums over a row to dlse exactly,
     because ``sum(p * dp) = rowsum(dout * out)``, with dropout too: a shift of a whole row changes
-    its logsumexp and nothing else.
+    its logsumexp and nothing else. With a sink of probability ``p_s``, which does not move with the
+    row, the other probabilities sum to ``1 - p_s``, and the sum is ``dlse + p_s * D``.
+
+    Args:
+        rows: this sum, [B, T, N].
     """
     bias = operands.bias
     shape = divisors.gradient_shape("bias", bias.shape, operands, options.divisors)
     if lse.size == 0:
         return jnp.zeros(shape, bias.dtype)
-    rows = jnp.where(has_probabilities(lse), dlse, 0)
+    rows = jnp.where(has_probabilities(lse), rows, 0)
     if isinstance(operands, Operands) and operands.sequences is not None:
         tokens = token_indices(
             operands.sequences.query_starts[:-1],

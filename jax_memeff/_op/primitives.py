@@ -29,7 +29,7 @@ from jax.interpreters import batching, mlir
 from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise import varlen as blockwise_varlen
-from jax_memeff._call import compat, divisors
+from jax_memeff._call import compat, divisors, sinks
 from jax_memeff._call.operands import (
     AnyGradients,
     AnyOperands,
@@ -127,7 +127,12 @@ def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Seque
     if isinstance(operands, QkvPackedOperands):
         operands = operands.separate()
     path = blockwise if operands.sequences is None else blockwise_varlen
-    return path.forward(operands, options)
+    if operands.sinks is None:
+        return path.forward(operands, options)
+    accumulator = jnp.promote_types(operands.query.dtype, jnp.float32)
+    out, lse = path.forward(operands, options, accumulator)
+    out, lse = sinks.joined(out, lse, *sinks.of_rows(operands, options))
+    return out.astype(operands.query.dtype), lse
 
 
 def _blockwise_backward(
@@ -138,8 +143,11 @@ def _blockwise_backward(
     if is_packed:
         operands = operands.separate()
     path = blockwise if operands.sequences is None else blockwise_varlen
-    gradients = path.backward(operands, options, out, lse, dout, dlse, needs_grad)
+    in_tiles = needs_grad._replace(sinks=False)
+    gradients = path.backward(operands, options, out, lse, dout, dlse, in_tiles)
     found = [gradient for gradient in gradients if gradient is not None]
+    if needs_grad.sinks and operands.sinks is not None:
+        found.append(sinks.gradient(operands, options, lse, sinks.delta(out, dout, dlse)))
     if is_packed and needs_grad.query:
         return [jnp.stack(found[:3], 2), *found[3:]]
     return found

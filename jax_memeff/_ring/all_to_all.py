@@ -8,13 +8,14 @@ section 3.1). In between, the call is that of one device, with its derivatives.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._call import compat
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import Item, Operands, mapped
 from jax_memeff._op import vjp
 from jax_memeff._ring.passes import Ring
 from jax_memeff._ring.schedule import unzigzag, zigzag
@@ -52,9 +53,8 @@ def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
 
 def _whole_sequence(operands: Operands, ring: Ring) -> Operands:
     """The whole sequence for this device's heads."""
-    mask, state = operands.mask, operands.dropout
-    if state is not None:
-        state = state._replace(head_index=_own_heads(state.head_index, 0, ring))
+    operands = mapped(functools.partial(_replicated, ring=ring), operands)
+    mask = operands.mask
     return operands._replace(
         query=_to_heads(operands.query, ring),
         key=_to_heads(_for_all_devices(operands.key, ring), ring),
@@ -68,8 +68,15 @@ def _whole_sequence(operands: Operands, ring: Ring) -> Operands:
             ),
             booleans=tuple(_scores(array, ring) for array in mask.booleans),
         ),
-        dropout=state,
     )
+
+
+def _replicated(item: Item, ring: Ring) -> jax.Array:
+    """This device's heads of an array that has those of all devices and no positions."""
+    dims = item.operand.dims
+    if "heads" not in dims or {"rows", "columns"} & set(dims):
+        return item.array
+    return _own_heads(item.array, dims.index("heads"), ring)
 
 
 def _for_all_devices(x: jax.Array, ring: Ring) -> jax.Array:

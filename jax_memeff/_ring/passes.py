@@ -23,8 +23,9 @@ import numpy as np
 from jax import lax
 
 from jax_memeff._blockwise.tiles import read_block, when, write_block
-from jax_memeff._call import compat
-from jax_memeff._call.mask import Mask, slice_tile
+from jax_memeff._call import compat, sinks
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
 from jax_memeff._call.options import Options
@@ -281,8 +282,22 @@ def forward(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
 
     rows = operands.query.shape[:3]
     empty = call.zeros((*rows, operands.value.shape[3])), call.zeros(rows) - jnp.inf
+    if operands.sinks is not None:
+        # As if every row had met its sink before any key.
+        empty = sinks.joined(*empty, operands.sinks[:, None], valid_rows(operands, ring))
     out, lse = call.run(visit, Sums(empty, ())).rows
     return out.astype(operands.query.dtype), lse
+
+
+def valid_rows(operands: Operands, ring: Ring) -> jax.Array | bool:
+    """Whether a row of this device, [B, T local, 1], is within the lengths."""
+    lengths = operands.mask.query_lengths
+    if lengths is None:
+        return True
+    own = jnp.asarray(ring.held, lengths.dtype)[lax.axis_index(ring.axis_name)]
+    rows = operands.query.shape[1] // own.size
+    positions = (own[:, None] * rows + jnp.arange(rows, dtype=lengths.dtype)).reshape(-1)
+    return (positions < lengths[:, None])[..., None]
 
 
 def _merge(
@@ -323,7 +338,7 @@ def backward(
             lse_rows,
             dout_rows,
             dlse_rows,
-            needs_grad,
+            needs_grad._replace(sinks=False),
         )
         (dquery, dbias), (dkey, dvalue) = sums
         local = Gradients(
@@ -346,17 +361,24 @@ def backward(
         return call.zeros(like.shape) if wanted else None
 
     query, key, value, bias = operands[:4]
+    dsinks = None
+    if needs_grad.sinks:
+        delta = sinks.delta(out, dout, dlse)
+        dsinks = sinks.gradient(operands, ring.options, lse, delta)
+    if not any(needs_grad._replace(sinks=False)):
+        return Gradients(None, None, None, None, dsinks)
     empty = Sums(
         (zeros(needs_grad.query, query), _bias_sums(call) if needs_grad.bias else None),
         (zeros(needs_grad.key, key), zeros(needs_grad.value, value)),
     )
     (dquery, dbias), (dkey, dvalue) = call.run(visit, empty)
     total = Gradients(dquery, dkey, dvalue, dbias)
-    return jax.tree.map(
+    rounded = jax.tree.map(
         lambda like, x: None if x is None else x.astype(like.dtype),
         Gradients(query, key, value, bias),
         total,
     )
+    return rounded._replace(sinks=dsinks)
 
 
 def _bias_sums(call: _Call) -> jax.Array | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax_memeff._call.mask import Mask
-from jax_memeff._call.window import Window
+from jax_memeff._call.mask import Mask, Window
 
 
 def top_left(mask: Mask, rows: int, columns: int) -> Mask:

@@ -54,12 +54,18 @@ from jax_memeff._sharding.layout import (
     Layout,
     Sharded,
     dims,
+    divides_groups,
     heads_of,
     layout,
     named_dims,
     result_dims,
 )
-from jax_memeff._sharding.local import check_rows, put_key_head, take_key_head, with_positions
+from jax_memeff._sharding.local import (
+    check_rows,
+    put_own_key_heads,
+    take_own_key_heads,
+    with_positions,
+)
 
 Lowering = Callable[..., Sequence[Any]]
 
@@ -93,8 +99,10 @@ def by_shards(
         digest = hashlib.sha256(_python_digest() + repr((avals, params)).encode())
         if kernel_digest is not None:
             digest.update(kernel_digest(avals, **params))
+        rule = call.rule(compat.mesh_axes_of_compiler(ctx))
         in_jax = mlir.lower_fun(
-            lambda *leaves: call.partitioned(leaves, digest.hexdigest()), multiple_results=True
+            lambda *leaves: call.partitioned(leaves, rule, digest.hexdigest()),
+            multiple_results=True,
         )
         return in_jax(ctx.replace(avals_in=avals), *values)
 
@@ -188,7 +196,9 @@ class _Call(NamedTuple):
             found[item.name] = self.batch.named(named, shape[0], elements // shape[0])
         return found
 
-    def partitioned(self, leaves: Sequence[Any], digest: str) -> list[jax.Array]:
+    def partitioned(
+        self, leaves: Sequence[Any], rule: SdyShardingRule, digest: str
+    ) -> list[jax.Array]:
         in_dims, out_dims = self.dims
         batch = self.batch
 
@@ -200,13 +210,17 @@ class _Call(NamedTuple):
             return split(self.primitive.bind(*whole, **self.params), out_dims)
 
         function = custom_partitioning(bind)
-        function.def_partition(self.partition, sharding_rule=self.rule(), decode_shardings=False)
+        function.def_partition(self.partition, sharding_rule=rule, decode_shardings=False)
         with set_xla_metadata(jax_memeff_digest=digest):
             results = function(*split(leaves, in_dims))
         return list(map(batch.joined, results, out_dims))
 
-    def rule(self) -> SdyShardingRule:
-        """Only batch, heads and rows have factors that arrays share: nothing else propagates."""
+    def rule(self, mesh_axes: Sequence[int]) -> SdyShardingRule:
+        """Only batch, heads and rows have factors that arrays share: nothing else propagates.
+
+        Args:
+            mesh_axes: sizes of the mesh axes.
+        """
         fresh = (f"own{index}" for index in itertools.count())
         heads, key_heads = heads_of(self.operands)
         group = heads // key_heads
@@ -217,8 +231,12 @@ class _Call(NamedTuple):
         factors |= {name: name for name in self.batch.names}
         sizes: Any = {}
         if 1 < key_heads < heads:
-            factors["heads"] = CompoundFactor("heads", "group")
-            sizes = {"group": group}
+            if divides_groups(heads, key_heads, mesh_axes):
+                factors["heads"] = CompoundFactor("heads", "group")
+                sizes = {"group": group}
+            else:
+                # The compiler would gather results: no product of factors has these shards.
+                del factors["key_heads"]
 
         def mapping(dims: str) -> ArrayMapping:
             return ArrayMapping(*(factors.get(dim) or next(fresh) for dim in dims.split()))
@@ -249,12 +267,13 @@ class _Call(NamedTuple):
 
         def own(x: jax.Array, dims: str) -> jax.Array:
             joined = batch.joined(x, dims)
-            return take_key_head(joined, layout) if "key_heads" in dims.split() else joined
+            return take_own_key_heads(joined, layout) if "key_heads" in dims.split() else joined
 
         def result(x: jax.Array, dims: str) -> jax.Array:
+            whole = x
             if "key_heads" in dims.split():
-                x = put_key_head(x, layout, key_heads)
-            return batch.split(_summed(x, layout.reduced(dims)), dims)
+                whole = put_own_key_heads(x, layout, key_heads)
+            return batch.split(_summed(whole, layout.reduced(dims)).astype(x.dtype), dims)
 
         def on_device(*leaves: jax.Array) -> list[jax.Array]:
             arguments = jax.tree.unflatten(params["tree"], map(own, leaves, in_dims))
@@ -317,8 +336,8 @@ class _Call(NamedTuple):
         return found, mesh
 
     def with_key_head_axis(self, mesh: Mesh, query: PartitionSpec | None) -> Mesh:
-        """The mesh with an axis split in two, if the query's heads have more devices than there are
-        key heads: the key heads are sharded over its first part.
+        """The mesh with an axis split in two, if only its first part divides the key heads, which
+        are sharded over that.
 
         The compiler does so too when shardings spread from the query to the key.
         """
@@ -328,11 +347,12 @@ class _Call(NamedTuple):
         first = heads_of(self.operands)[1]
         for axis in axes:
             size = mesh.shape[axis]
-            if 1 < first < size and size % first == 0:
+            part = math.gcd(first, size)
+            if 1 < part < size:
                 place = mesh.axis_names.index(axis)
                 shape = mesh.devices.shape
                 devices = mesh.devices.reshape(
-                    *shape[:place], first, size // first, *shape[place + 1 :]
+                    *shape[:place], part, size // part, *shape[place + 1 :]
                 )
                 split = (f"{axis}/key_heads", f"{axis}/rest")
                 names = (*mesh.axis_names[:place], *split, *mesh.axis_names[place + 1 :])

@@ -3,8 +3,8 @@
 A device's problem is a smaller one of the same kind, and nothing is gathered:
 
 - The batch is sharded alike in all operands.
-- The heads are sharded so that a device has whole groups of query heads, or part of one group. If
-  there are more devices than key heads, neighbours share a key head, and its gradient is their sum.
+- The query heads are sharded evenly. A device gets the key heads that its query heads read: some of
+  its own if the devices divide the key heads, otherwise copies, and gradients are summed.
 - The rows of the query may be sharded if every device has all keys.
 
 The mesh decides who carries this out:
@@ -68,6 +68,30 @@ def _title(dim: str) -> str | None:
     return "axis of jax.vmap" if dim.startswith("vmap") else _SHARDED.get(dim)
 
 
+class KeyHeadCopies(NamedTuple):
+    """Which of the key heads that several devices have each of them reads.
+
+    Device i has the query heads ``i * heads`` to ``(i + 1) * heads``, and query head h reads key
+    head ``h // group``.
+    """
+
+    axes: Axes
+    """Of these devices."""
+    heads: int
+    """The query heads of a device."""
+    group: int
+    """The query heads that share a key head."""
+
+    @property
+    def group_on_device(self) -> int:
+        """The most query heads that share a key head on every device alike.
+
+        >>> KeyHeadCopies(("model",), 3, 2).group_on_device  # heads 0 0 1, then 1 2 2
+        1
+        """
+        return math.gcd(self.heads, self.group)
+
+
 class Layout(NamedTuple):
     """The mesh axes that a call is sharded over."""
 
@@ -78,9 +102,8 @@ class Layout(NamedTuple):
     """The first ones of ``heads``."""
     rows: Axes
     """Those of size 1 shard nothing, but belong to the types of the results."""
-    key_head_copies: tuple[Axes, int] | None = None
-    """The rest of ``heads`` and its number of devices, if they share the key heads that each of
-    them has, and each needs one."""
+    key_head_copies: KeyHeadCopies | None = None
+    """Over the rest of ``heads``, if the devices along it have the same key heads."""
 
     def spec(self, dims: str) -> PartitionSpec:
         """The sharding of an operand, a result or a gradient."""
@@ -131,6 +154,25 @@ def heads_of(operands: Any) -> tuple[int, int]:
         heads = operands.query_key_value.shape[3]
         return heads, heads
     return operands.query.shape[2], operands.key.shape[2]
+
+
+def divides_groups(heads: int, key_heads: int, mesh_axes: Sequence[int]) -> bool:
+    """Whether the heads on a device are whole groups, or part of one, over any of the mesh axes.
+
+    Args:
+        heads: of the query, K * G.
+        key_heads: K.
+        mesh_axes: their sizes.
+
+    >>> divides_groups(12, 6, (2, 3)), divides_groups(12, 6, (4,))
+    (True, False)
+    """
+    counts = {1}
+    for size in mesh_axes:
+        counts |= {count * size for count in counts}
+    return all(
+        key_heads % count == 0 or count % key_heads == 0 for count in counts if heads % count == 0
+    )
 
 
 def layout(arrays: Sequence[Sharded], sizes: Mapping[Any, int]) -> Layout:
@@ -196,14 +238,13 @@ class Sharded(NamedTuple):
                 )
 
     def check_same(self, layout: Layout, sizes: Mapping[Any, int]) -> None:
-        may_be_replicated = self.operand.placement == "like query or replicated"
+        may_be_cut = self.operand.placement == "like query or replicated"
         for dim in self.dims:
             if _title(dim) is None:
                 continue
             axes, wanted = (_larger_than_1(x, sizes) for x in (self.axes(dim), layout.axes(dim)))
-            # Cutting a replicated array moves nothing.
-            is_cut = dim == "key_heads" and axes == wanted[: len(axes)]
-            if axes == wanted or is_cut or (may_be_replicated and not axes):
+            # Cutting what every device has moves nothing.
+            if axes == wanted[: len(axes)] and (may_be_cut or dim == "key_heads" or axes == wanted):
                 continue
             raise ValueError(
                 f"{self}: its {_title(dim)} must be sharded like query's, over {text(wanted)}, "
@@ -213,15 +254,13 @@ class Sharded(NamedTuple):
 
 def _key_heads(
     arrays: Sequence[Sharded], heads: Axes, sizes: Mapping[Any, int]
-) -> tuple[Axes, tuple[Axes, int] | None]:
-    """``Layout.key_heads`` and ``Layout.key_head_copies``.
-
-    Raises:
-        ValueError: a device would need parts of several groups of heads.
-    """
+) -> tuple[Axes, KeyHeadCopies | None]:
+    """``Layout.key_heads`` and ``Layout.key_head_copies``."""
     array = next((array for array in arrays if "key_heads" in array.dims), None)
     if array is None:
         return heads, None
+    query = arrays[0]
+    query_heads = query.shape[query.dims.index("heads")]
     key_heads = array.shape[array.dims.index("key_heads")]
     devices = math.prod(sizes[axis] for axis in heads)
     if key_heads % devices == 0:
@@ -231,18 +270,10 @@ def _key_heads(
         if key_heads % math.prod(sizes[axis] for axis in (*first, axis)):
             break
         first = (*first, axis)
-    rest = heads[len(first) :]
-    cut = math.prod(sizes[axis] for axis in first)
-    if devices // cut % (key_heads // cut):
-        raise ValueError(
-            f"{array}: its heads, {key_heads}, cannot be divided by {devices}, the size of "
-            f"{text(heads)}, nor the other way round; every device needs whole groups of heads or "
-            "part of one: shard the heads over fewer devices, or repeat the heads of key and value "
-            "(jnp.repeat along axis 2)"
-        )
-    if key_heads == cut:
+    if key_heads == math.prod(sizes[axis] for axis in first):
         return first, None
-    return first, (rest, devices // cut)
+    copies = KeyHeadCopies(heads[len(first) :], query_heads // devices, query_heads // key_heads)
+    return first, copies
 
 
 def _larger_than_1(axes: Axes, sizes: Mapping[Any, int]) -> Axes:

@@ -3,8 +3,9 @@
 A device has the arrays that its shardings give it. Two of these are not yet a smaller problem of
 the same kind:
 
-- More devices than key heads share the query heads. Then each device needs one of the key heads
-  that it has, takes it by its place, and its gradient is zero in the others.
+- The devices that share the query heads do not divide the key heads. Then each device takes the key
+  heads that its query heads read, by its place, and its gradient is zero in the others. If its
+  query heads are not whole groups, it takes some key heads more than once.
 - The query is sharded over its rows. Then rows have positions in the whole sequence, from which
   windows, lengths and dropout count.
 """
@@ -19,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import mapped
+from jax_memeff._call.operands import Item, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._sharding.alignment import top_left
-from jax_memeff._sharding.layout import Layout
+from jax_memeff._sharding.layout import KeyHeadCopies, Layout
 
 _KEY_HEADS = 2
 """The dim of the key heads in ``[B, S, K, H]``."""
@@ -75,34 +76,48 @@ def with_positions(operands: Any, layout: Layout, devices: int) -> Any:
     return operands._replace(mask=mask, position=position)
 
 
-def take_key_head(x: jax.Array, layout: Layout) -> jax.Array:
-    """A device's key head of the key heads ``[B, S, K, H]`` that it has."""
-    if layout.key_head_copies is None:
+def take_own_key_heads(x: jax.Array, layout: Layout) -> jax.Array:
+    """The key heads that a device reads, of the key heads ``[B, S, K, H]`` that it has."""
+    copies = layout.key_head_copies
+    if copies is None:
         return x
-    return lax.dynamic_slice_in_dim(x, _key_head(layout, x.shape[_KEY_HEADS]), 1, _KEY_HEADS)
+    heads = _key_heads(copies)
+    if heads.size == 1:
+        return lax.dynamic_slice_in_dim(x, heads[0], 1, _KEY_HEADS)
+    return jnp.take(x, heads, _KEY_HEADS)
 
 
-def put_key_head(x: jax.Array, layout: Layout, key_heads: int) -> jax.Array:
-    """The transpose of :func:`take_key_head`: zeros for the key heads of other devices."""
-    if layout.key_head_copies is None:
+def put_own_key_heads(x: jax.Array, layout: Layout, key_heads: int) -> jax.Array:
+    """The transpose of :func:`take_own_key_heads`: zeros for the key heads of other devices.
+
+    Sums are not rounded: their dtype is float32 at least.
+    """
+    copies = layout.key_head_copies
+    if copies is None:
         return x
+    heads = _key_heads(copies)
     shape = (*x.shape[:_KEY_HEADS], key_heads, *x.shape[_KEY_HEADS + 1 :])
-    start = _key_head(layout, key_heads)
-    return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, start, _KEY_HEADS)
+    if heads.size == 1:
+        zeros = jnp.zeros(shape, x.dtype)
+        return lax.dynamic_update_slice_in_dim(zeros, x, heads[0], _KEY_HEADS)
+    zeros = jnp.zeros(shape, jnp.promote_types(x.dtype, jnp.float32))
+    return zeros.at[:, :, heads].add(x)
 
 
-def _key_head(layout: Layout, key_heads: int) -> jax.Array:
-    axes, devices = layout.key_head_copies or ((), 1)
-    return lax.axis_index(axes) * key_heads // devices
+def _key_heads(copies: KeyHeadCopies) -> jax.Array:
+    """The key head that each group of a device's query heads reads."""
+    group = copies.group_on_device
+    first = lax.axis_index(copies.axes) * copies.heads
+    return (first + jnp.arange(0, copies.heads, group)) // copies.group
 
 
 def take_key_heads(operands: Any, layout: Layout) -> Any:
-    """:func:`take_key_head` of every operand that has key heads."""
+    """:func:`take_own_key_heads` of every operand that has key heads."""
     if layout.key_head_copies is None:
         return operands
-    return mapped(
-        lambda item: (
-            take_key_head(item.array, layout) if "key_heads" in item.operand.dims else item.array
-        ),
-        operands,
-    )
+
+    def own(item: Item) -> Any:
+        has_key_heads = "key_heads" in item.operand.dims
+        return take_own_key_heads(item.array, layout) if has_key_heads else item.array
+
+    return mapped(own, operands)

@@ -269,25 +269,6 @@ def test_positions_of_each_batch_index(is_packed, assert_close):
     assert_close(results(together), results(apart))
 
 
-def test_positions_of_each_batch_index_have_no_kernel(monkeypatch):
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
-    operand = jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16)
-    positions = jax.ShapeDtypeStruct((2,), jnp.int32)
-
-    @jax.jit
-    def call(query, positions):
-        offsets = Offsets(query=positions)
-        return jax_memeff.dot_product_attention(
-            query, query, query, is_causal=True, offsets=offsets
-        )
-
-    checks = jax_memeff.export_disabled_checks()
-    with pytest.raises(
-        jax_memeff.UnsupportedError, match=r"(?s)scalars in the kernels.*implementation"
-    ):
-        jax.export.export(call, platforms=["cuda"], disabled_checks=checks)(operand, positions)
-
-
 def test_positions_are_scalars_or_one_for_each_batch_index():
     query = jnp.ones((2, 4, 1, 8))
     with pytest.raises(

@@ -203,6 +203,36 @@ CASES = {
         ValueError,
         r"query lengths must be in \[0, 5\], got 9 at index 0",
     ),
+    "time_key": (
+        {"key": np.zeros((2, 7, 2, 16), "m8[s]")},
+        TypeError,
+        "key .* got dtype timedelta64",
+    ),
+    "time_scale": (
+        {"scale": np.timedelta64(3)},
+        TypeError,
+        "scale must be a number, got .*timedelta",
+    ),
+    "class_scale": (
+        {"scale": np.float32},
+        TypeError,
+        "scale must be a number, got <class 'numpy.fl",
+    ),
+    "jax_class_soft_cap": (
+        {"logits_soft_cap": jnp.float32},
+        TypeError,
+        "logits_soft_cap must be a number, got <class 'jax.numpy.float32'>",
+    ),
+    "shape_dropout_rate": (
+        {"dropout_rate": jax.ShapeDtypeStruct((), "float32")},
+        TypeError,
+        "dropout_rate must be a number, got ShapeDtypeStruct",
+    ),
+    "time_precision": (
+        {"precision": np.timedelta64(3)},
+        ValueError,
+        "precision must be None, 'default', .* got np.timedelta64",
+    ),
     "infinite_scale": ({"scale": np.inf}, ValueError, "scale must be finite, got inf"),
     "text_scale": ({"scale": "big"}, TypeError, "scale must be a number, got 'big' of type str"),
     "boolean_scale": ({"scale": True}, TypeError, "scale must be a number, got True of type bool"),
@@ -603,6 +633,40 @@ def test_windows_of_a_mask_are_windows(field):
         TypeError, match=rf"Mask\.{field} must be a Window or None, got 5; use Mask"
     ):
         Mask(**{field: 5})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("segment_ids", "ids"),
+        ("segment_ids", [(np.zeros(5, int), np.zeros(7, int))]),
+        ("segment_ids", ((np.zeros(5, int),),)),
+        ("booleans", np.ones((5, 7), bool)),
+        ("booleans", [np.ones((5, 7), bool)]),
+        ("more_lengths", 5),
+        ("more_lengths", (([3, 2],),)),
+    ],
+)
+def test_arrays_of_a_mask_are_such_as_its_constructors_make(field, value):
+    mask = Mask(**{field: value})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=rf"(?s)^Mask\.{field} must be .*; use Mask\."):
+        attention(**good(), mask=mask)
+
+
+@pytest.mark.parametrize("name", ["key_value_seq_lengths", "mask", "offsets"])
+def test_keys_are_no_numbers(name):
+    random_key = jax.random.key(0)
+    value = {"mask": Mask(query_lengths=random_key), "offsets": Offsets(query=random_key)}
+    arguments = {name: value.get(name, random_key)}
+    with pytest.raises(TypeError, match=f"^{name} must hold numbers, got a random key"):
+        jax_memeff.check(**good(), **arguments)
+    with pytest.raises(TypeError, match=r"must be .*integer.*got dtype key"):
+        attention(**good(), **arguments)
+
+
+def test_lengths_of_a_mask_may_be_lists(assert_close):
+    wanted = attention(**good(), mask=Mask.lengths(np.array([3, 2]), np.array([1, 7])))
+    assert_close(attention(**good(), mask=Mask(query_lengths=[3, 2], key_lengths=(1, 7))), wanted)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", TRACED)

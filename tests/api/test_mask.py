@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.mask import Mask, Window, tiles
 from jax_memeff._call.offsets import Position
 
 pytestmark = pytest.mark.quick
@@ -65,10 +65,10 @@ def test_tiles_are_slices_and_skipped_tiles_are_empty(name):
     for row in range(0, T - shape[0] + 1, 2):
         for col in range(0, S - shape[1] + 1, 3):
             part = whole[:, :, row : row + shape[0], col : col + shape[1]]
-            tile = mask.tile((T, S), (row, col), shape, None)
+            tile = tiles.valid_elements(mask, (T, S), (row, col), shape, None)
             tile = True if tile is None else tile
             np.testing.assert_array_equal(np.broadcast_to(tile, part.shape), part)
-            possible = mask.may_attend((T, S), (row, col), shape, None)
+            possible = tiles.may_attend(mask, (T, S), (row, col), shape, None)
             assert possible is None or bool(possible) or not part.any()
 
 
@@ -84,7 +84,7 @@ def test_causal_and_lengths_skip_every_empty_tile():
         mask = mask.canonical(B, T, S)
         for row in range(T):
             for col in range(S - 1):
-                possible = mask.may_attend((T, S), (row, col), (1, 2), None)
+                possible = tiles.may_attend(mask, (T, S), (row, col), (1, 2), None)
                 assert bool(possible) == whole[:, :, row : row + 1, col : col + 2].any()
 
 
@@ -146,6 +146,8 @@ def test_a_mask_is_a_pytree_with_static_windows():
 def test_constructors_refuse_what_they_cannot_mean():
     with pytest.raises(ValueError, match="'top_left' or 'bottom_right', got 'centre'"):
         Mask.causal("centre")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'top_left' or 'bottom_right', got array\(\[1, 2\]\)"):
+        Mask.causal(np.array([1, 2]))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"window left must be a Python integer or None, got 1\.5"):
         Mask.window(1.5, 0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"window right must be .* got a traced value"):

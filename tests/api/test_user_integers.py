@@ -12,8 +12,9 @@ import pytest
 
 import jax_memeff
 from jax_memeff import Mask, Offsets
+from jax_memeff._call.mask import tiles
+from jax_memeff._call.mask.segment_ids import as_int32
 from jax_memeff._call.offsets import MOST_POSITION
-from jax_memeff._call.segment_ids import as_int32
 
 IDS = {
     "beyond_int32": np.array([0, 2**32, 1, 2**31, 2**31 - 1, -1]),
@@ -70,7 +71,7 @@ def test_ids_that_fit_cost_one_pair_and_skip_what_they_did():
     ids = np.repeat(np.arange(4) * 2**40, 4)
     mask = Mask.segments(ids, ids).canonical(1, 16, 16)
     for row, col in itertools.product(range(0, 16, 4), repeat=2):
-        found = mask.may_attend((16, 16), (row, col), (4, 4), None)
+        found = tiles.may_attend(mask, (16, 16), (row, col), (4, 4), None)
         assert found is not None and bool(found) == (row == col)
 
 

@@ -62,6 +62,10 @@ def packed(query, key, value, starts):
     return out.astype(jnp.float32).sum()
 
 
+def positioned(query, key, value, first):
+    return loss(query, key, value, is_causal=True, offsets=jax_memeff.Offsets(query=first))
+
+
 def qkv_packed(qkv):
     return jax_memeff.dot_product_attention_packed(qkv).astype(jnp.float32).sum()
 
@@ -101,6 +105,7 @@ def corpus():
             *record("sm_80", jax.grad(packed, (0, 1, 2)), *tokens, shape(6, dtype="int32")),
             *record("sm_90a", jax.grad(qkv_packed), shape(B, T, 3, N, H)),
             *record("sm_90a", jax.grad(mapped, (0, 1, 2, 3)), *shared),
+            *record("sm_90a", positioned, *operands(), shape(B, dtype="int32")),
         ]
     return calls
 
@@ -229,6 +234,23 @@ def test_forged_calls_are_errors_that_name_what_is_wrong(corpus, name):
     with contextlib.suppress(AttributeError, TypeError, KeyError):
         call.seal()
     assert message in error_of(call)
+
+
+@pytest.mark.parametrize("dims", [(), (B - 1,), (B + 1,), (B, 1)], ids=str)
+def test_positions_are_one_for_each_batch_index(corpus, dims):
+    call = copy.deepcopy(next(call for call in corpus if positions_of(call)))
+    (place,) = positions_of(call)
+    call.operands[place] = "int32", dims
+    call.announce()
+    call.seal()
+    error = error_of(call)
+    assert "array 'query_position' of the kernel of sm_90a: expected s32[B] with B=2" in error
+
+
+def positions_of(call):
+    """Where the positions of queries are among the operands."""
+    names = call.attributes["operands"].split(",")
+    return [place for place, name in enumerate(names) if name == "query_position"]
 
 
 def test_a_changed_attribute_has_another_digest(corpus):

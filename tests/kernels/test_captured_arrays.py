@@ -26,8 +26,7 @@ B, T, N, H = 6, 5, 4, 8
 ELEMENTS, DIVISOR = 2, 3
 
 SOURCE = """
-#include <memeff/core/common.cuh>
-#include <memeff/params.h>
+#include <memeff/core/feature_arrays.cuh>
 
 struct Config {
   static constexpr bool kBroadcastBatch = true;
@@ -35,17 +34,20 @@ struct Config {
   static constexpr int kTotalsArray = 1;
 };
 
-extern "C" __global__ void toy(const __grid_constant__ memeff::ForwardParams params,
-                               const __grid_constant__ memeff::ArrayTable table) {
-  if (threadIdx.x > 0) return;
-  auto const& sinks = table.arrays[Config::kSinksArray];
-  auto const& totals = table.arrays[Config::kTotalsArray];
+CUTE_DEVICE void add_sinks(memeff::ForwardParams const& params) {
+  auto const& sinks = memeff::feature_array(params, Config::kSinksArray);
+  auto const& totals = memeff::feature_array(params, Config::kTotalsArray);
   long long const batch = blockIdx.x / params.shape.query_heads;
   long long const head = blockIdx.x % params.shape.query_heads;
   long long const own = memeff::element_of<Config>(sinks, int(batch)) * sinks.strides[0];
   float const sink = static_cast<float const*>(sinks.data)[own + head * sinks.strides[1]];
   static_cast<float*>(totals.data)[batch * totals.strides[0] + head * totals.strides[1]] +=
       sink + 100 * float(sinks.sizes[1]);
+}
+
+extern "C" __global__ void toy(
+    const __grid_constant__ memeff::WithArrays<memeff::ForwardParams> params) {
+  if (threadIdx.x == 0) add_sinks(params);
 }
 EMULATOR_KERNEL(toy)
 """
@@ -71,7 +73,7 @@ def toy_spec() -> Any:
         alignment=4,
         pack_heads=False,
         persistent=False,
-        entry_points=(EntryPoint("toy", 32, 0, "queries", takes_arrays=True),),
+        entry_points=(EntryPoint("toy", 32, 0, "queries"),),
         tensor_maps=(),
         captured_arrays=(SINKS, TOTALS),
     )
@@ -142,14 +144,10 @@ def test_the_source_says_where_the_arrays_are(monkeypatch):
     problem = Problem("forward", "bf16", 64, 64, "sm_80")
     spec = select(problem)
     plain = emit.source(spec)
-    entries = tuple(entry._replace(takes_arrays=True) for entry in spec.entry_points)
-    monkeypatch.setattr(KernelSpec, "entry_points", entries)
     monkeypatch.setattr(KernelSpec, "captured_arrays", (SINKS, TOTALS))
     source = emit.source(spec)
     assert "kSinksArray = 0;" in source and "kTotalsArray = 1;" in source
-    assert "const __grid_constant__ memeff::ArrayTable arrays) {" in source
-    assert "run(params, arrays);" in source
+    assert "(const __grid_constant__ memeff::WithArrays<memeff::ForwardParams> params) {" in source
     assert "Array" not in plain
     text = description.describe(spec, "sm_80", [])
     assert "captured sinks 4 -\ncaptured totals 4 zeroed\n" in text
-    assert "- arrays\n" in text

@@ -101,6 +101,26 @@ SM80 = [
     Run(Case(B=6, T=70, S=90, N=2, K=1, H=264, shared=SHARED_KEYS)),
     Run(Case(B=6, T=5, S=500, K=1, shared=SHARED_KEYS), splits=True, gradients=False),
 ]
+# A bias of one number a row acts where rows end: in the forward, or after splits in the combine
+# kernel. Some rows have no keys, and some lie beyond the lengths.
+ROWS = ((5, 700), (3, 400), (0, 700), (5, 0))
+SM80 += [
+    Run(Case(B=4, T=5, S=S, N=4, K=1, bias=bias, lengths=lengths), splits=True, gradients=False)
+    for S, bias, lengths in ((700, "BNT1", ROWS), (60, "1NT1", ((5, 60), (3, 40), (0, 60), (5, 0))))
+]
+SM80 += [
+    Run(Case(B=3, T=130, S=150, H=264, bias="1NT1", lengths=((130, 150), (77, 0), (0, 150)))),
+    Run(Case(B=3, T=130, S=150, N=2, K=1, bias="BNT1", lengths=LENGTHS)),
+]
+SINKS = functools.partial(Case, sinks=True)
+SM80 += [
+    Run(SINKS(B=3, T=130, S=150, N=4, K=2, lengths=LENGTHS, dropout=0.2, **CAUSAL)),
+    Run(SINKS(B=3, T=130, S=150, bias="BNT1", lengths=LENGTHS, packed=True)),
+    Run(SINKS(B=3, T=130, S=150, H=264, soft_cap=2.0, lengths=((130, 150), (77, 0), (0, 150)))),
+    Run(SINKS(B=4, T=5, S=700, N=4, K=1, lengths=ROWS), splits=True, gradients=False),
+    Run(SINKS(B=4, T=5, S=700, N=4, K=1, bias="BNT1", lengths=ROWS), splits=True, gradients=False),
+    Run(SINKS(B=1, T=5, S=60, N=4, K=1), splits=True, gradients=False),
+]
 SM80 += [Run(case, seed=3, unattended=True) for case in MAPPED]
 SM90 = [
     *on_three_schedules(
@@ -118,8 +138,24 @@ TEAMS = [
     for case in (
         Case(B=1, T=200, S=570, N=2, K=1, **CAUSAL),
         Case(B=3, T=130, S=450, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **WINDOW),
+        Case(B=3, T=130, S=450, bias="BNT1", lengths=((130, 450), (77, 0), (0, 450))),
     )
 ]
+SM90 += [
+    Run(SINKS(B=2, T=200, S=150, N=4, K=2, deterministic=True, **CAUSAL), arch="sm_90a"),
+    Run(SINKS(B=2, T=130, S=150, H=128, bias="1NT1", lengths=LENGTHS[:2]), arch="sm_90a"),
+    Run(SINKS(B=1, T=130, S=150, N=2, K=1, H=256), arch="sm_90a"),
+]
+TEAMS.append(
+    Run(
+        SINKS(B=3, T=130, S=450, lengths=((130, 450), (77, 0), (0, 450))),
+        arch="sm_90a",
+        seed=2,
+        multiprocessors=2,
+        splits=True,
+        gradients=False,
+    )
+)
 SM90 += [
     Run(case, "sm_90a", seed=3, multiprocessors=1, gradients=not case.dropout, unattended=True)
     for case in MAPPED
@@ -156,6 +192,30 @@ FLOAT32 = [
             Case(B=1, T=140, S=570, H=128, bias="1NTS", soft_cap=2.0, segments=1, **WINDOW),
             *MAPPED[:1],
         )
+    )
+]
+# Rows and columns begin at another place for each batch index, so that some see every block of keys
+# and others few or none.
+EACH: Any = {"B": 3, "T": 200, "S": 152, "position": ((160, 0, 48), (128, 16, 0))}
+POSITIONS = [
+    Run(Case(**{**EACH, **features}), arch, seed=2, multiprocessors=2)
+    for arch, features in (
+        ("sm_80", {"N": 4, "K": 2, "lengths": LENGTHS, **CAUSAL}),
+        ("sm_80", {"dropout": 0.2, "lengths": LENGTHS, "packed": True, **WINDOW}),
+        ("sm_80", {"bias": "1NTS", "deterministic": True, "boolean": ("B11S",), **WINDOW}),
+        ("sm_80", {"N": 2, "K": 1, "H": 264, "bias": "11TS", "dropout": 0.2, **BOTTOM_RIGHT}),
+        ("sm_90a", {"N": 4, "K": 2, **CAUSAL}),
+        ("sm_90a", {"H": 128, "dropout": 0.2, "lengths": LENGTHS, "packed": True, **CAUSAL}),
+        ("sm_90a", {"K": 1, "H": 256, "bias": "1NTS", "dropout": 0.2, **WINDOW}),
+        ("sm_90a", {"bias": "11TS", "segments": 1, "lengths": LENGTHS, **BOTTOM_RIGHT}),
+    )
+]
+POSITIONS += [
+    Run(Case(**{**EACH, **features}), arch, seed=3, multiprocessors=2, splits=True, gradients=False)
+    for arch, features in (
+        ("sm_80", {"T": 5, "S": 700, "N": 4, "K": 1, **BOTTOM_RIGHT}),
+        ("sm_90a", {"S": 570, "K": 1, "dropout": 0.2, **CAUSAL}),
+        ("sm_90a", {"dtype": "float32", **WINDOW}),
     )
 ]
 DETERMINISTIC = [
@@ -230,6 +290,7 @@ RUNS = (
     + TEAMS
     + SHARES
     + FLOAT32
+    + POSITIONS
     + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
 )
 

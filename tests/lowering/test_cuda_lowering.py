@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_memeff
-from jax_memeff import Mask, UnsupportedError
+from jax_memeff import Mask, Offsets, UnsupportedError
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff.codegen.features import (
     BIAS,
@@ -331,6 +331,43 @@ def test_windows_reach_the_host_as_far_as_offsets_do(window, host, fake_compiler
     assert f"windows = dense<[{host[0]}, {host[1]}, {unbounded}, {unbounded}]>" in text
 
 
+@pytest.mark.parametrize("per_batch_index", [False, True])
+def test_positions_reach_the_kernels_as_one_for_each_batch_index(per_batch_index, fake_compiler):
+    first = jax.ShapeDtypeStruct((2,) if per_batch_index else (), jnp.int32)
+
+    def positioned(first, *x):
+        return loss(*x, is_causal=True, offsets=Offsets(query=first, key=16))
+
+    for call in attention_calls(lower(jax.grad(positioned, 1), first, *shapes())):
+        names = names_of(call).split(",")
+        operands, _ = types_of(call)
+        for name in ("query_position", "key_position"):
+            assert operands[names.index(name)] == "2xi32"
+
+
+def test_mapped_positions_are_one_call(fake_compiler):
+    def positioned(first, *x):
+        return loss(*x, is_causal=True, offsets=Offsets(query=first))
+
+    first = jax.ShapeDtypeStruct((3,), jnp.int32)
+    mapped = jax.vmap(positioned, (0, None, None, None))
+    (call,) = attention_calls(lower(mapped, first, *shapes()))
+    operands, _ = types_of(call)
+    assert operands[names_of(call).split(",").index("query_position")] == "6xi32"
+
+
+def test_positions_of_packed_sequences(fake_compiler):
+    first = jax.ShapeDtypeStruct((7,), jnp.int32)
+    text = lower(
+        lambda first, *x: varlen_loss(*x, offsets=Offsets(query=first), is_causal=True),
+        first,
+        *varlen_shapes(sequences=7),
+    )
+    (call,) = attention_calls(text)
+    operands, _ = types_of(call)
+    assert operands[names_of(call).split(",").index("query_position")] == "7xi32"
+
+
 def attention_calls(text):
     return [line for line in text.splitlines() if "@jax_memeff_" in line]
 
@@ -410,7 +447,7 @@ def test_packed_sequences_are_not_padded(fake_compiler):
     """Nothing but numbers per sequence is computed before the kernels."""
     text = lower(jax.grad(varlen_loss, (0, 1, 2)), *varlen_shapes())
     forward, backward = attention_calls(text)
-    assert 'operands = "query,key,value,query_starts,key_starts,query_lengths,key_lengths"' in (
+    assert 'operands = "query,key,value,query_lengths,key_lengths,query_starts,key_starts"' in (
         forward
     )
     assert "longest = dense<300> : tensor<2xi32>" in forward
@@ -536,7 +573,8 @@ def test_what_a_vmap_shares_is_not_copied(fake_compiler, monkeypatch, arch):
     forward, backward = attention_calls(text)
     for call in (forward, backward):
         operands, _ = types_of(call)
-        assert operands[:5] == ["6x128x4x64xbf16", *SHARED_TYPES, "2x1x128x128xi1"]
+        *projections, bias = SHARED_TYPES
+        assert operands[:5] == ["6x128x4x64xbf16", *projections, "2x1x128x128xi1", bias]
         assert "/" not in names_of(call)
     _, gradients = types_of(backward)
     whole = [name.replace("2x", "6x", 1) for name in SHARED_TYPES]

@@ -111,5 +111,5 @@ def test_commands_of_the_readme_are_understood(monkeypatch, capsys):
 def test_environment_variables_are_documented():
     source = (ROOT / "jax_memeff/config.py").read_text()
     variables = set(re.findall(r"JAX_MEMEFF_\w+", source))
-    for page in (README, ROOT / "docs/jit.md"):
+    for page in (README, ROOT / "docs/deployment/jit.md"):
         assert set(re.findall(r"JAX_MEMEFF_\w+", page.read_text())) == variables

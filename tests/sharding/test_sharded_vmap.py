@@ -13,11 +13,16 @@ from jax.sharding import PartitionSpec as P
 from several_devices import at, sizes
 from sharding_case import B, H, K, N, T, gathered, loss, mesh_of, put, random, run
 
-from jax_memeff import dot_product_attention
+from jax_memeff import Offsets, dot_product_attention
 
 HOST = jax.devices("cpu")[:8]
 SIZE = 2 * B
-MAPPED = [(("key", "mask"), 1), (("query", "value", "bias"), B), (("query", "bias"), 1)]
+MAPPED = [
+    (("key", "mask"), 1),
+    (("query", "value", "bias", "first"), B),
+    (("query", "bias"), 1),
+    (("first",), 1),
+]
 """Which arrays are, and how many elements the bias has."""
 DIFFERENTIABLE = ("query", "key", "value", "bias")
 
@@ -32,6 +37,7 @@ def arrays_of(mapped, sizes, bias_elements):
         "bias": ("batch" if bias_elements == B else "one", "heads", "rows", "columns"),
         "mask": ("one", "one", "rows", "columns"),
         "lengths": ("batch",),
+        "first": (),
     }
     size_of = {"batch": B, "rows": length, "columns": length, "dim": dim, "one": 1, "vmap": SIZE}
     dims = {name: ("vmap",) * (name in mapped) + own for name, own in dims.items()}
@@ -43,6 +49,8 @@ def arrays_of(mapped, sizes, bias_elements):
     arrays: dict[str, Any] = {name: draw(name, own) for name, own in dims.items()}
     arrays["mask"] = arrays["mask"] < 1
     shape = arrays["lengths"].shape
+    # With dropout kernels take multiples of 16.
+    arrays["first"] = 16 * np.arange(arrays["first"].size).reshape(arrays["first"].shape)
     arrays["lengths"] = np.arange(arrays["lengths"].size).reshape(shape) % (length + 1)
     return arrays, dims
 
@@ -56,6 +64,7 @@ def gradients(mapped, names):
                 *(floats[name] for name in DIFFERENTIABLE),
                 mask=arrays["mask"],
                 key_value_seq_lengths=arrays["lengths"],
+                offsets=Offsets(query=arrays["first"]),
                 dropout_rate=0.25,
                 dropout_key=jax.random.key(3),
             )

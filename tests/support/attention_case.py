@@ -49,7 +49,8 @@ class Case:
     """Boolean masks, and ids that are not sorted, stay the same in blocks of so many positions."""
     dropout: float = 0.0
     precision: Literal["tf32x3", "tf32"] = "tf32x3"
-    position: tuple[int, int] | None = None
+    position: tuple[int, int] | tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Of row 0 and column 0; or of each batch index."""
     packed: bool = False
     """The sequences that ``lengths`` names stand one after the other, with gaps between them."""
     projections: bool = False
@@ -63,6 +64,8 @@ class Case:
     sign: int = 0
     """If it is 1 or -1, all scores have it, and the maximum of each row rises from tile to tile in
     the order in which the forward visits them, by many powers of two."""
+    sinks: bool = False
+    """One of the heads has a sink of -inf, if there are several."""
     mask_seed: int | None = None
     """Bias and element masks are drawn from it, and not after query, key and value."""
 
@@ -81,12 +84,14 @@ class Case:
         words += [f"blocks{self.block}"] if self.block else []
         words += [f"dropout{self.dropout:g}"] if self.dropout else []
         words += [self.precision] if self.precision != "tf32x3" else []
-        words += [f"at{self.position[0]}x{self.position[1]}"] if self.position else []
+        first = ["_".join(map(str, np.atleast_1d(x))) for x in self.position or ()]
+        words += ["at" + "x".join(first)] if first else []
         words += ["projections"] if self.projections else []
         words += ["deterministic"] if self.deterministic else []
         words += [f"{elements}by{divisor}{name}" for name, elements, divisor in self.shared]
         words += [f"sum{self.bias_gradient}"] if self.bias_gradient else []
         words += [f"sign{self.sign}"] if self.sign else []
+        words += ["sinks"] if self.sinks else []
         return "-".join(words)
 
     @property
@@ -123,7 +128,8 @@ class Case:
     @property
     def needs_grad(self) -> NeedsGrad:
         """What a backward kernel computes; the gradient of a bias per row needs none."""
-        return NeedsGrad(True, True, True, bias=self.bias is not None and self.bias[3] == "S")
+        needs_bias = self.bias is not None and self.bias[3] == "S"
+        return NeedsGrad(True, True, True, bias=needs_bias, sinks=self.sinks)
 
     def shape(self, dims: str) -> tuple[int, ...]:
         return tuple(1 if dim == "1" else getattr(self, dim) for dim in dims)
@@ -155,7 +161,14 @@ class Case:
             operands = operands._replace(dropout=self.draw_dropout(rng))
         dout = draw(self.B, self.T, self.N, self.value_dim)
         dlse = draw(self.B, self.T, self.N, dtype=np.float32) if self.lse_gradient else None
+        if self.sinks:
+            operands = operands._replace(sinks=self.draw_sinks(rng))
         return operands, dout, dlse
+
+    def draw_sinks(self, rng: np.random.Generator) -> Any:
+        sinks = 2 * rng.standard_normal((1, self.N), np.float32)
+        sinks[0, 1:2] = -np.inf
+        return sinks
 
     def with_sign(self, query: Any, key: Any) -> tuple[Any, Any]:
         if not self.sign:
@@ -269,16 +282,16 @@ def run_case(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple:
     arrays, *cotangents = passed(case, operands, dout, dlse)
     if case.projections:
         together: Any = np.stack(arrays[:3], 2)
-        operands_together = QkvPackedOperands(together, *arrays[3:7])
-        results, (dqkv, dbias) = run(operands_together, case.options, *cotangents)
-        return results, (*jnp.unstack(dqkv, axis=2), dbias)
+        operands_together = QkvPackedOperands(together, *arrays[3:7], arrays.sinks)
+        results, (dqkv, *others) = run(operands_together, case.options, *cotangents)
+        return results, (*jnp.unstack(dqkv, axis=2), *others)
     run_operands = run_shared if case.shared else run
     results = run_operands(arrays, case.options, *cotangents)
     return packing.unpacked(case, results) if case.packed else results
 
 
 def run(operands: Operands | QkvPackedOperands, options: Options, dout: Any, dlse: Any) -> tuple:
-    """(out, lse), (dq, dk, dv, dbias) of one jitted program; dbias is None without a bias."""
+    """(out, lse), (dq, dk, dv, dbias, dsinks) of one jitted program; None of what is absent."""
     from jax_memeff._op import vjp
 
     operands, dout, dlse = jax.tree.map(jnp.asarray, (operands, dout, dlse))
@@ -291,7 +304,9 @@ def run_shared(operands: Operands, options: Options, dout: Any, dlse: Any) -> tu
     from jax_memeff._op import derivatives, primitives
 
     results = primitives.forward(operands, options)
-    needs_grad = NeedsGrad(True, True, True, bias=operands.bias is not None)
+    needs_grad = NeedsGrad(
+        True, True, True, bias=operands.bias is not None, sinks=operands.sinks is not None
+    )
     return results, tuple(
         derivatives.cotangents(operands, options, results, dout, dlse, needs_grad)
     )
@@ -299,7 +314,7 @@ def run_shared(operands: Operands, options: Options, dout: Any, dlse: Any) -> tu
 
 @functools.partial(jax.jit, static_argnums=(1, 4))
 def _run(operands, options, dout, dlse, attention):
-    arrays = operands._fields[: operands._fields.index("bias") + 1]
+    arrays = (*operands._fields[: operands._fields.index("bias") + 1], "sinks")
 
     def forward(differentiable):
         out, lse = attention(operands._replace(**differentiable), options)
@@ -339,13 +354,15 @@ def assert_results_match(case: Case, results: tuple) -> None:
         check("lse", lse, "lse", lse_tolerance=1e-3 if rough else 1e-5)
     if gradients is None:
         return
-    dq, dk, dv, dbias = gradients
+    dq, dk, dv, dbias, dsinks = gradients
     floor = cancellation(operands, case.options, dout, reference.out)
     check("dq", dq, "query", floor=floor * abs(case.options.scale) * largest(operands.key))
     check("dk", dk, "key", floor=floor * abs(case.options.scale) * largest(operands.query))
     check("dv", dv, "value")
     if case.bias is not None:
         check("dbias", dbias, "bias", scale=reference.bias_scale, floor=floor)
+    if case.sinks:
+        check("dsinks", dsinks, "sinks", scale=reference.sinks_scale, floor=floor)
 
 
 @functools.lru_cache(maxsize=1)

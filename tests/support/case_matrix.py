@@ -64,7 +64,7 @@ _SHAPES: Row = {
 _OTHERS: Row = {
     "negative_scale": (False, True),
     "lse_gradient": (True, False),
-    "position": (None, (160, 128)),
+    "position": (None, (160, 128), "each"),
 }
 
 AXES: Row = dict(
@@ -200,8 +200,12 @@ def _described(row: Row) -> Case:
         empty = (T // 2, 0) if row["layout"] == "lengths" else (0, S)
         lengths = ((T, S), empty, (T - T // 3, S // 2))
     blocks = row["segments"] == "in blocks"
+    batch = 2 if lengths is None else len(lengths)
+    position = row["position"]
+    if position == "each":
+        position = (160, 0, 48)[:batch], (128, 16, 0)[:batch]
     return Case(
-        B=2 if lengths is None else len(lengths),
+        B=batch,
         T=T,
         S=S,
         N=N,
@@ -223,7 +227,8 @@ def _described(row: Row) -> Case:
         block=30 if blocks else None,
         boolean=row["boolean"],
         dropout=row["dropout"],
-        position=row["position"],
+        sinks=row["sinks"],
+        position=position,
         deterministic=row["deterministic"],
     )
 

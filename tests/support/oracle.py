@@ -32,6 +32,12 @@ class Answer(NamedTuple):
     bias: np.ndarray | None
     bias_scale: np.ndarray | None
     """Sum of the absolute score gradients that the bias gradient is reduced from."""
+    sinks: np.ndarray | None = None
+    sinks_scale: np.ndarray | None = None
+    """The same for the gradient of the sinks."""
+
+
+NO_SINKS: Any = np.float32(-np.inf)
 
 
 def valid_elements(
@@ -39,7 +45,7 @@ def valid_elements(
 ) -> np.ndarray:
     """The mask by its definition, bool[B, N, T, S]."""
     t, s = np.arange(T)[:, None], np.arange(S)[None, :]
-    first_row, first_col = (0, 0) if position is None else (int(x) for x in position)
+    first_rows, first_cols = _first_indices(position, B)
 
     def lengths(given: Any, size: int) -> np.ndarray:
         full = np.full(B, size)
@@ -54,7 +60,7 @@ def valid_elements(
             (mask.bottom_right, key_lengths[b] - query_lengths[b]),
         ):
             window = window or Window(None, None)
-            diagonal = t + first_row + distance - first_col
+            diagonal = t + first_rows[b] + distance - first_cols[b]
             if window.left is not None:
                 valid[b] &= s >= diagonal - window.left
             if window.right is not None:
@@ -66,6 +72,13 @@ def valid_elements(
     for array in mask.booleans:
         valid &= np.asarray(array)
     return valid
+
+
+def _first_indices(position: Position | None, B: int) -> tuple[np.ndarray, np.ndarray]:
+    """The global index of row 0 and of column 0, [B] each."""
+    rows, columns = (0, 0) if position is None else position
+    first, second = (np.broadcast_to(np.asarray(x, np.int64), (B,)) for x in (rows, columns))
+    return first, second
 
 
 def philox4x32_7(counter: list[np.ndarray], key: list[np.ndarray]) -> list[np.ndarray]:
@@ -92,10 +105,10 @@ def kept_elements(
     state: DropoutState, threshold: int, T: int, S: int, position: Position | None = None
 ) -> np.ndarray:
     """The dropout bits by their definition, element by element, bool[B, N, T, S]."""
-    first_row, first_col = (0, 0) if position is None else (int(x) for x in position)
-    r = np.arange(T)[None, None, :, None] + first_row
-    c = np.arange(S)[None, None, None, :] + first_col
     base, heads = np.asarray(state.batch_base), np.asarray(state.head_index)
+    rows, columns = _first_indices(position, base.size)
+    r = np.arange(T)[None, None, :, None] + rows[:, None, None, None]
+    c = np.arange(S)[None, None, None, :] + columns[:, None, None, None]
     bh = (base[:, None] + heads[None, :])[:, :, None, None]
     keys = np.asarray(state.key_words)[:, :, None, None, None]
     counter = [(r >> 4) << 2 | (r >> 1) & 3, (c >> 4) << 2 | (c >> 1) & 3, bh, np.zeros_like(bh)]
@@ -116,12 +129,13 @@ def kept_factors(operands: Operands, options: Options) -> np.ndarray:
     return 256 / (256 - threshold) * kept
 
 
-def formula(query, key, value, bias, valid, kept, scale, soft_cap):
+def formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap):
     """Output and logsumexp, by their definition, as a function that JAX differentiates.
 
     Args:
         query, key, value: arrays of any float dtype.
         bias: broadcasts to [B, N, T, S], finite.
+        sinks: broadcasts to [B, N, T, 1], a score of each row whose value is 0; -inf is none.
         valid: bool[B, N, T, S].
         kept: [B, N, T, S], what probabilities are multiplied by.
         scale: of the products.
@@ -134,14 +148,16 @@ def formula(query, key, value, bias, valid, kept, scale, soft_cap):
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = scores + bias
-    has_keys = jnp.any(valid, -1, keepdims=True)
-    # Rows without keys get finite scores here, and their defined values below, so that JAX's
-    # gradients of them are zero and not NaN.
-    scores = jnp.where(valid | ~has_keys, scores, -jnp.inf)
-    lse = jax.nn.logsumexp(scores, -1, keepdims=True)
+    has_sink = sinks > -jnp.inf
+    has_scores = jnp.any(valid, -1, keepdims=True) | has_sink
+    # Rows without keys and sink get finite scores here, and their defined values below, so that
+    # JAX's gradients of them are zero and not NaN.
+    scores = jnp.where(valid | ~has_scores, scores, -jnp.inf)
+    sinks = jnp.broadcast_to(jnp.where(has_sink, sinks, -jnp.inf), (*scores.shape[:3], 1))
+    lse = jax.nn.logsumexp(jnp.concatenate([scores, sinks], -1), -1, keepdims=True)
     probabilities = jnp.where(valid, jnp.exp(scores - lse), 0) * kept
     out = jnp.einsum("bnts,bsnh->btnh", probabilities, value, precision=highest)
-    return out, jnp.where(has_keys, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
+    return out, jnp.where(has_scores, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
 
 
 # Operations round as they are written: XLA would keep more bits between fused 16-bit operations.
@@ -151,11 +167,11 @@ def formula(query, key, value, bias, valid, kept, scale, soft_cap):
     static_argnames="soft_cap",
     compiler_options={"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0},
 )
-def _answer(query, key, value, bias, valid, kept, scale, dout, dlse, soft_cap):
-    def differentiable(query, key, value, bias):
-        return formula(query, key, value, bias, valid, kept, scale, soft_cap)
+def _answer(query, key, value, bias, sinks, valid, kept, scale, dout, dlse, soft_cap):
+    def differentiable(query, key, value, bias, sinks):
+        return formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap)
 
-    results, transpose = jax.vjp(differentiable, query, key, value, bias)
+    results, transpose = jax.vjp(differentiable, query, key, value, bias, sinks)
     return results, transpose((dout, dlse))
 
 
@@ -182,12 +198,14 @@ def answer(
     bias = np.broadcast_to(np.where(bias >= -1e37, bias, 0), valid.shape)
 
     dlse = np.zeros((B, T, N)) if dlse is None else dlse
-    arrays = (operands.query, operands.key, operands.value, bias, kept, options.scale, dout, dlse)
+    sinks = _sinks_of_rows(operands, (B, N, T, 1))
+    arrays = (operands.query, operands.key, operands.value, bias, sinks)
+    others = (kept, options.scale, dout, dlse)
     # On the CPU: another compiler, and beside a GPU a far quicker one for single operations.
     cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
     with cpu, jax.enable_x64(np.dtype(dtype) == np.float64):
-        q, k, v, bias, kept, scale, dout, dlse = (
-            jnp.asarray(np.asarray(x).astype(np.float64).astype(dtype)) for x in arrays
+        q, k, v, bias, sinks, kept, scale, dout, dlse = (
+            jnp.asarray(np.asarray(x).astype(np.float64).astype(dtype)) for x in (*arrays, *others)
         )
         if S == 0:
             # JAX has no maximum of nothing: one column that is not valid stands for it.
@@ -196,8 +214,9 @@ def answer(
                 for x, axis in ((k, 1), (v, 1), (bias, 3), (kept, 3))
             )
             valid = np.zeros(bias.shape, bool)
-        results = _answer(q, k, v, bias, valid, kept, scale, dout, dlse, options.soft_cap)
-    (out, lse), (dq, dk, dv, dscores) = jax.tree.map(np.asarray, results)
+        results = _answer(q, k, v, bias, sinks, valid, kept, scale, dout, dlse, options.soft_cap)
+    (out, lse), (dq, dk, dv, dscores, dsinks) = jax.tree.map(np.asarray, results)
+    dsinks = dsinks.astype(np.float64)
     dscores = dscores[..., :S].astype(np.float64)
     reduced = tuple(axis for axis, size in enumerate(bias_shape) if size == 1)
     has_bias = operands.bias is not None
@@ -215,7 +234,21 @@ def answer(
         dv[:, :S],
         bias_gradient(dscores).astype(dtype) if has_bias else None,
         bias_gradient(np.abs(dscores)) if has_bias else None,
+        None if operands.sinks is None else dsinks.sum((0, 2, 3))[None].astype(dtype),
+        None if operands.sinks is None else np.abs(dsinks).sum((0, 2, 3))[None],
     )
+
+
+def _sinks_of_rows(operands: Operands, shape: tuple[int, ...]) -> np.ndarray:
+    """The sink of each row that is within the lengths, [B, N, T, 1], and -inf in others."""
+    if operands.sinks is None:
+        return np.full(shape, -np.inf)
+    sinks = np.broadcast_to(np.asarray(operands.sinks)[:, :, None, None], shape)
+    lengths = operands.mask.query_lengths
+    if lengths is None:
+        return sinks
+    in_row = np.arange(shape[2]) < np.asarray(lengths)[:, None]
+    return np.where(in_row[:, None, :, None], sinks, -np.inf)
 
 
 def check(

@@ -98,7 +98,7 @@ def packed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operan
 
 def unpacked(case: Case, results: tuple) -> tuple:
     """Results of ``attention_case.run`` of packed arrays as those of the padded ones."""
-    (out, lse), (dq, dk, dv, dbias) = results
+    (out, lse), (dq, dk, dv, *others) = results
     queries, keys = packings(case)
     return (
         queries.unpack(out, case.T, 0),
@@ -107,5 +107,5 @@ def unpacked(case: Case, results: tuple) -> tuple:
         queries.unpack(dq, case.T, 0),
         keys.unpack(dk, case.S, 0),
         keys.unpack(dv, case.S, 0),
-        dbias,
+        *others,
     )

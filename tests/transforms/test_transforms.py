@@ -90,25 +90,31 @@ def ours_and_materialised(case: Case) -> tuple[Any, Any, Any, Any]:
     if operands.bias is not None:
         bias_valid = valid & ~np.isneginf(operands.bias)
     kept = oracle.kept_factors(operands, options)
-    arrays = tuple(jnp.asarray(x) for x in operands[:4] if x is not None)
+    given = {name: getattr(operands, name) for name in ("query", "key", "value", "bias", "sinks")}
+    given = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    arrays = tuple(given.values())
     rng = np.random.default_rng(3)
     vector = tuple(jnp.asarray(rng.standard_normal(x.shape)) for x in arrays)
 
     def ours(*arrays):
-        return vjp.attention(operands._replace(**named(arrays)), options)
+        return vjp.attention(operands._replace(**dict(zip(given, arrays, strict=True))), options)
 
     def materialised(*arrays):
-        query, key, value, bias = (*arrays, jnp.zeros((1, 1, 1, 1)))[:4]
-        bias = jnp.where(jnp.isneginf(bias), 0, bias)
+        named = dict(zip(given, arrays, strict=True))
+        bias = named.get("bias", jnp.zeros((1, 1, 1, 1)))
         return oracle.formula(
-            query, key, value, bias, bias_valid, kept, options.scale, options.soft_cap
+            named["query"],
+            named["key"],
+            named["value"],
+            jnp.where(jnp.isneginf(bias), 0, bias),
+            named["sinks"][:, :, None, None] if "sinks" in named else oracle.NO_SINKS,
+            bias_valid,
+            kept,
+            options.scale,
+            options.soft_cap,
         )
 
     return ours, materialised, arrays, vector
-
-
-def named(arrays: Any) -> dict[str, Any]:
-    return dict(zip(("query", "key", "value", "bias"), arrays, strict=False))
 
 
 @pytest.mark.quick("bias_of_rows")
@@ -155,7 +161,7 @@ def test_packed_sequences(x64, assert_close):
             own = bias[sequence, :, : size[0], : size[1]]
             scores = scores.at[here].set(own)
         query, key, value = query[None], key[None], value[None]
-        out, lse = oracle.formula(query, key, value, scores, valid, 1.0, 0.5, None)
+        out, lse = oracle.formula(query, key, value, scores, oracle.NO_SINKS, valid, 1.0, 0.5, None)
         return out[0], lse[0]
 
     got = compiled(hessian_vector_products, ours, arrays, vector)
@@ -177,7 +183,7 @@ def test_packed_projections(x64, assert_close):
     def materialised(qkv, bias):
         query, key, value = jnp.unstack(qkv, axis=2)
         valid = np.ones((2, 2, 9, 9), bool)
-        return oracle.formula(query, key, value, bias, valid, 1.0, 0.5, None)
+        return oracle.formula(query, key, value, bias, oracle.NO_SINKS, valid, 1.0, 0.5, None)
 
     want, _ = compiled(hessian_vector_products, materialised, arrays, vector)
     assert_close(compiled(hessian_vector_products, ours, arrays, vector), (want, want), 1e-10)

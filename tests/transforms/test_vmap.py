@@ -30,6 +30,8 @@ ARRAYS = {
     "lengths": jnp.array([[1, 7], [3, 0], [5, 5]]),
     "segments": jnp.array([[0, 0, 1, 1, 1, 2, 2], [0] * 7, [0, 1, 1, 1, 1, 1, 1]]),
     "dropout_key": jax.random.split(jax.random.key(7), SIZE),
+    "row": jnp.array([2, 0, 16]),
+    "columns": jnp.array([[1, 0], [0, 3], [12, 18]]),
 }
 
 
@@ -47,6 +49,7 @@ def everything(arrays: dict[str, Any]) -> Any:
         key_value_seq_lengths=arrays["lengths"],
         dropout_rate=0.25,
         dropout_key=arrays["dropout_key"],
+        offsets=Offsets(query=arrays["row"], key=arrays["columns"]),
         logits_soft_cap=3.0,
         return_residual=True,
     )
@@ -122,6 +125,8 @@ every_gradient = gradients_of(everything)
         ("head_bias", "shared_mask"),
         ("mask", "segments"),
         ("dropout_key",),
+        ("row",),
+        ("columns",),
         tuple(ARRAYS),
     ],
     ids="-".join,
@@ -351,16 +356,18 @@ def test_a_bias_of_one_element_has_a_gradient_for_each_mapped_one(names, assert_
 
 
 def test_what_does_not_fit_goes_one_by_one(assert_close):
-    """Offsets are one number, and elements of a batch are shared by those next to each other."""
+    """All batch indices have one first head, and those next to each other share keys."""
 
-    def at(offset: Any) -> Any:
+    dropped: Any = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
+
+    def at(head: Any) -> Any:
         query, key = ARRAYS["query"][0], ARRAYS["key"][0]
-        offsets = Offsets(query=offset)
-        return jax_memeff.dot_product_attention(query, key, key, is_causal=True, offsets=offsets)
+        offsets = Offsets(head=head, num_heads=8)
+        return jax_memeff.dot_product_attention(query, key, key, offsets=offsets, **dropped)
 
-    offsets = jnp.array([0, 1, 4])
-    assert "scan" in names_of(jax.vmap(at), offsets)
-    assert_close(run(jax.vmap(at), offsets), jnp.stack([at(offset) for offset in offsets]))
+    heads = jnp.array([0, 1, 4])
+    assert "scan" in names_of(jax.vmap(at), heads)
+    assert_close(run(jax.vmap(at), heads), jnp.stack([at(head) for head in heads]))
 
     def inner(key: Any) -> Any:
         def attend(query: Any) -> Any:

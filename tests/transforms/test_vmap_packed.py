@@ -11,7 +11,7 @@ from arrays import normal
 from test_vmap import SIZE, B, H, N, T, gradients_of, names_of, one_by_one, run
 
 import jax_memeff
-from jax_memeff import Mask
+from jax_memeff import Mask, Offsets
 
 TOKENS = {
     "query": normal(14, SIZE, 9, 4, 8),
@@ -20,6 +20,7 @@ TOKENS = {
     "bias": normal(17, SIZE, 2, 1, 5, 6),
     "starts": jnp.array([[0, 4, 8], [1, 6, 7], [3, 3, 5]]),
     "segments": jnp.array([[0, 0, 1, 1, 1, 2, 2, 2, 2], [0] * 9, [0, 1, 1, 1, 1, 1, 1, 2, 2]]),
+    "row": jnp.array([1, 0, 3]),
     "dropout_key": jax.random.split(jax.random.key(18), SIZE),
 }
 
@@ -37,6 +38,7 @@ def packed(arrays: dict[str, Any]) -> Any:
         arrays["bias"],
         Mask.segments(arrays["segments"], arrays["segments"][:8]),
         is_causal=True,
+        offsets=Offsets(query=arrays["row"], key=jnp.array([0, 2])),
         dropout_rate=0.25,
         dropout_key=arrays["dropout_key"],
         return_residual=True,
@@ -46,7 +48,9 @@ def packed(arrays: dict[str, Any]) -> Any:
 every_packed_gradient = gradients_of(packed)
 
 
-@pytest.mark.parametrize("names", [("query",), ("bias",), ("starts",), tuple(TOKENS)], ids="-".join)
+@pytest.mark.parametrize(
+    "names", [("query",), ("bias",), ("starts",), ("row",), tuple(TOKENS)], ids="-".join
+)
 def test_packed_sequences(names, assert_close):
     arrays = {name: x if name in names else x[0] for name, x in TOKENS.items()}
     axes = {name: 0 if name in names else None for name in TOKENS}

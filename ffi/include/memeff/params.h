@@ -81,8 +81,8 @@ struct MaskParams {
   int bottom_right_right;
   const int* query_lengths;   // [B] or null
   const int* key_lengths;     // [B] or null
-  const int* query_position;  // [] or null: global index of row 0
-  const int* key_position;    // [] or null: global index of column 0
+  const int* query_position;  // [B] or null: global index of row 0
+  const int* key_position;    // [B] or null: global index of column 0
   const int* query_segments;  // [B, segment_pairs, T], or [segment_pairs, tokens]
   const int* key_segments;    // [B, segment_pairs, S], or [segment_pairs, tokens]
   long long segment_pairs;
@@ -191,9 +191,16 @@ struct ArrayView {
 
 constexpr int kMostArrays = 16;
 
-// The parameter behind the others of kernels that have such arrays, and of no other.
 struct ArrayTable {
   ArrayView arrays[kMostArrays];
+};
+
+// The first parameter of kernels that have such arrays. Device code passes it on as Params, and
+// core/feature_arrays.cuh finds the table behind them. The host passes it to every kernel: one
+// that declares Params copies these only.
+template <class Params>
+struct WithArrays : Params {
+  ArrayTable table;
 };
 
 // A CUtensorMap: how the tensor memory accelerator sees a tensor. The launcher encodes it.
@@ -234,6 +241,8 @@ static_assert(sizeof(ForwardParams) == 576, "host and device disagree on Forward
 static_assert(sizeof(BackwardParams) == 816, "host and device disagree on BackwardParams");
 static_assert(sizeof(ArrayView) == 88, "host and device disagree on ArrayView");
 static_assert(sizeof(ArrayTable) == 1408, "host and device disagree on ArrayTable");
+static_assert(sizeof(WithArrays<ForwardParams>) == 1984, "host and device disagree on WithArrays");
+static_assert(sizeof(WithArrays<BackwardParams>) == 2224, "host and device disagree on WithArrays");
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");
 
 }  // namespace memeff

@@ -174,11 +174,8 @@ class Parser : public DescriptionReader {
     }
     entry.grid = std::move(*grid);
     if (words[6] != "-") entry.block_mask = words[6];
-    entry.takes_maps = words[7] == "maps" || words[7] == "maps,arrays";
-    entry.takes_arrays = words[7] == "arrays" || words[7] == "maps,arrays";
-    if (!entry.takes_maps && !entry.takes_arrays && words[7] != "-") {
-      fail("the unknown parameters " + quoted(words[7]));
-    }
+    entry.takes_maps = words[7] == "maps";
+    if (!entry.takes_maps && words[7] != "-") fail("the unknown parameters " + quoted(words[7]));
     check_block_mask(entry.block_mask);
     kernel->entry_points.push_back(std::move(entry));
   }

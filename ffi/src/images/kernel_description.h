@@ -11,7 +11,7 @@
 //   blocks_per_sm 1
 //   entry NAME 384 232448 B*N*T/128 1 queries_128x128 maps
 //                                          threads, dynamic shared memory, grid, its limit for each
-//                                          SM or 0, block mask or -, further parameters or -
+//                                          SM or 0, block mask or -, maps or -
 //   map query 64 64 1                      array, rows and columns of the TMA box, the dim of rows
 //   array query bf16 B T N H               every operand and result of the call
 //   captured sinks 4 zeroed                of the arrays: alignment in bytes; zeroed or -
@@ -41,7 +41,6 @@ struct EntryPoint {
   Grid grid;
   std::string block_mask;  // the array; empty for none
   bool takes_maps;
-  bool takes_arrays;
 };
 
 // A tensor that a kernel moves through TMA, and the box of one such copy.

@@ -8,7 +8,7 @@
 //   digest        SHA-256 of everything before it
 //
 // The digest finds damage and edits by mistake. It is no signature: whoever writes a program can
-// compute it, and writes the machine code, too (docs/export.md).
+// compute it, and writes the machine code, too (docs/deployment/export.md).
 #pragma once
 
 #include <string_view>

@@ -23,7 +23,7 @@ long long choose_q_splits(const DeviceKernel& kernel, Buffers& buffers) {
 
 xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                 CUstream stream) {
-  BackwardParams params = {};
+  WithArrays<BackwardParams> params = {};
   params.shape = shape_of(*kernel.description, buffers);
   params.scale = call.scale;
   params.mask = mask_of(call, buffers);
@@ -58,7 +58,7 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
         fill_zero(kernel, params.bias_gradient_sum, buffers.bytes("bias_gradient_sum"), stream);
     if (error.failure()) return error;
   }
-  return launch_all(kernel, buffers, dims, &params, &params.block_mask, stream);
+  return launch_all(kernel, buffers, dims, &params, &params.block_mask, &params.table, stream);
 }
 
 }  // namespace memeff::host

@@ -4,7 +4,7 @@ namespace memeff::host {
 
 xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                CUstream stream) {
-  ForwardParams params = {};
+  WithArrays<ForwardParams> params = {};
   params.shape = shape_of(*kernel.description, buffers);
   params.scale = call.scale;
   params.mask = mask_of(call, buffers);
@@ -28,7 +28,7 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   LaunchDims dims;
   dims.splits = choose_splits(kernel, buffers);
   params.splits = static_cast<int>(dims.splits);
-  return launch_all(kernel, buffers, dims, &params, &params.block_mask, stream);
+  return launch_all(kernel, buffers, dims, &params, &params.block_mask, &params.table, stream);
 }
 
 }  // namespace memeff::host

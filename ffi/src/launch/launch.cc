@@ -109,20 +109,16 @@ DropoutParams dropout_of(const Call& call, Buffers& buffers) {
 }
 
 ffi::Error launch_all(const DeviceKernel& kernel, Buffers& buffers, const LaunchDims& dims,
-                      void* params, BlockMask* block_mask, CUstream stream) {
+                      void* params, BlockMask* block_mask, ArrayTable* table, CUstream stream) {
   const KernelDescription& description = *kernel.description;
   MapTable maps = {};
-  ArrayTable arrays = {};
   ffi::Error error = encode_maps(kernel, buffers, &maps);
-  if (error.success()) error = fill_arrays(kernel, buffers, stream, &arrays);
+  if (error.success()) error = fill_arrays(kernel, buffers, stream, table);
   for (size_t i = 0; i < description.entry_points.size() && error.success(); ++i) {
     const EntryPoint& entry = description.entry_points[i];
     *block_mask = block_mask_of(buffers, entry.block_mask);
     if (buffers.error().failure()) return buffers.error();
-    void* parameters[] = {params, nullptr, nullptr};
-    int count = 1;
-    if (entry.takes_maps) parameters[count++] = &maps;
-    if (entry.takes_arrays) parameters[count++] = &arrays;
+    void* parameters[] = {params, entry.takes_maps ? &maps : nullptr};
     error = launch(kernel, i, entry.grid.blocks(dims, kernel.multiprocessors), parameters, stream);
   }
   return error;

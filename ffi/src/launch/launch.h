@@ -19,10 +19,10 @@ long long choose_splits(const DeviceKernel& kernel, Buffers& buffers);
 
 xla::ffi::Error fill_zero(const DeviceKernel& kernel, void* data, size_t bytes, CUstream stream);
 
-// Launches all entry points of a kernel. `params` is the parameter of all of them, of which
-// `block_mask` is set for each.
+// Launches all entry points of a kernel. `params` is the first parameter of all of them, of which
+// `table` is filled once and `block_mask` for each.
 xla::ffi::Error launch_all(const DeviceKernel& kernel, Buffers& buffers, const LaunchDims& dims,
-                           void* params, BlockMask* block_mask, CUstream stream);
+                           void* params, BlockMask* block_mask, ArrayTable* table, CUstream stream);
 
 xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                CUstream stream);

@@ -74,8 +74,8 @@ void touch(memeff::MaskParams const& mask, memeff::ProblemShape const& shape) {
   long long const columns = shape.query_starts ? shape.key_tokens : shape.key_length;
   touch_ends(mask.query_lengths, shape.batch, 4);
   touch_ends(mask.key_lengths, shape.batch, 4);
-  touch_ends(mask.query_position, 1, 4);
-  touch_ends(mask.key_position, 1, 4);
+  touch_ends(mask.query_position, shape.batch, 4);
+  touch_ends(mask.key_position, shape.batch, 4);
   touch_ends(mask.query_segments, batch * mask.segment_pairs * rows, 4);
   touch_ends(mask.key_segments, batch * mask.segment_pairs * columns, 4);
   touch(mask.boolean, shape, 1);

@@ -48,7 +48,6 @@ struct FmhaBackwardLargeDimDq {
     ProblemShape const& shape = params.shape;
     WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
     int const row = item.tile * kTileQuery;
-    int const key_head = item.head / shape.group;
     typename Scores::Mask const mask(params.mask, shape, item.batch);
     int length = shape.query_length;
     if constexpr (Config::kVarlen) {
@@ -59,7 +58,7 @@ struct FmhaBackwardLargeDimDq {
       if (row >= length) return;
     }
     TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
-    Scores const scores(params, mask, item.batch, shared_address(shared));
+    Scores const scores(params, mask, item.batch, item.head / shape.group, shared_address(shared));
     auto const target = Scores::template rows<ChunkedTarget>(
         params.query_gradient, scores.queries, row, item.head, length, shape.head_dim);
     if (tiles.begin >= tiles.end) {
@@ -71,15 +70,13 @@ struct FmhaBackwardLargeDimDq {
         BackwardTiles<Config>::tile_index(params, item.batch, item.head, item.tile) *
             ceil_div(shape.head_dim, Product::kChunk) * Product::kChunkFloats;
     auto tile_at = [&](int tile) {
-      return LargeDimTile{item.batch, item.head, key_head, row, tile * kTileKey};
+      return LargeDimTile{item.batch, item.head, row, tile * kTileKey};
     };
-    Origin const keys = {element_of<Config>(params.key, scores.keys.batch), scores.keys.row};
     StepRing ring(scores.buffers, Scores::kBufferBytes);
     ring.start([&](uint32_t buffer) { scores.load(tile_at(tiles.begin), 0, 0, buffer); });
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       int const parity = (tile - tiles.begin) % 2;
-      auto const product = Scores::template rows<Product>(
-          params.key, keys, tile * kTileKey, key_head, mask.key_length, shape.head_dim);
+      Product const product = scores.keys(tile * kTileKey);
       scores.template compute<false, true>(ring, tile_at(tile), parity,
                                            [&](uint32_t buffer) { product.load(0, buffer); });
       product.run(
@@ -110,8 +107,8 @@ struct FmhaBackwardLargeDimDkdv {
     int const column = item.tile * kTileKey;
     typename Scores::Mask const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
-    int const head_blocks = tiles.end - tiles.begin;
-    int const count = head_blocks * shape.group;
+    QTiles const q_tiles = {item, tiles, tiles.end - tiles.begin, shape.group, column};
+    int const count = q_tiles.head_blocks * shape.group;
     clear_skipped<Config, kThreads>(params, item, tiles);
     int length = shape.key_length;
     if constexpr (Config::kVarlen) {
@@ -120,11 +117,11 @@ struct FmhaBackwardLargeDimDkdv {
       if (column >= length) return;
     }
 
-    Scores const scores(params, mask, item.batch, shared_address(shared));
+    Scores const scores(params, mask, item.batch, item.head, shared_address(shared));
     auto const key_target = Scores::template rows<ChunkedTarget>(
-        params.key_gradient, scores.keys, column, item.head, length, shape.head_dim);
+        params.key_gradient, scores.source.origin, column, item.head, length, shape.head_dim);
     auto const value_target = Scores::template rows<ChunkedTarget>(
-        params.value_gradient, scores.keys, column, item.head, length, shape.value_dim);
+        params.value_gradient, scores.source.origin, column, item.head, length, shape.value_dim);
     if (count <= 0) {
       if constexpr (Config::kKeyGradient) Product::store_zeros(key_target);
       if constexpr (Config::kValueGradient) Product::store_zeros(value_target);
@@ -136,19 +133,13 @@ struct FmhaBackwardLargeDimDkdv {
     auto sums_of = [&](float* sums, int columns) {
       return sums + tile_index * ceil_div(columns, Product::kChunk) * Product::kChunkFloats;
     };
-    auto tile_at = [&](int index) {
-      int const head_index = shape.group == 1 ? 0 : index / head_blocks;
-      int const tile = tiles.begin + index - head_index * head_blocks;
-      return LargeDimTile{item.batch, item.head * shape.group + head_index, item.head,
-                          tile * kTileQuery, column};
-    };
     StepRing ring(scores.buffers, Scores::kBufferBytes);
-    ring.start([&](uint32_t buffer) { scores.load(tile_at(0), 0, 0, buffer); });
+    ring.start([&](uint32_t buffer) { scores.load(q_tiles.at(0), 0, 0, buffer); });
     for (int index = 0; index < count; ++index) {
       bool const first = index == 0;
       bool const last = index + 1 == count;
       int const parity = index % 2;
-      LargeDimTile const tile = tile_at(index);
+      LargeDimTile const tile = q_tiles.at(index);
       auto const value_product =
           Scores::template rows<Product>(params.out_gradient, scores.queries, tile.row,
                                          tile.query_head, mask.query_length, shape.value_dim);
@@ -156,7 +147,7 @@ struct FmhaBackwardLargeDimDkdv {
           Scores::template rows<Product>(params.query, scores.queries, tile.row, tile.query_head,
                                          mask.query_length, shape.head_dim);
       auto load_next_tile = [&](uint32_t buffer) {
-        if (!last) scores.load(tile_at(index + 1), 0, 1 - parity, buffer);
+        if (!last) scores.load(q_tiles.at(index + 1), 0, 1 - parity, buffer);
       };
       auto load_after_value = [&](uint32_t buffer) {
         if constexpr (Config::kKeyGradient) {
@@ -187,6 +178,22 @@ struct FmhaBackwardLargeDimDkdv {
       }
     }
   }
+
+ private:
+  // The Q blocks of all query heads of a KV block, as tiles of scores.
+  struct QTiles {
+    WorkItem const& item;
+    TileRange const& tiles;
+    int head_blocks;
+    int group;
+    int column;
+
+    CUTE_DEVICE LargeDimTile at(int index) const {
+      int const head_index = group == 1 ? 0 : index / head_blocks;
+      int const tile = tiles.begin + index - head_index * head_blocks;
+      return {item.batch, item.head * group + head_index, tile * kTileQuery, column};
+    }
+  };
 };
 
 }  // namespace memeff

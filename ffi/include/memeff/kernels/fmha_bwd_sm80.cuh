@@ -26,6 +26,7 @@
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/kernels/backward/scores_sm80.cuh>
 #include <memeff/layout/backward_tiles.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
@@ -120,7 +121,7 @@ struct FmhaBackwardSm80 {
     int column;
     uint32_t shared;
     Origin queries;
-    Origin keys;
+    KeyValueSource<Config> keys;
 
     CUTE_DEVICE KvBlock(BackwardParams const& params, WorkItem const& item, Mask const& mask,
                         int column, uint32_t shared)
@@ -130,7 +131,7 @@ struct FmhaBackwardSm80 {
           column(column),
           shared(shared),
           queries(query_origin<Config>(params.shape, item.batch)),
-          keys(key_origin<Config>(params.shape, item.batch)) {}
+          keys(params.shape, item.batch, item.head) {}
 
     CUTE_DEVICE uint32_t query_tile(int buffer) const {
       return shared + kQueryOffset + buffer * QueryTile::kBytes;
@@ -151,11 +152,10 @@ struct FmhaBackwardSm80 {
     CUTE_DEVICE void load_keys_and_values() const {
       int const column_bound = mask.key_length - column;
       TileLoader<KeyTile, kThreads, Config::kAlignment>::copy(
-          shared, key_row_pointer<Config>(params.key, keys.batch, keys.row + column, item.head),
-          params.key.row_stride * sizeof(Element), column_bound, params.shape.head_dim);
+          shared, keys.row(params.key, column), params.key.row_stride * sizeof(Element),
+          column_bound, params.shape.head_dim);
       TileLoader<ValueTile, kThreads, Config::kAlignment>::copy(
-          shared + kValueOffset,
-          key_row_pointer<Config>(params.value, keys.batch, keys.row + column, item.head),
+          shared + kValueOffset, keys.row(params.value, column),
           params.value.row_stride * sizeof(Element), column_bound, params.shape.value_dim);
     }
 
@@ -202,14 +202,16 @@ struct FmhaBackwardSm80 {
         scale_accumulators(key_gradient, params.scale.gradient_scale);
         store_tile<Element, KeyTile, KeyGrid, kThreads, Config::kAlignment>(
             shared, key_gradient,
-            row_pointer<Element>(params.key_gradient, keys.batch, keys.row + column, item.head),
+            row_pointer<Element>(params.key_gradient, keys.origin.batch, keys.origin.row + column,
+                                 item.head),
             params.key_gradient.row_stride * sizeof(Element), bound, params.shape.head_dim);
       }
       if constexpr (Config::kValueGradient) {
         scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
         store_tile<Element, ValueTile, ValueGrid, kThreads, Config::kAlignment>(
             shared + kValueOffset, value_gradient,
-            row_pointer<Element>(params.value_gradient, keys.batch, keys.row + column, item.head),
+            row_pointer<Element>(params.value_gradient, keys.origin.batch, keys.origin.row + column,
+                                 item.head),
             params.value_gradient.row_stride * sizeof(Element), bound, params.shape.value_dim);
       }
     }

@@ -27,6 +27,7 @@
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/kernels/backward/transposed_score_gradient.cuh>
 #include <memeff/layout/backward_tiles_sm90.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
@@ -203,11 +204,12 @@ struct FmhaBackwardSm90 {
     if (work.tiles.begin >= work.tiles.end) return;
     uint64_t& arrived = control.key.acquire({}, KeyTile::kBytes + ValueTile::kBytes);
     Origin const queries = query_origin<Config>(params.shape, item.batch);
-    Origin const keys = key_origin<Config>(params.shape, item.batch);
-    load_tma_tile<KeyTile>(maps.key, arrived, tiles, 0, keys.row + work.column, item.head,
-                           element_of<Config>(params.key, keys.batch), kOnce);
-    load_tma_tile<ValueTile>(maps.value, arrived, tiles + kValueOffset, 0, keys.row + work.column,
-                             item.head, element_of<Config>(params.value, keys.batch), kOnce);
+    KeyValueSource<Config> const source(params.shape, item.batch, item.head);
+    int const key_row = source.origin.row + work.column;
+    load_tma_tile<KeyTile>(maps.key, arrived, tiles, 0, key_row, source.head,
+                           source.batch(params.key), kOnce);
+    load_tma_tile<ValueTile>(maps.value, arrived, tiles + kValueOffset, 0, key_row, source.head,
+                             source.batch(params.value), kOnce);
     Stage stage;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {

@@ -24,6 +24,7 @@
 #include <memeff/score/bias/direct.cuh>
 #include <memeff/score/dropout.cuh>
 #include <memeff/score/modifiers.cuh>
+#include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
 
@@ -42,7 +43,7 @@ struct FmhaForwardLargeDimSm80 {
   using QueryStep = Tile<kTileQuery, kStep>;
   using KeyStep = Tile<kTileKey, kStep>;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps>;
-  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, Config::kBias>;
+  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, has_bias_tile<Config>()>;
   using Mask = ScoreMask<Config, ScoreGrid>;
   using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
   using OutProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;
@@ -51,8 +52,7 @@ struct FmhaForwardLargeDimSm80 {
   static constexpr int kSharedBytes = ScoreTile::kBytes + 2 * kBufferBytes + Softmax::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
-    char* const shared = dynamic_shared();
-    uint32_t const probability_tile = shared_address(shared);
+    uint32_t const probability_tile = shared_address(dynamic_shared());
     uint32_t const buffers = probability_tile + ScoreTile::kBytes;
 
     ProblemShape const& shape = params.shape;
@@ -64,7 +64,6 @@ struct FmhaForwardLargeDimSm80 {
     int const key_head = item.head / shape.group;
 
     Mask const mask(params.mask, shape, item.batch);
-    Modifiers const modifiers = {{params.scale}, {params.bias, mask, item.batch, item.head, row}};
     if constexpr (Config::kVarlen) {
       clear_query_gap<Config, kThreads>(params, item, mask.query_length, query_tiles);
       if (row >= mask.query_length) return;
@@ -85,34 +84,20 @@ struct FmhaForwardLargeDimSm80 {
             logsumexp;
       }
     };
+    RowsOfTile<> const rows(shape, item.batch, item.head, row, mask.query_length);
     if (tiles.begin >= tiles.end) {
-      for (int i = threadIdx.x; i < kTileQuery; i += kThreads) write_logsumexp(i, -infinity());
+      end_empty_rows(params, rows, write_logsumexp);
       OutProduct::store_zeros(target);
       return;
     }
 
-    float* const sums =
-        params.out_sum +
-        query_tile_index<Config>(shape, query_tiles, item.batch, item.head, item.tile) *
-            ceil_div(shape.value_dim, OutProduct::kChunk) * OutProduct::kChunkFloats;
-    auto load_scores = [&](int tile, int step, uint32_t buffer) {
-      int const first = step * kStep;
-      int const column = tile * kTileKey;
-      TileLoader<QueryStep, kThreads, Config::kAlignment>::copy(
-          buffer, query_rows + first * int(sizeof(Element)),
-          params.query.row_stride * sizeof(Element), mask.query_length - row,
-          shape.head_dim - first);
-      TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
-          buffer + QueryStep::kBytes, source.row(params.key, column) + first * int(sizeof(Element)),
-          params.key.row_stride * sizeof(Element), mask.key_length - column,
-          shape.head_dim - first);
-    };
-    int const score_steps = ceil_div(shape.head_dim, kStep);
-
+    float* const sums = out_sums(params, item, query_tiles);
+    ScoreOperands const operands = {params, mask, source, query_rows, row};
     Softmax softmax(buffers + 2 * kBufferBytes);
     StepRing ring(buffers, kBufferBytes);
-    ring.start([&](uint32_t buffer) { load_scores(tiles.end - 1, 0, buffer); });
+    ring.start([&](uint32_t buffer) { operands.load(tiles.end - 1, 0, buffer); });
 
+    Modifiers const modifiers = {{params.scale}, {params.bias, mask, item.batch}};
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       int const column = tile * kTileKey;
       bool const last = tile == tiles.begin;
@@ -121,40 +106,16 @@ struct FmhaForwardLargeDimSm80 {
                                   mask.key_length - column, shape.value_dim};
 
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
-      cute::clear(scores);
-      CUTE_NO_UNROLL
-      for (int first = 0; first < score_steps; first += Sum::kRunSteps) {
-        int const end = min(first + Sum::kRunSteps, score_steps);
-        ring.run(
-            end - first,
-            [&](int step, uint32_t buffer) { load_scores(tile, first + step, buffer); },
-            [&](int, uint32_t buffer) {
-              warp_gemm<Element, kStep / kStepElements<Element>>(
-                  scores,
-                  LeftOperand<QueryStep, Contiguous::k, ScoreGrid::kRowBlocks>(buffer,
-                                                                               ScoreGrid::row()),
-                  RightOperand<KeyStep, Contiguous::k, ScoreGrid::kColumnBlocks>(
-                      buffer + QueryStep::kBytes, ScoreGrid::column()));
-            },
-            [&](uint32_t buffer) {
-              if (end < score_steps) {
-                load_scores(tile, end, buffer);
-              } else {
-                product.load(0, buffer);
-              }
-            });
-        if (shape.head_dim > kLongSumColumns) {
-          Sum::add_run(scores, score_sum(params), first == 0, end == score_steps);
-        }
-      }
+      multiply_keys(params, operands, product, ring, tile, scores);
 
-      modifiers.forward(scores, column);
+      modifiers.forward(scores, rows, column);
       mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
                                                 row, column);
       softmax.step(scores, params.scale.softmax_scale);
       if (last) {
         softmax.finish(params.scale.softmax_scale, kept_scale<Config>(params.dropout),
-                       mask.query_length - row, write_logsumexp);
+                       mask.query_length - row, LaneRowModifiers<Config, ScoreGrid>(params, rows),
+                       write_logsumexp);
       }
       ProbabilityDropout<Config, ScoreGrid>::apply(params, item.batch, item.head, row, column,
                                                    scores);
@@ -165,9 +126,82 @@ struct FmhaForwardLargeDimSm80 {
           [&](int tile_row) { return softmax.correction(tile_row); },
           [&](int tile_row) { return softmax.normaliser(tile_row); },
           [&](uint32_t buffer) {
-            if (!last) load_scores(tile - 1, 0, buffer);
+            if (!last) operands.load(tile - 1, 0, buffer);
           });
     }
+  }
+
+  // Logsumexps of rows without a KV block.
+  template <class Write>
+  CUTE_DEVICE static void end_empty_rows(ForwardParams const& params, RowsOfTile<> const& rows,
+                                         Write write) {
+    for (int i = threadIdx.x; i < kTileQuery; i += kThreads) {
+      RowModifiers<Config> const modifiers(params, rows.at(i));
+      write(i, modifiers.finish(RowEnd::empty()).logsumexp);
+    }
+  }
+
+  // Queries and keys of the CTA, in steps of columns.
+  struct ScoreOperands {
+    ForwardParams const& params;
+    Mask const& mask;
+    KeyValueSource<Config> const& source;
+    char const* query_rows;
+    int row;
+
+    CUTE_DEVICE void load(int tile, int step, uint32_t buffer) const {
+      int const first = step * kStep;
+      int const column = tile * kTileKey;
+      TileLoader<QueryStep, kThreads, Config::kAlignment>::copy(
+          buffer, query_rows + first * int(sizeof(Element)),
+          params.query.row_stride * sizeof(Element), mask.query_length - row,
+          params.shape.head_dim - first);
+      TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
+          buffer + QueryStep::kBytes, source.row(params.key, column) + first * int(sizeof(Element)),
+          params.key.row_stride * sizeof(Element), mask.key_length - column,
+          params.shape.head_dim - first);
+    }
+  };
+
+  // S = Q K^T of a KV block. During its last step the first one of `next` is loaded.
+  template <class Scores>
+  CUTE_DEVICE static void multiply_keys(ForwardParams const& params, ScoreOperands const& operands,
+                                        OutProduct const& next, StepRing& ring, int tile,
+                                        Scores& scores) {
+    int const steps = ceil_div(params.shape.head_dim, kStep);
+    cute::clear(scores);
+    CUTE_NO_UNROLL
+    for (int first = 0; first < steps; first += Sum::kRunSteps) {
+      int const end = min(first + Sum::kRunSteps, steps);
+      ring.run(
+          end - first,
+          [&](int step, uint32_t buffer) { operands.load(tile, first + step, buffer); },
+          [&](int, uint32_t buffer) {
+            warp_gemm<Element, kStep / kStepElements<Element>>(
+                scores,
+                LeftOperand<QueryStep, Contiguous::k, ScoreGrid::kRowBlocks>(buffer,
+                                                                             ScoreGrid::row()),
+                RightOperand<KeyStep, Contiguous::k, ScoreGrid::kColumnBlocks>(
+                    buffer + QueryStep::kBytes, ScoreGrid::column()));
+          },
+          [&](uint32_t buffer) {
+            if (end < steps) {
+              operands.load(tile, end, buffer);
+            } else {
+              next.load(0, buffer);
+            }
+          });
+      if (params.shape.head_dim > kLongSumColumns) {
+        Sum::add_run(scores, score_sum(params), first == 0, end == steps);
+      }
+    }
+  }
+
+  // The chunks of the tile's output in the workspace.
+  CUTE_DEVICE static float* out_sums(ForwardParams const& params, WorkItem const& item, int tiles) {
+    return params.out_sum +
+           query_tile_index<Config>(params.shape, tiles, item.batch, item.head, item.tile) *
+               ceil_div(params.shape.value_dim, OutProduct::kChunk) * OutProduct::kChunkFloats;
   }
 
   // Where the scores of this CTA's tile wait; asked for anew, as are all that lead there.

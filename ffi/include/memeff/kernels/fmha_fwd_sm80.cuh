@@ -20,6 +20,7 @@
 #include <memeff/schedule/grid.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
 #include <memeff/score/modifiers.cuh>
+#include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
 
@@ -120,10 +121,9 @@ struct FmhaForwardSm80 {
     attend(params, item, mask, kv_blocks, keys, values, modifiers, shared, softmax, output);
 
     if constexpr (Config::kStageRegisters) softmax.unstage(shared + kStagedSoftmaxOffset);
-    finish_rows<Config, OutGrid>(
-        params, item.batch, item.head, row, mask.query_length - row, softmax, [&] {
-          softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout));
-        });
+    RowsOfTile<> const rows(shape, item.batch, item.head, row, mask.query_length);
+    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+                   LaneRowModifiers<Config, OutGrid>(params, rows));
     store(params, softmax, output, shared);
   }
 

@@ -31,8 +31,10 @@
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/forward/f16x3_operands_sm90.cuh>
+#include <memeff/kernels/forward/main_loop_sm90.cuh>
 #include <memeff/kernels/forward/operands_sm90.cuh>
 #include <memeff/kernels/forward/output_sm90.cuh>
+#include <memeff/kernels/forward/producer_sm90.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
@@ -92,6 +94,8 @@ struct FmhaForwardSm90 {
                                       PolynomialCap<Config, kCapped>, ScoreScaling<Config>>;
   using Modifiers = ScoreModifiers<Config, Bias, Scaling>;
 
+  using Blocks = KvBlocks<Config, Mask>;
+
   using ConsumerGroup = WarpConsumerGroups<kConsumerWarps, kConsumerGroups, 1 + kWarpgroups>;
   using Merge = ConsumerGroupMerge<ConsumerGroup, Softmax, kTileQuery * Config::kValueDim>;
   using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;
@@ -118,9 +122,28 @@ struct FmhaForwardSm90 {
   // Named barriers: one for the threads of each consumer, and one for consumer groups.
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
 
+  // The buffers in shared memory.
+  CUTE_DEVICE static uint32_t queries(uint32_t tiles, PipelineStage<kQueryStages> const& stage) {
+    return tiles + stage.index * Operands::kQueryBufferBytes;
+  }
+  CUTE_DEVICE static uint32_t keys(uint32_t tiles, PipelineStage<kStages> const& stage) {
+    return tiles + kKeyOffset + stage.index * Keys::kBufferBytes;
+  }
+  CUTE_DEVICE static uint32_t values(uint32_t tiles, PipelineStage<kStages> const& stage) {
+    return tiles + kValueOffset + stage.index * Values::kBufferBytes;
+  }
+
+  // The next work tile. It stays in its slot until the reader, a warp, releases that.
+  CUTE_DEVICE static WorkTile take_work_tile(Control& control,
+                                             PipelineStage<kWorkTileStages> const& slot) {
+    control.work_tile.wait(slot);
+    return control.work_tiles[slot.index];
+  }
+
   // Kernels whose operands need no tensor maps have no such parameter.
   template <class... Maps>
   CUTE_DEVICE static void run(ForwardParams const& params, Maps const&... maps) {
+    using Producer = ForwardProducerSm90<Config, FmhaForwardSm90>;
     Operands const operands{params, maps...};
     char* const shared = dynamic_shared();
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
@@ -139,420 +162,20 @@ struct FmhaForwardSm90 {
       lower_registers<kProducerRegisters>();
       switch (threadIdx.x - kConsumers) {
         case 0:
-          produce_queries(params, operands, control, tiles);
+          Producer::produce_queries(params, operands, control, tiles);
           break;
         case kWarpSize:
-          produce_tiles(params, control, control.key, tiles + kKeyOffset,
-                        [&](auto... work_tile) { return operands.keys(work_tile...); });
+          Producer::produce_tiles(params, control, control.key, tiles + kKeyOffset,
+                                  [&](auto... work_tile) { return operands.keys(work_tile...); });
           break;
         case 2 * kWarpSize:
-          produce_tiles(params, control, control.value, tiles + kValueOffset,
-                        [&](auto... work_tile) { return operands.values(work_tile...); });
+          Producer::produce_tiles(params, control, control.value, tiles + kValueOffset,
+                                  [&](auto... work_tile) { return operands.values(work_tile...); });
           break;
       }
     } else {
       raise_registers<kConsumerRegisters>();
-      consume(params, control, tiles);
-    }
-  }
-
-  // The next work tile of work. It stays in its slot until the reader, a warp, releases that.
-  CUTE_DEVICE static WorkTile take_work_tile(Control& control,
-                                             PipelineStage<kWorkTileStages> const& slot) {
-    control.work_tile.wait(slot);
-    return control.work_tiles[slot.index];
-  }
-
-  // The thread that hands out work tiles, and copies their queries.
-  CUTE_DEVICE static void produce_queries(ForwardParams const& params, Operands const& operands,
-                                          Control& control, uint32_t tiles) {
-    PipelineStage<kQueryStages> query;
-    PipelineStage<kWorkTileStages> slot;
-    Scheduler::begin(params);
-    int number = int(blockIdx.x);
-    while (true) {
-      WorkTile work_tile = numbered_work_tile(params, number);
-      while (is_idle(params, work_tile)) {
-        number = Scheduler::next(params);
-        work_tile = numbered_work_tile(params, number);
-      }
-      WorkItem const& item = work_tile.item;
-      control.work_tile.acquire(slot);
-      control.work_tiles[slot.index] = work_tile;
-      control.work_tile.commit(slot);
-      slot.advance();
-      if (item.batch < 0) break;
-      CUTE_UNROLL
-      for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
-        operands.load_queries(item, work_tile.query_length, warpgroup,
-                              control.query[warpgroup].acquire(query, Operands::kQueryBytes),
-                              tiles + query.index * Operands::kQueryBufferBytes);
-      }
-      query.advance();
-      number = Scheduler::next(params);
-    }
-    Scheduler::finish(params);
-  }
-
-  CUTE_DEVICE static bool shares_bias(ForwardParams const& params) {
-    return has_bias_tile<Config>() && params.bias.batch_stride == 0;
-  }
-
-  CUTE_DEVICE static WorkTile numbered_work_tile(ForwardParams const& params, int number) {
-    WorkItem const item = Schedule::item(params.shape, number, shares_bias(params));
-    bool const exists = item.batch >= 0;
-    return {item, exists ? Mask(params.mask, params.shape, item.batch).query_length : 0};
-  }
-
-  // Is the tile beyond the end of a packed sequence, with no gap behind it to be cleared?
-  CUTE_DEVICE static bool is_idle(ForwardParams const& params, WorkTile const& work_tile) {
-    if constexpr (!Config::kVarlen) return false;
-    if (work_tile.item.batch < 0) return false;
-    Gap const gap = Gap::of_queries(params.shape, work_tile.item.batch, work_tile.query_length);
-    return work_tile.item.tile * kTileQuery >= work_tile.query_length && gap.begin >= gap.end;
-  }
-
-  // The thread that copies keys, and the one that copies values; `rows_of` says which a work tile
-  // has.
-  template <class RowsOf>
-  CUTE_DEVICE static void produce_tiles(ForwardParams const& params, Control& control,
-                                        Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of) {
-    PipelineStage<kStages> stage;
-    PipelineStage<kWorkTileStages> slot;
-    while (true) {
-      WorkItem const item = take_work_tile(control, slot).item;
-      control.work_tile.release(slot);
-      slot.advance();
-      if (item.batch < 0) break;
-      Mask const mask(params.mask, params.shape, item.batch);
-      Blocks const range(params, mask, item);
-      auto const rows = rows_of(item, mask.key_length);
-      CUTE_NO_UNROLL
-      for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile, 1)) {
-        rows.load(tile, ring.acquire(stage, rows.kBytes),
-                  buffers + stage.index * rows.kBufferBytes);
-        stage.advance();
-      }
-    }
-  }
-
-  using Blocks = KvBlocks<Config, Mask>;
-
-  // Advances to the buffer of this consumer's next KV block.
-  CUTE_DEVICE static void advance(PipelineStage<kStages>& stage) {
-    CUTE_UNROLL
-    for (int group = 0; group < kConsumerGroups; ++group) stage.advance();
-  }
-
-  // Releases the buffers of `count` KV blocks unread.
-  template <int kBuffers>
-  CUTE_DEVICE static void skip(Pipeline<kBuffers>& ring, PipelineStage<kBuffers>& stage, int count,
-                               bool leader) {
-    CUTE_NO_UNROLL
-    for (; count > 0; --count) {
-      ring.wait(stage);  // or the arrival would count for the tile before
-      __syncwarp();      // or a lane might miss the phase that it waits for
-      if (leader) ring.release(stage);
-      stage.advance();
-    }
-  }
-
-  // A consumer's position in each ring.
-  struct Position {
-    int warpgroup;
-    int group;
-    int row_warpgroup;
-    bool leader;  // of its warp
-    PipelineStage<kQueryStages> query;
-    PipelineStage<kStages> key;
-    PipelineStage<kStages> value;
-    PipelineStage<kWorkTileStages> slot;
-  };
-
-  CUTE_DEVICE static void consume(ForwardParams const& params, Control& control, uint32_t tiles) {
-    Position at;
-    // Uniform over the warpgroup, and known to be.
-    at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-    at.group = kConsumerGroups > 1 ? at.warpgroup : 0;
-    at.row_warpgroup = at.warpgroup - at.group;
-    at.leader = threadIdx.x % kWarpSize == 0;
-    at.key.index = at.value.index = at.group;
-    while (true) {
-      WorkTile const work_tile = take_work_tile(control, at.slot);
-      if (work_tile.item.batch < 0) break;
-      if (has_rows(work_tile, at.row_warpgroup)) {
-        compute_work_tiles(params, control, tiles, work_tile.item, at);
-      } else {
-        skip_work_tile(params, control, work_tile.item, at);
-      }
-      at.query.advance();
-    }
-  }
-
-  CUTE_DEVICE static void release_work_tile(Control& control, Position& at) {
-    __syncwarp();
-    if (at.leader) control.work_tile.release(at.slot);
-    at.slot.advance();
-  }
-
-  // Does a consumer own rows of the work tile that the query length does not cut off?
-  CUTE_DEVICE static bool has_rows(WorkTile const& work_tile, int warpgroup) {
-    if constexpr (kConsumerGroups > 1) return true;
-    return work_tile.item.tile * kTileQuery + warpgroup * kWarpgroupRows < work_tile.query_length;
-  }
-
-  // The next work tile, with a batch of -1 if this consumer has no rows of it.
-  CUTE_DEVICE static WorkItem next_work_tile(Control& control, Position const& at) {
-    PipelineStage<kWorkTileStages> next = at.slot;
-    next.advance();
-    WorkTile const work_tile = take_work_tile(control, next);
-    bool const has = work_tile.item.batch >= 0 && has_rows(work_tile, at.row_warpgroup);
-    return {work_tile.item.tile, work_tile.item.head, has ? work_tile.item.batch : -1};
-  }
-
-  // Skips a work tile of which only other consumers own rows. Keys and values are released
-  // alternately: a consumer that needs both would otherwise wait for the ring that lags behind.
-  CUTE_DEVICE static void skip_work_tile(ForwardParams const& params, Control& control,
-                                         WorkItem const& item, Position& at) {
-    Mask const mask(params.mask, params.shape, item.batch);
-    Blocks const range(params, mask, item);
-    PipelineStage<kQueryStages> query = at.query;
-    skip(control.query[at.row_warpgroup], query, 1, at.leader);
-    CUTE_NO_UNROLL
-    for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile)) {
-      skip(control.key, at.key, 1, at.leader);
-      skip(control.value, at.value, 1, at.leader);
-    }
-    int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
-    OutputWriter::write_empty(params, item, mask.query_length, row, row + kWarpgroupRows);
-    clear_gap(params, item, mask.query_length);
-    release_work_tile(control, at);
-  }
-
-  // Computes a work tile and the following ones, up to one without rows of this consumer.
-  CUTE_DEVICE static void compute_work_tiles(ForwardParams const& params, Control& control,
-                                             uint32_t tiles, WorkItem item, Position& at) {
-    ProblemShape const& shape = params.shape;
-    int const warpgroup = at.row_warpgroup;
-    bool const leader = at.leader;
-    Mask mask(params.mask, shape, item.batch);
-    Blocks range(params, mask, item, at.group);
-    int tile = range.first(mask, item, warpgroup);
-    Softmax softmax;
-    auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
-    auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-    typename Operands::Part part;
-    auto& sums = Operands::sums(output, part);
-    bool begins = true;  // nothing has been added to the output
-
-    typename Operands::Queries query_operand;
-    auto take_queries = [&] {
-      control.query[warpgroup].wait(at.query);
-      query_operand.take(queries(tiles, at.query), warpgroup);
-    };
-    auto begin_scores = [&] {
-      fence_accumulators(scores);
-      begin_products();
-      Operands::multiply_keys(scores, query_operand.operand(queries(tiles, at.query), warpgroup),
-                              keys(tiles, at.key));
-      commit_products();
-    };
-    // Under the products that have begun.
-    auto kept_blocks = [&](int of_tile) {
-      if constexpr (kDropsEarly) control.key.wait_again(at.key);
-      KeptBlocks const kept(params.dropout, params.mask, item.batch, item.head,
-                            item.tile * kTileQuery, of_tile * kTileKey);
-      if constexpr (kDropsEarly) control.key.wait_again(at.key);
-      return kept;
-    };
-    auto release_operands = [&](bool ends_work_tile) {
-      if (!leader) return;
-      control.key.release(at.key);
-      if (ends_work_tile) control.query[warpgroup].release(at.query);
-    };
-
-    take_queries();
-    modifiers_of(params, mask, item, tiles).load(tile * kTileKey);
-    skip(control.key, at.key, range.passed(tile + 1), leader);
-    skip(control.value, at.value, range.passed(tile + 1), leader);
-    control.key.wait(at.key);
-    begin_scores();
-    auto const first_kept = kept_blocks(tile);
-    wait_products<0>();
-    fence_accumulators(scores);
-    Operands::unscale(scores, queries(tiles, at.query), keys(tiles, at.key), warpgroup);
-    release_operands(tile == range.begin);
-    advance(at.key);
-    modify(params, mask, item, tile, range, tiles, warpgroup, scores);
-    softmax.exponentiate(scores, params.scale.softmax_scale);
-    if (tile > range.begin) control.key.wait(at.key);
-    auto probabilities =
-        probabilities_of(params, control, tiles, item, tile, at.value, first_kept, scores);
-    clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
-
-    auto begin_output = [&] {
-      control.value.wait(at.value);
-      begin_products();
-      Operands::multiply_values(sums, probabilities, values(tiles, at.value), begins);
-      commit_products();
-    };
-    auto end_output = [&] {
-      wait_products<0>();
-      fence_accumulators(sums);
-      if (leader) control.value.release(at.value);
-      advance(at.value);
-      Operands::add(output, part, probabilities, begins);
-    };
-    CUTE_NO_UNROLL
-    while (true) {
-      bool const last = tile == range.begin;  // P is that of the work tile's last KV block
-      Softmax const done = softmax;
-      if (last) {
-        WorkItem const following = next_work_tile(control, at);
-        if (following.batch < 0) break;
-        item = following;
-        if (!Mask::is_shared(params.mask)) mask = Mask(params.mask, shape, item.batch);
-        range = Blocks(params, mask, item, at.group);
-        tile = range.first(mask, item, warpgroup) + kConsumerGroups;
-        softmax = Softmax();
-        at.query.advance();
-        take_queries();
-        modifiers_of(params, mask, item, tiles).load(range.next(tile) * kTileKey);
-        skip(control.key, at.key, range.passed(tile), leader);
-        control.key.wait(at.key);
-      }
-      tile = range.next(tile);
-      fence_accumulators(sums);
-      if constexpr (Operands::kSequential) {
-        begin_output();
-        end_output();
-      }
-      begin_scores();
-      if constexpr (!Operands::kSequential) begin_output();
-      auto const kept = kept_blocks(tile);
-      wait_products<Operands::kSequential ? 0 : 1>();
-      fence_accumulators(scores);
-      Operands::unscale(scores, queries(tiles, at.query), keys(tiles, at.key), warpgroup);
-      release_operands(tile == range.begin);
-      advance(at.key);
-      modify(params, mask, item, tile, range, tiles, warpgroup, scores);
-      auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
-      fence_accumulators(scores);
-      // The wait for the next keys is here on purpose: it ends the basic block. Without it ptxas
-      // sinks the exponentials below the wait for the product that they should overlap.
-      if (tile > range.begin) control.key.wait(at.key);
-      if constexpr (!Operands::kSequential) end_output();
-      if constexpr (!Operands::kScalesRows) {
-        probabilities =
-            probabilities_of(params, control, tiles, item, tile, at.value, kept, scores);
-      }
-      if (last) {
-        finish_work_tile(params, control, tiles, at, done, output);
-        skip(control.value, at.value, range.passed(tile + 1), leader);
-        clear_values(control, mask, shape, tile, at.value, tiles, at.warpgroup);
-      } else {
-        Softmax::rescale(output, correction);
-      }
-      if constexpr (Operands::kScalesRows) {
-        // Not earlier: the skipped values come before the values of this KV block in the ring.
-        probabilities =
-            probabilities_of(params, control, tiles, item, tile, at.value, kept, scores);
-      }
-      begins = last;
-    }
-    fence_accumulators(sums);
-    begin_output();
-    end_output();
-    finish_work_tile(params, control, tiles, at, softmax, output);
-  }
-
-  // Zeros the values of a work tile's first KV block that lie beyond the key length. Each consumer
-  // does it for itself: they write the same zeros.
-  CUTE_DEVICE static void clear_values(Control& control, Mask const& mask,
-                                       ProblemShape const& shape, int tile,
-                                       PipelineStage<kStages> const& stage, uint32_t tiles,
-                                       int warpgroup) {
-    if constexpr (!Operands::kClearsValues) return;
-    int const column = tile * kTileKey;
-    if (!reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length)) return;
-    control.value.wait(stage);
-    clear_rows<SharedTile<kTileKey, Config::kValueDim>, kWarpgroupSize>(
-        values(tiles, stage), max(mask.key_length - column, 0));
-    fence_tma_store();
-    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
-  }
-
-  CUTE_DEVICE static uint32_t queries(uint32_t tiles, PipelineStage<kQueryStages> const& stage) {
-    return tiles + stage.index * Operands::kQueryBufferBytes;
-  }
-  CUTE_DEVICE static uint32_t keys(uint32_t tiles, PipelineStage<kStages> const& stage) {
-    return tiles + kKeyOffset + stage.index * Keys::kBufferBytes;
-  }
-  CUTE_DEVICE static uint32_t values(uint32_t tiles, PipelineStage<kStages> const& stage) {
-    return tiles + kValueOffset + stage.index * Values::kBufferBytes;
-  }
-
-  // Soft cap, bias and masks: scores that are ready for the softmax.
-  template <class Scores>
-  CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
-                                 WorkItem const& item, int tile, Blocks const& range,
-                                 uint32_t tiles, int warpgroup, Scores& scores) {
-    int const row = item.tile * kTileQuery;
-    int const column = tile * kTileKey;
-    Modifiers const modifiers = modifiers_of(params, mask, item, tiles);
-    modifiers.forward(scores, column);
-    modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
-    mask.template apply<kWarpgroupRows, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                                  item.head, row, column, range.is_partial(tile),
-                                                  warpgroup * kWarpgroupRows);
-  }
-
-  // The probabilities of a KV block as an operand, without those that dropout drops; `stage` is
-  // where their values come to. Scaled rows need the factors of these values.
-  template <class Scores>
-  CUTE_DEVICE static auto probabilities_of(ForwardParams const& params, Control& control,
-                                           uint32_t tiles, WorkItem const& item, int tile,
-                                           PipelineStage<kStages> const& stage,
-                                           KeptBlocks const& kept, Scores& scores) {
-    if constexpr (Operands::kScalesRows) control.value.wait(stage);
-    auto probabilities = Operands::probabilities(scores, values(tiles, stage));
-    Dropped::apply(params, kept, item.batch, item.head, item.tile * kTileQuery, tile * kTileKey,
-                   probabilities);
-    return probabilities;
-  }
-
-  // The modifiers of a work tile. They are made where they are used, so that none of it occupies
-  // registers between two KV blocks.
-  CUTE_DEVICE static Modifiers modifiers_of(ForwardParams const& params, Mask const& mask,
-                                            WorkItem const& item, uint32_t tiles) {
-    return {{params.scale},
-            {params.bias, {params.bias, item}, mask, item.tile * kTileQuery, tiles + kBiasOffset}};
-  }
-
-  // Output and logsumexp of this warpgroup's rows of the work tile in its slot, or of what all
-  // consumer groups found for them.
-  template <class Output>
-  CUTE_DEVICE static void finish_work_tile(ForwardParams const& params, Control& control,
-                                           uint32_t tiles, Position& at, Softmax softmax,
-                                           Output& output) {
-    auto const [item, query_length] = control.work_tiles[at.slot.index];
-    Merge::run(tiles + kMergeOffset, softmax, output, params.scale.softmax_scale);
-    if constexpr (kConsumerGroups > 1)
-      ConsumerGroup::meet();  // nobody reads what was added up any more
-    if (kConsumerGroups == 1 || ConsumerGroup::index() == 0) {
-      int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
-      OutputWriter::write(params, item, query_length, softmax, output);
-      OutputWriter::write_empty(params, item, query_length, max(row, query_length),
-                                row + kWarpgroupRows);
-    }
-    clear_gap(params, item, query_length);
-    release_work_tile(control, at);
-  }
-
-  CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length) {
-    if constexpr (Config::kVarlen) {
-      clear_query_gap<Config, kConsumers>(params, item, length,
-                                          Schedule::query_tiles(params.shape));
+      ForwardMainLoopSm90<Config, FmhaForwardSm90>::run(params, control, tiles);
     }
   }
 };

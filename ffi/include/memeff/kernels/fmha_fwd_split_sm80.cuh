@@ -8,7 +8,7 @@
 //   wait for tile i | start the copy of tile i + kStages - 1 | S = Q K^T | softmax | O += P V
 //
 // At the end the groups merge through shared memory, and the splits, which are CTAs, through
-// partial results in global memory and the kernel of fmha_fwd_combine.cuh.
+// partial results in global memory and the kernel of forward/combine.cuh.
 #pragma once
 
 #include <memeff/collective/consumer_groups.cuh>
@@ -26,6 +26,7 @@
 #include <memeff/schedule/key_splits.cuh>
 #include <memeff/score/bias/direct.cuh>
 #include <memeff/score/modifiers.cuh>
+#include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
 
@@ -44,8 +45,9 @@ struct FmhaForwardSplitSm80 {
   using OutGrid =
       WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // of a group
   static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
-  using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, Config::kBias>;
+  using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, has_bias_tile<Config>()>;
   using Rows = PackedRows<Config::kPackHeads>;
+  using TileRows = RowsOfTile<Config::kPackHeads>;
   using Dropped = ProbabilityDropout<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
   using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
@@ -73,28 +75,22 @@ struct FmhaForwardSplitSm80 {
     int const key_head = Config::kPackHeads ? item.head : item.head / shape.group;
 
     Mask const mask(params.mask, shape, item.batch);
-    Modifiers const modifiers = {{params.scale}, {params.bias, mask, item.batch, item.head, row}};
+    // With more than one split the rows end in the combine kernel: here none of them is valid.
+    TileRows const rows(shape, item.batch, item.head, row,
+                        params.splits == 1 ? mask.query_length : 0);
     TileRange const tiles =
         share_of_split(mask.key_tiles(row, kTileQuery, kTileKey), item.split, params.splits);
 
     KeyValueSource<Config> const source(shape, item.batch, key_head);
-    char const* const key_rows = source.row(params.key);
-    char const* const value_rows = source.row(params.value);
-    long long const key_row_bytes = params.key.row_stride * sizeof(Element);
-    long long const value_row_bytes = params.value.row_stride * sizeof(Element);
-    auto load = [&](int tile, int stage) {
-      if (tile < tiles.end) {
-        int const column = tile * kTileKey + ConsumerGroup::index() * kConsumerGroupKeys;
-        uint32_t const stage_tiles = consumer_group_tiles + stage * kStageBytes;
-        TileLoader<KeyTile, ConsumerGroup::kThreads>::copy(
-            stage_tiles, key_rows + column * key_row_bytes, key_row_bytes, mask.key_length - column,
-            shape.head_dim, ConsumerGroup::thread());
-        TileLoader<ValueTile, ConsumerGroup::kThreads>::copy(
-            stage_tiles + KeyTile::kBytes, value_rows + column * value_row_bytes, value_row_bytes,
-            mask.key_length - column, shape.value_dim, ConsumerGroup::thread());
-      }
-      commit_copies();  // of an empty group past the end, so that the waits keep their count
-    };
+    KvTiles const kv_tiles = {source.row(params.key),
+                              source.row(params.value),
+                              params.key.row_stride * (long long)sizeof(Element),
+                              params.value.row_stride * (long long)sizeof(Element),
+                              tiles.end,
+                              mask.key_length,
+                              shape.head_dim,
+                              shape.value_dim,
+                              consumer_group_tiles};
 
     auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(output);
@@ -103,47 +99,88 @@ struct FmhaForwardSplitSm80 {
     if (tiles.begin < tiles.end) load_query(params, item, row, query_tile);
     commit_copies();
     CUTE_UNROLL
-    for (int stage = 0; stage < kStages - 1; ++stage) load(tiles.begin + stage, stage);
+    for (int stage = 0; stage < kStages - 1; ++stage) kv_tiles.load(tiles.begin + stage, stage);
     wait_copies<kStages - 1>();
     __syncthreads();  // queries are here
 
+    attend(params, item, mask, rows, tiles, kv_tiles, query_tile, softmax, output);
+
+    __syncthreads();  // the tiles that Merge covers are no longer read
+    Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
+    if (ConsumerGroup::index() > 0) return;
+    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+                   LaneRowModifiers<Config, OutGrid>(params, rows));
+    if (params.splits == 1) {
+      store(params, softmax, output);
+    } else {
+      store_partial(params, softmax, output);
+    }
+  }
+
+  // Keys and values of a consumer group.
+  struct KvTiles {
+    char const* key_rows;
+    char const* value_rows;
+    long long key_row_bytes;
+    long long value_row_bytes;
+    int end;
+    int key_length;
+    int head_dim;
+    int value_dim;
+    uint32_t shared;
+
+    // Starts the copies of a KV block; past the end of an empty group, so that waits keep their
+    // count.
+    CUTE_DEVICE void load(int tile, int stage) const {
+      if (tile < end) {
+        int const column = tile * kTileKey + ConsumerGroup::index() * kConsumerGroupKeys;
+        uint32_t const stage_tiles = shared + stage * kStageBytes;
+        TileLoader<KeyTile, ConsumerGroup::kThreads>::copy(
+            stage_tiles, key_rows + column * key_row_bytes, key_row_bytes, key_length - column,
+            head_dim, ConsumerGroup::thread());
+        TileLoader<ValueTile, ConsumerGroup::kThreads>::copy(
+            stage_tiles + KeyTile::kBytes, value_rows + column * value_row_bytes, value_row_bytes,
+            key_length - column, value_dim, ConsumerGroup::thread());
+      }
+      commit_copies();
+    }
+  };
+
+  // The main loop: O += P V over the KV blocks of this split and consumer group. The copies of the
+  // first ones are in flight.
+  template <class Output>
+  CUTE_DEVICE static void attend(ForwardParams const& params, SplitWorkItem const& item,
+                                 Mask const& mask, TileRows const& rows, TileRange const& tiles,
+                                 KvTiles const& kv_tiles, uint32_t query_tile, Softmax& softmax,
+                                 Output& output) {
     LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks> const query(query_tile,
                                                                              ScoreGrid::row());
     using KeyOperand = RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks>;
     using ValueOperand = RightOperand<ValueTile, Contiguous::outer, OutGrid::kColumnBlocks>;
 
+    Modifiers const modifiers = {{params.scale}, {params.bias, mask, item.batch}};
     int stage = 0;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       int const column = tile * kTileKey;
       wait_copies<kStages - 2>();
       ConsumerGroup::sync();  // this tile is here; the group no longer reads the previous one
       int const previous = stage == 0 ? kStages - 1 : stage - 1;
-      load(tile + kStages - 1, previous);
+      kv_tiles.load(tile + kStages - 1, previous);
 
-      uint32_t const stage_tiles = consumer_group_tiles + stage * kStageBytes;
+      uint32_t const stage_tiles = kv_tiles.shared + stage * kStageBytes;
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
       warp_gemm<Element, Config::kHeadDim / 16>(scores, query, KeyOperand(stage_tiles, 0));
 
-      modifiers.forward(scores, column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
-                                                row, column);
+      modifiers.forward(scores, rows, column);
+      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch, item.head,
+                                                rows.row, column);
       softmax.step(scores, output, params.scale.softmax_scale);
       auto probabilities = as_left_operand<Element>(scores);
-      Dropped::apply(params, item.batch, item.head, row, column, probabilities);
+      Dropped::apply(params, item.batch, item.head, rows.row, column, probabilities);
       warp_gemm<Element, kConsumerGroupKeys / 16>(output, probabilities,
                                                   ValueOperand(stage_tiles + KeyTile::kBytes, 0));
       stage = stage + 1 == kStages ? 0 : stage + 1;
-    }
-
-    __syncthreads();  // the tiles that Merge covers are no longer read
-    Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
-    if (ConsumerGroup::index() > 0) return;
-    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout));
-    if (params.splits == 1) {
-      store(params, softmax, output);
-    } else {
-      store_partial(params, softmax, output);
     }
   }
 

@@ -20,7 +20,7 @@ struct KeyValueSource {
 
   // First element of `row`, for kernels that copy by address.
   CUTE_DEVICE char* row(TensorView const& tensor, int row = 0) const {
-    return key_row_pointer<Config>(tensor, origin.batch, origin.row + row, head);
+    return row_pointer<typename Config::Element>(tensor, batch(tensor), origin.row + row, head);
   }
 
   // The batch index of the tensor, for kernels that copy through a tensor map.

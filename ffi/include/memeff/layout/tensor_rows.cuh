@@ -18,11 +18,4 @@ CUTE_DEVICE long long row_bytes(TensorView const& tensor) {
   return tensor.row_stride * sizeof(Element);
 }
 
-// First element of row `row` of a key or value, whose batch a vmap may broadcast.
-template <class Config>
-CUTE_DEVICE char* key_row_pointer(TensorView const& tensor, int batch, int row, int head) {
-  return row_pointer<typename Config::Element>(tensor, element_of<Config>(tensor, batch), row,
-                                               head);
-}
-
 }  // namespace memeff

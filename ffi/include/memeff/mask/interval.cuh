@@ -32,8 +32,8 @@ struct IntervalMask {
     query_length = rows.count(queries);
     key_length = clamp_length(mask.key_lengths, batch, shape.key_length);
     if constexpr (kKind != MaskKind::none) {
-      int const shift = clamp((mask.query_position != nullptr ? *mask.query_position : 0) -
-                              (mask.key_position != nullptr ? *mask.key_position : 0));
+      int const shift = clamp((mask.query_position != nullptr ? mask.query_position[batch] : 0) -
+                              (mask.key_position != nullptr ? mask.key_position[batch] : 0));
       int const bottom_right = key_length - queries + shift;
       last = min(bound(mask.top_left_right, shift), bound(mask.bottom_right_right, bottom_right));
       first = -min(bound(mask.top_left_left, -shift), bound(mask.bottom_right_left, -bottom_right));
@@ -52,7 +52,9 @@ struct IntervalMask {
 
   // Are the masks of all batch elements the same?
   CUTE_DEVICE static bool is_shared(MaskParams const& mask) {
-    return mask.query_lengths == nullptr && mask.key_lengths == nullptr;
+    bool const same_lengths = mask.query_lengths == nullptr && mask.key_lengths == nullptr;
+    if constexpr (kKind == MaskKind::none) return same_lengths;
+    return same_lengths && mask.query_position == nullptr && mask.key_position == nullptr;
   }
 
   CUTE_DEVICE int row_begin(int row) const {

@@ -56,8 +56,8 @@ struct Dropout {
     key = make_uint2(dropout.key_words[2 * batch], dropout.key_words[2 * batch + 1]);
     addend = 0x01010101u * (128 - (dropout.threshold & 127));
     either = dropout.threshold < 128 ? ~0u : 0u;
-    first_row = mask.query_position != nullptr ? *mask.query_position : 0;
-    first_column = mask.key_position != nullptr ? *mask.key_position : 0;
+    first_row = mask.query_position != nullptr ? mask.query_position[batch] : 0;
+    first_column = mask.key_position != nullptr ? mask.key_position[batch] : 0;
   }
 
   // The highest bit of each byte: byte >= threshold. With the low seven bits of both, addend makes

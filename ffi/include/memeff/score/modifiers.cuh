@@ -6,11 +6,10 @@
 //   x = x + bias                Bias
 //
 // A main loop calls load() where it starts its other copies, forward() once for each tile of
-// scores, and finish() once for the rows of a work tile. It does not know which modifiers there
-// are. Without one, its calls compile to nothing.
+// scores. It does not know which modifiers there are. Without one, its calls compile to nothing.
+// What changes whole rows at their end is in score/row_modifiers.cuh.
 #pragma once
 
-#include <memeff/score/bias/rows.cuh>
 #include <memeff/score/scale.cuh>
 
 namespace memeff {
@@ -74,21 +73,5 @@ struct ScoreModifiers {
     return Scaling::backward(gradient, x);
   }
 };
-
-// Ends the rows of a forward: end_softmax() normalises the output and turns the statistics of
-// `softmax` into logsumexps. A modifier that shifts or extends whole rows acts here and nowhere
-// else. The rows begin at `row`; those from `row_bound` on, which counts from there, are not valid.
-template <class Config, class Grid, class Softmax, class EndSoftmax>
-CUTE_DEVICE void finish_rows(ForwardParams const& params, int batch, int head, int row,
-                             int row_bound, Softmax& softmax, EndSoftmax end_softmax) {
-  if constexpr (shifts_rows<Config>()) {
-    RowBias<Config, Grid> const bias(params.bias, batch, head, row, row_bound);
-    bias.mask(softmax);
-    end_softmax();
-    bias.add(softmax);
-  } else {
-    end_softmax();
-  }
-}
 
 }  // namespace memeff

@@ -70,10 +70,11 @@ class BlockSoftmax {
   }
 
   // After the last step: the factors that normalise the output, times output_scale, and
-  // write(row, natural-log logsumexp) once for each row. Rows without keys, and from `bound` on:
-  // 0 and -inf.
-  template <class Write>
-  CUTE_DEVICE void finish(float softmax_scale, float output_scale, int bound, Write write) {
+  // write(row, natural-log logsumexp) once for each row, both after the LaneRowModifiers
+  // `modifiers`. Rows without keys, and from `bound` on, have 0 and -inf before them.
+  template <class Modifiers, class Write>
+  CUTE_DEVICE void finish(float softmax_scale, float output_scale, int bound,
+                          Modifiers const& modifiers, Write write) {
     __syncthreads();  // the maxima of the last step are no longer read
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) share(r, quad_sum(row_sum_[r]));
@@ -85,8 +86,13 @@ class BlockSoftmax {
       CUTE_UNROLL
       for (int warp = 0; warp < Grid::kColumnWarps; ++warp) sum += shared_value(r, warp);
       bool const empty = sum == 0.0f || row(r) >= bound;
-      store_shared(normalisers() + row(r) * 4, __float_as_uint(empty ? 0.0f : output_scale / sum));
-      write(row(r), empty ? -infinity() : row_max_[r] * softmax_scale * kLn2 + __logf(sum));
+      auto const end = [&] {
+        return modifiers.finish(
+            r, {empty ? 0.0f : output_scale / sum,
+                empty ? -infinity() : row_max_[r] * softmax_scale * kLn2 + __logf(sum)});
+      };
+      store_shared(normalisers() + row(r) * 4, __float_as_uint(end().factor));
+      write(row(r), end().logsumexp);
     }
   }
 

@@ -139,9 +139,11 @@ struct OnlineSoftmax {
   }
 
   // Normalises the output, times output_scale, and leaves the natural-log logsumexp of each row in
-  // softmax_reference. Rows without keys: output 0, logsumexp -inf.
-  template <class Output>
-  CUTE_DEVICE void finish(Output& output, float softmax_scale, float output_scale) {
+  // softmax_reference, both after the LaneRowModifiers `modifiers`. Rows without keys have output 0
+  // and logsumexp -inf before them.
+  template <class Output, class Modifiers>
+  CUTE_DEVICE void finish(Output& output, float softmax_scale, float output_scale,
+                          Modifiers const& modifiers) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const sum = quad_sum(row_sum[r]);
@@ -149,8 +151,9 @@ struct OnlineSoftmax {
       float const inverse = empty ? 0.0f : output_scale * reciprocal_approx(sum);
       float const reference = softmax_reference[r] * remaining(softmax_scale);
       float const logsumexp = (reference + log2_approx(sum)) * kLn2;
-      softmax_reference[r] = empty ? -infinity() : logsumexp;
-      rescale_row(output, r, inverse);
+      auto const end = modifiers.finish(r, {inverse, empty ? -infinity() : logsumexp});
+      softmax_reference[r] = end.logsumexp;
+      rescale_row(output, r, end.factor);
     }
   }
 

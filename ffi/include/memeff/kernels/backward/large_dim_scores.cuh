@@ -5,6 +5,7 @@
 #include <memeff/collective/chunked_product.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/kernels/backward/scores_sm80.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/score/bias/direct.cuh>
@@ -15,36 +16,8 @@ namespace memeff {
 struct LargeDimTile {
   int batch;
   int query_head;
-  int key_head;
   int row;
   int column;
-};
-
-// The bias of a tile, which each lane reads from global memory when it is added: the products take
-// much longer.
-template <class Config, class Mask, class Grid, bool kBias = has_bias_tile<Config>()>
-struct QBlockDirectBias {
-  CUTE_DEVICE QBlockDirectBias(ScoreView const&, Mask const&, int, int) {}
-  template <class Scores>
-  CUTE_DEVICE void add(Scores&, float, QBlock const&) const {}
-};
-
-template <class Config, class Mask, class Grid>
-struct QBlockDirectBias<Config, Mask, Grid, true> {
-  ScoreView const& bias;
-  Mask const& mask;
-  int batch;
-  int column;
-
-  CUTE_DEVICE QBlockDirectBias(ScoreView const& bias, Mask const& mask, int batch, int column)
-      : bias(bias), mask(mask), batch(batch), column(column) {}
-
-  template <class Scores>
-  CUTE_DEVICE void add(Scores& scores, float bias_scale, QBlock const& q_block) const {
-    add_bias_elements<Config, Grid>(scores, bias, batch, q_block.head, q_block.row, column,
-                                    mask.query_length - q_block.row, mask.key_length - column,
-                                    bias_scale);
-  }
 };
 
 // P and dS of a tile.
@@ -56,7 +29,7 @@ struct LargeDimScores {
   using ScoreTile = typename Tiles::ScoreTile;
   using ScoreGrid = typename Tiles::ScoreGrid;
   using Mask = ScoreMask<Config, ScoreGrid>;
-  using Modifiers = ScoreModifiers<Config, QBlockDirectBias<Config, Mask, ScoreGrid>>;
+  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
   static constexpr int kThreads = Tiles::kThreads;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
@@ -75,18 +48,18 @@ struct LargeDimScores {
   BackwardParams const& params;
   Mask const& mask;
   Origin queries;
-  Origin keys;
+  KeyValueSource<Config> source;
   uint32_t probability_tile;
   uint32_t score_tile;
   uint32_t buffers;
   uint32_t statistics_buffers;
 
   CUTE_DEVICE LargeDimScores(BackwardParams const& params, Mask const& mask, int batch,
-                             uint32_t shared)
+                             int key_head, uint32_t shared)
       : params(params),
         mask(mask),
         queries(query_origin<Config>(params.shape, batch)),
-        keys(key_origin<Config>(params.shape, batch)),
+        source(params.shape, batch, key_head),
         probability_tile(shared),
         score_tile(probability_tile + ScoreTile::kBytes),
         buffers(buffers_in(shared)),
@@ -154,7 +127,7 @@ struct LargeDimScores {
           }
         },
         load_next);
-    Modifiers const modifiers = {{params.scale}, {params.bias, mask, tile.batch, tile.column}};
+    Modifiers const modifiers = {{params.scale}, {params.bias, mask, tile.batch}};
     Whole::compute(params, modifiers, statistics_buffers + parity * kStatisticsBytes, tile.batch,
                    {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column, scores,
                    score_gradient, make_writer);
@@ -164,6 +137,12 @@ struct LargeDimScores {
     if constexpr (kScoreGradients) {
       store_accumulators<Element, ScoreTile, ScoreGrid>(score_tile, score_gradient);
     }
+  }
+
+  // The rows [column, key length) of the keys, which a product reads.
+  CUTE_DEVICE QueryProduct keys(int column) const {
+    return {source.row(params.key, column), params.key.row_stride * (long long)sizeof(Element),
+            mask.key_length - column, params.shape.head_dim};
   }
 
   // The rows [row, length) of one head, which a product reads or writes.
@@ -184,9 +163,7 @@ struct LargeDimScores {
             first * int(sizeof(Element)),
         left.row_stride * sizeof(Element), mask.query_length - tile.row, columns - first);
     TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
-        buffer + QueryStep::kBytes,
-        key_row_pointer<Config>(right, keys.batch, keys.row + tile.column, tile.key_head) +
-            first * int(sizeof(Element)),
+        buffer + QueryStep::kBytes, source.row(right, tile.column) + first * int(sizeof(Element)),
         right.row_stride * sizeof(Element), mask.key_length - tile.column, columns - first);
   }
 };

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <memeff/arch/tf32.cuh>
+#include <memeff/core/feature_arrays.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/core/vector.cuh>
 #include <memeff/core/work_item.cuh>
@@ -73,6 +74,10 @@ struct FmhaBackwardPreprocess {
         }
         if (!empty && params.logsumexp_gradient != nullptr) {
           delta -= params.logsumexp_gradient[source];
+        }
+        if constexpr (Config::kSinks) {
+          float* const deltas = static_cast<float*>(feature_array(params, Config::kDeltaArray).data);
+          if (valid) deltas[source] = empty ? 0.0f : delta;
         }
         Tiles::Statistics::store(params.row_statistics + tile_index * (2 * Tiles::kTileQuery), i,
                                  empty ? infinity() : logsumexp * kLog2e, empty ? 0.0f : delta);

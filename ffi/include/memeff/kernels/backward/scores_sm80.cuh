@@ -22,7 +22,7 @@ struct QBlockBiasTile {
   template <class Next>
   CUTE_DEVICE void load_next(bool, Next) const {}
   template <class Scores>
-  CUTE_DEVICE void add(Scores&, float, QBlock const&) const {}
+  CUTE_DEVICE void add(Scores&, float, QBlock const&, int) const {}
 };
 
 template <class Config, class Mask>
@@ -56,7 +56,7 @@ struct QBlockBiasTile<Config, Mask, true> {
   }
 
   template <class Scores>
-  CUTE_DEVICE void add(Scores& scores, float bias_scale, QBlock const& q_block) const {
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, QBlock const& q_block, int) const {
     int const thread = thread_index();
     add_bias(scores,
              BiasReader<Tile>(tile, Grid::row(thread), Grid::column(thread), source(q_block),
@@ -106,7 +106,7 @@ struct BackwardScoresSm80 {
                                   Mask const& mask, int column, Scores& scores,
                                   Scores& score_gradient, MakeWriter make_writer) {
     Scores scaled;
-    modifiers.recompute(scores, scaled, q_block);
+    modifiers.recompute(scores, scaled, q_block, column);
     mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch,
                                               q_block.head, q_block.row, column, q_block.partial);
     auto bias_gradient = make_writer();

@@ -4,6 +4,8 @@
 #include <memeff/core/math.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/tensor_rows.cuh>
+#include <memeff/mask/interval.cuh>
+#include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
 
@@ -90,13 +92,19 @@ struct FmhaForwardCombine {
     int const batch = head_batch / tile_heads;
     int const query = rows.query(row);
     int const head = rows.query_head(head_batch % tile_heads, row);
+    int const query_length = IntervalMask<MaskKind::none>(params.mask, shape, batch).query_length;
+    RowModifiers<Config> const modifiers(params, {batch, head, query, query < query_length});
     bool const empty = sum.weight == 0.0f;
+    auto const end = [&] {
+      return modifiers.finish({empty ? 0.0f : 1.0f / sum.weight,
+                               empty ? -infinity() : sum.maximum + __logf(sum.weight)});
+    };
     if (column == 0) {
       params.logsumexp[((long long)batch * shape.query_heads + head) * shape.query_length + query] =
-          empty ? -infinity() : sum.maximum + __logf(sum.weight);
+          end().logsumexp;
     }
     if (column < shape.value_dim) {
-      float const scale = empty ? 0.0f : 1.0f / sum.weight;
+      float const scale = end().factor;
       char* const out = row_pointer<Element>(params.out, batch, query, head);
       *reinterpret_cast<uint2*>(out + column * sizeof(Element)) =
           make_uint2(pack<Element>(sum.out.x * scale, sum.out.y * scale),

@@ -10,7 +10,7 @@
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/score/bias/tile.cuh>
-#include <memeff/score/modifiers.cuh>
+#include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
 
@@ -24,7 +24,9 @@ struct ForwardOutputSm90 {
                                 Softmax& softmax, Output& output) {
     ProblemShape const& shape = params.shape;
     int const row = item.tile * Config::kTileQuery;
-    finish(params, item, row, query_length - row, softmax, output);
+    RowsOfTile<> const rows(shape, item.batch, item.head, row, query_length);
+    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+                   LaneRowModifiers<Config, Grid>(params, rows));
     Origin const origin = query_origin<Config>(shape, item.batch);
     int const query = row + Grid::element_row(0, 0);
     char* out = row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +
@@ -68,16 +70,6 @@ struct ForwardOutputSm90 {
           row_pointer<Element>(params.out, origin.batch, origin.row + row + i / vectors, item.head);
       *reinterpret_cast<uint4*>(out + i % vectors * 16) = make_uint4(0, 0, 0, 0);
     }
-  }
-
- private:
-  // The end of the softmax.
-  template <class Output>
-  CUTE_DEVICE static void finish(ForwardParams const& params, WorkItem const& item, int row,
-                                 int row_bound, Softmax& softmax, Output& output) {
-    finish_rows<Config, Grid>(params, item.batch, item.head, row, row_bound, softmax, [&] {
-      softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout));
-    });
   }
 };
 

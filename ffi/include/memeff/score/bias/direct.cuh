@@ -61,40 +61,30 @@ struct DirectBiasAdder {
   }
 };
 
-// The same for a kernel of this configuration; the tile begins at (row, column) of the scores.
-template <class Config, class Grid, class Accumulators>
-CUTE_DEVICE void add_bias_elements(Accumulators& scores, ScoreView const& bias, int batch, int head,
-                                   int row, int column, int row_bound, int column_bound,
-                                   float bias_scale) {
-  using Element = typename Config::BiasElement;
-  constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
-  DirectBiasAdder<Element, Grid, kPerRow>::add(
-      scores, ScorePlane<Element>(bias, element_of<Config>(bias, batch), head, row, column),
-      row_bound, column_bound, bias_scale);
-}
-
-// The bias of a work tile whose first row is `row`, as ScoreModifiers ask for it. Nothing is copied
-// in advance. Without a bias all of it is empty.
-template <class Config, class Grid, class Mask, bool kBias = Config::kBias>
+// The bias of one batch index, as ScoreModifiers ask for it; the tile begins at (rows.row, column)
+// of the scores of rows.head. Nothing is copied in advance. Without a bias all of it is empty.
+template <class Config, class Grid, class Mask, bool kBias = has_bias_tile<Config>()>
 struct DirectBias {
   ScoreView const& bias;
   Mask const& mask;
   int batch;
-  int head;
-  int row;
 
-  template <class Scores>
-  CUTE_DEVICE void add(Scores& scores, float bias_scale, int column) const {
-    add_bias_elements<Config, Grid>(scores, bias, batch, head, row, column, mask.query_length - row,
-                                    mask.key_length - column, bias_scale);
+  template <class Scores, class Rows>
+  CUTE_DEVICE void add(Scores& scores, float bias_scale, Rows const& rows, int column) const {
+    using Element = typename Config::BiasElement;
+    constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
+    ScorePlane<Element> const plane(bias, element_of<Config>(bias, batch), rows.head, rows.row,
+                                    column);
+    DirectBiasAdder<Element, Grid, kPerRow>::add(scores, plane, mask.query_length - rows.row,
+                                                 mask.key_length - column, bias_scale);
   }
 };
 
 template <class Config, class Grid, class Mask>
 struct DirectBias<Config, Grid, Mask, false> {
-  CUTE_DEVICE DirectBias(ScoreView const&, Mask const&, int, int, int) {}
-  template <class Scores>
-  CUTE_DEVICE void add(Scores&, float, int) const {}
+  CUTE_DEVICE DirectBias(ScoreView const&, Mask const&, int) {}
+  template <class Scores, class Rows>
+  CUTE_DEVICE void add(Scores&, float, Rows const&, int) const {}
 };
 
 }  // namespace memeff

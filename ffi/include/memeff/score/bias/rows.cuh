@@ -5,6 +5,7 @@
 
 #include <memeff/layout/score_view.cuh>
 #include <memeff/score/bias/tile.cuh>
+#include <memeff/score/row_end.cuh>
 
 namespace memeff {
 
@@ -15,35 +16,27 @@ CUTE_DEVICE float row_bias(ScoreView const& bias, int batch, int head, int row) 
   return float(*plane.at(0, 0));
 }
 
-// The elements of the rows that a lane owns, for the statistics of an OnlineSoftmax.
-template <class Config, class Grid>
+// The bias of one row, as RowModifiers ask for it. Without such a bias all of it is empty.
+template <class Config, bool kBias = shifts_rows<Config>()>
 struct RowBias {
-  float values[2 * Grid::kRowBlocks];
+  float value;
 
-  // Rows from `row_bound` on, which counts from `row`, have a bias of 0.
-  CUTE_DEVICE RowBias(ScoreView const& bias, int batch, int head, int row, int row_bound) {
-    CUTE_UNROLL
-    for (int r = 0; r < 2 * Grid::kRowBlocks; ++r) {
-      int const tile_row = Grid::element_row(2 * (r % 2), r / 2);
-      values[r] = tile_row < row_bound ? row_bias<Config>(bias, batch, head, row + tile_row) : 0.0f;
-    }
-  }
+  RowBias() = default;
+  CUTE_DEVICE RowBias(ForwardParams const& params, RowPosition const& row)
+      : value(row.valid ? row_bias<Config>(params.bias, row.batch, row.head, row.query) : 0.0f) {}
 
-  // Before the end of the softmax: makes rows empty whose every element is masked.
-  template <class Softmax>
-  CUTE_DEVICE void mask(Softmax& softmax) const {
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      if (values[r] < kMaskedBias) softmax.row_sum[r] = 0.0f;
-    }
+  // A bias below kMaskedBias masks every element of the row; any other shifts the logsumexp.
+  CUTE_DEVICE RowEnd finish(RowEnd end) const {
+    if (value < kMaskedBias) return RowEnd::empty();
+    return {end.factor, end.logsumexp + value};
   }
+};
 
-  // After it: shifts the logsumexp.
-  template <class Softmax>
-  CUTE_DEVICE void add(Softmax& softmax) const {
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) softmax.softmax_reference[r] += values[r];
-  }
+template <class Config>
+struct RowBias<Config, false> {
+  RowBias() = default;
+  CUTE_DEVICE RowBias(ForwardParams const&, RowPosition const&) {}
+  CUTE_DEVICE RowEnd finish(RowEnd end) const { return end; }
 };
 
 }  // namespace memeff

@@ -39,8 +39,8 @@ struct FmhaBackwardLargeDimDbias {
       int const batch = slices.batch(slice);
       int const head = slices.head(slice);
       auto const mask = mask_of(slice);
-      use(Scores(params, mask, batch, shared),
-          LargeDimTile{batch, head, head / shape.group, tile.row, tile.column});
+      use(Scores(params, mask, batch, head / shape.group, shared),
+          LargeDimTile{batch, head, tile.row, tile.column});
     };
     auto load_first_step = [&](int slice, int parity, uint32_t buffer) {
       with_scores(slice, [&](Scores const& scores, LargeDimTile const& scores_tile) {

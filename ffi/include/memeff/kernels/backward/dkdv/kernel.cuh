@@ -74,13 +74,13 @@ struct FmhaBackwardTwoKernelDkdv : DkdvSm90<Config> {
     int const count = Base::q_block_count(params, work);
     if (count == 0) return;
     Origin const queries = query_origin<Config>(params.shape, item.batch);
-    Origin const keys = key_origin<Config>(params.shape, item.batch);
-    load_tma_tile<KeyTile>(maps.key, control.key.acquire({}, KeyTile::kBytes), tiles, 0,
-                           keys.row + work.column, item.head,
-                           element_of<Config>(params.key, keys.batch), kOnce);
+    KeyValueSource<Config> const source(params.shape, item.batch, item.head);
+    int const key_row = source.origin.row + work.column;
+    load_tma_tile<KeyTile>(maps.key, control.key.acquire({}, KeyTile::kBytes), tiles, 0, key_row,
+                           source.head, source.batch(params.key), kOnce);
     load_tma_tile<ValueTile>(maps.value, control.value.acquire({}, ValueTile::kBytes),
-                             tiles + kValueOffset, 0, keys.row + work.column, item.head,
-                             element_of<Config>(params.value, keys.batch), kOnce);
+                             tiles + kValueOffset, 0, key_row, source.head,
+                             source.batch(params.value), kOnce);
     QBlockCursor q_block(params, work);
     Stage stage;
     Bias bias(tiles + kBiasOffset);

@@ -6,6 +6,7 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/backward_tiles_two_kernel.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>

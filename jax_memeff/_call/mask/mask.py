@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
-from jax_memeff._call import segment_ids, values
+from jax_memeff._call import values
+from jax_memeff._call.mask import segment_ids, tiles
+from jax_memeff._call.mask.window import Window
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.values import INT32_MAX
-from jax_memeff._call.window import Window
 
 Alignment = Literal["top_left", "bottom_right"]
 """Where the diagonal of a window is: from row 0, column 0, or to the last valid row and column."""
@@ -112,11 +112,10 @@ class Mask:
                [0, 1, 1]], dtype=int32)
         """
         window = Window.of(_bound("left", left), _bound("right", right))
-        if alignment == "top_left":
-            return Mask(top_left=window)
-        if alignment == "bottom_right":
-            return Mask(bottom_right=window)
-        raise ValueError(f"alignment: expected 'top_left' or 'bottom_right', got {alignment!r}")
+        # An array would compare element by element.
+        if isinstance(alignment, str) and alignment in ("top_left", "bottom_right"):
+            return Mask(**{alignment: window})
+        raise ValueError(f"alignment: expected 'top_left' or 'bottom_right', got {alignment!r:.80}")
 
     @staticmethod
     def lengths(query: ArrayLike | None = None, key: ArrayLike | None = None) -> Mask:
@@ -257,122 +256,9 @@ class Mask:
         Args:
             position: global index of row 0 and column 0, which windows count from.
         """
-        tile = self.canonical(B, T, S).tile((T, S), (0, 0), (T, S), position)
-        return jnp.broadcast_to(True if tile is None else tile, (B, N, T, S))
-
-    def tile(
-        self,
-        sizes: tuple[int, int],
-        start: tuple[int | jax.Array, int | jax.Array],
-        shape: tuple[int, int],
-        position: Position | None,
-    ) -> jax.Array | None:
-        """The validity of one tile of a canonical mask.
-
-        Args:
-            sizes: (T, S).
-            start: local row and column of the tile's first element.
-            shape: rows and columns of the tile, which lies inside the score matrix.
-            position: global index of local row 0 and column 0; None is 0, 0.
-
-        Returns:
-            bool, broadcasts to [B, N, *shape]; None if the mask has no conditions.
-        """
-        row = (start[0] + lax.iota(jnp.int32, shape[0]))[None, None, :, None]
-        col = (start[1] + lax.iota(jnp.int32, shape[1]))[None, None, None, :]
-        conditions = []
-        for window, distance in self._windows(sizes, position):
-            from_diagonal = (col - row) - distance
-            if window.left is not None:
-                conditions.append(from_diagonal >= -window.left)
-            if window.right is not None:
-                conditions.append(from_diagonal <= window.right)
-        if self.query_lengths is not None:
-            conditions.append(row < self.query_lengths[:, None, None, None])
-        if self.key_lengths is not None:
-            conditions.append(col < self.key_lengths[:, None, None, None])
-        for query_ids, key_ids in self.segment_ids:
-            query_tile = lax.dynamic_slice_in_dim(query_ids, start[0], shape[0], 1)
-            key_tile = lax.dynamic_slice_in_dim(key_ids, start[1], shape[1], 1)
-            query_tile, key_tile = query_tile[:, None, :, None], key_tile[:, None, None, :]
-            conditions.append((query_tile == key_tile) & (query_tile >= 0))
-        conditions += [slice_tile(array, start, shape) for array in self.booleans]
-        valid = None
-        for condition in conditions:
-            valid = condition if valid is None else valid & condition
-        return valid
-
-    def may_attend(
-        self,
-        sizes: tuple[int, int],
-        start: tuple[int | jax.Array, int | jax.Array],
-        shape: tuple[int, int],
-        position: Position | None,
-    ) -> jax.Array | None:
-        """Whether a tile can have valid elements, from its edges alone; arguments as of `tile`.
-
-        Returns:
-            bool[], false only if no element is valid for any batch index; None if nothing is known
-            to be skippable.
-        """
-        last_row, last_col = start[0] + shape[0] - 1, start[1] + shape[1] - 1
-        # Each condition is [1] or [B].
-        conditions = []
-        for window, distance in self._windows(sizes, position):
-            distance = distance.reshape(-1)
-            if window.left is not None:
-                conditions.append((last_col - start[0]) - distance >= -window.left)
-            if window.right is not None:
-                conditions.append((start[1] - last_row) - distance <= window.right)
-        if self.query_lengths is not None:
-            conditions.append(start[0] < self.query_lengths)
-        if self.key_lengths is not None:
-            conditions.append(start[1] < self.key_lengths)
-        for query_ids, key_ids in self.segment_ids:
-            query_tile = lax.dynamic_slice_in_dim(query_ids, start[0], shape[0], 1)
-            key_tile = lax.dynamic_slice_in_dim(key_ids, start[1], shape[1], 1)
-            conditions.append(
-                (jnp.max(query_tile, 1) >= jnp.maximum(jnp.min(key_tile, 1), 0))
-                & (jnp.max(key_tile, 1) >= jnp.min(query_tile, 1))
-            )
-        if not conditions:
-            return None
-        possible = conditions[0]
-        for condition in conditions[1:]:
-            possible = possible & condition
-        return jnp.any(possible)
-
-    def _windows(
-        self, sizes: tuple[int, int], position: Position | None
-    ) -> list[tuple[Window, jax.Array]]:
-        """The windows, each with the ``col - row`` of its diagonal, local: int32[1|B, 1, 1, 1]."""
-        shift = jnp.zeros((), jnp.int32)
-        if position is not None:
-            shift = (position.query - position.key).astype(jnp.int32)
-        windows = []
-        if self.top_left is not None:
-            windows.append((self.top_left, shift.reshape(-1, 1, 1, 1)))
-        if self.bottom_right is not None:
-            query_lengths, key_lengths = self.query_lengths, self.key_lengths
-            query_lengths = (
-                jnp.full((1,), sizes[0], jnp.int32) if query_lengths is None else query_lengths
-            )
-            key_lengths = (
-                jnp.full((1,), sizes[1], jnp.int32) if key_lengths is None else key_lengths
-            )
-            distance = shift + (key_lengths - query_lengths)
-            windows.append((self.bottom_right, distance.reshape(-1, 1, 1, 1)))
-        return windows
-
-
-def slice_tile(
-    array: jax.Array, start: tuple[int | jax.Array, int | jax.Array], shape: tuple[int, int]
-) -> jax.Array:
-    """The tile of an array [b, n, t, s] whose last two dimensions are full or 1 (broadcast)."""
-    for axis, first, size in zip((2, 3), start, shape, strict=True):
-        if array.shape[axis] != 1:
-            array = lax.dynamic_slice_in_dim(array, first, size, axis)
-    return array
+        mask = self.canonical(B, T, S)
+        valid = tiles.valid_elements(mask, (T, S), (0, 0), (T, S), position)
+        return jnp.broadcast_to(True if valid is None else valid, (B, N, T, S))
 
 
 def _both(a: Window | None, b: Window | None) -> Window | None:

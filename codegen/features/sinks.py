@@ -1,0 +1,49 @@
+"""Attention sinks: a logit per head that takes part in the softmax and has no value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .feature import Flag, Operand
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from ..spec import CapturedArray, Kernel, KernelSpec
+
+
+class Sinks(Flag):
+    """A forward reads the sinks where it ends a row. The logsumexp contains them, so a backward has
+    nothing to do but write delta, from which XLA computes their gradient.
+    """
+
+    def compiled(self, problem: Problem, kernel: Kernel) -> bool:
+        return problem[self] and (problem.direction == "forward" or "sinks" in problem.needs_grad)
+
+    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
+        from ..features import VARLEN
+        from ..spec import CapturedArray
+
+        if not spec[self]:
+            return ()
+        if spec.direction == "forward":
+            return (CapturedArray("sinks", "B~ N"),)
+        return (CapturedArray("delta", "1 query_tokens N" if spec[VARLEN] else "B T N"),)
+
+
+SINKS = Sinks(
+    "sinks",
+    "attention sinks",
+    constant="kSinks",
+    tag="sinks",
+    asked_by=lambda call: call.operands.sinks is not None,
+    operands=(
+        Operand(
+            "sinks",
+            "B~ N",
+            array_dims="B? N",
+            has_gradient=True,
+            placement="like query or replicated",
+        ),
+    ),
+    values=(False, True),
+)

@@ -1,0 +1,144 @@
+// A consumer of kernels/fmha_fwd_sm90.cuh: the steps between work tiles, and around the rings.
+#pragma once
+
+#include <memeff/core/pipeline.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tma_tile.cuh>
+
+namespace memeff {
+
+// A consumer is a warpgroup that owns 64 rows of a work tile, or shares them with other groups.
+template <class Config, class Kernel>
+struct ForwardConsumerSm90 {
+  using Blocks = typename Kernel::Blocks;
+  using ConsumerGroup = typename Kernel::ConsumerGroup;
+  using Control = typename Kernel::Control;
+  using Mask = typename Kernel::Mask;
+  using Merge = typename Kernel::Merge;
+  using Operands = typename Kernel::Operands;
+  using OutputWriter = typename Kernel::OutputWriter;
+  using Softmax = typename Kernel::Softmax;
+  using WorkTile = typename Kernel::WorkTile;
+  static constexpr int kConsumerGroups = Kernel::kConsumerGroups;
+  static constexpr int kQueryStages = Kernel::kQueryStages;
+  static constexpr int kStages = Kernel::kStages;
+  static constexpr int kTileKey = Kernel::kTileKey;
+  static constexpr int kTileQuery = Kernel::kTileQuery;
+  static constexpr int kWorkTileStages = Kernel::kWorkTileStages;
+
+  // Advances to the buffer of this consumer's next KV block.
+  CUTE_DEVICE static void advance(PipelineStage<kStages>& stage) {
+    CUTE_UNROLL
+    for (int group = 0; group < kConsumerGroups; ++group) stage.advance();
+  }
+
+  // Releases the buffers of `count` KV blocks unread.
+  template <int kBuffers>
+  CUTE_DEVICE static void skip(Pipeline<kBuffers>& ring, PipelineStage<kBuffers>& stage, int count,
+                               bool leader) {
+    CUTE_NO_UNROLL
+    for (; count > 0; --count) {
+      ring.wait(stage);  // or the arrival would count for the tile before
+      __syncwarp();      // or a lane might miss the phase that it waits for
+      if (leader) ring.release(stage);
+      stage.advance();
+    }
+  }
+
+  // A consumer's position in each ring.
+  struct Position {
+    int warpgroup;
+    int group;
+    int row_warpgroup;
+    bool leader;  // of its warp
+    PipelineStage<kQueryStages> query;
+    PipelineStage<kStages> key;
+    PipelineStage<kStages> value;
+    PipelineStage<kWorkTileStages> slot;
+  };
+
+  CUTE_DEVICE static void release_work_tile(Control& control, Position& at) {
+    __syncwarp();
+    if (at.leader) control.work_tile.release(at.slot);
+    at.slot.advance();
+  }
+
+  // Does a consumer own rows of the work tile that the query length does not cut off?
+  CUTE_DEVICE static bool has_rows(WorkTile const& work_tile, int warpgroup) {
+    if constexpr (kConsumerGroups > 1) return true;
+    return work_tile.item.tile * kTileQuery + warpgroup * kWarpgroupRows < work_tile.query_length;
+  }
+
+  // The next work tile, with a batch of -1 if this consumer has no rows of it.
+  CUTE_DEVICE static WorkItem next_work_tile(Control& control, Position const& at) {
+    PipelineStage<kWorkTileStages> next = at.slot;
+    next.advance();
+    WorkTile const work_tile = Kernel::take_work_tile(control, next);
+    bool const has = work_tile.item.batch >= 0 && has_rows(work_tile, at.row_warpgroup);
+    return {work_tile.item.tile, work_tile.item.head, has ? work_tile.item.batch : -1};
+  }
+
+  // Skips a work tile of which only other consumers own rows. Keys and values are released
+  // alternately: a consumer that needs both would otherwise wait for the ring that lags behind.
+  CUTE_DEVICE static void skip_work_tile(ForwardParams const& params, Control& control,
+                                         WorkItem const& item, Position& at) {
+    Mask const mask(params.mask, params.shape, item.batch);
+    Blocks const range(params, mask, item);
+    PipelineStage<kQueryStages> query = at.query;
+    skip(control.query[at.row_warpgroup], query, 1, at.leader);
+    CUTE_NO_UNROLL
+    for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile)) {
+      skip(control.key, at.key, 1, at.leader);
+      skip(control.value, at.value, 1, at.leader);
+    }
+    int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
+    OutputWriter::write_empty(params, item, mask.query_length, row, row + kWarpgroupRows);
+    clear_gap(params, item, mask.query_length);
+    release_work_tile(control, at);
+  }
+
+  // Zeros the values of a work tile's first KV block that lie beyond the key length. Each consumer
+  // does it for itself: they write the same zeros.
+  CUTE_DEVICE static void clear_values(Control& control, Mask const& mask,
+                                       ProblemShape const& shape, int tile,
+                                       PipelineStage<kStages> const& stage, uint32_t tiles,
+                                       int warpgroup) {
+    if constexpr (!Operands::kClearsValues) return;
+    int const column = tile * kTileKey;
+    if (!reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length)) return;
+    control.value.wait(stage);
+    clear_rows<SharedTile<kTileKey, Config::kValueDim>, kWarpgroupSize>(
+        Kernel::values(tiles, stage), max(mask.key_length - column, 0));
+    fence_tma_store();
+    named_barrier_sync(Kernel::warpgroup_barrier(warpgroup), kWarpgroupSize);
+  }
+
+  // Output and logsumexp of this warpgroup's rows of the work tile in its slot, or of what all
+  // consumer groups found for them.
+  template <class Output>
+  CUTE_DEVICE static void finish_work_tile(ForwardParams const& params, Control& control,
+                                           uint32_t tiles, Position& at, Softmax softmax,
+                                           Output& output) {
+    auto const [item, query_length] = control.work_tiles[at.slot.index];
+    Merge::run(tiles + Kernel::kMergeOffset, softmax, output, params.scale.softmax_scale);
+    if constexpr (kConsumerGroups > 1)
+      ConsumerGroup::meet();  // nobody reads what was added up any more
+    if (kConsumerGroups == 1 || ConsumerGroup::index() == 0) {
+      int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
+      OutputWriter::write(params, item, query_length, softmax, output);
+      OutputWriter::write_empty(params, item, query_length, max(row, query_length),
+                                row + kWarpgroupRows);
+    }
+    clear_gap(params, item, query_length);
+    release_work_tile(control, at);
+  }
+
+  CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length) {
+    if constexpr (Config::kVarlen) {
+      clear_query_gap<Config, Kernel::kConsumers>(params, item, length,
+                                                  Kernel::Schedule::query_tiles(params.shape));
+    }
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,270 @@
+// The main loop of kernels/fmha_fwd_sm90.cuh, which a consumer runs for the work tiles that it has
+// rows of.
+//
+// Its state is not the members of one object, and the three lambdas of compute_work_tiles() are no
+// functions: with either ptxas assigns other registers, and an object of which a lambda captures
+// `this` hides from it that work tile and mask are uniform.
+#pragma once
+
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/kernels/forward/consumer_sm90.cuh>
+
+namespace memeff {
+
+template <class Config, class Kernel>
+struct ForwardMainLoopSm90 {
+  using Blocks = typename Kernel::Blocks;
+  using Consumer = ForwardConsumerSm90<Config, Kernel>;
+  using Control = typename Kernel::Control;
+  using Dropped = typename Kernel::Dropped;
+  using KeptBlocks = typename Kernel::KeptBlocks;
+  using Mask = typename Kernel::Mask;
+  using Modifiers = typename Kernel::Modifiers;
+  using Operands = typename Kernel::Operands;
+  using OutGrid = typename Kernel::OutGrid;
+  using Position = typename Consumer::Position;
+  using Queries = typename Operands::Queries;
+  using ScoreGrid = typename Kernel::ScoreGrid;
+  using Softmax = typename Kernel::Softmax;
+  using WorkTile = typename Kernel::WorkTile;
+  static constexpr int kConsumerGroups = Kernel::kConsumerGroups;
+  static constexpr int kTileKey = Kernel::kTileKey;
+  static constexpr int kTileQuery = Kernel::kTileQuery;
+
+  // All work tiles, by one consumer.
+  CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
+    Position at;
+    // Uniform over the warpgroup, and known to be.
+    at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    at.group = kConsumerGroups > 1 ? at.warpgroup : 0;
+    at.row_warpgroup = at.warpgroup - at.group;
+    at.leader = threadIdx.x % kWarpSize == 0;
+    at.key.index = at.value.index = at.group;
+    while (true) {
+      WorkTile const work_tile = Kernel::take_work_tile(control, at.slot);
+      if (work_tile.item.batch < 0) break;
+      if (Consumer::has_rows(work_tile, at.row_warpgroup)) {
+        compute_work_tiles(params, control, tiles, work_tile.item, at);
+      } else {
+        Consumer::skip_work_tile(params, control, work_tile.item, at);
+      }
+      at.query.advance();
+    }
+  }
+
+ private:
+  // Computes a work tile and the following ones, up to one without rows of this consumer.
+  CUTE_DEVICE static void compute_work_tiles(ForwardParams const& params, Control& control,
+                                             uint32_t tiles, WorkItem item, Position& at) {
+    int const warpgroup = at.row_warpgroup;
+    bool const leader = at.leader;
+    Mask mask(params.mask, params.shape, item.batch);
+    Blocks range(params, mask, item, at.group);
+    int tile = range.first(mask, item, warpgroup);
+    Softmax softmax;
+    auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
+    auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+    typename Operands::Part part;
+    auto& sums = Operands::sums(output, part);
+    bool begins = true;  // nothing has been added to the output
+    Queries queries;
+    auto release_operands = [&](bool ends_work_tile) {
+      if (!leader) return;
+      control.key.release(at.key);
+      if (ends_work_tile) control.query[warpgroup].release(at.query);
+    };
+    auto probabilities = first_probabilities(params, control, tiles, at, mask, item, range, tile,
+                                             queries, scores, softmax, release_operands);
+    auto begin_output = [&] {
+      control.value.wait(at.value);
+      begin_products();
+      Operands::multiply_values(sums, probabilities, Kernel::values(tiles, at.value), begins);
+      commit_products();
+    };
+    auto end_output = [&] {
+      wait_products<0>();
+      fence_accumulators(sums);
+      if (leader) control.value.release(at.value);
+      Consumer::advance(at.value);
+      Operands::add(output, part, probabilities, begins);
+    };
+    CUTE_NO_UNROLL
+    while (true) {
+      bool const last = tile == range.begin;  // P is that of the work tile's last KV block
+      Softmax const done = softmax;
+      if (last) {
+        item = Consumer::next_work_tile(control, at);
+        if (item.batch < 0) break;
+        change_work_tile(params, control, tiles, at, item, mask, range, tile, softmax, queries);
+      }
+      tile = range.next(tile);
+      fence_accumulators(sums);
+      if constexpr (Operands::kSequential) {
+        begin_output();
+        end_output();
+      }
+      begin_scores(tiles, at, queries, scores);
+      if constexpr (!Operands::kSequential) begin_output();
+      auto const kept = kept_blocks(params, control, at, item, tile);
+      wait_products<Operands::kSequential ? 0 : 1>();
+      unscale(tiles, at, scores);
+      release_operands(tile == range.begin);
+      modify(params, mask, item, tile, range, tiles, at, scores);
+      auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
+      fence_accumulators(scores);
+      // The wait for the next keys is here on purpose: it ends the basic block. Without it ptxas
+      // sinks the exponentials below the wait for the product that they should overlap.
+      if (tile > range.begin) control.key.wait(at.key);
+      if constexpr (!Operands::kSequential) end_output();
+      if constexpr (!Operands::kScalesRows)
+        probabilities = probabilities_of(params, control, tiles, at, item, tile, kept, scores);
+      if (last) {
+        Consumer::finish_work_tile(params, control, tiles, at, done, output);
+        begin_values(params, control, tiles, at, mask, range, tile);
+      } else {
+        Softmax::rescale(output, correction);
+      }
+      // Not earlier: the skipped values come before the values of this KV block in the ring.
+      if constexpr (Operands::kScalesRows)
+        probabilities = probabilities_of(params, control, tiles, at, item, tile, kept, scores);
+      begins = last;
+    }
+    fence_accumulators(sums);
+    begin_output();
+    end_output();
+    Consumer::finish_work_tile(params, control, tiles, at, softmax, output);
+  }
+
+  // Takes the queries of a work tile, starts the copy of the bias of the KV block `first`, and
+  // skips the keys of those from `end` on.
+  CUTE_DEVICE static void begin_work_tile(ForwardParams const& params, Control& control,
+                                          uint32_t tiles, Position& at, Mask const& mask,
+                                          WorkItem const& item, Blocks const& range, int first,
+                                          int end, Queries& queries) {
+    take_queries(control, tiles, at, queries);
+    modifiers_of(params, mask, item, tiles).load(first * kTileKey);
+    Consumer::skip(control.key, at.key, range.passed(end), at.leader);
+  }
+
+  // Changes all to the work tile `item`, whose first keys are here then; `tile` is one behind them.
+  CUTE_DEVICE static void change_work_tile(ForwardParams const& params, Control& control,
+                                           uint32_t tiles, Position& at, WorkItem const& item,
+                                           Mask& mask, Blocks& range, int& tile, Softmax& softmax,
+                                           Queries& queries) {
+    softmax = Softmax();
+    if (!Mask::is_shared(params.mask)) mask = Mask(params.mask, params.shape, item.batch);
+    range = Blocks(params, mask, item, at.group);
+    tile = range.first(mask, item, at.row_warpgroup) + kConsumerGroups;
+    at.query.advance();
+    begin_work_tile(params, control, tiles, at, mask, item, range, range.next(tile), tile, queries);
+    control.key.wait(at.key);
+  }
+
+  // The probabilities of the first KV block of all.
+  template <class Scores, class ReleaseOperands>
+  CUTE_DEVICE static auto first_probabilities(ForwardParams const& params, Control& control,
+                                              uint32_t tiles, Position& at, Mask const& mask,
+                                              WorkItem const& item, Blocks const& range, int tile,
+                                              Queries& queries, Scores& scores, Softmax& softmax,
+                                              ReleaseOperands const& release_operands) {
+    begin_work_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
+    Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
+    control.key.wait(at.key);
+    begin_scores(tiles, at, queries, scores);
+    auto const kept = kept_blocks(params, control, at, item, tile);
+    wait_products<0>();
+    unscale(tiles, at, scores);
+    release_operands(tile == range.begin);
+    modify(params, mask, item, tile, range, tiles, at, scores);
+    softmax.exponentiate(scores, params.scale.softmax_scale);
+    if (tile > range.begin) control.key.wait(at.key);
+    auto probabilities = probabilities_of(params, control, tiles, at, item, tile, kept, scores);
+    Consumer::clear_values(control, mask, params.shape, tile, at.value, tiles, at.warpgroup);
+    return probabilities;
+  }
+
+  // Skips values of the work tile whose first KV block `tile` is, and zeros those beyond the keys.
+  CUTE_DEVICE static void begin_values(ForwardParams const& params, Control& control,
+                                       uint32_t tiles, Position& at, Mask const& mask,
+                                       Blocks const& range, int tile) {
+    Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
+    Consumer::clear_values(control, mask, params.shape, tile, at.value, tiles, at.warpgroup);
+  }
+
+  CUTE_DEVICE static void take_queries(Control& control, uint32_t tiles, Position const& at,
+                                       Queries& queries) {
+    control.query[at.row_warpgroup].wait(at.query);
+    queries.take(Kernel::queries(tiles, at.query), at.row_warpgroup);
+  }
+
+  template <class Scores>
+  CUTE_DEVICE static void begin_scores(uint32_t tiles, Position const& at, Queries const& queries,
+                                       Scores& scores) {
+    fence_accumulators(scores);
+    begin_products();
+    Operands::multiply_keys(scores,
+                            queries.operand(Kernel::queries(tiles, at.query), at.row_warpgroup),
+                            Kernel::keys(tiles, at.key));
+    commit_products();
+  }
+
+  // Under the products that have begun.
+  CUTE_DEVICE static KeptBlocks kept_blocks(ForwardParams const& params, Control& control,
+                                            Position const& at, WorkItem const& item, int tile) {
+    if constexpr (Kernel::kDropsEarly) control.key.wait_again(at.key);
+    KeptBlocks const kept(params.dropout, params.mask, item.batch, item.head,
+                          item.tile * kTileQuery, tile * kTileKey);
+    if constexpr (Kernel::kDropsEarly) control.key.wait_again(at.key);
+    return kept;
+  }
+
+  template <class Scores>
+  CUTE_DEVICE static void unscale(uint32_t tiles, Position const& at, Scores& scores) {
+    fence_accumulators(scores);
+    Operands::unscale(scores, Kernel::queries(tiles, at.query), Kernel::keys(tiles, at.key),
+                      at.row_warpgroup);
+  }
+
+  // Soft cap, bias and masks: scores that are ready for the softmax. Their operands are released.
+  template <class Scores>
+  CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
+                                 WorkItem const& item, int tile, Blocks const& range,
+                                 uint32_t tiles, Position& at, Scores& scores) {
+    Consumer::advance(at.key);
+    int const row = item.tile * kTileQuery;
+    int const column = tile * kTileKey;
+    Modifiers const modifiers = modifiers_of(params, mask, item, tiles);
+    modifiers.forward(scores, column);
+    modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
+    mask.template apply<kWarpgroupRows, kTileKey>(scores, params.mask, params.shape, item.batch,
+                                                  item.head, row, column, range.is_partial(tile),
+                                                  at.row_warpgroup * kWarpgroupRows);
+  }
+
+  // The probabilities of a KV block as an operand, without those that dropout drops. Scaled rows
+  // need the factors of the values that they are multiplied with.
+  template <class Scores>
+  CUTE_DEVICE static auto probabilities_of(ForwardParams const& params, Control& control,
+                                           uint32_t tiles, Position const& at, WorkItem const& item,
+                                           int tile, KeptBlocks const& kept, Scores& scores) {
+    if constexpr (Operands::kScalesRows) control.value.wait(at.value);
+    auto probabilities = Operands::probabilities(scores, Kernel::values(tiles, at.value));
+    Dropped::apply(params, kept, item.batch, item.head, item.tile * kTileQuery, tile * kTileKey,
+                   probabilities);
+    return probabilities;
+  }
+
+  // The modifiers of a work tile. They are made where they are used, so that none of it occupies
+  // registers between two KV blocks.
+  CUTE_DEVICE static Modifiers modifiers_of(ForwardParams const& params, Mask const& mask,
+                                            WorkItem const& item, uint32_t tiles) {
+    return {{params.scale},
+            {params.bias,
+             {params.bias, item},
+             mask,
+             item.tile * kTileQuery,
+             tiles + Kernel::kBiasOffset}};
+  }
+};
+
+}  // namespace memeff

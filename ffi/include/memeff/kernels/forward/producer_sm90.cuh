@@ -1,0 +1,100 @@
+// The producer of kernels/fmha_fwd_sm90.cuh: one thread copies queries and hands out work tiles,
+// one copies keys, and one values.
+#pragma once
+
+#include <memeff/core/pipeline.cuh>
+#include <memeff/layout/sequences.cuh>
+
+namespace memeff {
+
+template <class Config, class Kernel>
+struct ForwardProducerSm90 {
+  using Blocks = typename Kernel::Blocks;
+  using Control = typename Kernel::Control;
+  using Mask = typename Kernel::Mask;
+  using Operands = typename Kernel::Operands;
+  using Schedule = typename Kernel::Schedule;
+  using Scheduler = typename Kernel::Scheduler;
+  using WorkTile = typename Kernel::WorkTile;
+  static constexpr int kQueryStages = Kernel::kQueryStages;
+  static constexpr int kRowWarpgroups = Kernel::kRowWarpgroups;
+  static constexpr int kStages = Kernel::kStages;
+  static constexpr int kTileQuery = Kernel::kTileQuery;
+  static constexpr int kWorkTileStages = Kernel::kWorkTileStages;
+
+  // The thread that hands out work tiles, and copies their queries.
+  CUTE_DEVICE static void produce_queries(ForwardParams const& params, Operands const& operands,
+                                          Control& control, uint32_t tiles) {
+    PipelineStage<kQueryStages> query;
+    PipelineStage<kWorkTileStages> slot;
+    Scheduler::begin(params);
+    int number = int(blockIdx.x);
+    while (true) {
+      WorkTile work_tile = numbered_work_tile(params, number);
+      while (is_idle(params, work_tile)) {
+        number = Scheduler::next(params);
+        work_tile = numbered_work_tile(params, number);
+      }
+      WorkItem const& item = work_tile.item;
+      control.work_tile.acquire(slot);
+      control.work_tiles[slot.index] = work_tile;
+      control.work_tile.commit(slot);
+      slot.advance();
+      if (item.batch < 0) break;
+      CUTE_UNROLL
+      for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
+        operands.load_queries(item, work_tile.query_length, warpgroup,
+                              control.query[warpgroup].acquire(query, Operands::kQueryBytes),
+                              tiles + query.index * Operands::kQueryBufferBytes);
+      }
+      query.advance();
+      number = Scheduler::next(params);
+    }
+    Scheduler::finish(params);
+  }
+
+  // The thread that copies keys, and the one that copies values; `rows_of` says which a work tile
+  // has.
+  template <class RowsOf>
+  CUTE_DEVICE static void produce_tiles(ForwardParams const& params, Control& control,
+                                        Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of) {
+    PipelineStage<kStages> stage;
+    PipelineStage<kWorkTileStages> slot;
+    while (true) {
+      WorkItem const item = Kernel::take_work_tile(control, slot).item;
+      control.work_tile.release(slot);
+      slot.advance();
+      if (item.batch < 0) break;
+      Mask const mask(params.mask, params.shape, item.batch);
+      Blocks const range(params, mask, item);
+      auto const rows = rows_of(item, mask.key_length);
+      CUTE_NO_UNROLL
+      for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile, 1)) {
+        rows.load(tile, ring.acquire(stage, rows.kBytes),
+                  buffers + stage.index * rows.kBufferBytes);
+        stage.advance();
+      }
+    }
+  }
+
+ private:
+  CUTE_DEVICE static bool shares_bias(ForwardParams const& params) {
+    return has_bias_tile<Config>() && params.bias.batch_stride == 0;
+  }
+
+  CUTE_DEVICE static WorkTile numbered_work_tile(ForwardParams const& params, int number) {
+    WorkItem const item = Schedule::item(params.shape, number, shares_bias(params));
+    bool const exists = item.batch >= 0;
+    return {item, exists ? Mask(params.mask, params.shape, item.batch).query_length : 0};
+  }
+
+  // Is the tile beyond the end of a packed sequence, with no gap behind it to be cleared?
+  CUTE_DEVICE static bool is_idle(ForwardParams const& params, WorkTile const& work_tile) {
+    if constexpr (!Config::kVarlen) return false;
+    if (work_tile.item.batch < 0) return false;
+    Gap const gap = Gap::of_queries(params.shape, work_tile.item.batch, work_tile.query_length);
+    return work_tile.item.tile * kTileQuery >= work_tile.query_length && gap.begin >= gap.end;
+  }
+};
+
+}  // namespace memeff

@@ -1,0 +1,43 @@
+// A row at the end of a forward: where it belongs, and what its output and logsumexp are made of.
+#pragma once
+
+#include <memeff/core/math.cuh>
+#include <memeff/layout/packed_rows.cuh>
+
+namespace memeff {
+
+struct RowPosition {
+  int batch;
+  int head;
+  int query;
+  bool valid;  // below the query length, and not a part of a row that the combine kernel finishes
+};
+
+// The rows of a tile of one (batch index, head): it begins at `row`, and rows from `bound` on are
+// not valid. With packed heads both count the rows of all heads of a tile.
+template <bool kPackHeads = false>
+struct RowsOfTile {
+  PackedRows<kPackHeads> rows;
+  int batch;
+  int head;
+  int row;
+  int bound;
+
+  CUTE_DEVICE RowsOfTile(ProblemShape const& shape, int batch, int head, int row, int bound)
+      : rows(shape), batch(batch), head(head), row(row), bound(bound) {}
+
+  CUTE_DEVICE RowPosition at(int tile_row) const {
+    int const r = row + tile_row;
+    return {batch, rows.query_head(head, r), rows.query(r), r < bound};
+  }
+};
+
+// A row without keys, or one that is not valid, has the factor 0 and the logsumexp -inf.
+struct RowEnd {
+  float factor;     // normalises the output
+  float logsumexp;  // natural logarithm
+
+  CUTE_DEVICE static RowEnd empty() { return {0.0f, -infinity()}; }
+};
+
+}  // namespace memeff

@@ -1,0 +1,48 @@
+// What changes whole rows at the end of a forward: all such features of a kernel as one object, in
+// their fixed order.
+//
+//   lse = lse + bias of the row       RowBias
+//   lse = log(exp(lse) + exp(sink))   RowSink
+//
+// Every forward ends each row through RowModifiers::finish(), exactly once: with split keys the
+// combine kernel does it, and not the forward. Without a feature its calls compile to nothing.
+#pragma once
+
+#include <memeff/score/bias/rows.cuh>
+#include <memeff/score/sink.cuh>
+
+namespace memeff {
+
+// The modifiers of one row. A new feature is a member with finish(), whose constructor loads what
+// it needs: all rows of a lane are loaded before any is finished.
+template <class Config>
+struct RowModifiers {
+  RowBias<Config> bias;
+  RowSink<Config> sink;
+
+  RowModifiers() = default;
+  CUTE_DEVICE RowModifiers(ForwardParams const& params, RowPosition const& row)
+      : bias(params, row), sink(params, row) {}
+
+  CUTE_DEVICE RowEnd finish(RowEnd end) const { return sink.finish(bias.finish(end)); }
+};
+
+// The modifiers of the rows of which a lane holds elements.
+template <class Config, class Grid>
+struct LaneRowModifiers {
+  static constexpr int kRows = 2 * Grid::kRowBlocks;
+
+  RowModifiers<Config> rows[kRows];
+
+  template <bool kPackHeads>
+  CUTE_DEVICE LaneRowModifiers(ForwardParams const& params, RowsOfTile<kPackHeads> const& tile) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      rows[r] = RowModifiers<Config>(params, tile.at(Grid::element_row(2 * (r % 2), r / 2)));
+    }
+  }
+
+  CUTE_DEVICE RowEnd finish(int r, RowEnd end) const { return rows[r].finish(end); }
+};
+
+}  // namespace memeff

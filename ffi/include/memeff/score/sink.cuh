@@ -1,0 +1,45 @@
+// Attention sinks: a logit per head that takes part in the softmax of a row and has no value.
+//
+//   out = sum of exp(s) v / (sum of exp(s) + exp(sink)),   lse = log(sum of exp(s) + exp(sink))
+#pragma once
+
+#include <memeff/core/feature_arrays.cuh>
+#include <memeff/score/row_end.cuh>
+
+namespace memeff {
+
+// The sink of one row, as RowModifiers ask for it. Without sinks all of it is empty.
+template <class Config, bool kSinks = Config::kSinks>
+struct RowSink {
+  float value;  // -inf is no sink, exactly
+
+  RowSink() = default;
+  CUTE_DEVICE RowSink(ForwardParams const& params, RowPosition const& row)
+      : value(row.valid ? load(feature_array(params, Config::kSinksArray), row) : -infinity()) {}
+
+  // Takes no reference from the scores, so neither a sink far above them nor one far below them
+  // overflows. A row without keys has the factor 0 and keeps it; its logsumexp becomes the sink.
+  CUTE_DEVICE RowEnd finish(RowEnd end) const {
+    if (value == -infinity()) return end;
+    float const distance = value - end.logsumexp;
+    float const exponential = exp2_approx(-fabsf(distance) * kLog2e);
+    float const share = distance > 0.0f ? exponential : 1.0f;  // of the keys, not normalised yet
+    float const largest = fmaxf(value, end.logsumexp);
+    return {end.factor * share / (1.0f + exponential), largest + __logf(1.0f + exponential)};
+  }
+
+ private:
+  CUTE_DEVICE static float load(ArrayView const& sinks, RowPosition const& row) {
+    float const* const values = static_cast<float const*>(sinks.data);
+    return values[element_of<Config>(sinks, row.batch) * sinks.strides[0] + row.head];
+  }
+};
+
+template <class Config>
+struct RowSink<Config, false> {
+  RowSink() = default;
+  CUTE_DEVICE RowSink(ForwardParams const&, RowPosition const&) {}
+  CUTE_DEVICE RowEnd finish(RowEnd end) const { return end; }
+};
+
+}  // namespace memeff

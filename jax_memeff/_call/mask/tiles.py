@@ -1,0 +1,137 @@
+"""The validity of the elements of one tile of scores, from a canonical mask.
+
+Tiles are evaluated one at a time, so the whole mask ``[B, N, T, S]`` is never formed. Windows count
+from global positions (``Position``); lengths, segment ids and boolean arrays from local ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_memeff._call.mask.window import Window
+from jax_memeff._call.offsets import Position
+
+if TYPE_CHECKING:
+    from jax_memeff._call.mask.mask import Mask
+
+
+def valid_elements(
+    mask: Mask,
+    sizes: tuple[int, int],
+    start: tuple[int | jax.Array, int | jax.Array],
+    shape: tuple[int, int],
+    position: Position | None,
+) -> jax.Array | None:
+    """Whether each element of one tile is valid.
+
+    Args:
+        mask: canonical.
+        sizes: (T, S).
+        start: local row and column of the tile's first element.
+        shape: rows and columns of the tile, which lies inside the score matrix.
+        position: global index of local row 0 and column 0; None is 0, 0.
+
+    Returns:
+        bool, broadcasts to [B, N, *shape]; None if the mask has no conditions.
+    """
+    row = (start[0] + lax.iota(jnp.int32, shape[0]))[None, None, :, None]
+    col = (start[1] + lax.iota(jnp.int32, shape[1]))[None, None, None, :]
+    conditions = []
+    for window, distance in _windows(mask, sizes, position):
+        from_diagonal = (col - row) - distance
+        if window.left is not None:
+            conditions.append(from_diagonal >= -window.left)
+        if window.right is not None:
+            conditions.append(from_diagonal <= window.right)
+    if mask.query_lengths is not None:
+        conditions.append(row < mask.query_lengths[:, None, None, None])
+    if mask.key_lengths is not None:
+        conditions.append(col < mask.key_lengths[:, None, None, None])
+    for query_ids, key_ids in mask.segment_ids:
+        query_tile = lax.dynamic_slice_in_dim(query_ids, start[0], shape[0], 1)
+        key_tile = lax.dynamic_slice_in_dim(key_ids, start[1], shape[1], 1)
+        query_tile, key_tile = query_tile[:, None, :, None], key_tile[:, None, None, :]
+        conditions.append((query_tile == key_tile) & (query_tile >= 0))
+    conditions += [slice_tile(array, start, shape) for array in mask.booleans]
+    valid = None
+    for condition in conditions:
+        valid = condition if valid is None else valid & condition
+    return valid
+
+
+def may_attend(
+    mask: Mask,
+    sizes: tuple[int, int],
+    start: tuple[int | jax.Array, int | jax.Array],
+    shape: tuple[int, int],
+    position: Position | None,
+) -> jax.Array | None:
+    """Whether a tile can have valid elements, judged by its edges; boolean arrays are not read.
+
+    Takes the arguments of :func:`valid_elements`.
+
+    Returns:
+        bool[]: false only if no element is valid for any batch index. None if the mask has no
+        condition that could rule out a tile.
+    """
+    last_row, last_col = start[0] + shape[0] - 1, start[1] + shape[1] - 1
+    # Each condition is [1] or [B].
+    conditions = []
+    for window, distance in _windows(mask, sizes, position):
+        distance = distance.reshape(-1)
+        if window.left is not None:
+            conditions.append((last_col - start[0]) - distance >= -window.left)
+        if window.right is not None:
+            conditions.append((start[1] - last_row) - distance <= window.right)
+    if mask.query_lengths is not None:
+        conditions.append(start[0] < mask.query_lengths)
+    if mask.key_lengths is not None:
+        conditions.append(start[1] < mask.key_lengths)
+    for query_ids, key_ids in mask.segment_ids:
+        query_tile = lax.dynamic_slice_in_dim(query_ids, start[0], shape[0], 1)
+        key_tile = lax.dynamic_slice_in_dim(key_ids, start[1], shape[1], 1)
+        conditions.append(
+            (jnp.max(query_tile, 1) >= jnp.maximum(jnp.min(key_tile, 1), 0))
+            & (jnp.max(key_tile, 1) >= jnp.min(query_tile, 1))
+        )
+    if not conditions:
+        return None
+    possible = conditions[0]
+    for condition in conditions[1:]:
+        possible = possible & condition
+    return jnp.any(possible)
+
+
+def _windows(
+    mask: Mask, sizes: tuple[int, int], position: Position | None
+) -> list[tuple[Window, jax.Array]]:
+    """The windows, each with the local ``col - row`` of its diagonal, int32[1|B, 1, 1, 1]."""
+    shift = jnp.zeros((), jnp.int32)
+    if position is not None:
+        shift = (position.query - position.key).astype(jnp.int32)
+    windows = []
+    if mask.top_left is not None:
+        windows.append((mask.top_left, shift.reshape(-1, 1, 1, 1)))
+    if mask.bottom_right is not None:
+        query_lengths, key_lengths = mask.query_lengths, mask.key_lengths
+        query_lengths = (
+            jnp.full((1,), sizes[0], jnp.int32) if query_lengths is None else query_lengths
+        )
+        key_lengths = jnp.full((1,), sizes[1], jnp.int32) if key_lengths is None else key_lengths
+        distance = shift + (key_lengths - query_lengths)
+        windows.append((mask.bottom_right, distance.reshape(-1, 1, 1, 1)))
+    return windows
+
+
+def slice_tile(
+    array: jax.Array, start: tuple[int | jax.Array, int | jax.Array], shape: tuple[int, int]
+) -> jax.Array:
+    """The tile of an array [b, n, t, s] whose last two dimensions are full or 1 (broadcast)."""
+    for axis, first, size in zip((2, 3), start, shape, strict=True):
+        if array.shape[axis] != 1:
+            array = lax.dynamic_slice_in_dim(array, first, size, axis)
+    return array

@@ -1,0 +1,86 @@
+"""Attention sinks in plain JAX: a logit per head that is in the softmax and has no value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_memeff._call import divisors
+from jax_memeff._call.operands import batch_of, is_varlen
+from jax_memeff._call.options import Options
+
+
+def joined(
+    out: jax.Array, lse: jax.Array, sinks: jax.Array, is_valid: jax.Array | bool
+) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp of rows with sinks, given those of the keys alone.
+
+    Args:
+        out: [..., Hv].
+        lse: [...]; -inf in a row without keys.
+        sinks: broadcasts to ``lse``; -inf is no sink, exactly.
+        is_valid: likewise; rows beyond the lengths have no sink.
+    """
+    is_valid &= sinks > -jnp.inf
+    # A row that has neither keys nor a sink would subtract infinities: NaN, in derivatives too.
+    lse_of_keys, sinks = (jnp.where(is_valid, x, 0) for x in (lse, sinks))
+    share_of_keys = jnp.where(is_valid, jax.nn.sigmoid(lse_of_keys - sinks), 1)
+    total = jnp.where(is_valid, jnp.logaddexp(lse_of_keys, sinks), lse)
+    return out * share_of_keys[..., None], total
+
+
+def delta(out: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> jax.Array:
+    """rowsum(dO * O) - dlse, [B, T, N]."""
+    accumulator = jnp.promote_types(out.dtype, jnp.float32)
+    found = jnp.sum(dout.astype(accumulator) * out.astype(accumulator), -1)
+    return found if dlse is None else found - dlse.astype(accumulator)
+
+
+def of_rows(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | bool]:
+    """The sink of each row, which broadcasts to [B, T, N], and whether the row is valid."""
+    own = operands.sinks
+    if not is_varlen(operands):
+        sinks = divisors.broadcastable(own, options.divisors["sinks"], batch_of(operands))
+        lengths = operands.mask.query_lengths
+        if lengths is None:
+            return sinks[:, None], True
+        rows = jnp.arange(operands.query.shape[1], dtype=lengths.dtype)
+        return sinks[:, None], (rows < lengths[:, None])[..., None]
+    sequences, tokens = operands.sequences, jnp.arange(operands.query.shape[1], dtype=jnp.int32)
+    index = _sequences_of_tokens(operands)
+    place = tokens - sequences.query_starts[index]
+    is_valid = (place >= 0) & (place < sequences.query_lengths[index])
+    if own.shape[0] != 1:
+        own = divisors.expanded(own, options.divisors["sinks"], batch_of(operands))[index]
+    return own[None], is_valid[None, :, None]
+
+
+def probabilities(operands: Any, options: Options, lse: jax.Array) -> jax.Array:
+    """exp(sink - lse), [B, T, N]: the part of each row that its sink takes."""
+    sinks, _ = of_rows(operands, options)
+    # Rows beyond the lengths have a logsumexp of -inf.
+    return jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse)))
+
+
+def gradient(operands: Any, options: Options, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """-sum of exp(sink - lse) * delta over rows, and over the batch indices that have one sink."""
+    sinks, batch = operands.sinks, batch_of(operands)
+    shape = divisors.gradient_shape("sinks", sinks.shape, operands, options.divisors)
+    own = probabilities(operands, options, lse)
+    # Rows beyond the lengths are dropped, whatever delta has there.
+    terms = jnp.where(own == 0, 0, -own * delta)
+    if not is_varlen(operands) or shape[0] == 1:
+        per_batch_index = jnp.sum(terms, 1)
+    else:
+        of_tokens = _sequences_of_tokens(operands)
+        per_batch_index = jax.ops.segment_sum(terms[0], of_tokens, batch)
+    return divisors.summed(per_batch_index, shape).astype(sinks.dtype)
+
+
+def _sequences_of_tokens(operands: Any) -> jax.Array:
+    """The sequence that each query token is in, int[tokens]; any for one that is in none."""
+    starts = operands.sequences.query_starts[:-1]
+    tokens = jnp.arange(operands.query.shape[1], dtype=starts.dtype)
+    return jnp.clip(jnp.searchsorted(starts, tokens, side="right") - 1, 0)
