@@ -55,7 +55,7 @@ def map_of(mask, tile):
         (drawn(boolean=("B1T1",), segments=2, block=128), False),
         (drawn(boolean=("1NTS",)) & Mask.boolean(jnp.zeros((1, 1, 1, 1), bool)), True),
     ],
-    ids=str,
+    ids=["segments", "two segments", "boolean", "two booleans", "both", "nothing"],
 )
 def test_tiles_are_visited_where_an_element_is_valid(mask, exact):
     """Ids in no order may ask for a tile without any; none that has one is left out."""
