@@ -94,7 +94,6 @@ def test_linen_parameters_have_the_names_of_flax(name):
     assert f"{name}_0" in ours["params"]
 
 
-@pytest.mark.quick
 def test_linen_parameters_are_those_of_flax():
     """Initialised by either to the same values, saved by one, and used by both."""
     mask = boolean(2, BATCH, HEADS, ROWS, COLUMNS)
@@ -114,7 +113,6 @@ def test_linen_parameters_are_those_of_flax():
     assert_close(run(ours), run(flax), 1e-4)
 
 
-@pytest.mark.quick
 def test_nnx_parameters_are_those_of_flax():
     settings = {"num_kv_heads": 2, "normalize_qk": True}
     mask = boolean(2, BATCH, 1, ROWS, ROWS)

@@ -55,7 +55,7 @@ def map_of(mask, tile):
         (drawn(boolean=("B1T1",), segments=2, block=128), False),
         (drawn(boolean=("1NTS",)) & Mask.boolean(jnp.zeros((1, 1, 1, 1), bool)), True),
     ],
-    ids=str,
+    ids=["segments", "two segments", "boolean", "two booleans", "both", "nothing"],
 )
 def test_tiles_with_a_valid_element_are_computed(mask, exact):
     """Unsorted ids may keep a tile without valid elements, but never skip one that has some."""

@@ -75,7 +75,6 @@ def test_the_program_is_the_same_in_every_lowering(fake_compiler):
     assert lower(jax.grad(loss), *shapes()) == first
 
 
-@pytest.mark.quick
 def test_kernels_do_not_depend_on_sizes(fake_compiler):
     rng = np.random.default_rng(0)
     for _ in range(200):
