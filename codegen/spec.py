@@ -20,9 +20,6 @@ Family = Literal["sm90", "sm80"]
 
 SPEC_DTYPES: tuple[SpecDtype, ...] = ("f16", "bf16", "f32", "tf32")
 SPEC_GRADIENTS = ("query", "key", "value")
-Grid = Literal[
-    "queries", "key_splits", "combines", "keys", "q_splits", "bias", "bias_squares", "operands"
-]
 FAMILIES: tuple[Family, ...] = ("sm90", "sm80")
 """In the order of choice."""
 
@@ -51,13 +48,22 @@ class BlockMask(NamedTuple):
         return f"{self.lines}_{self.query}x{self.key}"
 
 
+class Grid(NamedTuple):
+    """The blocks of an entry point.
+
+    ``product`` is a product of named dims and tiles, ``"B*N*T/128"``, or a sum of products;
+    ffi/src/attributes/dims.h has the names. ``most_per_sm`` limits the blocks that are launched for
+    each SM, if it is not 0.
+    """
+
+    product: str
+    most_per_sm: int = 0
+
+
 class EntryPoint(NamedTuple):
     """A ``__global__`` function of the source, and what a launch of it needs.
 
-    ``shared_bytes`` is the dynamic shared memory of a block. ``grid`` says what a block is a tile
-    of: rows of queries or keys, parts of the keys of a query tile (``key_splits``) whose results
-    ``combines`` adds up, parts of the queries of a key tile (``q_splits``), tiles of scores
-    (``bias``) or squares of them (``bias_squares``), rows of query, key and value (``operands``).
+    ``shared_bytes`` is the dynamic shared memory of a block.
     ``takes_maps`` is whether the tensor maps of the spec are its second parameter; behind the first
     is the table of ``KernelSpec.captured_arrays``, if there are any.
     ``cpp_class`` is the device class that it runs, and ``blocks`` the blocks on an SM that it is
@@ -67,7 +73,7 @@ class EntryPoint(NamedTuple):
     name: str
     threads: int
     shared_bytes: int
-    grid: Grid = "queries"
+    grid: Grid
     takes_maps: bool = False
     block_mask: BlockMask | None = None
     cpp_class: str = ""

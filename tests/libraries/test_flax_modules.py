@@ -382,3 +382,34 @@ def test_bad_decoding_raises():
         layer(X[:, :1], decode=True, deterministic=True, segment_ids=ids)
     with pytest.raises(ValueError, match="even head dim, got 3"):
         rotary_embedding(jnp.ones((2, 1, 3)), jnp.arange(2))
+
+
+def test_sinks_are_a_parameter_of_both(assert_close):
+    """Learned, one for each head; with sinks far below the scores both are the layer without."""
+    x = jax.random.normal(jax.random.key(0), (2, 10, 32))
+    low, init = linen.initializers.constant(-1e30), linen.initializers.normal(1.0)
+    make = functools.partial(jax_memeff.flax.linen.MultiHeadAttention, num_heads=4)
+    variables = make(sinks_init=init).init(jax.random.key(1), x)
+    assert variables["params"]["sinks"].shape == (4,)
+
+    def loss(params: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(make(sinks_init=init).apply({"params": params}, x)))
+
+    gradient = jax.grad(loss)(variables["params"])["sinks"]
+    assert bool(jnp.all(gradient != 0))
+    lowered = {**variables["params"], "sinks": jnp.full(4, -1e30)}
+    without = {name: lowered[name] for name in lowered if name != "sinks"}
+    got = make(sinks_init=low).apply({"params": lowered}, x)
+    assert_close(got, make().apply({"params": without}, x), 1e-6)
+
+    layer = jax_memeff.flax.nnx.MultiHeadAttention(4, 32, sinks_init=init, rngs=nnx.Rngs(0))
+    plain = jax_memeff.flax.nnx.MultiHeadAttention(4, 32, rngs=nnx.Rngs(0))
+    assert layer.sinks is not None and plain.sinks is None
+    of_layer = nnx.grad(lambda layer: jnp.sum(jnp.sin(layer(x))))(layer)
+    assert bool(jnp.all(of_layer["sinks"][...] != 0))
+    layer.sinks[...] = jnp.full(4, -1e30)
+    assert_close(layer(x), plain(x), 1e-6)
+    layer.sinks[...] = jnp.zeros(4)
+    query, key, value = (getattr(layer, name)(x) for name in ("query", "key", "value"))
+    out = jax_memeff.dot_product_attention(query, key, value, sinks=jnp.zeros(4))
+    assert_close(layer(x), layer.out(out), 1e-5)

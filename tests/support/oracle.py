@@ -1,7 +1,7 @@
-"""Attention by its definition: materialised scores, written without the code under test.
+"""Attention by its definition: materialized scores, written without the code under test.
 
 Masks and dropout bits are realised here in NumPy from their definitions; gradients are JAX's, of
-the materialised formula. Every test of numbers compares with this file by :func:`check`.
+the materialized formula. Every test of numbers compares with this file by :func:`check`.
 """
 
 from __future__ import annotations

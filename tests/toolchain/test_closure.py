@@ -82,7 +82,7 @@ def covered(spec):
 
 def allowed_spill(spec):
     """What the tile row records; a few registers with features beside window and soft cap, and
-    with rows that are moved in pieces."""
+    with rows that are copied by 4 or 8 bytes."""
     features = any(spec[feature] for feature in (BIAS, DROPOUT, SEGMENTS, BOOLEAN, VARLEN))
     features = features or spec.alignment < 16
     return LARGEST_SPILL if features else spec.tile.spill_bytes
