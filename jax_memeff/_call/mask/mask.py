@@ -112,9 +112,11 @@ class Mask:
                [0, 1, 1]], dtype=int32)
         """
         window = Window.of(_bound("left", left), _bound("right", right))
-        # An array would compare element by element.
-        if isinstance(alignment, str) and alignment in ("top_left", "bottom_right"):
-            return Mask(**{alignment: window})
+        name = alignment if isinstance(alignment, str) else ""  # arrays compare by element
+        if name == "top_left":
+            return Mask(top_left=window)
+        if name == "bottom_right":
+            return Mask(bottom_right=window)
         raise ValueError(f"alignment: expected 'top_left' or 'bottom_right', got {alignment!r:.80}")
 
     @staticmethod
