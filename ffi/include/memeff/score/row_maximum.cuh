@@ -7,10 +7,10 @@
 
 namespace memeff {
 
-// Writes the maximum of one row, as RowModifiers ask for it. Without the feature all of it is empty.
+// Writes the maximum of one row for RowModifiers. Without the feature all of it is empty.
 //
-// Only valid rows are written: XLA reads no others (their logsumexp is -inf). The lanes of a quad
-// write one number to one address, which is a single transaction.
+// Only valid rows are written; XLA ignores the others, whose logsumexp is -inf. The lanes of a quad
+// write the same number to one address, in a single transaction.
 template <class Config, bool kRowMaxima = Config::kRowMaxima>
 struct RowMaximum {
   float* target;  // null if the row is not valid
@@ -27,8 +27,7 @@ struct RowMaximum {
  private:
   // The array has the layout of the logsumexp.
   CUTE_DEVICE static float* address(ForwardParams const& params, RowPosition const& row) {
-    float* const maxima =
-        static_cast<float*>(feature_array(params, Config::kRowMaximaArray).data);
+    float* const maxima = static_cast<float*>(feature_array(params, Config::kRowMaximaArray).data);
     Origin const origin = query_origin<Config>(params.shape, row.batch);
     return maxima + logsumexp_offset<Config>(params.shape, origin, row.head) + row.query;
   }
