@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -27,4 +28,11 @@ def of_heads(maxima: jax.Array, operands: Any) -> jax.Array:
         return jnp.max(maxima, -2, initial=-jnp.inf)
     # Tokens that are in no sequence have -inf, and may count for any.
     sequence = sequence_of_tokens(operands.sequences.query_starts, maxima.shape[0])
-    return jax.ops.segment_max(maxima, sequence, operands.scores[0])
+    of_sequences = functools.partial(
+        jax.ops.segment_max,
+        segment_ids=sequence,
+        num_segments=operands.scores[0],
+        indices_are_sorted=True,
+    )
+    # Head by head: a scatter has no rule for explicitly sharded heads, but its batching has.
+    return jax.vmap(of_sequences, 1, 1)(maxima)
