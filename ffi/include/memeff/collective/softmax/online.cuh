@@ -154,7 +154,6 @@ struct OnlineSoftmax {
       float const inverse = empty ? 0.0f : output_scale * reciprocal_approx(sum);
       float const reference = softmax_reference[r] * remaining(softmax_scale);
       float const logsumexp = (reference + log2_approx(sum)) * kLn2;
-      // Only if it is asked for: otherwise it changes the machine code, although nobody reads it.
       float const maximum = !kExactMaximum || empty ? -infinity() : reference * kLn2;
       auto const end = modifiers.finish(r, {inverse, empty ? -infinity() : logsumexp, maximum});
       softmax_reference[r] = end.logsumexp;
