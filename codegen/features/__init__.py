@@ -14,6 +14,7 @@ from .bias import BIAS, AskedBias, CompiledBias
 from .deterministic import DETERMINISTIC
 from .feature import OPERANDS, Feature, Flag, Operand
 from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
+from .positions import POSITIONS
 from .sinks import SINKS
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "LENGTHS",
     "MASK",
     "POSITION",
+    "POSITIONS",
     "SEGMENTS",
     "SINKS",
     "SOFT_CAP",
@@ -93,6 +95,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     MASK,
     LENGTHS,
     VARLEN,
+    POSITIONS,
     BROADCAST_BATCH,
     SEGMENTS,
     BOOLEAN,
