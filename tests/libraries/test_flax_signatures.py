@@ -23,7 +23,7 @@ BATCH, ROWS, HEADS, FEATURES = 2, 5, 4, 32
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 X = normal(0, BATCH, ROWS, FEATURES)

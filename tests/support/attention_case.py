@@ -294,7 +294,7 @@ def run(operands: Operands | QkvPackedOperands, options: Options, dout: Any, dls
     """(out, lse), (dq, dk, dv, dbias, dsinks) of one jitted program; None of what is absent."""
     from jax_memeff._op import vjp
 
-    operands, dout, dlse = jax.tree.map(jnp.asarray, (operands, dout, dlse))
+    operands, dout, dlse = jax.device_put((operands, dout, dlse))
     return _run(operands, options, dout, dlse, vjp.attention)
 
 

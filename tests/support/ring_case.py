@@ -24,7 +24,7 @@ def ring_mesh(devices: Devices) -> Mesh:
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(dtype))
 
 
 def ordered(layout: str, x: Any, axis: int, devices: Devices) -> Any:
