@@ -11,8 +11,9 @@ from jax_memeff.codegen import gpu
 from jax_memeff.codegen.features import FEATURES, VARLEN
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.gpu import Gpu
+from jax_memeff.codegen.launch import BlockMask, EntryPoint, Grid
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
-from jax_memeff.codegen.spec import BlockMask, EntryPoint, Grid, Kernel, KernelSpec, Row
+from jax_memeff.codegen.spec import Kernel, KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
 PADDED_DIMS = (32, 64, 96, 128, 192, 256)

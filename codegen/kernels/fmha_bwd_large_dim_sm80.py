@@ -21,8 +21,9 @@ from jax_memeff.codegen.kernels.families import (
     large_dim_tile,
     stage,
 )
+from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes, round_up
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Workspace
+from jax_memeff.codegen.spec import KernelSpec
 
 _SMALL = LargeDimTile(
     64,

@@ -20,8 +20,9 @@ from jax_memeff.codegen.kernels.families import (
     modifiers,
     stage,
 )
+from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Workspace
+from jax_memeff.codegen.spec import KernelSpec
 
 
 @dataclasses.dataclass(frozen=True)

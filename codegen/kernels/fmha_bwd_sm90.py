@@ -24,16 +24,10 @@ from jax_memeff.codegen.kernels.families import (
     wgmma_tile,
 )
 from jax_memeff.codegen.kernels.fmha_bwd_sm80 import query_sums, summing_entry_points
+from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import (
-    EntryPoint,
-    Grid,
-    KernelSpec,
-    Row,
-    TensorMap,
-    Workspace,
-)
+from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy, q_splits
 
 PART_COLUMNS = 64

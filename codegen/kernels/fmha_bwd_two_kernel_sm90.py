@@ -22,8 +22,9 @@ from jax_memeff.codegen.kernels.families import (
     wgmma_tile,
 )
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import WgmmaBackward
+from jax_memeff.codegen.launch import EntryPoint
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Row
+from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
 

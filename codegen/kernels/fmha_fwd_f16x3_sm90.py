@@ -15,16 +15,10 @@ from jax_memeff.codegen.kernels.families import (
     stage,
 )
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
+from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes, round_up
-from jax_memeff.codegen.spec import (
-    EntryPoint,
-    Grid,
-    KernelSpec,
-    Row,
-    TensorMap,
-    Workspace,
-)
+from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
 SPLIT_THREADS = 256

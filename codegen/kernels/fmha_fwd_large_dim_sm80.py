@@ -16,8 +16,9 @@ from jax_memeff.codegen.kernels.families import (
     large_dim_tile,
     query_tile_grid,
 )
+from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes, round_up
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Workspace
+from jax_memeff.codegen.spec import KernelSpec
 
 # ``kLongSumColumns`` of ffi/include/memeff/params.h.
 _LONG_SUM_COLUMNS = 8192

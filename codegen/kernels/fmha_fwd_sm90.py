@@ -20,8 +20,9 @@ from jax_memeff.codegen.kernels.families import (
     panel_columns,
     query_tile_grid,
 )
+from jax_memeff.codegen.launch import EntryPoint, TensorMap, Workspace
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Row, TensorMap, Workspace
+from jax_memeff.codegen.spec import KernelSpec, Row
 
 # ``TileCounter`` of ffi/include/memeff/params.h.
 _TILE_COUNTER_WORDS = 4

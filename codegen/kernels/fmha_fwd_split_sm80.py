@@ -11,14 +11,10 @@ from jax_memeff.codegen import gpu, shared_memory, strategy
 from jax_memeff.codegen.features import VARLEN
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, stage
+from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import (
-    EntryPoint,
-    Grid,
-    KernelSpec,
-    Workspace,
-)
+from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
 COMBINE_THREADS = 128

@@ -103,16 +103,9 @@ def static_number(name: str, value: Any, instead: str) -> float:
     """
     if isinstance(value, Tracer):
         raise TypeError(f"{name} must be a static number, got a traced value; {instead}")
-    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-        if value.shape != ():
-            raise TypeError(f"{name} must be one number, got an array of shape {value.shape}")
-        # NumPy treats timedeltas as integers.
-        is_number = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
-        is_number = is_number and value.dtype.kind != "m"
-    else:
-        # float() would accept "0.5", True is not a scale, and classes have __float__ too.
-        is_number = hasattr(value, "__float__") and not isinstance(value, (bool, str, type))
-    if not is_number:
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)) and value.shape != ():
+        raise TypeError(f"{name} must be one number, got an array of shape {value.shape}")
+    if not _is_number(value):
         raise TypeError(
             f"{name} must be a number, got {value!r:.80} of type {type(value).__name__}"
         )
@@ -123,6 +116,15 @@ def static_number(name: str, value: Any, instead: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}")
     return number
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        # NumPy counts differences of times among the integers.
+        kinds = (jnp.floating, jnp.integer)
+        return value.dtype.kind != "m" and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    # float() would accept "0.5", True is no scale, and classes have methods, too.
+    return hasattr(value, "__float__") and not isinstance(value, (bool, str, type))
 
 
 def static_integer(name: str, value: Any, expected: str, instead: str) -> int:

@@ -17,7 +17,7 @@ from jax import lax
 from jax_memeff._call.divisors import broadcastable, conjunction
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.options import Divisors
-from jax_memeff.codegen.spec import BlockMask
+from jax_memeff.codegen.launch import BlockMask
 
 _NONE, _ALL, _SOME = 0, 1, 2
 """Whether none, all or some elements of a tile are valid. For ids, "some" may include none."""

@@ -112,7 +112,7 @@ def _dims(spec: KernelSpec, name: str) -> str:
 
     "..." for workspaces, whose sizes are covered by the seal of the call alone.
     """
-    if name.startswith(("queries_", "keys_")):  # codegen.spec.BlockMask.name
+    if name.startswith(("queries_", "keys_")):  # codegen.launch.BlockMask.name
         side, tile = name.split("_")
         query, key = tile.split("x")
         return f"B? N? T/{query} *" if side == "queries" else f"B? N? S/{key} *"

@@ -14,8 +14,9 @@ from jax.core import ShapedArray
 from jax_memeff._call.divisors import gradient_shape
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Divisors
+from jax_memeff.codegen.launch import Workspace
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import KernelSpec, Workspace
+from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import MULTIPROCESSORS
 
 

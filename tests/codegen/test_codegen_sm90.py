@@ -13,8 +13,8 @@ from jax_memeff.codegen.features.bias import gradient
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import dbias_bytes_and_stages
 from jax_memeff.codegen.kernels.fmha_bwd_two_kernel_sm90 import FmhaBwdTwoKernelSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
+from jax_memeff.codegen.launch import Grid
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import Grid
 from jax_memeff.codegen.strategy import Strategy
 
 pytestmark = pytest.mark.quick

@@ -18,9 +18,10 @@ from jax.core import ShapedArray
 from jax_memeff._cuda import description
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff.codegen import emit
+from jax_memeff.codegen.launch import CapturedArray, EntryPoint, Grid
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import select
-from jax_memeff.codegen.spec import CapturedArray, EntryPoint, Grid, KernelSpec
+from jax_memeff.codegen.spec import KernelSpec
 
 B, T, N, H = 6, 5, 4, 8
 ELEMENTS, DIVISOR = 2, 3

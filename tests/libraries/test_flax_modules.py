@@ -389,11 +389,12 @@ def test_sinks_are_a_parameter_of_both(assert_close):
     x = jax.random.normal(jax.random.key(0), (2, 10, 32))
     low, init = linen.initializers.constant(-1e30), linen.initializers.normal(1.0)
     make = functools.partial(jax_memeff.flax.linen.MultiHeadAttention, num_heads=4)
-    variables = make(sinks_init=init).init(jax.random.key(1), x)
+    variables: Any = make(sinks_init=init).init(jax.random.key(1), x)
     assert variables["params"]["sinks"].shape == (4,)
 
     def loss(params: Any) -> jax.Array:
-        return jnp.sum(jnp.sin(make(sinks_init=init).apply({"params": params}, x)))
+        out: Any = make(sinks_init=init).apply({"params": params}, x)
+        return jnp.sum(jnp.sin(out))
 
     gradient = jax.grad(loss)(variables["params"])["sinks"]
     assert bool(jnp.all(gradient != 0))

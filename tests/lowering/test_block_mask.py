@@ -13,7 +13,7 @@ from attention_case import Case
 from jax_memeff import Mask
 from jax_memeff._call.options import Divisors
 from jax_memeff._cuda import block_mask as block_masks
-from jax_memeff.codegen.spec import BlockMask
+from jax_memeff.codegen.launch import BlockMask
 
 B, N, T, S = 2, 3, 300, 270
 QUERY, KEY = 64, 48

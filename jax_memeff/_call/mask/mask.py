@@ -112,10 +112,10 @@ class Mask:
                [0, 1, 1]], dtype=int32)
         """
         window = Window.of(_bound("left", left), _bound("right", right))
-        named = alignment if isinstance(alignment, str) else ""  # arrays compare by element
-        if named == "top_left":
+        name = alignment if isinstance(alignment, str) else ""  # arrays compare by element
+        if name == "top_left":
             return Mask(top_left=window)
-        if named == "bottom_right":
+        if name == "bottom_right":
             return Mask(bottom_right=window)
         raise ValueError(f"alignment: expected 'top_left' or 'bottom_right', got {alignment!r:.80}")
 

@@ -11,7 +11,8 @@
 namespace handlers {
 namespace {
 
-// Reads what tests/host/test_hostile_calls.py writes: numbers in 4 or 8 bytes, texts behind their size.
+// Reads what tests/host/test_hostile_calls.py writes: numbers in 4 or 8 bytes, texts behind their
+// size.
 class File {
  public:
   explicit File(const char* path) : stream_(path, std::ios::binary) {

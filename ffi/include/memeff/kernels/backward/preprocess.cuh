@@ -76,7 +76,8 @@ struct FmhaBackwardPreprocess {
           delta -= params.logsumexp_gradient[source];
         }
         if constexpr (Config::kSinks) {
-          float* const deltas = static_cast<float*>(feature_array(params, Config::kDeltaArray).data);
+          float* const deltas =
+              static_cast<float*>(feature_array(params, Config::kDeltaArray).data);
           if (valid) deltas[source] = empty ? 0.0f : delta;
         }
         Tiles::Statistics::store(params.row_statistics + tile_index * (2 * Tiles::kTileQuery), i,
