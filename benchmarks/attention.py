@@ -1,6 +1,6 @@
 """Times attention against its peers: ``python benchmarks/attention.py --help``.
 
-README.md beside this file says what is timed and how; ``report.py`` turns the results into tables.
+README.md in this folder explains what is timed; ``report.py`` turns the results into tables.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from timing import Failure, Timing, first_line, measure
 
 DIRECTIONS = {"forward": False, "forward_backward": True}
 
-# A launch of a program is to last this long at a rate that a good kernel reaches, so that the
-# host's work for the next launch is hidden behind it.
+# The intended duration of a launch at the rate of a good kernel: long enough to hide the host's
+# work for the next launch.
 _LAUNCH_SECONDS = 4e-3
 _ASSUMED_RATE = 500e12
 _CALLS = (2, 64)
@@ -42,7 +42,7 @@ _SUSPICIOUS_DIFFERENCE = 0.05
 
 
 def calls_per_launch(flops: float) -> int:
-    """Calls in one jit or CUDA graph: the same for every peer of a cell.
+    """The number of calls in one jit or CUDA graph, the same for every peer of a cell.
 
     >>> calls_per_launch(275e9), calls_per_launch(1e6), calls_per_launch(8e12)
     (7, 64, 2)
@@ -57,11 +57,11 @@ def _missing(peer: Peer, cell: Cell) -> Failure | None:
 
 
 class Compilation:
-    """Compiles every program of the JAX peers before anything is timed, in threads."""
+    """Compiles the programs of the JAX peers in threads, before anything is timed."""
 
     def __init__(self, cells: Sequence[Cell], peers: Sequence[Peer]):
         self._futures: dict[tuple[Cell, str, bool], Future] = {}
-        # Compilation spends its time in C++ without Python's lock.
+        # Compilation runs in C++ without holding Python's lock.
         self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
         for cell in cells:
             arrays = jax.eval_shape(lambda cell=cell: cell_inputs.make(cell))
@@ -80,7 +80,7 @@ class Compilation:
         self._pool.shutdown()
 
     def program(self, peer: Peer, cell: Cell, inputs, backward: bool):
-        """The program, or what its compilation raised."""
+        """The program; raises the error of its compilation."""
         compiled, results = self._futures.pop((cell, peer.name, backward)).result()
         calls = calls_per_launch(cell.flops(backward))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), [results] * calls)
@@ -97,7 +97,7 @@ def _differences(programs: dict[str, Any], timed: Sequence[str], cell: Cell) -> 
     reference = programs[timed[0]].results()
     found = {}
     for name in timed[1:]:
-        # The gradient of a query that was scaled beforehand is another gradient.
+        # If the query was scaled beforehand, its gradient is not comparable.
         compared = 1 if all_peers.PEERS[name].prescaled else len(reference)
         pairs = zip(programs[name].results()[:compared], reference, strict=False)
         found[name] = max(float(jax_programs.distance(result, ours)) for result, ours in pairs)
@@ -185,7 +185,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="default: results/<device>-<first group>.json")
     parser.add_argument("--rounds", type=int, default=5, help="batches of each peer")
     parser.add_argument("--batch-ms", type=float, default=30.0, help="length of a batch")
-    parser.add_argument("--commit", help="our commit, where the checkout has no git")
+    parser.add_argument("--commit", help="our commit, if the checkout has no git")
     options = parser.parse_args()
     try:
         options.cells = cell_sets.cells(options.cells) if options.cells else []
@@ -197,7 +197,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    # JAX would take three quarters of the device's memory at once, and torch needs some.
+    # By default JAX reserves three quarters of the device's memory, and torch needs some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     options = _arguments()
     device = machine.device()

@@ -1,4 +1,4 @@
-"""What is measured: the cells and their sets."""
+"""The measured problems: cells and sets of cells."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Cell:
     dtype: str = "bfloat16"
     causal: bool = False
     window: int | None = None
-    """A row attends to so many keys before its own position (and, causal, none after it)."""
+    """A row attends to this many keys before its own position (if causal, none after it)."""
     bias: bool = False
     """A ``[1, N, T, S]`` bias in ``dtype``; forward+backward includes its gradient."""
     dropout: float = 0.0
     soft_cap: float | None = None
     sequences: tuple[int, ...] | None = None
-    """Lengths of packed sequences, which share the one batch element."""
+    """Lengths of packed sequences; the batch size is 1."""
     documents: int | None = None
-    """So many of equal length follow each other in a batch element, told apart by segment ids."""
+    """Each batch index has this many documents of equal length, separated by segment ids."""
     mask_block: int | None = None
-    """A ``[1, 1, T, S]`` boolean mask of square blocks of so many rows; a quarter are true."""
+    """A ``[1, 1, T, S]`` boolean mask of square blocks with this many rows; a quarter are true."""
     gradients: bool = True
     """Forward+backward is measured too."""
 
@@ -40,7 +40,7 @@ class Cell:
         if self.sequences is not None and tokens != (1, *[sum(self.sequences)] * 2):
             raise ValueError(
                 f"sequences of {sum(self.sequences)} tokens need as many queries and keys in one "
-                f"batch element, got batch, query_length, key_length {tokens}"
+                f"batch index, got batch, query_length, key_length {tokens}"
             )
         if self.window is not None and not self.causal:
             raise ValueError(f"window={self.window} needs causal=True, got causal={self.causal}")
@@ -84,7 +84,7 @@ class Cell:
 
     @property
     def key_value_bytes(self) -> int:
-        """What has to be read for a few queries, beside which all else is small.
+        """The bytes of keys and values, which dominate the memory traffic of a few queries.
 
         >>> decode()[1].key_value_bytes == 2 * 32768 * 8 * 128 * 2
         True
@@ -95,9 +95,9 @@ class Cell:
     def flops(self, backward: bool) -> float:
         """Floating-point operations counted for one call, or for one call and its gradients.
 
-        Forward: ``2 (H + Hv)`` for each pair of a query and a key, of which a causal mask leaves
-        half; a window, documents and blocks of a mask those they let through. Forward+backward: 3.5
-        times that, since the backward has five matrix products where the forward has two.
+        Forward: ``2 (H + Hv)`` for each valid pair of a query and a key. A causal mask counts as
+        half of the pairs. Forward+backward: 3.5 times that, because the backward has five matrix
+        products and the forward two.
 
         >>> small()[0].flops(backward=False) == 4 * 8 * 1024 * 1024 * 64
         True
@@ -130,7 +130,7 @@ def _constant_size(group: str, length: int, dim: int, **features) -> Cell:
 
 
 def tiny() -> list[Cell]:
-    """Small enough for a CPU: proves the harness, not a speed."""
+    """Small enough for a CPU: tests the harness, not the speed."""
     return [
         _square("tiny", 2, 96, 2, 16, dtype="float32", causal=True),
         Cell("tiny", 1, 48, 64, 4, 2, 16, 16, dtype="float32", bias=True),
@@ -139,12 +139,12 @@ def tiny() -> list[Cell]:
 
 
 def small() -> list[Cell]:
-    """So little work that launches and grid size decide."""
+    """Problems so small that launches and grid size dominate."""
     return [_square("small", 1, 1024, 8, 64), _square("small", 1, 1024, 8, 64, causal=True)]
 
 
 def quick() -> list[Cell]:
-    """The part of the main grid that the project's promises name."""
+    """The part of the main grid that the project makes promises about."""
     return [
         _constant_size("main", length, dim, causal=causal)
         for dim, length, causal in itertools.product((64, 128), (2048, 8192), (False, True))
@@ -167,7 +167,7 @@ def gqa() -> list[Cell]:
 
 
 def decode() -> list[Cell]:
-    """One or a few queries and long keys: as fast as keys and values are read."""
+    """One or a few queries and long keys, bound by reading keys and values."""
     return [
         _decode(16, 1, 8192, 32, 8, 128),
         _decode(1, 1, 32768, 32, 8, 128),
@@ -204,7 +204,7 @@ def softcap() -> list[Cell]:
 
 
 def deterministic() -> list[Cell]:
-    """What ``deterministic_backward`` costs: a peer of its own, ``memeff_deterministic``."""
+    """The cost of ``deterministic_backward``, a separate peer, ``memeff_deterministic``."""
     cells = [
         _constant_size("deterministic", length, dim, causal=causal)
         for dim, length, causal in itertools.product((64, 128), (2048, 4096, 8192), (False, True))
@@ -213,7 +213,7 @@ def deterministic() -> list[Cell]:
 
 
 def memory() -> list[Cell]:
-    """A bias that many batch elements share, and a head dim far above what registers hold."""
+    """A bias that is broadcast over a large batch, and a head dim far too large for registers."""
     return [
         _square("memory", 32, 2048, 8, 64, bias=True),
         _square("memory", 1, 2048, 4, 4096),
@@ -221,7 +221,7 @@ def memory() -> list[Cell]:
 
 
 def varlen() -> list[Cell]:
-    """16384 tokens in packed sequences: all alike, and of lengths that differ by a factor of 64."""
+    """16384 tokens in packed sequences: of equal lengths, and of lengths up to 64 times apart."""
     mixed = tuple(length for length in (64, 128, 256, 512, 1024, 2048, 4096) for _ in range(2))
     mixed += (64,) * 2
     return [
@@ -233,7 +233,7 @@ def varlen() -> list[Cell]:
 
 
 def masks() -> list[Cell]:
-    """Masks that are arrays: sorted documents, and blocks of which three quarters are empty."""
+    """Masks that are arrays: sorted documents, and blocks, three quarters of them empty."""
     return [
         _constant_size("masks", 8192, 128, documents=8),
         _constant_size("masks", 8192, 128, mask_block=256),
@@ -241,7 +241,7 @@ def masks() -> list[Cell]:
 
 
 def dims() -> list[Cell]:
-    """Head dims beyond the main grid: H ≠ Hv, and one that no tile fits exactly."""
+    """Head dims beyond the main grid: H ≠ Hv, and one that no tile matches exactly."""
     return [
         Cell("dims", 2, 4096, 4096, 32, 32, 192, 128, causal=True),
         _square("dims", 2, 4096, 32, 80, causal=True),

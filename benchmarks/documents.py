@@ -1,4 +1,4 @@
-"""The files of results."""
+"""Result files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def default_path(device_name: str, kind: str) -> Path:
-    """The file of a kind of result on a device; a new result replaces the last one."""
+    """The file for a kind of result on a device; a new result replaces the previous one."""
     device = device_name.lower().replace(" ", "-")
     return Path(__file__).parent / "results" / f"{device}-{kind}.json"
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """Replaces the file at once, so that an interrupted run leaves the cells it has finished."""
+    """Replaces the file atomically, so that an interrupted run keeps its finished cells."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
     temporary.write_text(_text(document) + "\n")

@@ -1,4 +1,4 @@
-"""Times the way of a fresh process to its first forward+backward; prints one line of JSON.
+"""Times each step of a fresh process up to its first forward+backward; prints a JSON line.
 
 ``python benchmarks/first_result.py cuda|xla``; ``host_cost.py`` runs it with an empty cache and
 then with a filled one.
@@ -8,7 +8,7 @@ import time
 
 _start = time.perf_counter()
 
-# The imports are part of what is timed, so the clock starts before them (E402).
+# The imports are timed too, so the clock starts before them (E402).
 import cProfile  # noqa: E402
 import json  # noqa: E402
 import pstats  # noqa: E402

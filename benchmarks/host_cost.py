@@ -1,4 +1,4 @@
-"""What calls cost the host: dispatch, the time to the first result, and kernels compiled."""
+"""Host cost: dispatch, the time to the first result, and the number of compiled kernels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _JittedCall:
 
 
 def batch_overhead() -> float:
-    """Seconds that launching and awaiting one empty program takes: the clock's error per batch."""
+    """Seconds for launching and awaiting one empty program: the clock's error per batch."""
     program = _JittedCall(lambda x: x + 1, jnp.zeros(()))
     seconds = []
     for _ in range(100):
@@ -60,7 +60,7 @@ def batch_overhead() -> float:
 
 
 def copy_rate() -> float:
-    """Bytes a second that the device moves, read and written, where nothing else is to be done."""
+    """The device's memory bandwidth: bytes read and written per second by a negation."""
     array = jnp.ones(_COPY_BYTES // 4, jnp.float32)
     timing = measure(
         {"copy": _JittedCall(jnp.negative, array)}, rounds=_ROUNDS, batch_seconds=_BATCH_SECONDS
@@ -71,7 +71,7 @@ def copy_rate() -> float:
 
 
 def dispatch(peers: Sequence[Peer]) -> dict[str, Any]:
-    """Microseconds of host time per jitted call at T = 128, with a bare ``x + 1`` beside them."""
+    """Microseconds of host time per jitted call at T = 128, and of a bare ``x + 1``."""
     inputs = cell_inputs.make(_CELL)
     rows: dict[str, Any] = {"cell": _CELL.name, "unit": "us"}
     for direction, backward in (("forward", False), ("forward_backward", True)):
@@ -97,7 +97,7 @@ def dispatch(peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 def _script(name: str, implementation: str, cache: str, *arguments: str) -> dict[str, Any]:
-    """What a fresh process reports, in which only our own cache can be warm."""
+    """The report of a fresh process, in which only our own cache can be warm."""
     environment = {
         **os.environ,
         "JAX_MEMEFF_CACHE_DIR": cache,
@@ -126,7 +126,7 @@ def first_result(peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 def kernel_count(peers: Sequence[Peer]) -> dict[str, Any]:
-    """Kernels compiled for 200 random shapes of one feature set."""
+    """The number of kernels compiled for 200 random shapes of one feature set."""
     with tempfile.TemporaryDirectory() as cache:
         return _script("kernel_count.py", _implementation(), cache, "200")
 

@@ -12,7 +12,7 @@ from peers import Peer
 
 
 class Inputs(NamedTuple):
-    """Operands of a call and the cotangent of its output; None for what a cell does not have."""
+    """Operands of a call and the cotangent of its output; None if a cell has no such array."""
 
     query: jax.Array
     key: jax.Array
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
 
 def make(cell: Cell) -> Inputs:
-    """Standard normal arrays in the cell's dtype: zeros would draw less power and run faster."""
+    """Standard normal arrays in the cell's dtype; zeros would draw less power and run faster."""
     batch, heads, key_heads = cell.batch, cell.heads, cell.key_heads
     rows, columns = cell.query_length, cell.key_length
     keys = iter(jax.random.split(jax.random.key(0), 5))
@@ -56,13 +56,13 @@ def _segment_ids(cell: Cell, documents: int) -> jax.Array:
 
 
 def _mask(cell: Cell, block: int) -> jax.Array:
-    """A row of blocks attends to every fourth column of blocks, each row to others."""
+    """Each row of blocks attends to every fourth column of blocks, with a shift per row."""
     rows, columns = (jnp.arange(n) // block for n in (cell.query_length, cell.key_length))
     return ((rows[:, None] + columns) % 4 == 0)[None, None]
 
 
 def adapt(inputs: Inputs, peer: Peer, cell: Cell) -> Inputs:
-    """What this peer is given: itself, unless it needs another dtype or a scaled query."""
+    """The inputs of this peer: cast or with a scaled query if it needs that."""
     if peer.prescaled:
         scaled = inputs.query.astype(jnp.float32) / math.sqrt(cell.head_dim)
         inputs = inputs._replace(query=scaled.astype(cell.dtype))

@@ -1,4 +1,4 @@
-"""Programs of the JAX peers: many calls inside one jit, none of which XLA can hoist or drop."""
+"""Programs of the JAX peers: many calls inside one jit; XLA can neither merge nor drop any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peers import Peer
 
 
 class JaxProgram:
-    """A compiled :func:`program_of` some calls: as many as there are results.
+    """A compiled :func:`program_of`, with as many calls as results.
 
     The results of a launch are donated to the next, so that a launch neither allocates nor clears
     them.
@@ -55,7 +55,7 @@ def one_call(attention: Any, backward: bool):
 
 
 def program_of(function: Any):
-    """A function of the inputs of one call or more and of the results of the launch before.
+    """A function of the inputs of one or more calls and of the previous launch's results.
 
     Every call has parameters of its own, which the same arrays are passed to, so XLA cannot prove
     that two calls are equal, and merges none; and all results are returned, so it drops none. The
@@ -63,7 +63,7 @@ def program_of(function: Any):
     XLA's, which would count its iterations with a kernel of its own.
     """
 
-    call = jax.jit(function)  # is traced and lowered once
+    call = jax.jit(function)  # traced and lowered once
 
     def program(inputs: tuple[Inputs, ...], donated: list[Any]):
         del donated
@@ -84,7 +84,7 @@ def distance(result: jax.Array, reference: jax.Array) -> jax.Array:
 
 
 def compile_program(peer: Peer, cell: Cell, inputs: Inputs, calls: int, backward: bool):
-    """The executable of ``calls`` calls in a row, and the shapes of the results of one."""
+    """The executable for ``calls`` consecutive calls, and the result shapes of one."""
     function = one_call(peer.attention(cell), backward)
     arrays = jax.eval_shape(lambda inputs: adapt(inputs, peer, cell), inputs)
     results = jax.eval_shape(function, arrays)
@@ -93,7 +93,7 @@ def compile_program(peer: Peer, cell: Cell, inputs: Inputs, calls: int, backward
 
 
 def facts(compiled: Any, calls: int) -> dict[str, Any]:
-    """What is timed (:func:`operations`), and its memory beside operands and results."""
+    """The timed operations (:func:`operations`), and the memory beyond operands and results."""
     memory = compiled.memory_analysis()
     return {
         "operations": operations(compiled.as_text(), calls),
@@ -101,13 +101,13 @@ def facts(compiled: Any, calls: int) -> dict[str, Any]:
     }
 
 
-# What costs no kernel in a compiled program.
+# Instructions of a compiled program that launch no kernel.
 _FREE = frozenset(("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"))
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = .*?\s([a-z][a-z0-9\-]*)\(")
 
 
 def operations(hlo: str, calls: int) -> dict[str, float]:
-    """How often each operation occurs in a compiled program of so many calls, for each of them.
+    """The number of occurrences per call of each operation in a compiled program.
 
     It shows what is timed: every call, and nothing between them.
 

@@ -1,4 +1,4 @@
-"""What a measurement was made on and with."""
+"""The device and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DISTRIBUTIONS = (
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where it is not installed or fails."""
+    """The output of a command; None if it is not installed or fails."""
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
@@ -36,7 +36,7 @@ def _output(*command: str) -> str | None:
 
 
 def device() -> dict[str, str | None]:
-    """The device's name, and its driver where there is one."""
+    """The device's name, and its driver if there is one."""
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
     return {
         "name": jax.devices()[0].device_kind,
@@ -60,7 +60,7 @@ def versions(commit: str | None) -> dict[str, str]:
             try:
                 found["cuDNN (loaded)"] = str(torch.backends.cudnn.version())
             except RuntimeError as error:
-                # JAX was first, and loaded one that torch was not built for.
+                # JAX loaded its own cuDNN first, for which torch was not built.
                 found["cuDNN (loaded)"] = str(error).splitlines()[0]
     if commit is None and (commit := _output("git", "rev-parse", "--short=12", "HEAD")):
         commit += "+" if _output("git", "status", "--porcelain", "--", "..") else ""

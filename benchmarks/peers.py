@@ -1,4 +1,4 @@
-"""Who is measured: the peers, what they run in, and what they cannot do."""
+"""The measured implementations: their frameworks and unsupported features."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Peer:
     framework: Literal["jax", "torch"]
     attention: Callable[[Cell], Callable[[Any], Any]]
     missing: Callable[[Cell], list[str]]
-    """What the peer has no argument for; an empty list means that it is tried."""
+    """The features that the peer has no argument for; if there are none, the cell is tried."""
     dtype: str | None = None
     """Runs in this dtype instead of the cell's."""
     prescaled: bool = False
-    """Knows no scale: its query is multiplied by ``1/sqrt(H)`` before the clock starts."""
+    """Has no scale: its query is multiplied by ``1/sqrt(H)`` before the clock starts."""
 
 
 def _memeff(cell: Cell, implementation: Literal["cuda", "xla"], deterministic: bool = False):
@@ -176,7 +176,7 @@ def _flash_attention_4(cell: Cell):
 
 
 def _without(*features: str) -> Callable[[Cell], list[str]]:
-    """A peer that has no argument for these fields of a cell, nor for segments of a sequence."""
+    """A check for a peer without arguments for these fields of a cell and for segments."""
     missing = (*features, "sequences", "documents")
     return lambda cell: [name for name in missing if getattr(cell, name) != getattr(Cell, name)]
 
@@ -187,7 +187,7 @@ def _nothing(cell: Cell) -> list[str]:
 
 
 def _only_varlen(cell: Cell) -> list[str]:
-    """A peer that is for packed sequences alone."""
+    """A check for a peer that supports packed sequences only."""
     return ["batches"] if cell.sequences is None else []
 
 

@@ -1,9 +1,9 @@
 """Tables and a plot from results: ``python benchmarks/report.py RESULTS.json``.
 
-What it writes stands between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``:
-``tables`` is everything, ``summary`` the ratios alone, ``host`` the host's cost. Results without a
-cell of the main grid are ``features``, or what _BLOCKS says of their cells; those of ring.py are
-``ring``. What was not measured stays.
+It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``. ``tables`` has
+all results, ``summary`` only the ratios, ``host`` the host's cost. Results without a cell of the
+main grid go to ``features``, or to the block that _BLOCKS names for their cells; those of ring.py
+go to ``ring``. Blocks that were not measured are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TITLES = {"forward": "Forward", "forward_backward": "Forward + backward"}
 _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
-# Where results go that hold such cells alone.
+# The block for results whose cells are all of one such group.
 _BLOCKS = {
     "masks": "masks",
     "deterministic": "deterministic",
@@ -53,8 +53,9 @@ def ours(document: dict[str, Any]) -> str:
 
 
 def ratios(cells: Iterable[dict[str, Any]], direction: str, own: str, peers: Iterable[str]):
-    """Speed of ours over that of the fastest of ``peers``, by the name of each cell that ours and
-    one of them have a figure for.
+    """The speed of ours over that of the fastest peer, by the name of the cell.
+
+    Only cells with a figure for ours and for a peer are included.
     """
     found = {}
     for cell in cells:
@@ -69,7 +70,7 @@ def summary(document: dict[str, Any]) -> str:
     """Geometric mean and minimum of the ratio against each peer, and in each group of cells
     against the fastest peer of each cell.
 
-    The cells are those that both have a figure for, so their number stands beside.
+    Only cells with figures for both count, so the table has their number.
     """
     own, cells = ours(document), document["cells"]
     compared = {label: (cells, [peer]) for peer, label in document["peers"].items() if peer != own}
@@ -127,7 +128,7 @@ def _figures(
 
 
 def _memory(document: dict[str, Any]) -> str:
-    """MiB that XLA plans for a call of each ``memory`` cell; other peers do not say."""
+    """MiB that XLA plans for a call of each ``memory`` cell; other peers do not report it."""
     rows = []
     for cell in document["cells"]:
         for direction, results in cell["results"].items() if cell["group"] == "memory" else ():
@@ -149,11 +150,11 @@ def tables(document: dict[str, Any], plot: str | None) -> str:
     if figures := _figures(document, "forward", reasons, few_queries=True):
         copy = document["device"]["copy_bytes_per_second"] / 1e12
         parts.append(
-            "### Few queries, long keys\n\nForward; keys and values read once, in a second. The "
-            f"device copies {copy:.3g} TB/s, read and written.\n\n{figures}"
+            "### Few queries, long keys\n\nForward: the bytes of keys and values per second. "
+            f"Negating an array reads and writes {copy:.3g} TB/s.\n\n{figures}"
         )
     if memory := _memory(document):
-        parts.append(f"### Memory\n\nBeside operands and results.\n\n{memory}")
+        parts.append(f"### Memory\n\nBeyond operands and results.\n\n{memory}")
     if reasons:
         listed = "\n".join(f"- [{i}] `{reason}`" for i, reason in enumerate(reasons, 1))
         parts.append(f"No figure, because:\n\n{listed}")
@@ -216,7 +217,7 @@ def host(document: dict[str, Any]) -> str:
 
 
 def ring(document: dict[str, Any]) -> str:
-    """What ring.py measured: times, and throughput of each device beside that of one alone."""
+    """The results of ring.py: times, and throughput per device relative to a single device."""
     measured = document["ring"]
     rows = []
     for direction, title in _TITLES.items():
@@ -295,7 +296,7 @@ def of_grid(document: dict[str, Any]) -> bool:
 
 
 def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
-    """What results say, by the name of the block that it belongs into."""
+    """The text of results, by the name of its block."""
     if "ring" in document:
         return {"ring": ring(document)}
     if document["cells"] and not of_grid(document):
@@ -331,7 +332,7 @@ def insert(text: str, blocks: dict[str, str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("results", type=Path, help="what attention.py or ring.py wrote")
+    parser.add_argument("results", type=Path, help="a file written by attention.py or ring.py")
     parser.add_argument(
         "--into", type=Path, nargs="+", default=_TARGETS, help="default: docs and README.md"
     )

@@ -1,12 +1,12 @@
 """Times ring attention against one of its devices: ``python benchmarks/ring.py --help``.
 
-The problem is causal attention to a sequence that is sharded over n devices, in the zigzag layout,
-by which all have the same work. Beside it stands one device on its *share*: attention to the whole
-sequence by one n-th of the heads. That has the operations of one device of the ring, pair by pair
-of query and key, and operands of the same size, but nothing to send and nothing to merge.
-Operations are those of ``Cell.flops`` for the share, for both.
+The problem is causal attention over a sequence that is sharded over n devices, in the zigzag
+layout, which balances the work. It is compared with one device on its *share*: attention over the
+whole sequence with one n-th of the heads. The share has as many pairs of query and key as one
+device of the ring, and operands of the same size, but no transfers and no merging. The FLOPs of
+both are ``Cell.flops`` of the share.
 
-README.md beside this file says how time is taken.
+README.md in this folder explains the timing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Problem:
     def share(self) -> Cell:
         """The same cell with one n-th of the heads.
 
-        Raises ``ValueError`` where they cannot be divided.
+        Raises ``ValueError`` if the heads cannot be divided.
         """
         devices, cell = self.mesh.size, self.cell
         if cell.heads % devices or cell.key_heads % devices:
@@ -131,8 +131,9 @@ _LAUNCHING = frozenset(("while", "conditional", "call", "custom-call"))
 
 
 def transfers(hlo: str) -> dict[str, int]:
-    """The transfers from device to device in a compiled program, and how many are *overlapped*:
-    between their start and their end stand kernels or loops.
+    """The transfers between devices in a compiled program, and the number that is *overlapped*.
+
+    A transfer is overlapped if kernels or loops are between its start and its end.
 
     >>> transfers('''
     ... %body (p: f32[8]) -> f32[8] {
@@ -162,7 +163,7 @@ def transfers(hlo: str) -> dict[str, int]:
 def records(
     problem: Problem, backward: bool, programs: dict[str, JaxProgram], rounds: int, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """What the results say of one direction, by program."""
+    """The results of one direction, by program."""
     outcomes = measure(programs, rounds=rounds, batch_seconds=seconds)
     found: dict[str, dict[str, Any]] = {}
     for name, program in programs.items():
@@ -217,12 +218,12 @@ def _arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=VALUE,...",
-        help="of XLA; may be given several times: the ring is timed without and with each",
+        help="XLA options; may be repeated: the ring is timed without and with each",
     )
     parser.add_argument("--output", type=Path, help="default: results/<device>-ring.json")
     parser.add_argument("--rounds", type=int, default=5, help="batches of each program")
     parser.add_argument("--batch-ms", type=float, default=300.0, help="length of a batch")
-    parser.add_argument("--commit", help="our commit, where the checkout has no git")
+    parser.add_argument("--commit", help="our commit, if the checkout has no git")
     return parser.parse_args()
 
 

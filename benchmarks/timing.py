@@ -1,4 +1,4 @@
-"""The clock: how the programs of one cell are timed side by side."""
+"""The clock: times the programs of one cell in alternation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a peer has no figure."""
+    """The reason why a peer has no figure."""
 
     reason: str
 
@@ -69,7 +69,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _batch(program: Program, launches: int) -> float:
-    """Seconds per call over one batch, the device being idle before and after it."""
+    """Seconds per call over one batch; the device is idle before and after it."""
     start = time.perf_counter()
     for _ in range(launches):
         program.launch()
@@ -80,7 +80,7 @@ def _batch(program: Program, launches: int) -> float:
 def measure(
     programs: Mapping[str, Program], *, rounds: int, batch_seconds: float
 ) -> dict[str, Timing | Failure]:
-    """Times the programs in turn, ``rounds`` times over.
+    """Times the programs alternately, for ``rounds`` rounds.
 
     A batch of each program lasts about ``batch_seconds``, and at least one launch. Each round
     begins with another program, so that none always follows the same neighbour: the neighbour

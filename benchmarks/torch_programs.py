@@ -30,7 +30,7 @@ class Tensors(NamedTuple):
 
 
 def tensors(inputs: Inputs, backward: bool) -> Tensors:
-    """Zero-copy views of ``inputs``; leaves that require gradients where ``backward``."""
+    """Zero-copy views of ``inputs``; leaves that require gradients if ``backward``."""
     torch = importlib.import_module("torch")
 
     def view(array: jax.Array, transposed: bool = True):
@@ -47,7 +47,7 @@ def tensors(inputs: Inputs, backward: bool) -> Tensors:
 
 
 class TorchProgram:
-    """``calls`` calls, as eager PyTorch runs them, replayed from a CUDA graph.
+    """``calls`` eager PyTorch calls, replayed from a CUDA graph.
 
     Capturing fixes the memory of every temporary and removes PyTorch's host time, as compilation
     does for the JAX peers.
@@ -64,7 +64,7 @@ class TorchProgram:
         self._results: Any = None
         side_stream = torch.cuda.Stream()
         with warnings.catch_warnings(record=True) as refusals:
-            # SDPA says in warnings why a backend refuses, and nothing of it in its exception.
+            # SDPA gives the reason for a refusal in warnings, not in its exception.
             warnings.simplefilter("always")
             try:
                 with torch.cuda.stream(side_stream):
@@ -73,13 +73,13 @@ class TorchProgram:
                 torch.cuda.synchronize()
             except RuntimeError as error:
                 said = [str(refusal.message).split("(Triggered")[0] for refusal in refusals]
-                # One line: the reason counts as much as the refusal.
+                # Keep the reason and the refusal in one line.
                 raise RuntimeError(" ".join(f"{error} {' '.join(said)}".split())) from error
             self._graph = torch.cuda.CUDAGraph()
-            # JAX has threads of its own: what they do must not spoil the capture.
+            # Threads of JAX must not invalidate the capture.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 for _ in range(calls):
-                    # Dropped first: each call then reuses the memory of the results before it.
+                    # Drop the old results first, so that each call reuses their memory.
                     self._results = None
                     self._results = function(operands)
         torch.cuda.synchronize()
@@ -112,12 +112,12 @@ def one_call(attention: Any, backward: bool):
 
 
 def to_jax(results: tuple[Any, ...]) -> list[jax.Array]:
-    """Results of ``one_call`` in JAX's layout: all but a bias gradient are turned."""
+    """Results of ``one_call`` in JAX's layout: all but a bias gradient are transposed."""
     turned = [tensor.transpose(1, 2) for tensor in results[:4]] + list(results[4:])
     return [jax.dlpack.from_dlpack(tensor.detach().contiguous()) for tensor in turned]
 
 
 def free_memory() -> None:
-    """Gives what PyTorch keeps of freed memory back to the device, for JAX to use."""
+    """Returns PyTorch's cached memory to the device, so that JAX can use it."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.cuda.empty_cache()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec
+from jax_memeff.codegen.launch import EntryPoint
+from jax_memeff.codegen.spec import KernelSpec
 
 _CONFIG = """\
 #include <memeff/kernels/{stem}.cuh>

@@ -13,6 +13,7 @@ from jax_memeff.codegen.strategy import Strategy
 
 from . import features as registry
 from .features.feature import Constant, CppType, Feature
+from .launch import BlockMask, CapturedArray, EntryPoint, TensorMap, Workspace
 from .problem import DTYPE_BYTES, Direction, Problem
 
 SpecDtype = Literal["f16", "bf16", "f32", "tf32"]
@@ -20,9 +21,6 @@ Family = Literal["sm90", "sm80"]
 
 SPEC_DTYPES: tuple[SpecDtype, ...] = ("f16", "bf16", "f32", "tf32")
 SPEC_GRADIENTS = ("query", "key", "value")
-Grid = Literal[
-    "queries", "key_splits", "combines", "keys", "q_splits", "bias", "bias_squares", "operands"
-]
 FAMILIES: tuple[Family, ...] = ("sm90", "sm80")
 """In the order of choice."""
 
@@ -34,73 +32,6 @@ _ELEMENTS = {
 }
 
 _Compiled = TypeVar("_Compiled")
-
-
-class BlockMask(NamedTuple):
-    """Which tiles of scores, of ``query`` rows and ``key`` columns, a kernel skips: a row of blocks
-    for each tile of ``lines`` (ffi/include/memeff/mask/block_mask.cuh).
-    """
-
-    lines: Literal["queries", "keys"]
-    query: int
-    key: int
-
-    @property
-    def name(self) -> str:
-        """The name of the buffer."""
-        return f"{self.lines}_{self.query}x{self.key}"
-
-
-class EntryPoint(NamedTuple):
-    """A ``__global__`` function of the source, and what a launch of it needs.
-
-    ``shared_bytes`` is the dynamic shared memory of a block. ``grid`` says what a block is a tile
-    of: rows of queries or keys, parts of the keys of a query tile (``key_splits``) whose results
-    ``combines`` adds up, parts of the queries of a key tile (``q_splits``), tiles of scores
-    (``bias``) or squares of them (``bias_squares``), rows of query, key and value (``operands``).
-    ``takes_maps`` is whether the tensor maps of the spec are its second parameter; behind the first
-    is the table of ``KernelSpec.captured_arrays``, if there are any.
-    ``cpp_class`` is the device class that it runs, and ``blocks`` the blocks on an SM that it is
-    compiled for, in C++; the class says so if it is "".
-    """
-
-    name: str
-    threads: int
-    shared_bytes: int
-    grid: Grid = "queries"
-    takes_maps: bool = False
-    block_mask: BlockMask | None = None
-    cpp_class: str = ""
-    blocks: str = ""
-
-
-class TensorMap(NamedTuple):
-    """A tensor in global memory and the box of it that TMA moves at a time."""
-
-    name: str
-    rows: int
-    columns: int
-
-
-class CapturedArray(NamedTuple):
-    """An array that a feature brings: ``ArrayView`` of ffi/include/memeff/params.h.
-
-    ``dims`` are named as in ffi/src/images/kernel_description.h, and ``alignment`` is in bytes.
-    A ``zeroed`` one is a result that is zero when the first kernel begins.
-    """
-
-    name: str
-    dims: str
-    alignment: int = 4
-    zeroed: bool = False
-
-
-class Workspace(NamedTuple):
-    """Global memory that the kernels of a spec write beside their results."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Literal["float32", "int32"] = "float32"
 
 
 class Tile(Protocol):

@@ -1,6 +1,6 @@
-"""Attention to a sequence that no device holds as a whole: a ring over all devices.
+"""Attention over a sequence too long for one device: a ring over all devices.
 
-    python examples/long_context.py    # on a CPU eight devices of the host: about a minute
+    python examples/long_context.py    # on a CPU with eight host devices, about a minute
 
 Forward and backward of causal attention with grouped heads run over growing sequences, in both
 layouts of ``jax_memeff.ring_attention``, and the shortest sequence is checked against one device.

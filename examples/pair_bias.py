@@ -1,4 +1,4 @@
-"""Attention with a learned pair bias, as in AlphaFold: the pairs decide who attends to whom.
+"""Attention with a learned pair bias, as in AlphaFold: pairs of points bias their attention.
 
     python examples/pair_bias.py                  # under a minute on two CPU cores
     python examples/pair_bias.py --attention jax  # the same training through jax.nn
@@ -134,7 +134,7 @@ class RowAttention(nnx.Module):
 
 
 class Trainer:
-    """Parameters, optimiser state and the compiled step of one run."""
+    """Parameters, optimizer state and the compiled step of one run."""
 
     def __init__(self, preset: Preset, attention: str, seed: int, steps: int):
         model = RowAttention(preset, ATTENTIONS[attention], nnx.Rngs(seed))

@@ -207,7 +207,7 @@ class GPT(nnx.Module):
 
 
 class Trainer:
-    """Parameters, optimiser state and the compiled steps of one run."""
+    """Parameters, optimizer state and the compiled steps of one run."""
 
     def __init__(self, preset: Preset, attention: str, seed: int, steps: int, dropout: float):
         model = GPT(preset, ATTENTIONS[attention], nnx.Rngs(seed))

@@ -150,7 +150,7 @@ def _grid(spec: KernelSpec, sequence: int) -> str:
     count = -(-sequence // tile)
     if spec.kernel.splits_keys:
         return f"{count} tiles of {tile} rows; as many splits of the keys as fill the device"
-    return f"{count} tiles of {tile} {rows} rows for each of the {heads} and batch elements"
+    return f"{count} tiles of {tile} {rows} rows for each of the {heads} and batch indices"
 
 
 def _build(options: argparse.Namespace, out: Console) -> int:

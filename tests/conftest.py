@@ -24,6 +24,20 @@ def pytest_sessionstart():
         jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Each process takes neighbours, and at the end a part of the rest of another.
+
+    Neighbours share fixtures, compiled programs and answers of the oracle, which the default
+    scatters over the processes.
+    """
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling  # there is such a hook, so there is xdist
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers for -m
 def pytest_collection_modifyitems(config, items):
     choose_quick_cases(items, complete=not any("::" in word for word in config.args))

@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
+    from ..launch import CapturedArray
     from ..problem import Problem
-    from ..spec import CapturedArray, Kernel, KernelSpec
+    from ..spec import Kernel, KernelSpec
 
 Asked = TypeVar("Asked")
 Compiled = TypeVar("Compiled")

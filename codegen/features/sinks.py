@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..launch import CapturedArray
 from .feature import Flag, Operand
 
 if TYPE_CHECKING:
     from ..problem import Problem
-    from ..spec import CapturedArray, Kernel, KernelSpec
+    from ..spec import Kernel, KernelSpec
 
 
 class Sinks(Flag):
@@ -21,7 +22,6 @@ class Sinks(Flag):
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
         from ..features import VARLEN
-        from ..spec import CapturedArray
 
         if not spec[self]:
             return ()

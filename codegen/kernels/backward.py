@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from jax_memeff.codegen.features import BIAS, DETERMINISTIC
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.launch import Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes, round_up
-from jax_memeff.codegen.spec import SPEC_GRADIENTS, Kernel, KernelSpec, Workspace
+from jax_memeff.codegen.spec import SPEC_GRADIENTS, Kernel, KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
 

@@ -11,8 +11,9 @@ from jax_memeff.codegen import gpu
 from jax_memeff.codegen.features import FEATURES, VARLEN
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.gpu import Gpu
+from jax_memeff.codegen.launch import BlockMask, EntryPoint, Grid
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
-from jax_memeff.codegen.spec import BlockMask, EntryPoint, Grid, Kernel, KernelSpec, Row
+from jax_memeff.codegen.spec import Kernel, KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
 PADDED_DIMS = (32, 64, 96, 128, 192, 256)
@@ -20,6 +21,9 @@ PADDED_DIMS = (32, 64, 96, 128, 192, 256)
 
 LARGE_DIM = 65536
 """The padded head dim of the kernels for all larger ones, up to this one."""
+
+COLUMN_STEP_BYTES = 128
+"""The part of each row that one step of a kernel for large head dims brings into shared memory."""
 
 WARPGROUP_ROWS = 64
 """Rows of a product that a consumer owns: the height of one wgmma."""
@@ -149,6 +153,32 @@ class MmaKernel(Kernel):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class LargeDimTile(MmaTile):
+    """A row of the tables of kernels for large head dims."""
+
+    chunk: int = 0
+    """Columns of out or of a gradient that a block computes at a time."""
+
+
+class LargeDimKernel(MmaKernel):
+    """A kernel for head dims that no accumulators hold: it takes columns in steps and chunks."""
+
+    reads_bias_by_elements = True
+    moves_unaligned_rows_in_pieces = True
+    dims = ((LARGE_DIM, LARGE_DIM),)
+
+    def reads_block_mask(self, spec: KernelSpec) -> bool:
+        return False
+
+    def dims_word(self, spec: KernelSpec) -> str:
+        return "large"
+
+    def columns(self, spec: KernelSpec) -> tuple[int, int]:
+        chunk = large_dim_tile(spec).chunk
+        return chunk, chunk
+
+
 class WgmmaKernel(Kernel):
     """A kernel of Hopper: a producer warpgroup that copies, and consumers that multiply."""
 
@@ -221,6 +251,20 @@ def mma_tile(spec: KernelSpec) -> MmaTile:
     return spec.tile
 
 
+def large_dim_tile(spec: KernelSpec) -> LargeDimTile:
+    """The tile of a kernel for large head dims."""
+    assert isinstance(spec.tile, LargeDimTile)
+    return spec.tile
+
+
+def column_step_buffers(spec: KernelSpec) -> int:
+    """Two buffers, each for a step of both operands of the scores, or of a chunk: as many rows of a
+    step as the chunk has columns.
+    """
+    tile = large_dim_tile(spec)
+    return 2 * max(tile.query + tile.key, tile.chunk) * COLUMN_STEP_BYTES
+
+
 def wgmma_tile(spec: KernelSpec) -> WgmmaTile:
     """The tile of a kernel of wgmma."""
     assert isinstance(spec.tile, WgmmaTile)
@@ -233,13 +277,31 @@ def stage(
     class_name: str,
     threads: int,
     shared_bytes: int = 0,
-    grid: Grid = "queries",
+    grid: Grid | None = None,
     **rest: Any,
 ) -> EntryPoint:
-    """An entry point before, after or instead of the main one."""
-    return EntryPoint(
-        f"{spec.name}_{suffix}", threads, shared_bytes, grid, cpp_class=class_name, **rest
-    )
+    """An entry point before, after or instead of the main one, without a ``grid`` with a block for
+    each tile of queries.
+    """
+    name = f"{spec.name}_{suffix}"
+    grid = grid or query_tile_grid(spec)
+    return EntryPoint(name, threads, shared_bytes, grid, cpp_class=class_name, **rest)
+
+
+def query_tile_grid(spec: KernelSpec) -> Grid:
+    """A block for each tile of queries of a head."""
+    return Grid(f"B*N*T/{spec.tile.query}")
+
+
+def key_tile_grid(spec: KernelSpec) -> Grid:
+    """A block for each tile of keys of a key head."""
+    return Grid(f"B*K*S/{spec.tile.key}")
+
+
+def bias_tile_grid(spec: KernelSpec) -> Grid:
+    """A block for each tile of scores of the bias's own batch indices and heads."""
+    tiles = f"bias_gradient.2/{spec.tile.query}*S/{spec.tile.key}"
+    return Grid(f"bias_gradient.0*bias_gradient.1*{tiles}")
 
 
 def panel_columns(dim: int) -> int:

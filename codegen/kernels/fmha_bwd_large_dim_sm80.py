@@ -10,16 +10,22 @@ from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.backward import Backward
-from jax_memeff.codegen.kernels.families import LARGE_DIM, MmaKernel, MmaTables, stage
-from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm80 import (
-    Tile,
+from jax_memeff.codegen.kernels.families import (
+    LARGE_DIM,
+    LargeDimKernel,
+    LargeDimTile,
+    MmaTables,
+    bias_tile_grid,
     column_step_buffers,
+    key_tile_grid,
     large_dim_tile,
+    stage,
 )
+from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes, round_up
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Workspace
+from jax_memeff.codegen.spec import KernelSpec
 
-_SMALL = Tile(
+_SMALL = LargeDimTile(
     64,
     128,
     8,
@@ -30,7 +36,7 @@ _SMALL = Tile(
 )
 _SM80 = {
     LARGE_DIM: (
-        Tile(
+        LargeDimTile(
             128,
             128,
             8,
@@ -45,7 +51,7 @@ _SM80 = {
 }
 _F32 = {
     LARGE_DIM: (
-        Tile(
+        LargeDimTile(
             64,
             128,
             8,
@@ -57,40 +63,29 @@ _F32 = {
 }
 
 _TILES: MmaTables = {
-    gpu.SM75: {LARGE_DIM: (Tile(64, 64, 8, 1, "49 KB", chunk=128),)},
+    gpu.SM75: {LARGE_DIM: (LargeDimTile(64, 64, 8, 1, "49 KB", chunk=128),)},
     gpu.SM80: _SM80,
     gpu.SM86: {LARGE_DIM: (_SMALL,)},
     gpu.SM90: _SM80,
 }
 _TILES_F32: MmaTables = {
     gpu.SM80: _F32,
-    gpu.SM86: {LARGE_DIM: (Tile(64, 64, 8, 1, "65 KB of 99 KB; 128 keys need 113 KB", chunk=128),)},
+    gpu.SM86: {
+        LARGE_DIM: (LargeDimTile(64, 64, 8, 1, "65 KB of 99 KB; 128 keys need 113 KB", chunk=128),)
+    },
     gpu.SM90: _F32,
 }
 
 
-class FmhaBwdLargeDimSm80(Backward, MmaKernel):
+class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
     """The backward for large head dims."""
 
     stem = "fmha_bwd_large_dim_sm80"
     class_name = "FmhaBackwardLargeDim"
     """Each of its entry points appends its own name."""
-    reads_bias_by_elements = True
-    moves_unaligned_rows_in_pieces = True
     owns_outputs = True
-    dims = ((LARGE_DIM, LARGE_DIM),)
     tiles = _TILES
     tiles_f32 = _TILES_F32
-
-    def reads_block_mask(self, spec: KernelSpec) -> bool:
-        return False
-
-    def dims_word(self, spec: KernelSpec) -> str:
-        return "large"
-
-    def columns(self, spec: KernelSpec) -> tuple[int, int]:
-        chunk = large_dim_tile(spec).chunk
-        return chunk, chunk
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """P and dS, the buffers, and two of the rows' statistics."""
@@ -114,11 +109,11 @@ class FmhaBwdLargeDimSm80(Backward, MmaKernel):
             entries.append(own("dq", spec.shared_bytes))
         sums_bias = gradient in ("full", "shared", "columns")
         if {"key", "value"} & set(spec.gradients) or sums_bias:
-            entries.append(own("dkdv", spec.shared_bytes, grid="keys"))
+            entries.append(own("dkdv", spec.shared_bytes, grid=key_tile_grid(spec)))
         if gradient in ("shared", "columns"):
-            entries.append(own("dbias_postprocess", grid="bias"))
+            entries.append(own("dbias_postprocess", grid=bias_tile_grid(spec)))
         if gradient == "dbias_kernel":
-            entries.append(own("dbias", spec.shared_bytes, grid="bias"))
+            entries.append(own("dbias", spec.shared_bytes, grid=bias_tile_grid(spec)))
         return tuple(entries)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:

@@ -11,9 +11,18 @@ from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.backward import Backward, key_tiles
-from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, modifiers, stage
+from jax_memeff.codegen.kernels.families import (
+    MmaKernel,
+    MmaTables,
+    MmaTile,
+    bias_tile_grid,
+    key_tile_grid,
+    modifiers,
+    stage,
+)
+from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Workspace
+from jax_memeff.codegen.spec import KernelSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,14 +239,14 @@ class FmhaBwdSm80(Backward, MmaKernel):
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         return summing_entry_points(
             spec,
-            self.main(spec, "keys", spec.block_mask("keys")),
+            self.main(spec, key_tile_grid(spec), spec.block_mask("keys")),
             stage(
                 spec,
                 "dbias",
                 "FmhaBackwardDbias<Config>",
                 spec.threads,
                 dbias_bytes(spec),
-                grid="bias",
+                grid=bias_tile_grid(spec),
                 block_mask=spec.block_mask("queries"),
             ),
         )
@@ -288,7 +297,7 @@ def summing_entry_points(
         query_tile = spec.tile.query * spec.padded_head_dim * spec.element_bytes
         entries.append(around("postprocess", "Postprocess", query_tile))
     if bias_gradient(spec) in ("shared", "columns"):
-        entries.append(around("dbias_postprocess", "DbiasPostprocess", grid="bias"))
+        entries.append(around("dbias_postprocess", "DbiasPostprocess", grid=bias_tile_grid(spec)))
     if bias_gradient(spec) == "dbias_kernel":
         entries.append(dbias)
     return tuple(entries)

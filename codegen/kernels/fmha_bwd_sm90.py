@@ -17,15 +17,17 @@ from jax_memeff.codegen.kernels.families import (
     WARPGROUP_ROWS,
     WgmmaKernel,
     WgmmaTile,
+    key_tile_grid,
     modifiers,
     panel_columns,
     stage,
     wgmma_tile,
 )
 from jax_memeff.codegen.kernels.fmha_bwd_sm80 import query_sums, summing_entry_points
+from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Row, TensorMap, Workspace
+from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy, q_splits
 
 PART_COLUMNS = 64
@@ -108,13 +110,15 @@ class WgmmaBackward(Backward, WgmmaKernel):
         """The dbias kernel: squares of scores, from parts of the operands."""
         side = max(spec.tile.query, spec.tile.key)
         shared_bytes, _ = dbias_bytes_and_stages(spec)
+        squares = f"bias_gradient.0*bias_gradient.1*T/{side}*S/{side}"
+        grid = Grid(squares, most_per_sm=1)
         return stage(
             spec,
             "dbias",
             class_name,
             spec.threads,
             shared_bytes,
-            grid="bias_squares",
+            grid=grid,
             takes_maps=True,
             block_mask=spec.block_mask("queries", side, side),
         )
@@ -191,7 +195,9 @@ class FmhaBwdSm90(WgmmaBackward):
         return elements * spec.element_bytes + statistics + bias + control
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        grid = "q_splits" if spec.split_q else "keys"
+        grid = key_tile_grid(spec)
+        if spec.split_q:
+            grid = Grid(f"{grid.product}*q_splits")
         tiles = ", memeff::BackwardTilesSm90<Config>"
         return summing_entry_points(
             spec,

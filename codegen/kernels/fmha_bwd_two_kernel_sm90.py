@@ -15,13 +15,16 @@ from jax_memeff.codegen.kernels import fmha_bwd_sm90
 from jax_memeff.codegen.kernels.families import (
     WARPGROUP_ROWS,
     WgmmaTile,
+    bias_tile_grid,
+    key_tile_grid,
     modifiers,
     stage,
     wgmma_tile,
 )
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import WgmmaBackward
+from jax_memeff.codegen.launch import EntryPoint
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Row
+from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
 
@@ -150,9 +153,12 @@ class FmhaBwdTwoKernelSm90(WgmmaBackward):
         if {"key", "value"} & set(spec.gradients) or gradient == "columns":
             key_bytes, _ = self.dkdv_bytes_and_buffers(spec)
             block_mask = spec.block_mask("keys", WARPGROUP_ROWS)
-            entries.append(own("dkdv", "Dkdv", key_bytes, grid="keys", block_mask=block_mask))
+            grid = key_tile_grid(spec)
+            entries.append(own("dkdv", "Dkdv", key_bytes, grid=grid, block_mask=block_mask))
         if gradient in ("shared", "columns"):
-            entries.append(around("dbias_postprocess", "DbiasPostprocess", grid="bias"))
+            entries.append(
+                around("dbias_postprocess", "DbiasPostprocess", grid=bias_tile_grid(spec))
+            )
         if gradient == "dbias_kernel":
             entries.append(self.dbias(spec, f"{self.class_name}Dbias<Config>"))
         return tuple(entries)

@@ -15,9 +15,10 @@ from jax_memeff.codegen.kernels.families import (
     stage,
 )
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
+from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes, round_up
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Row, TensorMap, Workspace
+from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
 SPLIT_THREADS = 256
@@ -102,9 +103,10 @@ class FmhaFwdF16x3Sm90(FmhaFwdSm90):
         return ()
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        split = stage(
-            spec, "split", "FmhaForwardF16x3Split<Config>", SPLIT_THREADS, grid="operands"
-        )
+        # A block splits so many rows of query, key or value; they divide tiles.
+        rows, key = WARPGROUP_ROWS, spec.tile.key
+        grid = Grid(f"B*N*T_or_1/{rows}+2*{key // rows}*B*K*S_or_1/{key}")
+        split = stage(spec, "split", "FmhaForwardF16x3Split<Config>", SPLIT_THREADS, grid=grid)
         return (split, *super().entry_points(spec))
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:

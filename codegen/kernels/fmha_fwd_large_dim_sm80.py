@@ -4,30 +4,27 @@ of the operands in steps, and those of the output in chunks.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from jax_memeff.codegen import gpu
-from jax_memeff.codegen.kernels.families import LARGE_DIM, MmaKernel, MmaTables, MmaTile
+from jax_memeff.codegen.kernels.families import (
+    LARGE_DIM,
+    LargeDimKernel,
+    LargeDimTile,
+    MmaTables,
+    column_step_buffers,
+    large_dim_tile,
+    query_tile_grid,
+)
+from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes, round_up
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Workspace
-
-COLUMN_STEP_BYTES = 128
-"""The part of each row that one step brings into shared memory."""
+from jax_memeff.codegen.spec import KernelSpec
 
 # ``kLongSumColumns`` of ffi/include/memeff/params.h.
 _LONG_SUM_COLUMNS = 8192
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile(MmaTile):
-    """A row of the tables of kernels for large head dims."""
-
-    chunk: int = 0
-    """Columns of out or of a gradient that a block computes at a time."""
-
-
-_SMALL = Tile(
+_SMALL = LargeDimTile(
     128,
     128,
     8,
@@ -38,7 +35,7 @@ _SMALL = Tile(
 )
 _SM80 = {
     LARGE_DIM: (
-        Tile(
+        LargeDimTile(
             128,
             256,
             8,
@@ -52,11 +49,13 @@ _SM80 = {
     )
 }
 _F32 = {
-    LARGE_DIM: (Tile(128, 128, 8, 1, "130 KB; chunks of 256 columns spill 48 bytes", chunk=128),)
+    LARGE_DIM: (
+        LargeDimTile(128, 128, 8, 1, "130 KB; chunks of 256 columns spill 48 bytes", chunk=128),
+    )
 }
 
 _TILES: MmaTables = {
-    gpu.SM75: {LARGE_DIM: (Tile(64, 64, 8, 1, "41 KB; 128 keys need 65 KB", chunk=128),)},
+    gpu.SM75: {LARGE_DIM: (LargeDimTile(64, 64, 8, 1, "41 KB; 128 keys need 65 KB", chunk=128),)},
     gpu.SM80: _SM80,
     gpu.SM86: {LARGE_DIM: (_SMALL,)},
     gpu.SM90: _SM80,
@@ -64,33 +63,20 @@ _TILES: MmaTables = {
 _TILES_F32: MmaTables = {
     gpu.SM80: _F32,
     gpu.SM86: {
-        LARGE_DIM: (Tile(128, 64, 8, 1, "82 KB of 99 KB; 128 keys need 130 KB", chunk=128),)
+        LARGE_DIM: (LargeDimTile(128, 64, 8, 1, "82 KB of 99 KB; 128 keys need 130 KB", chunk=128),)
     },
     gpu.SM90: _F32,
 }
 
 
-class FmhaFwdLargeDimSm80(MmaKernel):
+class FmhaFwdLargeDimSm80(LargeDimKernel):
     """The forward for large head dims."""
 
     stem = "fmha_fwd_large_dim_sm80"
     direction = "forward"
     class_name = "FmhaForwardLargeDimSm80"
-    reads_bias_by_elements = True
-    moves_unaligned_rows_in_pieces = True
-    dims = ((LARGE_DIM, LARGE_DIM),)
     tiles = _TILES
     tiles_f32 = _TILES_F32
-
-    def reads_block_mask(self, spec: KernelSpec) -> bool:
-        return False
-
-    def dims_word(self, spec: KernelSpec) -> str:
-        return "large"
-
-    def columns(self, spec: KernelSpec) -> tuple[int, int]:
-        chunk = large_dim_tile(spec).chunk
-        return chunk, chunk
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """P, the buffers, and for each row two factors and a maximum of each of its warps."""
@@ -107,7 +93,7 @@ class FmhaFwdLargeDimSm80(MmaKernel):
         return {"S": (query, key), "out": (query, large_dim_tile(spec).chunk)}
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        return (self.main(spec, "queries"),)
+        return (self.main(spec, query_tile_grid(spec)),)
 
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
@@ -121,17 +107,3 @@ class FmhaFwdLargeDimSm80(MmaKernel):
             yield Workspace("out_sum", (rows * round_up(sizes.value_dim, tile.chunk),))
         if sizes.head_dim > _LONG_SUM_COLUMNS:
             yield Workspace("score_sum", (rows * tile.key,))
-
-
-def large_dim_tile(spec: KernelSpec) -> Tile:
-    """The tile of a kernel for large head dims."""
-    assert isinstance(spec.tile, Tile)
-    return spec.tile
-
-
-def column_step_buffers(spec: KernelSpec) -> int:
-    """Two buffers, each for a step of both operands of the scores, or of a chunk: as many rows of a
-    step as the chunk has columns.
-    """
-    tile = large_dim_tile(spec)
-    return 2 * max(tile.query + tile.key, tile.chunk) * COLUMN_STEP_BYTES

@@ -7,9 +7,16 @@ from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, modifiers
+from jax_memeff.codegen.kernels.families import (
+    MmaKernel,
+    MmaTables,
+    MmaTile,
+    modifiers,
+    query_tile_grid,
+)
+from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Workspace
+from jax_memeff.codegen.spec import KernelSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +210,7 @@ class FmhaFwdSm80(MmaKernel):
         return (spec.tile.query // _tile(spec).warps,)
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        return (self.main(spec, "queries", spec.block_mask("queries")),)
+        return (self.main(spec, query_tile_grid(spec), spec.block_mask("queries")),)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         return {**super().constants(spec), "kStageRegisters": _tile(spec).stage_registers}

@@ -18,9 +18,11 @@ from jax_memeff.codegen.kernels.families import (
     WgmmaTile,
     modifiers,
     panel_columns,
+    query_tile_grid,
 )
+from jax_memeff.codegen.launch import EntryPoint, TensorMap, Workspace
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Row, TensorMap, Workspace
+from jax_memeff.codegen.spec import KernelSpec, Row
 
 # ``TileCounter`` of ffi/include/memeff/params.h.
 _TILE_COUNTER_WORDS = 4
@@ -187,7 +189,8 @@ class FmhaFwdSm90(WgmmaKernel):
         )
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        return (self.main(spec, "queries", spec.block_mask("queries")),)
+        grid = query_tile_grid(spec)._replace(most_per_sm=1)  # persistent blocks
+        return (self.main(spec, grid, spec.block_mask("queries")),)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         tile = _tile(spec)

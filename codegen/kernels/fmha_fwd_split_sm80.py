@@ -11,12 +11,15 @@ from jax_memeff.codegen import gpu, shared_memory, strategy
 from jax_memeff.codegen.features import VARLEN
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, stage
+from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec, Workspace
+from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
 COMBINE_THREADS = 128
+_COMBINE_GRID = Grid("B*N*T*combines", most_per_sm=8)
+"""Its blocks loop over all rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,10 +204,11 @@ class FmhaFwdSplitSm80(MmaKernel):
         return ["split", *(["gqa"] if spec.pack_heads else [])]
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        combine = stage(
-            spec, "combine", "FmhaForwardCombine<Config>", COMBINE_THREADS, grid="combines"
-        )
-        return self.main(spec, "key_splits"), combine
+        rows = "K*group_rows" if spec.pack_heads else "N*T"
+        grid = Grid(f"B*{rows}/{spec.tile.query}*splits")
+        class_name = "FmhaForwardCombine<Config>"
+        combine = stage(spec, "combine", class_name, COMBINE_THREADS, grid=_COMBINE_GRID)
+        return self.main(spec, grid), combine
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         tile = _tile(spec)

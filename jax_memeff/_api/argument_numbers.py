@@ -109,7 +109,7 @@ def dropout_key(value: Any, rate: float) -> None:
     if value.ndim != (0 if typed else 1):
         raise ValueError(
             f"dropout_key must be one key, got an array of keys of shape {value.shape}; use "
-            "jax.vmap for one key per batch element"
+            "jax.vmap for one key per batch index"
         )
     if not typed:
         words = jax.eval_shape(jax.random.PRNGKey, 0).shape

@@ -126,7 +126,7 @@ def ring_attention(
 
     Raises:
         ValueError: The axis is not bound, local lengths do not suit the layout, or as
-            ``dot_product_attention`` says; a bottom-right window beside lengths is refused.
+            ``dot_product_attention`` says; a bottom-right window together with lengths is refused.
         TypeError, jax_memeff.UnsupportedError: as ``dot_product_attention`` says.
 
     Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite

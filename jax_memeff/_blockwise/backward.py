@@ -1,9 +1,9 @@
 """The backward of the blockwise path.
 
-The probabilities are dbias_kernel from the logsumexp, tile by tile, as in Dao, Fu, Ermon, Rudra and
+The probabilities are recomputed from the logsumexp, tile by tile, as in Dao, Fu, Ermon, Rudra and
 Re, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), appendix
-B.4. Query blocks are the outer loop: the gradient of a query block is summed in place, and those of
-key and value in buffers of the size of key and value.
+B.4. The outer loop runs over Q blocks: the gradient of a Q block is summed in place, the gradients
+of key and value in buffers of their own size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jax_memeff._call.options import Options
 
 
 class _Sums(NamedTuple):
-    """Gradients while they are summed up; None where not wanted."""
+    """Running sums of the gradients; None if a gradient is not needed."""
 
     query: jax.Array | None
     key: jax.Array | None
@@ -62,14 +62,15 @@ def backward(
         needs_grad: which gradients are computed.
 
     Returns:
-        Gradients of the operands' own dtypes, and of the shapes that ``attention_bwd`` has; a bias
-        that is broadcast has its gradient summed tile by tile.
+        Gradients in the operands' own dtypes and in the shapes of ``attention_bwd``'s results. The
+        gradient of a broadcast bias is summed tile by tile.
     """
     problem = Problem.of(operands, options)
     batch, bias = operands.query.shape[0], operands.bias
     needs_bias_grad = needs_grad.bias and bias is not None
-    # Adding a constant to a row of scores changes no probability and shifts the logsumexp by it.
-    # A single column is computed: in ring attention it is not the whole row.
+    # A bias of one column adds a constant to each row of scores. That changes no probability and
+    # shifts the logsumexp, so the gradient follows from dlse alone. With a single key column this
+    # shortcut is not taken: in ring attention that column is not the whole row.
     constant_rows = bias is not None and bias.shape[3] == 1 != operands.key.shape[1]
     sums = _Sums(
         query=problem.zeros(*problem.query.shape) if needs_grad.query else None,
@@ -116,7 +117,7 @@ def _backward_loops(
     rows, cols, dtype = problem.rows, problem.cols, problem.accumulator
     kv_heads = problem.key.shape[1]
     dout = jnp.where(row_is_live[..., None], dout, 0)
-    # D of the paper: what every element of a row subtracts from dP.
+    # D of the paper: dP of every element of a row is reduced by it.
     row_term = jnp.sum(dout.astype(dtype) * out.astype(dtype), -1)
     row_term = jnp.where(row_is_live, row_term, 0)
     if dlse is not None:
@@ -124,7 +125,7 @@ def _backward_loops(
     row_term = grouped(row_term[..., None], kv_heads)
     lse = grouped(jnp.where(row_is_live, lse, jnp.inf)[..., None], kv_heads)
     dout = grouped(dout, kv_heads)
-    wants_scores = any(x is not None for x in (sums.query, sums.key, sums.bias))
+    needs_scores_grad = any(x is not None for x in (sums.query, sums.key, sums.bias))
 
     def query_block(index: jax.Array, sums: _Sums) -> _Sums:
         row, first_row = rows.start(index)
@@ -145,7 +146,7 @@ def _backward_loops(
                 if dvalue is not None:
                     kept = select(tile.keep, probabilities)
                     dvalue = dvalue + dot("bkgts,bkgth->bksh", kept, dout_tile)
-                if not wants_scores:
+                if not needs_scores_grad:
                     return local._replace(value=dvalue)
                 dprobabilities = dot("bkgth,bksh->bkgts", dout_tile, problem.value_tile(col))
                 dscores = probabilities * (select(tile.keep, dprobabilities) - row_term_tile)
@@ -162,7 +163,7 @@ def _backward_loops(
                     dkey = dkey + dot("bkgts,bkgth->bksh", dscores, query)
                 return _Sums(dquery, dkey, dvalue, dbias)
 
-            # Only slices go through the conditional: what goes through it may be copied.
+            # Only slices pass through the conditional, because XLA may copy its operands.
             local = _Sums(
                 sums.query,
                 read_block(sums.key, col, cols.size, 2),
@@ -189,10 +190,10 @@ def _backward_loops(
 
 
 def _bias_sums(problem: Problem) -> jax.Array | None:
-    """Where the gradient of the bias is summed.
+    """Zeros to which the gradient of the bias is added.
 
-    With a bias that is not broadcast over T every element is written by one tile, so the bias's
-    own dtype loses nothing; its zeros from overlapping tiles add exactly.
+    If the bias is not broadcast over T, one tile writes each element, so the bias's own dtype is
+    exact: overlapping tiles only add zeros.
     """
     bias = problem.operands.bias
     if bias is None:
@@ -203,9 +204,10 @@ def _bias_sums(problem: Problem) -> jax.Array | None:
 
 
 def live_rows(mask: Mask, lse: jax.Array) -> jax.Array:
-    """bool[B, T, N]: the rows that have gradients. Whatever stands in others reaches nothing.
+    """bool[B, T, N]: the rows that have gradients.
 
-    With a logsumexp of inf the probabilities of others are 0.
+    The values of other rows must not reach any result. The backward sets their logsumexp to inf,
+    which makes their probabilities 0.
     """
     live = has_probabilities(lse)
     lengths = mask.query_lengths

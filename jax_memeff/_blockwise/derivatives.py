@@ -1,16 +1,16 @@
 """Derivatives of the blockwise path that JAX can differentiate again, at linear memory.
 
-Everything but the forward is a derivative of one function, that with a fixed logsumexp ``l`` gives
-per row the sums ``z = sum_s p`` and ``w = sum_s keep * p * v`` over ``p = exp(s - l)``:
+Everything but the forward is a derivative of one function. For a fixed logsumexp ``l`` it computes
+two sums per row, ``z = sum_s p`` and ``w = sum_s keep * p * v`` with ``p = exp(s - l)``:
 
 - forward mode: ``dlse = dz`` and ``dout = dw - dz * out``;
 - reverse mode: its transpose, applied to ``dlse - rowsum(dout * out)`` for z and ``dout`` for w,
   which is the backward of Dao, Fu, Ermon, Rudra and Re, "FlashAttention: Fast and Memory-Efficient
   Exact Attention with IO-Awareness" (2022), appendix B.4.
 
-The function sums independent tiles, each computed again wherever a derivative needs it
+The function sums independent tiles and recomputes a tile whenever a derivative needs it
 (``jax.checkpoint``), so derivatives of any order keep one tile of scores at a time. Blocks are
-operands of the scans over them: their cotangents are then written once, block by block.
+scanned inputs, not slices of a captured array, so that each cotangent block is written once.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def backward(
     dlse: jax.Array | None,
     needs_grad: NeedsGrad,
 ) -> list[jax.Array]:
-    """The needed gradients, as ``attention_bwd`` gives them."""
+    """The needed gradients, in the form of ``attention_bwd``'s results."""
     is_live = live_rows(operands.mask, lse)
     dout = jnp.where(is_live[..., None], dout, 0).astype(lse.dtype)
     row_term = jnp.where(is_live, -jnp.sum(dout * out.astype(lse.dtype), -1), 0)
@@ -95,12 +95,12 @@ def backward(
 def _sums_of(
     operands: Any, options: Options, lse: jax.Array, names: list[str]
 ) -> tuple[Callable[..., Sums], list[jax.Array]]:
-    """The sums as a function of the named operands, and these, in the shapes of gradients."""
+    """The sums as a function of the named operands, and these operands in gradient shapes."""
     divisors, batch = options.divisors, batch_of(operands)
     primals = [as_gradient(name, getattr(operands, name), operands, divisors) for name in names]
     operands = whole(operands, options)
     options = without_divisors(options)
-    # A gradient that batch indices have in common is that of an operand they read in common.
+    # Batch indices that sum into one gradient also read one index of the operand.
     together = {
         name: divisors.of_gradient(name) or 1 for name in names if may_sum_gradient(name, operands)
     }
@@ -127,7 +127,7 @@ def _sums_of(
 
 
 def _zeros(operands: Operands, lse: jax.Array) -> Sums:
-    # Derived from an operand, for the varying axes inside `shard_map`.
+    # Derived from an operand, so that they vary over the same mesh axes inside `shard_map`.
     zero = jnp.sum(operands.query[:0], dtype=lse.dtype)
     weighted = (*lse.shape, operands.value.shape[3])
     return jnp.broadcast_to(zero, lse.shape), jnp.broadcast_to(zero, weighted)
@@ -138,14 +138,14 @@ def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
     problem = Problem.of(operands, options)
     rows, cols = problem.rows, problem.cols
 
-    def wide(x: jax.Array) -> jax.Array:
-        # Before the loops: cotangents of blocks are summed in the dtype of the blocks.
+    def widened(x: jax.Array) -> jax.Array:
+        # Cast before the loops, because JAX sums cotangents in the dtype of the scanned blocks.
         return x.astype(problem.accumulator)
 
-    bias = None if operands.bias is None else wide(operands.bias)
-    keys = _blocks(wide(problem.key), cols, 2), _blocks(wide(problem.value), cols, 2)
+    bias = None if operands.bias is None else widened(operands.bias)
+    keys = _blocks(widened(problem.key), cols, 2), _blocks(widened(problem.value), cols, 2)
     queries = (
-        _blocks(wide(problem.query) * options.scale, rows, 3),
+        _blocks(widened(problem.query) * options.scale, rows, 3),
         _blocks(grouped(lse[..., None], operands.key.shape[2]), rows, 3),
     )
 
@@ -191,7 +191,7 @@ def _indices(blocks: Blocks) -> jax.Array:
 
 
 def _blocks(x: jax.Array, blocks: Blocks, axis: int) -> jax.Array:
-    """The blocks of one axis, stacked in front; the last may overlap its neighbour."""
+    """The blocks of one axis, stacked as dim 0; the last may overlap its neighbour."""
     full = lax.slice_in_dim(x, 0, (blocks.count - 1) * blocks.size, axis=axis)
     shape = (*x.shape[:axis], blocks.count - 1, blocks.size, *x.shape[axis + 1 :])
     last = lax.slice_in_dim(x, blocks.length - blocks.size, blocks.length, axis=axis)
@@ -199,14 +199,14 @@ def _blocks(x: jax.Array, blocks: Blocks, axis: int) -> jax.Array:
 
 
 def _full_blocks(x: jax.Array | None, blocks: Blocks, axis: int) -> jax.Array | None:
-    """The blocks; None where x is absent or broadcast over the axis."""
+    """The blocks; None if x is absent or broadcast over the axis."""
     if x is None or x.shape[axis] == 1:
         return None
     return _blocks(x, blocks, axis)
 
 
 def _joined(x: jax.Array, blocks: Blocks, axis: int) -> jax.Array:
-    """The axis whose blocks are stacked in front."""
+    """The inverse of :func:`_blocks`."""
     full = jnp.moveaxis(x[:-1], 0, axis)
     before_last = (blocks.count - 1) * blocks.size
     merged = full.reshape(*full.shape[:axis], before_last, *full.shape[axis + 2 :])
@@ -216,9 +216,9 @@ def _joined(x: jax.Array, blocks: Blocks, axis: int) -> jax.Array:
 
 
 def _row_sums_varlen(operands: Operands, options: Options, lse: jax.Array) -> Sums:
-    """The same of packed sequences, one after the other."""
+    """Like :func:`_row_sums`, for packed sequences, one after the other."""
     bias = operands.bias
-    each = None if bias is None or bias.shape[0] == 1 else bias[:, None]
+    per_sequence = None if bias is None or bias.shape[0] == 1 else bias[:, None]
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def sequence_sums(index: jax.Array, own_bias: jax.Array | None):
@@ -241,4 +241,4 @@ def _row_sums_varlen(operands: Operands, options: Options, lse: jax.Array) -> Su
         return (total, weighted), None
 
     indices = lax.iota(jnp.int32, operands.scores[0])
-    return lax.scan(add, _zeros(operands, lse), (indices, each))[0]
+    return lax.scan(add, _zeros(operands, lse), (indices, per_sequence))[0]

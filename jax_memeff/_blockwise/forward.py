@@ -1,8 +1,8 @@
 """Attention in plain JAX with linear memory: every platform, every feature, every dtype.
 
-The forward walks over query blocks and, inside, over key blocks, and keeps one tile of scores at a
+The forward loops over Q blocks and, for each, over KV blocks, and keeps one tile of scores at a
 time. It is the online softmax of Rabe and Staats, "Self-attention does not need O(n^2) memory"
-(2021), section 3. The backward is in ``blockwise_backward.py``.
+(2021), section 3. The backward is in ``backward.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
 
     Args:
         operands: arrays in canonical shapes; ``operands.mask`` is canonical.
-        options: the static part. ``precision`` is for kernels: here every product is exact float32.
-        dtype: of ``out``, by default the query's.
+        options: the static part. ``precision`` only affects kernels: here products are float32.
+        dtype: of ``out``; the query's by default.
 
     Returns:
         out: [B, T, N, Hv]; 0 in rows without valid keys.
@@ -66,7 +66,7 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
         )
         maximum, total, weighted = lax.fori_loop(0, cols.count, key_block, state)
         has_keys = total > 0
-        # The divisor of a row without keys is 1, so that neither value nor derivative is NaN.
+        # A row without keys is divided by 1, so that neither value nor derivative is NaN.
         total = jnp.where(has_keys, total, 1)
         out = weighted * (problem.kept_scale / total)[..., None]
         lse = jnp.where(has_keys, maximum + jnp.log(total), -jnp.inf)
@@ -87,10 +87,10 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
 def _online_softmax(state: State, tile: Tile, value: jax.Array) -> State:
     """Add one tile to the running maximum, sum of exponentials and weighted values of each row."""
     maximum, total, weighted = state
-    # The results do not depend on the maximum that is subtracted, nor do their derivatives.
+    # Neither results nor derivatives depend on the subtracted maximum.
     scores = tile.scores
     new_maximum = jnp.maximum(maximum, lax.stop_gradient(jnp.max(scores, -1)))
-    # A row that has met no valid key yet subtracts 0: -inf - -inf would be NaN.
+    # A row without a valid key so far subtracts 0, because -inf - -inf would be NaN.
     subtracted = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
     probabilities = jnp.exp(scores - subtracted[..., None])
     decay = jnp.exp(maximum - subtracted)

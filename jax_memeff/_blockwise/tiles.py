@@ -1,8 +1,7 @@
-"""The tiles of scores that both directions of the blockwise path are made of.
+"""Tiles of scores, for the forward and the backward of the blockwise path.
 
-The blocks of an axis have one size, and the last one ends at the end of the axis: it overlaps its
-neighbour instead of reaching beyond the arrays, so nothing is padded. The overlapped elements are
-counted once, by the earlier block.
+All blocks of an axis have the same size. The last one ends at the end of the axis and may overlap
+its neighbour, so nothing is padded. Overlapped elements count once, in the earlier block.
 
 All arithmetic is float32 (float64 for float64 inputs): tiles of 16-bit operands are widened as they
 are read, and results are rounded once.
@@ -28,32 +27,32 @@ from jax_memeff._call.static_shapes import require_static
 LONGEST_BLOCK = 512
 _SHORTEST_BLOCK = 64
 _LARGEST_TILE = 2**20
-"""Elements of a tile over all batch elements and heads; blocks shrink until they are fewer.
+"""Elements of a tile over the batch and all heads; blocks are halved until a tile has no more.
 
-Measured on two CPU cores, H = 64, forward and backward, T = 1024: with 4 heads blocks of 512 take
-0.85 of the time of 256; with 8 heads, where a tile of 512 has 2**21 elements, 1.4. With 8 batch
-elements and 8 heads at T = 512, blocks of 128 take 0.5 of the time of 256.
+Measured on two CPU cores, H = 64, T = 1024, forward and backward. With 4 heads, blocks of 512 take
+0.85 of the time of 256. With 8 heads a tile of 512 has 2**21 elements and takes 1.4 times as long.
+With B = 8 and 8 heads at T = 512, blocks of 128 take 0.5 of the time of 256.
 """
 
 _ASSUMED_BATCH = 8
-"""What a symbolic batch size counts as: it is unknown while blocks are cut."""
+"""The batch size assumed for a symbolic one, which is unknown when block sizes are chosen."""
 
 MASKED_BIAS = -1e37
 """A bias below this masks its element, as -inf does."""
 
 
 def has_probabilities(lse: jax.Array) -> jax.Array:
-    """Whether the probabilities of a row can be computed again from its logsumexp.
+    """Whether the probabilities of a row can be recomputed from its logsumexp.
 
-    There are none in a row without keys. And floats from 2**24 on (2**53 in float64) are whole
-    numbers: of a row with a bias of -1e9 in all elements they do not hold the logarithm of the sum,
-    and what is computed from them is off by powers of two, 0 or inf.
+    A row without keys has none. Floats from 2**24 on (2**53 in float64) are whole numbers. If all
+    elements of a row have a bias of -1e9, its logsumexp therefore loses the logarithm of the sum,
+    and recomputed probabilities would be wrong by a factor, 0 or inf.
     """
     return jnp.logical_not(jnp.abs(lse) >= 2.0 ** (jnp.finfo(lse.dtype).nmant + 1))
 
 
 class Blocks(NamedTuple):
-    """How one axis is cut."""
+    """The division of one axis into blocks."""
 
     length: int
     size: int
@@ -67,13 +66,13 @@ class Blocks(NamedTuple):
         return self.length % self.size != 0
 
     def start(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Where a block starts, and its first element that no earlier block counts; int32."""
+        """The start of a block, and its first element that no earlier block counts; int32."""
         first = index.astype(jnp.int32) * self.size
         return jnp.minimum(first, self.length - self.size), first
 
 
 def _cut(length: int, longest: int) -> Blocks:
-    """Equal blocks, multiples of 16 where there are several (dropout works in blocks of 16)."""
+    """Equal blocks; multiples of 16 if there are several (dropout works in blocks of 16)."""
     count = -(-length // longest)
     if count <= 1:
         return Blocks(length, length)
@@ -91,7 +90,7 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call with its arrays turned to [B, K, G, T, .] and [B, K, S, .], and cut into blocks."""
+    """One call, its arrays transposed to [B, K, G, T, .] and [B, K, S, .], and its blocks."""
 
     operands: Operands
     options: Options
@@ -114,7 +113,7 @@ class Problem:
         )
         batch, length, heads, _ = query.shape
         if mask.key_lengths is not None:
-            # Garbage beyond the lengths is zeroed, and every element has a length of its own.
+            # Values beyond the lengths are zeroed, and each batch index has its own length.
             key = _select_rows(expanded(key, options.divisors["key"], batch), mask.key_lengths)
             value = _select_rows(
                 expanded(value, options.divisors["value"], batch), mask.key_lengths
@@ -137,8 +136,8 @@ class Problem:
     def zeros(self, *shape: int) -> jax.Array:
         """Zeros of the accumulator's dtype.
 
-        They are derived from an operand so that a loop's first state has the varying axes of the
-        later ones inside ``shard_map``.
+        They are derived from an operand. Inside ``shard_map`` a loop's initial state then varies
+        over the same mesh axes as its later states.
         """
         zero = jnp.sum(self.query[:0], dtype=self.accumulator)
         return jnp.broadcast_to(zero, shape)
@@ -173,7 +172,7 @@ class Problem:
         return tile.reshape(tile.shape[0], kv_heads, -1, *tile.shape[2:])
 
     def may_attend(self, row: jax.Array, col: jax.Array) -> jax.Array | None:
-        """Whether the tile at a row and a column can have valid elements; None if it may always."""
+        """Whether the tile at (row, col) can have valid elements; None if every tile can."""
         mask, position = self.operands.mask, self.operands.position
         sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
         return mask_tiles.may_attend(mask, sizes, (row, col), shape, position)
@@ -193,10 +192,10 @@ class Problem:
         Args:
             query: [B, K, G, rows, H], scaled.
             key: [B, K, cols, H].
-            bias: as of :meth:`bias_tile`.
-            row, col: where the tile starts.
-            first_row, first_col: the elements before are counted by another tile, and are invalid
-                here; None where rows may be computed twice.
+            bias: the result of :meth:`bias_tile`.
+            row, col: the first element of the tile.
+            first_row, first_col: another tile counts the elements before these, so they are invalid
+                here; ``first_row`` is None if rows may be computed twice.
         """
         operands, options = self.operands, self.options
         sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
@@ -245,12 +244,12 @@ class Problem:
 
     @property
     def kept_scale(self) -> float:
-        """What a kept probability is multiplied by."""
+        """The factor of a kept probability."""
         return 256 / (256 - self.options.dropout_threshold)
 
 
 def _select_rows(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Zero beyond the lengths, whatever stands there."""
+    """``x`` with zeros beyond the lengths, even if it holds NaN there."""
     if lengths is None:
         return x
     row = lax.broadcasted_iota(jnp.int32, x.shape[:2], 1)
@@ -271,7 +270,7 @@ def ungrouped(x: jax.Array) -> jax.Array:
 
 
 def dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    # By default GPU and TPU would round float32 operands to fewer bits.
+    # By default, GPUs and TPUs round float32 operands to fewer bits.
     return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST)
 
 
@@ -280,12 +279,12 @@ def _and(a: jax.Array | None, b: jax.Array) -> jax.Array:
 
 
 def select(condition: jax.Array | None, x: jax.Array) -> jax.Array:
-    """``x`` where the condition holds (None: everywhere), else 0."""
+    """``x`` if the condition holds (None: everywhere), else 0."""
     return x if condition is None else jnp.where(condition, x, 0)
 
 
 def when(condition: jax.Array | None, update, state):
-    """``update(state)`` where the condition holds (None: always), else the state."""
+    """``update(state)`` if the condition holds (None: always), else the state."""
     if condition is None:
         return update(state)
     return lax.cond(condition, update, lambda state: state, state)

@@ -1,8 +1,8 @@
-"""The blockwise path for packed sequences: one after the other, each as a call of its own.
+"""The blockwise path for packed sequences, which computes them one after the other.
 
-A sequence's rows are taken out of the tokens as it begins and put back as it ends, so there is
-never more than one padded sequence beside the tokens themselves. That one is no longer than all
-tokens, however large ``max_seqlen`` is.
+Each sequence is gathered from the tokens, computed as a batch of one, and scattered back. There is
+never more than one padded sequence in memory, and it is no longer than all tokens, however large
+``max_seqlen`` is.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from jax_memeff._call.sequences import token_indices
 
 
 def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
-    """As :func:`jax_memeff.blockwise.forward`, of operands with packed sequences.
+    """Like :func:`jax_memeff._blockwise.forward.forward`, for packed sequences.
 
     Returns:
-        out: [1, tokens, N, Hv] and lse: [1, tokens, N]; 0 and -inf where a token is in no sequence.
+        out: [1, tokens, N, Hv], 0 for tokens of no sequence.
+        lse: [1, tokens, N], -inf for tokens of no sequence.
     """
     _, tokens, heads, _ = operands.query.shape
     accumulator = jnp.promote_types(operands.query.dtype, jnp.float32)
@@ -54,23 +55,23 @@ def backward(
     dlse: jax.Array | None,
     needs_grad: NeedsGrad,
 ) -> Gradients:
-    """As :func:`jax_memeff.blockwise.backward`, of operands with packed sequences."""
-    bias, shared = operands.bias, options.divisors
-    alone = without_divisors(options)
+    """Like :func:`jax_memeff._blockwise.backward.backward`, for packed sequences."""
+    bias, divisors = operands.bias, options.divisors
+    own_options = without_divisors(options)
     needs_grad = needs_grad._replace(bias=needs_grad.bias and bias is not None)
     sums = Gradients(
         *(
-            jnp.zeros(gradient_shape(name, array.shape, operands, shared), array.dtype)
-            if want
+            jnp.zeros(gradient_shape(name, array.shape, operands, divisors), array.dtype)
+            if is_needed
             else None
-            for name, want in needs_grad._asdict().items()
+            for name, is_needed in needs_grad._asdict().items()
             for array in [getattr(operands, name)]
         )
     )
     if _is_empty(operands):
         return sums
     if bias is not None:
-        # The gradient of a bias that several sequences read is summed, and not in 16 bits.
+        # The gradient is summed over the sequences that read the bias; 16 bits would round it.
         accumulator = jnp.promote_types(bias.dtype, jnp.float32)
         operands = operands._replace(bias=bias.astype(accumulator))
         if sums.bias is not None:
@@ -80,7 +81,7 @@ def backward(
         rows, columns = tokens_of(operands, index)
         part = blockwise.backward(
             sequence_of(operands, options, index, rows, columns),
-            alone,
+            own_options,
             _take(out, rows),
             jnp.take(lse, rows, 1, mode="fill", fill_value=-jnp.inf),
             _take(dout, rows),
@@ -89,9 +90,9 @@ def backward(
         )
         dbias = sums.bias
         if dbias is not None and part.bias is not None:
-            element = index // (operands.scores[0] // dbias.shape[0])
+            bias_index = index // (operands.scores[0] // dbias.shape[0])
             _, _, rows_of_bias, columns_of_bias = part.bias.shape
-            dbias = dbias.at[element, :, :rows_of_bias, :columns_of_bias].add(part.bias[0])
+            dbias = dbias.at[bias_index, :, :rows_of_bias, :columns_of_bias].add(part.bias[0])
         return Gradients(
             _put(sums.query, rows, part.query),
             _put(sums.key, columns, part.key),
@@ -110,11 +111,11 @@ def _is_empty(operands: Operands) -> bool:
 
 
 def longest(operands: Operands) -> tuple[int, int]:
-    """How many rows and columns a sequence can have: T and S, or all tokens if those are fewer."""
+    """The most rows and columns of a sequence: T and S, or all tokens if those are fewer."""
     _, _, rows, columns = operands.scores
 
     def at_most(size: int, tokens: Any) -> int:
-        # The number of tokens of an exported program may be unknown.
+        # An exported program may have a symbolic number of tokens.
         return size if export.is_symbolic_dim(tokens) else min(size, tokens)
 
     return at_most(rows, operands.query.shape[1]), at_most(columns, operands.key.shape[1])
@@ -123,7 +124,7 @@ def longest(operands: Operands) -> tuple[int, int]:
 def tokens_of(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The tokens of a sequence's queries, [rows], and of its keys, [columns].
 
-    There are T rows and S columns, or as many as there are tokens, if those are fewer.
+    The numbers of rows and columns are those of :func:`longest`.
     """
     sequences: Any = operands.sequences
     rows, columns = longest(operands)
@@ -146,15 +147,15 @@ def tokens_of(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Arra
 def sequence_of(
     operands: Operands, options: Options, index: jax.Array, rows: jax.Array, columns: jax.Array
 ) -> Operands:
-    """One sequence as a batch of one; rows and columns as of :func:`tokens_of`."""
+    """One sequence as a batch of one; rows and columns come from :func:`tokens_of`."""
 
-    def element(x: Any, divisor: int = 1) -> Any:
+    def of_batch(x: Any, divisor: int = 1) -> Any:
         if x is None or x.shape[0] == 1:
             return x
         return lax.dynamic_slice_in_dim(x, index // divisor % x.shape[0], 1)
 
     def of_scores(x: Any, divisor: int = 1) -> Any:
-        return None if x is None else element(x, divisor)[:, :, : rows.size, : columns.size]
+        return None if x is None else of_batch(x, divisor)[:, :, : rows.size, : columns.size]
 
     mask, state = operands.mask, operands.dropout
     booleans = zip(mask.booleans, of_booleans(mask, options.divisors), strict=True)
@@ -166,8 +167,8 @@ def sequence_of(
         bias=of_scores(operands.bias, options.divisors["bias"]),
         mask=dataclasses.replace(
             mask,
-            query_lengths=element(sequences.query_lengths),
-            key_lengths=element(sequences.key_lengths),
+            query_lengths=of_batch(sequences.query_lengths),
+            key_lengths=of_batch(sequences.key_lengths),
             segment_ids=tuple(
                 (_take(query_ids, rows), _take(key_ids, columns))
                 for query_ids, key_ids in mask.segment_ids
@@ -176,19 +177,19 @@ def sequence_of(
         ),
         dropout=None
         if state is None
-        else DropoutState(element(state.key_words), element(state.batch_base), state.head_index),
+        else DropoutState(of_batch(state.key_words), of_batch(state.batch_base), state.head_index),
         position=jax.tree.map(lambda x: x[index] if x.ndim else x, operands.position),
         sequences=None,
     )
 
 
 def _take(x: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The rows of a sequence, and zeros beyond its length."""
+    """The rows of a sequence, padded with zeros."""
     return jnp.take(x, tokens, 1, mode="fill", fill_value=0)
 
 
 def _put(x: Any, tokens: jax.Array, rows: Any) -> Any:
-    """``x`` with the rows of a sequence; what lies beyond its length is dropped."""
+    """``x`` with the rows of a sequence replaced; rows beyond its length are dropped."""
     if x is None or rows is None:
         return None
     return x.at[:, tokens].set(rows, mode="drop")

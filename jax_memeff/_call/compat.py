@@ -1,4 +1,4 @@
-"""What differs, or may come to differ, between jax versions; nothing else reads jax's internals."""
+"""Everything that depends on the version of JAX; no other module uses JAX's internals."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jax.sharding import Mesh, PartitionSpec
 def cast_to_common_varying_axes(tree: Any) -> Any:
     """Make every leaf vary over the manual mesh axes that any leaf varies over.
 
-    Inside ``jax.shard_map`` a primitive takes operands of one set of varying axes. Casting before
-    the differentiable call puts the cast's transpose, a sum over devices, outside the rule.
+    Inside ``jax.shard_map`` all operands of a primitive must vary over the same axes. The cast
+    comes before the differentiable call, so its transpose, a sum over devices, is outside the rule.
     """
     leaves, structure = jax.tree.flatten(tree)
     varying = list(map(varying_axes, leaves))
@@ -39,12 +39,12 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def mapped_explicit_axes() -> frozenset[Any]:
-    """The explicit mesh axes that dims are sharded over which an enclosing ``jax.vmap`` maps."""
+    """The explicit mesh axes that shard a dim mapped by an enclosing ``jax.vmap``."""
     return getattr(core.get_axis_env(), "explicit_mesh_axis_names", frozenset())
 
 
 def leading_dims(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The type of a result laid out as ``aval`` in its first three dims, for any fourth.
+    """The type of a result with the sharding of ``aval`` in its first three dims, for any fourth.
 
     Derived from ``aval`` rather than built, so varying axes and explicit shardings survive.
     """
@@ -54,7 +54,7 @@ def leading_dims(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def batched(aval: Any, shape: tuple[int, ...], like: Any) -> Any:
-    """The type of ``shape`` that differs from ``aval`` in the first dim at most, as in ``like``."""
+    """``aval`` in a shape that may differ in the first dim, which is then sharded as ``like``."""
     if aval.shape == shape:
         return aval.update(weak_type=False)
     spec = jax.sharding.PartitionSpec(like.sharding.spec[0], *aval.sharding.spec[1:])
@@ -62,30 +62,30 @@ def batched(aval: Any, shape: tuple[int, ...], like: Any) -> Any:
 
 
 def projection(aval: Any) -> Any:
-    """The type [B, T, N, H] of one of the arrays that are slots of [B, T, slots, N, H]."""
+    """The type [B, T, N, H] of one slot of an array [B, T, slots, N, H]."""
     spec = [*aval.sharding.spec[:2], *aval.sharding.spec[3:]]
     sharding = aval.sharding.update(spec=jax.sharding.PartitionSpec(*spec))
     return aval.update(shape=(*aval.shape[:2], *aval.shape[3:]), sharding=sharding)
 
 
 def local(aval: Any) -> ShapedArray:
-    """The type of the array as one program sees it, without mesh axes.
+    """The type of the array without mesh axes.
 
-    Lowering happens below sharding: code traced there must not be asked which mesh axes its loop
-    carries vary over.
+    Lowering sees local arrays. In code that is traced there, JAX must not check over which mesh
+    axes loop carries vary.
     """
     return ShapedArray(aval.shape, aval.dtype)
 
 
 def lower_with_devices(primitive: Primitive) -> None:
-    """Let the lowering rule of a primitive know the mesh, as that of custom_partitioning does."""
+    """Give the lowering rule of a primitive access to the mesh, as custom_partitioning needs."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def devices_of_compiler(ctx: mlir.LoweringRuleContext) -> int:
-    """How many devices XLA divides the program among, at this place of it.
+    """The number of devices among which XLA partitions the program being lowered.
 
-    Inside ``jax.shard_map`` that is one.
+    Inside ``jax.shard_map`` it is one.
     """
     return getattr(ctx.module_context.axis_context, "num_devices", 1)
 
@@ -99,17 +99,17 @@ def mesh_axes_of_compiler(ctx: mlir.LoweringRuleContext) -> tuple[int, ...]:
 
 
 def replace_compile_errors(handler: Callable[[Exception], Exception | None]) -> None:
-    """Let an error of the XLA compiler be raised as the one that the handler makes of it, if any.
+    """Replace errors of the XLA compiler by those that the handler returns, unless it returns None.
 
-    XLA turns what its Python callbacks raise into text in the middle of an error of its own.
+    XLA turns an exception of a Python callback into text inside an error of its own.
     """
     compiler.register_xla_runtime_error_handler(handler)
 
 
 def spec_of(sharding: Any, mesh: Mesh, rank: int) -> PartitionSpec | None:
-    """The spec over a mesh of a sharding that custom_partitioning did not decode.
+    """The spec, over a mesh, of a sharding that custom_partitioning did not decode.
 
-    None where no spec says it: it is made of parts of mesh axes, or the mesh is not known.
+    None if no spec expresses it: it uses parts of mesh axes, or the mesh is unknown.
     """
     if sharding.is_fully_replicated:
         return PartitionSpec()

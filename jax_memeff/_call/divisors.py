@@ -1,6 +1,6 @@
-"""Operands that have fewer batch indices than the batch: what each batch index reads.
+"""Operands with fewer batch indices than the call, and the index that each batch index reads.
 
-:class:`jax_memeff._call.options.Divisors` says it in numbers.
+:class:`jax_memeff._call.options.Divisors` has the numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _has_own_divisor(name: str, operands: Any) -> bool:
 
 
 def may_sum_gradient(name: str, operands: Any) -> bool:
-    """Whether batch indices may have one gradient of the operand, which is their sum."""
+    """Whether the gradient may be a sum over batch indices."""
     return differentiable(operands)[name].dims[0] == "batch|1"
 
 
@@ -65,8 +65,8 @@ def gradient_shape(
 ) -> tuple[int, ...]:
     """The shape of the gradient of an operand of this shape: each batch index has its own.
 
-    If the operand's first dim may be 1, the gradient is summed over the batch indices that
-    ``Divisors.gradients`` says.
+    If the operand's first dim may be 1, the gradient is instead summed over runs of batch indices,
+    as ``Divisors.gradients`` says.
     """
     if not _has_own_divisor(name, operands):
         return shape
@@ -83,14 +83,14 @@ def as_gradient(name: str, x: jax.Array, operands: Any, divisors: Divisors) -> j
     indices = gradient_shape(name, x.shape, operands, divisors)[0]
     if indices == x.shape[0]:
         return x
-    # Batch indices that have one gradient read one index of the operand.
+    # Batch indices that sum into one gradient read one index of the operand.
     return expanded(x, divisors[name] // (divisors.of_gradient(name) or 1), indices)
 
 
 def summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The sum over dims that are 1 in the shape, and over runs of the first dim.
+    """``x`` summed to a shape: over dims that are 1 in it, and over runs of the first dim.
 
-    The runs are as long as makes the first dim that of the shape.
+    The length of the runs is the ratio of the first dims.
 
     >>> summed(jnp.arange(12).reshape(4, 3), (2, 1)).tolist()
     [[15], [51]]
@@ -109,7 +109,7 @@ def with_divisors(operands: Any) -> list[Item]:
 
 
 def changed(operands: Any, divisors: Divisors, change: Callable[[int, int], int]) -> Divisors:
-    """Other divisors: ``change`` takes the batch indices of an array and its divisor."""
+    """New divisors: ``change(batch indices of an array, its divisor)``."""
     found, sums = {}, {}
     batch = batch_of(operands)
     for item in with_divisors(operands):
@@ -129,29 +129,29 @@ def of_booleans(mask: Mask, divisors: Divisors) -> tuple[int, ...]:
 def combined(mask: Mask, divisors: Divisors, batch: int) -> tuple[int, int]:
     """Batch indices and divisor of the conjunction of the boolean masks.
 
-    If masks that do not broadcast have different divisors, it has the whole batch.
+    If masks that are not broadcast have different divisors, the conjunction has the whole batch.
     """
-    own = zip(mask.booleans, of_booleans(mask, divisors), strict=True)
-    different = {(x.shape[0], divisor) for x, divisor in own if x.shape[0] != 1}
+    pairs = zip(mask.booleans, of_booleans(mask, divisors), strict=True)
+    different = {(x.shape[0], divisor) for x, divisor in pairs if x.shape[0] != 1}
     if not different:
         return 1, 1
     return different.pop() if len(different) == 1 else (batch, 1)
 
 
 def conjunction(mask: Mask, divisors: Divisors, batch: int) -> tuple[jax.Array, int]:
-    """The boolean masks as one, of as few batch indices as they allow, and its divisor."""
+    """One mask for all boolean masks, with as few batch indices as possible, and its divisor."""
     indices, divisor = combined(mask, divisors, batch)
     booleans = mask.booleans
     if indices == batch:
-        own = zip(booleans, of_booleans(mask, divisors), strict=True)
-        booleans = tuple(broadcastable(*boolean, batch) for boolean in own)
+        pairs = zip(booleans, of_booleans(mask, divisors), strict=True)
+        booleans = tuple(broadcastable(*boolean, batch) for boolean in pairs)
     return functools.reduce(jnp.logical_and, booleans), divisor
 
 
 def whole(operands: AnyOperands, options: Options) -> AnyOperands:
-    """The same operands with the whole batch each; bias and masks may still broadcast.
+    """The operands, expanded to the whole batch; bias and masks may still broadcast.
 
-    This copies an operand for every batch index that reads it.
+    An operand is copied for every batch index that reads it.
     """
     batch, varlen = batch_of(operands), is_varlen(operands)
 

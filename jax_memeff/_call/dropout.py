@@ -1,7 +1,7 @@
-"""Dropout whose keep bits depend on the key, the head and the position alone.
+"""Dropout whose keep bits depend only on the key, the head and the position.
 
 The random byte of element (row r, column c) of head index ``bh = b * N + n`` is a function of
-(key, bh, r, c) alone, so every tile size, shard and implementation drops the same elements::
+(key, bh, r, c) only, so every tile size, shard and implementation drops the same elements::
 
     ctr  = ( (r>>4)<<2 | (r>>1)&3 ,  (c>>4)<<2 | (c>>1)&3 ,  bh ,  0 )
     w    = philox4x32_7(ctr, key)[ 2*(r&1) + (c&1) ]
@@ -35,7 +35,7 @@ Words = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def threshold(rate: float) -> int:
-    """The byte T below which an element is dropped: ``floor(256 * rate + 0.5)``.
+    """The threshold T, ``floor(256 * rate + 0.5)``: an element is dropped if its byte is below.
 
     Raises:
         ValueError: ``rate`` is not in [0, 1], or is above 0 and rounds to never or to always.
@@ -60,7 +60,7 @@ def threshold(rate: float) -> int:
 
 
 def realised_rate(rate: float) -> float:
-    """The probability with which an element is really dropped: ``threshold(rate) / 256``.
+    """The actual probability of dropping an element: ``threshold(rate) / 256``.
 
     >>> realised_rate(0.1)
     0.1015625
@@ -108,7 +108,7 @@ def _covering_blocks(start: int | jax.Array, size: int) -> tuple[int | jax.Array
 
 
 def _counters(first_block: int | jax.Array, blocks: int) -> jax.Array:
-    """The generator's counters of ``blocks`` blocks of one axis: four per block."""
+    """The generator's counters for ``blocks`` blocks of one axis: four per block."""
     first = jnp.asarray(first_block).astype(jnp.uint32)
     return first * jnp.uint32(4) + lax.iota(jnp.uint32, 4 * blocks)
 
@@ -121,21 +121,21 @@ def keep_mask(
     rows: int,
     cols: int,
 ) -> jax.Array:
-    """Which elements of a tile are kept.
+    """Whether each element of a tile is kept.
 
-    The generator runs once per 16 elements of the 16 x 16 blocks that the tile touches. Starts
-    that are Python integers and multiples of 16 touch the fewest.
+    The generator runs once per 16 elements of the 16 x 16 blocks that overlap the tile. If the
+    starts are Python integers and multiples of 16, these blocks are the fewest.
 
     Args:
-        state: the arrays that the bits depend on beside row and column.
-        threshold: T, as of :func:`threshold`.
+        state: the inputs of the generator other than row and column.
+        threshold: T, the result of :func:`threshold`.
         row_start: global row of the tile's first row; ``int`` or int32[], not negative.
         col_start: global column of the tile's first column; likewise.
         rows: height of the tile.
         cols: width of the tile.
 
     Returns:
-        bool[B, N, rows, cols], true where the element is kept.
+        bool[B, N, rows, cols], true if the element is kept.
     """
     first_row_block, row_blocks = _covering_blocks(row_start, rows)
     first_col_block, col_blocks = _covering_blocks(col_start, cols)
@@ -147,13 +147,13 @@ def keep_mask(
         (row_counter, col_counter, head_counter, jnp.zeros_like(head_counter)),
         (key[:, 0], key[:, 1]),
     )
-    # Within a block a row is 8 * half + 2 * pair + parity, and so is a column. The counters hold
-    # the pairs, so the words, chosen by the parities, interleave to runs of 8 rows and 8 columns.
+    # Within a block, row = 8 * upper + 2 * pair + parity, and columns alike. The counters encode
+    # the pairs, and the parities select the word, so the words interleave to runs of 8 by 8.
     runs = jnp.stack([jnp.stack(words[:2], -1), jnp.stack(words[2:], -1)], 3)
     batch, heads = head_counter.shape[:2]
     runs = runs.reshape(batch, heads, row_blocks, 8, col_blocks, 8)
     kept = [(runs >> 8 * byte & 0xFF) >= threshold for byte in range(4)]
-    # The byte is chosen by the halves, which place the runs within the block.
+    # (upper row, upper column) selects the byte, and places the run of 8 by 8 within the block.
     bits = jnp.stack([jnp.stack(kept[:2], -2), jnp.stack(kept[2:], -2)], 3)
     bits = bits.reshape(batch, heads, _BLOCK * row_blocks, _BLOCK * col_blocks)
     if bits.shape[2:] == (rows, cols):
@@ -170,7 +170,7 @@ def key_words(dropout_key: jax.Array) -> jax.Array:
 def state(
     dropout_key: jax.Array, batch: int, num_heads: int, offsets: Offsets | None = None
 ) -> DropoutState:
-    """The arrays that the bits of a call depend on.
+    """The inputs of the generator for one call, except rows and columns.
 
     Args:
         dropout_key: a typed or legacy JAX random key.
@@ -185,7 +185,7 @@ def state(
     global_heads = num_heads if offsets.num_heads is None else offsets.num_heads
 
     def unsigned(x: Index) -> jax.Array:
-        # Head indices count modulo 2**32, and so do these casts. Host values fit int32.
+        # Head indices are modulo 2**32, and so are these casts. Host values fit int32.
         return jnp.asarray(x, jnp.int32).astype(jnp.uint32)
 
     return DropoutState(

@@ -1,4 +1,4 @@
-"""The place of one call's arrays in a larger attention problem."""
+"""The position of a call's arrays in a larger attention problem."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Index = int | np.integer | np.ndarray | jax.Array
 MOST_POSITION = 2**29
 """The largest global index of a first row or column.
 
-Rows and columns of a call count up to 2**28. Up to this offset, sums of a row, a column, a window's
-bound and the distance of the diagonal fit int32, in the kernels too.
+A call has at most 2**28 rows and columns. Up to this offset, sums of a row, a column, a window
+bound and the shift of the diagonal fit int32, in the kernels too.
 """
 
 
 class Position(NamedTuple):
-    """The place of local row 0 and column 0 in the global score matrix.
+    """The global indices of local row 0 and column 0.
 
-    All batch indices have the same, or each its own.
+    They are the same for all batch indices, or one for each.
     """
 
     query: jax.Array
@@ -38,11 +38,11 @@ class Position(NamedTuple):
 class Offsets:
     """The global position of a shard, a ring step or a chunk.
 
-    A call with the offsets of its arrays computes exactly its part of the unsharded answer: windows
-    count from the global rows and columns, and the dropout bits are those of the global element.
+    A call with the offsets of its arrays computes exactly its part of the unsharded result: windows
+    use global rows and columns, and the dropout bits are those of the global element.
     Every field is an ``int`` or an integer scalar array, which may be traced;
     ``query`` and ``key`` may also be integer arrays ``[B]``, one for each batch index, or for each
-    of the packed sequences: chunks of several prompts, each at its own place, are one call.
+    of the packed sequences: one call can have chunks of several prompts at different positions.
 
     Args:
         batch: global index of the first batch index.

@@ -1,8 +1,8 @@
 """The arrays of a call, and one table that describes them.
 
-Everything that handles operands without computing on them loops over :data:`OPERANDS`: batching,
-sharding, gradients, the buffers of the custom call. A new operand is a field below; its row comes
-from the feature that brings it (codegen/features). Beside them only the mathematics has to know it.
+Code that handles operands without computing on them loops over :data:`OPERANDS`: batching,
+sharding, gradients, the buffers of the custom call. A new operand needs a field below, an entry in
+its feature (codegen/features), from which its row is made, and the code that computes with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax_memeff.codegen.features.feature import Placement
 
 
 class DropoutState(NamedTuple):
-    """What the keep bit of an element depends on beside its row and column."""
+    """The inputs of an element's keep bit other than its row and column."""
 
     key_words: jax.Array
     """uint32[B, 2]: the two words of the Philox key, per batch index."""
@@ -35,8 +35,8 @@ class DropoutState(NamedTuple):
 class Operands(NamedTuple):
     """The arrays of a call; a pytree. An absent operand is None.
 
-    With packed ``sequences`` B counts them, while query, key and value are [1, tokens, ...] and
-    segment ids [1, tokens]; the mask has no lengths, because the sequences have them.
+    With packed ``sequences``, B is their number, query, key and value are [1, tokens, ...], and
+    segment ids [1, tokens]. The mask then has no lengths, because the sequences have them.
     """
 
     query: jax.Array
@@ -65,7 +65,7 @@ class Operands(NamedTuple):
 
 
 class QkvPackedOperands(NamedTuple):
-    """The arrays of a call whose query, key and value are one array; otherwise ``Operands``."""
+    """``Operands`` of a call whose query, key and value are one array."""
 
     query_key_value: jax.Array
     """[B, T, 3, N, H]"""
@@ -87,9 +87,9 @@ AnyOperands = Operands | QkvPackedOperands
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradients the backward computes; a gradient that nobody asks for is not allocated.
+    """The gradients that the backward computes; others are not allocated.
 
-    One array of query, key and value has one gradient: then the first three are equal.
+    If query, key and value are one array, it has one gradient, and the first three are equal.
     """
 
     query: bool
@@ -122,22 +122,22 @@ AnyGradients = Gradients | QkvPackedGradients
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What is known of an operand before its shape is."""
+    """The properties of an operand that do not depend on its shape."""
 
     path: str
-    """Its place in the operands; ``*`` is any place in a tuple."""
+    """Its path in the operands; ``*`` is any index of a tuple."""
     buffer: str
     """The name of its buffer in the custom call (ffi/src); several arrays may share one buffer."""
     dims: tuple[str, ...]
-    """The names of its dims. ``batch|1`` may have size 1, and the operand is broadcast then."""
+    """The names of its dims. ``batch|1`` may have size 1; the operand is then broadcast."""
     varlen_dims: tuple[str, ...]
-    """The same with packed sequences: tokens, and a batch of sequences."""
+    """The names with packed sequences: tokens, and sequences as the batch."""
     has_gradient: bool = False
     has_divisor: bool = False
     """Whether it may have fewer batch indices than the batch after a ``jax.vmap`` that does not map
     it (:class:`jax_memeff._call.options.Divisors`)."""
     placement: Placement = "internal"
-    """Which shardings of the user's array are accepted."""
+    """The accepted shardings of the user's array; internal arrays are made by the call itself."""
 
     def named_dims(self, is_varlen: bool) -> tuple[str, ...]:
         """The names of its dims in a call."""
@@ -163,7 +163,7 @@ _DIM_NAMES = {
 
 
 def _rows_of(operand: features.Operand) -> Iterator[Operand]:
-    """A row for each place of an operand of the code generator's table."""
+    """A row for each path of an operand in the code generator's table."""
     dims = _dims(operand.array_dims or operand.dims.replace("~", ""))
     if operand.packed_dims is None:
         varlen_dims = tuple(dim.replace("batch", "sequences") for dim in dims)
@@ -182,7 +182,7 @@ def _rows_of(operand: features.Operand) -> Iterator[Operand]:
 
 
 def _dims(names: str) -> tuple[str, ...]:
-    """``("batch|1", "heads")`` of ``"B? N"``; pairs of segment ids are arrays of their own."""
+    """``("batch|1", "heads")`` for ``"B? N"``, without ``pairs``, whose ids are separate arrays."""
     found = (
         _DIM_NAMES.get(name.rstrip("?"), name.rstrip("?")) + "|1" * name.endswith("?")
         for name in names.split()
@@ -213,9 +213,9 @@ class Item(NamedTuple):
 
     operand: Operand
     name: str
-    """Its place, as ``Divisors`` has it: ``mask.booleans.1``."""
+    """Its path with indices, the key of ``Divisors``: ``mask.booleans.1``."""
     title: str
-    """What messages call it: ``mask.booleans[1]``."""
+    """Its name in messages: ``mask.booleans[1]``."""
     array: Any
 
 
@@ -240,7 +240,7 @@ def in_table_order(operands: Any) -> list[Item]:
 
 
 def mapped(function: Any, operands: Any, *others: Any) -> Any:
-    """``function(item, *others)`` for each array, in the place of the array."""
+    """``function(item, *others)`` for each array, as a tree like the operands."""
     structure = jax.tree.structure(operands)
     trees = [structure.flatten_up_to(other) for other in others]
     return structure.unflatten(map(function, items(operands), *trees))
@@ -252,7 +252,7 @@ def _name(path: Any) -> str:
 
 def _operand(path: Any) -> Operand:
     parts = _name(path).split(".")
-    # The first number is a place in a tuple of any length; that of a pair says which of the two.
+    # The first number indexes a tuple of any length. A second one selects an element of a pair.
     place = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     if place is not None:
         parts[place] = "*"
@@ -265,7 +265,7 @@ def is_varlen(operands: Any) -> bool:
 
 
 def batch_of(operands: Any) -> int:
-    """B, of operands whose leaves have a shape."""
+    """B, for operands whose leaves have a shape."""
     if isinstance(operands, QkvPackedOperands):
         return operands.query_key_value.shape[0]
     return operands.scores[0]
@@ -281,7 +281,7 @@ def differentiable(operands: Any) -> dict[str, Operand]:
 
 
 def gradients_needed(operands: Any, needs_grad: NeedsGrad) -> list[str]:
-    """The names of the gradients that ``attention_bwd`` gives, in their order."""
+    """The names of ``attention_bwd``'s results, in their order."""
     return [
         name
         for name in differentiable(operands)
@@ -291,7 +291,7 @@ def gradients_needed(operands: Any, needs_grad: NeedsGrad) -> list[str]:
 
 
 def needs_grad_of(operands: Any, needed: Iterable[str]) -> NeedsGrad:
-    """The opposite of :func:`gradients_needed`."""
+    """The inverse of :func:`gradients_needed`."""
     names = set(needed)
     if isinstance(operands, QkvPackedOperands) and "query_key_value" in names:
         names |= {"query", "key", "value"}

@@ -10,7 +10,7 @@ Implementation = Literal["cuda", "xla"]
 
 @dataclasses.dataclass(frozen=True)
 class Divisors:
-    """How the batch B reads operands that have fewer batch indices.
+    """How the batch indices of a call map to those of operands that have fewer.
 
     Batch index b reads index ``(b // divisor) % indices`` of the operand. Divisors come from
     ``jax.vmap``, which makes its axis the outermost part of the batch.
@@ -23,20 +23,20 @@ class Divisors:
     operands: tuple[tuple[str, int], ...] = ()
     """The divisors that are not 1, each with the name of its operand: ``mask.booleans.0``."""
     gradients: tuple[tuple[str, int], ...] = ()
-    """The names of operands whose first dim may be 1, and how many batch indices in a row have one
-    gradient, which is their sum. An operand that is not here has one gradient if its first dim is
-    1, and otherwise one for each batch index."""
+    """For operands whose first dim may be 1: the number of consecutive batch indices over which
+    the gradient is summed. An operand that is not listed has one gradient if its first dim is 1,
+    and otherwise one for each batch index."""
 
     def __getitem__(self, name: str) -> int:
         return dict(self.operands).get(name, 1)
 
     def of_gradient(self, name: str) -> int:
-        """How many batch indices in a row have one gradient; 0 if the operand is not listed."""
+        """The number of consecutive batch indices per gradient; 0 if the operand is not listed."""
         return dict(self.gradients).get(name, 0)
 
     @classmethod
     def of(cls, operands: dict[str, int], gradients: dict[str, int]) -> Divisors:
-        """Divisors by name. Equal ones compare equal, which keeps one program for one call."""
+        """Divisors by name, in one normal form, so that equal calls share one program."""
         kept = (name for name in sorted(operands) if operands[name] != 1)
         summed = (name for name in sorted(gradients) if gradients[name])
         return cls(
@@ -58,8 +58,8 @@ class Options:
     implementation: Implementation | None = None
     """None: the kernels on CUDA, the blockwise path elsewhere."""
     residual_checkpoint_name: str | None = None
-    """The name of output and logsumexp for the policies of ``jax.checkpoint``; None for the names
-    that ``derivatives.named`` gives."""
+    """The name of output and logsumexp for the policies of ``jax.checkpoint``; None means the
+    default names of ``derivatives.named``."""
     divisors: Divisors = dataclasses.field(default_factory=Divisors)
     batch_axes: tuple[int, ...] = ()
     """The sizes of the axes that ``jax.vmap`` put into the batch, outermost first, and of the

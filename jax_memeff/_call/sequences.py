@@ -1,4 +1,4 @@
-"""Packed sequences: where each stands among the tokens of the arrays."""
+"""Packed sequences: the tokens that belong to each of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 
 MOST_POSITIONS = 1 << 28
-"""Rows and columns of the largest problem of the kernels: ``kMaxLength`` of memeff/params.h."""
+"""The most rows and columns that the kernels support: ``kMaxLength`` of memeff/params.h."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Where packed sequences start in the tokens of query, and of key and value.
+    """The starts and lengths of packed sequences in the tokens of query, and of key and value.
 
-    They follow one another and do not overlap; tokens between the end of one and the next start
-    belong to none. The last start is the first one plus the number of tokens: the gap after the
-    last sequence goes on at token 0.
+    Sequences are in order and do not overlap. Tokens between the end of one and the next start
+    belong to none. The last of the B + 1 starts is the first one plus the number of tokens, so the
+    gap after the last sequence wraps around to token 0.
     """
 
     query_starts: jax.Array
@@ -31,9 +31,9 @@ class Sequences:
     key_lengths: jax.Array
     """int32[B], at most S"""
     longest_query: int = dataclasses.field(metadata={"static": True})
-    """T: no sequence has more queries."""
+    """T: the most queries of a sequence."""
     longest_key: int = dataclasses.field(metadata={"static": True})
-    """S: no sequence has more keys."""
+    """S: the most keys of a sequence."""
 
 
 def starts_and_lengths(
@@ -41,8 +41,8 @@ def starts_and_lengths(
 ) -> tuple[jax.Array, jax.Array]:
     """Starts as in :class:`Sequences`, int32[B + 1], and lengths, int32[B], of packed sequences.
 
-    Values are clamped to [0, tokens], and one that is below an earlier one counts as that one, so
-    no token is in two sequences. A sequence ends after ``longest`` tokens.
+    Values are clamped to [0, tokens] and raised to the largest earlier value, so no token is in two
+    sequences. A sequence ends after at most ``longest`` tokens.
 
     >>> starts, lengths = starts_and_lengths(jnp.array([0, 3, 2, 9]), longest=4, tokens=8)
     >>> starts, lengths
@@ -57,10 +57,10 @@ def starts_and_lengths(
 
 
 def token_indices(starts: jax.Array, lengths: jax.Array, longest: int, tokens: int) -> jax.Array:
-    """The token at each position of a sequence; ``tokens``, which is none, beyond its length.
+    """The token at each position of a sequence; beyond its length ``tokens``, an invalid index.
 
     Args:
-        starts: int32[...], where sequences start.
+        starts: int32[...], the first token of each sequence.
         lengths: int32[...], their lengths.
         longest: T, the number of positions.
         tokens: the number of tokens.

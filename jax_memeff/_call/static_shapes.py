@@ -1,4 +1,4 @@
-"""Symbolic sizes of ``jax.export``, and the paths that cannot have them."""
+"""Symbolic sizes of ``jax.export``, and an error for paths that do not support them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def require_static(shapes: Mapping[str, Sequence[int]], where: str, remedy: str)
     """Raise for symbolic sizes among named shapes.
 
     Raises:
-        UnsupportedError: names ``where`` sizes have to be static, the shape, and the ``remedy``.
+        UnsupportedError: its text has ``where`` (the path that needs static sizes), the shape, and
+            the ``remedy``.
     """
     for name, shape in shapes.items():
         if any(export.is_symbolic_dim(size) for size in shape):

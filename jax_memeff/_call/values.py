@@ -1,6 +1,6 @@
-"""Arrays and numbers as users pass them; NumPy arrays stay on the host, to be checked there.
+"""Checks of arrays and numbers that users pass. NumPy arrays stay on the host, to be checked there.
 
-Every message names the argument, what was expected and what came.
+Every message names the argument, what was expected and what was passed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def array(name: str, value: Any) -> Any:
     """``value`` as a JAX array, or as a NumPy array if it is not on a device yet.
 
     Raises:
-        TypeError: it is no array, a masked array, or of a dtype that JAX does not have.
+        TypeError: it is not an array, is a masked array, or has a dtype that JAX does not have.
         ValueError: it is a list whose rows differ in length.
     """
     if isinstance(value, np.ma.MaskedArray):
@@ -82,10 +82,10 @@ def integers(name: str, value: Any) -> Any:
 
 
 def clipped(value: Any, low: int, high: int) -> Any:
-    """Integers as int32, those outside of [low, high] at its ends. The range must fit int32.
+    """Integers clipped to [low, high], as int32. The range must fit int32.
 
-    The values are clipped before they are cast: a cast alone would wrap. The bounds may not fit a
-    small or unsigned type themselves.
+    Values are clipped before the cast, which would wrap. Bounds that a small or unsigned dtype does
+    not hold are clipped to that dtype first.
 
     >>> clipped(np.array([-3, 2**40]), 0, 9).tolist(), clipped(np.array([200], np.uint8), -1, 999)
     ([0, 9], array([200], dtype=int32))
@@ -96,10 +96,10 @@ def clipped(value: Any, low: int, high: int) -> Any:
 
 
 def static_number(name: str, value: Any, instead: str) -> float:
-    """A finite number; a traced one cannot be a constant of the kernel's launch.
+    """A finite number; it becomes a constant of the kernel's launch, so it cannot be traced.
 
     Args:
-        instead: what to do with a traced number.
+        instead: the remedy for a traced number.
     """
     if isinstance(value, Tracer):
         raise TypeError(f"{name} must be a static number, got a traced value; {instead}")
@@ -110,7 +110,7 @@ def static_number(name: str, value: Any, instead: str) -> float:
             f"{name} must be a number, got {value!r:.80} of type {type(value).__name__}"
         )
     try:
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]
     except OverflowError:
         raise ValueError(f"{name} must be finite, got an integer beyond float64") from None
     if not math.isfinite(number):
@@ -120,10 +120,10 @@ def static_number(name: str, value: Any, instead: str) -> float:
 
 def _is_number(value: object) -> bool:
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-        # NumPy counts differences of times among the integers.
+        # NumPy treats timedeltas as integers.
         kinds = (jnp.floating, jnp.integer)
         return value.dtype.kind != "m" and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
-    # float() would accept "0.5", True is no scale, and classes have methods, too.
+    # float() would accept "0.5", True is not a scale, and classes have __float__ too.
     return hasattr(value, "__float__") and not isinstance(value, (bool, str, type))
 
 
@@ -132,7 +132,7 @@ def static_integer(name: str, value: Any, expected: str, instead: str) -> int:
 
     Args:
         expected: completes "must be".
-        instead: what to do with a traced integer.
+        instead: the remedy for a traced integer.
     """
     if isinstance(value, Tracer):
         raise TypeError(f"{name} must be {expected}, got a traced value; {instead}")

@@ -1,8 +1,8 @@
-"""Which tiles of scores hold a valid element, where segment ids or boolean arrays mask them.
+"""Block masks: whether segment ids and boolean arrays make none, some or all of a tile valid.
 
-What the kernels read is described in ffi/include/memeff/mask/block_mask.cuh. The maps are small and
-computed by XLA before a kernel: of ids from those of each tile, of a boolean array from its own
-elements, each read once.
+ffi/include/memeff/mask/block_mask.cuh has the layout that kernels read. Block masks are small, and
+XLA computes them before a kernel: for ids from the range of each tile, for a boolean array from
+its elements, each read once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jax import lax
 from jax_memeff._call.divisors import broadcastable, conjunction
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.options import Divisors
-from jax_memeff.codegen.spec import BlockMask
+from jax_memeff.codegen.launch import BlockMask
 
 _NONE, _ALL, _SOME = 0, 1, 2
-"""Of the elements of a tile are valid. Segment ids may say "some" of a tile without any."""
+"""Whether none, all or some elements of a tile are valid. For ids, "some" may include none."""
 
 _LINE_BYTES = 8
-"""Lines of a map begin at multiples of it, with two int32 and then a byte for each tile."""
+"""Alignment of a row of blocks, which has two int32 and then one byte for each tile."""
 
 
 def lines(
@@ -32,13 +32,13 @@ def lines(
     scores: tuple[int, int, int, int],
     divisors: Divisors,
 ) -> jax.Array:
-    """The map of segment ids and boolean arrays: uint8 [B or 1, N or 1, lines, bytes of a line].
+    """The block mask of ids and boolean arrays: uint8 [B or 1, N or 1, rows of blocks, bytes].
 
     Args:
-        mask: has ids or boolean arrays; what else it has is not looked at.
-        tile: the size of the tiles, and what lines are tiles of.
+        mask: has ids or boolean arrays; its other conditions are ignored.
+        tile: the size of the tiles, and whether rows of blocks belong to queries or keys.
         scores: (B, N, T, S).
-        divisors: how the batch shares boolean arrays of fewer elements.
+        divisors: those of boolean arrays with fewer batch indices.
 
     >>> ids = jnp.array([[0, 0, 0, 1, 1]])
     >>> found = lines(Mask.segments(ids, ids), BlockMask("queries", 2, 2), (1, 1, 5, 5), Divisors())
@@ -63,16 +63,16 @@ def lines(
 
 
 def _of_ids(query_ids: jax.Array, key_ids: jax.Array, tile: BlockMask) -> jax.Array:
-    """[B, 1, query tiles, key tiles]. Tiles whose ranges of ids do not meet hold nothing valid."""
+    """[B, 1, query tiles, key tiles]. Tiles with disjoint ranges of ids have no valid element."""
     rows = _id_ranges(query_ids, tile.query)[:, :, None, :, None]
     columns = _id_ranges(key_ids, tile.key)[:, :, None, None, :]
-    meets = (rows[1] <= columns[2]) & (columns[1] <= rows[2])
+    overlap = (rows[1] <= columns[2]) & (columns[1] <= rows[2])
     same = (rows[0] == rows[2]) & (columns[0] == columns[2])
-    return jnp.where(meets, jnp.where(same, _ALL, _SOME), _NONE).astype(jnp.uint8)
+    return jnp.where(overlap, jnp.where(same, _ALL, _SOME), _NONE).astype(jnp.uint8)
 
 
 def _id_ranges(ids: jax.Array, tile: int) -> jax.Array:
-    """[3, B, tiles]: smallest id, smallest id that is not negative, and largest id of each tile."""
+    """[3, B, tiles]: smallest id, smallest non-negative id, and largest id of each tile."""
     count = -(-ids.shape[1] // tile)
     padding = (0, 0), (0, count * tile - ids.shape[1])
     tiles = jnp.pad(ids, padding, mode="edge").reshape(-1, count, tile)
@@ -91,7 +91,7 @@ def _of_booleans(mask: jax.Array, tile: BlockMask) -> jax.Array:
 
 
 def _any_bits(bits: jax.Array, axis: int, tile: int) -> jax.Array:
-    """The bits that any element of a tile of ``axis`` has; a broadcast axis stays as it is."""
+    """The OR of the bits of each tile of ``axis``; a broadcast axis is unchanged."""
     size = bits.shape[axis]
     if size == 1:
         return bits
@@ -104,13 +104,13 @@ def _any_bits(bits: jax.Array, axis: int, tile: int) -> jax.Array:
 
 
 def _with_ranges(valid: jax.Array) -> jax.Array:
-    """Lines of tiles, each behind the range that those with a valid element lie in."""
+    """Rows of blocks, each preceded by the range of its tiles with a valid element."""
     count = valid.shape[3]
     index = jnp.arange(count, dtype=jnp.int32)
     begin = jnp.where(valid > 0, index, count).min(3)
     end = jnp.where(valid > 0, index + 1, 0).max(3)
     ranges = lax.bitcast_convert_type(jnp.stack([begin, end], 3), jnp.uint8)
-    # At least one byte more, as the kernels ask for one behind the last tile.
+    # At least one more byte, because kernels read one after the last tile.
     padding = (count // _LINE_BYTES + 1) * _LINE_BYTES - count
     tiles = jnp.pad(valid, ((0, 0),) * 3 + ((0, padding),))
     return jnp.concatenate([ranges.reshape(*valid.shape[:3], _LINE_BYTES), tiles], 3)

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff.codegen import features
-from jax_memeff.codegen.kernels.families import WARPGROUP_ROWS
-from jax_memeff.codegen.spec import EntryPoint, KernelSpec
+from jax_memeff.codegen.spec import KernelSpec
 
 _MAGIC = b"\x89MEMEFF\n"
 _VERSION = 1
@@ -32,9 +31,6 @@ _DTYPES = {
 
 _SPEC_DTYPES = {"tf32": "f32"}
 """The dtypes of arrays of kernels that are named otherwise."""
-
-_COMBINE_BLOCKS = 8
-"""Blocks of the combination of split keys for each SM; they loop over all rows."""
 
 _DIMS = {
     **{operand.role: operand.dims for operand in features.operands()},
@@ -93,11 +89,11 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
         f"blocks_per_sm {spec.tile.blocks_per_sm}",
     ]
     for entry in spec.entry_points:
-        grid, most = _grid(spec, entry)
         mask = entry.block_mask.name if entry.block_mask else "-"
         maps = "maps" if entry.takes_maps else "-"
         sizes = f"{entry.threads} {entry.shared_bytes}"
-        lines.append(f"entry {entry.name} {sizes} {grid} {most} {mask} {maps}")
+        blocks = f"{entry.grid.product} {entry.grid.most_per_sm}"
+        lines.append(f"entry {entry.name} {sizes} {blocks} {mask} {maps}")
     for box in spec.tensor_maps:
         row_dim = 2 if box.name == "bias" else 1
         lines.append(f"map {box.name} {box.rows} {box.columns} {row_dim}")
@@ -116,7 +112,7 @@ def _dims(spec: KernelSpec, name: str) -> str:
 
     "..." for workspaces, whose sizes are covered by the seal of the call alone.
     """
-    if name.startswith(("queries_", "keys_")):  # codegen.spec.BlockMask.name
+    if name.startswith(("queries_", "keys_")):  # codegen.launch.BlockMask.name
         side, tile = name.split("_")
         query, key = tile.split("x")
         return f"B? N? T/{query} *" if side == "queries" else f"B? N? S/{key} *"
@@ -125,25 +121,6 @@ def _dims(spec: KernelSpec, name: str) -> str:
             return array.dims
     dims = _DIMS | _VARLEN_DIMS if spec[features.VARLEN] else _DIMS
     return dims.get(name, "...")
-
-
-def _grid(spec: KernelSpec, entry: EntryPoint) -> tuple[str, int]:
-    """The blocks of an entry point as a product, and the most for each SM (0: no limit)."""
-    query, key = spec.tile.query, spec.tile.key
-    head_rows = f"K*group_rows/{query}" if spec.pack_heads else f"N*T/{query}"
-    own = "bias_gradient.0*bias_gradient.1"
-    side = max(query, key)
-    rows = WARPGROUP_ROWS  # that a block of the 3xFP16 split writes; it divides tiles
-    return {
-        "queries": (f"B*N*T/{query}", int(spec.persistent and entry.name == spec.name)),
-        "key_splits": (f"B*{head_rows}*splits", 0),
-        "combines": ("B*N*T*combines", _COMBINE_BLOCKS),
-        "keys": (f"B*K*S/{key}", 0),
-        "q_splits": (f"B*K*S/{key}*q_splits", 0),
-        "bias": (f"{own}*bias_gradient.2/{query}*S/{key}", 0),
-        "bias_squares": (f"{own}*T/{side}*S/{side}", 1),
-        "operands": (f"B*N*T_or_1/{rows}+2*{key // rows}*B*K*S_or_1/{key}", 0),
-    }[entry.grid]
 
 
 def types(buffers: Sequence[Buffer]) -> str:

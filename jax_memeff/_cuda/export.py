@@ -1,4 +1,4 @@
-"""Programs that run elsewhere: what ``jax.export`` has to be told, and who may run the result."""
+"""Programs that run elsewhere: the safety checks of ``jax.export``, and registering handlers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from jax import export
 
 
 def export_disabled_checks() -> list[export.DisabledSafetyCheck]:
-    """What ``jax.export.export`` needs as ``disabled_checks`` for programs with our CUDA kernels.
+    """The ``disabled_checks`` of ``jax.export.export`` for programs with our CUDA kernels.
 
-    JAX refuses to export custom calls of which it does not know that they stay the same. Ours carry
-    their kernels and are decoded by the installed package: run an exported program with the version
-    of jax-memeff that exported it. Another one says so where it cannot decode the call.
+    JAX refuses to export custom calls whose compatibility it does not know. Ours carry their
+    kernels, and the installed package decodes them: run an exported program with the version of
+    jax-memeff that exported it. Another version raises an error if it cannot decode the call.
 
     >>> import os, jax, jax.numpy as jnp, jax_memeff
-    >>> os.environ["JAX_MEMEFF_ARCHS"] = "sm_90a"  # as there may be no GPU here
+    >>> os.environ["JAX_MEMEFF_ARCHS"] = "sm_90a"  # there may be no GPU here
     >>> operand = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.bfloat16)
     >>> exported = jax.export.export(
     ...     jax.jit(jax_memeff.dot_product_attention),
@@ -34,10 +34,10 @@ def export_disabled_checks() -> list[export.DisabledSafetyCheck]:
 
 @functools.cache
 def register_targets() -> None:
-    """Tell XLA about our custom calls, in a process that runs a program it did not lower.
+    """Register our custom calls with XLA, in a process that runs a program it did not lower.
 
-    Lowering a call for CUDA does it, so that only a process which deserialises a program needs to:
-    before it runs it, and as often as it likes. Needs neither a GPU nor the compiler.
+    Lowering a call for CUDA registers them too, so only a process that deserializes a program needs
+    this, before it runs the program. Repeated calls are harmless. Needs no GPU and no compiler.
 
     >>> import jax_memeff
     >>> jax_memeff.register_targets()

@@ -1,4 +1,4 @@
-"""The sizes of a call, and what its kernels write beside their results: known before the device is.
+"""The sizes of a call and its workspaces, which are fixed before the device is known.
 
 Each workspace is large enough for the kernels of every architecture of the program.
 """
@@ -14,13 +14,14 @@ from jax.core import ShapedArray
 from jax_memeff._call.divisors import gradient_shape
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Divisors
+from jax_memeff.codegen.launch import Workspace
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import KernelSpec, Workspace
+from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import MULTIPROCESSORS
 
 
 def sizes_of(avals: Operands, divisors: Divisors) -> Sizes:
-    """The sizes of a call in the code generator's words."""
+    """The sizes of a call for the code generator."""
     batch, heads, queries, keys = avals.scores
     _, query_tokens, _, head_dim = avals.query.shape
     _, key_tokens, key_heads, value_dim = avals.value.shape

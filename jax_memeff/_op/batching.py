@@ -1,7 +1,7 @@
 """``jax.vmap`` of the primitives: the mapped axis becomes the outermost part of the batch.
 
-The folded call has ``size * B`` batch indices. What happens to an operand follows from its dims in
-the table of operands (``_call/operands.py``):
+The folded call has ``size * B`` batch indices. The dims of an operand in the table
+``_call/operands.py`` decide how it is folded:
 
 - an operand with a divisor (key, value, bias, boolean mask) is not copied if it is not mapped:
   batch index b reads index ``(b // divisor) % indices`` of it
@@ -9,9 +9,9 @@ the table of operands (``_call/operands.py``):
 - other operands of the batch are repeated. The query is, because the output is as large; lengths,
   segment ids, mapped positions and the dropout state are, because they are small. A repeated
   dropout state gives every mapped call its own bits;
-- tokens of packed sequences follow those of the mapped index before.
+- tokens of packed sequences are appended to those of the previous mapped index.
 
-A call that does not fit runs once per mapped index, by ``jax.lax.map``:
+In these cases the call runs once per mapped index, by ``jax.lax.map``:
 
 - an operand without a batch is mapped: ``Offsets`` of heads;
 - a key, value, bias or mask whose batch comes from an outer vmap alone is mapped now;
@@ -44,7 +44,7 @@ from jax_memeff._call.sequences import MOST_POSITIONS
 
 
 class _UnfoldableError(Exception):
-    """No call with the mapped axis in its batch computes this."""
+    """No single call with the mapped axis in its batch computes this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +56,12 @@ class _Array:
 
     @property
     def indices(self) -> int:
-        """The size of its own first axis."""
+        """The size of its first axis, not counting the mapped one."""
         return self.array.shape[1 if self.mapped else 0]
 
     @property
     def has_dims(self) -> bool:
-        """Whether it is no scalar, apart from the mapped axis."""
+        """Whether it has dims other than the mapped axis."""
         return self.array.ndim > self.mapped
 
     def everywhere(self, size: int) -> jax.Array:
@@ -88,7 +88,7 @@ class _Fold(NamedTuple):
         return jnp.broadcast_to(x.array[:, None], (self.size, self.batch)).reshape(-1)
 
     def kept(self, x: _Array, divisor: int) -> tuple[jax.Array, int]:
-        """An operand with a divisor, and its divisor in the folded call."""
+        """An operand with a divisor in the folded call, and its new divisor."""
         if not x.mapped:
             return x.array, divisor
         if x.indices == 1:
@@ -230,9 +230,9 @@ def _folded_options(fold: _Fold, operands: Any, options: Options, *, is_forward:
 
 
 def _summed_gradient(fold: _Fold, item: Item, divisors: Divisors, is_forward: bool) -> int:
-    """How many batch indices have one gradient, of which each mapped call has one.
+    """The number of batch indices over which a gradient is summed, within one mapped call.
 
-    A forward has none yet: if the operand is not mapped, all batch indices can have one.
+    For a forward it is undecided: if the operand is not mapped, the sum may cover the whole batch.
     """
     together = divisors.of_gradient(item.name)
     if together or (is_forward and not item.array.mapped):

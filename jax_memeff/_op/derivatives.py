@@ -2,8 +2,8 @@
 
 - ``attention_fwd`` has the tangent ``attention_tangent``, linear in the operands' tangents;
 - the transpose of ``attention_tangent`` is ``attention_bwd``, and the other way round;
-- the derivative of either in an argument in which it is not linear is that of its form in JAX
-  (``_blockwise/derivatives.py``), which can be differentiated any number of times.
+- in arguments in which they are not linear, both are differentiated through their form in plain JAX
+  (``_blockwise/derivatives.py``), any number of times.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from jax_memeff._op import primitives
 
 
 def named(results: tuple[jax.Array, jax.Array], options: Options) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp under the names by which policies of ``jax.checkpoint`` save them.
+    """Output and logsumexp with the names for policies of ``jax.checkpoint``.
 
-    The backward needs both. A name that the user chooses is the name of both, so that a policy that
-    saves it saves the whole residual.
+    The backward needs both, so a name that the user chooses applies to both: a policy that saves it
+    saves all residuals.
     """
     out, lse = results
     chosen = options.residual_checkpoint_name
@@ -90,9 +90,9 @@ def _row_bias_gradient(
     """Gradient of a bias [b, n, t, 1] that is one number per row of the scores.
 
     ``ds = p * (dp - D)`` with ``D = rowsum(dout * out) - dlse`` sums over a row to dlse exactly,
-    because ``sum(p * dp) = rowsum(dout * out)``, with dropout too: a shift of a whole row changes
-    its logsumexp and nothing else. With a sink of probability ``p_s``, which does not move with the
-    row, the other probabilities sum to ``1 - p_s``, and the sum is ``dlse + p_s * D``.
+    because ``sum(p * dp) = rowsum(dout * out)``, with dropout too. Shifting a whole row changes
+    only its logsumexp. A sink of probability ``p_s`` is not shifted, so the other probabilities sum
+    to ``1 - p_s``, and the sum is ``dlse + p_s * D``.
 
     Args:
         rows: this sum, [B, T, N].
@@ -160,7 +160,7 @@ def _backward_transpose(
 
 
 def _placed(leaves: Sequence[Any], gradients: Iterable[tuple[int | None, Any]]) -> list[Any]:
-    """A cotangent for each leaf that is to have one, None for the others."""
+    """A cotangent for each undefined primal, None for other leaves."""
     cts = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in leaves]
     for place, gradient in gradients:
         if place is not None and gradient is not None and cts[place] is not None:

@@ -8,10 +8,10 @@ They take the flat leaves of a pytree, whose structure is the parameter ``tree``
 - ``attention_tangent``: ``(Operands, out, lse, Gradients)``, tangents of the operands -> tangents
   of out and lse
 
-Gradients and tangents have the whole batch even if their operand has fewer batch indices; those of
-a bias may be sums over batch indices (``Divisors.gradients``).
+Gradients and tangents have the whole batch even if their operand has fewer batch indices. The
+gradient of a bias may be summed over batch indices (``Divisors.gradients``).
 
-All of them also take ``QkvPackedOperands``, with one gradient for query, key and value together.
+All primitives also accept ``QkvPackedOperands``, with one gradient for query, key and value.
 Differentiation rules are in ``derivatives.py``.
 """
 
@@ -205,7 +205,7 @@ def _register(
         return default_lowering(ctx, *operands, **params)
 
     def cuda(lower, ctx, *operands, **params):
-        # Empty problems have constants for results; no kernel is compiled for them.
+        # The results of empty problems are constants and need no kernel.
         empty = any(0 in aval.shape for aval in ctx.avals_in)
         if empty or params["options"].implementation == "xla":
             return default_lowering(ctx, *operands, **params)

@@ -1,10 +1,10 @@
-"""The differentiable door to the primitives: one ``jax.custom_vjp``.
+"""The differentiable entry point to the primitives: one ``jax.custom_vjp``.
 
 The residuals are the operands, the output and the logsumexp; the backward recomputes the scores
 (FlashAttention-2, https://arxiv.org/abs/2307.08691, section 3.1.2). Output and logsumexp carry the
 names ``jax_memeff_out`` and ``jax_memeff_lse``, or the user's ``residual_checkpoint_name``, for the
-policies of ``jax.checkpoint``. They are named inside the rule: an array that is named outside of it
-is not the residual, so a policy that saves it would still run the forward again.
+policies of ``jax.checkpoint``. The names are given inside the rule. Outside of it, the named array
+would not be the residual, and a policy that saves it would still run the forward again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from jax_memeff._op import derivatives, primitives
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Perturbed:
-    """Which operands are differentiated; static, so that it can be a residual."""
+    """The operands that are differentiated; static, so that it can be a residual."""
 
     needs_grad: NeedsGrad
 
 
 def perturbed(operands: Any) -> NeedsGrad:
-    """Which gradients are needed, given operands whose leaves are JAX's primals of a rule."""
+    """The needed gradients, from operands whose leaves are the primals of a custom_vjp rule."""
     names = [name for name in differentiable(operands) if getattr(operands, name) is not None]
     return needs_grad_of(operands, (name for name in names if getattr(operands, name).perturbed))
 
@@ -50,9 +50,9 @@ _forward_mode = jax.make_user_context(False)
 def forward_mode() -> AbstractContextManager[None]:
     """A context in which calls of attention have forward-mode derivatives.
 
-    ``jax.jvp``, ``jax.jacfwd`` and ``jax.linearize`` refuse a ``jax.custom_vjp``, which attention
-    is by default. In this context it is not; the call itself has to be traced inside. Reverse mode
-    and ``jax.checkpoint`` work as they do outside, and so do results and gradients.
+    By default attention is a ``jax.custom_vjp``, which ``jax.jvp``, ``jax.jacfwd`` and
+    ``jax.linearize`` refuse. Calls that are traced in this context are not. Results, gradients,
+    reverse mode and ``jax.checkpoint`` are the same as outside.
 
     Tangents are computed on the blockwise path, on every platform, at linear memory.
 
@@ -75,9 +75,10 @@ def is_forward_mode() -> bool:
 
 @contextmanager
 def forward_mode_is_named() -> Iterator[None]:
-    """Add the remedy to what JAX raises where forward mode meets a ``jax.custom_vjp``.
+    """Add the remedy to JAX's error for forward mode through a ``jax.custom_vjp``.
 
-    It does so in calls outside of ``jax.jit``; a program raises when it is lowered, far from here.
+    This covers calls outside of ``jax.jit``. Inside, JAX raises when it lowers the program, where
+    no context of ours is active.
     """
     try:
         yield

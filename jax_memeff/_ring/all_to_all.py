@@ -1,8 +1,8 @@
 """Context parallelism by heads: each device computes the whole sequence for some of the heads.
 
-One all-to-all turns arrays that are sharded over the sequence into arrays that are sharded over the
-heads, and another turns the output back (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509,
-section 3.1). In between, the call is that of one device, with its derivatives.
+One all-to-all reshards arrays from the sequence to the heads, and another one reshards the output
+back (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, section 3.1). In between, the call and
+its derivatives are those of a single device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SEQUENCE, _HEADS = 1, 2
 
 
 def check_heads(axis_name: object, devices: int, heads: int, key_heads: int) -> None:
-    """Check that every device gets whole query heads, of whole groups or of one group.
+    """Check that every device gets whole query heads, from whole groups or from one group.
 
     Raises:
         ValueError: the heads do not divide.
@@ -45,7 +45,7 @@ def check_heads(axis_name: object, devices: int, heads: int, key_heads: int) -> 
 
 
 def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a device's rows; takes and gives what ``derivatives.attention`` does."""
+    """(out, lse) of a device's rows; arguments and results as in ``derivatives.attention``."""
     whole = compat.cast_to_common_varying_axes(_whole_sequence(operands, ring))
     out, lse = vjp.attention(whole, ring.options)
     return _to_sequence(out, ring), _to_sequence(lse, ring)
@@ -80,24 +80,24 @@ def _replicated(item: Item, ring: Ring) -> jax.Array:
 
 
 def _for_all_devices(x: jax.Array, ring: Ring) -> jax.Array:
-    """Key heads as many as devices, if they are fewer: each device needs one."""
+    """Key heads, repeated to the number of devices if they are fewer: each device needs one."""
     return jnp.repeat(x, max(1, ring.devices // x.shape[_HEADS]), _HEADS)
 
 
 def _to_heads(x: jax.Array, ring: Ring) -> jax.Array:
-    """[B, T, N local, ...] of [B, T local, N, ...], in natural order."""
+    """[B, T local, N, ...] to [B, T, N local, ...], in natural order."""
     x = lax.all_to_all(x, ring.axis_name, _HEADS, _SEQUENCE, tiled=True)
     return _natural(x, _SEQUENCE, ring)
 
 
 def _to_sequence(x: jax.Array, ring: Ring) -> jax.Array:
-    """The opposite of :func:`_to_heads`."""
+    """The inverse of :func:`_to_heads`."""
     x = zigzag(x, _SEQUENCE, ring.devices) if ring.layout == "zigzag" else x
     return lax.all_to_all(x, ring.axis_name, _SEQUENCE, _HEADS, tiled=True)
 
 
 def _scores(x: jax.Array, ring: Ring) -> jax.Array:
-    """[1|B, 1|N local, 1|T, 1|S] of [1|B, 1|N, 1|T local, 1|S]."""
+    """[1|B, 1|N, 1|T local, 1|S] to [1|B, 1|N local, 1|T, 1|S]."""
     heads, rows = 1, 2
     if x.shape[heads] == 1 and x.shape[rows] == 1:
         return x
@@ -109,7 +109,7 @@ def _scores(x: jax.Array, ring: Ring) -> jax.Array:
 
 
 def _own_heads(x: jax.Array, axis: int, ring: Ring) -> jax.Array:
-    """This device's heads of an array that has those of all devices."""
+    """This device's heads of an array that has the heads of all devices."""
     size = x.shape[axis] // ring.devices
     return lax.dynamic_slice_in_dim(x, lax.axis_index(ring.axis_name) * size, size, axis)
 

@@ -1,8 +1,8 @@
-"""The derivatives of ring attention: its backward, and those that JAX makes of both.
+"""The derivatives of ring attention: reverse mode, forward mode and second derivatives.
 
-As of an unsharded call the door is a ``jax.custom_vjp``. What it runs is a ``jax.custom_jvp`` with
-the tangents of a forward and a backward that JAX may differentiate: so there are second
-derivatives, and first ones in forward mode.
+The entry point is a ``jax.custom_vjp``, as for an unsharded call. Its forward and its backward are
+each a ``jax.custom_jvp``, whose tangents come from a version that JAX can differentiate
+(``Ring.is_differentiable``). That gives second derivatives, and first ones in forward mode.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of a device's rows, differentiable in query, key, value and bias.
 
     Args:
-        operands: those of the device; all vary over the same mesh axes, the ring's among them. The
-            mask's windows are top-left, and a bias is not of one column.
+        operands: those of the device; all vary over the same mesh axes, including the ring's. The
+            mask's windows are top-left, and a bias has more than one column.
         ring: the static part.
     """
     if is_forward_mode():
@@ -50,8 +50,8 @@ def _forward(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _backward(arrays: tuple[Any, ...], ring: Ring, needs_grad: NeedsGrad) -> Gradients:
-    # Without the barrier XLA may find that keys travelled the same way in the forward, keep what
-    # arrived there, and with it the keys of the whole sequence.
+    # Without the barrier XLA may notice that the forward made the same transfers and keep their
+    # results: every device would then hold the keys of the whole sequence.
     operands, out, lse, dout, dlse = arrays
     operands, dout = lax.optimization_barrier((operands, dout))
     return passes.backward(operands, ring, out, lse, dout, dlse, needs_grad)

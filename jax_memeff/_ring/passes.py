@@ -1,12 +1,12 @@
 """The forward and the backward of ring attention, on the primitives.
 
 The forward merges the products of :mod:`jax_memeff._ring.schedule` by their logsumexps. The
-backward gives every product the output and the logsumexp of the whole row: the probabilities that
-it recomputes are then the final ones, and its gradients only have to be added (Liu, Zaharia and
-Abbeel, arXiv:2310.01889, appendix A). The gradients of key and value travel with their keys, and
+backward passes the output and the logsumexp of the whole row to every product. The recomputed
+probabilities are then the final ones, and gradients only have to be added (Liu, Zaharia and
+Abbeel, arXiv:2310.01889, appendix A). The gradients of key and value travel with their keys and
 return to their device at the end.
 
-Everything is summed in float32 (float64 for float64 inputs) and rounded once.
+All sums are float32 (float64 for float64 inputs) and rounded once.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class Ring:
     method: Method
     options: Options
     is_differentiable: bool = False
-    """Whether JAX may differentiate the forward and the backward, for other derivatives than the
-    backward. Bits that travel as those of another dtype have none, nor has a loop whose length is
-    data a transpose."""
+    """Whether JAX can differentiate the passes, for forward mode and second derivatives. Packed
+    transfers reinterpret bits, which have no derivative, and a loop whose length is data has no
+    transpose, so a differentiable ring avoids both."""
 
     @property
-    def held(self) -> np.ndarray:
-        """The chunks that each device holds, int[devices, chunks]."""
+    def chunks(self) -> np.ndarray:
+        """The chunks of each device, int[devices, chunks]."""
         return chunks_of_devices(self.layout, self.devices)
 
     def shift(self, tree: Any, hops: int) -> Any:
-        """What the device ``hops`` places before this one has, in one transfer."""
+        """The tree of the device ``hops`` places before this one, in one transfer."""
         if hops % self.devices == 0 or not jax.tree.leaves(tree):
             return tree
         pairs = [(rank, (rank + hops) % self.devices) for rank in range(self.devices)]
@@ -85,7 +85,7 @@ class Ring:
 
 
 class Keys(NamedTuple):
-    """What travels: one element for each column."""
+    """The arrays that travel; each has one element per column."""
 
     key: jax.Array
     value: jax.Array
@@ -93,23 +93,23 @@ class Keys(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What products add to: two pytrees."""
+    """The running sums of the products: two pytrees."""
 
     rows: Any
-    """Of the device's rows; they stay."""
+    """Of the device's rows; these stay on the device."""
     keys: Any
-    """Of the columns in hand; they travel with the keys."""
+    """Of the present columns; these travel with the keys."""
 
 
-Visit = Callable[[Keys, Product, Sums], Sums]
+AddProduct = Callable[[Keys, Product, Sums], Sums]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """One call: its local operands, and the sizes of a product.
 
-    The operands differ from those of an unsharded call in what they hold of the columns: lengths
-    count global positions, and bias and boolean masks have the columns of all devices.
+    Unlike in an unsharded call, lengths count global positions, and bias and boolean masks have the
+    columns of all devices.
     """
 
     operands: Operands
@@ -122,17 +122,17 @@ class _Call:
 
     @property
     def rows(self) -> int:
-        return self.operands.query.shape[1] // self.ring.held.shape[1]
+        return self.operands.query.shape[1] // self.ring.chunks.shape[1]
 
     @property
     def columns(self) -> int:
         length = self.operands.key.shape[1]
         if self.ring.method == "all_gather":
             return length * self.ring.devices
-        return length // self.ring.held.shape[1]
+        return length // self.ring.chunks.shape[1]
 
     def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
-        """Zeros of the accumulator's dtype, which vary over the mesh axes that the operands do."""
+        """Zeros that vary over the same mesh axes as the operands; by default accumulators."""
         query = self.operands.query
         dtype = jnp.promote_types(query.dtype, jnp.float32) if dtype is None else dtype
         return compat.cast_to_common_varying_axes((jnp.zeros(shape, dtype), query))[0]
@@ -167,7 +167,7 @@ class _Call:
         return read_block(x, product.row, self.rows, 1)
 
     def of_columns(self, x: Any, product: Product) -> Any:
-        """The columns of a product in [B, S in hand, ...]."""
+        """The columns of a product in [B, S present, ...]."""
         return read_block(x, product.column, self.columns, 1)
 
     def of_scores(self, x: Any, product: Product) -> Any:
@@ -175,26 +175,26 @@ class _Call:
         start, shape = (product.row, product.first_column), (self.rows, self.columns)
         return None if x is None else slice_tile(x, start, shape)
 
-    def run(self, visit: Visit, sums: Sums) -> Sums:
-        """Visit every product; ``sums.keys`` come back for the device's own columns."""
+    def run(self, add_product: AddProduct, sums: Sums) -> Sums:
+        """Add every product; the returned ``sums.keys`` belong to the device's own columns."""
         if self.ring.method == "all_gather":
-            return self._compute_gathered(visit, sums)
-        return self._travel(visit, sums)
+            return self._run_gathered(add_product, sums)
+        return self._run_ring(add_product, sums)
 
-    def _compute_gathered(self, visit: Visit, sums: Sums) -> Sums:
+    def _run_gathered(self, add_product: AddProduct, sums: Sums) -> Sums:
         keys = jax.tree.map(self.ring.gather, self.keys)
         rank = lax.axis_index(self.ring.axis_name)
         gathered = jax.tree.map(
             lambda x: self.zeros((x.shape[0], self.columns, *x.shape[2:])), sums.keys
         )
         sums = sums._replace(keys=gathered)
-        for index, chunks in enumerate(self.ring.held.T):
+        for index, chunks in enumerate(self.ring.chunks.T):
             row, first_row = index * self.rows, jnp.asarray(chunks * self.rows, jnp.int32)[rank]
             product = Product(*map(jnp.int32, (row, 0, first_row, 0)))
-            sums = visit(keys, product, sums)
+            sums = add_product(keys, product, sums)
         return sums._replace(keys=jax.tree.map(self.ring.scatter, sums.keys))
 
-    def _travel(self, visit: Visit, sums: Sums) -> Sums:
+    def _run_ring(self, add_product: AddProduct, sums: Sums) -> Sums:
         ring, operands = self.ring, self.operands
         lengths = operands.query.shape[1], operands.key.shape[1]
         plan = steps(ring.layout, ring.devices, *lengths, operands.mask.top_left)
@@ -203,62 +203,62 @@ class _Call:
         rank = lax.axis_index(ring.axis_name)
         no_keys = sums.keys
 
-        def step(carry: tuple[Keys, Sums], plan: Step, way: _Way) -> tuple[Keys, Sums]:
+        def step(carry: tuple[Keys, Sums], plan: Step, kind: _StepKind) -> tuple[Keys, Sums]:
             keys, sums = carry
-            # The transfer is independent of the products, and can overlap them: the keys of the
-            # next step leave now, and what was summed for these keys arrives.
-            if way.next_hops == way.last_hops:
-                following, arriving = ring.shift((keys, sums.keys), way.next_hops)
+            # The transfer does not depend on the products, so XLA can overlap them. It sends the
+            # keys of the next step, and receives the sums of earlier devices for these keys.
+            if kind.next_hops == kind.last_hops:
+                following, arriving = ring.shift((keys, sums.keys), kind.next_hops)
             else:
-                following = ring.shift(keys, way.next_hops)
-                arriving = ring.shift(sums.keys, way.last_hops)
+                following = ring.shift(keys, kind.next_hops)
+                arriving = ring.shift(sums.keys, kind.last_hops)
             products = [x[rank] for x in plan.products]
 
             def compute(index: Any, sums: Sums) -> Sums:
-                return visit(keys, Product(*(x[index] for x in products)), sums)
+                return add_product(keys, Product(*(x[index] for x in products)), sums)
 
             sums = sums._replace(keys=no_keys)
             count = plan.counts[rank]
-            if way.count is None and not ring.is_differentiable:
+            if kind.count is None and not ring.is_differentiable:
                 sums = lax.fori_loop(0, count, compute, sums)
-            elif way.count is None:
-                for index in range(way.products):
+            elif kind.count is None:
+                for index in range(kind.products):
                     sums = when(index < count, functools.partial(compute, index), sums)
             else:
-                for index in range(way.count):
+                for index in range(kind.count):
                     sums = compute(index, sums)
             return following, sums._replace(keys=jax.tree.map(jnp.add, arriving, sums.keys))
 
         carry = ring.shift(self.keys, plan[0].hops), sums
-        for way, alike in _loops(plan):
-            carry = _repeat(functools.partial(step, way=way), carry, alike)
+        for kind, same_kind in _loops(plan):
+            carry = _repeat(functools.partial(step, kind=kind), carry, same_kind)
         sums = carry[1]
         rounded = jax.tree.map(lambda x: x.astype(operands.key.dtype), sums.keys)
         return sums._replace(keys=ring.shift(rounded, -plan[-1].hops))
 
 
-class _Way(NamedTuple):
-    """What the steps of one loop have in common."""
+class _StepKind(NamedTuple):
+    """The common properties of steps that run in one loop."""
 
     last_hops: int
-    """Hops since the step before."""
+    """Hops from the previous step."""
     next_hops: int
-    """Hops to the step after."""
+    """Hops to the next step."""
     count: int | None
-    """Products of every device; None when devices have different numbers."""
+    """Products of every device; None if devices have different numbers."""
     products: int
     """The largest number of products."""
 
 
-def _loops(plan: tuple[Step, ...]) -> list[tuple[_Way, list[Step]]]:
-    """The steps, neighbours that have the same way together."""
+def _loops(plan: tuple[Step, ...]) -> list[tuple[_StepKind, list[Step]]]:
+    """The steps, grouped into runs of consecutive steps of one kind."""
     between = [after.hops - before.hops for before, after in itertools.pairwise(plan)]
-    ways = (
-        _Way(last, following, step.count, step.products.row.shape[1])
+    kinds = (
+        _StepKind(last, following, step.count, step.products.row.shape[1])
         for last, following, step in zip([0, *between], [*between, 0], plan, strict=True)
     )
-    pairs = itertools.groupby(zip(ways, plan, strict=True), key=lambda pair: pair[0])
-    return [(way, [step for _, step in alike]) for way, alike in pairs]
+    pairs = itertools.groupby(zip(kinds, plan, strict=True), key=lambda pair: pair[0])
+    return [(kind, [step for _, step in same_kind]) for kind, same_kind in pairs]
 
 
 def _repeat(body: Callable[[Any, Any], Any], carry: Any, inputs: list[Any]) -> Any:
@@ -273,7 +273,7 @@ def forward(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
     """Output [B, T local, N, Hv] in the query's dtype, and logsumexp [B, T local, N]."""
     call = _Call(operands, ring)
 
-    def visit(keys: Keys, product: Product, sums: Sums) -> Sums:
+    def add_product(keys: Keys, product: Product, sums: Sums) -> Sums:
         part = primitives.forward(call.part(keys, product), ring.options)
         out, lse = sums.rows
         merged = _merge((call.of_rows(out, product), call.of_rows(lse, product)), part)
@@ -283,9 +283,9 @@ def forward(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
     rows = operands.query.shape[:3]
     empty = call.zeros((*rows, operands.value.shape[3])), call.zeros(rows) - jnp.inf
     if operands.sinks is not None:
-        # As if every row had met its sink before any key.
+        # Every row starts with its sink, before any key.
         empty = sinks.joined(*empty, operands.sinks[:, None], valid_rows(operands, ring))
-    out, lse = call.run(visit, Sums(empty, ())).rows
+    out, lse = call.run(add_product, Sums(empty, ())).rows
     return out.astype(operands.query.dtype), lse
 
 
@@ -294,7 +294,7 @@ def valid_rows(operands: Operands, ring: Ring) -> jax.Array | bool:
     lengths = operands.mask.query_lengths
     if lengths is None:
         return True
-    own = jnp.asarray(ring.held, lengths.dtype)[lax.axis_index(ring.axis_name)]
+    own = jnp.asarray(ring.chunks, lengths.dtype)[lax.axis_index(ring.axis_name)]
     rows = operands.query.shape[1] // own.size
     positions = (own[:, None] * rows + jnp.arange(rows, dtype=lengths.dtype)).reshape(-1)
     return (positions < lengths[:, None])[..., None]
@@ -303,14 +303,14 @@ def valid_rows(operands: Operands, ring: Ring) -> jax.Array | bool:
 def _merge(
     merged: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention to the columns of both; either may have none."""
+    """Merge (out, lse) over two sets of columns, either of which may be empty."""
     (out, lse), (part_out, part_lse) = merged, part
-    # A row without columns has no infinities subtracted, which would be NaN, in derivatives too.
+    # In a row without columns, -inf - -inf would be NaN, in derivatives too.
     has_columns = (lse > -jnp.inf) | (part_lse > -jnp.inf)
     lse, part_lse = (jnp.where(has_columns, x, 0) for x in (lse, part_lse))
     total = jnp.where(has_columns, jnp.logaddexp(lse, part_lse), -jnp.inf)
-    # Not exp(x - total): where a bias of -1e9 is in the whole row it leaves no digits for what the
-    # sum of two adds to the logsumexp of one, and both weights would be 1.
+    # Not exp(x - total): if the whole row has a bias of -1e9, total has no digits left to differ
+    # from lse and part_lse, and both weights would be 1.
     part_weight = jax.nn.sigmoid(part_lse - lse)[..., None]
     return (1 - part_weight) * out + part_weight * part_out, total
 
@@ -324,10 +324,10 @@ def backward(
     dlse: jax.Array | None,
     needs_grad: NeedsGrad,
 ) -> Gradients:
-    """The wanted gradients, of the shapes and dtypes of the local operands."""
+    """The needed gradients, in the shapes and dtypes of the local operands."""
     call = _Call(operands, ring)
 
-    def visit(keys: Keys, product: Product, sums: Sums) -> Sums:
+    def add_product(keys: Keys, product: Product, sums: Sums) -> Sums:
         out_rows, lse_rows, dout_rows, dlse_rows = (
             call.of_rows(x, product) for x in (out, lse, dout, dlse)
         )
@@ -357,8 +357,8 @@ def backward(
             (write_block(dkey, local.key, columns), write_block(dvalue, local.value, columns)),
         )
 
-    def zeros(wanted: bool, like: jax.Array) -> jax.Array | None:
-        return call.zeros(like.shape) if wanted else None
+    def zeros(is_needed: bool, like: jax.Array) -> jax.Array | None:
+        return call.zeros(like.shape) if is_needed else None
 
     query, key, value, bias = operands[:4]
     dsinks = None
@@ -371,7 +371,7 @@ def backward(
         (zeros(needs_grad.query, query), _bias_sums(call) if needs_grad.bias else None),
         (zeros(needs_grad.key, key), zeros(needs_grad.value, value)),
     )
-    (dquery, dbias), (dkey, dvalue) = call.run(visit, empty)
+    (dquery, dbias), (dkey, dvalue) = call.run(add_product, empty)
     total = Gradients(dquery, dkey, dvalue, dbias)
     rounded = jax.tree.map(
         lambda like, x: None if x is None else x.astype(like.dtype),
@@ -382,7 +382,7 @@ def backward(
 
 
 def _bias_sums(call: _Call) -> jax.Array | None:
-    """Where the gradient of the bias is summed: in its own dtype where elements get one term."""
+    """Zeros for the bias gradient, in its own dtype if each element gets only one term."""
     bias = call.operands.bias
     return (
         None if bias is None else call.zeros(bias.shape, None if bias.shape[2] == 1 else bias.dtype)
@@ -390,5 +390,5 @@ def _bias_sums(call: _Call) -> jax.Array | None:
 
 
 def _lengths(lengths: jax.Array | None, first: jax.Array, size: int) -> jax.Array | None:
-    """How many of ``size`` positions from the first are within global lengths."""
+    """The number of the ``size`` positions from ``first`` on that are within global lengths."""
     return None if lengths is None else jnp.clip(lengths - first, 0, size)

@@ -1,15 +1,15 @@
-"""Which part of the scores each device of a ring computes at each step; all of it static.
+"""The part of the scores that each device of a ring computes at each step; all of it static.
 
-A ring has n devices, and each holds one or two *chunks* of the sequence: runs of neighbouring
-positions. After ``hops`` hops a device holds the keys of the device that many places before it. The
-scores of one chunk of queries and one chunk of keys are a *product*; those that a window masks as a
-whole are in no step, and a step that has none is left out.
+Each of the n devices of a ring has one or two *chunks* of the sequence: runs of consecutive
+positions. After ``hops`` hops a device has the keys of the device that many places before it. The
+scores of one chunk of queries and one chunk of keys are a *product*. Products that a window masks
+entirely are dropped, and so are steps without products.
 
 Ring attention is by Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for
-Near-Infinite Context" (arXiv:2310.01889). That a causal mask leaves half of its devices idle, and
-that giving each device positions from both ends of the sequence repairs it, was observed by Brandon
-et al., "Striped Attention: Faster Ring Attention for Causal Transformers" (arXiv:2311.09431), who
-interleave single tokens; two chunks a device, called zigzag, keep windows in few products.
+Near-Infinite Context" (arXiv:2310.01889). Brandon et al., "Striped Attention: Faster Ring Attention
+for Causal Transformers" (arXiv:2311.09431), observed that a causal mask leaves half of the devices
+idle unless each has positions from the whole sequence. They interleave single tokens. Two chunks
+per device, called zigzag, balance the work as well and keep a window in few products.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jax_memeff._call.mask import Window
 
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS: dict[str, int] = {"contiguous": 1, "zigzag": 2}
-"""How many chunks of the sequence a device holds."""
+"""The number of chunks of each device."""
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
 
 
 def chunks_of_devices(layout: Layout, devices: int) -> np.ndarray:
-    """The chunks that each device holds, in its order, int[devices, chunks]; chunk 0 is the first.
+    """The chunks of each device in its own order, int[devices, chunks].
 
     >>> chunks_of_devices("zigzag", 3).tolist()
     [[0, 5], [1, 4], [2, 3]]
@@ -44,10 +44,10 @@ def chunks_of_devices(layout: Layout, devices: int) -> np.ndarray:
 def zigzag(x: Array, axis: int, n: int) -> Array:
     """Reorder a sequence so that its n equal parts are the zigzag layout of a ring of n devices.
 
-    The sequence is cut into 2n chunks, and part r is chunks r and 2n - 1 - r: with a causal mask
-    every device then has the same work. Everything that has one element per position is reordered
-    alike: tokens, segment ids, positions of a rotary embedding, the rows of a bias. Do it once, to
-    the tokens; the layers in between do not see it.
+    The sequence is cut into 2n chunks, and part r is chunks r and 2n - 1 - r, which balances the
+    work under a causal mask. Reorder everything that has one element per position alike: tokens,
+    segment ids, positions of a rotary embedding, the rows of a bias. Once at the input is enough:
+    the layers of the model need no change.
 
     Args:
         x: an array of JAX or NumPy; its dim ``axis`` is the whole sequence in natural order.
@@ -97,12 +97,12 @@ def _take_chunks(x: Any, axis: int, n: int, order: np.ndarray) -> Any:
 
 
 class Product(NamedTuple):
-    """Where the scores of one chunk of queries and one of keys stand: integers, or arrays."""
+    """The position of the scores of one chunk of queries and one of keys: integers, or arrays."""
 
     row: Any
     """First row among those of the device."""
     column: Any
-    """First column among those that the device holds at this step."""
+    """First column among those that the device has at this step."""
     first_row: Any
     """First row in the whole sequence."""
     first_column: Any
@@ -112,13 +112,13 @@ class Product(NamedTuple):
 class Step(NamedTuple):
     hops: int
     products: Product
-    """Of np.int32[devices, products]; where devices have different numbers, the last are idle."""
+    """Fields of np.int32[devices, products]; entries beyond a device's count are unused."""
     counts: np.ndarray
-    """np.int32[devices]: how many products each device has."""
+    """np.int32[devices]: the number of products of each device."""
 
     @property
     def count(self) -> int | None:
-        """How many products every device has; None when they have different numbers."""
+        """The number of products of every device; None if devices have different numbers."""
         return int(self.counts[0]) if (self.counts == self.counts[0]).all() else None
 
 
@@ -129,27 +129,27 @@ def steps(
     """The steps of a ring, in the order of the hops.
 
     Args:
-        rows, columns: how many of each a device holds.
+        rows, columns: numbers of them on each device.
         window: of the whole scores, with its diagonal at row 0 and column 0; None masks nothing.
 
     >>> ring = steps("zigzag", devices=4, rows=64, columns=64, window=Window(None, 0))
     >>> [(step.hops, step.count) for step in ring]
     [(0, 3), (1, 2), (2, 2), (3, 2)]
     """
-    held = chunks_of_devices(layout, devices)
+    owned = chunks_of_devices(layout, devices)
     planned = (
-        _step(held, hops, rows // held.shape[1], columns // held.shape[1], window)
+        _step(owned, hops, rows // owned.shape[1], columns // owned.shape[1], window)
         for hops in range(devices)
     )
     return tuple(step for step in planned if step.counts.any())
 
 
-def _step(held: np.ndarray, hops: int, rows: int, columns: int, window: Window | None) -> Step:
-    """One step in chunks of so many rows and columns."""
-    chunks = held.shape[1]
-    first_row = np.repeat(held * rows, chunks, 1)
-    first_column = np.tile(np.roll(held, hops, 0) * columns, (1, chunks))
-    # What column - row can be in a product, and what a window lets it be.
+def _step(owned: np.ndarray, hops: int, rows: int, columns: int, window: Window | None) -> Step:
+    """One step; ``rows`` and ``columns`` are those of a chunk."""
+    chunks = owned.shape[1]
+    first_row = np.repeat(owned * rows, chunks, 1)
+    first_column = np.tile(np.roll(owned, hops, 0) * columns, (1, chunks))
+    # The range of column - row in a product, intersected with the window.
     lowest = first_column - (first_row + rows - 1)
     highest = first_column + columns - 1 - first_row
     if window is not None and window.left is not None:
@@ -158,7 +158,7 @@ def _step(held: np.ndarray, hops: int, rows: int, columns: int, window: Window |
         highest = np.minimum(highest, window.right)
     needed = lowest <= highest
     chunk = np.arange(chunks)
-    # The needed ones first, and what no device needs is cut off.
+    # Needed products first; columns that no device needs are dropped.
     counts = needed.sum(1)
     order = np.argsort(~needed, axis=1, kind="stable")[:, : counts.max()]
     chunk = np.arange(chunks)

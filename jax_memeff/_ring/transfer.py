@@ -1,7 +1,7 @@
-"""Several arrays as one, so that they travel in one transfer.
+"""Pack several arrays into one, so that they need one transfer.
 
-A transfer takes its time beside the kernels of a step. XLA has one under way at once by default, so
-that of several only one would have the kernels beside it, and the devices would wait for the rest.
+Transfers overlap the kernels of a step. By default XLA keeps only one transfer in flight, so of
+several transfers only one would overlap, and the devices would wait for the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax import lax
 
 
 def pack(tree: Any) -> jax.Array:
-    """The elements of all arrays, in a row; the bits of arrays whose dtypes differ.
+    """The elements of all arrays, concatenated; as raw bits if the dtypes differ.
 
     >>> pack({"key": jnp.arange(2), "value": jnp.arange(4).reshape(2, 2)}).tolist()
     [0, 1, 0, 1, 2, 3]
@@ -29,7 +29,7 @@ def pack(tree: Any) -> jax.Array:
 
 
 def unpack(packed: jax.Array, like: Any) -> Any:
-    """The tree that was packed; ``like`` is one of the same shapes and dtypes.
+    """The inverse of :func:`pack`; ``like`` is a tree of the same shapes and dtypes.
 
     >>> tree = {"key": jnp.arange(2), "value": jnp.ones((1, 3), "bfloat16")}
     >>> jax.tree.map(lambda x, y: bool((x == y).all()), unpack(pack(tree), tree), tree)
@@ -46,7 +46,7 @@ def unpack(packed: jax.Array, like: Any) -> Any:
 
 
 def _unit(leaves: Sequence[jax.Array]) -> Any:
-    """A dtype that the bits of every array can be taken for."""
+    """A dtype as which the bits of every array can be read."""
     dtypes = {leaf.dtype for leaf in leaves}
     if len(dtypes) == 1:
         return dtypes.pop()
@@ -55,7 +55,7 @@ def _unit(leaves: Sequence[jax.Array]) -> Any:
 
 
 def _in_units(x: jax.Array, dtype: Any) -> jax.Array:
-    """The bits of a row as a row of another dtype."""
+    """The bits of a flat array as a flat array of another dtype."""
     if x.dtype == dtype:
         return x
     if x.dtype.itemsize < dtype.itemsize:

@@ -1,4 +1,4 @@
-"""Windows of a sequence of which a device has some rows."""
+"""Windows of a sequence whose rows are sharded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax_memeff._call.mask import Mask, Window
 
 
 def top_left(mask: Mask, rows: int, columns: int) -> Mask:
-    """The same mask without a bottom-right window.
+    """The same mask with top-left windows only.
 
     Args:
         mask: of the whole sequence.
@@ -24,9 +24,9 @@ def top_left(mask: Mask, rows: int, columns: int) -> Mask:
         return mask
     if mask.query_lengths is not None or mask.key_lengths is not None:
         raise ValueError(
-            "mask: a bottom-right window beside lengths has a diagonal for each batch index, which "
-            "a sequence sharded over devices does not support; align the window top-left, "
-            "or pass no lengths"
+            "mask: a bottom-right window together with lengths has a diagonal for each batch "
+            "index, which a sequence sharded over devices does not support; align the window "
+            "top-left, or pass no lengths"
         )
     distance = columns - rows
     left, right = mask.bottom_right.left, mask.bottom_right.right

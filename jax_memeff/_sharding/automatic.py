@@ -1,14 +1,14 @@
-"""Sharding over Auto mesh axes: a rule around the primitives for XLA's partitioner.
+"""Sharding over Auto mesh axes: a rule for XLA's partitioner around each primitive.
 
-Where the compiler divides a program among devices, a primitive is lowered to a call of
-``jax.experimental.custom_partitioning``. Shardings spread through its rule along the batch and the
-heads, and for the shardings that it ends with the compiler asks :meth:`_Call.partition` for the
-program of one device. That program is lowered like the inside of ``jax.shard_map``, so kernels are
-chosen for the shapes of a device.
+If the compiler partitions a program, a primitive is lowered to a call of
+``jax.experimental.custom_partitioning``. Its rule propagates shardings along the batch, the heads
+and the rows. For the final shardings the compiler asks :meth:`_Call.partition` for the program of
+one device. That program is lowered like the inside of ``jax.shard_map``, so kernels are chosen for
+the shapes of a device.
 
-In the program text the call is named by the address of a Python object, which another process may
-give to another call. So that no cache takes one for the other, the call also carries a digest of
-all that its program depends on.
+The program text names the call by the address of a Python object. In another process that address
+may belong to a different call, so the call also carries a digest of everything that its program
+depends on. Otherwise a cache could return the program of another call.
 """
 
 from __future__ import annotations
@@ -73,13 +73,14 @@ Lowering = Callable[..., Sequence[Any]]
 def by_shards(
     primitive: Primitive, lowering: Lowering, kernel_digest: Callable[..., bytes] | None = None
 ) -> Lowering:
-    """A lowering that the compiler can divide among devices.
+    """A lowering that the compiler can partition.
 
     Args:
-        primitive: one of those of ``primitives.py``.
-        lowering: for one device.
-        kernel_digest: what the lowering depends on beside this package's Python; it takes the types
-            of the operands and the primitive's parameters, and raises what the lowering would.
+        primitive: a primitive of ``primitives.py``.
+        lowering: its lowering for one device.
+        kernel_digest: a digest of the lowering's dependencies other than this package's modules. It
+            takes the types of the operands and the primitive's parameters, and raises the errors of
+            the lowering.
     """
 
     def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Sequence[Any]:
@@ -121,7 +122,7 @@ def _axes_left_to_compiler(avals: Sequence[ShapedArray]) -> list[Any]:
 
 @functools.cache
 def _python_digest() -> bytes:
-    """Of this package's modules; the kernels' digest covers those of the code generator."""
+    """The digest of this package's modules; the kernels' digest covers the code generator."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
@@ -129,7 +130,7 @@ def _python_digest() -> bytes:
 
 
 class _Call(NamedTuple):
-    """A call of a primitive with operands of all devices."""
+    """A call of a primitive, with the global types of its operands."""
 
     primitive: Primitive
     params: dict[str, Any]
@@ -137,7 +138,7 @@ class _Call(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The types of the operands of attention, and of what follows them."""
+        """The types of the operands of attention, and of the primitive's further arguments."""
         arrays: Any = jax.tree.unflatten(self.params["tree"], self.avals)
         return (arrays,) if hasattr(arrays, "_fields") else arrays
 
@@ -161,8 +162,8 @@ class _Call(NamedTuple):
             return batch.named(named, indices, divisors[item.name])
 
         own = mapped(one, operands, dims(operands))
-        elements = math.prod(batch.sizes)
-        forward = tuple(batch.named(named, elements) for named in result_dims(operands))
+        indices = math.prod(batch.sizes)
+        forward = tuple(batch.named(named, indices) for named in result_dims(operands))
         gradients = self.gradient_dims
         names = {
             1: (own,),  # attention_fwd
@@ -183,8 +184,8 @@ class _Call(NamedTuple):
 
     @property
     def gradient_dims(self) -> dict[str, str]:
-        """The dims of the gradients, which have more batch indices than some operands."""
-        operands, elements = self.operands, math.prod(self.batch.sizes)
+        """The dims of the gradients, which may have more batch indices than their operands."""
+        operands, indices = self.operands, math.prod(self.batch.sizes)
         found = {}
         for item in items(operands):
             if not item.operand.has_gradient:
@@ -193,7 +194,7 @@ class _Call(NamedTuple):
                 item.name, item.array.shape, operands, self.params["options"].divisors
             )
             named = named_dims(item.operand, shape, operands)
-            found[item.name] = self.batch.named(named, shape[0], elements // shape[0])
+            found[item.name] = self.batch.named(named, shape[0], indices // shape[0])
         return found
 
     def partitioned(
@@ -216,17 +217,17 @@ class _Call(NamedTuple):
         return list(map(batch.joined, results, out_dims))
 
     def rule(self, mesh_axes: Sequence[int]) -> SdyShardingRule:
-        """Only batch, heads and rows have factors that arrays share: nothing else propagates.
+        """The propagation rule: arrays have only batch, heads and rows as common factors.
 
         Args:
-            mesh_axes: sizes of the mesh axes.
+            mesh_axes: the sizes of the mesh axes.
         """
         fresh = (f"own{index}" for index in itertools.count())
         heads, key_heads = heads_of(self.operands)
         group = heads // key_heads
         factors: dict[str, Any] = {"heads": "heads", "key_heads": "heads"}
         if not isinstance(self.operands, QkvPackedOperands):
-            # The positions of one array of query, key and value are columns too.
+            # In one array of query, key and value, positions are rows and columns at once.
             factors["rows"] = "rows"
         factors |= {name: name for name in self.batch.names}
         sizes: Any = {}
@@ -235,7 +236,7 @@ class _Call(NamedTuple):
                 factors["heads"] = CompoundFactor("heads", "group")
                 sizes = {"group": group}
             else:
-                # The compiler would gather results: no product of factors has these shards.
+                # No product of factors has these shards, so the compiler would gather results.
                 del factors["key_heads"]
 
         def mapping(dims: str) -> ArrayMapping:
@@ -245,12 +246,12 @@ class _Call(NamedTuple):
         return SdyShardingRule(operands, results, **sizes)
 
     def partition(self, mesh: Mesh, shapes: Any, results: Any) -> tuple[Any, ...]:
-        """The program of one device, and the shardings that it needs and gives."""
+        """The program of one device, and the shardings of its operands and results."""
         del results  # their shardings follow from those of the operands
         try:
             return self.program_of_device(mesh, [shape.sharding for shape in shapes])
         except Exception as error:
-            # A copy has no traceback, which would keep the frames of this call alive.
+            # The traceback would keep the frames of this call alive; a copy has none.
             _raised[str(error)] = copy.copy(error)
             raise
 
@@ -292,17 +293,17 @@ class _Call(NamedTuple):
         return mesh, on_device, shardings(out_dims), tuple(shardings(in_dims))
 
     def options_of(self, part: BatchAxes) -> Options:
-        """Those of the program of a device, which has this part of the batch."""
+        """The options of one device's program, which has this part of the batch."""
         options = self.params["options"]
 
-        def divisor(elements: int, divisor: int) -> int:
-            return part.later(self.batch.run(elements, divisor))
+        def divisor(indices: int, divisor: int) -> int:
+            return part.later(self.batch.run(indices, divisor))
 
         own = changed(self.operands, options.divisors, divisor)
         return dataclasses.replace(options, divisors=own, batch_axes=part.sizes)
 
     def layout(self, mesh: Mesh, given: Sequence[Any]) -> tuple[Layout, Mesh]:
-        """How the call is sharded, and over which mesh: some of its axes may be split in two."""
+        """The sharding of the call, and its mesh, of which one axis may be split in two."""
         arrays = items(self.operands)
         in_dims = self.dims[0][: len(arrays)]
 
@@ -336,10 +337,10 @@ class _Call(NamedTuple):
         return found, mesh
 
     def with_key_head_axis(self, mesh: Mesh, query: PartitionSpec | None) -> Mesh:
-        """The mesh with an axis split in two, if only its first part divides the key heads, which
-        are sharded over that.
+        """The mesh, with an axis split in two if only its first part divides the key heads.
 
-        The compiler does so too when shardings spread from the query to the key.
+        The key heads are then sharded over the first part. The compiler does the same when it
+        propagates shardings from the query to the key.
         """
         dims = self.dims[0][0].split()
         entry = None if query is None or len(query) < len(dims) - 1 else query[dims.index("heads")]
@@ -364,11 +365,11 @@ class _Call(NamedTuple):
 
 
 _raised: dict[str, Exception] = {}
-"""The errors of :meth:`_Call.partition` by their texts, until JAX raises them."""
+"""The errors of :meth:`_Call.partition` by text, until JAX raises them."""
 
 
 def _error_of_partition(error: Exception) -> Exception | None:
-    """The error that a partition raised, of which XLA made text in one of its own."""
+    """The error of a partition whose text XLA put into an error of its own."""
     text = str(error)
     return next((_raised.pop(own) for own in list(_raised) if own in text), None)
 

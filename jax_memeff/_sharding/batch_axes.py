@@ -1,8 +1,7 @@
-"""The axes of a batch, those that ``jax.vmap`` put in front of it, as dims of their own.
+"""The axes of a batch: those that ``jax.vmap`` added, and the call's own, as separate dims.
 
-A compiler that divides a program among devices may divide any of them then. An operand that
-elements of the batch share has the axes that it differs along, which are next to each other, and a
-device's part of it is shared alike.
+As separate dims, the compiler may shard each of them. An operand that is broadcast over part of the
+batch has a contiguous run of the axes, and each device's part of it is broadcast in the same way.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ class BatchAxes(NamedTuple):
     """The sizes of the axes, outermost first.
 
     >>> axes = BatchAxes((3, 4))
-    >>> axes.named("batch columns key_heads head_dim", elements=12)
+    >>> axes.named("batch columns key_heads head_dim", indices=12)
     'vmap0 batch columns key_heads head_dim'
-    >>> axes.named("batch columns key_heads head_dim", elements=4)
+    >>> axes.named("batch columns key_heads head_dim", indices=4)
     'batch columns key_heads head_dim'
-    >>> axes.named("batch heads rows columns", elements=3, divisor=4)
+    >>> axes.named("batch heads rows columns", indices=3, divisor=4)
     'vmap0 heads rows columns'
     """
 
@@ -34,19 +33,19 @@ class BatchAxes(NamedTuple):
     def names(self) -> tuple[str, ...]:
         return batch_names(len(self.sizes))
 
-    def run(self, elements: int, divisor: int) -> slice:
-        """The axes of an operand of so many elements, shared by this divisor."""
-        if elements == math.prod(self.sizes):
+    def run(self, indices: int, divisor: int) -> slice:
+        """The axes of an operand with so many batch indices and this divisor."""
+        if indices == math.prod(self.sizes):
             return slice(0, len(self.sizes))
         of_later = [math.prod(self.sizes[axis:]) for axis in range(len(self.sizes) + 1)]
-        return slice(of_later.index(elements * divisor), of_later.index(divisor))
+        return slice(of_later.index(indices * divisor), of_later.index(divisor))
 
     def later(self, run: slice) -> int:
-        """The divisor of an operand that has a run of the axes."""
+        """The divisor of an operand that has this run of the axes."""
         return math.prod(self.sizes[run.stop :])
 
     def of_device(self, layout: Layout, mesh: Mesh) -> BatchAxes:
-        """The part of each axis that a device has."""
+        """The sizes of the axes on one device."""
         return BatchAxes(
             tuple(
                 size // math.prod(mesh.shape[axis] for axis in layout.axes(name))
@@ -54,24 +53,24 @@ class BatchAxes(NamedTuple):
             )
         )
 
-    def named(self, dims: str, elements: int, divisor: int = 1) -> str:
-        """The dims of an array, with the axes of the batch in place of that."""
+    def named(self, dims: str, indices: int, divisor: int = 1) -> str:
+        """The dims of an array, with the batch replaced by its axes."""
         if not dims.startswith("batch"):
             return dims
-        own = self.names[self.run(elements, divisor)] or ("one",)
+        own = self.names[self.run(indices, divisor)] or ("one",)
         return " ".join((*own, *dims.split()[1:]))
 
     def split_shape(self, shape: tuple[int, ...], dims: str) -> tuple[int, ...]:
-        """Of an array whose dims have these names then."""
+        """The shape of :meth:`split`'s result, whose dims have these names."""
         names = dims.split()
         own = [size for name, size in zip(self.names, self.sizes, strict=True) if name in names]
         return (*own, *shape[1:]) if own else shape
 
     def split(self, x: jax.Array, dims: str) -> jax.Array:
-        """The array with its axes of the batch for the first dim."""
+        """The array with the first dim split into the axes of the batch."""
         return x.reshape(self.split_shape(x.shape, dims))
 
     def joined(self, x: jax.Array, dims: str) -> jax.Array:
-        """The array before :meth:`split`."""
+        """The inverse of :meth:`split`."""
         own = sum(name in self.names for name in dims.split())
         return x.reshape(-1, *x.shape[own:]) if own else x

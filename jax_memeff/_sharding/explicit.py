@@ -1,4 +1,4 @@
-"""Sharding over Explicit mesh axes: the call enters ``jax.shard_map``, as its types say."""
+"""Sharding over Explicit mesh axes: the call enters ``jax.shard_map`` as its types require."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def on_shards(
     """``function(operands, options)``; if mesh axes are explicit, on the shards of each device.
 
     Raises:
-        ValueError: as :func:`layout` says.
+        ValueError: see :func:`layout`.
     """
     mesh = _mesh(operands)
     if mesh is None or not _explicit_axes(mesh):
@@ -33,8 +33,8 @@ def on_shards(
     return _on_shards(function, operands, options)
 
 
-# Without the jit a call outside of any would run shard_map op by op, which has no rule for
-# custom_vjp with symbolic zeros.
+# Outside of jit, JAX would evaluate shard_map op by op, which does not support custom_vjp with
+# symbolic zeros.
 @functools.partial(jax.jit, static_argnames=("function", "options"), inline=True)
 def _on_shards(
     function: Attention, operands: AnyOperands, options: Options
@@ -55,7 +55,7 @@ def _on_shards(
         mesh.shape,
     )
     specs = jax.tree.map(found.spec, dims(operands))
-    # A replicated bias, mask or key head is cut in place; the rest is sharded like this already.
+    # A replicated bias, mask or key head is sliced locally; all others have this sharding already.
     operands = jax.tree.map(
         lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), operands, specs
     )
@@ -77,7 +77,7 @@ def _on_shards(
 
 
 def _check_not_mapped() -> None:
-    """Refuse what ``jax.shard_map`` does not do."""
+    """Refuse mapped explicit axes, which ``jax.shard_map`` does not support."""
     if mapped := tuple(sorted(compat.mapped_explicit_axes(), key=str)):
         raise ValueError(
             f"jax.vmap maps a dim that is sharded over {text(mapped)}, which jax.shard_map does "

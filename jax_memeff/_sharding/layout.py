@@ -1,17 +1,17 @@
-"""How a call is sharded over the axes of a mesh: the names of its dims, and what may be sharded.
+"""The sharding of a call over the axes of a mesh: the names of dims, and those that may be sharded.
 
-A device's problem is a smaller one of the same kind, and nothing is gathered:
+Each device computes a smaller problem of the same kind, and nothing is gathered:
 
 - The batch is sharded alike in all operands.
 - The query heads are sharded evenly. A device gets the key heads that its query heads read: some of
   its own if the devices divide the key heads, otherwise copies, and gradients are summed.
 - The rows of the query may be sharded if every device has all keys.
 
-The mesh decides who carries this out:
+The type of the mesh axes decides what applies the sharding:
 
-- Manual axes (inside ``jax.shard_map``): nobody, the arrays are local already.
+- Manual axes (inside ``jax.shard_map``): nothing, because the arrays are already local.
 - Explicit axes: the types have the shardings, and ``explicit.py`` enters ``jax.shard_map``.
-- Auto axes: the compiler has the shardings, and asks ``automatic.py``.
+- Auto axes: the compiler has the shardings and calls ``automatic.py``.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _NOT_SHARDED = {
     "slots": ("dim of query, key and value", "every device needs all three of them"),
     "one": ("dim of size 1", "it cannot be divided"),
 }
-"""What the dims that are never sharded are called in messages, and the remedy."""
+"""The titles in messages of dims that are never sharded, and the remedies."""
 
 _SHARDED = {"batch": "batch dim", "heads": "heads", "key_heads": "heads", "rows": "sequence dim"}
-"""Titles of the other dims; a batch of several axes has names of :func:`batch_names`."""
+"""The titles of the other dims; :func:`batch_names` names the axes of a batch."""
 
 
 def batch_names(axes: int) -> tuple[str, ...]:
-    """The names of the dims of a batch that ``jax.vmap`` put axes into, which are divided alone.
+    """The names of the axes of a batch: those that ``jax.vmap`` added, and the call's own.
 
     >>> batch_names(3)
     ('vmap0', 'vmap1', 'batch')
@@ -69,22 +69,22 @@ def _title(dim: str) -> str | None:
 
 
 class KeyHeadCopies(NamedTuple):
-    """Which of the key heads that several devices have each of them reads.
+    """The key heads that a device reads, of those that several devices have in common.
 
     Device i has the query heads ``i * heads`` to ``(i + 1) * heads``, and query head h reads key
     head ``h // group``.
     """
 
     axes: Axes
-    """Of these devices."""
+    """The mesh axes of these devices."""
     heads: int
-    """The query heads of a device."""
+    """The number of query heads of a device."""
     group: int
-    """The query heads that share a key head."""
+    """The number of query heads per key head."""
 
     @property
     def group_on_device(self) -> int:
-        """The most query heads that share a key head on every device alike.
+        """The largest number of query heads per key head that is the same on every device.
 
         >>> KeyHeadCopies(("model",), 3, 2).group_on_device  # heads 0 0 1, then 1 2 2
         1
@@ -96,14 +96,14 @@ class Layout(NamedTuple):
     """The mesh axes that a call is sharded over."""
 
     batch: Mapping[str, Axes]
-    """Of each of its axes."""
+    """The mesh axes of each axis of the batch."""
     heads: Axes
     key_heads: Axes
-    """The first ones of ``heads``."""
+    """A prefix of ``heads``."""
     rows: Axes
-    """Those of size 1 shard nothing, but belong to the types of the results."""
+    """May have axes of size 1, which shard nothing but belong to the types of the results."""
     key_head_copies: KeyHeadCopies | None = None
-    """Over the rest of ``heads``, if the devices along it have the same key heads."""
+    """For the remaining axes of ``heads``, if their devices have the same key heads."""
 
     def spec(self, dims: str) -> PartitionSpec:
         """The sharding of an operand, a result or a gradient."""
@@ -115,22 +115,22 @@ class Layout(NamedTuple):
         return {**self.batch, **own}.get(dim, ())
 
     def reduced(self, dims: str) -> Axes:
-        """The axes whose devices have parts of one gradient, which is their sum."""
+        """The axes over which the parts of a gradient with these dims are summed."""
         own = {axis for dim in dims.split() for axis in self.axes(dim)}
         sharded = (*itertools.chain(*self.batch.values()), *self.heads, *self.rows)
         return tuple(axis for axis in sharded if axis not in own)
 
 
 def dims(operands: Any) -> Any:
-    """The names of the dims of every array, in a string, in place of the array.
+    """A tree like the operands, with the names of each array's dims in a string.
 
-    A dim of size 1 that is broadcast is ``one``; so is the key head that all query heads read.
+    A broadcast dim of size 1 is named ``one``, and so is a single key head.
     """
     return mapped(lambda item: named_dims(item.operand, item.array.shape, operands), operands)
 
 
 def named_dims(operand: Operand, shape: tuple[int, ...], operands: Any) -> str:
-    """The names of the dims of an array of this shape in the place of an operand."""
+    """The names of the dims of an operand with this shape."""
     names = operand.named_dims(is_varlen(operands)) if shape else ()
     return " ".join(itertools.starmap(_named, zip(names, shape, strict=True)))
 
@@ -176,15 +176,15 @@ def divides_groups(heads: int, key_heads: int, mesh_axes: Sequence[int]) -> bool
 
 
 def layout(arrays: Sequence[Sharded], sizes: Mapping[Any, int]) -> Layout:
-    """How the call is sharded, given how its operands are.
+    """The sharding of a call, derived from the shardings of its operands.
 
     Args:
         arrays: the operands.
-        sizes: of the mesh axes.
+        sizes: the sizes of the mesh axes.
 
     Raises:
-        ValueError: a dim that devices need as a whole is sharded, a sharded dim cannot be divided,
-            or operands are sharded differently.
+        ValueError: a dim that every device needs whole is sharded, a size is not divisible by its
+            number of devices, or operands are sharded differently.
     """
     query = arrays[0]
     batch = {dim: query.axes(dim) for dim in query.dims if dim == "batch" or dim.startswith("vmap")}
@@ -203,7 +203,7 @@ def layout(arrays: Sequence[Sharded], sizes: Mapping[Any, int]) -> Layout:
 
 
 class Sharded(NamedTuple):
-    """An operand, what messages call it, its dims, and how they are sharded."""
+    """An operand, its name in messages, its dims and its sharding."""
 
     operand: Operand
     name: str
@@ -238,16 +238,17 @@ class Sharded(NamedTuple):
                 )
 
     def check_same(self, layout: Layout, sizes: Mapping[Any, int]) -> None:
-        may_be_cut = self.operand.placement == "like query or replicated"
+        may_be_sliced = self.operand.placement == "like query or replicated"
         for dim in self.dims:
             if _title(dim) is None:
                 continue
-            axes, wanted = (_larger_than_1(x, sizes) for x in (self.axes(dim), layout.axes(dim)))
-            # Cutting what every device has moves nothing.
-            if axes == wanted[: len(axes)] and (may_be_cut or dim == "key_heads" or axes == wanted):
+            axes, expected = (_larger_than_1(x, sizes) for x in (self.axes(dim), layout.axes(dim)))
+            # Slicing an array that every device has transfers nothing.
+            can_slice = may_be_sliced or dim == "key_heads"
+            if axes == expected or (can_slice and axes == expected[: len(axes)]):
                 continue
             raise ValueError(
-                f"{self}: its {_title(dim)} must be sharded like query's, over {text(wanted)}, "
+                f"{self}: its {_title(dim)} must be sharded like query's, over {text(expected)}, "
                 f"got {text(axes)}; reshard it to {layout.spec(' '.join(self.dims))}"
             )
 

@@ -1,13 +1,13 @@
 """The part of a sharded call that one device computes.
 
-A device has the arrays that its shardings give it. Two of these are not yet a smaller problem of
-the same kind:
+The local arrays of a device are a smaller problem of the same kind, with two exceptions:
 
-- The devices that share the query heads do not divide the key heads. Then each device takes the key
-  heads that its query heads read, by its place, and its gradient is zero in the others. If its
-  query heads are not whole groups, it takes some key heads more than once.
-- The query is sharded over its rows. Then rows have positions in the whole sequence, from which
-  windows, lengths and dropout count.
+- If the number of devices along the query heads does not divide the key heads, a device has more
+  key heads than it needs. It takes those that its query heads read, by its index in the mesh, and
+  pads their gradient with zeros for the others. If its query heads are not whole groups, it takes
+  some key heads more than once.
+- If the rows of the query are sharded, windows, lengths and dropout need their positions in the
+  whole sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KEY_HEADS = 2
 """The dim of the key heads in ``[B, S, K, H]``."""
 
 _DROPOUT_BLOCK = 16
-"""With dropout in the kernels, rows start at a multiple of this (``Offsets.query``)."""
+"""With dropout in the kernels, the first row is a multiple of this (``Offsets.query``)."""
 
 
 def check_rows(operands: Any, options: Options, devices: int) -> None:
@@ -37,7 +37,7 @@ def check_rows(operands: Any, options: Options, devices: int) -> None:
 
     Args:
         operands: of all devices.
-        devices: how many share the rows.
+        devices: the number of devices among which the rows are divided.
 
     Raises:
         ValueError: with dropout, a device would not have a multiple of 16 rows; or a bottom-right
@@ -56,12 +56,12 @@ def check_rows(operands: Any, options: Options, devices: int) -> None:
 
 
 def with_positions(operands: Any, layout: Layout, devices: int) -> Any:
-    """A device's operands, of which the rows are part of a sequence.
+    """A device's operands, with the positions of its rows in the whole sequence.
 
     Args:
         operands: of one device.
-        layout: how the call is sharded.
-        devices: how many share the rows.
+        layout: the sharding of the call.
+        devices: the number of devices among which the rows are divided.
     """
     if devices == 1:
         return operands
@@ -88,9 +88,9 @@ def take_own_key_heads(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 def put_own_key_heads(x: jax.Array, layout: Layout, key_heads: int) -> jax.Array:
-    """The transpose of :func:`take_own_key_heads`: zeros for the key heads of other devices.
+    """The transpose of :func:`take_own_key_heads`: zeros for the other key heads.
 
-    Sums are not rounded: their dtype is float32 at least.
+    Sums are not rounded: their dtype is at least float32.
     """
     copies = layout.key_head_copies
     if copies is None:
@@ -112,7 +112,7 @@ def _key_heads(copies: KeyHeadCopies) -> jax.Array:
 
 
 def take_key_heads(operands: Any, layout: Layout) -> Any:
-    """:func:`take_own_key_heads` of every operand that has key heads."""
+    """:func:`take_own_key_heads` for every operand with key heads."""
     if layout.key_head_copies is None:
         return operands
 

@@ -44,6 +44,7 @@ def attention_fn(
     einsum_dot_general: Callable[..., jax.Array] | None = None,
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    sinks: ArrayLike | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array:
     """Exact attention with linear memory, as the ``attention_fn`` of a Flax module.
@@ -84,6 +85,8 @@ def attention_fn(
       einsum_dot_general: must be None, like the two einsums: the products are part of the kernel.
       qk_attn_weights_einsum: must be None.
       attn_weights_value_einsum: must be None.
+      sinks: ``[N]``, a logit per head that takes part in the softmax and has no value, as in
+        :func:`jax_memeff.dot_product_attention`.
       residual_checkpoint_name: the name by which a policy of ``jax.checkpoint`` saves what the
         backward reads, as in :func:`jax_memeff.dot_product_attention`; pass it with
         ``functools.partial``.
@@ -114,6 +117,7 @@ def attention_fn(
         dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout,
         precision=precision,
+        sinks=sinks,
         residual_checkpoint_name=residual_checkpoint_name,
     )
 
@@ -131,6 +135,7 @@ def attend(
     dropout_rng: jax.Array | None,
     broadcast_dropout: bool,
     precision: Any,
+    sinks: ArrayLike | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array:
     """``attention_fn`` for arrays of one dtype, with ``conditions`` in addition to the mask.
@@ -158,6 +163,7 @@ def attend(
         dropout_rate=rate,
         dropout_key=dropout_rng,
         precision=_precision(precision),
+        sinks=sinks,
         residual_checkpoint_name=residual_checkpoint_name,
     )
     if call.operands.dropout is not None and broadcast_dropout:

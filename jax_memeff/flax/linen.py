@@ -39,6 +39,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         key head ``n // (N // K)``.
       rotary_base: rotates queries and keys by their position
         (:func:`jax_memeff.flax.rotary_embedding`); None means no rotary embedding.
+      sinks_init: the initializer of the parameter ``sinks``, ``[num_heads]``: a learned logit per
+        head that takes part in the softmax and has no value. None means no sinks, and no parameter.
 
     ``decode=True`` keeps Flax's cache. ``init`` with inputs of the full length creates it. A call
     with the collection ``cache`` mutable appends its T new tokens, one or several, and attends
@@ -48,6 +50,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
     attention_fn: Callable[..., jax.Array] = attention.attention_fn
     num_kv_heads: int | None = None
     rotary_base: float | None = None
+    sinks_init: Callable[..., jax.Array] | None = None
 
     @linen.compact
     def __call__(  # type: ignore[override]
@@ -124,6 +127,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             broadcast_dropout=self.broadcast_dropout,
             dtype=self.dtype,
             precision=self.precision,
+            sinks=self._sinks(),
         )
         if variables is not None and cache is not None:
             for variable, array in zip(variables, cache, strict=True):
@@ -152,6 +156,11 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             self if sow_weights else None,
             [name for name in replaced if getattr(self, name) is not None],
         )
+
+    def _sinks(self) -> jax.Array | None:
+        if self.sinks_init is None:
+            return None
+        return self.param("sinks", self.sinks_init, (self.num_heads,), jnp.float32)
 
     def _project(self, *inputs: jax.Array) -> list[jax.Array]:
         """Query ``[batch..., T, N, H]``, key and value ``[batch..., S, K, H]``."""

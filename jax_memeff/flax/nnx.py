@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.module import first_from
 from jax.typing import ArrayLike
@@ -48,6 +50,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         default.
       rotary_base: rotates queries and keys by their position
         (:func:`jax_memeff.flax.rotary_embedding`); None means no rotary embedding.
+      sinks_init: the initializer of the parameter ``sinks``, ``[num_heads]``: a learned logit per
+        head that takes part in the softmax and has no value. None means no sinks, and no parameter.
       rngs: for the initial parameters and for dropout.
       settings: every other keyword of Flax's module except ``attention_fn``.
 
@@ -66,6 +70,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         in_kv_features: int | None = None,
         *,
         rotary_base: float | None = None,
+        sinks_init: Callable[..., jax.Array] | None = None,
         rngs: nnx.Rngs,
         **settings: Any,
     ):
@@ -85,6 +90,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             **settings,
         )
         self.rotary_base = rotary_base
+        self.sinks = (
+            None
+            if sinks_init is None
+            else nnx.Param(sinks_init(rngs.params(), (num_heads,), jnp.float32))
+        )
 
     def __call__(
         self,
@@ -169,6 +179,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             broadcast_dropout=self.broadcast_dropout,
             dtype=self.dtype,
             precision=self.precision,
+            sinks=None if self.sinks is None else self.sinks[...],
         )
         if cache is not None:
             for name, array in cache._asdict().items():

@@ -39,7 +39,7 @@ EVERYTHING = {
 
 @pytest.mark.quick
 def test_import_is_light():
-    """Flax, the code generator's compiler and plotting wait until somebody asks for them."""
+    """Flax, the code generator's compiler and plotting are imported on demand."""
     heavy = ("jax", "flax", "cuda", "matplotlib", "rich", "jax_memeff._cuda", "jax_memeff.codegen")
     script = (
         "import sys; before = set(sys.modules); import jax_memeff; "
@@ -184,7 +184,7 @@ def test_zero_sizes(batch, rows, columns, heads, dim, value_dim, assert_close):
         assert_close(lse, jnp.broadcast_to(jnp.log(in_row), lse.shape))
 
 
-def test_garbage_beyond_the_lengths_reaches_nothing(assert_close):
+def test_values_beyond_the_lengths_reach_no_result(assert_close):
     lengths = {"query_seq_lengths": [3, 5], "key_value_seq_lengths": [7, 2]}
     rows = (np.arange(T) < np.array([[3], [5]]))[:, :, None, None]
     columns = (np.arange(S) < np.array([[7], [2]]))[:, :, None, None]
@@ -222,7 +222,7 @@ def test_one_primitive_serves_a_call():
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_positions_of_each_batch_index(is_packed, assert_close):
-    """``Offsets`` of shape [B] are B calls with scalars, of results, gradients and dropout."""
+    """``Offsets`` of shape [B] equal B calls with scalars: results, gradients and dropout."""
     batch, length = 3, 32
     rng = np.random.default_rng(5)
     query, key, value = rng.standard_normal((3, batch, length, 2, 8), np.float32)
@@ -280,7 +280,7 @@ def test_positions_are_scalars_or_one_for_each_batch_index():
 
 
 def test_16_bit_bias_of_a_float32_query(assert_close):
-    """As jax.nn takes it; the gradient is of the bias's own dtype."""
+    """Accepted as in jax.nn; the gradient has the bias's own dtype."""
     for dtype in (jnp.bfloat16, jnp.float16):
         bias = EVERYTHING["bias"].astype(dtype)
         run: Any = lambda f, bias: jax.value_and_grad(  # noqa: E731

@@ -1,4 +1,4 @@
-"""Every wrong argument raises an error that names it, what was expected and what was got."""
+"""Every wrong argument raises an error that names it, the expectation and the value."""
 
 import re
 from fractions import Fraction
@@ -597,7 +597,7 @@ def test_numbers_of_any_type_are_static_numbers(assert_close):
 
 @pytest.mark.parametrize("scale", [1.2e-38, -1.2e-38, 8.5e37, -8.5e37, 0, 0.0])
 def test_scales_at_the_ends_of_the_range(scale):
-    """Scores are finite, so are the results; keys that a scale makes alike share the weight."""
+    """If scores are finite, so are the results; keys with equal scores get equal weights."""
     query, key = jnp.full((1, 1, 1, 1), 0.5), jnp.array([1.0, -1.0]).reshape(1, 2, 1, 1)
     value = jnp.array([3.0, 5.0]).reshape(1, 2, 1, 1)
     out, lse = attention(query, key, value, scale=scale, return_residual=True)
@@ -754,7 +754,7 @@ def test_check_reads_packed_sequences(arguments, message):
         jax_memeff.check(**{**good_varlen(), **arguments})
 
 
-def test_check_accepts_what_is_defined_of_packed_sequences():
+def test_check_accepts_valid_packed_sequences():
     garbage = zeros(S, K, H).at[jnp.array([0, 6])].set(jnp.nan)
     starts = {"cu_seqlens_q": jnp.array([0, 3, 5]), "cu_seqlens_k": jnp.array([1, 1, 6])}
     bias = jnp.full((2, 1, 1, 6), -jnp.inf).at[1, :, :, 5].set(jnp.nan)
@@ -762,7 +762,7 @@ def test_check_accepts_what_is_defined_of_packed_sequences():
     jax_memeff.check(**(arguments | {"key": garbage, "value": garbage}))
 
 
-def test_check_accepts_what_is_defined():
+def test_check_accepts_valid_arguments():
     garbage = zeros(B, S, K, H).at[1, 3:].set(jnp.nan)
     jax_memeff.check(
         zeros(B, T, N, H),

@@ -10,8 +10,6 @@ from jax_memeff._call import dropout
 from jax_memeff._call.offsets import Offsets, Position
 from jax_memeff._call.operands import DropoutState
 
-pytestmark = pytest.mark.quick
-
 KEY = (0x12345678, 0x9ABCDEF0)
 
 
@@ -102,6 +100,7 @@ def test_the_realised_rate():
             assert abs(np.diff(dropped, axis=axis)).mean() > realised * (1 - realised)
 
 
+@pytest.mark.quick
 def test_threshold():
     assert [dropout.threshold(rate) for rate in (0, 0.1, 0.5, 255 / 256)] == [0, 26, 128, 255]
     with pytest.raises(ValueError, match=r"0\.001 rounds to 0; .* 0\.0 and 0\.00390625"):
@@ -133,6 +132,7 @@ def test_offsets_give_the_bits_of_the_whole():
     np.testing.assert_array_equal(got, whole[2:, 3:, 16:, 16:])
 
 
+@pytest.mark.quick
 def test_offsets_are_a_pytree():
     leaves = jax.tree.leaves(Offsets(batch=1, head=2, num_heads=8, query=16, key=jnp.int32(32)))
     assert [int(leaf) for leaf in leaves] == [1, 2, 8, 16, 32]

@@ -100,7 +100,7 @@ def test_and_intersects():
         Mask() & BOOLEAN  # type: ignore[operator]
 
 
-def test_kinds_name_what_is_there():
+def test_kinds_name_the_conditions():
     assert MASKS["all"].kinds() == {
         "top_left",
         "bottom_right",
@@ -143,7 +143,7 @@ def test_a_mask_is_a_pytree_with_static_windows():
     assert jax.tree.structure(Mask.window(1, 0)) != jax.tree.structure(Mask.window(2, 0))
 
 
-def test_constructors_refuse_what_they_cannot_mean():
+def test_constructors_refuse_bad_arguments():
     with pytest.raises(ValueError, match="'top_left' or 'bottom_right', got 'centre'"):
         Mask.causal("centre")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'top_left' or 'bottom_right', got array\(\[1, 2\]\)"):
@@ -180,7 +180,7 @@ def test_masks_of_windows_compare_by_value():
     assert len(traces) == 1
 
 
-def test_masks_of_arrays_do_not_pretend_to_compare():
+def test_masks_of_arrays_do_not_compare():
     a, b = (Mask.lengths(key=np.array([3, 4])) for _ in range(2))
     assert a == a
     for action in (lambda: a == b, lambda: a != b, lambda: Mask() == a, lambda: bool(a == Mask())):

@@ -1,4 +1,4 @@
-"""Integers of any size and dtype mean the numbers that they are, or raise and say the range."""
+"""Integers of any size and dtype keep their value, or raise an error with the range."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_offsets_out_of_range(offsets, message):
     ("query", "key"), [(MOST_POSITION, MOST_POSITION), (MOST_POSITION, 0), (0, MOST_POSITION)]
 )
 def test_the_farthest_offsets_are_exact(query, key, wrap):
-    """Windows as wide as the distance, too."""
+    """With windows as large as the distance, too."""
     position = Offsets(query=wrap(query), key=wrap(key)).position()
     t, s = np.arange(5)[:, None] + query, np.arange(6)[None] + key
     for left, right in ((None, 0), (query - key, None), (2, key - query + 1), (2**62, 2**62)):

@@ -75,7 +75,7 @@ def _small_blocks():
         yield
 
 
-@pytest.mark.quick("everything", "causal", "bias_per_head", "everything_bfloat16", "size_3_65")
+@pytest.mark.quick("everything", "causal", "size_3_65")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_oracle(name):
     case = CASES[name]
@@ -138,7 +138,7 @@ def test_zero_sizes(empty):
         oracle.check("dbias", gradients.bias, want.bias)
 
 
-def test_garbage_beyond_the_lengths_reaches_nothing():
+def test_values_beyond_the_lengths_reach_no_result():
     case = dataclasses.replace(
         EVERYTHING, mask=lambda c, r: lengths(c, r) & Mask.window(None, 0, "bottom_right")
     )
@@ -228,7 +228,7 @@ def test_skipped_tiles_are_not_computed():
 
 
 def test_derivatives_of_the_loops_themselves():
-    """Forward mode, and reverse mode through both loops, for what is built on top of them."""
+    """Forward mode, and reverse mode through both loops."""
     operands, options, dout, dlse = make(dataclasses.replace(EVERYTHING, T=20, S=20, B=2))
     operands = operands._replace(mask=Mask.causal())
     _, lse, gradients = run(operands, options, dout, dlse)

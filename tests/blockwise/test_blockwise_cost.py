@@ -1,4 +1,4 @@
-"""The blockwise path computes and holds no more than it must."""
+"""The blockwise path computes and stores no more than necessary."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ from jax_memeff._call.options import Options
         (NeedsGrad(False, False, False, False), 0),
     ],
 )
-def test_what_is_not_wanted_is_not_computed(needs_grad, products):
+def test_gradients_that_are_not_needed_are_not_computed(needs_grad, products):
     operands, options, dout, dlse = make(Case(bias=("T", "S")))
     out, lse, everything = run(operands, options, dout, dlse)
     got = run(operands, options, dout, dlse, needs_grad)[2]

@@ -50,7 +50,6 @@ def test_what_is_sanitized_is_among_the_cases():
     assert max(max(case.T, case.S, case.H) for case in sanitized) <= 320
 
 
-@pytest.mark.quick
 def test_every_case_has_kernels(archs):
     for case in case_matrix.cases():
         kernels(case)

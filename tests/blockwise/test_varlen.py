@@ -1,4 +1,4 @@
-"""Packed sequences on the blockwise path: each is a call of its own, whatever stands between."""
+"""Packed sequences on the blockwise path equal separate calls, whatever is between them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES = (
 @pytest.mark.quick("B4T40S50N4K2H16v16-float32-bottom_right-softcap-packed-2segments")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_oracle(case):
-    """NaN stands between the sequences, and gradients there are 0."""
+    """There is NaN between the sequences, and gradients there are 0."""
     assert_matches_the_oracle(case)
 
 
@@ -98,7 +98,7 @@ def padded(query, key, value, starts_q, starts_k, longest, **features):
     ],
     ids=["causal", "window", "bottom_right_dropout", "boolean_offsets", "bias"],
 )
-def test_is_the_padded_call_without_the_padding(features):
+def test_equals_the_padded_call(features):
     """With the same dropout bits: b is the sequence, rows and columns are those within it."""
     out, lse = varlen(QUERY, KEY, VALUE, **features)
     (padded_out, padded_lse), rows = padded(QUERY, KEY, VALUE, STARTS_Q, STARTS_K, 11, **features)
@@ -159,7 +159,7 @@ def test_lengths_of_a_mask_shorten_sequences():
     np.testing.assert_allclose(out[19:28], last, atol=1e-6)
 
 
-def test_segment_ids_are_one_a_token():
+def test_segment_ids_are_per_token():
     """Sequences as segments of one sequence are the same, where no position counts."""
     ids_q = np.searchsorted(STARTS_Q, np.arange(30), "right") - 1
     ids_k = np.searchsorted(STARTS_K, np.arange(26), "right") - 1

@@ -94,7 +94,7 @@ def test_explain_of_few_queries(capsys):
     assert "it splits the keys, and there are tiles for a whole GPU without that" in out
 
 
-def test_explain_of_what_no_kernel_does(capsys):
+def test_explain_of_an_unsupported_problem(capsys):
     code, out = run(
         capsys, "explain", "--direction", "backward", "--dtype", "f64", "--head-dim", "64",
         "--arch", "sm_80", "--deterministic",
@@ -197,7 +197,7 @@ def test_wrong_arguments_exit_with_2(capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
-def test_build_of_what_no_kernel_does(capsys):
+def test_build_of_an_unsupported_problem(capsys):
     assert cli.main(["build", "--head-dim", "70000", "--dtype", "f16", "--arch", "sm_80"]) == 1
     assert "the largest with a kernel is 65536" in capsys.readouterr().err
 

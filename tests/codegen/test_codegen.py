@@ -23,8 +23,6 @@ from jax_memeff.codegen.strategy import Strategy
 from jax_memeff.codegen.toolchain import resources
 from jax_memeff.errors import UnsupportedError
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden"
 PARTS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_90a")
@@ -81,7 +79,7 @@ def problem(
 
 
 def access(spec):
-    """How a bias comes to the scores."""
+    """The way in which kernels read a bias."""
     assert spec[BIAS] is not None
     return spec[BIAS].access
 
@@ -99,6 +97,7 @@ def test_table_is_the_golden_one(arch):
     )
 
 
+@pytest.mark.quick
 def test_source_is_exactly_this():
     spec = select.select(problem(head_dim=192, value_dim=128, mask="causal", soft_cap=True))
     assert emit.source(spec) == FORWARD
@@ -118,12 +117,12 @@ def test_backward_source_has_three_kernels():
 
 
 @pytest.mark.parametrize("needs_grad", [("query",), ("value", "key"), ("value",)])
-def test_backward_computes_only_what_is_wanted(needs_grad):
+def test_backward_computes_only_needed_gradients(needs_grad):
     spec = select.select(problem("backward", head_dim=64, needs_grad=needs_grad))
     source = emit.source(spec)
     for name in ("query", "key", "value"):
-        wanted = str(name in needs_grad).lower()
-        assert f"static constexpr bool k{name.capitalize()}Gradient = {wanted};" in source
+        is_needed = str(name in needs_grad).lower()
+        assert f"static constexpr bool k{name.capitalize()}Gradient = {is_needed};" in source
     # The postprocess rounds the sums of dq.
     assert ("_postprocess(" in source) == ("query" in needs_grad) == (len(spec.entry_points) == 3)
     every = select.select(problem("backward", head_dim=64))
@@ -151,7 +150,7 @@ def test_bias_and_its_gradient(bits, layout):
     assert reasons == [f"its bias gradient is none, not {layout}"]
 
 
-def test_a_bias_that_is_shared_has_the_forward_of_a_full_one():
+def test_a_broadcast_bias_has_the_forward_of_a_full_one():
     full, shared = (
         select.select(problem(bias=AskedBias("16", layout))) for layout in ("full", "shared")
     )
@@ -204,7 +203,7 @@ def test_heads_of_a_group_share_a_tile(features, packs):
     assert strategy.query_rows(asked, sixteen, 132) == ("64" if packs else "16")
 
 
-def test_classes_of_query_rows():
+def test_row_counts_of_split_kernels():
     def rows(batch, queries, heads, group, keys=1024, multiprocessors=132, **asked):
         key_heads = heads // group
         sizes = Sizes(batch=batch, queries=queries, keys=keys, heads=heads, key_heads=key_heads)
@@ -248,7 +247,7 @@ def test_rows_of_a_bias_that_are_not_aligned_are_read_by_words(alignment):
         assert access(select.select(broadcast)) == layout
 
 
-def test_a_bias_of_one_number_a_row_needs_no_shared_memory():
+def test_a_bias_with_one_number_per_row_needs_no_shared_memory():
     plain = select.select(problem(head_dim=64, dropout=True))
     spec = select.select(problem(head_dim=64, dropout=True, bias=AskedBias("32", "rows")))
     assert spec.shared_bytes == plain.shared_bytes
@@ -257,7 +256,7 @@ def test_a_bias_of_one_number_a_row_needs_no_shared_memory():
     assert gradient(select.select(backward)) == "none"
 
 
-def test_run_time_matters_do_not_change_the_source():
+def test_run_time_values_do_not_change_the_source():
     plain = problem(head_dim=128)
     others = [
         problem(head_dim=104),
@@ -274,7 +273,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         specs = list(select.closure(arch))
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
-        # float16 alone on sm_75; some float32 backwards of 192 and more head dims are wide ones.
+        # float16 only on sm_75; some float32 backwards from head dim 192 on are large-dim kernels.
         count = {"sm_75": 269, "sm_86": 986, "sm_90a": 1073}.get(arch, 1100)
         assert len(set(specs)) == len(specs) == count
 
@@ -285,7 +284,9 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
 @pytest.mark.parametrize("arch", PARTS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_every_pair_of_head_dims_has_a_kernel(arch, direction, features):
-    for head_dim, value_dim in itertools.product(range(8, 257, 8), repeat=2):
+    # Dims are padded to multiples of 32: each of those and the one after the one before.
+    sizes = [size for end in range(32, 257, 32) for size in (end - 24, end)]
+    for head_dim, value_dim in itertools.product(sizes, repeat=2):
         dims = {"head_dim": head_dim, "value_dim": value_dim}
         spec = select.select(problem(direction, "f16", **dims, arch=arch, **features))
         assert head_dim <= spec.padded_head_dim and value_dim <= spec.padded_value_dim
@@ -340,25 +341,25 @@ def test_float32_names_how_it_is_multiplied():
 @pytest.mark.parametrize(
     "features", [{}, {"varlen": True}, {"bias": AskedBias("16")}, {"bias": AskedBias("32")}]
 )
-def test_wide_kernels_take_packed_sequences_and_biases(arch, dtype, direction, features):
+def test_large_dim_kernels_support_packed_sequences_and_biases(arch, dtype, direction, features):
     if dtype != "f16" and "bias" in features:
         features = {"bias": AskedBias("32")}  # float32 inputs have no other
     spec = select.select(problem(direction, dtype, 257, 8, arch, **features))
     assert is_large(spec)
     assert spec[BIAS] is None or access(spec) == "elements"
-    assert "elements" not in spec.name  # wide kernels read them in no other way
+    assert "elements" not in spec.name  # large-dim kernels read them in no other way
     broadcast = problem(direction, "f16", 257, 8, arch, bias=AskedBias("16", "columns"))
     assert access(select.select(broadcast)) == "columns"
 
 
-def test_wide_kernels_serve_what_has_no_tile():
+def test_large_dim_kernels_serve_problems_without_a_tile():
     asked = problem("backward", "f16", 256, arch="sm_75", bias=AskedBias("16"))
     assert is_large(select.select(asked))
     assert not is_large(select.select(dataclasses.replace(asked, head_dim=192, value_dim=192)))
 
 
 @pytest.mark.parametrize("needs_grad", [("bias",), ("query", "bias"), ("value", "bias")])
-def test_the_bias_gradient_of_a_wide_kernel_is_that_of_the_keys_or_apart(needs_grad):
+def test_the_bias_gradient_of_large_dims_is_in_dkdv_or_in_a_dbias_kernel(needs_grad):
     asked = problem("backward", "f16", 264, bias=AskedBias("16", "shared"), needs_grad=needs_grad)
     spec = select.select(asked)
     names = [entry.name.removeprefix(f"{spec.name}_") for entry in spec.entry_points]
@@ -400,6 +401,7 @@ def test_arrays_of_features_are_listed_once():
     assert broadcast == {"key", "value", "bias", "boolean"}
 
 
+@pytest.mark.quick
 def test_kernels_are_paired_with_device_files():
     folder = ROOT / "ffi/include/memeff/kernels"
     for kernel in KERNELS:
@@ -420,18 +422,19 @@ ONLY_LARGE_DIM = {
 )
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_tuned_dims_are_not_padded_further(dtype, features):
-    """A tile that cannot be arranged would move its problems to a larger class unnoticed."""
+    """A tile that cannot be arranged would pad its problems further unnoticed."""
     sm80_only = [arch for arch in PARTS if arch != gpu.WGMMA_ARCH]
     for arch, direction in itertools.product(sm80_only, DIRECTIONS):
         for dims in select.TUNED_DIMS:
             asked = problem(direction, dtype, *dims, arch, **features)
             if not support.family_reasons(asked):
                 spec = select.select(asked)
-                wide = (arch, dtype, direction, max(dims)) in ONLY_LARGE_DIM
-                expected = (LARGE_DIM, LARGE_DIM) if wide else dims
+                is_large_dim = (arch, dtype, direction, max(dims)) in ONLY_LARGE_DIM
+                expected = (LARGE_DIM, LARGE_DIM) if is_large_dim else dims
                 assert (spec.padded_head_dim, spec.padded_value_dim) == expected
 
 
+@pytest.mark.quick
 def test_selection_is_the_first_without_reasons():
     asked = problem("backward", head_dim=32, value_dim=256, arch="sm_80")
     explained = select.explain(asked)
@@ -487,7 +490,7 @@ def test_every_rejected_kernel_of_every_family_has_its_reasons(direction, change
         ({"head_dim": 65537}, "head_dim is 65537, and the largest with a kernel is 65536"),
     ],
 )
-def test_what_no_kernel_does_is_said_with_what_to_do(changes, said):
+def test_unsupported_problems_name_the_remedy(changes, said):
     with pytest.raises(UnsupportedError) as raised:
         select.select(problem(**changes))
     inputs, *reasons = raised.value.reasons
@@ -565,6 +568,7 @@ ptxas info    : Used 10 registers"""
     assert "(C7510)" in warning
 
 
+@pytest.mark.quick
 def test_architectures():
     assert [archs.of_capability(*pair) for pair in ((7, 5), (9, 0), (10, 0), (12, 0))] == [
         "sm_75", "sm_90a", "sm_100a", "sm_120",
@@ -573,7 +577,7 @@ def test_architectures():
     assert gpu.of("sm_120") is gpu.of("sm_89") is gpu.of("sm_131")
 
 
-def test_ptx_is_of_the_kernels_of_its_architecture():
+def test_ptx_has_the_kernels_of_its_architecture():
     """Hopper's own instructions are not in PTX that later GPUs can run."""
     for arch, kernels in (("compute_80", "sm_80"), ("compute_90", "sm_90")):
         assert list(select.closure(arch, dims=[(64, 64)])) == list(

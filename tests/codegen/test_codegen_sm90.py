@@ -1,4 +1,4 @@
-"""Which kernels of Hopper serve a problem, and what they ask of their launch."""
+"""Which Hopper kernels serve a problem, and their launches."""
 
 import dataclasses
 import itertools
@@ -13,13 +13,14 @@ from jax_memeff.codegen.features.bias import gradient
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import dbias_bytes_and_stages
 from jax_memeff.codegen.kernels.fmha_bwd_two_kernel_sm90 import FmhaBwdTwoKernelSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
+from jax_memeff.codegen.launch import Grid
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.strategy import Strategy
 
 pytestmark = pytest.mark.quick
 
 
-def test_a_few_tiles_of_short_keys_share_their_rows_on_hopper():
+def test_few_work_tiles_use_consumer_groups_on_hopper():
     few = Strategy(query_rows="consumer_groups")
     spec = select.select(problem(arch="sm_90a"), few)
     assert isinstance(spec.kernel, FmhaFwdSm90)
@@ -35,12 +36,14 @@ def test_a_few_tiles_of_short_keys_share_their_rows_on_hopper():
     assert select.select(problem(**wider, varlen=True), few).family == "sm90"
 
 
-def test_blocks_share_a_few_tiles_of_keys():
+def test_few_kv_blocks_use_split_q():
     few = Strategy(split_q=True)
     hopper: dict[str, Any] = {"arch": "sm_90a"}
     spec = select.select(problem("backward", **hopper), few)
     assert spec.split_q and "_splitq_" in spec.name
-    assert [entry.grid for entry in spec.entry_points] == ["queries", "q_splits", "queries"]
+    rows = Grid(f"B*N*T/{spec.tile.query}")
+    keys = Grid(f"B*K*S/{spec.tile.key}*q_splits")
+    assert [entry.grid for entry in spec.entry_points] == [rows, keys, rows]
     assert "static constexpr bool kSplitQ = true;" in emit.source(spec)
     assert not select.select(problem("backward", arch="sm_90a")).split_q
     (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
@@ -80,13 +83,13 @@ def test_blocks_share_a_few_tiles_of_keys():
     ],
     ids=str,
 )
-def test_shares_fill_the_gpu_and_have_queries_enough(sizes, shares):
+def test_q_splits_fill_the_gpu_and_have_enough_q_blocks(sizes, shares):
     heads = sizes.get("heads", 8)
     usual = {"batch": 1, "queries": 1024, "keys": 1024, "heads": heads, "key_heads": heads}
     assert strategy.q_splits(Sizes(**{**usual, **sizes}), 132) == shares
 
 
-def test_hopper_kernels_come_first_and_say_why_not():
+def test_hopper_kernels_come_first_and_give_reasons():
     """sm_90 without the letter has no wgmma; what the sm90 family lacks falls to sm80."""
     plain = problem(mask="causal", arch="sm_90a")
     assert select.select(plain).family == "sm90"
@@ -104,7 +107,7 @@ def test_hopper_kernels_come_first_and_say_why_not():
 @pytest.mark.parametrize(
     ("head_dim", "bias", "pairs"), [(64, "32", 4), (128, "16", 6), (128, "32", 4), (256, "32", 4)]
 )
-def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias, pairs):
+def test_hopper_has_a_dbias_kernel_for_broadcast_biases(head_dim, bias, pairs):
     needs_grad = ("query", "key", "value", "bias")
     asked = problem(
         "backward",
@@ -117,7 +120,9 @@ def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias
     assert (spec.family, gradient(spec)) == ("sm90", "dbias_kernel")
     assert dbias_bytes_and_stages(spec)[1] == pairs
     *_, recompute = spec.entry_points
-    assert (recompute.grid, recompute.takes_maps) == ("bias_squares", True)
+    side = max(spec.tile.query, spec.tile.key)
+    squares = Grid(f"bias_gradient.0*bias_gradient.1*T/{side}*S/{side}", most_per_sm=1)
+    assert (recompute.grid, recompute.takes_maps) == (squares, True)
     assert recompute.shared_bytes <= gpu.SM90.shared_bytes(blocks=1)
 
 
@@ -131,10 +136,10 @@ def test_hopper_computes_the_gradient_of_a_shared_bias_in_squares(head_dim, bias
         (192, 128, "16", (3, 2)),
         (192, 192, "16", (2, 2)),
         (256, 256, "16", (2, 1)),
-        (256, 256, "32", (2, 2)),  # which the copy engine does not bring
+        (256, 256, "32", (2, 2)),  # which TMA does not copy
     ],
 )
-def test_the_kernel_of_keys_has_the_buffers_that_fit(head_dim, value_dim, bias, buffers):
+def test_the_dkdv_kernel_has_as_many_buffers_as_fit(head_dim, value_dim, bias, buffers):
     asked = {"bias": bias and AskedBias(bias)}
     spec = select.select(problem("backward", "bf16", head_dim, value_dim, "sm_90a", **asked))
     assert isinstance(spec.kernel, FmhaBwdTwoKernelSm90)
@@ -158,7 +163,7 @@ def test_the_kernel_of_keys_has_the_buffers_that_fit(head_dim, value_dim, bias, 
         (AskedBias("16", "shared"), {"arch": "sm_80"}, False),
     ],
 )
-def test_hopper_copies_tiles_of_a_bias_of_aligned_rows(bias, changes, tma):
+def test_hopper_copies_a_bias_with_aligned_rows_by_tma(bias, changes, tma):
     needs_grad = ("query", "key", "value", "bias")
     asked = problem("backward", arch="sm_90a", bias=bias, needs_grad=needs_grad)
     spec = select.select(dataclasses.replace(asked, **changes))
@@ -186,7 +191,7 @@ def test_hopper_copies_tiles_of_a_bias_of_aligned_rows(bias, changes, tma):
         (256, {"mask": "causal", "soft_cap": True, "dropout": True}, "sm80"),
     ],
 )
-def test_hopper_backward_takes_masks_as_long_as_registers_last(head_dim, features, family):
+def test_hopper_backward_supports_masks_if_registers_suffice(head_dim, features, family):
     spec = select.select(problem("backward", head_dim=head_dim, arch="sm_90a", **features))
     assert spec.family == family
     assert spec[SEGMENTS] == features.get("segments", False)
@@ -204,14 +209,16 @@ def test_hopper_backward_takes_masks_as_long_as_registers_last(head_dim, feature
         (128, {"bias": AskedBias("32", "columns")}, (128, 64, 2)),
     ],
 )
-def test_float32_forwards_are_halved_before_hopper_multiplies_them(head_dim, features, tile):
+def test_float32_forwards_are_split_into_float16_parts_on_hopper(head_dim, features, tile):
     spec = select.select(problem(dtype="f32", head_dim=head_dim, arch="sm_90a", **features))
     assert (spec.kernel.stem, spec.tensor_maps) == ("fmha_fwd_f16x3_sm90", ())
     assert isinstance(spec.tile, Tile)
     assert (spec.tile.query, spec.tile.key, spec.tile.stages) == tile
     halve, main = spec.entry_points
     assert (halve.name, main.name) == (f"{spec.name}_split", spec.name)
-    assert (halve.grid, main.grid) == ("operands", "queries")
+    query, key, _ = tile
+    operands = Grid(f"B*N*T_or_1/64+2*{key // 64}*B*K*S_or_1/{key}")
+    assert (halve.grid, main.grid) == (operands, Grid(f"B*N*T/{query}", most_per_sm=1))
     source = emit.source(spec)
     assert "using Element = memeff::F16x3;" in source
     assert "ForwardMaps" not in source
@@ -230,18 +237,18 @@ def test_float32_forwards_are_halved_before_hopper_multiplies_them(head_dim, fea
     ],
     ids=str,
 )
-def test_other_float32_calls_are_not_halved(features):
+def test_other_float32_calls_are_not_split_into_float16_parts(features):
     asked = problem(**{"dtype": "f32", "head_dim": 64, "arch": "sm_90a", **features})
     assert select.select(asked).family == "sm80"
 
 
 @pytest.mark.parametrize("rows", ["16", "consumer_groups"])
-def test_few_rows_of_float32_are_not_halved(rows):
+def test_few_rows_of_float32_are_not_split_into_float16_parts(rows):
     asked = problem(dtype="f32", head_dim=64, arch="sm_90a")
     assert select.select(asked, Strategy(query_rows=rows)).family == "sm80"
 
 
-def test_a_halved_forward_says_that_it_does_not_share_a_batch():
+def test_a_3xfp16_forward_says_that_it_supports_no_broadcast_batch():
     asked = problem(dtype="f32", arch="sm_90a", broadcast_batch=True)
     refused = [reasons for spec, reasons in select.explain(asked) if "f16x3" in spec.kernel.stem]
     reason = "it writes query, key and value anew for each batch index"
@@ -259,7 +266,7 @@ def test_hopper_source_takes_tensor_maps():
     assert preprocess.threads == postprocess.threads == main.threads - 128
 
 
-def test_hopper_backward_of_large_head_dims_is_divided():
+def test_hopper_backward_of_large_head_dims_has_two_kernels():
     """Its two kernels own their gradients, so there are neither sums of dq nor a postprocess."""
     spec = select.select(problem("backward", head_dim=192, value_dim=128, arch="sm_90a"))
     source = emit.source(spec)
@@ -268,9 +275,12 @@ def test_hopper_backward_of_large_head_dims_is_divided():
         "_dq",
         "_dkdv",
     ]
-    assert [entry.grid for entry in spec.entry_points] == ["queries", "queries", "keys"]
+    rows, keys = Grid(f"B*N*T/{spec.tile.query}"), Grid(f"B*K*S/{spec.tile.key}")
+    assert [entry.grid for entry in spec.entry_points] == [rows, rows, keys]
     assert [entry.takes_maps for entry in spec.entry_points] == [False, True, True]
     for entry in spec.entry_points[1:]:
         assert f"::kSharedBytes == {entry.shared_bytes});" in source
     only_value = problem("backward", head_dim=256, arch="sm_90a", needs_grad={"value"})
-    assert [entry.grid for entry in select.select(only_value).entry_points] == ["queries", "keys"]
+    spec = select.select(only_value)
+    rows, keys = Grid(f"B*N*T/{spec.tile.query}"), Grid(f"B*K*S/{spec.tile.key}")
+    assert [entry.grid for entry in spec.entry_points] == [rows, keys]

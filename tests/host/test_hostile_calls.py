@@ -1,7 +1,7 @@
-"""Attributes, shapes and buffers that do not belong together are errors, never signals or launches.
+"""Inconsistent attributes, shapes and buffers are errors, never signals or launches.
 
-An exported program is a file. What its custom calls say is checked by the host library, here in a
-process of its own under sanitizers, on the buffers that XLA would pass.
+An exported program is a file, so the host library checks its custom calls. Here it does so in a
+separate process under sanitizers, on the buffers that XLA would pass.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ FORGED = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_forged_calls_are_errors_that_name_what_is_wrong(corpus, name):
-    """With digests that fit: whoever forges a program can compute them."""
+def test_forged_calls_raise_errors_that_name_the_mistake(corpus, name):
+    """With matching digests, which anyone can compute for a forged program."""
     call = first(corpus)
     edit, message = FORGED[name]
     edit(call)

@@ -82,7 +82,7 @@ def test_every_device():
 
 
 def test_command_buffers():
-    """Captured into a CUDA graph and replayed with new data, results equal plain launches'."""
+    """Captured into a CUDA graph and replayed with new data, results equal those of launches."""
     program = """
         import json, jax, jax.numpy as jnp, jax_memeff
 
@@ -123,7 +123,7 @@ def test_ptx_runs_on_later_devices(archs):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("shape", [(4, 200, 200), (1, 1, 200), (2, 1, 200, 200)], ids=str)
 def test_sums_start_at_zero_in_command_buffers(shape, deterministic):
-    """The workspaces of a replay hold what the replay before it left there."""
+    """The workspaces of a replay hold the values of the previous replay."""
     program = f"""
         import json, jax, jax.numpy as jnp, jax_memeff
 

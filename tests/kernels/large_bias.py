@@ -1,4 +1,4 @@
-"""Calls with a large bias, as users write masks: -1e9 where a key is padding."""
+"""Calls with a large bias, as in masks that add -1e9 to padding keys."""
 
 from __future__ import annotations
 

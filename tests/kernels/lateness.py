@@ -1,4 +1,4 @@
-"""Kernels that are late at random, and have as many buffers as a test asks for."""
+"""Kernels with random delays, and with as many stages as a test asks for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLEST_KEY_TILE = 32
 
 
 def make_late(patch: pytest.MonkeyPatch) -> None:
-    """Kernels sleep at random from now on, wherever their warps meet (arch/thread.cuh)."""
+    """From now on kernels sleep at random wherever their warps synchronize (arch/thread.cuh)."""
     source = emit.source
     patch.setattr(emit, "source", lambda spec: f"#define MEMEFF_RANDOM_SLEEP\n{source(spec)}")
 

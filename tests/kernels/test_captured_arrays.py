@@ -1,4 +1,4 @@
-"""Arrays that a feature brings reach its kernel through a table, which the host library fills.
+"""Arrays of a feature reach its kernel through a table, which the host library fills.
 
 A toy kernel plays a feature: it adds ``sinks[b, n]``, which a vmap broadcasts, to ``totals``.
 """
@@ -18,9 +18,10 @@ from jax.core import ShapedArray
 from jax_memeff._cuda import description
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff.codegen import emit
+from jax_memeff.codegen.launch import CapturedArray, EntryPoint, Grid
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import select
-from jax_memeff.codegen.spec import CapturedArray, EntryPoint, KernelSpec
+from jax_memeff.codegen.spec import KernelSpec
 
 B, T, N, H = 6, 5, 4, 8
 ELEMENTS, DIVISOR = 2, 3
@@ -73,7 +74,7 @@ def toy_spec() -> Any:
         alignment=4,
         pack_heads=False,
         persistent=False,
-        entry_points=(EntryPoint("toy", 32, 0, "queries"),),
+        entry_points=(EntryPoint("toy", 32, 0, Grid(f"B*N*T/{T}")),),
         tensor_maps=(),
         captured_arrays=(SINKS, TOTALS),
     )
@@ -97,7 +98,7 @@ def attributes(code: bytes, operands: list[Buffer], results: list[Buffer]) -> di
 
 
 def run_toy(sinks_dtype: str = "float32") -> Any:
-    """In the process of ``machine``: the totals, or the text of an error."""
+    """Runs in the process of ``machine``; returns the totals, or the text of an error."""
     emulator.configure("sm_80")
     library = emulator.kernel_library("toy", {"toy.cc": SOURCE})
     shape = ShapedArray((B, T, N, H), jnp.dtype("float32"))
@@ -127,7 +128,7 @@ def run_toy(sinks_dtype: str = "float32") -> Any:
         return str(error)
 
 
-def test_a_table_brings_arrays_that_the_host_library_does_not_know(machine):
+def test_a_table_passes_arrays_that_the_host_library_does_not_know(machine):
     totals = machine.submit(run_toy).result()
     sinks = np.arange(ELEMENTS * N, dtype=np.float32).reshape(ELEMENTS, N)
     own = np.arange(B) // DIVISOR % ELEMENTS

@@ -1,4 +1,4 @@
-"""``deterministic_backward=True``: its kernels; on a GPU equal bits, and nobody waits forever."""
+"""``deterministic_backward=True``: its kernels; on a GPU equal bits, and no CTA waits forever."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ GRADIENTS = ("query", "key", "value", "bias")
         ({"bias": AskedBias("16", "columns"), "needs_grad": ("bias",)}, True, "columns"),
     ],
 )
-def test_deterministic_kernels_are_others_only_where_they_add(changes, ordered, bias_gradient):
+def test_deterministic_kernels_differ_only_if_they_add(changes, ordered, bias_gradient):
     needs_grad = changes.get("needs_grad", ())
     asked = {"deterministic": True, "bias": changes.get("bias")}
     spec = select.select(Problem("backward", "bf16", 64, 64, "sm_80", asked, needs_grad))
@@ -82,7 +82,7 @@ def test_deterministic_kernels_are_others_only_where_they_add(changes, ordered, 
         ({"head_dim": 256, "value_dim": 256}, False),
     ],
 )
-def test_hopper_kernels_have_an_order_where_gradients_have_no_owner(changes, ordered):
+def test_hopper_kernels_order_gradients_without_an_owner(changes, ordered):
     asked = dataclasses.replace(Problem("backward", "bf16", 128, 128, "sm_90a"), **changes)
     plain = select.select(asked)
     asked = dataclasses.replace(asked, features={**dict(asked.features), "deterministic": True})
@@ -127,7 +127,7 @@ def test_every_gradient_is_bit_equal_in_every_run(case):
 
 
 class Occupant:
-    """Blocks of a kernel that keep SMs busy on a stream of their own, again and again."""
+    """A kernel that repeatedly keeps SMs busy on a stream of its own."""
 
     SOURCE = """
     extern "C" __global__ void occupy(long long clocks) {
@@ -170,8 +170,8 @@ class Occupant:
 @gpu
 @pytest.mark.parametrize("blocks", [20, 131, 1000])
 @pytest.mark.parametrize("mask", [{}, CAUSAL], ids=["full", "causal"])
-def test_it_neither_hangs_nor_changes_beside_another_kernel(blocks, mask):
-    """SMs come and go, so CTAs start in odd orders and far apart: a wrong order would hang here."""
+def test_it_neither_hangs_nor_changes_with_a_concurrent_kernel(blocks, mask):
+    """SMs become free irregularly, so CTAs start in odd orders: a wrong semaphore would hang."""
     run, equal = runner(Case(B=2, T=4096, S=4096, N=8, K=4, **mask))
     first = jax.block_until_ready(run())
     with Occupant(blocks):

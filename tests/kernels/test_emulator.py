@@ -1,4 +1,4 @@
-"""The emulated machine: what a kernel must not do ends its launch with a message."""
+"""The emulator: mistakes of a kernel end its launch with a message."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ MISTAKES = {
     "leave_one_warp_waiting": "the kernel hangs; 32 threads of block 0 warp 0 at named barrier 1",
     "disagree_about_a_barrier": "barrier 1 is for (64|128) threads, and for (64|128)",
     "diverge": "lanes of a warp execute (shfl and vote|vote and shfl) at a time",
-    "wait_without_init": "an mbarrier that is not initialised",
+    "wait_without_init": "an mbarrier that is not initialized",
     "arrive_too_often": "too many arrivals at the mbarrier at byte 0",
     "wait_for_too_many_bytes": "the kernel hangs; .* at the mbarrier at byte 0",
-    "leave_a_copy_behind": "block 0 ends while 1 copies of the copy engine are in flight",
+    "leave_a_copy_behind": "block 0 ends while 1 TMA copies are in flight",
     "multiply_without_a_fence": "wgmma reads byte .* wrote and did not fence",
 }
 

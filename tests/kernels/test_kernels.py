@@ -64,9 +64,9 @@ def compiled(request):
     for call in calls:
         if case := call.get("case"):
             gradients.setdefault(case, {None, case.needs_grad}).add(call.get("needs_grad"))
-    for case, wanted in gradients.items():
+    for case, choices in gradients.items():
         operands, _, _ = passed(case, *case.arrays())
-        for needs_grad in wanted:
+        for needs_grad in choices:
             for arch, spec in cuda.kernels(operands, case.options, needs_grad).items():
                 jobs.add((spec, arch))
         with without_splits():
@@ -81,7 +81,7 @@ def compiled(request):
 
 
 def without_splits():
-    """As if there were query rows enough: the cases are so small that most split their keys."""
+    """Disables split-KV, which most cases would use because they are so small."""
     return strategy.using(forward=strategy.PLAIN)
 
 
@@ -159,7 +159,7 @@ def test_only_the_gradient_of_the_bias(dims):
     )
 
 
-def test_the_gradient_of_a_shared_bias_needs_no_buffer_of_all_scores():
+def test_the_gradient_of_a_broadcast_bias_needs_no_buffer_of_all_scores():
     B, N, T, H = 32, 4, 1024, 64
 
     def loss(query, key, value, bias):
@@ -196,7 +196,7 @@ def test_repeats_are_bit_equal(case):
 @pytest.mark.parametrize("H", [72, 7, 66, 100, 301, 328])
 @pytest.mark.parametrize("mask", [{}, CAUSAL, WINDOW], ids=["full", "causal", "window"])
 def test_operands_inside_larger_buffers(mask, H):
-    """Layers of a scan are slices of one buffer; NaN stands right before and behind each."""
+    """Layers of a scan are slices of one buffer, with NaN directly before and after each."""
     case = Case(B=1, T=131, S=77, N=1, K=1, H=H, **mask)
     operands, dout, dlse = case.arrays()
     expected = run(operands, case.options, dout, dlse)
@@ -248,7 +248,7 @@ def test_layers_of_a_scan(H):
 
 
 @pytest.mark.parametrize(("case", "needs_grad"), kernel_cases.frozen_cases(), ids=str)
-def test_only_wanted_gradients(case, needs_grad, assert_close):
+def test_only_needed_gradients(case, needs_grad, assert_close):
     """A frozen operand changes nothing in the gradients of the others."""
     from jax_memeff._op import primitives
 
@@ -293,8 +293,8 @@ def test_lengths_out_of_range_are_clamped():
         assert jnp.array_equal(ours, theirs)
 
 
-def test_memory_of_wide_heads():
-    """Beside arguments and results: f32 sums of the gradients, and out, kept for the backward."""
+def test_memory_of_large_head_dims():
+    """Beyond arguments and results: f32 sums of the gradients, and out, kept for the backward."""
     case = Case(B=1, T=2048, S=2048, N=2, K=2, H=4096, lse_gradient=False)
     operands, dout, _ = case.arrays()
     program = jax.jit(run, static_argnums=(1,))
@@ -329,10 +329,10 @@ def _forward(query, key, case):
     ids=["plain", "dropout", "bias"],
 )
 def test_packed_sequences_have_the_bits_of_padded_ones(features):
-    """Output, logsumexp, and the gradients that no atomics sum; of kernels with the same visits.
+    """Output, logsumexp, and the gradients without atomics, of kernels with the same KV blocks.
 
-    With segment ids padded sequences have a map of tiles, and packed ones visit those it leaves
-    out: a correction by almost 1.
+    With segment ids, padded sequences have a block mask, and packed ones process the blocks that
+    it skips. Each of those rescales by almost 1.
     """
     lengths = ((200, 270), (0, 100), (77, 0), (130, 33))
     case = Case(B=4, T=200, S=270, lengths=lengths, **features)

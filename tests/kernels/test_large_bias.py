@@ -1,4 +1,4 @@
-"""Rows whose every element has a large bias: their output, and that they have no gradient."""
+"""Rows in which every element has a large bias: their output is an average, their gradient 0."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_float64_has_digits_for_the_scores(assert_close, x64):
 
 
 def test_a_ring_averages():
-    """Also the parts that its devices have of a row, of which each knows a logsumexp of -1e9."""
+    """The parts of a row on its devices each have a logsumexp near -1e9."""
     query, key, value = operands(np.float32)
     bias = normal(3, 2, 2, 16, 24).at[:, :, :4].set(-1e9)
     sequence = P(None, "ring")

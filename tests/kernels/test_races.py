@@ -1,4 +1,4 @@
-"""The kernels of Hopper while their warps are late at random: equal bits in every run.
+"""The Hopper kernels with random delays of their warps: equal bits in every run.
 
 Each wait, arrival and barrier of these kernels is followed by a sleep, sometimes (random_sleep() of
 ``arch/thread.cuh``), so that a buffer that is read too early, or given back too early, is read or
@@ -112,7 +112,7 @@ def results(case, operands, dout, dlse):
 
 
 def count_other_runs(case, repeats):
-    """In how many runs each result had other bits than in the first."""
+    """The number of runs in which each result differed from the first run."""
 
     @jax.jit
     def count(operands, dout, dlse, zero):

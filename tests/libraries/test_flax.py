@@ -16,7 +16,7 @@ ROWS, COLUMNS, HEADS, DEPTH, FEATURES = 5, 7, 4, 8, 32
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 def boolean(seed: int, *shape: int) -> jax.Array:

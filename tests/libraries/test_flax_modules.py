@@ -22,7 +22,7 @@ OURS = jax_memeff.flax
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 X = normal(0, BATCH, ROWS, FEATURES)
@@ -94,7 +94,6 @@ def test_linen_parameters_have_the_names_of_flax(name):
     assert f"{name}_0" in ours["params"]
 
 
-@pytest.mark.quick
 def test_linen_parameters_are_those_of_flax():
     """Initialised by either to the same values, saved by one, and used by both."""
     mask = boolean(2, BATCH, HEADS, ROWS, COLUMNS)
@@ -114,7 +113,6 @@ def test_linen_parameters_are_those_of_flax():
     assert_close(run(ours), run(flax), 1e-4)
 
 
-@pytest.mark.quick
 def test_nnx_parameters_are_those_of_flax():
     settings = {"num_kv_heads": 2, "normalize_qk": True}
     mask = boolean(2, BATCH, 1, ROWS, ROWS)
@@ -384,3 +382,35 @@ def test_bad_decoding_raises():
         layer(X[:, :1], decode=True, deterministic=True, segment_ids=ids)
     with pytest.raises(ValueError, match="even head dim, got 3"):
         rotary_embedding(jnp.ones((2, 1, 3)), jnp.arange(2))
+
+
+def test_sinks_are_a_parameter_of_both(assert_close):
+    """Learned, one for each head; with sinks far below the scores both are the layer without."""
+    x = jax.random.normal(jax.random.key(0), (2, 10, 32))
+    low, init = linen.initializers.constant(-1e30), linen.initializers.normal(1.0)
+    make = functools.partial(jax_memeff.flax.linen.MultiHeadAttention, num_heads=4)
+    variables: Any = make(sinks_init=init).init(jax.random.key(1), x)
+    assert variables["params"]["sinks"].shape == (4,)
+
+    def loss(params: Any) -> jax.Array:
+        out: Any = make(sinks_init=init).apply({"params": params}, x)
+        return jnp.sum(jnp.sin(out))
+
+    gradient = jax.grad(loss)(variables["params"])["sinks"]
+    assert bool(jnp.all(gradient != 0))
+    lowered = {**variables["params"], "sinks": jnp.full(4, -1e30)}
+    without = {name: lowered[name] for name in lowered if name != "sinks"}
+    got = make(sinks_init=low).apply({"params": lowered}, x)
+    assert_close(got, make().apply({"params": without}, x), 1e-6)
+
+    layer = jax_memeff.flax.nnx.MultiHeadAttention(4, 32, sinks_init=init, rngs=nnx.Rngs(0))
+    plain = jax_memeff.flax.nnx.MultiHeadAttention(4, 32, rngs=nnx.Rngs(0))
+    assert layer.sinks is not None and plain.sinks is None
+    of_layer = nnx.grad(lambda layer: jnp.sum(jnp.sin(layer(x))))(layer)
+    assert bool(jnp.all(of_layer["sinks"][...] != 0))
+    layer.sinks[...] = jnp.full(4, -1e30)
+    assert_close(layer(x), plain(x), 1e-6)
+    layer.sinks[...] = jnp.zeros(4)
+    query, key, value = (getattr(layer, name)(x) for name in ("query", "key", "value"))
+    out = jax_memeff.dot_product_attention(query, key, value, sinks=jnp.zeros(4))
+    assert_close(layer(x), layer.out(out), 1e-5)

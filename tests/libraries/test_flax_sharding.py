@@ -1,4 +1,4 @@
-"""Every Flax door on eight devices of the host: explicit axes, automatic axes, inside shard_map.
+"""Every Flax entry point on eight host devices: explicit axes, automatic axes, inside shard_map.
 
 The oracle is the same layer with the same parameters on one device.
 """
@@ -109,7 +109,7 @@ def unsharded(door: str) -> Any:
 @auto_and_explicit
 @pytest.mark.parametrize("door", DOORS)
 def test_layers_over_a_mesh(door, axis_type):
-    """With dropout, a mask of the batch and, where the door has one, a bias with its gradient."""
+    """With dropout, a mask of the batch and, if supported, a bias with its gradient."""
     layer = layer_of(door)
     function = jax.jit(value_and_gradients(layer))
     mesh = mesh_of(axis_type, HOST)

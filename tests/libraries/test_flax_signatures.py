@@ -23,7 +23,7 @@ BATCH, ROWS, HEADS, FEATURES = 2, 5, 4, 32
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 X = normal(0, BATCH, ROWS, FEATURES)
@@ -162,7 +162,7 @@ def test_inputs_kv_of_linen():
 # --------------------------------------------------------------------------------- the message
 
 
-def test_what_no_kernel_could_do_does_not_blame_kernels():
+def test_sow_weights_raises_on_every_platform():
     """``sow_weights`` is refused on every platform."""
     layer = OURS.nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0))
     with pytest.raises(UnsupportedError) as caught:

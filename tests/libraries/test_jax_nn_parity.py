@@ -1,4 +1,4 @@
-"""Where the two agree, changing the import from jax.nn changes no result.
+"""Changing the import from jax.nn changes no result that both functions define.
 
 Beside cases of our own there is each case of JAX's tests of its function (``tests/nn_test.py``).
 """

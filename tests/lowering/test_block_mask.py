@@ -1,4 +1,4 @@
-"""Maps of tiles say of each tile what its elements say."""
+"""Block masks agree with the elements of each tile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attention_case import Case
 from jax_memeff import Mask
 from jax_memeff._call.options import Divisors
 from jax_memeff._cuda import block_mask as block_masks
-from jax_memeff.codegen.spec import BlockMask
+from jax_memeff.codegen.launch import BlockMask
 
 B, N, T, S = 2, 3, 300, 270
 QUERY, KEY = 64, 48
@@ -36,7 +36,7 @@ def tiles_of(mask):
 
 
 def map_of(mask, tile):
-    """The ranges and the tiles of a map, [B, N, lines, ...]."""
+    """The ranges and the tiles of a block mask, [B, N, rows of blocks, ...]."""
     found = jax.jit(lambda mask: block_masks.lines(mask, tile, (B, N, T, S), Divisors()))(mask)
     count = -(-S // KEY) if tile.lines == "queries" else -(-T // QUERY)
     assert found.shape[3] % 8 == 0 and found.shape[3] > 8 + count
@@ -55,10 +55,10 @@ def map_of(mask, tile):
         (drawn(boolean=("B1T1",), segments=2, block=128), False),
         (drawn(boolean=("1NTS",)) & Mask.boolean(jnp.zeros((1, 1, 1, 1), bool)), True),
     ],
-    ids=str,
+    ids=["segments", "two segments", "boolean", "two booleans", "both", "nothing"],
 )
-def test_tiles_are_visited_where_an_element_is_valid(mask, exact):
-    """Ids in no order may ask for a tile without any; none that has one is left out."""
+def test_tiles_with_a_valid_element_are_computed(mask, exact):
+    """Unsorted ids may keep a tile without valid elements, but never skip one that has some."""
     some, every = tiles_of(mask)
     _, by_query = map_of(mask, BlockMask("queries", QUERY, KEY))
     np.testing.assert_array_equal((by_query != NONE) & some, some)
@@ -67,14 +67,14 @@ def test_tiles_are_visited_where_an_element_is_valid(mask, exact):
     np.testing.assert_array_equal(by_query == ALL, every & some)
     ranges, by_key = map_of(mask, BlockMask("keys", QUERY, KEY))
     np.testing.assert_array_equal(by_key, by_query.swapaxes(2, 3))
-    index, visited = np.arange(by_key.shape[3]), by_key != NONE
-    np.testing.assert_array_equal(ranges[..., 0], np.where(visited, index, len(index)).min(3))
-    np.testing.assert_array_equal(ranges[..., 1], np.where(visited, index + 1, 0).max(3))
+    index, computed = np.arange(by_key.shape[3]), by_key != NONE
+    np.testing.assert_array_equal(ranges[..., 0], np.where(computed, index, len(index)).min(3))
+    np.testing.assert_array_equal(ranges[..., 1], np.where(computed, index + 1, 0).max(3))
 
 
 @pytest.mark.quick
-def test_ids_that_are_apart_leave_tiles_out():
-    """In no order, and negative ones among them."""
+def test_disjoint_ids_skip_tiles():
+    """Unsorted, with negative ones among them."""
     query = np.repeat([5, 1, 9, 2, 5], QUERY)[:T]
     key = np.repeat([2, 9, -1, 5, 7, 1], KEY)[:S]
     key[5:9] = -3
@@ -85,8 +85,8 @@ def test_ids_that_are_apart_leave_tiles_out():
 
 
 @pytest.mark.parametrize("divisor", [1, 3])
-def test_maps_of_what_the_batch_shares_have_all_of_it(divisor):
-    """Two elements of one mask, for a batch of 12 that ids divide, and another of its own."""
+def test_block_masks_of_broadcast_masks_have_the_whole_batch(divisor):
+    """One mask has two batch indices of 12, another has all, and ids have all."""
     batch = 12
     case = Case(B=batch, N=N, T=T, S=S, block=64, segments=1, boolean=("BNTS", "B11S"))
     mask = case.element_mask(np.random.default_rng(0))

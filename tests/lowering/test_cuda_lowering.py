@@ -1,4 +1,4 @@
-"""What a CUDA program holds, seen by lowering for CUDA on a machine without a GPU."""
+"""The content of CUDA programs, lowered for CUDA on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ def test_the_program_is_the_same_in_every_lowering(fake_compiler):
     assert lower(jax.grad(loss), *shapes()) == first
 
 
-@pytest.mark.quick
 def test_kernels_do_not_depend_on_sizes(fake_compiler):
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -94,7 +93,7 @@ def test_few_queries_do_not_make_many_kernels(fake_compiler):
 
 
 def test_partial_results_of_few_queries(fake_compiler):
-    """Their number is bounded by sizes alone: the device is not known."""
+    """Their number is bounded by the sizes, because the device is not known."""
     text = lower(loss, *shapes(B=16, T=1, S=8192, N=32, K=8))
     assert 'results = "out,logsumexp,partial_logsumexp,partial_out"' in text
     assert "tensor<4x512xf32>" in text and "tensor<4x512x64xf32>" in text
@@ -120,15 +119,15 @@ def test_values_do_not_make_kernels(fake_compiler):
 
 
 @pytest.mark.quick
-def test_only_wanted_gradients_are_results(fake_compiler):
+def test_only_needed_gradients_are_results(fake_compiler):
     text = lower(jax.grad(loss, 1), *shapes())
     assert 'results = "key_gradient,row_statistics"' in text
     assert {spec.gradients for spec, _ in fake_compiler} == {(), ("key",)}
 
 
 @pytest.mark.quick
-def test_masks_that_are_arrays_bring_maps_of_tiles(fake_compiler, monkeypatch):
-    """For the tiles of each kernel, once for all heads and batch elements that share the mask."""
+def test_masks_that_are_arrays_have_block_masks(fake_compiler, monkeypatch):
+    """One for the tiles of each kernel, broadcast over heads and batch like the mask."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_86")
     operands = shapes(B=8, T=300, S=300)
     ids = jnp.zeros((8, 300), jnp.int32)
@@ -229,7 +228,7 @@ def test_bias_gradient_needs_no_more_than_the_bias(
         assert f"tensor<{sums}xf32>" in text
 
 
-def test_sums_of_wide_heads_are_as_large_as_the_gradients(fake_compiler):
+def test_sums_of_large_head_dims_have_the_size_of_the_gradients(fake_compiler):
     B, T, N, K, H = 2, 2048, 4, 2, 4096
     text = lower(jax.grad(loss, (0, 1, 2)), *shapes(B, T, T, N, K, H))
     calls = [line for line in text.splitlines() if "custom_call @jax_memeff" in line]
@@ -239,7 +238,7 @@ def test_sums_of_wide_heads_are_as_large_as_the_gradients(fake_compiler):
     assert all("large_dim" in spec.kernel.stem for spec, _ in fake_compiler)
 
 
-def test_wide_heads_of_one_tile_need_no_sums(fake_compiler):
+def test_large_head_dims_of_one_tile_need_no_sums(fake_compiler):
     text = lower(jax.grad(loss, (0, 1, 2)), *shapes(T=64, S=100, N=2, K=2, H=512))
     assert "_sum" not in text
     assert "_sum" in lower(jax.grad(loss, (0, 1, 2)), *shapes(T=64, S=100, N=4, K=2, H=512))
@@ -251,7 +250,7 @@ def test_wide_heads_of_one_tile_need_no_sums(fake_compiler):
     ids=str,
 )
 def test_deterministic_sums(fake_compiler, shape, columns):
-    """dq has a queue of key tiles; a bias gradient has sums only where it is one row."""
+    """dq has semaphores; a bias gradient has sums only if it is one row."""
     bias = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     def with_bias(bias, *x):
@@ -271,7 +270,7 @@ def test_deterministic_sums(fake_compiler, shape, columns):
 @pytest.mark.parametrize(
     "sizes", [{"B": 4, "T": 2048, "S": 2048, "N": 16, "K": 16}, {"T": 1, "N": 2}]
 )
-def test_every_key_tile_has_a_place_in_the_order(fake_compiler, sizes):
+def test_every_kv_block_has_a_semaphore(fake_compiler, sizes):
     gradient = jax.grad(functools.partial(loss, deterministic_backward=True), (0, 1, 2))
     operands = shapes(**sizes)
     call = attention_calls(lower(gradient, *operands))[1]
@@ -325,7 +324,7 @@ def test_a_bias_per_row_needs_no_kernel_for_its_gradient(fake_compiler):
         ((4, -(2**40)), (4, -cuda.UNBOUNDED)),
     ],
 )
-def test_windows_reach_the_host_as_far_as_offsets_do(window, host, fake_compiler):
+def test_window_bounds_reach_the_host_up_to_the_range_of_offsets(window, host, fake_compiler):
     text = lower(lambda *x: loss(*x, mask=Mask.window(*window)), *shapes())
     unbounded = cuda.UNBOUNDED
     assert f"windows = dense<[{host[0]}, {host[1]}, {unbounded}, {unbounded}]>" in text
@@ -470,7 +469,7 @@ def test_scores_of_many_columns_are_summed_in_runs(fake_compiler, H, sums):
     assert (f"tensor<{scores}xf32>" in text) == sums
 
 
-def test_blocks_that_share_tiles_of_keys_have_room_for_their_gradients(fake_compiler):
+def test_split_q_has_room_for_partial_gradients(fake_compiler):
     gradient = jax.grad(loss, (0, 1, 2))
     text = lower(gradient, *shapes(B=1, T=1024, S=1000, N=8, K=8))
     assert [spec.split_q for spec, _ in fake_compiler] == [False, True]
@@ -480,7 +479,7 @@ def test_blocks_that_share_tiles_of_keys_have_room_for_their_gradients(fake_comp
     assert f"tensor<2x{8 * 1024 * (64 + 64)}xf32>, tensor<{1 + 64}xi32>" in text
 
 
-def test_float32_forwards_have_room_for_halves_of_their_operands(fake_compiler):
+def test_float32_forwards_have_room_for_hi_and_lo_parts(fake_compiler):
     text = lower(loss, *shapes(B=5, T=1030, S=1100, N=8, dtype=jnp.float32))
     assert [spec.kernel.stem for spec, _ in fake_compiler] == ["fmha_fwd_f16x3_sm90"]
     assert 'results = "out,logsumexp,tile_counter,query_hi_lo,key_hi_lo,value_hi_lo"' in text
@@ -537,7 +536,7 @@ def test_rows_of_a_bias_decide_how_it_is_read(fake_compiler, S, dtype, alignment
 
 
 def shared_operands():
-    """Three queries for a batch of 2 keys, values, biases and masks."""
+    """Three mapped queries, and unmapped keys, values, biases and masks with a batch of 2."""
     query, key, value = shapes()
     queries = jax.ShapeDtypeStruct((3, *query.shape), query.dtype)
     bias = jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.bfloat16)
@@ -566,8 +565,8 @@ SHARED_TYPES = ["2x128x2x64xbf16", "2x128x2x64xbf16", "2x4x128x128xbf16"]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_what_a_vmap_shares_is_not_copied(fake_compiler, monkeypatch, arch):
-    """In the forward and in the backward, whose gradients are those of each element."""
+def test_operands_that_a_vmap_broadcasts_are_not_copied(fake_compiler, monkeypatch, arch):
+    """In the forward and in the backward, which has a gradient for each mapped index."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", arch)
     text = lower(jax.grad(vmapped_loss, (0, 1, 2, 3)), *shared_operands())
     forward, backward = attention_calls(text)
@@ -585,8 +584,8 @@ def test_what_a_vmap_shares_is_not_copied(fake_compiler, monkeypatch, arch):
     assert all(spec[BROADCAST_BATCH] and "_vmap_" in spec.name for spec, _ in fake_compiler)
 
 
-def test_divisors_say_how_the_batch_shares(fake_compiler):
-    """Where the outer map has the keys, and the one inside the queries."""
+def test_divisors_of_nested_vmaps(fake_compiler):
+    """The outer vmap maps the keys, the inner one the queries."""
     query, key, value = (jax.ShapeDtypeStruct((3, *x.shape[1:]), x.dtype) for x in shapes())
     queries = jax.ShapeDtypeStruct((5, *query.shape[1:]), query.dtype)
     attend: Any = jax_memeff.dot_product_attention
@@ -603,10 +602,10 @@ def test_divisors_say_how_the_batch_shares(fake_compiler):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("batch, mapped", [(1, False), (2, False), (2, True)])
-def test_a_bias_of_one_element_is_not_copied_for_its_gradients(
+def test_a_bias_of_one_batch_index_is_not_copied_for_its_gradients(
     fake_compiler, monkeypatch, arch, batch, mapped
 ):
-    """Of which each mapped element has one, the sum over its batch."""
+    """Each mapped index has one gradient, the sum over its batch."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", arch)
     query, key, value = shapes(B=batch)
     queries = jax.ShapeDtypeStruct((3, *query.shape), query.dtype)
@@ -622,8 +621,8 @@ def test_a_bias_of_one_element_is_not_copied_for_its_gradients(
         own = 3 if mapped else 1
         assert types_of(call)[0][3] == f"{own}x4x128x128xbf16"
     assert types_of(call)[1][0] == "3x4x128x128xbf16"
-    divided = f",bias/{batch}," if batch > 1 and mapped else ",bias,"
-    assert divided in names_of(call)
+    with_divisor = f",bias/{batch}," if batch > 1 and mapped else ",bias,"
+    assert with_divisor in names_of(call)
     assert call.count(f"bias_gradient/{batch}") == (batch > 1)
     for line in text.splitlines():
         assert "broadcast_in_dim" not in line or "x4x128x128x" not in line.split("->")[-1]
@@ -631,7 +630,7 @@ def test_a_bias_of_one_element_is_not_copied_for_its_gradients(
     assert way == ("full" if batch == 1 else "dbias_kernel" if arch == "sm_90a" else "shared")
 
 
-def test_masks_that_are_shared_alike_stay_shared(fake_compiler):
+def test_masks_with_equal_divisors_stay_broadcast(fake_compiler):
     queries, key, value, _, mask = shared_operands()
     rows = jax.ShapeDtypeStruct((2, 1, 128, 1), jnp.bool_)
     own = jax.ShapeDtypeStruct((3, 2, 1, 1, 128), jnp.bool_)
@@ -651,8 +650,8 @@ def test_masks_that_are_shared_alike_stay_shared(fake_compiler):
         assert types_of(call)[0][3] == f"{elements}x1x128x128xi1"
 
 
-def test_kernels_are_the_plain_ones_where_nothing_is_shared(fake_compiler):
-    """A bias that broadcasts over the batch, and a vmap over one element, need no others."""
+def test_kernels_are_the_plain_ones_if_nothing_is_broadcast(fake_compiler):
+    """A bias that broadcasts over the batch, and a vmap of size 1, use the plain kernels."""
     queries, key, value, _, _ = shared_operands()
     keys, values = (jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (key, value))
     bias = jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Programs that are exported here and run elsewhere, seen on a machine without a GPU."""
+"""Exported programs, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_kernels_of_every_architecture_are_in_the_program(fake_compiler):
         assert f"custom_call @{call}" in text
 
 
-def test_jax_wants_to_be_told_of_every_custom_call(fake_compiler):
+def test_jax_requires_every_custom_call_to_be_acknowledged(fake_compiler):
     operand = shape(B, 128, N, 64, dtype=jnp.bfloat16)
     for check in jax_memeff.export_disabled_checks():
         others = [x for x in jax_memeff.export_disabled_checks() if x != check]

@@ -1,4 +1,4 @@
-"""The benchmark harness on the CPU, and the report that is made of its results."""
+"""The benchmark harness on the CPU, and the report of its results."""
 
 import copy
 import doctest
@@ -23,7 +23,7 @@ def modules(monkeypatch):
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory):
-    """What the command writes for small cells and two peers that run on the CPU."""
+    """The results of the command for small cells and two peers that run on the CPU."""
     path = tmp_path_factory.mktemp("results") / "results.json"
     command = [sys.executable, str(BENCHMARKS / "attention.py"), "--cells", "tiny"]
     command += ["--peers", "memeff_xla,jax_xla,torch_flash", "--host", "dispatch"]
@@ -199,7 +199,7 @@ def test_few_queries_are_reported_as_bandwidth(document, modules):
         record |= {"bytes_per_second": rate, "ratio_to_best": rate / 3e12}
     made["device"]["copy_bytes_per_second"] = 4.3e12
     text = modules("report").tables(made, None)
-    assert "The device copies 4.3 TB/s, read and written." in text
+    assert "Negating an array reads and writes 4.3 TB/s." in text
     assert "| few | **3** | 2 | [1] |" in text
     assert text.count("| few |") == 1
     assert document["device"]["copy_bytes_per_second"] > 0
@@ -241,7 +241,7 @@ def test_memory_is_reported_in_a_table_of_its_own(document, modules):
 
 
 def test_every_table_has_its_cells(modules):
-    """What the project promises figures for: sizes, features and their number."""
+    """The cells that the project promises figures for: sizes, features and their number."""
     sets = modules("cells").SETS
     for name, number in (("main", 24), ("features", 18), ("float32", 4), ("deterministic", 14)):
         cells = sets[name]()

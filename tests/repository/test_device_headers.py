@@ -1,4 +1,4 @@
-"""Where device code lies: folders in one order, small enough to be read as a table of contents."""
+"""The layout of device code: folders in one order, each of at most a dozen entries."""
 
 from __future__ import annotations
 

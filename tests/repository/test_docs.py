@@ -1,4 +1,4 @@
-"""What the documentation says: examples run, paths exist, commands and tables are the real ones."""
+"""The documentation: examples run, paths exist, commands and tables are up to date."""
 
 from __future__ import annotations
 

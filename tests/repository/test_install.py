@@ -1,4 +1,4 @@
-"""What a newcomer meets who imports a source tree, or one that pip installed in part."""
+"""The error for importing a source tree, or a tree that pip installed in part."""
 
 import re
 import subprocess

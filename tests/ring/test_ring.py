@@ -74,7 +74,7 @@ def test_nothing_is_gathered(devices):
     assert permuted
 
 
-def test_keys_and_values_travel_as_often_as_the_window_needs():
+def test_keys_and_values_are_sent_as_often_as_the_window_needs():
     problem = case("shared bias", sizes(HOST))
     text = problem.program(HOST, "zigzag").as_text()
     permuted = transfers(text, "collective-permute")
@@ -117,7 +117,7 @@ def test_dropout_bits_equal_those_of_one_device(layout, method, devices):
 
 @at("devices", cpu=4, cuda=[4])
 def test_heads_sharded_too_and_differentiated_outside(assert_close, devices):
-    """A mesh of two axes, a bias that all devices share, and ``jax.grad`` around the shard_map."""
+    """A mesh of two axes, a replicated bias, and ``jax.grad`` around the shard_map."""
     dtype, dim, scale, tolerance = sizes(devices)
     draw, length = functools.partial(normal, dtype=dtype), 64 * scale
     query, key, value = (
@@ -188,7 +188,7 @@ def test_bfloat16_is_merged_in_float32():
 
 
 def pairs_of_chunks(layout: str, devices: int, mask: Mask, rows: int, columns: int):
-    """The pairs of chunks with a valid element, by device, from the materialised mask."""
+    """The pairs of chunks with a valid element, by device, from the materialized mask."""
     chunks = devices * (2 if layout == "zigzag" else 1)
     tiles = np.asarray(mask.as_array(1, 1, rows * chunks, columns * chunks))[0, 0]
     tiles = tiles.reshape(chunks, rows, chunks, columns).any((1, 3))
@@ -234,7 +234,7 @@ def test_causal_work_is_equal_in_zigzag_layout():
     [("contiguous", Mask.causal()), ("zigzag", Mask.causal()), ("contiguous", Mask.window(9, 0))],
 )
 def test_kernels_run_only_for_products_that_are_not_masked(monkeypatch, layout, mask):
-    """Counts the forwards that every device really executes."""
+    """Counts the forwards that every device executes."""
     executed: collections.Counter[int] = collections.Counter()
     forward = primitives.forward
 
@@ -283,7 +283,7 @@ def test_kernels_run_only_for_products_that_are_not_masked(monkeypatch, layout, 
         ({"offsets": Offsets(key=jnp.int32(0))}, "offsets.key: expected 0"),
         (
             {"mask": Mask.causal("bottom_right"), "key_value_seq_lengths": np.array([20])},
-            "bottom-right window beside lengths .* align the window top-left",
+            "bottom-right window together with lengths .* align the window top-left",
         ),
         ({"key_value_seq_lengths": np.array([25])}, r"must be in \[0, 24\], got 25"),
     ],
@@ -316,7 +316,7 @@ def test_a_sequence_that_does_not_divide_is_refused_by_shard_map(length):
 
 @pytest.mark.parametrize("name", ["query", "key"])
 def test_lengths_that_differ_over_the_ring_are_refused(name):
-    """Of the whole sequence there is one; the sum over devices of what each has is one."""
+    """Lengths of the whole sequence are the same on all devices."""
 
     def call(x, part, total=lambda part: part):
         ring: Any = jax_memeff.ring_attention

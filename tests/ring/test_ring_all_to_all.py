@@ -36,7 +36,7 @@ def test_equals_one_device(assert_close, name, layout, devices):
 
 
 @at("devices", cpu=4)
-def test_what_travels_is_heads(devices):
+def test_only_heads_are_transferred(devices):
     problem = case("shared bias", sizes(devices))
     text = problem.program(devices, "contiguous", "all_to_all").as_text()
     assert "all-gather" not in text and "collective-permute" not in text

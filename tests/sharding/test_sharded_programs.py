@@ -46,8 +46,8 @@ def test_explicit_programs_hold_the_kernel_of_local_shapes(cuda_program):
     assert text == cuda_program(AxisType.Explicit)
 
 
-def test_only_the_compiler_s_division_takes_a_rule():
-    """One device has nothing to divide, and inside ``shard_map`` nobody divides."""
+def test_only_automatic_sharding_uses_a_partitioning_rule():
+    """A single device needs no rule, and neither does a call inside ``shard_map``."""
     operands = projections()
     sharded = [put(mesh_of(AxisType.Auto, HOST), x, *ON_BOTH) for x in operands]
     local = jax.shard_map(
@@ -63,8 +63,8 @@ def test_only_the_compiler_s_division_takes_a_rule():
         assert ("CustomSPMDPartitioning" in text) == is_two_kernel
 
 
-def test_the_compiler_s_parts_are_lowered_for_local_shapes(monkeypatch):
-    """So kernels are chosen for what a device has."""
+def test_automatic_sharding_lowers_for_local_shapes(monkeypatch):
+    """Kernels are chosen for the shapes of one device."""
     shapes, forward = [], blockwise.forward
 
     def recorded(operands, options):

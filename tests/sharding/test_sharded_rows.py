@@ -126,11 +126,12 @@ def test_the_rows_of_the_output_are_sharded_like_the_query():
                 "mask": Mask.causal("bottom_right"),
                 "key_value_seq_lengths": np.array([S, 5]),
             },
-            r"^mask: a bottom-right window beside lengths has a diagonal for each batch index",
+            r"^mask: a bottom-right window together with lengths has a diagonal for each batch "
+            r"index",
         ),
     ],
 )
-def test_what_cannot_be_done(axis_type, arguments, message):
+def test_unsupported_row_shardings_raise(axis_type, arguments, message):
     mesh = mesh_of(axis_type)
     specs = (P(None, ("x", "y")), P(), P())
     operands = [put(mesh, x, *spec) for x, spec in zip(arrays()[:3], specs, strict=True)]
@@ -139,7 +140,7 @@ def test_what_cannot_be_done(axis_type, arguments, message):
 
 
 @auto_and_explicit
-def test_one_array_of_query_key_and_value_is_not_cut(axis_type):
+def test_one_array_of_query_key_and_value_has_no_sharded_rows(axis_type):
     qkv = put(mesh_of(axis_type), random(B, T, 3, N, H), None, "y")
     with pytest.raises(
         ValueError, match=r"^query_key_value of shape .* its sequence dim is sharded"

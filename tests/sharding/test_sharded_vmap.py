@@ -1,4 +1,4 @@
-"""vmap of sharded calls: each axis of the folded batch is divided alone, and nothing is copied."""
+"""vmap of sharded calls: each axis of the folded batch is sharded alone, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def arrays_of(mapped, sizes, bias_elements):
 
 
 def gradients(mapped, names):
-    """Of every element of a vmap over those that are mapped, in the arrays of floats."""
+    """For every mapped index, in the float arrays."""
 
     def of_element(arrays):
         def value(floats):
@@ -100,7 +100,7 @@ def test_explicit_axes_of_a_mapped_dim_are_an_error():
     cpu=[(names, elements, 8) for names, elements in MAPPED],
     cuda=[(names, elements, 2) for names, elements in MAPPED],
 )
-def test_shared_operands_are_passed_on_to_each_device(
+def test_broadcast_operands_are_not_repeated_on_each_device(
     mapped, bias_elements, sharded, devices, assert_close
 ):
     arrays, dims = arrays_of(mapped, sizes(devices), bias_elements)

@@ -50,7 +50,7 @@ on_every_platform = at("devices", cpu=8, cuda=[2, 4])
 
 @functools.cache
 def unsharded(sizes):
-    """With a bias that the batch shares: operands, arguments, results."""
+    """With a bias that is broadcast over the batch: operands, arguments, results."""
     length = T * sizes.scale
     operands = (*projections(sizes=sizes), random(1, N, length, length, dtype=sizes.dtype))
     features = {
@@ -81,7 +81,7 @@ def test_grouped_heads_bias_lengths_and_dropout(axis_type, devices, assert_close
 
 
 def offsets_of(query):
-    """Where a shard stands, inside ``shard_map``."""
+    """The offsets of a shard, inside ``shard_map``."""
     first, head = (
         jax.lax.axis_index(axis) * size
         for axis, size in zip(("data", "tensor"), (query.shape[0], query.shape[2]), strict=True)
@@ -140,7 +140,7 @@ def test_dropout_bits_equal_the_unsharded_run(mode, devices):
 
 
 def test_offsets_of_a_shard_may_be_python_numbers():
-    """The bits of the third batch element's upper heads, and no others."""
+    """The bits of the upper heads of batch index 2, and no others."""
     query, key, value = projections()
     arguments = {"dropout_rate": 0.5, "dropout_key": DROPOUT_KEY}
     whole = dot_product_attention(query, key, value, **arguments)
@@ -153,7 +153,7 @@ def test_offsets_of_a_shard_may_be_python_numbers():
 
 @auto_and_explicit
 def test_every_broadcast_of_bias_and_mask(axis_type, assert_close):
-    """Replicated operands are cut where they are; their gradients are summed over all shards."""
+    """Replicated operands are sliced locally; their gradients are summed over all shards."""
     operands = projections()
     shapes = [(1, 1, 1, T), (B, 1, 1, T), (1, N, T, T), (B, N, T, T), (1, 1, T, 1), (B, 1, T, 1)]
     biases = [random(*shape) for shape in shapes]
@@ -323,7 +323,7 @@ def test_errors_name_the_axis_and_the_remedy(axis_type, specs, message):
     ],
 )
 def test_errors_inside_shard_map_name_its_axes(specs, message):
-    """What is said of sizes is said of those on one device."""
+    """The messages state local sizes."""
     local = jax.shard_map(
         dot_product_attention,
         mesh=mesh_of(AxisType.Auto, HOST),

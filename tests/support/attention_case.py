@@ -1,4 +1,4 @@
-"""A call of attention as tests see it: its arrays, its run, its comparison with the oracle."""
+"""Test calls of attention: their arrays, running them, and comparing with the oracle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TF32_TOLERANCE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes and features of one call; ``lengths`` are (query, key) pairs, one per batch element."""
+    """Sizes and features of one call; ``lengths`` are (query, key) pairs, one per batch index."""
 
     B: int = 2
     T: int = 65
@@ -52,15 +52,15 @@ class Case:
     position: tuple[int, int] | tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Of row 0 and column 0; or of each batch index."""
     packed: bool = False
-    """The sequences that ``lengths`` names stand one after the other, with gaps between them."""
+    """Whether the sequences of ``lengths`` are packed, with gaps between them."""
     projections: bool = False
     """Query, key and value are one array."""
     deterministic: bool = False
     shared: tuple[tuple[str, int, int], ...] = ()
-    """Operands that elements of the batch share, as ``vmap`` makes them: name, own elements, and
-    divisor; "boolean" is the first boolean mask."""
+    """Operands that a ``vmap`` broadcasts: name, own batch indices, and divisor; "boolean" is the
+    first boolean mask."""
     bias_gradient: int = 0
-    """Of a bias that is shared: how many elements of the batch have one; see ``Divisors``."""
+    """The number of batch indices per gradient of a broadcast bias; see ``Divisors``."""
     sign: int = 0
     """If it is 1 or -1, all scores have it, and the maximum of each row rises from tile to tile in
     the order in which the forward visits them, by many powers of two."""
@@ -127,7 +127,7 @@ class Case:
 
     @property
     def needs_grad(self) -> NeedsGrad:
-        """What a backward kernel computes; the gradient of a bias per row needs none."""
+        """The gradients that kernels compute; that of a bias per row needs no kernel."""
         needs_bias = self.bias is not None and self.bias[3] == "S"
         return NeedsGrad(True, True, True, bias=needs_bias, sinks=self.sinks)
 
@@ -137,7 +137,7 @@ class Case:
     def arrays(self, seed: int = 0) -> tuple[Operands, Any, Any]:
         """Operands, dout and dlse (or None), NumPy in the case's dtype, all finite.
 
-        What elements of the batch share is repeated for each.
+        Arrays that a vmap broadcasts are repeated for each batch index.
         """
         rng = np.random.default_rng(seed)
         dtype = jnp.dtype(self.dtype)
@@ -173,16 +173,16 @@ class Case:
     def with_sign(self, query: Any, key: Any) -> tuple[Any, Any]:
         if not self.sign:
             return query, key
-        visited = np.arange(self.S, dtype=np.float32)[:, None, None] / self.S
-        size = 1 + 7 * (1 - visited if self.sign > 0 else visited)
+        position = np.arange(self.S, dtype=np.float32)[:, None, None] / self.S
+        size = 1 + 7 * (1 - position if self.sign > 0 else position)
         return abs(query), (self.sign * size * abs(key)).astype(key.dtype)
 
     def indices(self, elements: int, divisor: int) -> np.ndarray:
-        """Which of the elements each of the batch reads."""
+        """The batch index of an array that each batch index of the call reads."""
         return np.arange(self.B) // divisor % elements
 
     def with_shared(self, operands: Operands, function: Any) -> Operands:
-        """``function(array, elements, divisor)`` in the place of each array that is shared."""
+        """The arrays, with ``function(array, elements, divisor)`` for each that is broadcast."""
         for name, elements, divisor in self.shared:
             if name == "boolean":
                 first, *others = operands.mask.booleans
@@ -265,9 +265,9 @@ def poisoned(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Oper
 
 
 def passed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
-    """What the call of a case is given: poisoned beyond the lengths, and packed if it says so.
+    """The arrays passed to the call of a case: poisoned beyond the lengths, and packed if asked.
 
-    An array that is shared has its own elements alone, and is not poisoned: lengths differ.
+    An array that a vmap broadcasts is not poisoned, because its batch indices have several lengths.
     """
     dirty = poisoned(case, operands, dout, dlse)
     arrays, *cotangents = packing.packed(case, *dirty) if case.packed else dirty
@@ -294,13 +294,13 @@ def run(operands: Operands | QkvPackedOperands, options: Options, dout: Any, dls
     """(out, lse), (dq, dk, dv, dbias, dsinks) of one jitted program; None of what is absent."""
     from jax_memeff._op import vjp
 
-    operands, dout, dlse = jax.tree.map(jnp.asarray, (operands, dout, dlse))
+    operands, dout, dlse = jax.device_put((operands, dout, dlse))
     return _run(operands, options, dout, dlse, vjp.attention)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def run_shared(operands: Operands, options: Options, dout: Any, dlse: Any) -> tuple:
-    """The same by the primitives, whose gradients of what is shared have the whole batch."""
+    """The same through the primitives, whose gradients of broadcast arrays have the whole batch."""
     from jax_memeff._op import derivatives, primitives
 
     results = primitives.forward(operands, options)
@@ -332,7 +332,7 @@ def assert_matches_the_oracle(case: Case) -> None:
 
 
 def assert_results_match(case: Case, results: tuple) -> None:
-    """The same for results of :func:`run_case`, or of a forward alone, where gradients are None."""
+    """The same for results of :func:`run_case`, or of a forward, whose gradients are None."""
     operands, dout, _ = case.arrays()
     reference, low = answers(case)
     wide = low is None

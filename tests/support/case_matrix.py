@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 _SIZE = 256
 """Rows, of which the pairs need about half."""
 
-# (query, key and value dim): tuned ones, those of other alignments, and those in pieces.
+# (query, key and value dim): tuned, differently aligned, and large head dims.
 _DIMS = (
     (64, 64),
     (128, 128),
@@ -250,7 +250,7 @@ def small_cases() -> list[Case]:
 
 
 def sanitized_cases() -> list[Case]:
-    """What is run under compute-sanitizer: small rows, and plain calls for Hopper's kernels."""
+    """The cases for compute-sanitizer: small rows, and plain calls for the Hopper kernels."""
     found = small_cases()
     for H in (64, 128, 256):
         found += [Case(T=130, S=150, H=H, Hv=H), Case(T=150, S=130, H=H, Hv=H, **CAUSAL)]

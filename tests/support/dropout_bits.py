@@ -1,4 +1,4 @@
-"""The dropout bits of a path, recovered from its results."""
+"""The dropout bits of a path, reconstructed from its results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax_memeff._call import dropout
 
 
 def kept_by_half(dropout_key: jax.Array, batch: int, heads: int, length: int) -> np.ndarray:
-    """What a rate of one half keeps, bool[batch, heads, length, length]."""
+    """The elements that a rate of 0.5 keeps, bool[batch, heads, length, length]."""
     state = jax.tree.map(np.asarray, dropout.state(dropout_key, batch=batch, num_heads=heads))
     return oracle.kept_elements(state, dropout.threshold(0.5), length, length, None)
 

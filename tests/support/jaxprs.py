@@ -1,4 +1,4 @@
-"""What a jaxpr holds."""
+"""The equations of a jaxpr."""
 
 import jax
 

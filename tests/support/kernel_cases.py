@@ -1,4 +1,4 @@
-"""The calls that the kernels are tested with: one table for GPU tests and for what they compile."""
+"""The test calls of the kernels: one table for GPU tests and for the kernels they compile."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _element_cases() -> list[Case]:
 
 
 def _two_kernel_bias_cases() -> list[Case]:
-    """A bias where Hopper has one kernel for dq and one for dk and dv, and each reads it."""
+    """A bias in the two-kernel backward of Hopper, in which both kernels read it."""
     found = []
     sequences = ((200, 264), (0, 100), (77, 0), (1, 1), (130, 33))
     for bias in ("BNTS", "1NTS", "BN1S", "BNT1"):
@@ -206,7 +206,7 @@ SHARED_KEYS = (("key", 2, 1), ("value", 3, 2))
 
 
 def _shared_cases() -> list[Case]:
-    """What elements of the batch share, each array in its own way, in every kernel."""
+    """Arrays that a vmap broadcasts, each with its own divisor, in every kernel."""
     found = []
     shared = functools.partial(Case, B=6, T=150, S=200, N=4, K=2)
     for H, Hv in ((64, 64), (128, 128), (192, 128), (256, 256), (264, 264), (66, 40)):
@@ -237,7 +237,7 @@ def _shared_cases() -> list[Case]:
 
 
 def dropout_cases() -> list[Case]:
-    """Dropout where all elements are valid, on tiles of every shape; no heads share a key head."""
+    """Dropout with all elements valid, on tiles of every shape, without grouped heads."""
     found = []
     case = functools.partial(Case, T=200, S=136, dropout=0.3, position=(48, 160), scale=1.0)
     for H in (32, 64, 96, 128, 256, 264):

@@ -1,7 +1,7 @@
-"""Attention by its definition: materialised scores, written without the code under test.
+"""Attention by its definition: materialized scores, written without the code under test.
 
 Masks and dropout bits are realised here in NumPy from their definitions; gradients are JAX's, of
-the materialised formula. Every test of numbers compares with this file by :func:`check`.
+the materialized formula. Every test of numbers compares with this file by :func:`check`.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def answer(
     cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
     with cpu, jax.enable_x64(np.dtype(dtype) == np.float64):
         q, k, v, bias, sinks, kept, scale, dout, dlse = (
-            jnp.asarray(np.asarray(x).astype(np.float64).astype(dtype)) for x in (*arrays, *others)
+            np.asarray(x).astype(np.float64).astype(dtype) for x in (*arrays, *others)
         )
         if S == 0:
             # JAX has no maximum of nothing: one column that is not valid stands for it.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Where each sequence of a case stands among the tokens of one side."""
+    """The tokens of each sequence of a case, of its queries or of its keys."""
 
     lengths: tuple[int, ...]
     gaps: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A problem of ring attention as tests see it: its arrays, the ring's results, and one device's."""
+"""Test problems of ring attention: their arrays, and the results of the ring and of one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ring_mesh(devices: Devices) -> Mesh:
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(dtype))
 
 
 def ordered(layout: str, x: Any, axis: int, devices: Devices) -> Any:
@@ -110,7 +110,7 @@ class Case:
         return self.programs[name]
 
     def run(self, devices: Devices, layout: str, method: str = "ring") -> Any:
-        """What the ring gives, in the order of its layout."""
+        """The results of the ring, in the order of its layout."""
         program = self.program(devices, layout, method)
         inputs = self.inputs(layout, devices)
         return program(*jax.tree.map(_placed, inputs, program.input_shardings[0]))

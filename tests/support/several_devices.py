@@ -1,4 +1,4 @@
-"""Where the tests of several devices run: on those of the host, and on GPUs where there are some.
+"""The devices for tests of several devices: those of the host, and GPUs if there are any.
 
 ``at("devices", cpu=4, cuda=[2, 4])`` gives a test the fixture ``devices`` of conftest.py for each
 of them. Problems are larger on GPUs, in bfloat16 and of a head dim that has the fastest kernels.
@@ -19,7 +19,7 @@ Devices = Sequence[jax.Device]
 
 
 class Sizes(NamedTuple):
-    """What problems of several devices are made of."""
+    """The sizes of problems for several devices."""
 
     dtype: Any
     head_dim: int
@@ -63,7 +63,7 @@ def at(names: str, cpu: Iterable[Any] | int, cuda: Iterable[Any] = ()):
 
 
 def transfers(text: str, *kinds: str) -> list[str]:
-    """The types of what the transfers of these kinds give in a compiled program.
+    """The result types of transfers of these kinds in a compiled program.
 
     An asynchronous one gives its results where it is done.
 

@@ -1,4 +1,4 @@
-"""Calls that are sharded over the batch and the heads, as tests see them."""
+"""Test calls that are sharded over the batch and the heads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Machine code of a kernel: where the left operands of its products come from.
 
-ptxas (CUDA 13.0) has given packed probabilities the registers of keys that were loaded once for
-all visits, so that the next visit multiplied by probabilities. Neither its log nor the emulator
-shows that.
+ptxas (CUDA 13.0) has packed probabilities into registers with keys that are loaded once for all Q
+blocks, so the next Q block multiplied by probabilities. Neither its log nor the emulator shows
+that.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Instruction(NamedTuple):
 
     @property
     def written(self) -> range:
-        """The vector registers that it sets."""
+        """The vector registers that the instruction writes."""
         if not (first := _REGISTER.match(self.operands[0])):
             return range(0)
         return range(int(first[1]), int(first[1]) + _written_width(self.operation))
 
     def next_addresses(self, following: int) -> Iterator[int]:
-        """Where the thread may go on; ``following`` is the address of the next line."""
+        """The possible next addresses; ``following`` is the address of the next line."""
         name = self.operation.partition(".")[0]
         if name == "BRA":
             yield int(self.operands[-1], 16)
@@ -84,8 +84,8 @@ def parse(listing: str) -> dict[str, list[Instruction]]:
 
 
 def overwritten_operands(code: list[Instruction]) -> list[str]:
-    """Products whose left operand is what was loaded if a thread came one way, and the result of
-    something else if it came another."""
+    """Products whose left operand is a loaded value on one path of a thread and another result on
+    another path."""
     before: dict[int, list[Instruction]] = {}
     followers = [*(instruction.address for instruction in code[1:]), -1]
     for instruction, following in zip(code, followers, strict=True):
@@ -110,7 +110,7 @@ def overwritten_operands(code: list[Instruction]) -> list[str]:
 def _sources(
     before: dict[int, list[Instruction]], reader: Instruction, register: int
 ) -> Iterator[Instruction]:
-    """The instructions that may have set what ``reader`` finds in a register."""
+    """The instructions that may have set the register that ``reader`` reads."""
     seen: set[Instruction] = set()
     waiting = list(before.get(reader.address, ()))
     while waiting:

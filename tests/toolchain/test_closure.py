@@ -8,6 +8,7 @@ The sample changes every day. ``JAX_MEMEFF_CLOSURE=2026-11-23`` repeats that of 
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import os
 import random
@@ -16,7 +17,15 @@ import pytest
 import sass
 
 from jax_memeff.codegen import select
-from jax_memeff.codegen.features import BIAS, BOOLEAN, DROPOUT, SEGMENTS, VARLEN
+from jax_memeff.codegen.features import (
+    BIAS,
+    BOOLEAN,
+    DROPOUT,
+    FEATURES,
+    LENGTHS,
+    SEGMENTS,
+    VARLEN,
+)
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES
@@ -25,7 +34,8 @@ from jax_memeff.codegen.toolchain import parallel
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
-PER_GROUP = 2
+COVERED = "sm_90a"
+DIMS_DRAWN = 4
 LARGEST_SPILL = 64
 """More than a few registers per thread is a wrong tile, however fast it was measured to be."""
 
@@ -37,20 +47,42 @@ ODD_DIMS = ((7, 7), (66, 66), (100, 100), (255, 33))
 CHOICE = os.environ.get("JAX_MEMEFF_CLOSURE", datetime.date.today().isoformat())
 
 
+@functools.cache
 def sample(arch):
-    """Kernels of both directions and of each family, other ones for each architecture and day."""
+    """Other kernels for each architecture and day.
+
+    Those of Hopper, where every kernel module is compiled, have each module and each feature among
+    them; the other architectures, which share the modules of sm_80, have a kernel per direction.
+    """
     generator = random.Random(f"{arch} {CHOICE}")
-    groups: dict[tuple, list] = {}
-    for spec in [*select.closure(arch), *select.closure(arch, dims=ODD_DIMS)]:
-        groups.setdefault((spec.direction, spec.family), []).append(spec)
+    dims = [*select.TUNED_DIMS, *ODD_DIMS]
+    if CHOICE != "all" and arch != COVERED:
+        dims = generator.sample(dims, DIMS_DRAWN)
+    specs = list(select.closure(arch, dims=dims))
     if CHOICE == "all":
-        return [spec for group in groups.values() for spec in group]
-    return [spec for group in groups.values() for spec in generator.sample(group, PER_GROUP)]
+        return specs
+    generator.shuffle(specs)
+    return list(chosen(specs, covered if arch == COVERED else lambda spec: {spec.direction}))
+
+
+def chosen(specs, covers):
+    """Specs that together cover all that any of them covers: the one with most of the rest next."""
+    missing = set().union(*map(covers, specs))
+    while missing:
+        best = max(specs, key=lambda spec: len(covers(spec) & missing))
+        missing -= covers(best)
+        yield best
+
+
+def covered(spec):
+    """The module of a kernel, its dtype, and the features that it has."""
+    on = {name for name, value in spec.features if value not in (None, False, "none")}
+    return {spec.kernel.stem, f"{spec.direction} of {spec.dtype}", *on}
 
 
 def allowed_spill(spec):
     """What the tile row records; a few registers with features beside window and soft cap, and
-    with rows that are moved in pieces."""
+    with rows that are copied by 4 or 8 bytes."""
     features = any(spec[feature] for feature in (BIAS, DROPOUT, SEGMENTS, BOOLEAN, VARLEN))
     features = features or spec.alignment < 16
     return LARGEST_SPILL if features else spec.tile.spill_bytes
@@ -85,6 +117,13 @@ def test_kernels_keep_their_accumulators_in_registers(arch, tmp_path, monkeypatc
             for name, code in sass.functions(compiled.image, tmp_path).items():
                 wrong += [f"{name}, {operand}" for operand in sass.overwritten_operands(code)]
     assert not wrong, "\n".join([f"on {arch}, JAX_MEMEFF_CLOSURE={CHOICE}:", *wrong])
+
+
+def test_the_sample_has_every_module_and_every_feature():
+    specs = list(sample(COVERED))
+    assert {spec.kernel.stem for spec in specs} == {kernel.stem for kernel in KERNELS}
+    compiled = {feature.name for feature in FEATURES} - {LENGTHS.name}  # of every kernel
+    assert compiled <= set().union(*map(covered, specs))
 
 
 @pytest.mark.quick

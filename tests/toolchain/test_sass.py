@@ -1,4 +1,4 @@
-"""Machine code: what kernels keep in registers for all visits is there in the last one, too."""
+"""Machine code: register operands that a kernel loads once are intact in the last iteration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LISTING = """
         /*0050*/       EXIT ;
 """
 LOADED, PACKED = "LDSM.16.M88.4", "F2FP.BF16.F32.PACK_AB"
-WANTS = [
+GRADIENTS = [
     needs_grad
     for count in (1, 2, 3)
     for needs_grad in itertools.combinations(SPEC_GRADIENTS, count)
@@ -45,11 +45,11 @@ def test_an_operand_that_a_loop_overwrites_is_found(packed, target, wrong):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_backwards_of_some_gradients_keep_what_they_hold(head_dim, tmp_path, monkeypatch):
+def test_backwards_of_some_gradients_keep_their_register_operands(head_dim, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path / "cache"))
     problems = [
         Problem("backward", "bf16", head_dim, head_dim, "sm_90a", needs_grad=needs_grad)
-        for needs_grad in WANTS
+        for needs_grad in GRADIENTS
     ]
     jobs = [(select.select(problem), "sm_90a") for problem in problems]
     for (spec, _), compiled in zip(jobs, parallel.compile_many(jobs), strict=True):

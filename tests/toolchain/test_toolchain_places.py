@@ -112,7 +112,7 @@ def test_wheels_come_before_a_toolkit(wheels, toolkit, tmp_path):
     assert str(toolkit) not in done.stdout
 
 
-def test_a_mixture_of_wheels_and_a_toolkit_is_said_once(wheels, toolkit, tmp_path):
+def test_a_mixture_of_wheels_and_a_toolkit_warns_once(wheels, toolkit, tmp_path):
     """One warning of the compiling process, and ``info`` shows the place."""
     without = "without = parts._in_wheels\n"
     without += "parts._in_wheels = lambda part: None if part.name == 'cudart' else without(part)\n"

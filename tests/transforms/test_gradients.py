@@ -1,4 +1,4 @@
-"""The door: what is differentiated, what is saved, and what is computed for it."""
+"""The custom_vjp: differentiated operands, saved residuals, and computed gradients."""
 
 import functools
 from typing import Any
@@ -113,7 +113,7 @@ def test_float64(x64):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (1, 2), (0, 1, 2, 3)])
-def test_only_wanted_gradients_are_computed(wanted, assert_close):
+def test_only_needed_gradients_are_computed(wanted, assert_close):
     def loss(*operands):
         return jnp.sum(attention(*operands, is_causal=True) * WEIGHT)
 
@@ -125,7 +125,7 @@ def test_only_wanted_gradients_are_computed(wanted, assert_close):
     assert_close(jax.grad(loss, wanted)(*operands), tuple(everything[i] for i in wanted), 1e-6)
 
 
-def test_constants_and_inner_jits_want_nothing():
+def test_constants_and_inner_jits_need_no_gradients():
     inner = jax.jit(functools.partial(attention, is_causal=True))
     grad = jax.grad(lambda query: inner(query, KEY, VALUE).sum())
     (backward,) = named(grad, "attention_bwd", QUERY)
@@ -154,7 +154,7 @@ def test_bias_of_rows_needs_no_kernel():
 
 
 def test_bias_of_rows_under_dropout(assert_close):
-    """The gradient is dlse, which dropout does not touch; the kernel's path agrees."""
+    """The gradient is dlse, which dropout does not affect; the kernel's path agrees."""
 
     def loss(bias, S_of_bias):
         bias = jnp.broadcast_to(bias, (B, N, T, S_of_bias))

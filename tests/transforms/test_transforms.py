@@ -1,4 +1,4 @@
-"""Forward mode and derivatives of derivatives, against JAX's of the materialised formula."""
+"""Forward mode and derivatives of derivatives, against JAX's of the materialized formula."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def compiler(derivatives: Any) -> Any:
     return jax.jit(derivatives, static_argnums=0, compiler_options=UNOPTIMISED)
 
 
-def ours_and_materialised(case: Case) -> tuple[Any, Any, Any, Any]:
+def ours_and_materialized(case: Case) -> tuple[Any, Any, Any, Any]:
     """Both functions of the differentiable arrays, these, and tangents of them."""
     operands, options, _, _ = make(case)
     valid = oracle.valid_elements(operands.mask, case.B, case.N, case.T, case.S)
@@ -99,7 +99,7 @@ def ours_and_materialised(case: Case) -> tuple[Any, Any, Any, Any]:
     def ours(*arrays):
         return vjp.attention(operands._replace(**dict(zip(given, arrays, strict=True))), options)
 
-    def materialised(*arrays):
+    def materialized(*arrays):
         named = dict(zip(given, arrays, strict=True))
         bias = named.get("bias", jnp.zeros((1, 1, 1, 1)))
         return oracle.formula(
@@ -114,30 +114,30 @@ def ours_and_materialised(case: Case) -> tuple[Any, Any, Any, Any]:
             options.soft_cap,
         )
 
-    return ours, materialised, arrays, vector
+    return ours, materialized, arrays, vector
 
 
 @pytest.mark.quick("bias_of_rows")
 @pytest.mark.parametrize("name", CASES)
 def test_hessian_vector_products(name, x64, assert_close):
-    ours, materialised, arrays, vector = ours_and_materialised(CASES[name])
+    ours, materialized, arrays, vector = ours_and_materialized(CASES[name])
     got = compiled(hessian_vector_products, ours, arrays, vector)
-    (want, _) = compiled(hessian_vector_products, materialised, arrays, vector)
+    (want, _) = compiled(hessian_vector_products, materialized, arrays, vector)
     assert_close(got, (want, want), 1e-10)
 
 
 def test_forward_mode(x64, assert_close):
-    ours, materialised, arrays, vector = ours_and_materialised(CASES["everything"])
+    ours, materialized, arrays, vector = ours_and_materialized(CASES["everything"])
     with jax_memeff.forward_mode():
         got = compiled(forward_derivatives, ours, arrays, vector)
-    assert_close(got, compiled(forward_derivatives, materialised, arrays, vector), 1e-10)
+    assert_close(got, compiled(forward_derivatives, materialized, arrays, vector), 1e-10)
 
 
 STARTS_Q, STARTS_K = np.array([1, 6, 6, 12]), np.array([0, 7, 9, 15])
 
 
 def test_packed_sequences(x64, assert_close):
-    """Beside tokens of no sequence, where whatever stands reaches nothing."""
+    """With tokens of no sequence, whose values must not reach any result."""
     rng = np.random.default_rng(1)
     shapes = [(13, 2, 4), (15, 1, 4), (15, 1, 3), (3, 2, 6, 7)]
     arrays, vector = (
@@ -151,7 +151,7 @@ def test_packed_sequences(x64, assert_close):
             query, key, value, STARTS_Q, STARTS_K, 6, 7, bias, return_residual=True, is_causal=True
         )
 
-    def materialised(query, key, value, bias):
+    def materialized(query, key, value, bias):
         valid, scores = np.zeros((1, 2, 13, 15), bool), jnp.zeros((1, 2, 13, 15))
         bounds = zip(itertools.pairwise(STARTS_Q), itertools.pairwise(STARTS_K), strict=True)
         for sequence, ((row, last_row), (col, last_col)) in enumerate(bounds):
@@ -165,7 +165,7 @@ def test_packed_sequences(x64, assert_close):
         return out[0], lse[0]
 
     got = compiled(hessian_vector_products, ours, arrays, vector)
-    want, _ = compiled(hessian_vector_products, materialised, arrays, vector)
+    want, _ = compiled(hessian_vector_products, materialized, arrays, vector)
     assert_close(got, (want, want), 1e-10)
 
 
@@ -180,12 +180,12 @@ def test_packed_projections(x64, assert_close):
         attention: Any = jax_memeff.dot_product_attention_packed
         return attention(qkv, bias, return_residual=True)
 
-    def materialised(qkv, bias):
+    def materialized(qkv, bias):
         query, key, value = jnp.unstack(qkv, axis=2)
         valid = np.ones((2, 2, 9, 9), bool)
         return oracle.formula(query, key, value, bias, oracle.NO_SINKS, valid, 1.0, 0.5, None)
 
-    want, _ = compiled(hessian_vector_products, materialised, arrays, vector)
+    want, _ = compiled(hessian_vector_products, materialized, arrays, vector)
     assert_close(compiled(hessian_vector_products, ours, arrays, vector), (want, want), 1e-10)
 
 
@@ -224,7 +224,7 @@ def test_reverse_mode_is_the_same_in_the_context():
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_garbage_beyond_the_lengths_reaches_no_derivative():
+def test_values_beyond_the_lengths_reach_no_derivative():
     query, key, value = (x.at[:, 13:].set(jnp.nan) for x in (QUERY, KEY, VALUE))
     clean = [x.at[:, 13:].set(0) for x in (QUERY, KEY, VALUE)]
 

@@ -1,4 +1,4 @@
-"""vmap: every element is the call of its own, in one call where its arrays fit."""
+"""vmap equals separate calls, and is one call if its arrays allow it."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ every_gradient = gradients_of(everything)
     ids="-".join,
 )
 def test_each_operand(names, assert_close):
-    """An element has the dropout bits of its own call, in the gradients too."""
+    """Each mapped index has the dropout bits of its own call, in the gradients too."""
     arrays, axes = split(names)
     vmapped = jax.vmap(gradients_of(everything), in_axes=(axes,))
     assert "scan" not in names_of(vmapped, arrays)
@@ -149,7 +149,7 @@ def call_of(name: str, function: Any, *arguments: Any) -> tuple[list[Any], list[
 
 @pytest.mark.quick
 @pytest.mark.parametrize("names", [("query",), ("query", "head_bias"), ("query", "shared_mask")])
-def test_what_is_not_mapped_is_not_repeated(names, assert_close):
+def test_unmapped_operands_are_not_repeated(names, assert_close):
     wanted = ("query", "key", "value", "head_bias", "shared_mask")
     arrays, axes = split(names, wanted)
     vmapped = jax.vmap(plain, in_axes=(axes,))
@@ -180,8 +180,8 @@ def biased(arrays: dict[str, Any]) -> Any:
 BIASED = ("query", "key", "value", "bias", "mask", "dropout_key")
 
 
-def test_gradients_do_not_repeat_what_is_not_mapped(assert_close):
-    """Each element has gradients of its own, inside and outside of ``grad``."""
+def test_gradients_do_not_repeat_unmapped_operands(assert_close):
+    """Each mapped index has its own gradients, inside and outside of ``grad``."""
     arrays, axes = split(("query",), BIASED)
     vmapped = jax.vmap(gradients_of(biased), in_axes=(axes,))
     own = [(SIZE * B, T, N, H), (B, S, K, H), (B, S, K, H), (B, N, T, S)]
@@ -206,7 +206,7 @@ def test_gradients_do_not_repeat_what_is_not_mapped(assert_close):
     ids="-".join,
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_kernels_read_what_is_shared_in_place(names, head_dim):
+def test_kernels_read_broadcast_operands_in_place(names, head_dim):
     sizes = {"T": 200, "S": 270, "N": N, "K": K, "H": head_dim, "B": B}
     dims = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "bias": "BNTS"}
     arrays: dict[str, Any] = {
@@ -230,7 +230,7 @@ def test_kernels_read_what_is_shared_in_place(names, head_dim):
 @pytest.mark.parametrize("inner", ["query", "key"])
 @pytest.mark.parametrize("outer", ["query", "key"])
 def test_nested(inner, outer, assert_close):
-    """Without a batch of their own, keys fit in any of two mapped axes."""
+    """Keys without a batch may be mapped along either of two axes."""
     shapes = {"query": (T, N, H), "key": (S, K, H)}
     sizes = {
         name: [size for size, axis in ((4, outer), (3, inner)) if axis == name] for name in shapes
@@ -335,8 +335,8 @@ def second_derivatives(arrays: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("names", [("query",), ("query", "head_bias")], ids="-".join)
-def test_a_bias_of_one_element_has_a_gradient_for_each_mapped_one(names, assert_close):
-    """It is read where it is, and what the batch of an element has of it is summed."""
+def test_a_bias_of_one_batch_index_has_a_gradient_for_each_mapped_index(names, assert_close):
+    """It is read in place, and its gradient is summed over the batch of a mapped index."""
     arrays, axes = split(names, PLAIN)
     for function in (gradients_of(plain), second_derivatives):
         vmapped = jax.vmap(function, in_axes=(axes,))
@@ -355,8 +355,8 @@ def test_a_bias_of_one_element_has_a_gradient_for_each_mapped_one(names, assert_
         assert_close(run(outside, arrays)[0], summed, 1e-5)
 
 
-def test_what_does_not_fit_goes_one_by_one(assert_close):
-    """All batch indices have one first head, and those next to each other share keys."""
+def test_unfoldable_calls_run_one_by_one(assert_close):
+    """Mapped head offsets, and keys that only an outer vmap maps."""
 
     dropped: Any = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
 
@@ -380,7 +380,7 @@ def test_what_does_not_fit_goes_one_by_one(assert_close):
     assert_close(run(jax.vmap(inner), keys), jnp.stack([inner(key) for key in keys]))
 
 
-def test_no_elements():
+def test_maps_of_size_zero():
     empty = jnp.zeros((0, B, T, N, H))
     out = jax.vmap(lambda q: jax_memeff.dot_product_attention(q, q, q))(empty)
     assert out.shape == empty.shape

@@ -1,4 +1,4 @@
-"""vmap of packed sequences and of packed projections: every element is the call of its own."""
+"""vmap of packed sequences and of packed projections equals separate calls."""
 
 from __future__ import annotations
 

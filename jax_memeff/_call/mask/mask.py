@@ -19,7 +19,7 @@ from jax_memeff._call.offsets import Position
 from jax_memeff._call.values import INT32_MAX
 
 Alignment = Literal["top_left", "bottom_right"]
-"""Where the diagonal of a window is: from row 0, column 0, or to the last valid row and column."""
+"""Whether the diagonal of a window starts at row 0, column 0 or ends at the last valid ones."""
 
 Lengths = tuple[jax.Array | None, jax.Array | None]
 """Of queries and of keys, each [B]."""
@@ -50,13 +50,13 @@ class Mask:
     query_lengths: jax.Array | None = None
     """[B]: rows beyond attend to nothing."""
     key_lengths: jax.Array | None = None
-    """[B]: columns beyond are attended by nothing."""
+    """[B]: no row attends to columns beyond."""
     segment_ids: tuple[tuple[jax.Array, jax.Array], ...] = ()
-    """Pairs of query ids [B, T] and key ids [B, S]; those of every pair must match."""
+    """Pairs of query ids [B, T] and key ids [B, S]; the ids of every pair must match."""
     booleans: tuple[jax.Array, ...] = ()
-    """Arrays that broadcast to [B, N, T, S]; true attends."""
+    """Arrays that broadcast to [B, N, T, S]; true means attend."""
     more_lengths: tuple[Lengths, ...] = ()
-    """Lengths of masks that ``&`` added. They stay apart, so that each can be checked."""
+    """Lengths of masks that ``&`` added. They stay separate, so that each can be checked."""
 
     def __post_init__(self) -> None:
         for name in ("top_left", "bottom_right"):
@@ -77,9 +77,9 @@ class Mask:
     def _windows_alone(self, action: str) -> tuple[Window | None, Window | None]:
         if jax.tree.leaves(self):
             raise TypeError(
-                f"cannot {action} a Mask that holds arrays (windows alone can be); its values are "
-                "those of mask.as_array(B, N, T, S), and as an argument of jax.jit it must not be "
-                "static"
+                f"cannot {action} a Mask that holds arrays (only masks of windows can be); compare "
+                "mask.as_array(B, N, T, S) instead, and do not make the mask a static argument of "
+                "jax.jit"
             )
         return self.top_left, self.bottom_right
 
@@ -100,7 +100,7 @@ class Mask:
         """Row t attends to columns ``t + d - left`` to ``t + d + right``; None is no bound.
 
         ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch index for
-        ``"bottom_right"``. Bounds may be negative: ``Mask.window(4, -2)`` leaves the past alone.
+        ``"bottom_right"``. Bounds may be negative: ``Mask.window(4, -2)`` is 4 to 2 columns before.
 
         Raises:
             TypeError: a bound is not a Python integer (a traced one is not supported).
@@ -127,12 +127,12 @@ class Mask:
             query: integer [B], or None for all rows.
             key: integer [B], or None for all columns.
 
-        Values are clamped to [0, T] and [0, S]; attention functions refuse NumPy values beyond.
+        Values are clamped to [0, T] and [0, S]; NumPy values beyond raise in attention functions.
         Nothing beyond the lengths, NaN included, reaches a result.
 
         Raises:
-            TypeError: an array is not of integers.
-            ValueError: an array is not of rank 1.
+            TypeError: an array does not have an integer dtype.
+            ValueError: an array does not have rank 1.
 
         >>> Mask.lengths(key=[2]).as_array(1, 1, 1, 4).astype(int)
         Array([[[[1, 1, 0, 0]]]], dtype=int32)
@@ -144,17 +144,17 @@ class Mask:
 
     @staticmethod
     def segments(query_ids: ArrayLike, key_ids: ArrayLike) -> Mask:
-        """Equal ids attend; negative ids attend to nothing. Positions are not changed.
+        """Equal ids attend to each other; negative ids attend to nothing. Positions stay the same.
 
         Args:
-            query_ids: [B, T] or [T], of any integer dtype. Ids compare as the numbers that they
-                are: hashes of 64 bits are fine. On a device (with ``jax_enable_x64``) those cost
-                three comparisons instead of one, uint32 two.
+            query_ids: [B, T] or [T], any integer dtype. Ids compare by value, so 64-bit hashes
+                work. On a device, 64-bit ids (with ``jax_enable_x64``) cost three comparisons
+                instead of one, and uint32 ids two.
             key_ids: [B, S] or [S], likewise.
 
         Raises:
-            TypeError: an array is not of integers.
-            ValueError: an array is not of rank 1 or 2.
+            TypeError: an array does not have an integer dtype.
+            ValueError: an array does not have rank 1 or 2.
 
         >>> Mask.segments([7, 2**40], [2**40, 7, -1]).as_array(1, 1, 2, 3)[0, 0].astype(int)
         Array([[0, 1, 0],
@@ -177,7 +177,7 @@ class Mask:
 
         Raises:
             TypeError: the array is not boolean.
-            ValueError: the array is of rank above 4.
+            ValueError: the array has a rank above 4.
         """
         boolean = values.array("boolean mask", array)
         if boolean.dtype != bool:
@@ -206,7 +206,7 @@ class Mask:
         )
 
     def _all_lengths(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The lengths of every mask that this one is made of: those of queries, those of keys."""
+        """The lengths of every combined mask: those of queries, and those of keys."""
         pairs = [(self.query_lengths, self.key_lengths), *self.more_lengths]
         queries, keys = ([x for x in side if x is not None] for side in zip(*pairs, strict=True))
         return queries, keys
@@ -229,7 +229,7 @@ class Mask:
         return frozenset(name for name, is_present in present.items() if is_present)
 
     def canonical(self, B: int, T: int, S: int) -> Mask:
-        """The same mask in the one form that everything below the public functions reads.
+        """The same mask in the one form that internal code reads.
 
         Lengths become int32[B] clamped to [0, T] and [0, S], at most one of queries and one of
         keys; segment ids int32[B, T] and int32[B, S]; boolean arrays of rank 4.
@@ -253,10 +253,10 @@ class Mask:
     def as_array(
         self, B: int, N: int, T: int, S: int, position: Position | None = None
     ) -> jax.Array:
-        """The whole mask, bool[B, N, T, S]: for tests and small problems.
+        """The whole mask, bool[B, N, T, S], for tests and small problems.
 
         Args:
-            position: global index of row 0 and column 0, which windows count from.
+            position: global index of row 0 and column 0, from which windows count.
         """
         mask = self.canonical(B, T, S)
         valid = tiles.valid_elements(mask, (T, S), (0, 0), (T, S), position)

@@ -1,4 +1,4 @@
-"""Segment ids of any integer dtype as the int32 ids that kernels compare.
+"""Conversion of segment ids of any integer dtype to the int32 ids that kernels compare.
 
 A cast would wrap: hashed ids that differ by 2**32 would match, and large unsigned ones would turn
 negative, which means "attends to nothing".
@@ -14,18 +14,17 @@ import numpy as np
 from jax_memeff._call.values import is_host
 
 _PART_BITS = 31
-"""Bits of an int32 that is not negative."""
+"""Bits of a non-negative int32."""
 
 
 def as_int32(query_ids: Any, key_ids: Any) -> tuple[tuple[Any, Any], ...]:
-    """Pairs of int32 ids. All of them match if and only if the given ids are equal.
+    """Pairs of int32 ids, all of which match if and only if the given ids are equal.
 
-    Each id is negative if the given one is.
-
-    Ids that fit are cast. Larger ids on the host are replaced by their ranks among all ids of the
-    call, so they cost no more than small ones. Ranks of device arrays would need a sort, and in
-    ``ring_attention`` the ids of all devices, so larger ids there are split into parts of 31 bits
-    instead, the highest first: two pairs for uint32, three for 64-bit ids.
+    Negative ids stay negative. Ids that fit are cast. Larger ids on the host are replaced by their
+    ranks among all ids of the call, so they cost no more than small ones. Ranks of device arrays
+    would need a sort, and in ``ring_attention`` the ids of all devices. Larger ids on a device are
+    therefore split into parts of 31 bits, the highest first: two pairs for uint32, three for 64-bit
+    ids.
 
     Args:
         query_ids: integers of any shape.
@@ -46,7 +45,7 @@ def as_int32(query_ids: Any, key_ids: Any) -> tuple[tuple[Any, Any], ...]:
 
 
 def _parts(ids: Any) -> int:
-    """The number of parts that hold every id: by its values on the host, by its type elsewhere."""
+    """The number of parts that hold every id, judged by values on the host, else by dtype."""
     largest = int(ids.max(initial=0)) if is_host(ids) else int(jnp.iinfo(ids.dtype).max)
     return max(1, -(-largest.bit_length() // _PART_BITS))
 
@@ -58,7 +57,7 @@ def _cast(ids: Any) -> Any:
 
 
 def _ranks(query_ids: np.ndarray, key_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    # NumPy would promote int64 beside uint64 to float64.
+    # NumPy would promote int64 and uint64 together to float64.
     joined = np.concatenate(
         [np.maximum(ids, 0).astype(np.uint64).ravel() for ids in (query_ids, key_ids)]
     )

@@ -1,4 +1,4 @@
-"""The columns around the diagonal that a row attends to."""
+"""Windows: the columns around the diagonal that a row attends to."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Window:
 
     @staticmethod
     def of(left: int | None, right: int | None) -> Window:
-        """The window whose bounds fit int32.
+        """The window with bounds clamped to int32.
 
-        No difference of a column and a row is as large as the bounds that this changes.
+        This changes no mask: no difference of a column and a row reaches the clamped bounds.
         """
 
         def fitting(bound: int | None) -> int | None:

@@ -21,7 +21,7 @@ constexpr uint64_t kMagic = 0x15a5a;
 Mbarrier read(uint64_t const& word) {
   Mbarrier barrier;
   std::memcpy(&barrier, &word, sizeof(barrier));
-  if (barrier.magic != kMagic) fail("an mbarrier that is not initialised");
+  if (barrier.magic != kMagic) fail("an mbarrier that is not initialized");
   return barrier;
 }
 

@@ -23,7 +23,7 @@ void make(AsyncCopy const& copy) {
                uint32_t(this_fiber().thread + 1) | this_fiber().fences << kThreadBits);
 }
 
-// The copy engine makes a copy now, or some time later.
+// TMA makes a copy now, or some time later.
 void start(std::function<void()> transfer) {
   if (at_once()) {
     transfer();
@@ -199,7 +199,7 @@ void commit_tma_stores() { this_fiber().stores_committed = true; }
 
 void wait_tma_stores() {
   if (!this_fiber().stores_committed) fail("a wait for TMA stores that are not committed");
-  wait_for({&this_fiber().stores, ~uint64_t(0), 0, true, "the copy engine's stores"});
+  wait_for({&this_fiber().stores, ~uint64_t(0), 0, true, "TMA stores"});
 }
 
 }  // namespace emulator

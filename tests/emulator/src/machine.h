@@ -64,7 +64,7 @@ struct Fiber {
 
   uint64_t products = 0;        // started
   uint64_t product_groups = 0;  // committed
-  uint64_t stores = 0;          // of the copy engine, which reads shared memory
+  uint64_t stores = 0;          // of TMA, which reads shared memory
   bool stores_committed = true;
   uint32_t fences = 0;
 };
@@ -114,14 +114,14 @@ struct Block {
   int live;
   char* shared;
   int shared_bytes;
-  // For each word of shared memory the thread that wrote it last, plus one, and above bit 11 how
-  // many fences of the asynchronous proxy it had passed; 0 where the copy engine wrote.
+  // For each word of shared memory the last thread that wrote it, plus one, and above bit 11 how
+  // many fences of the asynchronous proxy it had passed; 0 if TMA wrote it.
   std::vector<uint32_t> writers;
   std::map<void const*, std::vector<char>> statics;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   NamedBarrier barriers[kNamedBarriers];
-  std::vector<std::function<void()>> transfers;  // that the copy engine has not made
+  std::vector<std::function<void()>> transfers;  // TMA copies that have not happened yet
 };
 
 // The thread that runs; null in the scheduler.
@@ -133,19 +133,19 @@ inline int this_lane() { return this_fiber().thread % kLanes; }
 
 // Waits until the masked word equals `value` (or differs from it).
 void wait_for(Wait wait);
-// Others run here, and often for long: what this thread did just now may let them go on.
+// Runs other threads, often for long, because the last action of this thread may unblock them.
 void stall();
-// Threads get somewhere: a launch in which none does hangs.
+// Records progress of a thread; a launch without any hangs.
 void note_progress();
 
-// All lanes of the warp meet. The last one calls `last`, which sees what every lane brought; what
-// it leaves in `out` is there until each lane comes to the next meeting.
+// Synchronizes all lanes of the warp. The last one calls `last` with the words of every lane; what
+// it leaves in `out` stays until each lane synchronizes again.
 Exchange& meet(char const* instruction, uint32_t const* words, int count,
                std::function<void(Exchange&)> const& last);
 
 // A range of shared memory, checked.
 char* shared_range(Block& block, uint32_t address, int bytes, int alignment, char const* what);
-// The same, about to be read by the copy engine or by wgmma.
+// The same, about to be read by TMA or by wgmma.
 char const* async_read(Block& block, uint32_t address, int bytes, char const* what);
 void mark_written(Block& block, uint32_t address, int bytes, uint32_t writer);
 
@@ -156,7 +156,7 @@ void thread_exits(Fiber& fiber);
 std::string run_grid(std::string const& name, void (*kernel)(void**), void** arguments,
                      unsigned blocks, unsigned threads, unsigned shared_bytes);
 
-// A tensor map, as cuTensorMapEncodeTiled of the driver leaves it for the copy engine.
+// A tensor map, as cuTensorMapEncodeTiled of the driver leaves it for TMA.
 struct TensorMap {
   static constexpr uint32_t kMagic = 0x7E45074D;
   uint32_t magic;

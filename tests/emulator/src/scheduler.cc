@@ -182,7 +182,7 @@ std::unique_ptr<Block> make_block(unsigned index, int slot, unsigned threads,
 
 void retire(Block& block) {
   if (!block.transfers.empty()) {
-    fail("block %u ends while %zu copies of the copy engine are in flight", block.index,
+    fail("block %u ends while %zu TMA copies are in flight", block.index,
          block.transfers.size());
   }
   for (Fiber& fiber : block.fibers) free_stacks.push_back(fiber.stack);

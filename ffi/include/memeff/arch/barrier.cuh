@@ -1,4 +1,4 @@
-// Barriers: named ones, and those of Hopper in shared memory (mbarriers), on CuTe's operations.
+// Named barriers, and Hopper's barriers in shared memory (mbarriers), on CuTe's operations.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -13,26 +13,26 @@ CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {
   random_sleep();
 }
 
-// A phase of the barrier ends with so many arrivals, and all the bytes expected until then.
+// A phase of the barrier ends after this many arrivals and all bytes expected until then.
 CUTE_DEVICE void init_barrier(uint64_t& barrier, int arrivals) {
   cute::initialize_barrier(barrier, arrivals);
 }
 
-// Makes initialised mbarriers visible to the copy engine; __syncthreads() makes them visible to the
-// other threads.
+// Makes initialized mbarriers visible to TMA. __syncthreads() makes them visible to the other
+// threads.
 CUTE_DEVICE void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 CUTE_DEVICE void arrive_barrier(uint64_t& barrier) { cute::arrive_barrier(barrier); }
 
-// Arrives, and lets the phase wait for `bytes` that a copy brings.
+// Arrives, and makes the phase wait for `bytes` of a copy.
 CUTE_DEVICE void arrive_and_expect(uint64_t& barrier, int bytes) {
   cute::set_barrier_transaction_bytes(barrier, bytes);
 }
 
-// Waits for the end of the last phase of this parity; phases begin with 0. Before the first phase
-// ends, that of parity 1 has ended.
+// Waits for the end of the latest phase with this parity. The first phase has parity 0. Before it
+// ends, waits for parity 1 return at once.
 CUTE_DEVICE void wait_barrier(uint64_t& barrier, int parity) {
   cute::wait_barrier(barrier, parity);
 }

@@ -1,4 +1,4 @@
-// Moves between memories, one instruction each, on CuTe's copy operations.
+// Copies between memories, one instruction each, on CuTe's copy operations.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -31,7 +31,7 @@ CUTE_DEVICE void load_matrix(uint32_t (&fragment)[4], uint32_t address) {
   }
 }
 
-// The way back of load_matrix<false>; sm_90.
+// The inverse of load_matrix<false>; sm_90.
 CUTE_DEVICE void store_matrix(uint32_t address, uint32_t const (&fragment)[4]) {
   asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
@@ -76,7 +76,7 @@ CUTE_DEVICE uint4 load_shared_vector(uint32_t address) {
   return value;
 }
 
-// The address need not be one where nothing is stored.
+// If the condition is false, the address may be invalid.
 CUTE_DEVICE void store_global_if(bool condition, float* address, float x) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.f32 [%1], %2;}" ::"r"(int(condition)),
@@ -101,8 +101,8 @@ CUTE_DEVICE char const* load_shared_pointer(uint32_t address) {
   return pointer;
 }
 
-// Copies global -> shared: 16 bytes, and zeros where `valid` is false. Then nothing is read: the
-// address may lie outside the tensor. They pass no registers from sm_80 on.
+// Copies 16 bytes from global to shared memory, or writes zeros if `valid` is false. Then nothing
+// is read, so the address may be outside the tensor. From sm_80 on no registers are used.
 #if MEMEFF_ASYNC_COPIES
 CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
@@ -110,13 +110,13 @@ CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
                : "memory");
 }
 
-// The first `bytes` of 4 bytes, and zeros behind them.
+// The first `bytes` of 4 bytes, followed by zeros.
 CUTE_DEVICE void copy_word_async(uint32_t shared, void const* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");
 }
 
-// The same for 8 or 4 bytes, which stay in L1: neighbouring copies share their sectors.
+// The same for 8 or 4 bytes, cached in L1 because neighbouring copies read the same sectors.
 template <int kBytes>
 CUTE_DEVICE void copy_piece_async(uint32_t shared, void const* global, bool valid) {
   static_assert(kBytes == 8 || kBytes == 4);
@@ -125,8 +125,8 @@ CUTE_DEVICE void copy_piece_async(uint32_t shared, void const* global, bool vali
                : "memory");
 }
 #else
-// A load and a store. The loads are not volatile and the kernel writes nothing that they read, so
-// the compiler starts those of an unrolled loop together, and waits for them once.
+// A load and a store. The loads are not volatile, and the kernel does not write what they read, so
+// the compiler issues the loads of an unrolled loop together and waits once.
 CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
   uint32_t x, y, z, w;
   asm("{\n"
@@ -145,7 +145,7 @@ CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
                : "memory");
 }
 
-// The first `bytes`, an even number, of 4 bytes, and zeros behind them.
+// The first `bytes`, an even number, of 4 bytes, followed by zeros.
 CUTE_DEVICE void copy_word_async(uint32_t shared, void const* global, int bytes) {
   uint32_t word;
   asm("{\n"
@@ -181,7 +181,7 @@ CUTE_DEVICE void wait_copies() {
   cute::cp_async_wait<kPending>();
 }
 
-// A word that other CTAs wait for: what was written before the store is seen after the load.
+// A word for which other CTAs wait: writes before the store are visible after the load.
 CUTE_DEVICE void store_release(int* address, int value) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -201,7 +201,7 @@ CUTE_DEVICE unsigned long long load_acquire(unsigned long long const* address) {
   return value;
 }
 
-// Adds four floats to global memory, in no particular order with other adders.
+// Adds four floats to global memory, in no particular order among threads.
 CUTE_DEVICE void reduce_add(float* address, float x, float y, float z, float w) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x), "f"(y),

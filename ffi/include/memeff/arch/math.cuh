@@ -1,4 +1,4 @@
-// Instructions on numbers: the special function unit, packed conversions, bytes.
+// Arithmetic instructions: the special function unit, packed conversions, bytes.
 #pragma once
 
 #include <cutlass/bfloat16.h>
@@ -13,7 +13,7 @@ CUTE_DEVICE float exp2_approx(float x) {
   return y;
 }
 
-// 0 for inf, inf for 0 and for what is below the normal numbers.
+// 0 for inf; inf for 0 and for subnormal numbers.
 CUTE_DEVICE float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -52,8 +52,8 @@ CUTE_DEVICE uint32_t pack<cutlass::half_t>(float low, float high) {
   return reinterpret_cast<uint32_t const&>(packed);
 }
 
-// Four bytes out of the eight of `a` (0-3) and `b` (4-7), by the four digits of the selector. A
-// digit from 8 on repeats the highest bit of byte `digit - 8`.
+// Selects four of the eight bytes of `a` (0-3) and `b` (4-7) by the four hex digits of the
+// selector. A digit of 8 or more replicates the highest bit of byte `digit - 8`.
 CUTE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t result;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));

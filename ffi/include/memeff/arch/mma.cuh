@@ -19,7 +19,7 @@ struct MmaAtom<cutlass::bfloat16_t> {
   using Operation = cute::SM80_16x8x16_F32BF16BF16F32_TN;
 };
 
-// Before sm_80 the instruction has half the k, and the fragments are those of one after the other.
+// Before sm_80 the instruction has half the k; its two fragments are concatenated.
 struct TwoHalfProducts {
   using Half = cute::SM75_16x8x8_F32F16F16F32_TN;
   CUTE_DEVICE static void fma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1,
@@ -39,7 +39,7 @@ struct MmaAtom<cutlass::half_t> {
 #endif
 };
 
-// m16n8k8, TF32 operands: the same with k 0-3 and k 4-7, one 32-bit element a register.
+// m16n8k8, TF32 operands: the same with k 0-3 and k 4-7, one 32-bit element per register.
 template <>
 struct MmaAtom<Tf32> {
   using Operation = cute::SM80_16x8x8_F32TF32TF32F32_TN;

@@ -5,7 +5,7 @@
 
 namespace memeff {
 
-// An f32 number in memory whose products are one TF32 product: about three decimal digits.
+// An f32 number in memory that is multiplied in one TF32 product: about three decimal digits.
 struct Tf32 {
   CUTE_DEVICE explicit Tf32(float x) : value(x) {}
   float value;
@@ -18,18 +18,18 @@ struct Tf32x3 {
   float value;
 };
 
-// Bytes of an element decide how it lies in shared memory and in fragments.
+// The size of an element determines its layout in shared memory and in fragments.
 template <class Element>
 constexpr bool kIs32Bit = sizeof(Element) == 4;
 
-// The nearest TF32 number; infinities and NaN stay what they are. Tensor cores cut the low bits
-// off, which after this factor (1 + 0.7 of half a unit in the last place) is rounding: the error is
-// below 0.72 units, and 0 on average instead of towards zero. Numbers that are TF32 already stay.
+// The nearest TF32 number; infinities and NaN are unchanged. Tensor cores truncate the low bits.
+// After this factor (1 + 0.7 of half a unit in the last place) truncation rounds: the error is
+// below 0.72 units and 0 on average, instead of biased towards zero. TF32 numbers are unchanged.
 CUTE_DEVICE uint32_t round_to_tf32(uint32_t x) {
   return __float_as_uint(__uint_as_float(x) * (1.0f + 1.44f * 0x1p-12f));
 }
 
-// x = high + low, up to 2^-23 of x. A NaN of any bits reaches `low` at least.
+// x = high + low, up to 2^-23 of x. A NaN with any bits propagates at least to `low`.
 CUTE_DEVICE void split_to_tf32(uint32_t x, uint32_t& high, uint32_t& low) {
   high = (x + 0x1000u) & 0xffffe000u;
   low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));

@@ -1,21 +1,21 @@
-// What a thread knows of itself and its block, how kernels of one call follow each other, how
-// values are hidden from the optimiser, and how the tests make a warp late.
+// Thread and CTA indices, dependent launches, values hidden from the optimizer, and random delays
+// for tests.
 #pragma once
 
 #include <cute/config.hpp>
 
 namespace memeff {
 
-// threadIdx.x, read anew. What is computed from it is then computed where it is used and does not
-// occupy registers across a main loop that needs them all.
+// threadIdx.x, read again. The compiler then recomputes values derived from it at their use, and
+// they occupy no registers across a main loop that needs them all.
 CUTE_DEVICE int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// blockIdx.x, read anew: an epilogue that asks again for its CTA's coordinates keeps them out of
-// the registers of the main loop. Before the loop blockIdx.x is better, which is known to be
+// blockIdx.x, read again: an epilogue that recomputes its CTA's coordinates keeps them out of the
+// registers of the main loop. Before the loop use blockIdx.x, which the compiler knows to be
 // uniform.
 CUTE_DEVICE unsigned block_index() {
   unsigned block;
@@ -23,16 +23,15 @@ CUTE_DEVICE unsigned block_index() {
   return block;
 }
 
-// The optimiser knows nothing of the value from here on.
+// Hides the value from the optimizer.
 CUTE_DEVICE void hide_value(unsigned& value) { asm volatile("" : "+r"(value)); }
 template <class Pointee>
 CUTE_DEVICE void hide_value(Pointee*& pointer) {
   asm volatile("" : "+l"(pointer));
 }
 
-// Nothing, unless MEMEFF_RANDOM_SLEEP is defined: then the warp sometimes sleeps for a moment,
-// which is another one in every run. It stands wherever warps meet, so that a test sees what
-// happens when any of them is late there.
+// Does nothing unless MEMEFF_RANDOM_SLEEP is defined. Then the warp sometimes sleeps, for different
+// times in every run. It is called wherever warps synchronize, so that tests see any of them late.
 CUTE_DEVICE void random_sleep() {
 #ifdef MEMEFF_RANDOM_SLEEP
   unsigned clock;
@@ -43,10 +42,9 @@ CUTE_DEVICE void random_sleep() {
 #endif
 }
 
-// Programmatic dependent launch (CUDA programming guide): our kernels follow each other, and those
-// of others, without the gap of a launch. Each lets the blocks of the next take their places as
-// soon as all of its own have started, if that is one of ours, and waits until the kernels before
-// it have ended, before it reads or writes anything.
+// Programmatic dependent launch (CUDA programming guide) removes the launch gap between kernels. As
+// soon as all CTAs of a kernel have started, the CTAs of the next one may start, if that is one of
+// ours. A kernel waits for the end of the kernels before it before it reads or writes anything.
 CUTE_DEVICE void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -58,13 +56,13 @@ CUTE_DEVICE void wait_for_kernel_before() {
 #endif
 }
 
-// The shared memory that the launch asks for. It starts at a multiple of 1024 bytes.
+// The dynamic shared memory of the launch. It starts at a multiple of 1024 bytes.
 CUTE_DEVICE char* dynamic_shared() {
   extern __shared__ __align__(1024) char shared[];
   return shared;
 }
 
-// One object for all threads of the block; its type names it, and is used once in a kernel.
+// One object for all threads of the CTA, identified by its type, which a kernel uses only once.
 template <class Object>
 CUTE_DEVICE Object& static_shared() {
   __shared__ Object object;

@@ -1,5 +1,5 @@
-// The copy engine of Hopper (the tensor memory accelerator), on CuTe's operations. One thread
-// starts a copy; it runs beside the threads.
+// TMA, Hopper's tensor memory accelerator, on CuTe's operations. One thread starts a copy, which
+// runs asynchronously.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -16,20 +16,20 @@ CUTE_DEVICE void prefetch_map(TensorMap const& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copies a box of a [batch, head, row, column] tensor to shared memory; what lies beyond the
-// tensor becomes zero. The bytes of the whole box arrive at `barrier`.
+// Copies a box of a [batch, head, row, column] tensor to shared memory; elements beyond the tensor
+// become zero. The bytes of the whole box arrive at `barrier`.
 CUTE_DEVICE void load_box(TensorMap const& map, uint64_t& barrier, uint32_t shared, int column,
                           int row, int head, int batch, CacheHint hint) {
   cute::SM90_TMA_LOAD_4D::copy(&map, &barrier, static_cast<uint64_t>(hint), shared_pointer(shared),
                                column, row, head, batch);
 }
 
-// Copies `bytes` neighbouring bytes, a multiple of 16, to shared memory.
+// Copies `bytes` contiguous bytes, a multiple of 16, to shared memory.
 CUTE_DEVICE void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes) {
   cute::SM90_BULK_COPY_G2S::copy(global, &barrier, shared_pointer(shared), bytes);
 }
 
-// Copies a box from shared memory; what lies beyond the tensor is not written.
+// Copies a box from shared memory; elements beyond the tensor are not written.
 CUTE_DEVICE void store_box(TensorMap const& map, uint32_t shared, int column, int row, int head,
                            int batch) {
   cute::SM90_TMA_STORE_4D::copy(&map, shared_pointer(shared), column, row, head, batch);
@@ -38,10 +38,10 @@ CUTE_DEVICE void store_box(TensorMap const& map, uint32_t shared, int column, in
 // Closes the group of this thread's stores.
 CUTE_DEVICE void commit_tma_stores() { cute::tma_store_arrive(); }
 
-// Waits until the shared memory of this thread's committed stores may be overwritten.
+// Waits until the sources of this thread's committed stores may be overwritten.
 CUTE_DEVICE void wait_tma_stores() { cute::tma_store_wait<0>(); }
 
-// Makes ordinary writes to shared memory visible to the copy engine and to wgmma.
+// Makes ordinary writes to shared memory visible to TMA and to wgmma.
 CUTE_DEVICE void fence_tma_store() { cute::tma_store_fence(); }
 
 }  // namespace memeff

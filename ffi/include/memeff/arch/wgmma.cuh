@@ -8,9 +8,8 @@ namespace memeff {
 
 using cute::SM90::GMMA::Major;
 
-// m64nNk16 of one warpgroup, f32 accumulators. Lane l of warp w holds, with g = l / 4 and
-// q = l % 4, of every eight columns the elements of m16n8: rows 16w + g and 16w + g + 8, columns
-// 2q and 2q + 1.
+// m64nNk16 of one warpgroup, f32 accumulators. With g = l / 4 and q = l % 4, lane l of warp w has
+// the m16n8 elements of every eight columns: rows 16w + g and 16w + g + 8, columns 2q and 2q + 1.
 template <class Element, int kColumns, Major kLeftMajor, Major kRightMajor>
 using WgmmaShared =
     decltype(cute::SM90::GMMA::ss_op_selector<
@@ -47,7 +46,7 @@ CUTE_DEVICE void wgmma(Accumulators& c, uint32_t const (&a)[4], uint64_t b, bool
       c, accumulate, cute::make_seq<kElements>{}, a[0], a[1], a[2], a[3], b);
 }
 
-// Orders the products that follow after everything that registers and shared memory saw before.
+// Orders the following products after all earlier accesses to registers and shared memory.
 CUTE_DEVICE void begin_products() { cute::warpgroup_arrive(); }
 CUTE_DEVICE void commit_products() { cute::warpgroup_commit_batch(); }
 

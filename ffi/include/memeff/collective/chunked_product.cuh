@@ -1,10 +1,10 @@
-// A product with more columns than accumulators can hold, chunk by chunk.
+// A product with more columns than fit in accumulators, one column chunk at a time.
 //
 //   sum[rows, columns] += left[rows, k] right[k, columns]
 //
-// `left` lies in shared memory, `right` streams through a StepRing, and the sum is in global memory
-// in f32 between the visits of the CTA that owns its rows. Each thread reads what it wrote itself,
-// in the order of its accumulators, so nothing is synchronised and every run adds in one order.
+// `left` is in shared memory, `right` streams through a StepRing, and the f32 sum stays in global
+// memory between the iterations of the CTA that owns its rows. Each thread reads only what it wrote
+// itself, in accumulator order, so this needs no synchronization and is deterministic.
 #pragma once
 
 #include <memeff/collective/load_tile.cuh>
@@ -14,20 +14,20 @@
 
 namespace memeff {
 
-// Where four accumulators of a thread wait in global memory: each thread's are its own, a warp's
-// side by side.
+// The place in global memory of four accumulators of a thread; those of a warp are contiguous.
 template <int kThreads, class Accumulators>
 CUTE_DEVICE float4* waiting_sum(Accumulators const& accumulators, float* sums, int m, int n) {
   int const block = m * int(cute::size<2>(accumulators)) + n;
   return reinterpret_cast<float4*>(sums) + block * kThreads + thread_index();
 }
 
-// Columns of the operands of a product, or rows of its right one, that are in a buffer at a time:
-// 128 bytes, a row of a panel.
+// The columns of the operands, or rows of the right one, that are in a buffer at a time: 128 bytes,
+// a row of a panel.
 template <class Element>
 constexpr int kStreamStep = 128 / int(sizeof(Element));
 
-// The result that the last visit rounds and writes: rows below row_bound, columns below columns.
+// The result that the last iteration rounds and writes: rows below row_bound, columns below
+// columns.
 struct ChunkedTarget {
   char* rows;
   long long row_bytes;
@@ -35,7 +35,7 @@ struct ChunkedTarget {
   int columns;
 };
 
-// kOrder is how `left` lies in LeftTile, as for LeftOperand.
+// kOrder is the order of `left` in LeftTile, as for LeftOperand.
 template <class Config, class LeftTile, Contiguous kOrder>
 struct ChunkedProduct {
   using Element = typename Config::Element;
@@ -52,7 +52,7 @@ struct ChunkedProduct {
 
   char const* right;
   long long right_row_bytes;
-  int right_bound;  // rows of the right operand; those beyond count as zeros
+  int right_bound;  // rows of the right operand; rows beyond count as zero
   int columns;
 
   CUTE_DEVICE int depth_steps() const { return ceil_div(min(kDepth, right_bound), kStep); }
@@ -65,9 +65,9 @@ struct ChunkedProduct {
         right_row_bytes, right_bound - row, columns - chunk * kChunk);
   }
 
-  // The first visit begins at zero and the last writes the target; `sums`, which those between them
-  // need, are of this tile of rows. rescale(row) multiplies what earlier visits have summed, and
-  // finish(row) the result.
+  // The first iteration starts from zero and the last one writes the target; in between, `sums` has
+  // the sums of this tile of rows. rescale(row) multiplies the earlier sums, and finish(row) the
+  // result.
   template <class Rescale, class Finish, class LoadNext>
   CUTE_DEVICE void run(StepRing& ring, uint32_t left, float* sums, bool first, bool last,
                        ChunkedTarget const& target, Rescale rescale, Finish finish,
@@ -109,7 +109,7 @@ struct ChunkedProduct {
         load_next);
   }
 
-  // Zeros where no visit adds anything.
+  // Writes zeros, if no iteration adds anything.
   CUTE_DEVICE static void store_zeros(ChunkedTarget const& target) {
     auto zeros = Grid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(zeros);
@@ -161,7 +161,7 @@ struct ChunkedProduct {
     }
   }
 
-  // Pairs of neighbouring columns: a quad writes 16 bytes of a row, or 32.
+  // Stores pairs of adjacent columns: a quad writes 16 or 32 bytes of a row.
   template <class Accumulators>
   CUTE_DEVICE static void store(Accumulators const& accumulators, ChunkedTarget const& target,
                                 int column) {

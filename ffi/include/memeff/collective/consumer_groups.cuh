@@ -1,5 +1,5 @@
-// Consumer groups (intra-CTA split-KV): the warps of a group share the rows of a work tile, and the
-// groups share its keys.
+// Consumer groups (intra-CTA split-KV): the warps of a group divide the rows of a work tile, and
+// the groups divide its keys.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,8 +10,8 @@
 
 namespace memeff {
 
-// kWarps_ warps as kGroups_ groups; the warps of a group are neighbours. All groups meet at the
-// named barrier kMeeting, or at that of __syncthreads() if they are the whole CTA.
+// kWarps_ warps as kGroups_ groups of consecutive warps. All groups synchronize at the named
+// barrier kMeeting, or by __syncthreads() if they are the whole CTA.
 template <int kWarps_, int kGroups_, int kMeeting = 0>
 struct WarpConsumerGroups {
   static constexpr int kConsumerGroups = kGroups_;
@@ -22,7 +22,7 @@ struct WarpConsumerGroups {
   CUTE_DEVICE static int index() { return threadIdx.x / kThreads; }
   CUTE_DEVICE static int thread() { return threadIdx.x % kThreads; }
 
-  // Waits for the other warps of the group. Barrier 0 is that of __syncthreads().
+  // Waits for the other warps of the group. Barrier 0 belongs to __syncthreads().
   CUTE_DEVICE static void sync() {
     if constexpr (kWarps == 1) {
       __syncwarp();
@@ -98,7 +98,7 @@ struct ConsumerGroupMerge {
         output);
   }
 
-  // A lane's accumulators, 16 bytes at a time, a warp's side by side.
+  // A lane's accumulators, 16 bytes at a time; those of a warp are contiguous.
   template <class Use, class Output>
   CUTE_DEVICE static void for_each_block(uint32_t shared, int group, Use use, Output const&) {
     uint32_t const outputs =

@@ -1,4 +1,4 @@
-// The keys, or the values, of a work tile, which cp.async brings to shared memory one KV block at a
+// The keys or the values of a work tile, copied to shared memory by cp.async one KV block at a
 // time.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace memeff {
 
-// A row pointer in a register; StagedPointer keeps it in shared memory.
+// A row pointer in a register. StagedPointer keeps it in shared memory instead.
 struct RowPointer {
   char const* pointer;
   CUTE_DEVICE char const* get() const { return pointer; }
@@ -17,10 +17,10 @@ template <class Tile, int kThreads, int kAlignment = 16, class Pointer = RowPoin
 struct CopiedRows {
   Pointer first_row;
   long long row_bytes;
-  int rows;  // those beyond become zero, as do columns
+  int rows;  // rows beyond become zero, and so do columns
   int columns;
 
-  // Starts the copy of the rows from `row` on; the caller closes the group.
+  // Starts the copy of the rows from `row` on; the caller commits the group.
   CUTE_DEVICE void load(int row, uint32_t tile, int thread = thread_index()) const {
     TileLoader<Tile, kThreads, kAlignment>::copy(tile, first_row.get() + row * row_bytes, row_bytes,
                                                  rows - row, columns, thread);

@@ -1,4 +1,4 @@
-// Dropout of probabilities that wait in registers for their product with the values.
+// Dropout of probabilities in registers, before their product with the values.
 #pragma once
 
 #include <memeff/collective/warp_gemm.cuh>
@@ -14,7 +14,7 @@ CUTE_DEVICE void drop_block(RegisterOperand<kRowBlocks, kSteps, 2>& operand, int
   for (int i = 0; i < 4; ++i) operand.fragments[m][block][i] &= keep.pair_mask(i % 2, i / 2);
 }
 
-// And two steps of a 32-bit one.
+// They are two steps of a 32-bit operand.
 template <int kRowBlocks, int kSteps>
 CUTE_DEVICE void drop_block(RegisterOperand<kRowBlocks, kSteps, 4>& operand, int m, int block,
                             KeepBlock const& keep) {
@@ -25,7 +25,7 @@ CUTE_DEVICE void drop_block(RegisterOperand<kRowBlocks, kSteps, 4>& operand, int
   }
 }
 
-// And eight accumulators of P that are not an operand yet.
+// The same for eight accumulators of P that are not yet an operand.
 template <class Engine, class Layout>
 CUTE_DEVICE void drop_block(cute::Tensor<Engine, Layout>& probabilities, int m, int block,
                             KeepBlock const& keep) {
@@ -40,10 +40,10 @@ CUTE_DEVICE void drop_block(cute::Tensor<Engine, Layout>& probabilities, int m, 
 }
 
 // Dropout of P, the operand of the tile of scores at (row, column): zeros the dropped elements. The
-// row sums, and so the logsumexp, have seen them. Without dropout all of it is empty.
+// row sums, and so the logsumexp, include them. Empty without dropout.
 //
-// kEarly: bits() makes the bits of a tile while a product runs, where there are registers for them.
-// Otherwise apply() makes them when they are needed.
+// kEarly: bits() computes the bits of a tile while a product runs, which takes registers. Otherwise
+// apply() computes them.
 template <class Config, class Grid, bool kEarly = false>
 struct ProbabilityDropout {
   using Bits = KeptTile<Config::kDropout && kEarly, Grid>;

@@ -1,4 +1,5 @@
-// Writes a tile of accumulators to global memory through shared memory, 16 bytes a thread.
+// Writes a tile of accumulators to global memory, through shared memory or directly, in vectors of
+// 16 bytes.
 #pragma once
 
 #include <memeff/collective/warp_gemm.cuh>
@@ -6,7 +7,7 @@
 
 namespace memeff {
 
-// The same from accumulators. The shared tile must be free on entry for all threads of the CTA.
+// Stores accumulators through a shared tile, which all threads of the CTA must have released.
 template <class Element, class Tile, class Grid, int kThreads, int kAlignment, class Accumulators>
 CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, char* rows,
                             long long row_bytes, int row_bound, int column_bound) {
@@ -15,7 +16,7 @@ CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, cha
   store_rows<Tile, kThreads, kAlignment>(tile, rows, row_bytes, row_bound, column_bound);
 }
 
-// The first column of the eight neighbours that a lane of a quad has of each 32.
+// The first of the eight adjacent columns, of each 32, that a lane of a quad stores.
 CUTE_DEVICE int lane_column() { return int(threadIdx.x) % 4 * 8; }
 
 // The transpose of the 4 x 4 words of a quad: word i of lane j becomes word j of lane i.
@@ -35,13 +36,13 @@ CUTE_DEVICE void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-// Writes row r (of the two that a lane holds elements of) of accumulators to global memory, without
-// shared memory, if it is `valid`. Of each eight columns a lane of a quad holds two; the quad
-// exchanges them, so that of each 32 columns a lane has eight neighbours: `row` points to its
-// first. All lanes of a warp call it; rows begin and end at multiples of 16 bytes.
+// Writes row r (of the two of which a lane has elements) of accumulators to global memory, without
+// shared memory, if it is `valid`. A lane of a quad has two of each eight columns. The quad
+// exchanges them, so that a lane has eight adjacent columns of each 32; `row` points to its first.
+// All lanes of a warp call it; rows begin and end at multiples of 16 bytes.
 //
-// Predicates, no branches: with a branch around each vector the compiler computes every address
-// anew behind it, and tears vectors into words.
+// Stores are predicated. With a branch around each vector the compiler recomputes every address
+// after it, and splits vectors into words.
 template <class Element, class Accumulators>
 CUTE_DEVICE void store_row(char* row, Accumulators const& accumulators, int r, int columns,
                            bool valid) {

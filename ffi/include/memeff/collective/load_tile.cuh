@@ -1,7 +1,7 @@
-// Copies a [rows, columns] tile of a tensor into shared memory, all threads of the CTA.
+// Copies a [rows, columns] tile of a tensor to shared memory, with all threads of the CTA.
 //
-// kAlignment is the number of bytes that rows, and their lengths, are multiples of. cp.async moves
-// 16, 8 or 4 of them; rows that begin at any 2 bytes pass registers.
+// The start and length of rows are multiples of kAlignment bytes. cp.async copies 16, 8 or 4 bytes;
+// rows that begin at any 2 bytes go through registers.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -15,9 +15,9 @@ struct TileLoader {
   static_assert(kThreads % Tile::kChunks == 0);
   static constexpr int kPasses = ceil_div(Tile::kRows, kThreadRows);
 
-  // Starts the copies of rows [0, row_bound) and columns [0, column_bound); everything else of the
-  // tile becomes zero, whatever stands in memory there. `rows` points to element (0, 0) of the
-  // tile, `thread` counts the kThreads that share the work.
+  // Starts the copies of rows [0, row_bound) and columns [0, column_bound). The rest of the tile
+  // becomes zero, even if memory holds NaN there. `rows` points to element (0, 0) of the tile;
+  // `thread` is the index among the kThreads that divide the work.
   CUTE_DEVICE static void copy(uint32_t tile, char const* rows, long long row_bytes, int row_bound,
                                int column_bound, int thread = thread_index()) {
     if constexpr (kAlignment < 16) {
@@ -44,14 +44,14 @@ struct TileLoader {
   }
 
  private:
-  // Where kThreadRows is a multiple of 8, the swizzle is that of the first pass.
+  // If kThreadRows is a multiple of 8, the swizzle is that of the first pass.
   CUTE_DEVICE static int row_offset(int pass, int thread_row, int chunk) {
     int const rows = pass * kThreadRows;
     return kThreadRows % 8 == 0 ? Tile::byte_offset(thread_row, chunk) + rows * Tile::kRowBytes
                                 : Tile::byte_offset(thread_row + rows, chunk);
   }
 
-  // Neighbouring lanes copy neighbouring pieces, so that a warp reads whole sectors.
+  // Adjacent lanes copy adjacent parts, so that a warp reads whole sectors.
   static constexpr int kPiece = kAlignment < 4 ? 4 : kAlignment;
   static constexpr int kRowPieces = Tile::kPanels * Tile::kRowBytes / kPiece;
   static constexpr int kUnroll = 2;

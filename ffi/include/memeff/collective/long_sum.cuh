@@ -1,9 +1,9 @@
-// Products summed over more columns than tensor cores sum precisely.
+// Products over more columns than tensor cores sum precisely.
 //
-// They cut off the bits of an accumulator that do not fit instead of rounding it, so that a long
-// sum becomes too small: over 65536 columns by 1e-4 of the scores, which is more than an f32
-// logsumexp may be wrong by. So the accumulators sum runs of columns, and the runs are added with
-// rounding, in global memory.
+// Tensor cores truncate an accumulator instead of rounding it, so a long sum is too small: over
+// 65536 columns by 1e-4 of the scores, more than the error that an f32 logsumexp may have. The
+// accumulators therefore sum runs of columns, and the runs are added with rounding, in global
+// memory.
 #pragma once
 
 #include <memeff/collective/chunked_product.cuh>
@@ -14,8 +14,8 @@ template <int kThreads, int kStep>
 struct LongSum {
   static constexpr int kRunSteps = kLongSumColumns / kStep;  // of kStep columns each
 
-  // After a run: adds its sums to those of the runs before. The last run gets the total, and those
-  // before it leave theirs in `totals` and the accumulators zero.
+  // After a run: adds its sums to those of the previous runs. After the last run the accumulators
+  // hold the total; after earlier runs `totals` holds it, and the accumulators are zero.
   template <class Accumulators>
   CUTE_DEVICE static void add_run(Accumulators& accumulators, float* totals, bool first,
                                   bool last) {

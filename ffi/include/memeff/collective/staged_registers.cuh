@@ -1,8 +1,8 @@
-// Values that wait in shared memory while the tensor cores work.
+// Values that are staged in shared memory while the tensor cores work.
 //
-// Where the accumulators of both products fill the register file, what the products do not need is
-// put aside by hand: a few shared-memory accesses per tile, instead of spills to local memory
-// wherever the compiler sees fit. Each thread has slots of its own, so nothing here synchronises.
+// If the accumulators of both products fill the register file, values that the products do not need
+// are stored by hand: a few shared-memory accesses per tile, instead of spills to local memory that
+// the compiler places. Each thread has its own slots, so this needs no synchronization.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -25,7 +25,7 @@ class StagedPointer {
 template <>
 class StagedPointer<true> {
  public:
-  static constexpr int kBytes = 8;  // a thread
+  static constexpr int kBytes = 8;  // per thread
   CUTE_DEVICE StagedPointer(uint32_t slots, char const* pointer)
       : slot_(slots + thread_index() * kBytes) {
     store_shared_pointer(slot_, pointer);

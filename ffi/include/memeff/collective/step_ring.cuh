@@ -1,4 +1,4 @@
-// Two buffers in shared memory that operands stream through, one step of a product at a time.
+// Two buffers in shared memory through which operands stream, one step of a product at a time.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -6,7 +6,7 @@
 namespace memeff {
 
 // While the tensor cores read one buffer, the copies of the next step fill the other. A phase is a
-// number of steps; the first copies of a phase start during the last step of the one before.
+// number of steps; the first copies of a phase start during the last step of the previous one.
 class StepRing {
  public:
   CUTE_DEVICE StepRing(uint32_t buffers, int bytes)
@@ -19,9 +19,9 @@ class StepRing {
     commit_copies();
   }
 
-  // Calls use(step, buffer) for each step, after load(step, buffer) of the next, and in the last
-  // step load_next(buffer), for the first step of the next phase. All threads of the CTA meet once
-  // a step, before use.
+  // Calls use(step, buffer) for each step, after load(step, buffer) of the next step, or in the
+  // last step after load_next(buffer) for the next phase. All threads of the CTA synchronize once
+  // per step, before use.
   template <class Load, class Use, class LoadNext>
   CUTE_DEVICE void run(int steps, Load load, Use use, LoadNext load_next) {
     CUTE_NO_UNROLL

@@ -1,4 +1,4 @@
-// Matrix products of one warp, operands in shared memory or registers, accumulators in registers.
+// Matrix products of one warp: operands in shared memory or registers, accumulators in registers.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -11,16 +11,17 @@
 
 namespace memeff {
 
-// In which direction an operand lies contiguous in shared memory: along the summed dimension k, or
-// along its own rows (left) or columns (right).
+// The contiguous dimension of an operand in shared memory: the summed dimension k, or the outer
+// one, rows (left) or columns (right).
 enum class Contiguous { k, outer };
 
 // Elements of the summed dimension in one step of a product: 32 bytes of a row.
 template <class Element>
 constexpr int kStepElements = 32 / int(sizeof(Element));
 
-// The left operand, [kRowBlocks*16, kSteps*kStepElements] of one warp. 16-bit elements in either
-// direction, 32-bit elements along k; below, those along rows.
+// The left operand, [kRowBlocks*16, kSteps*kStepElements] of one warp: 16-bit elements with either
+// contiguous dimension, 32-bit elements contiguous along k. The specialization below has 32-bit
+// elements that are contiguous along rows.
 template <class Tile, Contiguous kOrder, int kRowBlocks, int kElementBytes = Tile::kElementBytes>
 struct LeftOperand {
   static constexpr bool kByK = kOrder == Contiguous::k;
@@ -58,7 +59,7 @@ struct LeftOperand<Tile, Contiguous::outer, kRowBlocks, 4> {
 };
 
 // The right operand, [kSteps*kStepElements, kColumnBlocks*16] of one warp. The sum order is that of
-// the left operand, and matters to 32-bit elements along columns only.
+// the left operand; it only matters for 32-bit elements that are contiguous along columns.
 template <class Tile, Contiguous kOrder, int kColumnBlocks, SumOrder kSumOrder = SumOrder::natural,
           int kElementBytes = Tile::kElementBytes>
 struct RightOperand {
@@ -96,7 +97,7 @@ struct RightOperand<Tile, Contiguous::outer, kColumnBlocks, kSumOrder, 4> {
   }
 };
 
-// The blocks and steps of an operand from the given ones on.
+// An operand without its first blocks and steps.
 template <class Operand>
 struct OperandPart {
   Operand operand;
@@ -110,7 +111,7 @@ struct OperandPart {
   }
 };
 
-// The left operand already in registers: fragments[row block][step][4].
+// The left operand in registers: fragments[row block][step][4].
 template <int kRowBlocks, int kSteps, int kElementBytes>
 struct RegisterOperand {
   uint32_t fragments[kRowBlocks][kSteps][4];
@@ -165,8 +166,8 @@ struct ProductTerms<Tf32x3> {
     for (int i = 0; i < 4; ++i) split_to_tf32(fragment[i], high[i], low[i]);
   }
 
-  // Small terms first; the three products of an accumulator are kept apart, so that they do not
-  // wait for each other.
+  // Small terms first. The three products of an accumulator are apart, so that they do not wait for
+  // each other.
   template <class Accumulators, int kRowBlocks>
   CUTE_DEVICE static void multiply(Accumulators& accumulators, int n,
                                    ProductTerms const (&left)[kRowBlocks],
@@ -188,9 +189,9 @@ struct ProductTerms<Tf32x3> {
 
 // accumulators += left * right, summed by the tensor cores.
 //
-// The blocks of the right operand are read kReadAhead blocks before the tensor cores need them, and
-// the left operand of the next k step with the last block of this one. Reading a whole k step ahead
-// instead needs up to 64 registers, which spills beside a 128-register output.
+// The right operand is read kReadAhead blocks ahead of the tensor cores, and the left operand of
+// the next k-step with the last block of this one. Reading a whole k-step ahead would need up to 64
+// registers, which spills beside a 128-register output.
 template <class Element, int kSteps, int kReadAhead = 2, class Accumulators, class Left,
           class Right>
 CUTE_DEVICE void multiply(Accumulators& accumulators, Left left, Right right) {
@@ -218,7 +219,7 @@ CUTE_DEVICE void multiply(Accumulators& accumulators, Left left, Right right) {
   for (int block = 0; block < kBlocks; ++block) {
     int const step = block / kColumnBlocks;
     int const n = block % kColumnBlocks;
-    // Keeps the compiler from reading several steps ahead, for which there are no registers.
+    // Prevents the compiler from reading several steps ahead, for which there are no registers.
     if (n == 0 && step > 0) __syncwarp();
     if (block + kAhead < kBlocks) load_right(block + kAhead);
     if (n == kColumnBlocks - 1 && step + 1 < kSteps) load_left(step + 1);
@@ -240,10 +241,9 @@ CUTE_HOST_DEVICE constexpr int part_size(int size, int limit) {
 
 // accumulators += left * right over kSteps * kStepElements of k.
 //
-// Tensor cores cut off the bits of an accumulator that do not fit instead of rounding it, so a long
-// sum becomes too small by more than all other errors of f32. With 32-bit elements they sum four
-// steps (twelve products), of as many columns as fit kPartAccumulators, and the parts are added
-// with rounding.
+// Tensor cores truncate an accumulator instead of rounding it, so a long sum is too small by more
+// than all other errors of f32. With 32-bit elements they therefore sum only four steps (twelve
+// products), for as many columns as fit kPartAccumulators, and the parts are added with rounding.
 template <class Element, int kSteps, int kReadAhead = 2, int kPartAccumulators = 32,
           class Accumulators, class Left, class Right>
 CUTE_DEVICE void warp_gemm(Accumulators& accumulators, Left const& left, Right const& right) {
@@ -276,8 +276,8 @@ CUTE_DEVICE void warp_gemm(Accumulators& accumulators, Left const& left, Right c
   }
 }
 
-// Accumulators (m16n8 blocks) as the left operand of the next product, so that no lane exchanges
-// anything. 16 bits: two neighbouring column blocks are exactly one m16k16 fragment of the same
+// Accumulators (m16n8 blocks) as the left operand of the next product, without exchange between
+// lanes. 16 bits: two neighbouring column blocks are exactly one m16k16 fragment of the same
 // lane. 32 bits: a column block is an m16k8 fragment, if the right operand has the paired order.
 template <class Element>
 constexpr SumOrder kRegisterOrder = kIs32Bit<Element> ? SumOrder::paired : SumOrder::natural;
@@ -308,7 +308,7 @@ CUTE_DEVICE auto as_left_operand(Accumulators const& accumulators) {
   return operand;
 }
 
-// Two elements, rounded to Element, into shared memory.
+// Stores two elements, rounded to Element, to shared memory.
 template <class Element>
 CUTE_DEVICE void store_pair(uint32_t address, float first, float second) {
   if constexpr (kIs32Bit<Element>) {
@@ -345,8 +345,7 @@ CUTE_DEVICE void store_accumulators(uint32_t tile, Accumulators const& accumulat
   }
 }
 
-// The rows of a tile that `Grid` gives this warp, as a left operand; fewer steps are the first
-// ones.
+// This warp's rows of a tile under `Grid`, as a left operand, with the first kSteps steps.
 template <class Tile, class Grid, int kSteps = Tile::kColumns / 16>
 CUTE_DEVICE auto load_operand(uint32_t tile) {
   RegisterOperand<1, kSteps, 2> operand;
@@ -356,11 +355,11 @@ CUTE_DEVICE auto load_operand(uint32_t tile) {
   return operand;
 }
 
-// Rows that are packed as a left operand, back to a tile; sm_90.
+// Stores a left operand back to a tile; sm_90.
 template <class Tile, class Grid, int kRowBlocks, int kSteps>
 CUTE_DEVICE void store_operand(uint32_t tile,
                                RegisterOperand<kRowBlocks, kSteps, 2> const& operand) {
-  int const thread = thread_index();  // or a loop's addresses wait in registers
+  int const thread = thread_index();  // keeps addresses out of registers across a loop
   FragmentPointer<Tile, kSteps, false> const target(tile, LaneOrder::rows_first, Grid::row(thread),
                                                     Grid::column(thread) / 16, thread);
   CUTE_UNROLL

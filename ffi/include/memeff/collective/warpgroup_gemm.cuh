@@ -1,9 +1,9 @@
-// Matrix products of one warpgroup (wgmma): right operand in shared memory, left operand there or
-// in registers, accumulators in registers.
+// Matrix products of one warpgroup (wgmma): right operand in shared memory, left operand in shared
+// memory or registers, accumulators in registers.
 //
-// The products are asynchronous. begin_products() orders them after everything that registers and
-// shared memory saw before; commit_products() closes a group, wait_products<n>() waits until at
-// most the n youngest groups run.
+// The products are asynchronous. begin_products() orders them after all earlier accesses to
+// registers and shared memory, commit_products() closes a group, and wait_products<n>() waits until
+// at most the n youngest groups are in flight.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -15,9 +15,9 @@
 
 namespace memeff {
 
-// Registers of each thread of the consumers, when a thread of the producer's warpgroup keeps
-// kProducer. Both are multiples of eight, and come out of what the CTA has at launch, where every
-// thread has the same: raising them any further waits for ever.
+// The registers of each consumer thread if a thread of the producer warpgroup keeps kProducer. Both
+// are multiples of eight. Hazard: together they must not exceed the registers of the CTA at launch,
+// when every thread has equally many; setmaxnreg.inc waits forever for more.
 template <int kThreads, int kProducer>
 constexpr int consumer_registers() {
   constexpr int kLaunch = (64 << 10) / kThreads / 8 * 8;
@@ -27,10 +27,10 @@ static_assert(consumer_registers<384, 24>() == 240 && consumer_registers<384, 32
 
 // The matrix descriptor of a shared tile: start address, leading and stride offsets in units of 16
 // bytes, and the swizzle (PTX ISA, "Asynchronous warpgroup level matrix instructions"). at(step) is
-// that of 16 elements of the summed dimension k.
+// the descriptor of 16 elements of the summed dimension k.
 //
-// Contiguous::k: eight rows of a panel follow each other; the leading offset has no meaning.
-// Contiguous::outer: eight k of a panel follow each other, and panels at the leading offset.
+// Contiguous::k: eight rows of a panel are consecutive; the leading offset has no meaning.
+// Contiguous::outer: eight k of a panel are consecutive; panels are at the leading offset.
 template <class Tile, Contiguous kOrder>
 struct DescriptorOperand {
   static constexpr Major kMajor = kOrder == Contiguous::k ? Major::K : Major::MN;
@@ -56,7 +56,7 @@ struct DescriptorOperand {
   }
 };
 
-// Hides accumulators from the optimiser between the start of a product and the wait for it.
+// Hides accumulators from the optimizer between the start of a product and the wait for it.
 template <class Accumulators>
 CUTE_DEVICE void fence_accumulators(Accumulators& accumulators) {
   CUTE_UNROLL
@@ -86,13 +86,13 @@ CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators,
   }
 }
 
-// How many steps of a left operand of `columns` columns `registers` of a thread hold.
+// The number of steps of a left operand of `columns` columns that `registers` of a thread hold.
 constexpr int register_steps(int columns, int registers) {
   return registers < 0 ? 0 : cute::min(registers / 4, columns / 16);
 }
 
-// A warpgroup's rows of a tile, the left operand of many products: of the first steps in registers,
-// which shared memory then is not read for, of the others where they are.
+// A warpgroup's rows of a tile, the left operand of many products: the first steps as register
+// operands, which saves reads of shared memory, the others in shared memory.
 template <class Tile, class Grid, int kRegisterSteps>
 struct RegisterRows {
   RegisterOperand<1, cute::max(kRegisterSteps, 1), 2> held;

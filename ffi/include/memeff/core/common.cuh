@@ -1,4 +1,4 @@
-// Words that every device file uses.
+// Constants and helpers for all device code.
 #pragma once
 
 #include <cutlass/bfloat16.h>
@@ -15,28 +15,28 @@ constexpr int kWarpSize = 32;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// Which element tests a kernel was compiled with. Lengths are not listed: they are a run-time bound
-// of loads and loops, and cost nothing where they are absent.
+// The element tests that a kernel is compiled with. Lengths are not listed: they are run-time
+// bounds of loads and loops, and cost nothing if absent.
 enum class MaskKind { none, causal, window };
 
-// How the gradient of the bias is summed: see score/bias/gradient.cuh.
+// The summation of the bias gradient: see score/bias/gradient.cuh.
 enum class BiasGradient { none, full, shared, columns, dbias_kernel };
 
-// How a bias comes to the scores: see score/bias/tile.cuh.
-//   vectors  by tiles, 16 bytes at a time: each row begins at a multiple of 16 bytes
-//   words    by tiles, 4 bytes at a time: rows begin anywhere
+// How a kernel reads a bias: see score/bias/tile.cuh.
+//   vectors  tiles, 16 bytes at a time: each row begins at a multiple of 16 bytes
+//   words    tiles, 4 bytes at a time: rows begin anywhere
 //   columns  broadcast over rows: one row of each tile
-//   rows     broadcast over columns: one element a row
-//   elements each lane reads its own from global memory: see score/bias/direct.cuh
+//   rows     broadcast over columns: one element per row
+//   elements each lane reads its own elements from global memory: see score/bias/direct.cuh
 enum class BiasAccess { vectors, words, columns, rows, elements };
 
 CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CUTE_HOST_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 
-// The element of an array that a batch element reads, where a vmap shares it: Lemire, Kaser and
-// Kurz, "Faster remainder by direct computation" (2019), section 3. Whole periods overflow; what is
-// left of one, times the elements, has the element above the point. It is exact for periods below
-// 2^33, because rounding adds less than 2^-33 of one.
+// The batch index of an array that a vmap broadcasts, for a batch index of the call: Lemire, Kaser
+// and Kurz, "Faster remainder by direct computation" (2019), section 3. Whole periods overflow; the
+// remaining fraction of a period times the elements has the index above the binary point. This is
+// exact for periods below 2^33, because rounding adds less than 2^-33 of one.
 template <class Config, class View>
 CUTE_DEVICE int element_of(View const& view, int batch) {
   if constexpr (!Config::kBroadcastBatch) return batch;

@@ -1,7 +1,7 @@
 // f32 elements on tensor cores as sums of two f16 numbers, which have 22 bits.
 //
-// f16 ends at 2^16 and is fixed-point from 2^-14 down. So the numbers of a row are multiplied by a
-// power of two that takes the largest to [2^14, 2^15). One that is more than 2^17 below it has less
+// f16 ends at 2^16 and loses bits below 2^-14. Each row is therefore scaled by a power of two that
+// brings its largest number to [2^14, 2^15). A number more than 2^17 below the largest keeps fewer
 // than 22 bits; its error is at most 2^-38 of the largest.
 #pragma once
 
@@ -10,19 +10,19 @@
 
 namespace memeff {
 
-// An f32 number in memory that is multiplied in three f16 products; that of the two low parts is
-// below the rounding of f32.
+// An f32 number in memory that is multiplied in three f16 products; the product of the two low
+// parts is below the rounding of f32.
 struct F16x3 {
   CUTE_DEVICE explicit F16x3(float x) : value(x) {}
   float value;
 };
 
-// What the numbers of a row are multiplied by, and their sums of products afterwards.
+// The factor of a row's numbers, and the inverse for its sums of products.
 struct RowScale {
   float scale;
   float inverse;
 
-  // `greatest` is the largest magnitude, as its bits; of numbers below 2^-112 both are as of that.
+  // `greatest` has the bits of the largest magnitude; magnitudes below 2^-112 count as 2^-112.
   CUTE_DEVICE static RowScale of(int greatest) {
     constexpr int kBias = 127;
     constexpr int kTarget = 14;
@@ -33,8 +33,8 @@ struct RowScale {
   }
 };
 
-// Two scaled neighbours as packed f16 pairs, whose sum they are. The high parts have the bits of
-// TF32, which are those of f16.
+// Two adjacent scaled numbers as the sum of two packed f16 pairs. The high parts have the mantissa
+// of TF32, which is that of f16.
 CUTE_DEVICE void split_to_f16(float x, float y, uint32_t& high, uint32_t& low) {
   uint32_t x_high, x_low, y_high, y_low;
   split_to_tf32(__float_as_uint(x), x_high, x_low);

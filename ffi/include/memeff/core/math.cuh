@@ -1,4 +1,4 @@
-// Conversions, and sums and maxima over lanes.
+// Conversions, and reductions over lanes.
 #pragma once
 
 #include <memeff/arch/math.cuh>
@@ -9,18 +9,18 @@ namespace memeff {
 // A bias below this masks its element, as -inf does.
 constexpr float kMaskedBias = -1e37f;
 
-// Floats from here on are whole numbers. Of scores that a bias makes so large nothing is left after
-// the point, and of their logsumexp no logarithm of the sum.
+// Floats from here on are whole numbers. Scores that a bias makes this large have no fraction left,
+// and their logsumexp loses the logarithm of the sum.
 constexpr float kWholeFloats = 0x1p24f;
 
-// The reverse of pack(): element `index` (0 low, 1 high) of a packed pair.
+// The inverse of pack(): element `index` (0 low, 1 high) of a packed pair.
 template <class Element>
 CUTE_DEVICE float unpack(uint32_t packed, int index) {
   uint16_t const bits = static_cast<uint16_t>(index == 0 ? packed : packed >> 16);
   return static_cast<float>(Element::bitcast(bits));
 }
 
-// Maximum or sum over the four lanes that share a row of an m16n8 accumulator.
+// Maximum or sum over the four lanes that own a row of an m16n8 accumulator.
 CUTE_DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -31,8 +31,8 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Is it so in any lane? A branch on it does not diverge, which the assembler sees: behind one that
-// might, it computes addresses lane by lane.
+// Whether x is true in any lane. ptxas knows that a branch on it does not diverge; behind a branch
+// that might, it computes addresses per lane.
 CUTE_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 
 CUTE_DEVICE float warp_max(float x) {
@@ -49,7 +49,7 @@ CUTE_DEVICE float warp_sum(float x) {
   return x;
 }
 
-// Sum over the eight lanes that share a column of an m16n8 accumulator.
+// Sum over the eight lanes that own a column of an m16n8 accumulator.
 CUTE_DEVICE float row_lanes_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 4);
   x += __shfl_xor_sync(0xffffffffu, x, 8);

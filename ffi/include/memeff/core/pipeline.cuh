@@ -1,4 +1,4 @@
-// Rings of buffers in shared memory that a producer fills and consumers read.
+// Ring buffers in shared memory that a producer fills and consumers read.
 #pragma once
 
 #include <memeff/arch/barrier.cuh>
@@ -6,7 +6,7 @@
 
 namespace memeff {
 
-// Position in a ring of kStages buffers. The parity is that of the pass over the ring.
+// A position in a ring of kStages buffers. The parity alternates with each pass over the ring.
 template <int kStages>
 struct PipelineStage {
   int index = 0;
@@ -20,9 +20,9 @@ struct PipelineStage {
   }
 };
 
-// A ring of buffers in shared memory between one producer thread, whose copies arrive by bytes, or
-// producers that write, which arrive once each, and consumer warps, which arrive once each when
-// they have read a buffer.
+// A ring buffer between producers and consumer warps. One producer thread whose copies arrive by
+// bytes, or several producers that write and arrive once each. Each consumer warp arrives once when
+// it has read a buffer.
 template <int kStages>
 struct Pipeline {
   uint64_t full[kStages];
@@ -36,7 +36,7 @@ struct Pipeline {
     }
   }
 
-  // The producer: a buffer that was never filled counts as empty, hence the opposite parity.
+  // Producer. A buffer that was never filled counts as empty, hence the opposite parity.
   CUTE_DEVICE uint64_t& acquire(PipelineStage<kStages> const& stage, int bytes) {
     wait_barrier(empty[stage.index], stage.parity ^ 1);
     random_sleep();
@@ -44,7 +44,7 @@ struct Pipeline {
     return full[stage.index];
   }
 
-  // The producer, where it fills the buffer with ordinary writes.
+  // Producer that fills the buffer with ordinary writes.
   CUTE_DEVICE void acquire(PipelineStage<kStages> const& stage) {
     wait_barrier(empty[stage.index], stage.parity ^ 1);
     random_sleep();
@@ -54,18 +54,19 @@ struct Pipeline {
     random_sleep();
   }
 
-  // A consumer.
+  // Consumer.
   CUTE_DEVICE void wait(PipelineStage<kStages> const& stage) {
     wait_barrier(full[stage.index], stage.parity);
     random_sleep();
   }
-  // Redundant wait: it forces a basic-block boundary that ptxas cannot schedule across. In one
-  // basic block ptxas mixes what should overlap a product with what issues it or follows its wait.
+  // Redundant wait: it forces a basic-block boundary that ptxas cannot schedule across. Within one
+  // basic block ptxas mixes instructions that should overlap a product with those that issue it or
+  // follow its wait.
   CUTE_DEVICE void wait_again(PipelineStage<kStages> const& stage) {
     wait_barrier(full[stage.index], stage.parity);
   }
-  // What was read must have been used: an arrival overtakes loads, ldmatrix among them, and the
-  // TMA overwrites what they have not read yet.
+  // Hazard: the loaded values must have been used. An arrival overtakes loads, including ldmatrix,
+  // and TMA would overwrite the buffer before they read it.
   CUTE_DEVICE void release(PipelineStage<kStages> const& stage) {
     arrive_barrier(empty[stage.index]);
     random_sleep();

@@ -1,4 +1,4 @@
-// A tile of elements in shared memory, and how a warp walks it.
+// A tile of elements in shared memory, and the addresses at which a warp reads it.
 #pragma once
 
 #include <cute/swizzle_layout.hpp>
@@ -8,13 +8,13 @@
 
 namespace memeff {
 
-// [kRows, kColumns] elements as a stack of panels with rows of 128 bytes (or 64 where 128 do not
+// [kRows, kColumns] elements as a stack of panels with rows of 128 bytes (or 64 if 128 does not
 // divide a row). Inside a panel the 16-byte chunks of a row are XOR-swizzled with the row, so that
 // the eight rows of an ldmatrix matrix fall into eight different bank groups.
 //
-// 32-bit elements are also read one by one, eight neighbours (two chunks) in each of four rows:
-// rows 0-3, or the even rows of eight, or the odd ones. So the two highest bits of what the chunk
-// is XORed with are different in the rows of each of these sets.
+// 32-bit elements are also read one by one, eight adjacent ones (two chunks) in each of four rows:
+// rows 0-3, or the even rows of eight, or the odd ones. The rows of each of these sets therefore
+// differ in the two highest bits of the XOR operand.
 template <int kRows_, int kColumns_, int kElementBytes_ = 2>
 struct SharedTile {
   static constexpr int kRows = kRows_;
@@ -31,9 +31,9 @@ struct SharedTile {
   static constexpr int kPanelBytes = kRows * kRowBytes;
   static constexpr int kBytes = kPanels * kPanelBytes;
 
-  // The same map of 16-bit elements as a CuTe layout, kept as the definition that byte_offset() is
-  // checked against.
-  // 128-byte rows: Swizzle<3,3,3>; 64-byte rows: two rows share 128 bytes, so Swizzle<2,3,3>.
+  // The same mapping for 16-bit elements as a CuTe layout; static_asserts check byte_offset()
+  // against it. 128-byte rows: Swizzle<3,3,3>; 64-byte rows: two rows share 128 bytes, so
+  // Swizzle<2,3,3>.
   using Atom =
       decltype(cute::composition(cute::Swizzle<kPanelColumns == 64 ? 3 : 2, 3, 3>{},
                                  cute::Layout<cute::Shape<cute::_8, cute::Int<kPanelColumns>>,
@@ -69,8 +69,8 @@ static_assert(offsets_match_layout<SharedTile<64, 128>>());
 static_assert(offsets_match_layout<SharedTile<64, 96>>());
 static_assert(offsets_match_layout<SharedTile<16, 32>>());
 
-// Are the pairs of chunks that four rows from `first` on, `distance` apart, have their neighbours
-// in all different?
+// Whether four rows from `first` on, `distance` apart, place the same pair of chunks at four
+// different positions.
 template <class Tile>
 CUTE_HOST_DEVICE constexpr bool pairs_differ(int first, int distance) {
   int pairs = 0;
@@ -82,7 +82,7 @@ static_assert(pairs_differ<SharedTile<16, 32, 4>>(0, 1) &&
 static_assert(pairs_differ<SharedTile<16, 32, 4>>(0, 2) &&
               pairs_differ<SharedTile<16, 32, 4>>(1, 2));
 
-// The two ways in which the lanes of a warp address the four 8x8 matrices of one ldmatrix.x4:
+// The order in which the lanes of a warp address the four 8x8 matrices of one ldmatrix.x4:
 //   rows_first:    matrices (rows 0-7), (rows 8-15), then the same rows of the next chunk
 //   columns_first: matrices (chunk 0), (chunk 1) of rows 0-7, then of rows 8-15
 enum class LaneOrder { rows_first, columns_first };
@@ -94,7 +94,7 @@ enum class LaneOrder { rows_first, columns_first };
 template <class Tile, int kColumnBlocks, bool kFromColumnZero>
 struct FragmentPointer {
   static constexpr int kBlocksPerPanel = Tile::kChunks / 2;
-  // Adding a block index to the chunk bits is an XOR only where no carry can leave them.
+  // Adding a block index to the chunk bits is an XOR only if no carry can leave them.
   static constexpr bool kNoCarry =
       kFromColumnZero || (is_power_of_two(kColumnBlocks) &&
                           Tile::kColumns % (Tile::kBlockColumns * kColumnBlocks) == 0);
@@ -114,8 +114,8 @@ struct FragmentPointer {
     base = kNoCarry ? tile + Tile::byte_offset(first_row, first_chunk) : tile;
   }
 
-  // Hides the value of the base from the optimiser. Otherwise it hoists the XORed addresses out of
-  // the loop over tiles, where they occupy a dozen registers that the accumulators need.
+  // Hides the base from the optimizer, which would hoist the XORed addresses out of the loop over
+  // tiles. There they would occupy a dozen registers that the accumulators need.
   CUTE_DEVICE void recompute_addresses() { hide_value(base); }
 
   CUTE_DEVICE uint32_t at(int row_block, int column_block) const {
@@ -129,13 +129,13 @@ struct FragmentPointer {
   }
 };
 
-// Which two of eight rows lane q of a quad reads where rows are summed over (k of an m16n8k8
-// product is q and q + 4). Products may permute k, if both operands agree.
-//   natural: rows q and q + 4, as ldmatrix gives them to an operand that lies contiguous along k
-//   paired:  rows 2q and 2q + 1, the columns of the accumulators that a lane holds
+// The two of eight rows that lane q of a quad reads if rows are the summed dimension (k of an
+// m16n8k8 product is q and q + 4). Products may permute k if both operands agree.
+//   natural: rows q and q + 4, as ldmatrix loads them for an operand that is contiguous along k
+//   paired:  rows 2q and 2q + 1, the columns of the accumulators that a lane owns
 enum class SumOrder { natural, paired };
 
-// Addresses of single 32-bit elements of a tile, 8 rows by 16 columns a block, of which a lane with
+// Addresses of single 32-bit elements of a tile, in blocks of 8 rows by 16 columns. A lane with
 // g = l / 4 reads columns g and g + 8 in two rows; at(i, j, r, c) is the element in row r and
 // column c of these (0 or 1) of the block i*8 rows down and j*16 columns to the right.
 template <class Tile, int kColumnBlocks, SumOrder kOrder>

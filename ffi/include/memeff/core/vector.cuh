@@ -1,4 +1,4 @@
-// Vectors of 16 bytes in global memory, in rows that begin at any multiple of kAlignment bytes.
+// 16-byte vectors in global memory, in rows that begin at any multiple of kAlignment bytes.
 #pragma once
 
 #include <cute/numeric/numeric_types.hpp>
@@ -9,8 +9,8 @@
 
 namespace memeff {
 
-// 16 bytes of which the first `bytes` exist; zeros for the others. The address is a multiple of
-// kAlignment, and so is `bytes`.
+// 16 bytes, of which the first `bytes` exist; the others are zero. The address and `bytes` are
+// multiples of kAlignment.
 template <int kAlignment>
 CUTE_DEVICE uint4 load_vector(char const* address, int bytes) {
   if constexpr (kAlignment == 16) {
@@ -30,7 +30,7 @@ CUTE_DEVICE uint4 load_vector(char const* address, int bytes) {
   }
 }
 
-// The reverse: writes the first `bytes` of 16.
+// Writes the first `bytes` of 16.
 template <int kAlignment>
 CUTE_DEVICE void store_vector(char* address, uint4 const& vector, int bytes) {
   if constexpr (kAlignment == 16) {

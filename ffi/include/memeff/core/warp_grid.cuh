@@ -1,4 +1,4 @@
-// How the warps of a CTA, or of a warpgroup, divide the accumulators of a product.
+// The division of a product's accumulators over the warps of a CTA or of a warpgroup.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,19 +10,19 @@ namespace memeff {
 constexpr int kWarpgroupSize = 128;
 constexpr int kWarpgroupRows = 64;
 
-// Can kWarps warps, each with `rows` rows, tile a [kRows, kColumns] product? Columns must stay a
-// multiple of 16, the width of one ldmatrix.x4 of the right operand.
+// Whether kWarps warps with `rows` rows each can tile a [kRows, kColumns] product. The columns of a
+// warp must be a multiple of 16, the width of one ldmatrix.x4 of the right operand.
 template <int kRows, int kColumns, int kWarps>
 constexpr bool warps_fit(int rows) {
   return kRows % rows == 0 && kWarps % (kRows / rows) == 0 &&
          kColumns % (16 * (kWarps / (kRows / rows))) == 0;
 }
 
-// 32 rows where they fit: that reads each shared-memory operand least often.
+// 32 rows if they fit, which reads each shared-memory operand least often.
 template <int kRows, int kColumns, int kWarps>
 constexpr int kPreferredWarpRows = warps_fit<kRows, kColumns, kWarps>(32) ? 32 : 16;
 
-// How kWarps warps share a [kRows, kColumns] product: each owns kWarpRows x kWarpColumns of it.
+// kWarps warps divide a [kRows, kColumns] product: each owns kWarpRows x kWarpColumns of it.
 template <int kRows, int kColumns, int kWarps,
           int kWarpRows_ = kPreferredWarpRows<kRows, kColumns, kWarps>>
 struct WarpGrid {
@@ -35,8 +35,8 @@ struct WarpGrid {
   static constexpr int kRowBlocks = kWarpRows / 16;
   static constexpr int kColumnBlocks = kWarpColumns / 16;
 
-  // Neighbouring warps share columns: they read the same right operand at the same time. Unsigned
-  // indices and a column that is known to be 0 save instructions wherever addresses are computed.
+  // Neighbouring warps have the same columns, so they read the same right operand at the same time.
+  // Unsigned indices, and a column that is the constant 0, save instructions in every address.
   CUTE_DEVICE static int row(unsigned thread = threadIdx.x) {
     unsigned const warp = thread / kWarpSize;
     return (kColumnWarps == 1 ? warp : warp % kRowWarps) * kWarpRows;
@@ -59,7 +59,7 @@ struct WarpGrid {
   }
 };
 
-// A product that one warpgroup of several computes alone: rows and columns do not depend on which.
+// A product of a single warpgroup: rows and columns do not depend on which one computes it.
 template <int kRows, int kColumns>
 struct WarpgroupGrid : WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16> {
   using Grid = WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16>;

@@ -10,14 +10,14 @@ struct WorkItem {
   int head;
   int batch;
 
-  // Tiles are innermost, so that CTAs which run together read the same keys and values from L2.
+  // Tiles are innermost, so CTAs that run together read the same keys and values from L2.
   CUTE_DEVICE static WorkItem of_block(unsigned block, int tiles, int heads) {
     unsigned const head_batch = block / unsigned(tiles);
     return {int(block % unsigned(tiles)), int(head_batch % unsigned(heads)),
             int(head_batch / unsigned(heads))};
   }
 
-  // Batch elements are innermost: where they share a bias, it is read once for all of them.
+  // Batch indices are innermost: if the bias is broadcast over them, it is read from memory once.
   CUTE_DEVICE static WorkItem of_block_by_batch(unsigned block, int tiles, int batch) {
     unsigned const head_tile = block / unsigned(batch);
     return {int(head_tile % unsigned(tiles)), int(head_tile / unsigned(tiles)),

@@ -129,8 +129,8 @@ struct FmhaForwardSplitSm80 {
     int value_dim;
     uint32_t shared;
 
-    // Starts the copies of a KV block; past the end of an empty group, so that waits keep their
-    // count.
+    // Starts the copies of a KV block. Past the end it commits an empty group, so that waits keep
+    // their count.
     CUTE_DEVICE void load(int tile, int stage) const {
       if (tile < end) {
         int const column = tile * kTileKey + ConsumerGroup::index() * kConsumerGroupKeys;
@@ -173,8 +173,8 @@ struct FmhaForwardSplitSm80 {
       warp_gemm<Element, Config::kHeadDim / 16>(scores, query, KeyOperand(stage_tiles, 0));
 
       modifiers.forward(scores, rows, column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch, item.head,
-                                                rows.row, column);
+      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
+                                                item.head, rows.row, column);
       softmax.step(scores, output, params.scale.softmax_scale);
       auto probabilities = as_left_operand<Element>(scores);
       Dropped::apply(params, item.batch, item.head, rows.row, column, probabilities);

@@ -1,4 +1,4 @@
-// Common to the three kernels of the backward: tiles, padding, and the order of the dq sums.
+// Tiles, padding, and the order of the dq sums in the three kernels of the backward.
 #pragma once
 
 #include <memeff/core/shared_tile.cuh>
@@ -30,14 +30,13 @@ struct BackwardTiles {
 
   using Statistics = PairedStatistics;
 
-  // dq is summed in f32 over the key tiles. The workspace keeps each thread's accumulators together
-  // (four floats a lane, 512 bytes a warp and block) instead of rows: the sums become aligned
-  // vector reductions, and the postprocess kernel, which has the same threads, reads them back as
-  // they are.
+  // dq is summed in f32 over the KV blocks. The workspace is in accumulator order (four floats per
+  // lane, 512 bytes per warp and block) instead of rows. The sums are then aligned vector
+  // reductions, and the postprocess kernel, which has the same threads, reads them back unchanged.
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
 
-  // The sums of a bias gradient that is broadcast over the batch or heads: tiles of scores, and in
-  // a tile the same order.
+  // The sums of a bias gradient that is broadcast over the batch or heads: tiles of scores, each in
+  // accumulator order.
   CUTE_DEVICE static long long bias_tile_offset(BackwardParams const& params, long long slice,
                                                 int query_tile, int key_tile) {
     int const key_tiles = ceil_div(params.shape.key_length, kTileKey);
@@ -49,8 +48,8 @@ struct BackwardTiles {
     return ((m * 2 * ScoreGrid::kColumnBlocks + n) * kThreads + int(threadIdx.x)) * 4;
   }
 
-  // The sums of a bias gradient that is broadcast over rows: how many rows a (batch, head) slice
-  // has if their order is deterministic, and the length of a row.
+  // The sums of a bias gradient that is broadcast over rows: the number of rows of a (batch, head)
+  // slice if their order is deterministic, and the length of a row.
   static constexpr int kBiasSumRows = ScoreGrid::kRowWarps;
   CUTE_DEVICE static long long padded_keys(ProblemShape const& shape) {
     return (long long)ceil_div(shape.key_length, kTileKey) * kTileKey;

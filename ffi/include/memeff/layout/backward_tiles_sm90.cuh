@@ -1,5 +1,5 @@
-// Common to the three kernels of the Hopper backward: tiles, padding, and the order of the dq
-// sums. See backward_tiles.cuh.
+// Tiles, padding, and the order of the dq sums in the three kernels of the Hopper backward. See
+// backward_tiles.cuh.
 #pragma once
 
 #include <memeff/core/shared_tile.cuh>
@@ -48,7 +48,7 @@ struct BackwardTilesSm90 {
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
 
   // The sums of a bias gradient that is broadcast over rows, as in BackwardTiles. A CTA adds to
-  // each once a head.
+  // each once per head.
   static constexpr int kBiasSumRows = 1;
   CUTE_DEVICE static long long padded_keys(ProblemShape const& shape) {
     return (long long)ceil_div(shape.key_length, kTileKey) * kTileKey;

@@ -1,4 +1,4 @@
-// Common to the kernels of the two-kernel backward (kernels/fmha_bwd_two_kernel_sm90.cuh).
+// Tiles of the two-kernel backward (kernels/fmha_bwd_two_kernel_sm90.cuh).
 #pragma once
 
 #include <memeff/core/shared_tile.cuh>
@@ -12,7 +12,7 @@ template <class Config>
 struct BackwardTilesTwoKernel {
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
-  static constexpr int kQBlockRows = 64;  // of the kernel that owns keys
+  static constexpr int kQBlockRows = 64;  // of the dkdv kernel
   static_assert(kTileQuery == 128 && kTileKey == 64);
   static constexpr int kWarpgroups = 2;  // consumers
   static constexpr int kThreads = kWarpgroups * kWarpgroupSize;
@@ -22,7 +22,7 @@ struct BackwardTilesTwoKernel {
   using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;      // also dk
   using ValueTile = SharedTile<kTileKey, Config::kValueDim>;   // also dv
 
-  using ScoreGrid = WarpgroupGrid<kTileKey, kQBlockRows>;  // of the key kernel, transposed
+  using ScoreGrid = WarpgroupGrid<kTileKey, kQBlockRows>;  // of the dkdv kernel, transposed
 
   using Statistics = QuadStatistics;
 

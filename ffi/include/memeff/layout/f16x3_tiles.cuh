@@ -1,5 +1,5 @@
-// The tiles of query, key and value that a forward of F16x3 reads: a kernel before it writes them
-// to workspaces, in the order in which they lie in shared memory.
+// The hi/lo tiles of query, key and value that the 3xFP16 forward reads. The split kernel writes
+// them to workspaces in their shared-memory layout.
 #pragma once
 
 #include <memeff/core/shared_tile.cuh>
@@ -17,12 +17,12 @@ struct F16x3Tile {
   static constexpr int kLow = Part::kBytes;
   static constexpr int kFactors = 2 * Part::kBytes;
   static constexpr int kBytes = kFactors + kRows * int(sizeof(float));
-  static constexpr int kBufferBytes = ceil_div(kBytes, 1024) * 1024;  // swizzles begin there
+  static constexpr int kBufferBytes = ceil_div(kBytes, 1024) * 1024;  // alignment of swizzles
   static_assert(kBytes % 16 == 0);
 };
 
-// Each consumer of queries has a tile of its own. Sizes of 0 have a tile, which is never read or
-// holds zeros.
+// Each consumer has its own tile of queries. A size of 0 still has one tile, which is never read or
+// is zero.
 template <class Config>
 struct F16x3Tiles {
   using Query = F16x3Tile<kWarpgroupRows, Config::kHeadDim>;

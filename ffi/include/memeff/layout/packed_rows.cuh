@@ -1,13 +1,13 @@
-// Which query and which head a row of a tile is.
+// The query and the head of a row of a tile.
 #pragma once
 
 #include <memeff/core/common.cuh>
 
 namespace memeff {
 
-// Packed, the query heads that share a key head take turns: row = query * group + head of the
-// group, so that one tile reads the keys for all of them, and neighbouring rows have neighbouring
-// positions. Otherwise a row is a query of one head.
+// Packed: the query heads of a key head are interleaved, row = query * group + head of the group.
+// One tile then reads the keys for all of them, and neighbouring rows have neighbouring positions.
+// Not packed: a row is a query of one head.
 template <bool kPackHeads>
 struct PackedRows {
   int heads;  // in one tile
@@ -18,13 +18,13 @@ struct PackedRows {
   CUTE_DEVICE int count(int queries) const { return kPackHeads ? queries * heads : queries; }
   CUTE_DEVICE int query(int row) const { return kPackHeads ? row / heads : row; }
 
-  // Of a tile of key head `tile_head`, or of query head `tile_head` where nothing is packed.
+  // For a tile of key head `tile_head` if packed, else of query head `tile_head`.
   CUTE_DEVICE int query_head(int tile_head, int row) const {
     return kPackHeads ? tile_head * heads + row % heads : tile_head;
   }
 };
 
-// Partial results are [splits, partial_rows], rows being [batch, heads of tiles, rows of a head].
+// Partial results are [splits, partial_rows]; rows are [batch, heads of tiles, rows of a head].
 CUTE_DEVICE long long partial_rows(ProblemShape const& shape) {
   return (long long)shape.batch * shape.query_heads * shape.query_length;
 }

@@ -1,4 +1,4 @@
-// Where the tiles of query and key rows stand in workspaces.
+// The index of tiles of query and key rows in workspaces.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,11 +7,11 @@
 
 namespace memeff {
 
-// Index of one (batch, head, query tile); `tiles` is how many a head of a batch element has.
+// Index of one (batch, head, query tile); `tiles` is the number of tiles of a (batch, head) slice.
 //
-// Packed sequences take the tiles they need and no more: sequence b begins at tile
+// Packed sequences use few tiles more than they need: sequence b begins at tile
 // starts[b] / kTileQuery + b of a head. It has at most length / kTileQuery + 1 tiles, rounded
-// down, so it ends where the next one begins or before.
+// down, so it ends at or before the start of the next one.
 template <class Config>
 CUTE_DEVICE long long query_tile_index(ProblemShape const& shape, int tiles, int batch, int head,
                                        int tile) {
@@ -30,16 +30,16 @@ CUTE_DEVICE long long query_tile_index(BackwardParams const& params, int batch, 
   return query_tile_index<Config>(params.shape, params.query_tiles, batch, head, tile);
 }
 
-// Where this thread's sums of dq are among those of a tile: of block (m, n) of its accumulators.
+// This thread's dq sums for block (m, n) of its accumulators, in the sums of a tile.
 template <int kThreads, class Float, class Accumulators>
 CUTE_DEVICE Float* query_gradient_sums(Float* tile, Accumulators const& accumulators, int m,
                                        int n) {
   int const block = m * int(cute::size<2>(accumulators)) + n;
-  // The constant last: it goes into the instruction, and all blocks have one address.
+  // The constant comes last: it becomes an immediate, and all blocks use one address register.
   return tile + threadIdx.x * 4 + block * (kThreads * 4);
 }
 
-// Index of one (batch, key head, key tile), likewise.
+// Index of one (batch, key head, key tile).
 template <class Config>
 CUTE_DEVICE long long key_tile_index(ProblemShape const& shape, int tiles, int batch, int head,
                                      int tile) {

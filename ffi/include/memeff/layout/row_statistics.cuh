@@ -1,20 +1,20 @@
-// Where the workspace row_statistics, and tiles of it in shared memory, have logsumexp and delta of
-// a row: two floats each.
+// The layout of the workspace row_statistics, and of its tiles in shared memory: logsumexp and
+// delta of each row, two floats.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
 
 namespace memeff {
 
-// One behind the other, row after row.
+// Interleaved: (logsumexp, delta) of each row.
 struct PairedStatistics {
   CUTE_DEVICE static void store(float* statistics, int row, float logsumexp, float delta) {
     reinterpret_cast<float2*>(statistics)[row] = make_float2(logsumexp, delta);
   }
 };
 
-// Sixteen logsumexps, then sixteen deltas. Where rows are the columns of a product, lane q of a
-// quad has columns 2q and 2q + 1 of each eight. What it needs of sixteen rows is one vector.
+// Sixteen logsumexps, then sixteen deltas, for products whose columns are these rows. Lane q of a
+// quad has columns 2q and 2q + 1 of each eight, and reads its four of sixteen rows as one vector.
 struct QuadStatistics {
   static constexpr int kRows = 16;
 
@@ -34,7 +34,7 @@ struct QuadStatistics {
     return make_float2(source[0], source[kRows]);
   }
 
-  // The same of the rows that are this lane's columns: element i of column block n is value
+  // The same for the rows that are this lane's columns: element i of column block n is value
   // 2 * (n % 2) + i of `pair` n / 2.
   struct Values {
     float of[4];

@@ -1,26 +1,26 @@
-// Element access to an array that broadcasts to the scores: of any strides, sizes and alignment.
+// Element access to an array that broadcasts to the scores, with any strides, sizes and alignment.
 #pragma once
 
 #include <memeff/core/math.cuh>
 
 namespace memeff {
 
-// Two elements in neighbouring columns.
+// Two elements in adjacent columns.
 template <class Element>
 struct alignas(2 * sizeof(Element)) Pair {
   Element first;
   Element second;
 };
 
-// One (batch, head) plane of a ScoreView, from the first element of a tile on.
+// One (batch, head) slice of a ScoreView, from the first element of a tile on.
 template <class Element>
-struct ScorePlane {
+struct ScoreViewSlice {
   Element* origin;
   long long row_stride;
   long long column_stride;
-  bool paired;  // pairs of columns that begin at an even one are aligned
+  bool paired;  // pairs of columns that begin at an even column are aligned
 
-  CUTE_DEVICE ScorePlane(ScoreView const& view, int batch, int head, int row, int column)
+  CUTE_DEVICE ScoreViewSlice(ScoreView const& view, int batch, int head, int row, int column)
       : row_stride(view.row_stride), column_stride(view.column_stride) {
     origin = static_cast<Element*>(view.data) + batch * view.batch_stride +
              head * view.head_stride + row * row_stride + column * column_stride;
@@ -32,7 +32,7 @@ struct ScorePlane {
     return origin + row * row_stride + column * column_stride;
   }
 
-  // Columns `column`, which is even, and the next; 0 where they are not below the bound.
+  // Column `column`, which is even, and the next; 0 at and beyond the bound.
   template <bool kPaired>
   CUTE_DEVICE Pair<Element> load(int row, int column, int column_bound) const {
     Pair<Element> pair = {Element(0), Element(0)};

@@ -1,4 +1,4 @@
-// Where batch elements stand in the arrays: in places of their own, or packed one after the other.
+// The position of batch indices in the arrays: separate rows, or packed one after the other.
 #pragma once
 
 #include <memeff/core/work_item.cuh>
@@ -6,7 +6,7 @@
 
 namespace memeff {
 
-// Batch index and row of a tensor that row 0 of a batch element has.
+// The tensor's batch index and row of the first row of a batch index.
 struct Origin {
   int batch;
   int row;
@@ -24,15 +24,15 @@ CUTE_DEVICE Origin key_origin(ProblemShape const& shape, int batch) {
   return {batch, 0};
 }
 
-// Where the logsumexp of row 0 of a head stands.
+// The offset of the logsumexp of row 0 of a head.
 template <class Config>
 CUTE_DEVICE long long logsumexp_offset(ProblemShape const& shape, Origin const& origin, int head) {
   long long const head_batch = (long long)origin.batch * shape.query_heads + head;
   return head_batch * (Config::kVarlen ? shape.query_tokens : shape.query_length) + origin.row;
 }
 
-// The tokens after a sequence that belong to none. The CTAs of the sequence share them: each has
-// `tile` of `tiles`.
+// The tokens after a sequence that belong to none. The CTAs of the sequence divide them: each has
+// part `tile` of `tiles`.
 struct Gap {
   int begin;
   int end;
@@ -47,7 +47,7 @@ struct Gap {
 
   CUTE_DEVICE int token(int row) const { return row < tokens ? row : row - tokens; }
 
-  // Writes zeros to this CTA's rows of one head, a warp a row.
+  // Writes zeros to this CTA's rows of one head, one warp per row.
   template <class Element, int kThreads>
   CUTE_DEVICE void clear(TensorView const& tensor, int head, int columns, int tile,
                          int tiles) const {
@@ -69,8 +69,8 @@ struct Gap {
   }
 };
 
-// Output 0 and logsumexp -inf for this CTA's share of the queries that belong to no sequence;
-// `length` is that of the sequence, and `tiles` how many CTAs it has.
+// Output 0 and logsumexp -inf for this CTA's part of the queries that belong to no sequence.
+// `length` is the length of the sequence, `tiles` its number of CTAs.
 template <class Config, int kThreads>
 CUTE_DEVICE void clear_query_gap(ForwardParams const& params, WorkItem const& item, int length,
                                  int tiles) {
@@ -82,8 +82,8 @@ CUTE_DEVICE void clear_query_gap(ForwardParams const& params, WorkItem const& it
       params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
 }
 
-// dk and dv 0 for this CTA's share of the keys that belong to no sequence; `length` is that of the
-// sequence, and `tiles` how many CTAs it has.
+// dk and dv 0 for this CTA's part of the keys that belong to no sequence. `length` is the length of
+// the sequence, `tiles` its number of CTAs.
 template <class Config, int kThreads>
 CUTE_DEVICE void clear_key_gap(BackwardParams const& params, WorkItem const& item, int length,
                                int tiles) {

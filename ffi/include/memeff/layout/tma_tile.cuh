@@ -1,5 +1,4 @@
-// Tiles of [batch, sequence, head, dim] tensors between global and shared memory, moved by the
-// tensor memory accelerator through tensor maps.
+// TMA copies of tiles of [batch, sequence, head, dim] tensors, through tensor maps.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -10,8 +9,8 @@
 
 namespace memeff {
 
-// Starts the copy of a box of rows, from row `row` and column `column` of the tensor on, to row
-// `tile_row` of a tile; rows and columns beyond the tensor's become zero. One thread calls it; the
+// Starts the copy of a box that begins at row `row` and column `column` of the tensor, to row
+// `tile_row` of a tile. Rows and columns beyond the tensor become zero. One thread calls it; the
 // bytes arrive at `barrier`.
 template <class Tile>
 CUTE_DEVICE void load_tma_tile(TensorMap const& map, uint64_t& barrier, uint32_t tile, int tile_row,
@@ -23,9 +22,9 @@ CUTE_DEVICE void load_tma_tile(TensorMap const& map, uint64_t& barrier, uint32_t
   }
 }
 
-// Starts the copy of a box of rows of a tile, from `tile_row` on, to row `row` on. What lies beyond
-// the tensor is not written. Every writer of the shared rows has passed fence_tma_store() and a
-// barrier before.
+// Starts the copy of a box from row `tile_row` of a tile to row `row` of the tensor. Elements
+// beyond the tensor are not written. Every writer of the shared rows must have passed
+// fence_tma_store() and a barrier.
 template <class Tile>
 CUTE_DEVICE void store_tma_tile(TensorMap const& map, uint32_t tile, int tile_row, int row,
                                 int head, int batch) {
@@ -37,9 +36,9 @@ CUTE_DEVICE void store_tma_tile(TensorMap const& map, uint32_t tile, int tile_ro
   commit_tma_stores();
 }
 
-// A warpgroup's 64 rows of a tile, from `tile_row` on, to global memory, where `row` is that of the
-// tile's first. Rows from `bound` of the tile on are not written. The copy engine knows the end of
-// the tensor alone: where a packed sequence ends before, the threads write its last rows. All
+// Stores a warpgroup's 64 rows of a tile, from `tile_row` on; the tile begins at row `row` of the
+// tensor. Rows from `bound` of the tile on are not written. TMA only knows the end of the tensor,
+// so if a packed sequence ends inside the 64 rows, the threads write its last rows themselves. All
 // threads of the warpgroup call this after fence_tma_store() and a barrier.
 template <class Config, class Tile>
 CUTE_DEVICE void store_part(TensorMap const& map, TensorView const& tensor, uint32_t tile,
@@ -63,16 +62,16 @@ CUTE_DEVICE void store_part(TensorMap const& map, TensorView const& tensor, uint
   }
 }
 
-// Does a tile that ends at `end` hold rows beyond `length` that the copy engine has read? Without
-// packed sequences it fills up what is beyond the tensor, which has `rows`, with zeros.
+// Whether TMA has read rows beyond `length` into a tile that ends at `end`. Without packed
+// sequences it fills rows beyond the tensor's `rows` with zeros.
 template <class Config>
 CUTE_DEVICE bool reads_beyond(int length, int end, int rows) {
   return length < (Config::kVarlen ? end : min(end, rows));
 }
 
-// Zeros rows of a tile from `first` on. Rows beyond a length are in the tensor, may be NaN, and
-// 0 * NaN is not 0. kThreads threads share the work; they pass fence_tma_store() and a barrier
-// before a product reads the tile.
+// Clears the rows of a tile from `first` on. Rows beyond a length exist in the tensor and may be
+// NaN, and 0 * NaN is not 0. kThreads threads divide the work; they must pass fence_tma_store() and
+// a barrier before a product reads the tile.
 template <class Tile, int kThreads>
 CUTE_DEVICE void clear_rows(uint32_t tile, int first) {
   constexpr int kChunks = Tile::kColumns / Tile::kChunkColumns;

@@ -1,16 +1,16 @@
-// Which tiles of scores segment ids and boolean masks leave something of, and what of.
+// The block mask: whether segment ids and boolean masks make none, some or all elements of a tile
+// of scores valid.
 //
-// A map made before the kernel (jax_memeff/_cuda/block_mask.py) has a byte for each tile, in lines:
-// of the key tiles of a tile of queries, or of the query tiles of a tile of keys. A line begins
-// with the range that its tiles with a valid element lie in, so that sorted ids leave nothing to be
-// searched.
+// XLA computes it before the kernel (jax_memeff/_cuda/block_mask.py), one byte per tile. A row of
+// blocks has the KV blocks of a Q block, or the Q blocks of a KV block. It begins with the range of
+// its tiles that have a valid element, so sorted ids need no search.
 #pragma once
 
 #include <memeff/mask/interval.cuh>
 
 namespace memeff {
 
-// The tiles of a range that hold a valid element. The first and the last tile of the range do,
+// The tiles of a range that have a valid element. The first and the last tile of the range do,
 // unless it is empty.
 template <bool kMapped>
 struct BlockMaskRow : TileRange {
@@ -20,12 +20,12 @@ struct BlockMaskRow : TileRange {
 
   CUTE_DEVICE bool empty() const { return begin >= end; }
 
-  // The next one below; less than `begin` below the first.
+  // The next tile below; less than `begin` below the first.
   CUTE_DEVICE int before(int tile) const { return tile - 1; }
-  // The next one above; `end` above the last.
+  // The next tile above; `end` above the last.
   CUTE_DEVICE int after(int tile) const { return tile + 1; }
 
-  // May the tile hold an element that segment ids or a boolean mask make invalid?
+  // Whether segment ids or a boolean mask may make an element of the tile invalid.
   CUTE_DEVICE bool partial(int) const { return true; }
 };
 
@@ -39,7 +39,7 @@ struct BlockMaskRow<true> : TileRange {
 
   BlockMaskRow() = default;
 
-  // Line `index` of a batch element and head, of `count` tiles.
+  // Row of blocks `index` of a batch index and head, with `count` tiles.
   CUTE_DEVICE BlockMaskRow(TileRange const& range, BlockMask const& map, int batch, int head,
                            int index, int count)
       : TileRange(range) {
@@ -55,7 +55,7 @@ struct BlockMaskRow<true> : TileRange {
     while (begin < end && tiles[end - 1] == kNone) --end;
   }
 
-  // A byte of the map stands behind the last tile, too, and lines begin at multiples of 8 bytes.
+  // There is one more byte after the last tile, and rows begin at multiples of 8 bytes.
   CUTE_DEVICE static int line_bytes(int count) { return kRangeBytes + (count / 8 + 1) * 8; }
 
   CUTE_DEVICE bool empty() const { return begin >= end; }

@@ -1,4 +1,4 @@
-// A dense mask: one byte an element, read once.
+// A dense boolean mask: one byte per element, read once.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,25 +7,25 @@
 
 namespace memeff {
 
-// Sets scores to -inf where the mask is false, and beyond the bounds, which count from the tile's
+// Sets scores to -inf if the mask is false, and beyond the bounds, which are relative to the tile's
 // first element.
 template <class Grid>
 struct BooleanMask {
-  using Plane = ScorePlane<unsigned char>;
+  using Slice = ScoreViewSlice<unsigned char>;
 
   template <class Accumulators>
-  CUTE_DEVICE static void apply(Accumulators& scores, Plane const& plane, int row_bound,
+  CUTE_DEVICE static void apply(Accumulators& scores, Slice const& slice, int row_bound,
                                 int column_bound) {
-    if (plane.paired) {
-      apply<true>(scores, plane, row_bound, column_bound);
+    if (slice.paired) {
+      apply<true>(scores, slice, row_bound, column_bound);
     } else {
-      apply<false>(scores, plane, row_bound, column_bound);
+      apply<false>(scores, slice, row_bound, column_bound);
     }
   }
 
-  // The same for transposed scores, whose accumulators have columns of the mask as rows.
+  // The same for transposed scores: rows of the accumulators are columns of the mask.
   template <class Accumulators>
-  CUTE_DEVICE static void apply_transposed(Accumulators& scores, Plane const& plane, int row_bound,
+  CUTE_DEVICE static void apply_transposed(Accumulators& scores, Slice const& slice, int row_bound,
                                            int column_bound) {
     int const thread = thread_index();
     CUTE_UNROLL
@@ -35,14 +35,14 @@ struct BooleanMask {
         int const row = Grid::element_column(element % 2, n, thread);
         int const column = Grid::element_row(element, 0, thread);
         bool const inside = row < row_bound && column < column_bound;
-        if (!inside || !*plane.at(row, column)) scores(element, 0, n) = -infinity();
+        if (!inside || !*slice.at(row, column)) scores(element, 0, n) = -infinity();
       }
     }
   }
 
  private:
   template <bool kPaired, class Accumulators>
-  CUTE_DEVICE static void apply(Accumulators& scores, Plane const& plane, int row_bound,
+  CUTE_DEVICE static void apply(Accumulators& scores, Slice const& slice, int row_bound,
                                 int column_bound) {
     int const thread = thread_index();
     CUTE_UNROLL
@@ -52,7 +52,7 @@ struct BooleanMask {
         int const row = Grid::element_row(2 * half, m, thread);
         CUTE_UNROLL
         for (int n = 0; n < cute::size<2>(scores); ++n) {
-          auto const valid = plane.template load<kPaired>(row, Grid::element_column(0, n, thread),
+          auto const valid = slice.template load<kPaired>(row, Grid::element_column(0, n, thread),
                                                           row < row_bound ? column_bound : 0);
           if (!valid.first) scores(2 * half, m, n) = -infinity();
           if (!valid.second) scores(2 * half + 1, m, n) = -infinity();

@@ -14,10 +14,10 @@ struct TileRange {
   int end;
 };
 
-// Column s of row t is valid when  t < query_length,  s < key_length  and
-// t + first <= s <= t + last.  Both window alignments and the global positions of a shard fold into
-// the two offsets, because each is constant in one batch element. Rows of several heads may be
-// packed: then every row below counts those of a tile.
+// Column s of row t is valid if  t < query_length,  s < key_length  and  t + first <= s <= t +
+// last. Both window alignments and the global positions of a shard fold into the two offsets,
+// because they are constant within a batch index. If rows of several heads are packed, rows below
+// are packed rows.
 template <MaskKind kKind, bool kPackHeads = false>
 struct IntervalMask {
   PackedRows<kPackHeads> rows;
@@ -40,7 +40,7 @@ struct IntervalMask {
     }
   }
 
-  // Sizes stay below kMaxLength, so that no sum of a row, a column and a bound leaves 32 bits.
+  // Sizes are below kMaxLength, so sums of a row, a column and a bound fit 32 bits.
   CUTE_DEVICE static int clamp(int x) { return min(max(x, -kUnbounded), kUnbounded); }
   CUTE_DEVICE static int bound(int limit, int shift) {
     return limit == kUnbounded ? kUnbounded : clamp(limit + shift);
@@ -50,7 +50,7 @@ struct IntervalMask {
     return lengths != nullptr ? min(max(lengths[batch], 0), size) : size;
   }
 
-  // Are the masks of all batch elements the same?
+  // Whether all batch indices have the same mask.
   CUTE_DEVICE static bool is_shared(MaskParams const& mask) {
     bool const same_lengths = mask.query_lengths == nullptr && mask.key_lengths == nullptr;
     if constexpr (kKind == MaskKind::none) return same_lengths;
@@ -64,7 +64,7 @@ struct IntervalMask {
     return kKind == MaskKind::none ? key_length : min(rows.query(row) + last + 1, key_length);
   }
 
-  // Key tiles with a valid element for some row of [row, row + count).
+  // KV blocks with a valid element for some row of [row, row + count).
   CUTE_DEVICE TileRange key_tiles(int row, int count, int tile) const {
     int const last_row = min(row + count, query_length) - 1;
     if (last_row < row) return {0, 0};
@@ -72,7 +72,7 @@ struct IntervalMask {
     return {min(row_begin(row), end) / tile, ceil_div(end, tile)};
   }
 
-  // Query tiles with a valid element for some column of [column, column + columns).
+  // Q blocks with a valid element for some column of [column, column + columns).
   CUTE_DEVICE TileRange query_tiles(int column, int columns, int tile) const {
     if (column >= key_length) return {0, 0};
     int begin = 0;
@@ -84,8 +84,8 @@ struct IntervalMask {
     return {begin / tile, ceil_div(max(end, begin / tile * tile), tile)};
   }
 
-  // Does the tile hold an element that is not valid? Rows past query_length do not count: nothing
-  // of them is ever written.
+  // Whether the tile has an invalid element. Rows beyond query_length do not count, because their
+  // results are never written.
   CUTE_DEVICE bool needs_test(int row, int count, int column, int columns) const {
     return column + columns > row_end(row) ||
            (kKind == MaskKind::window && column < row_begin(row + count - 1));
@@ -115,7 +115,7 @@ struct IntervalMask {
     }
   }
 
-  // The same for transposed scores, whose accumulators have keys as rows and queries as columns.
+  // The same for transposed scores: rows of the accumulators are keys, columns are queries.
   template <class Grid, class Accumulators>
   CUTE_DEVICE void apply_transposed(Accumulators& scores, int row, int column) const {
     int const thread = thread_index();

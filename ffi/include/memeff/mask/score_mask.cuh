@@ -1,4 +1,4 @@
-// All masks of a kernel as one: which tiles are visited, and which elements of them are valid.
+// All masks of a kernel: which tiles are computed, and which of their elements are valid.
 #pragma once
 
 #include <memeff/mask/block_mask.cuh>
@@ -13,9 +13,9 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
   using Interval = IntervalMask<Config::kMask, kPackHeads>;
   using Interval::Interval;
 
-  // Sets the accumulators of invalid elements of the tile at (row, column), which has kColumns, to
-  // -inf; those of the caller are in kRows rows of the tile, from `own_row` on. Where the tile is
-  // not `partial`, segment ids and a boolean mask make none invalid.
+  // Sets the accumulators of invalid elements to -inf, in the tile of kColumns columns at (row,
+  // column). The caller owns kRows rows of the tile, from `own_row` on. If the tile is not
+  // `partial`, segment ids and boolean masks make none of its elements invalid.
   template <int kRows, int kColumns, class Accumulators>
   CUTE_DEVICE void apply(Accumulators& scores, MaskParams const& mask, ProblemShape const& shape,
                          int batch, int head, int row, int column, bool partial = true,
@@ -32,12 +32,12 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
     }
     if constexpr (Config::kBoolean) {
       using Boolean = BooleanMask<Grid>;
-      Boolean::apply(scores, plane<Boolean>(mask.boolean, batch, head, row, column), row_bound,
+      Boolean::apply(scores, slice<Boolean>(mask.boolean, batch, head, row, column), row_bound,
                      column_bound);
     }
   }
 
-  // The same for transposed scores, whose accumulators have keys as rows and queries as columns.
+  // The same for transposed scores: rows of the accumulators are keys, columns are queries.
   template <int kRows, int kColumns, class Accumulators>
   CUTE_DEVICE void apply_transposed(Accumulators& scores, MaskParams const& mask,
                                     ProblemShape const& shape, int batch, int head, int row,
@@ -54,14 +54,14 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
     }
     if constexpr (Config::kBoolean) {
       using Boolean = BooleanMask<Grid>;
-      Boolean::apply_transposed(scores, plane<Boolean>(mask.boolean, batch, head, row, column),
+      Boolean::apply_transposed(scores, slice<Boolean>(mask.boolean, batch, head, row, column),
                                 row_bound, column_bound);
     }
   }
 
  private:
   template <class Boolean>
-  CUTE_DEVICE static typename Boolean::Plane plane(ScoreView const& boolean, int batch, int head,
+  CUTE_DEVICE static typename Boolean::Slice slice(ScoreView const& boolean, int batch, int head,
                                                    int row, int column) {
     return {boolean, element_of<Config>(boolean, batch), head, row, column};
   }

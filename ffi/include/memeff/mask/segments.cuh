@@ -1,4 +1,4 @@
-// Segment ids: equal ones attend, negative ones attend to nothing.
+// Segment ids: equal ids attend to each other, negative ids attend to nothing.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -7,9 +7,8 @@
 
 namespace memeff {
 
-// Sets scores to -inf where an id of the row and of the column differ, for every pair of id arrays.
-// Elements beyond the bounds, which count from the tile's first element, become -inf too.
-// Packed sequences have ids per token.
+// Sets scores to -inf if the ids of row and column differ in any pair of id arrays, and beyond the
+// bounds, which are relative to the tile's first element. Packed sequences have ids per token.
 template <class Grid, bool kVarlen>
 struct SegmentMask {
   // kTransposed: rows of the accumulators are columns of the scores.

@@ -1,5 +1,5 @@
-// Which work tile a CTA has. The grid is one-dimensional: its y and z dimensions
-// end at 65535, which batch sizes pass.
+// The work tile of a CTA. The grid is one-dimensional, because its y and z dimensions end at 65535,
+// and batch sizes may exceed that.
 #pragma once
 
 #include <memeff/core/work_item.cuh>
@@ -7,8 +7,8 @@
 
 namespace memeff {
 
-// Which of a head's tiles has the most work under a causal mask: of keys the first, which the most
-// queries attend to, and of queries the last.
+// The heaviest tile of a head under a causal mask: the first KV block, to which the most queries
+// attend, or the last Q block.
 enum class Heaviest { first, last };
 
 // The work tile of a CTA under a causal mask; tile 0 has the most work. There are `tiles` work
@@ -16,8 +16,8 @@ enum class Heaviest { first, last };
 // the heaviest tiles of all their heads first: a CTA that began late with a heavy tile would end
 // long after the others. The CTAs before them stay with one head, for L2 locality.
 //
-// A CTA of keys that a group of query heads shares works as many times as long, and CTAs of one
-// head drift apart, so all of them go by sections of heads whose `head_bytes` fit L2.
+// With grouped heads a CTA that owns keys processes every query head of the group, and the CTAs of
+// one head drift apart. So all of them go by sections of heads whose `head_bytes` fit L2.
 CUTE_DEVICE WorkItem causal_item(ProblemShape const& shape, unsigned block, int tiles, int heads,
                                  int group, long long head_bytes) {
   constexpr int kLastBlocks = 400;

@@ -1,12 +1,12 @@
-// Which part of the keys a CTA works on, and where its result waits to be combined with the others.
+// Split-KV: the part of the keys that a CTA processes, and the place of its partial result.
 #pragma once
 
 #include <memeff/mask/interval.cuh>
 
 namespace memeff {
 
-// Heads are innermost: CTAs that run together read neighbouring heads of the same keys, which is
-// one stretch of memory.
+// Heads are innermost: CTAs that run together read neighbouring heads of the same keys, which are
+// contiguous in memory.
 struct SplitWorkItem {
   int head;  // of the tile: see PackedRows
   int tile;
@@ -25,7 +25,7 @@ struct SplitWorkItem {
   }
 };
 
-// The share of a split in the tiles that its rows visit: shares differ by one tile at most.
+// The KV blocks of a split, of those that its rows attend to; splits differ by at most one block.
 CUTE_DEVICE TileRange share_of_split(TileRange const& tiles, int split, int splits) {
   long long const count = tiles.end - tiles.begin;
   return {tiles.begin + int(count * split / splits),

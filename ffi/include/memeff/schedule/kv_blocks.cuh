@@ -7,9 +7,9 @@
 
 namespace memeff {
 
-// For the threads that copy, or for one consumer. kConsumerGroups consumers share the rows and take
-// the blocks in turn. Otherwise each consumer has 64 rows of its own, and with kPassesOver it skips
-// the blocks at the end that only the rows of others attend to.
+// For the threads that copy, or for one consumer. With consumer groups, kConsumerGroups consumers
+// have the same rows and take alternate blocks. Otherwise each consumer has 64 rows of its own, and
+// with kPassesOver it skips the blocks at the end that only the rows of others attend to.
 template <class Config, class Mask, int kGroups_ = Config::kConsumerGroups>
 struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, TileRange> {
   using Tiles = cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, TileRange>;
@@ -29,9 +29,9 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
     }
   }
 
-  // The first block of a consumer. It skips fewer blocks than the ring has stages: while it waits
-  // for the next keys it still holds values of the work tile before, and others may need that
-  // buffer to go on.
+  // The first block of a consumer. Hazard: it must skip fewer blocks than the ring has stages.
+  // While it waits for the next keys it has not released values of the previous work tile, and
+  // others may need that buffer to go on.
   CUTE_DEVICE int first(Mask const& mask, WorkItem const& item, int warpgroup) const {
     if constexpr (!kPassesOver) return this->end - 1;
     int const row = item.tile * Config::kTileQuery + warpgroup * kWarpgroupRows;
@@ -47,7 +47,7 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
     return max(min(attended, this->end) - 1, max(this->begin, this->end - Config::kStages));
   }
 
-  // How many blocks of the work tile are this one or above it.
+  // The number of blocks of the work tile from this one upwards.
   CUTE_DEVICE int passed(int tile) const {
     if constexpr (!Config::kBlockMask) return this->end - tile;
     int count = 0;
@@ -55,7 +55,7 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
     return count;
   }
 
-  // The block after this one, or after a place above the first.
+  // The block after this one, or after a position above the first.
   CUTE_DEVICE int next(int tile, int groups = kConsumerGroups) const {
     if constexpr (Config::kBlockMask) return this->before(tile);
     return tile - groups;
@@ -67,8 +67,8 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
   }
 
  private:
-  // If the rows of a work tile attend to nothing, it has one block, all of whose scores the mask
-  // removes. Consumer groups have equally many blocks; the extra ones are of this kind, too.
+  // If the rows of a work tile attend to nothing, it has one block, all of whose scores are masked.
+  // Consumer groups have equally many blocks, padded with blocks of this kind.
   CUTE_DEVICE static Tiles tiles_of(ForwardParams const& params, Mask const& mask,
                                     WorkItem const& item) {
     TileRange const range =

@@ -1,4 +1,4 @@
-// The dynamic tile scheduler of a persistent grid with one CTA an SM: a CTA takes the next work
+// The dynamic tile scheduler of a persistent grid with one CTA per SM: a CTA takes the next work
 // tile when it has finished its own. Work tiles with more work come first.
 #pragma once
 
@@ -13,7 +13,7 @@ struct PersistentSchedule {
   // Keys and values of the heads that run at the same time should stay in L2 (50 MB or more).
   static constexpr long long kSectionBytes = 32 << 20;
 
-  // Computed anew for each work tile: the producer has few registers.
+  // Recomputed for each work tile, because the producer has few registers.
   CUTE_DEVICE static int query_tiles(ProblemShape const& shape) {
     return ceil_div(shape.query_length, kTileQuery);
   }
@@ -51,8 +51,8 @@ struct PersistentSchedule {
 };
 
 // One thread of each CTA asks it for work tiles after the first, whose number is that of the CTA.
-// If the grid covers all work tiles, nobody touches the counter. It has no state, because the
-// producer has few registers.
+// If the grid covers all work tiles, the counter is not used. The scheduler has no state, because
+// the producer has few registers.
 template <class Schedule>
 struct TileScheduler {
   // The workspace is uninitialized, because zeroing it would cost a launch. CTA 0 initializes the
@@ -66,7 +66,7 @@ struct TileScheduler {
     store_release(&counter->ready, kReady);
   }
 
-  // The work tile after the one that this CTA began with or got here, or one past the last.
+  // The work tile after this CTA's present one, or one past the last.
   CUTE_DEVICE static int next(ForwardParams const& params) {
     if (!has_more(params)) return int(gridDim.x);
     while (load_acquire(&params.tile_counter->ready) != kReady) continue;

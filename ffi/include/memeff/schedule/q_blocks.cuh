@@ -1,5 +1,4 @@
-// The Q blocks of a CTA that owns a KV block: tiles of rows of the query heads that share its key
-// head.
+// The Q blocks of a CTA that owns a KV block: tiles of rows of all query heads of its key head.
 #pragma once
 
 #include <memeff/core/work_item.cuh>
@@ -16,7 +15,7 @@ struct QBlock {
   bool partial = true;  // segment ids or a boolean mask may make some element invalid
 };
 
-// The Q blocks of one head that a CTA iterates over, of `count` that there are.
+// The Q blocks of one head that a CTA iterates over, of `count` in total.
 template <class Config>
 CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of_q_blocks(BackwardParams const& params,
                                                              WorkItem const& item,
@@ -25,8 +24,8 @@ CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of_q_blocks(BackwardParams cons
   return {tiles, params.block_mask, item.batch, head, item.tile, count};
 }
 
-// The part of a range that the heads need together: from the first to the last Q block that is not
-// skipped by all of them.
+// The part of a range that any head needs: from the first to the last Q block that not all of them
+// skip.
 template <class Config>
 CUTE_DEVICE TileRange q_block_range(BackwardParams const& params, WorkItem const& item,
                                     TileRange const& tiles, int count) {

@@ -1,8 +1,8 @@
 // Split-Q backward: several CTAs divide the Q blocks of one KV block, if there are too few KV
 // blocks for the GPU.
 //
-// Each leaves its partial dk and dv in global memory. The CTA that finishes last adds up all parts,
-// in one order: nobody waits, and the bits are the same in every run.
+// Each writes its partial dk and dv to global memory. The CTA that finishes last adds up all parts
+// in a fixed order: no CTA waits, and the bits are the same in every run.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -13,13 +13,14 @@
 
 namespace memeff {
 
-// The KV block of this CTA, among those of all heads and batch indexes.
+// The KV block of this CTA, among those of all heads and batch indices.
 template <class Config>
 CUTE_DEVICE unsigned split_kv_block_index(BackwardParams const& params) {
   return Config::kSplitQ ? blockIdx.x / params.q_splits : blockIdx.x;
 }
 
-// kFloats is the size of a part. kThreads threads own it, which share the named barrier kBarrier.
+// kFloats is the size of a part. kThreads threads own it and synchronize by the named barrier
+// kBarrier.
 template <class Config, int kFloats, int kThreads, int kBarrier>
 struct SplitQ {
   CUTE_DEVICE static TileRange query_tiles(BackwardParams const& params, TileRange const& tiles) {
@@ -27,9 +28,9 @@ struct SplitQ {
     return share_of_split(tiles, blockIdx.x % params.q_splits, params.q_splits);
   }
 
-  // Stores the part of this CTA. The last CTA of a KV block gets true, and the sums of all parts in
-  // its accumulators. `scratch` is a word of shared memory that nobody uses once all threads are
-  // here.
+  // Stores the part of this CTA. Returns true in the last CTA of a KV block, with the sums of all
+  // parts in its accumulators. `scratch` is a word of shared memory that is free once all threads
+  // have arrived.
   template <class KeyGradient, class ValueGradient>
   CUTE_DEVICE static bool add_up(BackwardParams const& params, uint32_t scratch,
                                  KeyGradient& key_gradient, ValueGradient& value_gradient) {
@@ -71,7 +72,7 @@ struct SplitQ {
   }
 
  private:
-  // A lane's accumulators, 16 bytes at a time, the lanes of a warp side by side. Returns the end.
+  // A lane's accumulators, 16 bytes at a time; the lanes of a warp are contiguous. Returns the end.
   template <class Accumulators, class Use>
   CUTE_DEVICE static float4* for_each_block(float4* block, Accumulators& accumulators, Use use) {
     CUTE_UNROLL

@@ -1,15 +1,15 @@
 // Which elements of a tile of scores dropout keeps, in the accumulator layout of m16n8.
 //
-// The byte of element (row r, column c) of head index bh depends on nothing else, so every tile
-// shape and both directions drop the same elements:
+// The byte of element (row r, column c) of head index bh depends only on these, so every tile shape
+// and both directions drop the same elements:
 //
 //   counter = ((r>>4)<<2 | (r>>1)&3, (c>>4)<<2 | (c>>1)&3, bh, 0)
 //   word    = philox4x32_7(counter, key)[2*(r&1) + (c&1)]
-//   byte    = word >> 8*(2*((r>>3)&1) + ((c>>3)&1)) & 255        kept where byte >= threshold
+//   byte    = word >> 8*(2*((r>>3)&1) + ((c>>3)&1)) & 255        kept if byte >= threshold
 //
-// One call serves 16 elements of a 16x16 block. Lanes l and l^4 (rows of even and of odd index) own
-// eight of them each: one makes the words of a block, the other those of the next, and they swap
-// halves.
+// One call serves 16 elements of a 16x16 block, of which lanes l and l^4 (rows of even and of odd
+// index) own eight each. One lane computes the words of a block, the other those of the next block,
+// and they exchange half of them.
 #pragma once
 
 #include <memeff/arch/math.cuh>
@@ -17,17 +17,17 @@
 
 namespace memeff {
 
-// The eight elements that a lane owns of a 16x16 block: `half` is 1 in rows 8-15, `chunk` is 1 in
-// columns 8-15, and `i` is the column's lowest bit.
+// A lane's eight elements of a 16x16 block: `half` is 1 in rows 8-15, `chunk` is 1 in columns 8-15,
+// and `i` is the column's lowest bit.
 struct KeepBlock {
   uint32_t flags[2];  // of even and odd columns; the highest bit of byte 2*half + chunk: kept
 
-  // All bits set where the element is kept, none where it is dropped.
+  // All bits set if the element is kept, none if it is dropped.
   CUTE_DEVICE uint32_t mask(int half, int chunk, int i) const {
     return permute_bytes(flags[i], flags[i], 0x1111u * (8 + 2 * half + chunk));
   }
 
-  // The same for two packed 16-bit elements, the even column in the low half.
+  // The same for two packed 16-bit elements; the even column is in the low 16 bits.
   CUTE_DEVICE uint32_t pair_mask(int half, int chunk) const {
     return permute_bytes(flags[0], flags[1], 0xCC88u + 0x1111u * (2 * half + chunk));
   }
@@ -37,13 +37,13 @@ struct KeepBlock {
   }
 };
 
-// The same interface where nothing is dropped.
+// The same interface without dropout.
 struct KeepAll {
   CUTE_DEVICE float select(float x, int, int, int) const { return x; }
 };
 
-// kTransposed: rows of the accumulators are columns of the scores, and `half` and `chunk` of a
-// KeepBlock are still those of the scores; its flags are then of even and odd rows.
+// kTransposed: rows of the accumulators are columns of the scores. `half` and `chunk` of a
+// KeepBlock still refer to the scores, and its flags are those of even and odd rows.
 template <class Grid, bool kTransposed = false>
 struct Dropout {
   uint2 key;
@@ -60,9 +60,9 @@ struct Dropout {
     first_column = mask.key_position != nullptr ? mask.key_position[batch] : 0;
   }
 
-  // The highest bit of each byte: byte >= threshold. With the low seven bits of both, addend makes
-  // it a carry into the highest bit; above it the byte's own highest bit decides together with the
-  // threshold's: one of the two suffices below a threshold of 128, both are needed from it on.
+  // Sets the highest bit of each byte to byte >= threshold. Adding `addend` to the low seven bits
+  // carries into the highest bit if they reach those of the threshold. The carry is then combined
+  // with the byte's own highest bit: OR for a threshold below 128, AND from 128 on.
   CUTE_DEVICE uint32_t flags(uint32_t word) const {
     uint32_t const carry = (word & 0x7F7F7F7Fu) + addend;
     return (word & carry) | (either & (word | carry));
@@ -111,16 +111,16 @@ struct Dropout {
   }
 };
 
-// bh of the contract above.
+// bh of the formula above.
 CUTE_DEVICE uint32_t dropout_head(DropoutParams const& dropout, int batch, int head) {
   return dropout.batch_base[batch] + dropout.head_index[head];
 }
 
-// The KeepBlocks of a tile, made before they are needed: while a product runs.
+// The KeepBlocks of a tile, computed ahead of their use while a product runs.
 template <bool kDropout, class Grid, bool kTransposed = false>
 class KeptTile {
  public:
-  // What the bits of a batch element and head are made from.
+  // The inputs of the bits of a batch index and head.
   struct Source {
     Dropout<Grid, kTransposed> dropout;
     uint32_t head;
@@ -145,8 +145,8 @@ class KeptTile {
 
   CUTE_DEVICE KeepBlock const& block(int m, int n) const { return blocks_[m][n]; }
 
-  // Ends the basic block before the bits are made, at a pipeline stage that has arrived: ptxas
-  // would otherwise mix what makes the bits with what starts the product.
+  // Ends the basic block before the bits, at a pipeline stage that has arrived. Otherwise ptxas
+  // would mix their instructions with those that issue the product.
   template <class Pipeline, class Stage>
   CUTE_DEVICE static void end_basic_block(Pipeline& pipeline, Stage const& stage) {
     pipeline.wait_again(stage);
@@ -186,7 +186,7 @@ CUTE_DEVICE void for_each_kept_block(DropoutParams const& params, MaskParams con
   }
 }
 
-// What the probabilities that dropout keeps are multiplied by.
+// The factor of the probabilities that dropout keeps.
 template <class Config>
 CUTE_DEVICE float kept_scale(DropoutParams const& dropout) {
   return Config::kDropout ? dropout.scale : 1.0f;

@@ -1,23 +1,23 @@
-// What changes scores between the product that computes them and the mask: all modifiers of a
-// kernel as one object, in their fixed order.
+// The modifiers of scores between their product and the mask: all modifiers of a kernel as one
+// object, in a fixed order.
 //
 //   x = score * scale           ScoreScaling
 //   x = cap * tanh(x / cap)     ScoreScaling
 //   x = x + bias                Bias
 //
-// A main loop calls load() where it starts its other copies, forward() once for each tile of
-// scores. It does not know which modifiers there are. Without one, its calls compile to nothing.
-// What changes whole rows at their end is in score/row_modifiers.cuh.
+// A main loop calls load() where it starts its other copies, and forward() once per tile of scores.
+// It does not depend on which modifiers there are. Without any, its calls compile to nothing.
+// Modifiers of whole rows are in score/row_modifiers.cuh.
 #pragma once
 
 #include <memeff/score/scale.cuh>
 
 namespace memeff {
 
-// Bias is how this kernel brings a bias to its scores, and says what `tile` is:
+// Bias is the way in which this kernel adds a bias to its scores, and defines `tile`:
 //   load(tile...)                     starts the copy of a tile
 //   add(scores, bias_scale, tile...)  adds it
-// NoBias, and a bias that does not change probabilities, do nothing here.
+// NoBias, and a bias that does not change probabilities, are empty.
 template <class Config, class Bias, class Scaling = ScoreScaling<Config>>
 struct ScoreModifiers {
   Scaling scaling;
@@ -28,20 +28,20 @@ struct ScoreModifiers {
     bias.load(tile...);
   }
 
-  // The same if there is a next tile; where() says where, and is not called without a need.
+  // The same if there is a next tile, at where(), which is called only if needed.
   template <class Where>
   CUTE_DEVICE void load_next(bool exists, Where where) const {
     bias.load_next(exists, where);
   }
 
-  // Scores of a tile, as the mask and the softmax expect them.
+  // Modifies the scores of a tile; the mask and the softmax follow.
   template <class Scores, class... Tile>
   CUTE_DEVICE void forward(Scores& scores, Tile&&... tile) const {
     scaling.forward(scores);
     bias.add(scores, scaling.scale.bias_scale, tile...);
   }
 
-  // forward() in a backward: leaves in `scaled` the x that backward() reads, if a bias or a mask
+  // forward() in a backward: stores in `scaled` the x that backward() needs, if a bias or a mask
   // will hide it.
   template <class Scores, class... Tile>
   CUTE_DEVICE void recompute(Scores& scores, Scores& scaled, Tile&&... tile) const {
@@ -50,7 +50,7 @@ struct ScoreModifiers {
     bias.add(scores, scaling.scale.bias_scale, tile...);
   }
 
-  // The same, but leaves the derivatives of backward(), if they are not constant.
+  // The same, but stores the derivatives of backward(), if they are not constant.
   template <class Scores, class... Tile>
   CUTE_DEVICE void recompute_with_derivatives(Scores& scores, Scores& derivatives,
                                               Tile&&... tile) const {
@@ -67,8 +67,8 @@ struct ScoreModifiers {
     return has_bias_tile<Config>() ? scaled : Scaling::unmasked(score);
   }
 
-  // The gradient of the products' scores from that of the modified ones. `x` is the score after
-  // the scaling. A bias has the factor 1, and gradient_scale multiplies the sums at the end.
+  // The gradient of the unmodified scores from that of the modified ones. `x` is the score after
+  // the scaling. The derivative of a bias is 1, and gradient_scale multiplies the sums at the end.
   CUTE_DEVICE static float backward(float gradient, float x) {
     return Scaling::backward(gradient, x);
   }

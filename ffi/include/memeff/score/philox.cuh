@@ -1,11 +1,11 @@
-// The random numbers behind dropout.
+// The random numbers of dropout.
 #pragma once
 
 #include <memeff/core/common.cuh>
 
 namespace memeff {
 
-// Philox4x32 with 7 rounds (Salmon, Moraes, Dror and Shaw, SC'11): four random words of a counter
+// Philox4x32 with 7 rounds (Salmon, Moraes, Dror and Shaw, SC'11): four random words from a counter
 // and a key.
 CUTE_DEVICE uint4 philox4x32_7(uint4 counter, uint2 key) {
   CUTE_UNROLL

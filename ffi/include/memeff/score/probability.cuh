@@ -1,4 +1,4 @@
-// The softmax and its gradient in a backward, for one score: the rows' logsumexps are known.
+// The softmax and its gradient in a backward, for one score, given the row's logsumexp.
 #pragma once
 
 #include <memeff/arch/math.cuh>
@@ -10,8 +10,8 @@ CUTE_DEVICE float probability(float score, float softmax_scale, float logsumexp)
   return exp2_approx(fmaf(score, softmax_scale, -logsumexp));
 }
 
-// dS = P (dP - delta), the gradient of the modified score. `kept` is dP where dropout keeps the
-// element and 0 where it drops it, before the factor `dropout_scale`.
+// dS = P (dP - delta), the gradient of the modified score. `kept` is dP if dropout keeps the
+// element, else 0, before the factor `dropout_scale`.
 CUTE_DEVICE float softmax_gradient(float probability, float kept, float dropout_scale,
                                    float delta) {
   return probability * fmaf(kept, dropout_scale, -delta);

@@ -1,4 +1,4 @@
-// A row at the end of a forward: where it belongs, and what its output and logsumexp are made of.
+// A row at the end of a forward: its position, the factor of its output, and its logsumexp.
 #pragma once
 
 #include <memeff/core/math.cuh>
@@ -10,7 +10,7 @@ struct RowPosition {
   int batch;
   int head;
   int query;
-  bool valid;  // below the query length, and not a part of a row that the combine kernel finishes
+  bool valid;  // below the query length, and not a partial row that the combine kernel finishes
 };
 
 // The rows of a tile of one (batch index, head): it begins at `row`, and rows from `bound` on are

@@ -1,11 +1,11 @@
-// What changes whole rows at the end of a forward: all such features of a kernel as one object, in
-// their fixed order.
+// The modifiers of whole rows at the end of a forward: all such features of a kernel as one object,
+// in a fixed order.
 //
 //   lse = lse + bias of the row       RowBias
 //   lse = log(exp(lse) + exp(sink))   RowSink
 //
-// Every forward ends each row through RowModifiers::finish(), exactly once: with split keys the
-// combine kernel does it, and not the forward. Without a feature its calls compile to nothing.
+// Every forward finishes each row by RowModifiers::finish(), exactly once. With split keys the
+// combine kernel calls it instead of the forward. Without a feature the calls compile to nothing.
 #pragma once
 
 #include <memeff/score/bias/rows.cuh>
@@ -13,8 +13,8 @@
 
 namespace memeff {
 
-// The modifiers of one row. A new feature is a member with finish(), whose constructor loads what
-// it needs: all rows of a lane are loaded before any is finished.
+// The modifiers of one row. A new feature is a member with finish(). Its constructor loads its
+// data, so all rows of a lane are loaded before any is finished.
 template <class Config>
 struct RowModifiers {
   RowBias<Config> bias;
@@ -27,7 +27,7 @@ struct RowModifiers {
   CUTE_DEVICE RowEnd finish(RowEnd end) const { return sink.finish(bias.finish(end)); }
 };
 
-// The modifiers of the rows of which a lane holds elements.
+// The modifiers of the rows of which a lane has elements.
 template <class Config, class Grid>
 struct LaneRowModifiers {
   static constexpr int kRows = 2 * Grid::kRowBlocks;

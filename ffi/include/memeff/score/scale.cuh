@@ -8,10 +8,9 @@
 
 namespace memeff {
 
-// unit * tanh(prescale * score). The special function unit has the exponentials to compute. So
-// where none of a warp's arguments is beyond 5/8, hyperbolic tangents are x q(x^2), with the
-// polynomial of degree 2 that is nearest to tanh(x) / x there: its relative error is below 8.2e-5,
-// a sixth of that unit's.
+// unit * tanh(prescale * score). The special function unit is busy with the exponentials. So if
+// none of a warp's arguments exceeds 5/8, tanh is x q(x^2), with the best polynomial q of degree 2
+// for tanh(x) / x there. Its relative error is below 8.2e-5, a sixth of the unit's.
 template <class Accumulators>
 CUTE_DEVICE void cap_scores(Accumulators& scores, float prescale, float unit) {
   float greatest = 0.0f;
@@ -36,8 +35,8 @@ CUTE_DEVICE void cap_scores(Accumulators& scores, float prescale, float unit) {
   }
 }
 
-// x = prescale * score, or tanh of it: see ScoreScale. Leaves the accumulators alone when there is
-// nothing to do.
+// x = prescale * score, or tanh of it: see ScoreScale. Does not touch the accumulators if prescale
+// is 1 and there is no cap.
 template <class Element, bool kSoftCap, class Accumulators>
 CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) {
   if constexpr (kSoftCap) {
@@ -62,7 +61,7 @@ struct ScoreScaling {
     prescale_scores<typename Config::Element, Config::kSoftCap>(scores, scale);
   }
 
-  // The derivative of tanh is 1 - x^2. It is not constant: a backward keeps x until it has the
+  // The derivative of tanh is 1 - x^2. It is not constant, so a backward keeps x until it has the
   // gradient. The factor prescale is part of gradient_scale, which multiplies sums at the end.
   static constexpr bool kConstantDerivative = !Config::kSoftCap;
 
@@ -83,13 +82,13 @@ struct ScoreScaling {
     }
   }
 
-  // The x of a score that a mask may have made -inf. tanh is at least -1, where the derivative of
-  // a masked score is 0 as it should be.
+  // The x of a score that a mask may have set to -inf. tanh is at least -1, where the derivative is
+  // 0, as needed for a masked score.
   CUTE_DEVICE static float unmasked(float x) { return fmaxf(x, -1.0f); }
 };
 
-// The same for a forward whose special function unit is busy: cap_scores(). kApplied: scores are
-// multiplied by softmax_scale, too, which an OnlineSoftmax of kCapped expects.
+// The same for a forward, by cap_scores(). kApplied: scores are also multiplied by softmax_scale,
+// as an OnlineSoftmax with kCapped expects.
 template <class Config, bool kApplied>
 struct PolynomialCap {
   ScoreScale const& scale;

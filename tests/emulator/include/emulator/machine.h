@@ -57,13 +57,13 @@ void wgmma(Format format, float* c, int elements, uint32_t const* a, Operand lef
 void commit_products();
 void wait_products(int pending);
 
-// The copy engine.
+// TMA.
 void load_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4]);
 void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes);
 void store_box(void const* map, uint32_t shared, int const (&start)[4]);
 void commit_tma_stores();
 void wait_tma_stores();
-// Later reads of the copy engine and of wgmma see what this thread wrote before.
+// Makes earlier writes of this thread visible to TMA and to wgmma.
 void fence_async_proxy();
 
 }  // namespace emulator

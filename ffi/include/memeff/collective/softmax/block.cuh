@@ -1,4 +1,4 @@
-// The online softmax over key tiles where several warps share the columns of a row.
+// The online softmax over KV blocks if several warps divide the columns of a row.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,13 +8,13 @@
 
 namespace memeff {
 
-// Maxima and sums of the warps meet in shared memory, and so do the factors that a row's output is
-// multiplied by, since its accumulators have another arrangement than the scores. kLargeScores:
-// those of a ScoreReference.
+// Warps exchange maxima and sums through shared memory. The factors of a row's output go through
+// shared memory too, because its accumulators are distributed differently from the scores.
+// kLargeScores: see ScoreReference.
 template <class Grid, int kTileRows, bool kLargeScores>
 class BlockSoftmax {
  public:
-  static constexpr int kLaneRows = 2 * Grid::kRowBlocks;  // rows of which a lane holds elements
+  static constexpr int kLaneRows = 2 * Grid::kRowBlocks;  // rows of which a lane has elements
   static constexpr int kBytes = (Grid::kColumnWarps + 2) * kTileRows * int(sizeof(float));
 
   CUTE_DEVICE explicit BlockSoftmax(uint32_t shared) : shared_(shared) {
@@ -47,8 +47,8 @@ class BlockSoftmax {
         maximum = fmaxf(maximum, shared_value(r, warp));
       }
       auto const reference = ScoreReference<kLargeScores>::of(maximum, softmax_scale);
-      // Exactly 1 where the maximum stays what it was: the rounding error of the reference, which
-      // the fused multiply-add finds, would grow to 1e-5 over hundreds of tiles.
+      // Exactly 1 if the maximum is unchanged. The fused multiply-add would return the rounding
+      // error of the reference, which would grow to 1e-5 over hundreds of tiles.
       float const correction = maximum > row_max_[r]
                                    ? exp2_approx(reference.correction(row_max_[r], softmax_scale))
                                    : 1.0f;
@@ -96,7 +96,8 @@ class BlockSoftmax {
     }
   }
 
-  // What the last step made of earlier sums, and finish() of the result; after a __syncthreads().
+  // The factor of earlier sums after the last step, and of the result after finish(). Both need a
+  // __syncthreads() before.
   CUTE_DEVICE float correction(int row) const { return shared_float(corrections() + row * 4); }
   CUTE_DEVICE float normaliser(int row) const { return shared_float(normalisers() + row * 4); }
 

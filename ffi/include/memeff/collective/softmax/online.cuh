@@ -1,4 +1,4 @@
-// The online softmax over key tiles (Milakov and Gimelshein 2018), rows owned by quads of lanes.
+// The online softmax over KV blocks (Milakov and Gimelshein 2018); a quad of lanes owns a row.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,22 +8,22 @@
 
 namespace memeff {
 
-// kIntegerMaximum: the maximum of a row is that of its bits, because Hopper compares three integers
-// at a time, but not three floats. It is right where a score is positive; where none is, and none
-// was, the floats are compared. Not worth it where a bias makes whole rows negative.
-// kLargeScores: those of a ScoreReference.
+// kIntegerMaximum: the maximum of a row is that of its bits, because Hopper has a three-way maximum
+// of integers, but not of floats. This is correct if some score is positive; if none is or was,
+// floats are compared. It does not pay if a bias makes whole rows negative. kLargeScores: see
+// ScoreReference.
 //
-// kCapped: scores have been multiplied by softmax_scale, and are not beyond it, which a soft cap
-// sees to; probabilities are bfloat16 or wider. Where the cap leaves powers of two that these hold,
-// the reference of every row is 0, and nobody asks for maxima.
+// kCapped: a soft cap bounds the scores, which have been multiplied by softmax_scale; probabilities
+// are bfloat16 or wider. If the cap is small enough for their range, the softmax reference of every
+// row is 0, and no maxima are computed.
 template <int kRowBlocks, bool kIntegerMaximum = false, bool kLargeScores = false,
           bool kCapped = false>
 struct OnlineSoftmax {
   using Reference = ScoreReference<kLargeScores>;
-  static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane holds elements
+  static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane has elements
 
-  // A reference follows the maximum of its row when that gets ahead by so many powers of two, not
-  // before (Zadouri et al. 2026, FlashAttention-4, section 3.1): the output is seldom rescaled.
+  // A softmax reference follows the maximum of its row only when that is ahead by this many powers
+  // of two (Zadouri et al. 2026, FlashAttention-4, section 3.1), so the output is seldom rescaled.
   static constexpr float kSlack = 8.0f;
 
   // Sums of 2^kCappedScale, and their products with values, are far from the end of float32.
@@ -32,7 +32,7 @@ struct OnlineSoftmax {
   float softmax_reference[kRows];  // the score whose probability is 1; logsumexp after finish()
   float row_sum[kRows];            // of this lane's columns only, until finish()
 
-  // What scores have been multiplied by, and what is left of softmax_scale.
+  // The part of softmax_scale that scores already include, and the remaining part.
   CUTE_DEVICE static float applied(float softmax_scale) { return kCapped ? softmax_scale : 1.0f; }
   CUTE_DEVICE static float remaining(float softmax_scale) { return kCapped ? 1.0f : softmax_scale; }
 
@@ -44,8 +44,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // The statistics are needed between the two products only. Where the accumulators of both leave
-  // no registers, they wait in shared memory: kStagedBytes of it for each thread.
+  // The statistics are needed between the two products only. If the accumulators of both leave no
+  // registers, they are staged in shared memory, kStagedBytes for each thread.
   static constexpr int kStagedBytes = 2 * kRows * int(sizeof(float));
 
   CUTE_DEVICE void stage_registers(uint32_t shared) const {
@@ -116,13 +116,13 @@ struct OnlineSoftmax {
     }
   }
 
-  // What two outputs are multiplied by before they are added.
+  // The factors of two outputs in their sum.
   struct Weights {
     float own[kRows];
     float other[kRows];
   };
 
-  // Takes in the statistics of the same rows over other keys.
+  // Merges the statistics of the same rows over other keys.
   CUTE_DEVICE Weights merge(OnlineSoftmax const& other, float softmax_scale) {
     float const scale = remaining(softmax_scale);
     Weights weights;
@@ -171,7 +171,7 @@ struct OnlineSoftmax {
         float& y = scores(2 * (r % 2) + 1, r / 2, n);
         x = exp2_approx(exponent(r, x));
         y = exp2_approx(exponent(r, y));
-        sum += x + y;  // half as many sums wait for each other
+        sum += x + y;  // halves the dependent additions
       }
       row_sum[r] = sum;
     }
@@ -186,7 +186,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Where the reference of a row is now, after scores of which `greatest` is this lane's maximum.
+  // Updates the reference of a row for scores of which `greatest` is this lane's maximum.
   CUTE_DEVICE Reference follow(int r, float greatest, float softmax_scale, Correction& correction) {
     float const maximum = quad_max(greatest);
     bool const rises = (maximum - softmax_reference[r]) * softmax_scale > kSlack;
@@ -198,7 +198,7 @@ struct OnlineSoftmax {
     return reference;
   }
 
-  // Subtracts the scores of references from those of the rows that have one: few in most calls.
+  // Subtracts the scores of references, in rows that have one (few in most calls).
   template <class Scores>
   CUTE_DEVICE static void subtract_large(Scores& scores, Reference const (&references)[kRows]) {
     bool large = false;
@@ -215,8 +215,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // The greatest score of each row among this lane's; where it is below the reference perhaps
-  // another one that is.
+  // This lane's maximum of each row. If the maximum is below the reference, the result may be
+  // another score below the reference.
   template <class Scores>
   CUTE_DEVICE void lane_maxima(Scores const& scores, float (&greatest)[kRows]) const {
     if constexpr (kIntegerMaximum) {

@@ -1,4 +1,4 @@
-// What the scores of a row are taken relative to before they become probabilities.
+// The softmax reference of a row, which is subtracted from its scores before exponentiation.
 #pragma once
 
 #include <memeff/core/math.cuh>
@@ -7,17 +7,17 @@ namespace memeff {
 
 // exponent = (x - score) * softmax_scale - product, where score or product is 0.
 //
-// The product is rounded, which the fused multiply-add of the exponents finds. All exponents of a
-// row have this error of half a last digit, and it divides out. But a bias of -1e9 in all keys of a
-// row makes it many powers of two, which overflow or leave nothing. So kLargeScores subtracts such
-// scores from each other before it multiplies.
+// The product is rounded, and the fused multiply-add of the exponents exposes the rounding error.
+// All exponents of a row have the same error, so normally it divides out. But if all keys of a row
+// have a bias of -1e9, the error is many powers of two, and the exponentials overflow or vanish. So
+// kLargeScores subtracts such scores before it multiplies.
 template <bool kLargeScores>
 struct ScoreReference {
   float score;
   float product;
 
-  // Relative to the greatest score. A row in which all keys so far are masked has neither: -inf -
-  // -inf would be NaN, and the probability of what a bias masked 1.
+  // The reference for a greatest score. If all keys of a row so far are masked, score and product
+  // are 0: -inf - -inf would be NaN, and elements masked by a bias would get probability 1.
   CUTE_DEVICE static ScoreReference of(float greatest, float softmax_scale) {
     float const product = greatest * softmax_scale;
     bool const masked = product < kMaskedBias * kLog2e;
@@ -25,7 +25,7 @@ struct ScoreReference {
     return {large ? greatest : 0.0f, masked | large ? 0.0f : product};
   }
 
-  // What probabilities relative to the score x are multiplied by, in powers of two.
+  // The exponent of two that converts probabilities relative to the score x to this reference.
   CUTE_DEVICE float correction(float x, float softmax_scale) const {
     if constexpr (kLargeScores) x -= score;
     return x * softmax_scale - product;

@@ -1,4 +1,5 @@
-// Scores with keys as rows and queries as columns, in the accumulators of a warpgroup.
+// The softmax of transposed scores (rows are keys, columns are queries) in the accumulators of a
+// warpgroup.
 #pragma once
 
 #include <memeff/core/math.cuh>
@@ -7,7 +8,7 @@
 
 namespace memeff {
 
-// P^T from S^T. `statistics` are those of the queries, in shared memory.
+// P^T from S^T. `statistics` are the row statistics of the queries, in shared memory.
 template <class Grid, class Scores>
 CUTE_DEVICE void exponentiate_transposed(uint32_t statistics, float softmax_scale, Scores& scores) {
   int const thread = thread_index();

@@ -292,8 +292,8 @@ struct FmhaBackwardTwoKernelDq {
                                               int row, int column, int query_bound, int half, int n,
                                               float const (&gradient)[2]) {
     if constexpr (Config::kBiasGradient == BiasGradient::full) {
-      ScorePlane<typename Config::BiasElement> const slice(params.bias_gradient, item.batch,
-                                                           item.head, row, column);
+      ScoreViewSlice<typename Config::BiasElement> const slice(params.bias_gradient, item.batch,
+                                                               item.head, row, column);
       int const tile_row = ScoreGrid::element_row(2 * half, 0);
       int const columns = params.shape.key_length - column;
       bool const beyond = tile_row >= query_bound;
@@ -307,8 +307,8 @@ struct FmhaBackwardTwoKernelDq {
   CUTE_DEVICE static void clear_skipped_keys(BackwardParams const& params, Work const& work) {
     if constexpr (Config::kBiasGradient == BiasGradient::full) {
       using BiasElement = typename Config::BiasElement;
-      ScorePlane<BiasElement> const slice(params.bias_gradient, work.item.batch, work.item.head,
-                                          work.row, 0);
+      ScoreViewSlice<BiasElement> const slice(params.bias_gradient, work.item.batch, work.item.head,
+                                              work.row, 0);
       int const rows = min(kTileQuery, params.shape.query_length - work.row);
       auto clear = [&](int begin, int end) {
         for (int row = threadIdx.x / kWarpSize; row < rows; row += kConsumerWarps) {

@@ -1,9 +1,10 @@
 // The main loop of kernels/fmha_fwd_sm90.cuh, which a consumer runs for the work tiles that it has
 // rows of.
 //
-// Its state is not the members of one object, and the three lambdas of compute_work_tiles() are no
-// functions: with either ptxas assigns other registers, and an object of which a lambda captures
-// `this` hides from it that work tile and mask are uniform.
+// Its state is local variables, and release_operands, begin_output and end_output are lambdas, on
+// purpose: as members of an object, or as functions, they change how ptxas assigns registers. A
+// lambda that captures an object with all of the state even keeps ptxas from seeing that work tile
+// and mask are uniform.
 #pragma once
 
 #include <memeff/collective/warpgroup_gemm.cuh>

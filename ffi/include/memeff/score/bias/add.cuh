@@ -8,16 +8,16 @@
 
 namespace memeff {
 
-// The pairs of neighbouring columns that a lane owns of a 16x16 block of a BiasTile, in the layout
-// of the accumulators.
+// A lane's pairs of adjacent columns in a 16x16 block of a BiasTile, in the layout of the
+// accumulators.
 template <class Tile>
 class BiasReader {
  public:
   using Element = typename Tile::Element;
   static constexpr bool kPerRow = Tile::kPerRow;
 
-  // `row` and `column` are those of the warp's first element inside the tile, and `source` is where
-  // the tile's first element stands in global memory.
+  // `row` and `column` are the warp's first element inside the tile; `source` is the address of the
+  // tile's first element in global memory.
   CUTE_DEVICE BiasReader(uint32_t tile, int row, int column, char const* source,
                          long long row_bytes) {
     int const lane = thread_index() % kWarpSize;
@@ -25,7 +25,7 @@ class BiasReader {
     int const lane_column = kMatrices ? lane / 16 * 8 : lane % 4 * 2;
     int const first_row = Tile::kPerRow ? row + lane_row : 0;
     base_ = tile + first_row * Tile::kRowBytes + (column + lane_column) * int(sizeof(Element));
-    // Rows of a lane differ by multiples of eight, so that they begin alike in their words.
+    // Rows of a lane differ by multiples of eight, so they all begin at the same bit of a word.
     shift_ = kMatrices ? 0 : Tile::bit_shift(source + first_row * row_bytes);
   }
 
@@ -64,7 +64,7 @@ class BiasReader {
   uint32_t shift_;
 };
 
-// The same of a SharedTile of 16-bit elements, whose columns from the first on are read.
+// The same for a SharedTile of 16-bit elements, read from its first column on.
 template <class Element, class Tile, int kColumnBlocks>
 class TmaBiasReader {
  public:
@@ -83,7 +83,7 @@ class TmaBiasReader {
   FragmentPointer<Tile, kColumnBlocks, true> fragments_;
 };
 
-// Adds to the scores of a warp.
+// Adds a bias to the scores of a warp.
 template <class Reader, class Accumulators>
 CUTE_DEVICE void add_bias(Accumulators& scores, Reader const& bias, float bias_scale) {
   auto add = [&](float& score, float x) { score = biased_score(score, x, bias_scale); };

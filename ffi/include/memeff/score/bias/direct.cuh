@@ -1,5 +1,6 @@
-// Adds a bias to scores, each lane its own elements from global memory: for the few rows of a split
-// forward, where there is nothing to share, and for wide kernels, where products take much longer.
+// Adds a bias to scores; each lane loads its own elements from global memory. For the few rows of a
+// split-KV forward, without reuse between warps, and for large head dims, whose products take much
+// longer.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,14 +10,14 @@
 
 namespace memeff {
 
-// Elements beyond the bounds, which count from the tile's first element, get a bias of 0.
+// Elements beyond the bounds, which are relative to the tile's first element, get a bias of 0.
 //
-// kPerRow is false for a bias that is broadcast over rows, which is loaded once for all of them.
+// kPerRow is false for a bias that is broadcast over rows; it is loaded once for all of them.
 template <class Element, class Grid, bool kPerRow>
 struct DirectBiasAdder {
   template <class Accumulators>
-  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
-                              int column_bound, float bias_scale) {
+  CUTE_DEVICE static void add(Accumulators& scores, ScoreViewSlice<Element> const& bias,
+                              int row_bound, int column_bound, float bias_scale) {
     if (bias.paired) {
       add<true>(scores, bias, row_bound, column_bound, bias_scale);
     } else {
@@ -26,8 +27,8 @@ struct DirectBiasAdder {
 
  private:
   template <bool kPaired, class Accumulators>
-  CUTE_DEVICE static void add(Accumulators& scores, ScorePlane<Element> const& bias, int row_bound,
-                              int column_bound, float bias_scale) {
+  CUTE_DEVICE static void add(Accumulators& scores, ScoreViewSlice<Element> const& bias,
+                              int row_bound, int column_bound, float bias_scale) {
     int const thread = thread_index();
     if constexpr (kPerRow) {
       CUTE_UNROLL
@@ -73,9 +74,9 @@ struct DirectBias {
   CUTE_DEVICE void add(Scores& scores, float bias_scale, Rows const& rows, int column) const {
     using Element = typename Config::BiasElement;
     constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
-    ScorePlane<Element> const plane(bias, element_of<Config>(bias, batch), rows.head, rows.row,
-                                    column);
-    DirectBiasAdder<Element, Grid, kPerRow>::add(scores, plane, mask.query_length - rows.row,
+    ScoreViewSlice<Element> const slice(bias, element_of<Config>(bias, batch), rows.head, rows.row,
+                                        column);
+    DirectBiasAdder<Element, Grid, kPerRow>::add(scores, slice, mask.query_length - rows.row,
                                                  mask.key_length - column, bias_scale);
   }
 };

@@ -1,11 +1,10 @@
-// Gradient of the bias: dS itself, summed over the dims that the bias is broadcast in.
+// The gradient of the bias: dS, summed over the dims in which the bias is broadcast.
 //
 // Four ways, chosen when the kernel is compiled:
 //   full          all four dims are full: each element has one owner, which writes it
-//   shared        broadcast over the batch or heads: f32 sums in global memory, in the order of the
-//                 accumulators, so that they are aligned vector reductions
-//   dbias_kernel  broadcast over the batch or heads, and the same in every run: a kernel of its
-//   own,
+//   shared        broadcast over the batch or heads: f32 sums in global memory, in accumulator
+//                 order, so that they are aligned vector reductions
+//   dbias_kernel  broadcast over the batch or heads, and deterministic: a separate kernel,
 //                 FmhaBackwardDbias
 //   columns       broadcast over rows (and perhaps more): a tile is summed before it is added
 // The sums of `shared` and `columns` start at zero and are rounded by FmhaBackwardDbiasPostprocess.
@@ -37,14 +36,14 @@ CUTE_DEVICE int bias_elements(BackwardParams const& params) {
   return params.bias_gradient.batch_stride == 0 ? 1 : params.shape.batch;
 }
 
-// The kernel of `dbias_kernel`, specialised for the Tiles of each family.
+// The dbias kernel, specialized for the Tiles of each family.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardDbias;
 
-// One of count() tiles of the gradient, which a CTA of a kernel after the main one writes.
+// One of the count() tiles of the gradient, written by a CTA of a kernel after the main one.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct BiasGradientTile {
-  using Slice = ScorePlane<typename Config::BiasElement>;
+  using Slice = ScoreViewSlice<typename Config::BiasElement>;
   int slice;
   int row;
   int column;
@@ -59,7 +58,7 @@ struct BiasGradientTile {
     return bias_elements<Config>(params) * heads(params) * row_tiles(params) * key_tiles(params);
   }
 
-  // Elements of the accumulators' block (m, n).
+  // Elements of block (m, n) of the accumulators.
   CUTE_DEVICE void store(int m, int n, float x, float y, float z, float w) const {
     int const i = Tiles::ScoreGrid::element_row(0, m);
     int const j = Tiles::ScoreGrid::element_column(0, n);
@@ -78,7 +77,7 @@ struct BiasGradientTile {
     }
   }
 
-  // All of them, of one row block.
+  // All elements of one row block.
   template <class Accumulators>
   CUTE_DEVICE void store(Accumulators const& sums) const {
     bool const whole = row_bound >= Tiles::kTileQuery && column_bound >= Tiles::kTileKey;
@@ -136,7 +135,7 @@ struct ScoreSlice {
   int head;
 };
 
-// The slices of the scores that read one slice of the bias, numbered.
+// An enumeration of the slices of the scores that read one slice of the bias.
 template <class Config>
 struct BroadcastSlices {
   int first_batch;
@@ -162,7 +161,7 @@ struct BroadcastSlices {
   CUTE_DEVICE int batch(int slice) const { return first_batch + slice / heads; }
   CUTE_DEVICE int head(int slice) const { return first_head + slice % heads; }
 
-  // In order, without a division for each.
+  // The next slice, without a division.
   CUTE_DEVICE ScoreSlice first() const { return {0, first_batch, first_head}; }
   CUTE_DEVICE ScoreSlice after(ScoreSlice const& slice) const {
     bool const next_batch = slice.head + 1 == first_head + heads;
@@ -170,9 +169,9 @@ struct BroadcastSlices {
   }
 };
 
-// Sums over the columns of the scores, in rows. Warps add to the row of their slice in any order.
-// If every run must give the same bits, each row of warps (each of Tiles::kBiasSumRows) has a row
-// of sums for each (batch, head) slice, to which only one thread adds.
+// Sums per column of the scores, in rows. Warps add to the row of their slice in any order. If the
+// sums must be deterministic, each row of warps (of Tiles::kBiasSumRows) has its own row of sums
+// for each (batch, head) slice, and only one thread adds to each sum.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct ColumnSums {
   static constexpr int kRowWarps = Tiles::kBiasSumRows;
@@ -203,8 +202,8 @@ struct ColumnSums {
   }
 };
 
-// Zeros of a full gradient in the Q blocks that a KV block skips, for all heads of the group. The
-// work is divided among kThreads threads.
+// Writes the zeros of a full gradient in the Q blocks that a KV block skips, for all heads of the
+// group. kThreads threads divide the work.
 template <class Config, int kThreads>
 CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& item,
                                TileRange const& blocks) {
@@ -214,7 +213,7 @@ CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& ite
     int const columns = min(Config::kTileKey, params.shape.key_length - column);
     int const rows = params.shape.query_length;
     auto clear = [&](int head, int begin, int end) {
-      ScorePlane<Element> const slice(params.bias_gradient, item.batch, head, 0, column);
+      ScoreViewSlice<Element> const slice(params.bias_gradient, item.batch, head, 0, column);
       for (int row = begin + threadIdx.x / kWarpSize; row < end; row += kThreads / kWarpSize) {
         for (int i = threadIdx.x % kWarpSize; i < columns; i += kWarpSize) {
           *slice.at(row, i) = Element(0.0f);
@@ -282,9 +281,9 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
   using Tiles = BackwardTiles<Config>;
   using Grid = typename Tiles::ScoreGrid;
   using Element = typename Config::BiasElement;
-  using Slice = ScorePlane<Element>;
-  // The dS that dq and dk read from shared memory is stored as it is, unless a derivative changes
-  // it.
+  using Slice = ScoreViewSlice<Element>;
+  // The dS in shared memory, which dq and dk read, is the gradient, unless a modifier has a
+  // derivative other than 1.
   static constexpr bool kVectors = Config::kBiasAccess == BiasAccess::vectors;
   static constexpr bool kFromTile =
       kVectors && sizeof(Element) == 2 && ScoreScaling<Config>::kConstantDerivative;
@@ -315,7 +314,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
 
   CUTE_DEVICE void finish() {}
 
-  // Stores the dS of a Q block, which the whole CTA has written.
+  // Stores the dS of a Q block after the whole CTA has written it.
   CUTE_DEVICE static void store(BackwardParams const& params, ScoreTilePosition const& position,
                                 uint32_t score_tile) {
     Slice const slice(params.bias_gradient, position.batch, position.head, position.row,

@@ -1,8 +1,8 @@
 // The bias of the Q blocks in the Hopper backward that sums dq: kernels/fmha_bwd_sm90.cuh.
 //
-// Scores are transposed, and a bias arrives beside dO of its Q block. Three ways, one interface: by
-// TMA, with a buffer for each stage; copied by each warp for its own 16 keys, if TMA cannot read
-// the array; none.
+// Scores are transposed, and a bias arrives with dO of its Q block. There are three implementations
+// of one interface: TMA, with a buffer for each stage; copies by each warp for its own 16 keys, if
+// TMA cannot read the array; no bias.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -48,11 +48,11 @@ class QBlockBiasRing<Config, Tiles, kStages, true, true>
 
   CUTE_DEVICE void prefetch_map(BackwardMaps const& maps) const { memeff::prefetch_map(maps.bias); }
 
-  // By the producer. `arrived` counts the bytes of dO, too.
+  // Called by the producer. `arrived` also counts the bytes of dO.
   template <class Work>
   CUTE_DEVICE void produce(BackwardParams const& params, BackwardMaps const& maps, Work const& work,
                            int head, int q_block, int stage, uint64_t& arrived) const {
-    BiasPlane const slice = BiasPlane::of<Config>(params.bias, work.item.batch, head);
+    BiasSlice const slice = BiasSlice::of<Config>(params.bias, work.item.batch, head);
     load_tma_tile<Tile>(maps.bias, arrived, tile(stage), 0, q_block * Tiles::kTileQuery, slice.head,
                         slice.batch, CacheHint::EVICT_NORMAL, work.column);
   }
@@ -89,7 +89,7 @@ class QBlockBiasRing<Config, Tiles, kStages, false, true>
   CUTE_DEVICE explicit QBlockBiasRing(uint32_t tiles)
       : QBlockBiasRing<Config, Tiles, kStages, false, false>(tiles), tiles_(tiles) {}
 
-  // By the consumers, before the main loop.
+  // Called by the consumers, before the main loop.
   template <class Work, class Mask>
   CUTE_DEVICE void load_first(BackwardParams const& params, Work const& work, Mask const& mask,
                               int head, int q_block) const {
@@ -105,7 +105,7 @@ class QBlockBiasRing<Config, Tiles, kStages, false, true>
   template <class Work, class Mask>
   CUTE_DEVICE void load_next(BackwardParams const& params, Work const& work, Mask const& mask,
                              int head, int q_block) const {
-    __syncwarp();  // nobody reads this one any more
+    __syncwarp();  // no lane reads this one any more
     auto const blocks = work.row_of_blocks(params, head);
     bool const last = blocks.after(q_block) == blocks.end;
     if (last) head = work.head_with_blocks(params, head + 1);
@@ -119,7 +119,7 @@ class QBlockBiasRing<Config, Tiles, kStages, false, true>
   CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const& params,
                        Work const& work, int head, int row, int) const {
     wait_copies<0>();
-    __syncwarp();  // the bias of all lanes is here
+    __syncwarp();  // the bias of all lanes has arrived
     TransposedBiasReader<Tile> const reader(warp_tile(), source(params, work, head, row),
                                             row_bytes(params));
     add_bias_transposed(scores, reader, bias_scale);

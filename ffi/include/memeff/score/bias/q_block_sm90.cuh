@@ -1,6 +1,5 @@
-// The bias of a Q block in the backward kernel for large head dims that owns keys. Its scores are
-// transposed, and its shared memory has no room for a ring of biases: see
-// kernels/backward/dkdv/kernel.cuh.
+// The bias of a Q block in the dkdv kernel of the two-kernel backward. Its scores are transposed,
+// and its shared memory has no room for a ring of biases: see kernels/backward/dkdv/kernel.cuh.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -11,8 +10,8 @@
 
 namespace memeff {
 
-// TMA brings it. The bias of the next Q block arrives when this one has been read. The producer and
-// the consumer of queries have an object of their own.
+// Loaded by TMA, into one buffer: the next bias is loaded when this one has been read. The producer
+// and the consumer of queries each have an object.
 template <class Config, class Tile, class Grid, bool kTma = has_tma_bias<Config>()>
 class QBlockBias {
  public:
@@ -26,22 +25,22 @@ class QBlockBias {
 
   CUTE_DEVICE explicit QBlockBias(uint32_t tile) : tile_(tile) {}
 
-  // By the producer.
+  // Called by the producer.
   template <class Work, class QBlock>
   CUTE_DEVICE void produce(BackwardParams const& params, BackwardMaps const& maps, Work const& work,
                            QBlock const& q_block, Control& control) {
-    BiasPlane const slice = BiasPlane::of<Config>(params.bias, work.item.batch, q_block.head);
+    BiasSlice const slice = BiasSlice::of<Config>(params.bias, work.item.batch, q_block.head);
     load_tma_tile<Tile>(maps.bias, control.bias.acquire(stage_, kBytes), tile_, 0, q_block.row(),
                         slice.head, slice.batch, CacheHint::EVICT_NORMAL, work.column);
     stage_.advance();
   }
 
-  // By the consumer, while its scores are computed.
+  // Called by the consumer, while its scores are computed.
   template <class Work, class QBlock, class Mask>
   CUTE_DEVICE void load(BackwardParams const&, Work const&, QBlock const&, Mask const&) {}
 
-  // The bias of a row beyond the length may be NaN, and P would be NaN, too: `clear` clears the
-  // rows of a tile from one on, for all threads.
+  // The bias of a row beyond the length may be NaN, and would make P NaN. `clear` clears the rows
+  // of a tile from a given row on, with all threads.
   template <class Scores, class QBlock, class Mask, class Clear>
   CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const& params,
                        QBlock const& q_block, Mask const& mask, Control& control,
@@ -56,8 +55,8 @@ class QBlockBias {
     add_bias_transposed(scores, reader, bias_scale);
   }
 
-  // By one lane of each warp, after everything that depends on the bias has been stored: an arrival
-  // overtakes loads that nobody has waited for.
+  // Called by one lane of each warp. Hazard: everything that depends on the bias must have been
+  // stored, because an arrival overtakes pending loads.
   CUTE_DEVICE void release(Control& control) { control.bias.release(stage_); }
 
   CUTE_DEVICE void advance() { stage_.advance(); }

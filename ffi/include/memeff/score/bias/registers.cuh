@@ -1,5 +1,5 @@
-// A bias where no shared memory is left for it: each lane loads its own elements, while the tensor
-// cores compute the scores, and adds them when they have.
+// A bias in registers, for kernels without shared memory for it. Each lane loads its own elements
+// while the tensor cores compute the scores, and adds them afterwards.
 #pragma once
 
 #include <memeff/score/bias/direct.cuh>
@@ -7,14 +7,14 @@
 
 namespace memeff {
 
-// Elements of 16 bits wait in registers, a pair in each.
+// Elements of 16 bits are kept in registers, two in each.
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool holds_bias() {
   if constexpr (has_bias_tile<Config>()) return sizeof(typename Config::BiasElement) == 2;
   return false;
 }
 
-// Of a tile of kRows x kColumns scores that warps share as Grid says. Nothing without a bias.
+// The bias of a tile of kRows x kColumns scores that warps divide as in Grid. Empty without a bias.
 template <class Config, class Grid, int kRows, int kColumns, bool kBias = has_bias_tile<Config>(),
           bool kHolds = holds_bias<Config>()>
 struct RegisterBias {
@@ -26,21 +26,21 @@ struct RegisterBias {
 template <class Config, class Grid, int kRows, int kColumns>
 struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
   using Element = typename Config::BiasElement;
-  // One row of elements serves all where the bias is broadcast over rows.
+  // If the bias is broadcast over rows, one row of elements serves all.
   static constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
   static constexpr int kLaneRows = kPerRow ? 2 * Grid::kRowBlocks : 1;
   static constexpr int kPairs = 2 * Grid::kColumnBlocks;
   uint32_t pairs[kLaneRows][kPairs];
 
-  // The tile at (row, column) of the scores. Elements beyond the bounds, which count from there,
+  // The tile at (row, column) of the scores. Elements beyond the bounds, which are relative to it,
   // are 0.
   CUTE_DEVICE RegisterBias(ScoreView const& bias, int batch, int head, int row, int column,
                            int row_bound, int column_bound) {
-    ScorePlane<Element> const plane(bias, element_of<Config>(bias, batch), head, row, column);
-    if (plane.paired && row_bound >= kRows && column_bound >= kColumns) {
-      load_whole(plane);
+    ScoreViewSlice<Element> const slice(bias, element_of<Config>(bias, batch), head, row, column);
+    if (slice.paired && row_bound >= kRows && column_bound >= kColumns) {
+      load_whole(slice);
     } else {
-      load_within(plane, row_bound, column_bound);
+      load_within(slice, row_bound, column_bound);
     }
   }
 
@@ -64,12 +64,12 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
     return kPerRow ? Grid::element_row(2 * (r % 2), r / 2, thread_index()) : 0;
   }
 
-  // No load waits for a branch.
-  CUTE_DEVICE void load_whole(ScorePlane<Element> const& plane) {
+  // Without branches, so that all loads are issued together.
+  CUTE_DEVICE void load_whole(ScoreViewSlice<Element> const& slice) {
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) {
       Element const* const row =
-          plane.origin + lane_row(r) * plane.row_stride + Grid::element_column(0, 0);
+          slice.origin + lane_row(r) * slice.row_stride + Grid::element_column(0, 0);
       CUTE_UNROLL
       for (int n = 0; n < kPairs; ++n) {
         pairs[r][n] = *reinterpret_cast<uint32_t const*>(row + 8 * n);
@@ -77,13 +77,14 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
     }
   }
 
-  CUTE_DEVICE void load_within(ScorePlane<Element> const& plane, int row_bound, int column_bound) {
+  CUTE_DEVICE void load_within(ScoreViewSlice<Element> const& slice, int row_bound,
+                               int column_bound) {
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) {
       int const row = lane_row(r);
       CUTE_UNROLL
       for (int n = 0; n < kPairs; ++n) {
-        auto const pair = plane.template load<false>(row, Grid::element_column(0, n),
+        auto const pair = slice.template load<false>(row, Grid::element_column(0, n),
                                                      row < row_bound ? column_bound : 0);
         pairs[r][n] = reinterpret_cast<uint32_t const&>(pair);
       }
@@ -91,24 +92,24 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
   }
 };
 
-// Elements of 32 bits, of which there would be too many, are loaded when they are added.
+// Elements of 32 bits would take too many registers; they are loaded when they are added.
 template <class Config, class Grid, int kRows, int kColumns>
 struct RegisterBias<Config, Grid, kRows, kColumns, true, false> {
   using Element = typename Config::BiasElement;
   static constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
-  ScorePlane<Element> plane;
+  ScoreViewSlice<Element> slice;
   int row_bound;
   int column_bound;
 
   CUTE_DEVICE RegisterBias(ScoreView const& bias, int batch, int head, int row, int column,
                            int row_bound, int column_bound)
-      : plane(bias, element_of<Config>(bias, batch), head, row, column),
+      : slice(bias, element_of<Config>(bias, batch), head, row, column),
         row_bound(row_bound),
         column_bound(column_bound) {}
 
   template <class Accumulators>
   CUTE_DEVICE void add(Accumulators& scores, float bias_scale) const {
-    DirectBiasAdder<Element, Grid, kPerRow>::add(scores, plane, row_bound, column_bound,
+    DirectBiasAdder<Element, Grid, kPerRow>::add(scores, slice, row_bound, column_bound,
                                                  bias_scale);
   }
 };

@@ -1,6 +1,6 @@
 // A bias that is broadcast over columns: one number for each row of scores.
 //
-// It shifts a whole row, which changes the logsumexp by as much and the probabilities not at all.
+// It shifts a whole row, which shifts the logsumexp and does not change the probabilities.
 #pragma once
 
 #include <memeff/layout/score_view.cuh>
@@ -11,12 +11,12 @@ namespace memeff {
 
 template <class Config>
 CUTE_DEVICE float row_bias(ScoreView const& bias, int batch, int head, int row) {
-  ScorePlane<typename Config::BiasElement> const plane(bias, element_of<Config>(bias, batch), head,
-                                                       row, 0);
-  return float(*plane.at(0, 0));
+  ScoreViewSlice<typename Config::BiasElement> const slice(bias, element_of<Config>(bias, batch),
+                                                           head, row, 0);
+  return float(*slice.at(0, 0));
 }
 
-// The bias of one row, as RowModifiers ask for it. Without such a bias all of it is empty.
+// The bias of one row, for RowModifiers. Empty without such a bias.
 template <class Config, bool kBias = shifts_rows<Config>()>
 struct RowBias {
   float value;
@@ -25,7 +25,7 @@ struct RowBias {
   CUTE_DEVICE RowBias(ForwardParams const& params, RowPosition const& row)
       : value(row.valid ? row_bias<Config>(params.bias, row.batch, row.head, row.query) : 0.0f) {}
 
-  // A bias below kMaskedBias masks every element of the row; any other shifts the logsumexp.
+  // A bias below kMaskedBias masks every element of the row; any other bias shifts the logsumexp.
   CUTE_DEVICE RowEnd finish(RowEnd end) const {
     if (value < kMaskedBias) return RowEnd::empty();
     return {end.factor, end.logsumexp + value};

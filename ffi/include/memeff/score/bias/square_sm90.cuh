@@ -9,8 +9,8 @@
 
 namespace memeff {
 
-// TMA brings it. The bias of the next square arrives when the last slice of this one has read it.
-// The producer and each consumer have an object of their own.
+// Loaded by TMA. The bias of the next square is loaded when the last slice of this one has read it.
+// The producer and each consumer have their own object.
 template <class Config, class Tiles, bool kTma = has_tma_bias<Config>()>
 class SquareBias {
  public:
@@ -25,12 +25,12 @@ class SquareBias {
 
   CUTE_DEVICE explicit SquareBias(uint32_t tile) : tile_(tile) {}
 
-  // By the producer, in the first slice of a square.
+  // Called by the producer, in the first slice of a square.
   template <class Work>
   CUTE_DEVICE void produce(BackwardParams const& params, BackwardMaps const& maps, Work const& work,
                            Control& control) {
-    BiasPlane const slice =
-        BiasPlane::of<Config>(params.bias, work.slices.first_batch, work.slices.first_head);
+    BiasSlice const slice =
+        BiasSlice::of<Config>(params.bias, work.slices.first_batch, work.slices.first_head);
     uint64_t& arrived = control.bias.acquire(stage_, kBytes);
     CUTE_UNROLL
     for (int row = 0; row < Tile::kRows; row += kWarpgroupRows) {  // of a box
@@ -40,7 +40,7 @@ class SquareBias {
     stage_.advance();
   }
 
-  // By the consumers, before the first slice.
+  // Called by the consumers, before the first slice.
   template <class Work>
   CUTE_DEVICE void begin(BackwardParams const&, Work const&) {}
 
@@ -64,7 +64,7 @@ class SquareBias {
   PipelineStage<1> stage_;
 };
 
-// Each warp copies the bias of its own rows, for itself.
+// Each warp copies the bias of its own rows.
 template <class Config, class Tiles>
 class SquareBias<Config, Tiles, false> {
  public:
@@ -84,7 +84,7 @@ class SquareBias<Config, Tiles, false> {
   template <class Work>
   CUTE_DEVICE void begin(BackwardParams const& params, Work const& work) {
     int const thread = thread_index();
-    __syncwarp();  // nobody reads the square before
+    __syncwarp();  // no lane reads the previous square any more
     Tile::copy(warp_tile(), thread % kWarpSize, source(params, work), row_bytes(params),
                work.tile.row_bound - Grid::row(thread), work.tile.column_bound);
     commit_copies();
@@ -94,7 +94,7 @@ class SquareBias<Config, Tiles, false> {
   CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const& params,
                        Work const& work, Control&, bool) {
     wait_copies<0>();
-    __syncwarp();  // the bias of all lanes is here
+    __syncwarp();  // the bias of all lanes has arrived
     add_bias(scores, BiasReader<Tile>(warp_tile(), 0, 0, source(params, work), row_bytes(params)),
              bias_scale);
   }

@@ -1,4 +1,4 @@
-// A tile of the bias in shared memory, where cp.async brings it while the tensor cores work.
+// A tile of the bias in shared memory, copied by cp.async while the tensor cores work.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -6,34 +6,33 @@
 
 namespace memeff {
 
-// A bias below kMaskedBias leaves a large negative score, of which the softmax knows that it is
-// masked.
+// A bias below kMaskedBias gives a large negative score, which the softmax treats as masked.
 CUTE_DEVICE float biased_score(float score, float bias, float bias_scale) {
   return fmaf(bias, bias_scale, score);
 }
 
-// Does the main loop read a bias? One that is broadcast over columns shifts whole rows: it changes
-// the logsumexp, which is corrected before and after the loop.
+// Whether the main loop reads a bias. A bias that is broadcast over columns shifts whole rows. It
+// only changes the logsumexp, which is corrected outside of the loop.
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool has_bias_tile() {
   if constexpr (Config::kBias) return Config::kBiasAccess != BiasAccess::rows;
   return false;
 }
 
-// Is there a bias that shifts whole rows: broadcast over columns?
+// Whether there is a bias that shifts whole rows, because it is broadcast over columns.
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool shifts_rows() {
   return Config::kBias && !has_bias_tile<Config>();
 }
 
-// Does the copy engine bring the tiles, through a tensor map?
+// Whether TMA copies the tiles, through a tensor map.
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool has_tma_bias() {
   if constexpr (Config::kBias) return Config::kTmaBias;
   return false;
 }
 
-// kRows x kColumns elements, or one row of them where the bias is broadcast over rows. kThreads
+// kRows x kColumns elements, or one row of them if the bias is broadcast over rows. kThreads
 // threads copy it.
 template <class Config, int kRows_, int kColumns, int kThreads>
 struct BiasTile {
@@ -41,14 +40,14 @@ struct BiasTile {
   static constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
   static constexpr bool kVectors = Config::kBiasAccess == BiasAccess::vectors;
   static constexpr int kRows = kPerRow ? kRows_ : 1;
-  // The first of the eight elements more is for rows that begin inside a word. All of them keep the
-  // eight rows that a warp reads together in different banks.
+  // Eight more elements per row: the first is for rows that begin inside a word, and all of them
+  // place the eight rows that a warp reads together in different banks.
   static constexpr int kRowBytes = (kColumns + 8) * int(sizeof(Element));
   static constexpr int kBytes = kRows * kRowBytes;
   static_assert(kBytes % 16 == 0);
 
-  // Starts the copies of rows [0, row_bound) and columns [0, column_bound), which count from the
-  // tile's first element, where `source` points; the rest of the tile becomes zero.
+  // Starts the copies of rows [0, row_bound) and columns [0, column_bound) of the tile, whose first
+  // element is at `source`. The rest of the tile becomes zero.
   CUTE_DEVICE static void copy(uint32_t tile, int thread, char const* source, long long row_bytes,
                                int row_bound, int column_bound) {
     if constexpr (kVectors) {
@@ -58,7 +57,7 @@ struct BiasTile {
     }
   }
 
-  // Bits by which the first element of a row lies above the start of its word.
+  // The bit position of a row's first element in its word.
   CUTE_DEVICE static uint32_t bit_shift(char const* row) {
     return uint32_t(reinterpret_cast<unsigned long long>(row)) % 4 * 8;
   }
@@ -84,8 +83,8 @@ struct BiasTile {
     }
   }
 
-  // Whole words, from the one that a row begins in. What stands before the row in its first word is
-  // never used; what would follow the bound in the last one is not read.
+  // Copies whole words, from the one in which a row begins. The part of the first word before the
+  // row is never used, and the part of the last word beyond the bound is not read.
   CUTE_DEVICE static void copy_words(uint32_t tile, int thread, char const* source,
                                      long long row_bytes, int row_bound, int column_bound) {
     constexpr int kRowWords = kColumns * int(sizeof(Element)) / 4 + (sizeof(Element) < 4 ? 1 : 0);
@@ -104,13 +103,13 @@ struct BiasTile {
   }
 };
 
-// Two neighbouring elements.
+// Two adjacent elements.
 template <class Element>
 CUTE_DEVICE float2 unpack_pair(uint32_t pair) {
   return make_float2(unpack<Element>(pair, 0), unpack<Element>(pair, 1));
 }
 
-// Those of the four matrices that ldmatrix loads, as the readers have them.
+// The pairs of the four matrices that ldmatrix loads, in the order of the readers.
 template <class Element>
 CUTE_DEVICE void unpack_matrices(float2 (&pairs)[2][2], uint32_t const (&fragment)[4]) {
   CUTE_UNROLL
@@ -123,7 +122,7 @@ CUTE_HOST_DEVICE constexpr int bias_tile_bytes() {
   return 0;
 }
 
-// First element of a row, null where the main loop reads no bias.
+// The first element of a row; null if the main loop reads no bias.
 template <class Config>
 CUTE_DEVICE char const* bias_row(ScoreView const& bias, int batch, int head, int row) {
   if constexpr (has_bias_tile<Config>()) {
@@ -135,13 +134,13 @@ CUTE_DEVICE char const* bias_row(ScoreView const& bias, int batch, int head, int
   return nullptr;
 }
 
-// Where the tensor map of a bias has what a batch element and a head read of it.
-struct BiasPlane {
+// The coordinates of a (batch, head) slice in the tensor map of a bias.
+struct BiasSlice {
   int batch;
   int head;
 
   template <class Config>
-  CUTE_DEVICE static BiasPlane of(ScoreView const& bias, int batch, int head) {
+  CUTE_DEVICE static BiasSlice of(ScoreView const& bias, int batch, int head) {
     return {bias.batch_stride == 0 ? 0 : element_of<Config>(bias, batch),
             bias.head_stride == 0 ? 0 : head};
   }

@@ -1,5 +1,4 @@
-// A bias where scores are computed transposed: keys are rows of the accumulators, and queries are
-// columns.
+// A bias for transposed scores: keys are rows of the accumulators, and queries are columns.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,14 +8,14 @@
 
 namespace memeff {
 
-// What a lane owns of a BiasTile whose columns are the 16 keys of its warp.
+// A lane's elements of a BiasTile whose columns are the 16 keys of its warp.
 template <class Tile>
 class TransposedBiasReader {
  public:
   using Element = typename Tile::Element;
   static constexpr bool kPerRow = Tile::kPerRow;
 
-  // `source` is where the tile's first element stands in global memory.
+  // `source` is the address of the tile's first element in global memory.
   CUTE_DEVICE TransposedBiasReader(uint32_t tile, char const* source, long long row_bytes) {
     int const lane = thread_index() % kWarpSize;
     CUTE_UNROLL
@@ -27,8 +26,8 @@ class TransposedBiasReader {
     }
   }
 
-  // pairs[chunk][half]: of two neighbouring queries; half is 1 for keys 8-15, chunk is 1 for the
-  // second eight queries of a block of 16.
+  // pairs[chunk][half]: two adjacent queries; half is 1 for keys 8-15, chunk is 1 for the second
+  // eight queries of a block of 16.
   CUTE_DEVICE void load(float2 (&pairs)[2][2], int block) const {
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -54,7 +53,7 @@ class TransposedBiasReader {
   uint32_t base_[kPairRows];
 };
 
-// The same of a SharedTile of queries and keys, in which the keys of the warp begin at `column`.
+// The same for a SharedTile of queries and keys, in which the keys of the warp begin at `column`.
 template <class Element, class Tile>
 class TransposedTmaBiasReader {
  public:
@@ -76,7 +75,7 @@ class TransposedTmaBiasReader {
   uint32_t base_;
 };
 
-// As add_bias().
+// Like add_bias(), for transposed scores.
 template <class Reader, class Accumulators>
 CUTE_DEVICE void add_bias_transposed(Accumulators& scores, Reader const& bias, float bias_scale) {
   float2 pairs[2][2];
@@ -94,8 +93,8 @@ CUTE_DEVICE void add_bias_transposed(Accumulators& scores, Reader const& bias, f
   }
 }
 
-// A bias that waits in registers where no shared memory is left for it: a tile is loaded while the
-// tensor cores work, each lane its own elements, and added when they have the scores.
+// A bias in registers, for kernels without shared memory for it. Each lane loads its own elements
+// of a tile while the tensor cores compute the scores, and adds them afterwards.
 template <class Config, class Grid, bool kHolds = has_bias_tile<Config>()>
 struct RegisterTransposedBias {
   CUTE_DEVICE void load(ScoreView const&, int, int, int, int, int, int) {}
@@ -107,17 +106,17 @@ template <class Config, class Grid>
 struct RegisterTransposedBias<Config, Grid, true> {
   using Element = typename Config::BiasElement;
   static constexpr int kRows = 2 * Grid::kRowBlocks;
-  // Of neighbouring queries; one element serves them all where the bias is broadcast over rows.
+  // Of adjacent queries; if the bias is broadcast over rows, one element serves them all.
   static constexpr bool kPerQuery = Config::kBiasAccess != BiasAccess::columns;
   static constexpr int kPairs = kPerQuery ? 2 * Grid::kColumnBlocks : 1;
   Pair<Element> pairs[kRows][kPairs];
 
-  // The tile at (row, column) of the scores. Elements beyond the bounds, which count from there,
+  // The tile at (row, column) of the scores. Elements beyond the bounds, which are relative to it,
   // are 0.
   CUTE_DEVICE void load(ScoreView const& bias, int batch, int head, int row, int column,
                         int row_bound, int column_bound) {
     int const thread = thread_index();
-    ScorePlane<Element> const plane(bias, element_of<Config>(bias, batch), head, row, column);
+    ScoreViewSlice<Element> const slice(bias, element_of<Config>(bias, batch), head, row, column);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       int const key = Grid::element_row(2 * (r % 2), r / 2, thread);
@@ -126,11 +125,11 @@ struct RegisterTransposedBias<Config, Grid, true> {
       for (int n = 0; n < kPairs; ++n) {
         int const query = kPerQuery ? Grid::element_column(0, n, thread) : 0;
         pairs[r][n] = {Element(0), Element(0)};
-        if (query < bound) pairs[r][n].first = *plane.at(query, key);
-        if (kPerQuery && query + 1 < bound) pairs[r][n].second = *plane.at(query + 1, key);
+        if (query < bound) pairs[r][n].first = *slice.at(query, key);
+        if (kPerQuery && query + 1 < bound) pairs[r][n].second = *slice.at(query + 1, key);
       }
     }
-    // Otherwise each element of 16 bits waits in a register of its own.
+    // Otherwise each 16-bit element would take a whole register.
     if constexpr (sizeof(Element) == 2) {
       CUTE_UNROLL
       for (int i = 0; i < kRows * kPairs; ++i) {

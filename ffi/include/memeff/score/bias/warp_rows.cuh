@@ -1,5 +1,4 @@
-// A bias in shared memory of which each warp copies the rows that it owns, so that it waits for no
-// other warp.
+// A bias in shared memory. Each warp copies the rows that it owns, so it waits for no other warp.
 #pragma once
 
 #include <memeff/core/work_item.cuh>
@@ -7,8 +6,8 @@
 
 namespace memeff {
 
-// Where the bias of a warp's rows begins, computed anew each time: it occupies no register between
-// two tiles.
+// The address of the bias of a warp's rows, recomputed each time so that it occupies no register
+// between two tiles.
 template <class Config, class Grid>
 struct WarpBiasPointer {
   ScoreView const& bias;
@@ -20,9 +19,9 @@ struct WarpBiasPointer {
   }
 };
 
-// kWarps warps have kColumns columns each. FirstRow::get() is where the first row of a warp begins;
-// Mask knows how many rows and columns are valid. kWaits: add() waits for the copies, instead of
-// the main loop. Without a bias all of it is empty.
+// kWarps warps have kColumns columns each. FirstRow::get() is the address of a warp's first row;
+// Mask has the numbers of valid rows and columns. kWaits: add() waits for the copies, instead of
+// the main loop. Empty without a bias.
 template <class Config, class Grid, int kWarps, int kColumns, bool kWaits, class FirstRow,
           class Mask, bool kBias = has_bias_tile<Config>()>
 struct WarpRowsBias {
@@ -37,7 +36,7 @@ struct WarpRowsBias {
   int row;         // first of the CTA
   uint32_t tiles;  // in shared memory
 
-  // Starts the copy of the tile at `column`, when the whole warp has added the tile before.
+  // Starts the copy of the tile at `column`. The whole warp must have added the previous tile.
   CUTE_DEVICE void load(int column) const {
     int const thread = thread_index();
     Tile::copy(tiles + thread / kWarpSize * Tile::kBytes, thread % kWarpSize, source(column),
@@ -56,11 +55,11 @@ struct WarpRowsBias {
   CUTE_DEVICE void add(Scores& scores, float bias_scale, int column) const {
     if constexpr (kWaits) {
       wait_copies<0>();
-      __syncwarp();  // the bias of all lanes is here
+      __syncwarp();  // the bias of all lanes has arrived
     }
     uint32_t const tile = tiles + thread_index() / kWarpSize * Tile::kBytes;
     add_bias(scores, BiasReader<Tile>(tile, 0, 0, first_row.get(), row_bytes()), bias_scale);
-    __syncwarp();  // nobody reads this tile any more
+    __syncwarp();  // no lane reads this tile any more
   }
 
  private:

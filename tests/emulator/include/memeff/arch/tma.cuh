@@ -1,4 +1,4 @@
-// The copy engine of Hopper.
+// TMA, Hopper's tensor memory accelerator.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>

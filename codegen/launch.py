@@ -1,0 +1,81 @@
+"""What launches of a kernel need: its entry points, their grids, and the arrays it finds."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class BlockMask(NamedTuple):
+    """Which tiles of scores, of ``query`` rows and ``key`` columns, a kernel skips: a row of blocks
+    for each tile of ``lines`` (ffi/include/memeff/mask/block_mask.cuh).
+    """
+
+    lines: Literal["queries", "keys"]
+    query: int
+    key: int
+
+    @property
+    def name(self) -> str:
+        """The name of the buffer."""
+        return f"{self.lines}_{self.query}x{self.key}"
+
+
+class Grid(NamedTuple):
+    """The blocks of an entry point.
+
+    ``product`` is a product of named dims and tiles, ``"B*N*T/128"``, or a sum of products;
+    ffi/src/attributes/dims.h has the names. ``most_per_sm`` limits the blocks that are launched for
+    each SM, if it is not 0.
+    """
+
+    product: str
+    most_per_sm: int = 0
+
+
+class EntryPoint(NamedTuple):
+    """A ``__global__`` function of the source, and what a launch of it needs.
+
+    ``shared_bytes`` is the dynamic shared memory of a block.
+    ``takes_maps`` is whether the tensor maps of the spec are its second parameter; behind the first
+    is the table of ``KernelSpec.captured_arrays``, if there are any.
+    ``cpp_class`` is the device class that it runs, and ``blocks`` the blocks on an SM that it is
+    compiled for, in C++; the class says so if it is "".
+    """
+
+    name: str
+    threads: int
+    shared_bytes: int
+    grid: Grid
+    takes_maps: bool = False
+    block_mask: BlockMask | None = None
+    cpp_class: str = ""
+    blocks: str = ""
+
+
+class TensorMap(NamedTuple):
+    """A tensor in global memory and the box of it that TMA moves at a time."""
+
+    name: str
+    rows: int
+    columns: int
+
+
+class CapturedArray(NamedTuple):
+    """An array that a feature brings: ``ArrayView`` of ffi/include/memeff/params.h.
+
+    ``dims`` are named as in ffi/src/images/kernel_description.h, and ``alignment`` is in bytes.
+    A ``zeroed`` one is a result that is zero when the first kernel begins.
+    """
+
+    name: str
+    dims: str
+    alignment: int = 4
+    zeroed: bool = False
+
+
+class Workspace(NamedTuple):
+    """Global memory that the kernels of a spec write beside their results."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Literal["float32", "int32"] = "float32"
