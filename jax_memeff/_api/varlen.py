@@ -91,7 +91,8 @@ def varlen_attention(
         mask: As there, with the same B, T and S; lengths of a ``Mask`` shorten the sequences, and
             segment ids are ``[total_q]`` and ``[total_k]``.
         return_residual: As there.
-        other arguments: As there; the rows and columns of ``offsets`` count within every sequence.
+        other arguments: As there. The rows and columns of ``offsets`` count within every sequence;
+            ``[B]`` of them are one for each sequence.
 
     Returns:
         The output ``[total_q, N, Hv]`` in query's dtype; with ``return_residual`` the pair of it
