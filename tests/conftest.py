@@ -14,6 +14,11 @@ try:
 except ImportError as error:
     raise pytest.UsageError(str(error)) from None
 
+# Most of the time of the tests is compilation on the CPU: half of it is XLA's newer emitters.
+if "xla_cpu_use_fusion_emitters" not in os.environ.get("XLA_FLAGS", ""):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = flags.strip()
+
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
 

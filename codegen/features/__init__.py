@@ -14,6 +14,7 @@ from .bias import BIAS, AskedBias, CompiledBias
 from .deterministic import DETERMINISTIC
 from .feature import OPERANDS, Feature, Flag, Operand
 from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
+from .positions import POSITIONS
 from .row_maxima import ROW_MAXIMA
 from .sinks import SINKS
 
@@ -28,6 +29,7 @@ __all__ = [
     "LENGTHS",
     "MASK",
     "POSITION",
+    "POSITIONS",
     "ROW_MAXIMA",
     "SEGMENTS",
     "SINKS",
@@ -95,6 +97,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     MASK,
     LENGTHS,
     VARLEN,
+    POSITIONS,
     BROADCAST_BATCH,
     SEGMENTS,
     BOOLEAN,

@@ -78,9 +78,6 @@ OPERANDS = (
         has_gradient=True,
         placement="like query",
     ),
-    # Or scalars, which have no dims and are repeated for the kernels.
-    Operand("query_position", "B", places=("position.query",)),
-    Operand("key_position", "B", places=("position.key",)),
 )
 """The arrays that any call may have; those of features come with the features."""
 

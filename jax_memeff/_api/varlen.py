@@ -111,7 +111,8 @@ def varlen_attention(
             segment ids are ``[total_q]`` and ``[total_k]``.
         return_residual: As there.
         return_max_logits: As there, of each sequence.
-        other arguments: As there; the rows and columns of ``offsets`` count within every sequence.
+        other arguments: As there. The rows and columns of ``offsets`` count within every sequence;
+            ``[B]`` of them are one for each sequence.
 
     Returns:
         The output ``[total_q, N, Hv]`` in query's dtype. As there the logsumexp ``[total_q, N]``

@@ -120,10 +120,10 @@ def static_number(name: str, value: Any, instead: str) -> float:
 
 def _is_number(value: object) -> bool:
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-        # NumPy counts differences of times among the integers.
+        # NumPy treats timedeltas as integers.
         kinds = (jnp.floating, jnp.integer)
         return value.dtype.kind != "m" and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
-    # float() would accept "0.5", True is no scale, and classes have methods, too.
+    # float() would accept "0.5", True is not a scale, and classes have __float__ too.
     return hasattr(value, "__float__") and not isinstance(value, (bool, str, type))
 
 

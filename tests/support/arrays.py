@@ -4,15 +4,17 @@ Modules make their arrays when they are imported, in each process that collects 
 jnp.zeros and jnp.asarray compile a program for each shape; jax.device_put does not.
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 
 
-def normal(seed: int, *shape: int, dtype=np.float32) -> jax.Array:
+def normal(seed: int, *shape: int, dtype: Any = np.float32) -> jax.Array:
     """Standard normal numbers."""
     drawn = np.random.default_rng(seed).standard_normal(shape, np.float32)
     return jax.device_put(drawn.astype(dtype))
 
 
-def zeros(*shape: int, dtype=np.float32) -> jax.Array:
+def zeros(*shape: int, dtype: Any = np.float32) -> jax.Array:
     return jax.device_put(np.zeros(shape, dtype))

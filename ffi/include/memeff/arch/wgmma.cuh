@@ -55,7 +55,7 @@ CUTE_DEVICE void wait_products() {
   cute::warpgroup_wait<kPending>();
 }
 
-// Hides an accumulator, and memory, from the optimiser.
+// Hides an accumulator, and memory, from the optimizer.
 CUTE_DEVICE void fence_accumulator(float& accumulator) {
   asm volatile("" : "+f"(accumulator)::"memory");
 }

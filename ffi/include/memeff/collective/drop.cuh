@@ -46,7 +46,7 @@ CUTE_DEVICE void drop_block(cute::Tensor<Engine, Layout>& probabilities, int m, 
 // apply() computes them.
 template <class Config, class Grid, bool kEarly = false>
 struct ProbabilityDropout {
-  using Bits = KeptTile<Config::kDropout && kEarly, Grid>;
+  using Bits = KeptTile<Config, Grid, false, Config::kDropout && kEarly>;
 
   CUTE_DEVICE static Bits bits(ForwardParams const& params, int batch, int head, int row,
                                int column) {
@@ -73,7 +73,7 @@ struct ProbabilityDropout {
   CUTE_DEVICE static void apply(ForwardParams const& params, int batch, int head, int row,
                                 int column, Probabilities& probabilities) {
     if constexpr (Config::kDropout) {
-      Dropout<Grid> const dropout(params.dropout, params.mask, batch);
+      Dropout<Config, Grid> const dropout(params.dropout, params.mask, batch);
       dropout.for_each_block(dropout_head(params.dropout, batch, head), row, column,
                              [&](int m, int block, KeepBlock const& keep) {
                                drop_block(probabilities, m, block, keep);

@@ -240,7 +240,7 @@ struct FmhaBackwardSm90 {
   using ScoreColumns = DescriptorOperand<ScoreTile, Contiguous::outer>;
 
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
-  using KeptBlocks = KeptTile<Config::kDropout, ScoreGrid, true>;
+  using KeptBlocks = KeptTile<Config, ScoreGrid, true>;
 
   using Consumer = BackwardConsumerSm90<Config, FmhaBackwardSm90>;
 

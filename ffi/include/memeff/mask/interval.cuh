@@ -17,8 +17,8 @@ struct TileRange {
 // Column s of row t is valid if  t < query_length,  s < key_length  and  t + first <= s <= t +
 // last. Both window alignments and the global positions of a shard fold into the two offsets,
 // because they are constant within a batch index. If rows of several heads are packed, rows below
-// are packed rows.
-template <MaskKind kKind, bool kPackHeads = false>
+// are packed rows. kPositions: there are global positions; otherwise they are 0.
+template <MaskKind kKind, bool kPackHeads = false, bool kPositions = false>
 struct IntervalMask {
   PackedRows<kPackHeads> rows;
   int query_length;  // in rows
@@ -32,8 +32,8 @@ struct IntervalMask {
     query_length = rows.count(queries);
     key_length = clamp_length(mask.key_lengths, batch, shape.key_length);
     if constexpr (kKind != MaskKind::none) {
-      int const shift = clamp((mask.query_position != nullptr ? mask.query_position[batch] : 0) -
-                              (mask.key_position != nullptr ? mask.key_position[batch] : 0));
+      int const shift =
+          kPositions ? clamp(mask.query_position[batch] - mask.key_position[batch]) : 0;
       int const bottom_right = key_length - queries + shift;
       last = min(bound(mask.top_left_right, shift), bound(mask.bottom_right_right, bottom_right));
       first = -min(bound(mask.top_left_left, -shift), bound(mask.bottom_right_left, -bottom_right));
@@ -52,9 +52,8 @@ struct IntervalMask {
 
   // Whether all batch indices have the same mask.
   CUTE_DEVICE static bool is_shared(MaskParams const& mask) {
-    bool const same_lengths = mask.query_lengths == nullptr && mask.key_lengths == nullptr;
-    if constexpr (kKind == MaskKind::none) return same_lengths;
-    return same_lengths && mask.query_position == nullptr && mask.key_position == nullptr;
+    if constexpr (kPositions && kKind != MaskKind::none) return false;
+    return mask.query_lengths == nullptr && mask.key_lengths == nullptr;
   }
 
   CUTE_DEVICE int row_begin(int row) const {

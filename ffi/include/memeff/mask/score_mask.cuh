@@ -9,8 +9,8 @@
 namespace memeff {
 
 template <class Config, class Grid, bool kPackHeads = false>
-struct ScoreMask : IntervalMask<Config::kMask, kPackHeads> {
-  using Interval = IntervalMask<Config::kMask, kPackHeads>;
+struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
+  using Interval = IntervalMask<Config::kMask, kPackHeads, Config::kPositions>;
   using Interval::Interval;
 
   // Sets the accumulators of invalid elements to -inf, in the tile of kColumns columns at (row,

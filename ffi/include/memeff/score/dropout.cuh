@@ -44,7 +44,7 @@ struct KeepAll {
 
 // kTransposed: rows of the accumulators are columns of the scores. `half` and `chunk` of a
 // KeepBlock still refer to the scores, and its flags are those of even and odd rows.
-template <class Grid, bool kTransposed = false>
+template <class Config, class Grid, bool kTransposed = false>
 struct Dropout {
   uint2 key;
   uint32_t addend;  // see flags()
@@ -56,8 +56,8 @@ struct Dropout {
     key = make_uint2(dropout.key_words[2 * batch], dropout.key_words[2 * batch + 1]);
     addend = 0x01010101u * (128 - (dropout.threshold & 127));
     either = dropout.threshold < 128 ? ~0u : 0u;
-    first_row = mask.query_position != nullptr ? mask.query_position[batch] : 0;
-    first_column = mask.key_position != nullptr ? mask.key_position[batch] : 0;
+    first_row = Config::kPositions ? mask.query_position[batch] : 0;
+    first_column = Config::kPositions ? mask.key_position[batch] : 0;
   }
 
   // Sets the highest bit of each byte to byte >= threshold. Adding `addend` to the low seven bits
@@ -117,12 +117,12 @@ CUTE_DEVICE uint32_t dropout_head(DropoutParams const& dropout, int batch, int h
 }
 
 // The KeepBlocks of a tile, computed ahead of their use while a product runs.
-template <bool kDropout, class Grid, bool kTransposed = false>
+template <class Config, class Grid, bool kTransposed = false, bool kDropout = Config::kDropout>
 class KeptTile {
  public:
   // The inputs of the bits of a batch index and head.
   struct Source {
-    Dropout<Grid, kTransposed> dropout;
+    Dropout<Config, Grid, kTransposed> dropout;
     uint32_t head;
 
     CUTE_DEVICE Source(DropoutParams const& params, MaskParams const& mask, int batch, int head)
@@ -156,8 +156,8 @@ class KeptTile {
   KeepBlock blocks_[Grid::kRowBlocks][Grid::kColumnBlocks];
 };
 
-template <class Grid, bool kTransposed>
-class KeptTile<false, Grid, kTransposed> {
+template <class Config, class Grid, bool kTransposed>
+class KeptTile<Config, Grid, kTransposed, false> {
  public:
   struct Source {
     CUTE_DEVICE Source(DropoutParams const&, MaskParams const&, int, int) {}
@@ -175,7 +175,7 @@ template <class Config, class Grid, class Use>
 CUTE_DEVICE void for_each_kept_block(DropoutParams const& params, MaskParams const& mask, int batch,
                                      int head, int row, int column, Use use) {
   if constexpr (Config::kDropout) {
-    Dropout<Grid> const dropout(params, mask, batch);
+    Dropout<Config, Grid> const dropout(params, mask, batch);
     dropout.for_each_block(dropout_head(params, batch, head), row, column, use);
   } else {
     CUTE_UNROLL

@@ -2,9 +2,9 @@
 // rows of.
 //
 // Its state is local variables, and release_operands, begin_output and end_output are lambdas, on
-// purpose: as members of an object, or as functions, they change how ptxas assigns registers. A
-// lambda that captures an object with all of the state even keeps ptxas from seeing that work tile
-// and mask are uniform.
+// purpose: as members of an object, or as functions, they change how ptxas assigns registers, and
+// so does one function for all that changes with the work tile. A lambda that captures an object
+// with all of the state even keeps ptxas from seeing that work tile and mask are uniform.
 #pragma once
 
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -96,14 +96,14 @@ struct ForwardMainLoopSm90 {
       if (last) {
         item = Consumer::next_work_tile(control, at);
         if (item.batch < 0) break;
-        change_work_tile(params, control, tiles, at, item, mask, range, tile, softmax, queries);
+        change_work_tile(params, at, item, mask, range, tile, softmax);
+        begin_tile(params, control, tiles, at, mask, item, range, range.next(tile), tile, queries);
+        control.key.wait(at.key);
       }
       tile = range.next(tile);
       fence_accumulators(sums);
-      if constexpr (Operands::kSequential) {
-        begin_output();
-        end_output();
-      }
+      if constexpr (Operands::kSequential) begin_output();
+      if constexpr (Operands::kSequential) end_output();
       begin_scores(tiles, at, queries, scores);
       if constexpr (!Operands::kSequential) begin_output();
       auto const kept = kept_blocks(params, control, at, item, tile);
@@ -138,27 +138,23 @@ struct ForwardMainLoopSm90 {
 
   // Takes the queries of a work tile, starts the copy of the bias of the KV block `first`, and
   // skips the keys of those from `end` on.
-  CUTE_DEVICE static void begin_work_tile(ForwardParams const& params, Control& control,
-                                          uint32_t tiles, Position& at, Mask const& mask,
-                                          WorkItem const& item, Blocks const& range, int first,
-                                          int end, Queries& queries) {
+  CUTE_DEVICE static void begin_tile(ForwardParams const& params, Control& control, uint32_t tiles,
+                                     Position& at, Mask const& mask, WorkItem const& item,
+                                     Blocks const& range, int first, int end, Queries& queries) {
     take_queries(control, tiles, at, queries);
     modifiers_of(params, mask, item, tiles).load(first * kTileKey);
     Consumer::skip(control.key, at.key, range.passed(end), at.leader);
   }
 
-  // Changes all to the work tile `item`, whose first keys are here then; `tile` is one behind them.
-  CUTE_DEVICE static void change_work_tile(ForwardParams const& params, Control& control,
-                                           uint32_t tiles, Position& at, WorkItem const& item,
-                                           Mask& mask, Blocks& range, int& tile, Softmax& softmax,
-                                           Queries& queries) {
-    softmax = Softmax();
+  // Changes all to the work tile `item`; `tile` is then one behind its first KV block.
+  CUTE_DEVICE static void change_work_tile(ForwardParams const& params, Position& at,
+                                           WorkItem const& item, Mask& mask, Blocks& range,
+                                           int& tile, Softmax& softmax) {
     if (!Mask::is_shared(params.mask)) mask = Mask(params.mask, params.shape, item.batch);
     range = Blocks(params, mask, item, at.group);
     tile = range.first(mask, item, at.row_warpgroup) + kConsumerGroups;
     at.query.advance();
-    begin_work_tile(params, control, tiles, at, mask, item, range, range.next(tile), tile, queries);
-    control.key.wait(at.key);
+    softmax = Softmax();
   }
 
   // The probabilities of the first KV block of all.
@@ -168,7 +164,7 @@ struct ForwardMainLoopSm90 {
                                               WorkItem const& item, Blocks const& range, int tile,
                                               Queries& queries, Scores& scores, Softmax& softmax,
                                               ReleaseOperands const& release_operands) {
-    begin_work_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
+    begin_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
     Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
     control.key.wait(at.key);
     begin_scores(tiles, at, queries, scores);

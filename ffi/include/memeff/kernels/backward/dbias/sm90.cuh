@@ -305,7 +305,7 @@ struct DbiasSm90 {
     named_barrier_sync(kConsumerBarrier, kConsumers);
   }
 
-  using KeptBlocks = KeptTile<Config::kDropout, Grid>;
+  using KeptBlocks = KeptTile<Config, Grid>;
 
   // Every P of a row beyond the length is 0, as for rows without keys.
   CUTE_DEVICE static Statistics load_statistics(BackwardParams const& params, Mask const& mask,

@@ -17,7 +17,7 @@ struct DropoutSigns {
   CUTE_DEVICE static void mark(BackwardParams const& params, int batch, int head, int row,
                                int column, Scores& scores) {
     if constexpr (Config::kDropout) {
-      Dropout<Grid, true> const dropout(params.dropout, params.mask, batch);
+      Dropout<Config, Grid, true> const dropout(params.dropout, params.mask, batch);
       dropout.for_each_block(dropout_head(params.dropout, batch, head), row, column,
                              [&](int, int row_block, auto const& keep) {
                                CUTE_UNROLL
