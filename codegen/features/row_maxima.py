@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..launch import CapturedArray
 from .feature import Constant, CppType, Flag
 
 if TYPE_CHECKING:
     from ..problem import Problem
-    from ..spec import CapturedArray, Kernel, KernelSpec
+    from ..spec import Kernel, KernelSpec
 
 
 class RowMaxima(Flag):
@@ -25,7 +26,6 @@ class RowMaxima(Flag):
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
         from ..features import VARLEN
-        from ..spec import CapturedArray
 
         if not spec[self]:
             return ()

@@ -42,6 +42,7 @@ struct Config {
   static constexpr int kAlignment = 16;
   static constexpr auto kMask = memeff::MaskKind::causal;
   static constexpr bool kVarlen = false;
+  static constexpr bool kPositions = false;
   static constexpr bool kBroadcastBatch = false;
   static constexpr bool kSegments = false;
   static constexpr bool kBoolean = false;
@@ -276,7 +277,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
         # float16 only on sm_75; some float32 backwards from head dim 192 on are large-dim kernels.
-        count = {"sm_75": 292, "sm_86": 1076, "sm_90a": 1167}.get(arch, 1196)
+        count = {"sm_75": 307, "sm_86": 1134, "sm_90a": 1229}.get(arch, 1260)
         assert len(set(specs)) == len(specs) == count
 
 
@@ -567,7 +568,7 @@ def test_impossible_problems_raise_value_error(changes):
 
 def test_closure_takes_dims_that_are_not_tuned():
     names = {spec.name for spec in select.closure("sm_80", dtypes=["f16"], dims=[(80, 40)])}
-    features = "window_varlen_vmap_segments_boolean_softcap_dropout_bias32_sinks_rowmax"
+    features = "window_varlen_positions_vmap_segments_boolean_softcap_dropout_bias32_sinks_rowmax"
     assert f"fmha_fwd_f16_d96v64_64x64_{features}_sm80" in names
     with pytest.raises(UnsupportedError, match="head_dim is 70000"):
         list(select.closure("sm_80", dims=[(70000, 64)]))

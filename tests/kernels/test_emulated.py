@@ -169,6 +169,7 @@ SM90 += [
     Run(MAXIMA(B=1, T=140, S=570, sign=-1, dtype="float16"), arch="sm_90a", gradients=False),
     Run(MAXIMA(B=1, T=140, S=570, sign=1, soft_cap=2.0), arch="sm_90a", gradients=False),
     Run(MAXIMA(B=3, T=130, S=152, H=128, lengths=LENGTHS, packed=True), arch="sm_90a"),
+    Run(MAXIMA(B=1, T=130, S=300, dtype="float32"), arch="sm_90a", gradients=False),
 ]
 CONSUMER_GROUPS += [
     Run(case, "sm_90a", seed=2, multiprocessors=2, splits=True, gradients=False)
