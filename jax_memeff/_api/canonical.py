@@ -30,7 +30,7 @@ class Call(NamedTuple, Generic[AnyOperands]):
     batched: bool
     """Whether the user's arrays had a batch dim."""
 
-    def run(self, with_residual: bool, with_max_logits: bool) -> Any:
+    def run(self, with_residual: bool, with_max_logits: bool = False) -> Any:
         """The output; or a tuple of it, the logsumexp and the largest logits, as asked for."""
         options = dataclasses.replace(self.options, row_maxima=with_max_logits)
         found = explicit.on_shards(vjp.attention, self.operands, options)

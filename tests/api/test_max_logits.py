@@ -36,8 +36,9 @@ def defined(query, key, mask=None, bias=None, scale=None, soft_cap=None):
     batch, rows, heads, head_dim = query.shape
     scale = head_dim**-0.5 if scale is None else scale
     with jax.enable_x64(True):
-        arrays = [jnp.asarray(x, jnp.float64) for x in (query, key, 0 if bias is None else bias)]
-        scores = np.asarray(oracle.scores_of(*arrays, scale, soft_cap))
+        added = jnp.zeros(()) if bias is None else jnp.asarray(bias, jnp.float64)
+        query, key = (jnp.asarray(x, jnp.float64) for x in (query, key))
+        scores = np.asarray(oracle.scores_of(query, key, added, scale, soft_cap))
     valid = oracle.valid_elements(mask, batch, heads, rows, key.shape[1])
     return np.where(valid, scores, -np.inf).max((2, 3))
 
