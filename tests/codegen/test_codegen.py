@@ -42,12 +42,14 @@ struct Config {
   static constexpr int kAlignment = 16;
   static constexpr auto kMask = memeff::MaskKind::causal;
   static constexpr bool kVarlen = false;
+  static constexpr bool kPositions = false;
   static constexpr bool kBroadcastBatch = false;
   static constexpr bool kSegments = false;
   static constexpr bool kBoolean = false;
   static constexpr bool kSoftCap = true;
   static constexpr bool kDropout = false;
   static constexpr bool kBias = false;
+  static constexpr bool kSinks = false;
   static constexpr bool kBlockMask = false;
 };
 
@@ -274,7 +276,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
         # float16 only on sm_75; some float32 backwards from head dim 192 on are large-dim kernels.
-        count = {"sm_75": 269, "sm_86": 986, "sm_90a": 1073}.get(arch, 1100)
+        count = {"sm_75": 299, "sm_86": 1102, "sm_90a": 1197}.get(arch, 1228)
         assert len(set(specs)) == len(specs) == count
 
 
@@ -382,8 +384,11 @@ def test_every_tile_has_a_reason():
 def test_a_feature_makes_kernels_of_its_own_and_says_why_others_do_not_fit(feature):
     plain = problem("backward", head_dim=64)
     without = select.select(plain)
+    brought = {operand.role for operand in feature.operands if operand.has_gradient}
     for alone in feature.alone:
-        asked = dataclasses.replace(plain, features=alone)
+        asked = dataclasses.replace(
+            plain, features=alone, needs_grad=(*plain.needs_grad, *sorted(brought - {"bias"}))
+        )
         spec = select.select(asked)
         assert spec[feature] != without[feature]
         assert spec.name != without.name and emit.source(spec) != emit.source(without)
@@ -398,7 +403,7 @@ def test_arrays_of_features_are_listed_once():
     roles = [operand.role for operand in features.operands()]
     assert len(set(roles)) == len(roles) and {"query", "bias", "query_lengths"} <= set(roles)
     broadcast = {operand.role for operand in features.operands() if operand.broadcast_by_vmap}
-    assert broadcast == {"key", "value", "bias", "boolean"}
+    assert broadcast == {"key", "value", "bias", "boolean", "sinks"}
 
 
 @pytest.mark.quick
@@ -533,7 +538,7 @@ def test_when_specs_alone_refuse_the_error_lists_them(monkeypatch):
         {"mask": "top_left"},
         {"soft_cap": 2.0},
         {"bias": "16"},
-        {"sinks": True},
+        {"attention_sinks": True},
         {"arch": "90"},
         {"head_dim": 0},
         {"needs_grad": ("keys",)},
@@ -546,7 +551,7 @@ def test_impossible_problems_raise_value_error(changes):
 
 def test_closure_takes_dims_that_are_not_tuned():
     names = {spec.name for spec in select.closure("sm_80", dtypes=["f16"], dims=[(80, 40)])}
-    features = "window_varlen_vmap_segments_boolean_softcap_dropout_bias32"
+    features = "window_varlen_positions_vmap_segments_boolean_softcap_dropout_bias32_sinks"
     assert f"fmha_fwd_f16_d96v64_64x64_{features}_sm80" in names
     with pytest.raises(UnsupportedError, match="head_dim is 70000"):
         list(select.closure("sm_80", dims=[(70000, 64)]))
