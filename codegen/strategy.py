@@ -130,7 +130,8 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
         for together in (1, packed)
     )
     groups = gpu.has_wgmma(problem.arch) and few_tiles
-    if problem[features.VARLEN]:
+    if problem[features.VARLEN] or problem[features.ROW_MAXIMA]:
+        # The combine kernel knows no packed sequences, and partial results have no maxima.
         return "consumer_groups" if groups else None
     if rows <= 16:
         return "16"

@@ -32,7 +32,7 @@ from jax_memeff.codegen.toolchain import headers, nvrtc, parts, program_cache
 from jax_memeff.codegen.toolchain.parallel import compile_many
 from jax_memeff.errors import CompileError, UnsupportedError
 
-_FILE_WIDTH = 240
+_FILE_WIDTH = 200
 _INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
 _NO_ARCH = (

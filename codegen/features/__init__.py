@@ -15,6 +15,7 @@ from .deterministic import DETERMINISTIC
 from .feature import OPERANDS, Feature, Flag, Operand
 from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
 from .positions import POSITIONS
+from .row_maxima import ROW_MAXIMA
 from .sinks import SINKS
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "MASK",
     "POSITION",
     "POSITIONS",
+    "ROW_MAXIMA",
     "SEGMENTS",
     "SINKS",
     "SOFT_CAP",
@@ -103,6 +105,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     DROPOUT,
     BIAS,
     SINKS,
+    ROW_MAXIMA,
     DETERMINISTIC,
 )
 """In the order of names, configurations and reasons. ``Feature`` says what an entry has."""

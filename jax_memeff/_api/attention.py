@@ -42,6 +42,20 @@ def dot_product_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    return_residual: bool = False,
+    return_max_logits: Literal[True],
+    **arguments: Unpack[PaddedArguments],
+) -> tuple[jax.Array, ...]: ...
+
+
 @in_full
 def dot_product_attention(
     query: ArrayLike,
@@ -51,8 +65,9 @@ def dot_product_attention(
     mask: ArrayLike | Mask | None = None,
     *,
     return_residual: bool = False,
+    return_max_logits: bool = False,
     **arguments: Unpack[PaddedArguments],
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     r"""Exact attention with memory linear in the sequence lengths.
 
     Takes the arguments of ``jax.nn.dot_product_attention``, and some more. B is the batch size, T
@@ -106,6 +121,9 @@ def dot_product_attention(
         deterministic_backward: Every gradient is bit-equal from run to run. The output always is,
             and so are the gradients of key and value if N == K.
         return_residual: Also return the logsumexp, which is differentiable.
+        return_max_logits: Also return the largest valid score ``s`` of each head, as QK-clip needs
+            it (Kimi K2, https://arxiv.org/abs/2507.20534): after soft cap, bias and masks, before
+            sinks. It is not differentiable.
         implementation: None uses the kernels on CUDA and the blockwise path elsewhere; ``"cuda"``
             insists on the kernels; ``"xla"`` is the blockwise path everywhere.
         residual_checkpoint_name: The name of output and logsumexp for the policies of
@@ -115,9 +133,11 @@ def dot_product_attention(
             array that it names is not the one that the backward reads.
 
     Returns:
-        The output ``[B, T, N, Hv]`` in query's dtype; with ``return_residual`` the pair of it and
-        the logsumexp ``[B, T, N]`` in f32 (f64 for f64 inputs). A row that attends to nothing has
-        output 0, logsumexp -inf, and gradients 0.
+        The output ``[B, T, N, Hv]`` in query's dtype. It is the first of a tuple if more is asked
+        for: with ``return_residual`` the logsumexp ``[B, T, N]`` follows, and then with
+        ``return_max_logits`` the largest scores ``[B, N]``, both in f32 (f64 for f64 inputs). A row
+        that attends to nothing has output 0, logsumexp -inf, and gradients 0; a head without a
+        valid score has -inf.
 
     Raises:
         ValueError: A shape, a static value, or a value of a NumPy array is wrong.
@@ -142,6 +162,7 @@ def dot_product_attention(
     True
     """
     with_residual = flag("return_residual", return_residual)
+    with_max_logits = flag("return_max_logits", return_max_logits)
     call = prepare(
         query,
         key,
@@ -150,7 +171,7 @@ def dot_product_attention(
         mask,
         **arguments,
     )
-    return call.run(with_residual)
+    return call.run(with_residual, with_max_logits)
 
 
 def prepare(

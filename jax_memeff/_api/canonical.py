@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
 
 from jax_memeff._api import argument_arrays, argument_masks
 from jax_memeff._api import argument_numbers as numbers
-from jax_memeff._call import dropout
+from jax_memeff._call import dropout, max_logits
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
@@ -26,12 +30,31 @@ class Call(NamedTuple, Generic[AnyOperands]):
     batched: bool
     """Whether the user's arrays had a batch dim."""
 
-    def run(self, with_residual: bool) -> Any:
-        """The output, or the pair of it and the logsumexp."""
-        out, lse = explicit.on_shards(vjp.attention, self.operands, self.options)
-        if not self.batched:
-            out, lse = out[0], lse[0]
-        return (out, lse) if with_residual else out
+    def run(self, with_residual: bool, with_max_logits: bool = False) -> Any:
+        """The output; or a tuple of it, the logsumexp and the largest logits, as asked for."""
+        options = dataclasses.replace(self.options, row_maxima=with_max_logits)
+        found = explicit.on_shards(vjp.attention, self.operands, options)
+        largest = functools.partial(max_logits.of_heads, operands=self.operands)
+        return results(found, with_residual, self.batched, largest)
+
+
+def results(
+    found: Sequence[jax.Array],
+    with_residual: bool,
+    batched: bool,
+    largest: Callable[[jax.Array], jax.Array],
+) -> Any:
+    """What a public function returns: the output, or a tuple of it and what else is asked for.
+
+    Args:
+        found: out, lse, and row maxima if they are asked for; with a batch dim.
+        with_residual: whether lse is asked for.
+        batched: whether the user's arrays had a batch dim.
+        largest: makes the largest logits of the row maxima.
+    """
+    out, lse, *maxima = found if batched else [x[0] for x in found]
+    chosen = (out, *([lse] if with_residual else []), *map(largest, maxima))
+    return chosen if len(chosen) > 1 else out
 
 
 class Common(NamedTuple):

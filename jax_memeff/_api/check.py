@@ -64,7 +64,8 @@ def check(
                 "outside jax.jit, jax.grad and jax.vmap"
             )
     named = dict(call.arguments)
-    named.pop("return_residual")
+    for name in ("return_residual", "return_max_logits"):
+        named.pop(name)
     for name in _ON_HOST:
         if named.get(name) is not None:
             named[name] = _host(name, named[name])

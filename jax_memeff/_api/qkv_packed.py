@@ -38,6 +38,18 @@ def dot_product_attention_packed(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@overload
+def dot_product_attention_packed(
+    qkv: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    return_residual: bool = False,
+    return_max_logits: Literal[True],
+    **arguments: Unpack[PaddedArguments],
+) -> tuple[jax.Array, ...]: ...
+
+
 @in_full
 def dot_product_attention_packed(
     qkv: ArrayLike,
@@ -45,8 +57,9 @@ def dot_product_attention_packed(
     mask: ArrayLike | Mask | None = None,
     *,
     return_residual: bool = False,
+    return_max_logits: bool = False,
     **arguments: Unpack[PaddedArguments],
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """:func:`jax_memeff.dot_product_attention` of ``qkv[:, :, 0]``, ``[:, :, 1]``, ``[:, :, 2]``.
 
     The kernels read query, key and value where they are, and write the gradient as one array of
@@ -58,11 +71,12 @@ def dot_product_attention_packed(
         bias: As of ``dot_product_attention``, with S = T; so are all other arguments.
         mask: Likewise.
         return_residual: Likewise.
+        return_max_logits: Likewise.
         other arguments: Likewise.
 
     Returns:
-        The output ``[B, T, N, H]`` in qkv's dtype; with ``return_residual`` the pair of it and the
-        logsumexp ``[B, T, N]`` in f32 (f64 for f64 inputs).
+        The output ``[B, T, N, H]`` in qkv's dtype; with ``return_residual`` or
+        ``return_max_logits`` a tuple, as there.
 
     Raises:
         ValueError: A shape, a static value, or a value of a NumPy array is wrong.
@@ -78,13 +92,14 @@ def dot_product_attention_packed(
     True
     """
     with_residual = flag("return_residual", return_residual)
+    with_max_logits = flag("return_max_logits", return_max_logits)
     call = prepare(
         qkv,
         bias,
         mask,
         **arguments,
     )
-    return call.run(with_residual)
+    return call.run(with_residual, with_max_logits)
 
 
 def prepare(

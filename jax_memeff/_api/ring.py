@@ -14,9 +14,9 @@ from jax.typing import ArrayLike
 from jax_memeff._api import argument_arrays, argument_masks
 from jax_memeff._api import argument_numbers as numbers
 from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
-from jax_memeff._api.canonical import common
+from jax_memeff._api.canonical import common, results
 from jax_memeff._blockwise.tiles import MASKED_BIAS
-from jax_memeff._call import compat, sinks
+from jax_memeff._call import compat, max_logits, sinks
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
 from jax_memeff._call.operands import Operands
@@ -65,6 +65,23 @@ def ring_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    axis_name: AxisName,
+    layout: Layout = "contiguous",
+    method: Method = "ring",
+    return_residual: bool = False,
+    return_max_logits: Literal[True],
+    **arguments: Unpack[PaddedArguments],
+) -> tuple[jax.Array, ...]: ...
+
+
 @in_full
 def ring_attention(
     query: ArrayLike,
@@ -77,8 +94,9 @@ def ring_attention(
     layout: Layout = "contiguous",
     method: Method = "ring",
     return_residual: bool = False,
+    return_max_logits: bool = False,
     **arguments: Unpack[PaddedArguments],
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Exact attention over a sequence that is sharded over a mesh axis; call it in ``shard_map``.
 
     Every device has a part of the queries and the same part of the keys and values. Keys and values
@@ -108,6 +126,7 @@ def ring_attention(
             sequence; or ``"all_to_all"``: every device gets the whole sequence of N / n heads. Then
             N must be a multiple of n, and K a multiple or a divisor of it.
         return_residual: As of ``dot_product_attention``.
+        return_max_logits: Likewise, of the whole sequence: every device gets the same ``[B, N]``.
         other arguments: As of ``dot_product_attention``, except:
 
             - ``is_causal`` and ``local_window_size`` count positions of the whole sequence, in
@@ -122,7 +141,8 @@ def ring_attention(
 
     Returns:
         This device's rows of the output, ``[B, T, N, Hv]`` in query's dtype; with
-        ``return_residual`` the pair of it and the logsumexp ``[B, T, N]`` in f32 (f64 for f64).
+        ``return_residual`` or ``return_max_logits`` a tuple of it, the logsumexp ``[B, T, N]`` and
+        the largest scores ``[B, N]``, both in f32 (f64 for f64).
 
     Raises:
         ValueError: The axis is not bound, local lengths do not suit the layout, or as
@@ -148,6 +168,7 @@ def ring_attention(
     True
     """
     with_residual = flag("return_residual", return_residual)
+    with_max_logits = flag("return_max_logits", return_max_logits)
     named = with_defaults(PaddedArguments, arguments)
     numbers.choice("layout", layout, LAYOUTS)
     numbers.choice("method", method, get_args(Method))
@@ -179,16 +200,19 @@ def ring_attention(
     combined = _canonical(combined, scores, columns, longest)
     _same_on_all_devices(axis_name, "query", combined.query_lengths)
     _same_on_all_devices(axis_name, "key", combined.key_lengths)
+    options = dataclasses.replace(options, row_maxima=with_max_logits)
     ring = Ring(axis_name, devices, layout, method, options)
     # The ring sets the positions.
     arrays["position"] = None
-    out, lse = _attend(Operands(query, key, value, mask=combined, **arrays), ring)
-    if not batched:
-        out, lse = out[0], lse[0]
-    return (out, lse) if with_residual else out
+    operands = Operands(query, key, value, mask=combined, **arrays)
+
+    def largest(maxima: jax.Array) -> jax.Array:
+        return lax.pmax(max_logits.of_heads(maxima, operands), axis_name)
+
+    return results(_attend(operands, ring), with_residual, batched, largest)
 
 
-def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
+def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     # The index makes all operands vary over the ring's axis, as the results do.
     index = lax.axis_index(ring.axis_name)
     operands, _ = compat.cast_to_common_varying_axes((operands, index))
@@ -197,17 +221,19 @@ def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
     bias = operands.bias
     if bias is None or bias.shape[3] != 1:
         return derivatives.attention(operands, ring)
-    # One number for each row shifts the logsumexp of its keys, and nothing else.
-    out, lse = derivatives.attention(operands._replace(bias=None, sinks=None), ring)
+    # One number for each row shifts the logsumexp and the maximum of its keys, and nothing else.
+    alone = operands._replace(bias=None, sinks=None)
+    out, lse, *maxima = derivatives.attention(alone, ring)
     bias = jnp.broadcast_to(bias, (*lse.shape[:1], lse.shape[2], lse.shape[1], 1))
     shift = jnp.swapaxes(bias[..., 0], 1, 2)
     masked = (shift < MASKED_BIAS) | jnp.isneginf(lse)
-    out, lse = jnp.where(masked[..., None], 0, out), jnp.where(masked, -jnp.inf, lse + shift)
+    out = jnp.where(masked[..., None], 0, out)
+    lse, *maxima = (jnp.where(masked, -jnp.inf, x + shift) for x in (lse, *maxima))
     if operands.sinks is None:
-        return out, lse
+        return out, lse, *maxima
     is_valid = valid_rows(operands, ring)
     joined, lse = sinks.joined(out.astype(lse.dtype), lse, operands.sinks[:, None], is_valid)
-    return joined.astype(out.dtype), lse
+    return joined.astype(out.dtype), lse, *maxima
 
 
 def _devices(axis_name: AxisName) -> int:

@@ -52,6 +52,24 @@ def varlen_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@overload
+def varlen_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    return_residual: bool = False,
+    return_max_logits: Literal[True],
+    **arguments: Unpack[CommonArguments],
+) -> tuple[jax.Array, ...]: ...
+
+
 @in_full
 def varlen_attention(
     query: ArrayLike,
@@ -65,8 +83,9 @@ def varlen_attention(
     mask: ArrayLike | Mask | None = None,
     *,
     return_residual: bool = False,
+    return_max_logits: bool = False,
     **arguments: Unpack[CommonArguments],
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Exact attention of B packed sequences, which follow one another without padding.
 
     Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` (excluded) and the
@@ -91,12 +110,13 @@ def varlen_attention(
         mask: As there, with the same B, T and S; lengths of a ``Mask`` shorten the sequences, and
             segment ids are ``[total_q]`` and ``[total_k]``.
         return_residual: As there.
+        return_max_logits: As there, of each sequence.
         other arguments: As there. The rows and columns of ``offsets`` count within every sequence;
             ``[B]`` of them are one for each sequence.
 
     Returns:
-        The output ``[total_q, N, Hv]`` in query's dtype; with ``return_residual`` the pair of it
-        and the logsumexp ``[total_q, N]`` in f32 (f64 for f64 inputs).
+        The output ``[total_q, N, Hv]`` in query's dtype. As there the logsumexp ``[total_q, N]``
+        and the largest scores ``[B, N]`` follow, in f32 (f64 for f64 inputs), if asked for.
 
     Raises:
         ValueError: A shape, a static value, or a value of a NumPy array is wrong.
@@ -117,6 +137,7 @@ def varlen_attention(
     True
     """
     with_residual = flag("return_residual", return_residual)
+    with_max_logits = flag("return_max_logits", return_max_logits)
     call = prepare(
         query,
         key,
@@ -129,7 +150,7 @@ def varlen_attention(
         mask,
         **arguments,
     )
-    return call.run(with_residual)
+    return call.run(with_residual, with_max_logits)
 
 
 def prepare(

@@ -23,7 +23,7 @@ __all__ = ["backward", "forward"]
 State = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
+def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[jax.Array, ...]:
     """Attention and its logsumexp.
 
     Args:
@@ -34,18 +34,20 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
     Returns:
         out: [B, T, N, Hv]; 0 in rows without valid keys.
         lse: [B, T, N], float32 (float64 for float64 inputs); -inf in rows without valid keys.
+        maxima: only with ``options.row_maxima``, the largest score of each row, as ``lse`` is.
     """
     batch, length, heads, _ = operands.query.shape
     value_dim = operands.value.shape[-1]
     problem = Problem.of(operands, options)
     if 0 in (batch, length, heads, operands.key.shape[1]):
         out = problem.zeros(batch, length, heads, value_dim).astype(dtype or operands.query.dtype)
-        return out, problem.zeros(batch, length, heads) - jnp.inf
+        nothing = problem.zeros(batch, length, heads) - jnp.inf
+        return (out, nothing, nothing) if options.row_maxima else (out, nothing)
 
     rows, cols = problem.rows, problem.cols
     group_shape = problem.query.shape[:3]
 
-    def query_block(index: jax.Array, results: tuple[jax.Array, jax.Array]):
+    def query_block(index: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         row, _ = rows.start(index)
         query = problem.query_tile(row)
 
@@ -70,18 +72,16 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
         total = jnp.where(has_keys, total, 1)
         out = weighted * (problem.kept_scale / total)[..., None]
         lse = jnp.where(has_keys, maximum + jnp.log(total), -jnp.inf)
-        return (
-            lax.dynamic_update_slice_in_dim(
-                results[0], ungrouped(out).astype(results[0].dtype), row, 1
-            ),
-            lax.dynamic_update_slice_in_dim(results[1], ungrouped(lse[..., None])[..., 0], row, 1),
+        of_rows = (lse, maximum) if options.row_maxima else (lse,)
+        blocks = ungrouped(out), *(ungrouped(x[..., None])[..., 0] for x in of_rows)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(result, block.astype(result.dtype), row, 1)
+            for result, block in zip(results, blocks, strict=True)
         )
 
-    results = (
-        problem.zeros(batch, length, heads, value_dim).astype(dtype or operands.query.dtype),
-        problem.zeros(batch, length, heads),
-    )
-    return lax.fori_loop(0, rows.count, query_block, results)
+    out = problem.zeros(batch, length, heads, value_dim).astype(dtype or operands.query.dtype)
+    of_rows = [problem.zeros(batch, length, heads)] * (2 if options.row_maxima else 1)
+    return lax.fori_loop(0, rows.count, query_block, (out, *of_rows))
 
 
 def _online_softmax(state: State, tile: Tile, value: jax.Array) -> State:

@@ -21,23 +21,25 @@ from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import token_indices
 
 
-def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
+def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[jax.Array, ...]:
     """Like :func:`jax_memeff._blockwise.forward.forward`, for packed sequences.
 
     Returns:
         out: [1, tokens, N, Hv], 0 for tokens of no sequence.
         lse: [1, tokens, N], -inf for tokens of no sequence.
+        maxima: like lse, only with ``options.row_maxima``.
     """
     _, tokens, heads, _ = operands.query.shape
     accumulator = jnp.promote_types(operands.query.dtype, jnp.float32)
+    nothing = jnp.full((1, tokens, heads), -jnp.inf, accumulator)
     results = (
         jnp.zeros((1, tokens, heads, operands.value.shape[3]), dtype or operands.query.dtype),
-        jnp.full((1, tokens, heads), -jnp.inf, accumulator),
+        *[nothing] * (2 if options.row_maxima else 1),
     )
     if _is_empty(operands):
         return results
 
-    def sequence(index: jax.Array, results: tuple[jax.Array, jax.Array]):
+    def sequence(index: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         rows, columns = tokens_of(operands, index)
         part = sequence_of(operands, options, index, rows, columns)
         one = blockwise.forward(part, options, dtype)

@@ -57,6 +57,8 @@ class Options:
     deterministic_backward: bool = False
     implementation: Implementation | None = None
     """None: the kernels on CUDA, the blockwise path elsewhere."""
+    row_maxima: bool = False
+    """Whether a forward also returns the largest score of each row."""
     residual_checkpoint_name: str | None = None
     """The name of output and logsumexp for the policies of ``jax.checkpoint``; None means the
     default names of ``derivatives.named``."""

@@ -73,3 +73,14 @@ def token_indices(starts: jax.Array, lengths: jax.Array, longest: int, tokens: i
     """
     position = lax.iota(jnp.int32, longest)
     return jnp.where(position < lengths[..., None], starts[..., None] + position, tokens)
+
+
+def sequence_of_tokens(starts: jax.Array, tokens: int) -> jax.Array:
+    """The sequence that each token is in, int[tokens]; any for a token that is in none.
+
+    Args:
+        starts: int[B + 1], the first token of each sequence and the end of the last.
+        tokens: how many there are.
+    """
+    positions = jnp.arange(tokens, dtype=starts.dtype)
+    return jnp.clip(jnp.searchsorted(starts[:-1], positions, side="right") - 1, 0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_memeff._call import divisors
 from jax_memeff._call.operands import batch_of, is_varlen
 from jax_memeff._call.options import Options
+from jax_memeff._call.sequences import sequence_of_tokens
 
 
 def joined(
@@ -49,7 +50,7 @@ def of_rows(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | boo
         rows = jnp.arange(operands.query.shape[1], dtype=lengths.dtype)
         return sinks[:, None], (rows < lengths[:, None])[..., None]
     sequences, tokens = operands.sequences, jnp.arange(operands.query.shape[1], dtype=jnp.int32)
-    index = _sequences_of_tokens(operands)
+    index = sequence_of_tokens(sequences.query_starts, operands.query.shape[1])
     place = tokens - sequences.query_starts[index]
     is_valid = (place >= 0) & (place < sequences.query_lengths[index])
     if own.shape[0] != 1:
@@ -74,13 +75,7 @@ def gradient(operands: Any, options: Options, lse: jax.Array, delta: jax.Array) 
     if not is_varlen(operands) or shape[0] == 1:
         per_batch_index = jnp.sum(terms, 1)
     else:
-        of_tokens = _sequences_of_tokens(operands)
+        starts = operands.sequences.query_starts
+        of_tokens = sequence_of_tokens(starts, operands.query.shape[1])
         per_batch_index = jax.ops.segment_sum(terms[0], of_tokens, batch)
     return divisors.summed(per_batch_index, shape).astype(sinks.dtype)
-
-
-def _sequences_of_tokens(operands: Any) -> jax.Array:
-    """The sequence that each query token is in, int[tokens]; any for one that is in none."""
-    starts = operands.sequences.query_starts[:-1]
-    tokens = jnp.arange(operands.query.shape[1], dtype=starts.dtype)
-    return jnp.clip(jnp.searchsorted(starts, tokens, side="right") - 1, 0)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
@@ -70,9 +71,13 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     avals = _separate(avals)
     specs = kernels(avals, options, needs_grad=None)
     inputs += buffers.of_block_masks(ctx, avals, operands.mask, options.divisors, specs)
-    out, logsumexp = ctx.avals_out
-    results = [Buffer("out", out), Buffer("logsumexp", logsumexp, layout=_ROW_STATISTICS)]
-    return _custom_call(
+    names = ("out", "logsumexp", "row_maxima")
+    layouts = (None, _ROW_STATISTICS, _ROW_STATISTICS)
+    results = [
+        Buffer(name, aval, layout=layout)
+        for name, aval, layout in zip(names, ctx.avals_out, layouts, strict=False)
+    ]
+    found = _custom_call(
         ctx,
         _FORWARD_TARGET,
         inputs,
@@ -80,6 +85,20 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
         specs=specs,
         **_scores(avals, options),
     )[: len(results)]
+    if not options.row_maxima:
+        return found
+    out, logsumexp, maxima = found
+    return [out, logsumexp, *_of_rows_with_keys(ctx, logsumexp, maxima)]
+
+
+def _of_rows_with_keys(ctx: mlir.LoweringRuleContext, logsumexp: Any, maxima: Any) -> Sequence[Any]:
+    """Row maxima, of which the kernels leave those beyond the lengths unwritten."""
+    context = ctx.replace(avals_in=ctx.avals_out[1:], avals_out=ctx.avals_out[2:])
+
+    def masked(logsumexp: jax.Array, maxima: jax.Array) -> jax.Array:
+        return jnp.where(logsumexp == -jnp.inf, -jnp.inf, maxima)
+
+    return mlir.lower_fun(masked, multiple_results=False)(context, logsumexp, maxima)
 
 
 def lower_backward(

@@ -37,17 +37,18 @@ from jax_memeff._call.sequences import token_indices
 from jax_memeff._op import primitives
 
 
-def named(results: tuple[jax.Array, jax.Array], options: Options) -> tuple[jax.Array, jax.Array]:
+def named(results: tuple[jax.Array, ...], options: Options) -> tuple[jax.Array, ...]:
     """Output and logsumexp with the names for policies of ``jax.checkpoint``.
 
     The backward needs both, so a name that the user chooses applies to both: a policy that saves it
-    saves all residuals.
+    saves all residuals. Row maxima are no residual and have no name.
     """
-    out, lse = results
+    out, lse, *others = results
     chosen = options.residual_checkpoint_name
     return (
         checkpoint_name(out, chosen or "jax_memeff_out"),
         checkpoint_name(lse, chosen or "jax_memeff_lse"),
+        *others,
     )
 
 
@@ -121,7 +122,7 @@ def _row_bias_gradient(
 
 def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) -> Any:
     operands = jax.tree.unflatten(tree, primals)
-    results = named(primitives.forward(operands, options), options)
+    out, lse, *maxima = named(primitives.forward(operands, options), options)
     moving = jax.tree.unflatten(
         tree, [None if type(tangent) is ad.Zero else tangent for tangent in tangents]
     )
@@ -131,7 +132,8 @@ def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) ->
         if getattr(moving, name) is not None
     }
     tangents = gradients_of(operands, given)
-    return results, primitives.tangent(operands, options, *results, tangents)
+    dout, dlse = primitives.tangent(operands, options, out, lse, tangents)
+    return (out, lse, *maxima), (dout, dlse, *(ad.Zero(jax.typeof(x)) for x in maxima))
 
 
 def _tangent_transpose(cts: Any, *leaves: Any, tree: Any, options: Options) -> list[Any]:

@@ -2,7 +2,8 @@
 
 They take the flat leaves of a pytree, whose structure is the parameter ``tree``:
 
-- ``attention_fwd``: ``Operands`` -> out [B, T, N, Hv], lse [B, T, N]
+- ``attention_fwd``: ``Operands`` -> out [B, T, N, Hv], lse [B, T, N], and with
+  ``Options.row_maxima`` the largest score of each row [B, T, N], which has no derivative
 - ``attention_bwd``: ``(Operands, out, lse, dout, dlse | None)`` -> the gradients that
   ``needs_grad`` names, in the order of the operands' fields
 - ``attention_tangent``: ``(Operands, out, lse, Gradients)``, tangents of the operands -> tangents
@@ -51,11 +52,14 @@ attention_tangent_p = Primitive("attention_tangent")
 attention_tangent_p.multiple_results = True
 
 
-def forward(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, Hv] in the query's dtype and logsumexp [B, T, N] (f32; f64 for f64)."""
+def forward(operands: AnyOperands, options: Options) -> tuple[jax.Array, ...]:
+    """Output [B, T, N, Hv] in the query's dtype and logsumexp [B, T, N] (f32; f64 for f64).
+
+    With ``options.row_maxima`` also the largest valid score of each row, before sinks and -inf if
+    there is none, as the logsumexp is.
+    """
     leaves, tree = jax.tree.flatten(operands)
-    out, lse = attention_fwd_p.bind(*leaves, tree=tree, options=options)
-    return out, lse
+    return tuple(attention_fwd_p.bind(*leaves, tree=tree, options=options))
 
 
 def backward(
@@ -89,8 +93,7 @@ def tangent(
     return dout, dlse
 
 
-def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
-    del options
+def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, ...]:
     operands: Any = jax.tree.unflatten(tree, avals)
     if isinstance(operands, QkvPackedOperands):
         query = value = compat.projection(operands.query_key_value)
@@ -98,10 +101,9 @@ def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
         query, value = operands.query, operands.value
     lse_dtype = jnp.promote_types(query.dtype, jnp.float32)
     rows = query.shape[:3]
-    return (
-        compat.leading_dims(query, (*rows, value.shape[3]), query.dtype),
-        compat.leading_dims(query, rows, lse_dtype),
-    )
+    lse = compat.leading_dims(query, rows, lse_dtype)
+    maxima = (lse,) if options.row_maxima else ()
+    return compat.leading_dims(query, (*rows, value.shape[3]), query.dtype), lse, *maxima
 
 
 def _backward_types(
@@ -130,9 +132,9 @@ def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Seque
     if operands.sinks is None:
         return path.forward(operands, options)
     accumulator = jnp.promote_types(operands.query.dtype, jnp.float32)
-    out, lse = path.forward(operands, options, accumulator)
+    out, lse, *maxima = path.forward(operands, options, accumulator)
     out, lse = sinks.joined(out, lse, *sinks.of_rows(operands, options))
-    return out.astype(operands.query.dtype), lse
+    return out.astype(operands.query.dtype), lse, *maxima
 
 
 def _blockwise_backward(

@@ -91,8 +91,11 @@ def forward_mode_is_named() -> Iterator[None]:
         raise
 
 
-def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of canonical operands, differentiable in query, key, value and bias."""
+def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, ...]:
+    """(out, lse) of canonical operands, differentiable in query, key, value, bias and sinks.
+
+    With ``options.row_maxima`` also the row maxima, which have no derivative.
+    """
     if is_forward_mode():
         return primitives.forward(operands, options)
     with forward_mode_is_named():
@@ -100,20 +103,21 @@ def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.A
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, jax.Array]:
+def _attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, ...]:
     return primitives.forward(operands, options)
 
 
-def _forward(operands: Any, options: Options) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
+def _forward(operands: Any, options: Options) -> tuple[tuple[jax.Array, ...], _Residuals]:
     needs_grad = perturbed(operands)
     values: AnyOperands = jax.tree.map(lambda primal: primal.value, operands)
-    out, lse = derivatives.named(primitives.forward(values, options), options)
-    return (out, lse), _Residuals(values, out, lse, Perturbed(needs_grad))
+    results = derivatives.named(primitives.forward(values, options), options)
+    out, lse = results[:2]
+    return results, _Residuals(values, out, lse, Perturbed(needs_grad))
 
 
 def _backward(options: Options, residuals: _Residuals, cotangents: Any) -> tuple[AnyOperands]:
     operands, out, lse, static = residuals
-    dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
+    dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents[:2])
 
     gradients = derivatives.cotangents(operands, options, (out, lse), dout, dlse, static.needs_grad)
     none = type(operands)(*[None] * len(operands._fields))  # type: ignore[arg-type]

@@ -44,11 +44,10 @@ def check_heads(axis_name: object, devices: int, heads: int, key_heads: int) -> 
         )
 
 
-def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a device's rows; arguments and results as in ``derivatives.attention``."""
+def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
+    """Results of a device's rows; arguments and results as in ``derivatives.attention``."""
     whole = compat.cast_to_common_varying_axes(_whole_sequence(operands, ring))
-    out, lse = vjp.attention(whole, ring.options)
-    return _to_sequence(out, ring), _to_sequence(lse, ring)
+    return tuple(_to_sequence(x, ring) for x in vjp.attention(whole, ring.options))
 
 
 def _whole_sequence(operands: Operands, ring: Ring) -> Operands:

@@ -24,8 +24,9 @@ from jax_memeff._ring import passes
 from jax_memeff._ring.passes import Ring
 
 
-def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a device's rows, differentiable in query, key, value and bias.
+def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
+    """(out, lse) of a device's rows, differentiable in query, key, value, bias and sinks; and with
+    ``Options.row_maxima`` the maxima of these rows, which have no derivative.
 
     Args:
         operands: those of the device; all vary over the same mesh axes, including the ring's. The
@@ -39,12 +40,12 @@ def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attention(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
+def _attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     return passes.forward(operands, ring)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _forward(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
+def _forward(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     return passes.forward(operands, ring)
 
 
@@ -78,16 +79,16 @@ def _tangents(function: Callable[..., Any], ring: Ring, primals: Any, tangents: 
     return jax.jvp(lambda arrays: function(arrays, ring), primals, tangents)[1]
 
 
-def _forward_rule(operands: Any, ring: Ring) -> tuple[tuple[jax.Array, jax.Array], Any]:
+def _forward_rule(operands: Any, ring: Ring) -> tuple[tuple[jax.Array, ...], Any]:
     needs_grad = perturbed(operands)
     values: Operands = jax.tree.map(lambda primal: primal.value, operands)
-    out, lse = named(_forward(values, ring), ring.options)
-    return (out, lse), (values, out, lse, Perturbed(needs_grad))
+    results = named(_forward(values, ring), ring.options)
+    return results, (values, *results[:2], Perturbed(needs_grad))
 
 
 def _backward_rule(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Operands]:
     operands, out, lse, static = residuals
-    dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
+    dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents[:2])
     none = Operands(*[None] * len(Operands._fields))  # type: ignore[arg-type]
     if not any(static.needs_grad) or (dout is None and dlse is None):
         return (none,)

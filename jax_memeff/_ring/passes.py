@@ -269,14 +269,17 @@ def _repeat(body: Callable[[Any, Any], Any], carry: Any, inputs: list[Any]) -> A
     return lax.scan(lambda carry, x: (body(carry, x), None), carry, stacked)[0]
 
 
-def forward(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T local, N, Hv] in the query's dtype, and logsumexp [B, T local, N]."""
+def forward(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
+    """Output [B, T local, N, Hv] in the query's dtype, and logsumexp [B, T local, N].
+
+    With ``Options.row_maxima`` also the maxima of these rows, over the columns of all devices.
+    """
     call = _Call(operands, ring)
 
     def add_product(keys: Keys, product: Product, sums: Sums) -> Sums:
         part = primitives.forward(call.part(keys, product), ring.options)
-        out, lse = sums.rows
-        merged = _merge((call.of_rows(out, product), call.of_rows(lse, product)), part)
+        out, lse, *maxima = (call.of_rows(x, product) for x in sums.rows)
+        merged = (*_merge((out, lse), part[:2]), *map(jnp.maximum, maxima, part[2:]))
         rows = (write_block(x, y, (1, product.row)) for x, y in zip(sums.rows, merged, strict=True))
         return sums._replace(rows=tuple(rows))
 
@@ -285,8 +288,9 @@ def forward(operands: Operands, ring: Ring) -> tuple[jax.Array, jax.Array]:
     if operands.sinks is not None:
         # Every row starts with its sink, before any key.
         empty = sinks.joined(*empty, operands.sinks[:, None], valid_rows(operands, ring))
-    out, lse = call.run(add_product, Sums(empty, ())).rows
-    return out.astype(operands.query.dtype), lse
+    maxima = (call.zeros(rows) - jnp.inf,) if ring.options.row_maxima else ()
+    out, lse, *maxima = call.run(add_product, Sums((*empty, *maxima), ())).rows
+    return out.astype(operands.query.dtype), lse, *maxima
 
 
 def valid_rows(operands: Operands, ring: Ring) -> jax.Array | bool:
@@ -301,7 +305,7 @@ def valid_rows(operands: Operands, ring: Ring) -> jax.Array | bool:
 
 
 def _merge(
-    merged: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]
+    merged: tuple[jax.Array, ...], part: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Merge (out, lse) over two sets of columns, either of which may be empty."""
     (out, lse), (part_out, part_lse) = merged, part

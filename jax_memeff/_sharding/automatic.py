@@ -55,6 +55,7 @@ from jax_memeff._sharding.layout import (
     Sharded,
     dims,
     divides_groups,
+    forward_dims,
     heads_of,
     layout,
     named_dims,
@@ -177,6 +178,9 @@ class _Call(NamedTuple):
             is_leaf=lambda array: array is None,
         )
         results = list(forward)
+        if len(arrays) == 1:
+            of_forward = forward_dims(operands, self.params["options"])
+            results = [batch.named(named, indices) for named in of_forward]
         if "needs_grad" in self.params:
             needed = gradients_needed(operands, self.params["needs_grad"])
             results = [gradients[name] for name in needed]

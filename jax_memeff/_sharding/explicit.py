@@ -13,15 +13,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax_memeff._call import compat
 from jax_memeff._call.operands import AnyOperands, items
 from jax_memeff._call.options import Options
-from jax_memeff._sharding.layout import Sharded, dims, layout, result_dims, text
+from jax_memeff._sharding.layout import Sharded, dims, forward_dims, layout, text
 from jax_memeff._sharding.local import check_rows, take_key_heads, with_positions
 
-Attention = Callable[[Any, Options], tuple[jax.Array, jax.Array]]
+Attention = Callable[[Any, Options], tuple[jax.Array, ...]]
 
 
 def on_shards(
     function: Attention, operands: AnyOperands, options: Options
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """``function(operands, options)``; if mesh axes are explicit, on the shards of each device.
 
     Raises:
@@ -38,7 +38,7 @@ def on_shards(
 @functools.partial(jax.jit, static_argnames=("function", "options"), inline=True)
 def _on_shards(
     function: Attention, operands: AnyOperands, options: Options
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     mesh = _mesh(operands)
     _check_not_mapped()
     found = layout(
@@ -62,7 +62,7 @@ def _on_shards(
     row_devices = math.prod(mesh.shape[axis] for axis in found.rows)
     check_rows(operands, options, row_devices)
 
-    def local(operands: AnyOperands) -> tuple[jax.Array, jax.Array]:
+    def local(operands: AnyOperands) -> tuple[jax.Array, ...]:
         operands = take_key_heads(with_positions(operands, found, row_devices), found)
         return function(compat.cast_to_common_varying_axes(operands), options)
 
@@ -70,7 +70,7 @@ def _on_shards(
         local,
         mesh=mesh,
         in_specs=(specs,),
-        out_specs=tuple(map(found.spec, result_dims(operands))),
+        out_specs=tuple(map(found.spec, forward_dims(operands, options))),
         axis_names=_explicit_axes(mesh),
     )
     return shards(operands)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from jax_memeff._call.operands import Operand, QkvPackedOperands, is_varlen, mapped
+from jax_memeff._call.options import Options
 
 Axes = tuple[Any, ...]
 """Names of mesh axes that one dim is sharded over; empty for none."""
@@ -146,6 +147,12 @@ def result_dims(operands: Any) -> tuple[str, str]:
     if is_varlen(operands):
         return "one query_tokens heads value_dim", "one query_tokens heads"
     return "batch rows heads value_dim", "batch rows heads"
+
+
+def forward_dims(operands: Any, options: Options) -> tuple[str, ...]:
+    """The same of all results of a forward: row maxima have the dims of lse."""
+    out, lse = result_dims(operands)
+    return (out, lse, lse) if options.row_maxima else (out, lse)
 
 
 def heads_of(operands: Any) -> tuple[int, int]:

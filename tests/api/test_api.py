@@ -314,6 +314,7 @@ COMMON = {
     "is_causal": False,
     "local_window_size": None,
     "logits_soft_cap": None,
+    "sinks": None,
     "dropout_rate": 0.0,
     "dropout_key": None,
     "offsets": None,
@@ -322,6 +323,7 @@ COMMON = {
     "implementation": None,
     "residual_checkpoint_name": None,
     "return_residual": False,
+    "return_max_logits": False,
 }
 LENGTHS = {"query_seq_lengths": None, "key_value_seq_lengths": None}
 

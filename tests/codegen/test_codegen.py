@@ -50,6 +50,7 @@ struct Config {
   static constexpr bool kDropout = false;
   static constexpr bool kBias = false;
   static constexpr bool kSinks = false;
+  static constexpr bool kRowMaxima = false;
   static constexpr bool kBlockMask = false;
 };
 
@@ -276,7 +277,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
         # float16 only on sm_75; some float32 backwards from head dim 192 on are large-dim kernels.
-        count = {"sm_75": 299, "sm_86": 1102, "sm_90a": 1197}.get(arch, 1228)
+        count = {"sm_75": 307, "sm_86": 1134, "sm_90a": 1229}.get(arch, 1260)
         assert len(set(specs)) == len(specs) == count
 
 
@@ -382,13 +383,12 @@ def test_every_tile_has_a_reason():
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
 def test_a_feature_makes_kernels_of_its_own_and_says_why_others_do_not_fit(feature):
-    plain = problem("backward", head_dim=64)
+    # Only a backward has sums, and sinks change one only if it computes their gradient.
+    direction = "backward" if feature.name == "deterministic" else "forward"
+    plain = problem(direction, head_dim=64)
     without = select.select(plain)
-    brought = {operand.role for operand in feature.operands if operand.has_gradient}
     for alone in feature.alone:
-        asked = dataclasses.replace(
-            plain, features=alone, needs_grad=(*plain.needs_grad, *sorted(brought - {"bias"}))
-        )
+        asked = dataclasses.replace(plain, features=alone)
         spec = select.select(asked)
         assert spec[feature] != without[feature]
         assert spec.name != without.name and emit.source(spec) != emit.source(without)
@@ -404,6 +404,23 @@ def test_arrays_of_features_are_listed_once():
     assert len(set(roles)) == len(roles) and {"query", "bias", "query_lengths"} <= set(roles)
     broadcast = {operand.role for operand in features.operands() if operand.broadcast_by_vmap}
     assert broadcast == {"key", "value", "bias", "boolean", "sinks"}
+
+
+def test_row_maxima_are_those_of_a_forward_that_does_not_split_the_keys():
+    asked = problem(head_dim=64, row_maxima=True)
+    sizes = Sizes(batch=1, queries=1, keys=4096, heads=8, key_heads=8)
+    assert strategy.choose(problem(head_dim=64), sizes, 132).query_rows == "16"
+    assert strategy.choose(asked, sizes, 132) == strategy.PLAIN
+    on_hopper = dataclasses.replace(asked, arch="sm_90a")
+    assert strategy.choose(on_hopper, sizes, 132).query_rows == "consumer_groups"
+    reasons = [
+        why for spec, why in select.explain(asked, Strategy("16")) if spec.kernel.splits_keys
+    ]
+    assert reasons and all("merges no maxima" in "; ".join(why) for why in reasons)
+    backward = problem("backward", head_dim=64)
+    assert select.select(dataclasses.replace(backward, features={"row_maxima": True})) == (
+        select.select(backward)
+    )
 
 
 @pytest.mark.quick
@@ -538,7 +555,7 @@ def test_when_specs_alone_refuse_the_error_lists_them(monkeypatch):
         {"mask": "top_left"},
         {"soft_cap": 2.0},
         {"bias": "16"},
-        {"attention_sinks": True},
+        {"no_feature": True},
         {"arch": "90"},
         {"head_dim": 0},
         {"needs_grad": ("keys",)},
@@ -551,7 +568,7 @@ def test_impossible_problems_raise_value_error(changes):
 
 def test_closure_takes_dims_that_are_not_tuned():
     names = {spec.name for spec in select.closure("sm_80", dtypes=["f16"], dims=[(80, 40)])}
-    features = "window_varlen_positions_vmap_segments_boolean_softcap_dropout_bias32_sinks"
+    features = "window_varlen_positions_vmap_segments_boolean_softcap_dropout_bias32_sinks_rowmax"
     assert f"fmha_fwd_f16_d96v64_64x64_{features}_sm80" in names
     with pytest.raises(UnsupportedError, match="head_dim is 70000"):
         list(select.closure("sm_80", dims=[(70000, 64)]))

@@ -121,6 +121,14 @@ SM80 += [
     Run(SINKS(B=4, T=5, S=700, N=4, K=1, bias="BNT1", lengths=ROWS), splits=True, gradients=False),
     Run(SINKS(B=1, T=5, S=60, N=4, K=1), splits=True, gradients=False),
 ]
+# Rows without keys, with and without a sink.
+MAXIMA = functools.partial(Case, row_maxima=True)
+EMPTY = ((130, 150), (77, 0), (0, 150))
+SM80 += [
+    Run(MAXIMA(B=3, T=130, S=150, N=4, K=2, bias="BNT1", sinks=True, lengths=EMPTY, **CAUSAL)),
+    Run(MAXIMA(B=3, T=130, S=150, H=264, bias="11TS", sinks=True, lengths=EMPTY)),
+    Run(MAXIMA(B=3, T=130, S=150, dropout=0.2, lengths=LENGTHS, packed=True, **WINDOW)),
+]
 SM80 += [Run(case, seed=3, unattended=True) for case in MAPPED]
 SM90 = [
     *on_three_schedules(
@@ -156,6 +164,21 @@ CONSUMER_GROUPS.append(
         gradients=False,
     )
 )
+SM90 += [
+    Run(MAXIMA(B=2, T=200, S=300, N=4, K=2, sinks=True, **CAUSAL), arch="sm_90a"),
+    Run(MAXIMA(B=1, T=140, S=570, sign=-1, dtype="float16"), arch="sm_90a", gradients=False),
+    Run(MAXIMA(B=1, T=140, S=570, sign=1, soft_cap=2.0), arch="sm_90a", gradients=False),
+    Run(MAXIMA(B=3, T=130, S=152, H=128, lengths=LENGTHS, packed=True), arch="sm_90a"),
+    Run(MAXIMA(B=1, T=130, S=300, dtype="float32"), arch="sm_90a", gradients=False),
+]
+CONSUMER_GROUPS += [
+    Run(case, "sm_90a", seed=2, multiprocessors=2, splits=True, gradients=False)
+    for case in (
+        MAXIMA(B=3, T=130, S=450, sinks=True, lengths=((130, 450), (77, 0), (0, 450))),
+        # Few rows, whose keys are split without the maxima.
+        MAXIMA(B=1, T=5, S=700, N=4, K=1),
+    )
+]
 SM90 += [
     Run(case, "sm_90a", seed=3, multiprocessors=1, gradients=not case.dropout, unattended=True)
     for case in MAPPED

@@ -66,6 +66,8 @@ class Case:
     the order in which the forward visits them, by many powers of two."""
     sinks: bool = False
     """One of the heads has a sink of -inf, if there are several."""
+    row_maxima: bool = False
+    """The forward also returns the largest score of each row."""
     mask_seed: int | None = None
     """Bias and element masks are drawn from it, and not after query, key and value."""
 
@@ -92,6 +94,7 @@ class Case:
         words += [f"sum{self.bias_gradient}"] if self.bias_gradient else []
         words += [f"sign{self.sign}"] if self.sign else []
         words += ["sinks"] if self.sinks else []
+        words += ["maxima"] if self.row_maxima else []
         return "-".join(words)
 
     @property
@@ -115,6 +118,7 @@ class Case:
             dropout_threshold=threshold,
             precision=self.precision,
             deterministic_backward=self.deterministic,
+            row_maxima=self.row_maxima,
             divisors=self.divisors,
         )
 
@@ -291,7 +295,10 @@ def run_case(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple:
 
 
 def run(operands: Operands | QkvPackedOperands, options: Options, dout: Any, dlse: Any) -> tuple:
-    """(out, lse), (dq, dk, dv, dbias, dsinks) of one jitted program; None of what is absent."""
+    """(out, lse), (dq, dk, dv, dbias, dsinks) of one jitted program; None of what is absent.
+
+    Row maxima follow lse if the options ask for them.
+    """
     from jax_memeff._op import vjp
 
     operands, dout, dlse = jax.device_put((operands, dout, dlse))
@@ -303,13 +310,12 @@ def run_shared(operands: Operands, options: Options, dout: Any, dlse: Any) -> tu
     """The same through the primitives, whose gradients of broadcast arrays have the whole batch."""
     from jax_memeff._op import derivatives, primitives
 
-    results = primitives.forward(operands, options)
+    out, lse, *maxima = primitives.forward(operands, options)
     needs_grad = NeedsGrad(
         True, True, True, bias=operands.bias is not None, sinks=operands.sinks is not None
     )
-    return results, tuple(
-        derivatives.cotangents(operands, options, results, dout, dlse, needs_grad)
-    )
+    gradients = derivatives.cotangents(operands, options, (out, lse), dout, dlse, needs_grad)
+    return (out, lse, *maxima), tuple(gradients)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 4))
@@ -317,13 +323,14 @@ def _run(operands, options, dout, dlse, attention):
     arrays = (*operands._fields[: operands._fields.index("bias") + 1], "sinks")
 
     def forward(differentiable):
-        out, lse = attention(operands._replace(**differentiable), options)
-        return (out, lse) if dlse is not None else out
+        out, lse, *maxima = attention(operands._replace(**differentiable), options)
+        return (out, lse) if dlse is not None else out, maxima
 
-    results, transpose = jax.vjp(forward, {name: getattr(operands, name) for name in arrays})
+    given = {name: getattr(operands, name) for name in arrays}
+    results, transpose, maxima = jax.vjp(forward, given, has_aux=True)
     (gradients,) = transpose(dout if dlse is None else (dout, dlse))
     out, lse = results if dlse is not None else (results, None)
-    return (out, lse), tuple(gradients[name] for name in arrays)
+    return (out, lse, *maxima), tuple(gradients[name] for name in arrays)
 
 
 def assert_matches_the_oracle(case: Case) -> None:
@@ -336,7 +343,8 @@ def assert_results_match(case: Case, results: tuple) -> None:
     operands, dout, _ = case.arrays()
     reference, low = answers(case)
     wide = low is None
-    (out, lse), gradients = results
+    (out, lse, *maxima), gradients = results
+    assert len(maxima) == case.row_maxima
 
     def check(name, got, field, **allowances):
         oracle.check(
@@ -349,9 +357,11 @@ def assert_results_match(case: Case, results: tuple) -> None:
         )
 
     check("out", out, "out")
+    rough = case.precision == "tf32" or (case.soft_cap is not None and not wide)
     if lse is not None:
-        rough = case.precision == "tf32" or (case.soft_cap is not None and not wide)
         check("lse", lse, "lse", lse_tolerance=1e-3 if rough else 1e-5)
+    if case.row_maxima:
+        check("maxima", maxima[0], "maxima", lse_tolerance=1e-3 if rough else 1e-5)
     if gradients is None:
         return
     dq, dk, dv, dbias, dsinks = gradients

@@ -228,6 +228,7 @@ def _described(row: Row) -> Case:
         boolean=row["boolean"],
         dropout=row["dropout"],
         sinks=row["sinks"],
+        row_maxima=row["row_maxima"],
         position=position,
         deterministic=row["deterministic"],
     )

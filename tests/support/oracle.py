@@ -35,6 +35,8 @@ class Answer(NamedTuple):
     sinks: np.ndarray | None = None
     sinks_scale: np.ndarray | None = None
     """The same for the gradient of the sinks."""
+    maxima: np.ndarray | None = None
+    """[B, T, N], the largest valid score of each row; -inf without one."""
 
 
 NO_SINKS: Any = np.float32(-np.inf)
@@ -129,6 +131,16 @@ def kept_factors(operands: Operands, options: Options) -> np.ndarray:
     return 256 / (256 - threshold) * kept
 
 
+def scores_of(query, key, bias, scale, soft_cap):
+    """The scores by their definition, [B, N, T, S], before masks; arguments as of ``formula``."""
+    key = jnp.repeat(key, query.shape[2] // max(key.shape[2], 1), 2)
+    highest = jax.lax.Precision.HIGHEST
+    scores = scale * jnp.einsum("btnh,bsnh->bnts", query, key, precision=highest)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    return scores + bias
+
+
 def formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap):
     """Output and logsumexp, by their definition, as a function that JAX differentiates.
 
@@ -143,11 +155,8 @@ def formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap):
     """
     groups = query.shape[2] // max(key.shape[2], 1)
     highest = jax.lax.Precision.HIGHEST
-    key, value = jnp.repeat(key, groups, 2), jnp.repeat(value, groups, 2)
-    scores = scale * jnp.einsum("btnh,bsnh->bnts", query, key, precision=highest)
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    scores = scores + bias
+    value = jnp.repeat(value, groups, 2)
+    scores = scores_of(query, key, bias, scale, soft_cap)
     has_sink = sinks > -jnp.inf
     has_scores = jnp.any(valid, -1, keepdims=True) | has_sink
     # Rows without keys and sink get finite scores here, and their defined values below, so that
@@ -172,7 +181,8 @@ def _answer(query, key, value, bias, sinks, valid, kept, scale, dout, dlse, soft
         return formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap)
 
     results, transpose = jax.vjp(differentiable, query, key, value, bias, sinks)
-    return results, transpose((dout, dlse))
+    scores = jnp.where(valid, scores_of(query, key, bias, scale, soft_cap), -jnp.inf)
+    return results, transpose((dout, dlse)), jnp.max(scores, -1).transpose(0, 2, 1)
 
 
 def answer(
@@ -215,7 +225,7 @@ def answer(
             )
             valid = np.zeros(bias.shape, bool)
         results = _answer(q, k, v, bias, sinks, valid, kept, scale, dout, dlse, options.soft_cap)
-    (out, lse), (dq, dk, dv, dscores, dsinks) = jax.tree.map(np.asarray, results)
+    (out, lse), (dq, dk, dv, dscores, dsinks), maxima = jax.tree.map(np.asarray, results)
     dsinks = dsinks.astype(np.float64)
     dscores = dscores[..., :S].astype(np.float64)
     reduced = tuple(axis for axis, size in enumerate(bias_shape) if size == 1)
@@ -236,6 +246,7 @@ def answer(
         bias_gradient(np.abs(dscores)) if has_bias else None,
         None if operands.sinks is None else dsinks.sum((0, 2, 3))[None].astype(dtype),
         None if operands.sinks is None else np.abs(dsinks).sum((0, 2, 3))[None],
+        maxima,
     )
 
 
@@ -265,7 +276,7 @@ def check(
     """Fail unless a result is as near to the reference as its precision allows.
 
     Args:
-        name: ``"lse"``, or what the result is called in the message.
+        name: ``"lse"`` or ``"maxima"``, or what the result is called in the message.
         got: the result under test.
         reference: the oracle's, in float64 (float32 for 16-bit inputs).
         low_precision: the oracle's formula run in the dtype of 16-bit inputs; None for wider
@@ -274,7 +285,7 @@ def check(
         floor: what f32 rounding leaves where the reference cancels exactly (a row with one key has
             dP = delta); added to what is allowed of an element.
         wide_tolerance: 5e-6 by default (1e-12 in float64).
-        lse_tolerance: of the logsumexp, relative to ``1 + max |lse|``.
+        lse_tolerance: of the logsumexp and the maxima, relative to ``1 + max |lse|``.
 
     Results of 16-bit inputs may have twice the largest error of ``low_precision``, in each row and
     in the tensor, and two roundings of their largest element: of what the last product reads and of
@@ -292,9 +303,9 @@ def check(
         return
     got, reference = np.where(infinite, 0, got), np.where(infinite, 0, reference)
     error = np.abs(got - reference)
-    if name == "lse":
+    if name in ("lse", "maxima"):
         allowed = lse_tolerance * (1 + np.abs(reference).max())
-        assert error.max() <= allowed, f"lse: error {error.max():.3g}, allowed {allowed:.3g}"
+        assert error.max() <= allowed, f"{name}: error {error.max():.3g}, allowed {allowed:.3g}"
         return
     magnitude = np.abs(reference) if scale is None else np.asarray(scale)
     if low_precision is None:

@@ -96,14 +96,21 @@ def packed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operan
     )
 
 
-def unpacked(case: Case, results: tuple) -> tuple:
-    """Results of ``attention_case.run`` of packed arrays as those of the padded ones."""
-    (out, lse), (dq, dk, dv, *others) = results
-    queries, keys = packings(case)
+def unpacked_forward(case: Case, results: tuple) -> tuple:
+    """Results of a forward of packed arrays as those of the padded ones; None stays None."""
+    out, *of_rows = results
+    queries, _ = packings(case)
     return (
         queries.unpack(out, case.T, 0),
-        None if lse is None else queries.unpack(lse, case.T, -np.inf),
-    ), (
+        *(None if x is None else queries.unpack(x, case.T, -np.inf) for x in of_rows),
+    )
+
+
+def unpacked(case: Case, results: tuple) -> tuple:
+    """Results of ``attention_case.run`` of packed arrays as those of the padded ones."""
+    forward, (dq, dk, dv, *others) = results
+    queries, keys = packings(case)
+    return unpacked_forward(case, forward), (
         queries.unpack(dq, case.T, 0),
         keys.unpack(dk, case.S, 0),
         keys.unpack(dv, case.S, 0),

@@ -36,7 +36,8 @@ struct FmhaForwardSm80 {
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Config::kWarps, kWarpRows>;
   static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
-  using Softmax = OnlineSoftmax<kRowBlocks, false, has_bias_tile<Config>()>;
+  using Softmax =
+      OnlineSoftmax<kRowBlocks, false, has_bias_tile<Config>(), false, Config::kRowMaxima>;
   using Mask = ScoreMask<Config, ScoreGrid>;
   using KvBlocks = BlockMaskRow<Config::kBlockMask>;
 

@@ -64,12 +64,12 @@ struct FmhaForwardSm90 {
                           WarpgroupGrid<kTileQuery, kColumns>>;
   using ScoreGrid = Grid<kTileKey>;
   using OutGrid = Grid<Config::kValueDim>;
-  static constexpr bool kCapped =
-      Config::kSoftCap && !Config::kBias && cute::is_same_v<Element, cutlass::bfloat16_t>;
+  static constexpr bool kCapped = Config::kSoftCap && !Config::kBias && !Config::kRowMaxima &&
+                                  cute::is_same_v<Element, cutlass::bfloat16_t>;
   // Rows with a bias may be negative for ever, which integers do not order; above 128 columns there
   // a KV block has too few scores for the branch to pay.
   using Softmax = OnlineSoftmax<1, !Config::kBias && Config::kValueDim <= 128,
-                                has_bias_tile<Config>(), kCapped>;
+                                has_bias_tile<Config>(), kCapped, Config::kRowMaxima>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
   using Scheduler = TileScheduler<Schedule>;
 

@@ -32,6 +32,7 @@ namespace memeff {
 
 template <class Config>
 struct FmhaForwardSplitSm80 {
+  static_assert(!Config::kRowMaxima);  // partial results have no maxima
   using Element = typename Config::Element;
   static constexpr int kThreads = Config::kWarps * kWarpSize;
   static constexpr int kTileQuery = Config::kTileQuery;

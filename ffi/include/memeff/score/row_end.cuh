@@ -1,4 +1,4 @@
-// A row at the end of a forward: its position, the factor of its output, and its logsumexp.
+// A row at the end of a forward: its position, the factor of its output, its logsumexp and maximum.
 #pragma once
 
 #include <memeff/core/math.cuh>
@@ -32,12 +32,13 @@ struct RowsOfTile {
   }
 };
 
-// A row without keys, or one that is not valid, has the factor 0 and the logsumexp -inf.
+// A row without keys, or one that is not valid, has the factor 0, and the others are -inf.
 struct RowEnd {
   float factor;     // normalises the output
   float logsumexp;  // natural logarithm
+  float maximum;    // of the scores; only a softmax of Config::kRowMaxima has it
 
-  CUTE_DEVICE static RowEnd empty() { return {0.0f, -infinity()}; }
+  CUTE_DEVICE static RowEnd empty() { return {0.0f, -infinity(), -infinity()}; }
 };
 
 }  // namespace memeff

@@ -1,14 +1,16 @@
 // The modifiers of whole rows at the end of a forward: all such features of a kernel as one object,
 // in a fixed order.
 //
-//   lse = lse + bias of the row       RowBias
-//   lse = log(exp(lse) + exp(sink))   RowSink
+//   lse = lse + bias of the row, maximum likewise   RowBias
+//   lse = log(exp(lse) + exp(sink))                 RowSink
+//   the maximum is written                          RowMaximum
 //
 // Every forward finishes each row by RowModifiers::finish(), exactly once. With split keys the
 // combine kernel calls it instead of the forward. Without a feature the calls compile to nothing.
 #pragma once
 
 #include <memeff/score/bias/rows.cuh>
+#include <memeff/score/row_maximum.cuh>
 #include <memeff/score/sink.cuh>
 
 namespace memeff {
@@ -19,12 +21,15 @@ template <class Config>
 struct RowModifiers {
   RowBias<Config> bias;
   RowSink<Config> sink;
+  RowMaximum<Config> maximum;
 
   RowModifiers() = default;
   CUTE_DEVICE RowModifiers(ForwardParams const& params, RowPosition const& row)
-      : bias(params, row), sink(params, row) {}
+      : bias(params, row), sink(params, row), maximum(params, row) {}
 
-  CUTE_DEVICE RowEnd finish(RowEnd end) const { return sink.finish(bias.finish(end)); }
+  CUTE_DEVICE RowEnd finish(RowEnd end) const {
+    return maximum.finish(sink.finish(bias.finish(end)));
+  }
 };
 
 // The modifiers of the rows of which a lane has elements.

@@ -86,10 +86,12 @@ class BlockSoftmax {
       CUTE_UNROLL
       for (int warp = 0; warp < Grid::kColumnWarps; ++warp) sum += shared_value(r, warp);
       bool const empty = sum == 0.0f || row(r) >= bound;
+      // Asked twice, since one copy for both uses spills. A row maximum is then written twice.
       auto const end = [&] {
+        float const maximum = row_max_[r] * softmax_scale * kLn2;
         return modifiers.finish(
-            r, {empty ? 0.0f : output_scale / sum,
-                empty ? -infinity() : row_max_[r] * softmax_scale * kLn2 + __logf(sum)});
+            r, {empty ? 0.0f : output_scale / sum, empty ? -infinity() : maximum + __logf(sum),
+                empty ? -infinity() : maximum});
       };
       store_shared(normalisers() + row(r) * 4, __float_as_uint(end().factor));
       write(row(r), end().logsumexp);

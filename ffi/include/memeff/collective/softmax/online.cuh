@@ -16,15 +16,18 @@ namespace memeff {
 // kCapped: a soft cap bounds the scores, which have been multiplied by softmax_scale; probabilities
 // are bfloat16 or wider. If the cap is small enough for their range, the softmax reference of every
 // row is 0, and no maxima are computed.
+//
+// kExactMaximum: the softmax reference of a row is its running maximum, without slack.
 template <int kRowBlocks, bool kIntegerMaximum = false, bool kLargeScores = false,
-          bool kCapped = false>
+          bool kCapped = false, bool kExactMaximum = false>
 struct OnlineSoftmax {
+  static_assert(!(kCapped && kExactMaximum));  // references are 0
   using Reference = ScoreReference<kLargeScores>;
   static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane has elements
 
   // A softmax reference follows the maximum of its row only when that is ahead by this many powers
   // of two (Zadouri et al. 2026, FlashAttention-4, section 3.1), so the output is seldom rescaled.
-  static constexpr float kSlack = 8.0f;
+  static constexpr float kSlack = kExactMaximum ? 0.0f : 8.0f;
 
   // Sums of 2^kCappedScale, and their products with values, are far from the end of float32.
   static constexpr float kCappedScale = 64.0f;
@@ -151,7 +154,8 @@ struct OnlineSoftmax {
       float const inverse = empty ? 0.0f : output_scale * reciprocal_approx(sum);
       float const reference = softmax_reference[r] * remaining(softmax_scale);
       float const logsumexp = (reference + log2_approx(sum)) * kLn2;
-      auto const end = modifiers.finish(r, {inverse, empty ? -infinity() : logsumexp});
+      float const maximum = !kExactMaximum || empty ? -infinity() : reference * kLn2;
+      auto const end = modifiers.finish(r, {inverse, empty ? -infinity() : logsumexp, maximum});
       softmax_reference[r] = end.logsumexp;
       rescale_row(output, r, end.factor);
     }

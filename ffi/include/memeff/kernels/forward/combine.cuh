@@ -97,7 +97,8 @@ struct FmhaForwardCombine {
     bool const empty = sum.weight == 0.0f;
     auto const end = [&] {
       return modifiers.finish({empty ? 0.0f : 1.0f / sum.weight,
-                               empty ? -infinity() : sum.maximum + __logf(sum.weight)});
+                               empty ? -infinity() : sum.maximum + __logf(sum.weight),
+                               -infinity()});
     };
     if (column == 0) {
       params.logsumexp[((long long)batch * shape.query_heads + head) * shape.query_length + query] =

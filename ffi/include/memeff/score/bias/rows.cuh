@@ -25,10 +25,11 @@ struct RowBias {
   CUTE_DEVICE RowBias(ForwardParams const& params, RowPosition const& row)
       : value(row.valid ? row_bias<Config>(params.bias, row.batch, row.head, row.query) : 0.0f) {}
 
-  // A bias below kMaskedBias masks every element of the row; any other bias shifts the logsumexp.
+  // A bias below kMaskedBias masks every element of the row; any other bias shifts the logsumexp
+  // and the maximum.
   CUTE_DEVICE RowEnd finish(RowEnd end) const {
     if (value < kMaskedBias) return RowEnd::empty();
-    return {end.factor, end.logsumexp + value};
+    return {end.factor, end.logsumexp + value, end.maximum + value};
   }
 };
 

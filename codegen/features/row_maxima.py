@@ -1,0 +1,48 @@
+"""The largest score of each row, beside output and logsumexp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..launch import CapturedArray
+from .feature import Constant, CppType, Flag
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from ..spec import Kernel, KernelSpec
+
+
+class RowMaxima(Flag):
+    """A forward writes them where it ends a row. They have no derivative, so a backward ignores
+    them.
+    """
+
+    def compiled(self, problem: Problem, kernel: Kernel) -> bool:
+        return problem[self] and problem.direction == "forward"
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        return super().constants(spec) if spec.direction == "forward" else {}
+
+    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
+        from ..features import VARLEN
+
+        if not spec[self]:
+            return ()
+        return (CapturedArray(self.name, "1 query_tokens N" if spec[VARLEN] else "B T N"),)
+
+    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+        if spec[self] and spec.kernel.splits_keys:
+            return ["it splits the keys of a row, and merges no maxima"]
+        return super().reasons(spec, problem)
+
+
+ROW_MAXIMA = RowMaxima(
+    "row_maxima",
+    "row maxima",
+    constant="kRowMaxima",
+    tag="rowmax",
+    asked_by=lambda call: call.options.row_maxima and call.needs_grad is None,
+    values=(False, True),
+    support="largest logits (`return_max_logits=True`)",
+)
