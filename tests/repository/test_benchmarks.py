@@ -29,7 +29,7 @@ def document(tmp_path_factory):
     command += ["--peers", "memeff_xla,jax_xla,torch_flash", "--host", "dispatch"]
     command += ["--rounds", "2", "--batch-ms", "1", "--output", str(path)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return json.loads(path.read_text())
 
