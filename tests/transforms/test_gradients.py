@@ -12,7 +12,7 @@ from arrays import normal
 
 import jax_memeff
 from jax_memeff import Mask
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import NeedsGrad, Operands
 from jax_memeff._call.options import Options
 
 B, T, S, N, K, H = 2, 9, 11, 4, 2, 8
@@ -119,7 +119,7 @@ def test_only_needed_gradients_are_computed(wanted, assert_close):
 
     operands = (QUERY, KEY, VALUE, BIAS)
     (backward,) = named(jax.grad(loss, wanted), "attention_bwd", *operands)
-    assert backward.params["needs_grad"] == tuple(i in wanted for i in range(4))
+    assert backward.params["needs_grad"] == NeedsGrad(*(i in wanted for i in range(4)))
     assert len(backward.outvars) == len(wanted)
     everything = jax.grad(loss, (0, 1, 2, 3))(*operands)
     assert_close(jax.grad(loss, wanted)(*operands), tuple(everything[i] for i in wanted), 1e-6)
@@ -129,7 +129,7 @@ def test_constants_and_inner_jits_need_no_gradients():
     inner = jax.jit(functools.partial(attention, is_causal=True))
     grad = jax.grad(lambda query: inner(query, KEY, VALUE).sum())
     (backward,) = named(grad, "attention_bwd", QUERY)
-    assert backward.params["needs_grad"] == (True, False, False, False)
+    assert backward.params["needs_grad"] == NeedsGrad(True, False, False, False)
 
 
 def test_unused_residual_has_no_cotangent():
