@@ -129,7 +129,7 @@ def test_constants_and_inner_jits_need_no_gradients():
     inner = jax.jit(functools.partial(attention, is_causal=True))
     grad = jax.grad(lambda query: inner(query, KEY, VALUE).sum())
     (backward,) = named(grad, "attention_bwd", QUERY)
-    assert backward.params["needs_grad"] == NeedsGrad(True, False, False, bias=False)
+    assert backward.params["needs_grad"] == NeedsGrad(True, False, False, False)
 
 
 def test_unused_residual_has_no_cotangent():
