@@ -56,8 +56,10 @@ _F32 = {
             128,
             8,
             1,
-            "113 KB; with 128 queries modifiers spill up to 220 bytes",
+            "113 KB; with 128 queries modifiers spill up to 220 bytes, here pointers if a vmap "
+            "broadcasts, between products",
             chunk=128,
+            spill_bytes=12,
         ),
     )
 }

@@ -241,6 +241,7 @@ def test_derivatives_of_the_loops_themselves():
     transposed = jax.jit(
         lambda arrays: jax.vjp(f, *arrays)[1](cotangents), compiler_options=UNOPTIMISED
     )(arrays)
+    gradients = gradients[:4]  # there are no sinks
     for got, want in zip(transposed, gradients, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
     tangents = tuple(jnp.where(jnp.isneginf(x), 0, jnp.cos(x)) for x in arrays)

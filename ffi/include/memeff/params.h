@@ -80,8 +80,8 @@ struct MaskParams {
   int bottom_right_right;
   const int* query_lengths;   // [B] or null
   const int* key_lengths;     // [B] or null
-  const int* query_position;  // [B]: global index of row 0; read by kernels with positions only
-  const int* key_position;    // [B]: global index of column 0, likewise
+  const int* query_position;  // [B] or null: global index of row 0
+  const int* key_position;    // [B] or null: global index of column 0
   const int* query_segments;  // [B, segment_pairs, T], or [segment_pairs, tokens]
   const int* key_segments;    // [B, segment_pairs, S], or [segment_pairs, tokens]
   long long segment_pairs;

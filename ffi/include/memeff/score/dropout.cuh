@@ -56,8 +56,16 @@ struct Dropout {
     key = make_uint2(dropout.key_words[2 * batch], dropout.key_words[2 * batch + 1]);
     addend = 0x01010101u * (128 - (dropout.threshold & 127));
     either = dropout.threshold < 128 ? ~0u : 0u;
-    first_row = Config::kPositions ? mask.query_position[batch] : 0;
-    first_column = Config::kPositions ? mask.key_position[batch] : 0;
+    if constexpr (Config::kPositions) {
+      first_row = mask.query_position[batch];
+      first_column = mask.key_position[batch];
+    } else {
+      // The pointers are null, and the loads are never executed. They are here because ptxas orders
+      // the main loop differently without them: with the constant 0 the forward loses 6 % at head
+      // dims 64 and 128 (H200), with an opaque 0 it loses 2 to 6 %.
+      first_row = mask.query_position != nullptr ? *mask.query_position : 0;
+      first_column = mask.key_position != nullptr ? *mask.key_position : 0;
+    }
   }
 
   // Sets the highest bit of each byte to byte >= threshold. Adding `addend` to the low seven bits
