@@ -1,12 +1,12 @@
 """Shared set-up: eight CPU devices, the ``gpu`` marker, and fixtures for numbers and kernels."""
 
 import concurrent.futures
+import importlib.metadata
 import multiprocessing
 import os
 import shutil
 
 import jax
-import jaxlib
 import numpy as np
 import pytest
 
@@ -17,9 +17,9 @@ except ImportError as error:
 
 # Most of the time of the tests is compilation on the CPU: half of it is XLA's newer emitters. XLA
 # aborts on a flag that it does not know, and jaxlib 0.11 does not know this one.
-if jaxlib.__version__.startswith("0.10.") and "xla_cpu_use_fusion_emitters" not in os.environ.get(
-    "XLA_FLAGS", ""
-):
+if importlib.metadata.version("jaxlib").startswith(
+    "0.10."
+) and "xla_cpu_use_fusion_emitters" not in os.environ.get("XLA_FLAGS", ""):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = flags.strip()
 

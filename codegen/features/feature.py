@@ -163,7 +163,7 @@ class Feature(Generic[Asked, Compiled]):
         return bool(spec[self])
 
     def asked_by(self, call: Any) -> Asked:
-        """Its value for a call, as ``jax_memeff._cuda.lowering.Call`` describes it."""
+        """Its value for a call, as ``jax_memeff._cuda.problem.Call`` describes it."""
         raise NotImplementedError
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:

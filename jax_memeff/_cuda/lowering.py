@@ -7,7 +7,6 @@ in another process, or after export, without the code generator.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import math
@@ -21,7 +20,6 @@ from jax.interpreters import mlir
 
 from jax_memeff import config
 from jax_memeff._call import divisors, sinks
-from jax_memeff._call.mask import Window
 from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands, differentiable
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
@@ -29,11 +27,9 @@ from jax_memeff._call.static_shapes import require_static
 from jax_memeff._cuda import buffers, description, workspaces
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.export import register_targets
+from jax_memeff._cuda.problem import Call, bias_alignment, problem_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import strategy
-from jax_memeff.codegen.features import FEATURES
-from jax_memeff.codegen.features.bias import BiasLayout
-from jax_memeff.codegen.problem import Dtype, Problem
 from jax_memeff.codegen.select import select
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
@@ -45,13 +41,6 @@ _BACKWARD_TARGET = "jax_memeff_backward"
 _DIRECTIONS: dict[str, Literal["forward", "backward"]] = {
     _FORWARD_TARGET: "forward",
     _BACKWARD_TARGET: "backward",
-}
-
-_DTYPES: dict[str, Dtype] = {
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "float32": "f32",
-    "float64": "f64",
 }
 
 # ``kUnbounded`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
@@ -212,95 +201,9 @@ def digest(
     return hashlib.sha256(repr((specs, keys)).encode()).digest()
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call as the code generator's features see it: each reads whether it is asked for
-    (``asked_by`` in codegen/features).
-    """
-
-    operands: Operands
-    """Their types."""
-    options: Options
-    needs_grad: NeedsGrad | None
-    """None in a forward."""
-
-    @property
-    def mask_kinds(self) -> frozenset[str]:
-        """The conditions of the mask, by name."""
-        return self.operands.mask.kinds()
-
-    @property
-    def windows(self) -> tuple[Window | None, Window | None]:
-        """The bounds of the columns that a row sees. Alignments do not matter to a kernel."""
-        return self.operands.mask.top_left, self.operands.mask.bottom_right
-
-    @property
-    def broadcasts_batch(self) -> bool:
-        """Whether some batch indices, and not all, have an operand in common."""
-        avals, options = self.operands, self.options
-        batch = avals.scores[0]
-        own = {divisors.combined(avals.mask, options.divisors, batch)[0]}
-        own |= {
-            getattr(avals, name).shape[0]
-            for name in differentiable(avals)
-            if getattr(avals, name) is not None and divisors.may_sum_gradient(name, avals)
-        }
-        if avals.bias is not None and self.needs_grad is not None and self.needs_grad.bias:
-            own.add(self._bias_gradient_shape[0])
-        keys = () if avals.sequences is not None else (avals.key, avals.value)
-        return not own <= {1, batch} or any(array.shape[0] != batch for array in keys)
-
-    @property
-    def bias_layout(self) -> BiasLayout:
-        """How the bias is broadcast, as far as kernels differ in it.
-
-        The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
-        """
-        scores, shape = self.operands.scores, self._bias_gradient_shape
-        if shape == scores:
-            return "full"
-        if shape[3] == 1 and scores[3] != 1:
-            return "rows"
-        return "columns" if shape[2] == 1 else "shared"
-
-    @property
-    def bias_alignment(self) -> int:
-        """Bytes, up to 16, that every row of the bias starts at a multiple of."""
-        return _bias_alignment(self.operands)
-
-    @property
-    def _bias_gradient_shape(self) -> tuple[int, ...]:
-        avals = self.operands
-        assert avals.bias is not None
-        return divisors.gradient_shape("bias", avals.bias.shape, avals, self.options.divisors)
-
-
 def _kernel(call: Call, sizes: Sizes, arch: str) -> KernelSpec:
-    problem = _problem(call, arch)
+    problem = problem_of(call, arch)
     return select(problem, strategy.choose(problem, sizes, strategy.MULTIPROCESSORS))
-
-
-def _problem(call: Call, arch: str) -> Problem:
-    return Problem(
-        direction="forward" if call.needs_grad is None else "backward",
-        dtype=_dtype(call.operands, call.options),
-        head_dim=call.operands.query.shape[3],
-        value_dim=call.operands.value.shape[3],
-        arch=arch,
-        features={feature.name: feature.asked_by(call) for feature in FEATURES},
-        needs_grad=() if call.needs_grad is None else tuple(_needed(call.needs_grad)),
-    )
-
-
-def _dtype(avals: Operands, options: Options) -> Dtype:
-    dtype = _DTYPES[avals.query.dtype.name]
-    return "tf32" if dtype == "f32" and options.precision == "tf32" else dtype
-
-
-def _bias_alignment(avals: Operands) -> int:
-    """Bytes, up to 16, that every row of the bias starts at a multiple of."""
-    bias = avals.bias
-    return 16 if bias is None else math.gcd(16, bias.shape[3] * bias.dtype.itemsize)
 
 
 def _require_lengths(avals: Operands) -> None:
@@ -340,7 +243,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
         "dropout_threshold": np.int32(options.dropout_threshold),
         "longest": np.array(_longest(avals), np.int32),
         "divisors": _divisors(avals, options),
-        "bias_alignment": np.int32(_bias_alignment(avals)),
+        "bias_alignment": np.int32(bias_alignment(avals)),
     }
 
 
