@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+ROW_DIMS = "B T N"
+PACKED_ROW_DIMS = "1 query_tokens N"
+"""The dims of arrays with a number for each row of scores; the latter if sequences are packed."""
+
 
 class BlockMask(NamedTuple):
     """Which tiles of scores, of ``query`` rows and ``key`` columns, a kernel skips: a row of blocks

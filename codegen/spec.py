@@ -13,7 +13,15 @@ from jax_memeff.codegen.strategy import Strategy
 
 from . import features as registry
 from .features.feature import Constant, CppType, Feature
-from .launch import BlockMask, CapturedArray, EntryPoint, TensorMap, Workspace
+from .launch import (
+    PACKED_ROW_DIMS,
+    ROW_DIMS,
+    BlockMask,
+    CapturedArray,
+    EntryPoint,
+    TensorMap,
+    Workspace,
+)
 from .problem import DTYPE_BYTES, Direction, Problem
 
 SpecDtype = Literal["f16", "bf16", "f32", "tf32"]
@@ -291,6 +299,11 @@ class KernelSpec:
         return tuple(
             array for feature in registry.FEATURES for array in feature.captured_arrays(self)
         )
+
+    @property
+    def row_dims(self) -> str:
+        """The dims of an array with a number for each row of scores, such as the logsumexp."""
+        return PACKED_ROW_DIMS if self[registry.VARLEN] else ROW_DIMS
 
     @property
     def has_block_mask(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from .bias import BIAS, AskedBias, CompiledBias
 from .deterministic import DETERMINISTIC
+from .dropout import DROPOUT
 from .feature import OPERANDS, Feature, Flag, Operand
 from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
 from .positions import POSITIONS
@@ -75,22 +76,6 @@ SOFT_CAP = Flag(
     asked_by=lambda call: call.options.soft_cap is not None,
     modifier=True,
     values=(None, 2.0),
-)
-
-DROPOUT = Flag(
-    "dropout",
-    "dropout",
-    constant="kDropout",
-    tag="dropout",
-    asked_by=lambda call: call.options.dropout_threshold > 0,
-    modifier=True,
-    operands=(
-        Operand("key_words", "B 2", places=("dropout.key_words",)),
-        Operand("batch_base", "B", places=("dropout.batch_base",)),
-        Operand("head_index", "N", places=("dropout.head_index",)),
-    ),
-    per_head=True,
-    values=(0.0, 0.1, 0.5),
 )
 
 FEATURES: tuple[Feature[Any, Any], ...] = (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .dropout import DROPOUT
 from .feature import Flag, Operand
+from .mask import MASK
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -19,8 +21,7 @@ class Positions(Flag):
     """
 
     def compiled(self, problem: Problem, kernel: Kernel) -> bool:
-        asked = dict(problem.features)
-        return problem[self] and (asked["mask"] != "none" or asked["dropout"])
+        return problem[self] and (problem.asks(MASK) or problem.asks(DROPOUT))
 
 
 POSITIONS = Positions(

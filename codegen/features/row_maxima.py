@@ -25,11 +25,7 @@ class RowMaxima(Flag):
         return super().constants(spec) if spec.direction == "forward" else {}
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
-        from ..features import VARLEN
-
-        if not spec[self]:
-            return ()
-        return (CapturedArray(self.name, "1 query_tokens N" if spec[VARLEN] else "B T N"),)
+        return (CapturedArray(self.name, spec.row_dims),) if spec[self] else ()
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
         if spec[self] and spec.kernel.splits_keys:

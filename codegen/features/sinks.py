@@ -21,13 +21,11 @@ class Sinks(Flag):
         return problem[self] and (problem.direction == "forward" or "sinks" in problem.needs_grad)
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
-        from ..features import VARLEN
-
         if not spec[self]:
             return ()
         if spec.direction == "forward":
             return (CapturedArray("sinks", "B~ N"),)
-        return (CapturedArray("delta", "1 query_tokens N" if spec[VARLEN] else "B T N"),)
+        return (CapturedArray("delta", spec.row_dims),)
 
 
 SINKS = Sinks(

@@ -44,7 +44,7 @@ def results(
     batched: bool,
     largest: Callable[[jax.Array], jax.Array],
 ) -> Any:
-    """What a public function returns: the output, or a tuple of it and what else is asked for.
+    """The result of a public function: the output, or a tuple of it and what else is asked for.
 
     Args:
         found: out, lse, and row maxima if they are asked for; with a batch dim.

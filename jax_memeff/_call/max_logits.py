@@ -14,7 +14,7 @@ from jax_memeff._call.sequences import sequence_of_tokens
 
 
 def of_heads(maxima: jax.Array, operands: Any) -> jax.Array:
-    """The maximum over the rows, which has no derivative; -inf where no row has a valid score.
+    """The maximum over the rows, which has no derivative; -inf if no row has a valid score.
 
     Args:
         maxima: [B, T, N] or [T, N]; of packed sequences [tokens, N].

@@ -98,6 +98,11 @@ class NeedsGrad(NamedTuple):
     bias: bool
     sinks: bool = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The gradients that are needed."""
+        return tuple(name for name, needed in self._asdict().items() if needed)
+
 
 class Gradients(NamedTuple):
     """Gradients in the operands' own shapes and dtypes; None if not needed."""

@@ -39,13 +39,13 @@ def of_operands(
     for name, group in itertools.groupby(pairs, key=lambda pair: pair[0].operand.buffer):
         types, arrays = zip(*((aval.array, value.array) for aval, value in group), strict=True)
         if name == "boolean":
-            buffers.append(_computed(ctx, name, _conjunction(avals, options), types, arrays))
+            buffers.append(computed(ctx, name, _conjunction(avals, options), types, arrays))
         elif name in ("query_segments", "key_segments"):
-            buffers.append(_computed(ctx, name, lambda *ids: jnp.stack(ids, 1), types, arrays))
+            buffers.append(computed(ctx, name, lambda *ids: jnp.stack(ids, 1), types, arrays))
         elif name in ("query_position", "key_position"):
             # XLA merges a broadcast scalar with what computes it: no launch more.
             repeated = functools.partial(jnp.broadcast_to, shape=(batch_of(avals),))
-            buffers.append(_computed(ctx, name, repeated, types, arrays))
+            buffers.append(computed(ctx, name, repeated, types, arrays))
         else:
             buffers.append(Buffer(name, *types, *arrays))
     return buffers
@@ -72,7 +72,7 @@ def of_block_masks(
     maps = {block_mask for spec in specs.values() for block_mask in spec.block_masks}
     arrays, structure = jax.tree.flatten(avals.mask)
     return [
-        _computed(
+        computed(
             ctx,
             block_mask.name,
             lambda *x, block_mask=block_mask: block_masks.lines(
@@ -85,7 +85,7 @@ def of_block_masks(
     ]
 
 
-def _computed(
+def computed(
     ctx: mlir.LoweringRuleContext, name: str, function: Any, avals: Sequence, values: Sequence
 ) -> Buffer:
     """A buffer that XLA computes from operands before the call.

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff.codegen import features
+from jax_memeff.codegen.launch import PACKED_ROW_DIMS, ROW_DIMS
 from jax_memeff.codegen.spec import KernelSpec
 
 _MAGIC = b"\x89MEMEFF\n"
@@ -35,9 +36,9 @@ _SPEC_DTYPES = {"tf32": "f32"}
 _DIMS = {
     **{operand.role: operand.dims for operand in features.operands()},
     "out": "B T N Hv",
-    "logsumexp": "B T N",
+    "logsumexp": ROW_DIMS,
     "out_gradient": "B T N Hv",
-    "logsumexp_gradient": "B T N",
+    "logsumexp_gradient": ROW_DIMS,
     "query_gradient": "B T N H",
     "key_gradient": "B S K H",
     "value_gradient": "B S K Hv",
@@ -52,9 +53,9 @@ _VARLEN_DIMS = {
         if operand.packed_dims is not None
     },
     "out": "1 query_tokens N Hv",
-    "logsumexp": "1 query_tokens N",
+    "logsumexp": PACKED_ROW_DIMS,
     "out_gradient": "1 query_tokens N Hv",
-    "logsumexp_gradient": "1 query_tokens N",
+    "logsumexp_gradient": PACKED_ROW_DIMS,
     "query_gradient": "1 query_tokens N H",
     "key_gradient": "1 key_tokens K H",
     "value_gradient": "1 key_tokens K Hv",

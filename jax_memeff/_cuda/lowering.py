@@ -76,28 +76,24 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     )[: len(results)]
     if not options.row_maxima:
         return found
-    out, logsumexp, maxima = found
-    return [out, logsumexp, *_of_rows_with_keys(ctx, logsumexp, maxima)]
 
-
-def _of_rows_with_keys(ctx: mlir.LoweringRuleContext, logsumexp: Any, maxima: Any) -> Sequence[Any]:
-    """Row maxima, of which the kernels leave those beyond the lengths unwritten."""
-    context = ctx.replace(avals_in=ctx.avals_out[1:], avals_out=ctx.avals_out[2:])
-
-    def masked(logsumexp: jax.Array, maxima: jax.Array) -> jax.Array:
+    def of_rows_with_keys(logsumexp: jax.Array, maxima: jax.Array) -> jax.Array:
+        # The kernels leave those beyond the lengths unwritten.
         return jnp.where(logsumexp == -jnp.inf, -jnp.inf, maxima)
 
-    return mlir.lower_fun(masked, multiple_results=False)(context, logsumexp, maxima)
+    out, *rows = found
+    maxima = buffers.computed(ctx, "row_maxima", of_rows_with_keys, ctx.avals_out[1:], rows)
+    return [out, rows[0], maxima.value]
 
 
 def lower_backward(
-    ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options, needs_grad: NeedsGrad
+    ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, options: Options, needs_grad: NeedsGrad
 ):
     """Lowering rule of ``attention_bwd`` on CUDA."""
     types, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
-    operands, *residuals = jax.tree.unflatten(tree, values)
+    operands, *residuals = jax.tree.unflatten(tree, leaves)
     inputs = buffers.of_operands(ctx, types, operands, options)
-    names = [f"{name}_gradient" for name in _needed(needs_grad)]
+    names = [f"{name}_gradient" for name in needs_grad.names]
     if isinstance(types, QkvPackedOperands) and needs_grad.query:
         names = ["+".join(names[:3]), *names[3:]]
     avals = _separate(types)
@@ -129,35 +125,24 @@ def lower_backward(
     )[: len(gradients)]
     if not needs_grad.sinks:
         return results
+    # XLA computes the gradient of the sinks from the delta that the kernels leave.
     *others, delta = results
-    arrays = (types, gradients[-1].aval, gradients[-1].aval), (operands, residuals[1], delta)
-    return [*others, *_sinks_gradient(ctx, *arrays, options)]
+    avals_in, arrays_tree = jax.tree.flatten((types, residual_avals[1], residual_avals[1]))
 
-
-def _sinks_gradient(
-    ctx: mlir.LoweringRuleContext, avals: Any, values: Any, options: Options
-) -> Sequence[Any]:
-    """The gradient of the sinks, which XLA computes. ``avals`` and ``values`` are the operands, the
-    logsumexp, and the delta that the kernels leave.
-    """
-    leaves, tree = jax.tree.flatten(avals)
-
-    def gradient(*arrays: jax.Array) -> jax.Array:
-        operands, lse, delta = jax.tree.unflatten(tree, arrays)
+    def sinks_gradient(*arrays: jax.Array) -> jax.Array:
+        operands, lse, delta = jax.tree.unflatten(arrays_tree, arrays)
         return sinks.gradient(operands, options, lse, delta)
 
-    context = ctx.replace(avals_in=leaves, avals_out=ctx.avals_out[-1:])
-    lower = mlir.lower_fun(gradient, multiple_results=False)
-    return lower(context, *jax.tree.leaves(values))
+    values = jax.tree.leaves((operands, residuals[1], delta))
+    return [
+        *others,
+        buffers.computed(ctx, "sinks_gradient", sinks_gradient, avals_in, values).value,
+    ]
 
 
 def _workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
     sizes = workspaces.sizes_of(avals, options.divisors)
     return list(itertools.starmap(Buffer, workspaces.of_kernels(sizes, specs.values())))
-
-
-def _needed(needs_grad: NeedsGrad) -> list[str]:
-    return [name for name, want in zip(NeedsGrad._fields, needs_grad, strict=True) if want]
 
 
 def _separate(avals: Operands | QkvPackedOperands) -> Operands:

@@ -85,7 +85,7 @@ class Call:
 
 
 def problem_of(call: Call, arch: str) -> Problem:
-    """What a call asks of a kernel."""
+    """The problem of a call on an architecture."""
     return Problem(
         direction="forward" if call.needs_grad is None else "backward",
         dtype=_dtype(call.operands, call.options),
@@ -93,9 +93,7 @@ def problem_of(call: Call, arch: str) -> Problem:
         value_dim=call.operands.value.shape[3],
         arch=arch,
         features={feature.name: feature.asked_by(call) for feature in FEATURES},
-        needs_grad=()
-        if call.needs_grad is None
-        else tuple(name for name, need in call.needs_grad._asdict().items() if need),
+        needs_grad=() if call.needs_grad is None else call.needs_grad.names,
     )
 
 

@@ -96,9 +96,9 @@ class Sums(NamedTuple):
     """The running sums of the products: two pytrees."""
 
     rows: Any
-    """Of the device's rows; these stay on the device."""
+    """Sums for the device's rows, which stay on the device."""
     keys: Any
-    """Of the present columns; these travel with the keys."""
+    """Sums for the present columns, which travel with the keys."""
 
 
 AddProduct = Callable[[Keys, Product, Sums], Sums]

@@ -150,7 +150,7 @@ def result_dims(operands: Any) -> tuple[str, str]:
 
 
 def forward_dims(operands: Any, options: Options) -> tuple[str, ...]:
-    """The same of all results of a forward: row maxima have the dims of lse."""
+    """The names of the dims of all results of a forward; row maxima have those of lse."""
     out, lse = result_dims(operands)
     return (out, lse, lse) if options.row_maxima else (out, lse)
 

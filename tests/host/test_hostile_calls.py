@@ -248,7 +248,7 @@ def test_positions_are_one_for_each_batch_index(corpus, dims):
 
 
 def positions_of(call):
-    """Where the positions of queries are among the operands."""
+    """The place of the query positions among the operands."""
     names = call.attributes["operands"].split(",")
     return [place for place, name in enumerate(names) if name == "query_position"]
 

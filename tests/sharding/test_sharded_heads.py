@@ -35,7 +35,7 @@ HEADS = {
     "1 over 8": (1, (1, 8), P(None, None, "y"), P()),
     # Devices have query heads of 2 key heads each: 4 and 2 of them, or 2 and 4.
     "6 over 4": (6, (2, 4), P("x", None, "y"), P("x")),
-    # Of a key head or two: 3, then 1 and 2.
+    # A device has 3 query heads of one key head, or 1 and 2 of two.
     "3 over 4": (3, (2, 4), P("x", None, "y"), P("x")),
     "6 over 8, of two axes": (6, (2, 4), P(None, None, ("x", "y")), P(None, None, "x")),
 }

@@ -51,8 +51,8 @@ CHOICE = os.environ.get("JAX_MEMEFF_CLOSURE", datetime.date.today().isoformat())
 def sample(arch):
     """Other kernels for each architecture and day.
 
-    Those of Hopper, where every kernel module is compiled, have each module and each feature among
-    them; the other architectures, which share the modules of sm_80, have a kernel per direction.
+    The sample of Hopper, which compiles every kernel module, has each module and each feature in
+    it; the other architectures, which share the modules of sm_80, have a kernel per direction.
     """
     generator = random.Random(f"{arch} {CHOICE}")
     dims = [*select.TUNED_DIMS, *ODD_DIMS]
