@@ -14,6 +14,7 @@ from .bias import BIAS, AskedBias, CompiledBias
 from .deterministic import DETERMINISTIC
 from .dropout import DROPOUT
 from .feature import OPERANDS, Feature, Flag, Operand
+from .functions import FUNCTIONS
 from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
 from .positions import POSITIONS
 from .row_maxima import ROW_MAXIMA
@@ -27,6 +28,7 @@ __all__ = [
     "DETERMINISTIC",
     "DROPOUT",
     "FEATURES",
+    "FUNCTIONS",
     "LENGTHS",
     "MASK",
     "POSITION",
@@ -87,6 +89,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     SEGMENTS,
     BOOLEAN,
     SOFT_CAP,
+    FUNCTIONS,
     DROPOUT,
     BIAS,
     SINKS,
