@@ -27,7 +27,7 @@ def value_and_gradients(function: Any, arrays: Any, cotangents: Any) -> Any:
         out, lse = function(arrays)
         finite = jnp.where(jnp.isfinite(lse), lse, 0)
         dout, dlse = (x.astype(y.dtype) for x, y in zip(cotangents, (out, lse), strict=True))
-        return jnp.vdot(out, dout) + jnp.vdot(finite, dlse), (out, lse)
+        return jnp.sum(out * dout) + jnp.sum(finite * dlse), (out, lse)
 
     (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(arrays)
     return results, gradients
