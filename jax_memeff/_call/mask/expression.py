@@ -91,6 +91,29 @@ def compiled(mask: Mask, frame: Frame) -> Mask:
     return dataclasses.replace(mask, functions=(program,), captured=captured, excluded=())
 
 
+def with_rows_from(mask: Mask, first: jax.Array, B: int, T: int, S: int) -> Mask:
+    """The same mask if row 0 of its functions, and of windows under ``~``, is ``first``.
+
+    As in a cache, the last row is then that of the last column.
+
+    Args:
+        mask: not canonical.
+        first: int32[].
+        B, T, S: of the call.
+    """
+    if "function" not in mask.kinds():
+        return mask
+    own = type(mask)(functions=mask.functions, captured=mask.captured, excluded=mask.excluded)
+    own = own.canonical(B, T, S)
+    frame = Frame(0, 0, position=Position(first, jnp.int32(0)))
+
+    def function(b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
+        return holds(own, Element(b, h, q + first, k), frame)
+
+    program, captured = traced_mask_function(function)
+    return dataclasses.replace(mask, functions=(program,), captured=captured, excluded=())
+
+
 def holds(mask: Mask, element: Element, frame: Frame) -> jax.Array:
     """Whether one element is valid, bool[]."""
     place = frame.local(element)
