@@ -34,20 +34,19 @@ def value_and_gradients(function: Any, arrays: Any, cotangents: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", functions_case.sample(), ids=str)
-def test_the_definition(case: Case, assert_close):
-    wide = case.dtype == "float64"
-    with jax.enable_x64(wide):
-        arrays = case.arrays()
-        twice = (2,) if case.layout == "vmap" else ()
-        rng = np.random.default_rng(3)
-        B, N, T, Hv = (getattr(functions_case, name) for name in ("B", "N", "T", "Hv"))
-        cotangents = tuple(
-            rng.standard_normal((*twice, *shape)).astype(case.dtype).astype(np.float64)
-            for shape in ((B, T, N, Hv), (B, T, N))
-        )
-        placed = case.placed(arrays)
-        run = jax.jit(lambda arrays: value_and_gradients(case.ours, arrays, cotangents))
-        got = jax.tree.map(np.asarray, run(placed))
+def test_the_definition(case: Case, assert_close, request):
+    if case.dtype == "float64":
+        request.getfixturevalue("x64")  # in all threads: the partitioner has its own
+    arrays = case.arrays()
+    twice = (2,) if case.layout == "vmap" else ()
+    rng = np.random.default_rng(3)
+    B, N, T, Hv = (getattr(functions_case, name) for name in ("B", "N", "T", "Hv"))
+    cotangents = tuple(
+        rng.standard_normal((*twice, *shape)).astype(case.dtype).astype(np.float64)
+        for shape in ((B, T, N, Hv), (B, T, N))
+    )
+    run = jax.jit(lambda arrays: value_and_gradients(case.ours, arrays, cotangents))
+    got = jax.tree.map(np.asarray, run(case.placed(arrays)))
     with jax.enable_x64(True):
         exact = {name: jnp.asarray(x.astype(np.float64)) for name, x in arrays.items()}
         function = case.defined
