@@ -113,7 +113,9 @@ class Interpreter:
         known.update(zip(jaxpr.constvars, map(_outside, consts), strict=True))
 
         def value(atom: Any) -> Any:
-            return np.asarray(atom.val) if isinstance(atom, Literal) else known[atom]
+            if isinstance(atom, Literal):
+                return np.asarray(atom.val, atom.aval.dtype)
+            return known[atom]
 
         for equation in jaxpr.eqns:
             self._nested.append((jaxpr, equation))
