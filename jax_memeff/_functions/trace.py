@@ -56,7 +56,8 @@ def traced_score_function(
     tracer = _Tracer(function, INPUTS, accumulator, "score_mod")
     function_alone, arrays = tracer.program(keep_custom=True)
     try:
-        return with_derivatives(function_alone, tracer.calls), arrays
+        program, used = with_derivatives(function_alone, tracer.calls)
+        return program, tuple(arrays[index] for index in used)
     except NotScalarError as error:
         reason = f"its derivative: {error}; close over jax.lax.stop_gradient of what has none"
         raise UnsupportedError([reason], _UNSUPPORTED.format("score_mod")) from None
