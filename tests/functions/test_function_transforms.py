@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +30,11 @@ ARRAYS = (draw(0, B, T, N, H), draw(1, B, T, N, H), draw(2, B, T, N, H), draw(3,
 COTANGENT = draw(4, B, T, N, H)
 
 
-def attention(query, key, value, table, **arguments):
+def attention(query, key, value, table, **features):
     def function(s, b, h, q, k):
         return jnp.tanh(s) + table[h, q - k + T] * (b + 1)
 
-    arguments = {"is_causal": True} | arguments
+    arguments: Any = {"is_causal": True} | features
     return dot_product_attention(query, key, value, score_mod=function, **arguments)
 
 
@@ -150,8 +151,9 @@ def test_offsets_give_global_indices(assert_close):
     whole = attention(query, key, value, table)
     for rows in (slice(0, 8), slice(8, 24)):
         offsets = Offsets(batch=1, head=1, num_heads=N, query=rows.start)
-        heads = (x[1:, :, 1:] for x in (query[:, rows], key, value))
-        assert_close(attention(*heads, table, offsets=offsets), whole[1:, rows, 1:])
+        part = (x[1:, :, 1:] for x in (query[:, rows], key, value))
+        got = attention(*part, table=table, offsets=offsets)
+        assert_close(got, whole[1:, rows, 1:])
 
 
 def test_qkv_packed(assert_close):

@@ -26,8 +26,8 @@ BOOLEAN = np.random.default_rng(3).random((1, N, T, S)) < 0.5
 ATOMS: dict[str, Mask] = {
     "causal": Mask.causal(),
     "bottom_right": Mask.window(3, 0, "bottom_right"),
-    "key_lengths": Mask.lengths(key=[5, 11]),
-    "query_lengths": Mask.lengths(query=[9, 4]),
+    "key_lengths": Mask.lengths(key=np.array([5, 11])),
+    "query_lengths": Mask.lengths(query=np.array([9, 4])),
     "segments": Mask.segments(DOCUMENTS[:, :T], DOCUMENTS),
     "boolean": Mask.boolean(BOOLEAN),
     "function": Mask.function(lambda b, h, q, k: (q + h) % 2 == k % (b + 2)),
@@ -66,7 +66,7 @@ def test_any_expression():
 
 def test_lengths_of_the_whole_mask_stay():
     """No row or column beyond them is valid, and bottom-right windows end at them."""
-    lengths = Mask.lengths([9, 4], [5, 11])
+    lengths = Mask.lengths(np.array([9, 4]), np.array([5, 11]))
     either = ATOMS["bottom_right"] | Mask.function(lambda b, h, q, k: True)
     inside = as_array(lengths)
     np.testing.assert_array_equal(as_array(either & lengths), inside)
@@ -162,13 +162,16 @@ def test_arrays_of_a_mask_have_zero_gradients():
     assert tangent == 0
 
 
+NOT_A_FUNCTION: Any = 3
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: Mask.function(3), TypeError, "Mask.function must be a function"),
+        (lambda: Mask.function(NOT_A_FUNCTION), TypeError, "Mask.function must be a function"),
         (lambda: Mask.function(lambda q, k: q > k), TypeError, "Mask.function must take"),
         (lambda: Mask.function(lambda b, h, q, k: q - k), TypeError, "must return a bool scalar"),
-        (lambda: Mask.causal() | (lambda: True), TypeError, r"unsupported operand"),
+        (lambda: Mask.causal() | NOT_A_FUNCTION, TypeError, r"unsupported operand"),
     ],
 )
 def test_errors(make: Any, error, text):
@@ -177,7 +180,7 @@ def test_errors(make: Any, error, text):
 
 
 def test_a_wrong_array_under_or_is_named():
-    mask: Any = Mask.causal() | Mask.lengths(key=[3])
+    mask: Any = Mask.causal() | Mask.lengths(key=np.array([3]))
     with pytest.raises(ValueError, match="key lengths must have shape"):
         dot_product_attention(QUERY, KEY, VALUE, mask=mask)
 

@@ -50,13 +50,13 @@ class Frame(NamedTuple):
     @classmethod
     def of(cls, mask: Mask, sizes: tuple[int, int], offsets: Offsets | None = None) -> Frame:
         """The frame of a call of T and S with this mask, which is canonical, and these offsets."""
-        lengths = (
+        queries, keys = (
             size if own is None else own
             for own, size in zip((mask.query_lengths, mask.key_lengths), sizes, strict=True)
         )
         if offsets is None:
-            return cls(*lengths)
-        return cls(*lengths, offsets.batch, offsets.head, offsets.position())
+            return cls(queries, keys)
+        return cls(queries, keys, offsets.batch, offsets.head, offsets.position())
 
     def local(self, element: Element) -> Element:
         """The indices of an element in the arrays of this call."""
