@@ -185,6 +185,20 @@ def test_a_wrong_array_under_or_is_named():
         dot_product_attention(QUERY, KEY, VALUE, mask=mask)
 
 
+def test_check_takes_functions():
+    bounds = jnp.array([2, 3])
+    mask = (Mask.causal() | Mask.function(lambda b, h, q, k: k < bounds[b])) & Mask.lengths(
+        key=jnp.array([5, 12])
+    )
+    with pytest.raises(ValueError, match=r"key lengths must be in \[0, 11\], got 12 at index 1"):
+        jax_memeff.check(QUERY, KEY, VALUE, mask=mask)
+    arguments: Any = {"score_mod": lambda s, b, h, q, k: s + bounds[b], "mask": ~mask}
+    with pytest.raises(ValueError, match=r"key lengths must be in \[0, 11\], got 12 at index 1"):
+        jax_memeff.check(QUERY, KEY, VALUE, **arguments)
+    arguments["mask"] = Mask.causal() | Mask.function(lambda b, h, q, k: k < bounds[b])
+    jax_memeff.check(QUERY, KEY, VALUE, **arguments)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", ["score_mod", "Mask.function"])
 def test_a_call_without_kernels_says_so(name, grad, monkeypatch):

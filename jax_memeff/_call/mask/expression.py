@@ -130,7 +130,8 @@ def holds(mask: Mask, element: Element, frame: Frame) -> jax.Array:
         conditions.append(array[tuple(indices)])
     first = 0
     for program in mask.functions:
-        arrays = mask.captured[first : first + len(program.arrays)]
+        # ``jax_memeff.check`` has NumPy arrays, which tracers do not index.
+        arrays = [jnp.asarray(x) for x in mask.captured[first : first + len(program.arrays)]]
         first += len(program.arrays)
         conditions.append(evaluate(program, None, *element, arrays))
     conditions += [~holds(other, element, frame) for other in mask.excluded]
