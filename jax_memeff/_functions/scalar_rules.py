@@ -12,7 +12,7 @@ from jax_memeff._functions.operations import ELEMENTWISE, SCALAR_TYPES
 from jax_memeff._functions.views import NotScalarError
 from jax_memeff.codegen.functions.program import ScalarType
 
-STRUCTURAL_OPERAND = dict.fromkeys(
+STRUCTURAL_OPERAND: dict[str, int] = dict.fromkeys(
     ("div", "rem", "shift_left", "shift_right_arithmetic", "shift_right_logical"), 1
 )
 """The operand whose number belongs to the structure: compilers make divisions by a constant quick,
