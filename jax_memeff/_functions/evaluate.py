@@ -76,7 +76,9 @@ def evaluate(
         value = function(floats, others, valid)
         total = jnp.zeros_like(value)
         for slope, (_, tangent) in zip(slopes, moving, strict=True):
-            total = total + jnp.broadcast_to(slope * tangent, given.shape)
+            # Reads of 64 bits may be wider than the score.
+            term = jnp.broadcast_to(slope * tangent, given.shape)
+            total = total + term.astype(value.dtype)
         return value, total
 
     function.defjvp(function_jvp, symbolic_zeros=True)

@@ -210,6 +210,29 @@ def test_gradients_are_rounded_once():
     assert gradient.dtype == jnp.bfloat16 and float(gradient) == length
 
 
+def test_arrays_wider_than_the_scores(x64, assert_close):
+    query, key, value, table = ARRAYS
+
+    def function(table):
+        score_mod = lambda s, b, h, q, k: s + table[h, q - k + T]  # noqa: E731
+        return jnp.vdot(dot_product_attention(query, key, value, score_mod=score_mod), COTANGENT)
+
+    wide, narrow = (jax.grad(function)(table.astype(dtype)) for dtype in ("float64", "float32"))
+    assert wide.dtype == jnp.float64
+    assert_close(wide, narrow)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 4), (4, 0)])
+def test_empty_sequences(rows, columns):
+    def function(query, key, gain):
+        score_mod = lambda s, b, h, q, k: s * gain  # noqa: E731
+        return dot_product_attention(query, key, key, score_mod=score_mod).sum()
+
+    arrays = jnp.ones((B, rows, N, H)), jnp.ones((B, columns, N, H)), jnp.float32(2)
+    for gradient, array in zip(jax.grad(function, (0, 1, 2))(*arrays), arrays, strict=True):
+        assert gradient.shape == array.shape and not gradient.any()
+
+
 def test_no_array_is_as_large_as_the_scores():
     """Neither forward nor backward has one, whatever the function reads."""
     T = 4096
