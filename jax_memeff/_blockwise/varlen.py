@@ -175,6 +175,9 @@ def sequence_of(
             return x
         return lax.dynamic_slice_in_dim(x, index // divisor % x.shape[0], 1)
 
+    def of_sequence(x: jax.Array) -> jax.Array:
+        return x[index] if x.ndim else x
+
     def of_scores(x: Any, divisor: int = 1) -> Any:
         return None if x is None else of_batch(x, divisor)[:, :, : rows.size, : columns.size]
 
@@ -195,6 +198,7 @@ def sequence_of(
                 for query_ids, key_ids in mask.segment_ids
             ),
             booleans=tuple(of_scores(*boolean) for boolean in booleans),
+            traced_windows=jax.tree.map(of_sequence, mask.traced_windows),
             captured=tuple(
                 of_batch(x, options.divisors[f"mask.{captured_name(place)}"])
                 for place, x in enumerate(mask.captured)
@@ -203,7 +207,7 @@ def sequence_of(
         dropout=None
         if state is None
         else DropoutState(of_batch(state.key_words), of_batch(state.batch_base), state.head_index),
-        position=jax.tree.map(lambda x: x[index] if x.ndim else x, operands.position),
+        position=jax.tree.map(of_sequence, operands.position),
         functions=None
         if operands.functions is None
         else FunctionState(of_batch(operands.functions.batch_index), operands.functions.head_index),

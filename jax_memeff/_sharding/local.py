@@ -22,7 +22,7 @@ from jax import lax
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import Item, mapped
 from jax_memeff._call.options import Options
-from jax_memeff._sharding.alignment import top_left
+from jax_memeff._sharding.alignment import check_alignment, top_left
 from jax_memeff._sharding.layout import KeyHeadCopies, Layout
 
 _KEY_HEADS = 2
@@ -45,8 +45,8 @@ def check_rows(operands: Any, options: Options, devices: int) -> None:
     """
     if devices == 1:
         return
-    _, _, rows, columns = operands.scores
-    top_left(operands.mask, rows, columns)
+    check_alignment(operands.mask)
+    rows = operands.scores[2]
     if options.dropout_threshold and rows // devices % _DROPOUT_BLOCK:
         raise ValueError(
             f"query: with dropout every device needs a multiple of {_DROPOUT_BLOCK} rows, got "
