@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from ..spec import Kernel
 
 
+_ARGUMENTS = ("score_mod (or a traced scale)", "Mask.function (or | or ~ of masks)")
+
+
 class AskedFunctions(NamedTuple):
     """The programs of a call without the values of their literals, which are run-time parameters:
     calls that differ only in these have one kernel.
@@ -55,9 +58,7 @@ class Functions(Feature[AskedFunctions | None, None]):
         if asked is None:
             return []
         names = [
-            name
-            for name, program in zip(("score_mod", "Mask.function"), asked, strict=True)
-            if program is not None
+            name for name, program in zip(_ARGUMENTS, asked, strict=True) if program is not None
         ]
         return [f"{name} has no kernels yet: pass implementation='xla'" for name in names]
 
