@@ -403,7 +403,8 @@ def test_arrays_of_features_are_listed_once():
     roles = [operand.role for operand in features.operands()]
     assert len(set(roles)) == len(roles) and {"query", "bias", "query_lengths"} <= set(roles)
     broadcast = {operand.role for operand in features.operands() if operand.broadcast_by_vmap}
-    assert broadcast == {"key", "value", "bias", "boolean", "sinks"}
+    arrays = {"key", "value", "bias", "boolean", "sinks", "captured", "mask_captured"}
+    assert broadcast == arrays
 
 
 def test_row_maxima_are_those_of_a_forward_that_does_not_split_the_keys():
