@@ -30,7 +30,8 @@ def score_mod(
             f"lambda s, b, h, q, k: s + slopes[h] * (k - q), got {value!r:.80}; an array to add is "
             "bias"
         )
-    function = value if scale is None else _after_scale(value, scale, soft_cap)
+    function: ScoreFunction | None = value
+    function = function if scale is None else _after_scale(function, scale, soft_cap)
     if function is None:
         return None, ()
     is_wide = query_dtype == np.dtype("float64")

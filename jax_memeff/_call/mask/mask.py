@@ -138,11 +138,11 @@ class Mask:
                 for side, bound in (("left", left), ("right", right))
             )
             window = Window.of(*fixed)
-            if traced is None or window != Window(None, None):
-                mask = Mask(**{name: window})
-            else:
-                mask = Mask()
-            return mask if traced is None else mask & Mask(traced_windows=(traced,))
+            mask = Mask(top_left=window) if name == "top_left" else Mask(bottom_right=window)
+            if traced is None:
+                return mask
+            mask = Mask() if window == Window(None, None) else mask
+            return mask & Mask(traced_windows=(traced,))
         raise ValueError(f"alignment: expected 'top_left' or 'bottom_right', got {alignment!r:.80}")
 
     @staticmethod
