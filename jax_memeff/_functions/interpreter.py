@@ -32,7 +32,7 @@ from jax_memeff._functions.views import (
     whole,
 )
 
-_IDENTITIES = frozenset({"copy_p", "optimization_barrier", "pcast", "pvary"})
+_IDENTITIES = frozenset({"copy_p", "name", "optimization_barrier", "pcast", "pvary"})
 _CALLS = frozenset(
     {"checkpoint", "closed_call", "composite", "core_call", "jit", "pjit", "remat", "remat2"}
 )
