@@ -170,11 +170,9 @@ OPERATIONS: dict[str, Operation] = {
     "cbrt": _function("cbrtf({0})"),
     "pow": _function("powf({0}, {1})", cost=2 * FUNCTION),
     "exp": _function(
-        "expf({0})", approximate="exp_approx({0})", bound="relative, 2⁻²² + 2⁻²³ |x|", cost=8
+        "expf({0})", approximate="exp_approx({0})", bound="relative, 2⁻²² + 2⁻²³ abs(x)", cost=8
     ),
-    "exp2": _function(
-        "exp2f({0})", approximate="exp2_approx({0})", bound="relative, 2⁻²²", cost=6
-    ),
+    "exp2": _function("exp2f({0})", approximate="exp2_approx({0})", bound="relative, 2⁻²²", cost=6),
     "expm1": _function("expm1f({0})"),
     "log": _function(
         "logf({0})",
@@ -185,7 +183,7 @@ OPERATIONS: dict[str, Operation] = {
     "logistic": _function(
         "logistic({0})",
         approximate="logistic_approx({0})",
-        bound="relative, 2⁻²¹ + 2⁻²³ |x|",
+        bound="relative, 2⁻²¹ + 2⁻²³ abs(x)",
     ),
     "erf": _function("erff({0})"),
     "erfc": _function("erfcf({0})"),

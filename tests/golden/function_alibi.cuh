@@ -82,4 +82,4 @@ struct ScoreFunction {
   }
 };
 
-}
+}  // namespace memeff::function

@@ -60,4 +60,4 @@ struct ScoreFunction {
   }
 };
 
-}
+}  // namespace memeff::function

@@ -105,4 +105,4 @@ struct ScoreFunction {
   }
 };
 
-}
+}  // namespace memeff::function
