@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
 from jax_memeff.codegen.functions.nodes import Graph, Level, Node, graph, kept
 from jax_memeff.codegen.functions.program import Program
 
@@ -51,7 +52,8 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     - ``derivative(...)``: that of the value by the score; ``kConstantDerivative`` if it is 1.
     - ``kFloatReads``: how many reads have derivatives, ``kReadArrays[i]``: the captured array of
       each, ``kReadsDependOnQuery[i]`` and ``kReadsDependOnKey[i]``: whether its index depends on
-      these.
+      these, ``kReadsConstantAlongDiagonals[i]``: whether it depends on them through their
+      difference alone, if at all.
     - ``read_derivatives(..., float (&derivatives)[kFloatReads])``: those of the value by each read.
     - ``read_offsets(..., long long (&offsets)[kFloatReads])``: the element that was read, counted
       in the user's array, or -1 if it was out of bounds. A kernel that needs one of them ignores
@@ -175,6 +177,9 @@ def _facts(program: Program, nodes: Graph) -> str:
             for name in ("query", "key"):
                 found = [_cpp(name in program.dependence(read)) for read in reads]
                 lines.append(_array_fact("bool", f"kReadsDependOn{name.capitalize()}", found))
+            constant = constant_along_diagonals(program)
+            found = [_cpp(constant[read]) for read in reads]
+            lines.append(_array_fact("bool", "kReadsConstantAlongDiagonals", found))
     return "\n".join(lines) + "\n"
 
 

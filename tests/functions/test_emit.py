@@ -6,17 +6,22 @@ import re
 from pathlib import Path
 
 import example_programs
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from example_programs import ALIBI, DOCUMENTS, GOLDEN, SOURCES, TABLE, constant
 from random_programs import programs
 
 from jax_memeff._functions.operations import ELEMENTWISE
+from jax_memeff._functions.trace import traced_score_function
 from jax_memeff.codegen.functions import emit, operations
+from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
 from jax_memeff.codegen.functions.operations import OPERATIONS
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 
 pytestmark = pytest.mark.quick
 
+BUCKETS = jnp.asarray(np.arange(16, dtype=np.int32) // 2)
 SCORE, QUERY = Value("score", "float32"), Value("query", "int32")
 HEAD, KEY = Value("head", "int32"), Value("key", "int32")
 
@@ -130,6 +135,36 @@ def test_divisions_by_constants(divisor, precise, jumps, expected):
     if jumps:
         values.append(Value("floor", "float32", (2,)))
     assert f"= {expected};" in value_of(*values, precise=precise)
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (lambda q, k: q - k + 7, True),
+        (lambda q, k: q + 3 - k, True),
+        (lambda q, k: (k + 1) + -1 * q, True),
+        (lambda q, k: jnp.clip(jnp.abs(k - q) // 4, 0, 9), True),
+        (lambda q, k: (q.astype("uint32") - k.astype("uint32")).astype("int32"), True),
+        (lambda q, k: BUCKETS[q - k], True),
+        (lambda q, k: 3, True),
+        (lambda q, k: q, False),
+        (lambda q, k: q + k, False),
+        (lambda q, k: 2 * q - k, False),
+        (lambda q, k: q % 8 - k % 8, False),
+        (lambda q, k: BUCKETS[q] - BUCKETS[k], False),
+        (lambda q, k: (q * 0.5).astype("int32") - (k * 0.5).astype("int32"), False),
+        (lambda q, k: q * q - k * q, False),
+    ],
+)
+def test_reads_that_are_constant_along_diagonals(index, expected):
+    table = jnp.zeros((2, 16))
+    program, _ = traced_score_function(lambda s, b, h, q, k: s + table[h, index(q, k)])
+    constant = constant_along_diagonals(program)
+    (read,) = program.float_reads
+    assert constant[read] == expected
+    assert not constant[program.results[0]]
+    fact = f"kReadsConstantAlongDiagonals[] = {{{str(expected).lower()}}};"
+    assert fact in emit.source(program, "F", precise=True)
 
 
 def test_derivatives_that_are_1_are_known():

@@ -16,7 +16,7 @@ from random_programs import captured_arrays, dims_of, programs
 from jax_memeff.codegen.functions.operations import OPERATIONS
 from jax_memeff.codegen.functions.program import INPUTS, Program, Value
 
-COUNT = int(os.environ.get("JAX_MEMEFF_PROGRAMS", "200"))
+COUNT = int(os.environ.get("JAX_MEMEFF_PROGRAMS", "100"))
 BATCH = 250
 POINTS = 20
 TINY = float(np.finfo("f4").tiny)

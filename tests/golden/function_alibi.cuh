@@ -11,6 +11,7 @@ struct ScoreFunction {
   static constexpr int kReadArrays[] = {0};
   static constexpr bool kReadsDependOnQuery[] = {false};
   static constexpr bool kReadsDependOnKey[] = {false};
+  static constexpr bool kReadsConstantAlongDiagonals[] = {true};
 
   struct OfHead {
     float v12;

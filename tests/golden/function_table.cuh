@@ -11,6 +11,7 @@ struct ScoreFunction {
   static constexpr int kReadArrays[] = {0};
   static constexpr bool kReadsDependOnQuery[] = {true};
   static constexpr bool kReadsDependOnKey[] = {true};
+  static constexpr bool kReadsConstantAlongDiagonals[] = {true};
 
   struct OfHead {
     float v7;

@@ -8,9 +8,8 @@
 
 namespace memeff::function {
 
-// NaN if either is NaN, unlike fmaxf and fminf.
-CUTE_DEVICE float maximum(float a, float b) { return a > b || a != a ? a : b; }
-CUTE_DEVICE float minimum(float a, float b) { return a < b || a != a ? a : b; }
+CUTE_DEVICE float maximum(float a, float b) { return max_or_nan(a, b); }
+CUTE_DEVICE float minimum(float a, float b) { return min_or_nan(a, b); }
 
 // NaN and zeros keep their sign and value.
 CUTE_DEVICE float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
