@@ -11,6 +11,7 @@ A variable of the jaxpr is one of:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax_memeff._functions import array_rules, indexing, scalar_rules
 from jax_memeff._functions.graph import Graph, fold
 from jax_memeff._functions.views import (
+    MOST_ELEMENTS,
     NotScalarError,
     Scalars,
     View,
@@ -35,6 +37,11 @@ _CALLS = frozenset(
     {"checkpoint", "closed_call", "composite", "core_call", "jit", "pjit", "remat", "remat2"}
 )
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "stop_gradient"})
+_READS_IN_RULE = (
+    "a function with a derivative rule of its own (custom_jvp, custom_vjp) reads an array that it "
+    "closes over, so the array would get no gradient; read the element outside and pass it to the "
+    "function"
+)
 _LOOPS = frozenset({"scan", "while"})
 _FOLDED_SIZE = 4096
 """Arrays of numbers above this size are not computed while a function is traced."""
@@ -59,16 +66,17 @@ class Interpreter:
     def __init__(self, graph: Graph, *, custom_rules: bool, structural: bool = False) -> None:
         self.graph = graph
         self.calls: list[CustomCall] = []
-        self._jaxpr: Jaxpr | None = None
-        self._current: JaxprEqn | None = None
+        self._nested: list[tuple[Jaxpr, JaxprEqn]] = []
         self._copies: dict[int, tuple[np.ndarray, jax.Array]] = {}
         self._custom_rules = custom_rules
         self._structural = structural
 
     @property
     def line(self) -> str:
-        """The line of the user's function that is being replayed; empty before the first."""
-        return source_info_util.summarize(self._current.source_info) if self._current else ""
+        """The line of the user's function that is being replayed."""
+        lines = (source_info_util.summarize(e.source_info) for _, e in reversed(self._nested))
+        # Equations of functions of jnp have none if JAX had traced these before.
+        return next((line for line in lines if ":" in line), "in an unknown line")
 
     def run(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr."""
@@ -110,22 +118,23 @@ class Interpreter:
             )
 
         for equation in jaxpr.eqns:
-            self._jaxpr, self._current = jaxpr, equation
+            self._nested.append((jaxpr, equation))
             results = self._equation(equation, [value(atom) for atom in equation.invars])
+            self._nested.pop()  # not if it raises: line is about what raised
             known.update(zip(equation.outvars, results, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         name = equation.primitive.name
+        if name in _IDENTITIES and not _is_outside(inputs[0]):
+            return inputs
         if all(isinstance(x, np.ndarray) for x in inputs):
             if name in _CALLS or name in _CUSTOM:
                 return self._inlined(equation, inputs)
             if inputs or name == "iota":  # the index of a device has no inputs either
-                return _number(self._jaxpr, equation, inputs)
+                return _number(self._nested[-1][0], equation, inputs)
         if not any(isinstance(x, (View, Scalars)) for x in inputs):
-            return _alone(self._jaxpr, equation)(*inputs)
-        if name in _IDENTITIES:
-            return inputs
+            return _alone(self._nested[-1][0], equation)(*map(_varying, inputs, equation.invars))
         if name in _CUSTOM and self._custom_rules:
             return self._custom_call(equation, inputs)
         if name in _CUSTOM or name in _CALLS:
@@ -136,6 +145,9 @@ class Interpreter:
 
     def _array_equation(self, equation: JaxprEqn, name: str, inputs: list[Any]) -> list[Any]:
         rule = _INDEXING.get(name)
+        unrolled = name in array_rules.MOVES or name in array_rules.COMBINATIONS
+        if not (rule or unrolled or scalar_rules.is_elementwise(name)):
+            raise NotScalarError(_without_scalar_form(name))
         if rule is not None:
             operand = inputs[0] if isinstance(inputs[0], Scalars) else self.view(inputs[0])
             indices = [self.scalars(x) for x in inputs[1:]]
@@ -152,10 +164,8 @@ class Interpreter:
             combine = array_rules.COMBINATIONS[name]
             elements = combine(self.graph, name, equation.params, np.dtype(result.dtype), *small)
             results = [Scalars(elements, np.dtype(result.dtype))]
-        elif scalar_rules.is_elementwise(name):
-            results = [self._elementwise(equation, name, small)]
         else:
-            raise NotScalarError(_without_scalar_form(name))
+            results = [self._elementwise(equation, name, small)]
         for x in results:
             check_size(x.shape, "an intermediate array")
         return results
@@ -187,17 +197,15 @@ class Interpreter:
         return self._run(inner, (), inputs)
 
     def _custom_call(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        if any(math.prod(x.shape) > MOST_ELEMENTS for x in inputs):
+            raise NotScalarError(_READS_IN_RULE)
         small = [x if isinstance(x, np.ndarray) else self.scalars(x) for x in inputs]
         before = self.graph.float_reads_asked
         plain = [self.scalars(x) for x in self._inlined(equation, list(small))]
         if self.graph.float_reads_asked > before:
-            raise NotScalarError(
-                "a function with a derivative rule of its own (custom_jvp, custom_vjp) reads an "
-                "array that it closes over, so the array would get no gradient; read the element "
-                "outside and pass it to the function"
-            )
+            raise NotScalarError(_READS_IN_RULE)
         number = len(self.calls)
-        self.calls.append(CustomCall(_alone(self._jaxpr, equation), tuple(small)))
+        self.calls.append(CustomCall(_alone(self._nested[-1][0], equation), tuple(small)))
         used = [int(e) for x in small if isinstance(x, Scalars) for e in x.elements.flat]
         results = []
         for output, x in enumerate(plain):
@@ -230,6 +238,16 @@ class Interpreter:
 
 
 _INDEXING: dict[str, Callable[..., Any]] = indexing.RULES
+
+
+def _is_outside(x: Any) -> bool:
+    return not isinstance(x, (np.ndarray, View, Scalars))
+
+
+def _varying(x: Any, atom: Any) -> Any:
+    """A number that varies over the axes of ``jax.shard_map`` that it varied over in the jaxpr."""
+    axes = atom.aval.manual_axis_type.varying if isinstance(x, np.ndarray) else ()
+    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def _outside(const: Any) -> Any:
