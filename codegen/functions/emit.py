@@ -31,10 +31,10 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     """A struct ``memeff::function::<name>`` that evaluates ``program``, without includes.
 
     Args:
-      program: a score function, with or without derivatives, or a mask function.
-      name: of the struct.
-      precise: whether float32 functions are those of the CUDA math library, as for float32 inputs,
-        or the approximations that ``operations.py`` lists.
+        program: a score function, with or without derivatives, or a mask function.
+        name: of the struct.
+        precise: whether float32 functions are those of the CUDA math library, as for float32
+            inputs, or the approximations that ``operations.py`` lists.
 
     Returns C++ that needs ``INCLUDES``. Programs of equal structure give equal text. Members:
 
@@ -60,6 +60,12 @@ def source(program: Program, name: str, *, precise: bool) -> str:
       the others, and the compiler drops them.
 
     Raises ``ValueError`` if the program has an operation, type or parameter without a form.
+
+    >>> from jax_memeff.codegen.functions.program import Value
+    >>> score = Value("score", "float32")
+    >>> program = Program((score, Value("tanh", "float32", (0,))), (1,), ())
+    >>> [line for line in source(program, "Cap", precise=False).splitlines() if "tanh" in line]
+    ['    float const v1 = tanh_approx(score);']
     """
     nodes = graph(program, precise=precise)
     derivatives = nodes.results[1:]

@@ -86,8 +86,8 @@ def graph(program: Program, *, precise: bool) -> Graph:
     """The nodes of a program.
 
     Args:
-      precise: float32 functions are those of the CUDA math library, as for float32 inputs;
-        otherwise those with an approximation in ``operations.py`` use it.
+        precise: float32 functions are those of the CUDA math library, as for float32 inputs;
+            otherwise those with an approximation in ``operations.py`` use it.
 
     Raises ``ValueError`` if the program has an operation, a type or a parameter without a form.
     """

@@ -22,13 +22,13 @@ class Operation:
     """One lax primitive.
 
     Args:
-      forms: for each dtype of the operands, a C++ expression of ``{0}``, ``{1}``, ...: names or
-        expressions in parentheses.
-      exact: a form for float32 that the compiler does not fuse with other operations, if it would.
-      approximate: a quicker form for float32 in kernels of 16-bit inputs.
-      bound: the error of ``approximate``, for the documentation.
-      cost: in instructions.
-      discontinuous: whether its result jumps if a float operand changes by one rounding error.
+        forms: for each dtype of the operands, a C++ expression of ``{0}``, ``{1}``, ...: names or
+            expressions in parentheses.
+        exact: a form for float32 that the compiler does not fuse with others, if it would.
+        approximate: a quicker form for float32 in kernels of 16-bit inputs.
+        bound: the error of ``approximate``, for the documentation.
+        cost: in instructions.
+        discontinuous: whether its result jumps if a float operand changes by one rounding error.
     """
 
     forms: dict[str, str]
