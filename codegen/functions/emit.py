@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
-from jax_memeff.codegen.functions.nodes import Graph, Level, Node, graph, kept
+from jax_memeff.codegen.functions.nodes import Graph, Level, Node, float32_bits, graph, kept
 from jax_memeff.codegen.functions.program import Program
 
 INCLUDES = """\
@@ -54,6 +54,9 @@ def source(program: Program, name: str, *, precise: bool) -> str:
       each, ``kReadsDependOnQuery[i]`` and ``kReadsDependOnKey[i]``: whether its index depends on
       these, ``kReadsConstantAlongDiagonals[i]``: whether it depends on them through their
       difference alone, if at all.
+    - ``read_values(..., float (&values)[kFloatReads])``: what was read. A kernel that stages reads
+      of a tile passes a ``FunctionArrays`` of its own, whose ``read<i>(value)`` returns the staged
+      number: the compiler then drops index, address and load of that read from the others.
     - ``read_derivatives(..., float (&derivatives)[kFloatReads])``: those of the value by each read.
     - ``read_offsets(..., long long (&offsets)[kFloatReads])``: the element that was read, counted
       in the user's array, or -1 if it was out of bounds. A kernel that needs one of them ignores
@@ -69,7 +72,9 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     """
     nodes = graph(program, precise=precise)
     derivatives = nodes.results[1:]
-    targets = {*nodes.results, *nodes.offsets} if derivatives else {*nodes.results}
+    targets = {*nodes.results}
+    if derivatives:
+        targets |= {*nodes.offsets, *(nodes.values[read] for read in program.float_reads)}
     printer = Printer(nodes.nodes, kept(nodes.nodes, targets))
     cpp_type = nodes.nodes[nodes.results[0]].cpp_type
     parts = [
@@ -80,6 +85,8 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     if derivatives:
         parts.append(printer.function("float derivative", derivatives[0]))
         if nodes.offsets:
+            reads = [nodes.values[read] for read in program.float_reads]
+            parts.append(printer.array_function("read_values", "float", reads))
             parts.append(printer.array_function("read_derivatives", "float", derivatives[1:]))
             parts.append(printer.array_function("read_offsets", "long long", nodes.offsets))
     body = "\n".join(parts)
@@ -87,6 +94,24 @@ def source(program: Program, name: str, *, precise: bool) -> str:
         f"namespace memeff::function {{\n\nstruct {name} {{\n{body}}};\n\n"
         "}  // namespace memeff::function\n"
     )
+
+
+def literal_bits(program: Program) -> tuple[int, ...]:
+    """The words that ``FunctionArrays::literals`` points to: the bits of each literal, unsigned.
+
+    >>> from jax_memeff.codegen.functions.program import Value
+    >>> values = (Value("literal", "float32", (), (("index", 0),)),)
+    >>> literal_bits(Program(values, (0,), (), (1.0,)))
+    (1065353216,)
+    """
+    dtypes = {v.param("index"): v.dtype for v in program.values if v.op == "literal"}
+    words = []
+    for index, number in enumerate(program.literals):
+        if dtypes.get(index) == "float32":
+            words.append(float32_bits(float(number)))
+        else:
+            words.append(int(number) % 2**32)
+    return tuple(words)
 
 
 class Printer:

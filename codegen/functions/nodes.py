@@ -294,6 +294,9 @@ class _Builder:
             none = self._node("long long", "-1", (), 0, inline=True)
             offset = self._node("long long", "{0} ? {1} : {2}", (inside, offset, none))
         self.offset_of_read[index] = offset
+        if self.nodes[result].level == Level.ELEMENT and value.dtype == "float32":
+            number = self.program.float_reads.index(index)
+            result = self._node(cpp_type, f"arrays.template read<{number}>({{0}})", (result,), 0)
         return result
 
     def _inside(self, indices: Sequence[int], sizes: Sequence[int]) -> int:
@@ -363,6 +366,11 @@ def _rounded(number: float) -> float:
         return struct.unpack("<f", struct.pack("<f", number))[0]
     except OverflowError:
         return math.copysign(math.inf, number)
+
+
+def float32_bits(number: float) -> int:
+    """The bits of a number that is rounded to float32."""
+    return struct.unpack("<I", struct.pack("<f", _rounded(number)))[0]
 
 
 def _number(dtype: str, number: Any) -> str:

@@ -101,6 +101,14 @@ def test_a_read_of_row_and_column_keeps_the_address_of_the_row():
     assert "clamp_index(key" in body(source, "value")
 
 
+def test_reads_per_element_can_be_staged():
+    """A kernel may have read them for a whole tile; what the head decides, it has in a register."""
+    source = emit.source(TABLE, "F", precise=True)
+    assert "arrays.template read<0>(v" in body(source, "value")
+    assert "read<0>" in body(source, "read_values")
+    assert "read<0>" not in emit.source(ALIBI, "F", precise=True)
+
+
 def test_what_an_operation_with_jumps_depends_on_is_exact():
     """A rounding error before a floor() would be an error of one after it, and other kernels, which
     fuse other operations, would not agree."""

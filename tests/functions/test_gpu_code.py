@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from example_programs import SOURCES
+from example_programs import SOURCES, TABLE
 from random_programs import programs
 
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import nvrtc
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 
@@ -82,3 +83,36 @@ def test_functions_need_no_local_memory(arch):
     assert len(compiled.resources) == len(names)
     assert compiled.log.count(" bytes stack frame") == len(names)
     assert compiled.log.count(" 0 bytes stack frame, 0 bytes spill stores") == len(names)
+
+
+STAGED = """
+struct Staged : memeff::function::FunctionArrays<Config> {
+  template <int kRead>
+  CUTE_DEVICE float read(float) const {
+    return 0.5f;
+  }
+};
+
+extern "C" __global__ void staged(const __grid_constant__ Given given) {
+  using Function = memeff::function::Program;
+  memeff::function::FunctionArrays<Config> const arrays{given.arrays, given.literals, 0};
+  auto const of_head = Function::of_head(arrays, 0, blockIdx.x);
+  auto const of_row = Function::of_row(arrays, of_head, threadIdx.x);
+  auto const of_column = Function::of_column(arrays, of_head, threadIdx.y);
+  Staged const elements{arrays};
+  float& score = given.results[threadIdx.x];
+  score = Function::value(elements, of_head, of_row, of_column, score, threadIdx.x, threadIdx.y);
+}
+"""
+
+
+def test_a_staged_read_loads_nothing():
+    """The index, the address and the load of a read that a kernel has staged are gone."""
+    source = emit.source(TABLE, "Program", precise=False)
+    plain = STAGED.replace("return 0.5f;", "return FunctionArrays::read<kRead>(value);")
+    plain = plain.replace("read(float)", "read(float value)")
+    loads = []
+    for kernel in (STAGED, plain):
+        code, _ = nvrtc.compile(HEADER + source + kernel, "compute_80", "staged")
+        loads.append(code.decode().count("ld.global.nc.u16"))
+    assert loads == [0, 1]

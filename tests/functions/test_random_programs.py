@@ -162,7 +162,9 @@ def check_given(case: Case, found: Evaluated, arguments: np.ndarray) -> None:
             continue
         np.testing.assert_array_equal(got, want, err_msg=str(value))
     for number in range(found.offsets.shape[1]):
-        np.testing.assert_array_equal(found.offsets[:, number], places[program.float_reads[number]])
+        read = program.float_reads[number]
+        np.testing.assert_array_equal(found.offsets[:, number], places[read])
+        np.testing.assert_array_equal(found.read_values[:, number], decoded(program, found, read))
 
 
 def check_structs(program: Program, found: Evaluated) -> None:

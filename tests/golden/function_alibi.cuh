@@ -67,6 +67,13 @@ struct ScoreFunction {
   }
 
   template <class Arrays>
+  CUTE_DEVICE static void read_values(
+      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
+      float score, int query, int key, float (&read_values)[kFloatReads]) {
+    read_values[0] = of_head.v12;
+  }
+
+  template <class Arrays>
   CUTE_DEVICE static void read_derivatives(
       Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
       float score, int query, int key, float (&read_derivatives)[kFloatReads]) {

@@ -52,6 +52,13 @@ struct FunctionArrays {
     return static_cast<Element const*>(view.data) + first;
   }
 
+  // What the function computes with after it read `value`, one per element. A kernel that has
+  // staged read kRead of its tile hides this with a function that ignores `value`.
+  template <int kRead>
+  CUTE_DEVICE float read(float value) const {
+    return value;
+  }
+
   template <int kIndex, class Scalar>
   CUTE_DEVICE Scalar literal() const {
     unsigned const bits = __ldg(literals + kIndex);
