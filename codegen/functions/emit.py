@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from jax_memeff.codegen.functions.constants import float32_bits
 from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
-from jax_memeff.codegen.functions.nodes import Graph, Level, Node, float32_bits, graph, kept
+from jax_memeff.codegen.functions.nodes import Graph, Level, Node, graph, kept
 from jax_memeff.codegen.functions.program import Program
 
 INCLUDES = """\

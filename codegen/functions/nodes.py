@@ -8,11 +8,10 @@ registers if that is cheaper than to evaluate them again for each score.
 from __future__ import annotations
 
 import enum
-import math
-import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jax_memeff.codegen.functions.constants import constant, float_constant, reciprocal
 from jax_memeff.codegen.functions.operations import (
     BITCASTS,
     CHEAP,
@@ -225,14 +224,14 @@ class _Builder:
         if value.op == "div":
             divisor = self.program.values[value.args[1]]
             if divisor.op == "constant" and dtype == "float32":
-                reciprocal = _reciprocal(dict(divisor.params)["value"])
-                if reciprocal is not None and (reciprocal[1] or not (exact or self.precise)):
-                    form, cost = f"{{0}} * {_float(reciprocal[0])}", CHEAP
+                inverse = reciprocal(divisor.param("value"))
+                if inverse is not None and (inverse[1] or not (exact or self.precise)):
+                    form, cost = f"{{0}} * {float_constant(inverse[0])}", CHEAP
                     args = args[:1]
         return self._node(cpp_type, form, args, cost)
 
     def _constant(self, dtype: str, number: Any) -> int:
-        return self._node(CPP_TYPES[dtype], _number(dtype, number), (), 0, inline=True)
+        return self._node(CPP_TYPES[dtype], constant(dtype, number), (), 0, inline=True)
 
     def _size(self, array: int, dim: int) -> int:
         return self._node("int", f"arrays.template size<{int(array)}, {int(dim)}>()")
@@ -347,55 +346,3 @@ def _exact_values(program: Program) -> frozenset[int]:
         if index in found or jumps or value.op in ("read", "bitcast_convert_type"):
             found.update(value.args)
     return frozenset(found)
-
-
-def _reciprocal(number: float) -> tuple[float, bool] | None:
-    """1 / number rounded to float32, and whether products with it are exact quotients.
-
-    None if either is no normal number.
-    """
-    mantissa, exponent = math.frexp(number) if number and math.isfinite(number) else (0.0, 0)
-    if not -125 <= exponent <= 126:
-        return None
-    return (_rounded(1 / number), abs(mantissa) == 0.5) if mantissa else None
-
-
-def _rounded(number: float) -> float:
-    """The nearest float32, which is infinite beyond the range."""
-    try:
-        return struct.unpack("<f", struct.pack("<f", number))[0]
-    except OverflowError:
-        return math.copysign(math.inf, number)
-
-
-def float32_bits(number: float) -> int:
-    """The bits of a number that is rounded to float32."""
-    return struct.unpack("<I", struct.pack("<f", _rounded(number)))[0]
-
-
-def _number(dtype: str, number: Any) -> str:
-    if dtype == "bool":
-        return "true" if number else "false"
-    if dtype == "float32":
-        return _float(float(number))
-    if dtype == "uint32":
-        return f"{int(number) % 2**32}u"
-    number = int(number)
-    if not -(2**31) <= number < 2**31:
-        raise ValueError(f"a constant of type int32 needs a number of 32 bits, got {number}")
-    # C++ has no negative literals: -2147483648 would be the negation of a long.
-    return str(number) if number >= 0 else f"int({number % 2**32:#x}u)"
-
-
-def _float(number: float) -> str:
-    """A float32 as an expression with exactly its value."""
-    rounded = _rounded(number)
-    if math.isnan(number):
-        return "__uint_as_float(0x7fc00000u)"
-    if math.isinf(rounded):
-        return f"__uint_as_float({'0x7f800000u' if number > 0 else '0xff800000u'})"
-    if abs(rounded) < 2**24 and rounded == int(rounded) and math.copysign(1, rounded) == 1:
-        return f"{int(rounded)}.0f"
-    mantissa, _, exponent = rounded.hex().partition("p")
-    text = f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}p{exponent}f"
-    return f"({text})" if text.startswith("-") else text

@@ -136,6 +136,7 @@ def test_what_an_operation_with_jumps_depends_on_is_exact():
         (49.0, False, False, "score * 0x1.4e5e0ap-6f"),
         (0.0, True, False, "score / 0.0f"),
         (2.0**-127, True, False, "score / 0x1p-127f"),
+        (2.0**127, True, False, "score / 0x1p+127f"),
     ],
 )
 def test_divisions_by_constants(divisor, precise, jumps, expected):
