@@ -54,6 +54,7 @@ def constant(program, index):
     return value.param("value") if value.op == "constant" else None
 
 
+@pytest.mark.quick("alibi", "t5_buckets")
 @pytest.mark.parametrize("name", SCORE_FUNCTIONS)
 def test_a_function_written_twice_is_one_program(name):
     make, arrays = SCORE_FUNCTIONS[name]
@@ -133,6 +134,7 @@ def test_indices_that_are_never_negative_are_used_as_they_are():
     assert indices == [["head", "key"], ["rem", "literal"]]
 
 
+@pytest.mark.quick
 def test_a_table_indexed_twice_is_one_read():
     def chained(s, b, h, q, k):
         return s + TABLE[h][q - k] + TABLE[:, q - k][h] + TABLE.T[q - k, h]

@@ -37,6 +37,7 @@ def mask_error(kind, function):
     return str(caught.value)
 
 
+@pytest.mark.quick
 def test_the_number_of_arguments():
     message = score_error(TypeError, lambda s, q, k: s)
     assert "must take (score, batch, head, query, key)" in message and "(s, q, k)" in message
@@ -70,6 +71,7 @@ def test_python_that_needs_numbers():
     assert "int()" in score_error(TypeError, lambda s, b, h, q, k: s + sum(range(q)))
 
 
+@pytest.mark.quick
 def test_primitives_without_scalar_form_are_named_with_their_line():
     def function(s, b, h, q, k):
         x = s + 1
