@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import normal
+from jax.ad_checkpoint import checkpoint_name
 from score_functions import MASK_FUNCTIONS, SCORE_FUNCTIONS, everywhere, integers
 
 from jax_memeff._functions.evaluate import evaluate
+from jax_memeff._functions.operations import apply
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
+from jax_memeff.codegen.functions.operations import OPERATIONS, is_supported
 from jax_memeff.codegen.functions.program import Value
 
 TABLE = normal(1, 4, 9)
+ENDS = jax.device_put(np.array([2, 3, 5, 8], np.int32))
 
 
 def score_program(function):
@@ -49,6 +54,7 @@ def constant(program, index):
     return value.param("value") if value.op == "constant" else None
 
 
+@pytest.mark.quick("alibi", "t5_buckets")
 @pytest.mark.parametrize("name", SCORE_FUNCTIONS)
 def test_a_function_written_twice_is_one_program(name):
     make, arrays = SCORE_FUNCTIONS[name]
@@ -128,6 +134,7 @@ def test_indices_that_are_never_negative_are_used_as_they_are():
     assert indices == [["head", "key"], ["rem", "literal"]]
 
 
+@pytest.mark.quick
 def test_a_table_indexed_twice_is_one_read():
     def chained(s, b, h, q, k):
         return s + TABLE[h][q - k] + TABLE[:, q - k][h] + TABLE.T[q - k, h]
@@ -288,3 +295,56 @@ def test_numbers_in_lists_are_literals_or_arrays():
     )
     assert program.literals == (0.25,)
     assert [array.tolist() for array in arrays] == [[3.0, 4.0]]
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_every_operation_of_device_code_is_one_of_lax(name):
+    """``is_supported`` says which primitives are traced, so JAX has to evaluate them."""
+    assert is_supported(name) == (name != "round_even")  # round, with a parameter
+    if is_supported(name):
+        (dtype, form), *_ = OPERATIONS[name].forms.items()
+        operands = [np.array(1, dtype)] * len(set(re.findall(r"{\d}", form)))
+        result = apply(Value(name, "float32", (), (("rounding_method", 1),)), operands)
+        assert result.shape == ()
+
+
+def scanned(s, b, h, q, k):
+    def step(total, x):
+        return total * x + s, total
+
+    last, totals = jax.lax.scan(step, 0.0, TABLE[:3, q] + s, reverse=True)
+    return last + jnp.asarray(totals)[h]
+
+
+JNP_FUNCTIONS = {
+    "norm": lambda s, b, h, q, k: s - jnp.linalg.norm(TABLE[:3, q] - TABLE[1:, k] + 1),
+    "select": lambda s, b, h, q, k: jnp.select([q < k, q == k], [s, 2 * s], 3 * s),
+    "searchsorted": lambda s, b, h, q, k: (
+        s * jnp.searchsorted(jnp.array([2, 5]), q, method="compare_all")
+    ),
+    "search": lambda s, b, h, q, k: jnp.where(
+        jnp.searchsorted(ENDS, q, side="right") == jnp.searchsorted(ENDS, k, side="right"), s, -9.0
+    ),
+    "interpolation": lambda s, b, h, q, k: jnp.interp(q / 2, jnp.arange(4.0), TABLE[h, :4]),
+    "polynomial": lambda s, b, h, q, k: jnp.polyval(TABLE[h, :4], s),
+    "scan": scanned,
+    "softmax": lambda s, b, h, q, k: s * jax.nn.softmax(TABLE[:, q])[h],
+    "one_hot": lambda s, b, h, q, k: s * (jax.nn.one_hot(h, 4) @ TABLE[:, 0]),
+    "isin": lambda s, b, h, q, k: jnp.where(jnp.isin(q, jnp.array([1, 3, 4])), s, 0.0),
+    "vmap": lambda s, b, h, q, k: s + jax.vmap(lambda i: TABLE[h, i] * s)(jnp.arange(3) + q).sum(),
+    "rows": lambda s, b, h, q, k: s + TABLE[[0, 1], q].sum() + TABLE[h, ::2][k // 2],
+    "name": lambda s, b, h, q, k: checkpoint_name(s * 2, "x"),
+    "divmod": lambda s, b, h, q, k: jnp.divmod(q, 3)[1] + jnp.divmod(s, 2.0)[0] + jnp.fmod(s, 3.0),
+    "gelu": lambda s, b, h, q, k: jax.nn.gelu(s, approximate=False) + jax.nn.elu(s),
+}
+
+
+@pytest.mark.parametrize("name", JNP_FUNCTIONS)
+def test_functions_of_jnp(name):
+    function = JNP_FUNCTIONS[name]
+    program, arrays = traced_score_function(function)
+    rows, columns = np.arange(6)[:, None], np.arange(9)
+    scores = 2 * normal(30, 6, 9)
+    got = jax.jit(lambda s: evaluate(program, s, 0, 2, rows, columns, arrays))(scores)
+    want = jax.jit(lambda s: everywhere(function, s, 0, 2, rows, columns))(scores)
+    np.testing.assert_allclose(got, want, rtol=5e-6, atol=5e-6)
