@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,8 +31,7 @@ def score_mod(
             f"lambda s, b, h, q, k: s + slopes[h] * (k - q), got {value!r:.80}; an array to add is "
             "bias"
         )
-    function: ScoreFunction | None = value
-    function = function if scale is None else _after_scale(function, scale, soft_cap)
+    function: Any = value if scale is None else _after_scale(value, scale, soft_cap)
     if function is None:
         return None, ()
     is_wide = query_dtype == np.dtype("float64")
@@ -40,7 +40,7 @@ def score_mod(
 
 
 def _after_scale(
-    function: ScoreFunction | None, scale: jax.Array, soft_cap: float | None
+    function: Callable[..., Any] | None, scale: jax.Array, soft_cap: float | None
 ) -> ScoreFunction:
     """Scale, soft cap and the function, in this order."""
 
