@@ -14,6 +14,7 @@ from .bias import BIAS, AskedBias, CompiledBias
 from .deterministic import DETERMINISTIC
 from .dropout import DROPOUT
 from .feature import OPERANDS, Feature, Flag, Operand
+from .functions import SCORE_FUNCTION
 from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
 from .positions import POSITIONS
 from .row_maxima import ROW_MAXIMA
@@ -32,6 +33,7 @@ __all__ = [
     "POSITION",
     "POSITIONS",
     "ROW_MAXIMA",
+    "SCORE_FUNCTION",
     "SEGMENTS",
     "SINKS",
     "SOFT_CAP",
@@ -87,6 +89,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     SEGMENTS,
     BOOLEAN,
     SOFT_CAP,
+    SCORE_FUNCTION,
     DROPOUT,
     BIAS,
     SINKS,

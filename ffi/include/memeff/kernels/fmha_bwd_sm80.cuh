@@ -49,7 +49,7 @@ struct FmhaBackwardSm80 {
   using ValueGrid = typename Tiles::ValueGrid;
   using Scores = BackwardScoresSm80<Config>;
   using Mask = typename Scores::Mask;
-  using Modifiers = ScoreModifiers<Config, typename Scores::Bias>;
+  using Modifiers = typename Scores::Modifiers;
   using BiasWriter = typename Scores::BiasWriter;
   using Blocks = QBlocks<Tiles::kTileQuery, Config::kBlockMask>;
   using Semaphore =
@@ -92,7 +92,7 @@ struct FmhaBackwardSm80 {
     Blocks const q_blocks(shape, params.block_mask, item, tiles);
     KvBlock const kv_block(params, item, mask, column, shared_address(shared));
     Modifiers const modifiers = {
-        {params.scale}, {params.bias, mask, item.batch, column, kv_block.shared + kBiasOffset}};
+        {params.scale}, {params}, {params.bias, mask, item.batch, column, kv_block.shared + kBiasOffset}};
 
     clear_skipped<Config, kThreads>(params, item, tiles);
     if constexpr (Config::kVarlen) {

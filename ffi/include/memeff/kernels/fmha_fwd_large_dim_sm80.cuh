@@ -45,7 +45,8 @@ struct FmhaForwardLargeDimSm80 {
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps>;
   using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, has_bias_tile<Config>()>;
   using Mask = ScoreMask<Config, ScoreGrid>;
-  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
+  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
+                                   ScoreFunction<Config, ScoreGrid>>;
   using OutProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;
   static constexpr int kBufferBytes =
       cute::max(QueryStep::kBytes + KeyStep::kBytes, OutProduct::StepTile::kBytes);
@@ -97,7 +98,7 @@ struct FmhaForwardLargeDimSm80 {
     StepRing ring(buffers, kBufferBytes);
     ring.start([&](uint32_t buffer) { operands.load(tiles.end - 1, 0, buffer); });
 
-    Modifiers const modifiers = {{params.scale}, {params.bias, mask, item.batch}};
+    Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, item.batch}};
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       int const column = tile * kTileKey;
       bool const last = tile == tiles.begin;
@@ -108,9 +109,9 @@ struct FmhaForwardLargeDimSm80 {
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       multiply_keys(params, operands, product, ring, tile, scores);
 
-      modifiers.forward(scores, rows, column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
-                                                row, column);
+      ScoreTilePosition const at = {item.batch, item.head, row, column};
+      modifiers.forward(scores, at, rows, column);
+      mask.template apply<kTileQuery, kTileKey>(scores, params, at);
       softmax.step(scores, params.scale.softmax_scale);
       if (last) {
         softmax.finish(params.scale.softmax_scale, kept_scale<Config>(params.dropout),

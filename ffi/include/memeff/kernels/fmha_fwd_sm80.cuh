@@ -55,7 +55,7 @@ struct FmhaForwardSm80 {
   using Rows = CopiedRows<KeyOrValueTile, kThreads, Config::kAlignment, StagedRow>;
   using Bias =
       WarpRowsBias<Config, ScoreGrid, Config::kWarps, kTileKey, false, StagedBiasRow, Mask>;
-  using Modifiers = ScoreModifiers<Config, Bias>;
+  using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
   using Dropped = ProbabilityDropout<Config, ScoreGrid>;
 
   // Of P V in parts (32-bit elements): all columns at a time where that leaves enough registers.
@@ -103,6 +103,7 @@ struct FmhaForwardSm80 {
         shared + kStagedBiasOffset,
         memeff::bias_row<Config>(params.bias, item.batch, item.head, row + ScoreGrid::row()));
     Modifiers const modifiers = {{params.scale},
+                                 {params},
                                  {params.bias, bias_row, mask, row, shared + kBiasOffset}};
 
     auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
@@ -165,10 +166,10 @@ struct FmhaForwardSm80 {
         commit_copies();
       }
 
-      modifiers.forward(scores, column);
+      ScoreTilePosition const at = {item.batch, item.head, row, column};
+      modifiers.forward(scores, at, column);
       modifiers.load_next(has_next, next_column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                                item.head, row, column, kv_blocks.partial(block));
+      mask.template apply<kTileQuery, kTileKey>(scores, params, at, kv_blocks.partial(block));
       if constexpr (Config::kStageRegisters) softmax.unstage(shared + kStagedSoftmaxOffset);
       softmax.step(scores, output, params.scale.softmax_scale);
       if constexpr (Config::kStageRegisters) softmax.stage_registers(shared + kStagedSoftmaxOffset);

@@ -92,7 +92,7 @@ struct FmhaForwardSm90 {
                             WarpBiasPointer<Config, ScoreGrid>, Mask>;
   using Scaling = cute::conditional_t<Config::kSoftCap && !kIs32Bit<Element>,
                                       PolynomialCap<Config, kCapped>, ScoreScaling<Config>>;
-  using Modifiers = ScoreModifiers<Config, Bias, Scaling>;
+  using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>, Scaling>;
 
   using Blocks = KvBlocks<Config, Mask>;
 

@@ -51,7 +51,8 @@ struct FmhaForwardSplitSm80 {
   using TileRows = RowsOfTile<Config::kPackHeads>;
   using Dropped = ProbabilityDropout<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
-  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
+  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
+                                   ScoreFunction<Config, ScoreGrid>>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
   using KeyTile = SharedTile<kConsumerGroupKeys, Config::kHeadDim>;
@@ -159,7 +160,7 @@ struct FmhaForwardSplitSm80 {
     using KeyOperand = RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks>;
     using ValueOperand = RightOperand<ValueTile, Contiguous::outer, OutGrid::kColumnBlocks>;
 
-    Modifiers const modifiers = {{params.scale}, {params.bias, mask, item.batch}};
+    Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, item.batch}};
     int stage = 0;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       int const column = tile * kTileKey;
@@ -173,9 +174,9 @@ struct FmhaForwardSplitSm80 {
       cute::clear(scores);
       warp_gemm<Element, Config::kHeadDim / 16>(scores, query, KeyOperand(stage_tiles, 0));
 
-      modifiers.forward(scores, rows, column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                                item.head, rows.row, column);
+      ScoreTilePosition const at = {item.batch, item.head, rows.row, column};
+      modifiers.forward(scores, at, rows, column);
+      mask.template apply<kTileQuery, kTileKey>(scores, params, at);
       softmax.step(scores, output, params.scale.softmax_scale);
       auto probabilities = as_left_operand<Element>(scores);
       Dropped::apply(params, item.batch, item.head, rows.row, column, probabilities);

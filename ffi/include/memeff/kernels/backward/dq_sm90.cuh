@@ -144,7 +144,7 @@ struct FmhaBackwardTwoKernelDq {
   using ScoreOperand = RegisterOperand<1, kTileKey / 16, sizeof(Element)>;
 
   using Bias = RegisterBias<Config, ScoreGrid, kTileQuery, kTileKey>;
-  using Modifiers = ScoreModifiers<Config, Bias const&>;
+  using Modifiers = ScoreModifiers<Config, Bias const&, ScoreFunction<Config, ScoreGrid>>;
   using Statistics = RegisterStatistics<ScoreGrid>;
 
   // The main loop: per KV block S, dP, P and dS, then dQ, which runs under the next block.
@@ -187,10 +187,10 @@ struct FmhaBackwardTwoKernelDq {
         fence_accumulators(query_gradient);
         if (leader && tile < work.kv_blocks.end - 1) control.key.release(previous(key));
 
-        Modifiers const modifiers = {{params.scale}, bias};
-        modifiers.forward(scores);
-        mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
-                                                  work.row, column, work.kv_blocks.partial(tile));
+        Modifiers const modifiers = {{params.scale}, {params}, bias};
+        ScoreTilePosition const at = {item.batch, item.head, work.row, column};
+        modifiers.forward(scores, at);
+        mask.template apply<kTileQuery, kTileKey>(scores, params, at, work.kv_blocks.partial(tile));
         statistics.template exponentiate_and_differentiate<Modifiers>(params.scale.softmax_scale,
                                                                       scores);
         fence_accumulators(scores);

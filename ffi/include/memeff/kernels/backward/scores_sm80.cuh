@@ -80,6 +80,7 @@ struct BackwardScoresSm80 {
   using ScoreGrid = typename Tiles::ScoreGrid;
   using Mask = ScoreMask<Config, ScoreGrid>;
   using Bias = QBlockBiasTile<Config, Mask>;
+  using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
   using BiasWriter = BiasGradientWriter<Config>;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
@@ -106,9 +107,9 @@ struct BackwardScoresSm80 {
                                   Mask const& mask, int column, Scores& scores,
                                   Scores& score_gradient, MakeWriter make_writer) {
     Scores scaled;
-    modifiers.recompute(scores, scaled, q_block, column);
-    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch,
-                                              q_block.head, q_block.row, column, q_block.partial);
+    ScoreTilePosition const at = {batch, q_block.head, q_block.row, column};
+    modifiers.recompute(scores, scaled, at, q_block, column);
+    mask.template apply<kTileQuery, kTileKey>(scores, params, at, q_block.partial);
     auto bias_gradient = make_writer();
     int const thread = thread_index();
     float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block

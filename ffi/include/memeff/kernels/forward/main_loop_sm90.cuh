@@ -226,16 +226,16 @@ struct ForwardMainLoopSm90 {
   template <class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
                                  WorkItem const& item, int tile, Blocks const& range,
-                                 uint32_t tiles, Position& at, Scores& scores) {
-    Consumer::advance(at.key);
+                                 uint32_t tiles, Position& position, Scores& scores) {
+    Consumer::advance(position.key);
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
     Modifiers const modifiers = modifiers_of(params, mask, item, tiles);
-    modifiers.forward(scores, column);
+    ScoreTilePosition const at = {item.batch, item.head, row, column};
+    modifiers.forward(scores, at, column);
     modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
-    mask.template apply<kWarpgroupRows, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                                  item.head, row, column, range.is_partial(tile),
-                                                  at.row_warpgroup * kWarpgroupRows);
+    mask.template apply<kWarpgroupRows, kTileKey>(scores, params, at, range.is_partial(tile),
+                                                  position.row_warpgroup * kWarpgroupRows);
   }
 
   // The probabilities of a KV block as an operand, without those that dropout drops. Scaled rows
@@ -256,6 +256,7 @@ struct ForwardMainLoopSm90 {
   CUTE_DEVICE static Modifiers modifiers_of(ForwardParams const& params, Mask const& mask,
                                             WorkItem const& item, uint32_t tiles) {
     return {{params.scale},
+            {params},
             {params.bias,
              {params.bias, item},
              mask,

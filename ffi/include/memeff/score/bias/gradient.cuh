@@ -241,14 +241,6 @@ CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& ite
 template <class Config, BiasGradient kWay = Config::kBiasGradient>
 struct BiasGradientWriter;
 
-// The first element of a tile of scores.
-struct ScoreTilePosition {
-  int batch;
-  int head;
-  int row;
-  int column;
-};
-
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::none> {
   static constexpr bool kFromTile = false;

@@ -69,7 +69,7 @@ struct DbiasSm90 {
   static constexpr int kKeyBox = Config::kTileKey;
 
   using Bias = SquareBias<Config, Tiles>;
-  using Modifiers = ScoreModifiers<Config, Bias&>;
+  using Modifiers = ScoreModifiers<Config, Bias&, ScoreFunction<Config, Grid>>;
   using Statistics = RegisterStatistics<Grid>;
   static constexpr int kBiasOffset = kStages * kPairBytes;
   static constexpr int kControlOffset = kBiasOffset + Bias::kBytes;
@@ -196,7 +196,7 @@ struct DbiasSm90 {
   CUTE_DEVICE static void consume(BackwardParams const& params, Control& control, uint32_t tiles) {
     PipelineStage<kStages> stage;
     Bias bias(tiles + kBiasOffset);
-    Modifiers const modifiers = {{params.scale}, bias};
+    Modifiers const modifiers = {{params.scale}, {params}, bias};
     int const count = Work::Tile::count(params);
     CUTE_NO_UNROLL
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
@@ -242,10 +242,10 @@ struct DbiasSm90 {
     KeptBlocks::end_basic_block(control.pairs, read);
     KeptBlocks const kept(dropout, work.tile.row, work.tile.column);
     if constexpr (kHoldsBlock) end_scores(cute::Int<1>{});
-    modifiers.forward(scores, params, work, control, last);
+    ScoreTilePosition const at = {batch, head, work.tile.row, work.tile.column};
+    modifiers.forward(scores, at, params, work, control, last);
     bool const partial = work.block_of(params, slice).partial(work.tile.column / kTileKey);
-    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, head,
-                                              work.tile.row, work.tile.column, partial);
+    mask.template apply<kTileQuery, kTileKey>(scores, params, at, partial);
     statistics.exponentiate(params.scale.softmax_scale, scores);
     fence_accumulators(scores);
     // Placed after the exponentials on purpose: this branch ends the basic block. Without it ptxas
