@@ -7,7 +7,7 @@
 //   S = Q K^T    dP = dO V^T    P = exp2(S - lse)    dS = P (dP - delta)
 //   dV += P^T dO    dQ = dS K    dK += dS^T Q
 //
-// With dropout, dV reads the kept P, and dP is the kept dP; both times 256 / (256 - T).
+// dV reads the modified P, and dP is modified alike (collective/probability_modifiers.cuh).
 //
 // The next Q block arrives while this one is computed: there are two buffers, or one if shared
 // memory is short, and then the load is not hidden. dO has one buffer and is loaded again as soon
@@ -18,6 +18,7 @@
 
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/dbias/sm80.cuh>
@@ -207,7 +208,7 @@ struct FmhaBackwardSm80 {
             params.key_gradient.row_stride * sizeof(Element), bound, params.shape.head_dim);
       }
       if constexpr (Config::kValueGradient) {
-        scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
+        scale_accumulators(value_gradient, probability_scale<Config>(params));
         store_tile<Element, ValueTile, ValueGrid, kThreads, Config::kAlignment>(
             shared + kValueOffset, value_gradient,
             row_pointer<Element>(params.value_gradient, keys.origin.batch, keys.origin.row + column,

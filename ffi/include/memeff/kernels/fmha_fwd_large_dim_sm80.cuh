@@ -10,8 +10,8 @@
 #pragma once
 
 #include <memeff/collective/chunked_product.cuh>
-#include <memeff/collective/drop.cuh>
 #include <memeff/collective/long_sum.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/block.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/core/warp_grid.cuh>
@@ -22,7 +22,6 @@
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/score/bias/direct.cuh>
-#include <memeff/score/dropout.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/row_modifiers.cuh>
 
@@ -114,12 +113,12 @@ struct FmhaForwardLargeDimSm80 {
       mask.template apply<kTileQuery, kTileKey>(scores, params, at);
       softmax.step(scores, params.scale.softmax_scale);
       if (last) {
-        softmax.finish(params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+        softmax.finish(params.scale.softmax_scale, probability_scale<Config>(params),
                        mask.query_length - row, LaneRowModifiers<Config, ScoreGrid>(params, rows),
                        write_logsumexp);
       }
-      ProbabilityDropout<Config, ScoreGrid>::apply(params, item.batch, item.head, row, column,
-                                                   scores);
+      ProbabilityModifiers<Config, ScoreGrid>::forward(params, item.batch, item.head, row, column,
+                                                       scores);
       store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
 
       product.run(

@@ -10,8 +10,8 @@
 #pragma once
 
 #include <memeff/collective/copied_rows.cuh>
-#include <memeff/collective/drop.cuh>
 #include <memeff/collective/epilogue.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/staged_registers.cuh>
 #include <memeff/collective/warp_gemm.cuh>
@@ -56,7 +56,7 @@ struct FmhaForwardSm80 {
   using Bias =
       WarpRowsBias<Config, ScoreGrid, Config::kWarps, kTileKey, false, StagedBiasRow, Mask>;
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
-  using Dropped = ProbabilityDropout<Config, ScoreGrid>;
+  using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
 
   // Of P V in parts (32-bit elements): all columns at a time where that leaves enough registers.
   static constexpr int kPartAccumulators = kRowBlocks * OutGrid::kColumnBlocks * 8 <= 64 ? 64 : 32;
@@ -124,7 +124,7 @@ struct FmhaForwardSm80 {
 
     if constexpr (Config::kStageRegisters) softmax.unstage(shared + kStagedSoftmaxOffset);
     RowsOfTile<> const rows(shape, item.batch, item.head, row, mask.query_length);
-    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+    softmax.finish(output, params.scale.softmax_scale, probability_scale<Config>(params),
                    LaneRowModifiers<Config, OutGrid>(params, rows));
     store(params, softmax, output, shared);
   }
@@ -174,7 +174,7 @@ struct FmhaForwardSm80 {
       softmax.step(scores, output, params.scale.softmax_scale);
       if constexpr (Config::kStageRegisters) softmax.stage_registers(shared + kStagedSoftmaxOffset);
       auto probabilities = as_left_operand<Element>(scores);
-      Dropped::apply(params, item.batch, item.head, row, column, probabilities);
+      Probabilities::forward(params, item.batch, item.head, row, column, probabilities);
       warp_gemm<Element, kTileKey / kStepElements<Element>, 2, kPartAccumulators>(
           output, probabilities, value);
     }

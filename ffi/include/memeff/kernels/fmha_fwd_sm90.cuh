@@ -24,7 +24,7 @@
 #pragma once
 
 #include <memeff/collective/consumer_groups.cuh>
-#include <memeff/collective/drop.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -78,9 +78,8 @@ struct FmhaForwardSm90 {
                                        MappedOperands<Config, kThreads>>;
   static constexpr int kProducerRegisters = Operands::kProducerRegisters;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
-  static constexpr bool kDropsEarly = Config::kDropout && Operands::kDropsEarly;
-  using Dropped = ProbabilityDropout<Config, ScoreGrid, kDropsEarly>;
-  using KeptBlocks = typename Dropped::Bits;
+  using Probabilities = ProbabilityModifiers<Config, ScoreGrid, false, Operands::kModifiesEarly>;
+  using KeptBlocks = typename Probabilities::Tile;
   using Keys = typename Operands::Keys;
   using Values = typename Operands::Values;
   static constexpr int kStages = Config::kStages;

@@ -12,8 +12,8 @@
 #pragma once
 
 #include <memeff/collective/consumer_groups.cuh>
-#include <memeff/collective/drop.cuh>
 #include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/warp_grid.cuh>
@@ -49,7 +49,7 @@ struct FmhaForwardSplitSm80 {
   using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, has_bias_tile<Config>()>;
   using Rows = PackedRows<Config::kPackHeads>;
   using TileRows = RowsOfTile<Config::kPackHeads>;
-  using Dropped = ProbabilityDropout<Config, ScoreGrid>;
+  using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
   using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
                                    ScoreFunction<Config, ScoreGrid>>;
@@ -110,7 +110,7 @@ struct FmhaForwardSplitSm80 {
     __syncthreads();  // the tiles that Merge covers are no longer read
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
     if (ConsumerGroup::index() > 0) return;
-    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+    softmax.finish(output, params.scale.softmax_scale, probability_scale<Config>(params),
                    LaneRowModifiers<Config, OutGrid>(params, rows));
     if (params.splits == 1) {
       store(params, softmax, output);
@@ -179,7 +179,7 @@ struct FmhaForwardSplitSm80 {
       mask.template apply<kTileQuery, kTileKey>(scores, params, at);
       softmax.step(scores, output, params.scale.softmax_scale);
       auto probabilities = as_left_operand<Element>(scores);
-      Dropped::apply(params, item.batch, item.head, rows.row, column, probabilities);
+      Probabilities::forward(params, item.batch, item.head, rows.row, column, probabilities);
       warp_gemm<Element, kConsumerGroupKeys / 16>(output, probabilities,
                                                   ValueOperand(stage_tiles + KeyTile::kBytes, 0));
       stage = stage + 1 == kStages ? 0 : stage + 1;

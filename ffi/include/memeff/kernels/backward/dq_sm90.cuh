@@ -4,6 +4,7 @@
 // registers. dQ of one KV block runs beside S and dP of the next.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -18,7 +19,6 @@
 #include <memeff/schedule/grid.cuh>
 #include <memeff/score/bias/gradient.cuh>
 #include <memeff/score/bias/registers.cuh>
-#include <memeff/score/dropout.cuh>
 #include <memeff/score/modifiers.cuh>
 
 namespace memeff {
@@ -274,16 +274,15 @@ struct FmhaBackwardTwoKernelDq {
         for (int j = 0; j < 2; ++j) {
           int const element = 2 * half + j;
           float const kept = keep.select(score_gradient(element, 0, n), half, chunk, j);
-          gradient[j] =
-              softmax_gradient(scores(element, 0, n), kept, kept_scale<Config>(params.dropout),
-                               statistics.delta(half));
+          gradient[j] = softmax_gradient(scores(element, 0, n), kept,
+                                         probability_scale<Config>(params), statistics.delta(half));
         }
         store_bias_gradient(params, item, row, column, query_bound, half, n, gradient);
         left_gradient.fragments[0][column_block][i] = pack<Element>(gradient[0], gradient[1]);
       }
     };
-    for_each_kept_block<Config, ScoreGrid>(params.dropout, params.mask, item.batch, item.head, row,
-                                           column, block);
+    ProbabilityModifiers<Config, ScoreGrid>::for_each_block(params, item.batch, item.head, row,
+                                                            column, block);
   }
 
   // Two neighbouring elements of a bias gradient with all four dims. Rows beyond the query length

@@ -89,7 +89,7 @@ struct LargeDimScores {
     }
   }
 
-  // Leaves P (after dropout) and dS of a tile, rounded, in shared memory, if they are asked for.
+  // Leaves P (modified) and dS of a tile, rounded, in shared memory, if they are asked for.
   template <bool kProbabilities, bool kScoreGradients, class LoadNext>
   CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity,
                            LoadNext load_next) const {

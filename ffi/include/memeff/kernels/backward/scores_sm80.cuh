@@ -1,12 +1,12 @@
 // P and dS of one tile from the products S = Q K^T and dP = dO V^T, for kernels with mma.sync.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/q_blocks.cuh>
 #include <memeff/score/bias/add.cuh>
 #include <memeff/score/bias/gradient.cuh>
-#include <memeff/score/dropout.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/probability.cuh>
 
@@ -99,7 +99,7 @@ struct BackwardScoresSm80 {
                                                                          ScoreGrid::column()));
   }
 
-  // scores: S -> P, after dropout.  score_gradient: dP -> dS, the gradient of query.key without the
+  // scores: S -> P, modified.  score_gradient: dP -> dS, the gradient of query.key without the
   // user's scale. The gradient of the bias goes to the object that make_writer() returns.
   template <class Modifiers, class Scores, class MakeWriter>
   CUTE_DEVICE static void compute(BackwardParams const& params, Modifiers const& modifiers,
@@ -136,7 +136,7 @@ struct BackwardScoresSm80 {
           float const p = probability(score, params.scale.softmax_scale, row.x);
           float const gradient =
               softmax_gradient(p, keep.select(score_gradient(element, m, n), half, chunk, i),
-                               kept_scale<Config>(params.dropout), row.y);
+                               probability_scale<Config>(params), row.y);
           block_gradient[chunk][element] = gradient;
           score_gradient(element, m, n) = Modifiers::backward(
               gradient, Modifiers::input_of_derivative(score, scaled(element, m, n)));
@@ -145,8 +145,8 @@ struct BackwardScoresSm80 {
       }
       bias_gradient.block(m, column_block, block_gradient);
     };
-    for_each_kept_block<Config, ScoreGrid>(params.dropout, params.mask, batch, q_block.head,
-                                           q_block.row, column, block);
+    ProbabilityModifiers<Config, ScoreGrid>::for_each_block(params, batch, q_block.head,
+                                                            q_block.row, column, block);
     bias_gradient.finish();
   }
 };

@@ -2,9 +2,9 @@
 // keys, columns are queries.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/layout/row_statistics.cuh>
 #include <memeff/score/bias/gradient_transposed.cuh>
-#include <memeff/score/dropout.cuh>
 #include <memeff/score/probability.cuh>
 
 namespace memeff {
@@ -37,7 +37,7 @@ CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t
           int const element = 2 * half + i;
           float const p = scores(element, 0, n);
           float const kept_gradient = keep.select(score_gradient(element, 0, n), chunk, half, i);
-          gradient[i] = softmax_gradient(p, kept_gradient, kept_scale<Config>(params.dropout),
+          gradient[i] = softmax_gradient(p, kept_gradient, probability_scale<Config>(params),
                                          deltas.of[2 * chunk + i]);
           kept[i] = keep.select(p, chunk, half, i);
         }

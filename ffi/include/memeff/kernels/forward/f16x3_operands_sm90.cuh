@@ -10,7 +10,7 @@
 #pragma once
 
 #include <memeff/arch/tma.cuh>
-#include <memeff/collective/drop.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/f16x3.cuh>
 #include <memeff/core/warp_grid.cuh>
@@ -88,7 +88,7 @@ struct F16x3Operands {
             last<ValueTile>(key_length)};
   }
 
-  static constexpr bool kDropsEarly = false;
+  static constexpr bool kModifiesEarly = false;
 
   // Where a consumer's queries are.
   struct Queries {

@@ -2,6 +2,7 @@
 // multiplied. The main loop knows these functions and no element type.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
@@ -65,9 +66,9 @@ struct MappedOperands {
   static constexpr bool kHoldsQueries =
       Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kHeadDim / 4 >=
-          40 + (Config::kBias || Config::kDropout ? 40 : 0) + (kWindow ? 40 : 0);
+          40 + (Config::kBias || modifies_probabilities<Config>() ? 40 : 0) + (kWindow ? 40 : 0);
   // The random bits of a visit are made under the product of its scores, or when they are needed.
-  static constexpr bool kDropsEarly =
+  static constexpr bool kModifiesEarly =
       Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kTileKey / 8 >= 32 + (Config::kBias ? 48 : 0) + (kWindow ? 16 : 0);
   using Queries =

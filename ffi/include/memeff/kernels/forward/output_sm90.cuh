@@ -1,8 +1,8 @@
 // What a consumer of the Hopper forward writes when it has visited all key tiles of its rows.
 #pragma once
 
-#include <memeff/collective/drop.cuh>
 #include <memeff/collective/epilogue.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/sequences.cuh>
@@ -25,7 +25,7 @@ struct ForwardOutputSm90 {
     ProblemShape const& shape = params.shape;
     int const row = item.tile * Config::kTileQuery;
     RowsOfTile<> const rows(shape, item.batch, item.head, row, query_length);
-    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+    softmax.finish(output, params.scale.softmax_scale, probability_scale<Config>(params),
                    LaneRowModifiers<Config, Grid>(params, rows));
     Origin const origin = query_origin<Config>(shape, item.batch);
     int const query = row + Grid::element_row(0, 0);

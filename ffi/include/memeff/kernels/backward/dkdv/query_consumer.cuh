@@ -2,8 +2,8 @@
 // dK += dS^T Q.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/transposed.cuh>
-#include <memeff/kernels/backward/dkdv/dropout_signs.cuh>
 #include <memeff/kernels/backward/dkdv/work.cuh>
 #include <memeff/score/modifiers.cuh>
 
@@ -141,8 +141,8 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
                                                            q_block.blocks.partial(q_block.tile));
       exponentiate_transposed<ScoreGrid>(Base::query_statistics(tiles, stage),
                                          params.scale.softmax_scale, scores);
-      DropoutSigns<Config, ScoreGrid>::mark(params, work.item.batch, q_block.head, q_block.row(),
-                                            work.column, scores);
+      ProbabilityModifiers<Config, ScoreGrid, true>::Signs::mark(
+          params, work.item.batch, q_block.head, q_block.row(), work.column, scores);
       control.probability.acquire(sent);
       store_operand<ScoreTile, ScoreGrid>(Base::probability_tile(tiles, sent),
                                           as_left_operand<Element>(scores));
