@@ -134,6 +134,10 @@ class Feature(Generic[Asked, Compiled]):
         """Its lines of the kernel's configuration."""
         return {}
 
+    def source(self, spec: KernelSpec) -> str:
+        """C++ between the include and the configuration of the source."""
+        return ""
+
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
         """Its operands that reach a kernel in the table of arrays (``ArrayTable``)."""
         return ()

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..functions import emit
 from ..launch import CapturedArray
 from .feature import Constant, CppType, Feature
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from ..functions.program import Program
     from ..problem import Problem
     from ..spec import Kernel, KernelSpec
+
+
+_STRUCT = "ScoreProgram"
 
 
 class ScoreFunction(Feature["Program | None", "Program | None"]):
@@ -34,7 +38,9 @@ class ScoreFunction(Feature["Program | None", "Program | None"]):
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         found: dict[str, Constant | CppType] = {"kScoreFunction": spec[self] is not None}
         if spec[self] is not None:
-            found["Function"] = CppType("ScoreProgram")
+            found["Function"] = CppType(f"memeff::function::{_STRUCT}")
+            names = [array.name for array in spec.captured_arrays]
+            found["kFirstCapturedArray"] = names.index("head_index") + 1
         return found
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
@@ -50,6 +56,12 @@ class ScoreFunction(Feature["Program | None", "Program | None"]):
                 for index, array in enumerate(program.arrays)
             ),
         )
+
+    def source(self, spec: KernelSpec) -> str:
+        if (program := spec[self]) is None:
+            return ""
+        text = emit.source(program, _STRUCT, precise=spec.dtype in ("f32", "tf32"))
+        return emit.INCLUDES + "\n" + text
 
     def tag(self, compiled: Program | None, kernel: Kernel) -> str:
         return "" if compiled is None else f"function{digest(compiled)}"

@@ -26,6 +26,12 @@ CUTE_DEVICE float log2_approx(float x) {
   return y;
 }
 
+CUTE_DEVICE float sqrt_approx(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 CUTE_DEVICE float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,27 +1,19 @@
 // The user's function of scores (`score_mod`) in a main loop: ScoreModifiers call it behind the
 // scale and before the bias.
 //
-// Config::Function is generated (codegen/functions/emit.py) and computes one element:
-//
-//   of_head(arrays, batch, head)         everything that no row and no column changes
-//   of_row(arrays, of_head, query), of_column(arrays, of_head, key)
-//   value(score, query, key, of_head, of_row, of_column, arrays)
-//   derivative(...)                      d value / d score
-//
-// Rows and columns are global positions, batch and head the user's indices. They may lie beyond the
-// arrays in masked elements; reads of captured arrays are clipped to their sizes.
+// Config::Function is generated (codegen/functions/emit.py, which documents its members) and computes
+// one element. Rows and columns are global positions, batch and head the user's indices. They may lie
+// beyond the captured arrays in masked elements: reads are clipped.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include <memeff/core/feature_arrays.cuh>
+#include <memeff/core/function/arrays.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/score/function_arrays.cuh>
+#include <memeff/score/bias/tile.cuh>
 
 namespace memeff {
-
-// A score below this masks its element, as a bias below it does.
-constexpr float kMaskedScore = -1e37f;
 
 // The function at the scores of one CTA, in the accumulators of Grid. kTransposed: rows of the
 // accumulators are keys, columns are queries. Without a function all of it is empty.
@@ -43,16 +35,19 @@ struct ScoreFunction<Config, Grid, kTransposed, true> {
   using Function = typename Config::Function;
   static constexpr bool kConstantDerivative = Function::kConstantDerivative;
 
-  FunctionArrays<Config> arrays;
+  ArrayTable const& table;
+  MaskParams const& mask;
 
   template <class Params>
-  CUTE_DEVICE ScoreFunction(Params const& params) : arrays(params) {}
+  CUTE_DEVICE ScoreFunction(Params const& params)
+      : table(feature_arrays(params)), mask(params.mask) {}
 
+  // A score below kMaskedBias masks its element, as a bias does.
   template <class Scores>
   CUTE_DEVICE void forward(Scores& scores, ScoreTilePosition const& at) const {
-    for_each(at, scores, [&](float& score, auto const&... inputs) {
-      float const value = Function::value(score, inputs..., arrays);
-      score = value < kMaskedScore ? -infinity() : value;
+    for_each(at, scores, [](float& score, auto const&... inputs) {
+      float const value = Function::value(inputs...);
+      score = value < kMaskedBias ? -infinity() : value;
     });
   }
 
@@ -61,19 +56,27 @@ struct ScoreFunction<Config, Grid, kTransposed, true> {
   CUTE_DEVICE void differentiate(Scores const& scores, Scores& derivatives,
                                  ScoreTilePosition const& at) const {
     derivatives = scores;
-    for_each(at, derivatives, [&](float& score, auto const&... inputs) {
-      score = Function::derivative(score, inputs..., arrays);
+    for_each(at, derivatives, [](float& score, auto const&... inputs) {
+      score = Function::derivative(inputs...);
     });
   }
 
  private:
-  // use(accumulator, query, key, of_head, of_row, of_column) for each element.
+  CUTE_DEVICE int index_at(int array, int i) const {
+    return static_cast<int const*>(table.arrays[array].data)[i];
+  }
+
+  // use(accumulator, arguments of Function::value...) for each element.
   template <class Scores, class Use>
   CUTE_DEVICE void for_each(ScoreTilePosition const& at, Scores& scores, Use use) const {
+    function::FunctionArrays<Config> const arrays = {
+        table.arrays + Config::kFirstCapturedArray,
+        static_cast<unsigned const*>(table.arrays[Config::kFunctionLiteralsArray].data), at.batch};
+    auto const of_head = Function::of_head(arrays, index_at(Config::kBatchIndexArray, at.batch),
+                                           index_at(Config::kHeadIndexArray, at.head));
+    int const row = at.row + (Config::kPositions ? mask.query_position[at.batch] : 0);
+    int const column = at.column + (Config::kPositions ? mask.key_position[at.batch] : 0);
     int const thread = thread_index();
-    auto const of_head = Function::of_head(arrays, arrays.batch(at.batch), arrays.head(at.head));
-    int const row = at.row + arrays.query_position(at.batch);
-    int const column = at.column + arrays.key_position(at.batch);
     CUTE_UNROLL
     for (int m = 0; m < cute::size<1>(scores); ++m) {
       CUTE_UNROLL
@@ -86,9 +89,9 @@ struct ScoreFunction<Config, Grid, kTransposed, true> {
             int const minor = Grid::element_column(i, n, thread);
             int const query = row + (kTransposed ? minor : major);
             int const key = column + (kTransposed ? major : minor);
-            use(scores(2 * half + i, m, n), query, key, of_head,
-                Function::of_row(arrays, of_head, query),
-                Function::of_column(arrays, of_head, key));
+            float& score = scores(2 * half + i, m, n);
+            use(score, arrays, of_head, Function::of_row(arrays, of_head, query),
+                Function::of_column(arrays, of_head, key), score, query, key);
           }
         }
       }

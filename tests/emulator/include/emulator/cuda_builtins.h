@@ -32,7 +32,20 @@ inline float __uint_as_float(unsigned x) { return bit_cast<float>(x); }
 inline int __float_as_int(float x) { return bit_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
 
+// Never fused with other operations.
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+
+// Round towards zero and saturate; NaN gives 0.
+inline int __float2int_rz(float x) {
+  if (!(x > -0x1p31f)) return x != x ? 0 : INT32_MIN;
+  return x < 0x1p31f ? int(x) : INT32_MAX;
+}
+inline unsigned __float2uint_rz(float x) {
+  if (!(x > 0)) return 0;
+  return x < 0x1p32f ? unsigned(x) : UINT32_MAX;
+}
 #define __logf(x) std::log(float(x))
 
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
@@ -63,6 +76,14 @@ inline unsigned __ballot_sync(unsigned, int predicate) { return emulator::ballot
 inline int __any_sync(unsigned, int predicate) { return emulator::ballot(predicate != 0) != 0; }
 inline int __all_sync(unsigned, int predicate) { return emulator::ballot(predicate == 0) == 0; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(unsigned(bits)); }
+inline int __mulhi(int x, int y) { return int(int64_t(x) * y >> 32); }
+inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
+
+template <class Value>
+Value __ldg(Value const* address) {
+  return *address;
+}
 
 // No other thread runs in between; some do before.
 template <class Value>

@@ -15,6 +15,7 @@ CUTE_DEVICE float flush_to_zero(float x) {
 CUTE_DEVICE float exp2_approx(float x) { return flush_to_zero(std::exp2(flush_to_zero(x))); }
 CUTE_DEVICE float reciprocal_approx(float x) { return flush_to_zero(1 / flush_to_zero(x)); }
 CUTE_DEVICE float log2_approx(float x) { return std::log2(flush_to_zero(x)); }
+CUTE_DEVICE float sqrt_approx(float x) { return std::sqrt(flush_to_zero(x)); }
 CUTE_DEVICE float tanh_approx(float x) { return std::tanh(x); }
 
 CUTE_DEVICE int max_of_three(int a, int b, int c) { return std::max({a, b, c}); }

@@ -1,0 +1,1 @@
+"""Users' functions of scores and masks as programs, and their CUDA source."""

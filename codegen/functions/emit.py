@@ -1,0 +1,183 @@
+"""The device code of users' functions: a program as a C++ struct that kernels call.
+
+The source comes from the structure of a program alone: variables are numbered, and literals, sizes
+and dims of arrays are read at run time. So no text of a user reaches the compiler, and a function
+that is traced again, for other lengths too, has the same source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jax_memeff.codegen.functions.nodes import Graph, Level, Node, graph, kept
+from jax_memeff.codegen.functions.program import Program
+
+INCLUDES = """\
+#include <memeff/core/function/arrays.cuh>
+#include <memeff/core/function/floats.cuh>
+#include <memeff/core/function/integers.cuh>
+"""
+
+_STRUCTS = {Level.HEAD: "OfHead", Level.ROW: "OfRow", Level.COLUMN: "OfColumn"}
+_NAMES = {Level.HEAD: "of_head", Level.ROW: "of_row", Level.COLUMN: "of_column"}
+
+_ELEMENT_ARGUMENTS = """
+      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
+      float score, int query, int key"""
+
+
+def source(program: Program, name: str, *, precise: bool) -> str:
+    """A struct ``memeff::function::<name>`` that evaluates ``program``, without includes.
+
+    Args:
+      program: a score function, with or without derivatives, or a mask function.
+      name: of the struct.
+      precise: whether float32 functions are those of the CUDA math library, as for float32 inputs,
+        or the approximations that ``operations.py`` lists.
+
+    Returns C++ that needs ``INCLUDES``. Programs of equal structure give equal text. Members:
+
+    - ``kUsesScore``, ``kDependsOnBatch``, ``kDependsOnHead``, ``kDependsOnQuery``,
+      ``kDependsOnKey``: whether the function's value depends on that argument.
+    - ``OfHead``, ``OfRow``, ``OfColumn``: what is worth keeping of a (batch, head) slice, a row
+      and a column. ``of_head(arrays, batch, head)``, ``of_row(arrays, of_head, query)`` and
+      ``of_column(arrays, of_head, key)`` return them. ``arrays`` is a ``FunctionArrays``; batch,
+      head, query and key are the arguments of the user's function.
+    - ``value(arrays, of_head, of_row, of_column, score, query, key)``: the score, or whether the
+      element is valid.
+
+    With derivatives, whose arguments are those of ``value``, also:
+
+    - ``derivative(...)``: that of the value by the score; ``kConstantDerivative`` if it is 1.
+    - ``kFloatReads``: how many reads have derivatives, ``kReadArrays[i]``: the captured array of
+      each, ``kReadsDependOnQuery[i]`` and ``kReadsDependOnKey[i]``: whether its index depends on
+      these.
+    - ``read_derivatives(..., float (&derivatives)[kFloatReads])``: those of the value by each read.
+    - ``read_offsets(..., long long (&offsets)[kFloatReads])``: the element that was read, counted
+      in the user's array, or -1 if it was out of bounds. A kernel that needs one of them ignores
+      the others, and the compiler drops them.
+
+    Raises ``ValueError`` if the program has an operation, type or parameter without a form.
+    """
+    nodes = graph(program, precise=precise)
+    targets = {*nodes.results, *nodes.offsets} if len(nodes.results) > 1 else {*nodes.results}
+    printer = _Printer(nodes.nodes, kept(nodes.nodes, targets))
+    cpp_type = nodes.nodes[nodes.results[0]].cpp_type
+    parts = [
+        _facts(program, nodes),
+        *(printer.level(level) for level in _STRUCTS),
+        printer.function(f"{cpp_type} value", nodes.results[0]),
+    ]
+    if len(nodes.results) > 1:
+        parts.append(printer.function("float derivative", nodes.results[1]))
+        if nodes.offsets:
+            derivatives = nodes.results[2:]
+            parts.append(printer.array_function("read_derivatives", "float", derivatives))
+            parts.append(printer.array_function("read_offsets", "long long", nodes.offsets))
+    body = "\n".join(parts)
+    return f"namespace memeff::function {{\n\nstruct {name} {{\n{body}}};\n\n}}\n"
+
+
+class _Printer:
+    """Prints bodies of functions; knows which nodes a struct holds."""
+
+    def __init__(self, nodes: Sequence[Node], kept: frozenset[int]):
+        self.nodes = nodes
+        self.kept = kept
+
+    def level(self, level: Level) -> str:
+        """The struct of what is kept of a level, and the function that returns it."""
+        members = [index for index in sorted(self.kept) if self.nodes[index].level == level]
+        struct = _STRUCTS[level]
+        fields = "".join(f"    {self.nodes[index].cpp_type} v{index};\n" for index in members)
+        arguments = {
+            Level.HEAD: "Arrays const& arrays, int batch, int head",
+            Level.ROW: "Arrays const& arrays, OfHead const& of_head, int query",
+            Level.COLUMN: "Arrays const& arrays, OfHead const& of_head, int key",
+        }[level]
+        values = ", ".join(self._name(index, level) for index in members)
+        return (
+            f"  struct {struct} {{\n{fields}  }};\n\n"
+            "  template <class Arrays>\n"
+            f"  CUTE_DEVICE static {struct} {_NAMES[level]}({arguments}) {{\n"
+            f"{self.statements(members, level)}    return {{{values}}};\n  }}\n"
+        )
+
+    def function(self, declaration: str, result: int) -> str:
+        """A function of one element that returns a node."""
+        returned = f"    return {self._name(result, Level.ELEMENT)};\n"
+        return self._element_function(declaration, _ELEMENT_ARGUMENTS, [result], returned)
+
+    def array_function(self, name: str, cpp_type: str, results: Sequence[int]) -> str:
+        """A function of one element that stores nodes in an array."""
+        stores = "".join(
+            f"    {name}[{i}] = {self._name(result, Level.ELEMENT)};\n"
+            for i, result in enumerate(results)
+        )
+        arguments = f"{_ELEMENT_ARGUMENTS}, {cpp_type} (&{name})[kFloatReads]"
+        return self._element_function(f"void {name}", arguments, results, stores)
+
+    def _element_function(
+        self, declaration: str, arguments: str, results: Iterable[int], end: str
+    ) -> str:
+        return (
+            "  template <class Arrays>\n"
+            f"  CUTE_DEVICE static {declaration}({arguments}) {{\n"
+            f"{self.statements(results, Level.ELEMENT)}{end}  }}\n"
+        )
+
+    def statements(self, targets: Iterable[int], level: Level) -> str:
+        """Definitions of all variables that nodes of a level need, and of themselves."""
+        pending = [index for index in targets if not self._is_member(index, level)]
+        needed = set(pending)
+        while pending:
+            args = self.nodes[pending.pop()].args
+            fresh = {arg for arg in args if not self._is_member(arg, level)} - needed
+            needed |= fresh
+            pending += fresh
+        return "".join(
+            f"    {node.cpp_type} const v{index} = {self._expression(node, level)};\n"
+            for index in sorted(needed)
+            if not (node := self.nodes[index]).inline
+        )
+
+    def _expression(self, node: Node, level: Level) -> str:
+        return node.form.format(*(self._name(arg, level) for arg in node.args))
+
+    def _is_member(self, index: int, level: Level) -> bool:
+        return index in self.kept and self.nodes[index].level < level
+
+    def _name(self, index: int, level: Level) -> str:
+        """How a function of this level refers to a node."""
+        node = self.nodes[index]
+        if self._is_member(index, level):
+            return f"{_NAMES[node.level]}.v{index}"
+        return node.form if node.inline else f"v{index}"
+
+
+def _facts(program: Program, nodes: Graph) -> str:
+    depends = program.dependence(program.results[0])
+    facts = {"kUsesScore": "score" in depends}
+    for name in ("batch", "head", "query", "key"):
+        facts[f"kDependsOn{name.capitalize()}"] = name in depends
+    lines = [f"  static constexpr bool {name} = {_cpp(value)};" for name, value in facts.items()]
+    if len(nodes.results) > 1:
+        constant = nodes.nodes[nodes.results[1]].form == "1.0f"
+        reads = program.float_reads
+        lines.append(f"  static constexpr bool kConstantDerivative = {_cpp(constant)};")
+        lines.append(f"  static constexpr int kFloatReads = {len(reads)};")
+        if reads:
+            arrays = [str(int(program.values[read].param("array"))) for read in reads]
+            lines.append(_array_fact("int", "kReadArrays", arrays))
+            for name in ("query", "key"):
+                found = [_cpp(name in program.dependence(read)) for read in reads]
+                lines.append(_array_fact("bool", f"kReadsDependOn{name.capitalize()}", found))
+    return "\n".join(lines) + "\n"
+
+
+def _array_fact(cpp_type: str, name: str, values: Sequence[str]) -> str:
+    return f"  static constexpr {cpp_type} {name}[] = {{{', '.join(values)}}};"
+
+
+def _cpp(value: bool) -> str:
+    return "true" if value else "false"
