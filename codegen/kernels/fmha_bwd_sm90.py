@@ -58,7 +58,7 @@ TILES: Mapping[int, Sequence[WgmmaTile]] = {
             128,
             2,
             "dk and dv take 128 registers a thread, S and dP 64; a soft cap spills one more",
-            modifiers=("soft cap", "bias", "dropout"),
+            modifiers=("soft cap", "bias", "dropout", "a function of scores"),
             spill_bytes=4,
         ),
         WgmmaTile(
@@ -66,10 +66,10 @@ TILES: Mapping[int, Sequence[WgmmaTile]] = {
             128,
             2,
             "with dropout, too, a soft cap spills 72",
-            modifiers=("soft cap", "segments"),
+            modifiers=("soft cap", "segments", "a function of scores"),
         ),
-        WgmmaTile(64, 128, 2, "as 64", modifiers=("bias", "dropout", "segments")),
-        WgmmaTile(64, 128, 2, "as 64", modifiers=("dropout", "segments", "a boolean mask")),
+        WgmmaTile(64, 128, 2, "as 64", modifiers=("bias", "dropout", "segments", "a function of scores")),
+        WgmmaTile(64, 128, 2, "as 64", modifiers=("dropout", "segments", "a boolean mask", "a function of scores")),
     ),
 }
 """By the padded head dim of query, key and value."""

@@ -51,17 +51,17 @@ _TILE = WgmmaTile(
 _BIAS = dataclasses.replace(
     _TILE,
     reason="lanes load the bias for dq; for dk and dv it has a buffer, at head dim 256 one of P's",
-    modifiers=("dropout", "bias"),
+    modifiers=("dropout", "bias", "a function of scores"),
 )
 
 TILES: Mapping[int, Sequence[WgmmaTile]] = {
     192: (_TILE, _BIAS),
     256: (
-        dataclasses.replace(_TILE, modifiers=("dropout", "segments", "a boolean mask")),
+        dataclasses.replace(_TILE, modifiers=("dropout", "segments", "a boolean mask", "a function of scores")),
         dataclasses.replace(
             _TILE,
             reason="the derivative of a soft cap takes 32 registers; with dropout 24 spill",
-            modifiers=("soft cap", "segments"),
+            modifiers=("soft cap", "segments", "a function of scores"),
         ),
         _BIAS,
     ),

@@ -71,7 +71,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "three consumers read K and V a third less often: 510 TFLOP/s at T 8192 on an H200, "
             "with two 428",
-            modifiers=("soft cap", "dropout"),
+            modifiers=("soft cap", "dropout", "a function of scores"),
             masks=("none", "causal"),
         ),
         Tile(
@@ -114,7 +114,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "224 KB: 692 TFLOP/s at T 8192 on an H200, with 64 keys 638; causal 619, but at T 512 "
             "320, with 64 keys 334",
             query_stages=1,
-            modifiers=("dropout",),
+            modifiers=("dropout", "a function of scores"),
             masks=("none",),
             spill_bytes=32,
         ),

@@ -42,7 +42,7 @@ struct FmhaForwardLargeDimSm80 {
   using QueryStep = Tile<kTileQuery, kStep>;
   using KeyStep = Tile<kTileKey, kStep>;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps>;
-  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, has_bias_tile<Config>()>;
+  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, has_large_scores<Config>()>;
   using Mask = ScoreMask<Config, ScoreGrid>;
   using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
                                    ScoreFunction<Config, ScoreGrid>>;

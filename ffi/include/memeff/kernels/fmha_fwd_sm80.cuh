@@ -37,7 +37,7 @@ struct FmhaForwardSm80 {
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Config::kWarps, kWarpRows>;
   static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
   using Softmax =
-      OnlineSoftmax<kRowBlocks, false, has_bias_tile<Config>(), false, Config::kRowMaxima>;
+      OnlineSoftmax<kRowBlocks, false, has_large_scores<Config>(), false, Config::kRowMaxima>;
   using Mask = ScoreMask<Config, ScoreGrid>;
   using KvBlocks = BlockMaskRow<Config::kBlockMask>;
 

@@ -46,7 +46,7 @@ struct FmhaForwardSplitSm80 {
   using OutGrid =
       WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // of a group
   static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
-  using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, has_bias_tile<Config>()>;
+  using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, has_large_scores<Config>()>;
   using Rows = PackedRows<Config::kPackHeads>;
   using TileRows = RowsOfTile<Config::kPackHeads>;
   using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;

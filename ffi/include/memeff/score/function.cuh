@@ -99,4 +99,11 @@ struct ScoreFunction<Config, Grid, kTransposed, true> {
   }
 };
 
+// Whether the gradient of the modified scores is that of the products' scores.
+template <class Config>
+CUTE_HOST_DEVICE constexpr bool has_constant_derivative() {
+  if constexpr (Config::kScoreFunction) return Config::Function::kConstantDerivative;
+  return !Config::kSoftCap;
+}
+
 }  // namespace memeff

@@ -189,10 +189,11 @@ struct FmhaBackwardTwoKernelDq {
 
         Modifiers const modifiers = {{params.scale}, {params}, bias};
         ScoreTilePosition const at = {item.batch, item.head, work.row, column};
-        modifiers.forward(scores, at);
+        auto scaled = ScoreGrid::make_accumulators();
+        modifiers.recompute(scores, scaled, at);
         mask.template apply<kTileQuery, kTileKey>(scores, params, at, work.kv_blocks.partial(tile));
         statistics.template exponentiate_and_differentiate<Modifiers>(params.scale.softmax_scale,
-                                                                      scores);
+                                                                      scaled, scores);
         fence_accumulators(scores);
         control.query.wait_again({});  // the exponentials run under the product
         wait_products<0>();            // dP

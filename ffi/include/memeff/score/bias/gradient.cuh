@@ -16,7 +16,7 @@
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/layout/score_view.cuh>
 #include <memeff/mask/block_mask.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/function.cuh>
 
 namespace memeff {
 
@@ -278,7 +278,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
   // derivative other than 1.
   static constexpr bool kVectors = Config::kBiasAccess == BiasAccess::vectors;
   static constexpr bool kFromTile =
-      kVectors && sizeof(Element) == 2 && ScoreScaling<Config>::kConstantDerivative;
+      kVectors && sizeof(Element) == 2 && has_constant_derivative<Config>();
   Slice slice;
   int row_bound;
   int column_bound;
