@@ -74,7 +74,7 @@ SOFT_CAP = Flag(
     constant="kSoftCap",
     tag="softcap",
     asked_by=lambda call: call.options.soft_cap is not None,
-    modifier=True,
+    modifies="scores",
     values=(None, 2.0),
 )
 

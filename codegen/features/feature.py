@@ -25,6 +25,8 @@ class CppType(NamedTuple):
 
 Placement = Literal["like query", "like query or replicated", "internal"]
 
+Modified = Literal["scores", "mask", "probabilities"]
+
 
 class Operand(NamedTuple):
     """An array of a call: one row of the table that everything reads which handles arrays without
@@ -112,9 +114,11 @@ class Feature(Generic[Asked, Compiled]):
     """Whether it differs between query heads that share a key head, or is found in 16x16 blocks."""
     has_block_mask: bool = False
     """Whether arrays say which tiles of scores a kernel skips."""
-    modifier: bool = False
-    """Whether it takes registers in a main loop, so that a tile says whether it has them left:
+    modifies: Modified | None = None
+    """What it changes in a main loop. That takes registers, so a tile says whether it has them:
     ``modifiers`` of ``kernels/families.py``."""
+    positional: bool = False
+    """Whether it counts from the global positions of row 0 and column 0."""
     axes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     """Names and values of its axes in the test matrix (tests/support/case_matrix.py)."""
     support: tuple[SupportRow, ...] = ()
@@ -190,7 +194,8 @@ class Flag(Feature[bool, bool]):
         constant: str,
         tag: str,
         asked_by: Any,
-        modifier: bool = False,
+        modifies: Modified | None = None,
+        positional: bool = False,
         together: bool = True,
         operands: tuple[Operand, ...] = (),
         per_head: bool = False,
@@ -200,7 +205,7 @@ class Flag(Feature[bool, bool]):
     ):
         self.name, self.title, self.together = name, title, together
         self._constant, self._tag, self._asked_by = constant, tag, asked_by
-        self.modifier = modifier
+        self.modifies, self.positional = modifies, positional
         self.operands, self.per_head, self.has_block_mask = operands, per_head, has_block_mask
         self.axes = ((name, values),) if values else ()
         self.alone = ({name: True},)

@@ -80,7 +80,7 @@ _64x64 = (
     dataclasses.replace(
         _split(64, 64, 4, 2, 2, 3, "hd 128: 4.28 TB/s on an H200, 8 warps 3.71"), modifiers=()
     ),
-    _split(64, 64, 8, 1, 2, 3, "with 4 warps soft cap, bias and dropout spill"),
+    _split(64, 64, 8, 1, 2, 3, "with 4 warps soft cap, bias and random bits spill"),
 )
 
 _SM80 = {

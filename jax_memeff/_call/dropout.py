@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._call.offsets import Index, Offsets
-from jax_memeff._call.operands import DropoutState
+from jax_memeff._call.operands import DropoutState, Operands
+from jax_memeff._call.options import Options
 
 _BLOCK = 16
 """Rows and columns of a block that 16 calls of the generator cover."""
@@ -160,6 +161,34 @@ def keep_mask(
         return bits
     bits = lax.dynamic_slice_in_dim(bits, row_start % _BLOCK, rows, 2)
     return lax.dynamic_slice_in_dim(bits, col_start % _BLOCK, cols, 3)
+
+
+def kept(
+    operands: Operands, options: Options, row: jax.Array, col: jax.Array, shape: tuple[int, int]
+) -> jax.Array | None:
+    """Whether each element of a tile is kept, bool[B, N, rows, cols]; None without dropout.
+
+    Args:
+        operands: of the call.
+        options: of the call.
+        row: row of the tile's first row in the arrays of the call, int32[].
+        col: likewise its first column.
+        shape: rows and columns of the tile.
+    """
+    state, position = operands.dropout, operands.position
+    if not options.dropout_threshold or state is None:
+        return None
+    if position is not None:
+        row, col = row + position.query, col + position.key
+    if not (jnp.ndim(row) or jnp.ndim(col)):
+        return keep_mask(state, options.dropout_threshold, row, col, *shape)
+
+    def one(words: jax.Array, base: jax.Array, row: jax.Array, col: jax.Array) -> jax.Array:
+        own = DropoutState(words[None], base[None], state.head_index)
+        return keep_mask(own, options.dropout_threshold, row, col, *shape)[0]
+
+    starts = (jnp.broadcast_to(start, state.batch_base.shape) for start in (row, col))
+    return jax.vmap(one)(state.key_words, state.batch_base, *starts)
 
 
 def key_words(dropout_key: jax.Array) -> jax.Array:
