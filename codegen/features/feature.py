@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from ..launch import CapturedArray
+    from ..launch import CapturedArray, ParamsField
     from ..problem import Problem
     from ..spec import Kernel, KernelSpec
 
@@ -112,6 +112,8 @@ class Feature(Generic[Asked, Compiled]):
     """The arrays that it brings."""
     per_head: bool = False
     """Whether it differs between query heads that share a key head, or is found in 16x16 blocks."""
+    numbers: tuple[str, ...] = ()
+    """The names of its run-time numbers, words of 32 bits that reach kernels as ``ParamsField``."""
     has_block_mask: bool = False
     """Whether arrays say which tiles of scores a kernel skips."""
     modifies: Modified | None = None
@@ -142,6 +144,10 @@ class Feature(Generic[Asked, Compiled]):
         """Its operands that reach a kernel in the table of arrays (``ArrayTable``)."""
         return ()
 
+    def params_fields(self, spec: KernelSpec) -> tuple[ParamsField, ...]:
+        """The fields of the kernel's first parameter that it fills."""
+        return ()
+
     def tag(self, compiled: Compiled, kernel: Kernel) -> str:
         """Its word in the kernel's name."""
         return ""
@@ -169,6 +175,10 @@ class Feature(Generic[Asked, Compiled]):
     def asked_by(self, call: Any) -> Asked:
         """Its value for a call, as ``jax_memeff._cuda.problem.Call`` describes it."""
         raise NotImplementedError
+
+    def values(self, call: Any) -> tuple[int, ...]:
+        """Its ``numbers`` for a call, as 32-bit words."""
+        return ()
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Its flags of ``python -m jax_memeff explain``."""
