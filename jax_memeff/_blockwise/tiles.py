@@ -21,7 +21,7 @@ from jax_memeff._call.divisors import broadcastable, expanded, of_booleans
 from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.operands import Operands
-from jax_memeff._call.options import Options
+from jax_memeff._call.options import RANDOM_BLOCK, Options
 from jax_memeff._call.static_shapes import require_static
 
 LONGEST_BLOCK = 512
@@ -72,11 +72,12 @@ class Blocks(NamedTuple):
 
 
 def _cut(length: int, longest: int) -> Blocks:
-    """Equal blocks; multiples of 16, the blocks of random bits, if there are several."""
+    """Equal blocks, if there are several of whole blocks of random bits."""
     count = -(-length // longest)
     if count <= 1:
         return Blocks(length, length)
-    return Blocks(length, min(-(-length // (16 * count)) * 16, length))
+    size = -(-length // (RANDOM_BLOCK * count)) * RANDOM_BLOCK
+    return Blocks(length, min(size, length))
 
 
 class Tile(NamedTuple):

@@ -23,10 +23,7 @@ from jax import lax
 
 from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands import DropoutState, Operands
-from jax_memeff._call.options import Options
-
-_BLOCK = 16
-"""Rows and columns of a block that 16 calls of the generator cover."""
+from jax_memeff._call.options import RANDOM_BLOCK, Options
 
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -104,8 +101,8 @@ def philox4x32_7(counter: Words, key: tuple[jax.Array, jax.Array]) -> Words:
 
 def _covering_blocks(start: int | jax.Array, size: int) -> tuple[int | jax.Array, int]:
     """First block and number of blocks that cover ``size`` positions from ``start``."""
-    slack = start % _BLOCK if isinstance(start, int) else _BLOCK - 1
-    return start // _BLOCK, -(-(slack + size) // _BLOCK)
+    slack = start % RANDOM_BLOCK if isinstance(start, int) else RANDOM_BLOCK - 1
+    return start // RANDOM_BLOCK, -(-(slack + size) // RANDOM_BLOCK)
 
 
 def _counters(first_block: int | jax.Array, blocks: int) -> jax.Array:
@@ -156,11 +153,11 @@ def keep_mask(
     kept = [(runs >> 8 * byte & 0xFF) >= threshold for byte in range(4)]
     # (upper row, upper column) selects the byte, and places the run of 8 by 8 within the block.
     bits = jnp.stack([jnp.stack(kept[:2], -2), jnp.stack(kept[2:], -2)], 3)
-    bits = bits.reshape(batch, heads, _BLOCK * row_blocks, _BLOCK * col_blocks)
+    bits = bits.reshape(batch, heads, RANDOM_BLOCK * row_blocks, RANDOM_BLOCK * col_blocks)
     if bits.shape[2:] == (rows, cols):
         return bits
-    bits = lax.dynamic_slice_in_dim(bits, row_start % _BLOCK, rows, 2)
-    return lax.dynamic_slice_in_dim(bits, col_start % _BLOCK, cols, 3)
+    bits = lax.dynamic_slice_in_dim(bits, row_start % RANDOM_BLOCK, rows, 2)
+    return lax.dynamic_slice_in_dim(bits, col_start % RANDOM_BLOCK, cols, 3)
 
 
 def kept(

@@ -7,6 +7,9 @@ from typing import Literal
 
 Implementation = Literal["cuda", "xla"]
 
+RANDOM_BLOCK = 16
+"""Random bits are drawn for blocks of scores of so many rows and columns."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Divisors:
@@ -75,4 +78,4 @@ class Options:
     @property
     def row_multiple(self) -> tuple[int, str]:
         """The multiple at which the rows of each device begin, and the feature that needs it."""
-        return (16, "dropout") if self.dropout_threshold else (1, "")
+        return (RANDOM_BLOCK, "dropout") if self.dropout_threshold else (1, "")
