@@ -77,6 +77,19 @@ class CapturedArray(NamedTuple):
     zeroed: bool = False
 
 
+class ParamsField(NamedTuple):
+    """A field of the kernels' first parameter that a feature fills.
+
+    ``path`` is its name in the parameters of both directions (ffi/include/memeff/params.h), and
+    ``offset`` its first byte there, which the source asserts. ``value`` is the array whose address
+    it has, or one of the feature's ``numbers``.
+    """
+
+    path: str
+    offset: int
+    value: str
+
+
 class Workspace(NamedTuple):
     """Global memory that the kernels of a spec write beside their results."""
 

@@ -19,6 +19,7 @@ from .launch import (
     BlockMask,
     CapturedArray,
     EntryPoint,
+    ParamsField,
     TensorMap,
     Workspace,
 )
@@ -298,6 +299,13 @@ class KernelSpec:
         """The arrays that features bring, in the order of ``ArrayTable``."""
         return tuple(
             array for feature in registry.FEATURES for array in feature.captured_arrays(self)
+        )
+
+    @property
+    def params_fields(self) -> tuple[ParamsField, ...]:
+        """The fields of the kernels' first parameter that features fill."""
+        return tuple(
+            field for feature in registry.FEATURES for field in feature.params_fields(self)
         )
 
     @property

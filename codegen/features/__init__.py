@@ -30,6 +30,7 @@ __all__ = [
     "FEATURES",
     "LENGTHS",
     "MASK",
+    "NUMBERS",
     "POSITION",
     "POSITIONS",
     "ROW_MAXIMA",
@@ -76,7 +77,7 @@ SOFT_CAP = Flag(
     constant="kSoftCap",
     tag="softcap",
     asked_by=lambda call: call.options.soft_cap is not None,
-    modifier=True,
+    modifies="scores",
     values=(None, 2.0),
 )
 
@@ -105,6 +106,10 @@ POSITION = {name: position for position, name in enumerate(BY_NAME)}
 def together() -> dict[str, Any]:
     """All features at once, as the features of a problem."""
     return {feature.name: feature.together for feature in FEATURES}
+
+
+NUMBERS = tuple(name for feature in FEATURES for name in feature.numbers)
+"""The run-time numbers of all features, in the order of the custom call's attribute."""
 
 
 def operands(asked: Iterable[Feature[Any, Any]] = FEATURES) -> tuple[Operand, ...]:

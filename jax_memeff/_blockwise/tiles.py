@@ -20,8 +20,8 @@ from jax_memeff._call import dropout
 from jax_memeff._call.divisors import broadcastable, expanded, of_booleans
 from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_tile
-from jax_memeff._call.operands import DropoutState, Operands
-from jax_memeff._call.options import Options
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import RANDOM_BLOCK, Options
 from jax_memeff._call.static_shapes import require_static
 
 LONGEST_BLOCK = 512
@@ -72,11 +72,12 @@ class Blocks(NamedTuple):
 
 
 def _cut(length: int, longest: int) -> Blocks:
-    """Equal blocks; multiples of 16 if there are several (dropout works in blocks of 16)."""
+    """Equal blocks, if there are several of whole blocks of random bits."""
     count = -(-length // longest)
     if count <= 1:
         return Blocks(length, length)
-    return Blocks(length, min(-(-length // (16 * count)) * 16, length))
+    size = -(-length // (RANDOM_BLOCK * count)) * RANDOM_BLOCK
+    return Blocks(length, min(size, length))
 
 
 class Tile(NamedTuple):
@@ -85,7 +86,7 @@ class Tile(NamedTuple):
     cap_slope: jax.Array | None
     """The derivative of the soft cap; None without a cap."""
     keep: jax.Array | None
-    """bool, the dropout mask; None without dropout."""
+    """Whether each probability is kept; None if all are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,29 +224,8 @@ class Problem:
             scores = scores + self.per_head(bias)
         if valid is not None:
             scores = jnp.where(self.per_head(valid), scores, -jnp.inf)
-        return Tile(scores, cap_slope, self._keep(row, col))
-
-    def _keep(self, row: jax.Array, col: jax.Array) -> jax.Array | None:
-        state, position = self.operands.dropout, self.operands.position
-        if not self.options.dropout_threshold or state is None:
-            return None
-        if position is not None:
-            row, col = row + position.query, col + position.key
-        threshold, shape = self.options.dropout_threshold, (self.rows.size, self.cols.size)
-        if not (jnp.ndim(row) or jnp.ndim(col)):
-            return self.per_head(dropout.keep_mask(state, threshold, row, col, *shape))
-
-        def one(words: jax.Array, base: jax.Array, row: jax.Array, col: jax.Array) -> jax.Array:
-            own = DropoutState(words[None], base[None], state.head_index)
-            return dropout.keep_mask(own, threshold, row, col, *shape)[0]
-
-        starts = (jnp.broadcast_to(start, state.batch_base.shape) for start in (row, col))
-        return self.per_head(jax.vmap(one)(state.key_words, state.batch_base, *starts))
-
-    @property
-    def kept_scale(self) -> float:
-        """The factor of a kept probability."""
-        return 256 / (256 - self.options.dropout_threshold)
+        kept = dropout.kept(self.operands, options, row, col, (self.rows.size, self.cols.size))
+        return Tile(scores, cap_slope, None if kept is None else self.per_head(kept))
 
 
 def _select_rows(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

@@ -30,6 +30,7 @@ from jax_memeff._cuda.export import register_targets
 from jax_memeff._cuda.problem import Call, bias_alignment, problem_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import strategy
+from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.select import select
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
@@ -222,10 +223,11 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
         for window in (avals.mask.top_left, avals.mask.bottom_right)
         for limit in ((None, None) if window is None else (window.left, window.right))
     ]
+    call = Call(avals, options, None)
     return {
         "scale": np.array([prescale, softmax_scale, scale, log2e / softmax_scale], np.float32),
         "windows": np.array(windows, np.int32),
-        "dropout_threshold": np.int32(options.dropout_threshold),
+        "numbers": np.array([word for own in FEATURES for word in own.values(call)], np.int32),
         "longest": np.array(_longest(avals), np.int32),
         "divisors": _divisors(avals, options),
         "bias_alignment": np.int32(bias_alignment(avals)),

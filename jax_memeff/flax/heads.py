@@ -58,7 +58,7 @@ def attend_heads(
         segment_ids: as in the modules.
         is_causal: as in the modules; attention over a cache is always causal.
         dtype: of the computation; None infers it.
-        settings: ``bias``, dropout and precision, as in ``attend``.
+        settings: the other arguments of ``attend``.
 
     Raises:
         ValueError: shapes do not fit one another or the cache, segment ids are given with a cache,

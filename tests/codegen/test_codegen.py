@@ -406,6 +406,17 @@ def test_arrays_of_features_are_listed_once():
     assert broadcast == {"key", "value", "bias", "boolean", "sinks"}
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_source_asserts_the_fields_that_a_feature_fills(direction):
+    spec = select.select(problem(direction, dropout=True))
+    source = emit.source(spec)
+    for field in spec.params_fields:
+        name = f"memeff::{direction.capitalize()}Params, {field.path}"
+        assert f"static_assert(__builtin_offsetof({name}) == {field.offset});" in source
+    assert len(spec.params_fields) == 5
+    assert not select.select(problem(direction)).params_fields
+
+
 def test_row_maxima_are_those_of_a_forward_that_does_not_split_the_keys():
     asked = problem(head_dim=64, row_maxima=True)
     sizes = Sizes(batch=1, queries=1, keys=4096, heads=8, key_heads=8)

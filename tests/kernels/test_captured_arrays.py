@@ -77,6 +77,7 @@ def toy_spec() -> Any:
         entry_points=(EntryPoint("toy", 32, 0, Grid(f"B*N*T/{T}")),),
         tensor_maps=(),
         captured_arrays=(SINKS, TOTALS),
+        params_fields=(),
     )
 
 
@@ -89,7 +90,7 @@ def attributes(code: bytes, operands: list[Buffer], results: list[Buffer]) -> di
         "result_types": description.types(results),
         "scale": np.ones(4, np.float32),
         "windows": np.full(4, 1 << 30, np.int32),
-        "dropout_threshold": np.int32(0),
+        "numbers": np.zeros(2, np.int32),
         "longest": np.zeros(2, np.int32),
         "bias_alignment": np.int32(1),
         "kernels": {"archs": "sm_80", "sm_80": image},

@@ -189,10 +189,11 @@ def test_dropout_is_data_and_its_rate_an_attribute(fake_compiler):
     def gradients(rate, key, *operands):
         return jax.grad(loss, (0, 1, 2))(*operands, dropout_rate=rate, dropout_key=key)
 
-    for rate, threshold in ((0.1, 26), (0.5, 128)):
+    # The second number is the float32 256 / (256 - threshold).
+    for rate, threshold, scale in ((0.1, 26, 0x3F8E7835), (0.5, 128, 0x40000000)):
         text = lower(functools.partial(gradients, rate), jax.random.key(0), *shapes())
         assert text.count("key_words,batch_base,head_index") == 2
-        assert text.count(f"dropout_threshold = {threshold} : i32") == 2
+        assert text.count(f"numbers = dense<[{threshold}, {scale}]> : tensor<2xi32>") == 2
     assert [spec[DROPOUT] for spec, _ in fake_compiler] == [True, True]
 
 
