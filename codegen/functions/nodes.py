@@ -1,8 +1,8 @@
 """A program as typed C++ expressions, each with the level at which a kernel evaluates it.
 
-Reads become several nodes here: an index clamped to the array, the address, and the load. Nodes
-that depend on the head alone, on the row or on the column are evaluated once for each of these. They
-are kept in registers only if that is cheaper than to evaluate them again for each score.
+A read becomes several nodes: an index clamped to the array, the address, and the load. Nodes that
+depend on the head, the row or the column alone are evaluated once for each of these, and kept in
+registers if that is cheaper than to evaluate them again for each score.
 """
 
 from __future__ import annotations
@@ -247,9 +247,7 @@ class _Builder:
         result, remaining = None, abs(power)
         while remaining:
             if remaining % 2:
-                result = (
-                    base if result is None else self._node(cpp_type, multiply, (result, base))
-                )
+                result = base if result is None else self._node(cpp_type, multiply, (result, base))
             remaining //= 2
             if remaining:
                 base = self._node(cpp_type, multiply, (base, base))

@@ -1,8 +1,8 @@
 """The operations of users' functions: the C++ of each lax primitive for each scalar type.
 
-The one list of what a program may contain besides its inputs, constants, literals, sizes and reads.
-Names, argument orders and results are those of ``jax.lax``; device functions that a form calls are in
-``ffi/include/memeff/core/function/``.
+The one list of what a program may contain besides inputs, constants, literals, sizes and reads.
+Names, argument orders and results are those of ``jax.lax``. Device functions that a form calls are
+in ``ffi/include/memeff/core/function/``.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ CUTE_DEVICE Scalar load(Element const* element) {
 }
 
 // Captured arrays and literals as one batch index of the call sees them. `captured` has an array of
-// dims [1 or the size of a vmap, *dims of the user] for each of the function. XLA's arrays are dense,
-// so the innermost stride is 1.
+// dims [1 or the size of a vmap, *dims of the user] for each of the function. XLA's arrays are
+// dense, so the innermost stride is 1.
 template <class Config>
 struct FunctionArrays {
   ArrayView const* captured;

@@ -1,5 +1,5 @@
-// Float operations of users' functions, as lax defines them, and their approximations for kernels of
-// 16-bit inputs. docs/guide/precision.md lists the bounds of these.
+// Float operations of users' functions, as lax defines them, and their approximations for kernels
+// of 16-bit inputs. docs/guide/precision.md lists the bounds of these.
 #pragma once
 
 #include <memeff/arch/math.cuh>

@@ -1,5 +1,5 @@
-// Integer operations of users' functions, as lax defines them. C++ leaves overflow, division by zero
-// and wide shifts undefined; here every input has a result.
+// Integer operations of users' functions, as lax defines them. C++ leaves overflow, division by
+// zero and wide shifts undefined; here every input has a result.
 #pragma once
 
 #include <memeff/core/common.cuh>
@@ -31,7 +31,9 @@ CUTE_DEVICE unsigned shift_left(unsigned a, unsigned bits) { return bits < 32 ? 
 CUTE_DEVICE unsigned shift_right_logical(unsigned a, unsigned bits) {
   return bits < 32 ? a >> bits : 0;
 }
-CUTE_DEVICE int shift_right_arithmetic(int a, unsigned bits) { return a >> (bits < 32 ? bits : 31); }
+CUTE_DEVICE int shift_right_arithmetic(int a, unsigned bits) {
+  return a >> (bits < 32 ? bits : 31);
+}
 
 CUTE_DEVICE int sign(int a) { return (a > 0) - (a < 0); }
 
