@@ -14,7 +14,7 @@ from .bias import BIAS, AskedBias, CompiledBias
 from .deterministic import DETERMINISTIC
 from .dropout import DROPOUT
 from .feature import OPERANDS, Feature, Flag, Operand
-from .functions import SCORE_FUNCTION
+from .functions import FUNCTIONS
 from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
 from .positions import POSITIONS
 from .row_maxima import ROW_MAXIMA
@@ -28,6 +28,7 @@ __all__ = [
     "DETERMINISTIC",
     "DROPOUT",
     "FEATURES",
+    "FUNCTIONS",
     "LENGTHS",
     "MASK",
     "NUMBERS",
@@ -90,7 +91,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     SEGMENTS,
     BOOLEAN,
     SOFT_CAP,
-    SCORE_FUNCTION,
+    FUNCTIONS,
     DROPOUT,
     BIAS,
     SINKS,

@@ -1,84 +1,73 @@
-"""The user's functions of scores, compiled into the main loops."""
+"""The user's functions: of the scores, and of the mask."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..functions import emit
-from ..launch import CapturedArray
-from .feature import Constant, CppType, Feature
+from ..functions.program import Program
+from .feature import Feature, Operand
 
 if TYPE_CHECKING:
-    from ..functions.program import Program
     from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
+    from ..spec import Kernel
 
 
-_STRUCT = "ScoreProgram"
+class AskedFunctions(NamedTuple):
+    """The programs of a call without the values of their literals, which are run-time parameters:
+    calls that differ only in these have one kernel.
+    """
+
+    score: Program | None
+    mask: Program | None
 
 
-class ScoreFunction(Feature["Program | None", "Program | None"]):
-    """``score_mod``: a program without the values of its literals, so that functions that differ in
-    them share a kernel."""
+class Functions(Feature[AskedFunctions | None, None]):
+    """Captured arrays have a first dim that ``jax.vmap`` makes, and then the user's own dims."""
 
-    name, title = "score_function", "a function of scores"
+    name, title = "functions", "functions of the user"
     off = None
     together = None
-    per_head = True
-    modifier = True
+    operands = (
+        Operand("function_batch_index", "B", places=("functions.batch_index",)),
+        Operand("function_head_index", "N", places=("functions.head_index",)),
+        Operand(
+            "captured",
+            "B~ ...",
+            places=("captured.*",),
+            array_dims="B? ...",
+            has_gradient=True,
+            placement="like query or replicated",
+        ),
+        Operand(
+            "mask_captured",
+            "B~ ...",
+            places=("mask.captured.*",),
+            array_dims="B? ...",
+            placement="like query or replicated",
+        ),
+    )
 
-    def check(self, asked: Program | None) -> None:
-        pass
-
-    def compiled(self, problem: Problem, kernel: Kernel) -> Program | None:
-        return problem[self]
-
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        found: dict[str, Constant | CppType] = {"kScoreFunction": spec[self] is not None}
-        if spec[self] is not None:
-            found["Function"] = CppType(f"memeff::function::{_STRUCT}")
-            names = [array.name for array in spec.captured_arrays]
-            found["kFirstCapturedArray"] = names.index("head_index") + 1
-        return found
-
-    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
-        program = spec[self]
-        if program is None:
-            return ()
-        return (
-            CapturedArray("function_literals", "*"),
-            CapturedArray("batch_index", "B"),
-            CapturedArray("head_index", "N"),
-            *(
-                CapturedArray(f"captured{index}", " ".join(["B~", *"*" * array.ndim]), 1)
-                for index, array in enumerate(program.arrays)
-            ),
-        )
-
-    def source(self, spec: KernelSpec) -> str:
-        if (program := spec[self]) is None:
-            return ""
-        text = emit.source(program, _STRUCT, precise=spec.dtype in ("f32", "tf32"))
-        return emit.INCLUDES + "\n" + text
-
-    def tag(self, compiled: Program | None, kernel: Kernel) -> str:
-        return "" if compiled is None else f"function{digest(compiled)}"
-
-    def sort_key(self, compiled: Program | None) -> tuple:
-        return ("" if compiled is None else digest(compiled),)
-
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
-        return []
-
-    def asked_by(self, call: object) -> Program | None:
+    def compiled(self, problem: Problem, kernel: Kernel) -> None:
         return None
 
+    def family_reasons(self, problem: Problem) -> list[str]:
+        asked = problem[self]
+        if asked is None:
+            return []
+        names = [
+            name
+            for name, program in zip(("score_mod", "Mask.function"), asked, strict=True)
+            if program is not None
+        ]
+        return [f"{name} has no kernels yet: pass implementation='xla'" for name in names]
 
-def digest(program: Program) -> str:
-    """Eight letters that name a program in kernel names."""
-    return hashlib.sha256(repr(program).encode()).hexdigest()[:8]
+    def asked_by(self, call: Any) -> AskedFunctions | None:
+        mask, score = call.operands.mask.functions, call.options.score_function
+        if score is None and not mask:
+            return None
+        return AskedFunctions(
+            None if score is None else score.structure, mask[0].structure if mask else None
+        )
 
 
-SCORE_FUNCTION = ScoreFunction()
+FUNCTIONS = Functions()

@@ -82,6 +82,9 @@ def mask(
     if not isinstance(value, Mask):
         return Mask.boolean(argument_arrays.boolean_mask(value, scores))
     _fields_of_mask(value)
+    value = dataclasses.replace(
+        value, excluded=tuple(mask(other, scores, tokens) for other in value.excluded)
+    )
     batch, _, rows, columns = scores
     first, *more = (
         (

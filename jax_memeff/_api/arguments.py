@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 import jax
 from jax.typing import ArrayLike
 
+from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.options import Implementation
 
@@ -30,6 +31,7 @@ class CommonArguments(TypedDict, total=False):
     is_causal: bool
     local_window_size: int | tuple[int, int] | None
     logits_soft_cap: float | None
+    score_mod: ScoreFunction | None
     sinks: ArrayLike | None
     dropout_rate: float
     dropout_key: jax.Array | None

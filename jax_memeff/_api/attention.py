@@ -12,6 +12,7 @@ from jax_memeff._api.argument_masks import padded_lengths
 from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.values import flag
 
@@ -74,6 +75,7 @@ def dot_product_attention(
     and S are the lengths of query and key, N and K their numbers of heads. In each row of scores::
 
         s   = scale * (q . k)             then, with a soft cap,  s = cap * tanh(s / cap)
+        s   = score_mod(s, b, h, q, k)    if there is one
         s   = s + bias                    elements that a mask forbids are -inf
         lse = logsumexp(s)                natural logarithm, of s and the head's sink
         out = sum(keep * exp(s - lse) * v) / (1 - rate)         keep and rate: dropout
@@ -106,6 +108,11 @@ def dot_product_attention(
             number sets both.
         logits_soft_cap: A static number > 0. It must fit the dtype of the scores: 1.18e-38 to
             1.01e+31 in f32; ``scale / logits_soft_cap`` must fit, too.
+        score_mod: An ordinary JAX function of the score and its batch index, query head, row and
+            column, which are scalars (float32, f64 for f64 inputs, and int32), to the new score:
+            ``lambda s, b, h, q, k: s + slopes[h] * (k - q)``. It may read elements of any arrays in
+            scope, which are differentiated as other arguments are. A result of -inf masks. With
+            ``offsets`` the indices are those of the whole problem. See the guide on functions.
         sinks: ``[N]`` in float32 or query's dtype: a logit for each head that takes part in the
             softmax and has no value (gpt-oss; "attention sinks", https://arxiv.org/abs/2309.17453).
             The logsumexp contains it; a row without keys gives 0 and the sink as logsumexp. -inf is
@@ -199,5 +206,6 @@ def prepare(
     options, combined, arrays = common(query.dtype, head_dim, scores, bias, mask, named)
     combined &= padded_lengths(named, batch, (rows, columns), batched)
     combined = combined.canonical(batch, rows, columns)
-    operands = Operands(query, key, value, mask=combined, **arrays)
+    frame = Frame.of(combined, (rows, columns), named["offsets"])
+    operands = Operands(query, key, value, mask=compiled(combined, frame), **arrays)
     return Call(operands, options, batched)

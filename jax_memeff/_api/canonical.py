@@ -9,9 +9,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
-from jax_memeff._api import argument_arrays, argument_masks
+from jax_memeff._api import argument_arrays, argument_functions, argument_masks
 from jax_memeff._api import argument_numbers as numbers
-from jax_memeff._call import dropout, max_logits
+from jax_memeff._call import dropout, functions, max_logits
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
@@ -92,9 +92,11 @@ def common(
     """
     rate = numbers.dropout_rate(arguments["dropout_rate"])
     scale = numbers.scale(arguments["scale"], head_dim, dtype)
+    score_function, captured = argument_functions.score_mod(arguments["score_mod"], dtype)
     options = Options(
         scale=scale,
         soft_cap=numbers.soft_cap(arguments["logits_soft_cap"], scale, dtype),
+        score_function=score_function,
         dropout_threshold=dropout.threshold(rate),
         precision=numbers.precision(arguments["precision"]),
         deterministic_backward=flag("deterministic_backward", arguments["deterministic_backward"]),
@@ -120,5 +122,9 @@ def common(
         "sinks": argument_arrays.sinks(arguments["sinks"], dtype, scores[1]),
         "dropout": state,
         "position": None if offsets is None else offsets.position(),
+        "functions": None,
+        "captured": captured,
     }
+    if score_function is not None or "function" in combined.kinds():
+        arrays["functions"] = functions.state(scores[0], scores[1], offsets)
     return Common(options, combined, arrays)

@@ -12,6 +12,7 @@ from jax_memeff._api.argument_masks import padded_lengths
 from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands import QkvPackedOperands
 from jax_memeff._call.values import flag
 
@@ -124,4 +125,5 @@ def prepare(
     )
     combined &= padded_lengths(named, batch, (length, length), batched)
     combined = combined.canonical(batch, length, length)
+    combined = compiled(combined, Frame.of(combined, (length, length), named["offsets"]))
     return Call(QkvPackedOperands(qkv, mask=combined, **arrays), options, batched)

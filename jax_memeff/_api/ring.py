@@ -15,9 +15,10 @@ from jax_memeff._api import argument_arrays, argument_masks
 from jax_memeff._api import argument_numbers as numbers
 from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import common, results
-from jax_memeff._blockwise.tiles import MASKED_BIAS
-from jax_memeff._call import compat, max_logits, sinks
+from jax_memeff._blockwise.functions import is_masked
+from jax_memeff._call import compat, functions, max_logits, sinks
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import RANDOM_BLOCK
@@ -132,6 +133,8 @@ def ring_attention(
               masked as a whole are not computed, and keys that no device needs are not sent.
             - ``query_seq_lengths`` and ``key_value_seq_lengths`` are ``[B]`` global lengths, the
               same on all devices.
+            - ``score_mod`` and ``Mask.function`` get positions of the whole sequence, in natural
+              order, and read the same arrays on every device.
             - ``offsets`` are those of the batch and the heads of this device, for dropout, if they
               are sharded too. The ring sets the positions: ``query`` and ``key`` must be 0.
             - ``dropout_key`` is the same on all devices. With dropout T and S, in zigzag layout
@@ -192,10 +195,13 @@ def ring_attention(
     options, combined, arrays = common(
         query.dtype, head_dim, scores, bias, mask if is_array else None, named
     )
+    _no_local_arrays(mask)
     combined &= argument_masks.padded_lengths(named, batch, longest, batched)
     if isinstance(mask, Mask):
         combined &= mask
-    combined = _canonical(combined, scores, columns, longest)
+        if "function" in mask.kinds():
+            arrays["functions"] = functions.state(batch, heads, named["offsets"])
+    combined = _canonical(combined, scores, columns, longest, named["offsets"])
     _same_on_all_devices(axis_name, "query", combined.query_lengths)
     _same_on_all_devices(axis_name, "key", combined.key_lengths)
     options = dataclasses.replace(options, row_maxima=with_max_logits)
@@ -224,7 +230,7 @@ def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     out, lse, *maxima = derivatives.attention(alone, ring)
     bias = jnp.broadcast_to(bias, (*lse.shape[:1], lse.shape[2], lse.shape[1], 1))
     shift = jnp.swapaxes(bias[..., 0], 1, 2)
-    masked = (shift < MASKED_BIAS) | jnp.isneginf(lse)
+    masked = is_masked(shift) | jnp.isneginf(lse)
     out = jnp.where(masked[..., None], 0, out)
     lse, *maxima = (jnp.where(masked, -jnp.inf, x + shift) for x in (lse, *maxima))
     if operands.sinks is None:
@@ -305,8 +311,27 @@ def _no_positions(axis_name: AxisName, offsets: Offsets | None) -> None:
             )
 
 
+def _no_local_arrays(mask: Any) -> None:
+    """Refuse arrays of one device under ``|`` or ``~``: other devices have the other elements."""
+    pending = list(mask.excluded) if isinstance(mask, Mask) else []
+    while pending:
+        other = pending.pop()
+        pending += other.excluded
+        for name, arrays in (("segments", other.segment_ids), ("boolean", other.booleans)):
+            if arrays:
+                raise ValueError(
+                    f"mask: Mask.{name} under | or ~ is not supported in a ring, because every "
+                    "device has only a part of its array; gather the array and read it in "
+                    "Mask.function, or combine the masks by &"
+                )
+
+
 def _canonical(
-    mask: Mask, scores: tuple[int, int, int, int], columns: int, longest: tuple[int, int]
+    mask: Mask,
+    scores: tuple[int, int, int, int],
+    columns: int,
+    longest: tuple[int, int],
+    offsets: Offsets | None,
 ) -> Mask:
     """The mask as the ring reads it: one top-left window, global lengths, local segment ids."""
     batch, heads, rows, _ = scores
@@ -317,4 +342,5 @@ def _canonical(
     argument_masks.mask(Mask(booleans=mask.booleans), scores)
     canonical = of_lengths.canonical(batch, *longest) & segments.canonical(batch, rows, columns)
     booleans = Mask(booleans=mask.booleans).canonical(batch, rows, columns)
-    return top_left(canonical & booleans, *longest)
+    canonical = top_left(canonical & booleans, *longest)
+    return compiled(canonical, Frame.of(canonical, longest, offsets))

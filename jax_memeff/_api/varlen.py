@@ -13,6 +13,7 @@ from jax_memeff._api import argument_arrays, argument_masks, argument_numbers
 from jax_memeff._api.arguments import CommonArguments, in_full, with_defaults
 from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.sequences import Sequences, starts_and_lengths
 from jax_memeff._call.values import flag
@@ -187,23 +188,21 @@ def prepare(
     )
     query_starts, query_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_q), longest_q, total_q)
     key_starts, key_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_k), longest_k, total_k)
-    segments = Mask(segment_ids=combined.segment_ids).canonical(1, total_q, total_k)
-    combined = dataclasses.replace(combined, segment_ids=())
-    combined = combined.canonical(scores[0], longest_q, longest_k)
-    shortened = combined & Mask.lengths(query_lengths, key_lengths)
-    shortened = shortened.canonical(scores[0], longest_q, longest_k)
-    combined = dataclasses.replace(combined, query_lengths=None, key_lengths=None)
+    combined &= Mask.lengths(query_lengths, key_lengths)
+    combined = combined.canonical(scores[0], longest_q, longest_k, tokens=(total_q, total_k))
+    frame = Frame.of(combined, (longest_q, longest_k), named["offsets"])
+    combined = compiled(combined, frame._replace(query_starts=query_starts, key_starts=key_starts))
     operands = Operands(
         query=query[None],
         key=key[None],
         value=value[None],
-        mask=combined & segments,
+        mask=dataclasses.replace(combined, query_lengths=None, key_lengths=None),
         **arrays,
         sequences=Sequences(
             query_starts,
             key_starts,
-            cast(jax.Array, shortened.query_lengths),
-            cast(jax.Array, shortened.key_lengths),
+            cast(jax.Array, combined.query_lengths),
+            cast(jax.Array, combined.key_lengths),
             longest_q,
             longest_k,
         ),

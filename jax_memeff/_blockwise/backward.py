@@ -39,6 +39,7 @@ class _Sums(NamedTuple):
     key: jax.Array | None
     value: jax.Array | None
     bias: jax.Array | None
+    captured: tuple[jax.Array | None, ...]
 
 
 def backward(
@@ -63,7 +64,7 @@ def backward(
 
     Returns:
         Gradients in the operands' own dtypes and in the shapes of ``attention_bwd``'s results. The
-        gradient of a broadcast bias is summed tile by tile.
+        gradients of a broadcast bias and of captured arrays are summed tile by tile.
     """
     problem = Problem.of(operands, options)
     batch, bias = operands.query.shape[0], operands.bias
@@ -77,12 +78,13 @@ def backward(
         key=problem.zeros(batch, *problem.key.shape[1:]) if needs_grad.key else None,
         value=problem.zeros(batch, *problem.value.shape[1:]) if needs_grad.value else None,
         bias=_bias_sums(problem) if needs_bias_grad and not constant_rows else None,
+        captured=_captured_sums(problem, needs_grad),
     )
     row_is_live = live_rows(operands.mask, lse)
     if dlse is not None:
         dlse = jnp.where(row_is_live, dlse, 0)
     is_empty = 0 in (*operands.query.shape[:3], operands.key.shape[1])
-    if not is_empty and any(x is not None for x in sums):
+    if not is_empty and jax.tree.leaves(sums):
         sums = _backward_loops(problem, sums, row_is_live, out, lse, dout, dlse)
 
     def finish(x: jax.Array | None, like: jax.Array) -> jax.Array | None:
@@ -102,6 +104,10 @@ def backward(
         key=finish(None if sums.key is None else sums.key[:, :, None], operands.key),
         value=finish(None if sums.value is None else sums.value[:, :, None], operands.value),
         bias=dbias,
+        captured=tuple(
+            None if x is None else x.astype(like.dtype)
+            for x, like in zip(sums.captured, operands.captured, strict=True)
+        ),
     )
 
 
@@ -125,7 +131,10 @@ def _backward_loops(
     row_term = grouped(row_term[..., None], kv_heads)
     lse = grouped(jnp.where(row_is_live, lse, jnp.inf)[..., None], kv_heads)
     dout = grouped(dout, kv_heads)
-    needs_scores_grad = any(x is not None for x in (sums.query, sums.key, sums.bias))
+    needs_scores_grad = bool(jax.tree.leaves(sums._replace(value=None)))
+    captured = {
+        index: problem.captured[index] for index, x in enumerate(sums.captured) if x is not None
+    }
 
     def query_block(index: jax.Array, sums: _Sums) -> _Sums:
         row, first_row = rows.start(index)
@@ -154,21 +163,25 @@ def _backward_loops(
                 if dbias is not None:
                     flat = dscores.reshape(dscores.shape[0], -1, rows.size, cols.size)
                     dbias = dbias + summed(flat, dbias.shape).astype(dbias.dtype)
-                if tile.cap_slope is not None:
-                    dscores = dscores * tile.cap_slope
+                dscores, dcaptured = tile.pull(dscores, captured)
                 dquery, dkey = local.query, local.key
                 if dquery is not None:
                     dquery = dquery + dot("bkgts,bksh->bkgth", dscores, key)
                 if dkey is not None:
                     dkey = dkey + dot("bkgts,bkgth->bksh", dscores, query)
-                return _Sums(dquery, dkey, dvalue, dbias)
+                summed_captured = (
+                    None if x is None else x + dcaptured[index]
+                    for index, x in enumerate(local.captured)
+                )
+                return _Sums(dquery, dkey, dvalue, dbias, tuple(summed_captured))
 
-            # Only slices pass through the conditional, because XLA may copy its operands.
+            # If possible, slices pass through the conditional, because XLA may copy its operands.
             local = _Sums(
                 sums.query,
                 read_block(sums.key, col, cols.size, 2),
                 read_block(sums.value, col, cols.size, 2),
                 None if sums.bias is None else slice_tile(sums.bias, (row, col), tile_shape),
+                sums.captured,
             )
             local = when(problem.may_attend(row, col), update, local)
             return _Sums(
@@ -176,6 +189,7 @@ def _backward_loops(
                 write_block(sums.key, local.key, (2, col)),
                 write_block(sums.value, local.value, (2, col)),
                 write_block(sums.bias, local.bias, (2, row), (3, col)),
+                local.captured,
             )
 
         tile_shape = (rows.size, cols.size)
@@ -201,6 +215,15 @@ def _bias_sums(problem: Problem) -> jax.Array | None:
     dtype = problem.accumulator if bias.shape[2] == 1 else bias.dtype
     shape = gradient_shape("bias", bias.shape, problem.operands, problem.options.divisors)
     return problem.zeros(*shape).astype(dtype)
+
+
+def _captured_sums(problem: Problem, needs_grad: NeedsGrad) -> tuple[jax.Array | None, ...]:
+    """Zeros to which the gradients of captured arrays are added; none need one by default."""
+    needed = needs_grad.captured or (False,) * len(problem.captured)
+    return tuple(
+        problem.zeros(*x.shape).astype(x.dtype) if is_needed else None
+        for x, is_needed in zip(problem.captured, needed, strict=True)
+    )
 
 
 def live_rows(mask: Mask, lse: jax.Array) -> jax.Array:

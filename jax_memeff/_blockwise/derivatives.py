@@ -40,8 +40,11 @@ from jax_memeff._call.operands import (
     Operands,
     QkvPackedGradients,
     QkvPackedOperands,
+    array_of,
     batch_of,
     gradients_needed,
+    named_arrays,
+    replaced,
 )
 from jax_memeff._call.options import Options
 
@@ -64,7 +67,7 @@ def tangent(
         lse: [B, T, N], the forward's result.
         tangents: of the differentiable operands, in the shapes of gradients; None is zero.
     """
-    given = {name: x for name, x in tangents._asdict().items() if x is not None}
+    given = named_arrays(tangents)
     sums, primals = _sums_of(operands, options, lse, list(given))
     _, (dlse, dweighted) = jax.jvp(sums, tuple(primals), tuple(given.values()))
     dout = dweighted - dlse[..., None] * out.astype(dlse.dtype)
@@ -97,7 +100,7 @@ def _sums_of(
 ) -> tuple[Callable[..., Sums], list[jax.Array]]:
     """The sums as a function of the named operands, and these operands in gradient shapes."""
     divisors, batch = options.divisors, batch_of(operands)
-    primals = [as_gradient(name, getattr(operands, name), operands, divisors) for name in names]
+    primals = [as_gradient(name, array_of(operands, name), operands, divisors) for name in names]
     operands = whole(operands, options)
     options = without_divisors(options)
     # Batch indices that sum into one gradient also read one index of the operand.
@@ -109,7 +112,7 @@ def _sums_of(
         given = dict(zip(names, arrays, strict=True))
         for name, divisor in together.items():
             given[name] = broadcastable(given[name], divisor, batch)
-        call = operands._replace(**given)
+        call = replaced(operands, given)
         if isinstance(call, QkvPackedOperands):
             call = call.separate()
         fixed = jnp.where(live_rows(operands.mask, lse), lse, jnp.inf)

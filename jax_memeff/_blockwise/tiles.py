@@ -10,17 +10,20 @@ are read, and results are rounded once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import export, lax
 
+from jax_memeff._blockwise import functions
+from jax_memeff._blockwise.functions import Coordinates
 from jax_memeff._call import dropout
-from jax_memeff._call.divisors import broadcastable, expanded, of_booleans
+from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans
 from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_tile
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import Operands, captured_name
 from jax_memeff._call.options import RANDOM_BLOCK, Options
 from jax_memeff._call.static_shapes import require_static
 
@@ -36,9 +39,6 @@ With B = 8 and 8 heads at T = 512, blocks of 128 take 0.5 of the time of 256.
 
 _ASSUMED_BATCH = 8
 """The batch size assumed for a symbolic one, which is unknown when block sizes are chosen."""
-
-MASKED_BIAS = -1e37
-"""A bias below this masks its element, as -inf does."""
 
 
 def has_probabilities(lse: jax.Array) -> jax.Array:
@@ -80,11 +80,16 @@ def _cut(length: int, longest: int) -> Blocks:
     return Blocks(length, min(size, length))
 
 
+ArraysByIndex = dict[int, jax.Array]
+"""Some of the captured arrays, or their gradients."""
+
+
 class Tile(NamedTuple):
     scores: jax.Array
     """[B, K, G, rows, cols], -inf where invalid."""
-    cap_slope: jax.Array | None
-    """The derivative of the soft cap; None without a cap."""
+    pull: Callable[[jax.Array, ArraysByIndex], tuple[jax.Array, ArraysByIndex]]
+    """From the gradient of the scores, and captured arrays as ``Problem.captured`` has them, to
+    the gradient of the scaled products and of these arrays."""
     keep: jax.Array | None
     """Whether each probability is kept; None if all are."""
 
@@ -98,6 +103,8 @@ class Problem:
     query: jax.Array
     key: jax.Array
     value: jax.Array
+    captured: tuple[jax.Array, ...]
+    """Those of the operands, with one batch index for each gradient; floats are widened."""
     accumulator: jnp.dtype
     rows: Blocks
     cols: Blocks
@@ -119,6 +126,7 @@ class Problem:
             value = _select_rows(
                 expanded(value, options.divisors["value"], batch), mask.key_lengths
             )
+        accumulator = jnp.promote_types(query.dtype, jnp.float32)
         longest = LONGEST_BLOCK
         likely_batch = _ASSUMED_BATCH if export.is_symbolic_dim(batch) else batch
         while longest > _SHORTEST_BLOCK and likely_batch * heads * longest**2 > _LARGEST_TILE:
@@ -129,7 +137,13 @@ class Problem:
             grouped(_select_rows(query, mask.query_lengths), key.shape[2]),
             key.transpose(0, 2, 1, 3),
             value.transpose(0, 2, 1, 3),
-            jnp.promote_types(query.dtype, jnp.float32),
+            tuple(
+                _widened(
+                    as_gradient(captured_name(index), x, operands, options.divisors), accumulator
+                )
+                for index, x in enumerate(operands.captured)
+            ),
+            accumulator,
             _cut(length, longest),
             _cut(key.shape[1], longest),
         )
@@ -213,19 +227,94 @@ class Problem:
             rows = (row + lax.iota(jnp.int32, shape[0]))[None, None, :, None]
             valid = _and(valid, rows >= first_row)
 
+        if bias is not None:
+            bias = bias.astype(self.accumulator)
+            valid = _and(valid, jnp.logical_not(functions.is_masked(bias)))
+        valid = None if valid is None else self.per_head(valid)
+        coordinates = self._coordinates(row, col)
+        if coordinates is not None:
+            for program in operands.mask.functions:
+                arrays = self._mask_arrays()
+                valid = _and(valid, functions.holds(program, coordinates, arrays))
+
         scores = dot("bkgth,bksh->bkgts", query, key)
         cap_slope = None
         if options.soft_cap is not None:
             capped = jnp.tanh(scores / options.soft_cap)
             scores, cap_slope = options.soft_cap * capped, 1 - capped * capped
+        before_function, valid_before = scores, valid
+        if coordinates is not None and options.score_function is not None:
+            scores, valid = self._function(scores, coordinates, valid, {})
         if bias is not None:
-            bias = bias.astype(self.accumulator)
-            valid = _and(valid, jnp.logical_not(bias < MASKED_BIAS))
             scores = scores + self.per_head(bias)
         if valid is not None:
-            scores = jnp.where(self.per_head(valid), scores, -jnp.inf)
+            scores = jnp.where(valid, scores, -jnp.inf)
+
+        def pull(dscores: jax.Array, captured: ArraysByIndex) -> tuple[jax.Array, ArraysByIndex]:
+            gradients: ArraysByIndex = {}
+            if coordinates is not None and options.score_function is not None:
+                _, transpose, _ = jax.vjp(
+                    lambda scores, captured: self._function(
+                        scores, coordinates, valid_before, captured
+                    ),
+                    before_function,
+                    captured,
+                    has_aux=True,
+                )
+                dscores, gradients = transpose(dscores)
+            return dscores if cap_slope is None else dscores * cap_slope, gradients
+
         kept = dropout.kept(self.operands, options, row, col, (self.rows.size, self.cols.size))
-        return Tile(scores, cap_slope, None if kept is None else self.per_head(kept))
+        return Tile(scores, pull, None if kept is None else self.per_head(kept))
+
+    def _coordinates(self, row: jax.Array, col: jax.Array) -> Coordinates | None:
+        """The user's indices of the elements of a tile; None if no function reads them."""
+        state, position = self.operands.functions, self.operands.position
+        if state is None:
+            return None
+        rows, cols = (
+            (start + lax.iota(jnp.int32, size)).reshape(shape)
+            for start, size, shape in (
+                (row, self.rows.size, (1, 1, 1, -1, 1)),
+                (col, self.cols.size, (1, 1, 1, 1, -1)),
+            )
+        )
+        if position is not None:
+            rows, cols = (
+                local + first.reshape(-1, 1, 1, 1, 1)
+                for local, first in zip((rows, cols), position, strict=True)
+            )
+        heads = state.head_index.reshape(1, self.key.shape[1], -1, 1, 1)
+        return Coordinates(state.batch_index[:, None, None, None, None], heads, rows, cols)
+
+    def _function(
+        self,
+        scores: jax.Array,
+        coordinates: Coordinates,
+        valid: jax.Array | None,
+        captured: ArraysByIndex,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The score function, with ``captured`` in place of some of the captured arrays."""
+        program, batch = self.options.score_function, self.query.shape[0]
+        assert program is not None
+        own = (captured.get(index, x) for index, x in enumerate(self.captured))
+        arrays = [x if x.shape[0] == 1 else expanded(x, batch // x.shape[0], batch) for x in own]
+        return functions.modified(program, scores, coordinates, arrays, valid)
+
+    def _mask_arrays(self) -> list[jax.Array]:
+        """The arrays of the mask function, [1|B, ...]."""
+        divisors = self.options.divisors
+        return [
+            broadcastable(x, divisors[f"mask.{captured_name(index)}"], self.query.shape[0])
+            for index, x in enumerate(self.operands.mask.captured)
+        ]
+
+
+def _widened(x: jax.Array, accumulator: jnp.dtype) -> jax.Array:
+    """Floats of at least the accumulator's dtype; other arrays as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x.astype(jnp.promote_types(x.dtype, accumulator))
 
 
 def _select_rows(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

@@ -16,7 +16,18 @@ from jax import export, lax
 
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call.divisors import gradient_shape, without_divisors
-from jax_memeff._call.operands import Gradients, Item, NeedsGrad, Operands, mapped
+from jax_memeff._call.operands import (
+    Gradients,
+    Item,
+    NeedsGrad,
+    Operands,
+    array_of,
+    captured_name,
+    gradients_needed,
+    gradients_of,
+    mapped,
+    replaced,
+)
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import token_indices
 
@@ -58,26 +69,23 @@ def backward(
     needs_grad: NeedsGrad,
 ) -> Gradients:
     """Like :func:`jax_memeff._blockwise.backward.backward`, for packed sequences."""
-    bias, divisors = operands.bias, options.divisors
     own_options = without_divisors(options)
-    needs_grad = needs_grad._replace(bias=needs_grad.bias and bias is not None)
-    sums = Gradients(
-        *(
-            jnp.zeros(gradient_shape(name, array.shape, operands, divisors), array.dtype)
-            if is_needed
-            else None
-            for name, is_needed in needs_grad._asdict().items()
-            for array in [getattr(operands, name)]
+    zeros = {
+        name: jnp.zeros(
+            gradient_shape(name, array_of(operands, name).shape, operands, options.divisors),
+            array_of(operands, name).dtype,
         )
-    )
+        for name in gradients_needed(operands, needs_grad)
+    }
+    sums = gradients_of(operands, zeros)
     if _is_empty(operands):
         return sums
-    if bias is not None:
-        # The gradient is summed over the sequences that read the bias; 16 bits would round it.
-        accumulator = jnp.promote_types(bias.dtype, jnp.float32)
-        operands = operands._replace(bias=bias.astype(accumulator))
-        if sums.bias is not None:
-            sums = sums._replace(bias=sums.bias.astype(accumulator))
+    # Gradients that are sums over sequences; 16 bits would round each sum.
+    over_sequences = [name for name in ("bias", *_captured_names(operands)) if name in zeros]
+    widened = {name: _widened(array_of(operands, name)) for name in over_sequences}
+    operands = replaced(operands, widened)
+    sums = replaced(sums, {name: _widened(zeros[name]) for name in over_sequences})
+    needs_grad = needs_grad._replace(bias="bias" in zeros)
 
     def sequence(index: jax.Array, sums: Gradients) -> Gradients:
         rows, columns = tokens_of(operands, index)
@@ -90,22 +98,33 @@ def backward(
             None if dlse is None else _take(dlse, rows),
             needs_grad,
         )
-        dbias = sums.bias
-        if dbias is not None and part.bias is not None:
-            bias_index = index // (operands.scores[0] // dbias.shape[0])
-            _, _, rows_of_bias, columns_of_bias = part.bias.shape
-            dbias = dbias.at[bias_index, :, :rows_of_bias, :columns_of_bias].add(part.bias[0])
-        return Gradients(
-            _put(sums.query, rows, part.query),
-            _put(sums.key, columns, part.key),
-            _put(sums.value, columns, part.value),
-            dbias,
+        added = {
+            name: _added(array_of(sums, name), array_of(part, name), index, operands.scores[0])
+            for name in over_sequences
+        }
+        return replaced(sums, added)._replace(
+            query=_put(sums.query, rows, part.query),
+            key=_put(sums.key, columns, part.key),
+            value=_put(sums.value, columns, part.value),
         )
 
     sums = lax.fori_loop(0, operands.scores[0], sequence, sums)
-    if sums.bias is not None and bias is not None:
-        sums = sums._replace(bias=sums.bias.astype(bias.dtype))
-    return sums
+    rounded = {name: array_of(sums, name).astype(zeros[name].dtype) for name in over_sequences}
+    return replaced(sums, rounded)
+
+
+def _captured_names(operands: Operands) -> list[str]:
+    return [captured_name(index) for index in range(len(operands.captured))]
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _added(total: jax.Array, part: jax.Array, index: jax.Array, sequences: int) -> jax.Array:
+    """A gradient [1|B, ...] plus that of a sequence, [1, ...], whose other dims may be smaller."""
+    own = (index // (sequences // total.shape[0]), *(slice(size) for size in part.shape[1:]))
+    return total.at[own].add(part[0])
 
 
 def _is_empty(operands: Operands) -> bool:

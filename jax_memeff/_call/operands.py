@@ -32,6 +32,15 @@ class DropoutState(NamedTuple):
     """uint32[N]: the query head index added to ``batch_base``."""
 
 
+class FunctionState(NamedTuple):
+    """The inputs of the user's functions other than score, row and column."""
+
+    batch_index: jax.Array
+    """int32[B]: the user's index of each batch index, or of each packed sequence."""
+    head_index: jax.Array
+    """int32[N]: the user's index of each query head."""
+
+
 class Operands(NamedTuple):
     """The arrays of a call; a pytree. An absent operand is None.
 
@@ -53,6 +62,11 @@ class Operands(NamedTuple):
     sequences: Sequences | None = None
     sinks: jax.Array | None = None
     """[1|B, N], or fewer batch indices, of the dtype of the logsumexp"""
+    functions: FunctionState | None = None
+    """Present if the call has a score function or a mask function."""
+    captured: tuple[jax.Array, ...] = ()
+    """The arrays that ``Options.score_function`` reads, in the order of ``Program.arrays``:
+    [1|B, ...], or fewer batch indices. The first dim is not the user's: ``jax.vmap`` makes it."""
 
     @property
     def scores(self) -> tuple[int, int, int, int]:
@@ -74,6 +88,8 @@ class QkvPackedOperands(NamedTuple):
     dropout: DropoutState | None
     position: Position | None
     sinks: jax.Array | None = None
+    functions: FunctionState | None = None
+    captured: tuple[jax.Array, ...] = ()
 
     def separate(self) -> Operands:
         """The same call with three arrays."""
@@ -97,11 +113,15 @@ class NeedsGrad(NamedTuple):
     value: bool
     bias: bool
     sinks: bool = False
+    captured: tuple[bool, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The gradients that are needed."""
-        return tuple(name for name, needed in self._asdict().items() if needed)
+        """The gradients that are needed; those of captured arrays are ``captured.0`` and so on."""
+        *fields, captured = self._asdict().items()
+        own = dict(fields)
+        own |= {captured_name(index): needed for index, needed in enumerate(captured[1])}
+        return tuple(name for name, needed in own.items() if needed)
 
 
 class Gradients(NamedTuple):
@@ -112,6 +132,7 @@ class Gradients(NamedTuple):
     value: jax.Array | None
     bias: jax.Array | None
     sinks: jax.Array | None = None
+    captured: tuple[jax.Array | None, ...] = ()
 
 
 class QkvPackedGradients(NamedTuple):
@@ -120,6 +141,7 @@ class QkvPackedGradients(NamedTuple):
     query_key_value: jax.Array | None
     bias: jax.Array | None
     sinks: jax.Array | None = None
+    captured: tuple[jax.Array | None, ...] = ()
 
 
 AnyGradients = Gradients | QkvPackedGradients
@@ -145,7 +167,7 @@ class Operand:
     """The accepted shardings of the user's array; internal arrays are made by the call itself."""
 
     def named_dims(self, is_varlen: bool) -> tuple[str, ...]:
-        """The names of its dims in a call."""
+        """The names of its dims in a call; ``...`` stands for any number of dims."""
         return self.varlen_dims if is_varlen else self.dims
 
     def may_lack_batch(self, is_varlen: bool) -> bool:
@@ -276,22 +298,65 @@ def batch_of(operands: Any) -> int:
     return operands.scores[0]
 
 
+def captured_name(index: int) -> str:
+    """The name of a captured array: its path in the operands."""
+    return f"captured.{index}"
+
+
+def array_of(tree: Any, name: str) -> Any:
+    """The array with this name in operands, gradients or ``NeedsGrad``.
+
+    >>> array_of(NeedsGrad(True, True, True, False, captured=(False, True)), "captured.1")
+    True
+    """
+    field, *index = name.split(".")
+    value = getattr(tree, field)
+    return value[int(index[0])] if index else value
+
+
+def named_arrays(tree: Any) -> dict[str, Any]:
+    """The arrays of gradients by name, without those that are None."""
+    arrays = {name: x for name, x in tree._asdict().items() if name != "captured"}
+    arrays |= {captured_name(index): x for index, x in enumerate(tree.captured)}
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def replaced(tree: Any, arrays: dict[str, Any]) -> Any:
+    """Operands or gradients with other arrays, given by name."""
+    captured = list(tree.captured)
+    fields = {}
+    for name, x in arrays.items():
+        field, *index = name.split(".")
+        if index:
+            captured[int(index[0])] = x
+        else:
+            fields[field] = x
+    return tree._replace(captured=tuple(captured), **fields)
+
+
 def differentiable(operands: Any) -> dict[str, Operand]:
-    """The operands that can have a gradient, present or not, in the order of the gradients."""
-    return {
-        name: _ROWS[name][1]
-        for name in type(operands)._fields
-        if name in _ROWS and _ROWS[name][1].has_gradient
-    }
+    """The operands that can have a gradient, present or not, in the order of the gradients.
+
+    Captured arrays of integers are among them; their gradients are never needed.
+    """
+    found = {}
+    for field in type(operands)._fields:
+        if field == "captured":
+            row = _ROWS["captured.*"][1]
+            found |= {captured_name(index): row for index in range(len(operands.captured))}
+        elif field in _ROWS and _ROWS[field][1].has_gradient:
+            found[field] = _ROWS[field][1]
+    return found
 
 
 def gradients_needed(operands: Any, needs_grad: NeedsGrad) -> list[str]:
     """The names of ``attention_bwd``'s results, in their order."""
+    needed = set(needs_grad.names)
     return [
         name
         for name in differentiable(operands)
-        if getattr(needs_grad, "query" if name == "query_key_value" else name)
-        and getattr(operands, name) is not None
+        if ("query" if name == "query_key_value" else name) in needed
+        and array_of(operands, name) is not None
     ]
 
 
@@ -300,13 +365,16 @@ def needs_grad_of(operands: Any, needed: Iterable[str]) -> NeedsGrad:
     names = set(needed)
     if isinstance(operands, QkvPackedOperands) and "query_key_value" in names:
         names |= {"query", "key", "value"}
-    return NeedsGrad(*(name in names for name in NeedsGrad._fields))
+    *fields, _ = NeedsGrad._fields
+    captured = (captured_name(index) in names for index in range(len(operands.captured)))
+    return NeedsGrad(*(name in names for name in fields), captured=tuple(captured))
 
 
 def gradients_of(operands: Any, given: dict[str, Any] | None = None) -> AnyGradients:
     """Named gradients of the operands; the others are None."""
     kind = QkvPackedGradients if isinstance(operands, QkvPackedOperands) else Gradients
-    return kind(**(dict.fromkeys(kind._fields) | (given or {})))
+    none = dict.fromkeys(kind._fields) | {"captured": (None,) * len(operands.captured)}
+    return replaced(kind(**none), given or {})
 
 
 def gradients_from(results: Iterable[Any], operands: Any, needs_grad: NeedsGrad) -> AnyGradients:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jax_memeff.codegen.functions.program import Program
+
 Implementation = Literal["cuda", "xla"]
 
 RANDOM_BLOCK = 16
@@ -54,6 +56,8 @@ class Options:
 
     scale: float
     soft_cap: float | None = None
+    score_function: Program | None = None
+    """The user's function of the scores; its arrays are ``Operands.captured``."""
     dropout_threshold: int = 0
     """T of the dropout contract: an element is kept if its random byte is >= T. 0 is off."""
     precision: Literal["tf32x3", "tf32"] = "tf32x3"

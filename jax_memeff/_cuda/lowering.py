@@ -56,10 +56,10 @@ _ROW_STATISTICS = (1, 2, 0)
 
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
-    avals, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
-    inputs = buffers.of_operands(ctx, avals, operands, options)
-    avals = _separate(avals)
+    types, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
+    avals = _separate(types)
     specs = kernels(avals, options, needs_grad=None)
+    inputs = buffers.of_operands(ctx, types, operands, options)
     inputs += buffers.of_block_masks(ctx, avals, operands.mask, options.divisors, specs)
     names = ("out", "logsumexp", "row_maxima")
     layouts = (None, _ROW_STATISTICS, _ROW_STATISTICS)
@@ -93,12 +93,12 @@ def lower_backward(
     """Lowering rule of ``attention_bwd`` on CUDA."""
     types, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, leaves)
-    inputs = buffers.of_operands(ctx, types, operands, options)
     names = [f"{name}_gradient" for name in needs_grad.names]
     if isinstance(types, QkvPackedOperands) and needs_grad.query:
         names = ["+".join(names[:3]), *names[3:]]
     avals = _separate(types)
     specs = kernels(avals, options, needs_grad=needs_grad)
+    inputs = buffers.of_operands(ctx, types, operands, options)
     inputs += buffers.of_block_masks(ctx, avals, operands.mask, options.divisors, specs)
     named = zip(
         ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),

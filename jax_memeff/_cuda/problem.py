@@ -7,7 +7,7 @@ import math
 
 from jax_memeff._call import divisors
 from jax_memeff._call.mask import Window
-from jax_memeff._call.operands import NeedsGrad, Operands, differentiable
+from jax_memeff._call.operands import NeedsGrad, Operands, array_of, differentiable
 from jax_memeff._call.options import Options
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.features.bias import BiasLayout
@@ -50,9 +50,9 @@ class Call:
         batch = avals.scores[0]
         own = {divisors.combined(avals.mask, options.divisors, batch)[0]}
         own |= {
-            getattr(avals, name).shape[0]
+            array_of(avals, name).shape[0]
             for name in differentiable(avals)
-            if getattr(avals, name) is not None and divisors.may_sum_gradient(name, avals)
+            if array_of(avals, name) is not None and divisors.may_sum_gradient(name, avals)
         }
         if avals.bias is not None and self.needs_grad is not None and self.needs_grad.bias:
             own.add(self._bias_gradient_shape[0])

@@ -38,6 +38,8 @@ from jax_memeff._call.operands import (
     is_varlen,
     items,
     mapped,
+    named_arrays,
+    replaced,
 )
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._call.sequences import MOST_POSITIONS
@@ -177,13 +179,11 @@ def _folded_result(fold: _Fold, x: Any, operands: Any, rows: Callable[[_Array], 
     """A result or cotangent of the forward, or the tangents of its operands."""
     if isinstance(x, _Array):
         return rows(x)
-    given = {name: tangent for name, tangent in x._asdict().items() if tangent}
-    return x._replace(
-        **{
-            name: fold.tokens(tangent) if _has_tokens(name, operands) else fold.repeated(tangent)
-            for name, tangent in given.items()
-        }
-    )
+    folded = {
+        name: fold.tokens(tangent) if _has_tokens(name, operands) else fold.repeated(tangent)
+        for name, tangent in named_arrays(x).items()
+    }
+    return replaced(x, folded)
 
 
 def _batch_of(operands: Any) -> int:

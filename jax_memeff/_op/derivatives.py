@@ -27,9 +27,11 @@ from jax_memeff._call.operands import (
     AnyOperands,
     NeedsGrad,
     Operands,
+    array_of,
     differentiable,
     gradients_from,
     gradients_of,
+    named_arrays,
     needs_grad_of,
 )
 from jax_memeff._call.options import Options
@@ -71,7 +73,7 @@ def cotangents(
     if dout is None and dlse is None:
         return gradients
     dout = jnp.zeros_like(out) if dout is None else dout
-    if any(in_kernel._replace(sinks=False)):
+    if in_kernel._replace(sinks=False).names:
         gradients = primitives.backward(operands, options, out, lse, dout, dlse, in_kernel)
     elif in_kernel.sinks:
         delta = sinks.delta(out, dout, dlse)
@@ -127,9 +129,9 @@ def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) ->
         tree, [None if type(tangent) is ad.Zero else tangent for tangent in tangents]
     )
     given = {
-        name: divisors.as_gradient(name, getattr(moving, name), operands, options.divisors)
+        name: divisors.as_gradient(name, array_of(moving, name), operands, options.divisors)
         for name in differentiable(operands)
-        if getattr(moving, name) is not None
+        if array_of(moving, name) is not None
     }
     tangents = gradients_of(operands, given)
     dout, dlse = primitives.tangent(operands, options, out, lse, tangents)
@@ -141,13 +143,16 @@ def _tangent_transpose(cts: Any, *leaves: Any, tree: Any, options: Options) -> l
     places = jax.tree.unflatten(tree, range(len(leaves)))[-1]
     linear = (
         name
-        for name, place in places._asdict().items()
-        if place is not None and ad.is_undefined_primal(leaves[place])
+        for name, place in named_arrays(places).items()
+        if ad.is_undefined_primal(leaves[place])
     )
     needs_grad = needs_grad_of(operands, linear)
     dout, dlse = (None if type(ct) is ad.Zero else ct for ct in cts)
     gradients = cotangents(operands, options, (out, lse), dout, dlse, needs_grad)
-    return _placed(leaves, zip(places, gradients, strict=True))
+    found = named_arrays(gradients)
+    return _placed(
+        leaves, ((place, found.get(name)) for name, place in named_arrays(places).items())
+    )
 
 
 def _backward_transpose(

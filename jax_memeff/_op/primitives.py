@@ -36,6 +36,7 @@ from jax_memeff._call.operands import (
     AnyOperands,
     NeedsGrad,
     QkvPackedOperands,
+    array_of,
     gradients_from,
     gradients_needed,
 )
@@ -112,7 +113,7 @@ def _backward_types(
     operands: Any = jax.tree.unflatten(tree, avals)[0]
     types = []
     for name in gradients_needed(operands, needs_grad):
-        aval = getattr(operands, name)
+        aval = array_of(operands, name)
         shape = divisors.gradient_shape(name, aval.shape, operands, options.divisors)
         types.append(compat.batched(aval, shape, avals[0]))
     return tuple(types)
@@ -140,19 +141,18 @@ def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Seque
 def _blockwise_backward(
     *leaves: jax.Array, tree: Any, options: Options, needs_grad: NeedsGrad
 ) -> Sequence[jax.Array]:
-    operands, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
-    is_packed = isinstance(operands, QkvPackedOperands)
-    if is_packed:
-        operands = operands.separate()
+    given, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
+    operands = given.separate() if isinstance(given, QkvPackedOperands) else given
     path = blockwise if operands.sequences is None else blockwise_varlen
     in_tiles = needs_grad._replace(sinks=False)
     gradients = path.backward(operands, options, out, lse, dout, dlse, in_tiles)
-    found = [gradient for gradient in gradients if gradient is not None]
     if needs_grad.sinks and operands.sinks is not None:
-        found.append(sinks.gradient(operands, options, lse, sinks.delta(out, dout, dlse)))
-    if is_packed and needs_grad.query:
-        return [jnp.stack(found[:3], 2), *found[3:]]
-    return found
+        delta = sinks.delta(out, dout, dlse)
+        gradients = gradients._replace(sinks=sinks.gradient(operands, options, lse, delta))
+    return [
+        jnp.stack(gradients[:3], 2) if name == "query_key_value" else array_of(gradients, name)
+        for name in gradients_needed(given, needs_grad)
+    ]
 
 
 def tangent_in_jax(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[jax.Array]:

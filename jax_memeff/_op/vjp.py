@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_memeff._call.operands import AnyOperands, NeedsGrad, differentiable, needs_grad_of
+from jax_memeff._call.operands import (
+    AnyOperands,
+    NeedsGrad,
+    array_of,
+    differentiable,
+    needs_grad_of,
+)
 from jax_memeff._call.options import Options
 from jax_memeff._op import derivatives, primitives
 
@@ -33,8 +39,9 @@ class Perturbed:
 
 def perturbed(operands: Any) -> NeedsGrad:
     """The needed gradients, from operands whose leaves are the primals of a custom_vjp rule."""
-    names = [name for name in differentiable(operands) if getattr(operands, name) is not None]
-    return needs_grad_of(operands, (name for name in names if getattr(operands, name).perturbed))
+    primals = {name: array_of(operands, name) for name in differentiable(operands)}
+    moving = (name for name, primal in primals.items() if primal is not None and primal.perturbed)
+    return needs_grad_of(operands, moving)
 
 
 class _Residuals(NamedTuple):
@@ -92,7 +99,7 @@ def forward_mode_is_named() -> Iterator[None]:
 
 
 def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, ...]:
-    """(out, lse) of canonical operands, differentiable in query, key, value, bias and sinks.
+    """(out, lse) of canonical operands, differentiable in the arrays of ``Gradients``.
 
     With ``options.row_maxima`` also the row maxima, which have no derivative.
     """

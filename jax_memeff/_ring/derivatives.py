@@ -90,7 +90,7 @@ def _backward_rule(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Operand
     operands, out, lse, static = residuals
     dout, dlse = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents[:2])
     none = Operands(*[None] * len(Operands._fields))  # type: ignore[arg-type]
-    if not any(static.needs_grad) or (dout is None and dlse is None):
+    if not static.needs_grad.names or (dout is None and dlse is None):
         return (none,)
     dout = jnp.zeros_like(out) if dout is None else dout
     gradients = _backward((operands, out, lse, dout, dlse), ring, static.needs_grad)

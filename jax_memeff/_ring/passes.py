@@ -27,7 +27,15 @@ from jax_memeff._call import compat, sinks
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
+from jax_memeff._call.operands import (
+    Gradients,
+    NeedsGrad,
+    Operands,
+    array_of,
+    gradients_of,
+    named_arrays,
+    replaced,
+)
 from jax_memeff._call.options import Options
 from jax_memeff._op import primitives
 from jax_memeff._ring import transfer
@@ -150,6 +158,8 @@ class _Call:
                 for (query_ids, _), key_ids in ids
             ),
             booleans=tuple(self.of_scores(array, product) for array in mask.booleans),
+            functions=mask.functions,
+            captured=mask.captured,
         )
         part = operands._replace(
             query=self.of_rows(operands.query, product),
@@ -344,12 +354,13 @@ def backward(
             dlse_rows,
             needs_grad._replace(sinks=False),
         )
-        (dquery, dbias), (dkey, dvalue) = sums
+        (dquery, dbias, dcaptured), (dkey, dvalue) = sums
         local = Gradients(
             call.of_rows(dquery, product),
             call.of_columns(dkey, product),
             call.of_columns(dvalue, product),
             call.of_scores(dbias, product),
+            captured=dcaptured,
         )
         local = jax.tree.map(jnp.add, local, part)
         rows, columns = (1, product.row), (1, product.column)
@@ -357,32 +368,37 @@ def backward(
             (
                 write_block(dquery, local.query, rows),
                 write_block(dbias, local.bias, (2, product.row), (3, product.first_column)),
+                local.captured,
             ),
             (write_block(dkey, local.key, columns), write_block(dvalue, local.value, columns)),
         )
 
     def zeros(is_needed: bool, like: jax.Array) -> jax.Array | None:
-        return call.zeros(like.shape) if is_needed else None
+        dtype = jnp.promote_types(like.dtype, jnp.float32)
+        return call.zeros(like.shape, dtype) if is_needed else None
 
-    query, key, value, bias = operands[:4]
+    query, key, value = operands[:3]
     dsinks = None
     if needs_grad.sinks:
         delta = sinks.delta(out, dout, dlse)
         dsinks = sinks.gradient(operands, ring.options, lse, delta)
-    if not any(needs_grad._replace(sinks=False)):
-        return Gradients(None, None, None, None, dsinks)
+    none = gradients_of(operands)
+    if not needs_grad._replace(sinks=False).names:
+        return none._replace(sinks=dsinks)
     empty = Sums(
-        (zeros(needs_grad.query, query), _bias_sums(call) if needs_grad.bias else None),
+        (
+            zeros(needs_grad.query, query),
+            _bias_sums(call) if needs_grad.bias else None,
+            tuple(map(zeros, needs_grad.captured, operands.captured)),
+        ),
         (zeros(needs_grad.key, key), zeros(needs_grad.value, value)),
     )
-    (dquery, dbias), (dkey, dvalue) = call.run(add_product, empty)
-    total = Gradients(dquery, dkey, dvalue, dbias)
-    rounded = jax.tree.map(
-        lambda like, x: None if x is None else x.astype(like.dtype),
-        Gradients(query, key, value, bias),
-        total,
-    )
-    return rounded._replace(sinks=dsinks)
+    (dquery, dbias, dcaptured), (dkey, dvalue) = call.run(add_product, empty)
+    total = Gradients(dquery, dkey, dvalue, dbias, captured=dcaptured)
+    rounded = {
+        name: x.astype(array_of(operands, name).dtype) for name, x in named_arrays(total).items()
+    }
+    return replaced(none, rounded)._replace(sinks=dsinks)
 
 
 def _bias_sums(call: _Call) -> jax.Array | None:

@@ -133,6 +133,9 @@ def dims(operands: Any) -> Any:
 def named_dims(operand: Operand, shape: tuple[int, ...], operands: Any) -> str:
     """The names of the dims of an operand with this shape."""
     names = operand.named_dims(is_varlen(operands)) if shape else ()
+    if names[-1:] == ("...",):
+        # The dims of an array that the user's function reads: every device needs all of them.
+        names = (*names[:-1], *["captured"] * (len(shape) - len(names) + 1))
     return " ".join(itertools.starmap(_named, zip(names, shape, strict=True)))
 
 

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_memeff._api import argument_numbers
 from jax_memeff._api import attention as api
+from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import DropoutState
 from jax_memeff.errors import UnsupportedError
@@ -45,6 +46,7 @@ def attention_fn(
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     sinks: ArrayLike | None = None,
+    score_mod: ScoreFunction | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array:
     """Exact attention with linear memory, as the ``attention_fn`` of a Flax module.
@@ -87,6 +89,9 @@ def attention_fn(
       attn_weights_value_einsum: must be None.
       sinks: ``[N]``, a logit per head that takes part in the softmax and has no value, as in
         :func:`jax_memeff.dot_product_attention`.
+      score_mod: a function of the score, batch index, head, row and column to the new score, as
+        in :func:`jax_memeff.dot_product_attention`; pass it with ``functools.partial``. The batch
+        index counts through all batch dimensions.
       residual_checkpoint_name: the name by which a policy of ``jax.checkpoint`` saves what the
         backward reads, as in :func:`jax_memeff.dot_product_attention`; pass it with
         ``functools.partial``.
@@ -118,6 +123,7 @@ def attention_fn(
         broadcast_dropout=broadcast_dropout,
         precision=precision,
         sinks=sinks,
+        score_mod=score_mod,
         residual_checkpoint_name=residual_checkpoint_name,
     )
 
@@ -136,6 +142,7 @@ def attend(
     broadcast_dropout: bool,
     precision: Any,
     sinks: ArrayLike | None = None,
+    score_mod: ScoreFunction | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array:
     """``attention_fn`` for arrays of one dtype, with ``conditions`` in addition to the mask.
@@ -164,6 +171,7 @@ def attend(
         dropout_key=dropout_rng,
         precision=_precision(precision),
         sinks=sinks,
+        score_mod=score_mod,
         residual_checkpoint_name=residual_checkpoint_name,
     )
     if call.operands.dropout is not None and broadcast_dropout:

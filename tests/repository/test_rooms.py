@@ -17,13 +17,14 @@ pytestmark = pytest.mark.quick
 PACKAGE = Path(jax_memeff.__file__).parent
 
 BELOW = {
-    "_call": set(),
-    "_blockwise": {"_call"},
+    "_functions": set(),
+    "_call": {"_functions"},
+    "_blockwise": {"_functions", "_call"},
     "_sharding": {"_call"},
     "_cuda": {"_call"},
     "_op": {"_call", "_blockwise", "_sharding", "_cuda"},
     "_ring": {"_call", "_blockwise", "_op"},
-    "_api": {"_call", "_blockwise", "_sharding", "_op", "_ring"},
+    "_api": {"_functions", "_call", "_blockwise", "_sharding", "_op", "_ring"},
     "flax": {"_call", "_op", "_sharding", "_api"},
 }
 """The folders that each folder imports, beside the files of the top level."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,10 +13,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_memeff._call import values
-from jax_memeff._call.mask import segment_ids, tiles
+from jax_memeff._call.mask import expression, segment_ids, tiles
 from jax_memeff._call.mask.window import Window
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.values import INT32_MAX
+from jax_memeff._functions.evaluate import evaluate
+from jax_memeff._functions.trace import traced_mask_function
+from jax_memeff.codegen.functions.program import Program
 
 Alignment = Literal["top_left", "bottom_right"]
 """Whether the diagonal of a window starts at row 0, column 0 or ends at the last valid ones."""
@@ -30,11 +33,16 @@ Lengths = tuple[jax.Array | None, jax.Array | None]
 class Mask:
     """A set of conditions. An element is valid if all of them hold; ``Mask()`` has none.
 
-    :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments` and :meth:`boolean` make
-    masks, and ``&`` combines them. A mask is a pytree: windows are static, arrays are leaves.
+    :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments`, :meth:`boolean` and
+    :meth:`function` make masks; ``&``, ``|`` and ``~`` combine them. A mask is a pytree: windows
+    and functions are static, arrays are leaves.
 
-    Masks without arrays are equal if their windows are, and can be static arguments of ``jax.jit``.
-    Masks with arrays have no order, no hash and no ``==``.
+    Lengths that ``&`` alone combines bound what is loaded, and say which rows and columns exist:
+    no other mask makes a row or column beyond them valid, and a ``"bottom_right"`` window ends at
+    them. Under ``|`` or ``~`` lengths are a test of elements as any other.
+
+    Masks without arrays are equal if their windows and functions are, and can be static arguments
+    of ``jax.jit``. Masks with arrays have no order, no hash and no ``==``.
 
     >>> mask = Mask.causal() & Mask.lengths(key=jnp.array([2]))
     >>> mask.as_array(1, 1, 3, 3)[0, 0].astype(int)
@@ -57,6 +65,13 @@ class Mask:
     """Arrays that broadcast to [B, N, T, S]; true means attend."""
     more_lengths: tuple[Lengths, ...] = ()
     """Lengths of masks that ``&`` added. They stay separate, so that each can be checked."""
+    functions: tuple[Program, ...] = dataclasses.field(default=(), metadata={"static": True})
+    """Functions of (batch, head, row, column) that must hold."""
+    captured: tuple[jax.Array, ...] = ()
+    """The arrays that the functions read, of one function after the other."""
+    excluded: tuple[Mask, ...] = ()
+    """Masks of which no element may be valid: ``~a`` excludes a, and ``a | b`` excludes a mask that
+    excludes both."""
 
     def __post_init__(self) -> None:
         for name in ("top_left", "bottom_right"):
@@ -69,19 +84,19 @@ class Mask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask):
             return NotImplemented
-        return self is other or self._windows_alone("compare") == other._windows_alone("compare")
+        return self is other or self._without_arrays("compare") == other._without_arrays("compare")
 
     def __hash__(self) -> int:
-        return hash(self._windows_alone("hash"))
+        return hash(self._without_arrays("hash"))
 
-    def _windows_alone(self, action: str) -> tuple[Window | None, Window | None]:
+    def _without_arrays(self, action: str) -> tuple[Any, ...]:
         if jax.tree.leaves(self):
             raise TypeError(
-                f"cannot {action} a Mask that holds arrays (only masks of windows can be); compare "
-                "mask.as_array(B, N, T, S) instead, and do not make the mask a static argument of "
-                "jax.jit"
+                f"cannot {action} a Mask that holds arrays (only masks of windows can be, and of "
+                "functions that read no arrays); compare mask.as_array(B, N, T, S) instead, and do "
+                "not make the mask a static argument of jax.jit"
             )
-        return self.top_left, self.bottom_right
+        return self.top_left, self.bottom_right, self.functions, self.excluded
 
     @staticmethod
     def causal(alignment: Alignment = "top_left") -> Mask:
@@ -189,6 +204,46 @@ class Mask:
             raise ValueError(f"boolean mask must have rank <= 4, got shape {boolean.shape}")
         return Mask(booleans=(boolean,))
 
+    @staticmethod
+    def function(function: Callable[..., Any]) -> Mask:
+        """Elements are valid if ``function(b, h, q, k)`` is true.
+
+        Args:
+            function: of four int32 scalars: the batch index, the query head, the row and the
+                column, to a bool scalar. It is an ordinary JAX function of scalars, and may read
+                elements of any arrays in scope (``document[q] == document[k]``), traced ones
+                included. The indices are those of the whole problem (:class:`jax_memeff.Offsets`,
+                ring attention); with packed sequences the batch index is the sequence, and row and
+                column count within it.
+
+        It is traced here, once: it sees later changes of arrays and of Python variables no more.
+        The arrays have no gradient.
+
+        Raises:
+            TypeError: it is no function of four arguments, or its result is not a bool scalar.
+            jax_memeff.UnsupportedError: it is not a function of scalars; the text says why.
+
+        >>> prefix = jnp.array([2])
+        >>> mask = Mask.causal() | Mask.function(lambda b, h, q, k: k < prefix[b])
+        >>> mask.as_array(1, 1, 3, 3)[0, 0].astype(int)
+        Array([[1, 1, 0],
+               [1, 1, 0],
+               [1, 1, 1]], dtype=int32)
+        """
+        program, arrays = traced_mask_function(function)
+        return Mask(functions=(program,), captured=tuple(arrays))
+
+    def __invert__(self) -> Mask:
+        """Valid where this mask is not, within the lengths of what it is combined with."""
+        if len(self.excluded) == 1 and not dataclasses.replace(self, excluded=()).kinds():
+            return self.excluded[0]
+        return Mask(excluded=(self,))
+
+    def __or__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return ~(~self & ~other)
+
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
@@ -203,6 +258,9 @@ class Mask:
             segment_ids=self.segment_ids + other.segment_ids,
             booleans=self.booleans + other.booleans,
             more_lengths=tuple(more),
+            functions=self.functions + other.functions,
+            captured=self.captured + other.captured,
+            excluded=self.excluded + other.excluded,
         )
 
     def _all_lengths(self) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -225,15 +283,21 @@ class Mask:
             "key_lengths": bool(key_lengths),
             "segments": bool(self.segment_ids),
             "boolean": bool(self.booleans),
+            "function": bool(self.functions or self.excluded),
         }
         return frozenset(name for name, is_present in present.items() if is_present)
 
-    def canonical(self, B: int, T: int, S: int) -> Mask:
+    def canonical(self, B: int, T: int, S: int, tokens: tuple[int, int] | None = None) -> Mask:
         """The same mask in the one form that internal code reads.
 
         Lengths become int32[B] clamped to [0, T] and [0, S], at most one of queries and one of
-        keys; segment ids int32[B, T] and int32[B, S]; boolean arrays of rank 4.
+        keys; segment ids int32[B, T] and int32[B, S]; boolean arrays of rank 4. What ``|`` and
+        ``~`` make becomes one function by :func:`expression.compiled`.
+
+        Args:
+            tokens: of query and of key, if sequences are packed: segment ids are then [1, tokens].
         """
+        batch, rows, columns = (B, T, S) if tokens is None else (1, *tokens)
         query_lengths, key_lengths = self._all_lengths()
         pairs = [pair for ids in self.segment_ids for pair in segment_ids.as_int32(*ids)]
         return dataclasses.replace(
@@ -241,13 +305,14 @@ class Mask:
             query_lengths=_smallest(query_lengths, B, T),
             key_lengths=_smallest(key_lengths, B, S),
             segment_ids=tuple(
-                (_broadcast(query_ids, B, T), _broadcast(key_ids, B, S))
+                (_broadcast(query_ids, batch, rows), _broadcast(key_ids, batch, columns))
                 for query_ids, key_ids in pairs
             ),
             booleans=tuple(
                 jnp.asarray(x).reshape((1,) * (4 - x.ndim) + x.shape) for x in self.booleans
             ),
             more_lengths=(),
+            excluded=tuple(mask.canonical(B, T, S, tokens) for mask in self.excluded),
         )
 
     def as_array(
@@ -259,8 +324,19 @@ class Mask:
             position: global index of row 0 and column 0, from which windows count.
         """
         mask = self.canonical(B, T, S)
+        frame = expression.Frame.of(mask, (T, S))._replace(position=position)
+        mask = expression.compiled(mask, frame)
         valid = tiles.valid_elements(mask, (T, S), (0, 0), (T, S), position)
-        return jnp.broadcast_to(True if valid is None else valid, (B, N, T, S))
+        valid = jnp.broadcast_to(True if valid is None else valid, (B, N, T, S))
+        for program in mask.functions:
+            batch, head, row, column = jnp.ix_(*(jnp.arange(size) for size in (B, N, T, S)))
+            if position is not None:
+                row = row + position.query.reshape(-1, 1, 1, 1)
+                column = column + position.key.reshape(-1, 1, 1, 1)
+            arrays = tuple(x[0] for x in mask.captured)
+            indices = (x.astype(jnp.int32) for x in (batch, head, row, column))
+            valid &= evaluate(program, None, *indices, arrays)
+        return valid
 
 
 def _both(a: Window | None, b: Window | None) -> Window | None:

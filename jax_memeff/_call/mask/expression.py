@@ -1,0 +1,150 @@
+"""Masks that are functions or come from ``|`` and ``~``, as one program.
+
+Windows, lengths, segment ids and boolean arrays under ``|`` or ``~`` are element tests, written
+here in JAX and traced together with the user's functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_memeff._call.offsets import Index, Offsets, Position
+from jax_memeff._functions.evaluate import evaluate
+from jax_memeff._functions.trace import traced_mask_function
+
+if TYPE_CHECKING:
+    from jax_memeff._call.mask.mask import Mask
+
+
+class Element(NamedTuple):
+    """The user's indices of one element of the scores, int32 each."""
+
+    batch: jax.Array
+    head: jax.Array
+    query: jax.Array
+    key: jax.Array
+
+
+class Frame(NamedTuple):
+    """The place of a call's arrays, from which the local indices of an element follow.
+
+    A mask function gets global indices; lengths, segment ids and boolean arrays have local ones.
+    """
+
+    query_lengths: jax.Array | int
+    """int32[B], or T."""
+    key_lengths: jax.Array | int
+    """int32[B], or S."""
+    batch: Index = 0
+    head: Index = 0
+    position: Position | None = None
+    query_starts: jax.Array | None = None
+    """int32[B + 1]: the first token of each packed sequence; segment ids then belong to tokens."""
+    key_starts: jax.Array | None = None
+
+    @classmethod
+    def of(cls, mask: Mask, sizes: tuple[int, int], offsets: Offsets | None = None) -> Frame:
+        """The frame of a call of T and S with this mask, which is canonical, and these offsets."""
+        lengths = (
+            size if own is None else own
+            for own, size in zip((mask.query_lengths, mask.key_lengths), sizes, strict=True)
+        )
+        if offsets is None:
+            return cls(*lengths)
+        return cls(*lengths, offsets.batch, offsets.head, offsets.position())
+
+    def local(self, element: Element) -> Element:
+        """The indices of an element in the arrays of this call."""
+        batch = element.batch - _int32(self.batch)
+        row, column = element.query, element.key
+        if self.position is not None:
+            row = row - _at(self.position.query, batch)
+            column = column - _at(self.position.key, batch)
+        return Element(batch, element.head - _int32(self.head), row, column)
+
+
+def compiled(mask: Mask, frame: Frame) -> Mask:
+    """A canonical mask with at most one function, whose arrays are ``[1, ...]``, and no ``~``.
+
+    Args:
+        mask: canonical, but for its functions.
+        frame: the place of the call; its lengths are those of the whole mask.
+    """
+    if not mask.functions and not mask.excluded:
+        return mask
+    if len(mask.functions) == 1 and not mask.excluded:
+        program, arrays = mask.functions[0], mask.captured
+    else:
+        # The other conditions of the mask itself bound loads, and stay what they are.
+        own = type(mask)(functions=mask.functions, captured=mask.captured, excluded=mask.excluded)
+
+        def function(*element: jax.Array) -> jax.Array:
+            return holds(own, Element(*element), frame)
+
+        program, arrays = traced_mask_function(function)
+    captured = tuple(jnp.asarray(x)[None] for x in arrays)
+    return dataclasses.replace(mask, functions=(program,), captured=captured, excluded=())
+
+
+def holds(mask: Mask, element: Element, frame: Frame) -> jax.Array:
+    """Whether one element is valid, bool[]."""
+    place = frame.local(element)
+    conditions = [jnp.bool_(True), *_windows(mask, element, place, frame)]
+    for lengths, index in ((mask.query_lengths, place.query), (mask.key_lengths, place.key)):
+        if lengths is not None:
+            conditions.append(index < lengths[place.batch])
+    for query_ids, key_ids in mask.segment_ids:
+        own = _id(query_ids, place.batch, place.query, frame.query_starts)
+        other = _id(key_ids, place.batch, place.key, frame.key_starts)
+        conditions.append((own == other) & (own >= 0))
+    for array in mask.booleans:
+        indices = (0 if size == 1 else x for size, x in zip(array.shape, place, strict=True))
+        conditions.append(array[tuple(indices)])
+    first = 0
+    for program in mask.functions:
+        arrays = mask.captured[first : first + len(program.arrays)]
+        first += len(program.arrays)
+        conditions.append(evaluate(program, None, *element, arrays))
+    conditions += [~holds(other, element, frame) for other in mask.excluded]
+    valid = conditions[0]
+    for condition in conditions[1:]:
+        valid = valid & condition
+    return valid
+
+
+def _windows(mask: Mask, element: Element, place: Element, frame: Frame) -> list[jax.Array]:
+    """Windows count from global positions; the lengths of a bottom-right one are local."""
+    found = []
+    for window, is_top_left in ((mask.top_left, True), (mask.bottom_right, False)):
+        if window is None:
+            continue
+        from_diagonal = element.key - element.query
+        if not is_top_left:
+            lengths = (_at(x, place.batch) for x in (frame.key_lengths, frame.query_lengths))
+            from_diagonal = from_diagonal - operator.sub(*lengths)
+        if window.left is not None:
+            found.append(from_diagonal >= -window.left)
+        if window.right is not None:
+            found.append(from_diagonal <= window.right)
+    return found
+
+
+def _id(ids: jax.Array, batch: jax.Array, index: jax.Array, starts: jax.Array | None) -> jax.Array:
+    """The id of a row or column, of ids [B, positions], or [1, tokens] of packed sequences."""
+    if starts is None:
+        return ids[batch, index]
+    return ids[0, starts[batch] + index]
+
+
+def _at(x: Any, batch: jax.Array) -> Any:
+    """The number of a batch index; the same for all if it is a scalar."""
+    return jnp.asarray(x)[batch] if getattr(x, "ndim", 0) else _int32(x)
+
+
+def _int32(x: Any) -> Any:
+    return x if isinstance(x, int) else jnp.asarray(x).astype(jnp.int32)

@@ -1,0 +1,184 @@
+"""Primitives of lax that move or combine the elements of small arrays.
+
+``MOVES`` work on arrays of any content: numbers, or indices of values in the graph. Other rules
+write out sums, products and choices of elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jax_memeff._functions.graph import Graph
+from jax_memeff._functions.scalar_rules import lower, scalar_type
+from jax_memeff._functions.views import Scalars
+
+Params = dict[str, Any]
+
+
+def _broadcast_in_dim(params: Params, x: np.ndarray) -> np.ndarray:
+    shape, dims = params["shape"], params["broadcast_dimensions"]
+    aligned = [1] * len(shape)
+    for dim, size in zip(dims, x.shape, strict=True):
+        aligned[dim] = size
+    return np.broadcast_to(x.reshape(aligned), shape)
+
+
+def _slice(params: Params, x: np.ndarray) -> np.ndarray:
+    strides = params["strides"] or (1,) * x.ndim
+    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    return x[tuple(slice(*bound) for bound in bounds)]
+
+
+def _split(params: Params, x: np.ndarray) -> list[np.ndarray]:
+    ends = list(itertools.accumulate(params["sizes"]))[:-1]
+    return np.split(x, ends, axis=params["axis"])
+
+
+def _pad(params: Params, x: np.ndarray, value: np.ndarray) -> np.ndarray:
+    config = params["padding_config"]
+    sizes = [
+        low + high + size + max(size - 1, 0) * inside
+        for size, (low, high, inside) in zip(x.shape, config, strict=True)
+    ]
+    padded = np.full(sizes, value, x.dtype)
+    for position in np.ndindex(x.shape):
+        target = tuple(
+            low + index * (1 + inside)
+            for index, (low, _, inside) in zip(position, config, strict=True)
+        )
+        if all(0 <= index < size for index, size in zip(target, sizes, strict=True)):
+            padded[target] = x[position]
+    return padded
+
+
+MOVES: dict[str, Callable[..., np.ndarray | list[np.ndarray]]] = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "concatenate": lambda params, *xs: np.concatenate(xs, axis=params["dimension"]),
+    "copy": lambda params, x: x,
+    "pad": _pad,
+    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
+    "rev": lambda params, x: np.flip(x, params["dimensions"]),
+    "slice": _slice,
+    "split": _split,
+    "stack": lambda params, *xs: np.stack(xs, params["axis"]),
+    "squeeze": lambda params, x: np.squeeze(x, params["dimensions"]),
+    "tile": lambda params, x: np.tile(x, params["reps"]),
+    "transpose": lambda params, x: np.transpose(x, params["permutation"]),
+    "unstack": lambda params, x: list(np.moveaxis(x, params["axis"], 0)),
+}
+"""From the parameters and the operands to the result, or to the list of results."""
+
+
+_REDUCTIONS = {
+    "reduce_and": "and",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_or": "or",
+    "reduce_prod": "mul",
+    "reduce_sum": "add",
+    "reduce_xor": "xor",
+}
+_CUMULATIVE = {"cummax": "max", "cummin": "min", "cumprod": "mul", "cumsum": "add"}
+_NEUTRAL = {"add": 0, "or": 0, "xor": 0, "mul": 1, "and": -1}
+
+
+def _pair(graph: Graph, op: str, dtype: np.dtype, first: int, second: int) -> int:
+    return lower(graph, op, {}, dtype, (dtype, dtype), (first, second))
+
+
+def _reduce(graph: Graph, name: str, params: Params, result: np.dtype, x: Scalars) -> np.ndarray:
+    op, axes = _REDUCTIONS[name], tuple(params["axes"])
+    kept = [axis for axis in range(len(x.shape)) if axis not in axes]
+    shape = [x.shape[axis] for axis in kept]
+    rows = np.transpose(x.elements, (*kept, *axes)).reshape(*shape, -1)
+    reduced = np.empty(shape, int)
+    for position in np.ndindex(*shape):
+        row = [int(element) for element in rows[position]]
+        if not row:  # reductions without a neutral element refuse empty arrays in JAX
+            row = [graph.number(_NEUTRAL[op], scalar_type(result))]
+        reduced[position] = functools.reduce(functools.partial(_pair, graph, op, result), row)
+    return reduced
+
+
+def _cumulate(graph: Graph, name: str, params: Params, result: np.dtype, x: Scalars) -> np.ndarray:
+    op = _CUMULATIVE[name]
+    moved = np.moveaxis(x.elements, params["axis"], -1)
+    moved = np.flip(moved, -1) if params["reverse"] else moved
+    sums = np.empty_like(moved)
+    for position in np.ndindex(moved.shape[:-1]):
+        row = [int(element) for element in moved[position]]
+        pair = functools.partial(_pair, graph, op, result)
+        sums[position] = list(itertools.accumulate(row, pair))
+    sums = np.flip(sums, -1) if params["reverse"] else sums
+    return np.moveaxis(sums, -1, params["axis"])
+
+
+def _arg_extremum(
+    graph: Graph, name: str, params: Params, result: np.dtype, x: Scalars
+) -> np.ndarray:
+    (axis,) = params["axes"]
+    op = "gt" if name == "argmax" else "lt"
+    rows = np.moveaxis(x.elements, axis, -1)
+    found = np.empty(rows.shape[:-1], int)
+    for position in np.ndindex(found.shape):
+        best, *others = (int(element) for element in rows[position])
+        index = graph.number(0, scalar_type(result))
+        for number, other in enumerate(others, 1):
+            better = graph.add(op, "bool", (other, best))
+            if x.dtype.kind not in "iub":  # the first NaN wins
+                other_nan = graph.add("ne", "bool", (other, other))
+                best_number = graph.add("eq", "bool", (best, best))
+                first_nan = graph.add("and", "bool", (other_nan, best_number))
+                better = graph.add("or", "bool", (better, first_nan))
+            best = graph.add("select_n", graph.dtype(best), (better, best, other))
+            now = graph.number(number, scalar_type(result), structural=True)
+            index = graph.add("select_n", scalar_type(result), (better, index, now))
+        found[position] = index
+    return found
+
+
+def _dot(
+    graph: Graph, name: str, params: Params, result: np.dtype, x: Scalars, y: Scalars
+) -> np.ndarray:
+    (x_summed, y_summed), (x_batch, y_batch) = params["dimension_numbers"]
+    x_free = [axis for axis in range(len(x.shape)) if axis not in (*x_summed, *x_batch)]
+    y_free = [axis for axis in range(len(y.shape)) if axis not in (*y_summed, *y_batch)]
+    batch = [x.shape[axis] for axis in x_batch]
+    rows = [x.shape[axis] for axis in x_free]
+    columns = [y.shape[axis] for axis in y_free]
+    left = _converted(graph, x, result, (*x_batch, *x_free, *x_summed)).reshape(*batch, *rows, -1)
+    right = _converted(graph, y, result, (*y_batch, *y_free, *y_summed))
+    right = right.reshape(*batch, *columns, -1)
+    out = np.empty((*batch, *rows, *columns), int)
+    for position in np.ndindex(out.shape):
+        outer, row = position[: len(batch)], position[len(batch) : len(batch) + len(rows)]
+        column = position[len(batch) + len(rows) :]
+        pairs = zip(left[(*outer, *row)], right[(*outer, *column)], strict=True)
+        products = [_pair(graph, "mul", result, int(a), int(b)) for a, b in pairs]
+        products = products or [graph.number(0, scalar_type(result))]
+        out[position] = functools.reduce(functools.partial(_pair, graph, "add", result), products)
+    return out
+
+
+def _converted(graph: Graph, x: Scalars, dtype: np.dtype, axes: tuple[int, ...]) -> np.ndarray:
+    target = scalar_type(dtype)
+    convert = np.vectorize(
+        lambda element: graph.add("convert_element_type", target, (int(element),)), otypes=[int]
+    )
+    return np.transpose(convert(x.elements) if x.elements.size else x.elements, axes)
+
+
+COMBINATIONS: dict[str, Callable[..., np.ndarray]] = {
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(_CUMULATIVE, _cumulate),
+    "argmax": _arg_extremum,
+    "argmin": _arg_extremum,
+    "dot_general": _dot,
+}
+"""From the graph, the primitive's name and parameters, the dtype of the result and the operands to
+the elements of the result."""

@@ -1,0 +1,287 @@
+"""A jaxpr of one score, replayed on scalars.
+
+A variable of the jaxpr is one of:
+
+- a NumPy array: a number that the function's source determines.
+- a JAX array, or a tracer of a transformation around the call: it depends on no argument of the
+  function, so equations of such arrays alone are evaluated by JAX, outside of the program.
+- :class:`View`: a part of a JAX array at indices that depend on the arguments.
+- :class:`Scalars`: a small array of values of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from jax_memeff._functions import array_rules, indexing, scalar_rules
+from jax_memeff._functions.graph import Graph, fold
+from jax_memeff._functions.views import (
+    NotScalarError,
+    Scalars,
+    View,
+    check_size,
+    materialized,
+    whole,
+)
+
+_IDENTITIES = frozenset({"copy_p", "optimization_barrier", "pcast", "pvary"})
+_CALLS = frozenset(
+    {"checkpoint", "closed_call", "composite", "core_call", "jit", "pjit", "remat", "remat2"}
+)
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "stop_gradient"})
+_LOOPS = frozenset({"scan", "while"})
+_FOLDED_SIZE = 4096
+"""Arrays of numbers above this size are not computed while a function is traced."""
+
+
+class CustomCall(NamedTuple):
+    """A call whose derivative is not that of its equations."""
+
+    function: Callable[..., list[Any]]
+    inputs: tuple[Scalars | np.ndarray, ...]
+
+
+class Interpreter:
+    """Replays jaxprs into a graph.
+
+    Args:
+        custom_rules: whether calls with derivative rules of their own are noted. Without, they are
+            replaced by their equations.
+        structural: whether all numbers belong to the structure, as those of derivative rules do.
+    """
+
+    def __init__(self, graph: Graph, *, custom_rules: bool, structural: bool = False) -> None:
+        self.graph = graph
+        self.calls: list[CustomCall] = []
+        self._jaxpr: Jaxpr | None = None
+        self._current: JaxprEqn | None = None
+        self._copies: dict[int, tuple[np.ndarray, jax.Array]] = {}
+        self._custom_rules = custom_rules
+        self._structural = structural
+
+    @property
+    def line(self) -> str:
+        """The line of the user's function that is being replayed; empty before the first."""
+        return source_info_util.summarize(self._current.source_info) if self._current else ""
+
+    def run(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr."""
+        return self._run(closed.jaxpr, closed.consts, inputs)
+
+    def scalars(self, x: Any, structural: bool = False) -> Scalars:
+        """Any value as scalars of the graph; captured arrays are read."""
+        if isinstance(x, Scalars):
+            return x
+        if isinstance(x, np.ndarray):
+            check_size(x.shape, "an array of numbers")
+            dtype = scalar_rules.scalar_type(x.dtype)
+            elements = np.empty(x.shape, int)
+            for position in np.ndindex(x.shape):
+                elements[position] = self.graph.number(
+                    x[position], dtype, structural or self._structural
+                )
+            return Scalars(elements, x.dtype)
+        return materialized(self.graph, self.view(x))
+
+    def view(self, x: Any) -> View:
+        """A captured array, or a part of one, as a view."""
+        if isinstance(x, View):
+            return x
+        scalar_rules.scalar_type(x.dtype)
+        if isinstance(x, np.ndarray):
+            if id(x) not in self._copies:
+                self._copies[id(x)] = x, jax.numpy.asarray(x)
+            x = self._copies[id(x)][1]
+        return whole(self.graph, x)
+
+    def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        known: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+        known.update(zip(jaxpr.constvars, map(_outside, consts), strict=True))
+
+        def value(atom: Any) -> Any:
+            return np.asarray(atom.val) if isinstance(atom, Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            self._jaxpr, self._current = jaxpr, equation
+            results = self._equation(equation, [value(atom) for atom in equation.invars])
+            known.update(zip(equation.outvars, results, strict=True))
+        return [value(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        name = equation.primitive.name
+        if all(isinstance(x, np.ndarray) for x in inputs):
+            if name in _CALLS or name in _CUSTOM:
+                return self._inlined(equation, inputs)
+            if inputs or name == "iota":  # the index of a device has no inputs either
+                return _number(self._jaxpr, equation, inputs)
+        if not any(isinstance(x, (View, Scalars)) for x in inputs):
+            return _alone(self._jaxpr, equation)(*inputs)
+        if name in _IDENTITIES:
+            return inputs
+        if name in _CUSTOM and self._custom_rules:
+            return self._custom_call(equation, inputs)
+        if name in _CUSTOM or name in _CALLS:
+            return self._inlined(equation, inputs)
+        if name == "cond":
+            return self._branches(equation, inputs)
+        return self._array_equation(equation, name, inputs)
+
+    def _array_equation(self, equation: JaxprEqn, name: str, inputs: list[Any]) -> list[Any]:
+        rule = _INDEXING.get(name)
+        if rule is not None:
+            operand = inputs[0] if isinstance(inputs[0], Scalars) else self.view(inputs[0])
+            indices = [self.scalars(x) for x in inputs[1:]]
+            found = rule(self.graph, equation.params, operand, *indices)
+            if found is not None:
+                return [found]
+        result = equation.outvars[0].aval
+        small = [self.scalars(x, self._divides(name, i)) for i, x in enumerate(inputs)]
+        if name in array_rules.MOVES:
+            moved = array_rules.MOVES[name](equation.params, *(x.elements for x in small))
+            parts = moved if isinstance(moved, list) else [moved]
+            results = [Scalars(part, np.dtype(result.dtype)) for part in parts]
+        elif name in array_rules.COMBINATIONS:
+            combine = array_rules.COMBINATIONS[name]
+            elements = combine(self.graph, name, equation.params, np.dtype(result.dtype), *small)
+            results = [Scalars(elements, np.dtype(result.dtype))]
+        elif scalar_rules.is_elementwise(name):
+            results = [self._elementwise(equation, name, small)]
+        else:
+            raise NotScalarError(_without_scalar_form(name))
+        for x in results:
+            check_size(x.shape, "an intermediate array")
+        return results
+
+    @staticmethod
+    def _divides(name: str, operand: int) -> bool:
+        return scalar_rules.STRUCTURAL_OPERAND.get(name) == operand
+
+    def _elementwise(self, equation: JaxprEqn, name: str, operands: list[Scalars]) -> Scalars:
+        aval = equation.outvars[0].aval
+        check_size(aval.shape, "an intermediate array")
+        rows = [np.broadcast_to(x.elements, aval.shape) for x in operands]
+        dtypes = [x.dtype for x in operands]
+        result = np.dtype(aval.dtype)
+        elements = np.empty(aval.shape, int)
+        for position in np.ndindex(aval.shape):
+            args = tuple(int(row[position]) for row in rows)
+            elements[position] = scalar_rules.lower(
+                self.graph, name, equation.params, result, dtypes, args
+            )
+        return Scalars(elements, result)
+
+    def _inlined(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        if equation.primitive.name == "stop_gradient":
+            return inputs
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        if isinstance(inner, ClosedJaxpr):
+            return self._run(inner.jaxpr, inner.consts, inputs)
+        return self._run(inner, (), inputs)
+
+    def _custom_call(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        small = [x if isinstance(x, np.ndarray) else self.scalars(x) for x in inputs]
+        before = self.graph.float_reads_asked
+        plain = [self.scalars(x) for x in self._inlined(equation, list(small))]
+        if self.graph.float_reads_asked > before:
+            raise NotScalarError(
+                "a function with a derivative rule of its own (custom_jvp, custom_vjp) reads an "
+                "array that it closes over, so the array would get no gradient; read the element "
+                "outside and pass it to the function"
+            )
+        number = len(self.calls)
+        self.calls.append(CustomCall(_alone(self._jaxpr, equation), tuple(small)))
+        used = [int(e) for x in small if isinstance(x, Scalars) for e in x.elements.flat]
+        results = []
+        for output, x in enumerate(plain):
+            elements = np.empty(x.shape, int)
+            for index, position in enumerate(np.ndindex(x.shape)):
+                element = int(x.elements[position])
+                params = {"call": number, "output": output, "element": index}
+                dtype = self.graph.dtype(element)
+                elements[position] = self.graph.add("custom", dtype, (element, *used), params)
+            results.append(Scalars(elements, x.dtype))
+        return results
+
+    def _branches(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        which, *operands = inputs
+        branches = equation.params["branches"]
+        if isinstance(which, np.ndarray):
+            chosen = branches[min(max(int(which), 0), len(branches) - 1)]
+            return self._run(chosen.jaxpr, chosen.consts, operands)
+        results = [self._run(branch.jaxpr, branch.consts, operands) for branch in branches]
+        index = int(self.scalars(which).elements[()])
+        selected = []
+        for cases in zip(*results, strict=True):
+            rows = [self.scalars(case) for case in cases]
+            elements = np.empty(rows[0].shape, int)
+            for position in np.ndindex(elements.shape):
+                values = [int(row.elements[position]) for row in rows]
+                elements[position] = scalar_rules.choice(self.graph, index, values)
+            selected.append(Scalars(elements, rows[0].dtype))
+        return selected
+
+
+_INDEXING: dict[str, Callable[..., Any]] = indexing.RULES
+
+
+def _outside(const: Any) -> Any:
+    """A constant of a jaxpr: an array of JAX, or numbers."""
+    return const if isinstance(const, jax.Array) else np.asarray(const)
+
+
+def _number(jaxpr: Jaxpr, equation: JaxprEqn, inputs: list[np.ndarray]) -> list[Any]:
+    """The results of an equation between numbers."""
+    name, avals = equation.primitive.name, [variable.aval for variable in equation.outvars]
+    result = None
+    if name == "convert_element_type":
+        with np.errstate(all="ignore"):
+            result = inputs[0].astype(avals[0].dtype)
+    elif name in array_rules.MOVES:
+        result = array_rules.MOVES[name](equation.params, *inputs)
+    elif name == "iota" and avals[0].size <= _FOLDED_SIZE:
+        dimension = equation.params["dimension"]
+        result = np.indices(avals[0].shape)[dimension].astype(avals[0].dtype)
+    elif len({x.shape for x in inputs}) == 1 and inputs[0].dtype.kind in "biuf":
+        result = fold(name, inputs)
+    if result is not None:
+        return [np.asarray(x) for x in (result if isinstance(result, list) else [result])]
+    with jax.ensure_compile_time_eval():
+        found = _alone(jaxpr, equation)(*inputs)
+    small = all(aval.size <= _FOLDED_SIZE for aval in avals)
+    ordinary = not any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in found)
+    return [np.asarray(x) for x in found] if small and ordinary else found
+
+
+def _alone(jaxpr: Jaxpr, equation: JaxprEqn) -> Callable[..., list[Any]]:
+    """A function of an equation's operands (numbers in the jaxpr included) that evaluates it."""
+    places = {atom: place for place, atom in enumerate(equation.invars) if isinstance(atom, Var)}
+    single = jaxpr.replace(
+        constvars=[],
+        invars=list(places),
+        outvars=list(equation.outvars),
+        eqns=[equation],
+        effects=equation.effects,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    evaluated = jaxpr_as_fun(ClosedJaxpr(single, ()))
+    return lambda *inputs: evaluated(*(inputs[place] for place in places.values()))
+
+
+def _without_scalar_form(name: str) -> str:
+    if name in _LOOPS:
+        return (
+            f"loops (`{name}`) have no scalar form; write the steps out, or compute the result "
+            "outside of the function and close over it"
+        )
+    if "callback" in name or "debug" in name:
+        return f"`{name}` has no scalar form: kernels have no side effects; print when tracing"
+    return (
+        f"the primitive `{name}` has no scalar form; compute its result outside of the function "
+        "and close over it, or write it with elementwise operations"
+    )

@@ -1,0 +1,69 @@
+"""Scalar types, and the operations of programs as functions of ``jax.lax``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jax_memeff.codegen.functions.program import ScalarType, Value
+
+SCALAR_TYPES: dict[str, ScalarType] = {
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float32": "float32",
+    "float64": "float64",
+    "int8": "int32",
+    "int16": "int32",
+    "int32": "int32",
+    "int64": "int64",
+    "uint8": "int32",
+    "uint16": "int32",
+    "uint32": "uint32",
+    "uint64": "uint64",
+    "bool": "bool",
+}
+"""The types in which programs compute with each dtype.
+
+float16 and bfloat16 are computed in float32: bfloat16 holds no odd number above 256, so positions
+would be wrong in it. Integers of 8 and 16 bits wrap around as they do in JAX.
+"""
+
+_OTHER_NAMES = {
+    "and": "bitwise_and",
+    "not": "bitwise_not",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+}
+
+_NAMES = """
+    abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz
+    convert_element_type cos cosh div eq erf erfc exp exp2 expm1 floor ge gt integer_pow is_finite
+    le log log1p logistic lt max min mul mulhi ne neg nextafter not or population_count pow rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square sub tan tanh xor
+"""
+ELEMENTWISE = frozenset(_NAMES.split())
+"""The primitives of lax that a program may contain."""
+
+
+def _function(op: str) -> Callable[..., jax.Array]:
+    return getattr(lax, _OTHER_NAMES.get(op, op))
+
+
+def apply(value: Value, args: list[Any]) -> jax.Array:
+    """One operation of a program; its operands are broadcast against each other."""
+    shape = np.broadcast_shapes(*(np.shape(arg) for arg in args))
+    args = [arg if np.shape(arg) == shape else jax.numpy.broadcast_to(arg, shape) for arg in args]
+    if value.op == "convert_element_type":
+        return lax.convert_element_type(args[0], value.dtype)
+    if value.op == "bitcast_convert_type":
+        return lax.bitcast_convert_type(args[0], np.dtype(value.dtype))
+    if value.op == "integer_pow":
+        return lax.integer_pow(args[0], value.param("y"))
+    if value.op == "round":
+        return lax.round(args[0], lax.RoundingMethod(value.param("rounding_method")))
+    return _function(value.op)(*args)

@@ -1,0 +1,121 @@
+"""Elementwise primitives of lax, one element at a time, in the types in which programs compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_memeff._functions.graph import Graph
+from jax_memeff._functions.operations import ELEMENTWISE, SCALAR_TYPES
+from jax_memeff._functions.views import NotScalarError
+from jax_memeff.codegen.functions.program import ScalarType
+
+STRUCTURAL_OPERAND = dict.fromkeys(
+    ("div", "rem", "shift_left", "shift_right_arithmetic", "shift_right_logical"), 1
+)
+"""The operand whose number belongs to the structure: compilers make divisions by a constant quick,
+and shifts by one need no test of its range."""
+
+_OVERFLOWS = frozenset(
+    {"abs", "add", "convert_element_type", "div", "integer_pow", "mul", "neg", "not"}
+    | {"shift_left", "shift_right_logical", "square", "sub"}
+)
+
+
+def scalar_type(dtype: Any) -> ScalarType:
+    """The type in which a program computes with a dtype; :class:`NotScalarError` if none."""
+    name = getattr(dtype, "name", str(dtype))  # keys of jax.random have dtypes of their own
+    if name not in SCALAR_TYPES:
+        raise NotScalarError(
+            f"{name} has no scalar form: real floats of 16 to 64 bits, integers of 8 to 64 bits "
+            "and bool have one"
+        )
+    return SCALAR_TYPES[name]
+
+
+def is_elementwise(name: str) -> bool:
+    return name in ELEMENTWISE or name == "add_any"
+
+
+def lower(
+    graph: Graph,
+    name: str,
+    params: dict[str, Any],
+    result: np.dtype,
+    operands: Sequence[np.dtype],
+    args: tuple[int, ...],
+) -> int:
+    """The value of one element.
+
+    Args:
+        result: the dtype in JAX; ``operands`` likewise.
+        args: values of the graph, one for each operand.
+    """
+    dtype = scalar_type(result)
+    if name == "select_n":
+        return _select(graph, dtype, args)
+    if name == "add_any":
+        name = "add"
+    kept: dict[str, Any] = {}
+    if name == "integer_pow":
+        kept = {"y": int(params["y"])}
+    elif name == "round":
+        kept = {"rounding_method": int(params["rounding_method"])}
+    elif name == "pow" and graph.dtype(args[1]) != dtype:
+        args = (args[0], graph.add("convert_element_type", dtype, (args[1],)))
+    elif name == "bitcast_convert_type":
+        _check_bitcast(operands[0], result)
+    small = _bits_of_small(operands[0])
+    if small and name in ("shift_right_logical", "clz", "population_count"):
+        mask = graph.number((1 << small) - 1, "int32", structural=True)
+        args = (graph.add("and", "int32", (args[0], mask)), *args[1:])
+    value = graph.add(name, dtype, args, kept)
+    if small and name == "clz":
+        excess = graph.number(32 - small, "int32", structural=True)
+        value = graph.add("sub", "int32", (value, excess))
+    return _wrapped(graph, value, result) if name in _OVERFLOWS else value
+
+
+def _select(graph: Graph, dtype: ScalarType, args: tuple[int, ...]) -> int:
+    which, *cases = args
+    if graph.dtype(which) == "bool":
+        return graph.add("select_n", dtype, (which, *cases))
+    return choice(graph, which, cases)
+
+
+def choice(graph: Graph, which: int, cases: Sequence[int]) -> int:
+    """One of several values by an integer, which is clamped to their number."""
+    chosen = cases[0]
+    for number, case in enumerate(cases[1:], 1):
+        bound = graph.number(number, graph.dtype(which), structural=True)
+        reached = graph.add("ge", "bool", (which, bound))
+        chosen = graph.add("select_n", graph.dtype(chosen), (reached, chosen, case))
+    return chosen
+
+
+def _bits_of_small(dtype: np.dtype) -> int:
+    """The number of bits of an integer that programs hold in more; 0 for other types."""
+    return dtype.itemsize * 8 if dtype.name in ("int8", "int16", "uint8", "uint16") else 0
+
+
+def _wrapped(graph: Graph, value: int, dtype: np.dtype) -> int:
+    """An int32 wrapped around as arithmetic in a smaller dtype wraps."""
+    bits = _bits_of_small(dtype)
+    if not bits or graph.static(value) is not None:
+        return value
+    if dtype.kind == "u":
+        mask = graph.number((1 << bits) - 1, "int32", structural=True)
+        return graph.add("and", "int32", (value, mask))
+    shift = graph.number(32 - bits, "int32", structural=True)
+    high = graph.add("shift_left", "int32", (value, shift))
+    return graph.add("shift_right_arithmetic", "int32", (high, shift))
+
+
+def _check_bitcast(source: np.dtype, result: np.dtype) -> None:
+    if source.itemsize != result.itemsize or result.itemsize < 4:
+        raise NotScalarError(
+            f"bitcast_convert_type from {source.name} to {result.name} has no scalar form, because "
+            "programs compute with types of 32 bits or more"
+        )
