@@ -73,6 +73,7 @@ def _config(spec: KernelSpec) -> dict[str, Constant | CppType]:
         config.update(feature.constants(spec))
     for index, array in enumerate(spec.captured_arrays):
         config[f"k{''.join(map(str.capitalize, array.name.split('_')))}Array"] = index
+    config["Params"] = CppType(f"memeff::{spec.direction.capitalize()}Params")
     return {**config, "kBlockMask": spec.has_block_mask}
 
 

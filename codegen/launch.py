@@ -64,6 +64,11 @@ class TensorMap(NamedTuple):
     columns: int
 
 
+MOST_ARRAYS = 16
+MOST_DIMS = 6
+"""``kMostArrays`` and ``ArrayView::kMostDims`` of ffi/include/memeff/params.h."""
+
+
 class CapturedArray(NamedTuple):
     """An array that a feature brings: ``ArrayView`` of ffi/include/memeff/params.h.
 

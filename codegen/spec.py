@@ -316,7 +316,7 @@ class KernelSpec:
     @property
     def has_block_mask(self) -> bool:
         """Whether a block mask says which tiles the kernel skips."""
-        by_arrays = any(self[feature] for feature in registry.FEATURES if feature.has_block_mask)
+        by_arrays = any(feature.needs_block_mask(self[feature]) for feature in registry.FEATURES)
         return by_arrays and not self[registry.VARLEN] and self.kernel.reads_block_mask(self)
 
     def block_mask(

@@ -125,6 +125,10 @@ class Feature(Generic[Asked, Compiled]):
     """Names and values of its axes in the test matrix (tests/support/case_matrix.py)."""
     support: tuple[SupportRow, ...] = ()
 
+    def needs_block_mask(self, compiled: Compiled) -> bool:
+        """Whether a kernel skips tiles for its sake."""
+        return self.has_block_mask and bool(compiled)
+
     def check(self, asked: Asked) -> None:
         """Raises ``ValueError`` if no problem can have this value."""
 

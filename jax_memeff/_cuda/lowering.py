@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 
 from jax_memeff import config
 from jax_memeff._call import divisors, sinks
-from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands, differentiable
+from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands, items
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.static_shapes import require_static
@@ -60,7 +60,7 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     avals = _separate(types)
     specs = kernels(avals, options, needs_grad=None)
     inputs = buffers.of_operands(ctx, types, operands, options)
-    inputs += buffers.of_block_masks(ctx, avals, operands.mask, options.divisors, specs)
+    inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
     names = ("out", "logsumexp", "row_maxima")
     layouts = (None, _ROW_STATISTICS, _ROW_STATISTICS)
     results = [
@@ -99,7 +99,7 @@ def lower_backward(
     avals = _separate(types)
     specs = kernels(avals, options, needs_grad=needs_grad)
     inputs = buffers.of_operands(ctx, types, operands, options)
-    inputs += buffers.of_block_masks(ctx, avals, operands.mask, options.divisors, specs)
+    inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
     named = zip(
         ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
         residual_avals,
@@ -207,7 +207,10 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
     """What ffi/src/launch/call.h documents: ScoreScale, the windows of MaskParams, and so on."""
     scale, cap = options.scale, options.soft_cap
     log2e = math.log2(math.e)
-    if cap is not None:
+    if options.score_function is not None:
+        # Functions take the score itself; a cap is a part of them.
+        prescale, softmax_scale = scale, log2e
+    elif cap is not None:
         prescale, softmax_scale = scale / cap, cap * log2e
     elif scale > LEAST_SOFTMAX_SCALE:
         prescale, softmax_scale = 1.0, scale * log2e
@@ -238,7 +241,7 @@ def _divisors(avals: Operands, options: Options) -> dict[str, int]:
     """The divisors of the buffers, by name; that of others is 1."""
     own = options.divisors
     _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
-    found = {name: own[name] for name in differentiable(avals)}
+    found = {buffers.buffer_name(item): own[item.name] for item in items(avals)}
     return found | {"boolean": boolean, "bias_gradient": own.of_gradient("bias") or 1}
 
 

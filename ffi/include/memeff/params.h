@@ -180,7 +180,7 @@ struct BackwardParams {
 // An array of a feature, at a fixed index of the ArrayTable that the generated source states. Sizes
 // and strides are those of the array's own dims, outermost first, followed by zeros.
 struct ArrayView {
-  static constexpr int kMostDims = 4;
+  static constexpr int kMostDims = 6;
 
   void* data;
   long long sizes[kMostDims];
@@ -238,10 +238,10 @@ static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutP
 static_assert(sizeof(TileCounter) == 16, "host and device disagree on TileCounter");
 static_assert(sizeof(ForwardParams) == 576, "host and device disagree on ForwardParams");
 static_assert(sizeof(BackwardParams) == 816, "host and device disagree on BackwardParams");
-static_assert(sizeof(ArrayView) == 88, "host and device disagree on ArrayView");
-static_assert(sizeof(ArrayTable) == 1408, "host and device disagree on ArrayTable");
-static_assert(sizeof(WithArrays<ForwardParams>) == 1984, "host and device disagree on WithArrays");
-static_assert(sizeof(WithArrays<BackwardParams>) == 2224, "host and device disagree on WithArrays");
+static_assert(sizeof(ArrayView) == 120, "host and device disagree on ArrayView");
+static_assert(sizeof(ArrayTable) == 1920, "host and device disagree on ArrayTable");
+static_assert(sizeof(WithArrays<ForwardParams>) == 2496, "host and device disagree on WithArrays");
+static_assert(sizeof(WithArrays<BackwardParams>) == 2736, "host and device disagree on WithArrays");
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");
 
 }  // namespace memeff

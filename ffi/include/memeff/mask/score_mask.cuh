@@ -4,6 +4,7 @@
 #include <memeff/core/work_item.cuh>
 #include <memeff/mask/block_mask.cuh>
 #include <memeff/mask/boolean.cuh>
+#include <memeff/mask/function.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/mask/segments.cuh>
 
@@ -34,6 +35,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
       using Boolean = BooleanMask<Grid>;
       Boolean::apply(scores, slice<Boolean>(params.mask.boolean, at), row_bound, column_bound);
     }
+    MaskFunction<Config, Grid>::apply(scores, params, at);
   }
 
   // The same for transposed scores: rows of the accumulators are keys, columns are queries.
@@ -56,6 +58,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
       Boolean::apply_transposed(scores, slice<Boolean>(params.mask.boolean, at), row_bound,
                                 column_bound);
     }
+    MaskFunction<Config, Grid, true>::apply(scores, params, at);
   }
 
  private:
