@@ -61,7 +61,7 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     """
     nodes = graph(program, precise=precise)
     targets = {*nodes.results, *nodes.offsets} if len(nodes.results) > 1 else {*nodes.results}
-    printer = _Printer(nodes.nodes, kept(nodes.nodes, targets))
+    printer = Printer(nodes.nodes, kept(nodes.nodes, targets))
     cpp_type = nodes.nodes[nodes.results[0]].cpp_type
     parts = [
         _facts(program, nodes),
@@ -75,10 +75,13 @@ def source(program: Program, name: str, *, precise: bool) -> str:
             parts.append(printer.array_function("read_derivatives", "float", derivatives))
             parts.append(printer.array_function("read_offsets", "long long", nodes.offsets))
     body = "\n".join(parts)
-    return f"namespace memeff::function {{\n\nstruct {name} {{\n{body}}};\n\n}}\n"
+    return (
+        f"namespace memeff::function {{\n\nstruct {name} {{\n{body}}};\n\n"
+        "}  // namespace memeff::function\n"
+    )
 
 
-class _Printer:
+class Printer:
     """Prints bodies of functions; knows which nodes a struct holds."""
 
     def __init__(self, nodes: Sequence[Node], kept: frozenset[int]):
@@ -95,7 +98,7 @@ class _Printer:
             Level.ROW: "Arrays const& arrays, OfHead const& of_head, int query",
             Level.COLUMN: "Arrays const& arrays, OfHead const& of_head, int key",
         }[level]
-        values = ", ".join(self._name(index, level) for index in members)
+        values = ", ".join(self.name(index, level) for index in members)
         return (
             f"  struct {struct} {{\n{fields}  }};\n\n"
             "  template <class Arrays>\n"
@@ -105,13 +108,13 @@ class _Printer:
 
     def function(self, declaration: str, result: int) -> str:
         """A function of one element that returns a node."""
-        returned = f"    return {self._name(result, Level.ELEMENT)};\n"
+        returned = f"    return {self.name(result, Level.ELEMENT)};\n"
         return self._element_function(declaration, _ELEMENT_ARGUMENTS, [result], returned)
 
     def array_function(self, name: str, cpp_type: str, results: Sequence[int]) -> str:
         """A function of one element that stores nodes in an array."""
         stores = "".join(
-            f"    {name}[{i}] = {self._name(result, Level.ELEMENT)};\n"
+            f"    {name}[{i}] = {self.name(result, Level.ELEMENT)};\n"
             for i, result in enumerate(results)
         )
         arguments = f"{_ELEMENT_ARGUMENTS}, {cpp_type} (&{name})[kFloatReads]"
@@ -142,12 +145,12 @@ class _Printer:
         )
 
     def _expression(self, node: Node, level: Level) -> str:
-        return node.form.format(*(self._name(arg, level) for arg in node.args))
+        return node.form.format(*(self.name(arg, level) for arg in node.args))
 
     def _is_member(self, index: int, level: Level) -> bool:
         return index in self.kept and self.nodes[index].level < level
 
-    def _name(self, index: int, level: Level) -> str:
+    def name(self, index: int, level: Level) -> str:
         """How a function of this level refers to a node."""
         node = self.nodes[index]
         if self._is_member(index, level):

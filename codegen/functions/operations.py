@@ -91,7 +91,7 @@ OPERATIONS: dict[str, Operation] = {
             "uint32": "divide({0}, {1})",
         },
         approximate="divide_approx({0}, {1})",
-        bound="2 ulp if the divisor is a constant; else 3 ulp, and 0 for divisors from 2^126 on",
+        bound="relative, 2⁻²²; 0 for divisors from 2¹²⁶ on",
         cost=FUNCTION,
     ),
     "rem": Operation(
@@ -104,7 +104,7 @@ OPERATIONS: dict[str, Operation] = {
         discontinuous=True,
     ),
     "neg": Operation({"float32": "-{0}", "int32": "wrapping_negate({0})", "uint32": "0u - {0}"}),
-    "abs": Operation({"float32": "fabsf({0})", "int32": "absolute({0})", "uint32": "{0}"}),
+    "abs": Operation({"float32": "fabsf({0})", "int32": "absolute({0})"}),
     "sign": Operation(
         {"float32": "sign({0})", "int32": "sign({0})", "uint32": "unsigned({0} != 0)"},
         cost=2,
@@ -165,27 +165,25 @@ OPERATIONS: dict[str, Operation] = {
     "round_even": _function("rintf({0})", cost=2, discontinuous=True),
     "nextafter": _function("nextafterf({0}, {1})", discontinuous=True),
     # Powers and exponentials.
-    "sqrt": _function("sqrtf({0})", approximate="sqrt_approx({0})", bound="2 ulp"),
+    "sqrt": _function("sqrtf({0})", approximate="sqrt_approx({0})", bound="relative, 2⁻²³"),
     "rsqrt": _function("rsqrtf({0})", cost=6),
     "cbrt": _function("cbrtf({0})"),
     "pow": _function("powf({0}, {1})", cost=2 * FUNCTION),
     "exp": _function(
-        "expf({0})", approximate="exp_approx({0})", bound="relative, 2^-22 + 2^-23 |x|", cost=8
+        "expf({0})", approximate="exp_approx({0})", bound="relative, 2⁻²² + 2⁻²³ abs(x)", cost=8
     ),
-    "exp2": _function(
-        "exp2f({0})", approximate="exp2_approx({0})", bound="relative, 2^-22", cost=6
-    ),
+    "exp2": _function("exp2f({0})", approximate="exp2_approx({0})", bound="relative, 2⁻²²", cost=6),
     "expm1": _function("expm1f({0})"),
     "log": _function(
         "logf({0})",
         approximate="log_approx({0})",
-        bound="2^-22 if x is between 1/2 and 2, else relative",
+        bound="2⁻²² if x is between 1/2 and 2, else relative, 2⁻²¹",
     ),
     "log1p": _function("log1pf({0})"),
     "logistic": _function(
         "logistic({0})",
         approximate="logistic_approx({0})",
-        bound="relative, 2^-21 + 2^-23 |x|",
+        bound="relative, 2⁻²¹ + 2⁻²³ abs(x)",
     ),
     "erf": _function("erff({0})"),
     "erfc": _function("erfcf({0})"),
@@ -199,7 +197,7 @@ OPERATIONS: dict[str, Operation] = {
     "atan2": _function("atan2f({0}, {1})", cost=2 * FUNCTION),
     "sinh": _function("sinhf({0})"),
     "cosh": _function("coshf({0})"),
-    "tanh": _function("tanhf({0})", approximate="tanh_approx({0})", bound="relative, 2^-11"),
+    "tanh": _function("tanhf({0})", approximate="tanh_approx({0})", bound="relative, 2⁻¹¹"),
     "asinh": _function("asinhf({0})"),
     "acosh": _function("acoshf({0})"),
     "atanh": _function("atanhf({0})"),

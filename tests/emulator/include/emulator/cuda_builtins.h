@@ -46,6 +46,7 @@ inline unsigned __float2uint_rz(float x) {
   if (!(x > 0)) return 0;
   return x < 0x1p32f ? unsigned(x) : UINT32_MAX;
 }
+inline float rsqrtf(float x) { return float(1 / std::sqrt(double(x))); }
 #define __logf(x) std::log(float(x))
 
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {

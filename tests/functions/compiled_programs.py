@@ -1,0 +1,211 @@
+"""Programs compiled by g++ against the emulator's headers, and what they give at some points."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import emulator
+import ml_dtypes
+import numpy as np
+from random_programs import ARRAYS
+
+from jax_memeff.codegen.functions import emit
+from jax_memeff.codegen.functions.nodes import Level, graph
+from jax_memeff.codegen.functions.program import Program
+
+VMAP, DIVISOR = 2, 3  # captured arrays have two batch indices, each for three of the call
+CALL_BATCH = 4
+BATCH_INDEX = CALL_BATCH // DIVISOR % VMAP
+
+POINT = np.dtype([("score", "f4"), ("batch", "i4"), ("head", "i4"), ("query", "i4"), ("key", "i4")])
+VIEW = np.dtype([("data", "u8"), ("sizes", "i8", 4), ("strides", "i8", 4), ("share", "u8", 2)])
+
+_HEADER = (
+    emit.INCLUDES
+    + """
+namespace memeff::function {
+
+struct Config {
+  static constexpr bool kBroadcastBatch = true;
+};
+using Arrays = FunctionArrays<Config>;
+
+struct Point {
+  float score;
+  int batch, head, query, key;
+};
+
+inline unsigned bits(float x) { return __float_as_uint(x); }
+inline unsigned bits(int x) { return unsigned(x); }
+inline unsigned bits(unsigned x) { return x; }
+inline unsigned bits(bool x) { return x; }
+
+template <class Function, bool kDerivatives>
+void evaluate(Arrays const& arrays, Point const& p, unsigned* results, long long* offsets) {
+  auto const of_head = Function::of_head(arrays, p.batch, p.head);
+  auto const of_row = Function::of_row(arrays, of_head, p.query);
+  auto const of_column = Function::of_column(arrays, of_head, p.key);
+  auto const call = [&](auto function, auto&... more) {
+    return function(arrays, of_head, of_row, of_column, p.score, p.query, p.key, more...);
+  };
+  results[0] = bits(call(Function::template value<Arrays>));
+  if constexpr (kDerivatives) {
+    results[1] = bits(call(Function::template derivative<Arrays>));
+    if constexpr (Function::kFloatReads > 0) {
+      float derivatives[Function::kFloatReads];
+      long long read[Function::kFloatReads];
+      call(Function::template read_derivatives<Arrays>, derivatives);
+      call(Function::template read_offsets<Arrays>, read);
+      for (int i = 0; i < Function::kFloatReads; ++i) results[2 + i] = bits(derivatives[i]);
+      for (int i = 0; i < Function::kFloatReads; ++i) offsets[i] = read[i];
+    }
+  }
+}
+
+}  // namespace memeff::function
+"""
+)
+
+# All values of a program, beside the functions of its struct.
+_PROGRAM = """
+{struct}
+namespace memeff::function {{
+extern "C" void program_{number}(Arrays const* arrays, Point const* points, int count,
+                                 unsigned* values, unsigned* results, long long* offsets) {{
+  for (int i = 0; i < count; ++i) {{
+    evaluate<Program{number}, {derivatives}>(*arrays, points[i], results + i * {results},
+                                            offsets + i * {reads});
+    auto const [score, batch, head, query, key] = points[i];
+    [&, score = score, batch = batch, head = head, query = query, key = key](Arrays const& arrays,
+                                                                             unsigned* values) {{
+{statements}{stores}    }}(*arrays, values + i * {values});
+  }}
+}}
+}}
+"""
+
+
+class Evaluated(NamedTuple):
+    """What a program gave, each with the points as its first dim."""
+
+    values: np.ndarray  # uint32 [points, values]: the bits of all values of the program
+    results: np.ndarray  # uint32 [points, results]
+    offsets: np.ndarray  # int64 [points, float reads]
+
+
+class _Arrays(ctypes.Structure):
+    _fields_ = (
+        ("captured", ctypes.c_void_p),
+        ("literals", ctypes.c_void_p),
+        ("batch", ctypes.c_int),
+    )
+
+
+def captured_arrays() -> dict[tuple[str, tuple[int, ...]], np.ndarray]:
+    """An array [VMAP, *dims] for each of ARRAYS, with infinities, NaN and the largest integers."""
+    random = np.random.default_rng(5)
+    found = {}
+    for dtype, dims in ARRAYS:
+        shape = (VMAP, *dims)
+        if dtype == "bool":
+            array = random.integers(0, 2, shape).astype(np.bool_)
+        elif np.issubdtype(np.dtype(getattr(ml_dtypes, dtype, dtype)), np.integer):
+            info = np.iinfo(dtype)
+            array = random.integers(0, 9, shape).astype(dtype)
+            array.flat[:: max(array.size // 2, 1)] = info.max
+            array.flat[-1] = info.min
+        else:
+            array = random.normal(size=shape).astype(getattr(ml_dtypes, dtype, dtype))
+            if dims:
+                array.flat[:4] = [np.inf, np.nan, -0.0, -3.5]
+        found[dtype, dims] = array
+    return found
+
+
+def points(count: int, seed: int = 0) -> np.ndarray:
+    """Arguments of a function: POINT [count]."""
+    random = np.random.default_rng(seed)
+    found = np.zeros(count, POINT)
+    found["score"] = random.normal(size=count) * 10.0 ** random.integers(-3, 3, count)
+    special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-41, 3e38, -1.0]
+    found["score"][: len(special)] = special
+    found["batch"] = random.integers(0, 4, count)
+    found["head"] = random.integers(0, 5, count)
+    found["query"] = random.integers(0, 12, count)
+    found["key"] = random.integers(0, 12, count)
+    found["key"][-2:] = [2**28, 70000]
+    return found
+
+
+def program_source(program: Program, number: int, precise: bool) -> str:
+    """C++ that evaluates a program in both ways."""
+    nodes = graph(program, precise=precise)
+    printer = emit.Printer(nodes.nodes, frozenset())
+    stores = "".join(
+        f"    values[{i}] = bits({printer.name(node, Level.ELEMENT)});\n"
+        for i, node in enumerate(nodes.values)
+    )
+    return _PROGRAM.format(
+        number=number,
+        struct=emit.source(program, f"Program{number}", precise=precise),
+        derivatives=str(len(program.results) > 1).lower(),
+        results=len(program.results),
+        reads=len(nodes.offsets),
+        statements=printer.statements(nodes.values, Level.ELEMENT),
+        stores=stores,
+        values=len(program.values),
+    )
+
+
+def evaluate(cases: Sequence[tuple[Program, bool]], arguments: np.ndarray) -> list[Evaluated]:
+    """Compiles programs, each with whether it is precise, as one library, and runs them."""
+    texts = [program_source(program, i, precise) for i, (program, precise) in enumerate(cases)]
+    path = emulator.kernel_library("programs", {"programs.cc": _HEADER + "".join(texts)})
+    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+    arrays = captured_arrays()
+    return [
+        _run(getattr(library, f"program_{i}"), program, arguments, arrays)
+        for i, (program, _) in enumerate(cases)
+    ]
+
+
+def dims_of(program: Program) -> list[tuple[str, tuple[int, ...]]]:
+    """Which of ARRAYS a random program captures: no two have dtype and rank in common."""
+    by_type = {(dtype, len(dims)): (dtype, dims) for dtype, dims in ARRAYS}
+    return [by_type[captured] for captured in program.arrays]
+
+
+def literal_bits(program: Program) -> np.ndarray:
+    """The run-time parameters as a kernel gets them: uint32 [literals]."""
+    dtypes = {v.param("index"): v.dtype for v in program.values if v.op == "literal"}
+    bits = [
+        np.asarray(number, dtypes.get(index, "int32")).view("u4")
+        for index, number in enumerate(program.literals)
+    ]
+    return np.array(bits, "u4")
+
+
+def _run(function: Any, program: Program, arguments: np.ndarray, arrays: Any) -> Evaluated:
+    used = [arrays[key] for key in dims_of(program)]
+    views = np.zeros(len(used), VIEW)
+    for view, array in zip(views, used, strict=True):
+        view["data"] = array.ctypes.data
+        view["sizes"][: array.ndim] = array.shape
+        strides = [stride // array.itemsize for stride in array.strides]
+        # The host library leaves the stride of a dim of one element 0.
+        view["strides"][: array.ndim] = np.where(np.array(array.shape) == 1, 0, strides)
+        view["share"] = [-(-(2**64) // (DIVISOR * VMAP)), VMAP]
+    literals = literal_bits(program)
+    passed = _Arrays(views.ctypes.data, literals.ctypes.data, CALL_BATCH)
+    count = len(arguments)
+    found = Evaluated(
+        np.zeros((count, len(program.values)), "u4"),
+        np.zeros((count, len(program.results)), "u4"),
+        np.zeros((count, len(program.float_reads) if len(program.results) > 1 else 0), "i8"),
+    )
+    outputs = [ctypes.c_void_p(array.ctypes.data) for array in found]
+    pointer = ctypes.c_void_p(arguments.ctypes.data)
+    function(ctypes.byref(passed), pointer, ctypes.c_int(count), *outputs)
+    return found

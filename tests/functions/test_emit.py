@@ -1,0 +1,194 @@
+"""The device code of programs: what it depends on, where it evaluates what, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import example_programs
+import pytest
+from example_programs import ALIBI, DOCUMENTS, GOLDEN, SOURCES, TABLE, constant
+from random_programs import programs
+
+from jax_memeff._functions.operations import ELEMENTWISE
+from jax_memeff.codegen.functions import emit, operations
+from jax_memeff.codegen.functions.operations import OPERATIONS
+from jax_memeff.codegen.functions.program import CapturedType, Program, Value
+
+pytestmark = pytest.mark.quick
+
+SCORE, QUERY = Value("score", "float32"), Value("query", "int32")
+HEAD, KEY = Value("head", "int32"), Value("key", "int32")
+
+
+def value_of(*values: Value, arrays=(), precise: bool = False) -> str:
+    """The body of value() for a program whose result is its last value."""
+    program = Program(values, (len(values) - 1,), tuple(arrays))
+    return body(emit.source(program, "F", precise=precise), "value")
+
+
+def body(source: str, function: str) -> str:
+    """The statements of a member function."""
+    found = re.search(rf" {function}\([^{{]*\) {{\n(.*?)^  }}", source, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources_are_the_known_ones(name):
+    """``python tests/functions/example_programs.py`` rewrites them."""
+    assert example_programs.source(name) == (GOLDEN / name).read_text()
+
+
+def test_only_the_structure_is_in_the_source():
+    other = TABLE._replace(literals=(30.0, 4095))
+    assert other != TABLE and other.structure == TABLE.structure
+    sources = [emit.source(program, "F", precise=False) for program in (TABLE, other)]
+    assert sources[0] == sources[1]
+    assert "4095" not in sources[1] and "30.0" not in sources[1]
+
+
+def test_lax_names_have_forms():
+    supported = {
+        name for name in (*OPERATIONS, *operations.SPECIAL) if operations.is_supported(name)
+    }
+    assert supported == ELEMENTWISE
+
+
+def test_values_are_kept_at_the_level_of_their_arguments():
+    source = emit.source(DOCUMENTS, "F", precise=True)
+    assert [
+        body(source, f"of_{level}").count("load<int>") for level in ("head", "row", "column")
+    ] == [*(1, 1, 1)]
+    assert "load" not in body(source, "value") and "clamp_index" not in body(source, "value")
+    assert "kUsesScore = false;" in source and "kDependsOnBatch = true;" in source
+
+
+def test_cheap_values_take_no_registers():
+    shifted = value_of(
+        SCORE,
+        QUERY,
+        constant("int32", 3),
+        Value("add", "int32", (1, 2)),
+        Value("convert_element_type", "float32", (3,)),
+        Value("add", "float32", (0, 4)),
+    )
+    assert "wrapping_add(query, 3)" in shifted
+    costly = value_of(
+        SCORE,
+        QUERY,
+        Value("convert_element_type", "float32", (1,)),
+        Value("tanh", "float32", (2,)),
+        Value("add", "float32", (0, 3)),
+    )
+    assert "tanh" not in costly and "of_row.v" in costly
+
+
+def test_a_read_of_row_and_column_keeps_the_address_of_the_row():
+    read = Value("read", "float32", (1, 2), (("array", 0), ("mode", "clip")))
+    program = Program(
+        (SCORE, QUERY, KEY, read, Value("add", "float32", (0, 3))),
+        (4,),
+        (CapturedType("float32", 2),),
+    )
+    source = emit.source(program, "F", precise=True)
+    assert "stride<0, 0>()" in body(source, "of_row") and "stride" not in body(source, "value")
+    assert "clamp_index(key" in body(source, "value")
+
+
+def test_what_an_operation_with_jumps_depends_on_is_exact():
+    """A rounding error before a floor() would be an error of one after it, and other kernels, which
+    fuse other operations, would not agree."""
+    scaled = (
+        SCORE,
+        Value("tanh", "float32", (0,)),
+        constant("float32", 49.0),
+        Value("mul", "float32", (1, 2)),
+        Value("add", "float32", (3, 0)),
+    )
+    smooth = value_of(*scaled)
+    assert "tanh_approx(score)" in smooth and "__fmul_rn" not in smooth
+    jumping = value_of(*scaled, Value("floor", "float32", (4,)))
+    assert "tanhf(score)" in jumping
+    assert "__fmul_rn(v1, 49.0f)" in jumping and "__fadd_rn(v3, score)" in jumping
+
+
+@pytest.mark.parametrize(
+    ("divisor", "precise", "jumps", "expected"),
+    [
+        (8.0, True, True, "score * 0x1p-3f"),
+        (-0.5, True, False, "score * (-0x1p+1f)"),
+        (49.0, True, False, "score / 49.0f"),
+        (49.0, False, True, "score / 49.0f"),
+        (49.0, False, False, "score * 0x1.4e5e0ap-6f"),
+        (0.0, True, False, "score / 0.0f"),
+        (2.0**-127, True, False, "score / 0x1p-127f"),
+    ],
+)
+def test_divisions_by_constants(divisor, precise, jumps, expected):
+    values = [SCORE, constant("float32", divisor), Value("div", "float32", (0, 1))]
+    if jumps:
+        values.append(Value("floor", "float32", (2,)))
+    assert f"= {expected};" in value_of(*values, precise=precise)
+
+
+def test_derivatives_that_are_1_are_known():
+    assert "kConstantDerivative = true;" in emit.source(ALIBI, "F", precise=True)
+    assert "kConstantDerivative = false;" in emit.source(TABLE, "F", precise=True)
+    assert "Derivative" not in emit.source(DOCUMENTS, "F", precise=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (Value("lgamma", "float32", (0,)), "'lgamma' is unknown"),
+        (Value("tanh", "float64", (0,)), "'float64' is unknown"),
+        (Value("add", "bool", (1, 1)), "'bool' is unknown"),
+        (Value("round", "float32", (0,)), "'rounding_method' is unknown"),
+        (Value("constant", "int32", (), (("value", 2**31),)), "32 bits, got 2147483648"),
+        (Value("read", "float32", (), (("array", 0), ("mode", "wrap"))), "one index for each of 1"),
+    ],
+)
+def test_programs_without_device_code_are_refused(value, reason):
+    flag = constant("bool", True)
+    with pytest.raises(ValueError, match=reason):
+        value_of(SCORE, flag, value, arrays=[CapturedType("float32", 1)])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Value("constant", "float32", (), (("value", "0; evil()"),)),
+        Value("constant", "int32", (), (("value", "0; evil()"),)),
+        Value("literal", "float32", (), (("index", "0>() + evil<0"),)),
+        Value("size", "int32", (), (("array", "0>() + evil<0"), ("dim", 0))),
+        Value("read", "float32", (0,), (("array", 0), ("fill_value", "evil()"), ("mode", "fill"))),
+        Value("evil()", "float32", (0,)),
+    ],
+)
+def test_no_text_of_a_program_reaches_the_source(value):
+    with pytest.raises(ValueError):
+        value_of(QUERY, value, arrays=[CapturedType("float32", 1)])
+
+
+def test_sources_consist_of_known_words():
+    """The sources of random programs have words of the tables, numbered variables and numbers."""
+    forms = [form for operation in OPERATIONS.values() for form in operation.forms.values()]
+    forms += [form for o in OPERATIONS.values() for form in (o.exact, o.approximate)]
+    forms += [*operations.CONVERSIONS.values(), *operations.BITCASTS.values()]
+    files = [example_programs.source(name) for name in SOURCES] + [Path(emit.__file__).read_text()]
+    files.append((Path(emit.__file__).parent / "nodes.py").read_text())
+    word, number = re.compile(r"\b[A-Za-z_]\w*"), re.compile(r"\b0x[0-9a-f.]+p[+-]\d+f\b")
+    known = set(word.findall(" ".join(forms + files)))
+    for program in programs(200, seed=1):
+        source = number.sub("", emit.source(program, "F", precise=False))
+        words = set(word.findall(source))
+        variables = {found for found in words if re.fullmatch(r"v\d+", found)}
+        assert words - variables - {"F"} <= known
+
+
+def test_approximations_are_documented():
+    page = (Path(__file__).parents[2] / "docs/guide/precision.md").read_text()
+    for name, operation in OPERATIONS.items():
+        if operation.approximate:
+            assert f"| `{name}` | {operation.bound} |" in page
