@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_memeff._blockwise import backward, varlen
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.operands import NeedsGrad, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.compose import with_soft_cap
@@ -58,6 +60,18 @@ def _words(program: Program) -> Iterator[int]:
             yield int(np.float32(number).view(np.uint32))
         else:
             yield int(number) % 2**32
+
+
+def captured_gradients(
+    *leaves: jax.Array, tree: Any, options: Options, needs_grad: NeedsGrad
+) -> list[jax.Array]:
+    """The gradients of captured arrays by XLA, for the arguments of ``attention_bwd``."""
+    operands, *results = jax.tree.unflatten(tree, leaves)
+    if isinstance(operands, QkvPackedOperands):
+        operands = operands.separate()
+    path = backward.backward if operands.sequences is None else varlen.backward
+    found = path(operands, options, *results, needs_grad)
+    return [x for x in found.captured if x is not None]
 
 
 def in_kernel_type(array: jax.Array) -> jax.Array:

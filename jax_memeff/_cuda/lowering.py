@@ -7,6 +7,7 @@ in another process, or after export, without the code generator.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -20,11 +21,17 @@ from jax.interpreters import mlir
 
 from jax_memeff import config
 from jax_memeff._call import divisors, sinks
-from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands, items
+from jax_memeff._call.operands import (
+    NeedsGrad,
+    Operands,
+    QkvPackedOperands,
+    gradients_needed,
+    items,
+)
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.static_shapes import require_static
-from jax_memeff._cuda import buffers, description, workspaces
+from jax_memeff._cuda import buffers, description, functions, workspaces
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.export import register_targets
 from jax_memeff._cuda.problem import Call, bias_alignment, problem_of
@@ -91,6 +98,33 @@ def lower_backward(
     ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, options: Options, needs_grad: NeedsGrad
 ):
     """Lowering rule of ``attention_bwd`` on CUDA."""
+    types = jax.tree.unflatten(tree, ctx.avals_in)[0]
+    names = gradients_needed(types, needs_grad)
+    avals = dict(zip(names, ctx.avals_out, strict=True))
+    in_kernels = needs_grad._replace(captured=())
+    found = {}
+    if in_kernels.names:
+        own = [avals[name] for name in gradients_needed(types, in_kernels)]
+        results = _lower_kernels(
+            ctx.replace(avals_out=own), *leaves, tree=tree, options=options, needs_grad=in_kernels
+        )
+        found = dict(zip(gradients_needed(types, in_kernels), results, strict=True))
+    if any(needs_grad.captured):
+        # XLA computes them, tile by tile.
+        of_arrays = NeedsGrad(False, False, False, False, captured=needs_grad.captured)
+        in_jax = functools.partial(
+            functions.captured_gradients, tree=tree, options=options, needs_grad=of_arrays
+        )
+        own = ctx.replace(avals_out=[avals[name] for name in gradients_needed(types, of_arrays)])
+        results = mlir.lower_fun(in_jax, multiple_results=True)(own, *leaves)
+        found |= dict(zip(gradients_needed(types, of_arrays), results, strict=True))
+    return [found[name] for name in names]
+
+
+def _lower_kernels(
+    ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, options: Options, needs_grad: NeedsGrad
+):
+    """The gradients that kernels compute."""
     types, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, leaves)
     names = [f"{name}_gradient" for name in needs_grad.names]
