@@ -60,7 +60,8 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     Raises ``ValueError`` if the program has an operation, type or parameter without a form.
     """
     nodes = graph(program, precise=precise)
-    targets = {*nodes.results, *nodes.offsets} if len(nodes.results) > 1 else {*nodes.results}
+    derivatives = nodes.results[1:]
+    targets = {*nodes.results, *nodes.offsets} if derivatives else {*nodes.results}
     printer = Printer(nodes.nodes, kept(nodes.nodes, targets))
     cpp_type = nodes.nodes[nodes.results[0]].cpp_type
     parts = [
@@ -68,11 +69,10 @@ def source(program: Program, name: str, *, precise: bool) -> str:
         *(printer.level(level) for level in _STRUCTS),
         printer.function(f"{cpp_type} value", nodes.results[0]),
     ]
-    if len(nodes.results) > 1:
-        parts.append(printer.function("float derivative", nodes.results[1]))
+    if derivatives:
+        parts.append(printer.function("float derivative", derivatives[0]))
         if nodes.offsets:
-            derivatives = nodes.results[2:]
-            parts.append(printer.array_function("read_derivatives", "float", derivatives))
+            parts.append(printer.array_function("read_derivatives", "float", derivatives[1:]))
             parts.append(printer.array_function("read_offsets", "long long", nodes.offsets))
     body = "\n".join(parts)
     return (
@@ -164,8 +164,8 @@ def _facts(program: Program, nodes: Graph) -> str:
     for name in ("batch", "head", "query", "key"):
         facts[f"kDependsOn{name.capitalize()}"] = name in depends
     lines = [f"  static constexpr bool {name} = {_cpp(value)};" for name, value in facts.items()]
-    if len(nodes.results) > 1:
-        constant = nodes.nodes[nodes.results[1]].form == "1.0f"
+    for derivative in nodes.results[1:2]:
+        constant = nodes.nodes[derivative].form == "1.0f"
         reads = program.float_reads
         lines.append(f"  static constexpr bool kConstantDerivative = {_cpp(constant)};")
         lines.append(f"  static constexpr int kFloatReads = {len(reads)};")

@@ -105,7 +105,9 @@ class Interpreter:
         known.update(zip(jaxpr.constvars, map(_outside, consts), strict=True))
 
         def value(atom: Any) -> Any:
-            return np.asarray(atom.val) if isinstance(atom, Literal) else known[atom]
+            return (
+                np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else known[atom]
+            )
 
         for equation in jaxpr.eqns:
             self._jaxpr, self._current = jaxpr, equation

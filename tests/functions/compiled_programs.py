@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import emulator
-import ml_dtypes
 import numpy as np
-from random_programs import ARRAYS
+from random_programs import VMAP
 
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.nodes import Level, graph
 from jax_memeff.codegen.functions.program import Program
 
-VMAP, DIVISOR = 2, 3  # captured arrays have two batch indices, each for three of the call
+DIVISOR = 3  # captured arrays have VMAP batch indices, each for three of the call
 CALL_BATCH = 4
 BATCH_INDEX = CALL_BATCH // DIVISOR % VMAP
 
@@ -87,6 +86,14 @@ extern "C" void program_{number}(Arrays const* arrays, Point const* points, int 
 """
 
 
+class Case(NamedTuple):
+    """A program, the form of its functions, and its captured arrays [VMAP, *dims]."""
+
+    program: Program
+    precise: bool
+    arrays: list[np.ndarray]
+
+
 class Evaluated(NamedTuple):
     """What a program gave, each with the points as its first dim."""
 
@@ -101,27 +108,6 @@ class _Arrays(ctypes.Structure):
         ("literals", ctypes.c_void_p),
         ("batch", ctypes.c_int),
     )
-
-
-def captured_arrays() -> dict[tuple[str, tuple[int, ...]], np.ndarray]:
-    """An array [VMAP, *dims] for each of ARRAYS, with infinities, NaN and the largest integers."""
-    random = np.random.default_rng(5)
-    found = {}
-    for dtype, dims in ARRAYS:
-        shape = (VMAP, *dims)
-        if dtype == "bool":
-            array = random.integers(0, 2, shape).astype(np.bool_)
-        elif np.issubdtype(np.dtype(getattr(ml_dtypes, dtype, dtype)), np.integer):
-            info = np.iinfo(dtype)
-            array = random.integers(0, 9, shape).astype(dtype)
-            array.flat[:: max(array.size // 2, 1)] = info.max
-            array.flat[-1] = info.min
-        else:
-            array = random.normal(size=shape).astype(getattr(ml_dtypes, dtype, dtype))
-            if dims:
-                array.flat[:4] = [np.inf, np.nan, -0.0, -3.5]
-        found[dtype, dims] = array
-    return found
 
 
 def points(count: int, seed: int = 0) -> np.ndarray:
@@ -159,22 +145,12 @@ def program_source(program: Program, number: int, precise: bool) -> str:
     )
 
 
-def evaluate(cases: Sequence[tuple[Program, bool]], arguments: np.ndarray) -> list[Evaluated]:
-    """Compiles programs, each with whether it is precise, as one library, and runs them."""
-    texts = [program_source(program, i, precise) for i, (program, precise) in enumerate(cases)]
+def evaluate(cases: Sequence[Case], arguments: np.ndarray) -> list[Evaluated]:
+    """Compiles programs as one library, and runs them at POINT [points]."""
+    texts = [program_source(case.program, i, case.precise) for i, case in enumerate(cases)]
     path = emulator.kernel_library("programs", {"programs.cc": _HEADER + "".join(texts)})
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
-    arrays = captured_arrays()
-    return [
-        _run(getattr(library, f"program_{i}"), program, arguments, arrays)
-        for i, (program, _) in enumerate(cases)
-    ]
-
-
-def dims_of(program: Program) -> list[tuple[str, tuple[int, ...]]]:
-    """Which of ARRAYS a random program captures: no two have dtype and rank in common."""
-    by_type = {(dtype, len(dims)): (dtype, dims) for dtype, dims in ARRAYS}
-    return [by_type[captured] for captured in program.arrays]
+    return [_run(getattr(library, f"program_{i}"), case, arguments) for i, case in enumerate(cases)]
 
 
 def literal_bits(program: Program) -> np.ndarray:
@@ -187,10 +163,10 @@ def literal_bits(program: Program) -> np.ndarray:
     return np.array(bits, "u4")
 
 
-def _run(function: Any, program: Program, arguments: np.ndarray, arrays: Any) -> Evaluated:
-    used = [arrays[key] for key in dims_of(program)]
-    views = np.zeros(len(used), VIEW)
-    for view, array in zip(views, used, strict=True):
+def _run(function: Any, case: Case, arguments: np.ndarray) -> Evaluated:
+    program = case.program
+    views = np.zeros(len(case.arrays), VIEW)
+    for view, array in zip(views, case.arrays, strict=True):
         view["data"] = array.ctypes.data
         view["sizes"][: array.ndim] = array.shape
         strides = [stride // array.itemsize for stride in array.strides]

@@ -6,6 +6,9 @@ import math
 import random
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from jax_memeff.codegen.functions.operations import BITCASTS, CONVERSIONS, OPERATIONS
 from jax_memeff.codegen.functions.program import INPUTS, CapturedType, Program, Value
 
@@ -25,6 +28,8 @@ ARRAYS = (
 )
 READ_TYPES = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "bool": "bool"}
 READ_TYPES |= {"uint32": "uint32"}
+
+VMAP = 2  # each captured array has elements for this many batch indices
 
 INFINITY, NAN = math.inf, math.nan
 FLOATS = (0.0, 1.0, -1.0, 0.5, 2.0, 3.0, -7.0, 49.0, 1e-3, -0.125, 1e30, -1e-40, 2.0**126)
@@ -145,6 +150,33 @@ class RandomProgram:
             args = (args[0], self._pick("int32"))
         result = "bool" if op in PREDICATES else dtype
         self._append(Value(op, result, args))  # type: ignore
+
+
+def captured_arrays() -> dict[tuple[str, tuple[int, ...]], np.ndarray]:
+    """An array [VMAP, *dims] for each of ARRAYS, with infinities, NaN and the largest integers."""
+    random = np.random.default_rng(5)
+    found = {}
+    for dtype, dims in ARRAYS:
+        shape = (VMAP, *dims)
+        if dtype == "bool":
+            array = random.integers(0, 2, shape).astype(np.bool_)
+        elif np.issubdtype(np.dtype(getattr(ml_dtypes, dtype, dtype)), np.integer):
+            info = np.iinfo(dtype)
+            array = random.integers(0, 9, shape).astype(dtype)
+            array.flat[:: max(array.size // 2, 1)] = info.max
+            array.flat[-1] = info.min
+        else:
+            array = random.normal(size=shape).astype(getattr(ml_dtypes, dtype, dtype))
+            if dims:
+                array.flat[:4] = [np.inf, np.nan, -0.0, -3.5]
+        found[dtype, dims] = array
+    return found
+
+
+def dims_of(program: Program) -> list[tuple[str, tuple[int, ...]]]:
+    """Which of ARRAYS a random program captures: no two have dtype and rank in common."""
+    by_type = {(dtype, len(dims)): (dtype, dims) for dtype, dims in ARRAYS}
+    return [by_type[captured] for captured in program.arrays]
 
 
 def programs(count: int, seed: int = 0) -> list[Program]:

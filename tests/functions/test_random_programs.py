@@ -9,9 +9,9 @@ from typing import Any
 import compiled_programs
 import jax
 import numpy as np
-from compiled_programs import BATCH_INDEX, Evaluated
+from compiled_programs import BATCH_INDEX, Case, Evaluated
 from jax import lax
-from random_programs import programs
+from random_programs import captured_arrays, dims_of, programs
 
 from jax_memeff.codegen.functions.operations import OPERATIONS
 from jax_memeff.codegen.functions.program import INPUTS, Program, Value
@@ -19,7 +19,7 @@ from jax_memeff.codegen.functions.program import INPUTS, Program, Value
 COUNT = int(os.environ.get("JAX_MEMEFF_PROGRAMS", "200"))
 BATCH = 250
 POINTS = 20
-TINY = np.finfo("f4").tiny
+TINY = float(np.finfo("f4").tiny)
 
 LAX_NAMES = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not"}
 # IEEE 754 or the definition leaves one result for these.
@@ -123,10 +123,10 @@ def decoded(program: Program, found: Evaluated, index: int) -> np.ndarray:
     return bits.astype(bool) if dtype == "bool" else bits.view(dtype)
 
 
-def read_elements(program: Program, value: Value, indices: list[np.ndarray], arrays: Any):
+def read_elements(case: Case, value: Value, indices: list[np.ndarray]):
     """What a read gives, and where it reads: its offset, or -1 if it is out of bounds."""
     params = dict(value.params)
-    array = arrays[compiled_programs.dims_of(program)[params["array"]]][BATCH_INDEX]
+    array = case.arrays[params["array"]][BATCH_INDEX]
     inside = np.ones(POINTS, bool)
     clipped = []
     for index, size in zip(indices, array.shape, strict=True):
@@ -142,9 +142,9 @@ def read_elements(program: Program, value: Value, indices: list[np.ndarray], arr
     return elements, places
 
 
-def check_given(program: Program, found: Evaluated, arguments: np.ndarray, arrays: Any) -> None:
+def check_given(case: Case, found: Evaluated, arguments: np.ndarray) -> None:
     """Inputs, constants, literals, sizes and reads."""
-    places = {}
+    program, places = case.program, {}
     for index, value in enumerate(program.values):
         params, got = dict(value.params), decoded(program, found, index)
         if value.op in INPUTS:
@@ -154,10 +154,10 @@ def check_given(program: Program, found: Evaluated, arguments: np.ndarray, array
         elif value.op == "literal":
             want = np.asarray(program.literals[params["index"]], value.dtype)
         elif value.op == "size":
-            want = compiled_programs.dims_of(program)[params["array"]][1][params["dim"]]
+            want = case.arrays[params["array"]].shape[1 + params["dim"]]
         elif value.op == "read":
             indices = [decoded(program, found, arg) for arg in value.args]
-            want, places[index] = read_elements(program, value, indices, arrays)
+            want, places[index] = read_elements(case, value, indices)
         else:
             continue
         np.testing.assert_array_equal(got, want, err_msg=str(value))
@@ -174,10 +174,10 @@ def check_structs(program: Program, found: Evaluated) -> None:
         np.testing.assert_array_equal(through, direct, err_msg=f"result {number}")
 
 
-def check_operations(cases: Any, evaluated: list[Evaluated]) -> set[tuple[str, str]]:
+def check_operations(cases: list[Case], evaluated: list[Evaluated]) -> set[tuple[str, str]]:
     """Each operation of all programs against lax; returns the operations with their dtypes."""
     calls: dict[Any, list[Any]] = defaultdict(list)
-    for (program, precise), found in zip(cases, evaluated, strict=True):
+    for (program, precise, _), found in zip(cases, evaluated, strict=True):
         for index, value in enumerate(program.values):
             if value.args and value.op != "read":
                 operands = [decoded(program, found, arg) for arg in value.args]
@@ -204,15 +204,18 @@ def check_operations(cases: Any, evaluated: list[Evaluated]) -> set[tuple[str, s
 
 def test_values_of_random_programs_are_those_of_lax():
     arguments = compiled_programs.points(POINTS)
-    arrays = compiled_programs.captured_arrays()
-    drawn = [(program, i % 3 > 0) for i, program in enumerate(programs(COUNT))]
+    arrays = captured_arrays()
+    drawn = [
+        Case(program, i % 3 > 0, [arrays[key] for key in dims_of(program)])
+        for i, program in enumerate(programs(COUNT))
+    ]
     seen: set[tuple[str, str]] = set()
     for start in range(0, len(drawn), BATCH):
         cases = drawn[start : start + BATCH]
         evaluated = compiled_programs.evaluate(cases, arguments)
-        for (program, _), found in zip(cases, evaluated, strict=True):
-            check_given(program, found, arguments, arrays)
-            check_structs(program, found)
+        for case, found in zip(cases, evaluated, strict=True):
+            check_given(case, found, arguments)
+            check_structs(case.program, found)
         seen |= check_operations(cases, evaluated)
     every = {(op, dtype) for op, operation in OPERATIONS.items() for dtype in operation.forms}
     missing = {(op, dtype) for op, dtype in every - seen if op != "round_even" and op != "select_n"}

@@ -1,0 +1,172 @@
+"""Functions, traced, differentiated and compiled by g++: values and derivatives are JAX's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import compiled_programs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled_programs import BATCH_INDEX, POINT, Case, Evaluated
+from random_programs import VMAP
+
+from jax_memeff._functions.trace import traced_mask_function, traced_score_function
+
+POINTS = 40
+HEADS, LENGTH = 5, 12
+
+
+class Function(NamedTuple):
+    """A function of arrays, and then of a score and indices; dims of the arrays, and its error."""
+
+    make: Callable[..., Any]
+    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    tolerance: float = 1e-6  # relative, of the precise forms
+
+
+def t5_bucket(distance):
+    """32 buckets: exact below 8, logarithmic up to 128 (Raffel et al., https://arxiv.org/abs/1910.10683)."""
+    size = jnp.abs(distance)
+    scaled = 8 + (jnp.log(jnp.maximum(size, 1) / 8) / jnp.log(128 / 8) * 8).astype("int32")
+    return jnp.where(distance > 0, 16, 0) + jnp.where(size < 8, size, jnp.minimum(scaled, 15))
+
+
+def hashed(query, key):
+    return (query.astype("uint32") * jnp.uint32(2654435761) ^ key.astype("uint32")) >> 7
+
+
+SCORES = {
+    "alibi": Function(
+        lambda slopes: lambda s, b, h, q, k: s + slopes[h] * (k - q), (("float32", (HEADS,)),)
+    ),
+    "table": Function(
+        lambda table: lambda s, b, h, q, k: s + table[h, q - k + LENGTH],
+        (("bfloat16", (HEADS, 2 * LENGTH)),),
+    ),
+    "cap": Function(lambda: lambda s, b, h, q, k: 30 * jnp.tanh(s / 30)),
+    "t5": Function(
+        lambda table: lambda s, b, h, q, k: s + table[t5_bucket(k - q), h],
+        (("float32", (32, HEADS)),),
+    ),
+    "distance": Function(
+        lambda places, width: (
+            lambda s, b, h, q, k: (
+                s - jnp.sqrt(1e-3 + jnp.sum((places[q] - places[k]) ** 2)) / width[h]
+            )
+        ),
+        (("float32", (LENGTH, 3)), ("float16", (HEADS,))),
+    ),
+    "gate": Function(
+        lambda gate: lambda s, b, h, q, k: s * jax.nn.sigmoid(gate[b, k]) + jax.nn.relu(gate[b, q]),
+        (("float32", (4, LENGTH)),),
+    ),
+    "kerple": Function(
+        lambda p: lambda s, b, h, q, k: s - p[0, h] * jnp.log1p(p[1, h] ** 2 * jnp.abs(q - k)),
+        (("float32", (2, HEADS)),),
+    ),
+    "power": Function(
+        lambda p: (
+            lambda s, b, h, q, k: (
+                jnp.where(q >= k, s, -1e9)
+                + jnp.exp(-p[h]) * (1.0 + jnp.abs(q - k)) ** (-(p[h] ** 2))
+            )
+        ),
+        (("float32", (HEADS,)),),
+    ),
+}
+
+MASKS = {
+    "documents": Function(
+        lambda documents: lambda b, h, q, k: (documents[q] == documents[k]) & (q - k < 4),
+        (("int32", (LENGTH,)),),
+    ),
+    "prefix": Function(
+        lambda prefix: lambda b, h, q, k: (q >= k) | (k < prefix[b]), (("int16", (4,)),)
+    ),
+    "dilated": Function(lambda: lambda b, h, q, k: ((q - k) % 3 == 0) | (k // 4 == q // 4)),
+    "hashed": Function(lambda: lambda b, h, q, k: hashed(q, k) % 5 < 2),
+}
+
+
+def points() -> np.ndarray:
+    random = np.random.default_rng(0)
+    found = np.zeros(POINTS, POINT)
+    found["score"] = random.normal(size=POINTS) * 20
+    for name, size in (("batch", 4), ("head", HEADS), ("query", LENGTH), ("key", LENGTH)):
+        found[name] = random.integers(0, size, POINTS)
+    return found
+
+
+def arrays_of(function: Function) -> list[np.ndarray]:
+    random = np.random.default_rng(1)
+    return [
+        random.integers(0, 9, (VMAP, *dims)).astype(dtype)
+        if "int" in dtype
+        else np.asarray(jnp.asarray(random.normal(size=(VMAP, *dims)) / 2, dtype))
+        for dtype, dims in function.arrays
+    ]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, tuple[Case, Evaluated]]:
+    """All functions as one library."""
+    cases = {}
+    for table, trace in ((SCORES, traced_score_function), (MASKS, traced_mask_function)):
+        for name, function in table.items():
+            arrays = arrays_of(function)
+            own = [jnp.asarray(array[BATCH_INDEX]) for array in arrays]
+            program, captured = trace(function.make(*own))
+            order = [next(i for i, x in enumerate(own) if x is array) for array in captured]
+            cases[name] = Case(program, True, [arrays[i] for i in order])
+    evaluated = compiled_programs.evaluate(list(cases.values()), points())
+    return {name: (cases[name], found) for name, found in zip(cases, evaluated, strict=True)}
+
+
+def in_jax(function: Function) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """The values at all points, and their sum's derivatives by scores and by arrays, in float64."""
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(array[BATCH_INDEX].astype("f8")) for array in arrays_of(function)]
+        given = points()
+        indices = [jnp.asarray(given[name]) for name in POINT.names[1:]]
+
+        def total(scores, arrays):
+            values = jax.vmap(function.make(*arrays))(scores, *indices)
+            return values.sum(), values
+
+        run = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
+        (_, values), (scores, of_arrays) = run(jnp.asarray(given["score"], "f8"), arrays)
+        return np.asarray(values), np.asarray(scores), [np.asarray(x) for x in of_arrays]
+
+
+def close(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_score_functions_and_their_derivatives(compiled, name):
+    function = SCORES[name]
+    case, found = compiled[name]
+    results = found.results.view("f4")
+    values, scores, of_arrays = in_jax(function)
+    close(results[:, 0], values, function.tolerance)
+    close(results[:, 1], scores, function.tolerance)
+    sums = [np.zeros(array[0].size) for array in case.arrays]
+    for number, read in enumerate(case.program.float_reads):
+        target = sums[case.program.values[read].param("array")]
+        np.add.at(target, found.offsets[:, number], results[:, 2 + number].astype("f8"))
+    assert len(sums) == len(of_arrays)
+    for got, want in zip(sums, of_arrays, strict=True):
+        close(got.reshape(want.shape), want, function.tolerance)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_functions(compiled, name):
+    case, found = compiled[name]
+    own = [jnp.asarray(array[BATCH_INDEX]) for array in case.arrays]
+    given = points()
+    want = jax.vmap(MASKS[name].make(*own))(*(given[field] for field in POINT.names[1:]))
+    np.testing.assert_array_equal(found.results[:, 0].astype(bool), want)
+    assert 0 < np.count_nonzero(want) < POINTS
