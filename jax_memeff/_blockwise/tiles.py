@@ -10,6 +10,7 @@ are read, and results are rounded once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -212,39 +213,21 @@ class Problem:
             first_row, first_col: another tile counts the elements before these, so they are invalid
                 here; ``first_row`` is None if rows may be computed twice.
         """
-        operands, options = self.operands, self.options
-        sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
-        mask = dataclasses.replace(operands.mask, booleans=())
-        valid = mask_tiles.valid_elements(mask, sizes, (row, col), shape, operands.position)
-        divisors = of_booleans(operands.mask, options.divisors)
-        for array, divisor in zip(operands.mask.booleans, divisors, strict=True):
-            boolean = slice_tile(array, (row, col), shape)
-            valid = _and(valid, broadcastable(boolean, divisor, self.query.shape[0]))
-        if self.cols.overlap:
-            columns = (col + lax.iota(jnp.int32, shape[1]))[None, None, None, :]
-            valid = _and(valid, columns >= first_col)
-        if self.rows.overlap and first_row is not None:
-            rows = (row + lax.iota(jnp.int32, shape[0]))[None, None, :, None]
-            valid = _and(valid, rows >= first_row)
-
+        options = self.options
         if bias is not None:
             bias = bias.astype(self.accumulator)
-            valid = _and(valid, jnp.logical_not(functions.is_masked(bias)))
-        valid = None if valid is None else self.per_head(valid)
         coordinates = self._coordinates(row, col)
-        if coordinates is not None:
-            for program in operands.mask.functions:
-                arrays = self._mask_arrays()
-                valid = _and(valid, functions.holds(program, coordinates, arrays))
-
+        valid = self._valid(bias, coordinates, row, col, first_row, first_col)
         scores = dot("bkgth,bksh->bkgts", query, key)
         cap_slope = None
         if options.soft_cap is not None:
             capped = jnp.tanh(scores / options.soft_cap)
             scores, cap_slope = options.soft_cap * capped, 1 - capped * capped
-        before_function, valid_before = scores, valid
+        function = None
         if coordinates is not None and options.score_function is not None:
-            scores, valid = self._function(scores, coordinates, valid, {})
+            function = functools.partial(self._function, coordinates, valid)
+            before = scores
+            scores, valid = function(scores, {})
         if bias is not None:
             scores = scores + self.per_head(bias)
         if valid is not None:
@@ -252,20 +235,55 @@ class Problem:
 
         def pull(dscores: jax.Array, captured: ArraysByIndex) -> tuple[jax.Array, ArraysByIndex]:
             gradients: ArraysByIndex = {}
-            if coordinates is not None and options.score_function is not None:
-                _, transpose, _ = jax.vjp(
-                    lambda scores, captured: self._function(
-                        scores, coordinates, valid_before, captured
-                    ),
-                    before_function,
-                    captured,
-                    has_aux=True,
-                )
+            if function is not None:
+                _, transpose, _ = jax.vjp(function, before, captured, has_aux=True)
                 dscores, gradients = transpose(dscores)
             return dscores if cap_slope is None else dscores * cap_slope, gradients
 
         kept = dropout.kept(self.operands, options, row, col, (self.rows.size, self.cols.size))
         return Tile(scores, pull, None if kept is None else self.per_head(kept))
+
+    def _valid(
+        self,
+        bias: jax.Array | None,
+        coordinates: Coordinates | None,
+        row: jax.Array,
+        col: jax.Array,
+        first_row: jax.Array | None,
+        first_col: jax.Array,
+    ) -> jax.Array | None:
+        """Whether mask and bias let each element of a tile take part, [b, k, g, rows, cols].
+
+        The arguments are those of :meth:`tile`; None is true.
+        """
+        operands, batch = self.operands, self.query.shape[0]
+        sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
+        mask = dataclasses.replace(operands.mask, booleans=())
+        valid = mask_tiles.valid_elements(mask, sizes, (row, col), shape, operands.position)
+        divisors = self.options.divisors
+        for array, divisor in zip(
+            operands.mask.booleans, of_booleans(operands.mask, divisors), strict=True
+        ):
+            valid = _and(valid, broadcastable(slice_tile(array, (row, col), shape), divisor, batch))
+        if self.cols.overlap:
+            columns = (col + lax.iota(jnp.int32, shape[1]))[None, None, None, :]
+            valid = _and(valid, columns >= first_col)
+        if self.rows.overlap and first_row is not None:
+            rows = (row + lax.iota(jnp.int32, shape[0]))[None, None, :, None]
+            valid = _and(valid, rows >= first_row)
+        if bias is not None:
+            valid = _and(valid, jnp.logical_not(functions.is_masked(bias)))
+        if valid is not None:
+            valid = self.per_head(valid)
+        if coordinates is None:
+            return valid
+        for program in operands.mask.functions:
+            arrays = [
+                broadcastable(x, divisors[f"mask.{captured_name(index)}"], batch)
+                for index, x in enumerate(operands.mask.captured)
+            ]
+            valid = _and(valid, functions.holds(program, coordinates, arrays))
+        return valid
 
     def _coordinates(self, row: jax.Array, col: jax.Array) -> Coordinates | None:
         """The user's indices of the elements of a tile; None if no function reads them."""
@@ -289,9 +307,9 @@ class Problem:
 
     def _function(
         self,
-        scores: jax.Array,
         coordinates: Coordinates,
         valid: jax.Array | None,
+        scores: jax.Array,
         captured: ArraysByIndex,
     ) -> tuple[jax.Array, jax.Array]:
         """The score function, with ``captured`` in place of some of the captured arrays."""
@@ -300,14 +318,6 @@ class Problem:
         own = (captured.get(index, x) for index, x in enumerate(self.captured))
         arrays = [x if x.shape[0] == 1 else expanded(x, batch // x.shape[0], batch) for x in own]
         return functions.modified(program, scores, coordinates, arrays, valid)
-
-    def _mask_arrays(self) -> list[jax.Array]:
-        """The arrays of the mask function, [1|B, ...]."""
-        divisors = self.options.divisors
-        return [
-            broadcastable(x, divisors[f"mask.{captured_name(index)}"], self.query.shape[0])
-            for index, x in enumerate(self.operands.mask.captured)
-        ]
 
 
 def _widened(x: jax.Array, accumulator: jnp.dtype) -> jax.Array:

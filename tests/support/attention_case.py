@@ -315,7 +315,8 @@ def run_shared(operands: Operands, options: Options, dout: Any, dlse: Any) -> tu
         True, True, True, bias=operands.bias is not None, sinks=operands.sinks is not None
     )
     gradients = derivatives.cotangents(operands, options, (out, lse), dout, dlse, needs_grad)
-    return (out, lse, *maxima), tuple(gradients)
+    *arrays, _ = gradients  # without captured arrays
+    return (out, lse, *maxima), tuple(arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 4))

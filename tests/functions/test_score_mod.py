@@ -1,0 +1,60 @@
+"""Functions of scores and masks in every kind of call, against their definition in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import functions_case
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from functions_case import Case
+
+TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
+"""Of the relative error in the Frobenius norm."""
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    monkeypatch.setattr("jax_memeff._blockwise.tiles.LONGEST_BLOCK", 16)
+
+
+def value_and_gradients(function: Any, arrays: Any, cotangents: Any) -> Any:
+    """Results, and the gradients of all arrays for fixed cotangents of both results."""
+
+    def loss(arrays: Any) -> Any:
+        out, lse = function(arrays)
+        finite = jnp.where(jnp.isfinite(lse), lse, 0)
+        dout, dlse = (x.astype(y.dtype) for x, y in zip(cotangents, (out, lse), strict=True))
+        return jnp.vdot(out, dout) + jnp.vdot(finite, dlse), (out, lse)
+
+    (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(arrays)
+    return results, gradients
+
+
+@pytest.mark.parametrize("case", functions_case.sample(), ids=str)
+def test_the_definition(case: Case, assert_close):
+    wide = case.dtype == "float64"
+    with jax.enable_x64(wide):
+        arrays = case.arrays()
+        twice = (2,) if case.layout == "vmap" else ()
+        rng = np.random.default_rng(3)
+        B, N, T, Hv = (getattr(functions_case, name) for name in ("B", "N", "T", "Hv"))
+        cotangents = tuple(
+            rng.standard_normal((*twice, *shape)).astype(case.dtype).astype(np.float64)
+            for shape in ((B, T, N, Hv), (B, T, N))
+        )
+        placed = case.placed(arrays)
+        run = jax.jit(lambda arrays: value_and_gradients(case.ours, arrays, cotangents))
+        got = jax.tree.map(np.asarray, run(placed))
+    with jax.enable_x64(True):
+        exact = {name: jnp.asarray(x.astype(np.float64)) for name, x in arrays.items()}
+        function = case.defined
+        if twice:
+            function = lambda arrays: functions_case.vmapped(case.defined, arrays)  # noqa: E731
+        want = jax.jit(lambda arrays: value_and_gradients(function, arrays, cotangents))(exact)
+        want = jax.tree.map(np.asarray, want)
+    for name, x in arrays.items():
+        assert got[1][name].dtype == x.dtype
+    assert_close(got, want, TOLERANCES[case.dtype])
