@@ -30,7 +30,7 @@ class Dropout(Flag):
             ParamsField("dropout.scale", 228, "dropout_scale"),
         )
 
-    def values(self, call: Any) -> tuple[int, ...]:
+    def number_values(self, call: Any) -> tuple[int, ...]:
         (scale,) = struct.unpack("<i", struct.pack("<f", call.options.kept_scale))
         return call.options.dropout_threshold, scale
 

@@ -184,7 +184,7 @@ class Feature(Generic[Asked, Compiled]):
         """Its value for a call, as ``jax_memeff._cuda.problem.Call`` describes it."""
         raise NotImplementedError
 
-    def values(self, call: Any) -> tuple[int, ...]:
+    def number_values(self, call: Any) -> tuple[int, ...]:
         """Its ``numbers`` for a call, as 32-bit words."""
         return ()
 

@@ -264,7 +264,9 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
     return {
         "scale": np.array([prescale, softmax_scale, scale, log2e / softmax_scale], np.float32),
         "windows": np.array(windows, np.int32),
-        "numbers": np.array([word for own in FEATURES for word in own.values(call)], np.int32),
+        "numbers": np.array(
+            [word for own in FEATURES for word in own.number_values(call)], np.int32
+        ),
         "longest": np.array(_longest(avals), np.int32),
         "divisors": _divisors(avals, options),
         "bias_alignment": np.int32(bias_alignment(avals)),

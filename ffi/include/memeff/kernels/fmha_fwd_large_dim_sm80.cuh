@@ -204,7 +204,7 @@ struct FmhaForwardLargeDimSm80 {
                ceil_div(params.shape.value_dim, OutProduct::kChunk) * OutProduct::kChunkFloats;
   }
 
-  // Where the scores of this CTA's tile wait; asked for anew, as are all that lead there.
+  // The sums of this CTA's tile of scores. Recomputed at each use, so that no register keeps it.
   CUTE_DEVICE static float* score_sum(ForwardParams const& params) {
     ProblemShape const& shape = params.shape;
     int const tiles = ceil_div(shape.query_length, kTileQuery);

@@ -58,7 +58,8 @@ struct FmhaForwardSm80 {
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
   using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
 
-  // Of P V in parts (32-bit elements): all columns at a time where that leaves enough registers.
+  // The accumulators of P V for 32-bit elements, which is computed in parts: for all columns at
+  // once if that leaves enough registers.
   static constexpr int kPartAccumulators = kRowBlocks * OutGrid::kColumnBlocks * 8 <= 64 ? 64 : 32;
 
   static constexpr int kKeyOffset = QueryTile::kBytes;
