@@ -209,7 +209,7 @@ CASES = {
         "key .* got dtype timedelta64",
     ),
     "time_scale": (
-        {"scale": np.timedelta64(3)},
+        {"scale": np.timedelta64(3, "s")},
         TypeError,
         "scale must be a number, got .*timedelta",
     ),
@@ -229,7 +229,7 @@ CASES = {
         "dropout_rate must be a number, got ShapeDtypeStruct",
     ),
     "time_precision": (
-        {"precision": np.timedelta64(3)},
+        {"precision": np.timedelta64(3, "s")},
         ValueError,
         "precision must be None, 'default', .* got np.timedelta64",
     ),
