@@ -26,6 +26,8 @@ from jax_memeff.codegen import emit
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import headers
 
+from .translation_unit import joined, preamble
+
 TOGETHER = 12
 """Kernels in one run of g++: with twice as many each takes as long, and the first waits longer."""
 
@@ -57,7 +59,7 @@ def announce(specs: Iterable[KernelSpec]) -> None:
     groups: dict[str, dict[str, str]] = {}
     for spec in specs:
         text = _text(spec)
-        groups.setdefault(_preamble(text)[0], {})[spec.name] = text
+        groups.setdefault(preamble(text), {})[spec.name] = text
     for texts in groups.values():
         ordered = [texts[name] for name in sorted(texts)]
         count = -(-len(ordered) // TOGETHER)
@@ -74,10 +76,7 @@ def library_of(spec: KernelSpec) -> Path:
     batch = _announced.get(text, (text,))
     if len(batch) == 1:
         return kernel_library(spec.name, text)
-    # Each kernel calls its configuration Config, and its entry points are extern "C".
-    parts = [_preamble(text) for text in batch]
-    spaces = [f"namespace kernel{index} {{\n{body}}}\n" for index, (_, body) in enumerate(parts)]
-    return kernel_library(f"{spec.kernel.stem}_batch", parts[0][0] + "".join(spaces))
+    return kernel_library(f"{spec.kernel.stem}_batch", joined(batch))
 
 
 def kernel_library(name: str, source: str) -> Path:
@@ -90,13 +89,6 @@ def kernel_library(name: str, source: str) -> Path:
 def _text(spec: KernelSpec) -> str:
     exports = "".join(f"EMULATOR_KERNEL({entry.name})\n" for entry in spec.entry_points)
     return f"{emit.source(spec)}\n{exports}"
-
-
-def _preamble(text: str) -> tuple[str, str]:
-    """The lines for the preprocessor, which kernels of one file have in common, and the others."""
-    lines = text.splitlines(keepends=True)
-    preamble = [line for line in lines if line.startswith("#")]
-    return "".join(preamble), "".join(line for line in lines if not line.startswith("#"))
 
 
 @functools.cache
