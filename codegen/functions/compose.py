@@ -40,4 +40,3 @@ def with_soft_cap(program: Program, cap: float) -> Program:
         is_one = results[1] == one
         results[1] = slope if is_one else place(Value("mul", "float32", (results[1], slope)))
     return Program(tuple(values), tuple(results), program.arrays, (*program.literals, cap))
-

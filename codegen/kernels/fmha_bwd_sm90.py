@@ -71,7 +71,9 @@ TILES: Mapping[int, Sequence[WgmmaTile]] = {
             modifiers=("soft cap", "user functions", "segments"),
         ),
         *(
-            WgmmaTile(64, 128, 2, "as 64", modifiers=("user functions", *PROBABILITY_MODIFIERS, *others))
+            WgmmaTile(
+                64, 128, 2, "as 64", modifiers=("user functions", *PROBABILITY_MODIFIERS, *others)
+            )
             for others in (("bias", "segments"), MASK_MODIFIERS)
         ),
     ),

@@ -59,7 +59,9 @@ _BIAS = dataclasses.replace(
 TILES: Mapping[int, Sequence[WgmmaTile]] = {
     192: (_TILE, _BIAS),
     256: (
-        dataclasses.replace(_TILE, modifiers=("user functions", *PROBABILITY_MODIFIERS, *MASK_MODIFIERS)),
+        dataclasses.replace(
+            _TILE, modifiers=("user functions", *PROBABILITY_MODIFIERS, *MASK_MODIFIERS)
+        ),
         dataclasses.replace(
             _TILE,
             reason="the derivative of a soft cap takes 32 registers; with random bits 24 spill",

@@ -13,6 +13,7 @@ import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from emulator import build
 from jax.core import ShapedArray
 
 from jax_memeff._cuda import description
@@ -101,7 +102,7 @@ def attributes(code: bytes, operands: list[Buffer], results: list[Buffer]) -> di
 def run_toy(sinks_dtype: str = "float32") -> Any:
     """Runs in the process of ``machine``; returns the totals, or the text of an error."""
     emulator.configure("sm_80")
-    library = emulator.kernel_library("toy", {"toy.cc": SOURCE})
+    library = build.kernel_library("toy", SOURCE)
     shape = ShapedArray((B, T, N, H), jnp.dtype("float32"))
     named = {
         "query": shape,
