@@ -90,6 +90,8 @@ class Kernel(abc.ABC):
     sums_common_bias: ClassVar[bool] = True
     """Whether the kernel adds up the gradient of a bias that batch indices or heads have in common.
     Otherwise a dbias kernel does."""
+    sums_function_gradients: ClassVar[bool] = False
+    """Whether the kernel sums the gradients of arrays that a score function reads."""
     owns_outputs: ClassVar[bool] = False
     """Whether a backward writes each gradient from the blocks that own it, without sums."""
     splits_keys: ClassVar[bool] = False

@@ -27,6 +27,8 @@ class AskedFunctions(NamedTuple):
 
     score: Program | None
     mask: Program | None
+    gradients: tuple[int, ...] = ()
+    """The captured arrays of the score function whose gradients the kernels sum."""
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -79,6 +81,9 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
                 found[f"k{title}Captured"] = names.index("function_head_index") + 1
                 found[f"k{title}Literals"] = literals
                 literals += programs[name].literal_count
+        found["kFunctionGradient"] = spec[self] is not None and bool(spec[self].gradients)
+        if found["kFunctionGradient"]:
+            found["CapturedGradients"] = CppType("memeff::function::CapturedGradients")
         if "mask" in programs and "score" in programs:
             found["kMaskCaptured"] = found["kScoreCaptured"] + len(programs["score"].arrays)
         return found
@@ -87,9 +92,13 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         if spec[self] is None:
             return ""
         precise = spec.dtype in ("f32", "tf32")
-        return f"{emit.INCLUDES}\n" + "".join(
-            emit.source(program, f"{name.capitalize()}Program", precise=precise)
-            for name, program in spec[self].programs.items()
+        return (
+            f"{emit.INCLUDES}\n"
+            + "".join(
+                emit.source(program, f"{name.capitalize()}Program", precise=precise)
+                for name, program in spec[self].programs.items()
+            )
+            + _gradients(spec, spec[self])
         )
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
@@ -101,6 +110,10 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             CapturedArray("function_head_index", "N"),
             *_arrays("captured", spec[self].score),
             *_arrays("mask_captured", spec[self].mask),
+            *(
+                CapturedArray(f"captured{index}_gradient", "...", zeroed=True)
+                for index in spec[self].gradients
+            ),
         )
 
     def tag(self, compiled: AskedFunctions | None, kernel: Kernel) -> str:
@@ -132,6 +145,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
                     f"{MOST_DIMS - 1}: reshape it, or pass implementation='xla'"
                 )
         count = 3 + sum(len(program.arrays) for program in asked.programs.values())
+        count += len(asked.gradients)
         if count > MOST_ARRAYS - 2:  # sinks and delta
             reasons.append(
                 f"functions read {count - 3} arrays; kernels read at most {MOST_ARRAYS - 5}: "
@@ -140,9 +154,12 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         return reasons
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
-        if spec[self] == problem[self]:
-            return []
-        return ["it is compiled with other functions"]
+        own = spec[self]
+        if own != problem[self]:
+            return ["it is compiled with other functions"]
+        if own is not None and own.gradients and not spec.kernel.sums_function_gradients:
+            return ["it does not sum gradients of captured arrays"]
+        return []
 
     def asked_by(self, call: Any) -> AskedFunctions | None:
         return call.functions
@@ -152,6 +169,21 @@ def _arrays(role: str, program: Program | None) -> Iterator[CapturedArray]:
     for index, array in enumerate(() if program is None else program.arrays):
         dims = " ".join(["B~", *"*" * array.ndim])
         yield CapturedArray(f"{role}{index}", dims, _ELEMENT_BYTES.get(array.dtype, 4))
+
+
+def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
+    """The places of the gradients in the table of arrays, for each captured array."""
+    if not functions.gradients or functions.score is None:
+        return ""
+    places = {array.name: place for place, array in enumerate(spec.captured_arrays)}
+    found = (
+        str(places.get(f"captured{index}_gradient", -1))
+        for index in range(len(functions.score.arrays))
+    )
+    return (
+        "namespace memeff::function {\n\nstruct CapturedGradients {\n"
+        f"  static constexpr int kArrays[] = {{{', '.join(found)}}};\n}};\n\n}}\n"
+    )
 
 
 def _digest(functions: AskedFunctions) -> str:

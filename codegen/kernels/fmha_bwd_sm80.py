@@ -213,6 +213,7 @@ class FmhaBwdSm80(Backward, MmaKernel):
     """The backward of mma.sync."""
 
     stem = "fmha_bwd_sm80"
+    sums_function_gradients = True
     class_name = "FmhaBackwardSm80"
     tiles = _TILES
     tiles_f32 = _TILES_F32

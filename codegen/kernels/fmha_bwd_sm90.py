@@ -140,6 +140,7 @@ class FmhaBwdSm90(WgmmaBackward):
     """The backward of wgmma in one kernel."""
 
     stem = "fmha_bwd_sm90"
+    sums_function_gradients = True
     class_name = "FmhaBackwardSm90"
     tiles = TILES
 

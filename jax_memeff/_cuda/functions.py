@@ -11,11 +11,14 @@ import numpy as np
 
 from jax_memeff._blockwise import backward, varlen
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands import NeedsGrad, QkvPackedOperands
+from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.compose import with_soft_cap
 from jax_memeff.codegen.functions.program import CapturedType, Program
+
+MOST_COLUMNS = 256
+"""The largest head dim of kernels that sum gradients of captured arrays."""
 
 _WIDENED = {"int8": "int32", "int16": "int32", "uint16": "uint32"}
 """Dtypes of captured arrays that the host library does not know, and what XLA converts them to."""
@@ -30,12 +33,36 @@ def programs(mask: Mask, options: Options) -> AskedFunctions:
     return AskedFunctions(*(None if x is None else _kernel_types(x) for x in (score, own)))
 
 
-def asked(mask: Mask, options: Options) -> AskedFunctions | None:
+def asked(
+    operands: Operands, options: Options, needs_grad: NeedsGrad | None
+) -> AskedFunctions | None:
     """The structures that a kernel is compiled for; None without functions."""
-    found = programs(mask, options)
+    found = programs(operands.mask, options)
     if not found.programs:
         return None
-    return AskedFunctions(*(None if x is None else x.structure for x in found))
+    score, mask = (None if x is None else x.structure for x in (found.score, found.mask))
+    return AskedFunctions(score, mask, gradients_in_kernels(operands, options, needs_grad))
+
+
+def gradients_in_kernels(
+    operands: Operands, options: Options, needs_grad: NeedsGrad | None
+) -> tuple[int, ...]:
+    """The captured arrays whose gradients the kernels sum; XLA computes the others.
+
+    Kernels add in any order, and know the score itself no more when they have its gradient. Those
+    for large head dims compute each score more than once, and without other gradients there is no
+    kernel.
+    """
+    program = options.score_function
+    if needs_grad is None or program is None or options.deterministic_backward:
+        return ()
+    if max(operands.query.shape[3], operands.value.shape[3]) > MOST_COLUMNS:
+        return ()
+    if not needs_grad._replace(captured=()).names:
+        return ()
+    if any("score" in program.dependence(result) for result in program.results[2:]):
+        return ()
+    return tuple(index for index, needed in enumerate(needs_grad.captured) if needed)
 
 
 def _kernel_types(program: Program) -> Program:

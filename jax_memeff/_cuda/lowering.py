@@ -17,6 +17,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff import config
@@ -25,6 +27,7 @@ from jax_memeff._call.operands import (
     NeedsGrad,
     Operands,
     QkvPackedOperands,
+    captured_name,
     gradients_needed,
     items,
 )
@@ -101,24 +104,30 @@ def lower_backward(
     types = jax.tree.unflatten(tree, ctx.avals_in)[0]
     names = gradients_needed(types, needs_grad)
     avals = dict(zip(names, ctx.avals_out, strict=True))
-    in_kernels = needs_grad._replace(captured=())
+    summed = functions.gradients_in_kernels(_separate(types), options, needs_grad)
+
+    def split(in_kernels: bool) -> NeedsGrad:
+        own = (
+            needed and (index in summed) == in_kernels
+            for index, needed in enumerate(needs_grad.captured)
+        )
+        others = needs_grad if in_kernels else NeedsGrad(False, False, False, False)
+        return others._replace(captured=tuple(own))
+
     found = {}
-    if in_kernels.names:
-        own = [avals[name] for name in gradients_needed(types, in_kernels)]
-        results = _lower_kernels(
-            ctx.replace(avals_out=own), *leaves, tree=tree, options=options, needs_grad=in_kernels
-        )
-        found = dict(zip(gradients_needed(types, in_kernels), results, strict=True))
-    if any(needs_grad.captured):
-        # XLA computes them, tile by tile.
-        of_arrays = NeedsGrad(False, False, False, False, captured=needs_grad.captured)
-        in_jax = functools.partial(
-            functions.captured_gradients, tree=tree, options=options, needs_grad=of_arrays
-        )
-        own = ctx.replace(avals_out=[avals[name] for name in gradients_needed(types, of_arrays)])
-        results = mlir.lower_fun(in_jax, multiple_results=True)(own, *leaves)
-        found |= dict(zip(gradients_needed(types, of_arrays), results, strict=True))
+    for part, lower in ((split(True), _lower_kernels), (split(False), _lower_captured_gradients)):
+        if part.names:
+            own = gradients_needed(types, part)
+            context = ctx.replace(avals_out=[avals[name] for name in own])
+            results = lower(context, *leaves, tree=tree, options=options, needs_grad=part)
+            found |= dict(zip(own, results, strict=True))
     return [found[name] for name in names]
+
+
+def _lower_captured_gradients(ctx: mlir.LoweringRuleContext, *leaves: Any, **static: Any):
+    """The gradients of captured arrays that XLA computes, tile by tile."""
+    in_jax = functools.partial(functions.captured_gradients, **static)
+    return mlir.lower_fun(in_jax, multiple_results=True)(ctx, *leaves)
 
 
 def _lower_kernels(
@@ -127,9 +136,6 @@ def _lower_kernels(
     """The gradients that kernels compute."""
     types, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, leaves)
-    names = [f"{name}_gradient" for name in needs_grad.names]
-    if isinstance(types, QkvPackedOperands) and needs_grad.query:
-        names = ["+".join(names[:3]), *names[3:]]
     avals = _separate(types)
     specs = kernels(avals, options, needs_grad=needs_grad)
     inputs = buffers.of_operands(ctx, types, operands, options)
@@ -141,9 +147,7 @@ def _lower_kernels(
         (None, _ROW_STATISTICS, None, _ROW_STATISTICS),
         strict=True,
     )
-    gradients = [Buffer(name, aval) for name, aval in zip(names, ctx.avals_out, strict=True)]
-    if needs_grad.sinks:
-        gradients[-1] = Buffer("delta", residual_avals[1], layout=_ROW_STATISTICS)
+    gradients = _gradient_buffers(types, needs_grad, ctx.avals_out, residual_avals[1])
     results = _custom_call(
         ctx,
         _BACKWARD_TARGET,
@@ -158,21 +162,47 @@ def _lower_kernels(
         specs=specs,
         **_scores(avals, options),
     )[: len(gradients)]
-    if not needs_grad.sinks:
-        return results
+
     # XLA computes the gradient of the sinks from the delta that the kernels leave.
-    *others, delta = results
     avals_in, arrays_tree = jax.tree.flatten((types, residual_avals[1], residual_avals[1]))
 
     def sinks_gradient(*arrays: jax.Array) -> jax.Array:
         operands, lse, delta = jax.tree.unflatten(arrays_tree, arrays)
         return sinks.gradient(operands, options, lse, delta)
 
-    values = jax.tree.leaves((operands, residuals[1], delta))
-    return [
-        *others,
-        buffers.computed(ctx, "sinks_gradient", sinks_gradient, avals_in, values).value,
-    ]
+    finished = []
+    for buffer, result, aval in zip(gradients, results, ctx.avals_out, strict=True):
+        if buffer.name == "delta":
+            values = jax.tree.leaves((operands, residuals[1], result))
+            done = buffers.computed(ctx, "sinks_gradient", sinks_gradient, avals_in, values)
+            finished.append(done.value)
+        elif buffer.aval.dtype != aval.dtype:
+            rounded = functools.partial(lax.convert_element_type, new_dtype=aval.dtype)
+            done = buffers.computed(ctx, buffer.name, rounded, [buffer.aval], [result])
+            finished.append(done.value)
+        else:
+            finished.append(result)
+    return finished
+
+
+def _gradient_buffers(
+    types: Any, needs_grad: NeedsGrad, avals: Sequence[Any], row_aval: Any
+) -> list[Buffer]:
+    """The results of the kernels, in the order of the gradients."""
+    names = gradients_needed(types, needs_grad)
+    found = []
+    for name, aval in zip(names, avals, strict=True):
+        if name == "sinks":
+            found.append(Buffer("delta", row_aval, layout=_ROW_STATISTICS))
+        elif name == "query_key_value":
+            found.append(Buffer("query_gradient+key_gradient+value_gradient", aval))
+        elif name.startswith("captured."):
+            # Summed in float32, and rounded once.
+            sums = ShapedArray(aval.shape, jnp.float32)
+            found.append(Buffer(f"{name.replace('.', '')}_gradient", sums))
+        else:
+            found.append(Buffer(f"{name}_gradient", aval))
+    return found
 
 
 def _workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
@@ -278,7 +308,12 @@ def _divisors(avals: Operands, options: Options) -> dict[str, int]:
     own = options.divisors
     _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
     found = {buffers.buffer_name(item): own[item.name] for item in items(avals)}
-    return found | {"boolean": boolean, "bias_gradient": own.of_gradient("bias") or 1}
+    found |= {"boolean": boolean, "bias_gradient": own.of_gradient("bias") or 1}
+    gradients = {
+        f"captured{index}_gradient": own.of_gradient(captured_name(index)) or 1
+        for index in range(len(avals.captured))
+    }
+    return found | gradients
 
 
 def _longest(avals: Operands) -> tuple[int, int]:

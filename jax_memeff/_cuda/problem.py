@@ -43,7 +43,7 @@ class Call:
     @property
     def functions(self) -> AskedFunctions | None:
         """The user's functions, without the values of their literals."""
-        return functions.asked(self.operands.mask, self.options)
+        return functions.asked(self.operands, self.options, self.needs_grad)
 
     @property
     def windows(self) -> tuple[Window | None, Window | None]:
@@ -100,7 +100,8 @@ def problem_of(call: Call, arch: str) -> Problem:
         value_dim=call.operands.value.shape[3],
         arch=arch,
         features={feature.name: feature.asked_by(call) for feature in FEATURES},
-        needs_grad=() if call.needs_grad is None else call.needs_grad.names,
+        # Those of captured arrays are part of the feature.
+        needs_grad=() if call.needs_grad is None else call.needs_grad._replace(captured=()).names,
     )
 
 

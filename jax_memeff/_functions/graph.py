@@ -171,7 +171,10 @@ class Graph:
     def _simpler_pair(self, value: Value, numbers: list[Any]) -> int | None:
         op, dtype, (left, right) = value.op, value.dtype, value.args
         negated = [self.values[arg].op == "neg" for arg in value.args]
-        inner = [self.values[arg].args[0] if n else arg for n, arg in zip(negated, value.args)]
+        inner = [
+            self.values[arg].args[0] if n else arg
+            for n, arg in zip(negated, value.args, strict=True)
+        ]
         if negated[1] and op in ("add", "sub"):  # exact, but for the sign of a zero
             if negated[0] and op == "add":
                 return self.add("neg", dtype, (self.add("add", dtype, tuple(inner)),))

@@ -189,7 +189,8 @@ def test_arrays_of_features_are_listed_once():
     roles = [operand.role for operand in features.operands()]
     assert len(set(roles)) == len(roles) and {"query", "bias", "query_lengths"} <= set(roles)
     broadcast = {operand.role for operand in features.operands() if operand.broadcast_by_vmap}
-    assert broadcast == {"key", "value", "bias", "boolean", "sinks"}
+    captured = {"captured", "mask_captured"}
+    assert broadcast == {"key", "value", "bias", "boolean", "sinks", *captured}
 
 
 @pytest.mark.quick

@@ -50,9 +50,8 @@ struct ScoreFunction {
   }
 
   template <class Arrays>
-  CUTE_DEVICE static bool value(
-      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
-      float score, int query, int key) {
+  CUTE_DEVICE static bool value(Arrays const& arrays, OfHead const& of_head, OfRow const& of_row,
+                                OfColumn const& of_column, float score, int query, int key) {
     bool const v14 = of_row.v7 == of_column.v12;
     bool const v21 = key < of_head.v19;
     bool const v22 = bool(v14 | v21);

@@ -33,16 +33,14 @@ struct ScoreFunction {
     return {v7, v10, v17, v21, v23};
   }
 
-  struct OfRow {
-  };
+  struct OfRow {};
 
   template <class Arrays>
   CUTE_DEVICE static OfRow of_row(Arrays const& arrays, OfHead const& of_head, int query) {
     return {};
   }
 
-  struct OfColumn {
-  };
+  struct OfColumn {};
 
   template <class Arrays>
   CUTE_DEVICE static OfColumn of_column(Arrays const& arrays, OfHead const& of_head, int key) {
@@ -50,9 +48,8 @@ struct ScoreFunction {
   }
 
   template <class Arrays>
-  CUTE_DEVICE static float value(
-      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
-      float score, int query, int key) {
+  CUTE_DEVICE static float value(Arrays const& arrays, OfHead const& of_head, OfRow const& of_row,
+                                 OfColumn const& of_column, float score, int query, int key) {
     float const v5 = score * 0x1.47ae14p-6f;
     float const v6 = tanh_approx(v5);
     float const v8 = of_head.v7 * v6;
@@ -70,9 +67,9 @@ struct ScoreFunction {
   }
 
   template <class Arrays>
-  CUTE_DEVICE static float derivative(
-      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
-      float score, int query, int key) {
+  CUTE_DEVICE static float derivative(Arrays const& arrays, OfHead const& of_head,
+                                      OfRow const& of_row, OfColumn const& of_column, float score,
+                                      int query, int key) {
     float const v5 = score * 0x1.47ae14p-6f;
     float const v6 = tanh_approx(v5);
     float const v32 = v6 * v6;
@@ -83,16 +80,17 @@ struct ScoreFunction {
   }
 
   template <class Arrays>
-  CUTE_DEVICE static void read_derivatives(
-      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
-      float score, int query, int key, float (&read_derivatives)[kFloatReads]) {
+  CUTE_DEVICE static void read_derivatives(Arrays const& arrays, OfHead const& of_head,
+                                           OfRow const& of_row, OfColumn const& of_column,
+                                           float score, int query, int key,
+                                           float (&read_derivatives)[kFloatReads]) {
     read_derivatives[0] = 1.0f;
   }
 
   template <class Arrays>
-  CUTE_DEVICE static void read_offsets(
-      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
-      float score, int query, int key, long long (&read_offsets)[kFloatReads]) {
+  CUTE_DEVICE static void read_offsets(Arrays const& arrays, OfHead const& of_head,
+                                       OfRow const& of_row, OfColumn const& of_column, float score,
+                                       int query, int key, long long (&read_offsets)[kFloatReads]) {
     int const v9 = wrapping_subtract(query, key);
     int const v11 = wrapping_add(v9, of_head.v10);
     int const v13 = arrays.template size<0, 1>();

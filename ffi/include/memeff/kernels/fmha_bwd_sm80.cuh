@@ -77,9 +77,9 @@ struct FmhaBackwardSm80 {
   // frozen, dv needs P alone.
   static constexpr bool kStoreScoreGradient =
       Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kFromTile;
-  static constexpr bool kScoreGradient =
-      kStoreScoreGradient || (Config::kBiasGradient != BiasGradient::none &&
-                              Config::kBiasGradient != BiasGradient::dbias_kernel);
+  static constexpr bool kScoreGradient = kStoreScoreGradient || Config::kFunctionGradient ||
+                                         (Config::kBiasGradient != BiasGradient::none &&
+                                          Config::kBiasGradient != BiasGradient::dbias_kernel);
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
     char* const shared = dynamic_shared();
@@ -93,7 +93,9 @@ struct FmhaBackwardSm80 {
     Blocks const q_blocks(shape, params.block_mask, item, tiles);
     KvBlock const kv_block(params, item, mask, column, shared_address(shared));
     Modifiers const modifiers = {
-        {params.scale}, {params}, {params.bias, mask, item.batch, column, kv_block.shared + kBiasOffset}};
+        {params.scale},
+        {params},
+        {params.bias, mask, item.batch, column, kv_block.shared + kBiasOffset}};
 
     clear_skipped<Config, kThreads>(params, item, tiles);
     if constexpr (Config::kVarlen) {

@@ -69,8 +69,8 @@ struct FmhaBackwardSm90 {
   // alone.
   using BiasWriter = TransposedBiasGradient<Config, Tiles>;
   using BiasSums = typename BiasWriter::Sums;
-  static constexpr bool kScoreGradient =
-      Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kNeeded;
+  static constexpr bool kScoreGradient = Config::kQueryGradient || Config::kKeyGradient ||
+                                         Config::kFunctionGradient || BiasWriter::kNeeded;
 
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.
   using Bias = QBlockBiasRing<Config, Tiles, kStages>;

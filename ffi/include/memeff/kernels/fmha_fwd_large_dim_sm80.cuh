@@ -44,8 +44,8 @@ struct FmhaForwardLargeDimSm80 {
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps>;
   using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, has_large_scores<Config>()>;
   using Mask = ScoreMask<Config, ScoreGrid>;
-  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
-                                   ScoreFunction<Config, ScoreGrid>>;
+  using Modifiers =
+      ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
   using OutProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;
   static constexpr int kBufferBytes =
       cute::max(QueryStep::kBytes + KeyStep::kBytes, OutProduct::StepTile::kBytes);

@@ -103,9 +103,8 @@ struct FmhaForwardSm80 {
     StagedBiasRow const bias_row(
         shared + kStagedBiasOffset,
         memeff::bias_row<Config>(params.bias, item.batch, item.head, row + ScoreGrid::row()));
-    Modifiers const modifiers = {{params.scale},
-                                 {params},
-                                 {params.bias, bias_row, mask, row, shared + kBiasOffset}};
+    Modifiers const modifiers = {
+        {params.scale}, {params}, {params.bias, bias_row, mask, row, shared + kBiasOffset}};
 
     auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(output);

@@ -51,8 +51,8 @@ struct FmhaForwardSplitSm80 {
   using TileRows = RowsOfTile<Config::kPackHeads>;
   using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
-  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
-                                   ScoreFunction<Config, ScoreGrid>>;
+  using Modifiers =
+      ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
   using KeyTile = SharedTile<kConsumerGroupKeys, Config::kHeadDim>;

@@ -15,12 +15,11 @@ struct MaskFunction {
       using Function = typename Config::MaskFunction;
       FunctionOfTile<Config, Function, Config::kMaskCaptured, Config::kMaskLiterals> const of_tile(
           params, at);
-      of_tile.template for_each<Grid, kTransposed>(scores,
-                                                   [](float& score, auto const&... inputs) {
-                                                     if (!Function::value(inputs...)) {
-                                                       score = -infinity();
-                                                     }
-                                                   });
+      of_tile.template for_each<Grid, kTransposed>(scores, [](float& score, auto const&... inputs) {
+        if (!Function::value(inputs...)) {
+          score = -infinity();
+        }
+      });
     }
   }
 };

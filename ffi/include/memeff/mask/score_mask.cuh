@@ -49,9 +49,8 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
     }
     if (!partial) return;
     if constexpr (Config::kSegments) {
-      SegmentMask<Grid, Config::kVarlen>::template apply<true>(scores, params.mask, params.shape,
-                                                               at.batch, at.row, at.column,
-                                                               row_bound, column_bound);
+      SegmentMask<Grid, Config::kVarlen>::template apply<true>(
+          scores, params.mask, params.shape, at.batch, at.row, at.column, row_bound, column_bound);
     }
     if constexpr (Config::kBoolean) {
       using Boolean = BooleanMask<Grid>;

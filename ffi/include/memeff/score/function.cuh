@@ -43,8 +43,8 @@ struct ScoreFunction<Config, Grid, kTransposed, true> {
   // A score below kMaskedBias masks its element, as a bias does.
   template <class Scores>
   CUTE_DEVICE void forward(Scores& scores, ScoreTilePosition const& at) const {
-    OfTile(params, at).template for_each<Grid, kTransposed>(
-        scores, [](float& score, auto const&... inputs) {
+    OfTile(params, at)
+        .template for_each<Grid, kTransposed>(scores, [](float& score, auto const&... inputs) {
           float const value = Function::value(inputs...);
           score = value < kMaskedBias ? -infinity() : value;
         });
@@ -55,9 +55,10 @@ struct ScoreFunction<Config, Grid, kTransposed, true> {
   CUTE_DEVICE void differentiate(Scores const& scores, Scores& derivatives,
                                  ScoreTilePosition const& at) const {
     derivatives = scores;
-    OfTile(params, at).template for_each<Grid, kTransposed>(
-        derivatives,
-        [](float& score, auto const&... inputs) { score = Function::derivative(inputs...); });
+    OfTile(params, at)
+        .template for_each<Grid, kTransposed>(derivatives, [](float& score, auto const&... inputs) {
+          score = Function::derivative(inputs...);
+        });
   }
 };
 

@@ -20,9 +20,9 @@ class FunctionOfTile {
         column_(at.column + (Config::kPositions ? params.mask.key_position[at.batch] : 0)),
         arrays_{feature_arrays(params).arrays + kArrays,
                 array<unsigned>(params, Config::kFunctionLiteralsArray) + kLiterals, at.batch},
-        of_head_(Function::of_head(
-            arrays_, array<int>(params, Config::kFunctionBatchIndexArray)[at.batch],
-            array<int>(params, Config::kFunctionHeadIndexArray)[at.head])) {}
+        of_head_(Function::of_head(arrays_,
+                                   array<int>(params, Config::kFunctionBatchIndexArray)[at.batch],
+                                   array<int>(params, Config::kFunctionHeadIndexArray)[at.head])) {}
 
   // use(accumulator, the arguments of Function::value...) for each element of this lane.
   // kTransposed: rows of the accumulators are keys, columns are queries.
@@ -39,15 +39,22 @@ class FunctionOfTile {
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
             int const minor = Grid::element_column(i, n, thread);
-            int const query = row_ + (kTransposed ? minor : major);
-            int const key = column_ + (kTransposed ? major : minor);
             float& score = scores(2 * half + i, m, n);
-            use(score, arrays_, of_head_, Function::of_row(arrays_, of_head_, query),
-                Function::of_column(arrays_, of_head_, key), score, query, key);
+            at(kTransposed ? minor : major, kTransposed ? major : minor, score,
+               [&](auto const&... inputs) { use(score, inputs...); });
           }
         }
       }
     }
+  }
+
+  // use(the arguments of Function::value...) for a row and a column of the tile.
+  template <class Use>
+  CUTE_DEVICE void at(int row, int column, float score, Use use) const {
+    int const query = row_ + row;
+    int const key = column_ + column;
+    use(arrays_, of_head_, Function::of_row(arrays_, of_head_, query),
+        Function::of_column(arrays_, of_head_, key), score, query, key);
   }
 
  private:

@@ -29,8 +29,8 @@ struct LargeDimScores {
   using ScoreTile = typename Tiles::ScoreTile;
   using ScoreGrid = typename Tiles::ScoreGrid;
   using Mask = ScoreMask<Config, ScoreGrid>;
-  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
-                                   ScoreFunction<Config, ScoreGrid>>;
+  using Modifiers =
+      ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
   static constexpr int kThreads = Tiles::kThreads;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;

@@ -7,6 +7,7 @@
 #include <memeff/schedule/q_blocks.cuh>
 #include <memeff/score/bias/add.cuh>
 #include <memeff/score/bias/gradient.cuh>
+#include <memeff/score/function_gradient.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/probability.cuh>
 
@@ -101,7 +102,9 @@ struct BackwardScoresSm80 {
 
   // scores: S -> P, modified.  score_gradient: dP -> dS, the gradient of query.key without the
   // user's scale. The gradient of the bias goes to the object that make_writer() returns.
-  template <class Modifiers, class Scores, class MakeWriter>
+  // kFunctionGradient: so do the gradients of arrays that a score function reads, to their sums.
+  template <bool kFunctionGradient = Config::kFunctionGradient, class Modifiers, class Scores,
+            class MakeWriter>
   CUTE_DEVICE static void compute(BackwardParams const& params, Modifiers const& modifiers,
                                   uint32_t statistics, int batch, QBlock const& q_block,
                                   Mask const& mask, int column, Scores& scores,
@@ -111,6 +114,7 @@ struct BackwardScoresSm80 {
     modifiers.recompute(scores, scaled, at, q_block, column);
     mask.template apply<kTileQuery, kTileKey>(scores, params, at, q_block.partial);
     auto bias_gradient = make_writer();
+    FunctionGradient<Config, ScoreGrid, false, kFunctionGradient> function_gradient(params, at);
     int const thread = thread_index();
     float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block
     // The 16x16 block (m, column_block); row blocks come one after the other.
@@ -138,6 +142,7 @@ struct BackwardScoresSm80 {
               softmax_gradient(p, keep.select(score_gradient(element, m, n), half, chunk, i),
                                probability_scale<Config>(params), row.y);
           block_gradient[chunk][element] = gradient;
+          function_gradient.add(element, m, n, gradient);
           score_gradient(element, m, n) = Modifiers::backward(
               gradient, Modifiers::input_of_derivative(score, scaled(element, m, n)));
           score = keep.select(p, half, chunk, i);
@@ -148,6 +153,7 @@ struct BackwardScoresSm80 {
     ProbabilityModifiers<Config, ScoreGrid>::for_each_block(params, batch, q_block.head,
                                                             q_block.row, column, block);
     bias_gradient.finish();
+    function_gradient.finish();
   }
 };
 
