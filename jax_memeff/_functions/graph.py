@@ -98,7 +98,7 @@ class Graph:
         """
         value = np.asarray(number).astype(dtype).item()
         if value != value:
-            value = math.nan  # one object, so that equal numbers compare equal
+            value, structural = math.nan, True  # one object, so that equal numbers compare equal
         elif value == 0 and math.copysign(1, value) < 0:
             structural = False  # -0.0 equals 0.0, so it cannot be told apart in the structure
         else:

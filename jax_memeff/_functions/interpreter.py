@@ -11,17 +11,19 @@ A variable of the jaxpr is one of:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jax_memeff._functions import array_rules, indexing, scalar_rules
-from jax_memeff._functions.graph import Graph, fold
+from jax_memeff._functions import array_rules, indexing, outside, scalar_rules
+from jax_memeff._functions.graph import Graph
 from jax_memeff._functions.views import (
+    MOST_ELEMENTS,
     NotScalarError,
     Scalars,
     View,
@@ -30,14 +32,17 @@ from jax_memeff._functions.views import (
     whole,
 )
 
-_IDENTITIES = frozenset({"copy_p", "optimization_barrier", "pcast", "pvary"})
+_IDENTITIES = frozenset({"copy_p", "name", "optimization_barrier", "pcast", "pvary"})
 _CALLS = frozenset(
     {"checkpoint", "closed_call", "composite", "core_call", "jit", "pjit", "remat", "remat2"}
 )
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "stop_gradient"})
+_READS_IN_RULE = (
+    "a function with a derivative rule of its own (custom_jvp, custom_vjp) reads an array that it "
+    "closes over, so the array would get no gradient; read the element outside and pass it to the "
+    "function"
+)
 _LOOPS = frozenset({"scan", "while"})
-_FOLDED_SIZE = 4096
-"""Arrays of numbers above this size are not computed while a function is traced."""
 
 
 class CustomCall(NamedTuple):
@@ -59,16 +64,17 @@ class Interpreter:
     def __init__(self, graph: Graph, *, custom_rules: bool, structural: bool = False) -> None:
         self.graph = graph
         self.calls: list[CustomCall] = []
-        self._jaxpr: Jaxpr | None = None
-        self._current: JaxprEqn | None = None
+        self._nested: list[tuple[Jaxpr, JaxprEqn]] = []
         self._copies: dict[int, tuple[np.ndarray, jax.Array]] = {}
         self._custom_rules = custom_rules
         self._structural = structural
 
     @property
     def line(self) -> str:
-        """The line of the user's function that is being replayed; empty before the first."""
-        return source_info_util.summarize(self._current.source_info) if self._current else ""
+        """The line of the user's function that is being replayed."""
+        lines = (source_info_util.summarize(e.source_info) for _, e in reversed(self._nested))
+        # Equations of functions of jnp have none if JAX had traced these before.
+        return next((line for line in lines if ":" in line), "in an unknown line")
 
     def run(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr."""
@@ -102,30 +108,29 @@ class Interpreter:
 
     def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         known: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-        known.update(zip(jaxpr.constvars, map(_outside, consts), strict=True))
+        known.update(zip(jaxpr.constvars, map(outside.constant, consts), strict=True))
 
         def value(atom: Any) -> Any:
-            return (
-                np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else known[atom]
-            )
+            return outside.literal(atom) if isinstance(atom, Literal) else known[atom]
 
         for equation in jaxpr.eqns:
-            self._jaxpr, self._current = jaxpr, equation
+            self._nested.append((jaxpr, equation))
             results = self._equation(equation, [value(atom) for atom in equation.invars])
+            self._nested.pop()  # not if it raises: line is about what raised
             known.update(zip(equation.outvars, results, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         name = equation.primitive.name
+        if name in _IDENTITIES and not _is_outside(inputs[0]):
+            return inputs
         if all(isinstance(x, np.ndarray) for x in inputs):
             if name in _CALLS or name in _CUSTOM:
                 return self._inlined(equation, inputs)
             if inputs or name == "iota":  # the index of a device has no inputs either
-                return _number(self._jaxpr, equation, inputs)
+                return outside.numbers(self._nested[-1][0], equation, inputs)
         if not any(isinstance(x, (View, Scalars)) for x in inputs):
-            return _alone(self._jaxpr, equation)(*inputs)
-        if name in _IDENTITIES:
-            return inputs
+            return outside.evaluated(self._nested[-1][0], equation, inputs)
         if name in _CUSTOM and self._custom_rules:
             return self._custom_call(equation, inputs)
         if name in _CUSTOM or name in _CALLS:
@@ -135,14 +140,17 @@ class Interpreter:
         return self._array_equation(equation, name, inputs)
 
     def _array_equation(self, equation: JaxprEqn, name: str, inputs: list[Any]) -> list[Any]:
-        rule = _INDEXING.get(name)
+        rule = indexing.RULES.get(name)
+        unrolled = name in array_rules.MOVES or name in array_rules.COMBINATIONS
+        if not (rule or unrolled or scalar_rules.is_elementwise(name)):
+            raise NotScalarError(_without_scalar_form(name))
         if rule is not None:
             operand = inputs[0] if isinstance(inputs[0], Scalars) else self.view(inputs[0])
             indices = [self.scalars(x) for x in inputs[1:]]
             found = rule(self.graph, equation.params, operand, *indices)
             if found is not None:
                 return [found]
-        result = equation.outvars[0].aval
+        result = outside.aval(equation.outvars[0])
         small = [self.scalars(x, self._divides(name, i)) for i, x in enumerate(inputs)]
         if name in array_rules.MOVES:
             moved = array_rules.MOVES[name](equation.params, *(x.elements for x in small))
@@ -152,10 +160,8 @@ class Interpreter:
             combine = array_rules.COMBINATIONS[name]
             elements = combine(self.graph, name, equation.params, np.dtype(result.dtype), *small)
             results = [Scalars(elements, np.dtype(result.dtype))]
-        elif scalar_rules.is_elementwise(name):
-            results = [self._elementwise(equation, name, small)]
         else:
-            raise NotScalarError(_without_scalar_form(name))
+            results = [self._elementwise(equation, name, small)]
         for x in results:
             check_size(x.shape, "an intermediate array")
         return results
@@ -165,7 +171,7 @@ class Interpreter:
         return scalar_rules.STRUCTURAL_OPERAND.get(name) == operand
 
     def _elementwise(self, equation: JaxprEqn, name: str, operands: list[Scalars]) -> Scalars:
-        aval = equation.outvars[0].aval
+        aval = outside.aval(equation.outvars[0])
         check_size(aval.shape, "an intermediate array")
         rows = [np.broadcast_to(x.elements, aval.shape) for x in operands]
         dtypes = [x.dtype for x in operands]
@@ -181,23 +187,21 @@ class Interpreter:
     def _inlined(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         if equation.primitive.name == "stop_gradient":
             return inputs
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if isinstance(inner, ClosedJaxpr):
             return self._run(inner.jaxpr, inner.consts, inputs)
         return self._run(inner, (), inputs)
 
     def _custom_call(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        if any(math.prod(x.shape) > MOST_ELEMENTS for x in inputs):
+            raise NotScalarError(_READS_IN_RULE)
         small = [x if isinstance(x, np.ndarray) else self.scalars(x) for x in inputs]
         before = self.graph.float_reads_asked
         plain = [self.scalars(x) for x in self._inlined(equation, list(small))]
         if self.graph.float_reads_asked > before:
-            raise NotScalarError(
-                "a function with a derivative rule of its own (custom_jvp, custom_vjp) reads an "
-                "array that it closes over, so the array would get no gradient; read the element "
-                "outside and pass it to the function"
-            )
+            raise NotScalarError(_READS_IN_RULE)
         number = len(self.calls)
-        self.calls.append(CustomCall(_alone(self._jaxpr, equation), tuple(small)))
+        self.calls.append(CustomCall(outside.alone(self._nested[-1][0], equation), tuple(small)))
         used = [int(e) for x in small if isinstance(x, Scalars) for e in x.elements.flat]
         results = []
         for output, x in enumerate(plain):
@@ -229,50 +233,8 @@ class Interpreter:
         return selected
 
 
-_INDEXING: dict[str, Callable[..., Any]] = indexing.RULES
-
-
-def _outside(const: Any) -> Any:
-    """A constant of a jaxpr: an array of JAX, or numbers."""
-    return const if isinstance(const, jax.Array) else np.asarray(const)
-
-
-def _number(jaxpr: Jaxpr, equation: JaxprEqn, inputs: list[np.ndarray]) -> list[Any]:
-    """The results of an equation between numbers."""
-    name, avals = equation.primitive.name, [variable.aval for variable in equation.outvars]
-    result = None
-    if name == "convert_element_type":
-        with np.errstate(all="ignore"):
-            result = inputs[0].astype(avals[0].dtype)
-    elif name in array_rules.MOVES:
-        result = array_rules.MOVES[name](equation.params, *inputs)
-    elif name == "iota" and avals[0].size <= _FOLDED_SIZE:
-        dimension = equation.params["dimension"]
-        result = np.indices(avals[0].shape)[dimension].astype(avals[0].dtype)
-    elif len({x.shape for x in inputs}) == 1 and inputs[0].dtype.kind in "biuf":
-        result = fold(name, inputs)
-    if result is not None:
-        return [np.asarray(x) for x in (result if isinstance(result, list) else [result])]
-    with jax.ensure_compile_time_eval():
-        found = _alone(jaxpr, equation)(*inputs)
-    small = all(aval.size <= _FOLDED_SIZE for aval in avals)
-    ordinary = not any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in found)
-    return [np.asarray(x) for x in found] if small and ordinary else found
-
-
-def _alone(jaxpr: Jaxpr, equation: JaxprEqn) -> Callable[..., list[Any]]:
-    """A function of an equation's operands (numbers in the jaxpr included) that evaluates it."""
-    places = {atom: place for place, atom in enumerate(equation.invars) if isinstance(atom, Var)}
-    single = jaxpr.replace(
-        constvars=[],
-        invars=list(places),
-        outvars=list(equation.outvars),
-        eqns=[equation],
-        effects=equation.effects,
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-    evaluated = jaxpr_as_fun(ClosedJaxpr(single, ()))
-    return lambda *inputs: evaluated(*(inputs[place] for place in places.values()))
+def _is_outside(x: Any) -> bool:
+    return not isinstance(x, (np.ndarray, View, Scalars))
 
 
 def _without_scalar_form(name: str) -> str:

@@ -1,0 +1,158 @@
+"""What users are told about functions that cannot be traced."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import normal
+
+from jax_memeff._functions.trace import traced_mask_function, traced_score_function
+from jax_memeff.errors import UnsupportedError
+
+TABLE = normal(1, 4, 64)
+
+
+def line_of(text: str) -> str:
+    """Where this file has a text: ``name:line``."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if text in line and "line_of" not in line)
+    return f"{Path(__file__).name}:{number}"
+
+
+def score_error(kind, function):
+    with pytest.raises(kind) as caught:
+        traced_score_function(function)
+    assert "score_mod" in str(caught.value)
+    return str(caught.value)
+
+
+def mask_error(kind, function):
+    with pytest.raises(kind) as caught:
+        traced_mask_function(function)
+    assert "Mask.function" in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_number_of_arguments():
+    message = score_error(TypeError, lambda s, q, k: s)
+    assert "must take (score, batch, head, query, key)" in message and "(s, q, k)" in message
+    message = mask_error(TypeError, lambda s, b, h, q, k: q < k)
+    assert "must take (batch, head, query, key)" in message
+    assert "a function of 5 arguments" in score_error(TypeError, TABLE)
+    traced_score_function(lambda *args, scale=2.0: args[0] * scale)
+
+
+def test_the_kind_of_the_result():
+    assert "got tuple" in score_error(TypeError, lambda s, b, h, q, k: (s, s))
+    assert "got NoneType" in score_error(TypeError, lambda s, b, h, q, k: None)
+    message = score_error(ValueError, lambda s, b, h, q, k: TABLE[h])
+    assert "shape (64,)" in message and "scalars" in message
+    message = score_error(TypeError, lambda s, b, h, q, k: q - k)
+    assert "must return a float scalar, got int32" in message
+    assert "Mask.function" in score_error(TypeError, lambda s, b, h, q, k: q < k)
+    message = mask_error(TypeError, lambda b, h, q, k: q - k)
+    assert "must return a bool scalar, got int32" in message and "!= 0" in message
+
+
+def test_python_that_needs_numbers():
+    host = np.asarray(TABLE)
+    assert "jnp.asarray" in score_error(TypeError, lambda s, b, h, q, k: s + host[h, 0])
+    assert "jnp.asarray" in score_error(TypeError, lambda s, b, h, q, k: s + [1.0, 2.0][h])
+    assert "jnp instead of np" in score_error(TypeError, lambda s, b, h, q, k: s * np.exp(s))
+    assert "float()" in score_error(TypeError, lambda s, b, h, q, k: s * float(q))
+    assert "jnp.where" in mask_error(TypeError, lambda b, h, q, k: q > k and k > 3)
+    assert "jnp.where" in score_error(TypeError, lambda s, b, h, q, k: s if q > k else 0.0)
+    # range() asks for an index, too.
+    assert "int()" in score_error(TypeError, lambda s, b, h, q, k: s + sum(range(q)))
+
+
+def test_primitives_without_scalar_form_are_named_with_their_line():
+    def function(s, b, h, q, k):
+        x = s + 1
+        return jax.lax.lgamma(x)  # the line that is to be named
+
+    message = score_error(UnsupportedError, function)
+    assert "`lgamma`" in message and line_of("the line that is to be named") in message
+
+    def nested(s, b, h, q, k):
+        return s + jax.jit(lambda x: jnp.sort(jnp.stack([x, -x])))(s)[0]  # nested in a jit
+
+    message = score_error(UnsupportedError, nested)
+    assert "`sort`" in message and line_of("nested in a jit") in message
+
+
+def test_loops_and_side_effects():
+    def loop(s, b, h, q, k):
+        return jax.lax.fori_loop(0, 3, lambda i, x: x * s, s)
+
+    message = score_error(UnsupportedError, loop)
+    assert re.search(r"loops \(`(scan|while)`\)", message) and "write the steps out" in message
+
+    def prints(b, h, q, k):
+        jax.debug.print("{}", q)
+        return q < k
+
+    assert "side effects" in mask_error(UnsupportedError, prints)
+
+
+def test_an_index_that_depends_on_the_score():
+    def function(s, b, h, q, k):
+        return s + TABLE[h, s.astype(jnp.int32)]
+
+    assert "an index depends on the score" in score_error(UnsupportedError, function)
+
+
+def test_arrays_that_are_too_large():
+    message = score_error(UnsupportedError, lambda s, b, h, q, k: s + TABLE[h].sum())
+    assert "64 elements" in message and "at most 16" in message
+    message = score_error(UnsupportedError, lambda s, b, h, q, k: jnp.sum(s * jnp.arange(17)))
+    assert "17 elements" in message
+    message = score_error(UnsupportedError, lambda s, b, h, q, k: s + (TABLE * s)[h, q])
+    assert "256 elements" in message and "index it" in message
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn"])
+def test_dtypes_without_scalar_form(dtype):
+    array = jnp.ones(3, dtype)
+    message = score_error(
+        UnsupportedError, lambda s, b, h, q, k: s + array[h].real.astype(jnp.float32)
+    )
+    assert dtype in message and "bool" in message
+
+
+def test_keys_of_random_numbers():
+    keys = jax.random.split(jax.random.key(0), 4)
+    message = score_error(UnsupportedError, lambda s, b, h, q, k: s + jax.random.uniform(keys[h]))
+    assert "key<" in message
+
+
+def test_a_rule_that_reads_inside():
+    @jax.custom_jvp
+    def biased(x, h):
+        return x + TABLE[h, 0]
+
+    biased.defjvp(lambda primals, tangents: (biased(*primals), tangents[0]))
+    message = score_error(UnsupportedError, lambda s, b, h, q, k: biased(s, h))
+    assert "pass it to the function" in message
+
+
+def test_a_derivative_without_scalar_form():
+    @jax.custom_jvp
+    def function(x):
+        return x
+
+    function.defjvp(
+        lambda primals, tangents: (primals[0], jax.lax.lgamma(primals[0]) * tangents[0])
+    )
+    message = score_error(UnsupportedError, lambda s, b, h, q, k: function(s))
+    assert "its derivative" in message and "`lgamma`" in message
+
+
+def test_errors_of_the_function_are_its_own():
+    with pytest.raises(KeyError, match="missing"):
+        traced_score_function(lambda s, b, h, q, k: {}["missing"])
