@@ -205,10 +205,37 @@ class _Builder:
         if value.op == "select_n":
             return self._select(cpp_type, value, args)
         dtype = self.program.values[value.args[0]].dtype
-        if value.op in ("convert_element_type", "bitcast_convert_type"):
-            forms = CONVERSIONS if value.op == "convert_element_type" else BITCASTS
-            return self._node(cpp_type, forms[dtype, value.dtype], args)
+        if value.op == "bitcast_convert_type":
+            return self._node(cpp_type, BITCASTS[dtype, value.dtype], args)
+        if value.op == "convert_element_type":
+            if (difference := self._difference(index, value)) is not None:
+                return difference
+            # The special function unit converts between floats and integers.
+            cost = CHEAP if "float32" not in (dtype, value.dtype) else _KEPT_FROM
+            return self._node(cpp_type, CONVERSIONS[dtype, value.dtype], args, cost)
         return self._operation(index, value, dtype, args, params)
+
+    def _difference(self, index: int, value: Value) -> int | None:
+        """The node of ``float(key - query)``, its negative or its size; None for another value.
+
+        A kernel knows the difference of its first row and column as a float, so it can add to it
+        instead of converting one for each score.
+        """
+        operand = self.program.values[value.args[0]]
+        size = operand.op == "abs"
+        if size:
+            operand = self.program.values[operand.args[0]]
+        if value.dtype != "float32" or index in self.exact or operand[:2] != ("sub", "int32"):
+            return None
+        names = [self.program.values[arg].op for arg in operand.args]
+        if sorted(names) != ["key", "query"]:
+            return None
+        key, query = sorted(operand.args, key=lambda arg: self.program.values[arg].op)
+        args = (self.of_value[key], self.of_value[query])
+        difference = self._node("float", "arrays.difference({0}, {1})", args)
+        if not size and names[0] == "key":
+            return difference
+        return self._node("float", "fabsf({0})" if size else "-{0}", (difference,))
 
     def _operation(
         self, index: int, value: Value, dtype: str, args: tuple[int, ...], params: dict[str, Any]

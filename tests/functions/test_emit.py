@@ -75,8 +75,10 @@ def test_cheap_values_take_no_registers():
         QUERY,
         constant("int32", 3),
         Value("add", "int32", (1, 2)),
-        Value("convert_element_type", "float32", (3,)),
-        Value("add", "float32", (0, 4)),
+        KEY,
+        Value("lt", "bool", (4, 3)),
+        constant("float32", 0.0),
+        Value("select_n", "float32", (5, 0, 6)),
     )
     assert "wrapping_add(query, 3)" in shifted
     costly = value_of(
@@ -107,6 +109,23 @@ def test_reads_per_element_can_be_staged():
     assert "arrays.template read<0>(v" in body(source, "value")
     assert "read<0>" in body(source, "read_values")
     assert "read<0>" not in emit.source(ALIBI, "F", precise=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda q, k: (k - q).astype("float32"), ["arrays.difference(key, query)"]),
+        (lambda q, k: 1.0 * (q - k), ["arrays.difference(key, query)", "-v"]),
+        (lambda q, k: abs(q - k) * 0.5, ["arrays.difference(key, query)", "fabsf(v"]),
+        (lambda q, k: jnp.floor((k - q) * 0.5), ["float(v"]),  # exact before a jump
+        (lambda q, k: 1.0 * (k - 2 * q), ["float(v"]),
+    ],
+)
+def test_kernels_can_provide_the_difference_of_key_and_query(function, expected):
+    program, _ = traced_score_function(lambda s, b, h, q, k: s + function(q, k))
+    text = body(emit.source(program, "F", precise=False), "value")
+    assert all(part in text for part in expected)
+    assert ("arrays.difference" in text) == ("arrays.difference" in expected[0])
 
 
 def test_what_an_operation_with_jumps_depends_on_is_exact():

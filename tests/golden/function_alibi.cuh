@@ -52,8 +52,7 @@ struct ScoreFunction {
   CUTE_DEVICE static float value(
       Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
       float score, int query, int key) {
-    int const v15 = wrapping_subtract(key, query);
-    float const v16 = float(v15);
+    float const v16 = arrays.difference(key, query);
     float const v17 = of_head.v12 * v16;
     float const v18 = score + v17;
     return v18;
@@ -77,8 +76,7 @@ struct ScoreFunction {
   CUTE_DEVICE static void read_derivatives(
       Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
       float score, int query, int key, float (&read_derivatives)[kFloatReads]) {
-    int const v15 = wrapping_subtract(key, query);
-    float const v16 = float(v15);
+    float const v16 = arrays.difference(key, query);
     read_derivatives[0] = v16;
   }
 
