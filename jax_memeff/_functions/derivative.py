@@ -22,8 +22,10 @@ from jax_memeff.codegen.functions.program import INPUTS, Program
 _ARGUMENTS = (*INPUTS, "literal", "size", "read")
 
 
-def with_derivatives(function: Program, calls: Sequence[CustomCall]) -> Program:
-    """The program with its derivatives behind its result.
+def with_derivatives(
+    function: Program, calls: Sequence[CustomCall]
+) -> tuple[Program, tuple[int, ...]]:
+    """The program with its derivatives behind its result, and its arrays by their old indices.
 
     Args:
         function: one result; it may have ``custom`` values.
@@ -32,18 +34,19 @@ def with_derivatives(function: Program, calls: Sequence[CustomCall]) -> Program:
     if calls:
         return _with_derivatives(function, function.literals, calls)
     # Literals are arguments of the derivative: their numbers here say where each one is.
-    program = _of_structure(function.structure, len(function.literals))
-    return program._replace(literals=tuple(function.literals[int(i)] for i in program.literals))
+    program, used = _of_structure(function.structure, len(function.literals))
+    literals = tuple(function.literals[int(i)] for i in program.literals)
+    return program._replace(literals=literals), used
 
 
 @functools.lru_cache(maxsize=256)
-def _of_structure(structure: Program, literals: int) -> Program:
+def _of_structure(structure: Program, literals: int) -> tuple[Program, tuple[int, ...]]:
     return _with_derivatives(structure, range(literals), ())
 
 
 def _with_derivatives(
     function: Program, literals: Sequence[float | int], calls: Sequence[CustomCall]
-) -> Program:
+) -> tuple[Program, tuple[int, ...]]:
     graph, place = graph_of(function)
     result = place[function.results[0]]
     dtype = graph.dtype(result)
@@ -80,7 +83,7 @@ def _with_derivatives(
         sums[read] = derivative if known is None else graph.add("add", dtype, (known, derivative))
     order = [index for index in needed(graph.values, (result, *sums)) if index in sums]
     results = (result, by_score, *(sums[read] for read in order))
-    return canonical(graph.values, results, function.arrays, literals=literals, also=order)[0]
+    return canonical(graph.values, results, function.arrays, literals=literals, also=order)
 
 
 class _Evaluation:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_memeff._functions.canonical import needed
@@ -58,12 +59,13 @@ def evaluate(
         return jnp.broadcast_to(value, given.shape)
 
     @jax.custom_jvp
-    def function(floats: list[Any], others: dict[int, Any]) -> jax.Array:
+    def function(floats: list[Any], others: dict[int, Any], valid: Any) -> jax.Array:
+        del valid  # an argument because the rule may be traced when this call has ended
         (value,) = given.replaced(floats, others).results(program.results[:1])
         return jnp.broadcast_to(value, given.shape)
 
     def function_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        floats, others = primals
+        floats, others, valid = primals
         moving = [
             (result, tangent)
             for result, tangent in zip(program.results[1:], tangents[0], strict=True)
@@ -72,14 +74,16 @@ def evaluate(
         slopes = given.replaced(floats, others).results([result for result, _ in moving])
         if valid is not None:
             slopes = [jnp.where(valid, slope, 0) for slope in slopes]
-        value = function(floats, others)
+        value = function(floats, others, valid)
         total = jnp.zeros_like(value)
         for slope, (_, tangent) in zip(slopes, moving, strict=True):
-            total = total + jnp.broadcast_to(slope * tangent, given.shape)
+            # With 64 bits enabled an array may have other floats than the scores.
+            product = lax.convert_element_type(slope * tangent, value.dtype)
+            total = total + jnp.broadcast_to(product, given.shape)
         return value, total
 
     function.defjvp(function_jvp, symbolic_zeros=True)
-    return function(*given.parts())
+    return function(*given.parts(), None if valid is None else jnp.asarray(valid))
 
 
 def derivatives(

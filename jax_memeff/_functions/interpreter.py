@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jax_memeff._functions import array_rules, indexing, scalar_rules
-from jax_memeff._functions.graph import Graph, fold
+from jax_memeff._functions import array_rules, indexing, outside, scalar_rules
+from jax_memeff._functions.graph import Graph
 from jax_memeff._functions.views import (
     MOST_ELEMENTS,
     NotScalarError,
@@ -32,7 +32,7 @@ from jax_memeff._functions.views import (
     whole,
 )
 
-_IDENTITIES = frozenset({"copy_p", "optimization_barrier", "pcast", "pvary"})
+_IDENTITIES = frozenset({"copy_p", "name", "optimization_barrier", "pcast", "pvary"})
 _CALLS = frozenset(
     {"checkpoint", "closed_call", "composite", "core_call", "jit", "pjit", "remat", "remat2"}
 )
@@ -43,8 +43,6 @@ _READS_IN_RULE = (
     "function"
 )
 _LOOPS = frozenset({"scan", "while"})
-_FOLDED_SIZE = 4096
-"""Arrays of numbers above this size are not computed while a function is traced."""
 
 
 class CustomCall(NamedTuple):
@@ -110,12 +108,10 @@ class Interpreter:
 
     def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         known: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-        known.update(zip(jaxpr.constvars, map(_outside, consts), strict=True))
+        known.update(zip(jaxpr.constvars, map(outside.constant, consts), strict=True))
 
         def value(atom: Any) -> Any:
-            return (
-                np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else known[atom]
-            )
+            return outside.literal(atom) if isinstance(atom, Literal) else known[atom]
 
         for equation in jaxpr.eqns:
             self._nested.append((jaxpr, equation))
@@ -132,9 +128,9 @@ class Interpreter:
             if name in _CALLS or name in _CUSTOM:
                 return self._inlined(equation, inputs)
             if inputs or name == "iota":  # the index of a device has no inputs either
-                return _number(self._nested[-1][0], equation, inputs)
+                return outside.numbers(self._nested[-1][0], equation, inputs)
         if not any(isinstance(x, (View, Scalars)) for x in inputs):
-            return _alone(self._nested[-1][0], equation)(*map(_varying, inputs, equation.invars))
+            return outside.evaluated(self._nested[-1][0], equation, inputs)
         if name in _CUSTOM and self._custom_rules:
             return self._custom_call(equation, inputs)
         if name in _CUSTOM or name in _CALLS:
@@ -144,7 +140,7 @@ class Interpreter:
         return self._array_equation(equation, name, inputs)
 
     def _array_equation(self, equation: JaxprEqn, name: str, inputs: list[Any]) -> list[Any]:
-        rule = _INDEXING.get(name)
+        rule = indexing.RULES.get(name)
         unrolled = name in array_rules.MOVES or name in array_rules.COMBINATIONS
         if not (rule or unrolled or scalar_rules.is_elementwise(name)):
             raise NotScalarError(_without_scalar_form(name))
@@ -154,7 +150,7 @@ class Interpreter:
             found = rule(self.graph, equation.params, operand, *indices)
             if found is not None:
                 return [found]
-        result = equation.outvars[0].aval
+        result = outside.aval(equation.outvars[0])
         small = [self.scalars(x, self._divides(name, i)) for i, x in enumerate(inputs)]
         if name in array_rules.MOVES:
             moved = array_rules.MOVES[name](equation.params, *(x.elements for x in small))
@@ -175,7 +171,7 @@ class Interpreter:
         return scalar_rules.STRUCTURAL_OPERAND.get(name) == operand
 
     def _elementwise(self, equation: JaxprEqn, name: str, operands: list[Scalars]) -> Scalars:
-        aval = equation.outvars[0].aval
+        aval = outside.aval(equation.outvars[0])
         check_size(aval.shape, "an intermediate array")
         rows = [np.broadcast_to(x.elements, aval.shape) for x in operands]
         dtypes = [x.dtype for x in operands]
@@ -191,7 +187,7 @@ class Interpreter:
     def _inlined(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         if equation.primitive.name == "stop_gradient":
             return inputs
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if isinstance(inner, ClosedJaxpr):
             return self._run(inner.jaxpr, inner.consts, inputs)
         return self._run(inner, (), inputs)
@@ -205,7 +201,7 @@ class Interpreter:
         if self.graph.float_reads_asked > before:
             raise NotScalarError(_READS_IN_RULE)
         number = len(self.calls)
-        self.calls.append(CustomCall(_alone(self._nested[-1][0], equation), tuple(small)))
+        self.calls.append(CustomCall(outside.alone(self._nested[-1][0], equation), tuple(small)))
         used = [int(e) for x in small if isinstance(x, Scalars) for e in x.elements.flat]
         results = []
         for output, x in enumerate(plain):
@@ -237,60 +233,8 @@ class Interpreter:
         return selected
 
 
-_INDEXING: dict[str, Callable[..., Any]] = indexing.RULES
-
-
 def _is_outside(x: Any) -> bool:
     return not isinstance(x, (np.ndarray, View, Scalars))
-
-
-def _varying(x: Any, atom: Any) -> Any:
-    """A number that varies over the axes of ``jax.shard_map`` that it varied over in the jaxpr."""
-    axes = atom.aval.manual_axis_type.varying if isinstance(x, np.ndarray) else ()
-    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
-
-
-def _outside(const: Any) -> Any:
-    """A constant of a jaxpr: an array of JAX, or numbers."""
-    return const if isinstance(const, jax.Array) else np.asarray(const)
-
-
-def _number(jaxpr: Jaxpr, equation: JaxprEqn, inputs: list[np.ndarray]) -> list[Any]:
-    """The results of an equation between numbers."""
-    name, avals = equation.primitive.name, [variable.aval for variable in equation.outvars]
-    result = None
-    if name == "convert_element_type":
-        with np.errstate(all="ignore"):
-            result = inputs[0].astype(avals[0].dtype)
-    elif name in array_rules.MOVES:
-        result = array_rules.MOVES[name](equation.params, *inputs)
-    elif name == "iota" and avals[0].size <= _FOLDED_SIZE:
-        dimension = equation.params["dimension"]
-        result = np.indices(avals[0].shape)[dimension].astype(avals[0].dtype)
-    elif len({x.shape for x in inputs}) == 1 and inputs[0].dtype.kind in "biuf":
-        result = fold(name, inputs)
-    if result is not None:
-        return [np.asarray(x) for x in (result if isinstance(result, list) else [result])]
-    with jax.ensure_compile_time_eval():
-        found = _alone(jaxpr, equation)(*inputs)
-    small = all(aval.size <= _FOLDED_SIZE for aval in avals)
-    ordinary = not any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in found)
-    return [np.asarray(x) for x in found] if small and ordinary else found
-
-
-def _alone(jaxpr: Jaxpr, equation: JaxprEqn) -> Callable[..., list[Any]]:
-    """A function of an equation's operands (numbers in the jaxpr included) that evaluates it."""
-    places = {atom: place for place, atom in enumerate(equation.invars) if isinstance(atom, Var)}
-    single = jaxpr.replace(
-        constvars=[],
-        invars=list(places),
-        outvars=list(equation.outvars),
-        eqns=[equation],
-        effects=equation.effects,
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-    evaluated = jaxpr_as_fun(ClosedJaxpr(single, ()))
-    return lambda *inputs: evaluated(*(inputs[place] for place in places.values()))
 
 
 def _without_scalar_form(name: str) -> str:

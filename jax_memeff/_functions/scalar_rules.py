@@ -12,7 +12,7 @@ from jax_memeff._functions.operations import ELEMENTWISE, SCALAR_TYPES
 from jax_memeff._functions.views import NotScalarError
 from jax_memeff.codegen.functions.program import ScalarType
 
-STRUCTURAL_OPERAND = dict.fromkeys(
+STRUCTURAL_OPERAND: dict[str, int] = dict.fromkeys(
     ("div", "rem", "shift_left", "shift_right_arithmetic", "shift_right_logical"), 1
 )
 """The operand whose number belongs to the structure: compilers make divisions by a constant quick,
@@ -35,8 +35,12 @@ def scalar_type(dtype: Any) -> ScalarType:
     return SCALAR_TYPES[name]
 
 
+_OF_INTEGERS = {"eq_to": "eq", "le_to": "le", "lt_to": "lt"}
+"""Comparisons in the total order of floats, as ``jnp.searchsorted`` has them for integers, too."""
+
+
 def is_elementwise(name: str) -> bool:
-    return name in ELEMENTWISE or name == "add_any"
+    return name in ELEMENTWISE or name == "add_any" or name in _OF_INTEGERS
 
 
 def lower(
@@ -58,6 +62,10 @@ def lower(
         return _select(graph, dtype, args)
     if name == "add_any":
         name = "add"
+    if name in _OF_INTEGERS:
+        if operands[0].kind not in "iub":
+            raise NotScalarError(f"`{name}` (the total order of floats) has no scalar form")
+        name = _OF_INTEGERS[name]
     kept: dict[str, Any] = {}
     if name == "integer_pow":
         kept = {"y": int(params["y"])}

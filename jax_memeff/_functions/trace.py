@@ -56,7 +56,8 @@ def traced_score_function(
     tracer = _Tracer(function, INPUTS, accumulator, "score_mod")
     function_alone, arrays = tracer.program(keep_custom=True)
     try:
-        return with_derivatives(function_alone, tracer.calls), arrays
+        program, used = with_derivatives(function_alone, tracer.calls)
+        return program, tuple(arrays[index] for index in used)
     except NotScalarError as error:
         reason = f"its derivative: {error}; close over jax.lax.stop_gradient of what has none"
         raise UnsupportedError([reason], _UNSUPPORTED.format("score_mod")) from None
@@ -87,7 +88,9 @@ class _Tracer:
         self._argument = argument
         self._graph = Graph()
         self._interpreter = Interpreter(self._graph, custom_rules=result != "bool")
-        types = [(name, result if name == "score" else "int32") for name in inputs]
+        types: list[tuple[str, ScalarType]] = [
+            (name, result if name == "score" else "int32") for name in inputs
+        ]
         traced = self._traced(function, types)
         try:
             self._result = self._interpreted(traced, types, result)
@@ -113,7 +116,7 @@ class _Tracer:
         )
         return program, tuple(arrays[index] for index in used)
 
-    def _traced(self, function: Callable[..., Any], types: list[tuple[str, str]]) -> Any:
+    def _traced(self, function: Callable[..., Any], types: list[tuple[str, ScalarType]]) -> Any:
         names = ", ".join(name for name, _ in types)
         if not callable(function):
             raise TypeError(
@@ -142,7 +145,7 @@ class _Tracer:
             "jnp instead of np, math, int() and float()"
         )
 
-    def _checked(self, result: Any, types: list[tuple[str, str]]) -> Any:
+    def _checked(self, result: Any, types: list[tuple[str, ScalarType]]) -> Any:
         """The result, if it is a scalar of the right kind."""
         kind = "a float" if types[0][0] == "score" else "a bool"
         expected = f"{self._argument} must return {kind} scalar"

@@ -93,7 +93,7 @@ def whole(graph: Graph, array: Any) -> View:
 
 def materialized(graph: Graph, view: View) -> Scalars:
     """The reads of all elements of a view."""
-    check_size(view.shape, "an array that the function closes over, or a part of it")
+    check_size(view.shape, "an array that the function closes over (or a part of one)")
     elements = np.empty(view.shape, int)
     for position in np.ndindex(view.shape):
         elements[position] = _read(graph, view, position)
@@ -104,7 +104,7 @@ def check_size(shape: tuple[int, ...], what: str) -> None:
     """Raise :class:`NotScalarError` for arrays that are too large to be unrolled."""
     if math.prod(shape) > MOST_ELEMENTS:
         raise NotScalarError(
-            f"{what}, is used with all of its {math.prod(shape)} elements (shape {shape}); index "
+            f"{what} is used with all of its {math.prod(shape)} elements (shape {shape}); index "
             f"it by head, query or key first, since at most {MOST_ELEMENTS} elements are unrolled"
         )
 

@@ -186,6 +186,21 @@ def test_16_bit_arrays_and_arithmetic_are_float32(dtype):
     assert got == pytest.approx(want, rel=1e-6)
 
 
+def test_arrays_of_64_bits_in_a_call_of_32_bits(x64):
+    table = jnp.array([0.1, 0.2])
+    buckets = jnp.array([1, 0])
+    program, arrays = traced_score_function(lambda s, b, h, q, k: s * table[buckets[h]])
+    assert [program.values[read].dtype for read in program.reads] == ["int64", "float64"]
+
+    def value(score, table):
+        return evaluate(program, score, 0, 0, 0, 0, [arrays[0], table])
+
+    value_now, gradients = jax.value_and_grad(value, (0, 1))(np.float32(2), table)
+    assert (value_now.dtype, value_now) == (jnp.float32, np.float32(0.4))
+    assert [x.dtype for x in gradients] == [jnp.float32, jnp.float64]
+    assert gradients[1].tolist() == [0, 2]
+
+
 def test_gradients_of_16_bit_arrays_are_rounded_once():
     table = jnp.ones(2, jnp.bfloat16)
     program, _ = traced_score_function(lambda s, b, h, q, k: s + table[h])

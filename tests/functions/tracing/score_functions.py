@@ -6,6 +6,8 @@ are differentiated. Positions go up to ``ROWS`` and ``COLUMNS``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ BATCH, HEADS, ROWS, COLUMNS = 2, 3, 7, 9
 DISTANCES = ROWS + COLUMNS
 
 
-def integers(seed: int, most: int, *shape: int, dtype=np.int32) -> jax.Array:
+def integers(seed: int, most: int, *shape: int, dtype: Any = np.int32) -> jax.Array:
     return jax.device_put(np.random.default_rng(seed).integers(0, most, shape).astype(dtype))
 
 
