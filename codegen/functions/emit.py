@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from jax_memeff.codegen.functions.constants import float32_bits
+from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
 from jax_memeff.codegen.functions.nodes import Graph, Level, Node, graph, kept
 from jax_memeff.codegen.functions.program import Program
 
@@ -30,10 +32,10 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     """A struct ``memeff::function::<name>`` that evaluates ``program``, without includes.
 
     Args:
-      program: a score function, with or without derivatives, or a mask function.
-      name: of the struct.
-      precise: whether float32 functions are those of the CUDA math library, as for float32 inputs,
-        or the approximations that ``operations.py`` lists.
+        program: a score function, with or without derivatives, or a mask function.
+        name: of the struct.
+        precise: whether float32 functions are those of the CUDA math library, as for float32
+            inputs, or the approximations that ``operations.py`` lists.
 
     Returns C++ that needs ``INCLUDES``. Programs of equal structure give equal text. Members:
 
@@ -51,17 +53,30 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     - ``derivative(...)``: that of the value by the score; ``kConstantDerivative`` if it is 1.
     - ``kFloatReads``: how many reads have derivatives, ``kReadArrays[i]``: the captured array of
       each, ``kReadsDependOnQuery[i]`` and ``kReadsDependOnKey[i]``: whether its index depends on
-      these.
+      these, ``kReadsConstantAlongDiagonals[i]``: whether it depends on them through their
+      difference alone, if at all.
+    - ``read_values(..., float (&values)[kFloatReads])``: what was read. A kernel that stages reads
+      of a tile passes a ``FunctionArrays`` of its own, whose ``read<i>(value)`` returns the staged
+      number: the compiler then drops index, address and load of that read from the others. In
+      the same way a kernel can have ``difference(key, query)``, their difference as a float.
     - ``read_derivatives(..., float (&derivatives)[kFloatReads])``: those of the value by each read.
     - ``read_offsets(..., long long (&offsets)[kFloatReads])``: the element that was read, counted
       in the user's array, or -1 if it was out of bounds. A kernel that needs one of them ignores
       the others, and the compiler drops them.
 
     Raises ``ValueError`` if the program has an operation, type or parameter without a form.
+
+    >>> from jax_memeff.codegen.functions.program import Value
+    >>> score = Value("score", "float32")
+    >>> program = Program((score, Value("tanh", "float32", (0,))), (1,), ())
+    >>> [line for line in source(program, "Cap", precise=False).splitlines() if "tanh" in line]
+    ['    float const v1 = tanh_approx(score);']
     """
     nodes = graph(program, precise=precise)
     derivatives = nodes.results[1:]
-    targets = {*nodes.results, *nodes.offsets} if derivatives else {*nodes.results}
+    targets = {*nodes.results}
+    if derivatives:
+        targets |= {*nodes.offsets, *(nodes.values[read] for read in program.float_reads)}
     printer = Printer(nodes.nodes, kept(nodes.nodes, targets))
     cpp_type = nodes.nodes[nodes.results[0]].cpp_type
     parts = [
@@ -72,6 +87,8 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     if derivatives:
         parts.append(printer.function("float derivative", derivatives[0]))
         if nodes.offsets:
+            reads = [nodes.values[read] for read in program.float_reads]
+            parts.append(printer.array_function("read_values", "float", reads))
             parts.append(printer.array_function("read_derivatives", "float", derivatives[1:]))
             parts.append(printer.array_function("read_offsets", "long long", nodes.offsets))
     body = "\n".join(parts)
@@ -79,6 +96,24 @@ def source(program: Program, name: str, *, precise: bool) -> str:
         f"namespace memeff::function {{\n\nstruct {name} {{\n{body}}};\n\n"
         "}  // namespace memeff::function\n"
     )
+
+
+def literal_bits(program: Program) -> tuple[int, ...]:
+    """The words that ``FunctionArrays::literals`` points to: the bits of each literal, unsigned.
+
+    >>> from jax_memeff.codegen.functions.program import Value
+    >>> values = (Value("literal", "float32", (), (("index", 0),)),)
+    >>> literal_bits(Program(values, (0,), (), (1.0,)))
+    (1065353216,)
+    """
+    dtypes = {v.param("index"): v.dtype for v in program.values if v.op == "literal"}
+    words = []
+    for index, number in enumerate(program.literals):
+        if dtypes.get(index) == "float32":
+            words.append(float32_bits(float(number)))
+        else:
+            words.append(int(number) % 2**32)
+    return tuple(words)
 
 
 class Printer:
@@ -175,6 +210,9 @@ def _facts(program: Program, nodes: Graph) -> str:
             for name in ("query", "key"):
                 found = [_cpp(name in program.dependence(read)) for read in reads]
                 lines.append(_array_fact("bool", f"kReadsDependOn{name.capitalize()}", found))
+            constant = constant_along_diagonals(program)
+            found = [_cpp(constant[read]) for read in reads]
+            lines.append(_array_fact("bool", "kReadsConstantAlongDiagonals", found))
     return "\n".join(lines) + "\n"
 
 

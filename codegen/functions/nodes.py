@@ -8,11 +8,10 @@ registers if that is cheaper than to evaluate them again for each score.
 from __future__ import annotations
 
 import enum
-import math
-import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jax_memeff.codegen.functions.constants import constant, float_constant, reciprocal
 from jax_memeff.codegen.functions.operations import (
     BITCASTS,
     CHEAP,
@@ -86,8 +85,8 @@ def graph(program: Program, *, precise: bool) -> Graph:
     """The nodes of a program.
 
     Args:
-      precise: float32 functions are those of the CUDA math library, as for float32 inputs;
-        otherwise those with an approximation in ``operations.py`` use it.
+        precise: float32 functions are those of the CUDA math library, as for float32 inputs;
+            otherwise those with an approximation in ``operations.py`` use it.
 
     Raises ``ValueError`` if the program has an operation, a type or a parameter without a form.
     """
@@ -206,10 +205,37 @@ class _Builder:
         if value.op == "select_n":
             return self._select(cpp_type, value, args)
         dtype = self.program.values[value.args[0]].dtype
-        if value.op in ("convert_element_type", "bitcast_convert_type"):
-            forms = CONVERSIONS if value.op == "convert_element_type" else BITCASTS
-            return self._node(cpp_type, forms[dtype, value.dtype], args)
+        if value.op == "bitcast_convert_type":
+            return self._node(cpp_type, BITCASTS[dtype, value.dtype], args)
+        if value.op == "convert_element_type":
+            if (difference := self._difference(index, value)) is not None:
+                return difference
+            # The special function unit converts between floats and integers.
+            cost = CHEAP if "float32" not in (dtype, value.dtype) else _KEPT_FROM
+            return self._node(cpp_type, CONVERSIONS[dtype, value.dtype], args, cost)
         return self._operation(index, value, dtype, args, params)
+
+    def _difference(self, index: int, value: Value) -> int | None:
+        """The node of ``float(key - query)``, its negative or its size; None for another value.
+
+        A kernel knows the difference of its first row and column as a float, so it can add to it
+        instead of converting one for each score.
+        """
+        operand = self.program.values[value.args[0]]
+        size = operand.op == "abs"
+        if size:
+            operand = self.program.values[operand.args[0]]
+        if value.dtype != "float32" or index in self.exact or operand[:2] != ("sub", "int32"):
+            return None
+        names = [self.program.values[arg].op for arg in operand.args]
+        if sorted(names) != ["key", "query"]:
+            return None
+        key, query = sorted(operand.args, key=lambda arg: self.program.values[arg].op)
+        args = (self.of_value[key], self.of_value[query])
+        difference = self._node("float", "arrays.difference({0}, {1})", args)
+        if not size and names[0] == "key":
+            return difference
+        return self._node("float", "fabsf({0})" if size else "-{0}", (difference,))
 
     def _operation(
         self, index: int, value: Value, dtype: str, args: tuple[int, ...], params: dict[str, Any]
@@ -225,14 +251,14 @@ class _Builder:
         if value.op == "div":
             divisor = self.program.values[value.args[1]]
             if divisor.op == "constant" and dtype == "float32":
-                reciprocal = _reciprocal(dict(divisor.params)["value"])
-                if reciprocal is not None and (reciprocal[1] or not (exact or self.precise)):
-                    form, cost = f"{{0}} * {_float(reciprocal[0])}", CHEAP
+                inverse = reciprocal(divisor.param("value"))
+                if inverse is not None and (inverse[1] or not (exact or self.precise)):
+                    form, cost = f"{{0}} * {float_constant(inverse[0])}", CHEAP
                     args = args[:1]
         return self._node(cpp_type, form, args, cost)
 
     def _constant(self, dtype: str, number: Any) -> int:
-        return self._node(CPP_TYPES[dtype], _number(dtype, number), (), 0, inline=True)
+        return self._node(CPP_TYPES[dtype], constant(dtype, number), (), 0, inline=True)
 
     def _size(self, array: int, dim: int) -> int:
         return self._node("int", f"arrays.template size<{int(array)}, {int(dim)}>()")
@@ -294,6 +320,9 @@ class _Builder:
             none = self._node("long long", "-1", (), 0, inline=True)
             offset = self._node("long long", "{0} ? {1} : {2}", (inside, offset, none))
         self.offset_of_read[index] = offset
+        if self.nodes[result].level == Level.ELEMENT and value.dtype == "float32":
+            number = self.program.float_reads.index(index)
+            result = self._node(cpp_type, f"arrays.template read<{number}>({{0}})", (result,), 0)
         return result
 
     def _inside(self, indices: Sequence[int], sizes: Sequence[int]) -> int:
@@ -344,50 +373,3 @@ def _exact_values(program: Program) -> frozenset[int]:
         if index in found or jumps or value.op in ("read", "bitcast_convert_type"):
             found.update(value.args)
     return frozenset(found)
-
-
-def _reciprocal(number: float) -> tuple[float, bool] | None:
-    """1 / number rounded to float32, and whether products with it are exact quotients.
-
-    None if either is no normal number.
-    """
-    mantissa, exponent = math.frexp(number) if number and math.isfinite(number) else (0.0, 0)
-    if not -125 <= exponent <= 126:
-        return None
-    return (_rounded(1 / number), abs(mantissa) == 0.5) if mantissa else None
-
-
-def _rounded(number: float) -> float:
-    """The nearest float32, which is infinite beyond the range."""
-    try:
-        return struct.unpack("<f", struct.pack("<f", number))[0]
-    except OverflowError:
-        return math.copysign(math.inf, number)
-
-
-def _number(dtype: str, number: Any) -> str:
-    if dtype == "bool":
-        return "true" if number else "false"
-    if dtype == "float32":
-        return _float(float(number))
-    if dtype == "uint32":
-        return f"{int(number) % 2**32}u"
-    number = int(number)
-    if not -(2**31) <= number < 2**31:
-        raise ValueError(f"a constant of type int32 needs a number of 32 bits, got {number}")
-    # C++ has no negative literals: -2147483648 would be the negation of a long.
-    return str(number) if number >= 0 else f"int({number % 2**32:#x}u)"
-
-
-def _float(number: float) -> str:
-    """A float32 as an expression with exactly its value."""
-    rounded = _rounded(number)
-    if math.isnan(number):
-        return "__uint_as_float(0x7fc00000u)"
-    if math.isinf(rounded):
-        return f"__uint_as_float({'0x7f800000u' if number > 0 else '0xff800000u'})"
-    if abs(rounded) < 2**24 and rounded == int(rounded) and math.copysign(1, rounded) == 1:
-        return f"{int(rounded)}.0f"
-    mantissa, _, exponent = rounded.hex().partition("p")
-    text = f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}p{exponent}f"
-    return f"({text})" if text.startswith("-") else text

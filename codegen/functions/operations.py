@@ -22,13 +22,13 @@ class Operation:
     """One lax primitive.
 
     Args:
-      forms: for each dtype of the operands, a C++ expression of ``{0}``, ``{1}``, ...: names or
-        expressions in parentheses.
-      exact: a form for float32 that the compiler does not fuse with other operations, if it would.
-      approximate: a quicker form for float32 in kernels of 16-bit inputs.
-      bound: the error of ``approximate``, for the documentation.
-      cost: in instructions.
-      discontinuous: whether its result jumps if a float operand changes by one rounding error.
+        forms: for each dtype of the operands, a C++ expression of ``{0}``, ``{1}``, ...: names or
+            expressions in parentheses.
+        exact: a form for float32 that the compiler does not fuse with others, if it would.
+        approximate: a quicker form for float32 in kernels of 16-bit inputs.
+        bound: the error of ``approximate``, for the documentation.
+        cost: in instructions.
+        discontinuous: whether its result jumps if a float operand changes by one rounding error.
     """
 
     forms: dict[str, str]
@@ -77,7 +77,7 @@ def _function(
 def _extremum(name: str, bool_sign: str) -> Operation:
     form = f"{name}({{0}}, {{1}})"
     bools = {"bool": f"bool({{0}} {bool_sign} {{1}})"}
-    return Operation({**dict.fromkeys(("float32", "int32", "uint32"), form), **bools}, cost=2)
+    return Operation({**dict.fromkeys(("float32", "int32", "uint32"), form), **bools})
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -117,7 +117,7 @@ OPERATIONS: dict[str, Operation] = {
     "max": _extremum("maximum", "|"),
     "min": _extremum("minimum", "&"),
     "clamp": Operation(
-        dict.fromkeys(("float32", "int32", "uint32"), "minimum(maximum({1}, {0}), {2})"), cost=4
+        dict.fromkeys(("float32", "int32", "uint32"), "minimum(maximum({1}, {0}), {2})"), cost=2
     ),
     # Comparisons.
     "eq": _comparison("=="),

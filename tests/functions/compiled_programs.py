@@ -42,7 +42,8 @@ inline unsigned bits(unsigned x) { return x; }
 inline unsigned bits(bool x) { return x; }
 
 template <class Function, bool kDerivatives>
-void evaluate(Arrays const& arrays, Point const& p, unsigned* results, long long* offsets) {
+void evaluate(Arrays const& arrays, Point const& p, unsigned* results, long long* offsets,
+              float* read_values) {
   auto const of_head = Function::of_head(arrays, p.batch, p.head);
   auto const of_row = Function::of_row(arrays, of_head, p.query);
   auto const of_column = Function::of_column(arrays, of_head, p.key);
@@ -57,7 +58,10 @@ void evaluate(Arrays const& arrays, Point const& p, unsigned* results, long long
       long long read[Function::kFloatReads];
       call(Function::template read_derivatives<Arrays>, derivatives);
       call(Function::template read_offsets<Arrays>, read);
+      float values[Function::kFloatReads];
+      call(Function::template read_values<Arrays>, values);
       for (int i = 0; i < Function::kFloatReads; ++i) results[2 + i] = bits(derivatives[i]);
+      for (int i = 0; i < Function::kFloatReads; ++i) read_values[i] = values[i];
       for (int i = 0; i < Function::kFloatReads; ++i) offsets[i] = read[i];
     }
   }
@@ -72,10 +76,11 @@ _PROGRAM = """
 {struct}
 namespace memeff::function {{
 extern "C" void program_{number}(Arrays const* arrays, Point const* points, int count,
-                                 unsigned* values, unsigned* results, long long* offsets) {{
+                                 unsigned* values, unsigned* results, long long* offsets,
+                                 float* read_values) {{
   for (int i = 0; i < count; ++i) {{
     evaluate<Program{number}, {derivatives}>(*arrays, points[i], results + i * {results},
-                                            offsets + i * {reads});
+                                            offsets + i * {reads}, read_values + i * {reads});
     auto const [score, batch, head, query, key] = points[i];
     [&, score = score, batch = batch, head = head, query = query, key = key](Arrays const& arrays,
                                                                              unsigned* values) {{
@@ -100,6 +105,7 @@ class Evaluated(NamedTuple):
     values: np.ndarray  # uint32 [points, values]: the bits of all values of the program
     results: np.ndarray  # uint32 [points, results]
     offsets: np.ndarray  # int64 [points, float reads]
+    read_values: np.ndarray  # float32 [points, float reads]
 
 
 class _Arrays(ctypes.Structure):
@@ -153,16 +159,6 @@ def evaluate(cases: Sequence[Case], arguments: np.ndarray) -> list[Evaluated]:
     return [_run(getattr(library, f"program_{i}"), case, arguments) for i, case in enumerate(cases)]
 
 
-def literal_bits(program: Program) -> np.ndarray:
-    """The run-time parameters as a kernel gets them: uint32 [literals]."""
-    dtypes = {v.param("index"): v.dtype for v in program.values if v.op == "literal"}
-    bits = [
-        np.asarray(number, dtypes.get(index, "int32")).view("u4")
-        for index, number in enumerate(program.literals)
-    ]
-    return np.array(bits, "u4")
-
-
 def _run(function: Any, case: Case, arguments: np.ndarray) -> Evaluated:
     program = case.program
     views = np.zeros(len(case.arrays), VIEW)
@@ -173,13 +169,15 @@ def _run(function: Any, case: Case, arguments: np.ndarray) -> Evaluated:
         # The host library leaves the stride of a dim of one element 0.
         view["strides"][: array.ndim] = np.where(np.array(array.shape) == 1, 0, strides)
         view["share"] = [-(-(2**64) // (DIVISOR * VMAP)), VMAP]
-    literals = literal_bits(program)
+    literals = np.array(emit.literal_bits(program), "u4")
     passed = _Arrays(views.ctypes.data, literals.ctypes.data, CALL_BATCH)
     count = len(arguments)
+    reads = len(program.float_reads) if len(program.results) > 1 else 0
     found = Evaluated(
         np.zeros((count, len(program.values)), "u4"),
         np.zeros((count, len(program.results)), "u4"),
-        np.zeros((count, len(program.float_reads) if len(program.results) > 1 else 0), "i8"),
+        np.zeros((count, reads), "i8"),
+        np.zeros((count, reads), "f4"),
     )
     outputs = [ctypes.c_void_p(array.ctypes.data) for array in found]
     pointer = ctypes.c_void_p(arguments.ctypes.data)

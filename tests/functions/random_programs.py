@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -41,6 +42,10 @@ CONSTANTS: dict[str, tuple[Any, ...]] = {
     "bool": (False, True),
 }
 
+# Operations that a name and operands of one dtype determine, and these with each dtype.
+NAMED = [name for name in OPERATIONS if not name.startswith("round")]
+EVERY = [(name, dtype) for name in NAMED for dtype in OPERATIONS[name].forms]
+
 PREDICATES = {"eq", "ne", "lt", "le", "gt", "ge", "is_finite"}
 ROUNDINGS = (("round", (("rounding_method", 0),)), ("round", (("rounding_method", 1),)))
 
@@ -48,7 +53,7 @@ ROUNDINGS = (("round", (("rounding_method", 0),)), ("round", (("rounding_method"
 class RandomProgram:
     """A growing list of values, which later ones are made of."""
 
-    def __init__(self, seed: int, length: int):
+    def __init__(self, seed: int, length: int, operations: Sequence[tuple[str, str]] = ()):
         self.random = random.Random(seed)
         self.values: list[Value] = []
         self.literals: list[float | int] = []
@@ -56,6 +61,8 @@ class RandomProgram:
         self.arrays = self.random.sample(ARRAYS, count)
         for name in INPUTS:
             self._append(Value(name, "float32" if name == "score" else "int32"))
+        for op, dtype in operations:
+            self._grow_operation(op, dtype)
         while len(self.values) < length:
             self._grow()
 
@@ -98,7 +105,8 @@ class RandomProgram:
         elif kind < 0.35:
             self._grow_special()
         else:
-            self._grow_operation()
+            op = self.random.choice(NAMED)
+            self._grow_operation(op, self.random.choice(tuple(OPERATIONS[op].forms)))
 
     def _grow_read(self) -> None:
         array = self.random.randrange(len(self.arrays))
@@ -140,11 +148,8 @@ class RandomProgram:
             name = f"{op}_element_type" if op == "convert" else "bitcast_convert_type"
             self._append(Value(name, target, (self._pick(source),)))  # type: ignore
 
-    def _grow_operation(self) -> None:
-        op = self.random.choice([name for name in OPERATIONS if not name.startswith("round")])
-        operation = OPERATIONS[op]
-        dtype = self.random.choice(tuple(operation.forms))
-        count = 1 + max(i for i in range(3) if f"{{{i}}}" in operation.forms[dtype])
+    def _grow_operation(self, op: str, dtype: str) -> None:
+        count = 1 + max(i for i in range(3) if f"{{{i}}}" in OPERATIONS[op].forms[dtype])
         args = tuple(self._pick(dtype) for _ in range(count))
         if op == "pow" and self.random.random() < 0.3:
             args = (args[0], self._pick("int32"))
@@ -180,10 +185,14 @@ def dims_of(program: Program) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def programs(count: int, seed: int = 0) -> list[Program]:
-    """Programs of 10 to 40 values; each fourth is a mask function."""
+    """Programs of 10 to 40 values; each fourth is a mask function.
+
+    Two operations of each are EVERY in turn, so that seventy programs have all of them.
+    """
     made = []
     for index in range(count):
         length = random.Random(f"{seed} {index}").randint(10, 40)
-        generator = RandomProgram(hash((seed, index)), length)
+        first = [EVERY[(2 * index + i) % len(EVERY)] for i in range(2)]
+        generator = RandomProgram(hash((seed, index)), length, first)
         made.append(generator.program(mask=index % 4 == 3))
     return made

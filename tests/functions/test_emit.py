@@ -6,17 +6,22 @@ import re
 from pathlib import Path
 
 import example_programs
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from example_programs import ALIBI, DOCUMENTS, GOLDEN, SOURCES, TABLE, constant
 from random_programs import programs
 
 from jax_memeff._functions.operations import ELEMENTWISE
+from jax_memeff._functions.trace import traced_score_function
 from jax_memeff.codegen.functions import emit, operations
+from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
 from jax_memeff.codegen.functions.operations import OPERATIONS
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 
 pytestmark = pytest.mark.quick
 
+BUCKETS = jnp.asarray(np.arange(16, dtype=np.int32) // 2)
 SCORE, QUERY = Value("score", "float32"), Value("query", "int32")
 HEAD, KEY = Value("head", "int32"), Value("key", "int32")
 
@@ -70,8 +75,10 @@ def test_cheap_values_take_no_registers():
         QUERY,
         constant("int32", 3),
         Value("add", "int32", (1, 2)),
-        Value("convert_element_type", "float32", (3,)),
-        Value("add", "float32", (0, 4)),
+        KEY,
+        Value("lt", "bool", (4, 3)),
+        constant("float32", 0.0),
+        Value("select_n", "float32", (5, 0, 6)),
     )
     assert "wrapping_add(query, 3)" in shifted
     costly = value_of(
@@ -94,6 +101,31 @@ def test_a_read_of_row_and_column_keeps_the_address_of_the_row():
     source = emit.source(program, "F", precise=True)
     assert "stride<0, 0>()" in body(source, "of_row") and "stride" not in body(source, "value")
     assert "clamp_index(key" in body(source, "value")
+
+
+def test_reads_per_element_can_be_staged():
+    """A kernel may have read them for a whole tile; what the head decides, it has in a register."""
+    source = emit.source(TABLE, "F", precise=True)
+    assert "arrays.template read<0>(v" in body(source, "value")
+    assert "read<0>" in body(source, "read_values")
+    assert "read<0>" not in emit.source(ALIBI, "F", precise=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda q, k: (k - q).astype("float32"), ["arrays.difference(key, query)"]),
+        (lambda q, k: 1.0 * (q - k), ["arrays.difference(key, query)", "-v"]),
+        (lambda q, k: abs(q - k) * 0.5, ["arrays.difference(key, query)", "fabsf(v"]),
+        (lambda q, k: jnp.floor((k - q) * 0.5), ["float(v"]),  # exact before a jump
+        (lambda q, k: 1.0 * (k - 2 * q), ["float(v"]),
+    ],
+)
+def test_kernels_can_provide_the_difference_of_key_and_query(function, expected):
+    program, _ = traced_score_function(lambda s, b, h, q, k: s + function(q, k))
+    text = body(emit.source(program, "F", precise=False), "value")
+    assert all(part in text for part in expected)
+    assert ("arrays.difference" in text) == ("arrays.difference" in expected[0])
 
 
 def test_what_an_operation_with_jumps_depends_on_is_exact():
@@ -123,6 +155,7 @@ def test_what_an_operation_with_jumps_depends_on_is_exact():
         (49.0, False, False, "score * 0x1.4e5e0ap-6f"),
         (0.0, True, False, "score / 0.0f"),
         (2.0**-127, True, False, "score / 0x1p-127f"),
+        (2.0**127, True, False, "score / 0x1p+127f"),
     ],
 )
 def test_divisions_by_constants(divisor, precise, jumps, expected):
@@ -130,6 +163,36 @@ def test_divisions_by_constants(divisor, precise, jumps, expected):
     if jumps:
         values.append(Value("floor", "float32", (2,)))
     assert f"= {expected};" in value_of(*values, precise=precise)
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (lambda q, k: q - k + 7, True),
+        (lambda q, k: q + 3 - k, True),
+        (lambda q, k: (k + 1) + -1 * q, True),
+        (lambda q, k: jnp.clip(jnp.abs(k - q) // 4, 0, 9), True),
+        (lambda q, k: (q.astype("uint32") - k.astype("uint32")).astype("int32"), True),
+        (lambda q, k: BUCKETS[q - k], True),
+        (lambda q, k: 3, True),
+        (lambda q, k: q, False),
+        (lambda q, k: q + k, False),
+        (lambda q, k: 2 * q - k, False),
+        (lambda q, k: q % 8 - k % 8, False),
+        (lambda q, k: BUCKETS[q] - BUCKETS[k], False),
+        (lambda q, k: (q * 0.5).astype("int32") - (k * 0.5).astype("int32"), False),
+        (lambda q, k: q * q - k * q, False),
+    ],
+)
+def test_reads_that_are_constant_along_diagonals(index, expected):
+    table = jnp.zeros((2, 16))
+    program, _ = traced_score_function(lambda s, b, h, q, k: s + table[h, index(q, k)])
+    constant = constant_along_diagonals(program)
+    (read,) = program.float_reads
+    assert constant[read] == expected
+    assert not constant[program.results[0]]
+    fact = f"kReadsConstantAlongDiagonals[] = {{{str(expected).lower()}}};"
+    assert fact in emit.source(program, "F", precise=True)
 
 
 def test_derivatives_that_are_1_are_known():

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from compiled_programs import BATCH_INDEX, Case, Evaluated
 from jax import lax
-from random_programs import captured_arrays, dims_of, programs
+from random_programs import EVERY, captured_arrays, dims_of, programs
 
 from jax_memeff.codegen.functions.operations import OPERATIONS
 from jax_memeff.codegen.functions.program import INPUTS, Program, Value
 
-COUNT = int(os.environ.get("JAX_MEMEFF_PROGRAMS", "200"))
+COUNT = int(os.environ.get("JAX_MEMEFF_PROGRAMS", "100"))
 BATCH = 250
 POINTS = 20
 TINY = float(np.finfo("f4").tiny)
@@ -162,7 +162,9 @@ def check_given(case: Case, found: Evaluated, arguments: np.ndarray) -> None:
             continue
         np.testing.assert_array_equal(got, want, err_msg=str(value))
     for number in range(found.offsets.shape[1]):
-        np.testing.assert_array_equal(found.offsets[:, number], places[program.float_reads[number]])
+        read = program.float_reads[number]
+        np.testing.assert_array_equal(found.offsets[:, number], places[read])
+        np.testing.assert_array_equal(found.read_values[:, number], decoded(program, found, read))
 
 
 def check_structs(program: Program, found: Evaluated) -> None:
@@ -217,6 +219,5 @@ def test_values_of_random_programs_are_those_of_lax():
             check_given(case, found, arguments)
             check_structs(case.program, found)
         seen |= check_operations(cases, evaluated)
-    every = {(op, dtype) for op, operation in OPERATIONS.items() for dtype in operation.forms}
-    missing = {(op, dtype) for op, dtype in every - seen if op != "round_even" and op != "select_n"}
-    assert len(missing) < 20, missing
+    if COUNT >= 70:
+        assert not set(EVERY) - seen

@@ -17,6 +17,7 @@ from jax_memeff._functions.trace import traced_mask_function, traced_score_funct
 
 POINTS = 40
 HEADS, LENGTH = 5, 12
+INDICES = ("batch", "head", "query", "key")
 
 
 class Function(NamedTuple):
@@ -130,7 +131,7 @@ def in_jax(function: Function) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]
     with jax.enable_x64(True):
         arrays = [jnp.asarray(array[BATCH_INDEX].astype("f8")) for array in arrays_of(function)]
         given = points()
-        indices = [jnp.asarray(given[name]) for name in POINT.names[1:]]
+        indices = [jnp.asarray(given[name]) for name in INDICES]
 
         def total(scores, arrays):
             values = jax.vmap(function.make(*arrays))(scores, *indices)
@@ -167,6 +168,6 @@ def test_mask_functions(compiled, name):
     case, found = compiled[name]
     own = [jnp.asarray(array[BATCH_INDEX]) for array in case.arrays]
     given = points()
-    want = jax.vmap(MASKS[name].make(*own))(*(given[field] for field in POINT.names[1:]))
+    want = jax.vmap(MASKS[name].make(*own))(*(given[name] for name in INDICES))
     np.testing.assert_array_equal(found.results[:, 0].astype(bool), want)
     assert 0 < np.count_nonzero(want) < POINTS

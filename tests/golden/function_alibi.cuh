@@ -11,6 +11,7 @@ struct ScoreFunction {
   static constexpr int kReadArrays[] = {0};
   static constexpr bool kReadsDependOnQuery[] = {false};
   static constexpr bool kReadsDependOnKey[] = {false};
+  static constexpr bool kReadsConstantAlongDiagonals[] = {true};
 
   struct OfHead {
     float v12;
@@ -31,14 +32,16 @@ struct ScoreFunction {
     return {v12, v14};
   }
 
-  struct OfRow {};
+  struct OfRow {
+  };
 
   template <class Arrays>
   CUTE_DEVICE static OfRow of_row(Arrays const& arrays, OfHead const& of_head, int query) {
     return {};
   }
 
-  struct OfColumn {};
+  struct OfColumn {
+  };
 
   template <class Arrays>
   CUTE_DEVICE static OfColumn of_column(Arrays const& arrays, OfHead const& of_head, int key) {
@@ -46,36 +49,41 @@ struct ScoreFunction {
   }
 
   template <class Arrays>
-  CUTE_DEVICE static float value(Arrays const& arrays, OfHead const& of_head, OfRow const& of_row,
-                                 OfColumn const& of_column, float score, int query, int key) {
-    int const v15 = wrapping_subtract(key, query);
-    float const v16 = float(v15);
+  CUTE_DEVICE static float value(
+      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
+      float score, int query, int key) {
+    float const v16 = arrays.difference(key, query);
     float const v17 = of_head.v12 * v16;
     float const v18 = score + v17;
     return v18;
   }
 
   template <class Arrays>
-  CUTE_DEVICE static float derivative(Arrays const& arrays, OfHead const& of_head,
-                                      OfRow const& of_row, OfColumn const& of_column, float score,
-                                      int query, int key) {
+  CUTE_DEVICE static float derivative(
+      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
+      float score, int query, int key) {
     return 1.0f;
   }
 
   template <class Arrays>
-  CUTE_DEVICE static void read_derivatives(Arrays const& arrays, OfHead const& of_head,
-                                           OfRow const& of_row, OfColumn const& of_column,
-                                           float score, int query, int key,
-                                           float (&read_derivatives)[kFloatReads]) {
-    int const v15 = wrapping_subtract(key, query);
-    float const v16 = float(v15);
+  CUTE_DEVICE static void read_values(
+      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
+      float score, int query, int key, float (&read_values)[kFloatReads]) {
+    read_values[0] = of_head.v12;
+  }
+
+  template <class Arrays>
+  CUTE_DEVICE static void read_derivatives(
+      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
+      float score, int query, int key, float (&read_derivatives)[kFloatReads]) {
+    float const v16 = arrays.difference(key, query);
     read_derivatives[0] = v16;
   }
 
   template <class Arrays>
-  CUTE_DEVICE static void read_offsets(Arrays const& arrays, OfHead const& of_head,
-                                       OfRow const& of_row, OfColumn const& of_column, float score,
-                                       int query, int key, long long (&read_offsets)[kFloatReads]) {
+  CUTE_DEVICE static void read_offsets(
+      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
+      float score, int query, int key, long long (&read_offsets)[kFloatReads]) {
     read_offsets[0] = of_head.v14;
   }
 };

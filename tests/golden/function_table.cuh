@@ -11,6 +11,7 @@ struct ScoreFunction {
   static constexpr int kReadArrays[] = {0};
   static constexpr bool kReadsDependOnQuery[] = {true};
   static constexpr bool kReadsDependOnKey[] = {true};
+  static constexpr bool kReadsConstantAlongDiagonals[] = {true};
 
   struct OfHead {
     float v7;
@@ -62,8 +63,9 @@ struct ScoreFunction {
     bool const v24 = in_bounds(v11, v13);
     bool const v25 = of_head.v23 && v24;
     float const v27 = v25 ? v19 : 0.0f;
-    float const v30 = v8 + v27;
-    return v30;
+    float const v30 = arrays.template read<0>(v27);
+    float const v31 = v8 + v30;
+    return v31;
   }
 
   template <class Arrays>
@@ -72,11 +74,28 @@ struct ScoreFunction {
                                       int query, int key) {
     float const v5 = score * 0x1.47ae14p-6f;
     float const v6 = tanh_approx(v5);
-    float const v32 = v6 * v6;
-    float const v33 = 1.0f - v32;
-    float const v34 = of_head.v7 * v33;
-    float const v35 = v34 * 0x1.47ae14p-6f;
-    return v35;
+    float const v33 = v6 * v6;
+    float const v34 = 1.0f - v33;
+    float const v35 = of_head.v7 * v34;
+    float const v36 = v35 * 0x1.47ae14p-6f;
+    return v36;
+  }
+
+  template <class Arrays>
+  CUTE_DEVICE static void read_values(
+      Arrays const& arrays, OfHead const& of_head, OfRow const& of_row, OfColumn const& of_column,
+      float score, int query, int key, float (&read_values)[kFloatReads]) {
+    int const v9 = wrapping_subtract(query, key);
+    int const v11 = wrapping_add(v9, of_head.v10);
+    int const v13 = arrays.template size<0, 1>();
+    int const v15 = clamp_index(v11, v13);
+    cutlass::bfloat16_t const* const v18 = of_head.v17 + v15;
+    float const v19 = load<float>(v18);
+    bool const v24 = in_bounds(v11, v13);
+    bool const v25 = of_head.v23 && v24;
+    float const v27 = v25 ? v19 : 0.0f;
+    float const v30 = arrays.template read<0>(v27);
+    read_values[0] = v30;
   }
 
   template <class Arrays>

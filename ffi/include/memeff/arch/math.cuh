@@ -38,6 +38,27 @@ CUTE_DEVICE float tanh_approx(float x) {
   return y;
 }
 
+// NaN if either is NaN, unlike fmaxf and fminf.
+CUTE_DEVICE float max_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#else
+  return a > b || a != a ? a : b;
+#endif
+}
+
+CUTE_DEVICE float min_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#else
+  return a < b || a != a ? a : b;
+#endif
+}
+
 // One instruction from sm_90 on.
 CUTE_DEVICE int max_of_three(int a, int b, int c) { return __vimax3_s32(a, b, c); }
 

@@ -8,9 +8,8 @@
 
 namespace memeff::function {
 
-// NaN if either is NaN, unlike fmaxf and fminf.
-CUTE_DEVICE float maximum(float a, float b) { return a > b || a != a ? a : b; }
-CUTE_DEVICE float minimum(float a, float b) { return a < b || a != a ? a : b; }
+CUTE_DEVICE float maximum(float a, float b) { return max_or_nan(a, b); }
+CUTE_DEVICE float minimum(float a, float b) { return min_or_nan(a, b); }
 
 // NaN and zeros keep their sign and value.
 CUTE_DEVICE float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
@@ -21,7 +20,8 @@ CUTE_DEVICE bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) 
 CUTE_DEVICE int to_int(float x) { return __float2int_rz(x); }
 CUTE_DEVICE unsigned to_unsigned(float x) { return __float2uint_rz(x); }
 
-CUTE_DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+// The sum is not fused with the last product of expf.
+CUTE_DEVICE float logistic(float x) { return 1.0f / __fadd_rn(1.0f, expf(-x)); }
 
 CUTE_DEVICE float divide_approx(float a, float b) { return a * reciprocal_approx(b); }
 CUTE_DEVICE float exp_approx(float x) { return exp2_approx(x * kLog2e); }

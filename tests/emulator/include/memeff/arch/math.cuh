@@ -18,6 +18,9 @@ CUTE_DEVICE float log2_approx(float x) { return std::log2(flush_to_zero(x)); }
 CUTE_DEVICE float sqrt_approx(float x) { return std::sqrt(flush_to_zero(x)); }
 CUTE_DEVICE float tanh_approx(float x) { return std::tanh(x); }
 
+CUTE_DEVICE float max_or_nan(float a, float b) { return a > b || a != a ? a : b; }
+CUTE_DEVICE float min_or_nan(float a, float b) { return a < b || a != a ? a : b; }
+
 CUTE_DEVICE int max_of_three(int a, int b, int c) { return std::max({a, b, c}); }
 
 template <class Element>

@@ -1,0 +1,67 @@
+"""Which values of a program are the same along each diagonal of the scores.
+
+``table[head, query - key]`` is read at one element per diagonal, so a kernel sums its gradient
+along diagonals.
+"""
+
+from __future__ import annotations
+
+from jax_memeff.codegen.functions.program import Program
+
+# The factors of query and key in a value that is affine in them, up to what depends on neither.
+# Modulo 2**32, because int32 wraps around.
+Slopes = tuple[int, int]
+
+
+def constant_along_diagonals(program: Program) -> tuple[bool, ...]:
+    """For each value whether it depends on query and key through their difference alone.
+
+    A value that depends on neither is constant, too; one that depends on the score is not. Values
+    are recognized if they are made of ``query - key``, or of sums of multiples of both that cancel:
+
+    >>> from jax_memeff.codegen.functions.program import Value
+    >>> subtract = Value("sub", "int32", (0, 1))
+    >>> values = (Value("query", "int32"), Value("key", "int32"), subtract)
+    >>> constant_along_diagonals(Program(values, (2,), ()))
+    (False, False, True)
+    """
+    constant: list[bool] = []
+    slopes: list[Slopes | None] = []
+    for index, value in enumerate(program.values):
+        own = _slopes(program, index, slopes)
+        slopes.append(own)
+        cancels = own is not None and sum(own) % 2**32 == 0
+        composed = all(constant[arg] for arg in value.args)
+        is_input = value.op in ("query", "key", "score")
+        constant.append(cancels or (composed and not is_input))
+    return tuple(constant)
+
+
+def _slopes(program: Program, index: int, slopes: list[Slopes | None]) -> Slopes | None:
+    """None for a value that is not known to be affine."""
+    value = program.values[index]
+    if value.op == "query":
+        return 1, 0
+    if value.op == "key":
+        return 0, 1
+    if not program.dependence(index) & {"query", "key", "score"}:
+        return 0, 0
+    operands = [slopes[arg] for arg in value.args]
+    if value.dtype not in ("int32", "uint32") or None in operands:
+        return None
+    known = [operand for operand in operands if operand is not None]
+    if value.op in ("add", "sub"):
+        sign = 1 if value.op == "add" else -1
+        (a, b), (c, d) = known
+        return a + sign * c, b + sign * d
+    if value.op == "neg":
+        return -known[0][0], -known[0][1]
+    if value.op == "convert_element_type":
+        return known[0]  # of 32 bits, as a float is not affine
+    if value.op == "mul":
+        for factor, other in ((0, 1), (1, 0)):
+            number = program.values[value.args[factor]]
+            if number.op == "constant":
+                times = number.param("value")
+                return known[other][0] * times, known[other][1] * times
+    return None
