@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_memeff._functions.trace import traced_score_function
 from jax_memeff.codegen.functions.program import Program
@@ -21,6 +22,6 @@ def score_mod(value: Any, query_dtype: Any) -> tuple[Program | None, tuple[jax.A
             f"lambda s, b, h, q, k: s + slopes[h] * (k - q), got {value!r:.80}; an array to add is "
             "bias"
         )
-    accumulator = jnp.promote_types(query_dtype, jnp.float32).name
-    program, arrays = traced_score_function(value, accumulator)
+    is_wide = query_dtype == np.dtype("float64")
+    program, arrays = traced_score_function(value, "float64" if is_wide else "float32")
     return program, tuple(jnp.asarray(x)[None] for x in arrays)

@@ -62,11 +62,11 @@ def modified(
     valid = jnp.ones((1,) * scores.ndim, bool) if valid is None else valid
 
     def function(scores: jax.Array, *args: Any) -> tuple[jax.Array, jax.Array]:
-        *own, valid, read = args
+        b, h, q, k, valid, read = args
         # XLA evaluates the function once.
-        masked = is_masked(evaluate(program, scores, *own, read))
+        masked = is_masked(evaluate(program, scores, b, h, q, k, read))
         valid = valid & jnp.logical_not(masked)
-        return evaluate(program, scores, *own, read, valid), valid
+        return evaluate(program, scores, b, h, q, k, read, valid), valid
 
     return _each_batch_index(function, (scores, *coordinates, valid), arrays)
 

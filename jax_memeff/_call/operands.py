@@ -370,9 +370,9 @@ def needs_grad_of(operands: Any, needed: Iterable[str]) -> NeedsGrad:
     return NeedsGrad(*(name in names for name in fields), captured=tuple(captured))
 
 
-def gradients_of(operands: Any, given: dict[str, Any] | None = None) -> AnyGradients:
-    """Named gradients of the operands; the others are None."""
-    kind = QkvPackedGradients if isinstance(operands, QkvPackedOperands) else Gradients
+def gradients_of(operands: Any, given: dict[str, Any] | None = None) -> Any:
+    """Named gradients of the operands, ``AnyGradients``; the others are None."""
+    kind: Any = QkvPackedGradients if isinstance(operands, QkvPackedOperands) else Gradients
     none = dict.fromkeys(kind._fields) | {"captured": (None,) * len(operands.captured)}
     return replaced(kind(**none), given or {})
 

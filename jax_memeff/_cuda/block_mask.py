@@ -48,9 +48,8 @@ def lines(
         divisors: those of boolean arrays with fewer batch indices.
 
     >>> ids = jnp.array([[0, 0, 0, 1, 1]])
-    >>> found = lines(
-    ...     Mask.segments(ids, ids), None, None, BlockMask("queries", 2, 2), (1, 1, 5, 5), Divisors()
-    ... )
+    >>> mask, tile = Mask.segments(ids, ids), BlockMask("queries", 2, 2)
+    >>> found = lines(mask, None, None, tile, (1, 1, 5, 5), Divisors())
     >>> found[0, 0, :, :4].astype(int)  # the first tile with a valid element
     Array([[0, 0, 0, 0],
            [0, 0, 0, 0],

@@ -123,7 +123,8 @@ class _Given:
         if score is not None:
             named["score"] = jnp.asarray(score, program.values[program.results[0]].dtype)
             self._score = named["score"]
-        self.shape = np.broadcast_shapes(*(x.shape for x in named.values()))
+        # Sizes may be symbolic, in a program that is exported.
+        self.shape = jnp.broadcast_shapes(*(x.shape for x in named.values()))
         self._program = program
         self._known: dict[int, Any] = {}
         for index, value in enumerate(program.values):

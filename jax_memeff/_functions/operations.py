@@ -56,7 +56,8 @@ def _function(op: str) -> Callable[..., jax.Array]:
 
 def apply(value: Value, args: list[Any]) -> jax.Array:
     """One operation of a program; its operands are broadcast against each other."""
-    shape = np.broadcast_shapes(*(np.shape(arg) for arg in args))
+    # Sizes may be symbolic, in a program that is exported.
+    shape = jax.numpy.broadcast_shapes(*(np.shape(arg) for arg in args))
     args = [arg if np.shape(arg) == shape else jax.numpy.broadcast_to(arg, shape) for arg in args]
     if value.op == "convert_element_type":
         return lax.convert_element_type(args[0], value.dtype)

@@ -149,8 +149,9 @@ def _blockwise_backward(
     if needs_grad.sinks and operands.sinks is not None:
         delta = sinks.delta(out, dout, dlse)
         gradients = gradients._replace(sinks=sinks.gradient(operands, options, lse, delta))
+    three: Any = gradients[:3]
     return [
-        jnp.stack(gradients[:3], 2) if name == "query_key_value" else array_of(gradients, name)
+        jnp.stack(three, 2) if name == "query_key_value" else array_of(gradients, name)
         for name in gradients_needed(given, needs_grad)
     ]
 

@@ -13,7 +13,9 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_memeff._call import values
+from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.expression import with_rows_from
 from jax_memeff.flax.attention import attend, batch_dims
 from jax_memeff.flax.rotary import rotary_embedding
 
@@ -43,6 +45,7 @@ def attend_heads(
     segment_ids: SegmentIds | None,
     is_causal: bool,
     dtype: DTypeLike | None,
+    score_mod: ScoreFunction | None = None,
     **settings: Any,
 ) -> tuple[jax.Array, Cache | None]:
     """Attention of projected heads, and the cache with the new tokens appended.
@@ -58,6 +61,7 @@ def attend_heads(
         segment_ids: as in the modules.
         is_causal: as in the modules; attention over a cache is always causal.
         dtype: of the computation; None infers it.
+        score_mod: as in the modules.
         settings: the other arguments of ``attend``.
 
     Raises:
@@ -86,11 +90,25 @@ def attend_heads(
     if cache is not None:
         cache = _append(cache, key, value)
         key, value = cache.cached_key, cache.cached_value
+        sizes = batch, rows, key.shape[-3]
+        conditions = with_rows_from(conditions, cache.cache_index - rows, *sizes)
         conditions = _in_cache(conditions, cache.cache_index, batch, rows)
+        score_mod = _with_rows_from(score_mod, cache.cache_index - rows)
         is_causal = False
     query, key, value = dtypes.promote_dtype((query, key, value), dtype=dtype)
     settings = {**settings, "mask": array, "conditions": conditions, "is_causal": is_causal}
-    return attend(query, key, value, **settings), cache
+    return attend(query, key, value, score_mod=score_mod, **settings), cache
+
+
+def _with_rows_from(score_mod: ScoreFunction | None, first: jax.Array) -> ScoreFunction | None:
+    """The function for rows of a cache, the first of which is at position ``first``."""
+    if score_mod is None:
+        return None
+
+    def function(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score_mod(score, b, h, q + first, k)
+
+    return function
 
 
 def _positions(

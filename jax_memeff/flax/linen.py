@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import linen
 from jax.typing import ArrayLike
 
+from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff.flax import attention
 from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
@@ -67,6 +68,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
+        score_mod: ScoreFunction | None = None,
     ) -> jax.Array:
         """Project, attend, project.
 
@@ -87,6 +89,9 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
           deterministic: True turns dropout off. Required here or as a field if the rate is not 0.
           dropout_rng: the dropout key; it takes precedence over the stream ``dropout``.
           sow_weights: must be False: weights are never formed.
+          score_mod: a function of the score, batch index, head, row and column to the new score, as
+            in :func:`jax_memeff.dot_product_attention`. During decoding the row is the position of
+            the token in the cache.
 
         Returns:
           ``[batch..., T, out_features]``.
@@ -128,6 +133,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             dtype=self.dtype,
             precision=self.precision,
             sinks=self._sinks(),
+            score_mod=score_mod,
         )
         if variables is not None and cache is not None:
             for variable, array in zip(variables, cache, strict=True):

@@ -11,6 +11,7 @@ from flax import nnx
 from flax.nnx.module import first_from
 from jax.typing import ArrayLike
 
+from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff.flax import attention
 from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
@@ -113,6 +114,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         out_sharding: Any = None,
         qkv_sharding: Any = None,
         input_positions: ArrayLike | None = None,
+        score_mod: ScoreFunction | None = None,
     ) -> jax.Array:
         """Project, attend, project.
 
@@ -141,6 +143,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             keys for the rotary embedding, such as those of left-padded prompts. By default they
             count from 0, and during decoding from the number of tokens in the cache. Masks and
             windows do not depend on them.
+          score_mod: a function of the score, batch index, head, row and column to the new score, as
+            in :func:`jax_memeff.dot_product_attention`. During decoding the row is the position of
+            the token in the cache.
 
         Returns:
           ``[batch..., T, out_features]``.
@@ -180,6 +185,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             dtype=self.dtype,
             precision=self.precision,
             sinks=None if self.sinks is None else self.sinks[...],
+            score_mod=score_mod,
         )
         if cache is not None:
             for name, array in cache._asdict().items():

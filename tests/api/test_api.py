@@ -314,6 +314,7 @@ COMMON = {
     "is_causal": False,
     "local_window_size": None,
     "logits_soft_cap": None,
+    "score_mod": None,
     "sinks": None,
     "dropout_rate": 0.0,
     "dropout_key": None,

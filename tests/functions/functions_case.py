@@ -87,7 +87,7 @@ MASKS: dict[str, Mask] = {
     "prefix": Mask.causal() | Mask.function(prefix),
     "not": Mask.causal() & ~Mask.window(WINDOW, -3),
     "lengths": lengths_and(Mask.function(lambda b, h, q, k: (q + k) % 3 != h)),
-    "ends": lengths_and(Mask.window(4, 0, "bottom_right") | Mask.lengths(key=[2, 3])),
+    "ends": lengths_and(Mask.window(4, 0, "bottom_right") | Mask.lengths(key=np.array([2, 3]))),
 }
 
 
@@ -237,7 +237,8 @@ def _packed(case: Case, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         gap = jnp.full((3, *x.shape[2:]), jnp.nan, x.dtype)
         return jnp.concatenate([x[0], gap, x[1]])
 
-    out, lse = jax_memeff.varlen_attention(
+    packed: Any = jax_memeff.varlen_attention
+    out, lse = packed(
         *(pack(arrays[name]) for name in ("query", "key", "value")),
         first,
         first,
@@ -251,7 +252,7 @@ def _packed(case: Case, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
 
 def _ring(case: Case, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     mesh = jax.make_mesh((2,), ("ring",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
-    by_rows = dict.fromkeys(("query", "key", "value"), P(None, "ring"))
+    by_rows: dict[str, P] = dict.fromkeys(("query", "key", "value"), P(None, "ring"))
     by_rows["bias"] = P(None, None, "ring")
 
     def local(arrays: Arrays) -> tuple[jax.Array, jax.Array]:

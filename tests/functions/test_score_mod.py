@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import functions_case
@@ -13,6 +14,9 @@ from functions_case import Case
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
 """Of the relative error in the Frobenius norm."""
+
+# Compilation is most of the time of these tests.
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(autouse=True)
@@ -27,33 +31,32 @@ def value_and_gradients(function: Any, arrays: Any, cotangents: Any) -> Any:
         out, lse = function(arrays)
         finite = jnp.where(jnp.isfinite(lse), lse, 0)
         dout, dlse = (x.astype(y.dtype) for x, y in zip(cotangents, (out, lse), strict=True))
-        return jnp.vdot(out, dout) + jnp.vdot(finite, dlse), (out, lse)
+        return jnp.sum(out * dout) + jnp.sum(finite * dlse), (out, lse)
 
     (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(arrays)
     return results, gradients
 
 
 @pytest.mark.parametrize("case", functions_case.sample(), ids=str)
-def test_the_definition(case: Case, assert_close):
-    wide = case.dtype == "float64"
-    with jax.enable_x64(wide):
-        arrays = case.arrays()
-        twice = (2,) if case.layout == "vmap" else ()
-        rng = np.random.default_rng(3)
-        B, N, T, Hv = (getattr(functions_case, name) for name in ("B", "N", "T", "Hv"))
-        cotangents = tuple(
-            rng.standard_normal((*twice, *shape)).astype(case.dtype).astype(np.float64)
-            for shape in ((B, T, N, Hv), (B, T, N))
-        )
-        placed = case.placed(arrays)
-        run = jax.jit(lambda arrays: value_and_gradients(case.ours, arrays, cotangents))
-        got = jax.tree.map(np.asarray, run(placed))
+def test_the_definition(case: Case, assert_close, request):
+    if case.dtype == "float64":
+        request.getfixturevalue("x64")  # in all threads: the partitioner has its own
+    arrays = case.arrays()
+    twice = (2,) if case.layout == "vmap" else ()
+    rng = np.random.default_rng(3)
+    B, N, T, Hv = (getattr(functions_case, name) for name in ("B", "N", "T", "Hv"))
+    cotangents = tuple(
+        rng.standard_normal((*twice, *shape)).astype(case.dtype).astype(np.float64)
+        for shape in ((B, T, N, Hv), (B, T, N))
+    )
+    run = compiled(lambda arrays: value_and_gradients(case.ours, arrays, cotangents))
+    got = jax.tree.map(np.asarray, run(case.placed(arrays)))
     with jax.enable_x64(True):
         exact = {name: jnp.asarray(x.astype(np.float64)) for name, x in arrays.items()}
         function = case.defined
         if twice:
             function = lambda arrays: functions_case.vmapped(case.defined, arrays)  # noqa: E731
-        want = jax.jit(lambda arrays: value_and_gradients(function, arrays, cotangents))(exact)
+        want = compiled(lambda arrays: value_and_gradients(function, arrays, cotangents))(exact)
         want = jax.tree.map(np.asarray, want)
     for name, x in arrays.items():
         assert got[1][name].dtype == x.dtype

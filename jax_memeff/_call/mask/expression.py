@@ -50,13 +50,13 @@ class Frame(NamedTuple):
     @classmethod
     def of(cls, mask: Mask, sizes: tuple[int, int], offsets: Offsets | None = None) -> Frame:
         """The frame of a call of T and S with this mask, which is canonical, and these offsets."""
-        lengths = (
+        queries, keys = (
             size if own is None else own
             for own, size in zip((mask.query_lengths, mask.key_lengths), sizes, strict=True)
         )
         if offsets is None:
-            return cls(*lengths)
-        return cls(*lengths, offsets.batch, offsets.head, offsets.position())
+            return cls(queries, keys)
+        return cls(queries, keys, offsets.batch, offsets.head, offsets.position())
 
     def local(self, element: Element) -> Element:
         """The indices of an element in the arrays of this call."""
@@ -91,6 +91,29 @@ def compiled(mask: Mask, frame: Frame) -> Mask:
     return dataclasses.replace(mask, functions=(program,), captured=captured, excluded=())
 
 
+def with_rows_from(mask: Mask, first: jax.Array, B: int, T: int, S: int) -> Mask:
+    """The same mask if row 0 of its functions, and of windows under ``~``, is ``first``.
+
+    As in a cache, the last row is then that of the last column.
+
+    Args:
+        mask: not canonical.
+        first: int32[].
+        B, T, S: of the call.
+    """
+    if "function" not in mask.kinds():
+        return mask
+    own = type(mask)(functions=mask.functions, captured=mask.captured, excluded=mask.excluded)
+    own = own.canonical(B, T, S)
+    frame = Frame(0, 0, position=Position(first, jnp.int32(0)))
+
+    def function(b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
+        return holds(own, Element(b, h, q + first, k), frame)
+
+    program, captured = traced_mask_function(function)
+    return dataclasses.replace(mask, functions=(program,), captured=captured, excluded=())
+
+
 def holds(mask: Mask, element: Element, frame: Frame) -> jax.Array:
     """Whether one element is valid, bool[]."""
     place = frame.local(element)
@@ -107,7 +130,8 @@ def holds(mask: Mask, element: Element, frame: Frame) -> jax.Array:
         conditions.append(array[tuple(indices)])
     first = 0
     for program in mask.functions:
-        arrays = mask.captured[first : first + len(program.arrays)]
+        # ``jax_memeff.check`` has NumPy arrays, which tracers do not index.
+        arrays = [jnp.asarray(x) for x in mask.captured[first : first + len(program.arrays)]]
         first += len(program.arrays)
         conditions.append(evaluate(program, None, *element, arrays))
     conditions += [~holds(other, element, frame) for other in mask.excluded]

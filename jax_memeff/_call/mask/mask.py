@@ -334,8 +334,8 @@ class Mask:
                 row = row + position.query.reshape(-1, 1, 1, 1)
                 column = column + position.key.reshape(-1, 1, 1, 1)
             arrays = tuple(x[0] for x in mask.captured)
-            indices = (x.astype(jnp.int32) for x in (batch, head, row, column))
-            valid &= evaluate(program, None, *indices, arrays)
+            b, h, q, k = (x.astype(jnp.int32) for x in (batch, head, row, column))
+            valid &= evaluate(program, None, b, h, q, k, arrays)
         return valid
 
 

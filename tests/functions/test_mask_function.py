@@ -1,0 +1,221 @@
+"""``Mask.function``, ``|`` and ``~``: values, pytrees, equality, gradients, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_memeff
+from jax_memeff import Mask, Offsets, dot_product_attention
+
+B, N, T, S, H = 2, 3, 9, 11, 8
+DOCUMENTS = np.array([[0] * 4 + [1] * 3 + [-1] * 4, [2] * 11])
+
+
+def draw(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+QUERY, KEY, VALUE = draw(0, B, T, N, H), draw(1, B, S, N, H), draw(2, B, S, N, H)
+BOOLEAN = np.random.default_rng(3).random((1, N, T, S)) < 0.5
+
+ATOMS: dict[str, Mask] = {
+    "causal": Mask.causal(),
+    "bottom_right": Mask.window(3, 0, "bottom_right"),
+    "key_lengths": Mask.lengths(key=np.array([5, 11])),
+    "query_lengths": Mask.lengths(query=np.array([9, 4])),
+    "segments": Mask.segments(DOCUMENTS[:, :T], DOCUMENTS),
+    "boolean": Mask.boolean(BOOLEAN),
+    "function": Mask.function(lambda b, h, q, k: (q + h) % 2 == k % (b + 2)),
+}
+
+
+def as_array(mask: Mask) -> np.ndarray:
+    return np.asarray(mask.as_array(B, N, T, S))
+
+
+@pytest.mark.parametrize("name", ATOMS)
+def test_not(name):
+    np.testing.assert_array_equal(as_array(~ATOMS[name]), ~as_array(ATOMS[name]))
+
+
+@pytest.mark.parametrize("name", ATOMS)
+@pytest.mark.parametrize("other", ["causal", "segments", "function"])
+def test_or(name, other):
+    a, b = ATOMS[name], ATOMS[other]
+    want = as_array(a) | as_array(b)
+    np.testing.assert_array_equal(as_array(a | b), want)
+    # Also as attention has it.
+    got = dot_product_attention(QUERY, KEY, VALUE, mask=a | b)
+    np.testing.assert_allclose(got, dot_product_attention(QUERY, KEY, VALUE, mask=want), atol=1e-6)
+
+
+def test_any_expression():
+    a, b, c, d = (ATOMS[name] for name in ("causal", "segments", "boolean", "function"))
+    arrays = map(as_array, (a, b, c, d))
+    x, y, z, w = arrays
+    np.testing.assert_array_equal(as_array((a | b | ~c) & ~(d & ~a)), (x | y | ~z) & ~(w & ~x))
+    np.testing.assert_array_equal(as_array(~~a), x)
+    np.testing.assert_array_equal(as_array(Mask() | a), np.ones_like(x))
+    np.testing.assert_array_equal(as_array(~Mask()), np.zeros_like(x))
+
+
+def test_lengths_of_the_whole_mask_stay():
+    """No row or column beyond them is valid, and bottom-right windows end at them."""
+    lengths = Mask.lengths(np.array([9, 4]), np.array([5, 11]))
+    either = ATOMS["bottom_right"] | Mask.function(lambda b, h, q, k: True)
+    inside = as_array(lengths)
+    np.testing.assert_array_equal(as_array(either & lengths), inside)
+    placed = ~ATOMS["bottom_right"] & lengths
+    want = inside & ~as_array(ATOMS["bottom_right"] & lengths)
+    np.testing.assert_array_equal(as_array(placed), want)
+    garbage = VALUE.at[0, 5:].set(jnp.nan)
+    out = dot_product_attention(QUERY, KEY, garbage, mask=either & lengths)
+    assert np.isfinite(out).all() and not out[1, 4:].any()
+
+
+def test_rows_without_keys_are_zero():
+    mask = Mask.function(lambda b, h, q, k: q > 3)
+    out, lse = dot_product_attention(QUERY, KEY, VALUE, mask=mask, return_residual=True)
+    np.testing.assert_array_equal(out[:, :4], 0)
+    np.testing.assert_array_equal(lse[:, :4], -np.inf)
+    assert np.isfinite(lse[:, 4:]).all()
+
+
+@pytest.mark.parametrize("name", ["segments", "boolean", "key_lengths", "bottom_right", "causal"])
+def test_offsets_leave_arrays_in_place(name):
+    """Windows count from global positions, and arrays from those of the call, as without ``~``."""
+    offsets = Offsets(batch=3, head=2, num_heads=8, query=4, key=1)
+    mask = ATOMS[name]
+    got = dot_product_attention(QUERY, KEY, VALUE, mask=~~mask & ~~~~mask, offsets=offsets)
+    again = dot_product_attention(QUERY, KEY, VALUE, mask=~(~mask & ~mask), offsets=offsets)
+    want = dot_product_attention(QUERY, KEY, VALUE, mask=mask, offsets=offsets)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    np.testing.assert_allclose(again, want, atol=1e-6)
+
+
+def test_functions_get_global_indices():
+    offsets = Offsets(batch=3, head=2, num_heads=8, query=4, key=jnp.array([1, 2]))
+    seen = np.asarray([3, 4])[:, None, None, None], np.arange(2, 5)[:, None, None]
+    rows, columns = np.arange(4, 4 + T)[:, None], np.arange(S) + np.array([1, 2])[:, None]
+
+    def function(b, h, q, k):
+        return (b * q + h * k) % 3 != 0
+
+    want = function(*seen, rows, columns[:, None, None])
+    mask = Mask.function(function)
+    got = dot_product_attention(QUERY, KEY, VALUE, mask=mask, offsets=offsets)
+    expected = dot_product_attention(QUERY, KEY, VALUE, mask=np.asarray(want))
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_masks_of_functions_cross_jit_scan_and_vmap():
+    bounds = jnp.array([[2, 3], [5, 0], [9, 9]])
+
+    def attention(mask):
+        return dot_product_attention(QUERY, KEY, VALUE, mask=mask)
+
+    def mask_of(bound):
+        return Mask.causal() | Mask.function(lambda b, h, q, k: k < bound[b])
+
+    each = jnp.stack([attention(mask_of(bound)) for bound in bounds])
+    masks = jax.vmap(mask_of)(bounds)
+    for got in (
+        jnp.stack([jax.jit(attention)(mask_of(bound)) for bound in bounds]),
+        jax.vmap(attention)(masks),
+        jax.lax.scan(lambda carry, mask: (carry, attention(mask)), None, masks)[1],
+    ):
+        np.testing.assert_allclose(got, each, atol=1e-6)
+
+
+def test_equality():
+    def one(b, h, q, k):
+        return q - k < 3
+
+    assert Mask.function(one) == Mask.function(lambda b, h, q, k: q - k < 3)
+    assert hash(Mask.function(one)) == hash(Mask.function(one))
+    assert Mask.function(one) != Mask.function(lambda b, h, q, k: q - k < 4)
+    assert ~Mask.causal() == ~Mask.causal() != ~Mask.window(1, 1)
+    array = jnp.arange(3)
+    mask = Mask.function(lambda b, h, q, k: array[b] < q)
+    for action in (lambda: mask == Mask(), lambda: hash(~mask)):
+        with pytest.raises(TypeError, match=r"a Mask that holds arrays .*as_array"):
+            action()
+    assert (~mask).kinds() == mask.kinds() == {"function"}
+
+
+def test_arrays_of_a_mask_have_zero_gradients():
+    def loss(bounds, query):
+        mask = Mask.function(lambda b, h, q, k: k < bounds[b] + q)
+        return dot_product_attention(query, KEY, VALUE, mask=mask).sum()
+
+    bounds = jnp.array([1.5, 2.5])
+    of_bounds, of_query = jax.grad(loss, (0, 1))(bounds, QUERY)
+    np.testing.assert_array_equal(of_bounds, 0)
+    assert of_query.any()
+    with jax_memeff.forward_mode():
+        tangent = jax.jvp(lambda bounds: loss(bounds, QUERY), [bounds], [bounds])[1]
+    assert tangent == 0
+
+
+NOT_A_FUNCTION: Any = 3
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: Mask.function(NOT_A_FUNCTION), TypeError, "Mask.function must be a function"),
+        (lambda: Mask.function(lambda q, k: q > k), TypeError, "Mask.function must take"),
+        (lambda: Mask.function(lambda b, h, q, k: q - k), TypeError, "must return a bool scalar"),
+        (lambda: Mask.causal() | NOT_A_FUNCTION, TypeError, r"unsupported operand"),
+    ],
+)
+def test_errors(make: Any, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_a_wrong_array_under_or_is_named():
+    mask: Any = Mask.causal() | Mask.lengths(key=np.array([3]))
+    with pytest.raises(ValueError, match="key lengths must have shape"):
+        dot_product_attention(QUERY, KEY, VALUE, mask=mask)
+
+
+def test_check_takes_functions():
+    bounds = jnp.array([2, 3])
+    mask = (Mask.causal() | Mask.function(lambda b, h, q, k: k < bounds[b])) & Mask.lengths(
+        key=jnp.array([5, 12])
+    )
+    with pytest.raises(ValueError, match=r"key lengths must be in \[0, 11\], got 12 at index 1"):
+        jax_memeff.check(QUERY, KEY, VALUE, mask=mask)
+    arguments: Any = {"score_mod": lambda s, b, h, q, k: s + bounds[b], "mask": ~mask}
+    with pytest.raises(ValueError, match=r"key lengths must be in \[0, 11\], got 12 at index 1"):
+        jax_memeff.check(QUERY, KEY, VALUE, **arguments)
+    arguments["mask"] = Mask.causal() | Mask.function(lambda b, h, q, k: k < bounds[b])
+    jax_memeff.check(QUERY, KEY, VALUE, **arguments)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ["score_mod", "Mask.function"])
+def test_a_call_without_kernels_says_so(name, grad, monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
+
+    def loss(query, table, implementation):
+        arguments: Any = {"score_mod": lambda s, b, h, q, k: s + table[q] + table[k]}
+        if name == "Mask.function":
+            arguments = {"mask": Mask.function(lambda b, h, q, k: table[q] > table[k])}
+        arrays = (x.astype("bfloat16") for x in (query, KEY, VALUE))
+        return dot_product_attention(*arrays, implementation=implementation, **arguments).sum()
+
+    def lower(implementation):
+        function = jax.grad(loss, (0, 1)) if grad else loss
+        traced = jax.jit(function, static_argnums=2).trace(QUERY, jnp.ones(S), implementation)
+        return traced.lower(lowering_platforms=("cuda",))
+
+    with pytest.raises(jax_memeff.UnsupportedError, match=f"{name} has no kernels yet: .*'xla'"):
+        lower(None)
+    assert "jax_memeff_forward" not in lower("xla").as_text()
