@@ -16,12 +16,16 @@ try:
 except ImportError as error:
     raise pytest.UsageError(str(error)) from None
 
-# Most of the time of the tests is compilation on the CPU: half of it is XLA's newer emitters, and a
-# tenth the division of each module for 32 threads. XLA aborts on a flag that it does not know, and
-# jaxlib 0.11 does not know the first of these.
+# Most of the time of the tests is compilation on the CPU: half of it is XLA's newer emitters, a
+# tenth the division of each module for 32 threads, and a tenth XNNPACK, which is set up for each
+# product. XLA aborts on a flag that it does not know, and jaxlib 0.11 does not know the first.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     given = os.environ.get("XLA_FLAGS", "")
-    quicker = {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
+    quicker = {
+        "xla_cpu_use_fusion_emitters": "false",
+        "xla_cpu_parallel_codegen_split_count": "1",
+        "xla_cpu_use_xnnpack": "false",
+    }
     flags = [f"--{name}={value}" for name, value in quicker.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join([*given.split(), *flags])
 
