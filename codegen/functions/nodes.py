@@ -36,6 +36,9 @@ ELEMENT_TYPES = {
     "uint32": "unsigned",
 }
 
+# ArrayView::kMostDims without the first dim, which a vmap adds.
+MOST_DIMS = 3
+
 _LOAD = 2 * FUNCTION
 _KEPT_FROM = 4  # the instructions from which on a register is cheaper
 
@@ -301,6 +304,11 @@ class _Builder:
             raise ValueError(
                 f"a read needs one index for each of {captured.ndim} dims and the mode clip, fill "
                 f"or promise, got {value}"
+            )
+        if captured.ndim > MOST_DIMS:
+            raise ValueError(
+                f"a captured array of a kernel has at most {MOST_DIMS} dims, got {captured.ndim}: "
+                "join dims of the array, and their indices in the function"
             )
         indices = [self.of_value[arg] for arg in value.args]
         sizes = [self._size(array, dim) for dim in range(captured.ndim)]

@@ -16,6 +16,7 @@ from jax_memeff._functions.operations import ELEMENTWISE
 from jax_memeff._functions.trace import traced_score_function
 from jax_memeff.codegen.functions import emit, operations
 from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
+from jax_memeff.codegen.functions.nodes import MOST_DIMS
 from jax_memeff.codegen.functions.operations import OPERATIONS
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 
@@ -216,6 +217,14 @@ def test_programs_without_device_code_are_refused(value, reason):
     flag = constant("bool", True)
     with pytest.raises(ValueError, match=reason):
         value_of(SCORE, flag, value, arrays=[CapturedType("float32", 1)])
+
+
+def test_captured_arrays_fit_into_their_view():
+    view = (Path(__file__).parents[2] / "ffi/include/memeff/params.h").read_text()
+    assert f"kMostDims = {MOST_DIMS + 1};" in view
+    read = Value("read", "float32", (0,) * 4, (("array", 0), ("mode", "clip")))
+    with pytest.raises(ValueError, match="at most 3 dims, got 4: join dims"):
+        value_of(QUERY, read, arrays=[CapturedType("float32", 4)])
 
 
 @pytest.mark.parametrize(
