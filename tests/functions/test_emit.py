@@ -146,6 +146,15 @@ def test_what_an_operation_with_jumps_depends_on_is_exact():
     assert "__fmul_rn(v1, 49.0f)" in jumping and "__fadd_rn(v3, score)" in jumping
 
 
+def test_jumps_of_derivatives_need_no_exact_values():
+    program, _ = traced_score_function(lambda s, b, h, q, k: jnp.abs(jnp.tanh(s)))
+    source = emit.source(program, "F", precise=False)
+    assert "tanh_approx" in body(source, "value") and "tanhf" not in source
+    assert ">= 0.0f" in body(source, "derivative")
+    program, _ = traced_score_function(lambda s, b, h, q, k: jnp.sign(jnp.tanh(s)))
+    assert "tanhf" in body(emit.source(program, "F", precise=False), "value")
+
+
 @pytest.mark.parametrize(
     ("divisor", "precise", "jumps", "expected"),
     [
