@@ -39,16 +39,6 @@ _OTHER_NAMES = {
     "xor": "bitwise_xor",
 }
 
-_NAMES = """
-    abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz
-    convert_element_type cos cosh div eq erf erfc exp exp2 expm1 floor ge gt integer_pow is_finite
-    le log log1p logistic lt max min mul mulhi ne neg nextafter not or population_count pow rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-    square sub tan tanh xor
-"""
-ELEMENTWISE = frozenset(_NAMES.split())
-"""The primitives of lax that a program may contain."""
-
 
 def _function(op: str) -> Callable[..., jax.Array]:
     return getattr(lax, _OTHER_NAMES.get(op, op))

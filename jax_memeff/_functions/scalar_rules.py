@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from jax_memeff._functions.graph import Graph
-from jax_memeff._functions.operations import ELEMENTWISE, SCALAR_TYPES
+from jax_memeff._functions.operations import SCALAR_TYPES
 from jax_memeff._functions.views import NotScalarError
+from jax_memeff.codegen.functions.operations import is_supported
 from jax_memeff.codegen.functions.program import ScalarType
 
 STRUCTURAL_OPERAND: dict[str, int] = dict.fromkeys(
@@ -40,7 +41,7 @@ _OF_INTEGERS = {"eq_to": "eq", "le_to": "le", "lt_to": "lt"}
 
 
 def is_elementwise(name: str) -> bool:
-    return name in ELEMENTWISE or name == "add_any" or name in _OF_INTEGERS
+    return is_supported(name) or name == "add_any" or name in _OF_INTEGERS
 
 
 def lower(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import normal
+from jax.ad_checkpoint import checkpoint_name
 from score_functions import MASK_FUNCTIONS, SCORE_FUNCTIONS, everywhere, integers
 
 from jax_memeff._functions.evaluate import evaluate
+from jax_memeff._functions.operations import apply
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
+from jax_memeff.codegen.functions.operations import OPERATIONS, is_supported
 from jax_memeff.codegen.functions.program import Value
 
 TABLE = normal(1, 4, 9)
@@ -290,6 +294,17 @@ def test_numbers_in_lists_are_literals_or_arrays():
     assert [array.tolist() for array in arrays] == [[3.0, 4.0]]
 
 
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_every_operation_of_device_code_is_one_of_lax(name):
+    """``is_supported`` says which primitives are traced, so JAX has to evaluate them."""
+    assert is_supported(name) == (name != "round_even")  # round, with a parameter
+    if is_supported(name):
+        (dtype, form), *_ = OPERATIONS[name].forms.items()
+        operands = [np.array(1, dtype)] * len(set(re.findall(r"{\d}", form)))
+        result = apply(Value(name, "float32", (), (("rounding_method", 1),)), operands)
+        assert result.shape == ()
+
+
 JNP_FUNCTIONS = {
     "norm": lambda s, b, h, q, k: s - jnp.linalg.norm(TABLE[:3, q] - TABLE[1:, k] + 1),
     "select": lambda s, b, h, q, k: jnp.select([q < k, q == k], [s, 2 * s], 3 * s),
@@ -301,7 +316,7 @@ JNP_FUNCTIONS = {
     "isin": lambda s, b, h, q, k: jnp.where(jnp.isin(q, jnp.array([1, 3, 4])), s, 0.0),
     "vmap": lambda s, b, h, q, k: s + jax.vmap(lambda i: TABLE[h, i] * s)(jnp.arange(3) + q).sum(),
     "rows": lambda s, b, h, q, k: s + TABLE[[0, 1], q].sum() + TABLE[h, ::2][k // 2],
-    "name": lambda s, b, h, q, k: jax.ad_checkpoint.checkpoint_name(s * 2, "x"),
+    "name": lambda s, b, h, q, k: checkpoint_name(s * 2, "x"),
     "divmod": lambda s, b, h, q, k: jnp.divmod(q, 3)[1] + jnp.divmod(s, 2.0)[0] + jnp.fmod(s, 3.0),
     "gelu": lambda s, b, h, q, k: jax.nn.gelu(s, approximate=False) + jax.nn.elu(s),
 }
