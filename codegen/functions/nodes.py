@@ -36,6 +36,9 @@ ELEMENT_TYPES = {
     "uint32": "unsigned",
 }
 
+# ArrayView::kMostDims without the first dim, which a vmap adds.
+MOST_DIMS = 3
+
 _LOAD = 2 * FUNCTION
 _KEPT_FROM = 4  # the instructions from which on a register is cheaper
 
@@ -302,6 +305,11 @@ class _Builder:
                 f"a read needs one index for each of {captured.ndim} dims and the mode clip, fill "
                 f"or promise, got {value}"
             )
+        if captured.ndim > MOST_DIMS:
+            raise ValueError(
+                f"a captured array of a kernel has at most {MOST_DIMS} dims, got {captured.ndim}: "
+                "join dims of the array, and their indices in the function"
+            )
         indices = [self.of_value[arg] for arg in value.args]
         sizes = [self._size(array, dim) for dim in range(captured.ndim)]
         clamped = [
@@ -359,17 +367,29 @@ class _Builder:
 
 
 def _exact_values(program: Program) -> frozenset[int]:
-    """The values that operations with jumps depend on.
+    """The values on which a jump of the function, or the index of a read, depends.
 
     A rounding error there changes a result by any amount, so they are neither approximated nor
-    fused: every kernel that evaluates the function gets the same bits.
+    fused: every kernel that evaluates the function gets the same bits. Jumps of derivatives alone
+    choose between one-sided derivatives, as that of ``max`` does, and need no such care.
     """
+    reads = {index for index, value in enumerate(program.values) if value.op == "read"}
+    decisive = _needed(program, {program.results[0], *reads})
     found: set[int] = set()
     for index in reversed(range(len(program.values))):
         value = program.values[index]
         jumps = value.op in OPERATIONS and OPERATIONS[value.op].discontinuous
         if value.op in ("convert_element_type", "bitcast_convert_type"):
-            jumps = value.dtype != "float32"
-        if index in found or jumps or value.op in ("read", "bitcast_convert_type"):
+            jumps = value.dtype != "float32" or value.op == "bitcast_convert_type"
+        if index in found or (index in decisive and (jumps or index in reads)):
             found.update(value.args)
     return frozenset(found)
+
+
+def _needed(program: Program, results: set[int]) -> set[int]:
+    """Values that results depend on, and themselves."""
+    found = set(results)
+    for index in reversed(range(len(program.values))):
+        if index in found:
+            found.update(program.values[index].args)
+    return found

@@ -16,6 +16,7 @@ from jax_memeff._functions.operations import ELEMENTWISE
 from jax_memeff._functions.trace import traced_score_function
 from jax_memeff.codegen.functions import emit, operations
 from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
+from jax_memeff.codegen.functions.nodes import MOST_DIMS
 from jax_memeff.codegen.functions.operations import OPERATIONS
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 
@@ -145,6 +146,15 @@ def test_what_an_operation_with_jumps_depends_on_is_exact():
     assert "__fmul_rn(v1, 49.0f)" in jumping and "__fadd_rn(v3, score)" in jumping
 
 
+def test_jumps_of_derivatives_need_no_exact_values():
+    program, _ = traced_score_function(lambda s, b, h, q, k: jnp.abs(jnp.tanh(s)))
+    source = emit.source(program, "F", precise=False)
+    assert "tanh_approx" in body(source, "value") and "tanhf" not in source
+    assert ">= 0.0f" in body(source, "derivative")
+    program, _ = traced_score_function(lambda s, b, h, q, k: jnp.sign(jnp.tanh(s)))
+    assert "tanhf" in body(emit.source(program, "F", precise=False), "value")
+
+
 @pytest.mark.parametrize(
     ("divisor", "precise", "jumps", "expected"),
     [
@@ -216,6 +226,14 @@ def test_programs_without_device_code_are_refused(value, reason):
     flag = constant("bool", True)
     with pytest.raises(ValueError, match=reason):
         value_of(SCORE, flag, value, arrays=[CapturedType("float32", 1)])
+
+
+def test_captured_arrays_fit_into_their_view():
+    view = (Path(__file__).parents[2] / "ffi/include/memeff/params.h").read_text()
+    assert f"kMostDims = {MOST_DIMS + 1};" in view
+    read = Value("read", "float32", (0,) * 4, (("array", 0), ("mode", "clip")))
+    with pytest.raises(ValueError, match="at most 3 dims, got 4: join dims"):
+        value_of(QUERY, read, arrays=[CapturedType("float32", 4)])
 
 
 @pytest.mark.parametrize(
