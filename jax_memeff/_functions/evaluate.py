@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_memeff._functions.canonical import needed
@@ -77,9 +76,9 @@ def evaluate(
         value = function(floats, others, valid)
         total = jnp.zeros_like(value)
         for slope, (_, tangent) in zip(slopes, moving, strict=True):
-            # With 64 bits enabled an array may have other floats than the scores.
-            product = lax.convert_element_type(slope * tangent, value.dtype)
-            total = total + jnp.broadcast_to(product, given.shape)
+            # Reads of 64 bits may be wider than the score.
+            term = jnp.broadcast_to(slope * tangent, given.shape)
+            total = total + term.astype(value.dtype)
         return value, total
 
     function.defjvp(function_jvp, symbolic_zeros=True)

@@ -23,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax_memeff._functions import array_rules, indexing, outside, scalar_rules
 from jax_memeff._functions.graph import Graph
 from jax_memeff._functions.views import (
+    CLIP,
     MOST_ELEMENTS,
     NotScalarError,
     Scalars,
@@ -30,6 +31,7 @@ from jax_memeff._functions.views import (
     check_size,
     materialized,
     whole,
+    window,
 )
 
 _IDENTITIES = frozenset({"copy_p", "name", "optimization_barrier", "pcast", "pvary"})
@@ -137,6 +139,8 @@ class Interpreter:
             return self._inlined(equation, inputs)
         if name == "cond":
             return self._branches(equation, inputs)
+        if name == "scan" and equation.params["length"] <= MOST_ELEMENTS:
+            return self._unrolled(equation, inputs)
         return self._array_equation(equation, name, inputs)
 
     def _array_equation(self, equation: JaxprEqn, name: str, inputs: list[Any]) -> list[Any]:
@@ -192,6 +196,41 @@ class Interpreter:
             return self._run(inner.jaxpr, inner.consts, inputs)
         return self._run(inner, (), inputs)
 
+    def _unrolled(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        """The steps of a scan of a few steps, one after the other."""
+        body, length = equation.params["jaxpr"], equation.params["length"]
+        consts = equation.params["num_consts"]
+        carried = equation.params["num_carry"]
+        carry, sequences = inputs[consts : consts + carried], inputs[consts + carried :]
+        collected: list[list[Scalars]] = [[] for _ in equation.outvars[carried:]]
+        steps = range(length)
+        for step in reversed(steps) if equation.params["reverse"] else steps:
+            now = [self._row(sequence, step) for sequence in sequences]
+            results = self._run(body.jaxpr, body.consts, [*inputs[:consts], *carry, *now])
+            carry = results[:carried]
+            for rows, row in zip(collected, results[carried:], strict=True):
+                rows.append(self.scalars(row))
+        if equation.params["reverse"]:
+            collected = [rows[::-1] for rows in collected]
+        stacked = []
+        for variable, rows in zip(equation.outvars[carried:], collected, strict=True):
+            aval = outside.aval(variable)
+            check_size(aval.shape, "the result of a scan")
+            elements = np.array([row.elements for row in rows], int).reshape(aval.shape)
+            stacked.append(Scalars(elements, np.dtype(aval.dtype)))
+        return [*carry, *stacked]
+
+    def _row(self, x: Any, index: int) -> Any:
+        """``x[index]``."""
+        if isinstance(x, Scalars):
+            return Scalars(np.asarray(x.elements[index]), x.dtype)
+        if not isinstance(x, View):
+            return np.asarray(x[index]) if isinstance(x, np.ndarray) else x[index]
+        first = self.graph.number(index, "int32", structural=True)
+        starts = [first, *(self.graph.number(0, "int32") for _ in x.axes[1:])]
+        row = window(self.graph, x, starts, [1, *x.shape[1:]], CLIP)
+        return row.with_axes(row.axes[1:])
+
     def _custom_call(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         if any(math.prod(x.shape) > MOST_ELEMENTS for x in inputs):
             raise NotScalarError(_READS_IN_RULE)
@@ -240,8 +279,9 @@ def _is_outside(x: Any) -> bool:
 def _without_scalar_form(name: str) -> str:
     if name in _LOOPS:
         return (
-            f"loops (`{name}`) have no scalar form; write the steps out, or compute the result "
-            "outside of the function and close over it"
+            f"loops (`{name}`) of more than {MOST_ELEMENTS} steps, or of a number of steps that is "
+            "not known, have no scalar form; write the steps out, or compute the result outside of "
+            "the function and close over it"
         )
     if "callback" in name or "debug" in name:
         return f"`{name}` has no scalar form: kernels have no side effects; print when tracing"

@@ -36,12 +36,12 @@ def scalar_type(dtype: Any) -> ScalarType:
     return SCALAR_TYPES[name]
 
 
-_OF_INTEGERS = {"eq_to": "eq", "le_to": "le", "lt_to": "lt"}
-"""Comparisons in the total order of floats, as ``jnp.searchsorted`` has them for integers, too."""
+_TOTAL_ORDER = {"eq_to": "eq", "le_to": "le", "lt_to": "lt"}
+"""Comparisons in the total order of floats, which ``jnp.searchsorted`` uses for all dtypes."""
 
 
 def is_elementwise(name: str) -> bool:
-    return is_supported(name) or name == "add_any" or name in _OF_INTEGERS
+    return is_supported(name) or name == "add_any" or name in _TOTAL_ORDER
 
 
 def lower(
@@ -63,10 +63,9 @@ def lower(
         return _select(graph, dtype, args)
     if name == "add_any":
         name = "add"
-    if name in _OF_INTEGERS:
-        if operands[0].kind not in "iub":
-            raise NotScalarError(f"`{name}` (the total order of floats) has no scalar form")
-        name = _OF_INTEGERS[name]
+    if name in _TOTAL_ORDER:
+        name = _TOTAL_ORDER[name]
+        args = tuple(_in_total_order(graph, arg) for arg in args)
     kept: dict[str, Any] = {}
     if name == "integer_pow":
         kept = {"y": int(params["y"])}
@@ -85,6 +84,19 @@ def lower(
         excess = graph.number(32 - small, "int32", structural=True)
         value = graph.add("sub", "int32", (value, excess))
     return _wrapped(graph, value, result) if name in _OVERFLOWS else value
+
+
+def _in_total_order(graph: Graph, value: int) -> int:
+    """An integer that is ordered as a float is, with -0 below 0 and NaN above infinity."""
+    if not graph.dtype(value).startswith("float"):
+        return value
+    bits, dtype = (32, "int32") if graph.dtype(value) == "float32" else (64, "int64")
+    pattern = graph.add("bitcast_convert_type", dtype, (value,))
+    shift = graph.number(bits - 1, dtype, structural=True)
+    magnitude = graph.number((1 << (bits - 1)) - 1, dtype, structural=True)
+    sign = graph.add("shift_right_arithmetic", dtype, (pattern, shift))
+    flipped = graph.add("and", dtype, (sign, magnitude))
+    return graph.add("xor", dtype, (pattern, flipped))
 
 
 def _select(graph: Graph, dtype: ScalarType, args: tuple[int, ...]) -> int:

@@ -50,6 +50,7 @@ def direct(make, arrays, scores):
     return everywhere(make(*arrays), scores, *positions())
 
 
+@pytest.mark.quick("alibi-float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", SCORE_FUNCTIONS)
 def test_values_and_gradients_are_those_of_the_function(name, dtype, request, assert_close):
@@ -107,6 +108,7 @@ def test_derivatives_are_by_the_score_and_by_each_float_read(name, assert_close)
     assert_close(sum(by_reads), along_ones)
 
 
+@pytest.mark.quick("documents")
 @pytest.mark.parametrize("name", MASK_FUNCTIONS)
 def test_masks_are_those_of_the_function(name):
     make, arrays = MASK_FUNCTIONS[name]
