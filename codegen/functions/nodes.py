@@ -238,7 +238,8 @@ class _Builder:
         difference = self._node("float", "arrays.difference({0}, {1})", args)
         if not size and names[0] == "key":
             return difference
-        return self._node("float", "fabsf({0})" if size else "-{0}", (difference,))
+        # 0 - 0 is 0, as it is in integers; -0 is not.
+        return self._node("float", "fabsf({0})" if size else "0.0f - {0}", (difference,))
 
     def _operation(
         self, index: int, value: Value, dtype: str, args: tuple[int, ...], params: dict[str, Any]
