@@ -16,10 +16,6 @@ struct Config {{
 {lines}}};
 """
 
-_FIELD = """
-static_assert(__builtin_offsetof(memeff::{direction}Params, {path}) == {offset});
-"""
-
 _KERNEL = """
 using {alias} = memeff::{cpp_class};
 static_assert({alias}::kThreads == {threads});
@@ -42,19 +38,14 @@ extern "C" __global__ void __launch_bounds__({alias}::kThreads, {blocks})
 def source(spec: KernelSpec) -> str:
     """The CUDA C++ of ``spec``, deterministic; the device headers hold all the logic.
 
-    The assertions make the compiler prove the thread and shared-memory numbers and the
-    offsets of fields that the launcher takes from ``spec``.
+    The assertions make the compiler prove the thread and shared-memory numbers that the launcher
+    takes from ``spec``.
     """
     lines = (_line(name, value) for name, value in _config(spec).items())
     text = spec.kernel.defines(spec)
     text += _INCLUDE.format(stem=spec.kernel.stem)
     text += "".join(feature.source(spec) for feature in FEATURES)
     text += _CONFIG.format(lines="".join(lines))
-    direction = spec.direction.capitalize()
-    text += "".join(
-        _FIELD.format(direction=direction, path=field.path, offset=field.offset)
-        for field in spec.params_fields
-    )
     return text + "".join(_kernel(spec, entry) for entry in spec.entry_points)
 
 

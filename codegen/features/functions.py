@@ -20,6 +20,12 @@ _SCALAR_TYPES = ("float32", "int32", "uint32", "bool")
 """Of values in kernels."""
 
 
+_ARGUMENTS = {
+    "score": "score_mod (or a traced scale)",
+    "mask": "Mask.function (or | or ~ of masks)",
+}
+
+
 class AskedFunctions(NamedTuple):
     """The programs of a call without the values of their literals, which are run-time parameters:
     calls that differ only in these have one kernel.
@@ -131,7 +137,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             return []
         reasons = []
         for name, program in asked.programs.items():
-            title = "score_mod" if name == "score" else "the mask's function"
+            title = _ARGUMENTS[name]
             wide = {value.dtype for value in program.values} - set(_SCALAR_TYPES)
             if wide:
                 reasons.append(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jax_memeff._call.values import INT32_MAX, static_integer, static_number
 
@@ -40,6 +41,19 @@ def scale(value: Any, head_dim: int, dtype: Any) -> float:
             f"{_accumulator(dtype)}, got {number}"
         )
     return number
+
+
+def traced_scale(value: Any, dtype: Any) -> jax.Array | None:
+    """A traced factor of the scores in their dtype; None if it is static."""
+    if not isinstance(value, Tracer):
+        return None
+    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if value.shape != () or not is_real:
+        raise TypeError(
+            f"scale must be one number, got a traced array of {value.dtype} and shape "
+            f"{value.shape}; for one scale per head use score_mod"
+        )
+    return value.astype(jnp.promote_types(dtype, jnp.float32))
 
 
 def soft_cap(value: Any, scale: float, dtype: Any) -> float | None:

@@ -96,9 +96,9 @@ def dot_product_attention(
             float dtype is cast to that of the scores first, which takes memory.
         mask: A boolean array of the shapes that bias may have, True where an element takes part; or
             a :class:`jax_memeff.Mask`. Everything that masks is combined by "and".
-        scale: A static number, ``1/sqrt(H)`` by default. It may be negative. It must be 0, or fit
-            the dtype of the scores: 1.18e-38 to 8.51e+37 in f32. For a traced one multiply query by
-            it.
+        scale: A number, ``1/sqrt(H)`` by default. It may be negative. It must be 0, or fit the
+            dtype of the scores: 1.18e-38 to 8.51e+37 in f32. A traced scalar is
+            differentiated; it is part of ``score_mod``, and needs what that needs.
         is_causal: Row t attends to columns ``s <= t``. ``Mask.causal("bottom_right")`` aligns the
             last row with the last column instead.
         query_seq_lengths: ``[B]`` integers (or one, without B): rows beyond give 0.

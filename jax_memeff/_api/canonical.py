@@ -91,11 +91,16 @@ def common(
         ValueError, TypeError: as ``dot_product_attention`` says.
     """
     rate = numbers.dropout_rate(arguments["dropout_rate"])
-    scale = numbers.scale(arguments["scale"], head_dim, dtype)
-    score_function, captured = argument_functions.score_mod(arguments["score_mod"], dtype)
+    traced_scale = numbers.traced_scale(arguments["scale"], dtype)
+    is_static = traced_scale is None
+    scale = numbers.scale(arguments["scale"] if is_static else 1.0, head_dim, dtype)
+    soft_cap = numbers.soft_cap(arguments["logits_soft_cap"], scale, dtype)
+    score_function, captured = argument_functions.score_mod(
+        arguments["score_mod"], dtype, traced_scale, soft_cap
+    )
     options = Options(
         scale=scale,
-        soft_cap=numbers.soft_cap(arguments["logits_soft_cap"], scale, dtype),
+        soft_cap=soft_cap if is_static else None,
         score_function=score_function,
         dropout_threshold=dropout.threshold(rate),
         precision=numbers.precision(arguments["precision"]),

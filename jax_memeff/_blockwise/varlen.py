@@ -196,6 +196,7 @@ def sequence_of(
                 for query_ids, key_ids in mask.segment_ids
             ),
             booleans=tuple(map(of_scores, mask.booleans)),
+            traced_windows=jax.tree.map(lambda x: x[index] if x.ndim else x, mask.traced_windows),
         ),
         position=jax.tree.map(lambda x: x[index] if x.ndim else x, operands.position),
         sequences=None,

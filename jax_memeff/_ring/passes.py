@@ -160,6 +160,7 @@ class _Call:
             booleans=tuple(self.of_scores(array, product) for array in mask.booleans),
             functions=mask.functions,
             captured=mask.captured,
+            traced_windows=mask.traced_windows,
         )
         part = operands._replace(
             query=self.of_rows(operands.query, product),

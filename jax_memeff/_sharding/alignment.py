@@ -7,6 +7,22 @@ import dataclasses
 from jax_memeff._call.mask import Mask, Window
 
 
+def check_alignment(mask: Mask) -> None:
+    """Refuse masks whose windows :func:`top_left` cannot align; the arrays may be types.
+
+    Raises:
+        ValueError: a bottom-right window comes with lengths.
+    """
+    traced = any(window.alignment == "bottom_right" for window in mask.traced_windows)
+    has_lengths = mask.query_lengths is not None or mask.key_lengths is not None
+    if has_lengths and (traced or mask.bottom_right is not None):
+        raise ValueError(
+            "mask: a bottom-right window together with lengths has a diagonal for each batch "
+            "index, which a sequence sharded over devices does not support; align the window "
+            "top-left, or pass no lengths"
+        )
+
+
 def top_left(mask: Mask, rows: int, columns: int) -> Mask:
     """The same mask with top-left windows only.
 
@@ -20,15 +36,15 @@ def top_left(mask: Mask, rows: int, columns: int) -> Mask:
     >>> top_left(Mask.causal("bottom_right"), rows=2, columns=5).top_left
     Window(left=None, right=3)
     """
+    check_alignment(mask)
+    distance = columns - rows
+    windows = (
+        window.moved(distance) if window.alignment == "bottom_right" else window
+        for window in mask.traced_windows
+    )
+    mask = dataclasses.replace(mask, traced_windows=tuple(windows))
     if mask.bottom_right is None:
         return mask
-    if mask.query_lengths is not None or mask.key_lengths is not None:
-        raise ValueError(
-            "mask: a bottom-right window together with lengths has a diagonal for each batch "
-            "index, which a sequence sharded over devices does not support; align the window "
-            "top-left, or pass no lengths"
-        )
-    distance = columns - rows
     left, right = mask.bottom_right.left, mask.bottom_right.right
     window = Window.of(
         None if left is None else left - distance, None if right is None else right + distance

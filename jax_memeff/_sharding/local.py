@@ -22,7 +22,7 @@ from jax import lax
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import Item, mapped
 from jax_memeff._call.options import Options
-from jax_memeff._sharding.alignment import top_left
+from jax_memeff._sharding.alignment import check_alignment, top_left
 from jax_memeff._sharding.layout import KeyHeadCopies, Layout
 
 _KEY_HEADS = 2
@@ -42,8 +42,8 @@ def check_rows(operands: Any, options: Options, devices: int) -> None:
     """
     if devices == 1:
         return
-    _, _, rows, columns = operands.scores
-    top_left(operands.mask, rows, columns)
+    check_alignment(operands.mask)
+    rows = operands.scores[2]
     multiple, cause = options.row_multiple
     if rows // devices % multiple:
         raise ValueError(

@@ -161,7 +161,13 @@ def _in_cache(conditions: Mask, filled: jax.Array, batch: int, rows: int) -> Mas
     window = conditions.bottom_right
     if conditions.top_left is not None:
         window = conditions.top_left if window is None else window & conditions.top_left
-    conditions = dataclasses.replace(conditions, top_left=None, bottom_right=window)
+    traced = (
+        dataclasses.replace(window, alignment="bottom_right")
+        for window in conditions.traced_windows
+    )
+    conditions = dataclasses.replace(
+        conditions, top_left=None, bottom_right=window, traced_windows=tuple(traced)
+    )
     if rows > 1:
         # A single row is the last one: no filled column lies after it.
         conditions &= Mask.causal("bottom_right")

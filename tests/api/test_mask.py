@@ -150,8 +150,10 @@ def test_constructors_refuse_bad_arguments():
         Mask.causal(np.array([1, 2]))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"window left must be a Python integer or None, got 1\.5"):
         Mask.window(1.5, 0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"window right must be .* got a traced value"):
-        jax.jit(lambda right: Mask.window(None, right))(3)
+    with pytest.raises(ValueError, match=r"window right must be one integer, got .* shape \(2,\)"):
+        jax.jit(lambda right: Mask.window(None, right))(np.array([3, 4]))
+    with pytest.raises(TypeError, match=r"window left must be integers, got dtype float32"):
+        jax.jit(lambda left: Mask.window(left, 0))(1.5)
     with pytest.raises(TypeError, match="key lengths must be integers, got dtype float"):
         Mask.lengths(key=np.ones(2))
     with pytest.raises(ValueError, match=r"query lengths must have rank 1, got shape \(2, 1\)"):

@@ -11,7 +11,6 @@ from test_bad_input import attention, good
 import jax_memeff
 
 TRACED = {
-    "scale": "scale must be a static number, got a traced value; multiply query by it",
     "logits_soft_cap": "logits_soft_cap must be a static number, got a traced value",
     "dropout_rate": "dropout_rate must be a static number, got a traced value",
     "local_window_size": r"local_window_size must be an int or \(left, right\) of.*got a traced",

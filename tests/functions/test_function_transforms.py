@@ -210,6 +210,36 @@ def test_gradients_are_rounded_once():
     assert gradient.dtype == jnp.bfloat16 and float(gradient) == length
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_traced_scale(cap, assert_close):
+    query, key, value, table = ARRAYS
+
+    def function(query, scale, table):
+        return attention(query, key, value, table, scale=scale, logits_soft_cap=cap)
+
+    def loss(query, scale, table):
+        return jnp.vdot(function(query, scale, table), COTANGENT)
+
+    def by_query(query, scale, table):
+        return loss(query * scale * H**0.5, H**-0.5, table)
+
+    arguments = query, jnp.float32(0.3), table
+    assert_close(jax.jit(function)(*arguments), function(query, 0.3, table))
+    got, want = (jax.jit(jax.grad(f, (0, 1, 2)))(*arguments) for f in (loss, by_query))
+    assert_close(got, want)
+
+
+def test_a_traced_scale_alone(assert_close):
+    query, key, value, _ = ARRAYS
+
+    def function(scale):
+        return dot_product_attention(query, key, value, scale=scale)
+
+    assert_close(jax.jit(function)(0.7), function(0.7))
+    with pytest.raises(TypeError, match="scale must be one number, got a traced array"):
+        jax.jit(function)(jnp.ones(N))
+
+
 def test_arrays_wider_than_the_scores(x64, assert_close):
     query, key, value, table = ARRAYS
 

@@ -216,6 +216,6 @@ def test_a_call_without_kernels_says_so(name, grad, monkeypatch):
         traced = jax.jit(function, static_argnums=2).trace(QUERY, jnp.ones(S), implementation)
         return traced.lower(lowering_platforms=("cuda",))
 
-    with pytest.raises(jax_memeff.UnsupportedError, match=f"{name} has no kernels yet: .*'xla'"):
+    with pytest.raises(jax_memeff.UnsupportedError, match=f"{name} .* has no kernels yet: .*'xla'"):
         lower(None)
     assert "jax_memeff_forward" not in lower("xla").as_text()

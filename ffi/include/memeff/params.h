@@ -242,6 +242,20 @@ static_assert(sizeof(ArrayView) == 120, "host and device disagree on ArrayView")
 static_assert(sizeof(ArrayTable) == 1920, "host and device disagree on ArrayTable");
 static_assert(sizeof(WithArrays<ForwardParams>) == 2496, "host and device disagree on WithArrays");
 static_assert(sizeof(WithArrays<BackwardParams>) == 2736, "host and device disagree on WithArrays");
+// Fields that features fill by their offsets (ParamsField of codegen/launch.py). NVRTC 13.0 has no
+// offsetof; the sizes above make both compilers agree.
+#ifndef __CUDACC_RTC__
+#define MEMEFF_FIELD(path, offset)                                 \
+  static_assert(__builtin_offsetof(ForwardParams, path) == offset && \
+                __builtin_offsetof(BackwardParams, path) == offset)
+MEMEFF_FIELD(dropout.key_words, 200);
+MEMEFF_FIELD(dropout.batch_base, 208);
+MEMEFF_FIELD(dropout.head_index, 216);
+MEMEFF_FIELD(dropout.threshold, 224);
+MEMEFF_FIELD(dropout.scale, 228);
+#undef MEMEFF_FIELD
+#endif
+
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");
 
 }  // namespace memeff

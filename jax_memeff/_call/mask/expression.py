@@ -144,11 +144,16 @@ def holds(mask: Mask, element: Element, frame: Frame) -> jax.Array:
 def _windows(mask: Mask, element: Element, place: Element, frame: Frame) -> list[jax.Array]:
     """Windows count from global positions; the lengths of a bottom-right one are local."""
     found = []
-    for window, is_top_left in ((mask.top_left, True), (mask.bottom_right, False)):
+    windows: list[tuple[Any, str]] = [
+        (mask.top_left, "top_left"),
+        (mask.bottom_right, "bottom_right"),
+        *((window, window.alignment) for window in mask.traced_windows),
+    ]
+    for window, alignment in windows:
         if window is None:
             continue
         from_diagonal = element.key - element.query
-        if not is_top_left:
+        if alignment == "bottom_right":
             lengths = (_at(x, place.batch) for x in (frame.key_lengths, frame.query_lengths))
             from_diagonal = from_diagonal - operator.sub(*lengths)
         if window.left is not None:

@@ -6,23 +6,24 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_memeff._call import values
 from jax_memeff._call.mask import expression, segment_ids, tiles
-from jax_memeff._call.mask.window import Window
+from jax_memeff._call.mask.window import Alignment, TracedWindow, Window
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.values import INT32_MAX
 from jax_memeff._functions.evaluate import evaluate
 from jax_memeff._functions.trace import traced_mask_function
 from jax_memeff.codegen.functions.program import Program
 
-Alignment = Literal["top_left", "bottom_right"]
-"""Whether the diagonal of a window starts at row 0, column 0 or ends at the last valid ones."""
+Bound = int | jax.Array | None
+"""Of a window; an array is a traced scalar."""
 
 Lengths = tuple[jax.Array | None, jax.Array | None]
 """Of queries and of keys, each [B]."""
@@ -72,6 +73,7 @@ class Mask:
     excluded: tuple[Mask, ...] = ()
     """Masks of which no element may be valid: ``~a`` excludes a, and ``a | b`` excludes a mask that
     excludes both."""
+    traced_windows: tuple[TracedWindow, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("top_left", "bottom_right"):
@@ -111,27 +113,36 @@ class Mask:
         return Mask.window(None, 0, alignment)
 
     @staticmethod
-    def window(left: int | None, right: int | None, alignment: Alignment = "top_left") -> Mask:
+    def window(left: Bound, right: Bound, alignment: Alignment = "top_left") -> Mask:
         """Row t attends to columns ``t + d - left`` to ``t + d + right``; None is no bound.
 
         ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch index for
         ``"bottom_right"``. Bounds may be negative: ``Mask.window(4, -2)`` is 4 to 2 columns before.
+        They may be traced, for layers of one ``jax.lax.scan`` that have different windows; then a
+        large number is no bound.
 
         Raises:
-            TypeError: a bound is not a Python integer (a traced one is not supported).
-            ValueError: the alignment is neither of the two.
+            TypeError: a bound is not an integer.
+            ValueError: the alignment is neither of the two, or a traced bound is no scalar.
 
         >>> Mask.window(1, 0).as_array(1, 1, 3, 3)[0, 0].astype(int)
         Array([[1, 0, 0],
                [1, 1, 0],
                [0, 1, 1]], dtype=int32)
         """
-        window = Window.of(_bound("left", left), _bound("right", right))
         name = alignment if isinstance(alignment, str) else ""  # arrays compare by element
-        if name == "top_left":
-            return Mask(top_left=window)
-        if name == "bottom_right":
-            return Mask(bottom_right=window)
+        if name in ("top_left", "bottom_right"):
+            traced = TracedWindow.of(left, right, alignment)
+            fixed = (
+                None if isinstance(bound, Tracer) else _bound(side, bound)
+                for side, bound in (("left", left), ("right", right))
+            )
+            window = Window.of(*fixed)
+            if traced is None or window != Window(None, None):
+                mask = Mask(**{name: window})
+            else:
+                mask = Mask()
+            return mask if traced is None else mask & Mask(traced_windows=(traced,))
         raise ValueError(f"alignment: expected 'top_left' or 'bottom_right', got {alignment!r:.80}")
 
     @staticmethod
@@ -261,6 +272,7 @@ class Mask:
             functions=self.functions + other.functions,
             captured=self.captured + other.captured,
             excluded=self.excluded + other.excluded,
+            traced_windows=self.traced_windows + other.traced_windows,
         )
 
     def _all_lengths(self) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -284,6 +296,7 @@ class Mask:
             "segments": bool(self.segment_ids),
             "boolean": bool(self.booleans),
             "function": bool(self.functions or self.excluded),
+            "traced_window": bool(self.traced_windows),
         }
         return frozenset(name for name, is_present in present.items() if is_present)
 
@@ -352,7 +365,7 @@ def _bound(name: str, value: Any) -> int | None:
         f"window {name}",
         value,
         "a Python integer or None",
-        "make it static, or express the window as a boolean mask",
+        "make it static, or a JAX scalar",
     )
 
 

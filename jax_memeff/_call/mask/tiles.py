@@ -6,13 +6,13 @@ from global positions (``Position``); lengths, segment ids and boolean arrays fr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._call.mask.window import Window
+from jax_memeff._call.mask.window import TracedWindow, Window
 from jax_memeff._call.offsets import Position
 
 if TYPE_CHECKING:
@@ -82,11 +82,11 @@ def may_attend(
     # Each condition is [1] or [B].
     conditions = []
     for window, distance in _windows(mask, sizes, position):
-        distance = distance.reshape(-1)
-        if window.left is not None:
-            conditions.append((last_col - start[0]) - distance >= -window.left)
-        if window.right is not None:
-            conditions.append((start[1] - last_row) - distance <= window.right)
+        left, right, distance = (_by_batch(x) for x in (window.left, window.right, distance))
+        if left is not None:
+            conditions.append((last_col - start[0]) - distance >= -left)
+        if right is not None:
+            conditions.append((start[1] - last_row) - distance <= right)
     if mask.query_lengths is not None:
         conditions.append(start[0] < mask.query_lengths)
     if mask.key_lengths is not None:
@@ -108,23 +108,39 @@ def may_attend(
 
 def _windows(
     mask: Mask, sizes: tuple[int, int], position: Position | None
-) -> list[tuple[Window, jax.Array]]:
-    """The windows, each with the local ``col - row`` of its diagonal, int32[1|B, 1, 1, 1]."""
+) -> list[tuple[Window | TracedWindow, jax.Array]]:
+    """The windows, each with the local ``col - row`` of its diagonal, int32[1|B, 1, 1, 1].
+
+    Traced bounds have this shape, too.
+    """
     shift = jnp.zeros((), jnp.int32)
     if position is not None:
         shift = (position.query - position.key).astype(jnp.int32)
-    windows = []
-    if mask.top_left is not None:
-        windows.append((mask.top_left, shift.reshape(-1, 1, 1, 1)))
-    if mask.bottom_right is not None:
+    top_left, bottom_right = (
+        [fixed, *(_as_column(traced) for traced in mask.traced_windows if traced.alignment == name)]
+        for name, fixed in (("top_left", mask.top_left), ("bottom_right", mask.bottom_right))
+    )
+    windows = [(window, shift.reshape(-1, 1, 1, 1)) for window in top_left if window is not None]
+    if any(window is not None for window in bottom_right):
         query_lengths, key_lengths = mask.query_lengths, mask.key_lengths
         query_lengths = (
             jnp.full((1,), sizes[0], jnp.int32) if query_lengths is None else query_lengths
         )
         key_lengths = jnp.full((1,), sizes[1], jnp.int32) if key_lengths is None else key_lengths
         distance = shift + (key_lengths - query_lengths)
-        windows.append((mask.bottom_right, distance.reshape(-1, 1, 1, 1)))
+        distance = distance.reshape(-1, 1, 1, 1)
+        windows += [(window, distance) for window in bottom_right if window is not None]
     return windows
+
+
+def _as_column(window: TracedWindow) -> TracedWindow:
+    """Bounds of shape [1|B, 1, 1, 1]."""
+    return jax.tree.map(lambda bound: bound.reshape(-1, 1, 1, 1), window)
+
+
+def _by_batch(x: Any) -> Any:
+    """[1|B] of an array [1|B, 1, 1, 1]; numbers and None stay."""
+    return x.reshape(-1) if hasattr(x, "ndim") else x
 
 
 def slice_tile(

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jax_memeff._call import values
 from jax_memeff._call.values import INT32_MAX
+
+Alignment = Literal["top_left", "bottom_right"]
+"""Whether the diagonal of a window starts at row 0, column 0 or ends at the last valid ones."""
+
+_MOST_TRACED = 2**30
+"""No difference of a column and a row reaches it; sums with the shift of a diagonal fit int32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,3 +43,37 @@ class Window:
             return None if bound is None else max(-INT32_MAX, min(bound, INT32_MAX))
 
         return Window(fitting(left), fitting(right))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedWindow:
+    """A window whose bounds are data: int32[], or [B] after a ``jax.vmap``."""
+
+    left: jax.Array | None
+    right: jax.Array | None
+    alignment: Alignment = dataclasses.field(metadata={"static": True})
+
+    @staticmethod
+    def of(left: Any, right: Any, alignment: Alignment) -> TracedWindow | None:
+        """The window of those bounds that are traced; None if none of them is."""
+        if not isinstance(left, Tracer) and not isinstance(right, Tracer):
+            return None
+        return TracedWindow(_traced("left", left), _traced("right", right), alignment)
+
+    def moved(self, distance: int) -> TracedWindow:
+        """The same window, aligned top-left; its diagonal is ``distance`` to the right of that."""
+        return TracedWindow(
+            None if self.left is None else self.left - distance,
+            None if self.right is None else self.right + distance,
+            "top_left",
+        )
+
+
+def _traced(name: str, bound: Any) -> jax.Array | None:
+    if not isinstance(bound, Tracer):
+        return None
+    array = values.integers(f"window {name}", bound)
+    if array.ndim:
+        raise ValueError(f"window {name} must be one integer, got an array of shape {array.shape}")
+    return jnp.asarray(values.clipped(array, -_MOST_TRACED, _MOST_TRACED))
