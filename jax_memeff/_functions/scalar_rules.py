@@ -41,8 +41,12 @@ _TOTAL_ORDER = {"eq_to": "eq", "le_to": "le", "lt_to": "lt"}
 """Comparisons in the total order of floats, which ``jnp.searchsorted`` uses for all dtypes."""
 
 
+_COMPOSITE = ("log2", "one_minus_square", "polynomial")
+"""Primitives that JAX has since 0.11 or 0.12, and their programs: :func:`_composite`."""
+
+
 def is_elementwise(name: str) -> bool:
-    return is_supported(name) or name == "add_any" or name in _TOTAL_ORDER
+    return name in _COMPOSITE or is_supported(name) or name == "add_any" or name in _TOTAL_ORDER
 
 
 def lower(

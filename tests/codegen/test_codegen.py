@@ -41,10 +41,14 @@ struct Config {
   static constexpr bool kSegments = false;
   static constexpr bool kBoolean = false;
   static constexpr bool kSoftCap = true;
+  static constexpr bool kScoreFunction = false;
+  static constexpr bool kMaskFunction = false;
+  static constexpr bool kFunctionGradient = false;
   static constexpr bool kDropout = false;
   static constexpr bool kBias = false;
   static constexpr bool kSinks = false;
   static constexpr bool kRowMaxima = false;
+  using Params = memeff::ForwardParams;
   static constexpr bool kBlockMask = false;
 };
 
