@@ -41,13 +41,19 @@ _CALLS = (2, 64)
 _SUSPICIOUS_DIFFERENCE = 0.05
 
 
-def calls_per_launch(flops: float) -> int:
+def calls_per_launch(flops: float, platform: str = "gpu") -> int:
     """The number of calls in one jit or CUDA graph, the same for every peer of a cell.
+
+    A CPU has no launches to hide, and XLA takes a minute to compile 64 calls for it.
 
     >>> calls_per_launch(275e9), calls_per_launch(1e6), calls_per_launch(8e12)
     (7, 64, 2)
+    >>> calls_per_launch(1e6, "cpu")
+    2
     """
     least, most = _CALLS
+    if platform == "cpu":
+        return least
     return min(most, max(least, round(_LAUNCH_SECONDS * _ASSUMED_RATE / flops)))
 
 
@@ -66,7 +72,7 @@ class Compilation:
         for cell in cells:
             arrays = jax.eval_shape(lambda cell=cell: cell_inputs.make(cell))
             for backward in DIRECTIONS.values():
-                calls = calls_per_launch(cell.flops(backward))
+                calls = calls_per_launch(cell.flops(backward), jax.default_backend())
                 for peer in peers if cell.gradients or not backward else ():
                     if peer.framework == "jax" and not peer.missing(cell):
                         self._futures[cell, peer.name, backward] = self._pool.submit(
@@ -82,7 +88,7 @@ class Compilation:
     def program(self, peer: Peer, cell: Cell, inputs, backward: bool):
         """The program; raises the error of its compilation."""
         compiled, results = self._futures.pop((cell, peer.name, backward)).result()
-        calls = calls_per_launch(cell.flops(backward))
+        calls = calls_per_launch(cell.flops(backward), jax.default_backend())
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), [results] * calls)
         return jax_programs.JaxProgram(compiled, cell_inputs.adapt(inputs, peer, cell), zeros)
 
@@ -116,7 +122,7 @@ def measure_direction(
     """The records of one cell and direction, by peer."""
     programs: dict[str, Any] = {}
     outcomes: dict[str, Timing | Failure] = {}
-    calls = calls_per_launch(cell.flops(backward))
+    calls = calls_per_launch(cell.flops(backward), jax.default_backend())
     for peer in peers:
         if failure := _missing(peer, cell):
             outcomes[peer.name] = failure

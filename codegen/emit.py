@@ -7,9 +7,11 @@ from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.launch import EntryPoint
 from jax_memeff.codegen.spec import KernelSpec
 
-_CONFIG = """\
+_INCLUDE = """\
 #include <memeff/kernels/{stem}.cuh>
+"""
 
+_CONFIG = """
 struct Config {{
 {lines}}};
 """
@@ -41,7 +43,9 @@ def source(spec: KernelSpec) -> str:
     """
     lines = (_line(name, value) for name, value in _config(spec).items())
     text = spec.kernel.defines(spec)
-    text += _CONFIG.format(stem=spec.kernel.stem, lines="".join(lines))
+    text += _INCLUDE.format(stem=spec.kernel.stem)
+    text += "".join(feature.source(spec) for feature in FEATURES)
+    text += _CONFIG.format(lines="".join(lines))
     return text + "".join(_kernel(spec, entry) for entry in spec.entry_points)
 
 
@@ -60,6 +64,7 @@ def _config(spec: KernelSpec) -> dict[str, Constant | CppType]:
         config.update(feature.constants(spec))
     for index, array in enumerate(spec.captured_arrays):
         config[f"k{''.join(map(str.capitalize, array.name.split('_')))}Array"] = index
+    config["Params"] = CppType(f"memeff::{spec.direction.capitalize()}Params")
     return {**config, "kBlockMask": spec.has_block_mask}
 
 

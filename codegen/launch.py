@@ -64,6 +64,11 @@ class TensorMap(NamedTuple):
     columns: int
 
 
+MOST_ARRAYS = 16
+MOST_DIMS = 6
+"""``kMostArrays`` and ``ArrayView::kMostDims`` of ffi/include/memeff/params.h."""
+
+
 class CapturedArray(NamedTuple):
     """An array that a feature brings: ``ArrayView`` of ffi/include/memeff/params.h.
 
@@ -75,6 +80,19 @@ class CapturedArray(NamedTuple):
     dims: str
     alignment: int = 4
     zeroed: bool = False
+
+
+class ParamsField(NamedTuple):
+    """A field of the kernels' first parameter that a feature fills.
+
+    ``path`` is its name in the parameters of both directions (ffi/include/memeff/params.h), and
+    ``offset`` its first byte there, which the source asserts. ``value`` is the array whose address
+    it has, or one of the feature's ``numbers``.
+    """
+
+    path: str
+    offset: int
+    value: str
 
 
 class Workspace(NamedTuple):

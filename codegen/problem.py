@@ -83,6 +83,11 @@ class Problem:
         return self[feature] != feature.off
 
     @property
+    def is_positional(self) -> bool:
+        """Whether a feature counts from the global positions of row 0 and column 0."""
+        return any(feature.positional and self.asks(feature) for feature in registry.FEATURES)
+
+    @property
     def alignment(self) -> int:
         """Bytes, at most 16, that rows of query, key, value and their gradients are multiples of.
 

@@ -19,6 +19,7 @@ from .launch import (
     BlockMask,
     CapturedArray,
     EntryPoint,
+    ParamsField,
     TensorMap,
     Workspace,
 )
@@ -89,6 +90,8 @@ class Kernel(abc.ABC):
     sums_common_bias: ClassVar[bool] = True
     """Whether the kernel adds up the gradient of a bias that batch indices or heads have in common.
     Otherwise a dbias kernel does."""
+    sums_function_gradients: ClassVar[bool] = False
+    """Whether the kernel sums the gradients of arrays that a score function reads."""
     owns_outputs: ClassVar[bool] = False
     """Whether a backward writes each gradient from the blocks that own it, without sums."""
     splits_keys: ClassVar[bool] = False
@@ -301,6 +304,13 @@ class KernelSpec:
         )
 
     @property
+    def params_fields(self) -> tuple[ParamsField, ...]:
+        """The fields of the kernels' first parameter that features fill."""
+        return tuple(
+            field for feature in registry.FEATURES for field in feature.params_fields(self)
+        )
+
+    @property
     def row_dims(self) -> str:
         """The dims of an array with a number for each row of scores, such as the logsumexp."""
         return PACKED_ROW_DIMS if self[registry.VARLEN] else ROW_DIMS
@@ -308,7 +318,7 @@ class KernelSpec:
     @property
     def has_block_mask(self) -> bool:
         """Whether a block mask says which tiles the kernel skips."""
-        by_arrays = any(self[feature] for feature in registry.FEATURES if feature.has_block_mask)
+        by_arrays = any(feature.needs_block_mask(self[feature]) for feature in registry.FEATURES)
         return by_arrays and not self[registry.VARLEN] and self.kernel.reads_block_mask(self)
 
     def block_mask(

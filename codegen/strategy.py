@@ -21,7 +21,7 @@ QUERY_ROWS: tuple[QueryRows, ...] = ("16", "64", "consumer_groups")
 
 MULTIPROCESSORS = 132
 """Of an H100 and an H200. A program is lowered before its device is known, so this is the default;
-the launcher reduces what it launches to the device (ffi/src/launch/splits.cc)."""
+the launcher reduces what it launches to the device (ffi/src/launch/key_splits.cc)."""
 
 MOST_SPLIT_BLOCKS = 512
 """Room for so many blocks with partial results: the largest GPUs then have a few for each SM."""

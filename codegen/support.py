@@ -76,7 +76,7 @@ def unsupported_reasons(
 
 def _tile_reasons(spec: KernelSpec) -> list[str]:
     needed = [
-        feature.title for feature in FEATURES if feature.modifier and feature.needs_registers(spec)
+        feature.title for feature in FEATURES if feature.modifies and feature.needs_registers(spec)
     ]
     if spec.kernel.moves_unaligned_rows_in_pieces and spec.alignment < 16:
         needed.append(UNALIGNED_ROWS)

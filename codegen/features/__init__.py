@@ -31,9 +31,11 @@ __all__ = [
     "FUNCTIONS",
     "LENGTHS",
     "MASK",
+    "NUMBERS",
     "POSITION",
     "POSITIONS",
     "ROW_MAXIMA",
+    "SCORE_FUNCTION",
     "SEGMENTS",
     "SINKS",
     "SOFT_CAP",
@@ -76,8 +78,9 @@ SOFT_CAP = Flag(
     "soft cap",
     constant="kSoftCap",
     tag="softcap",
-    asked_by=lambda call: call.options.soft_cap is not None,
-    modifier=True,
+    # Beside a score function it is a part of that: functions/compose.py.
+    asked_by=lambda call: call.options.soft_cap is not None and call.options.score_function is None,
+    modifies="scores",
     values=(None, 2.0),
 )
 
@@ -107,6 +110,10 @@ POSITION = {name: position for position, name in enumerate(BY_NAME)}
 def together() -> dict[str, Any]:
     """All features at once, as the features of a problem."""
     return {feature.name: feature.together for feature in FEATURES}
+
+
+NUMBERS = tuple(name for feature in FEATURES for name in feature.numbers)
+"""The run-time numbers of all features, in the order of the custom call's attribute."""
 
 
 def operands(asked: Iterable[Feature[Any, Any]] = FEATURES) -> tuple[Operand, ...]:

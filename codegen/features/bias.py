@@ -97,7 +97,7 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
         ),
     )
     per_head = True
-    modifier = True
+    modifies = "scores"
     axes = (
         ("bias", (None, *_DIMS)),
         ("bias_dtype", (None, "float32")),

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from ..launch import CapturedArray
+    from ..launch import CapturedArray, ParamsField
     from ..problem import Problem
     from ..spec import Kernel, KernelSpec
 
@@ -24,6 +24,8 @@ class CppType(NamedTuple):
 
 
 Placement = Literal["like query", "like query or replicated", "internal"]
+
+Modified = Literal["scores", "mask", "probabilities"]
 
 
 class Operand(NamedTuple):
@@ -110,14 +112,22 @@ class Feature(Generic[Asked, Compiled]):
     """The arrays that it brings."""
     per_head: bool = False
     """Whether it differs between query heads that share a key head, or is found in 16x16 blocks."""
+    numbers: tuple[str, ...] = ()
+    """The names of its run-time numbers, words of 32 bits that reach kernels as ``ParamsField``."""
     has_block_mask: bool = False
     """Whether arrays say which tiles of scores a kernel skips."""
-    modifier: bool = False
-    """Whether it takes registers in a main loop, so that a tile says whether it has them left:
+    modifies: Modified | None = None
+    """What it changes in a main loop. That takes registers, so a tile says whether it has them:
     ``modifiers`` of ``kernels/families.py``."""
+    positional: bool = False
+    """Whether it counts from the global positions of row 0 and column 0."""
     axes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     """Names and values of its axes in the test matrix (tests/support/case_matrix.py)."""
     support: tuple[SupportRow, ...] = ()
+
+    def needs_block_mask(self, compiled: Compiled) -> bool:
+        """Whether a kernel skips tiles for its sake."""
+        return self.has_block_mask and bool(compiled)
 
     def check(self, asked: Asked) -> None:
         """Raises ``ValueError`` if no problem can have this value."""
@@ -134,8 +144,16 @@ class Feature(Generic[Asked, Compiled]):
         """Its lines of the kernel's configuration."""
         return {}
 
+    def source(self, spec: KernelSpec) -> str:
+        """C++ between the include and the configuration of the source."""
+        return ""
+
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
         """Its operands that reach a kernel in the table of arrays (``ArrayTable``)."""
+        return ()
+
+    def params_fields(self, spec: KernelSpec) -> tuple[ParamsField, ...]:
+        """The fields of the kernel's first parameter that it fills."""
         return ()
 
     def tag(self, compiled: Compiled, kernel: Kernel) -> str:
@@ -166,6 +184,10 @@ class Feature(Generic[Asked, Compiled]):
         """Its value for a call, as ``jax_memeff._cuda.problem.Call`` describes it."""
         raise NotImplementedError
 
+    def number_values(self, call: Any) -> tuple[int, ...]:
+        """Its ``numbers`` for a call, as 32-bit words."""
+        return ()
+
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Its flags of ``python -m jax_memeff explain``."""
 
@@ -190,7 +212,8 @@ class Flag(Feature[bool, bool]):
         constant: str,
         tag: str,
         asked_by: Any,
-        modifier: bool = False,
+        modifies: Modified | None = None,
+        positional: bool = False,
         together: bool = True,
         operands: tuple[Operand, ...] = (),
         per_head: bool = False,
@@ -200,7 +223,7 @@ class Flag(Feature[bool, bool]):
     ):
         self.name, self.title, self.together = name, title, together
         self._constant, self._tag, self._asked_by = constant, tag, asked_by
-        self.modifier = modifier
+        self.modifies, self.positional = modifies, positional
         self.operands, self.per_head, self.has_block_mask = operands, per_head, has_block_mask
         self.axes = ((name, values),) if values else ()
         self.alone = ({name: True},)

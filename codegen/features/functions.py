@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..functions import emit
 from ..functions.program import Program
-from .feature import Feature, Operand
+from ..launch import MOST_ARRAYS, MOST_DIMS, CapturedArray
+from .feature import Constant, CppType, Feature, Operand
 
 if TYPE_CHECKING:
     from ..problem import Problem
-    from ..spec import Kernel
+    from ..spec import Kernel, KernelSpec
+
+_ELEMENT_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2}
+_SCALAR_TYPES = ("float32", "int32", "uint32", "bool")
+"""Of values in kernels."""
 
 
-_ARGUMENTS = ("score_mod (or a traced scale)", "Mask.function (or | or ~ of masks)")
+_ARGUMENTS = {
+    "score": "score_mod (or a traced scale)",
+    "mask": "Mask.function (or | or ~ of masks)",
+}
 
 
 class AskedFunctions(NamedTuple):
@@ -22,14 +33,24 @@ class AskedFunctions(NamedTuple):
 
     score: Program | None
     mask: Program | None
+    gradients: tuple[int, ...] = ()
+    """The captured arrays of the score function whose gradients the kernels sum."""
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """Those that there are, by their names in kernels."""
+        found = {"score": self.score, "mask": self.mask}
+        return {name: program for name, program in found.items() if program is not None}
 
 
-class Functions(Feature[AskedFunctions | None, None]):
+class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
     """Captured arrays have a first dim that ``jax.vmap`` makes, and then the user's own dims."""
 
-    name, title = "functions", "functions of the user"
+    name, title = "functions", "user functions"
     off = None
     together = None
+    modifies = "scores"
+    per_head = True
     operands = (
         Operand("function_batch_index", "B", places=("functions.batch_index",)),
         Operand("function_head_index", "N", places=("functions.head_index",)),
@@ -50,25 +71,130 @@ class Functions(Feature[AskedFunctions | None, None]):
         ),
     )
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> None:
-        return None
+    def compiled(self, problem: Problem, kernel: Kernel) -> AskedFunctions | None:
+        return problem[self]
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        programs = {} if spec[self] is None else spec[self].programs
+        found: dict[str, Constant | CppType] = {}
+        names = [array.name for array in spec.captured_arrays]
+        literals = 0
+        for name in ("score", "mask"):
+            title = name.capitalize()
+            found[f"k{title}Function"] = name in programs
+            if name in programs:
+                found[f"{title}Function"] = CppType(f"memeff::function::{title}Program")
+                found[f"k{title}Captured"] = names.index("function_head_index") + 1
+                found[f"k{title}Literals"] = literals
+                literals += programs[name].literal_count
+        found["kFunctionGradient"] = spec[self] is not None and bool(spec[self].gradients)
+        if found["kFunctionGradient"]:
+            found["CapturedGradients"] = CppType("memeff::function::CapturedGradients")
+        if "mask" in programs and "score" in programs:
+            found["kMaskCaptured"] = found["kScoreCaptured"] + len(programs["score"].arrays)
+        return found
+
+    def source(self, spec: KernelSpec) -> str:
+        if spec[self] is None:
+            return ""
+        precise = spec.dtype in ("f32", "tf32")
+        return (
+            f"{emit.INCLUDES}\n"
+            + "".join(
+                emit.source(program, f"{name.capitalize()}Program", precise=precise)
+                for name, program in spec[self].programs.items()
+            )
+            + _gradients(spec, spec[self])
+        )
+
+    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
+        if spec[self] is None:
+            return ()
+        return (
+            CapturedArray("function_literals", "*"),
+            CapturedArray("function_batch_index", "B"),
+            CapturedArray("function_head_index", "N"),
+            *_arrays("captured", spec[self].score),
+            *_arrays("mask_captured", spec[self].mask),
+            *(
+                CapturedArray(f"captured{index}_gradient", "...", zeroed=True)
+                for index in spec[self].gradients
+            ),
+        )
+
+    def tag(self, compiled: AskedFunctions | None, kernel: Kernel) -> str:
+        return "" if compiled is None else f"function{_digest(compiled)}"
+
+    def sort_key(self, compiled: AskedFunctions | None) -> tuple:
+        return ("" if compiled is None else _digest(compiled),)
+
+    def needs_block_mask(self, compiled: AskedFunctions | None) -> bool:
+        return compiled is not None and compiled.mask is not None
 
     def family_reasons(self, problem: Problem) -> list[str]:
         asked = problem[self]
         if asked is None:
             return []
-        names = [
-            name for name, program in zip(_ARGUMENTS, asked, strict=True) if program is not None
-        ]
-        return [f"{name} has no kernels yet: pass implementation='xla'" for name in names]
+        reasons = []
+        for name, program in asked.programs.items():
+            title = _ARGUMENTS[name]
+            wide = {value.dtype for value in program.values} - set(_SCALAR_TYPES)
+            if wide:
+                reasons.append(
+                    f"{title} computes with {', '.join(sorted(wide))}; kernels compute with 32 "
+                    "bits: cast the captured arrays, or pass implementation='xla'"
+                )
+            most = max((array.ndim for array in program.arrays), default=0)
+            if most > MOST_DIMS - 1:
+                reasons.append(
+                    f"{title} reads an array with {most} dims; kernels read at most "
+                    f"{MOST_DIMS - 1}: reshape it, or pass implementation='xla'"
+                )
+        count = 3 + sum(len(program.arrays) for program in asked.programs.values())
+        count += len(asked.gradients)
+        if count > MOST_ARRAYS - 2:  # sinks and delta
+            reasons.append(
+                f"functions read {count - 3} arrays; kernels read at most {MOST_ARRAYS - 5}: "
+                "combine some, or pass implementation='xla'"
+            )
+        return reasons
+
+    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+        own = spec[self]
+        if own != problem[self]:
+            return ["it is compiled with other functions"]
+        if own is not None and own.gradients and not spec.kernel.sums_function_gradients:
+            return ["it does not sum gradients of captured arrays"]
+        return []
 
     def asked_by(self, call: Any) -> AskedFunctions | None:
-        mask, score = call.operands.mask.functions, call.options.score_function
-        if score is None and not mask:
-            return None
-        return AskedFunctions(
-            None if score is None else score.structure, mask[0].structure if mask else None
-        )
+        return call.functions
+
+
+def _arrays(role: str, program: Program | None) -> Iterator[CapturedArray]:
+    for index, array in enumerate(() if program is None else program.arrays):
+        dims = " ".join(["B~", *"*" * array.ndim])
+        yield CapturedArray(f"{role}{index}", dims, _ELEMENT_BYTES.get(array.dtype, 4))
+
+
+def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
+    """The places of the gradients in the table of arrays, for each captured array."""
+    if not functions.gradients or functions.score is None:
+        return ""
+    places = {array.name: place for place, array in enumerate(spec.captured_arrays)}
+    found = (
+        str(places.get(f"captured{index}_gradient", -1))
+        for index in range(len(functions.score.arrays))
+    )
+    return (
+        "namespace memeff::function {\n\nstruct CapturedGradients {\n"
+        f"  static constexpr int kArrays[] = {{{', '.join(found)}}};\n}};\n\n}}\n"
+    )
+
+
+def _digest(functions: AskedFunctions) -> str:
+    """Eight letters that stand for the programs in names of kernels."""
+    return hashlib.sha256(repr(functions).encode()).hexdigest()[:8]
 
 
 FUNCTIONS = Functions()

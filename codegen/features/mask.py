@@ -31,6 +31,7 @@ class Mask(Feature[MaskKind, MaskKind]):
     """
 
     name, title = "mask", "a causal mask or a window"
+    positional = True
     off, together = "none", "window"
     alone = ({"mask": "causal"}, {"mask": "window"})
     axes = (("mask", ("full", "causal", "bottom_right", "window", "two_windows")),)
@@ -148,7 +149,7 @@ SEGMENTS = Flag(
     constant="kSegments",
     tag="segments",
     asked_by=lambda call: "segments" in call.mask_kinds,
-    modifier=True,
+    modifies="mask",
     operands=(
         Operand(
             "query_segments",
@@ -179,7 +180,7 @@ BOOLEAN = Flag(
     constant="kBoolean",
     tag="boolean",
     asked_by=lambda call: "boolean" in call.mask_kinds,
-    modifier=True,
+    modifies="mask",
     operands=(
         Operand(
             "boolean",

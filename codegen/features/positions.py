@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .dropout import DROPOUT
 from .feature import Flag, Operand
-from .mask import MASK
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -14,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Positions(Flag):
-    """Windows and dropout count from them; other kernels are compiled without.
+    """Only kernels with a ``positional`` feature are compiled with them.
 
-    They are a constant because loading one for each batch index costs the dropout forward up to 4 %
-    at head dim 64 (H200).
+    They are a constant because loading one for each batch index costs a forward with random bits up
+    to 4 % at head dim 64 (H200).
     """
 
     def compiled(self, problem: Problem, kernel: Kernel) -> bool:
-        return problem[self] and (problem.asks(MASK) or problem.asks(DROPOUT))
+        return problem[self] and problem.is_positional
 
 
 POSITIONS = Positions(

@@ -36,6 +36,9 @@ ELEMENT_TYPES = {
     "uint32": "unsigned",
 }
 
+# ArrayView::kMostDims without the first dim, which a vmap adds.
+MOST_DIMS = 3
+
 _LOAD = 2 * FUNCTION
 _KEPT_FROM = 4  # the instructions from which on a register is cheaper
 
@@ -205,10 +208,38 @@ class _Builder:
         if value.op == "select_n":
             return self._select(cpp_type, value, args)
         dtype = self.program.values[value.args[0]].dtype
-        if value.op in ("convert_element_type", "bitcast_convert_type"):
-            forms = CONVERSIONS if value.op == "convert_element_type" else BITCASTS
-            return self._node(cpp_type, forms[dtype, value.dtype], args)
+        if value.op == "bitcast_convert_type":
+            return self._node(cpp_type, BITCASTS[dtype, value.dtype], args)
+        if value.op == "convert_element_type":
+            if (difference := self._difference(index, value)) is not None:
+                return difference
+            # The special function unit converts between floats and integers.
+            cost = CHEAP if "float32" not in (dtype, value.dtype) else _KEPT_FROM
+            return self._node(cpp_type, CONVERSIONS[dtype, value.dtype], args, cost)
         return self._operation(index, value, dtype, args, params)
+
+    def _difference(self, index: int, value: Value) -> int | None:
+        """The node of ``float(key - query)``, its negative or its size; None for another value.
+
+        A kernel knows the difference of its first row and column as a float, so it can add to it
+        instead of converting one for each score.
+        """
+        operand = self.program.values[value.args[0]]
+        size = operand.op == "abs"
+        if size:
+            operand = self.program.values[operand.args[0]]
+        if value.dtype != "float32" or index in self.exact or operand[:2] != ("sub", "int32"):
+            return None
+        names = [self.program.values[arg].op for arg in operand.args]
+        if sorted(names) != ["key", "query"]:
+            return None
+        key, query = sorted(operand.args, key=lambda arg: self.program.values[arg].op)
+        args = (self.of_value[key], self.of_value[query])
+        difference = self._node("float", "arrays.difference({0}, {1})", args)
+        if not size and names[0] == "key":
+            return difference
+        # 0 - 0 is 0, as it is in integers; -0 is not.
+        return self._node("float", "fabsf({0})" if size else "0.0f - {0}", (difference,))
 
     def _operation(
         self, index: int, value: Value, dtype: str, args: tuple[int, ...], params: dict[str, Any]
@@ -275,6 +306,11 @@ class _Builder:
                 f"a read needs one index for each of {captured.ndim} dims and the mode clip, fill "
                 f"or promise, got {value}"
             )
+        if captured.ndim > MOST_DIMS:
+            raise ValueError(
+                f"a captured array of a kernel has at most {MOST_DIMS} dims, got {captured.ndim}: "
+                "join dims of the array, and their indices in the function"
+            )
         indices = [self.of_value[arg] for arg in value.args]
         sizes = [self._size(array, dim) for dim in range(captured.ndim)]
         clamped = [
@@ -332,17 +368,29 @@ class _Builder:
 
 
 def _exact_values(program: Program) -> frozenset[int]:
-    """The values that operations with jumps depend on.
+    """The values on which a jump of the function, or the index of a read, depends.
 
     A rounding error there changes a result by any amount, so they are neither approximated nor
-    fused: every kernel that evaluates the function gets the same bits.
+    fused: every kernel that evaluates the function gets the same bits. Jumps of derivatives alone
+    choose between one-sided derivatives, as that of ``max`` does, and need no such care.
     """
+    reads = {index for index, value in enumerate(program.values) if value.op == "read"}
+    decisive = _needed(program, {program.results[0], *reads})
     found: set[int] = set()
     for index in reversed(range(len(program.values))):
         value = program.values[index]
         jumps = value.op in OPERATIONS and OPERATIONS[value.op].discontinuous
         if value.op in ("convert_element_type", "bitcast_convert_type"):
-            jumps = value.dtype != "float32"
-        if index in found or jumps or value.op in ("read", "bitcast_convert_type"):
+            jumps = value.dtype != "float32" or value.op == "bitcast_convert_type"
+        if index in found or (index in decisive and (jumps or index in reads)):
             found.update(value.args)
     return frozenset(found)
+
+
+def _needed(program: Program, results: set[int]) -> set[int]:
+    """Values that results depend on, and themselves."""
+    found = set(results)
+    for index in reversed(range(len(program.values))):
+        if index in found:
+            found.update(program.values[index].args)
+    return found

@@ -102,6 +102,12 @@ class Program(NamedTuple):
         return self._replace(literals=())
 
     @property
+    def literal_count(self) -> int:
+        """The number of literals, which ``structure`` keeps."""
+        indices = [value.param("index") for value in self.values if value.op == "literal"]
+        return max(indices, default=-1) + 1
+
+    @property
     def reads(self) -> tuple[int, ...]:
         """The values that are elements of captured arrays."""
         return tuple(i for i, value in enumerate(self.values) if value.op == "read")

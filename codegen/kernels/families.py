@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from jax_memeff.codegen import gpu
 from jax_memeff.codegen.features import FEATURES, VARLEN
-from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.features.feature import Constant, CppType, Modified
 from jax_memeff.codegen.gpu import Gpu
 from jax_memeff.codegen.launch import BlockMask, EntryPoint, Grid
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
@@ -44,15 +44,21 @@ EVERY_MASK: Masks = ("none", "causal", "window")
 def modifiers(*without: str) -> tuple[str, ...]:
     """Titles of all features that need registers of their own in a main loop, ``without`` some.
 
-    >>> modifiers("a boolean mask", "bias")
-    ('segments', 'soft cap', 'dropout')
+    >>> set(modifiers("soft cap", "bias")) == {*MASK_MODIFIERS, *PROBABILITY_MODIFIERS}
+    True
     """
     return tuple(
-        feature.title for feature in FEATURES if feature.modifier and feature.title not in without
+        feature.title for feature in FEATURES if feature.modifies and feature.title not in without
     )
 
 
+def _modifiers_of(modified: Modified) -> tuple[str, ...]:
+    return tuple(feature.title for feature in FEATURES if feature.modifies == modified)
+
+
 EVERY_MODIFIER = modifiers()
+MASK_MODIFIERS = _modifiers_of("mask")
+PROBABILITY_MODIFIERS = _modifiers_of("probabilities")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,7 @@ _SM80 = {
     96: (Tile(64, 128, 8, 1, "as 128: the long key tile halves the passes over dQ"),),
     128: (
         Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 queries need 240 KB", modifiers=()),
-        Tile(64, 64, 8, 1, "with 128 keys soft cap, bias and dropout spill 24 bytes"),
+        Tile(64, 64, 8, 1, "with 128 keys soft cap, bias and random bits spill 24 bytes"),
     ),
     192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
     256: (Tile(32, 64, 8, 1, "120 KB of 163 KB; 64 query rows would need 176 KB"),),
@@ -213,6 +213,7 @@ class FmhaBwdSm80(Backward, MmaKernel):
     """The backward of mma.sync."""
 
     stem = "fmha_bwd_sm80"
+    sums_function_gradients = True
     class_name = "FmhaBackwardSm80"
     tiles = _TILES
     tiles_f32 = _TILES_F32

@@ -14,6 +14,8 @@ from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.backward import Backward, key_tiles
 from jax_memeff.codegen.kernels.families import (
+    MASK_MODIFIERS,
+    PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,
     WgmmaKernel,
     WgmmaTile,
@@ -58,18 +60,22 @@ TILES: Mapping[int, Sequence[WgmmaTile]] = {
             128,
             2,
             "dk and dv take 128 registers a thread, S and dP 64; a soft cap spills one more",
-            modifiers=("soft cap", "bias", "dropout"),
+            modifiers=("soft cap", "bias", "user functions", *PROBABILITY_MODIFIERS),
             spill_bytes=4,
         ),
         WgmmaTile(
             64,
             128,
             2,
-            "with dropout, too, a soft cap spills 72",
-            modifiers=("soft cap", "segments"),
+            "with random bits, too, a soft cap spills 72",
+            modifiers=("soft cap", "user functions", "segments"),
         ),
-        WgmmaTile(64, 128, 2, "as 64", modifiers=("bias", "dropout", "segments")),
-        WgmmaTile(64, 128, 2, "as 64", modifiers=("dropout", "segments", "a boolean mask")),
+        *(
+            WgmmaTile(
+                64, 128, 2, "as 64", modifiers=("user functions", *PROBABILITY_MODIFIERS, *others)
+            )
+            for others in (("bias", "segments"), MASK_MODIFIERS)
+        ),
     ),
 }
 """By the padded head dim of query, key and value."""
@@ -134,6 +140,7 @@ class FmhaBwdSm90(WgmmaBackward):
     """The backward of wgmma in one kernel."""
 
     stem = "fmha_bwd_sm90"
+    sums_function_gradients = True
     class_name = "FmhaBackwardSm90"
     tiles = TILES
 

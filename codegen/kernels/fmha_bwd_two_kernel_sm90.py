@@ -13,6 +13,8 @@ from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels import fmha_bwd_sm90
 from jax_memeff.codegen.kernels.families import (
+    MASK_MODIFIERS,
+    PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,
     WgmmaTile,
     bias_tile_grid,
@@ -51,17 +53,19 @@ _TILE = WgmmaTile(
 _BIAS = dataclasses.replace(
     _TILE,
     reason="lanes load the bias for dq; for dk and dv it has a buffer, at head dim 256 one of P's",
-    modifiers=("dropout", "bias"),
+    modifiers=("user functions", *PROBABILITY_MODIFIERS, "bias"),
 )
 
 TILES: Mapping[int, Sequence[WgmmaTile]] = {
     192: (_TILE, _BIAS),
     256: (
-        dataclasses.replace(_TILE, modifiers=("dropout", "segments", "a boolean mask")),
+        dataclasses.replace(
+            _TILE, modifiers=("user functions", *PROBABILITY_MODIFIERS, *MASK_MODIFIERS)
+        ),
         dataclasses.replace(
             _TILE,
-            reason="the derivative of a soft cap takes 32 registers; with dropout 24 spill",
-            modifiers=("soft cap", "segments"),
+            reason="the derivative of a soft cap takes 32 registers; with random bits 24 spill",
+            modifiers=("soft cap", "user functions", "segments"),
         ),
         _BIAS,
     ),

@@ -11,6 +11,7 @@ from jax_memeff.codegen.features import BROADCAST_BATCH
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.families import (
     EVERY_MODIFIER,
+    PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,
     stage,
 )
@@ -31,7 +32,7 @@ _128 = (
         2,
         "198 KB; the producers spill",
         query_stages=1,
-        modifiers=("soft cap", "dropout"),
+        modifiers=("soft cap", *PROBABILITY_MODIFIERS),
         spill_bytes=8,
     ),
     Tile(
@@ -56,7 +57,7 @@ _128 = (
 
 TILES = {
     64: (
-        Tile(128, 128, 2, "200 KB", modifiers=("dropout",), masks=("none", "causal")),
+        Tile(128, 128, 2, "200 KB", modifiers=PROBABILITY_MODIFIERS, masks=("none", "causal")),
         Tile(
             128,
             128,

@@ -60,7 +60,11 @@ _SM75 = {
 _64 = (
     Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere", modifiers=()),
     Tile(
-        128, 64, 4, 2, "half the score accumulators: with 128 keys soft cap, bias and dropout spill"
+        128,
+        64,
+        4,
+        2,
+        "half the score accumulators: with 128 keys soft cap, bias and random bits spill",
     ),
 )
 _SM80 = {
@@ -131,7 +135,7 @@ _F32 = {
             16,
             4,
             2,
-            "76 KB: two blocks; dropout and bias spill unless staged",
+            "76 KB: two blocks; random bits and bias spill unless staged",
             stage_registers=True,
         ),
     ),
@@ -158,7 +162,7 @@ _F32_SM86 = {
             16,
             4,
             1,
-            "76 KB of 99 KB; dropout and bias spill unless staged",
+            "76 KB of 99 KB; random bits and bias spill unless staged",
             stage_registers=True,
         ),
     ),

@@ -13,6 +13,7 @@ from jax_memeff.codegen import shared_memory
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.families import (
     EVERY_MODIFIER,
+    PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,
     WgmmaKernel,
     WgmmaTile,
@@ -71,7 +72,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "three consumers read K and V a third less often: 510 TFLOP/s at T 8192 on an H200, "
             "with two 428",
-            modifiers=("soft cap", "dropout"),
+            modifiers=("soft cap", "user functions", *PROBABILITY_MODIFIERS),
             masks=("none", "causal"),
         ),
         Tile(
@@ -114,7 +115,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "224 KB: 692 TFLOP/s at T 8192 on an H200, with 64 keys 638; causal 619, but at T 512 "
             "320, with 64 keys 334",
             query_stages=1,
-            modifiers=("dropout",),
+            modifiers=("user functions", *PROBABILITY_MODIFIERS),
             masks=("none",),
             spill_bytes=32,
         ),

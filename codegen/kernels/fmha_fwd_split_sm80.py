@@ -80,7 +80,7 @@ _64x64 = (
     dataclasses.replace(
         _split(64, 64, 4, 2, 2, 3, "hd 128: 4.28 TB/s on an H200, 8 warps 3.71"), modifiers=()
     ),
-    _split(64, 64, 8, 1, 2, 3, "with 4 warps soft cap, bias and dropout spill"),
+    _split(64, 64, 8, 1, 2, 3, "with 4 warps soft cap, bias and random bits spill"),
 )
 
 _SM80 = {
@@ -223,8 +223,8 @@ class FmhaFwdSplitSm80(MmaKernel):
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
         """f32 logsumexps and outputs of each part of the keys. The launcher
-        (ffi/src/launch/splits.cc) chooses the number of parts for the device; this is the most that
-        the program has room for.
+        (ffi/src/launch/key_splits.cc) chooses the number of parts for the device; this is the most
+        that the program has room for.
         """
         tile_heads = sizes.key_heads if spec.pack_heads else sizes.heads
         rows = sizes.queries * sizes.heads // max(1, tile_heads)

@@ -176,7 +176,7 @@ def _heads_fit(known: dict[str, int], batch: int, heads: int) -> None:
     if pairs > 2**32:
         raise ValueError(
             "offsets.batch and the batch of the call together, times offsets.num_heads, must be at "
-            f"most {2**32}, got {pairs}: dropout numbers them in 32 bits"
+            f"most {2**32}, got {pairs}: random bits number them in 32 bits"
         )
 
 

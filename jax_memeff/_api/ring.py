@@ -21,6 +21,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
 from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import RANDOM_BLOCK
 from jax_memeff._call.values import flag
 from jax_memeff._ring import all_to_all, derivatives
 from jax_memeff._ring.passes import Method, Ring, valid_rows
@@ -29,9 +30,6 @@ from jax_memeff._sharding.alignment import top_left
 
 AxisName = Hashable
 """The name of a mesh axis, or a tuple of names."""
-
-_DROPOUT_BLOCK = 16
-"""Products with dropout start at multiples of this: one call of the generator serves a block."""
 
 
 @overload
@@ -264,10 +262,10 @@ def _lengths_suit(axis_name: AxisName, layout: Layout, rows: int, columns: int, 
                 f"{chunks} times the size of the axis, and mask what is padded by "
                 "key_value_seq_lengths"
             )
-        if numbers.dropout_rate(rate) and length // chunks % _DROPOUT_BLOCK:
+        if numbers.dropout_rate(rate) and length // chunks % RANDOM_BLOCK:
             raise ValueError(
                 f"{name}: with dropout, layout {layout!r} needs a multiple of "
-                f"{chunks * _DROPOUT_BLOCK} positions on each device of axis {axis_name!r}, got "
+                f"{chunks * RANDOM_BLOCK} positions on each device of axis {axis_name!r}, got "
                 f"{length}; pad the sequence, and mask what is padded by key_value_seq_lengths"
             )
 

@@ -140,7 +140,7 @@ def _backward_loops(
         row, first_row = rows.start(index)
         query = problem.query_tile(row)
         dout_tile = lax.dynamic_slice_in_dim(dout, row, rows.size, 3).astype(dtype)
-        dout_tile = dout_tile * problem.kept_scale
+        dout_tile = dout_tile * problem.options.kept_scale
         lse_tile = lax.dynamic_slice_in_dim(lse, row, rows.size, 3)
         row_term_tile = lax.dynamic_slice_in_dim(row_term, row, rows.size, 3)
 

@@ -157,7 +157,7 @@ def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
         def add(_: Sums) -> Sums:
             tile = problem.tile(query, key, tile_bias, row, col, None, first_col)
             probabilities = jnp.exp(tile.scores - row_lse)
-            kept = select(tile.keep, probabilities) * problem.kept_scale
+            kept = select(tile.keep, probabilities) * problem.options.kept_scale
             return jnp.sum(probabilities, -1), dot("bkgts,bksh->bkgth", kept, value)
 
         return when(problem.may_attend(row, col), add, _no_sums(problem))

@@ -70,7 +70,7 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
         has_keys = total > 0
         # A row without keys is divided by 1, so that neither value nor derivative is NaN.
         total = jnp.where(has_keys, total, 1)
-        out = weighted * (problem.kept_scale / total)[..., None]
+        out = weighted * (problem.options.kept_scale / total)[..., None]
         lse = jnp.where(has_keys, maximum + jnp.log(total), -jnp.inf)
         of_rows = (lse, maximum) if options.row_maxima else (lse,)
         blocks = ungrouped(out), *(ungrouped(x[..., None])[..., 0] for x in of_rows)

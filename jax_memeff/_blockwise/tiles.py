@@ -24,8 +24,8 @@ from jax_memeff._call import dropout
 from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans
 from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_tile
-from jax_memeff._call.operands import DropoutState, Operands, captured_name
-from jax_memeff._call.options import Options
+from jax_memeff._call.operands import Operands, captured_name
+from jax_memeff._call.options import RANDOM_BLOCK, Options
 from jax_memeff._call.static_shapes import require_static
 
 LONGEST_BLOCK = 512
@@ -73,11 +73,12 @@ class Blocks(NamedTuple):
 
 
 def _cut(length: int, longest: int) -> Blocks:
-    """Equal blocks; multiples of 16 if there are several (dropout works in blocks of 16)."""
+    """Equal blocks, if there are several of whole blocks of random bits."""
     count = -(-length // longest)
     if count <= 1:
         return Blocks(length, length)
-    return Blocks(length, min(-(-length // (16 * count)) * 16, length))
+    size = -(-length // (RANDOM_BLOCK * count)) * RANDOM_BLOCK
+    return Blocks(length, min(size, length))
 
 
 ArraysByIndex = dict[int, jax.Array]
@@ -91,7 +92,7 @@ class Tile(NamedTuple):
     """From the gradient of the scores, and captured arrays as ``Problem.captured`` has them, to
     the gradient of the scaled products and of these arrays."""
     keep: jax.Array | None
-    """bool, the dropout mask; None without dropout."""
+    """Whether each probability is kept; None if all are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +240,8 @@ class Problem:
                 dscores, gradients = transpose(dscores)
             return dscores if cap_slope is None else dscores * cap_slope, gradients
 
-        return Tile(scores, pull, self._keep(row, col))
+        kept = dropout.kept(self.operands, options, row, col, (self.rows.size, self.cols.size))
+        return Tile(scores, pull, None if kept is None else self.per_head(kept))
 
     def _valid(
         self,
@@ -316,28 +318,6 @@ class Problem:
         own = (captured.get(index, x) for index, x in enumerate(self.captured))
         arrays = [x if x.shape[0] == 1 else expanded(x, batch // x.shape[0], batch) for x in own]
         return functions.modified(program, scores, coordinates, arrays, valid)
-
-    def _keep(self, row: jax.Array, col: jax.Array) -> jax.Array | None:
-        state, position = self.operands.dropout, self.operands.position
-        if not self.options.dropout_threshold or state is None:
-            return None
-        if position is not None:
-            row, col = row + position.query, col + position.key
-        threshold, shape = self.options.dropout_threshold, (self.rows.size, self.cols.size)
-        if not (jnp.ndim(row) or jnp.ndim(col)):
-            return self.per_head(dropout.keep_mask(state, threshold, row, col, *shape))
-
-        def one(words: jax.Array, base: jax.Array, row: jax.Array, col: jax.Array) -> jax.Array:
-            own = DropoutState(words[None], base[None], state.head_index)
-            return dropout.keep_mask(own, threshold, row, col, *shape)[0]
-
-        starts = (jnp.broadcast_to(start, state.batch_base.shape) for start in (row, col))
-        return self.per_head(jax.vmap(one)(state.key_words, state.batch_base, *starts))
-
-    @property
-    def kept_scale(self) -> float:
-        """The factor of a kept probability."""
-        return 256 / (256 - self.options.dropout_threshold)
 
 
 def _widened(x: jax.Array, accumulator: jnp.dtype) -> jax.Array:

@@ -15,17 +15,17 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from jax_memeff._blockwise import forward as blockwise
-from jax_memeff._call.divisors import gradient_shape, of_booleans, without_divisors
+from jax_memeff._call.divisors import gradient_shape, without_divisors
 from jax_memeff._call.operands import (
-    DropoutState,
-    FunctionState,
     Gradients,
+    Item,
     NeedsGrad,
     Operands,
     array_of,
     captured_name,
     gradients_needed,
     gradients_of,
+    mapped,
     replaced,
 )
 from jax_memeff._call.options import Options
@@ -170,51 +170,35 @@ def sequence_of(
 ) -> Operands:
     """One sequence as a batch of one; rows and columns come from :func:`tokens_of`."""
 
-    def of_batch(x: Any, divisor: int = 1) -> Any:
-        if x is None or x.shape[0] == 1:
+    def of_sequence(item: Item) -> Any:
+        x = item.array
+        has_batch = item.operand.varlen_dims[0].startswith("sequences") and x.ndim > 0
+        if not has_batch or x.shape[0] == 1:
             return x
-        return lax.dynamic_slice_in_dim(x, index // divisor % x.shape[0], 1)
+        return lax.dynamic_slice_in_dim(x, index // options.divisors[item.name] % x.shape[0], 1)
 
-    def of_sequence(x: jax.Array) -> jax.Array:
-        return x[index] if x.ndim else x
+    def of_scores(x: Any) -> Any:
+        return None if x is None else x[:, :, : rows.size, : columns.size]
 
-    def of_scores(x: Any, divisor: int = 1) -> Any:
-        return None if x is None else of_batch(x, divisor)[:, :, : rows.size, : columns.size]
-
-    mask, state = operands.mask, operands.dropout
-    booleans = zip(mask.booleans, of_booleans(mask, options.divisors), strict=True)
-    sequences: Any = operands.sequences
-    return operands._replace(
+    own = mapped(of_sequence, operands)
+    mask, sequences = own.mask, own.sequences
+    return own._replace(
         query=_take(operands.query, rows),
         key=_take(operands.key, columns),
         value=_take(operands.value, columns),
-        bias=of_scores(operands.bias, options.divisors["bias"]),
+        bias=of_scores(own.bias),
         mask=dataclasses.replace(
             mask,
-            query_lengths=of_batch(sequences.query_lengths),
-            key_lengths=of_batch(sequences.key_lengths),
+            query_lengths=sequences.query_lengths,
+            key_lengths=sequences.key_lengths,
             segment_ids=tuple(
                 (_take(query_ids, rows), _take(key_ids, columns))
                 for query_ids, key_ids in mask.segment_ids
             ),
-            booleans=tuple(of_scores(*boolean) for boolean in booleans),
-            traced_windows=jax.tree.map(of_sequence, mask.traced_windows),
-            captured=tuple(
-                of_batch(x, options.divisors[f"mask.{captured_name(place)}"])
-                for place, x in enumerate(mask.captured)
-            ),
+            booleans=tuple(map(of_scores, mask.booleans)),
+            traced_windows=jax.tree.map(lambda x: x[index] if x.ndim else x, mask.traced_windows),
         ),
-        dropout=None
-        if state is None
-        else DropoutState(of_batch(state.key_words), of_batch(state.batch_base), state.head_index),
-        position=jax.tree.map(of_sequence, operands.position),
-        functions=None
-        if operands.functions is None
-        else FunctionState(of_batch(operands.functions.batch_index), operands.functions.head_index),
-        captured=tuple(
-            of_batch(x, options.divisors[captured_name(place)])
-            for place, x in enumerate(operands.captured)
-        ),
+        position=jax.tree.map(lambda x: x[index] if x.ndim else x, operands.position),
         sequences=None,
     )
 

@@ -22,10 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._call.offsets import Index, Offsets
-from jax_memeff._call.operands import DropoutState
-
-_BLOCK = 16
-"""Rows and columns of a block that 16 calls of the generator cover."""
+from jax_memeff._call.operands import DropoutState, Operands
+from jax_memeff._call.options import RANDOM_BLOCK, Options
 
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -103,8 +101,8 @@ def philox4x32_7(counter: Words, key: tuple[jax.Array, jax.Array]) -> Words:
 
 def _covering_blocks(start: int | jax.Array, size: int) -> tuple[int | jax.Array, int]:
     """First block and number of blocks that cover ``size`` positions from ``start``."""
-    slack = start % _BLOCK if isinstance(start, int) else _BLOCK - 1
-    return start // _BLOCK, -(-(slack + size) // _BLOCK)
+    slack = start % RANDOM_BLOCK if isinstance(start, int) else RANDOM_BLOCK - 1
+    return start // RANDOM_BLOCK, -(-(slack + size) // RANDOM_BLOCK)
 
 
 def _counters(first_block: int | jax.Array, blocks: int) -> jax.Array:
@@ -155,11 +153,39 @@ def keep_mask(
     kept = [(runs >> 8 * byte & 0xFF) >= threshold for byte in range(4)]
     # (upper row, upper column) selects the byte, and places the run of 8 by 8 within the block.
     bits = jnp.stack([jnp.stack(kept[:2], -2), jnp.stack(kept[2:], -2)], 3)
-    bits = bits.reshape(batch, heads, _BLOCK * row_blocks, _BLOCK * col_blocks)
+    bits = bits.reshape(batch, heads, RANDOM_BLOCK * row_blocks, RANDOM_BLOCK * col_blocks)
     if bits.shape[2:] == (rows, cols):
         return bits
-    bits = lax.dynamic_slice_in_dim(bits, row_start % _BLOCK, rows, 2)
-    return lax.dynamic_slice_in_dim(bits, col_start % _BLOCK, cols, 3)
+    bits = lax.dynamic_slice_in_dim(bits, row_start % RANDOM_BLOCK, rows, 2)
+    return lax.dynamic_slice_in_dim(bits, col_start % RANDOM_BLOCK, cols, 3)
+
+
+def kept(
+    operands: Operands, options: Options, row: jax.Array, col: jax.Array, shape: tuple[int, int]
+) -> jax.Array | None:
+    """Whether each element of a tile is kept, bool[B, N, rows, cols]; None without dropout.
+
+    Args:
+        operands: of the call.
+        options: of the call.
+        row: row of the tile's first row in the arrays of the call, int32[].
+        col: likewise its first column.
+        shape: rows and columns of the tile.
+    """
+    state, position = operands.dropout, operands.position
+    if not options.dropout_threshold or state is None:
+        return None
+    if position is not None:
+        row, col = row + position.query, col + position.key
+    if not (jnp.ndim(row) or jnp.ndim(col)):
+        return keep_mask(state, options.dropout_threshold, row, col, *shape)
+
+    def one(words: jax.Array, base: jax.Array, row: jax.Array, col: jax.Array) -> jax.Array:
+        own = DropoutState(words[None], base[None], state.head_index)
+        return keep_mask(own, options.dropout_threshold, row, col, *shape)[0]
+
+    starts = (jnp.broadcast_to(start, state.batch_base.shape) for start in (row, col))
+    return jax.vmap(one)(state.key_words, state.batch_base, *starts)
 
 
 def key_words(dropout_key: jax.Array) -> jax.Array:

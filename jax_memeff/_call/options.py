@@ -9,6 +9,9 @@ from jax_memeff.codegen.functions.program import Program
 
 Implementation = Literal["cuda", "xla"]
 
+RANDOM_BLOCK = 16
+"""Random bits are drawn for blocks of scores of so many rows and columns."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Divisors:
@@ -70,3 +73,13 @@ class Options:
     batch_axes: tuple[int, ...] = ()
     """The sizes of the axes that ``jax.vmap`` put into the batch, outermost first, and of the
     call's own batch; empty without a vmap. Only sharding reads it."""
+
+    @property
+    def kept_scale(self) -> float:
+        """The factor of a probability that is kept."""
+        return 256 / (256 - self.dropout_threshold)
+
+    @property
+    def row_multiple(self) -> tuple[int, str]:
+        """The multiple at which the rows of each device begin, and the feature that needs it."""
+        return (RANDOM_BLOCK, "dropout") if self.dropout_threshold else (1, "")

@@ -16,7 +16,10 @@ from jax import lax
 
 from jax_memeff._call.divisors import broadcastable, conjunction
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.operands import FunctionState, captured_name
 from jax_memeff._call.options import Divisors
+from jax_memeff._functions.evaluate import evaluate
 from jax_memeff.codegen.launch import BlockMask
 
 _NONE, _ALL, _SOME = 0, 1, 2
@@ -28,6 +31,8 @@ _LINE_BYTES = 8
 
 def lines(
     mask: Mask,
+    functions: FunctionState | None,
+    position: Position | None,
     tile: BlockMask,
     scores: tuple[int, int, int, int],
     divisors: Divisors,
@@ -35,13 +40,16 @@ def lines(
     """The block mask of ids and boolean arrays: uint8 [B or 1, N or 1, rows of blocks, bytes].
 
     Args:
-        mask: has ids or boolean arrays; its other conditions are ignored.
+        mask: has ids, boolean arrays or a function; its other conditions are ignored.
+        functions: the user's indices, for a function.
+        position: the global index of row 0 and column 0, for a function.
         tile: the size of the tiles, and whether rows of blocks belong to queries or keys.
         scores: (B, N, T, S).
         divisors: those of boolean arrays with fewer batch indices.
 
     >>> ids = jnp.array([[0, 0, 0, 1, 1]])
-    >>> found = lines(Mask.segments(ids, ids), BlockMask("queries", 2, 2), (1, 1, 5, 5), Divisors())
+    >>> mask, tile = Mask.segments(ids, ids), BlockMask("queries", 2, 2)
+    >>> found = lines(mask, None, None, tile, (1, 1, 5, 5), Divisors())
     >>> found[0, 0, :, :4].astype(int)  # the first tile with a valid element
     Array([[0, 0, 0, 0],
            [0, 0, 0, 0],
@@ -56,6 +64,10 @@ def lines(
     if mask.booleans:
         boolean, divisor = conjunction(mask, divisors, batch)
         found.append(broadcastable(_of_booleans(boolean, tile), divisor, batch))
+    if mask.functions:
+        assert functions is not None
+        sizes = (length, key_length)
+        found.append(_of_function(mask, functions, position, tile, sizes, divisors))
     valid = functools.reduce(lambda a, b: jnp.where((a > 0) & (b > 0), jnp.maximum(a, b), 0), found)
     shape = -(-length // tile.query), -(-key_length // tile.key)
     valid = jnp.broadcast_to(valid, (*valid.shape[:2], *shape))
@@ -88,6 +100,54 @@ def _of_booleans(mask: jax.Array, tile: BlockMask) -> jax.Array:
         seen = _any_bits(seen, axis, size)
     some = jnp.where(seen & invalid, np.uint8(_SOME), np.uint8(_ALL))
     return jnp.where(seen & valid, some, np.uint8(_NONE))
+
+
+def _of_function(
+    mask: Mask,
+    state: FunctionState,
+    position: Position | None,
+    tile: BlockMask,
+    sizes: tuple[int, int],
+    divisors: Divisors,
+) -> jax.Array:
+    """[B or 1, N or 1, query tiles, key tiles]; nothing of the size of the scores is stored."""
+    (program,) = mask.functions
+    depends = program.dependence(program.results[0])
+    own = position is not None and any(x.ndim for x in position)
+    per_batch = "batch" in depends or own or any(x.shape[0] != 1 for x in mask.captured)
+    batch = state.batch_index if per_batch else state.batch_index[:1]
+    heads = state.head_index if "head" in depends else state.head_index[:1]
+    rows, columns = (
+        # The last tile ends at the end of the axis: its last element counts several times.
+        jnp.minimum(jnp.arange(-(-size // own) * own, dtype=jnp.int32), size - 1).reshape(-1, own)
+        for size, own in zip(sizes, (tile.query, tile.key), strict=True)
+    )
+    firsts = (0, 0) if position is None else position
+    first_row, first_column = (jnp.broadcast_to(x, batch.shape) for x in firsts)
+    arrays = [
+        broadcastable(x, divisors[f"mask.{captured_name(index)}"], batch.shape[0])
+        for index, x in enumerate(mask.captured)
+    ]
+    axes = tuple(0 if x.shape[0] != 1 else None for x in arrays)
+
+    def seen(index: jax.Array, row: jax.Array, column: jax.Array, *arrays: jax.Array) -> jax.Array:
+        """[N or 1, query tiles, key tiles], a bit for valid and one for invalid elements."""
+        valid = evaluate(
+            program,
+            None,
+            index,
+            heads[:, None, None, None, None],
+            (rows + row)[:, None, :, None],
+            (columns + column)[None, :, None, :],
+            [x if axis == 0 else x[0] for x, axis in zip(arrays, axes, strict=True)],
+        )
+        shape = (heads.size, rows.shape[0], columns.shape[0], tile.query, tile.key)
+        bits = jnp.where(jnp.broadcast_to(valid, shape), np.uint8(1), np.uint8(2))
+        return lax.reduce(bits, np.uint8(0), lax.bitwise_or, (3, 4))
+
+    bits = jax.vmap(seen, (0, 0, 0, *axes))(batch, first_row, first_column, *arrays)
+    some = jnp.where(bits & 2, np.uint8(_SOME), np.uint8(_ALL))
+    return jnp.where(bits & 1, some, np.uint8(_NONE))
 
 
 def _any_bits(bits: jax.Array, axis: int, tile: int) -> jax.Array:

@@ -14,10 +14,10 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff._call import divisors
-from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands import Operands, batch_of, in_table_order
+from jax_memeff._call.operands import Item, Operands, batch_of, in_table_order
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import block_mask as block_masks
+from jax_memeff._cuda import functions
 from jax_memeff.codegen.spec import KernelSpec
 
 
@@ -36,7 +36,7 @@ def of_operands(
     """The buffers of the operands, in the order of the table; arrays of one buffer are combined."""
     pairs = zip(in_table_order(avals), in_table_order(values), strict=True)
     buffers = []
-    for name, group in itertools.groupby(pairs, key=lambda pair: pair[0].operand.buffer):
+    for name, group in itertools.groupby(pairs, key=lambda pair: buffer_name(pair[0])):
         types, arrays = zip(*((aval.array, value.array) for aval, value in group), strict=True)
         if name == "boolean":
             buffers.append(computed(ctx, name, _conjunction(avals, options), types, arrays))
@@ -46,9 +46,20 @@ def of_operands(
             # XLA merges a broadcast scalar with what computes it: no launch more.
             repeated = functools.partial(jnp.broadcast_to, shape=(batch_of(avals),))
             buffers.append(computed(ctx, name, repeated, types, arrays))
+        elif functions.is_converted(types[0]):
+            buffers.append(computed(ctx, name, functions.in_kernel_type, types, arrays))
         else:
             buffers.append(Buffer(name, *types, *arrays))
+    if getattr(avals, "functions", None) is not None:
+        bits = functions.literals(avals.mask, options)
+        buffers.append(computed(ctx, "function_literals", lambda: jnp.asarray(bits), (), ()))
     return buffers
+
+
+def buffer_name(item: Item) -> str:
+    """The name of the buffer of an array; a captured array has one of its own."""
+    name, last = item.operand.buffer, item.name.rpartition(".")[2]
+    return f"{name}{last}" if name.endswith("captured") else name
 
 
 def _conjunction(avals: Any, options: Options) -> Callable[..., jax.Array]:
@@ -64,22 +75,26 @@ def _conjunction(avals: Any, options: Options) -> Callable[..., jax.Array]:
 def of_block_masks(
     ctx: mlir.LoweringRuleContext,
     avals: Operands,
-    mask: Mask,
+    operands: Any,
     shared: Divisors,
     specs: dict[str, KernelSpec],
 ) -> list[Buffer]:
-    """The block masks: which tiles of scores each kernel computes if masks are arrays."""
+    """The block masks: which tiles of scores each kernel computes if masks are no intervals."""
     maps = {block_mask for spec in specs.values() for block_mask in spec.block_masks}
-    arrays, structure = jax.tree.flatten(avals.mask)
+
+    def parts(x: Any) -> tuple[Any, ...]:
+        return x.mask, x.functions, x.position
+
+    arrays, structure = jax.tree.flatten(parts(avals))
     return [
         computed(
             ctx,
             block_mask.name,
             lambda *x, block_mask=block_mask: block_masks.lines(
-                jax.tree.unflatten(structure, x), block_mask, avals.scores, shared
+                *jax.tree.unflatten(structure, x), block_mask, avals.scores, shared
             ),
             arrays,
-            jax.tree.leaves(mask),
+            jax.tree.leaves(parts(operands)),
         )
         for block_mask in sorted(maps)
     ]

@@ -105,6 +105,10 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
         ]
     for array in spec.captured_arrays:
         lines.append(f"captured {array.name} {array.alignment} {'zeroed' if array.zeroed else '-'}")
+    for field in spec.params_fields:
+        is_number = field.value in features.NUMBERS
+        value = f"#{features.NUMBERS.index(field.value)}" if is_number else field.value
+        lines.append(f"field {field.offset} {value}")
     return "\n".join(lines) + "\n"
 
 
@@ -156,7 +160,7 @@ def names(buffers: Sequence[Buffer], divisors: Mapping[str, int]) -> str:
 def seal(direction: Literal["forward", "backward"], attributes: Mapping[str, Any]) -> bytes:
     """The digest of the attributes of a call: ``seal_of`` of ffi/src/launch/call.cc."""
     texts = ("operands", "operand_types", "results", "result_types")
-    numbers = ("scale", "windows", "dropout_threshold", "longest", "bias_alignment")
+    numbers = ("scale", "windows", "numbers", "longest", "bias_alignment")
     kernels = attributes["kernels"]
     sealed = "\n".join([direction, *(attributes[name] for name in texts), ""]).encode()
     sealed += b"".join(attributes[name].tobytes() for name in numbers)

@@ -7,6 +7,7 @@ in another process, or after export, without the code generator.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -16,20 +17,30 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff import config
 from jax_memeff._call import divisors, sinks
-from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands, differentiable
+from jax_memeff._call.operands import (
+    NeedsGrad,
+    Operands,
+    QkvPackedOperands,
+    captured_name,
+    gradients_needed,
+    items,
+)
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.static_shapes import require_static
-from jax_memeff._cuda import buffers, description, workspaces
+from jax_memeff._cuda import buffers, description, functions, workspaces
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.export import register_targets
 from jax_memeff._cuda.problem import Call, bias_alignment, problem_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import strategy
+from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.select import select
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
@@ -59,7 +70,7 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     avals = _separate(types)
     specs = kernels(avals, options, needs_grad=None)
     inputs = buffers.of_operands(ctx, types, operands, options)
-    inputs += buffers.of_block_masks(ctx, avals, operands.mask, options.divisors, specs)
+    inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
     names = ("out", "logsumexp", "row_maxima")
     layouts = (None, _ROW_STATISTICS, _ROW_STATISTICS)
     results = [
@@ -90,15 +101,45 @@ def lower_backward(
     ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, options: Options, needs_grad: NeedsGrad
 ):
     """Lowering rule of ``attention_bwd`` on CUDA."""
+    types = jax.tree.unflatten(tree, ctx.avals_in)[0]
+    names = gradients_needed(types, needs_grad)
+    avals = dict(zip(names, ctx.avals_out, strict=True))
+    summed = functions.gradients_in_kernels(_separate(types), options, needs_grad)
+
+    def split(in_kernels: bool) -> NeedsGrad:
+        own = (
+            needed and (index in summed) == in_kernels
+            for index, needed in enumerate(needs_grad.captured)
+        )
+        others = needs_grad if in_kernels else NeedsGrad(False, False, False, False)
+        return others._replace(captured=tuple(own))
+
+    found = {}
+    for part, lower in ((split(True), _lower_kernels), (split(False), _lower_captured_gradients)):
+        if part.names:
+            own = gradients_needed(types, part)
+            context = ctx.replace(avals_out=[avals[name] for name in own])
+            results = lower(context, *leaves, tree=tree, options=options, needs_grad=part)
+            found |= dict(zip(own, results, strict=True))
+    return [found[name] for name in names]
+
+
+def _lower_captured_gradients(ctx: mlir.LoweringRuleContext, *leaves: Any, **static: Any):
+    """The gradients of captured arrays that XLA computes, tile by tile."""
+    in_jax = functools.partial(functions.captured_gradients, **static)
+    return mlir.lower_fun(in_jax, multiple_results=True)(ctx, *leaves)
+
+
+def _lower_kernels(
+    ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, options: Options, needs_grad: NeedsGrad
+):
+    """The gradients that kernels compute."""
     types, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, leaves)
-    names = [f"{name}_gradient" for name in needs_grad.names]
-    if isinstance(types, QkvPackedOperands) and needs_grad.query:
-        names = ["+".join(names[:3]), *names[3:]]
     avals = _separate(types)
     specs = kernels(avals, options, needs_grad=needs_grad)
     inputs = buffers.of_operands(ctx, types, operands, options)
-    inputs += buffers.of_block_masks(ctx, avals, operands.mask, options.divisors, specs)
+    inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
     named = zip(
         ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
         residual_avals,
@@ -106,9 +147,7 @@ def lower_backward(
         (None, _ROW_STATISTICS, None, _ROW_STATISTICS),
         strict=True,
     )
-    gradients = [Buffer(name, aval) for name, aval in zip(names, ctx.avals_out, strict=True)]
-    if needs_grad.sinks:
-        gradients[-1] = Buffer("delta", residual_avals[1], layout=_ROW_STATISTICS)
+    gradients = _gradient_buffers(types, needs_grad, ctx.avals_out, residual_avals[1])
     results = _custom_call(
         ctx,
         _BACKWARD_TARGET,
@@ -123,21 +162,47 @@ def lower_backward(
         specs=specs,
         **_scores(avals, options),
     )[: len(gradients)]
-    if not needs_grad.sinks:
-        return results
+
     # XLA computes the gradient of the sinks from the delta that the kernels leave.
-    *others, delta = results
     avals_in, arrays_tree = jax.tree.flatten((types, residual_avals[1], residual_avals[1]))
 
     def sinks_gradient(*arrays: jax.Array) -> jax.Array:
         operands, lse, delta = jax.tree.unflatten(arrays_tree, arrays)
         return sinks.gradient(operands, options, lse, delta)
 
-    values = jax.tree.leaves((operands, residuals[1], delta))
-    return [
-        *others,
-        buffers.computed(ctx, "sinks_gradient", sinks_gradient, avals_in, values).value,
-    ]
+    finished = []
+    for buffer, result, aval in zip(gradients, results, ctx.avals_out, strict=True):
+        if buffer.name == "delta":
+            values = jax.tree.leaves((operands, residuals[1], result))
+            done = buffers.computed(ctx, "sinks_gradient", sinks_gradient, avals_in, values)
+            finished.append(done.value)
+        elif buffer.aval.dtype != aval.dtype:
+            rounded = functools.partial(lax.convert_element_type, new_dtype=aval.dtype)
+            done = buffers.computed(ctx, buffer.name, rounded, [buffer.aval], [result])
+            finished.append(done.value)
+        else:
+            finished.append(result)
+    return finished
+
+
+def _gradient_buffers(
+    types: Any, needs_grad: NeedsGrad, avals: Sequence[Any], row_aval: Any
+) -> list[Buffer]:
+    """The results of the kernels, in the order of the gradients."""
+    names = gradients_needed(types, needs_grad)
+    found = []
+    for name, aval in zip(names, avals, strict=True):
+        if name == "sinks":
+            found.append(Buffer("delta", row_aval, layout=_ROW_STATISTICS))
+        elif name == "query_key_value":
+            found.append(Buffer("query_gradient+key_gradient+value_gradient", aval))
+        elif name.startswith("captured."):
+            # Summed in float32, and rounded once.
+            sums = ShapedArray(aval.shape, jnp.float32)
+            found.append(Buffer(f"{name.replace('.', '')}_gradient", sums))
+        else:
+            found.append(Buffer(f"{name}_gradient", aval))
+    return found
 
 
 def _workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
@@ -206,7 +271,10 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
     """What ffi/src/launch/call.h documents: ScoreScale, the windows of MaskParams, and so on."""
     scale, cap = options.scale, options.soft_cap
     log2e = math.log2(math.e)
-    if cap is not None:
+    if options.score_function is not None:
+        # Functions take the score itself; a cap is a part of them.
+        prescale, softmax_scale = scale, log2e
+    elif cap is not None:
         prescale, softmax_scale = scale / cap, cap * log2e
     elif scale > LEAST_SOFTMAX_SCALE:
         prescale, softmax_scale = 1.0, scale * log2e
@@ -222,10 +290,13 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
         for window in (avals.mask.top_left, avals.mask.bottom_right)
         for limit in ((None, None) if window is None else (window.left, window.right))
     ]
+    call = Call(avals, options, None)
     return {
         "scale": np.array([prescale, softmax_scale, scale, log2e / softmax_scale], np.float32),
         "windows": np.array(windows, np.int32),
-        "dropout_threshold": np.int32(options.dropout_threshold),
+        "numbers": np.array(
+            [word for own in FEATURES for word in own.number_values(call)], np.int32
+        ),
         "longest": np.array(_longest(avals), np.int32),
         "divisors": _divisors(avals, options),
         "bias_alignment": np.int32(bias_alignment(avals)),
@@ -236,8 +307,13 @@ def _divisors(avals: Operands, options: Options) -> dict[str, int]:
     """The divisors of the buffers, by name; that of others is 1."""
     own = options.divisors
     _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
-    found = {name: own[name] for name in differentiable(avals)}
-    return found | {"boolean": boolean, "bias_gradient": own.of_gradient("bias") or 1}
+    found = {buffers.buffer_name(item): own[item.name] for item in items(avals)}
+    found |= {"boolean": boolean, "bias_gradient": own.of_gradient("bias") or 1}
+    gradients = {
+        f"captured{index}_gradient": own.of_gradient(captured_name(index)) or 1
+        for index in range(len(avals.captured))
+    }
+    return found | gradients
 
 
 def _longest(avals: Operands) -> tuple[int, int]:

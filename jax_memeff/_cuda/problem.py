@@ -9,8 +9,10 @@ from jax_memeff._call import divisors
 from jax_memeff._call.mask import Window
 from jax_memeff._call.operands import NeedsGrad, Operands, array_of, differentiable
 from jax_memeff._call.options import Options
+from jax_memeff._cuda import functions
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.features.bias import BiasLayout
+from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.problem import Dtype, Problem
 
 _DTYPES: dict[str, Dtype] = {
@@ -37,6 +39,11 @@ class Call:
     def mask_kinds(self) -> frozenset[str]:
         """The conditions of the mask, by name."""
         return self.operands.mask.kinds()
+
+    @property
+    def functions(self) -> AskedFunctions | None:
+        """The user's functions, without the values of their literals."""
+        return functions.asked(self.operands, self.options, self.needs_grad)
 
     @property
     def windows(self) -> tuple[Window | None, Window | None]:
@@ -93,7 +100,7 @@ def problem_of(call: Call, arch: str) -> Problem:
         value_dim=call.operands.value.shape[3],
         arch=arch,
         features={feature.name: feature.asked_by(call) for feature in FEATURES},
-        # No kernel has the gradient of a captured array yet: FUNCTIONS refuses the call.
+        # Those of captured arrays are part of the feature.
         needs_grad=() if call.needs_grad is None else call.needs_grad._replace(captured=()).names,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,8 +41,12 @@ _TOTAL_ORDER = {"eq_to": "eq", "le_to": "le", "lt_to": "lt"}
 """Comparisons in the total order of floats, which ``jnp.searchsorted`` uses for all dtypes."""
 
 
+_COMPOSITE = ("log2", "one_minus_square", "polynomial")
+"""Primitives that JAX has since 0.11 or 0.12, and their programs: :func:`_composite`."""
+
+
 def is_elementwise(name: str) -> bool:
-    return is_supported(name) or name == "add_any" or name in _TOTAL_ORDER
+    return name in _COMPOSITE or is_supported(name) or name == "add_any" or name in _TOTAL_ORDER
 
 
 def lower(
@@ -61,6 +66,8 @@ def lower(
     dtype = scalar_type(result)
     if name == "select_n":
         return _select(graph, dtype, args)
+    if name in _COMPOSITE:
+        return _composite(graph, name, dtype, args)
     if name == "add_any":
         name = "add"
     if name in _TOTAL_ORDER:
@@ -97,6 +104,23 @@ def _in_total_order(graph: Graph, value: int) -> int:
     sign = graph.add("shift_right_arithmetic", dtype, (pattern, shift))
     flipped = graph.add("and", dtype, (sign, magnitude))
     return graph.add("xor", dtype, (pattern, flipped))
+
+
+def _composite(graph: Graph, name: str, dtype: ScalarType, args: tuple[int, ...]) -> int:
+    """``log2(x)``, ``(1 + x) (1 - x)``, or Horner's rule for x and coefficients, lowest first."""
+    x, *coefficients = args
+    if name == "log2":
+        divisor = graph.number(math.log(2), dtype, structural=True)
+        return graph.add("div", dtype, (graph.add("log", dtype, (x,)), divisor))
+    if name == "one_minus_square":
+        one = graph.number(1, dtype, structural=True)
+        factors = (graph.add(sign, dtype, (one, x)) for sign in ("add", "sub"))
+        return graph.add("mul", dtype, tuple(factors))
+    *others, result = coefficients
+    for coefficient in reversed(others):
+        product = graph.add("mul", dtype, (result, x))
+        result = graph.add("add", dtype, (product, coefficient))
+    return result
 
 
 def _select(graph: Graph, dtype: ScalarType, args: tuple[int, ...]) -> int:

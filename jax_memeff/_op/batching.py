@@ -7,8 +7,8 @@ The folded call has ``size * B`` batch indices. The dims of an operand in the ta
   batch index b reads index ``(b // divisor) % indices`` of it
   (:class:`jax_memeff._call.options.Divisors`);
 - other operands of the batch are repeated. The query is, because the output is as large; lengths,
-  segment ids, mapped positions and the dropout state are, because they are small. A repeated
-  dropout state gives every mapped call its own bits;
+  segment ids, mapped positions and the keys of random bits are, because they are small. Each
+  mapped call has bits of its own;
 - tokens of packed sequences are appended to those of the previous mapped index.
 
 In these cases the call runs once per mapped index, by ``jax.lax.map``:

@@ -93,9 +93,9 @@ def _row_bias_gradient(
     """Gradient of a bias [b, n, t, 1] that is one number per row of the scores.
 
     ``ds = p * (dp - D)`` with ``D = rowsum(dout * out) - dlse`` sums over a row to dlse exactly,
-    because ``sum(p * dp) = rowsum(dout * out)``, with dropout too. Shifting a whole row changes
-    only its logsumexp. A sink of probability ``p_s`` is not shifted, so the other probabilities sum
-    to ``1 - p_s``, and the sum is ``dlse + p_s * D``.
+    because ``sum(p * dp) = rowsum(dout * out)``, whether or not probabilities are dropped. Shifting
+    a whole row changes only its logsumexp. A sink of probability ``p_s`` is not shifted, so the
+    other probabilities sum to ``1 - p_s``, and the sum is ``dlse + p_s * D``.
 
     Args:
         rows: this sum, [B, T, N].

@@ -162,16 +162,14 @@ class _Call:
             captured=mask.captured,
             traced_windows=mask.traced_windows,
         )
-        part = Operands(
+        part = operands._replace(
             query=self.of_rows(operands.query, product),
             key=self.of_columns(keys.key, product),
             value=self.of_columns(keys.value, product),
             bias=self.of_scores(operands.bias, product),
             mask=part_mask,
-            dropout=operands.dropout,
             position=Position(product.first_row, product.first_column),
-            functions=operands.functions,
-            captured=operands.captured,
+            sinks=None,  # rows start with them, before any product
         )
         return compat.cast_to_common_varying_axes(part)
 

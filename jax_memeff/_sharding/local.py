@@ -6,8 +6,8 @@ The local arrays of a device are a smaller problem of the same kind, with two ex
   key heads than it needs. It takes those that its query heads read, by its index in the mesh, and
   pads their gradient with zeros for the others. If its query heads are not whole groups, it takes
   some key heads more than once.
-- If the rows of the query are sharded, windows, lengths and dropout need their positions in the
-  whole sequence.
+- If the rows of the query are sharded, windows, lengths and random bits need their positions in
+  the whole sequence.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from jax_memeff._sharding.layout import KeyHeadCopies, Layout
 _KEY_HEADS = 2
 """The dim of the key heads in ``[B, S, K, H]``."""
 
-_DROPOUT_BLOCK = 16
-"""With dropout in the kernels, the first row is a multiple of this (``Offsets.query``)."""
-
 
 def check_rows(operands: Any, options: Options, devices: int) -> None:
     """Check that the rows of a call can be divided.
@@ -40,16 +37,17 @@ def check_rows(operands: Any, options: Options, devices: int) -> None:
         devices: the number of devices among which the rows are divided.
 
     Raises:
-        ValueError: with dropout, a device would not have a multiple of 16 rows; or a bottom-right
-            window comes with lengths.
+        ValueError: a device would not have ``Options.row_multiple`` rows; or a bottom-right window
+            comes with lengths.
     """
     if devices == 1:
         return
     check_alignment(operands.mask)
     rows = operands.scores[2]
-    if options.dropout_threshold and rows // devices % _DROPOUT_BLOCK:
+    multiple, cause = options.row_multiple
+    if rows // devices % multiple:
         raise ValueError(
-            f"query: with dropout every device needs a multiple of {_DROPOUT_BLOCK} rows, got "
+            f"query: with {cause} every device needs a multiple of {multiple} rows, got "
             f"{rows} rows over {devices} devices; pad the sequence, and mask the padding by "
             "query_seq_lengths"
         )

@@ -62,7 +62,7 @@ def attend_heads(
         is_causal: as in the modules; attention over a cache is always causal.
         dtype: of the computation; None infers it.
         score_mod: as in the modules.
-        settings: ``bias``, dropout and precision, as in ``attend``.
+        settings: the other arguments of ``attend``.
 
     Raises:
         ValueError: shapes do not fit one another or the cache, segment ids are given with a cache,

@@ -94,14 +94,19 @@ def padded(query, key, value, starts_q, starts_k, longest, **features):
         {"mask": Mask.window(6, 0, "bottom_right"), **DROPOUT},
         {"mask": np.tri(11, dtype=bool), "offsets": Offsets(batch=3, head=2, num_heads=9)}
         | DROPOUT,
-        {"bias": jax.random.normal(jax.random.key(4), (4, 1, 11, 11))},
+        {"bias": normal(4, 4, 1, 11, 11)},
     ],
     ids=["causal", "window", "bottom_right_dropout", "boolean_offsets", "bias"],
 )
 def test_equals_the_padded_call(features):
     """With the same dropout bits: b is the sequence, rows and columns are those within it."""
-    out, lse = varlen(QUERY, KEY, VALUE, **features)
-    (padded_out, padded_lse), rows = padded(QUERY, KEY, VALUE, STARTS_Q, STARTS_K, 11, **features)
+    out, lse = map(np.asarray, varlen(QUERY, KEY, VALUE, **features))
+    (padded_out, padded_lse), rows = jax.tree.map(
+        np.asarray,
+        jax.jit(lambda *arrays: padded(*arrays, STARTS_Q, STARTS_K, 11, **features))(
+            QUERY, KEY, VALUE
+        ),
+    )
     in_sequence = np.zeros(30, bool)
     for b, (start, length) in enumerate(zip(STARTS_Q[:-1], rows, strict=True)):
         in_sequence[start : start + length] = True
@@ -230,7 +235,8 @@ def test_under_jit_grad_vmap_and_checkpoint(assert_close):
 
     expected = gradients(*arrays, STARTS_Q, STARTS_K)
     starts = (jnp.asarray(STARTS_Q), jnp.asarray(STARTS_K))
-    assert_close(jax.jit(gradients)(*arrays, *starts), expected)
+    jitted = jax.jit(gradients)
+    assert_close(jitted(*arrays, *starts), expected)
 
     def checkpointed(*arguments, **features):
         return jax.checkpoint(lambda *x: loss(*x, *arguments[3:], **features))(*arguments[:3])
@@ -243,8 +249,8 @@ def test_under_jit_grad_vmap_and_checkpoint(assert_close):
         *arrays, jnp.stack([starts[0], other]), starts[1]
     )
     for index, starts_q in enumerate((STARTS_Q, other)):
-        one = gradients(*arrays, starts_q, STARTS_K)
-        assert_close(jax.tree.map(lambda x, i=index: x[i], batched), one)
+        one = jitted(*arrays, jnp.asarray(starts_q), starts[1])
+        assert_close(jax.tree.map(lambda x, i=index: np.asarray(x)[i], batched), one)
 
 
 def test_one_program_for_all_lengths():
@@ -284,12 +290,19 @@ def test_nothing_to_do(total_q, total_k, starts, longest, columns):
     def run(query, key, value, bias):
         return varlen(query, key, value, starts, starts, longest, longest, bias)
 
-    bias = jnp.ones((len(starts) - 1, 1, longest, longest if columns == "full" else columns))
-    arrays = (jnp.ones((total_q, 4, 8)), jnp.ones((total_k, 2, 8)), jnp.ones((total_k, 2, 3)), bias)
-    (out, lse), transpose = jax.vjp(run, *arrays)
+    last = longest if columns == "full" else columns
+    shapes = (total_q, 4, 8), (total_k, 2, 8), (total_k, 2, 3), (len(starts) - 1, 1, longest, last)
+    arrays = [np.ones(shape, np.float32) for shape in shapes]
+
+    @jax.jit
+    def results(*arrays):
+        (out, lse), transpose = jax.vjp(run, *arrays)
+        return out, lse, transpose((out + 1, jnp.ones_like(lse)))
+
+    out, lse, gradients = jax.tree.map(np.asarray, results(*arrays))
     assert out.shape == (total_q, 4, 3) and (out == 0).all()
-    assert lse.shape == (total_q, 4) and (lse == -jnp.inf).all()
-    for gradient, array in zip(transpose((out + 1, jnp.ones_like(lse))), arrays, strict=True):
+    assert lse.shape == (total_q, 4) and (lse == -np.inf).all()
+    for gradient, array in zip(gradients, arrays, strict=True):
         assert gradient.shape == array.shape and (gradient == 0).all()
 
 
@@ -314,7 +327,7 @@ def test_memory_does_not_grow_with_the_number_of_sequences():
 def test_longest_may_exceed_the_tokens(columns, assert_close):
     """Bias and boolean masks have the shape of the longest, and so has the bias gradient."""
     shape = [40 if dim == "T" else 35 if dim == "S" else 1 for dim in columns]
-    bias = jax.random.normal(jax.random.key(4), (4, 1, *shape))
+    bias = normal(4, 4, 1, *shape)
     mask = Mask.boolean(np.random.default_rng(0).random((40, 35)) < 0.8)
 
     def run(rows, cols):
@@ -322,7 +335,7 @@ def test_longest_may_exceed_the_tokens(columns, assert_close):
             parts = bias[:, :, :rows, :cols], Mask.boolean(mask.booleans[0][:rows, :cols])
             return loss(query, KEY, VALUE, STARTS_Q, STARTS_K, rows, cols, *parts, **DROPOUT)
 
-        return jax.value_and_grad(value, (0, 1))(QUERY, bias)
+        return jax.jit(jax.value_and_grad(value, (0, 1)))(QUERY, bias)
 
     assert_close(run(40, 35), run(11, 11))
 

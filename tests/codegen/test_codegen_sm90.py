@@ -5,7 +5,7 @@ import itertools
 from typing import Any
 
 import pytest
-from test_codegen import problem
+from problems import problem
 
 from jax_memeff.codegen import emit, gpu, select, strategy, support
 from jax_memeff.codegen.features import BOOLEAN, SEGMENTS, AskedBias

@@ -84,9 +84,9 @@ DOCUMENTS = Program(
 
 # Files of tests/golden, their programs, and whether the functions are precise.
 SOURCES = {
-    "function_alibi.cuh": (ALIBI, True),
-    "function_table.cuh": (TABLE, False),
-    "function_documents.cuh": (DOCUMENTS, True),
+    "function_alibi.txt": (ALIBI, True),
+    "function_table.txt": (TABLE, False),
+    "function_documents.txt": (DOCUMENTS, True),
 }
 
 

@@ -12,10 +12,10 @@ import pytest
 from example_programs import ALIBI, DOCUMENTS, GOLDEN, SOURCES, TABLE, constant
 from random_programs import programs
 
-from jax_memeff._functions.operations import ELEMENTWISE
 from jax_memeff._functions.trace import traced_score_function
 from jax_memeff.codegen.functions import emit, operations
 from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
+from jax_memeff.codegen.functions.nodes import MOST_DIMS
 from jax_memeff.codegen.functions.operations import OPERATIONS
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 
@@ -53,13 +53,6 @@ def test_only_the_structure_is_in_the_source():
     assert "4095" not in sources[1] and "30.0" not in sources[1]
 
 
-def test_lax_names_have_forms():
-    supported = {
-        name for name in (*OPERATIONS, *operations.SPECIAL) if operations.is_supported(name)
-    }
-    assert supported == ELEMENTWISE
-
-
 def test_values_are_kept_at_the_level_of_their_arguments():
     source = emit.source(DOCUMENTS, "F", precise=True)
     assert [
@@ -75,8 +68,10 @@ def test_cheap_values_take_no_registers():
         QUERY,
         constant("int32", 3),
         Value("add", "int32", (1, 2)),
-        Value("convert_element_type", "float32", (3,)),
-        Value("add", "float32", (0, 4)),
+        KEY,
+        Value("lt", "bool", (4, 3)),
+        constant("float32", 0.0),
+        Value("select_n", "float32", (5, 0, 6)),
     )
     assert "wrapping_add(query, 3)" in shifted
     costly = value_of(
@@ -109,6 +104,23 @@ def test_reads_per_element_can_be_staged():
     assert "read<0>" not in emit.source(ALIBI, "F", precise=True)
 
 
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda q, k: (k - q).astype("float32"), ["arrays.difference(key, query)"]),
+        (lambda q, k: 1.0 * (q - k), ["arrays.difference(key, query)", "0.0f - v"]),
+        (lambda q, k: abs(q - k) * 0.5, ["arrays.difference(key, query)", "fabsf(v"]),
+        (lambda q, k: jnp.floor((k - q) * 0.5), ["float(v"]),  # exact before a jump
+        (lambda q, k: 1.0 * (k - 2 * q), ["float(v"]),
+    ],
+)
+def test_kernels_can_provide_the_difference_of_key_and_query(function, expected):
+    program, _ = traced_score_function(lambda s, b, h, q, k: s + function(q, k))
+    text = body(emit.source(program, "F", precise=False), "value")
+    assert all(part in text for part in expected)
+    assert ("arrays.difference" in text) == ("arrays.difference" in expected[0])
+
+
 def test_what_an_operation_with_jumps_depends_on_is_exact():
     """A rounding error before a floor() would be an error of one after it, and other kernels, which
     fuse other operations, would not agree."""
@@ -124,6 +136,15 @@ def test_what_an_operation_with_jumps_depends_on_is_exact():
     jumping = value_of(*scaled, Value("floor", "float32", (4,)))
     assert "tanhf(score)" in jumping
     assert "__fmul_rn(v1, 49.0f)" in jumping and "__fadd_rn(v3, score)" in jumping
+
+
+def test_jumps_of_derivatives_need_no_exact_values():
+    program, _ = traced_score_function(lambda s, b, h, q, k: jnp.abs(jnp.tanh(s)))
+    source = emit.source(program, "F", precise=False)
+    assert "tanh_approx" in body(source, "value") and "tanhf" not in source
+    assert ">= 0.0f" in body(source, "derivative")
+    program, _ = traced_score_function(lambda s, b, h, q, k: jnp.sign(jnp.tanh(s)))
+    assert "tanhf" in body(emit.source(program, "F", precise=False), "value")
 
 
 @pytest.mark.parametrize(
@@ -197,6 +218,14 @@ def test_programs_without_device_code_are_refused(value, reason):
     flag = constant("bool", True)
     with pytest.raises(ValueError, match=reason):
         value_of(SCORE, flag, value, arrays=[CapturedType("float32", 1)])
+
+
+def test_captured_arrays_fit_into_their_view():
+    view = (Path(__file__).parents[2] / "ffi/include/memeff/params.h").read_text()
+    assert f"kMostDims = {MOST_DIMS + 1};" in view
+    read = Value("read", "float32", (0,) * 4, (("array", 0), ("mode", "clip")))
+    with pytest.raises(ValueError, match="at most 3 dims, got 4: join dims"):
+        value_of(QUERY, read, arrays=[CapturedType("float32", 4)])
 
 
 @pytest.mark.parametrize(

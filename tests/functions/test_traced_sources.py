@@ -68,6 +68,9 @@ SCORES = {
         lambda p: lambda s, b, h, q, k: s - p[0, h] * jnp.log1p(p[1, h] ** 2 * jnp.abs(q - k)),
         (("float32", (2, HEADS)),),
     ),
+    "inverse": Function(  # infinite on the diagonal, with a sign
+        lambda: lambda s, b, h, q, k: jnp.exp(-1.0 / (q - k)) * s
+    ),
     "power": Function(
         lambda p: (
             lambda s, b, h, q, k: (

@@ -13,6 +13,7 @@ import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from emulator import build
 from jax.core import ShapedArray
 
 from jax_memeff._cuda import description
@@ -77,6 +78,7 @@ def toy_spec() -> Any:
         entry_points=(EntryPoint("toy", 32, 0, Grid(f"B*N*T/{T}")),),
         tensor_maps=(),
         captured_arrays=(SINKS, TOTALS),
+        params_fields=(),
     )
 
 
@@ -89,7 +91,7 @@ def attributes(code: bytes, operands: list[Buffer], results: list[Buffer]) -> di
         "result_types": description.types(results),
         "scale": np.ones(4, np.float32),
         "windows": np.full(4, 1 << 30, np.int32),
-        "dropout_threshold": np.int32(0),
+        "numbers": np.zeros(2, np.int32),
         "longest": np.zeros(2, np.int32),
         "bias_alignment": np.int32(1),
         "kernels": {"archs": "sm_80", "sm_80": image},
@@ -100,7 +102,7 @@ def attributes(code: bytes, operands: list[Buffer], results: list[Buffer]) -> di
 def run_toy(sinks_dtype: str = "float32") -> Any:
     """Runs in the process of ``machine``; returns the totals, or the text of an error."""
     emulator.configure("sm_80")
-    library = emulator.kernel_library("toy", {"toy.cc": SOURCE})
+    library = build.kernel_library("toy", SOURCE)
     shape = ShapedArray((B, T, N, H), jnp.dtype("float32"))
     named = {
         "query": shape,

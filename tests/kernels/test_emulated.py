@@ -23,6 +23,8 @@ from attention_case import Case, assert_results_match, passed, run_case
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 
 from jax_memeff._call.operands import Operands
+from jax_memeff._cuda import lowering as cuda
+from jax_memeff.codegen.spec import KernelSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,19 @@ class Run:
     def start(self) -> None:
         """Makes this process the machine; called in the process of ``machine``."""
         emulator.configure(self.arch, multiprocessors=self.multiprocessors, seed=self.seed)
+
+    def strategy(self) -> contextlib.AbstractContextManager[None]:
+        """Keys are split only if the run is about that: most cases are small enough for it."""
+        return contextlib.nullcontext() if self.splits else test_kernels.without_splits()
+
+    def kernels(self) -> list[KernelSpec]:
+        """What :func:`results` compiles, so that the machine can compile several at a time."""
+        operands, _, _ = passed(self.case, *self.case.arrays())
+        directions = (None, self.case.needs_grad) if self.gradients else (None,)
+        with pytest.MonkeyPatch.context() as patch, self.strategy():
+            patch.setenv("JAX_MEMEFF_ARCHS", self.arch)
+            found = [cuda.kernels(operands, self.case.options, needs) for needs in directions]
+        return [spec for specs in found for spec in specs.values()]
 
 
 def on_three_schedules(case: Case, **options: Any) -> list[Run]:
@@ -326,7 +341,7 @@ def results(run):
     arrays = run.case.arrays()
     if run.unattended:
         arrays = without_unattended(run.case, *arrays)
-    with contextlib.nullcontext() if run.splits else test_kernels.without_splits():
+    with run.strategy():
         if run.gradients:
             found = run_case(run.case, *arrays)
         else:

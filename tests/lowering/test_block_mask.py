@@ -37,7 +37,9 @@ def tiles_of(mask):
 
 def map_of(mask, tile):
     """The ranges and the tiles of a block mask, [B, N, rows of blocks, ...]."""
-    found = jax.jit(lambda mask: block_masks.lines(mask, tile, (B, N, T, S), Divisors()))(mask)
+    found = jax.jit(
+        lambda mask: block_masks.lines(mask, None, None, tile, (B, N, T, S), Divisors())
+    )(mask)
     count = -(-S // KEY) if tile.lines == "queries" else -(-T // QUERY)
     assert found.shape[3] % 8 == 0 and found.shape[3] > 8 + count
     found = np.broadcast_to(np.asarray(found), (B, N, *found.shape[2:]))
@@ -96,7 +98,12 @@ def test_block_masks_of_broadcast_masks_have_the_whole_batch(divisor):
     for others in ((), (second,)):
         found, expected = (
             block_masks.lines(
-                dataclasses.replace(mask, booleans=(array, *others)), tile, (batch, N, T, S), shared
+                dataclasses.replace(mask, booleans=(array, *others)),
+                None,
+                None,
+                tile,
+                (batch, N, T, S),
+                shared,
             )
             for array, shared in (
                 (first[:2], Divisors((("mask.booleans.0", divisor),))),

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from jax_memeff.codegen.features import FEATURES
+
 pytestmark = pytest.mark.quick
 
-INCLUDE = Path(__file__).parents[2] / "ffi/include/memeff"
+ROOT = Path(__file__).parents[2]
+INCLUDE = ROOT / "ffi/include/memeff"
 EMULATED = Path(__file__).parents[1] / "emulator/include/memeff"
 
 # A header includes headers of its own folder and of those before it.
 ORDER = ("arch", "core", "layout", "mask", "score", "collective", "schedule", "kernels")
 MAX_FILES = 12
+SOURCES = (".cc", ".cuh", ".h", ".py")
 
 HEADERS = sorted(INCLUDE.rglob("*.cuh")) + sorted(EMULATED.rglob("*.cuh"))
 
@@ -71,3 +75,14 @@ def test_the_emulator_replaces_headers_of_arch_only():
 )
 def test_a_folder_has_a_dozen_entries_at_most(folder):
     assert len(list(folder.iterdir())) <= MAX_FILES
+
+
+@pytest.mark.parametrize("folder", ["ffi/include/memeff/kernels", "ffi/src", "codegen/kernels"])
+def test_kernels_and_host_do_not_name_modifiers_of_probabilities(folder):
+    """They ask ``ProbabilityModifiers``, the description and sets of modifiers."""
+    names = [feature.name for feature in FEATURES if feature.modifies == "probabilities"]
+    assert names
+    files = [file for file in (ROOT / folder).rglob("*") if file.suffix in SOURCES]
+    assert files
+    found = [file.name for file in files for name in names if name in file.read_text().lower()]
+    assert not found, f"these files name a modifier of probabilities: {found}"

@@ -21,7 +21,7 @@ BELOW = {
     "_call": {"_functions"},
     "_blockwise": {"_functions", "_call"},
     "_sharding": {"_call"},
-    "_cuda": {"_call"},
+    "_cuda": {"_functions", "_call", "_blockwise"},
     "_op": {"_call", "_blockwise", "_sharding", "_cuda"},
     "_ring": {"_call", "_blockwise", "_op"},
     "_api": {"_functions", "_call", "_blockwise", "_sharding", "_op", "_ring"},

@@ -180,7 +180,7 @@ struct BackwardParams {
 // An array of a feature, at a fixed index of the ArrayTable that the generated source states. Sizes
 // and strides are those of the array's own dims, outermost first, followed by zeros.
 struct ArrayView {
-  static constexpr int kMostDims = 4;
+  static constexpr int kMostDims = 6;
 
   void* data;
   long long sizes[kMostDims];
@@ -238,10 +238,24 @@ static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutP
 static_assert(sizeof(TileCounter) == 16, "host and device disagree on TileCounter");
 static_assert(sizeof(ForwardParams) == 576, "host and device disagree on ForwardParams");
 static_assert(sizeof(BackwardParams) == 816, "host and device disagree on BackwardParams");
-static_assert(sizeof(ArrayView) == 88, "host and device disagree on ArrayView");
-static_assert(sizeof(ArrayTable) == 1408, "host and device disagree on ArrayTable");
-static_assert(sizeof(WithArrays<ForwardParams>) == 1984, "host and device disagree on WithArrays");
-static_assert(sizeof(WithArrays<BackwardParams>) == 2224, "host and device disagree on WithArrays");
+static_assert(sizeof(ArrayView) == 120, "host and device disagree on ArrayView");
+static_assert(sizeof(ArrayTable) == 1920, "host and device disagree on ArrayTable");
+static_assert(sizeof(WithArrays<ForwardParams>) == 2496, "host and device disagree on WithArrays");
+static_assert(sizeof(WithArrays<BackwardParams>) == 2736, "host and device disagree on WithArrays");
+// Fields that features fill by their offsets (ParamsField of codegen/launch.py). NVRTC 13.0 has no
+// offsetof; the sizes above make both compilers agree.
+#ifndef __CUDACC_RTC__
+#define MEMEFF_FIELD(path, offset)                                 \
+  static_assert(__builtin_offsetof(ForwardParams, path) == offset && \
+                __builtin_offsetof(BackwardParams, path) == offset)
+MEMEFF_FIELD(dropout.key_words, 200);
+MEMEFF_FIELD(dropout.batch_base, 208);
+MEMEFF_FIELD(dropout.head_index, 216);
+MEMEFF_FIELD(dropout.threshold, 224);
+MEMEFF_FIELD(dropout.scale, 228);
+#undef MEMEFF_FIELD
+#endif
+
 static_assert(sizeof(TensorMap) == 128, "host and device disagree on TensorMap");
 
 }  // namespace memeff

@@ -10,7 +10,7 @@
 namespace memeff::host {
 
 struct ArrayType {
-  static constexpr int kMostDims = 5;
+  static constexpr int kMostDims = 6;
 
   xla::ffi::DataType dtype = xla::ffi::DataType::INVALID;
   int rank = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstdint>
 #include <optional>
 
 #include "attributes/text.h"
@@ -14,13 +15,15 @@ namespace ffi = xla::ffi;
 constexpr long long kMostHeadDim = 1 << 16;
 constexpr size_t kMostMaps = 16;  // of MapTable
 constexpr size_t kMostEntryPoints = 8;
+constexpr size_t kMostFields = 64;
 
 class Parser : public DescriptionReader {
  public:
   Parser(std::string_view text, std::string_view arch, const std::vector<Array>& arrays)
       : DescriptionReader(text, arch), arch_(arch), arrays_(arrays), dims_(arrays, this) {}
 
-  KernelDescription parse(Direction direction, long long longest_query, long long longest_key) {
+  KernelDescription parse(Direction direction, long long longest_query, long long longest_key,
+                          size_t numbers) {
     KernelDescription kernel;
     parse_kernel(direction, &kernel);
     std::vector<Words> entries;
@@ -28,6 +31,7 @@ class Parser : public DescriptionReader {
     while (next_is("map")) parse_map(&kernel);
     std::vector<Words> const rows = parse_arrays();
     while (next_is("captured")) parse_captured(&kernel);
+    while (next_is("field")) parse_field(direction, numbers, &kernel);
     finish();
     check_names(rows);
     if (failed()) return kernel;
@@ -135,6 +139,34 @@ class Parser : public DescriptionReader {
     }
   }
 
+  void parse_field(Direction direction, size_t numbers, KernelDescription* kernel) {
+    Words const words = take("field", 3);
+    if (failed()) return;
+    ParamsField field = {};
+    bool const is_number = words[2].substr(0, 1) == "#";
+    size_t const bytes = is_number ? sizeof(int32_t) : sizeof(void*);
+    size_t const params =
+        direction == Direction::kForward ? sizeof(ForwardParams) : sizeof(BackwardParams);
+    field.offset = number("a field's offset", words[1], 0, static_cast<long long>(params - bytes));
+    if (is_number) {
+      field.number =
+          number("a field's number", words[2].substr(1), 0, static_cast<long long>(numbers) - 1);
+    } else {
+      field.array = words[2];
+      if (find(arrays_, field.array) == nullptr) {
+        fail("a field with the array " + quoted(field.array) + ", which the call has not");
+      }
+    }
+    if (!failed() && field.offset % bytes != 0) {
+      fail("a field's offset = " + quoted(words[1]) + ", expected a multiple of " +
+           std::to_string(bytes));
+    }
+    kernel->fields.push_back(std::move(field));
+    if (kernel->fields.size() > kMostFields) {
+      fail("more than " + std::to_string(kMostFields) + " fields");
+    }
+  }
+
   void check_dtype() {
     const Array* const query = find(arrays_, "query");
     if (failed() || query == nullptr || query->type.dtype == dtype_) return;
@@ -222,9 +254,9 @@ ffi::ErrorOr<KernelDescription> KernelDescription::parse(std::string_view text,
                                                          std::string_view arch, Direction direction,
                                                          const std::vector<Array>& arrays,
                                                          long long longest_query,
-                                                         long long longest_key) {
+                                                         long long longest_key, size_t numbers) {
   Parser parser(text, arch, arrays);
-  KernelDescription kernel = parser.parse(direction, longest_query, longest_key);
+  KernelDescription kernel = parser.parse(direction, longest_query, longest_key, numbers);
   if (parser.failed()) return ffi::Unexpected(malformed(parser.error()));
   return kernel;
 }

@@ -15,6 +15,8 @@
 //   map query 64 64 1                      array, rows and columns of the TMA box, the dim of rows
 //   array query bf16 B T N H               every operand and result of the call
 //   captured sinks 4 zeroed                of the arrays: alignment in bytes; zeroed or -
+//   field 200 key_words                    byte of the parameters: the address of an array, or
+//                                          #1 for number 1 of the call, of 32 bits
 //
 // A dim of an array is a number, a name (of the same size wherever it appears), "N?" for N or 1,
 // "B+1", "T/128" for as many tiles, "B~" for an array that a vmap broadcasts (any number of its
@@ -58,6 +60,13 @@ struct CapturedArray {
   bool zeroed;
 };
 
+// A field of the parameters that a feature fills, with an address or a number of the call.
+struct ParamsField {
+  int offset;         // in bytes
+  std::string array;  // empty for a number
+  int number;
+};
+
 struct KernelDescription {
   int tile_query = 0;
   int tile_key = 0;
@@ -66,13 +75,16 @@ struct KernelDescription {
   std::vector<EntryPoint> entry_points;  // in launch order
   std::vector<MapBox> maps;              // in the order of that parameter
   std::vector<CapturedArray> captured;   // in the order of ArrayTable
-  ProblemShape shape = {};               // without pointers
+  std::vector<ParamsField> fields;
+  ProblemShape shape = {};  // without pointers
 
-  // Checks the arrays of a call against the text. `longest` are T and S of packed sequences.
+  // Checks the arrays of a call against the text. `longest` are T and S of packed sequences,
+  // and `numbers` is how many the call has.
   static xla::ffi::ErrorOr<KernelDescription> parse(std::string_view text, std::string_view arch,
                                                     Direction direction,
                                                     const std::vector<Array>& arrays,
-                                                    long long longest_query, long long longest_key);
+                                                    long long longest_query, long long longest_key,
+                                                    size_t numbers);
 };
 
 }  // namespace memeff::host

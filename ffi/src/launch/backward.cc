@@ -27,7 +27,6 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.shape = shape_of(*kernel.description, buffers);
   params.scale = call.scale;
   params.mask = mask_of(call, buffers);
-  params.dropout = dropout_of(call, buffers);
   params.bias = buffers.scores("bias", call.bias_alignment);
   params.query = buffers.tensor("query");
   params.key = buffers.tensor("key");
@@ -58,7 +57,8 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
         fill_zero(kernel, params.bias_gradient_sum, buffers.bytes("bias_gradient_sum"), stream);
     if (error.failure()) return error;
   }
-  return launch_all(kernel, buffers, dims, &params, &params.block_mask, &params.table, stream);
+  return launch_all(call, kernel, buffers, dims, &params, &params.block_mask, &params.table,
+                    stream);
 }
 
 }  // namespace memeff::host

@@ -25,7 +25,7 @@ struct Attributes {
   std::string_view result_types;
   ffi::Span<const float> scale;
   ffi::Span<const int32_t> windows;
-  int32_t dropout_threshold;
+  ffi::Span<const int32_t> numbers;
   ffi::Span<const int32_t> longest;
   int32_t bias_alignment;
   std::vector<std::pair<std::string_view, std::string_view>> images;  // by architecture
@@ -75,7 +75,7 @@ ffi::ErrorOr<Attributes> read(const ffi::Dictionary& attributes) {
   read.result_types = reader.get<std::string_view>("result_types");
   read.scale = reader.array<float>("scale", 4);
   read.windows = reader.array<int32_t>("windows", 4);
-  read.dropout_threshold = reader.get<int32_t>("dropout_threshold");
+  read.numbers = reader.get<ffi::Span<const int32_t>>("numbers");
   read.longest = reader.array<int32_t>("longest", 2);
   read.bias_alignment = reader.get<int32_t>("bias_alignment");
   if (!reader.error().empty()) return ffi::Unexpected(malformed(reader.error()));
@@ -109,7 +109,7 @@ std::string seal_of(Direction direction, const Attributes& attributes) {
   sealed += "\n";
   append(attributes.scale.begin(), attributes.scale.size(), &sealed);
   append(attributes.windows.begin(), attributes.windows.size(), &sealed);
-  append(&attributes.dropout_threshold, 1, &sealed);
+  append(attributes.numbers.begin(), attributes.numbers.size(), &sealed);
   append(attributes.longest.begin(), attributes.longest.size(), &sealed);
   append(&attributes.bias_alignment, 1, &sealed);
   for (auto const& [arch, image] : attributes.images) {
@@ -211,11 +211,7 @@ std::string set_numbers(const Attributes& attributes, Call* call) {
   call->mask.top_left_right = windows[1];
   call->mask.bottom_right_left = windows[2];
   call->mask.bottom_right_right = windows[3];
-  call->dropout_threshold = attributes.dropout_threshold;
-  if (call->dropout_threshold < 0 || call->dropout_threshold > 255) {
-    return "the attribute dropout_threshold is " + std::to_string(call->dropout_threshold) +
-           ", expected 0 to 255";
-  }
+  call->numbers.assign(attributes.numbers.begin(), attributes.numbers.end());
   call->longest_query = attributes.longest.begin()[0];
   call->longest_key = attributes.longest.begin()[1];
   bool const packed = call->find("query_starts") != nullptr;
@@ -241,9 +237,6 @@ std::string check_required(Direction direction, const Call& call) {
   }
   if (call.find("query_starts") != nullptr) {
     required.insert(required.end(), {"key_starts", "query_lengths", "key_lengths"});
-  }
-  if (call.dropout_threshold > 0) {
-    required.insert(required.end(), {"key_words", "batch_base", "head_index"});
   }
   for (std::string_view name : required) {
     if (call.find(name) == nullptr) {
@@ -284,8 +277,9 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(Direction direction,
   for (auto const& [arch, bytes] : attributes->images) {
     auto const image = SealedImage::open(arch, bytes);
     if (!image.has_value()) return ffi::Unexpected(image.error());
-    auto description = KernelDescription::parse(image->description, arch, direction, call->arrays,
-                                                call->longest_query, call->longest_key);
+    auto description =
+        KernelDescription::parse(image->description, arch, direction, call->arrays,
+                                 call->longest_query, call->longest_key, call->numbers.size());
     if (!description.has_value()) return ffi::Unexpected(description.error());
     ffi::Error const added =
         call->kernels.add({std::string(arch), std::string(image->code), std::move(*description)});

@@ -1,6 +1,7 @@
 // One custom call: what its attributes say, checked and decoded once.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -28,9 +29,9 @@ struct Call {
   std::vector<BufferType> results;
   std::vector<Array> arrays;  // of all operands and results; absent ones have no entry
   ScoreScale scale = {};
-  MaskParams mask = {};  // bounds only
-  int dropout_threshold = 0;
-  int longest_query = 0;  // of packed sequences
+  MaskParams mask = {};          // bounds only
+  std::vector<int32_t> numbers;  // of features: see ParamsField
+  int longest_query = 0;         // of packed sequences
   int longest_key = 0;
   int bias_alignment =
       1;  // bytes that the kernel expects rows of the bias to start at multiples of
@@ -44,7 +45,7 @@ struct Call {
   //   operand_types, result_types   "bf16[2,128,4,64] f32[2,4,128]", one for each buffer
   //   scale                         float[4]: ScoreScale
   //   windows                       int[4]: the bounds of MaskParams
-  //   dropout_threshold             int
+  //   numbers                       int[]: those of features, any 32 bits
   //   longest                       int[2]: T and S of packed sequences, else 0
   //   bias_alignment                int
   //   kernels                       a dictionary of SealedImage by architecture, and "archs"

@@ -8,7 +8,6 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.shape = shape_of(*kernel.description, buffers);
   params.scale = call.scale;
   params.mask = mask_of(call, buffers);
-  params.dropout = dropout_of(call, buffers);
   params.bias = buffers.scores("bias", call.bias_alignment);
   params.query = buffers.tensor("query");
   params.key = buffers.tensor("key");
@@ -28,7 +27,8 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   LaunchDims dims;
   dims.splits = choose_splits(kernel, buffers);
   params.splits = static_cast<int>(dims.splits);
-  return launch_all(kernel, buffers, dims, &params, &params.block_mask, &params.table, stream);
+  return launch_all(call, kernel, buffers, dims, &params, &params.block_mask, &params.table,
+                    stream);
 }
 
 }  // namespace memeff::host

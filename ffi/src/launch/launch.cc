@@ -1,6 +1,7 @@
 #include "launch/launch.h"
 
 #include <climits>
+#include <cstring>
 
 #include "attributes/text.h"
 #include "launch/tensor_map.h"
@@ -9,6 +10,20 @@ namespace memeff::host {
 namespace {
 
 namespace ffi = xla::ffi;
+
+// The fields that features fill. The host reads none of them back.
+void fill_fields(const Call& call, const KernelDescription& kernel, Buffers& buffers,
+                 void* params) {
+  for (const ParamsField& field : kernel.fields) {
+    char* const place = static_cast<char*>(params) + field.offset;
+    if (field.array.empty()) {
+      std::memcpy(place, &call.numbers[static_cast<size_t>(field.number)], sizeof(int32_t));
+    } else {
+      void* const data = buffers.data(field.array);
+      std::memcpy(place, &data, sizeof(data));
+    }
+  }
+}
 
 // The table of the arrays that features bring, those zeroed that start at zero.
 ffi::Error fill_arrays(const DeviceKernel& kernel, Buffers& buffers, CUstream stream,
@@ -98,19 +113,11 @@ BlockMask block_mask_of(Buffers& buffers, std::string_view name) {
           stride(1, type->sizes[2])};
 }
 
-DropoutParams dropout_of(const Call& call, Buffers& buffers) {
-  DropoutParams dropout = {};
-  dropout.key_words = static_cast<const unsigned*>(buffers.data("key_words"));
-  dropout.batch_base = static_cast<const unsigned*>(buffers.data("batch_base"));
-  dropout.head_index = static_cast<const unsigned*>(buffers.data("head_index"));
-  dropout.threshold = call.dropout_threshold;
-  dropout.scale = 256.0f / static_cast<float>(256 - call.dropout_threshold);
-  return dropout;
-}
-
-ffi::Error launch_all(const DeviceKernel& kernel, Buffers& buffers, const LaunchDims& dims,
-                      void* params, BlockMask* block_mask, ArrayTable* table, CUstream stream) {
+ffi::Error launch_all(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
+                      const LaunchDims& dims, void* params, BlockMask* block_mask,
+                      ArrayTable* table, CUstream stream) {
   const KernelDescription& description = *kernel.description;
+  fill_fields(call, description, buffers, params);
   MapTable maps = {};
   ffi::Error error = encode_maps(kernel, buffers, &maps);
   if (error.success()) error = fill_arrays(kernel, buffers, stream, table);

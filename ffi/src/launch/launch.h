@@ -10,7 +10,6 @@ namespace memeff::host {
 // Parts of the parameters that both directions have.
 ProblemShape shape_of(const KernelDescription& kernel, Buffers& buffers);
 MaskParams mask_of(const Call& call, Buffers& buffers);
-DropoutParams dropout_of(const Call& call, Buffers& buffers);
 // Null pointers if the call has no such array.
 BlockMask block_mask_of(Buffers& buffers, std::string_view name);
 
@@ -20,9 +19,10 @@ long long choose_splits(const DeviceKernel& kernel, Buffers& buffers);
 xla::ffi::Error fill_zero(const DeviceKernel& kernel, void* data, size_t bytes, CUstream stream);
 
 // Launches all entry points of a kernel. `params` is the first parameter of all of them, of which
-// `table` is filled once and `block_mask` for each.
-xla::ffi::Error launch_all(const DeviceKernel& kernel, Buffers& buffers, const LaunchDims& dims,
-                           void* params, BlockMask* block_mask, ArrayTable* table, CUstream stream);
+// the fields of features and `table` are filled once and `block_mask` for each.
+xla::ffi::Error launch_all(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
+                           const LaunchDims& dims, void* params, BlockMask* block_mask,
+                           ArrayTable* table, CUstream stream);
 
 xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                CUstream stream);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import os
@@ -33,6 +34,12 @@ _OPTIONS = [
     *("-std=c++17", "-O0", "-g1", "-Wall", "-Wextra", "-Werror"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
 ]
+_PRECOMPILED = """
+#include <string>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+"""
 
 _DTYPES = {
     "bool": 1,
@@ -195,29 +202,41 @@ def _executable() -> Path:
     digest = hashlib.sha256(b"|".join([repr(_OPTIONS).encode(), *texts])).hexdigest()[:16]
     directory = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "handlers"
     executable = directory / f"handlers-{digest}"
-    if not executable.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        found = subprocess.run(
-            [sys.executable, str(_ROOT / "cmake/find_headers.py")],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        includes = [f"-I{folder}" for folder in (_HERE, _ROOT / "ffi/src", _ROOT / "ffi/include")]
-        for folder in found.stdout.strip().split(";"):
-            includes += ["-isystem", folder]
-        with tempfile.TemporaryDirectory(dir=directory) as work:
-
-            def run(*words: str) -> None:
-                subprocess.run(["g++", *_OPTIONS, *words], cwd=work, check=True)
-
-            def compile(source: Path) -> str:
-                name = f"{source.parent.name}_{source.stem}.o"
-                run(*includes, "-c", str(source), "-o", name)
-                return name
-
-            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = list(pool.map(compile, (*own, *host)))
-            run(*objects, "-o", executable.name)
-            (Path(work) / executable.name).replace(executable)
+    if executable.exists():
+        return executable
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(executable.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the tests may be at it
+        if not executable.exists():
+            _build(executable, (*own, *host))
     return executable
+
+
+def _build(executable: Path, sources: Sequence[Path]) -> None:
+    include_dirs = subprocess.run(
+        [sys.executable, str(_ROOT / "cmake/find_headers.py")],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    includes = [f"-I{folder}" for folder in (_HERE, _ROOT / "ffi/src", _ROOT / "ffi/include")]
+    for folder in include_dirs.stdout.strip().split(";"):
+        includes += ["-isystem", folder]
+    with tempfile.TemporaryDirectory(dir=executable.parent) as work:
+
+        def run(*words: str) -> None:
+            subprocess.run(["g++", *_OPTIONS, *words], cwd=work, check=True)
+
+        # Most files include XLA's header, which alone takes longer than what they hold.
+        (Path(work) / "precompiled.h").write_text(_PRECOMPILED)
+        run(*includes, "-x", "c++-header", "precompiled.h", "-o", "precompiled.h.gch")
+
+        def compile(source: Path) -> str:
+            name = f"{source.parent.name}_{source.stem}.o"
+            run("-I.", "-include", "precompiled.h", *includes, "-c", str(source), "-o", name)
+            return name
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile, sources))
+        run(*objects, "-o", executable.name)
+        (Path(work) / executable.name).replace(executable)

@@ -11,8 +11,8 @@
 namespace memeff {
 
 // kWarps_ warps as kGroups_ groups of consecutive warps. All groups synchronize at the named
-// barrier kMeeting, or by __syncthreads() if they are the whole CTA.
-template <int kWarps_, int kGroups_, int kMeeting = 0>
+// barrier kAllBarrier, or by __syncthreads() if they are the whole CTA.
+template <int kWarps_, int kGroups_, int kAllBarrier = 0>
 struct WarpConsumerGroups {
   static constexpr int kConsumerGroups = kGroups_;
   static constexpr int kWarps = kWarps_ / kConsumerGroups;  // of a group
@@ -32,11 +32,11 @@ struct WarpConsumerGroups {
   }
 
   // Waits for all groups.
-  CUTE_DEVICE static void meet() {
-    if constexpr (kMeeting == 0) {
+  CUTE_DEVICE static void sync_all() {
+    if constexpr (kAllBarrier == 0) {
       __syncthreads();
     } else {
-      named_barrier_sync(kMeeting, kConsumerGroups * kThreads);
+      named_barrier_sync(kAllBarrier, kConsumerGroups * kThreads);
     }
   }
 };
@@ -67,7 +67,7 @@ struct ConsumerGroupMerge {
             },
             output);
       }
-      ConsumerGroup::meet();
+      ConsumerGroup::sync_all();
       if (ConsumerGroup::index() > 0) return;
       CUTE_UNROLL
       for (int group = 1; group < ConsumerGroup::kConsumerGroups; ++group) {

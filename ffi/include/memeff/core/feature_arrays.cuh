@@ -5,11 +5,17 @@
 
 namespace memeff {
 
-// The array at `index`, a Config::k...Array. Hazard: only kernels whose spec has captured arrays
-// are launched with a table; in others this reads beyond the parameters.
+// Hazard: only kernels whose spec has captured arrays are launched with a table; in others this
+// reads beyond the parameters.
+template <class Params>
+CUTE_DEVICE ArrayTable const& feature_arrays(Params const& params) {
+  return static_cast<WithArrays<Params> const&>(params).table;
+}
+
+// The array at `index`, a Config::k...Array.
 template <class Params>
 CUTE_DEVICE ArrayView const& feature_array(Params const& params, int index) {
-  return static_cast<WithArrays<Params> const&>(params).table.arrays[index];
+  return feature_arrays(params).arrays[index];
 }
 
 }  // namespace memeff

@@ -25,4 +25,12 @@ struct WorkItem {
   }
 };
 
+// The first element of a tile of scores.
+struct ScoreTilePosition {
+  int batch;
+  int head;
+  int row;
+  int column;
+};
+
 }  // namespace memeff

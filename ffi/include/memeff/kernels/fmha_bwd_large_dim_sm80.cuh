@@ -11,6 +11,7 @@
 // in global memory have one reader and writer, and every run adds in one order.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dbias/large_dim.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
@@ -168,8 +169,8 @@ struct FmhaBackwardLargeDimDkdv {
       if constexpr (Config::kValueGradient) {
         value_product.run(
             ring, scores.probability_tile, sums_of(params.value_gradient_sum, shape.value_dim),
-            first, last, value_target, keep,
-            [&](int) { return kept_scale<Config>(params.dropout); }, load_after_value);
+            first, last, value_target, keep, [&](int) { return probability_scale<Config>(params); },
+            load_after_value);
       }
       if constexpr (Config::kKeyGradient) {
         key_product.run(

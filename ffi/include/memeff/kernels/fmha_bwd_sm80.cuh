@@ -7,7 +7,7 @@
 //   S = Q K^T    dP = dO V^T    P = exp2(S - lse)    dS = P (dP - delta)
 //   dV += P^T dO    dQ = dS K    dK += dS^T Q
 //
-// With dropout, dV reads the kept P, and dP is the kept dP; both times 256 / (256 - T).
+// dV reads the modified P, and dP is modified alike (collective/probability_modifiers.cuh).
 //
 // The next Q block arrives while this one is computed: there are two buffers, or one if shared
 // memory is short, and then the load is not hidden. dO has one buffer and is loaded again as soon
@@ -18,6 +18,7 @@
 
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/dbias/sm80.cuh>
@@ -49,7 +50,7 @@ struct FmhaBackwardSm80 {
   using ValueGrid = typename Tiles::ValueGrid;
   using Scores = BackwardScoresSm80<Config>;
   using Mask = typename Scores::Mask;
-  using Modifiers = ScoreModifiers<Config, typename Scores::Bias>;
+  using Modifiers = typename Scores::Modifiers;
   using BiasWriter = typename Scores::BiasWriter;
   using Blocks = QBlocks<Tiles::kTileQuery, Config::kBlockMask>;
   using Semaphore =
@@ -76,9 +77,9 @@ struct FmhaBackwardSm80 {
   // frozen, dv needs P alone.
   static constexpr bool kStoreScoreGradient =
       Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kFromTile;
-  static constexpr bool kScoreGradient =
-      kStoreScoreGradient || (Config::kBiasGradient != BiasGradient::none &&
-                              Config::kBiasGradient != BiasGradient::dbias_kernel);
+  static constexpr bool kScoreGradient = kStoreScoreGradient || Config::kFunctionGradient ||
+                                         (Config::kBiasGradient != BiasGradient::none &&
+                                          Config::kBiasGradient != BiasGradient::dbias_kernel);
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
     char* const shared = dynamic_shared();
@@ -92,7 +93,9 @@ struct FmhaBackwardSm80 {
     Blocks const q_blocks(shape, params.block_mask, item, tiles);
     KvBlock const kv_block(params, item, mask, column, shared_address(shared));
     Modifiers const modifiers = {
-        {params.scale}, {params.bias, mask, item.batch, column, kv_block.shared + kBiasOffset}};
+        {params.scale},
+        {params},
+        {params.bias, mask, item.batch, column, kv_block.shared + kBiasOffset}};
 
     clear_skipped<Config, kThreads>(params, item, tiles);
     if constexpr (Config::kVarlen) {
@@ -207,7 +210,7 @@ struct FmhaBackwardSm80 {
             params.key_gradient.row_stride * sizeof(Element), bound, params.shape.head_dim);
       }
       if constexpr (Config::kValueGradient) {
-        scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
+        scale_accumulators(value_gradient, probability_scale<Config>(params));
         store_tile<Element, ValueTile, ValueGrid, kThreads, Config::kAlignment>(
             shared + kValueOffset, value_gradient,
             row_pointer<Element>(params.value_gradient, keys.origin.batch, keys.origin.row + column,

@@ -15,6 +15,7 @@
 // of one KV block (schedule/split_q.cuh).
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -36,7 +37,6 @@
 #include <memeff/schedule/split_q.cuh>
 #include <memeff/score/bias/gradient_transposed.cuh>
 #include <memeff/score/bias/q_block_ring_sm90.cuh>
-#include <memeff/score/dropout.cuh>
 #include <memeff/score/modifiers.cuh>
 
 namespace memeff {
@@ -69,12 +69,12 @@ struct FmhaBackwardSm90 {
   // alone.
   using BiasWriter = TransposedBiasGradient<Config, Tiles>;
   using BiasSums = typename BiasWriter::Sums;
-  static constexpr bool kScoreGradient =
-      Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kNeeded;
+  static constexpr bool kScoreGradient = Config::kQueryGradient || Config::kKeyGradient ||
+                                         Config::kFunctionGradient || BiasWriter::kNeeded;
 
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.
   using Bias = QBlockBiasRing<Config, Tiles, kStages>;
-  using Modifiers = ScoreModifiers<Config, Bias>;
+  using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid, true>>;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
@@ -240,7 +240,7 @@ struct FmhaBackwardSm90 {
   using ScoreColumns = DescriptorOperand<ScoreTile, Contiguous::outer>;
 
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
-  using KeptBlocks = KeptTile<Config, ScoreGrid, true>;
+  using KeptBlocks = typename ProbabilityModifiers<Config, ScoreGrid, true>::Tile;
 
   using Consumer = BackwardConsumerSm90<Config, FmhaBackwardSm90>;
 
@@ -282,8 +282,7 @@ struct FmhaBackwardSm90 {
         control.out_gradient.wait(stage);
         consumer.begin_score_gradient(values, out_tile, score_gradient);
         KeptBlocks::end_basic_block(control.out_gradient, stage);
-        KeptBlocks const kept(params.dropout, params.mask, item.batch, head, tile * kTileQuery,
-                              work.column);
+        KeptBlocks const kept(params, item.batch, head, tile * kTileQuery, work.column);
         wait_products<kScoreGradient>();  // S
         fence_accumulators(scores);
 
@@ -335,7 +334,7 @@ struct FmhaBackwardSm90 {
       scale_accumulators(key_gradient, params.scale.gradient_scale);
     }
     if constexpr (Config::kValueGradient) {
-      scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
+      scale_accumulators(value_gradient, probability_scale<Config>(params));
     }
     store(params, maps, work, key_length, warpgroup, tiles, key_gradient, value_gradient);
   }

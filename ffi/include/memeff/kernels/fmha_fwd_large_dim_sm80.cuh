@@ -10,8 +10,8 @@
 #pragma once
 
 #include <memeff/collective/chunked_product.cuh>
-#include <memeff/collective/drop.cuh>
 #include <memeff/collective/long_sum.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/block.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/core/warp_grid.cuh>
@@ -22,7 +22,6 @@
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/score/bias/direct.cuh>
-#include <memeff/score/dropout.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/row_modifiers.cuh>
 
@@ -43,9 +42,10 @@ struct FmhaForwardLargeDimSm80 {
   using QueryStep = Tile<kTileQuery, kStep>;
   using KeyStep = Tile<kTileKey, kStep>;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps>;
-  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, has_bias_tile<Config>()>;
+  using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, has_large_scores<Config>()>;
   using Mask = ScoreMask<Config, ScoreGrid>;
-  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
+  using Modifiers =
+      ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
   using OutProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;
   static constexpr int kBufferBytes =
       cute::max(QueryStep::kBytes + KeyStep::kBytes, OutProduct::StepTile::kBytes);
@@ -97,7 +97,7 @@ struct FmhaForwardLargeDimSm80 {
     StepRing ring(buffers, kBufferBytes);
     ring.start([&](uint32_t buffer) { operands.load(tiles.end - 1, 0, buffer); });
 
-    Modifiers const modifiers = {{params.scale}, {params.bias, mask, item.batch}};
+    Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, item.batch}};
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       int const column = tile * kTileKey;
       bool const last = tile == tiles.begin;
@@ -108,17 +108,17 @@ struct FmhaForwardLargeDimSm80 {
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       multiply_keys(params, operands, product, ring, tile, scores);
 
-      modifiers.forward(scores, rows, column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
-                                                row, column);
+      ScoreTilePosition const at = {item.batch, item.head, row, column};
+      modifiers.forward(scores, at, rows, column);
+      mask.template apply<kTileQuery, kTileKey>(scores, params, at);
       softmax.step(scores, params.scale.softmax_scale);
       if (last) {
-        softmax.finish(params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+        softmax.finish(params.scale.softmax_scale, probability_scale<Config>(params),
                        mask.query_length - row, LaneRowModifiers<Config, ScoreGrid>(params, rows),
                        write_logsumexp);
       }
-      ProbabilityDropout<Config, ScoreGrid>::apply(params, item.batch, item.head, row, column,
-                                                   scores);
+      ProbabilityModifiers<Config, ScoreGrid>::forward(params, item.batch, item.head, row, column,
+                                                       scores);
       store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
 
       product.run(
@@ -204,7 +204,7 @@ struct FmhaForwardLargeDimSm80 {
                ceil_div(params.shape.value_dim, OutProduct::kChunk) * OutProduct::kChunkFloats;
   }
 
-  // Where the scores of this CTA's tile wait; asked for anew, as are all that lead there.
+  // The sums of this CTA's tile of scores. Recomputed at each use, so that no register keeps it.
   CUTE_DEVICE static float* score_sum(ForwardParams const& params) {
     ProblemShape const& shape = params.shape;
     int const tiles = ceil_div(shape.query_length, kTileQuery);

@@ -10,8 +10,8 @@
 #pragma once
 
 #include <memeff/collective/copied_rows.cuh>
-#include <memeff/collective/drop.cuh>
 #include <memeff/collective/epilogue.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/staged_registers.cuh>
 #include <memeff/collective/warp_gemm.cuh>
@@ -37,7 +37,7 @@ struct FmhaForwardSm80 {
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Config::kWarps, kWarpRows>;
   static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
   using Softmax =
-      OnlineSoftmax<kRowBlocks, false, has_bias_tile<Config>(), false, Config::kRowMaxima>;
+      OnlineSoftmax<kRowBlocks, false, has_large_scores<Config>(), false, Config::kRowMaxima>;
   using Mask = ScoreMask<Config, ScoreGrid>;
   using KvBlocks = BlockMaskRow<Config::kBlockMask>;
 
@@ -55,10 +55,11 @@ struct FmhaForwardSm80 {
   using Rows = CopiedRows<KeyOrValueTile, kThreads, Config::kAlignment, StagedRow>;
   using Bias =
       WarpRowsBias<Config, ScoreGrid, Config::kWarps, kTileKey, false, StagedBiasRow, Mask>;
-  using Modifiers = ScoreModifiers<Config, Bias>;
-  using Dropped = ProbabilityDropout<Config, ScoreGrid>;
+  using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
+  using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
 
-  // Of P V in parts (32-bit elements): all columns at a time where that leaves enough registers.
+  // The accumulators of P V for 32-bit elements, which is computed in parts: for all columns at
+  // once if that leaves enough registers.
   static constexpr int kPartAccumulators = kRowBlocks * OutGrid::kColumnBlocks * 8 <= 64 ? 64 : 32;
 
   static constexpr int kKeyOffset = QueryTile::kBytes;
@@ -102,8 +103,8 @@ struct FmhaForwardSm80 {
     StagedBiasRow const bias_row(
         shared + kStagedBiasOffset,
         memeff::bias_row<Config>(params.bias, item.batch, item.head, row + ScoreGrid::row()));
-    Modifiers const modifiers = {{params.scale},
-                                 {params.bias, bias_row, mask, row, shared + kBiasOffset}};
+    Modifiers const modifiers = {
+        {params.scale}, {params}, {params.bias, bias_row, mask, row, shared + kBiasOffset}};
 
     auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(output);
@@ -123,7 +124,7 @@ struct FmhaForwardSm80 {
 
     if constexpr (Config::kStageRegisters) softmax.unstage(shared + kStagedSoftmaxOffset);
     RowsOfTile<> const rows(shape, item.batch, item.head, row, mask.query_length);
-    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+    softmax.finish(output, params.scale.softmax_scale, probability_scale<Config>(params),
                    LaneRowModifiers<Config, OutGrid>(params, rows));
     store(params, softmax, output, shared);
   }
@@ -165,15 +166,15 @@ struct FmhaForwardSm80 {
         commit_copies();
       }
 
-      modifiers.forward(scores, column);
+      ScoreTilePosition const at = {item.batch, item.head, row, column};
+      modifiers.forward(scores, at, column);
       modifiers.load_next(has_next, next_column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                                item.head, row, column, kv_blocks.partial(block));
+      mask.template apply<kTileQuery, kTileKey>(scores, params, at, kv_blocks.partial(block));
       if constexpr (Config::kStageRegisters) softmax.unstage(shared + kStagedSoftmaxOffset);
       softmax.step(scores, output, params.scale.softmax_scale);
       if constexpr (Config::kStageRegisters) softmax.stage_registers(shared + kStagedSoftmaxOffset);
       auto probabilities = as_left_operand<Element>(scores);
-      Dropped::apply(params, item.batch, item.head, row, column, probabilities);
+      Probabilities::forward(params, item.batch, item.head, row, column, probabilities);
       warp_gemm<Element, kTileKey / kStepElements<Element>, 2, kPartAccumulators>(
           output, probabilities, value);
     }

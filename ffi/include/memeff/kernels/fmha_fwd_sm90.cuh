@@ -24,7 +24,7 @@
 #pragma once
 
 #include <memeff/collective/consumer_groups.cuh>
-#include <memeff/collective/drop.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -66,10 +66,12 @@ struct FmhaForwardSm90 {
   using OutGrid = Grid<Config::kValueDim>;
   static constexpr bool kCapped = Config::kSoftCap && !Config::kBias && !Config::kRowMaxima &&
                                   cute::is_same_v<Element, cutlass::bfloat16_t>;
-  // Rows with a bias may be negative for ever, which integers do not order; above 128 columns there
-  // a KV block has too few scores for the branch to pay.
-  using Softmax = OnlineSoftmax<1, !Config::kBias && Config::kValueDim <= 128,
-                                has_bias_tile<Config>(), kCapped, Config::kRowMaxima>;
+  // Rows with a bias or a function may be negative for ever, which integers do not order; above 128
+  // columns there a KV block has too few scores for the branch to pay.
+  static constexpr bool kIntegerMaximum =
+      !Config::kBias && !Config::kScoreFunction && Config::kValueDim <= 128;
+  using Softmax =
+      OnlineSoftmax<1, kIntegerMaximum, has_large_scores<Config>(), kCapped, Config::kRowMaxima>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
   using Scheduler = TileScheduler<Schedule>;
 
@@ -78,9 +80,8 @@ struct FmhaForwardSm90 {
                                        MappedOperands<Config, kThreads>>;
   static constexpr int kProducerRegisters = Operands::kProducerRegisters;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
-  static constexpr bool kDropsEarly = Config::kDropout && Operands::kDropsEarly;
-  using Dropped = ProbabilityDropout<Config, ScoreGrid, kDropsEarly>;
-  using KeptBlocks = typename Dropped::Bits;
+  using Probabilities = ProbabilityModifiers<Config, ScoreGrid, false, Operands::kModifiesEarly>;
+  using KeptBlocks = typename Probabilities::Tile;
   using Keys = typename Operands::Keys;
   using Values = typename Operands::Values;
   static constexpr int kStages = Config::kStages;
@@ -92,7 +93,7 @@ struct FmhaForwardSm90 {
                             WarpBiasPointer<Config, ScoreGrid>, Mask>;
   using Scaling = cute::conditional_t<Config::kSoftCap && !kIs32Bit<Element>,
                                       PolynomialCap<Config, kCapped>, ScoreScaling<Config>>;
-  using Modifiers = ScoreModifiers<Config, Bias, Scaling>;
+  using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>, Scaling>;
 
   using Blocks = KvBlocks<Config, Mask>;
 

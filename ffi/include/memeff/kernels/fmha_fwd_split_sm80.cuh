@@ -12,8 +12,8 @@
 #pragma once
 
 #include <memeff/collective/consumer_groups.cuh>
-#include <memeff/collective/drop.cuh>
 #include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/warp_grid.cuh>
@@ -46,12 +46,13 @@ struct FmhaForwardSplitSm80 {
   using OutGrid =
       WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // of a group
   static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
-  using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, has_bias_tile<Config>()>;
+  using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, has_large_scores<Config>()>;
   using Rows = PackedRows<Config::kPackHeads>;
   using TileRows = RowsOfTile<Config::kPackHeads>;
-  using Dropped = ProbabilityDropout<Config, ScoreGrid>;
+  using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
-  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
+  using Modifiers =
+      ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
   using KeyTile = SharedTile<kConsumerGroupKeys, Config::kHeadDim>;
@@ -109,7 +110,7 @@ struct FmhaForwardSplitSm80 {
     __syncthreads();  // the tiles that Merge covers are no longer read
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
     if (ConsumerGroup::index() > 0) return;
-    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+    softmax.finish(output, params.scale.softmax_scale, probability_scale<Config>(params),
                    LaneRowModifiers<Config, OutGrid>(params, rows));
     if (params.splits == 1) {
       store(params, softmax, output);
@@ -159,7 +160,7 @@ struct FmhaForwardSplitSm80 {
     using KeyOperand = RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks>;
     using ValueOperand = RightOperand<ValueTile, Contiguous::outer, OutGrid::kColumnBlocks>;
 
-    Modifiers const modifiers = {{params.scale}, {params.bias, mask, item.batch}};
+    Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, item.batch}};
     int stage = 0;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       int const column = tile * kTileKey;
@@ -173,12 +174,12 @@ struct FmhaForwardSplitSm80 {
       cute::clear(scores);
       warp_gemm<Element, Config::kHeadDim / 16>(scores, query, KeyOperand(stage_tiles, 0));
 
-      modifiers.forward(scores, rows, column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                                item.head, rows.row, column);
+      ScoreTilePosition const at = {item.batch, item.head, rows.row, column};
+      modifiers.forward(scores, at, rows, column);
+      mask.template apply<kTileQuery, kTileKey>(scores, params, at);
       softmax.step(scores, output, params.scale.softmax_scale);
       auto probabilities = as_left_operand<Element>(scores);
-      Dropped::apply(params, item.batch, item.head, rows.row, column, probabilities);
+      Probabilities::forward(params, item.batch, item.head, rows.row, column, probabilities);
       warp_gemm<Element, kConsumerGroupKeys / 16>(output, probabilities,
                                                   ValueOperand(stage_tiles + KeyTile::kBytes, 0));
       stage = stage + 1 == kStages ? 0 : stage + 1;

@@ -17,7 +17,7 @@ struct PersistentSchedule {
   CUTE_DEVICE static int query_tiles(ProblemShape const& shape) {
     return ceil_div(shape.query_length, kTileQuery);
   }
-  CUTE_DEVICE static int pieces(ProblemShape const& shape) {
+  CUTE_DEVICE static int work_tiles(ProblemShape const& shape) {
     return query_tiles(shape) * shape.query_heads * shape.batch;
   }
 
@@ -31,21 +31,21 @@ struct PersistentSchedule {
 
   // A batch of -1 means one past the last. If batch indices share a broadcast bias, they take the
   // same tile of a head one after the other, so that L2 serves it to all of them.
-  CUTE_DEVICE static WorkItem item(ProblemShape const& shape, int piece, bool shares_bias) {
+  CUTE_DEVICE static WorkItem item(ProblemShape const& shape, int number, bool broadcasts_bias) {
     int const tiles = query_tiles(shape);
-    int tile = piece % tiles;
-    int head_batch = piece / tiles;
+    int tile = number % tiles;
+    int head_batch = number / tiles;
     if (head_batch >= shape.query_heads * shape.batch) return {0, 0, -1};
-    if (kMask == MaskKind::causal || shares_bias) {
+    if (kMask == MaskKind::causal || broadcasts_bias) {
       // The last rows have the most keys: they come first.
       int const section = section_heads(shape);
       int const first = head_batch / section * section;
-      int const rank = piece - first * tiles;
+      int const rank = number - first * tiles;
       int const here = min(section, shape.query_heads * shape.batch - first);
       tile = tiles - 1 - rank / here;
       head_batch = first + rank % here;
     }
-    if (shares_bias) return {tile, head_batch / shape.batch, head_batch % shape.batch};
+    if (broadcasts_bias) return {tile, head_batch / shape.batch, head_batch % shape.batch};
     return {tile, head_batch % shape.query_heads, head_batch / shape.query_heads};
   }
 };
@@ -84,7 +84,7 @@ struct TileScheduler {
   static constexpr unsigned long long kReady = 0x9c8f1e6ba7d2305dull;
 
   CUTE_DEVICE static bool has_more(ForwardParams const& params) {
-    return Schedule::pieces(params.shape) > int(gridDim.x);
+    return Schedule::work_tiles(params.shape) > int(gridDim.x);
   }
 };
 

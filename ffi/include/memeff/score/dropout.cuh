@@ -13,6 +13,7 @@
 #pragma once
 
 #include <memeff/arch/math.cuh>
+#include <memeff/core/math.cuh>
 #include <memeff/score/philox.cuh>
 
 namespace memeff {
@@ -52,7 +53,10 @@ struct Dropout {
   int first_row;  // global position of row 0, a multiple of 16
   int first_column;
 
-  CUTE_DEVICE Dropout(DropoutParams const& dropout, MaskParams const& mask, int batch) {
+  template <class Params>
+  CUTE_DEVICE Dropout(Params const& params, int batch) {
+    DropoutParams const& dropout = params.dropout;
+    MaskParams const& mask = params.mask;
     key = make_uint2(dropout.key_words[2 * batch], dropout.key_words[2 * batch + 1]);
     addend = 0x01010101u * (128 - (dropout.threshold & 127));
     either = dropout.threshold < 128 ? ~0u : 0u;
@@ -120,8 +124,9 @@ struct Dropout {
 };
 
 // bh of the formula above.
-CUTE_DEVICE uint32_t dropout_head(DropoutParams const& dropout, int batch, int head) {
-  return dropout.batch_base[batch] + dropout.head_index[head];
+template <class Params>
+CUTE_DEVICE uint32_t dropout_head(Params const& params, int batch, int head) {
+  return params.dropout.batch_base[batch] + params.dropout.head_index[head];
 }
 
 // The KeepBlocks of a tile, computed ahead of their use while a product runs.
@@ -133,13 +138,14 @@ class KeptTile {
     Dropout<Config, Grid, kTransposed> dropout;
     uint32_t head;
 
-    CUTE_DEVICE Source(DropoutParams const& params, MaskParams const& mask, int batch, int head)
-        : dropout(params, mask, batch), head(dropout_head(params, batch, head)) {}
+    template <class Params>
+    CUTE_DEVICE Source(Params const& params, int batch, int head)
+        : dropout(params, batch), head(dropout_head(params, batch, head)) {}
   };
 
-  CUTE_DEVICE KeptTile(DropoutParams const& params, MaskParams const& mask, int batch, int head,
-                       int row, int column)
-      : KeptTile(Source(params, mask, batch, head), row, column) {}
+  template <class Params>
+  CUTE_DEVICE KeptTile(Params const& params, int batch, int head, int row, int column)
+      : KeptTile(Source(params, batch, head), row, column) {}
 
   CUTE_DEVICE KeptTile(Source const& source, int row, int column) {
     source.dropout.for_each_block(source.head, row, column,
@@ -168,36 +174,58 @@ template <class Config, class Grid, bool kTransposed>
 class KeptTile<Config, Grid, kTransposed, false> {
  public:
   struct Source {
-    CUTE_DEVICE Source(DropoutParams const&, MaskParams const&, int, int) {}
+    template <class Params>
+    CUTE_DEVICE Source(Params const&, int, int) {}
   };
   CUTE_DEVICE KeptTile(Source const&, int, int) {}
-  CUTE_DEVICE KeptTile(DropoutParams const&, MaskParams const&, int, int, int, int) {}
+  template <class Params>
+  CUTE_DEVICE KeptTile(Params const&, int, int, int, int) {}
   CUTE_DEVICE KeepAll block(int, int) const { return {}; }
   template <class Pipeline, class Stage>
   CUTE_DEVICE static void end_basic_block(Pipeline&, Stage const&) {}
 };
 
-// Calls use(row block, column block, keep) for every 16x16 block that this warp owns of the tile at
-// (row, column): with the bits of dropout, or with KeepAll.
-template <class Config, class Grid, class Use>
-CUTE_DEVICE void for_each_kept_block(DropoutParams const& params, MaskParams const& mask, int batch,
-                                     int head, int row, int column, Use use) {
-  if constexpr (Config::kDropout) {
-    Dropout<Config, Grid> const dropout(params, mask, batch);
-    dropout.for_each_block(dropout_head(params, batch, head), row, column, use);
-  } else {
-    CUTE_UNROLL
-    for (int m = 0; m < Grid::kRowBlocks; ++m) {
-      CUTE_UNROLL
-      for (int n = 0; n < Grid::kColumnBlocks; ++n) use(m, n, KeepAll{});
+// If one consumer computes the probabilities and another one uses them, a negative sign marks those
+// that are dropped: probabilities are not negative. Without dropout all of it is empty.
+template <class Config, class Grid>
+struct DropoutSigns {
+  using Element = typename Config::Element;
+
+  // Marks the dropped elements of P^T, at (row, column) of the scores.
+  template <class Params, class Scores>
+  CUTE_DEVICE static void mark(Params const& params, int batch, int head, int row, int column,
+                               Scores& scores) {
+    if constexpr (Config::kDropout) {
+      Dropout<Config, Grid, true> const dropout(params, batch);
+      dropout.for_each_block(dropout_head(params, batch, head), row, column,
+                             [&](int, int row_block, auto const& keep) {
+                               CUTE_UNROLL
+                               for (int i = 0; i < 8; ++i) {
+                                 int const chunk = i / 4;
+                                 float& score = scores(i % 4, 0, 2 * row_block + chunk);
+                                 score = keep.select(2.0f * score, chunk, i % 4 / 2, i % 2) - score;
+                               }
+                             });
     }
   }
-}
 
-// The factor of the probabilities that dropout keeps.
-template <class Config>
-CUTE_DEVICE float kept_scale(DropoutParams const& dropout) {
-  return Config::kDropout ? dropout.scale : 1.0f;
-}
+  // Zeros the marked elements of a 16-bit operand.
+  template <class Operand>
+  CUTE_DEVICE static void drop(Operand& probabilities) {
+    if constexpr (Config::kDropout) {
+      CUTE_UNROLL
+      for (int i = 0; i < int(sizeof(Operand) / sizeof(uint32_t)); ++i) {
+        uint32_t& pair = probabilities.fragments[0][i / 4][i % 4];
+        pair = pack<Element>(fmaxf(unpack<Element>(pair, 0), 0.0f),
+                             fmaxf(unpack<Element>(pair, 1), 0.0f));
+      }
+    }
+  }
+
+  // dP of an element if it is kept, else 0.
+  CUTE_DEVICE static float select(float gradient, float marked) {
+    return Config::kDropout && marked < 0.0f ? 0.0f : gradient;
+  }
+};
 
 }  // namespace memeff

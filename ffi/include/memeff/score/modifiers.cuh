@@ -3,6 +3,7 @@
 //
 //   x = score * scale           ScoreScaling
 //   x = cap * tanh(x / cap)     ScoreScaling
+//   x = f(x)                    ScoreFunction
 //   x = x + bias                Bias
 //
 // A main loop calls load() where it starts its other copies, and forward() once per tile of scores.
@@ -10,6 +11,7 @@
 // Modifiers of whole rows are in score/row_modifiers.cuh.
 #pragma once
 
+#include <memeff/score/function.cuh>
 #include <memeff/score/scale.cuh>
 
 namespace memeff {
@@ -18,9 +20,10 @@ namespace memeff {
 //   load(tile...)                     starts the copy of a tile
 //   add(scores, bias_scale, tile...)  adds it
 // NoBias, and a bias that does not change probabilities, are empty.
-template <class Config, class Bias, class Scaling = ScoreScaling<Config>>
+template <class Config, class Bias, class Function, class Scaling = ScoreScaling<Config>>
 struct ScoreModifiers {
   Scaling scaling;
+  Function function;
   Bias bias;
 
   template <class... Tile>
@@ -34,42 +37,57 @@ struct ScoreModifiers {
     bias.load_next(exists, where);
   }
 
-  // Modifies the scores of a tile; the mask and the softmax follow.
+  // Modifies the scores of the tile at `at`; the mask and the softmax follow.
   template <class Scores, class... Tile>
-  CUTE_DEVICE void forward(Scores& scores, Tile&&... tile) const {
+  CUTE_DEVICE void forward(Scores& scores, ScoreTilePosition const& at, Tile&&... tile) const {
     scaling.forward(scores);
+    function.forward(scores, at);
     bias.add(scores, scaling.scale.bias_scale, tile...);
   }
 
   // forward() in a backward: stores in `scaled` the x that backward() needs, if a bias or a mask
-  // will hide it.
+  // will hide it. With a function that is the derivative itself.
   template <class Scores, class... Tile>
-  CUTE_DEVICE void recompute(Scores& scores, Scores& scaled, Tile&&... tile) const {
+  CUTE_DEVICE void recompute(Scores& scores, Scores& scaled, ScoreTilePosition const& at,
+                             Tile&&... tile) const {
     scaling.forward(scores);
     scaled = scores;
+    if constexpr (!Function::kConstantDerivative) function.differentiate(scores, scaled, at);
+    function.forward(scores, at);
     bias.add(scores, scaling.scale.bias_scale, tile...);
   }
 
   // The same, but stores the derivatives of backward(), if they are not constant.
   template <class Scores, class... Tile>
   CUTE_DEVICE void recompute_with_derivatives(Scores& scores, Scores& derivatives,
-                                              Tile&&... tile) const {
+                                              ScoreTilePosition const& at, Tile&&... tile) const {
     scaling.forward(scores);
     scaling.differentiate(scores, derivatives);
+    if constexpr (!Function::kConstantDerivative) function.differentiate(scores, derivatives, at);
+    function.forward(scores, at);
     bias.add(scores, scaling.scale.bias_scale, tile...);
   }
 
-  static constexpr bool kConstantDerivative = Scaling::kConstantDerivative;
+  static constexpr bool kConstantDerivative =
+      Scaling::kConstantDerivative && Function::kConstantDerivative;
+  // A kernel with a function has the soft cap inside of it.
+  static_assert(Scaling::kConstantDerivative || !Config::kScoreFunction);
 
   // The x of backward() from a score after all modifiers and the mask, and from the `scaled` of
   // recompute(). Without a bias the score is enough, and `scaled` takes no registers.
   CUTE_DEVICE static float input_of_derivative(float score, float scaled) {
-    return has_bias_tile<Config>() ? scaled : Scaling::unmasked(score);
+    constexpr bool kScaled = has_bias_tile<Config>() || !Function::kConstantDerivative;
+    return kScaled ? scaled : Scaling::unmasked(score);
   }
 
   // The gradient of the unmodified scores from that of the modified ones. `x` is the score after
-  // the scaling. The derivative of a bias is 1, and gradient_scale multiplies the sums at the end.
+  // the scaling, or the derivative of a function. The derivative of a bias is 1, and gradient_scale
+  // multiplies the sums at the end.
   CUTE_DEVICE static float backward(float gradient, float x) {
+    if constexpr (!Function::kConstantDerivative) {
+      // The derivative at a masked element, whose gradient is 0, may be inf or NaN.
+      return gradient == 0.0f ? 0.0f : gradient * x;
+    }
     return Scaling::backward(gradient, x);
   }
 };

@@ -1,4 +1,4 @@
-// The random numbers of dropout.
+// Random numbers from a counter: no state, and the same in every order.
 #pragma once
 
 #include <memeff/core/common.cuh>

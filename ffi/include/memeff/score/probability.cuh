@@ -10,11 +10,10 @@ CUTE_DEVICE float probability(float score, float softmax_scale, float logsumexp)
   return exp2_approx(fmaf(score, softmax_scale, -logsumexp));
 }
 
-// dS = P (dP - delta), the gradient of the modified score. `kept` is dP if dropout keeps the
-// element, else 0, before the factor `dropout_scale`.
-CUTE_DEVICE float softmax_gradient(float probability, float kept, float dropout_scale,
-                                   float delta) {
-  return probability * fmaf(kept, dropout_scale, -delta);
+// dS = P (dP - delta), the gradient of the modified score. `kept` is dP if the
+// element is kept, else 0, before the factor `scale` (collective/probability_modifiers.cuh).
+CUTE_DEVICE float softmax_gradient(float probability, float kept, float scale, float delta) {
+  return probability * fmaf(kept, scale, -delta);
 }
 
 }  // namespace memeff

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memeff/core/common.cuh>
+#include <memeff/core/function/integers.cuh>
 
 namespace memeff::function {
 
@@ -50,6 +51,12 @@ struct FunctionArrays {
     ArrayView const& view = captured[kArray];
     long long const first = element_of<Config>(view, batch) * view.strides[0];
     return static_cast<Element const*>(view.data) + first;
+  }
+
+  // The special function unit converts integers, and is busy with the exponentials. So a kernel
+  // hides this if it has the difference of its first row and column as a float, and adds to that.
+  CUTE_DEVICE float difference(int key, int query) const {
+    return float(wrapping_subtract(key, query));
   }
 
   // What the function computes with after it read `value`, one per element. A kernel that has

@@ -105,11 +105,11 @@ struct BackwardConsumerSm90 {
   template <class Scores>
   CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage, Scores& scores,
                                 Scores& scaled) const {
-    Modifiers const modifiers = {{params.scale}, Bias(tiles + kBiasOffset)};
+    Modifiers const modifiers = {{params.scale}, {params}, Bias(tiles + kBiasOffset)};
     int const row = tile * kTileQuery;
-    modifiers.recompute(scores, scaled, params, work, head, row, stage);
-    mask.template apply_transposed<kTileQuery, kTileKey>(
-        scores, params.mask, params.shape, work.item.batch, head, row, work.column, partial);
+    ScoreTilePosition const at = work.position(head, tile);
+    modifiers.recompute(scores, scaled, at, params, work, head, row, stage);
+    mask.template apply_transposed<kTileQuery, kTileKey>(scores, params, at, partial);
     exponentiate_transposed<ScoreGrid>(Kernel::statistics_of(tiles, stage),
                                        params.scale.softmax_scale, scores);
     fence_accumulators(scores);

@@ -4,6 +4,7 @@
 // registers. dQ of one KV block runs beside S and dP of the next.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -18,7 +19,6 @@
 #include <memeff/schedule/grid.cuh>
 #include <memeff/score/bias/gradient.cuh>
 #include <memeff/score/bias/registers.cuh>
-#include <memeff/score/dropout.cuh>
 #include <memeff/score/modifiers.cuh>
 
 namespace memeff {
@@ -144,7 +144,7 @@ struct FmhaBackwardTwoKernelDq {
   using ScoreOperand = RegisterOperand<1, kTileKey / 16, sizeof(Element)>;
 
   using Bias = RegisterBias<Config, ScoreGrid, kTileQuery, kTileKey>;
-  using Modifiers = ScoreModifiers<Config, Bias const&>;
+  using Modifiers = ScoreModifiers<Config, Bias const&, ScoreFunction<Config, ScoreGrid>>;
   using Statistics = RegisterStatistics<ScoreGrid>;
 
   // The main loop: per KV block S, dP, P and dS, then dQ, which runs under the next block.
@@ -187,12 +187,13 @@ struct FmhaBackwardTwoKernelDq {
         fence_accumulators(query_gradient);
         if (leader && tile < work.kv_blocks.end - 1) control.key.release(previous(key));
 
-        Modifiers const modifiers = {{params.scale}, bias};
-        modifiers.forward(scores);
-        mask.template apply<kTileQuery, kTileKey>(scores, params.mask, shape, item.batch, item.head,
-                                                  work.row, column, work.kv_blocks.partial(tile));
+        Modifiers const modifiers = {{params.scale}, {params}, bias};
+        ScoreTilePosition const at = {item.batch, item.head, work.row, column};
+        auto scaled = ScoreGrid::make_accumulators();
+        modifiers.recompute(scores, scaled, at);
+        mask.template apply<kTileQuery, kTileKey>(scores, params, at, work.kv_blocks.partial(tile));
         statistics.template exponentiate_and_differentiate<Modifiers>(params.scale.softmax_scale,
-                                                                      scores);
+                                                                      scaled, scores);
         fence_accumulators(scores);
         control.query.wait_again({});  // the exponentials run under the product
         wait_products<0>();            // dP
@@ -274,16 +275,15 @@ struct FmhaBackwardTwoKernelDq {
         for (int j = 0; j < 2; ++j) {
           int const element = 2 * half + j;
           float const kept = keep.select(score_gradient(element, 0, n), half, chunk, j);
-          gradient[j] =
-              softmax_gradient(scores(element, 0, n), kept, kept_scale<Config>(params.dropout),
-                               statistics.delta(half));
+          gradient[j] = softmax_gradient(scores(element, 0, n), kept,
+                                         probability_scale<Config>(params), statistics.delta(half));
         }
         store_bias_gradient(params, item, row, column, query_bound, half, n, gradient);
         left_gradient.fragments[0][column_block][i] = pack<Element>(gradient[0], gradient[1]);
       }
     };
-    for_each_kept_block<Config, ScoreGrid>(params.dropout, params.mask, item.batch, item.head, row,
-                                           column, block);
+    ProbabilityModifiers<Config, ScoreGrid>::for_each_block(params, item.batch, item.head, row,
+                                                            column, block);
   }
 
   // Two neighbouring elements of a bias gradient with all four dims. Rows beyond the query length

@@ -29,7 +29,8 @@ struct LargeDimScores {
   using ScoreTile = typename Tiles::ScoreTile;
   using ScoreGrid = typename Tiles::ScoreGrid;
   using Mask = ScoreMask<Config, ScoreGrid>;
-  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>>;
+  using Modifiers =
+      ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
   static constexpr int kThreads = Tiles::kThreads;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
@@ -88,7 +89,7 @@ struct LargeDimScores {
     }
   }
 
-  // Leaves P (after dropout) and dS of a tile, rounded, in shared memory, if they are asked for.
+  // Leaves P (modified) and dS of a tile, rounded, in shared memory, if they are asked for.
   template <bool kProbabilities, bool kScoreGradients, class LoadNext>
   CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity,
                            LoadNext load_next) const {
@@ -127,7 +128,7 @@ struct LargeDimScores {
           }
         },
         load_next);
-    Modifiers const modifiers = {{params.scale}, {params.bias, mask, tile.batch}};
+    Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, tile.batch}};
     Whole::compute(params, modifiers, statistics_buffers + parity * kStatisticsBytes, tile.batch,
                    {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column, scores,
                    score_gradient, make_writer);

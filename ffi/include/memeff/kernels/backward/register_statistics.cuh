@@ -24,14 +24,15 @@ struct RegisterStatistics {
     }
   }
 
-  // The same, times the derivative of the score modifiers.
+  // The same, times the derivative of the score modifiers; `scaled` is that of recompute().
   template <class Modifiers, class Scores>
-  CUTE_DEVICE void exponentiate_and_differentiate(float softmax_scale, Scores& scores) const {
+  CUTE_DEVICE void exponentiate_and_differentiate(float softmax_scale, Scores const& scaled,
+                                                  Scores& scores) const {
     CUTE_UNROLL
     for (int i = 0; i < cute::size(scores); ++i) {
       float const score = scores(i);
       scores(i) = Modifiers::backward(probability(score, softmax_scale, logsumexp(i)),
-                                      Modifiers::input_of_derivative(score, score));
+                                      Modifiers::input_of_derivative(score, scaled(i)));
     }
   }
 };

@@ -1,12 +1,13 @@
 // P and dS of one tile from the products S = Q K^T and dP = dO V^T, for kernels with mma.sync.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/q_blocks.cuh>
 #include <memeff/score/bias/add.cuh>
 #include <memeff/score/bias/gradient.cuh>
-#include <memeff/score/dropout.cuh>
+#include <memeff/score/function_gradient.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/probability.cuh>
 
@@ -80,6 +81,7 @@ struct BackwardScoresSm80 {
   using ScoreGrid = typename Tiles::ScoreGrid;
   using Mask = ScoreMask<Config, ScoreGrid>;
   using Bias = QBlockBiasTile<Config, Mask>;
+  using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
   using BiasWriter = BiasGradientWriter<Config>;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
@@ -98,18 +100,21 @@ struct BackwardScoresSm80 {
                                                                          ScoreGrid::column()));
   }
 
-  // scores: S -> P, after dropout.  score_gradient: dP -> dS, the gradient of query.key without the
+  // scores: S -> P, modified.  score_gradient: dP -> dS, the gradient of query.key without the
   // user's scale. The gradient of the bias goes to the object that make_writer() returns.
-  template <class Modifiers, class Scores, class MakeWriter>
+  // kFunctionGradient: so do the gradients of arrays that a score function reads, to their sums.
+  template <bool kFunctionGradient = Config::kFunctionGradient, class Modifiers, class Scores,
+            class MakeWriter>
   CUTE_DEVICE static void compute(BackwardParams const& params, Modifiers const& modifiers,
                                   uint32_t statistics, int batch, QBlock const& q_block,
                                   Mask const& mask, int column, Scores& scores,
                                   Scores& score_gradient, MakeWriter make_writer) {
     Scores scaled;
-    modifiers.recompute(scores, scaled, q_block, column);
-    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch,
-                                              q_block.head, q_block.row, column, q_block.partial);
+    ScoreTilePosition const at = {batch, q_block.head, q_block.row, column};
+    modifiers.recompute(scores, scaled, at, q_block, column);
+    mask.template apply<kTileQuery, kTileKey>(scores, params, at, q_block.partial);
     auto bias_gradient = make_writer();
+    FunctionGradient<Config, ScoreGrid, false, kFunctionGradient> function_gradient(params, at);
     int const thread = thread_index();
     float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block
     // The 16x16 block (m, column_block); row blocks come one after the other.
@@ -135,8 +140,9 @@ struct BackwardScoresSm80 {
           float const p = probability(score, params.scale.softmax_scale, row.x);
           float const gradient =
               softmax_gradient(p, keep.select(score_gradient(element, m, n), half, chunk, i),
-                               kept_scale<Config>(params.dropout), row.y);
+                               probability_scale<Config>(params), row.y);
           block_gradient[chunk][element] = gradient;
+          function_gradient.add(element, m, n, gradient);
           score_gradient(element, m, n) = Modifiers::backward(
               gradient, Modifiers::input_of_derivative(score, scaled(element, m, n)));
           score = keep.select(p, half, chunk, i);
@@ -144,9 +150,10 @@ struct BackwardScoresSm80 {
       }
       bias_gradient.block(m, column_block, block_gradient);
     };
-    for_each_kept_block<Config, ScoreGrid>(params.dropout, params.mask, batch, q_block.head,
-                                           q_block.row, column, block);
+    ProbabilityModifiers<Config, ScoreGrid>::for_each_block(params, batch, q_block.head,
+                                                            q_block.row, column, block);
     bias_gradient.finish();
+    function_gradient.finish();
   }
 };
 

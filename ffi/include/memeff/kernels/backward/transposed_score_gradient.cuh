@@ -2,9 +2,10 @@
 // keys, columns are queries.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/layout/row_statistics.cuh>
 #include <memeff/score/bias/gradient_transposed.cuh>
-#include <memeff/score/dropout.cuh>
+#include <memeff/score/function_gradient.cuh>
 #include <memeff/score/probability.cuh>
 
 namespace memeff {
@@ -22,6 +23,7 @@ CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t
   using Element = typename Config::Element;
   int const thread = thread_index();
   BiasWriter const bias_gradient(params, position);
+  FunctionGradient<Config, Grid, true> function_gradient(params, position);
   // Sixteen queries and the sixteen keys of this warp.
   auto block = [&](int, int row_block, auto const& keep) {
     auto const deltas = QuadStatistics::load_deltas<Grid>(statistics, row_block, thread);
@@ -37,13 +39,14 @@ CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t
           int const element = 2 * half + i;
           float const p = scores(element, 0, n);
           float const kept_gradient = keep.select(score_gradient(element, 0, n), chunk, half, i);
-          gradient[i] = softmax_gradient(p, kept_gradient, kept_scale<Config>(params.dropout),
+          gradient[i] = softmax_gradient(p, kept_gradient, probability_scale<Config>(params),
                                          deltas.of[2 * chunk + i]);
           kept[i] = keep.select(p, chunk, half, i);
         }
         bias_gradient.pair(bias_sums, n, half, gradient);
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
+          function_gradient.add(2 * half + i, 0, n, gradient[i]);
           gradient[i] = Modifiers::backward(gradient[i], scaled(2 * half + i, 0, n));
         }
         probabilities.fragments[0][row_block][2 * chunk + half] = pack<Element>(kept[0], kept[1]);
@@ -54,6 +57,7 @@ CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t
   };
   CUTE_UNROLL
   for (int n = 0; n < Grid::kColumnBlocks; ++n) block(0, n, kept_blocks.block(0, n));
+  function_gradient.finish();
 }
 
 }  // namespace memeff

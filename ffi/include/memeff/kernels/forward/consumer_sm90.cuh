@@ -7,7 +7,8 @@
 
 namespace memeff {
 
-// A consumer is a warpgroup that owns 64 rows of a work tile, or shares them with other groups.
+// A consumer is a warpgroup that owns 64 rows of a work tile, or has them in common with other
+// groups.
 template <class Config, class Kernel>
 struct ForwardConsumerSm90 {
   using Blocks = typename Kernel::Blocks;
@@ -63,7 +64,7 @@ struct ForwardConsumerSm90 {
     at.slot.advance();
   }
 
-  // Does a consumer own rows of the work tile that the query length does not cut off?
+  // Whether a consumer owns rows of the work tile that are below the query length.
   CUTE_DEVICE static bool has_rows(WorkTile const& work_tile, int warpgroup) {
     if constexpr (kConsumerGroups > 1) return true;
     return work_tile.item.tile * kTileQuery + warpgroup * kWarpgroupRows < work_tile.query_length;
@@ -113,8 +114,8 @@ struct ForwardConsumerSm90 {
     named_barrier_sync(Kernel::warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
 
-  // Output and logsumexp of this warpgroup's rows of the work tile in its slot, or of what all
-  // consumer groups found for them.
+  // Stores output and logsumexp of this warpgroup's rows of the work tile in its slot, after
+  // merging those of all consumer groups.
   template <class Output>
   CUTE_DEVICE static void finish_work_tile(ForwardParams const& params, Control& control,
                                            uint32_t tiles, Position& at, Softmax softmax,
@@ -122,7 +123,7 @@ struct ForwardConsumerSm90 {
     auto const [item, query_length] = control.work_tiles[at.slot.index];
     Merge::run(tiles + Kernel::kMergeOffset, softmax, output, params.scale.softmax_scale);
     if constexpr (kConsumerGroups > 1)
-      ConsumerGroup::meet();  // nobody reads what was added up any more
+      ConsumerGroup::sync_all();  // the staged outputs are no longer read
     if (kConsumerGroups == 1 || ConsumerGroup::index() == 0) {
       int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
       OutputWriter::write(params, item, query_length, softmax, output);

@@ -1,16 +1,16 @@
-// f32 operands of the Hopper forward, in products of f16: see core/f16x3.cuh.
+// The operands of the Hopper forward in float32, multiplied as f16 (3xFP16): see core/f16x3.cuh.
 //
 // Scores are multiplied by the factors of their query and their key. Probabilities are multiplied
-// by the factors of their values, and then scaled as the rows of an operand are, so that no
-// probability is lost beside one whose value is large and which a mask has made 0.
+// by the factors of their values, and then each row is scaled as the rows of the other operands
+// are. So a masked key with a large value does not cost the other probabilities of a row precision.
 //
-// Tensor cores cut off the bits of an accumulator that do not fit instead of rounding it: small
-// products come first, and those with the values of one tile have accumulators of their own, which
-// are added with rounding.
+// Tensor cores truncate accumulators instead of rounding them. So small products come first, and
+// the products with the values of one tile have accumulators of their own, which are added with
+// rounding.
 #pragma once
 
 #include <memeff/arch/tma.cuh>
-#include <memeff/collective/drop.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/f16x3.cuh>
 #include <memeff/core/warp_grid.cuh>
@@ -20,7 +20,7 @@
 
 namespace memeff {
 
-// The high and the low parts, and what a product with them is multiplied by.
+// The hi and lo parts, and the factors of a product with them.
 template <int kSteps>
 struct F16x3Probabilities {
   RegisterOperand<1, kSteps, 2> high;
@@ -50,14 +50,14 @@ struct F16x3Operands {
   static constexpr bool kClearsValues = false;
   static constexpr bool kScalesRows = true;
   static constexpr bool kSequential = Config::kSequential;
-  // With 24 the producers spill; of 128 columns the consumers would with 32.
+  // With 24 the producers spill. With 32 the consumers of 128 columns would spill.
   static constexpr int kProducerRegisters = kSequential || Config::kValueDim <= 64 ? 32 : 24;
 
   ForwardParams const& params;
 
   CUTE_DEVICE void prefetch() const {}
 
-  // Of rows beyond the length there may be no tile: another one stands for them.
+  // Rows beyond the length may have no tile. The last tile is loaded instead.
   CUTE_DEVICE void load_queries(WorkItem const& item, int query_length, int warpgroup,
                                 uint64_t& arrived, uint32_t buffer) const {
     int const tile = min(item.tile * kRowWarpgroups + warpgroup, last<QueryTile>(query_length));
@@ -88,9 +88,9 @@ struct F16x3Operands {
             last<ValueTile>(key_length)};
   }
 
-  static constexpr bool kDropsEarly = false;
+  static constexpr bool kModifiesEarly = false;
 
-  // Where a consumer's queries are.
+  // A consumer's queries, in shared memory.
   struct Queries {
     CUTE_DEVICE void take(uint32_t, int) {}
     CUTE_DEVICE uint32_t operand(uint32_t buffer, int warpgroup) const {
@@ -105,8 +105,8 @@ struct F16x3Operands {
     multiply<QueryTile, KeyTile>(scores, queries, keys, true);
   }
 
-  // Multiplies by the factors, one after the other: their product may be below what f32 has. The
-  // buffers may be given back afterwards.
+  // Multiplies by the factors, one after the other: their product may underflow in f32. The buffers
+  // may be released afterwards.
   template <class Scores>
   CUTE_DEVICE static void unscale(Scores& scores, uint32_t queries, uint32_t keys, int warpgroup) {
     int const thread = thread_index();
@@ -122,7 +122,7 @@ struct F16x3Operands {
     __syncwarp();
   }
 
-  // `values` are those that the probabilities will be multiplied with.
+  // `values` is the tile that the probabilities will be multiplied with.
   template <class Scores>
   CUTE_DEVICE static auto probabilities(Scores& scores, uint32_t values) {
     for_each_column_pair(values + ValueTile::kFactors, thread_index(), scores,

@@ -1,5 +1,5 @@
-// Before a forward of F16x3: each row of query, key and value as two rows of f16 and a factor. A
-// CTA has 64 rows of one head of one of them.
+// Runs before a 3xFP16 forward: splits each row of query, key and value into two rows of f16, hi
+// and lo, and a factor. A CTA splits 64 rows of one head of one of the three arrays.
 #pragma once
 
 #include <memeff/core/f16x3.cuh>
@@ -29,9 +29,9 @@ struct FmhaForwardF16x3Split {
     if (block < queries) {
       WorkItem const item = WorkItem::of_block(block, query_blocks, shape.query_heads);
       Origin const origin = query_origin<Config>(shape, item.batch);
-      halve<typename Tiles::Query>(params.query, origin, item, shape.head_dim,
-                                   lengths(params, item).query_length,
-                                   Tiles::query(params, item.batch, item.head, 0));
+      split_rows<typename Tiles::Query>(params.query, origin, item, shape.head_dim,
+                                        lengths(params, item).query_length,
+                                        Tiles::query(params, item.batch, item.head, 0));
       return;
     }
     bool const is_key = block - queries < keys;
@@ -40,11 +40,11 @@ struct FmhaForwardF16x3Split {
     Origin const origin = key_origin<Config>(shape, item.batch);
     int const length = lengths(params, item).key_length;
     if (is_key) {
-      halve<typename Tiles::Key>(params.key, origin, item, shape.head_dim, length,
-                                 Tiles::key(params, item.batch, item.head, 0));
+      split_rows<typename Tiles::Key>(params.key, origin, item, shape.head_dim, length,
+                                      Tiles::key(params, item.batch, item.head, 0));
     } else {
-      halve<typename Tiles::Value>(params.value, origin, item, shape.value_dim, length,
-                                   Tiles::value(params, item.batch, item.head, 0));
+      split_rows<typename Tiles::Value>(params.value, origin, item, shape.value_dim, length,
+                                        Tiles::value(params, item.batch, item.head, 0));
     }
   }
 
@@ -55,17 +55,17 @@ struct FmhaForwardF16x3Split {
     return Lengths(params.mask, params.shape, item.batch);
   }
 
-  // Of one head; the launcher counts them, too.
+  // CTAs for one head. The grid of codegen/kernels/fmha_fwd_f16x3_sm90.py counts them alike.
   template <class Tile>
   CUTE_DEVICE static int blocks(int length) {
     return Tiles::template count<Tile>(length) * (Tile::kRows / kF16x3Rows);
   }
 
-  // Rows beyond the length are zeros where a tile has others, or is the first: neither they nor
-  // what the workspace held before reaches a product.
+  // Rows beyond the length become zeros if their tile has valid rows, or is the first, because
+  // products read the whole tile and the workspace is uninitialized. Other tiles are never read.
   template <class Tile>
-  CUTE_DEVICE static void halve(TensorView const& tensor, Origin const& origin,
-                                WorkItem const& item, int columns, int length, char* tiles) {
+  CUTE_DEVICE static void split_rows(TensorView const& tensor, Origin const& origin,
+                                     WorkItem const& item, int columns, int length, char* tiles) {
     using Part = typename Tile::Part;
     constexpr int kRowLanes = Tile::kColumns > 64 ? 16 : 8;
     constexpr int kPassRows = kThreads / kRowLanes;
@@ -106,8 +106,8 @@ struct FmhaForwardF16x3Split {
     }
   }
 
-  // That of a row, of which each lane has eight numbers. Infinities and NaN, which no scale takes
-  // anywhere, leave the others of their row as they are.
+  // The scale of a row, of which each lane has eight numbers. Infinities and NaN do not count: no
+  // scale makes them finite, and the other numbers of the row keep their precision.
   template <int kRowLanes>
   CUTE_DEVICE static RowScale scale_of(uint4 const (&x)[2]) {
     int greatest = 0;

@@ -17,13 +17,13 @@ struct ForwardMainLoopSm90 {
   using Blocks = typename Kernel::Blocks;
   using Consumer = ForwardConsumerSm90<Config, Kernel>;
   using Control = typename Kernel::Control;
-  using Dropped = typename Kernel::Dropped;
   using KeptBlocks = typename Kernel::KeptBlocks;
   using Mask = typename Kernel::Mask;
   using Modifiers = typename Kernel::Modifiers;
   using Operands = typename Kernel::Operands;
   using OutGrid = typename Kernel::OutGrid;
   using Position = typename Consumer::Position;
+  using Probabilities = typename Kernel::Probabilities;
   using Queries = typename Operands::Queries;
   using ScoreGrid = typename Kernel::ScoreGrid;
   using Softmax = typename Kernel::Softmax;
@@ -208,10 +208,9 @@ struct ForwardMainLoopSm90 {
   // Under the products that have begun.
   CUTE_DEVICE static KeptBlocks kept_blocks(ForwardParams const& params, Control& control,
                                             Position const& at, WorkItem const& item, int tile) {
-    if constexpr (Kernel::kDropsEarly) control.key.wait_again(at.key);
-    KeptBlocks const kept(params.dropout, params.mask, item.batch, item.head,
-                          item.tile * kTileQuery, tile * kTileKey);
-    if constexpr (Kernel::kDropsEarly) control.key.wait_again(at.key);
+    if constexpr (Probabilities::kIsEarly) control.key.wait_again(at.key);
+    KeptBlocks const kept(params, item.batch, item.head, item.tile * kTileQuery, tile * kTileKey);
+    if constexpr (Probabilities::kIsEarly) control.key.wait_again(at.key);
     return kept;
   }
 
@@ -226,28 +225,28 @@ struct ForwardMainLoopSm90 {
   template <class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
                                  WorkItem const& item, int tile, Blocks const& range,
-                                 uint32_t tiles, Position& at, Scores& scores) {
-    Consumer::advance(at.key);
+                                 uint32_t tiles, Position& position, Scores& scores) {
+    Consumer::advance(position.key);
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
     Modifiers const modifiers = modifiers_of(params, mask, item, tiles);
-    modifiers.forward(scores, column);
+    ScoreTilePosition const at = {item.batch, item.head, row, column};
+    modifiers.forward(scores, at, column);
     modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
-    mask.template apply<kWarpgroupRows, kTileKey>(scores, params.mask, params.shape, item.batch,
-                                                  item.head, row, column, range.is_partial(tile),
-                                                  at.row_warpgroup * kWarpgroupRows);
+    mask.template apply<kWarpgroupRows, kTileKey>(scores, params, at, range.is_partial(tile),
+                                                  position.row_warpgroup * kWarpgroupRows);
   }
 
-  // The probabilities of a KV block as an operand, without those that dropout drops. Scaled rows
-  // need the factors of the values that they are multiplied with.
+  // The probabilities of a KV block as an operand, modified. Scaled rows need the
+  // factors of the values that they are multiplied with.
   template <class Scores>
   CUTE_DEVICE static auto probabilities_of(ForwardParams const& params, Control& control,
                                            uint32_t tiles, Position const& at, WorkItem const& item,
                                            int tile, KeptBlocks const& kept, Scores& scores) {
     if constexpr (Operands::kScalesRows) control.value.wait(at.value);
     auto probabilities = Operands::probabilities(scores, Kernel::values(tiles, at.value));
-    Dropped::apply(params, kept, item.batch, item.head, item.tile * kTileQuery, tile * kTileKey,
-                   probabilities);
+    Probabilities::forward(params, kept, item.batch, item.head, item.tile * kTileQuery,
+                           tile * kTileKey, probabilities);
     return probabilities;
   }
 
@@ -256,6 +255,7 @@ struct ForwardMainLoopSm90 {
   CUTE_DEVICE static Modifiers modifiers_of(ForwardParams const& params, Mask const& mask,
                                             WorkItem const& item, uint32_t tiles) {
     return {{params.scale},
+            {params},
             {params.bias,
              {params.bias, item},
              mask,

@@ -1,7 +1,8 @@
-// The operands of the Hopper forward's products: how they come to shared memory, and how they are
-// multiplied. The main loop knows these functions and no element type.
+// The operands of the Hopper forward's products: their copies to shared memory, and their products.
+// The main loop calls these functions and does not depend on the element type.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
@@ -12,7 +13,7 @@
 
 namespace memeff {
 
-// A consumer's queries of a piece, the left operand of every visit: where they arrive.
+// A consumer's queries of a work tile, the left operand of every KV block, in shared memory.
 template <class Tile>
 struct SharedQueries {
   CUTE_DEVICE void take(uint32_t, int) {}
@@ -21,8 +22,8 @@ struct SharedQueries {
   }
 };
 
-// In registers. Products read less of shared memory, and take fewer descriptors. The buffer stays
-// until a product has used them: see Pipeline::release().
+// The same in registers: products read less shared memory and take fewer descriptors. The buffer
+// is not released before a product has used the registers: see Pipeline::release().
 template <class Tile>
 struct RegisterQueries {
   RegisterOperand<1, Tile::kColumns / 16, 2> fragments;
@@ -34,7 +35,7 @@ struct RegisterQueries {
   CUTE_DEVICE auto const& operand(uint32_t, int) const { return fragments; }
 };
 
-// 16-bit elements, which tensor maps bring from query, key and value, for a CTA of kThreads.
+// 16-bit elements, copied by TMA from query, key and value, for a CTA of kThreads.
 template <class Config, int kThreads>
 struct MappedOperands {
   using Element = typename Config::Element;
@@ -46,32 +47,33 @@ struct MappedOperands {
   static constexpr int kQueryBytes = QueryTile::kBytes / kRowWarpgroups;  // of a consumer
   static constexpr int kHeadSteps = Config::kHeadDim / 16;
   static constexpr int kKeySteps = Config::kTileKey / 16;
-  // Are rows beyond a length in the tensor, where they may be NaN?
+  // Rows beyond a length are in the tensor, and may be NaN.
   static constexpr bool kClearsValues = true;
-  // Do probabilities depend on the values that they will be multiplied with?
+  // Whether probabilities depend on the values that they are multiplied with.
   static constexpr bool kScalesRows = false;
-  // Does the product of scores wait for that with the values of the visit before? Without
-  // registers for both of a consumer its products run beside those of the others alone.
+  // Whether the product of scores waits for the product with the previous KV block's values. A
+  // consumer without registers for both overlaps only with the products of other consumers.
   static constexpr bool kSequential = false;
   static constexpr int kProducerRegisters = 32;
 
-  // What accumulators and probabilities leave of a consumer's registers. The compiler needs some to
-  // overlap visits, and others for features. Consumer groups make few visits, and keep to what
-  // those need.
+  // A consumer's registers beside accumulators and probabilities. The compiler needs some to
+  // overlap KV blocks, and more for features. Consumer groups have few KV blocks, so they use none
+  // for the two options below.
   static constexpr int kLeftRegisters = consumer_registers<kThreads, kProducerRegisters>() -
                                         Config::kValueDim / 2 - Config::kTileKey / 2 -
                                         Config::kTileKey / 4;
   static constexpr bool kWindow = Config::kMask == MaskKind::window;
-  static constexpr bool kHoldsQueries =
+  static constexpr bool kRegisterQueries =
       Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kHeadDim / 4 >=
-          40 + (Config::kBias || Config::kDropout ? 40 : 0) + (kWindow ? 40 : 0);
-  // The random bits of a visit are made under the product of its scores, or when they are needed.
-  static constexpr bool kDropsEarly =
+          40 + (Config::kBias || modifies_probabilities<Config>() ? 40 : 0) + (kWindow ? 40 : 0);
+  // Whether the modifiers of a KV block's probabilities are computed under the product of its
+  // scores, or not before they are needed.
+  static constexpr bool kModifiesEarly =
       Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kTileKey / 8 >= 32 + (Config::kBias ? 48 : 0) + (kWindow ? 16 : 0);
   using Queries =
-      cute::conditional_t<kHoldsQueries, RegisterQueries<QueryTile>, SharedQueries<QueryTile>>;
+      cute::conditional_t<kRegisterQueries, RegisterQueries<QueryTile>, SharedQueries<QueryTile>>;
 
   ForwardParams const& params;
   ForwardMaps const& maps;
@@ -82,7 +84,7 @@ struct MappedOperands {
     prefetch_map(maps.value);
   }
 
-  // Starts the copy of a consumer's queries of a piece.
+  // Starts the copy of a consumer's queries of a work tile.
   CUTE_DEVICE void load_queries(WorkItem const& item, int, int warpgroup, uint64_t& arrived,
                                 uint32_t buffer) const {
     Origin const origin = query_origin<Config>(params.shape, item.batch);
@@ -92,7 +94,7 @@ struct MappedOperands {
                              origin.batch, CacheHint::EVICT_FIRST);
   }
 
-  // The tiles of keys, or of values, of a piece.
+  // The tiles of keys, or of values, of a work tile.
   template <class Tile>
   struct Rows {
     static constexpr int kBytes = Tile::kBytes;
@@ -100,10 +102,10 @@ struct MappedOperands {
     TensorMap const& map;
     int row;
     int head;
-    int element;
+    int batch;
 
     CUTE_DEVICE void load(int tile, uint64_t& arrived, uint32_t buffer) const {
-      load_tma_tile<Tile>(map, arrived, buffer, 0, row + tile * Config::kTileKey, head, element,
+      load_tma_tile<Tile>(map, arrived, buffer, 0, row + tile * Config::kTileKey, head, batch,
                           CacheHint::EVICT_LAST);
     }
   };
@@ -132,7 +134,7 @@ struct MappedOperands {
     return as_left_operand<Element>(scores);
   }
 
-  // What tensor cores sum the products with values in: the output itself.
+  // The sums of the products with values: the output itself.
   struct Part {};
   template <class Output>
   CUTE_DEVICE static Output& sums(Output& output, Part&) {

@@ -1,8 +1,8 @@
-// What a consumer of the Hopper forward writes when it has visited all key tiles of its rows.
+// The output of a consumer of the Hopper forward, after the last KV block of its rows.
 #pragma once
 
-#include <memeff/collective/drop.cuh>
 #include <memeff/collective/epilogue.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/sequences.cuh>
@@ -18,14 +18,14 @@ template <class Config, class Grid, class Softmax>
 struct ForwardOutputSm90 {
   using Element = typename Config::Element;
 
-  // Output and logsumexp of this warp's valid rows of a piece: those below `query_length`.
+  // Output and logsumexp of this warp's valid rows of a work tile: those below `query_length`.
   template <class Output>
   CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
                                 Softmax& softmax, Output& output) {
     ProblemShape const& shape = params.shape;
     int const row = item.tile * Config::kTileQuery;
     RowsOfTile<> const rows(shape, item.batch, item.head, row, query_length);
-    softmax.finish(output, params.scale.softmax_scale, kept_scale<Config>(params.dropout),
+    softmax.finish(output, params.scale.softmax_scale, probability_scale<Config>(params),
                    LaneRowModifiers<Config, Grid>(params, rows));
     Origin const origin = query_origin<Config>(shape, item.batch);
     int const query = row + Grid::element_row(0, 0);
@@ -33,7 +33,7 @@ struct ForwardOutputSm90 {
                 lane_column() * int(sizeof(Element));
     float* logsumexp =
         params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head) + query;
-    // Or the compiler computes each of the addresses below from the beginning.
+    // Without this the compiler computes each of the addresses below from scratch.
     hide_value(out);
     hide_value(logsumexp);
     CUTE_UNROLL
@@ -47,12 +47,12 @@ struct ForwardOutputSm90 {
     }
   }
 
-  // Output 0 and logsumexp -inf of the rows [row, row_end) of a piece, by the threads of a
-  // warpgroup: they are not valid, but may exist.
+  // Output 0 and logsumexp -inf of the rows [row, row_end) of a work tile, by the threads of a
+  // warpgroup. These rows are not valid, but may exist.
   CUTE_DEVICE static void write_empty(ForwardParams const& params, WorkItem const& item,
                                       int query_length, int row, int row_end) {
     ProblemShape const& shape = params.shape;
-    // Past a packed sequence the next one begins.
+    // Behind a packed sequence the next one begins.
     int const end = min(row_end, Config::kVarlen ? query_length : shape.query_length);
     if (row >= end) return;
     Origin const origin = query_origin<Config>(shape, item.batch);

@@ -78,17 +78,17 @@ struct ForwardProducerSm90 {
   }
 
  private:
-  CUTE_DEVICE static bool shares_bias(ForwardParams const& params) {
+  CUTE_DEVICE static bool broadcasts_bias(ForwardParams const& params) {
     return has_bias_tile<Config>() && params.bias.batch_stride == 0;
   }
 
   CUTE_DEVICE static WorkTile numbered_work_tile(ForwardParams const& params, int number) {
-    WorkItem const item = Schedule::item(params.shape, number, shares_bias(params));
+    WorkItem const item = Schedule::item(params.shape, number, broadcasts_bias(params));
     bool const exists = item.batch >= 0;
     return {item, exists ? Mask(params.mask, params.shape, item.batch).query_length : 0};
   }
 
-  // Is the tile beyond the end of a packed sequence, with no gap behind it to be cleared?
+  // Whether the tile is beyond the end of a packed sequence, and no gap behind it is to be cleared.
   CUTE_DEVICE static bool is_idle(ForwardParams const& params, WorkTile const& work_tile) {
     if constexpr (!Config::kVarlen) return false;
     if (work_tile.item.batch < 0) return false;

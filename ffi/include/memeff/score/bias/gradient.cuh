@@ -16,7 +16,7 @@
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/layout/score_view.cuh>
 #include <memeff/mask/block_mask.cuh>
-#include <memeff/score/scale.cuh>
+#include <memeff/score/function.cuh>
 
 namespace memeff {
 
@@ -241,14 +241,6 @@ CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& ite
 template <class Config, BiasGradient kWay = Config::kBiasGradient>
 struct BiasGradientWriter;
 
-// The first element of a tile of scores.
-struct ScoreTilePosition {
-  int batch;
-  int head;
-  int row;
-  int column;
-};
-
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::none> {
   static constexpr bool kFromTile = false;
@@ -286,7 +278,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
   // derivative other than 1.
   static constexpr bool kVectors = Config::kBiasAccess == BiasAccess::vectors;
   static constexpr bool kFromTile =
-      kVectors && sizeof(Element) == 2 && ScoreScaling<Config>::kConstantDerivative;
+      kVectors && sizeof(Element) == 2 && has_constant_derivative<Config>();
   Slice slice;
   int row_bound;
   int column_bound;

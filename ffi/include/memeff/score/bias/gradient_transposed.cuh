@@ -30,7 +30,7 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
   // other than 1.
   static constexpr bool kFromTile = Config::kBiasAccess == BiasAccess::vectors &&
                                     sizeof(Element) == 2 && Config::kQueryGradient &&
-                                    ScoreScaling<Config>::kConstantDerivative;
+                                    has_constant_derivative<Config>();
   struct Sums {};
   ScoreViewSlice<Element> slice;
   int row_bound;

@@ -19,6 +19,12 @@ CUTE_HOST_DEVICE constexpr bool has_bias_tile() {
   return false;
 }
 
+// Whether scores may be so large that their sums lose digits: those of products are not.
+template <class Config>
+CUTE_HOST_DEVICE constexpr bool has_large_scores() {
+  return has_bias_tile<Config>() || Config::kScoreFunction;
+}
+
 // Whether there is a bias that shifts whole rows, because it is broadcast over columns.
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool shifts_rows() {

@@ -26,7 +26,7 @@ template <class Config>
 struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
   using Element = typename Config::Element;
   using Scores = BackwardScoresSm80<Config>;
-  using Modifiers = ScoreModifiers<Config, typename Scores::Bias>;
+  using Modifiers = typename Scores::Modifiers;
   using Mask = typename Scores::Mask;
   using Tiles = BackwardTiles<Config>;
   using QueryTile = typename Tiles::QueryTile;
@@ -149,7 +149,9 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
       int const batch = work.slices.batch(slice);
       Mask const mask = work.mask_of(slice);
       Modifiers const modifiers = {
-          {params.scale}, {params.bias, mask, batch, work.tile.column, shared + kBiasOffset}};
+          {params.scale},
+          {params},
+          {params.bias, mask, batch, work.tile.column, shared + kBiasOffset}};
       auto scores = Grid::make_accumulators();          // (4, MMA_M, MMA_N)
       auto score_gradient = Grid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
@@ -170,9 +172,10 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
       if (has_next) work.load_gradients(following);
       commit_copies();
 
-      Scores::compute(params, modifiers, work.statistics(parity), batch, work.q_block(slice), mask,
-                      work.tile.column, scores, score_gradient,
-                      [&] { return BiasGradientAdder<decltype(sums)>{sums}; });
+      Scores::template compute<false>(params, modifiers, work.statistics(parity), batch,
+                                      work.q_block(slice), mask, work.tile.column, scores,
+                                      score_gradient,
+                                      [&] { return BiasGradientAdder<decltype(sums)>{sums}; });
       slice = following;
     }
     work.tile.store_blocks(sums);

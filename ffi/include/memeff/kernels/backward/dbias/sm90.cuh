@@ -12,6 +12,7 @@
 // of one tile arrive while the one before is finished.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -24,7 +25,6 @@
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/score/bias/gradient.cuh>
 #include <memeff/score/bias/square_sm90.cuh>
-#include <memeff/score/dropout.cuh>
 #include <memeff/score/modifiers.cuh>
 
 namespace memeff {
@@ -69,7 +69,7 @@ struct DbiasSm90 {
   static constexpr int kKeyBox = Config::kTileKey;
 
   using Bias = SquareBias<Config, Tiles>;
-  using Modifiers = ScoreModifiers<Config, Bias&>;
+  using Modifiers = ScoreModifiers<Config, Bias&, ScoreFunction<Config, Grid>>;
   using Statistics = RegisterStatistics<Grid>;
   static constexpr int kBiasOffset = kStages * kPairBytes;
   static constexpr int kControlOffset = kBiasOffset + Bias::kBytes;
@@ -196,7 +196,7 @@ struct DbiasSm90 {
   CUTE_DEVICE static void consume(BackwardParams const& params, Control& control, uint32_t tiles) {
     PipelineStage<kStages> stage;
     Bias bias(tiles + kBiasOffset);
-    Modifiers const modifiers = {{params.scale}, bias};
+    Modifiers const modifiers = {{params.scale}, {params}, bias};
     int const count = Work::Tile::count(params);
     CUTE_NO_UNROLL
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
@@ -227,7 +227,7 @@ struct DbiasSm90 {
     Statistics const statistics = load_statistics(params, mask, work, batch, head);
 
     // Loaded here, so that the bits do not wait for it.
-    typename KeptBlocks::Source const dropout(params.dropout, params.mask, batch, head);
+    typename KeptBlocks::Source const source(params, batch, head);
     auto scores = Grid::make_accumulators();          // (4, 1, MMA_N)
     auto score_gradient = Grid::make_accumulators();  // (4, 1, MMA_N)
     PipelineStage<kStages> read = stage;
@@ -240,12 +240,12 @@ struct DbiasSm90 {
     if constexpr (!kHoldsBlock) end_scores(cute::Int<0>{});
     begin_product<kValueParts>(params, mask, work, control, stage, tiles, score_gradient);
     KeptBlocks::end_basic_block(control.pairs, read);
-    KeptBlocks const kept(dropout, work.tile.row, work.tile.column);
+    KeptBlocks const kept(source, work.tile.row, work.tile.column);
     if constexpr (kHoldsBlock) end_scores(cute::Int<1>{});
-    modifiers.forward(scores, params, work, control, last);
+    ScoreTilePosition const at = {batch, head, work.tile.row, work.tile.column};
+    modifiers.forward(scores, at, params, work, control, last);
     bool const partial = work.block_of(params, slice).partial(work.tile.column / kTileKey);
-    mask.template apply<kTileQuery, kTileKey>(scores, params.mask, params.shape, batch, head,
-                                              work.tile.row, work.tile.column, partial);
+    mask.template apply<kTileQuery, kTileKey>(scores, params, at, partial);
     statistics.exponentiate(params.scale.softmax_scale, scores);
     fence_accumulators(scores);
     // Placed after the exponentials on purpose: this branch ends the basic block. Without it ptxas
@@ -305,7 +305,7 @@ struct DbiasSm90 {
     named_barrier_sync(kConsumerBarrier, kConsumers);
   }
 
-  using KeptBlocks = KeptTile<Config, Grid>;
+  using KeptBlocks = typename ProbabilityModifiers<Config, Grid>::Tile;
 
   // Every P of a row beyond the length is 0, as for rows without keys.
   CUTE_DEVICE static Statistics load_statistics(BackwardParams const& params, Mask const& mask,
@@ -336,7 +336,7 @@ struct DbiasSm90 {
     }
   }
 
-  // sums += dS = P (dP - delta), with the dP that dropout keeps.
+  // sums += dS = P (dP - delta), with the dP that is kept.
   template <class Scores>
   CUTE_DEVICE static void add_gradient(BackwardParams const& params, Statistics const& statistics,
                                        KeptBlocks const& kept_blocks, Scores const& scores,
@@ -349,9 +349,8 @@ struct DbiasSm90 {
         int const half = element / 2;
         int const n = 2 * column_block + chunk;
         float const kept = keep.select(score_gradient(element, 0, n), half, chunk, element % 2);
-        sums(element, 0, n) +=
-            softmax_gradient(scores(element, 0, n), kept, kept_scale<Config>(params.dropout),
-                             statistics.delta(half));
+        sums(element, 0, n) += softmax_gradient(
+            scores(element, 0, n), kept, probability_scale<Config>(params), statistics.delta(half));
       }
     };
     CUTE_UNROLL

@@ -2,7 +2,7 @@
 // dV += P^T dO.
 #pragma once
 
-#include <memeff/kernels/backward/dkdv/dropout_signs.cuh>
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/kernels/backward/dkdv/work.cuh>
 #include <memeff/score/probability.cuh>
 
@@ -36,6 +36,7 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
       Base::kConsumerRegisters - Config::kValueDim / 2 - 2 * kScoreRegisters - 32;
   static constexpr int kRegisterValueSteps = register_steps(Config::kValueDim, kValueRegisters);
   using ValueRows = RegisterRows<ValueTile, ScoreGrid, kRegisterValueSteps>;
+  using Signs = typename ProbabilityModifiers<Config, ScoreGrid, true>::Signs;
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
 
   // The main loop. dP of one Q block runs beside dV of the one before.
@@ -84,7 +85,7 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
       steps.release(stage, value_gradient);
     }
     if constexpr (Config::kValueGradient) {
-      scale_accumulators(value_gradient, kept_scale<Config>(params.dropout));
+      scale_accumulators(value_gradient, probability_scale<Config>(params));
       Base::template store<ValueTile, ValueGrid>(maps.value_gradient, params.value_gradient, shape,
                                                  work, mask.key_length, value_tile, 1,
                                                  shape.value_dim, value_gradient);
@@ -146,7 +147,7 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
     // a product runs (C7513).
     CUTE_DEVICE ScoreOperand take_probabilities(ProbabilityStage const& received) const {
       ScoreOperand operand = load_probabilities(received);
-      DropoutSigns<Config, ScoreGrid>::drop(operand);
+      Signs::drop(operand);
       return operand;
     }
 
@@ -200,9 +201,8 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
             float const p = unpack<Element>(probabilities.fragments[0][pair][fragment], i);
-            float const kept =
-                DropoutSigns<Config, ScoreGrid>::select(score_gradient(2 * half + i, 0, n), p);
-            gradient[i] = softmax_gradient(fabsf(p), kept, kept_scale<Config>(params.dropout),
+            float const kept = Signs::select(score_gradient(2 * half + i, 0, n), p);
+            gradient[i] = softmax_gradient(fabsf(p), kept, probability_scale<Config>(params),
                                            deltas.of[2 * chunk + i]);
           }
           bias_gradient.pair(bias_sums, n, half, gradient);

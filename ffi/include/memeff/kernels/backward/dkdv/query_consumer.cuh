@@ -2,8 +2,8 @@
 // dK += dS^T Q.
 #pragma once
 
+#include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/transposed.cuh>
-#include <memeff/kernels/backward/dkdv/dropout_signs.cuh>
 #include <memeff/kernels/backward/dkdv/work.cuh>
 #include <memeff/score/modifiers.cuh>
 
@@ -31,7 +31,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
   using typename Base::Stage;
   using typename Base::Work;
 
-  using Modifiers = ScoreModifiers<Config, Bias&>;
+  using Modifiers = ScoreModifiers<Config, Bias&, ScoreFunction<Config, ScoreGrid, true>>;
 
   // Steps of keys that stay in registers. Beside them are dK, S with what modifies it, and
   // addresses.
@@ -130,19 +130,19 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
                                         ProbabilityStage& sent, Bias& bias, Scores& derivative,
                                         Scores& scores) const {
       fence_accumulators(scores);
-      Modifiers const modifiers = {{params.scale}, bias};
+      Modifiers const modifiers = {{params.scale}, {params}, bias};
+      ScoreTilePosition const at = {work.item.batch, q_block.head, q_block.row(), work.column};
       auto clear_bias = [](uint32_t tile, int first) {
         Base::template clear_beyond<BiasTile>(tile, first, 0);
       };
-      modifiers.recompute_with_derivatives(scores, derivative, params, q_block, mask, control,
+      modifiers.recompute_with_derivatives(scores, derivative, at, params, q_block, mask, control,
                                            clear_bias);
-      mask.template apply_transposed<kTileQuery, kTileKey>(
-          scores, params.mask, params.shape, work.item.batch, q_block.head, q_block.row(),
-          work.column, q_block.blocks.partial(q_block.tile));
+      mask.template apply_transposed<kTileQuery, kTileKey>(scores, params, at,
+                                                           q_block.blocks.partial(q_block.tile));
       exponentiate_transposed<ScoreGrid>(Base::query_statistics(tiles, stage),
                                          params.scale.softmax_scale, scores);
-      DropoutSigns<Config, ScoreGrid>::mark(params, work.item.batch, q_block.head, q_block.row(),
-                                            work.column, scores);
+      ProbabilityModifiers<Config, ScoreGrid, true>::Signs::mark(
+          params, work.item.batch, q_block.head, q_block.row(), work.column, scores);
       control.probability.acquire(sent);
       store_operand<ScoreTile, ScoreGrid>(Base::probability_tile(tiles, sent),
                                           as_left_operand<Element>(scores));

@@ -1,0 +1,72 @@
+// A user's function at the elements of a tile of scores.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/core/feature_arrays.cuh>
+#include <memeff/core/function/arrays.cuh>
+#include <memeff/core/work_item.cuh>
+
+namespace memeff {
+
+// The user's indices of the elements of a tile, and the arrays of a function. kArrays and kLiterals
+// are where those of the function begin.
+template <class Config, class Function, int kArrays, int kLiterals>
+class FunctionOfTile {
+ public:
+  template <class Params>
+  CUTE_DEVICE FunctionOfTile(Params const& params, ScoreTilePosition const& at)
+      : row_(at.row + (Config::kPositions ? params.mask.query_position[at.batch] : 0)),
+        column_(at.column + (Config::kPositions ? params.mask.key_position[at.batch] : 0)),
+        arrays_{feature_arrays(params).arrays + kArrays,
+                array<unsigned>(params, Config::kFunctionLiteralsArray) + kLiterals, at.batch},
+        of_head_(Function::of_head(arrays_,
+                                   array<int>(params, Config::kFunctionBatchIndexArray)[at.batch],
+                                   array<int>(params, Config::kFunctionHeadIndexArray)[at.head])) {}
+
+  // use(accumulator, the arguments of Function::value...) for each element of this lane.
+  // kTransposed: rows of the accumulators are keys, columns are queries.
+  template <class Grid, bool kTransposed, class Scores, class Use>
+  CUTE_DEVICE void for_each(Scores& scores, Use use) const {
+    int const thread = thread_index();
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(scores); ++m) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int const major = Grid::element_row(2 * half, m, thread);
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<2>(scores); ++n) {
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            int const minor = Grid::element_column(i, n, thread);
+            float& score = scores(2 * half + i, m, n);
+            at(kTransposed ? minor : major, kTransposed ? major : minor, score,
+               [&](auto const&... inputs) { use(score, inputs...); });
+          }
+        }
+      }
+    }
+  }
+
+  // use(the arguments of Function::value...) for a row and a column of the tile.
+  template <class Use>
+  CUTE_DEVICE void at(int row, int column, float score, Use use) const {
+    int const query = row_ + row;
+    int const key = column_ + column;
+    use(arrays_, of_head_, Function::of_row(arrays_, of_head_, query),
+        Function::of_column(arrays_, of_head_, key), score, query, key);
+  }
+
+ private:
+  template <class Element, class Params>
+  CUTE_DEVICE static Element const* array(Params const& params, int index) {
+    return static_cast<Element const*>(feature_array(params, index).data);
+  }
+
+  int row_;
+  int column_;
+  function::FunctionArrays<Config> arrays_;
+  typename Function::OfHead of_head_;
+};
+
+}  // namespace memeff

@@ -1,0 +1,72 @@
+// The user's function of scores (`score_mod`) in a main loop: ScoreModifiers call it behind the
+// scale and before the bias.
+//
+// The generated struct Config::ScoreFunction (codegen/functions/emit.py documents its members)
+// computes one element. Rows and columns are global positions, batch and head the user's indices.
+// They may lie beyond the captured arrays in masked elements: reads are clipped.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include <memeff/core/function/of_tile.cuh>
+#include <memeff/core/math.cuh>
+#include <memeff/score/bias/tile.cuh>
+
+namespace memeff {
+
+// The function at the scores of one CTA, in the accumulators of Grid. kTransposed: see
+// FunctionOfTile. Without a function all of it is empty.
+template <class Config, class Grid, bool kTransposed = false, bool kOn = Config::kScoreFunction>
+struct ScoreFunction {
+  static constexpr bool kConstantDerivative = true;
+
+  template <class Params>
+  CUTE_DEVICE ScoreFunction(Params const&) {}
+
+  template <class Scores>
+  CUTE_DEVICE void forward(Scores&, ScoreTilePosition const&) const {}
+  template <class Scores>
+  CUTE_DEVICE void differentiate(Scores const&, Scores&, ScoreTilePosition const&) const {}
+};
+
+template <class Config, class Grid, bool kTransposed>
+struct ScoreFunction<Config, Grid, kTransposed, true> {
+  using Function = typename Config::ScoreFunction;
+  using Params = typename Config::Params;
+  using OfTile = FunctionOfTile<Config, Function, Config::kScoreCaptured, Config::kScoreLiterals>;
+  static constexpr bool kConstantDerivative = Function::kConstantDerivative;
+
+  Params const& params;
+
+  CUTE_DEVICE ScoreFunction(Params const& params) : params(params) {}
+
+  // A score below kMaskedBias masks its element, as a bias does.
+  template <class Scores>
+  CUTE_DEVICE void forward(Scores& scores, ScoreTilePosition const& at) const {
+    OfTile(params, at)
+        .template for_each<Grid, kTransposed>(scores, [](float& score, auto const&... inputs) {
+          float const value = Function::value(inputs...);
+          score = value < kMaskedBias ? -infinity() : value;
+        });
+  }
+
+  // The derivatives at scores that forward() has not changed yet.
+  template <class Scores>
+  CUTE_DEVICE void differentiate(Scores const& scores, Scores& derivatives,
+                                 ScoreTilePosition const& at) const {
+    derivatives = scores;
+    OfTile(params, at)
+        .template for_each<Grid, kTransposed>(derivatives, [](float& score, auto const&... inputs) {
+          score = Function::derivative(inputs...);
+        });
+  }
+};
+
+// Whether the gradient of the modified scores is that of the products' scores.
+template <class Config>
+CUTE_HOST_DEVICE constexpr bool has_constant_derivative() {
+  if constexpr (Config::kScoreFunction) return Config::ScoreFunction::kConstantDerivative;
+  return !Config::kSoftCap;
+}
+
+}  // namespace memeff

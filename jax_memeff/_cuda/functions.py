@@ -1,0 +1,112 @@
+"""The user's functions in a custom call: programs for the kernels, literals and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_memeff._blockwise import backward, varlen
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands
+from jax_memeff._call.options import Options
+from jax_memeff.codegen.features.functions import AskedFunctions
+from jax_memeff.codegen.functions.compose import with_soft_cap
+from jax_memeff.codegen.functions.program import CapturedType, Program
+
+MOST_COLUMNS = 256
+"""The largest head dim of kernels that sum gradients of captured arrays."""
+
+_WIDENED = {"int8": "int32", "int16": "int32", "uint16": "uint32"}
+"""Dtypes of captured arrays that the host library does not know, and what XLA converts them to."""
+
+
+def programs(mask: Mask, options: Options) -> AskedFunctions:
+    """The programs of a call as kernels have them, with the values of literals."""
+    score = options.score_function
+    if score is not None and options.soft_cap is not None:
+        score = with_soft_cap(score, options.soft_cap)
+    own = mask.functions[0] if mask.functions else None
+    return AskedFunctions(*(None if x is None else _kernel_types(x) for x in (score, own)))
+
+
+def asked(
+    operands: Operands, options: Options, needs_grad: NeedsGrad | None
+) -> AskedFunctions | None:
+    """The structures that a kernel is compiled for; None without functions."""
+    found = programs(operands.mask, options)
+    if not found.programs:
+        return None
+    score, mask = (None if x is None else x.structure for x in (found.score, found.mask))
+    return AskedFunctions(score, mask, gradients_in_kernels(operands, options, needs_grad))
+
+
+def gradients_in_kernels(
+    operands: Operands, options: Options, needs_grad: NeedsGrad | None
+) -> tuple[int, ...]:
+    """The captured arrays whose gradients the kernels sum; XLA computes the others.
+
+    Kernels add in any order, and know the score itself no more when they have its gradient. Those
+    for large head dims compute each score more than once, and without other gradients there is no
+    kernel.
+    """
+    program = options.score_function
+    if needs_grad is None or program is None or options.deterministic_backward:
+        return ()
+    if max(operands.query.shape[3], operands.value.shape[3]) > MOST_COLUMNS:
+        return ()
+    if not needs_grad._replace(captured=()).names:
+        return ()
+    if any("score" in program.dependence(result) for result in program.results[2:]):
+        return ()
+    return tuple(index for index, needed in enumerate(needs_grad.captured) if needed)
+
+
+def _kernel_types(program: Program) -> Program:
+    arrays = (
+        CapturedType(_WIDENED.get(array.dtype, array.dtype), array.ndim) for array in program.arrays
+    )
+    return program._replace(arrays=tuple(arrays))
+
+
+def literals(mask: Mask, options: Options) -> np.ndarray:
+    """The bits of all literals, int32; at least one, because an array has elements."""
+    words = [word for x in programs(mask, options).programs.values() for word in _words(x)]
+    return np.array(words or [0], np.uint32).view(np.int32)
+
+
+def _words(program: Program) -> Iterator[int]:
+    dtypes = {
+        value.param("index"): value.dtype for value in program.values if value.op == "literal"
+    }
+    for index, number in enumerate(program.literals):
+        if dtypes[index] == "float32":
+            yield int(np.float32(number).view(np.uint32))
+        else:
+            yield int(number) % 2**32
+
+
+def captured_gradients(
+    *leaves: jax.Array, tree: Any, options: Options, needs_grad: NeedsGrad
+) -> list[jax.Array]:
+    """The gradients of captured arrays by XLA, for the arguments of ``attention_bwd``."""
+    operands, *results = jax.tree.unflatten(tree, leaves)
+    if isinstance(operands, QkvPackedOperands):
+        operands = operands.separate()
+    path = backward.backward if operands.sequences is None else varlen.backward
+    found = path(operands, options, *results, needs_grad)
+    return [x for x in found.captured if x is not None]
+
+
+def in_kernel_type(array: jax.Array) -> jax.Array:
+    """A captured array in a dtype that kernels read."""
+    name = array.dtype.name
+    return array.astype(_WIDENED[name]) if name in _WIDENED else jnp.asarray(array)
+
+
+def is_converted(array: Any) -> bool:
+    """Whether :func:`in_kernel_type` changes an array of this type."""
+    return array.dtype.name in _WIDENED

@@ -1,0 +1,89 @@
+"""``check`` reads what the arguments hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import zeros
+from test_bad_input import B, H, K, N, S, T, good
+from test_bad_varlen_input import good_varlen
+
+import jax_memeff
+from jax_memeff import Mask, Offsets
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"query_seq_lengths": jnp.array([5, 6])}, ValueError, "query_seq.*got 6 at index 1"),
+        ({"mask": Mask.lengths(key=jnp.array([-1, 0]))}, ValueError, "key lengths.*got -1 at"),
+        ({"query": zeros(B, T, N, H).at[1, 2].set(jnp.nan)}, ValueError, r"query.*nan.*\(1, 2, 0"),
+        ({"value": zeros(B, S, K, H).at[0, 6].set(jnp.inf)}, ValueError, "value must be finite"),
+        ({"bias": zeros(T, S).at[0, 0].set(jnp.nan)}, ValueError, "bias must be finite or -inf"),
+        (
+            {"mask": Mask.segments(jnp.array([0, 0, 1, 3, -1]), jnp.array([0, 0, 0, 1, 1, 2, -1]))},
+            ValueError,
+            r"query segment ids must occur among.*got 3 at index \(0, 3\)",
+        ),
+        (
+            # Each id occurs among the keys, but no key has both.
+            {
+                "mask": Mask.segments(jnp.zeros(5, int), jnp.array([0, 0, 0, 0, 0, 0, 1]))
+                & Mask.segments(jnp.ones(5, int), jnp.array([0, 0, 0, 0, 0, 0, 1]))
+            },
+            ValueError,
+            r"query segment ids must occur among.*got 0, 1 at index \(0, 0\)",
+        ),
+        ({"scale": np.nan}, ValueError, "scale must be finite"),
+        ({"offsets": Offsets(query=jnp.int32(-1))}, ValueError, "offsets.query must be >= 0, got"),
+        ({"offsets": Offsets(head=jnp.int32(1))}, ValueError, "offsets.num_heads must be at leas"),
+        ({"colour": 1}, TypeError, "colour"),
+    ],
+)
+def test_check_reads_values(arguments, error, message):
+    with pytest.raises(error, match=message):
+        jax_memeff.check(**{**good(), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cu_seqlens_q": jnp.array([0, 3, 2])}, "cu_seqlens_q must not decrease, got 2 after 3"),
+        ({"cu_seqlens_k": jnp.array([0, 4, 9])}, r"cu_seqlens_k must be in \[0, 7\].*got 9 at"),
+        ({"cu_seqlens_q": jnp.array([0, 4, 5])}, "max_seqlen_q must be at least.*sequence 0 has 4"),
+        ({"query": zeros(T, N, H).at[3].set(jnp.nan)}, r"query must be finite.*\(3, 0, 0\)"),
+        ({"bias": zeros(3, 4).at[1, 3].set(jnp.nan)}, "bias must be finite or -inf"),
+        (
+            {"mask": Mask.segments(jnp.array([0, 0, 1, 3, -1]), jnp.array([0, 3, 0, 3, 1, 2, -1]))},
+            r"query segment ids must occur among.*got 3 at index \(3,\)",
+        ),
+    ],
+)
+def test_check_reads_packed_sequences(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        jax_memeff.check(**{**good_varlen(), **arguments})
+
+
+def test_check_accepts_valid_packed_sequences():
+    garbage = zeros(S, K, H).at[jnp.array([0, 6])].set(jnp.nan)
+    starts = {"cu_seqlens_q": jnp.array([0, 3, 5]), "cu_seqlens_k": jnp.array([1, 1, 6])}
+    bias = jnp.full((2, 1, 1, 6), -jnp.inf).at[1, :, :, 5].set(jnp.nan)
+    arguments = good_varlen() | starts | {"max_seqlen_k": 6, "bias": bias}
+    jax_memeff.check(**(arguments | {"key": garbage, "value": garbage}))
+
+
+def test_check_accepts_valid_arguments():
+    garbage = zeros(B, S, K, H).at[1, 3:].set(jnp.nan)
+    jax_memeff.check(
+        zeros(B, T, N, H),
+        garbage,
+        garbage,
+        zeros(T, S).at[0, 1].set(-jnp.inf),
+        key_value_seq_lengths=jnp.array([7, 3]),
+        return_residual=True,
+    )
+
+
+def test_check_is_eager():
+    with pytest.raises(TypeError, match=r"query must hold concrete values.*outside jax\.jit"):
+        jax.jit(jax_memeff.check)(*good().values())

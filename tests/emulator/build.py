@@ -1,0 +1,150 @@
+"""g++ for the emulated machine: its driver, and the kernels.
+
+Results are kept in ``JAX_MEMEFF_CACHE_DIR`` under a digest of everything that they are made of.
+A lock for each lets one process build what several ask for.
+
+Half of the time that g++ takes for a kernel goes to templates of CuTe that other kernels of the
+same main loop instantiate too. Kernels that are announced are therefore compiled a dozen at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import jaxlib
+
+from jax_memeff import config
+from jax_memeff.codegen import emit
+from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.toolchain import headers
+
+from .translation_unit import joined, preamble
+
+TOGETHER = 12
+"""Kernels in one run of g++: with twice as many each takes as long, and the first waits longer."""
+
+_HERE = Path(__file__).parent
+_OPTIONS = ["-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
+_PRECOMPILED = "emulator/precompiled.h"
+_KERNEL_OPTIONS = [
+    # Each kernel has a Config of its own, and constants of the same name in all of them.
+    "-fno-gnu-unique",
+    *("-O1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-include", _PRECOMPILED),
+    # A misaligned access ends the kernel with a signal.
+    *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
+]
+_DRIVER_OPTIONS = ["-O3", "-g1", "-Wall", "-Wextra", "-Wl,-soname,libcuda.so.1", "-ldl", "-pthread"]
+
+_announced: dict[str, tuple[str, ...]] = {}
+"""For the text of a kernel, the texts that are compiled with it."""
+
+
+def driver() -> Path:
+    """The emulated ``libcuda.so.1``."""
+    sources = {file.name: file.read_text() for file in sorted(_HERE.glob("src/*"))}
+    directories = _directories(str(Path(jaxlib.__file__).parent / "include"))
+    return _compiled("libcuda.so", sources, _DRIVER_OPTIONS, directories)
+
+
+def announce(specs: Iterable[KernelSpec]) -> None:
+    """Plans which kernels are compiled together, when the first of them is asked for."""
+    groups: dict[str, dict[str, str]] = {}
+    for spec in specs:
+        text = _text(spec)
+        groups.setdefault(preamble(text), {})[spec.name] = text
+    for texts in groups.values():
+        ordered = [texts[name] for name in sorted(texts)]
+        count = -(-len(ordered) // TOGETHER)
+        for first in range(count):
+            batch = tuple(
+                ordered[first * len(ordered) // count : (first + 1) * len(ordered) // count]
+            )
+            _announced.update(dict.fromkeys(batch, batch))
+
+
+def library_of(spec: KernelSpec) -> Path:
+    """A library with the entry points of ``spec``, perhaps beside those of other kernels."""
+    text = _text(spec)
+    batch = _announced.get(text, (text,))
+    if len(batch) == 1:
+        return kernel_library(spec.name, text)
+    return kernel_library(f"{spec.kernel.stem}_batch", joined(batch))
+
+
+def kernel_library(name: str, source: str) -> Path:
+    """Compiles kernels. CuTe's headers, which take two of three seconds, are precompiled."""
+    directories = [_precompiled_headers(), *_directories(str(headers.own_include_dir()))]
+    sources = {f"{name}.cc": source}
+    return _compiled(f"{name}.so", sources, _KERNEL_OPTIONS, directories, headers.digest())
+
+
+def _text(spec: KernelSpec) -> str:
+    exports = "".join(f"EMULATOR_KERNEL({entry.name})\n" for entry in spec.entry_points)
+    return f"{emit.source(spec)}\n{exports}"
+
+
+@functools.cache
+def _precompiled_headers() -> str:
+    """The directory in which g++ finds ``emulator/precompiled.h.gch`` before the header itself."""
+    # g++ takes a precompiled header only with the options that it was made with.
+    options = [option for option in _KERNEL_OPTIONS if option not in ("-include", _PRECOMPILED)]
+    source = {"precompiled.h": f'#include "{_PRECOMPILED}"\n'}
+    header = _compiled("precompiled.gch", source, ["-x", "c++-header", *options], _directories())
+    directory = header.with_suffix("")
+    link = directory / f"{_PRECOMPILED}.gch"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # another process was first
+        os.link(header, link)
+    return str(directory)
+
+
+def _directories(*own: str) -> list[str]:
+    """Where g++ finds headers; ``memeff/arch/`` of the emulator hides that of the GPU."""
+    return [str(_HERE / "include"), *own, *headers.include_dirs()]
+
+
+def _compiled(
+    name: str,
+    sources: dict[str, str],
+    options: list[str],
+    directories: Sequence[str],
+    digest: bytes = b"",
+) -> Path:
+    """What g++ makes of files of these texts, found or made in the cache.
+
+    ``digest`` is of headers that change beside CuTe's and the emulator's.
+    """
+    cache = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "emulator"
+    cache.mkdir(parents=True, exist_ok=True)
+    own = [file.read_bytes() for file in sorted(_HERE.glob("include/**/*")) if file.is_file()]
+    parts = [repr((sources, options, headers.versions())).encode(), digest, *own]
+    stem, _, suffix = name.partition(".")
+    digest_of_all = hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
+    result = cache / f"{stem}-{digest_of_all}.{suffix}"
+    if result.exists():
+        return result
+    with _lock(result), tempfile.TemporaryDirectory(dir=cache) as work:
+        if not result.exists():
+            for file, text in sources.items():
+                (Path(work) / file).write_text(text)
+            files = [file for file in sources if file != "machine.h"]
+            includes = [f"-I{directory}" for directory in directories]
+            command = ["g++", *_OPTIONS, *includes, *options, *files, "-o", result.name]
+            subprocess.run(command, cwd=work, check=True)
+            (Path(work) / result.name).replace(result)
+    return result
+
+
+@contextlib.contextmanager
+def _lock(result: Path) -> Iterator[None]:
+    with open(result.with_suffix(".lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

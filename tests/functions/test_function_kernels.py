@@ -1,0 +1,186 @@
+"""Functions of scores and masks in the kernels: on the emulated machine, and on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import emulator
+import functions_case
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from functions_case import Case
+from test_score_mod import value_and_gradients
+
+import jax_memeff
+from jax_memeff import Mask
+
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
+"""Of the relative error in the Frobenius norm."""
+
+B, T, S, N, K = 2, 150, 170, 4, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """A call of several tiles; ``functions`` names an entry of ``FUNCTIONS``."""
+
+    functions: str
+    head_dim: int = 64
+    dtype: str = "bfloat16"
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        words = [self.functions, f"H{self.head_dim}", self.dtype]
+        return "-".join([*words, *(["deterministic"] if self.deterministic else [])])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(11)
+        shapes = dict.fromkeys(("key", "value"), (B, S, K, self.head_dim))
+        shapes["query"] = B, T, N, self.head_dim
+        drawn = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+        own = {name: rng.standard_normal(shape) for name, shape in _SHAPES.items()}
+        found = {name: x.astype(jnp.dtype(self.dtype)) for name, x in drawn.items()}
+        names = FUNCTIONS[self.functions][0]
+        return found | {name: own[name].astype(np.float32) for name in names}
+
+    def ours(self, arrays: Any) -> tuple[jax.Array, jax.Array]:
+        _, score, mask = FUNCTIONS[self.functions]
+        return jax_memeff.dot_product_attention(
+            arrays["query"],
+            arrays["key"],
+            arrays["value"],
+            score_mod=None if score is None else score(arrays),
+            mask=mask(),
+            return_residual=True,
+            deterministic_backward=self.deterministic,
+        )
+
+    def defined(self, arrays: Any) -> tuple[jax.Array, jax.Array]:
+        """Output and logsumexp by their definition, in the dtype of the arrays."""
+        query, key, value = (arrays[name] for name in ("query", "key", "value"))
+        key, value = (jnp.repeat(x, N // K, 2) for x in (key, value))
+        _, score, mask = FUNCTIONS[self.functions]
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) * self.head_dim**-0.5
+        if score is not None:
+            index = jnp.meshgrid(*map(jnp.arange, scores.shape), indexing="ij")
+            flat = (x.ravel() for x in (scores, *index))
+            scores = jax.vmap(score(arrays))(*flat).reshape(scores.shape)
+        scores = jnp.where(mask().as_array(*scores.shape), scores, -jnp.inf)
+        lse = jax.nn.logsumexp(scores, -1)
+        out = jnp.einsum("bnts,bsnh->btnh", jnp.exp(scores - lse[..., None]), value)
+        return out, lse.swapaxes(1, 2)
+
+
+_SHAPES = {
+    "slopes": (N,),
+    "table": (N, T + S),
+    "rows": (B, T),
+    "columns": (S,),
+    "gain": (N,),
+}
+FUNCTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
+    "alibi": (
+        ("slopes",),
+        lambda a: lambda s, b, h, q, k: s + a["slopes"][h] * (k - q) / 32,
+        Mask.causal,
+    ),
+    "table": (
+        ("table", "rows", "columns"),
+        lambda a: (
+            lambda s, b, h, q, k: s + a["table"][h, q - k + S] + a["rows"][b, q] * a["columns"][k]
+        ),
+        lambda: Mask.window(60, 20),
+    ),
+    "gain": (
+        ("gain",),
+        lambda a: lambda s, b, h, q, k: 3 * jnp.tanh(s * a["gain"][h] / 3),
+        lambda: Mask.function(lambda b, h, q, k: (q - k) % 3 <= h),
+    ),
+    "documents": (
+        (),
+        None,
+        lambda: Mask.causal() | Mask.function(lambda b, h, q, k: q // 40 == k // 40),
+    ),
+}
+"""The arrays that the functions read, the score function, and the mask."""
+
+EMULATED: list[tuple[str, Case | Tiles]] = [
+    ("sm_80", Tiles("table")),
+    ("sm_80", Tiles("gain", 320)),
+    ("sm_80", Tiles("alibi", dtype="float32", deterministic=True)),
+    ("sm_90a", Tiles("alibi")),
+    ("sm_90a", Tiles("table", 128)),
+    ("sm_90a", Tiles("gain", 128)),
+    ("sm_90a", Tiles("gain", 256, "float16")),
+    ("sm_90a", Tiles("documents", dtype="float32")),
+    ("sm_90a", Case("packed", "elements", "prefix", 2, "bfloat16", dropout=True, soft_cap=2.0)),
+    ("sm_80", Case("packed", "table", "ends", N, "float32", bias=True, sinks=True)),
+    ("sm_90a", Case("vmap", "alibi", "lengths", 2, "bfloat16", sinks=True)),
+    ("sm_80", Case("vmap", "gain", "prefix", N, "float32", bias=True)),
+    ("sm_90a", Case("dense", "roots", "not", N, "bfloat16", dropout=True)),
+]
+
+
+def cotangents_of(case: Case | Tiles) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(3)
+    if isinstance(case, Tiles):
+        shapes: Any = (B, T, N, case.head_dim), (B, T, N)
+    else:
+        rows = functions_case.B, functions_case.T, functions_case.N
+        twice = (2,) if case.layout == "vmap" else ()
+        shapes = (*twice, *rows, functions_case.Hv), (*twice, *rows)
+    return tuple(
+        rng.standard_normal(shape).astype(case.dtype).astype(np.float64) for shape in shapes
+    )
+
+
+def results(case: Case | Tiles, arch: str | None) -> Any:
+    """Results and gradients; for the process of ``machine`` with an architecture."""
+    if arch is not None:
+        emulator.configure(arch)
+    arrays, cotangents = jax.tree.map(jnp.asarray, case.arrays()), cotangents_of(case)
+    run = jax.jit(lambda arrays: value_and_gradients(case.ours, arrays, cotangents))
+    return jax.tree.map(np.asarray, run(arrays))
+
+
+def exact(case: Case | Tiles) -> Any:
+    """The same by the definition in float64, on the CPU."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        arrays = {name: jnp.asarray(x.astype(np.float64)) for name, x in case.arrays().items()}
+        function = case.defined
+        if isinstance(case, Case) and case.layout == "vmap":
+            function = lambda arrays: functions_case.vmapped(case.defined, arrays)  # noqa: E731
+        want = jax.jit(lambda arrays: value_and_gradients(function, arrays, cotangents_of(case)))
+        return jax.tree.map(np.asarray, want(arrays))
+
+
+@pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
+def test_emulated_kernels(arch, case, machine, assert_close):
+    found = machine.submit(results, case, arch).result(timeout=600)
+    assert_close(found, exact(case), TOLERANCES[case.dtype])
+
+
+ON_GPU: list[Case | Tiles] = [
+    *(
+        Tiles(name, head_dim, dtype, deterministic)
+        for name in FUNCTIONS
+        for head_dim in (64, 128, 256, 320)
+        for dtype in ("bfloat16", "float16", "float32")
+        for deterministic in (False, True)
+    ),
+    *(
+        case
+        for seed in range(4)
+        for case in functions_case.sample(seed)
+        if case.layout in ("dense", "packed", "vmap") and case.dtype != "float64"
+    ),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_GPU, ids=str)
+def test_kernels(case, assert_close):
+    assert_close(results(case, None), exact(case), TOLERANCES[case.dtype])

@@ -1,0 +1,135 @@
+"""CUDA programs of packed sequences and of packed projections."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cuda_programs import (
+    attention_calls,
+    loss,
+    lower,
+    names_of,
+    shapes,
+    types_of,
+    varlen_loss,
+    varlen_shapes,
+)
+
+import jax_memeff
+from jax_memeff import Mask, Offsets, UnsupportedError
+from jax_memeff.codegen.features import (
+    VARLEN,
+)
+
+pytestmark = pytest.mark.usefixtures("hopper")
+
+
+def test_positions_of_packed_sequences(fake_compiler):
+    first = jax.ShapeDtypeStruct((7,), jnp.int32)
+    text = lower(
+        lambda first, *x: varlen_loss(*x, offsets=Offsets(query=first), is_causal=True),
+        first,
+        *varlen_shapes(sequences=7),
+    )
+    (call,) = attention_calls(text)
+    operands, _ = types_of(call)
+    assert operands[names_of(call).split(",").index("query_position")] == "7xi32"
+
+
+def test_projections_are_read_and_written_in_place(fake_compiler):
+    """One operand, one gradient, and no operation that copies either."""
+    qkv = jax.ShapeDtypeStruct((2, 128, 3, 4, 64), jnp.bfloat16)
+
+    def packed_loss(qkv):
+        out = jax_memeff.dot_product_attention_packed(qkv, is_causal=True)
+        return out.astype(jnp.float32).sum()
+
+    text = lower(jax.grad(packed_loss), qkv)
+    whole = "tensor<2x128x3x4x64xbf16>"
+    forward, backward = attention_calls(text)
+    assert 'operands = "query+key+value"' in forward
+    assert f": ({whole}) -> (" in forward
+    assert 'results = "query_gradient+key_gradient+value_gradient,row_statistics,' in backward
+    assert f") -> ({whole}, " in backward
+    copies = ("slice", "concatenate", "pad", "transpose", "reshape", "gather", "scatter", "select")
+    assert not [name for name in copies if f"stablehlo.{name}" in text]
+    # The kernels are those of three arrays.
+    lower(jax.grad(functools.partial(loss, is_causal=True), (0, 1, 2)), *shapes(N=4, K=4))
+    assert len(fake_compiler) == 2
+
+
+def test_projections_with_masks_that_are_arrays(fake_compiler, monkeypatch):
+    """What XLA computes before the call, it computes from abstract values of JAX alone."""
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_86")
+    ids = jax.ShapeDtypeStruct((8, 300), jnp.int32)
+    boolean = jax.ShapeDtypeStruct((8, 1, 300, 1), jnp.bool)
+
+    def packed_loss(qkv, ids, boolean):
+        mask = Mask.segments(ids, ids) & Mask.boolean(boolean) & Mask.boolean(boolean[:1])
+        out = jax_memeff.dot_product_attention_packed(qkv, mask=mask)
+        return out.astype(jnp.float32).sum()
+
+    qkv = jax.ShapeDtypeStruct((8, 300, 3, 4, 64), jnp.bfloat16)
+    text = lower(jax.grad(packed_loss), qkv, ids, boolean)
+    for spec, _ in fake_compiler:
+        (block_mask,) = spec.block_masks
+        names = rf'operands = "query\+key\+value,[^"]*segments,boolean,[^"]*\b{block_mask.name}\b'
+        assert re.search(names, text)
+
+
+def test_projections_with_a_bias(fake_compiler):
+    qkv = jax.ShapeDtypeStruct((128, 3, 4, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((4, 128, 128), jnp.bfloat16)
+
+    def packed_loss(qkv, bias):
+        out = jax_memeff.dot_product_attention_packed(qkv, bias)
+        return out.astype(jnp.float32).sum()
+
+    names = 'results = "{}row_statistics,'
+    projections = "query_gradient+key_gradient+value_gradient,"
+    both = lower(jax.grad(packed_loss, (0, 1)), qkv, bias)
+    assert names.format(projections + "bias_gradient,") in both
+    assert names.format(projections) in lower(jax.grad(packed_loss), qkv, bias)
+    assert 'results = "bias_gradient,' in lower(jax.grad(packed_loss, 1), qkv, bias)
+
+
+def test_packed_sequences_are_not_padded(fake_compiler):
+    """Nothing but numbers per sequence is computed before the kernels."""
+    text = lower(jax.grad(varlen_loss, (0, 1, 2)), *varlen_shapes())
+    forward, backward = attention_calls(text)
+    assert 'operands = "query,key,value,query_lengths,key_lengths,query_starts,key_starts"' in (
+        forward
+    )
+    assert "longest = dense<300> : tensor<2xi32>" in forward
+    assert [spec[VARLEN] for spec, _ in fake_compiler] == [True, True]
+    for line in text.splitlines():
+        copies = ("slice", "concatenate", "pad", "gather", "scatter", "select", "transpose")
+        if any(f"stablehlo.{name}" in line for name in copies):
+            assert "bf16" not in line
+    tile = next(spec.tile.query for spec, _ in fake_compiler if spec.direction == "backward")
+    rows = 4 * (1000 // tile + 7) * tile
+    assert f"tensor<{2 * rows}xf32>, tensor<{64 * rows}xf32>" in backward
+
+
+def test_sequences_do_not_make_kernels(fake_compiler):
+    for total, sequences, longest in ((1000, 7, 300), (77, 1, 77), (5000, 300, 0)):
+        gradient = jax.grad(functools.partial(varlen_loss, longest=longest), (0, 1, 2))
+        lower(gradient, *varlen_shapes(total, total, sequences))
+    # Few tiles, as of one short sequence, have a forward of their own.
+    directions = [spec.direction for spec, _ in fake_compiler]
+    assert sorted(directions) == ["backward", "forward", "forward"]
+
+
+def test_no_sequence_needs_no_kernel(fake_compiler):
+    assert "jax_memeff" not in lower(varlen_loss, *varlen_shapes(sequences=0))
+
+
+def test_too_many_tokens_are_an_error(fake_compiler):
+    with pytest.raises(UnsupportedError, match=f"got {2**28 + 1}"):
+        lower(varlen_loss, *varlen_shapes(total_q=2**28 + 1))
+    with pytest.raises(UnsupportedError, match=f"got {2**29}"):
+        lower(functools.partial(varlen_loss, longest=2**29), *varlen_shapes())

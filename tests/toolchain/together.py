@@ -1,0 +1,34 @@
+"""Kernels compiled by NVRTC several at a time, as is quicker."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+from emulator.translation_unit import joined, preamble
+
+from jax_memeff.codegen import emit
+from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain.compile import Compiled
+
+AT_A_TIME = 8
+
+
+def compiled(specs: Iterable[KernelSpec], arch: str) -> Iterator[tuple[list[KernelSpec], Compiled]]:
+    """The kernels, some at a time, and what the compiler made of these.
+
+    Machine code, resources and remarks are those of each kernel alone: ptxas does not optimise
+    across entry points.
+    """
+
+    def definitions(spec: KernelSpec) -> list[str]:
+        return [line for line in preamble(emit.source(spec)).splitlines() if "define" in line]
+
+    for _, group in itertools.groupby(sorted(specs, key=definitions), definitions):
+        same = list(group)
+        for first in range(0, len(same), AT_A_TIME):
+            batch = same[first : first + AT_A_TIME]
+            names = [entry.name for spec in batch for entry in spec.entry_points]
+            source = joined([emit.source(spec) for spec in batch])
+            yield batch, compiler.compile_uncached(source, arch, names)
