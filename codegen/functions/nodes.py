@@ -11,6 +11,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jax_memeff.codegen import launch
 from jax_memeff.codegen.functions.constants import constant, float_constant, reciprocal
 from jax_memeff.codegen.functions.operations import (
     BITCASTS,
@@ -37,7 +38,7 @@ ELEMENT_TYPES = {
 }
 
 # ArrayView::kMostDims without the first dim, which a vmap adds.
-MOST_DIMS = 3
+MOST_DIMS = launch.MOST_DIMS - 1
 
 _LOAD = 2 * FUNCTION
 _KEPT_FROM = 4  # the instructions from which on a register is cheaper
