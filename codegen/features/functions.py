@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..functions import emit
-from ..functions.program import Program
+from jax_memeff.codegen.functions import emit
+from jax_memeff.codegen.functions.program import Program
+
 from ..launch import MOST_ARRAYS, MOST_DIMS, CapturedArray
 from .feature import Constant, CppType, Feature, Operand
 
@@ -75,50 +76,48 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         return problem[self]
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        programs = {} if spec[self] is None else spec[self].programs
-        found: dict[str, Constant | CppType] = {}
+        own = spec[self] or AskedFunctions(None, None)
         names = [array.name for array in spec.captured_arrays]
+        found: dict[str, Constant | CppType] = {}
+        arrays = names.index("function_head_index") + 1 if own.programs else 0
         literals = 0
         for name in ("score", "mask"):
-            title = name.capitalize()
-            found[f"k{title}Function"] = name in programs
-            if name in programs:
+            title, program = name.capitalize(), own.programs.get(name)
+            found[f"k{title}Function"] = program is not None
+            if program is not None:
                 found[f"{title}Function"] = CppType(f"memeff::function::{title}Program")
-                found[f"k{title}Captured"] = names.index("function_head_index") + 1
-                found[f"k{title}Literals"] = literals
-                literals += programs[name].literal_count
-        found["kFunctionGradient"] = spec[self] is not None and bool(spec[self].gradients)
-        if found["kFunctionGradient"]:
+                found[f"k{title}Captured"], found[f"k{title}Literals"] = arrays, literals
+                arrays += len(program.arrays)
+                literals += program.literal_count
+        found["kFunctionGradient"] = bool(own.gradients)
+        if own.gradients:
             found["CapturedGradients"] = CppType("memeff::function::CapturedGradients")
-        if "mask" in programs and "score" in programs:
-            found["kMaskCaptured"] = found["kScoreCaptured"] + len(programs["score"].arrays)
         return found
 
     def source(self, spec: KernelSpec) -> str:
-        if spec[self] is None:
+        own = spec[self]
+        if own is None:
             return ""
         precise = spec.dtype in ("f32", "tf32")
-        return (
-            f"{emit.INCLUDES}\n"
-            + "".join(
-                emit.source(program, f"{name.capitalize()}Program", precise=precise)
-                for name, program in spec[self].programs.items()
-            )
-            + _gradients(spec, spec[self])
+        structs = (
+            emit.source(program, f"{name.capitalize()}Program", precise=precise)
+            for name, program in own.programs.items()
         )
+        return "\n".join([emit.INCLUDES, *structs, _gradients(spec, own)])
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
-        if spec[self] is None:
+        own = spec[self]
+        if own is None:
             return ()
         return (
             CapturedArray("function_literals", "*"),
             CapturedArray("function_batch_index", "B"),
             CapturedArray("function_head_index", "N"),
-            *_arrays("captured", spec[self].score),
-            *_arrays("mask_captured", spec[self].mask),
+            *_arrays("captured", own.score),
+            *_arrays("mask_captured", own.mask),
             *(
                 CapturedArray(f"captured{index}_gradient", "...", zeroed=True)
-                for index in spec[self].gradients
+                for index in own.gradients
             ),
         )
 

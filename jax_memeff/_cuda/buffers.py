@@ -18,6 +18,7 @@ from jax_memeff._call.operands import Item, Operands, batch_of, in_table_order
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import block_mask as block_masks
 from jax_memeff._cuda import functions
+from jax_memeff.codegen.launch import BlockMask
 from jax_memeff.codegen.spec import KernelSpec
 
 
@@ -86,13 +87,16 @@ def of_block_masks(
         return x.mask, x.functions, x.position
 
     arrays, structure = jax.tree.flatten(parts(avals))
+
+    def lines(*values: Any, tile: BlockMask) -> jax.Array:
+        mask, functions, position = jax.tree.unflatten(structure, values)
+        return block_masks.lines(mask, functions, position, tile, avals.scores, shared)
+
     return [
         computed(
             ctx,
             block_mask.name,
-            lambda *x, block_mask=block_mask: block_masks.lines(
-                *jax.tree.unflatten(structure, x), block_mask, avals.scores, shared
-            ),
+            functools.partial(lines, tile=block_mask),
             arrays,
             jax.tree.leaves(parts(operands)),
         )

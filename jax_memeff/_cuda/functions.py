@@ -30,7 +30,8 @@ def programs(mask: Mask, options: Options) -> AskedFunctions:
     if score is not None and options.soft_cap is not None:
         score = with_soft_cap(score, options.soft_cap)
     own = mask.functions[0] if mask.functions else None
-    return AskedFunctions(*(None if x is None else _kernel_types(x) for x in (score, own)))
+    score, own = (None if x is None else _kernel_types(x) for x in (score, own))
+    return AskedFunctions(score, own)
 
 
 def asked(
@@ -97,7 +98,8 @@ def captured_gradients(
     if isinstance(operands, QkvPackedOperands):
         operands = operands.separate()
     path = backward.backward if operands.sequences is None else varlen.backward
-    found = path(operands, options, *results, needs_grad)
+    out, lse, dout, dlse = results
+    found = path(operands, options, out, lse, dout, dlse, needs_grad)
     return [x for x in found.captured if x is not None]
 
 

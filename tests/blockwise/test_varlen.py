@@ -103,7 +103,7 @@ def test_equals_the_padded_call(features):
     out, lse = map(np.asarray, varlen(QUERY, KEY, VALUE, **features))
     (padded_out, padded_lse), rows = jax.tree.map(
         np.asarray,
-        jax.jit(lambda *arrays: padded(*arrays, STARTS_Q, STARTS_K, 11, **features))(
+        jax.jit(lambda q, k, v: padded(q, k, v, STARTS_Q, STARTS_K, 11, **features))(
             QUERY, KEY, VALUE
         ),
     )

@@ -93,7 +93,7 @@ def make(case: Case) -> tuple[Any, Options, Any, Any]:
         position or None,
     )
     scale = 1 / max(case.H, 1) ** 0.5 if case.scale is None else case.scale
-    options = Options(scale, case.soft_cap, dropout.threshold(case.rate))
+    options = Options(scale, soft_cap=case.soft_cap, dropout_threshold=dropout.threshold(case.rate))
     dlse = normal(case.B, case.T, case.N) if case.dlse else None
     return operands, options, normal(case.B, case.T, case.N, case.Hv), dlse
 

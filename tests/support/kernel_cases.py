@@ -285,7 +285,10 @@ def frozen_cases() -> list[tuple[Case, NeedsGrad]]:
     plain = [Case(T=200, S=150, N=4, K=2, H=H, Hv=Hv, **CAUSAL) for H, Hv in dims]
     plain.append(dataclasses.replace(plain[0], dtype="float32"))
     biased = [dataclasses.replace(case, bias="1NTS", dropout=0.2) for case in plain[:2]]
-    choices = [NeedsGrad(*chosen) for chosen in itertools.product((False, True), repeat=4)]
+    choices = [
+        NeedsGrad(query, key, value, bias)
+        for query, key, value, bias in itertools.product((False, True), repeat=4)
+    ]
     return [
         (case, needs_grad)
         for case in (*plain, *biased)

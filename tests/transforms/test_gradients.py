@@ -119,7 +119,8 @@ def test_only_needed_gradients_are_computed(wanted, assert_close):
 
     operands = (QUERY, KEY, VALUE, BIAS)
     (backward,) = named(jax.grad(loss, wanted), "attention_bwd", *operands)
-    assert backward.params["needs_grad"] == NeedsGrad(*(i in wanted for i in range(4)))
+    query, key, value, bias = (i in wanted for i in range(4))
+    assert backward.params["needs_grad"] == NeedsGrad(query, key, value, bias)
     assert len(backward.outvars) == len(wanted)
     everything = jax.grad(loss, (0, 1, 2, 3))(*operands)
     assert_close(jax.grad(loss, wanted)(*operands), tuple(everything[i] for i in wanted), 1e-6)

@@ -6,8 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import emulator
 import numpy as np
+from emulator import build
 from random_programs import VMAP
 
 from jax_memeff.codegen.functions import emit
@@ -154,7 +154,7 @@ def program_source(program: Program, number: int, precise: bool) -> str:
 def evaluate(cases: Sequence[Case], arguments: np.ndarray) -> list[Evaluated]:
     """Compiles programs as one library, and runs them at POINT [points]."""
     texts = [program_source(case.program, i, case.precise) for i, case in enumerate(cases)]
-    path = emulator.kernel_library("programs", {"programs.cc": _HEADER + "".join(texts)})
+    path = build.kernel_library("programs", _HEADER + "".join(texts))
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
     return [_run(getattr(library, f"program_{i}"), case, arguments) for i, case in enumerate(cases)]
 

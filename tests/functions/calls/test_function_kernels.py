@@ -38,8 +38,8 @@ class Tiles:
 
     def arrays(self) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(11)
-        shapes = dict.fromkeys(("key", "value"), (B, S, K, self.head_dim))
-        shapes["query"] = B, T, N, self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"query": (B, T, N, self.head_dim)}
+        shapes |= dict.fromkeys(("key", "value"), (B, S, K, self.head_dim))
         drawn = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
         own = {name: rng.standard_normal(shape) for name, shape in _SHAPES.items()}
         found = {name: x.astype(jnp.dtype(self.dtype)) for name, x in drawn.items()}
