@@ -50,5 +50,25 @@ out, lse = jax.vmap(
     )
 )(query[None])
 assert out.shape == (1, 2, 70, 4, 16) and lse.dtype == jnp.float32
+# The derivatives of functions have other primitives in other versions of JAX.
+gain = jnp.linspace(0.5, 2.0, 4)
+
+
+def with_function(gain):
+    def score_mod(score, b, h, q, k):
+        return 3 * jnp.tanh(score * gain[h] / 3) + jnp.log2(1.0 + jnp.abs(q - k))
+
+    return jnp.sum(jax_memeff.dot_product_attention(query, key, value, score_mod=score_mod) ** 2)
+
+
+def by_definition(gain):
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) / 4 * gain[:, None, None]
+    distance = jnp.abs(jnp.arange(70)[:, None] - jnp.arange(70))
+    weights = jax.nn.softmax(3 * jnp.tanh(scores / 3) + jnp.log2(1.0 + distance))
+    return jnp.sum(jnp.einsum("bnts,bsnh->btnh", weights, value) ** 2)
+
+
+both = (jax.jit(jax.value_and_grad(function))(gain) for function in (with_function, by_definition))
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), *both)
 installed = [f"{name} {version(name)}" for name in ("jax-memeff", "jax", "jaxlib")]
 print("works:", ", ".join(installed))

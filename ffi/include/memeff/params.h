@@ -245,7 +245,7 @@ static_assert(sizeof(WithArrays<BackwardParams>) == 2736, "host and device disag
 // Fields that features fill by their offsets (ParamsField of codegen/launch.py). NVRTC 13.0 has no
 // offsetof; the sizes above make both compilers agree.
 #ifndef __CUDACC_RTC__
-#define MEMEFF_FIELD(path, offset)                                 \
+#define MEMEFF_FIELD(path, offset)                                   \
   static_assert(__builtin_offsetof(ForwardParams, path) == offset && \
                 __builtin_offsetof(BackwardParams, path) == offset)
 MEMEFF_FIELD(dropout.key_words, 200);

@@ -1,9 +1,9 @@
-// The gradients of the arrays that a score function reads: the gradient of each modified score, times
-// the derivative of the function by a read, is added to the element that was read.
+// The gradients of the arrays that a score function reads: the gradient of each modified score,
+// times the derivative of the function by a read, is added to the element that was read.
 //
-// Reads that only the head changes are summed in registers, and a warp adds once a tile. Other reads
-// are added one by one, in an order that differs between runs. Derivatives that depend on the score
-// are left to XLA, as deterministic sums are (jax_memeff/_cuda/functions.py).
+// Reads that only the head changes are summed in registers, and a warp adds once a tile. Other
+// reads are added one by one, in an order that differs between runs. Derivatives that depend on the
+// score are left to XLA, as deterministic sums are (jax_memeff/_cuda/functions.py).
 #pragma once
 
 #include <memeff/core/function/of_tile.cuh>
