@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_memeff.codegen.functions import emit
-from jax_memeff.codegen.functions.program import Program
+from jax_memeff.codegen.functions.program import Program, Value
 
 from ..launch import MOST_ARRAYS, MOST_DIMS, CapturedArray
-from .feature import Constant, CppType, Feature, Operand
+from .feature import Constant, CppType, Feature, Operand, SupportRow
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -25,6 +25,11 @@ _ARGUMENTS = {
     "score": "score_mod (or a traced scale)",
     "mask": "Mask.function (or | or ~ of masks)",
 }
+
+
+_SAME_SCORE = Program(
+    (Value("score", "float32"), Value("constant", "float32", (), (("value", 1.0),))), (0, 1), ()
+)
 
 
 class AskedFunctions(NamedTuple):
@@ -69,6 +74,13 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             places=("mask.captured.*",),
             array_dims="B? ...",
             placement="like query or replicated",
+        ),
+    )
+
+    support = (
+        SupportRow(
+            "functions of scores and masks (`score_mod`, `Mask.function`)",
+            ({"functions": AskedFunctions(_SAME_SCORE, None)},),
         ),
     )
 
