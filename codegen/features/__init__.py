@@ -15,7 +15,7 @@ from .deterministic import DETERMINISTIC
 from .dropout import DROPOUT
 from .feature import OPERANDS, Feature, Flag, Operand
 from .functions import FUNCTIONS
-from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS, TRACED_WINDOW
+from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
 from .positions import POSITIONS
 from .row_maxima import ROW_MAXIMA
 from .sinks import SINKS
@@ -39,7 +39,6 @@ __all__ = [
     "SEGMENTS",
     "SINKS",
     "SOFT_CAP",
-    "TRACED_WINDOW",
     "VARLEN",
     "AskedBias",
     "CompiledBias",
@@ -86,7 +85,6 @@ SOFT_CAP = Flag(
 
 FEATURES: tuple[Feature[Any, Any], ...] = (
     MASK,
-    TRACED_WINDOW,
     LENGTHS,
     VARLEN,
     POSITIONS,

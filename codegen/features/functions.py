@@ -39,6 +39,8 @@ class AskedFunctions(NamedTuple):
 
     score: Program | None
     mask: Program | None
+    bounds: tuple[str, ...] = ()
+    """The buffers behind those of the mask's captured arrays, a number for each batch index."""
     gradients: tuple[int, ...] = ()
     """The captured arrays of the score function whose gradients the kernels sum."""
 
@@ -68,6 +70,9 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             has_gradient=True,
             placement="like query or replicated",
         ),
+        # Or scalars, which have no dims: bounds that are data are a part of the mask's function.
+        Operand("window_left", "B", places=("mask.traced_windows.*.left",)),
+        Operand("window_right", "B", places=("mask.traced_windows.*.right",)),
         Operand(
             "mask_captured",
             "B~ ...",
@@ -126,7 +131,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             CapturedArray("function_batch_index", "B"),
             CapturedArray("function_head_index", "N"),
             *_arrays("captured", own.score),
-            *_arrays("mask_captured", own.mask),
+            *_mask_arrays(own),
             *(
                 CapturedArray(f"captured{index}_gradient", "...", zeroed=True)
                 for index in own.gradients
@@ -186,6 +191,15 @@ def _arrays(role: str, program: Program | None) -> Iterator[CapturedArray]:
     for index, array in enumerate(() if program is None else program.arrays):
         dims = " ".join(["B~", *"*" * array.ndim])
         yield CapturedArray(f"{role}{index}", dims, _ELEMENT_BYTES.get(array.dtype, 4))
+
+
+def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:
+    if functions.mask is not None:
+        own = len(functions.mask.arrays) - len(functions.bounds)
+        yield from _arrays(
+            "mask_captured", functions.mask._replace(arrays=functions.mask.arrays[:own])
+        )
+        yield from (CapturedArray(name, "B") for name in functions.bounds)
 
 
 def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:

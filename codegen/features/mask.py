@@ -111,37 +111,9 @@ class Lengths(Feature[bool, None]):
         return bool({"query_lengths", "key_lengths"} & call.mask_kinds)
 
 
-class TracedWindow(Feature[bool, None]):
-    """A window whose bounds are data."""
-
-    name, title = "traced_window", "a traced window"
-    off, together = False, False
-    operands = (
-        # Or scalars, which have no dims.
-        Operand("window_left", "B", places=("mask.traced_windows.*.left",)),
-        Operand("window_right", "B", places=("mask.traced_windows.*.right",)),
-    )
-
-    def check(self, asked: bool) -> None:
-        expect_one_of(self.name, asked, (False, True))
-
-    def compiled(self, problem: Problem, kernel: Kernel) -> None:
-        return None
-
-    def family_reasons(self, problem: Problem) -> list[str]:
-        if not problem[self]:
-            return []
-        return ["a traced bound of Mask.window has no kernels yet: pass implementation='xla'"]
-
-    def asked_by(self, call: Any) -> bool:
-        return "traced_window" in call.mask_kinds
-
-
 MASK = Mask()
 
 LENGTHS = Lengths()
-
-TRACED_WINDOW = TracedWindow()
 
 SEGMENTS = Flag(
     "segments",

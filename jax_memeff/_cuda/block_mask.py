@@ -19,6 +19,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import FunctionState, captured_name
 from jax_memeff._call.options import Divisors
+from jax_memeff._cuda import traced_windows
 from jax_memeff._functions.evaluate import evaluate
 from jax_memeff.codegen.launch import BlockMask
 
@@ -68,6 +69,7 @@ def lines(
         assert functions is not None
         sizes = (length, key_length)
         found.append(_of_function(mask, functions, position, tile, sizes, divisors))
+    found += _of_windows(mask, position, tile, (length, key_length))
     valid = functools.reduce(lambda a, b: jnp.where((a > 0) & (b > 0), jnp.maximum(a, b), 0), found)
     shape = -(-length // tile.query), -(-key_length // tile.key)
     valid = jnp.broadcast_to(valid, (*valid.shape[:2], *shape))
@@ -100,6 +102,16 @@ def _of_booleans(mask: jax.Array, tile: BlockMask) -> jax.Array:
         seen = _any_bits(seen, axis, size)
     some = jnp.where(seen & invalid, np.uint8(_SOME), np.uint8(_ALL))
     return jnp.where(seen & valid, some, np.uint8(_NONE))
+
+
+def _of_windows(
+    mask: Mask, position: Position | None, tile: BlockMask, sizes: tuple[int, int]
+) -> list[jax.Array]:
+    """[B or 1, 1, query tiles, key tiles] for each traced window; others are intervals."""
+    return [
+        jnp.where(some, jnp.where(every, _ALL, _SOME), _NONE).astype(jnp.uint8)
+        for some, every in traced_windows.tiles(mask, position, sizes, (tile.query, tile.key))
+    ]
 
 
 def _of_function(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,16 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff._call import divisors
-from jax_memeff._call.operands import Item, Operands, batch_of, in_table_order
+from jax_memeff._call.operands import (
+    Item,
+    Operands,
+    QkvPackedOperands,
+    batch_of,
+    in_table_order,
+)
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import block_mask as block_masks
-from jax_memeff._cuda import functions
+from jax_memeff._cuda import functions, traced_windows
 from jax_memeff.codegen.launch import BlockMask
 from jax_memeff.codegen.spec import KernelSpec
 
@@ -31,19 +37,27 @@ class Buffer(NamedTuple):
     layout: Sequence[int] | None = None
 
 
+def separate(avals: Operands | QkvPackedOperands) -> Operands:
+    """The types of three arrays where one array holds query, key and value."""
+    if isinstance(avals, QkvPackedOperands):
+        return jax.eval_shape(QkvPackedOperands.separate, avals)
+    return avals
+
+
 def of_operands(
     ctx: mlir.LoweringRuleContext, avals: Any, values: Any, options: Options
 ) -> list[Buffer]:
     """The buffers of the operands, in the order of the table; arrays of one buffer are combined."""
     pairs = zip(in_table_order(avals), in_table_order(values), strict=True)
     buffers = []
-    for name, group in itertools.groupby(pairs, key=lambda pair: buffer_name(pair[0])):
+    bounds = traced_windows.buffer_names(avals.mask)
+    for name, group in itertools.groupby(pairs, key=lambda pair: buffer_name(pair[0], bounds)):
         types, arrays = zip(*((aval.array, value.array) for aval, value in group), strict=True)
         if name == "boolean":
             buffers.append(computed(ctx, name, _conjunction(avals, options), types, arrays))
         elif name in ("query_segments", "key_segments"):
             buffers.append(computed(ctx, name, lambda *ids: jnp.stack(ids, 1), types, arrays))
-        elif name in ("query_position", "key_position"):
+        elif name in ("query_position", "key_position", *bounds.values()):
             # XLA merges a broadcast scalar with what computes it: no launch more.
             repeated = functools.partial(jnp.broadcast_to, shape=(batch_of(avals),))
             buffers.append(computed(ctx, name, repeated, types, arrays))
@@ -52,15 +66,15 @@ def of_operands(
         else:
             buffers.append(Buffer(name, *types, *arrays))
     if getattr(avals, "functions", None) is not None:
-        bits = functions.literals(avals.mask, options)
+        bits = functions.literals(separate(avals), options)
         buffers.append(computed(ctx, "function_literals", lambda: jnp.asarray(bits), (), ()))
     return buffers
 
 
-def buffer_name(item: Item) -> str:
-    """The name of the buffer of an array; a captured array has one of its own."""
+def buffer_name(item: Item, bounds: Mapping[str, str]) -> str:
+    """The name of the buffer of an array; captured arrays and ``bounds`` have one of their own."""
     name, last = item.operand.buffer, item.name.rpartition(".")[2]
-    return f"{name}{last}" if name.endswith("captured") else name
+    return f"{name}{last}" if name.endswith("captured") else bounds.get(item.name, name)
 
 
 def _conjunction(avals: Any, options: Options) -> Callable[..., jax.Array]:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._blockwise import backward, varlen
-from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
+from jax_memeff._cuda import traced_windows
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.compose import with_soft_cap
 from jax_memeff.codegen.functions.program import CapturedType, Program
@@ -24,25 +24,35 @@ _WIDENED = {"int8": "int32", "int16": "int32", "uint16": "uint32"}
 """Dtypes of captured arrays that the host library does not know, and what XLA converts them to."""
 
 
-def programs(mask: Mask, options: Options) -> AskedFunctions:
-    """The programs of a call as kernels have them, with the values of literals."""
+def programs(operands: Any, options: Options) -> AskedFunctions:
+    """The programs of a call as kernels have them, with the values of literals.
+
+    ``operands`` are separate, and may be types.
+    """
+    mask = operands.mask
     score = options.score_function
     if score is not None and options.soft_cap is not None:
         score = with_soft_cap(score, options.soft_cap)
-    own = mask.functions[0] if mask.functions else None
+    own, bounds = traced_windows.conjunction(
+        mask.functions[0] if mask.functions else None,
+        mask,
+        operands.scores,
+        operands.sequences is not None,
+    )
     score, own = (None if x is None else _kernel_types(x) for x in (score, own))
-    return AskedFunctions(score, own)
+    return AskedFunctions(score, own, bounds)
 
 
 def asked(
     operands: Operands, options: Options, needs_grad: NeedsGrad | None
 ) -> AskedFunctions | None:
     """The structures that a kernel is compiled for; None without functions."""
-    found = programs(operands.mask, options)
+    found = programs(operands, options)
     if not found.programs:
         return None
     score, mask = (None if x is None else x.structure for x in (found.score, found.mask))
-    return AskedFunctions(score, mask, gradients_in_kernels(operands, options, needs_grad))
+    gradients = gradients_in_kernels(operands, options, needs_grad)
+    return AskedFunctions(score, mask, found.bounds, gradients)
 
 
 def gradients_in_kernels(
@@ -73,9 +83,9 @@ def _kernel_types(program: Program) -> Program:
     return program._replace(arrays=tuple(arrays))
 
 
-def literals(mask: Mask, options: Options) -> np.ndarray:
+def literals(operands: Any, options: Options) -> np.ndarray:
     """The bits of all literals, int32; at least one, because an array has elements."""
-    words = [word for x in programs(mask, options).programs.values() for word in _words(x)]
+    words = [word for x in programs(operands, options).programs.values() for word in _words(x)]
     return np.array(words or [0], np.uint32).view(np.int32)
 
 

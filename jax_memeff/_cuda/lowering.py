@@ -26,7 +26,6 @@ from jax_memeff._call import divisors, sinks
 from jax_memeff._call.operands import (
     NeedsGrad,
     Operands,
-    QkvPackedOperands,
     captured_name,
     gradients_needed,
     items,
@@ -34,7 +33,7 @@ from jax_memeff._call.operands import (
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.static_shapes import require_static
-from jax_memeff._cuda import buffers, description, functions, workspaces
+from jax_memeff._cuda import buffers, description, functions, traced_windows, workspaces
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.export import register_targets
 from jax_memeff._cuda.problem import Call, bias_alignment, problem_of
@@ -67,7 +66,7 @@ _ROW_STATISTICS = (1, 2, 0)
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
     types, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
-    avals = _separate(types)
+    avals = buffers.separate(types)
     specs = kernels(avals, options, needs_grad=None)
     inputs = buffers.of_operands(ctx, types, operands, options)
     inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
@@ -104,7 +103,7 @@ def lower_backward(
     types = jax.tree.unflatten(tree, ctx.avals_in)[0]
     names = gradients_needed(types, needs_grad)
     avals = dict(zip(names, ctx.avals_out, strict=True))
-    summed = functions.gradients_in_kernels(_separate(types), options, needs_grad)
+    summed = functions.gradients_in_kernels(buffers.separate(types), options, needs_grad)
 
     def split(in_kernels: bool) -> NeedsGrad:
         own = (
@@ -136,7 +135,7 @@ def _lower_kernels(
     """The gradients that kernels compute."""
     types, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, leaves)
-    avals = _separate(types)
+    avals = buffers.separate(types)
     specs = kernels(avals, options, needs_grad=needs_grad)
     inputs = buffers.of_operands(ctx, types, operands, options)
     inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
@@ -210,13 +209,6 @@ def _workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec])
     return list(itertools.starmap(Buffer, workspaces.of_kernels(sizes, specs.values())))
 
 
-def _separate(avals: Operands | QkvPackedOperands) -> Operands:
-    """The types of three arrays where one array holds query, key and value."""
-    if isinstance(avals, QkvPackedOperands):
-        return jax.eval_shape(QkvPackedOperands.separate, avals)
-    return avals
-
-
 def kernels(
     avals: Operands, options: Options, needs_grad: NeedsGrad | None
 ) -> dict[str, KernelSpec]:
@@ -246,7 +238,9 @@ def digest(
         UnsupportedError, CompileError: as the lowering would.
     """
     operands = jax.tree.unflatten(tree, avals)
-    specs = kernels(_separate(operands if needs_grad is None else operands[0]), options, needs_grad)
+    specs = kernels(
+        buffers.separate(operands if needs_grad is None else operands[0]), options, needs_grad
+    )
     keys = [compiler.key(spec, arch) for arch, spec in specs.items()]
     return hashlib.sha256(repr((specs, keys)).encode()).digest()
 
@@ -307,7 +301,8 @@ def _divisors(avals: Operands, options: Options) -> dict[str, int]:
     """The divisors of the buffers, by name; that of others is 1."""
     own = options.divisors
     _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
-    found = {buffers.buffer_name(item): own[item.name] for item in items(avals)}
+    bounds = traced_windows.buffer_names(avals.mask)
+    found = {buffers.buffer_name(item, bounds): own[item.name] for item in items(avals)}
     found |= {"boolean": boolean, "bias_gradient": own.of_gradient("bias") or 1}
     gradients = {
         f"captured{index}_gradient": own.of_gradient(captured_name(index)) or 1

@@ -51,8 +51,8 @@ def dense(
         index = jnp.meshgrid(*(jnp.arange(size) + start for size, start in sizes), indexing="ij")
         flat = (x.ravel() for x in (scores, *index))
         scores = jax.vmap(function)(*flat).reshape(scores.shape)
-    scores = jnp.where(valid, scores, -jnp.inf)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value, precision=highest)
+    weights = jnp.where(valid, jax.nn.softmax(jnp.where(valid, scores, -1e30)), 0)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value, precision=highest)
 
 
 def causal(rows: int, columns: int, ahead: int = 0) -> jax.Array:
@@ -180,6 +180,39 @@ def infinite_and_nan() -> Corner:
     )
 
 
+def traced_window() -> Corner:
+    """Bounds that are data, and end at the lengths; a function beside them."""
+    lengths = jnp.array([60, 90])
+
+    def ours(left, *qkv):
+        mask = Mask.window(left.astype(int), 5, "bottom_right")
+        mask &= Mask.function(lambda b, h, q, k: (q + k) % 3 != h)
+        return dot_product_attention(*qkv, mask=mask, key_value_seq_lengths=lengths)
+
+    def defined(left, *qkv):
+        b, h, q, k = jnp.ix_(*map(jnp.arange, (B, N, T, S)))
+        distance = k - q - (lengths[b] - T)
+        valid = (distance >= -left) & (distance <= 5) & (k < lengths[b]) & ((q + k) % 3 != h)
+        return dense(*qkv, None, valid)
+
+    return Corner(ours, defined, (jnp.float32(20), *three()))
+
+
+def mapped_window() -> Corner:
+    """One of two windows for each of two calls, as layers in one scan have them."""
+
+    def ours(left, *qkv):
+        attend = lambda left: dot_product_attention(*qkv, mask=Mask.window(left, 0))  # noqa: E731
+        return jax.vmap(attend)(left.astype(int))
+
+    def defined(left, *qkv):
+        distance = jnp.arange(S) - jnp.arange(T)[:, None]
+        valid = [(distance >= -bound) & (distance <= 0) for bound in (3, 50)]
+        return jnp.stack([dense(*qkv, None, each) for each in valid])
+
+    return Corner(ours, defined, (jnp.array([3.0, 50.0]), *three()))
+
+
 CORNERS: dict[str, tuple[Callable[[], Corner], str]] = {
     "packed projections": (packed_projections, "sm_90a"),
     "offsets": (offsets, "sm_80"),
@@ -188,6 +221,8 @@ CORNERS: dict[str, tuple[Callable[[], Corner], str]] = {
     "two head dims": (two_head_dims, "sm_90a"),
     "dtypes of arrays": (dtypes_of_arrays, "sm_80"),
     "infinite and nan": (infinite_and_nan, "sm_90a"),
+    "traced window": (traced_window, "sm_90a"),
+    "mapped window": (mapped_window, "sm_80"),
 }
 
 

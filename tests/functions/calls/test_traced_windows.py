@@ -140,14 +140,3 @@ def test_a_tile_outside_is_skipped():
         return dot_product_attention(QUERY[:, :16], KEY, value, mask=mask)
 
     assert np.isfinite(jax.jit(attend)(0)).all()
-
-
-def test_no_kernel_yet(monkeypatch):
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
-
-    def attend(query, left):
-        return dot_product_attention(query, query, query, mask=Mask.window(left, 0))
-
-    traced = jax.jit(attend).trace(QUERY.astype("bfloat16"), 3)
-    with pytest.raises(jax_memeff.UnsupportedError, match=r"a traced bound of Mask\.window"):
-        traced.lower(lowering_platforms=("cuda",))

@@ -10,6 +10,7 @@ import numpy as np
 from emulator import build
 from random_programs import VMAP
 
+from jax_memeff.codegen import launch
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.nodes import Level, graph
 from jax_memeff.codegen.functions.program import Program
@@ -19,7 +20,10 @@ CALL_BATCH = 4
 BATCH_INDEX = CALL_BATCH // DIVISOR % VMAP
 
 POINT = np.dtype([("score", "f4"), ("batch", "i4"), ("head", "i4"), ("query", "i4"), ("key", "i4")])
-VIEW = np.dtype([("data", "u8"), ("sizes", "i8", 4), ("strides", "i8", 4), ("share", "u8", 2)])
+_DIMS = launch.MOST_DIMS
+VIEW = np.dtype(
+    [("data", "u8"), ("sizes", "i8", _DIMS), ("strides", "i8", _DIMS), ("share", "u8", 2)]
+)
 
 _HEADER = (
     emit.INCLUDES

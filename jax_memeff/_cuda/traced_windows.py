@@ -1,0 +1,148 @@
+"""Windows whose bounds are data, as a part of the mask function of a kernel.
+
+A bound is a captured array without dims of the user, so a kernel reads the number of its batch
+index. A bottom-right window reads lengths in the same way, or has T and S as literals.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.offsets import Position
+from jax_memeff.codegen.functions.program import CapturedType, Program, Value
+
+_SIDES = ("left", "right")
+
+
+def buffer_names(mask: Mask) -> dict[str, str]:
+    """The buffers of the bounds, by the paths of these in the operands."""
+    return {
+        f"mask.traced_windows.{index}.{side}": f"window{index}_{side}"
+        for index, window in enumerate(mask.traced_windows)
+        for side in _SIDES
+        if getattr(window, side) is not None
+    }
+
+
+class _Builder:
+    """Values of a program, equal ones once; arrays and literals follow those of ``base``."""
+
+    def __init__(self, base: Program):
+        self.values = dict(zip(base.values, range(len(base.values)), strict=True))
+        self.arrays = list(base.arrays)
+        self.literals = list(base.literals)
+        self.literal_count = base.literal_count
+        self.names: list[str] = []
+
+    def add(self, op: str, dtype: Any, *args: int, **params: Any) -> int:
+        value = Value(op, dtype, args, tuple(sorted(params.items())))
+        return self.values.setdefault(value, len(self.values))
+
+    def read(self, name: str) -> int:
+        """The number of the batch index in an array [B]."""
+        if name not in self.names:
+            self.names.append(name)
+            self.arrays.append(CapturedType("int32", 0))
+        place = len(self.arrays) - len(self.names) + self.names.index(name)
+        return self.add("read", "int32", array=place, mode="clip")
+
+    def literal(self, number: int) -> int:
+        self.literals.append(number)
+        self.literal_count += 1
+        return self.add("literal", "int32", index=self.literal_count - 1)
+
+
+_ALWAYS = Program((Value("constant", "bool", (), (("value", True),)),), (0,), ())
+
+
+def conjunction(
+    base: Program | None, mask: Mask, scores: tuple[int, int, int, int], is_varlen: bool
+) -> tuple[Program | None, tuple[str, ...]]:
+    """``base`` and the traced windows of a mask, and the buffers of the arrays behind its own.
+
+    Args:
+        base: the mask's function, with the values of its literals; None is true.
+        mask: of the call.
+        scores: (B, N, T, S).
+        is_varlen: whether sequences are packed; they have lengths.
+    """
+    if not mask.traced_windows:
+        return base, ()
+    base = _ALWAYS if base is None else base
+    builder = _Builder(base)
+    key, query = (builder.add(name, "int32") for name in ("key", "query"))
+    result = base.results[0]
+    for index, window in enumerate(mask.traced_windows):
+        distance = builder.add("sub", "int32", key, query)
+        if window.alignment == "bottom_right":
+            lengths = (
+                builder.read(name)
+                if is_varlen or getattr(mask, name) is not None
+                else builder.literal(size)
+                for name, size in (("key_lengths", scores[3]), ("query_lengths", scores[2]))
+            )
+            distance = builder.add("sub", "int32", distance, builder.add("sub", "int32", *lengths))
+        if window.left is not None:
+            least = builder.add("neg", "int32", builder.read(f"window{index}_left"))
+            result = builder.add("and", "bool", result, builder.add("ge", "bool", distance, least))
+        if window.right is not None:
+            most = builder.read(f"window{index}_right")
+            result = builder.add("and", "bool", result, builder.add("le", "bool", distance, most))
+    program = Program(
+        tuple(builder.values), (result,), tuple(builder.arrays), tuple(builder.literals)
+    )
+    return program, tuple(builder.names)
+
+
+def tiles(
+    mask: Mask, position: Position | None, sizes: tuple[int, int], tile: tuple[int, int]
+) -> list[tuple[jax.Array, jax.Array]]:
+    """For each traced window, whether it makes some and all elements of each tile valid.
+
+    Args:
+        mask: of the call.
+        position: the global index of row 0 and column 0.
+        sizes: T and S.
+        tile: rows and columns of a tile.
+
+    Returns:
+        Pairs of bool[B or 1, 1, query tiles, key tiles].
+    """
+    first_row, first_column = (
+        jnp.arange(-(-size // own), dtype=jnp.int32) * own
+        for size, own in zip(sizes, tile, strict=True)
+    )
+    last_row = jnp.minimum(first_row + tile[0], sizes[0]) - 1
+    last_column = jnp.minimum(first_column + tile[1], sizes[1]) - 1
+    found = []
+    for window in mask.traced_windows:
+        shift = jnp.int32(0)
+        if position is not None:
+            shift += position.key - position.query
+        if window.alignment == "bottom_right":
+            query, key = (
+                size if lengths is None else lengths
+                for size, lengths in zip(sizes, (mask.query_lengths, mask.key_lengths), strict=True)
+            )
+            shift -= key - query
+        shift = _of_batch(shift)
+        least = first_column - last_row[:, None] + shift
+        most = last_column - first_row[:, None] + shift
+        some, every = jnp.bool_(True), jnp.bool_(True)
+        if window.left is not None:
+            bound = -_of_batch(window.left)
+            some, every = some & (most >= bound), every & (least >= bound)
+        if window.right is not None:
+            bound = _of_batch(window.right)
+            some, every = some & (least <= bound), every & (most <= bound)
+        found.append((some, every))
+    return found
+
+
+def _of_batch(x: Any) -> jax.Array:
+    """A number, or one for each batch index, [B or 1, 1, 1, 1]."""
+    return jnp.asarray(x).reshape(-1, 1, 1, 1)
