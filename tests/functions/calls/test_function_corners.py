@@ -4,7 +4,7 @@ JAX, on the emulated machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import emulator
@@ -33,15 +33,13 @@ def drawn(*shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> jax.Arr
 
 
 def dense(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    qkv: Sequence[jax.Array],
     function: Any,
     valid: Any,
     first: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> jax.Array:
     """The output; ``first`` are the user's indices of the first element."""
-    query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    query, key, value = (x.astype(jnp.float32) for x in qkv)
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, 2) for x in (key, value))
     highest = jax.lax.Precision.HIGHEST
@@ -76,7 +74,7 @@ def packed_projections() -> Corner:
         return jax_memeff.dot_product_attention_packed(qkv, score_mod=score_mod, is_causal=True)
 
     def defined(qkv, table):
-        return dense(*jnp.unstack(qkv, axis=2), function(table), causal(T, T))
+        return dense(jnp.unstack(qkv, axis=2), function(table), causal(T, T))
 
     return Corner(ours, defined, (drawn(B, T, 3, N, H), drawn(N, 400, dtype=jnp.float32)))
 
@@ -93,7 +91,7 @@ def offsets() -> Corner:
 
     def defined(*arrays):
         *qkv, table = arrays
-        return dense(*qkv, function(table), causal(T, S, 60), (3, 2, 100, 40))
+        return dense(qkv, function(table), causal(T, S, 60), (3, 2, 100, 40))
 
     return Corner(ours, defined, (*three(), drawn(9, 8, dtype=jnp.float32)))
 
@@ -108,7 +106,7 @@ def every_mask() -> Corner:
     valid = (ids[b, q] == ids[b, k]) & allowed & (((q + k) % 2 == h % 2) | (jnp.abs(q - k) <= 5))
     return Corner(
         lambda *qkv: dot_product_attention(*qkv, mask=mask),
-        lambda *qkv: dense(*qkv, None, valid),
+        lambda *qkv: dense(qkv, None, valid),
         three(),
     )
 
@@ -128,7 +126,7 @@ def decoding() -> Corner:
     def defined(*arrays):
         *qkv, slopes = arrays
         valid = jnp.arange(700) < lengths[:, None, None, None]
-        return dense(*qkv, function(slopes), valid)
+        return dense(qkv, function(slopes), valid)
 
     slopes = drawn(8, dtype=jnp.float32, scale=0.01)
     return Corner(ours, defined, (*three(8, 2, 3, 700), slopes))
@@ -142,7 +140,7 @@ def two_head_dims() -> Corner:
     arrays = query, key, drawn(B, S, 2, 128), drawn(2, dtype=jnp.float32)
     return Corner(
         lambda q, k, v, gain: dot_product_attention(q, k, v, score_mod=function(gain)),
-        lambda q, k, v, gain: dense(q, k, v, function(gain), True),
+        lambda q, k, v, gain: dense((q, k, v), function(gain), True),
         arrays,
     )
 
@@ -159,7 +157,7 @@ def dtypes_of_arrays() -> Corner:
 
     return Corner(
         lambda *qkv: dot_product_attention(*qkv, score_mod=function),
-        lambda *qkv: dense(*qkv, function, True),
+        lambda *qkv: dense(qkv, function, True),
         three(),
     )
 
@@ -175,7 +173,7 @@ def infinite_and_nan() -> Corner:
 
     return Corner(
         lambda *qkv: dot_product_attention(*qkv, score_mod=ours),
-        lambda *qkv: dense(*qkv, defined, causal(T, S)),
+        lambda *qkv: dense(qkv, defined, causal(T, S)),
         three(),
     )
 
@@ -193,7 +191,7 @@ def traced_window() -> Corner:
         b, h, q, k = jnp.ix_(*map(jnp.arange, (B, N, T, S)))
         distance = k - q - (lengths[b] - T)
         valid = (distance >= -left) & (distance <= 5) & (k < lengths[b]) & ((q + k) % 3 != h)
-        return dense(*qkv, None, valid)
+        return dense(qkv, None, valid)
 
     return Corner(ours, defined, (jnp.float32(20), *three()))
 
@@ -208,7 +206,7 @@ def mapped_window() -> Corner:
     def defined(left, *qkv):
         distance = jnp.arange(S) - jnp.arange(T)[:, None]
         valid = [(distance >= -bound) & (distance <= 0) for bound in (3, 50)]
-        return jnp.stack([dense(*qkv, None, each) for each in valid])
+        return jnp.stack([dense(qkv, None, each) for each in valid])
 
     return Corner(ours, defined, (jnp.array([3.0, 50.0]), *three()))
 
