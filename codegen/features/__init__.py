@@ -35,7 +35,6 @@ __all__ = [
     "POSITION",
     "POSITIONS",
     "ROW_MAXIMA",
-    "SCORE_FUNCTION",
     "SEGMENTS",
     "SINKS",
     "SOFT_CAP",

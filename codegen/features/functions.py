@@ -20,12 +20,11 @@ _ELEMENT_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2}
 _SCALAR_TYPES = ("float32", "int32", "uint32", "bool")
 """Of values in kernels."""
 
-
 _ARGUMENTS = {
     "score": "score_mod (or a traced scale)",
     "mask": "Mask.function (or | or ~ of masks)",
 }
-
+"""The arguments of the user that a program comes from."""
 
 _SAME_SCORE = Program(
     (Value("score", "float32"), Value("constant", "float32", (), (("value", 1.0),))), (0, 1), ()
@@ -218,7 +217,8 @@ def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
 
 
 def _digest(functions: AskedFunctions) -> str:
-    """Eight letters that stand for the programs in names of kernels."""
+    """Eight letters that stand for the programs in names of kernels, whose sources tell them apart
+    if two are equal."""
     return hashlib.sha256(repr(functions).encode()).hexdigest()[:8]
 
 

@@ -44,7 +44,8 @@ EVERY_MASK: Masks = ("none", "causal", "window")
 def modifiers(*without: str) -> tuple[str, ...]:
     """Titles of all features that need registers of their own in a main loop, ``without`` some.
 
-    >>> set(modifiers("soft cap", "bias")) == {*MASK_MODIFIERS, *PROBABILITY_MODIFIERS}
+    >>> others = set(modifiers("soft cap", "user functions", "bias"))
+    >>> others == {*MASK_MODIFIERS, *PROBABILITY_MODIFIERS}
     True
     """
     return tuple(
