@@ -18,11 +18,12 @@ import sass
 import together
 
 from jax_memeff.codegen import select
-from jax_memeff.codegen.features import (, FUNCTIONS
+from jax_memeff.codegen.features import (
     BIAS,
     BOOLEAN,
     DROPOUT,
     FEATURES,
+    FUNCTIONS,
     LENGTHS,
     SEGMENTS,
     VARLEN,
