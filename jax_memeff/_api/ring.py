@@ -24,7 +24,8 @@ from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import RANDOM_BLOCK
 from jax_memeff._call.values import flag
 from jax_memeff._ring import all_to_all, derivatives
-from jax_memeff._ring.passes import Method, Ring, valid_rows
+from jax_memeff._ring.forward_backward import valid_rows
+from jax_memeff._ring.products import Method, Ring
 from jax_memeff._ring.schedule import LAYOUTS, Layout
 from jax_memeff._sharding.alignment import top_left
 

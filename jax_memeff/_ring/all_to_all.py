@@ -17,7 +17,7 @@ from jax import lax
 from jax_memeff._call import compat
 from jax_memeff._call.operands import Item, Operands, mapped
 from jax_memeff._op import vjp
-from jax_memeff._ring.passes import Ring
+from jax_memeff._ring.products import Ring
 from jax_memeff._ring.schedule import unzigzag, zigzag
 
 _SEQUENCE, _HEADS = 1, 2

@@ -20,8 +20,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
 from jax_memeff._op.derivatives import named
 from jax_memeff._op.vjp import Perturbed, forward_mode_is_named, is_forward_mode, perturbed
-from jax_memeff._ring import passes
-from jax_memeff._ring.passes import Ring
+from jax_memeff._ring import forward_backward
+from jax_memeff._ring.products import Ring
 
 
 def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
@@ -41,12 +41,12 @@ def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
-    return passes.forward(operands, ring)
+    return forward_backward.forward(operands, ring)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _forward(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
-    return passes.forward(operands, ring)
+    return forward_backward.forward(operands, ring)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -55,12 +55,12 @@ def _backward(arrays: tuple[Any, ...], ring: Ring, needs_grad: NeedsGrad) -> Gra
     # results: every device would then hold the keys of the whole sequence.
     operands, out, lse, dout, dlse = arrays
     operands, dout = lax.optimization_barrier((operands, dout))
-    return passes.backward(operands, ring, out, lse, dout, dlse, needs_grad)
+    return forward_backward.backward(operands, ring, out, lse, dout, dlse, needs_grad)
 
 
 @_forward.defjvp
 def _forward_jvp(ring: Ring, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return _forward(primals[0], ring), _tangents(passes.forward, ring, primals, tangents)
+    return _forward(primals[0], ring), _tangents(forward_backward.forward, ring, primals, tangents)
 
 
 @_backward.defjvp
@@ -69,7 +69,7 @@ def _backward_jvp(
 ) -> tuple[Any, Any]:
     def backward(arrays: tuple[Any, ...], ring: Ring) -> Gradients:
         operands, out, lse, dout, dlse = arrays
-        return passes.backward(operands, ring, out, lse, dout, dlse, needs_grad)
+        return forward_backward.backward(operands, ring, out, lse, dout, dlse, needs_grad)
 
     return _backward(primals[0], ring, needs_grad), _tangents(backward, ring, primals, tangents)
 
