@@ -117,7 +117,7 @@ class Feature(Generic[Asked, Compiled]):
     has_block_mask: bool = False
     """Whether arrays say which tiles of scores a kernel skips."""
     modifies: Modified | None = None
-    """What it changes in a main loop. That takes registers, so a tile says whether it has them:
+    """It changes these in a main loop. That takes registers, so a tile says whether it has them:
     ``modifiers`` of ``kernels/families.py``."""
     positional: bool = False
     """Whether it counts from the global positions of row 0 and column 0."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_memeff.codegen.functions import emit
-from jax_memeff.codegen.functions.program import Program, Value
+from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 
 from ..launch import MOST_ARRAYS, MOST_DIMS, CapturedArray
 from .feature import Constant, CppType, Feature, Operand, SupportRow
@@ -129,7 +129,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             CapturedArray("function_literals", "*"),
             CapturedArray("function_batch_index", "B"),
             CapturedArray("function_head_index", "N"),
-            *_arrays("captured", own.score),
+            *_arrays("captured", () if own.score is None else own.score.arrays),
             *_mask_arrays(own),
             *(
                 CapturedArray(f"captured{index}_gradient", "...", zeroed=True)
@@ -186,8 +186,8 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         return call.functions
 
 
-def _arrays(role: str, program: Program | None) -> Iterator[CapturedArray]:
-    for index, array in enumerate(() if program is None else program.arrays):
+def _arrays(role: str, types: Iterable[CapturedType]) -> Iterator[CapturedArray]:
+    for index, array in enumerate(types):
         dims = " ".join(["B~", *"*" * array.ndim])
         yield CapturedArray(f"{role}{index}", dims, _ELEMENT_BYTES.get(array.dtype, 4))
 
@@ -195,9 +195,7 @@ def _arrays(role: str, program: Program | None) -> Iterator[CapturedArray]:
 def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:
     if functions.mask is not None:
         own = len(functions.mask.arrays) - len(functions.bounds)
-        yield from _arrays(
-            "mask_captured", functions.mask._replace(arrays=functions.mask.arrays[:own])
-        )
+        yield from _arrays("mask_captured", functions.mask.arrays[:own])
         yield from (CapturedArray(name, "B") for name in functions.bounds)
 
 

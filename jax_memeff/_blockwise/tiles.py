@@ -105,7 +105,7 @@ class Problem:
     key: jax.Array
     value: jax.Array
     captured: tuple[jax.Array, ...]
-    """Those of the operands, with one batch index for each gradient; floats are widened."""
+    """The captured arrays, with one batch index for each gradient; floats are widened."""
     accumulator: jnp.dtype
     rows: Blocks
     cols: Blocks

@@ -16,9 +16,7 @@ from jax_memeff._cuda import traced_windows
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.compose import with_soft_cap
 from jax_memeff.codegen.functions.program import CapturedType, Program
-
-MOST_COLUMNS = 256
-"""The largest head dim of kernels that sum gradients of captured arrays."""
+from jax_memeff.codegen.kernels.families import PADDED_DIMS
 
 _WIDENED = {"int8": "int32", "int16": "int32", "uint16": "uint32"}
 """Dtypes of captured arrays that the host library does not know, and what XLA converts them to."""
@@ -67,7 +65,7 @@ def gradients_in_kernels(
     program = options.score_function
     if needs_grad is None or program is None or options.deterministic_backward:
         return ()
-    if max(operands.query.shape[3], operands.value.shape[3]) > MOST_COLUMNS:
+    if max(operands.query.shape[3], operands.value.shape[3]) > PADDED_DIMS[-1]:
         return ()
     if not needs_grad._replace(captured=()).names:
         return ()

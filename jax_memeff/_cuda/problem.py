@@ -100,7 +100,7 @@ def problem_of(call: Call, arch: str) -> Problem:
         value_dim=call.operands.value.shape[3],
         arch=arch,
         features={feature.name: feature.asked_by(call) for feature in FEATURES},
-        # Those of captured arrays are part of the feature.
+        # The gradients of captured arrays are part of the feature.
         needs_grad=() if call.needs_grad is None else call.needs_grad._replace(captured=()).names,
     )
 

@@ -139,7 +139,7 @@ def _gather(graph: Graph, params: Params, operand: Indexed, indices: Scalars) ->
 
 
 def _mode(params: Params, dtype: np.dtype) -> tuple[str, Any]:
-    """What a gather does with indices out of range, and the number that it fills in.
+    """The treatment of indices out of range in a gather, and the number that it fills in.
 
     Kernels evaluate elements that a mask hides, too, so promises about indices are not relied on.
     """

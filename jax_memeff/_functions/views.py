@@ -48,7 +48,7 @@ class View:
     """The first index of the window: a value of the graph."""
     extents: tuple[int, ...]
     modes: tuple[str, ...]
-    """What a read does with the start: ``safe``, it is in range; ``clip`` it; ``fill``."""
+    """A start that is out of range is clipped or filled; ``safe`` starts are in range."""
     axes: tuple[int | None, ...]
     """The dim of the array that each axis of the view is; None for an axis of length 1."""
     dtypes: tuple[np.dtype, ...]

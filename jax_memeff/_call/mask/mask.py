@@ -23,7 +23,7 @@ from jax_memeff._functions.trace import traced_mask_function
 from jax_memeff.codegen.functions.program import Program
 
 Bound = int | jax.Array | None
-"""Of a window; an array is a traced scalar."""
+"""A bound of a window; an array is a traced scalar."""
 
 Lengths = tuple[jax.Array | None, jax.Array | None]
 """Of queries and of keys, each [B]."""

@@ -18,7 +18,7 @@ import jax_memeff
 from jax_memeff import Mask
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
-"""Of the relative error in the Frobenius norm."""
+"""The relative error that is allowed, in the Frobenius norm."""
 
 B, T, S, N, K = 2, 150, 170, 4, 2
 

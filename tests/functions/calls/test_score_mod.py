@@ -13,7 +13,7 @@ import pytest
 from functions_case import Case
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
-"""Of the relative error in the Frobenius norm."""
+"""The relative error that is allowed, in the Frobenius norm."""
 
 # Compilation is most of the time of these tests.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -104,7 +104,7 @@ class Case(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """What a program gave, each with the points as its first dim."""
+    """The results of a program, each with the points as its first dim."""
 
     values: np.ndarray  # uint32 [points, values]: the bits of all values of the program
     results: np.ndarray  # uint32 [points, results]

@@ -130,7 +130,7 @@ def decoded(program: Program, found: Evaluated, index: int) -> np.ndarray:
 
 
 def read_elements(case: Case, value: Value, indices: list[np.ndarray]):
-    """What a read gives, and where it reads: its offset, or -1 if it is out of bounds."""
+    """The number that a read gives, and its offset, or -1 if it is out of bounds."""
     params = dict(value.params)
     array = case.arrays[params["array"]][BATCH_INDEX]
     inside = np.ones(POINTS, bool)
@@ -174,7 +174,7 @@ def check_given(case: Case, found: Evaluated, arguments: np.ndarray) -> None:
 
 
 def check_structs(program: Program, found: Evaluated) -> None:
-    """What is kept per head, row and column changes no bit, except those of NaN."""
+    """Values that are kept per head, row and column change no bit, except those of NaN."""
     for number, result in enumerate(program.results):
         direct = decoded(program, found, result)
         through = np.ascontiguousarray(found.results[:, number])

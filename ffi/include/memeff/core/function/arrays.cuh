@@ -59,7 +59,7 @@ struct FunctionArrays {
     return float(wrapping_subtract(key, query));
   }
 
-  // What the function computes with after it read `value`, one per element. A kernel that has
+  // The function computes with the result after it read `value`, one per element. A kernel that has
   // staged read kRead of its tile hides this with a function that ignores `value`.
   template <int kRead>
   CUTE_DEVICE float read(float value) const {
