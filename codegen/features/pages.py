@@ -28,6 +28,8 @@ class AskedPages(NamedTuple):
     dtype: PoolDtype = "query"
     is_latent: bool = False
     """Whether the values are the first columns of the keys."""
+    is_invariant: bool = False
+    """Whether the bits of a row depend on its own query, keys and position alone."""
 
 
 class Pages(Feature[AskedPages, int]):
@@ -63,7 +65,8 @@ class Pages(Feature[AskedPages, int]):
 
     def words(self, asked: AskedPages) -> str:
         dtype = "" if asked.dtype == "query" else f" of {asked.dtype}"
-        return f"pages of {asked.size} keys{dtype}{', latent' if asked.is_latent else ''}"
+        others = ", latent" * asked.is_latent + ", batch invariant" * asked.is_invariant
+        return f"pages of {asked.size} keys{dtype}{others}"
 
     def compiled(self, problem: Problem, kernel: Kernel) -> int:
         return problem[self].size
@@ -88,6 +91,8 @@ class Pages(Feature[AskedPages, int]):
             reasons.append(f"no kernel reads pages of float8 yet: {_XLA}, or cast the pool")
         if asked.is_latent:
             reasons.append(f"no kernel reads values as columns of keys yet: {_XLA}")
+        if asked.is_invariant:
+            reasons.append(f"no kernel has batch_invariant=True yet: {_XLA}")
         return reasons
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
@@ -101,7 +106,8 @@ class Pages(Feature[AskedPages, int]):
             return self.off
         is_same = operands.key.dtype == operands.query.dtype
         dtype: PoolDtype = "query" if is_same else "f8e4m3"
-        return AskedPages(pages.page_size, dtype, pages.latent_dim is not None)
+        is_latent = pages.latent_dim is not None
+        return AskedPages(pages.page_size, dtype, is_latent, pages.is_invariant)
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -26,6 +26,7 @@ from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.operands import Operands, captured_name
 from jax_memeff._call.options import RANDOM_BLOCK, Options
+from jax_memeff._call.pages import INVARIANT_COLUMNS
 from jax_memeff._call.values import require_static
 
 LONGEST_BLOCK = 512
@@ -79,6 +80,15 @@ def _cut(length: int, longest: int) -> Blocks:
         return Blocks(length, length)
     size = -(-length // (RANDOM_BLOCK * count)) * RANDOM_BLOCK
     return Blocks(length, min(size, length))
+
+
+def _blocks(operands: Operands, longest: int) -> tuple[Blocks, Blocks]:
+    """The blocks of rows and columns."""
+    rows, columns = operands.query.shape[1], operands.columns
+    if operands.pages is not None and operands.pages.is_invariant:
+        # XLA sums in another order if a product has other sizes: every row is a product of its own.
+        return Blocks(rows, 1), Blocks(columns, INVARIANT_COLUMNS)
+    return _cut(rows, longest), _cut(columns, longest)
 
 
 ArraysByIndex = dict[int, jax.Array]
@@ -147,8 +157,7 @@ class Problem:
                 for index, x in enumerate(operands.captured)
             ),
             accumulator,
-            _cut(length, longest),
-            _cut(operands.columns, longest),
+            *_blocks(operands, longest),
         )
 
     def zeros(self, *shape: int) -> jax.Array:

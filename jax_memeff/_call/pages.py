@@ -14,6 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 
+INVARIANT_COLUMNS = 256
+"""The keys that are summed together if results are batch invariant: segments of the sequence begin
+at multiples of it."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
@@ -33,6 +38,9 @@ class Pages:
     latent_dim: int | None = dataclasses.field(default=None, metadata={"static": True})
     """The number of columns of the keys that are the values, too. ``Operands.value`` is then the
     array of the keys. None: values have an array of their own."""
+    is_invariant: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether the bits of a row depend on its own query, keys and position alone. ``longest_key``
+    is then a multiple of ``INVARIANT_COLUMNS``."""
 
     @property
     def longest_key(self) -> int:
