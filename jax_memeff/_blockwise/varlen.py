@@ -49,11 +49,12 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
     )
     if _is_empty(operands):
         return results
+    own_options = without_divisors(options)
 
     def sequence(index: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         rows, columns = tokens_of(operands, index)
         part = sequence_of(operands, options, index, rows, columns)
-        one = blockwise.forward(part, options, dtype)
+        one = blockwise.forward(part, own_options, dtype)
         return tuple(_put(result, rows, part) for result, part in zip(results, one, strict=True))
 
     return lax.fori_loop(0, operands.scores[0], sequence, results)

@@ -35,7 +35,8 @@ def check_paged(arguments: dict[str, Any]) -> None:
         del pools["value_pages"]
     for name, pool in pools.items():
         # Pools of 16 and 8 bits are no types of NumPy.
-        host = np.asarray(pool[0].astype(jnp.promote_types(pool.dtype, jnp.float32)))
+        wide = jnp.promote_types(operands.query.dtype, jnp.float32)
+        host = np.asarray(pool[0].astype(wide))
         for row, length in zip(table, lengths, strict=True):
             columns = np.arange(length)
             rows = row[columns // pages.page_size] * pages.page_size + columns % pages.page_size
