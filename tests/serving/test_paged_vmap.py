@@ -10,8 +10,6 @@ import paging
 import pytest
 from jaxprs import primitives_of
 
-import jax_memeff
-
 NAMES = ("query", "key_pages", "value_pages", "page_table", "kv_lengths")
 
 
@@ -32,7 +30,7 @@ def cases(count=3):
 
 def attention(query, key_pages, value_pages, page_table, kv_lengths, **arguments):
     batched = query.reshape(3, 4, *query.shape[1:])
-    return jax_memeff.paged_attention(
+    return paging.paged_attention(
         batched, key_pages, value_pages, page_table, kv_lengths, return_residual=True, **arguments
     )
 
