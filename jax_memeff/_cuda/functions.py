@@ -65,7 +65,7 @@ def gradients_in_kernels(
     program = options.score_function
     if needs_grad is None or program is None or options.deterministic_backward:
         return ()
-    if max(operands.query.shape[3], operands.value.shape[3]) > PADDED_DIMS[-1]:
+    if max(operands.query.shape[3], operands.value_dim) > PADDED_DIMS[-1]:
         return ()
     if not needs_grad._replace(captured=()).names:
         return ()
