@@ -9,6 +9,9 @@ import numpy as np
 import paging
 import pytest
 
+append = jax.jit(paging.append_to_pages)
+"""One program, which compiles sooner than all operations by themselves."""
+
 
 def written(pool, new, case, starts):
     """The pool with the new tokens, by the definition."""
@@ -43,9 +46,7 @@ def test_last_tokens_are_written(seed):
     )
     case.table[4, 2] = [-1, len(case.key_pages), 10**9][seed]  # the page of its last token
     new = new_tokens(rng, case)
-    found = paging.append_to_pages(
-        *case.arguments[1:3], *new, case.table, case.lengths, case.starts
-    )
+    found = append(*case.arguments[1:3], *new, case.table, case.lengths, case.starts)
     for pool, x, got in zip(case.arguments[1:3], new, found, strict=True):
         np.testing.assert_array_equal(got, written(pool, x, case, case.starts))
 
@@ -55,7 +56,7 @@ def test_tokens_with_a_batch_dim():
     case = paging.paging(rng, lengths=[37, 2, 16], counts=[3, 3, 3])
     new = new_tokens(rng, case)
     batched = [x.reshape(3, 3, *x.shape[1:]) for x in new]
-    found = paging.append_to_pages(*case.arguments[1:3], *batched, case.table, case.lengths)
+    found = append(*case.arguments[1:3], *batched, case.table, case.lengths)
     for pool, x, got in zip(case.arguments[1:3], new, found, strict=True):
         np.testing.assert_array_equal(got, written(pool, x, case, case.starts))
 
@@ -66,7 +67,7 @@ def test_lengths_beyond_the_table_write_at_its_end():
     case = paging.paging(rng, lengths=[32, 16], counts=[3, 4], max_pages=2)
     new = new_tokens(rng, case)
     lengths = jnp.asarray(case.lengths).at[0].set(10**6)
-    found, _ = paging.append_to_pages(*case.arguments[1:3], *new, case.table, lengths, case.starts)
+    found, _ = append(*case.arguments[1:3], *new, case.table, lengths, case.starts)
     np.testing.assert_array_equal(found, written(case.key_pages, new[0], case, case.starts))
 
 
@@ -75,9 +76,7 @@ def test_two_sequences_that_write_one_slot():
     case = paging.paging(rng, lengths=[20, 20], counts=[1, 1])
     case.table[1] = case.table[0]
     new = new_tokens(rng, case)
-    found, _ = paging.append_to_pages(
-        *case.arguments[1:3], *new, case.table, case.lengths, case.starts
-    )
+    found, _ = append(*case.arguments[1:3], *new, case.table, case.lengths, case.starts)
     page, slot = case.table[0, 1], 3
     assert any((found[page, slot] == x).all() for x in new[0])
     rest = np.array(found)
@@ -93,7 +92,7 @@ def test_float8_saturates(per_page):
     scale = jnp.array([[0.5, 2.0], [1.0, 1.0], [4.0, 0.25]])
     key = jnp.stack([jnp.full((1, heads, 4), x) for x in (1.0, 1e4, -1e4, 3.3)])
     table, lengths = jnp.array([[0], [1], [2], [2]]), jnp.array([1, 1, 1, 2])
-    keys, values = paging.append_to_pages(
+    keys, values = append(
         pool,
         pool,
         key,
@@ -221,9 +220,9 @@ def test_vmap_of_a_mapped_pool(axes):
         each[0][i] if axis is None else jnp.stack([own[i] for own in each])
         for i, axis in enumerate(axes)
     ]
-    found = jax.vmap(appended, axes)(*stacked)
+    found = jax.jit(jax.vmap(appended, axes))(*stacked)
     for index, own in enumerate(each):
-        for got, expected in zip(found, appended(*own), strict=True):
+        for got, expected in zip(found, append(*own), strict=True):
             np.testing.assert_array_equal(got[index], expected)
 
 
@@ -231,9 +230,9 @@ def test_nested_vmap_drops_pages_that_a_pool_does_not_have():
     rng = np.random.default_rng(10)
     given = [jnp.stack([x] * 2) for x in map(lambda *xs: jnp.stack(xs), *[arguments(rng, 8)] * 3)]
     given[4] = given[4].at[0, 1, 2].set(8).at[1, 0, 0].set(-1)
-    found = jax.vmap(jax.vmap(appended))(*given)
+    found = jax.jit(jax.vmap(jax.vmap(appended)))(*given)
     for i, j in np.ndindex(2, 3):
-        for got, expected in zip(found, appended(*(x[i, j] for x in given)), strict=True):
+        for got, expected in zip(found, append(*(x[i, j] for x in given)), strict=True):
             np.testing.assert_array_equal(got[i, j], expected)
 
 

@@ -44,7 +44,7 @@ def test_gradients():
     def loss(function: Any) -> Any:
         return lambda *arrays: jnp.sum(jnp.sin(function(*arrays)))
 
-    found = jax.grad(loss(lambda *x: merged(*x, (0, 7, 24))[0]), (0, 1, 2))(*given)
+    found = jax.grad(loss(lambda q, k, v: merged(q, k, v, (0, 7, 24))[0]), (0, 1, 2))(*given)
     expected = jax.grad(loss(jax_memeff.dot_product_attention), (0, 1, 2))(*given)
     for got, want in zip(found, expected, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
