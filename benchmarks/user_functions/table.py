@@ -1,0 +1,71 @@
+"""The table of functions: their speed beside the plain call and beside FlexAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+GROUP = "functions"
+_PLAIN, _DETERMINISTIC, _FLEX = "memeff_plain", "memeff_deterministic", "flex"
+_OURS = ("memeff_cuda", "memeff_xla")
+_MISSING = "n/a"
+_DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
+_RATIOS = {
+    "forward": ("of plain", "of FlexAttention"),
+    "forward_backward": ("of plain", "of FlexAttention", "deterministic, of plain"),
+}
+
+
+def rows(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The header, and a row for each cell of functions: TFLOP/s and relative speeds.
+
+    >>> results = {"memeff_cuda": {"seconds": 2.0, "tflops": 300.0}, "flex": {"error": "no"}}
+    >>> results["memeff_plain"] = {"seconds": 1.5}
+    >>> cell = {"group": "functions", "name": "alibi", "results": {"forward": results}}
+    >>> header, found = rows({"cells": [cell]})
+    >>> header[:4]
+    ['', 'forward, TFLOP/s', 'of plain', 'of FlexAttention']
+    >>> found
+    [['alibi', '300', '0.75', 'n/a', 'n/a', 'n/a', 'n/a', 'n/a']]
+    """
+    header = [""]
+    for direction, title in _DIRECTIONS.items():
+        header += [f"{title}, TFLOP/s", *_RATIOS[direction]]
+    found = []
+    for cell in document["cells"]:
+        if cell["group"] == GROUP:
+            row = [cell["name"]]
+            for direction in _DIRECTIONS:
+                row += _figures(cell["results"].get(direction, {}), direction)
+            found.append(row)
+    return header, found
+
+
+def _figures(results: Mapping[str, Any], direction: str) -> list[str]:
+    own: dict[str, Any] = next((results[name] for name in _OURS if name in results), {})
+    speeds = {
+        "of plain": _speed(own, results.get(_PLAIN, {})),
+        "of FlexAttention": _speed(own, results.get(_FLEX, {})),
+        "deterministic, of plain": _speed(results.get(_DETERMINISTIC, {}), results.get(_PLAIN, {})),
+    }
+    rate = f"{own['tflops']:.3g}" if "tflops" in own else _MISSING
+    return [rate, *(speeds[name] for name in _RATIOS[direction])]
+
+
+def _speed(record: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    if "seconds" not in record or "seconds" not in other:
+        return _MISSING
+    return f"{other['seconds'] / record['seconds']:.2f}"
+
+
+def text(document: Mapping[str, Any]) -> str:
+    """The table in columns of equal width; empty without cells of functions."""
+    header, found = rows(document)
+    if not found:
+        return ""
+    lines = [header, *found]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in lines
+    )
