@@ -390,7 +390,7 @@ def test_functions_have_a_table_of_their_own(modules, tmp_path, monkeypatch):
         "versions": {},
         "peers": {"memeff_cuda": "ours", "flex": "FlexAttention"},
         "cells": [cell],
-        "host": {},
+        "host": {"block_mask": {"hd64 function alibi": {"seconds": 0.03}}},
     }
     path, page = tmp_path / "functions.json", tmp_path / "page.md"
     path.write_text(json.dumps(document))
@@ -401,7 +401,17 @@ def test_functions_have_a_table_of_their_own(modules, tmp_path, monkeypatch):
     text = page.read_text()
     assert "| hd64 function alibi | 500 | 0.50 | n/a | 167 | 0.50 | 1.50 | 0.25 |" in text
     assert "- FlexAttention, hd64 function alibi: `InductorError: out of shared memory`" in text
+    assert "- hd64 function alibi: 30.00 ms, 0.5% of forward + backward" in text
     assert "500" in modules("user_functions.table").text(document)
+
+
+def test_block_masks_of_functions_are_timed(modules, monkeypatch):
+    cells, host_cost = modules("cells"), modules("host_cost")
+    monkeypatch.setattr(host_cost, "functions", cells.tiny_functions)
+    monkeypatch.setattr(host_cost, "_BLOCK_MASK_LENGTH", 96)
+    monkeypatch.setattr(host_cost, "_BATCH_SECONDS", 1e-3)
+    rows = host_cost.block_mask(())
+    assert len(rows) == 2 and all(row["seconds"] > 0 for row in rows.values())
 
 
 def test_report_names_a_missing_marker(modules):
