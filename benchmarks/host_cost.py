@@ -143,6 +143,15 @@ def kernel_count(peers: Sequence[Peer]) -> dict[str, Any]:
         return _script("kernel_count.py", _implementation(), cache, "200")
 
 
+def function_compile(peers: Sequence[Peer]) -> dict[str, Any]:
+    """Kernels and seconds of 20 functions in a fresh process: empty cache, then filled."""
+    with tempfile.TemporaryDirectory() as cache:
+        return {
+            state: _script("function_compile.py", _implementation(), cache)
+            for state in ("cold", "warm")
+        }
+
+
 def block_mask(peers: Sequence[Peer]) -> dict[str, Any]:
     """Seconds that the block masks of a mask function take, of both directions, by cell."""
     rows: dict[str, Any] = {}
@@ -180,6 +189,7 @@ ROWS: dict[str, Callable[[Sequence[Peer]], dict[str, Any]]] = {
     "first_result": first_result,
     "kernel_count": kernel_count,
     "block_mask": block_mask,
+    "function_compile": function_compile,
 }
 
 

@@ -302,6 +302,7 @@ def functions(document: dict[str, Any]) -> str:
         for peer, record in results.items()
         if "error" in record
     )
+    parts += function_table.compilation(document)
     if lines := function_table.block_masks(document):
         parts.append("Block masks, for both directions:\n\n" + "\n".join(f"- {x}" for x in lines))
     if reasons:

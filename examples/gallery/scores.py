@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 ScoreFunction = Callable[..., jax.Array]
 """Of score, batch index, query head, row and column, all of them scalars, to a score."""
@@ -37,6 +39,50 @@ def relative_table(table: jax.Array) -> ScoreFunction:
 
     def score_mod(score, b, h, q, k):
         return score + table[h, q - k + middle]
+
+    return score_mod
+
+
+def t5_bias(table: jax.Array, length: int, max_distance: int = 128) -> ScoreFunction:
+    """T5's learned table, in which distances share buckets that widen with the distance.
+
+    Raffel et al., "Exploring the Limits of Transfer Learning", 2020, the bidirectional form. The
+    buckets are looked up and not computed for each score: near the border of a bucket the
+    logarithm of a kernel may round to the other side.
+
+    Args:
+        table: float [buckets, N].
+        length: the largest number of rows and columns.
+        max_distance: distances from here on share the last bucket.
+    """
+    half = table.shape[0] // 2  # of the buckets, for columns before the row; the others after it
+    exact = half // 2
+    distance = np.arange(-length, length)
+    far = np.log(np.maximum(abs(distance), 1) / exact) / math.log(max_distance / exact)
+    wide = np.minimum(exact + (far * (half - exact)).astype(int), half - 1)
+    bucket = np.where(abs(distance) < exact, abs(distance), wide) + half * (distance > 0)
+    buckets = jnp.asarray(bucket, jnp.int32)
+
+    def score_mod(score, b, h, q, k):
+        return score + table[buckets[k - q + length], h]
+
+    return score_mod
+
+
+def swin_bias(table: jax.Array) -> ScoreFunction:
+    """A learned number for each distance in two dimensions, between the tokens of a window.
+
+    Liu et al., "Swin Transformer", 2021. The M * M tokens of a window are a sequence, row by row.
+
+    Args:
+        table: float [N, 2 M - 1, 2 M - 1].
+    """
+    size = (table.shape[1] + 1) // 2
+
+    def score_mod(score, b, h, q, k):
+        down = q // size - k // size + size - 1
+        right = q % size - k % size + size - 1
+        return score + table[h, down, right]
 
     return score_mod
 

@@ -405,6 +405,16 @@ def test_functions_have_a_table_of_their_own(modules, tmp_path, monkeypatch):
     assert "500" in modules("user_functions.table").text(document)
 
 
+def test_twenty_functions_are_lowered_at_two_lengths():
+    command = [sys.executable, str(BENCHMARKS / "function_compile.py"), "xla"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    row = json.loads(result.stdout)
+    assert row["functions"] == len(row["kernels"]) == 20
+    assert row["seconds_of_slowest"] > 0 and row["kernels_of_new_lengths"] == 0
+
+
 def test_block_masks_of_functions_are_timed(modules, monkeypatch):
     cells, host_cost = modules("cells"), modules("host_cost")
     monkeypatch.setattr(host_cost, "functions", cells.tiny_functions)
