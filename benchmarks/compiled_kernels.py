@@ -3,15 +3,15 @@
 from jax_memeff.codegen.toolchain import compile as compiler
 
 
-def record() -> list[str]:
-    """A list that every kernel compiled from now on is appended to, as name and architecture."""
-    compiled: list[str] = []
+def record() -> list[list[str]]:
+    """A list that grows with each source compiled from now on: names and architecture of kernels."""
+    compiled: list[list[str]] = []
     compile_source = compiler.compile_source
 
     def recording(source, arch, names):
         result = compile_source(source, arch, names)
         if not result.cached:
-            compiled.extend(f"{name} {arch}" for name in names)
+            compiled.append([f"{name} {arch}" for name in names])
         return result
 
     compiler.compile_source = recording

@@ -1,6 +1,7 @@
-"""Counts the kernels that 20 functions compile, and times it; prints one line of JSON.
+"""Counts the sources that 20 functions compile, and times it; prints one line of JSON.
 
-``python benchmarks/function_compile.py cuda|xla``. Programs are lowered only, so with
+A source has the kernels of one direction. ``python benchmarks/function_compile.py cuda|xla``.
+Programs are lowered only, so with
 ``JAX_MEMEFF_ARCHS`` set it needs no GPU. Each function is lowered in a forward and backward, and
 again at another length.
 """
@@ -76,12 +77,12 @@ def lower(call: Call, entry: Any, length: int, implementation: Any) -> None:
 def main() -> None:
     implementation: Any = sys.argv[1]
     compiled = compiled_kernels.record()
-    seconds, kernels = {}, {}
+    seconds, sources = {}, {}
     for name, call, entry in functions():
         before, start = len(compiled), time.perf_counter()
         lower(call, entry, _LENGTHS[0], implementation)
         seconds[name] = time.perf_counter() - start
-        kernels[name] = len(compiled) - before
+        sources[name] = len(compiled) - before
     before = len(compiled)
     for _, call, entry in functions():
         lower(call, entry, _LENGTHS[1], implementation)
@@ -90,11 +91,11 @@ def main() -> None:
         json.dumps(
             {
                 "functions": len(seconds),
-                "kernels": kernels,
+                "sources": sources,
                 "slowest": slowest,
                 "seconds_of_slowest": seconds[slowest],
                 "seconds": sum(seconds.values()),
-                "kernels_of_new_lengths": len(compiled) - before,
+                "sources_of_new_lengths": len(compiled) - before,
             }
         )
     )

@@ -4,6 +4,7 @@
 ``JAX_MEMEFF_ARCHS`` set it needs no GPU.
 """
 
+import itertools
 import json
 import random
 import sys
@@ -49,7 +50,7 @@ def main() -> None:
             "expected at least one kernel to be compiled, counted none: the cache directory of "
             "this process must be empty, and jax_memeff must compile through compile_source"
         )
-    print(json.dumps({"shapes": count, "kernels": sorted(compiled)}))
+    print(json.dumps({"shapes": count, "kernels": sorted(itertools.chain(*compiled))}))
 
 
 if __name__ == "__main__":

@@ -81,24 +81,24 @@ def block_masks(document: Mapping[str, Any]) -> list[str]:
 
 
 def compilation(document: Mapping[str, Any]) -> list[str]:
-    """A line on the kernels of many functions, if they were counted.
+    """A line on the sources that many functions compile, if they were counted.
 
-    >>> cold = {"functions": 2, "kernels": {"a": 2, "b": 2}, "slowest": "a", "seconds": 9.0}
-    >>> cold |= {"seconds_of_slowest": 5.0, "kernels_of_new_lengths": 0}
-    >>> warm = cold | {"kernels": {"a": 0, "b": 0}, "seconds": 1.0}
+    >>> cold = {"functions": 2, "sources": {"a": 2, "b": 2}, "slowest": "a", "seconds": 9.0}
+    >>> cold |= {"seconds_of_slowest": 5.0, "sources_of_new_lengths": 0}
+    >>> warm = cold | {"sources": {"a": 0, "b": 0}, "seconds": 1.0}
     >>> rows = {"function_compile": {"cold": cold, "warm": warm}}
     >>> compilation({"host": rows})  # doctest: +ELLIPSIS
-    ['2 functions compile 4 kernels, ... (a: 5.0 s); 0 of new lengths; 0 in 1.0 s with ... cache']
+    ['2 functions compile 4 sources, ... (a: 5.0 s); 0 of new lengths; 0 in 1.0 s with ... cache']
     """
     rows = document["host"].get("function_compile", {})
-    if "kernels" not in rows.get("cold", {}) or "kernels" not in rows.get("warm", {}):
+    if "sources" not in rows.get("cold", {}) or "sources" not in rows.get("warm", {}):
         return []
     cold, warm = rows["cold"], rows["warm"]
     return [
-        f"{cold['functions']} functions compile {sum(cold['kernels'].values())} kernels, at most "
-        f"{max(cold['kernels'].values())} each, in {cold['seconds']:.1f} s ({cold['slowest']}: "
-        f"{cold['seconds_of_slowest']:.1f} s); {cold['kernels_of_new_lengths']} of new lengths; "
-        f"{sum(warm['kernels'].values())} in {warm['seconds']:.1f} s with a filled cache"
+        f"{cold['functions']} functions compile {sum(cold['sources'].values())} sources, at most "
+        f"{max(cold['sources'].values())} each, in {cold['seconds']:.1f} s ({cold['slowest']}: "
+        f"{cold['seconds_of_slowest']:.1f} s); {cold['sources_of_new_lengths']} of new lengths; "
+        f"{sum(warm['sources'].values())} in {warm['seconds']:.1f} s with a filled cache"
     ]
 
 

@@ -126,7 +126,7 @@ ENTRIES = {
         Entry(
             windows.neighborhood,
             "Neighbourhood attention in two dimensions",
-            lambda shape: (shape.length // shape.width, shape.width, 3),
+            lambda shape: (shape.length // min(32, shape.width), min(32, shape.width), 3),
         ),
         Entry(windows.head_windows, "A window for each head", _head_windows),
         Entry(

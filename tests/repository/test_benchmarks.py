@@ -411,8 +411,8 @@ def test_twenty_functions_are_lowered_at_two_lengths():
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     row = json.loads(result.stdout)
-    assert row["functions"] == len(row["kernels"]) == 20
-    assert row["seconds_of_slowest"] > 0 and row["kernels_of_new_lengths"] == 0
+    assert row["functions"] == len(row["sources"]) == 20
+    assert row["seconds_of_slowest"] > 0 and row["sources_of_new_lengths"] == 0
 
 
 def test_block_masks_of_functions_are_timed(modules, monkeypatch):
