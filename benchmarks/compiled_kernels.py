@@ -4,7 +4,7 @@ from jax_memeff.codegen.toolchain import compile as compiler
 
 
 def record() -> list[list[str]]:
-    """A list that grows with each source compiled from now on: names and architecture of kernels."""
+    """A list that grows with each source compiled from now on: its kernels and architecture."""
     compiled: list[list[str]] = []
     compile_source = compiler.compile_source
 

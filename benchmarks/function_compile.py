@@ -1,9 +1,8 @@
 """Counts the sources that 20 functions compile, and times it; prints one line of JSON.
 
-A source has the kernels of one direction. ``python benchmarks/function_compile.py cuda|xla``.
-Programs are lowered only, so with
-``JAX_MEMEFF_ARCHS`` set it needs no GPU. Each function is lowered in a forward and backward, and
-again at another length.
+``python benchmarks/function_compile.py cuda|xla``. A source has the kernels of one direction. Each
+function is lowered in a forward and backward, and again at another length; nothing runs, so with
+``JAX_MEMEFF_ARCHS`` set it needs no GPU.
 """
 
 import json
