@@ -49,15 +49,15 @@ def asked(
     score_program, mask_program, summed = None, None, ()
     if score is not None:
         program, arrays = _traced("--score-function", score, traced_score_function)
-        score_program = in_kernel_types(with_soft_cap(program, _CAP) if soft_cap else program)
+        whole = with_soft_cap(program, _CAP) if soft_cap else program
+        score_program = in_kernel_types(whole).structure
         if gradients and sums_gradients(program, head_dim, deterministic):
             is_float = [jnp.issubdtype(array.dtype, jnp.floating) for array in arrays]
             summed = tuple(index for index, own in enumerate(is_float) if own)
     if mask is not None:
         program, _ = _traced("--mask-function", mask, traced_mask_function)
-        mask_program = in_kernel_types(program)
-    structures = (None if x is None else x.structure for x in (score_program, mask_program))
-    return AskedFunctions(*structures, gradients=summed)
+        mask_program = in_kernel_types(program).structure
+    return AskedFunctions(score_program, mask_program, gradients=summed)
 
 
 def _traced(flag: str, name: str, trace: Trace) -> Any:
