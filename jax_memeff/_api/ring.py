@@ -200,7 +200,7 @@ def ring_attention(
     combined &= argument_masks.padded_lengths(named, batch, longest, batched)
     if isinstance(mask, Mask):
         combined &= mask
-        if "function" in mask.kinds():
+        if mask.has_function():
             arrays["functions"] = functions.state(batch, heads, named["offsets"])
     combined = _canonical(combined, scores, columns, longest, named["offsets"])
     _same_on_all_devices(axis_name, "query", combined.query_lengths)

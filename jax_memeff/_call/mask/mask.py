@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_memeff._call import values
 from jax_memeff._call.mask import expression, segment_ids, tiles
+from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
 from jax_memeff._call.mask.window import Alignment, TracedWindow, Window
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.values import INT32_MAX
@@ -34,9 +35,9 @@ Lengths = tuple[jax.Array | None, jax.Array | None]
 class Mask:
     """A set of conditions. An element is valid if all of them hold; ``Mask()`` has none.
 
-    :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments`, :meth:`boolean` and
-    :meth:`function` make masks; ``&``, ``|`` and ``~`` combine them. A mask is a pytree: windows
-    and functions are static, arrays are leaves.
+    :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments`, :meth:`boolean`,
+    :meth:`kv_blocks` and :meth:`function` make masks; ``&``, ``|`` and ``~`` combine them. A mask
+    is a pytree: windows and functions are static, arrays are leaves.
 
     Lengths that ``&`` alone combines bound what is loaded, and say which rows and columns exist:
     no other mask makes a row or column beyond them valid, and a ``"bottom_right"`` window ends at
@@ -74,6 +75,8 @@ class Mask:
     """Masks of which no element may be valid: ``~a`` excludes a, and ``a | b`` excludes a mask that
     excludes both."""
     traced_windows: tuple[TracedWindow, ...] = ()
+    block_lists: tuple[KvBlocks | BlockTable, ...] = ()
+    """Lists of KV blocks; tables of them while a mask becomes canonical."""
 
     def __post_init__(self) -> None:
         for name in ("top_left", "bottom_right"):
@@ -216,6 +219,44 @@ class Mask:
         return Mask(booleans=(boolean,))
 
     @staticmethod
+    def kv_blocks(
+        indices: ArrayLike,
+        counts: ArrayLike | None = None,
+        *,
+        block_size: int | tuple[int, int] = 128,
+    ) -> Mask:
+        """Each Q block attends to the KV blocks that are listed for it.
+
+        Args:
+            indices: ``[B, N, Q blocks, n]``, integers: the numbers of KV blocks. B and N may be 1,
+                or absent. There are ``ceil(T / rows)`` Q blocks. An index that is out of range
+                lists nothing, so -1 pads; one that is repeated counts once.
+            counts: ``[B, N, Q blocks]``: how many of the n indices count, clamped to [0, n]. None:
+                all of them.
+            block_size: The rows of a Q block and the columns of a KV block: one number for both, or
+                ``(rows, columns)``. The kernels skip blocks that are not listed and test no element
+                of those that are, if their tiles divide blocks; multiples of 128 always serve, and
+                multiples of 64 often.
+
+        With grouped heads the lists are those of query heads; repeat lists of key heads with
+        ``jnp.repeat(indices, N // K, 1)``. Lists may be traced. ``&`` adds what masks elements
+        within blocks, such as :meth:`causal`.
+
+        Raises:
+            TypeError: an array does not have an integer dtype, or a block size is no integer.
+            ValueError: ranks, or shapes of indices and counts, do not fit; attention functions
+                raise it if lists do not fit the call.
+
+        >>> lists = jnp.array([[0, -1], [0, 2]])  # of two Q blocks
+        >>> Mask.kv_blocks(lists, block_size=(2, 1)).as_array(1, 1, 4, 3)[0, 0].astype(int)
+        Array([[1, 0, 0],
+               [1, 0, 0],
+               [1, 0, 1],
+               [1, 0, 1]], dtype=int32)
+        """
+        return Mask(block_lists=(KvBlocks.of(indices, counts, block_size),))
+
+    @staticmethod
     def function(function: Callable[..., Any]) -> Mask:
         """Elements are valid if ``function(b, h, q, k)`` is true.
 
@@ -273,6 +314,7 @@ class Mask:
             captured=self.captured + other.captured,
             excluded=self.excluded + other.excluded,
             traced_windows=self.traced_windows + other.traced_windows,
+            block_lists=self.block_lists + other.block_lists,
         )
 
     def _all_lengths(self) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -297,15 +339,21 @@ class Mask:
             "boolean": bool(self.booleans),
             "function": bool(self.functions or self.excluded),
             "traced_window": bool(self.traced_windows),
+            "kv_blocks": bool(self.block_lists),
         }
         return frozenset(name for name, is_present in present.items() if is_present)
+
+    def has_function(self) -> bool:
+        """Whether the kernels, or the blockwise path, evaluate a function of each element."""
+        return bool({"function", "traced_window", "kv_blocks"} & self.kinds())
 
     def canonical(self, B: int, T: int, S: int, tokens: tuple[int, int] | None = None) -> Mask:
         """The same mask in the one form that internal code reads.
 
         Lengths become int32[B] clamped to [0, T] and [0, S], at most one of queries and one of
-        keys; segment ids int32[B, T] and int32[B, S]; boolean arrays of rank 4. What ``|`` and
-        ``~`` make becomes one function by :func:`expression.compiled`.
+        keys; segment ids int32[B, T] and int32[B, S]; boolean arrays of rank 4; lists of blocks
+        tables. What ``|`` and ``~`` make, and the tables, become one function by
+        :func:`expression.compiled`.
 
         Args:
             tokens: of query and of key, if sequences are packed: segment ids are then [1, tokens].
@@ -326,6 +374,9 @@ class Mask:
             ),
             more_lengths=(),
             excluded=tuple(mask.canonical(B, T, S, tokens) for mask in self.excluded),
+            block_lists=tuple(
+                x.table(S) if isinstance(x, KvBlocks) else x for x in self.block_lists
+            ),
         )
 
     def as_array(
