@@ -17,6 +17,7 @@ import numpy as np
 from jax_memeff._api import argument_arrays
 from jax_memeff._call import values
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.computed_blocks import BLOCK
 from jax_memeff._call.mask.kv_blocks import KvBlocks
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
 
@@ -109,7 +110,24 @@ def mask(
         argument_arrays.boolean_mask(boolean, scores)
     for lists in value.block_lists:
         _block_lists(lists, scores)
+    for levels in value.block_masks:
+        _block_mask(levels, scores)
     return value
+
+
+def _block_mask(levels: Any, scores: tuple[int, int, int, int]) -> None:
+    """Check that a block mask was computed for the sizes of a call."""
+    batch, heads, *sizes = scores
+    expected = tuple(-(-size // BLOCK) for size in sizes)
+    shape = tuple(levels.shape)
+    if shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == expected:
+        return
+    raise ValueError(
+        f"mask: Mask.blocks computed a block mask of shape {shape} for arrays of other sizes; this "
+        f"call of batch {batch}, {heads} heads, {sizes[0]} rows and {sizes[1]} columns needs "
+        f"[{batch} or 1, {heads} or 1, {expected[0]}, {expected[1]}]: call Mask.blocks with its "
+        "query and key"
+    )
 
 
 def _block_lists(lists: Any, scores: tuple[int, int, int, int]) -> None:
@@ -145,6 +163,10 @@ def _fields_of_mask(value: Mask) -> None:
         isinstance(lists, KvBlocks) for lists in value.block_lists
     )
     expect("block_lists", are_lists, "a tuple of lists", "Mask.kv_blocks")
+    are_ranked = isinstance(value.block_masks, tuple) and all(
+        getattr(levels, "ndim", 0) == 4 for levels in value.block_masks
+    )
+    expect("block_masks", are_ranked, "a tuple of arrays of rank 4", "Mask.blocks")
 
 
 def offsets(value: Any, batch: int, heads: int) -> Offsets | None:

@@ -14,6 +14,7 @@ from jax_memeff._call.divisors import broadcastable, conjunction
 from jax_memeff._call.mask import Mask, block_mask
 from jax_memeff._call.mask.block_mask import Indices, Tiling
 from jax_memeff._call.mask.bounds import Captured
+from jax_memeff._call.mask.computed_blocks import of_tiles
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import FunctionState, captured_name
 from jax_memeff._call.options import Divisors
@@ -34,7 +35,8 @@ def lines(
     """The block mask of a kernel: uint8 [B or 1, N or 1, rows of blocks, bytes].
 
     Args:
-        mask: has ids, boolean arrays or a function; its other conditions are ignored.
+        mask: has ids, boolean arrays or a function; its other conditions are ignored. Those that a
+            block mask of ``Mask.blocks`` covers are not looked at again.
         functions: the user's indices, for a function.
         position: the global index of row 0 and column 0, for a function.
         tile: the size of the tiles, and whether rows of blocks belong to queries or keys.
@@ -55,6 +57,26 @@ def lines(
     """
     batch, _, length, key_length = scores
     tiling = Tiling((length, key_length), (tile.query, tile.key))
+    found = [
+        broadcastable(of_tiles(levels, tiling), divisors[f"mask.block_masks.{index}"], batch)
+        for index, levels in enumerate(mask.block_masks)
+    ]
+    if not mask.block_masks or mask.beyond_block_masks:
+        found += _of_conditions(mask, functions, position, tiling, batch, divisors)
+    levels = block_mask.conjunction(found)
+    levels = jnp.broadcast_to(levels, (*levels.shape[:2], *tiling.counts))
+    return _with_ranges(levels if tile.lines == "queries" else levels.swapaxes(2, 3))
+
+
+def _of_conditions(
+    mask: Mask,
+    functions: FunctionState | None,
+    position: Position | None,
+    tiling: Tiling,
+    batch: int,
+    divisors: Divisors,
+) -> list[jax.Array]:
+    """The block masks of ids, boolean arrays, the function and traced windows."""
     found = [block_mask.of_ids(*pair, tiling) for pair in mask.segment_ids]
     if mask.booleans:
         boolean, divisor = conjunction(mask, divisors, batch)
@@ -62,10 +84,7 @@ def lines(
     if mask.functions:
         assert functions is not None
         found.append(_of_function(mask, functions, position, tiling, divisors))
-    found += block_mask.of_windows(mask, position, tiling)
-    levels = block_mask.conjunction(found)
-    levels = jnp.broadcast_to(levels, (*levels.shape[:2], *tiling.counts))
-    return _with_ranges(levels if tile.lines == "queries" else levels.swapaxes(2, 3))
+    return found + block_mask.of_windows(mask, position, tiling)
 
 
 def _of_function(

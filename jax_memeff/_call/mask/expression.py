@@ -121,6 +121,7 @@ def with_rows_from(mask: Mask, first: jax.Array, B: int, T: int, S: int) -> Mask
         return holds(own, Element(b, h, q + first, k), frame)
 
     program, captured = traced_mask_function(function)
+    mask = mask.without_block_masks()
     return dataclasses.replace(mask, functions=(program,), captured=captured, excluded=())
 
 

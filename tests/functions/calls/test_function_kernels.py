@@ -83,7 +83,7 @@ _SHAPES = {
 }
 _LISTS = np.random.default_rng(12).integers([0, -1], [3, 4], (1, N, 3, 2))
 _COUNTS = np.random.default_rng(13).integers(1, 4, (1, N, 3))
-_SMALL_LISTS = [[1, 0], [2, 0], [0, 1], [1, 3], [4, 0], [5, -1]]
+_SMALL_LISTS = np.array([[1, 0], [2, 0], [0, 1], [1, 3], [4, 0], [5, -1]])
 FUNCTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
     "alibi": (
         ("slopes",),
