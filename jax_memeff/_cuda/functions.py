@@ -16,7 +16,6 @@ from jax_memeff._cuda import traced_windows
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.compose import with_soft_cap
 from jax_memeff.codegen.functions.program import CapturedType, Program
-from jax_memeff.codegen.kernels.families import PADDED_DIMS
 
 _WIDENED = {"int8": "int32", "int16": "int32", "uint16": "uint32"}
 """Dtypes of captured arrays that the host library does not know, and what XLA converts them to."""
@@ -58,14 +57,11 @@ def gradients_in_kernels(
 ) -> tuple[int, ...]:
     """The captured arrays whose gradients the kernels sum; XLA computes the others.
 
-    Kernels add in any order, and know the score itself no more when they have its gradient. Those
-    for large head dims compute each score more than once, and without other gradients there is no
-    kernel.
+    Kernels add in any order, and know the score itself no more when they have its gradient. Without
+    other gradients there is no kernel.
     """
     program = options.score_function
     if needs_grad is None or program is None or options.deterministic_backward:
-        return ()
-    if max(operands.query.shape[3], operands.value.shape[3]) > PADDED_DIMS[-1]:
         return ()
     if not needs_grad._replace(captured=()).names:
         return ()

@@ -80,7 +80,10 @@ _SHAPES = {
     "rows": (B, T),
     "columns": (S,),
     "gain": (N,),
+    "buckets": (16, N),
+    "pairs": (3, 3),
 }
+DOCUMENTS = np.arange(T + S) // 70
 FUNCTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
     "alibi": (
         ("slopes",),
@@ -99,6 +102,29 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
         lambda a: lambda s, b, h, q, k: 3 * jnp.tanh(s * a["gain"][h] / 3),
         lambda: Mask.function(lambda b, h, q, k: (q - k) % 3 <= h),
     ),
+    # Many elements of a tile read one element of the arrays.
+    "buckets": (
+        ("buckets", "pairs"),
+        lambda a: (
+            lambda s, b, h, q, k: (
+                s
+                + a["buckets"][jnp.clip((q - k) // 8 + 8, 0, 15), h]
+                + a["pairs"][jnp.asarray(DOCUMENTS)[q], jnp.asarray(DOCUMENTS)[k]]
+            )
+        ),
+        Mask.causal,
+    ),
+    # NaN for queries beyond the last one, whose tile has some.
+    "ends": (
+        ("gain", "columns"),
+        lambda a: (
+            lambda s, b, h, q, k: (
+                s * jnp.sqrt((T - q).astype(s.dtype) / T)
+                + a["gain"][h] * a["columns"][k] * jnp.sqrt((T - q).astype(s.dtype) / T)
+            )
+        ),
+        lambda: Mask.window(60, 20),
+    ),
     "documents": (
         (),
         None,
@@ -113,6 +139,12 @@ EMULATED: list[tuple[str, Case | Tiles]] = [
     ("sm_80", Tiles("alibi", dtype="float32", deterministic=True)),
     ("sm_90a", Tiles("alibi")),
     ("sm_90a", Tiles("table", 128)),
+    ("sm_80", Tiles("table", 320)),
+    ("sm_90a", Tiles("buckets")),
+    ("sm_80", Tiles("buckets", dtype="float32")),
+    ("sm_90a", Tiles("ends")),
+    ("sm_80", Tiles("ends")),
+    ("sm_80", Tiles("ends", 320)),
     ("sm_90a", Tiles("gain", 128)),
     ("sm_90a", Tiles("gain", 256, "float16")),
     ("sm_90a", Tiles("documents", dtype="float32")),
