@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
+from jax_memeff.codegen.functions.sums import Sum, read_sums
 
 from ..launch import MOST_ARRAYS, MOST_DIMS, CapturedArray
 from .feature import Constant, CppType, Feature, Operand, SupportRow
@@ -26,8 +28,20 @@ _ARGUMENTS = {
 }
 """The arguments of the user that a program comes from."""
 
+_FUNCTION_FLAGS = {"score": "score, b, h, q, k", "mask": "b, h, q, k"}
+
 _SAME_SCORE = Program(
     (Value("score", "float32"), Value("constant", "float32", (), (("value", 1.0),))), (0, 1), ()
+)
+
+_LISTED = Program(
+    (
+        Value("query", "int32"),
+        Value("key", "int32"),
+        Value("read", "bool", (0, 1), (("array", 0), ("mode", "clip"))),
+    ),
+    (2,),
+    (CapturedType("bool", 2),),
 )
 
 
@@ -42,6 +56,13 @@ class AskedFunctions(NamedTuple):
     """The buffers behind those of the mask's captured arrays, a number for each batch index."""
     gradients: tuple[int, ...] = ()
     """The captured arrays of the score function whose gradients the kernels sum."""
+
+    @property
+    def read_sums(self) -> tuple[Sum, ...]:
+        """How the gradient by each read of the score function is summed."""
+        if self.score is None or not self.gradients:
+            return ()
+        return read_sums(self.score, self.gradients)
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -85,6 +106,10 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         SupportRow(
             "functions of scores and masks (`score_mod`, `Mask.function`)",
             ({"functions": AskedFunctions(_SAME_SCORE, None)},),
+        ),
+        SupportRow(
+            "lists of KV blocks (`Mask.kv_blocks`)",
+            ({"functions": AskedFunctions(None, _LISTED)},),
         ),
     )
 
@@ -185,6 +210,18 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
     def asked_by(self, call: Any) -> AskedFunctions | None:
         return call.functions
 
+    def words(self, asked: AskedFunctions | None) -> str:
+        return " and ".join(f"a {name} function" for name in (asked.programs if asked else ()))
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """The command line traces the functions itself, which needs JAX."""
+        for name, arguments in _FUNCTION_FLAGS.items():
+            parser.add_argument(
+                f"--{name}-function",
+                metavar="MODULE:NAME",
+                help=f"a function of ({arguments}), and the arrays of its module that it reads",
+            )
+
 
 def _arrays(role: str, types: Iterable[CapturedType]) -> Iterator[CapturedArray]:
     for index, array in enumerate(types):
@@ -200,7 +237,8 @@ def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:
 
 
 def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
-    """The places of the gradients in the table of arrays, for each captured array."""
+    """The places of the gradients in the table of arrays, for each captured array, and how the
+    gradient by each read is summed."""
     if not functions.gradients or functions.score is None:
         return ""
     places = {array.name: place for place, array in enumerate(spec.captured_arrays)}
@@ -208,9 +246,11 @@ def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
         str(places.get(f"captured{index}_gradient", -1))
         for index in range(len(functions.score.arrays))
     )
+    ways = (f"ReadSum::{own.value}" for own in functions.read_sums)
     return (
         "namespace memeff::function {\n\nstruct CapturedGradients {\n"
-        f"  static constexpr int kArrays[] = {{{', '.join(found)}}};\n}};\n\n}}\n"
+        f"  static constexpr int kArrays[] = {{{', '.join(found)}}};\n"
+        f"  static constexpr ReadSum kSums[] = {{{', '.join(ways)}}};\n}};\n\n}}\n"
     )
 
 

@@ -123,8 +123,7 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
     CUTE_DEVICE void load_columns(uint32_t target, TensorView const& tensor, int slice,
                                   int columns) const {
       int const batch = slices.batch(slice);
-      KeyValueSource<Config> const keys(params.shape, batch,
-                                        slices.head(slice) / params.shape.group);
+      KeyValueSource<Config> const keys(params, batch, slices.head(slice) / params.shape.group);
       TileLoader<Tile, kThreads, Config::kAlignment>::copy(
           target, keys.row(tensor, tile.column), tensor.row_stride * sizeof(Element),
           mask_of(slice).key_length - tile.column, columns);
@@ -172,10 +171,10 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
       if (has_next) work.load_gradients(following);
       commit_copies();
 
-      Scores::template compute<false>(params, modifiers, work.statistics(parity), batch,
-                                      work.q_block(slice), mask, work.tile.column, scores,
-                                      score_gradient,
-                                      [&] { return BiasGradientAdder<decltype(sums)>{sums}; });
+      Scores::template compute<typename Scores::NoCapturedSums>(
+          params, modifiers, work.statistics(parity), batch, work.q_block(slice), mask,
+          work.tile.column, 0, scores, score_gradient,
+          [&] { return BiasGradientAdder<decltype(sums)>{sums}; });
       slice = following;
     }
     work.tile.store_blocks(sums);
