@@ -78,6 +78,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
     off = None
     together = None
     modifies = "scores"
+    positional = True
     per_head = True
     operands = (
         Operand("function_batch_index", "B", places=("functions.batch_index",)),

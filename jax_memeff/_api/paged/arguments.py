@@ -87,6 +87,8 @@ def table(value: Any, key_pages: jax.Array) -> jax.Array:
             f"page_table must have at most {values.INT32_MAX} keys in a row, got {array.shape[1]} "
             f"pages of {key_pages.shape[1]} keys in shape {tuple(array.shape)}"
         )
+    if isinstance(array, jax.Array) and array.dtype == jnp.int32:
+        return array  # a negative entry needs no launch that makes it -1
     return jnp.asarray(values.clipped(array, -1, values.INT32_MAX))
 
 
