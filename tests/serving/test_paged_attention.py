@@ -169,7 +169,7 @@ def test_a_tree_of_speculative_tokens():
         start = case.lengths[b] - 5
         return (k < start) | sees[q - start, np.maximum(k - start, 0)]
 
-    check(case, ragged(case, mask=mask, is_causal=False), valid=valid)
+    check(case, ragged(case, mask=mask), valid=valid)
 
 
 def test_common_pages():

@@ -129,8 +129,7 @@ def paged_attention(
         mask: Likewise, a ``Mask`` or a boolean array that broadcasts to [B, N, T, S] with
             ``S = max_pages * page_size``. Windows and functions count positions in the sequence,
             rows of a boolean array the queries of the sequence, its columns positions. Lengths
-            and segment ids are not possible. It is combined with ``is_causal``, so for a tree of
-            speculative tokens pass ``is_causal=False``.
+            and segment ids are not possible. A tree of speculative tokens is a function.
         key_scale: ``[K]`` or ``[pages, K]`` float32: keys are ``key_pages`` times this. Only for
             float8.
         value_scale: Likewise for values.
@@ -282,6 +281,7 @@ def prepare(
             scales[0] if value_pages is None else scales[1],
             page_size,
             latent_dim,
+            each,
             is_invariant,
         ),
     )
