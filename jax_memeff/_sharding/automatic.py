@@ -55,8 +55,8 @@ from jax_memeff._sharding.layout import (
     Sharded,
     dims,
     divides_groups,
+    even_tokens,
     forward_dims,
-    has_even_sequences,
     heads_of,
     layout,
     named_dims,
@@ -238,8 +238,8 @@ class _Call(NamedTuple):
             factors["rows"] = "rows"
         factors |= {name: name for name in self.batch.names}
         sizes: Any = {}
-        if has_even_sequences(self.operands):
-            each = self.operands.pages.tokens_each
+        each = even_tokens(self.operands)
+        if each is not None:
             tokens = "sequences" if each == 1 else CompoundFactor("sequences", "tokens_each")
             factors |= {"even_sequences": "sequences", "even_tokens": tokens}
             sizes |= {} if each == 1 else {"tokens_each": each}

@@ -163,26 +163,27 @@ def named_dims(operand: Operand, shape: tuple[int, ...], operands: Any) -> str:
     return _shardable(" ".join(named), operands)
 
 
-def has_even_sequences(operands: Any) -> bool:
-    """Whether the sequences of a paged call may be divided over devices.
+def even_tokens(operands: Any) -> int | None:
+    """The tokens of each sequence of a paged call that may be divided over devices; else None.
 
-    They may if the query has equally many tokens of each, and no operand has some in common for
+    It may be if the query has equally many tokens of each, and no operand has some in common for
     several sequences, as ``jax.vmap`` makes them.
     """
     pages = pages_of(operands)
     if pages is None or pages.tokens_each is None:
-        return False
+        return None
     batch = batch_of(operands)
-    return batch > 1 and all(
+    is_even = batch > 1 and all(
         item.array.shape[0] in (1, batch)
         for item in items(operands)
         if item.array.shape and item.operand.varlen_dims[0].startswith("sequences")
     )
+    return pages.tokens_each if is_even else None
 
 
 def _shardable(names: str, operands: Any) -> str:
     """Names of dims, in which sequences and tokens have other names if they may be sharded."""
-    if not has_even_sequences(operands):
+    if even_tokens(operands) is None:
         return names
     return " ".join(_EVEN.get(name, name) for name in names.split())
 
