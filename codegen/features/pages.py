@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..launch import CapturedArray
-from .feature import Constant, CppType, Feature, Operand, expect_one_of
+from .feature import Constant, CppType, Feature, Operand, SupportRow, expect_one_of
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -63,6 +63,12 @@ class Pages(Feature[AskedPages, CompiledPages]):
             "1 pages? K 1",
             places=("pages.value_scale",),
             placement="like query or replicated",
+        ),
+    )
+    support = (
+        SupportRow(
+            "keys and values in pages (`paged_attention`)",
+            ({"varlen": True, "pages": AskedPages(16)},),
         ),
     )
 

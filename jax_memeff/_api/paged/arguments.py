@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._api import argument_arrays, argument_masks, argument_numbers
-from jax_memeff._api.paged.shapes import with_leading
+from jax_memeff._api.paged.shapes import gathered, with_leading
 from jax_memeff._call import values
 from jax_memeff._call.sequences import starts_and_lengths
 
@@ -95,7 +95,8 @@ def table(value: Any, key_pages: jax.Array) -> jax.Array:
 def lengths(value: Any, batch: int, longest: int) -> jax.Array:
     """``kv_lengths`` as int32[B] in [0, longest]."""
     array = argument_masks.lengths("kv_lengths", value, batch, longest)
-    return jnp.asarray(values.clipped(array, 0, longest))
+    # The starts, which are computed of them, are those of all sequences.
+    return gathered(jnp.asarray(values.clipped(array, 0, longest)))
 
 
 def tokens(
