@@ -50,11 +50,15 @@ class Entry:
     def name(self) -> str:
         return self.make.__name__
 
+    @property
+    def is_mask(self) -> bool:
+        """Whether it makes a mask, and not a function of scores."""
+        return self.make.__module__ != scores.__name__
+
     def call(self, *arguments: Any) -> dict[str, Any]:
         """The arguments of ``dot_product_attention``."""
-        made = self.make(*arguments)
-        kind = "mask" if isinstance(made, Mask) else "score_mod"
-        return {kind: made, "is_causal": self.is_causal}
+        kind = "mask" if self.is_mask else "score_mod"
+        return {kind: self.make(*arguments), "is_causal": self.is_causal}
 
 
 def _normal(*shape: int) -> jax.Array:
