@@ -33,6 +33,16 @@ _SAME_SCORE = Program(
     (Value("score", "float32"), Value("constant", "float32", (), (("value", 1.0),))), (0, 1), ()
 )
 
+_LISTED = Program(
+    (
+        Value("query", "int32"),
+        Value("key", "int32"),
+        Value("read", "bool", (0, 1), (("array", 0), ("mode", "clip"))),
+    ),
+    (2,),
+    (CapturedType("bool", 2),),
+)
+
 
 class AskedFunctions(NamedTuple):
     """The programs of a call without the values of their literals, which are run-time parameters:
@@ -88,6 +98,10 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         SupportRow(
             "functions of scores and masks (`score_mod`, `Mask.function`)",
             ({"functions": AskedFunctions(_SAME_SCORE, None)},),
+        ),
+        SupportRow(
+            "lists of KV blocks (`Mask.kv_blocks`)",
+            ({"functions": AskedFunctions(None, _LISTED)},),
         ),
     )
 

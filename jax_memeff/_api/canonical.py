@@ -130,6 +130,6 @@ def common(
         "functions": None,
         "captured": captured,
     }
-    if score_function is not None or {"function", "traced_window"} & combined.kinds():
+    if score_function is not None or combined.has_function():
         arrays["functions"] = functions.state(scores[0], scores[1], offsets)
     return Common(options, combined, arrays)

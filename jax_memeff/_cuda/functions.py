@@ -63,7 +63,7 @@ def gradients_in_kernels(
     program = options.score_function
     if needs_grad is None or program is None or not needs_grad._replace(captured=()).names:
         return ()
-    head_dim = max(operands.query.shape[3], operands.value.shape[3])
+    head_dim = max(operands.query.shape[3], operands.value_dim)
     if not sums_gradients(program, head_dim, options.deterministic_backward):
         return ()
     return tuple(index for index, needed in enumerate(needs_grad.captured) if needed)
