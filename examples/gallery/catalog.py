@@ -102,6 +102,13 @@ def _bigbird(shape: Shape) -> tuple[jax.Array, int]:
     return jax.random.randint(jax.random.key(0), (count, 2), 0, count), shape.block
 
 
+def _listed_blocks(shape: Shape) -> tuple[jax.Array, int]:
+    """Those that a router of random scores prefers, and the first."""
+    count = shape.length // shape.block
+    chosen = jax.lax.top_k(_normal(shape.batch, shape.heads, count, count), 2)[1]
+    return chosen.at[..., 0].set(0), shape.block
+
+
 def _block_sparse(shape: Shape) -> tuple[jax.Array, int]:
     count = shape.length // shape.block
     drawn = jax.random.bernoulli(jax.random.key(0), 0.25, (shape.heads, count, count))
@@ -151,6 +158,7 @@ ENTRIES = {
         Entry(structure.documents, "Documents", _documents),
         Entry(structure.draft_tree, "A tree of draft tokens", _draft_tree, rows=len(_PARENTS)),
         Entry(structure.bigbird, "BigBird's blocks", _bigbird),
-        Entry(structure.block_sparse, "Sparse blocks", _block_sparse),
+        Entry(structure.listed_blocks, "Blocks from index lists", _listed_blocks),
+        Entry(structure.block_sparse, "Blocks from a table", _block_sparse),
     )
 }
