@@ -1,6 +1,7 @@
 """The benchmark harness on the CPU, and the report of its results."""
 
 import copy
+import dataclasses
 import doctest
 import importlib
 import json
@@ -312,6 +313,27 @@ def test_every_figure_of_functions_has_its_cells(modules):
     }
 
 
+def test_the_gallery_is_measured(modules):
+    """Cells of it have arguments, with the float array among the inputs."""
+    found = modules("cells").gallery()
+    gallery = modules("user_functions.in_jax")
+    assert {cell.function for cell in found} == {f"gallery {name}" for name in gallery.ENTRIES}
+    learned = set()
+    for cell in found:
+        sizes = {"batch": 2, "heads": 2, "key_heads": 2, "key_length": 64, "head_dim": 8}
+        sizes |= {"query_length": min(64, cell.query_length), "value_dim": 8}
+        cell = dataclasses.replace(cell, **sizes, dtype="float32")
+        inputs = modules("inputs").make(cell)
+        if inputs.table is not None:
+            learned.add(cell.function.split()[1])
+        plain, ours = (
+            modules("peers")._memeff(cell, implementation="xla", with_function=own)(inputs)
+            for own in (False, True)
+        )
+        assert float(modules("jax_programs").distance(ours, plain)) > 1e-3, cell.name
+    assert learned == {"alibi", "relative_table", "t5_bias", "swin_bias"}
+
+
 def tiny_functions():
     """Their names, without an import of the harness when tests are collected."""
     return ["identity", "alibi", "causal alibi", "soft cap", "table", "documents", "window"]
@@ -334,10 +356,10 @@ def test_the_plain_call_beside_a_function_computes_the_same(modules, function_ce
     ours = attention(cell, implementation="xla")(inputs)
     plain = attention(cell, implementation="xla", with_function=False)(inputs)
     distance = float(modules("jax_programs").distance(ours, plain))
-    if cell.function in modules("cells").WITHOUT_ARGUMENT:
-        assert distance > 0.01
-    else:
+    if cell.function in modules("cells").WITH_ARGUMENT:
         assert distance < 1e-6
+    else:
+        assert distance > 0.01
 
 
 def test_flex_attention_has_the_same_functions(modules, function_cell):
@@ -413,6 +435,11 @@ def test_twenty_functions_are_lowered_at_two_lengths():
     row = json.loads(result.stdout)
     assert row["functions"] == len(row["sources"]) == 20
     assert row["seconds_of_slowest"] > 0 and row["sources_of_new_lengths"] == 0
+
+
+def test_the_gallery_has_pages_of_its_own(modules):
+    with pytest.raises(ValueError, match=r"gallery_pages\.py"):
+        modules("report").blocks({"cells": [{"group": "gallery"}]}, None)
 
 
 def test_block_masks_of_functions_are_timed(modules, monkeypatch):
