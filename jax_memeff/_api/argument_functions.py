@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_memeff._call.mask import Mask
 from jax_memeff._functions.trace import traced_score_function
 from jax_memeff.codegen.functions.program import Program
 
@@ -23,6 +24,10 @@ def score_mod(
         scale: if it is traced, else None. With neither it nor a function there is no program.
         soft_cap: as of ``dot_product_attention``.
     """
+    if isinstance(value, Mask):
+        raise TypeError(
+            "score_mod must be a function of (score, b, h, q, k), got a Mask; pass mask="
+        )
     if value is not None and not callable(value):
         raise TypeError(
             "score_mod must be a function of (score, b, h, q, k), for example "

@@ -199,7 +199,8 @@ class _Tracer:
         try:
             aval = jax.typeof(result)
         except TypeError:
-            raise TypeError(f"{expected}, got {type(result).__name__}") from None
+            advice = "; does it lack a `return`?" if result is None else ""
+            raise TypeError(f"{expected}, got {type(result).__name__}{advice}") from None
         if aval.shape != ():
             raise ValueError(
                 f"{expected}, got an array of shape {aval.shape}; its arguments are scalars, and "
@@ -210,9 +211,11 @@ class _Tracer:
         if right:
             return result
         advice = {
-            "a float": "; return the score for scores that do not change",
+            "a float": "; convert it, for example by .astype(jnp.float32)",
             "a bool": "; write a comparison, or != 0",
         }[kind]
+        if name.startswith("complex"):
+            advice = "; return its real part"
         if name == "bool":
             advice = "; a function that says which scores count is a Mask.function"
         raise TypeError(f"{expected}, got {name}{advice}")

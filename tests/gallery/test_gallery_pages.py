@@ -48,8 +48,8 @@ def test_every_function_has_text_picture_and_code(pages):
 def test_a_picture_draws_every_valid_element(pages, name):
     entry = ENTRIES[name]
     text = pages.picture(entry)
-    height, width = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', text).groups()[::-1])
-    drawn = np.full((height, width), -1)
+    ((width, height),) = re.findall(r'viewBox="0 0 (\d+) (\d+)"', text)
+    drawn = np.full((int(height), int(width)), -1)
     for color, path in re.findall(r'<path stroke="([^"]+)" d="([^"]+)"', text):
         level = 0 if entry.is_mask else pages._LEVELS.index(color)
         for left, row, count in re.findall(r"M(\d+) (\d+)\.5h(\d+)", path):
