@@ -163,6 +163,8 @@ def test_arrays_of_a_mask_have_zero_gradients():
 
 
 NOT_A_FUNCTION: Any = 3
+NOT_A_MASK: Any = lambda b, h, q, k: q > k  # noqa: E731
+ARRAY: Any = BOOLEAN
 
 
 @pytest.mark.parametrize(
@@ -172,10 +174,10 @@ NOT_A_FUNCTION: Any = 3
         (lambda: Mask.function(lambda q, k: q > k), TypeError, "Mask.function must take"),
         (lambda: Mask.function(lambda b, h, q, k: q - k), TypeError, "must return a bool scalar"),
         (lambda: Mask.causal() | NOT_A_FUNCTION, TypeError, "combines with another Mask, got "),
-        (lambda: Mask.causal() & BOOLEAN, TypeError, "got ndarray: pass jax_memeff.Mask.boolean"),
-        (lambda: BOOLEAN & Mask.causal(), TypeError, "got ndarray: pass jax_memeff.Mask.boolean"),
+        (lambda: Mask.causal() & ARRAY, TypeError, "got ndarray: pass jax_memeff.Mask.boolean"),
+        (lambda: ARRAY & Mask.causal(), TypeError, "got ndarray: pass jax_memeff.Mask.boolean"),
         (lambda: jnp.asarray(BOOLEAN) | Mask.causal(), TypeError, r"Mask\.boolean"),
-        (lambda: Mask.causal() | (lambda b, h, q, k: q > k), TypeError, "Mask.function"),
+        (lambda: Mask.causal() | NOT_A_MASK, TypeError, "Mask.function"),
         (lambda: Mask.causal() and Mask.window(1, 1), TypeError, r"by &, \| and ~ instead of and"),
         (lambda: not Mask.causal(), TypeError, "neither true nor false"),
     ],
@@ -230,9 +232,8 @@ def test_a_call_without_a_kernel_says_so(grad, monkeypatch):
 
 
 def test_arguments_that_are_mixed_up():
-    function: Any = lambda b, h, q, k: q > k  # noqa: E731
     with pytest.raises(TypeError, match=r"got a function; pass mask=jax_memeff\.Mask\.function"):
-        dot_product_attention(QUERY, KEY, VALUE, mask=function)
+        dot_product_attention(QUERY, KEY, VALUE, mask=NOT_A_MASK)
     mask: Any = Mask.causal()
     with pytest.raises(TypeError, match="got a Mask; pass mask="):
         dot_product_attention(QUERY, KEY, VALUE, score_mod=mask)
