@@ -183,7 +183,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             if wide:
                 reasons.append(
                     f"{title} computes with {', '.join(sorted(wide))}; kernels compute with 32 "
-                    "bits: cast the captured arrays, or pass implementation='xla'"
+                    "bits: cast captured arrays and NumPy numbers, or pass implementation='xla'"
                 )
             most = max((array.ndim for array in program.arrays), default=0)
             if most > MOST_DIMS - 1:
