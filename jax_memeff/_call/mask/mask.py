@@ -14,7 +14,6 @@ from jax.typing import ArrayLike
 
 from jax_memeff._call import values
 from jax_memeff._call.mask import arguments, computed_blocks, expression, segment_ids, tiles
-from jax_memeff._call.mask.arguments import broadcast
 from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
 from jax_memeff._call.mask.window import Alignment, TracedWindow, Window
 from jax_memeff._call.offsets import Offsets, Position
