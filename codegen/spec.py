@@ -92,6 +92,8 @@ class Kernel(abc.ABC):
     Otherwise a dbias kernel does."""
     sums_function_gradients: ClassVar[bool] = False
     """Whether the kernel sums the gradients of arrays that a score function reads."""
+    reads_pages: ClassVar[bool] = False
+    """Whether keys and values may be a pool of pages."""
     owns_outputs: ClassVar[bool] = False
     """Whether a backward writes each gradient from the blocks that own it, without sums."""
     splits_keys: ClassVar[bool] = False

@@ -16,6 +16,7 @@ from .dropout import DROPOUT
 from .feature import OPERANDS, Feature, Flag, Operand
 from .functions import FUNCTIONS
 from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
+from .pages import PAGES, AskedPages
 from .positions import POSITIONS
 from .row_maxima import ROW_MAXIMA
 from .sinks import SINKS
@@ -32,6 +33,7 @@ __all__ = [
     "LENGTHS",
     "MASK",
     "NUMBERS",
+    "PAGES",
     "POSITION",
     "POSITIONS",
     "ROW_MAXIMA",
@@ -40,6 +42,7 @@ __all__ = [
     "SOFT_CAP",
     "VARLEN",
     "AskedBias",
+    "AskedPages",
     "CompiledBias",
     "Feature",
     "operands",
@@ -86,6 +89,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     MASK,
     LENGTHS,
     VARLEN,
+    PAGES,
     POSITIONS,
     BROADCAST_BATCH,
     SEGMENTS,

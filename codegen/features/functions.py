@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +26,8 @@ _ARGUMENTS = {
     "mask": "Mask.function (or | or ~ of masks)",
 }
 """The arguments of the user that a program comes from."""
+
+_FUNCTION_FLAGS = {"score": "score, b, h, q, k", "mask": "b, h, q, k"}
 
 _SAME_SCORE = Program(
     (Value("score", "float32"), Value("constant", "float32", (), (("value", 1.0),))), (0, 1), ()
@@ -198,6 +201,18 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
 
     def asked_by(self, call: Any) -> AskedFunctions | None:
         return call.functions
+
+    def words(self, asked: AskedFunctions | None) -> str:
+        return " and ".join(f"a {name} function" for name in (asked.programs if asked else ()))
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """The command line traces the functions itself, which needs JAX."""
+        for name, arguments in _FUNCTION_FLAGS.items():
+            parser.add_argument(
+                f"--{name}-function",
+                metavar="MODULE:NAME",
+                help=f"a function of ({arguments}), and the arrays of its module that it reads",
+            )
 
 
 def _arrays(role: str, types: Iterable[CapturedType]) -> Iterator[CapturedArray]:

@@ -58,7 +58,9 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     - ``read_values(..., float (&values)[kFloatReads])``: what was read. A kernel that stages reads
       of a tile passes a ``FunctionArrays`` of its own, whose ``read<i>(value)`` returns the staged
       number: the compiler then drops index, address and load of that read from the others. In
-      the same way a kernel can have ``difference(key, query)``, their difference as a float.
+      the same way a kernel can have ``difference(key, query)``, their difference as a float, and
+      ``scaled_difference(slope, key, query)``, its product with a number of the head, and
+      ``plus_scaled_difference(x, ...)``, which programs that are not ``precise`` use.
     - ``read_derivatives(..., float (&derivatives)[kFloatReads])``: those of the value by each read.
     - ``read_offsets(..., long long (&offsets)[kFloatReads])``: the element that was read, counted
       in the user's array, or -1 if it was out of bounds. A kernel that needs one of them ignores

@@ -40,6 +40,10 @@ ELEMENT_TYPES = {
 # ArrayView::kMostDims without the first dim, which a vmap adds.
 MOST_DIMS = launch.MOST_DIMS - 1
 
+_DIFFERENCE = "arrays.difference({0}, {1})"
+_NEGATIVE = "0.0f - {0}"
+_SCALED_DIFFERENCE = "arrays.scaled_difference({0}, {1}, {2})"
+
 _LOAD = 2 * FUNCTION
 _KEPT_FROM = 4  # the instructions from which on a register is cheaper
 
@@ -236,11 +240,34 @@ class _Builder:
             return None
         key, query = sorted(operand.args, key=lambda arg: self.program.values[arg].op)
         args = (self.of_value[key], self.of_value[query])
-        difference = self._node("float", "arrays.difference({0}, {1})", args)
+        difference = self._node("float", _DIFFERENCE, args)
         if not size and names[0] == "key":
             return difference
         # 0 - 0 is 0, as it is in integers; -0 is not.
-        return self._node("float", "fabsf({0})" if size else "0.0f - {0}", (difference,))
+        return self._node("float", "fabsf({0})" if size else _NEGATIVE, (difference,))
+
+    def _scaled_difference(self, args: tuple[int, ...]) -> int | None:
+        """The node of the product of a difference, or its negative, and a number of the head."""
+        for slope, node in (args, args[::-1]):
+            if self.nodes[slope].level != Level.HEAD:
+                continue
+            if self.nodes[node].form == _NEGATIVE:
+                slope, node = self._node("float", "-{0}", (slope,)), self.nodes[node].args[0]
+            if self.nodes[node].form == _DIFFERENCE:
+                return self._node("float", _SCALED_DIFFERENCE, (slope, *self.nodes[node].args))
+        return None
+
+    def _plus_scaled_difference(self, op: str, args: tuple[int, ...]) -> int | None:
+        """The node of a sum or a difference with such a product."""
+        for other, node in (args, args[::-1]):
+            if self.nodes[node].form != _SCALED_DIFFERENCE or (op == "sub" and other != args[0]):
+                continue
+            slope, *positions = self.nodes[node].args
+            if op == "sub":
+                slope = self._node("float", "-{0}", (slope,))
+            form = "arrays.plus_scaled_difference({0}, {1}, {2}, {3})"
+            return self._node("float", form, (other, slope, *positions))
+        return None
 
     def _operation(
         self, index: int, value: Value, dtype: str, args: tuple[int, ...], params: dict[str, Any]
@@ -253,6 +280,14 @@ class _Builder:
         operation = OPERATIONS["round_even" if even else value.op]
         exact = index in self.exact
         form, cost = operation.form(dtype, exact=exact, precise=self.precise), operation.cost
+        if dtype == "float32" and not (exact or self.precise):
+            node = None
+            if value.op == "mul":
+                node = self._scaled_difference(args)
+            elif value.op in ("add", "sub"):
+                node = self._plus_scaled_difference(value.op, args)
+            if node is not None:
+                return node
         if value.op == "div":
             divisor = self.program.values[value.args[1]]
             if divisor.op == "constant" and dtype == "float32":

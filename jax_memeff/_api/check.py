@@ -14,6 +14,8 @@ from jax.typing import ArrayLike
 
 from jax_memeff._api import attention as api
 from jax_memeff._api import varlen
+from jax_memeff._api.paged.attention import paged_attention
+from jax_memeff._api.paged.check import check_paged
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.operands import Operands
@@ -22,20 +24,24 @@ from jax_memeff._call.operands import Operands
 def check(
     query: ArrayLike,
     key: ArrayLike,
-    value: ArrayLike,
+    value: ArrayLike | None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     **arguments: Any,
 ) -> None:
     """Raise if a call of ``dot_product_attention`` with these arguments has bad values.
 
-    Takes the arguments of :func:`jax_memeff.dot_product_attention`, or, if ``cu_seqlens_q`` is
-    among them, those of :func:`jax_memeff.varlen_attention`. Computes no attention, and copies the
-    arrays to the host. Beside the checks of the function itself, it reads device arrays:
+    Takes the arguments of :func:`jax_memeff.dot_product_attention`; if ``cu_seqlens_q`` is among
+    them, those of :func:`jax_memeff.varlen_attention`; and if ``page_table`` is, those of
+    :func:`jax_memeff.paged_attention`, with the pools as ``key`` and ``value``. Computes no
+    attention, and copies the arrays to the host. Beside the checks of the function itself, it reads
+    device arrays:
 
     - lengths must be in [0, T] and [0, S] (the call itself would clamp them);
     - ``cu_seqlens_*`` must be in [0, tokens] and not decrease, and no sequence may be longer than
       ``max_seqlen_*`` (the call itself would shorten sequences);
+    - ``kv_lengths`` must be within the table, ``query_starts`` in [0, tokens] and not decrease, and
+      the pages of a sequence in the pool (the call itself would mask their keys);
     - ``offsets`` must be in range (the call itself would clamp the positions);
     - query, key and value must be finite within the lengths (beyond them they may hold anything);
     - bias must hold neither NaN nor +inf within the lengths;
@@ -53,9 +59,15 @@ def check(
     ...
     ValueError: key_value_seq_lengths must be in [0, 4], got 5 at index 0
     """
-    packed = "cu_seqlens_q" in arguments
-    function = varlen.varlen_attention if packed else api.dot_product_attention
-    call = inspect.signature(function).bind(query, key, value, bias=bias, mask=mask, **arguments)
+    packed, paged = "cu_seqlens_q" in arguments, "page_table" in arguments
+    if paged:
+        call = inspect.signature(paged_attention).bind(
+            query, key, value, mask=mask, **_without_bias(bias, arguments)
+        )
+    else:
+        function = varlen.varlen_attention if packed else api.dot_product_attention
+        own = inspect.signature(function)
+        call = own.bind(query, key, value, bias=bias, mask=mask, **arguments)
     call.apply_defaults()
     for name, argument in call.arguments.items():
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(argument)):
@@ -65,13 +77,16 @@ def check(
             )
     named = dict(call.arguments)
     for name in ("return_residual", "return_max_logits"):
-        named.pop(name)
+        named.pop(name, None)
     for name in _ON_HOST:
         if named.get(name) is not None:
             named[name] = _host(name, named[name])
     for name in ("mask", "offsets"):
-        if isinstance(named[name], Mask | Offsets):
+        if isinstance(named.get(name), Mask | Offsets):
             named[name] = jax.tree.map(functools.partial(_host, name), named[name])
+    if paged:
+        check_paged(named)
+        return
 
     prepare: Any = varlen.prepare if packed else api.prepare
     operands: Operands = prepare(**named).operands
@@ -105,7 +120,23 @@ def _host(name: str, value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-_ON_HOST = ("query_seq_lengths", "key_value_seq_lengths", "cu_seqlens_q", "cu_seqlens_k")
+_ON_HOST = (
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "kv_lengths",
+    "query_starts",
+)
+
+
+def _without_bias(bias: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a paged call, which has no bias."""
+    if bias is not None:
+        raise ValueError(
+            f"bias must be None with page_table, got {type(bias).__name__}: pass score_mod"
+        )
+    return arguments
 
 
 def _within(lengths: Any, batch: int, size: int) -> np.ndarray:

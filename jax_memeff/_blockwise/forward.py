@@ -37,9 +37,9 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
         maxima: only with ``options.row_maxima``, the largest score of each row, as ``lse`` is.
     """
     batch, length, heads, _ = operands.query.shape
-    value_dim = operands.value.shape[-1]
+    value_dim = operands.value_dim
     problem = Problem.of(operands, options)
-    if 0 in (batch, length, heads, operands.key.shape[1]):
+    if 0 in (batch, length, heads, operands.columns):
         out = problem.zeros(batch, length, heads, value_dim).astype(dtype or operands.query.dtype)
         nothing = problem.zeros(batch, length, heads) - jnp.inf
         return (out, nothing, nothing) if options.row_maxima else (out, nothing)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import export, lax
 
-from jax_memeff._blockwise import functions
+from jax_memeff._blockwise import functions, pages
 from jax_memeff._blockwise.functions import Coordinates
 from jax_memeff._call import dropout
 from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans
@@ -26,7 +26,8 @@ from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.operands import Operands, captured_name
 from jax_memeff._call.options import RANDOM_BLOCK, Options
-from jax_memeff._call.static_shapes import require_static
+from jax_memeff._call.pages import INVARIANT_COLUMNS
+from jax_memeff._call.values import require_static
 
 LONGEST_BLOCK = 512
 _SHORTEST_BLOCK = 64
@@ -81,6 +82,15 @@ def _cut(length: int, longest: int) -> Blocks:
     return Blocks(length, min(size, length))
 
 
+def _blocks(operands: Operands, longest: int) -> tuple[Blocks, Blocks]:
+    """The blocks of rows and columns."""
+    rows, columns = operands.query.shape[1], operands.columns
+    if operands.pages is not None and operands.pages.is_invariant:
+        # XLA sums in another order if a product has other sizes: every row is a product of its own.
+        return Blocks(rows, 1), Blocks(columns, INVARIANT_COLUMNS)
+    return _cut(rows, longest), _cut(columns, longest)
+
+
 ArraysByIndex = dict[int, jax.Array]
 """Some of the captured arrays, or their gradients."""
 
@@ -103,6 +113,7 @@ class Problem:
     options: Options
     query: jax.Array
     key: jax.Array
+    """With pages the pool as it is, [1, rows, K, H]: to transpose it would copy all pages."""
     value: jax.Array
     captured: tuple[jax.Array, ...]
     """The captured arrays, with one batch index for each gradient; floats are widened."""
@@ -120,8 +131,9 @@ class Problem:
             "query_seq_lengths and key_value_seq_lengths; varlen_attention takes a symbolic "
             "number of tokens",
         )
-        batch, length, heads, _ = query.shape
-        if mask.key_lengths is not None:
+        batch, _, heads, _ = query.shape
+        is_paged = operands.pages is not None
+        if mask.key_lengths is not None and not is_paged:
             # Values beyond the lengths are zeroed, and each batch index has its own length.
             key = _select_rows(expanded(key, options.divisors["key"], batch), mask.key_lengths)
             value = _select_rows(
@@ -136,8 +148,8 @@ class Problem:
             operands,
             options,
             grouped(_select_rows(query, mask.query_lengths), key.shape[2]),
-            key.transpose(0, 2, 1, 3),
-            value.transpose(0, 2, 1, 3),
+            key if is_paged else key.transpose(0, 2, 1, 3),
+            value if is_paged else value.transpose(0, 2, 1, 3),
             tuple(
                 _widened(
                     as_gradient(captured_name(index), x, operands, options.divisors), accumulator
@@ -145,8 +157,7 @@ class Problem:
                 for index, x in enumerate(operands.captured)
             ),
             accumulator,
-            _cut(length, longest),
-            _cut(key.shape[1], longest),
+            *_blocks(operands, longest),
         )
 
     def zeros(self, *shape: int) -> jax.Array:
@@ -164,10 +175,14 @@ class Problem:
         return tile.astype(self.accumulator) * self.options.scale
 
     def key_tile(self, start: jax.Array) -> jax.Array:
+        if self.operands.pages is not None:
+            return pages.key_tile(self.operands, start, self.cols.size, self.accumulator)
         tile = lax.dynamic_slice_in_dim(self.key, start, self.cols.size, 2)
         return self._of_batch(tile, self.options.divisors["key"])
 
     def value_tile(self, start: jax.Array) -> jax.Array:
+        if self.operands.pages is not None:
+            return pages.value_tile(self.operands, start, self.cols.size, self.accumulator)
         tile = lax.dynamic_slice_in_dim(self.value, start, self.cols.size, 2)
         return self._of_batch(tile, self.options.divisors["value"])
 
@@ -184,7 +199,7 @@ class Problem:
 
     def per_head(self, tile: jax.Array) -> jax.Array:
         """[b, n, rows, cols] to [b, K or 1, G or 1, rows, cols]."""
-        kv_heads = self.key.shape[1] if tile.shape[1] != 1 else 1
+        kv_heads = self.operands.key.shape[2] if tile.shape[1] != 1 else 1
         return tile.reshape(tile.shape[0], kv_heads, -1, *tile.shape[2:])
 
     def may_attend(self, row: jax.Array, col: jax.Array) -> jax.Array | None:
@@ -265,6 +280,9 @@ class Problem:
             operands.mask.booleans, of_booleans(operands.mask, divisors), strict=True
         ):
             valid = _and(valid, broadcastable(slice_tile(array, (row, col), shape), divisor, batch))
+        if operands.pages is not None:
+            in_pool = pages.are_in_pool(operands, col, shape[1])
+            valid = _and(valid, in_pool[None, None, None, :])
         if self.cols.overlap:
             columns = (col + lax.iota(jnp.int32, shape[1]))[None, None, None, :]
             valid = _and(valid, columns >= first_col)
@@ -302,7 +320,7 @@ class Problem:
                 local + first.reshape(-1, 1, 1, 1, 1)
                 for local, first in zip((rows, cols), position, strict=True)
             )
-        heads = state.head_index.reshape(1, self.key.shape[1], -1, 1, 1)
+        heads = state.head_index.reshape(1, self.operands.key.shape[2], -1, 1, 1)
         return Coordinates(state.batch_index[:, None, None, None, None], heads, rows, cols)
 
     def _function(

@@ -44,16 +44,17 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
     accumulator = jnp.promote_types(operands.query.dtype, jnp.float32)
     nothing = jnp.full((1, tokens, heads), -jnp.inf, accumulator)
     results = (
-        jnp.zeros((1, tokens, heads, operands.value.shape[3]), dtype or operands.query.dtype),
+        jnp.zeros((1, tokens, heads, operands.value_dim), dtype or operands.query.dtype),
         *[nothing] * (2 if options.row_maxima else 1),
     )
     if _is_empty(operands):
         return results
+    own_options = without_divisors(options)
 
     def sequence(index: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         rows, columns = tokens_of(operands, index)
         part = sequence_of(operands, options, index, rows, columns)
-        one = blockwise.forward(part, options, dtype)
+        one = blockwise.forward(part, own_options, dtype)
         return tuple(_put(result, rows, part) for result, part in zip(results, one, strict=True))
 
     return lax.fori_loop(0, operands.scores[0], sequence, results)
@@ -139,13 +140,17 @@ def longest(operands: Operands) -> tuple[int, int]:
         # An exported program may have a symbolic number of tokens.
         return size if export.is_symbolic_dim(tokens) else min(size, tokens)
 
+    if operands.pages is not None:
+        # Pages may stand in a table more than once.
+        return at_most(rows, operands.query.shape[1]), columns
     return at_most(rows, operands.query.shape[1]), at_most(columns, operands.key.shape[1])
 
 
 def tokens_of(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The tokens of a sequence's queries, [rows], and of its keys, [columns].
 
-    The numbers of rows and columns are those of :func:`longest`.
+    The numbers of rows and columns are those of :func:`longest`. With pages the keys are counted
+    from 0, because the table has their places.
     """
     sequences: Any = operands.sequences
     rows, columns = longest(operands)
@@ -182,10 +187,12 @@ def sequence_of(
 
     own = mapped(of_sequence, operands)
     mask, sequences = own.mask, own.sequences
+    # The pages of a tile are gathered when it is read.
+    is_paged = operands.pages is not None
     return own._replace(
         query=_take(operands.query, rows),
-        key=_take(operands.key, columns),
-        value=_take(operands.value, columns),
+        key=operands.key if is_paged else _take(operands.key, columns),
+        value=operands.value if is_paged else _take(operands.value, columns),
         bias=of_scores(own.bias),
         mask=dataclasses.replace(
             mask,

@@ -16,6 +16,7 @@ import jax
 
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Position
+from jax_memeff._call.pages import Pages
 from jax_memeff._call.sequences import Sequences
 from jax_memeff.codegen import features
 from jax_memeff.codegen.features.feature import Placement
@@ -67,13 +68,27 @@ class Operands(NamedTuple):
     captured: tuple[jax.Array, ...] = ()
     """The arrays that ``Options.score_function`` reads, in the order of ``Program.arrays``:
     [1|B, ...], or fewer batch indices. The first dim is not the user's: ``jax.vmap`` makes it."""
+    pages: Pages | None = None
+    """Present if key and value are a pool of pages; ``sequences`` then are, too."""
+
+    @property
+    def value_dim(self) -> int:
+        """Hv"""
+        if self.pages is not None and self.pages.latent_dim is not None:
+            return self.pages.latent_dim
+        return self.value.shape[3]
+
+    @property
+    def columns(self) -> int:
+        """The number of keys, of each batch index if sequences are not packed."""
+        return self.key.shape[1] if self.pages is None else self.pages.longest_key
 
     @property
     def scores(self) -> tuple[int, int, int, int]:
         """(B, N, T, S)"""
         batch, rows, heads, _ = self.query.shape
         if self.sequences is None:
-            return batch, heads, rows, self.key.shape[1]
+            return batch, heads, rows, self.columns
         batch = self.sequences.query_starts.shape[0] - 1
         return batch, heads, self.sequences.longest_query, self.sequences.longest_key
 
@@ -300,6 +315,11 @@ def _operand(path: Any) -> Operand:
 def is_varlen(operands: Any) -> bool:
     """Whether the sequences are packed."""
     return getattr(operands, "sequences", None) is not None
+
+
+def pages_of(operands: Any) -> Pages | None:
+    """The pages of a call, if its keys and values are a pool."""
+    return getattr(operands, "pages", None)
 
 
 def batch_of(operands: Any) -> int:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.core import Tracer
+
+from jax_memeff.errors import UnsupportedError
 
 INT32_MAX = 2**31 - 1
 
@@ -152,3 +156,16 @@ def flag(name: str, value: Any) -> bool:
         got = "a traced value" if isinstance(value, Tracer) else f"{value!r:.80}"
         raise TypeError(f"{name} must be True or False, got {got}")
     return bool(value)
+
+
+def require_static(shapes: Mapping[str, Sequence[int]], where: str, remedy: str) -> None:
+    """Raise for symbolic sizes of ``jax.export`` among named shapes.
+
+    Raises:
+        UnsupportedError: its text has ``where`` (the path that needs static sizes), the shape, and
+            the ``remedy``.
+    """
+    for name, shape in shapes.items():
+        if any(export.is_symbolic_dim(size) for size in shape):
+            sizes = ", ".join(map(str, shape))
+            raise UnsupportedError([f"{where}, got {name} [{sizes}]", remedy])

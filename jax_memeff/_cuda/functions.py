@@ -37,7 +37,7 @@ def programs(operands: Any, options: Options) -> AskedFunctions:
         operands.scores,
         operands.sequences is not None,
     )
-    score, own = (None if x is None else _kernel_types(x) for x in (score, own))
+    score, own = (None if x is None else in_kernel_types(x) for x in (score, own))
     return AskedFunctions(score, own, bounds)
 
 
@@ -58,23 +58,29 @@ def gradients_in_kernels(
 ) -> tuple[int, ...]:
     """The captured arrays whose gradients the kernels sum; XLA computes the others.
 
-    Kernels add in any order, and know the score itself no more when they have its gradient. Those
-    for large head dims compute each score more than once, and without other gradients there is no
-    kernel.
+    Without other gradients there is no kernel.
     """
     program = options.score_function
-    if needs_grad is None or program is None or options.deterministic_backward:
+    if needs_grad is None or program is None or not needs_grad._replace(captured=()).names:
         return ()
-    if max(operands.query.shape[3], operands.value.shape[3]) > PADDED_DIMS[-1]:
-        return ()
-    if not needs_grad._replace(captured=()).names:
-        return ()
-    if any("score" in program.dependence(result) for result in program.results[2:]):
+    head_dim = max(operands.query.shape[3], operands.value_dim)
+    if not sums_gradients(program, head_dim, options.deterministic_backward):
         return ()
     return tuple(index for index, needed in enumerate(needs_grad.captured) if needed)
 
 
-def _kernel_types(program: Program) -> Program:
+def sums_gradients(program: Program, head_dim: int, deterministic: bool) -> bool:
+    """Whether kernels sum the gradients of the arrays that a score function reads.
+
+    They add in any order, and know the score itself no more when they have its gradient. Those for
+    large head dims compute each score more than once.
+    """
+    if deterministic or head_dim > PADDED_DIMS[-1]:
+        return False
+    return not any("score" in program.dependence(result) for result in program.results[2:])
+
+
+def in_kernel_types(program: Program) -> Program:
     arrays = (
         CapturedType(_WIDENED.get(array.dtype, array.dtype), array.ndim) for array in program.arrays
     )

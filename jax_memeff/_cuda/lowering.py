@@ -32,7 +32,7 @@ from jax_memeff._call.operands import (
 )
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
-from jax_memeff._call.static_shapes import require_static
+from jax_memeff._call.values import require_static
 from jax_memeff._cuda import buffers, description, functions, traced_windows, workspaces
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.export import register_targets

@@ -97,7 +97,7 @@ def problem_of(call: Call, arch: str) -> Problem:
         direction="forward" if call.needs_grad is None else "backward",
         dtype=_dtype(call.operands, call.options),
         head_dim=call.operands.query.shape[3],
-        value_dim=call.operands.value.shape[3],
+        value_dim=call.operands.value_dim,
         arch=arch,
         features={feature.name: feature.asked_by(call) for feature in FEATURES},
         # The gradients of captured arrays are part of the feature.

@@ -24,7 +24,7 @@ def sizes_of(avals: Operands, divisors: Divisors) -> Sizes:
     """The sizes of a call for the code generator."""
     batch, heads, queries, keys = avals.scores
     _, query_tokens, _, head_dim = avals.query.shape
-    _, key_tokens, key_heads, value_dim = avals.value.shape
+    _, key_tokens, key_heads, _ = avals.key.shape
     packed = avals.sequences is not None
     bias_gradient = (1, 1)
     if avals.bias is not None:
@@ -36,7 +36,7 @@ def sizes_of(avals: Operands, divisors: Divisors) -> Sizes:
         heads=heads,
         key_heads=key_heads,
         head_dim=head_dim,
-        value_dim=value_dim,
+        value_dim=avals.value_dim,
         query_tokens=query_tokens if packed else None,
         key_tokens=key_tokens if packed else None,
         bias_gradient=(bias_gradient[0], bias_gradient[1]),

@@ -9,12 +9,15 @@ The folded call has ``size * B`` batch indices. The dims of an operand in the ta
 - other operands of the batch are repeated. The query is, because the output is as large; lengths,
   segment ids, mapped positions and the keys of random bits are, because they are small. Each
   mapped call has bits of its own;
-- tokens of packed sequences are appended to those of the previous mapped index.
+- tokens of packed sequences are appended to those of the previous mapped index;
+- a pool of pages is not copied if it is not mapped. If it is, the pages of each mapped index are
+  appended to those of the previous one, and tables count from there.
 
 In these cases the call runs once per mapped index, by ``jax.lax.map``:
 
 - an operand without a batch is mapped: ``Offsets`` of heads;
 - a key, value, bias or mask whose batch comes from an outer vmap alone is mapped now;
+- the scales of a pool of pages are mapped, and the pool is not;
 - packed sequences have more than ``MOST_POSITIONS`` tokens together.
 """
 
@@ -39,6 +42,7 @@ from jax_memeff._call.operands import (
     items,
     mapped,
     named_arrays,
+    pages_of,
     replaced,
 )
 from jax_memeff._call.options import Divisors, Options
@@ -98,6 +102,16 @@ class _Fold(NamedTuple):
         if x.indices * divisor != self.batch:
             raise _UnfoldableError
         return self.repeated(x), divisor
+
+    def table(self, x: _Array, pages: int) -> jax.Array:
+        """The tables of the folded calls, [size * B, ...], if each has ``pages`` pages of its own.
+
+        An entry that is no page of a call stays none.
+        """
+        table = x.everywhere(self.size)
+        own = jnp.arange(self.size, dtype=table.dtype).reshape(-1, 1, 1) * pages
+        table = jnp.where((table >= 0) & (table < pages), table + own, -1)
+        return table.reshape(self.size * table.shape[1], table.shape[2])
 
     def tokens(self, x: _Array) -> jax.Array:
         """[1, size * tokens, ...] of an operand [1, tokens, ...]."""
@@ -201,6 +215,8 @@ def _folded_array(fold: _Fold, item: Item, operands: Any, divisors: Divisors) ->
     dims = item.operand.named_dims(varlen)
     if item.operand.may_lack_batch(varlen):
         return fold.kept(array, divisors[item.name])[0]
+    if pages_of(operands) is not None and item.name in _POOL:
+        return _folded_pool(fold, item, operands)
     if dims == ("starts",):
         tokens = operands.query if item.name == "sequences.query_starts" else operands.key
         return fold.starts(array, fold.size * tokens.array.shape[2 if tokens.mapped else 1])
@@ -211,6 +227,39 @@ def _folded_array(fold: _Fold, item: Item, operands: Any, divisors: Divisors) ->
     if array.mapped:
         raise _UnfoldableError
     return array.array
+
+
+_POOL = (
+    "key",
+    "value",
+    "sequences.key_starts",
+    "pages.table",
+    "pages.key_scale",
+    "pages.value_scale",
+)
+"""The operands that are folded in another way if keys and values are a pool of pages."""
+
+
+def _folded_pool(fold: _Fold, item: Item, operands: Any) -> jax.Array:
+    """One of ``_POOL`` in the folded call."""
+    array: _Array = item.array
+    is_mapped = operands.key.mapped or operands.value.mapped
+    pages = operands.key.array.shape[2 if operands.key.mapped else 1] // operands.pages.page_size
+    if item.name == "sequences.key_starts":  # not read
+        return jnp.zeros(fold.size * fold.batch + 1, jnp.int32)
+    if item.name == "pages.table":
+        return fold.table(array, pages) if is_mapped else fold.repeated(array)
+    if not is_mapped:
+        if array.mapped:
+            raise _UnfoldableError
+        return array.array
+    if item.name in ("pages.key_scale", "pages.value_scale"):
+        if array.array.shape[-3] == 1 and not array.mapped:
+            return array.array
+        each = array.everywhere(fold.size)
+        of_pages = jnp.broadcast_to(each, (*each.shape[:2], pages, *each.shape[3:]))
+        return of_pages.reshape(1, fold.size * pages, *each.shape[3:])
+    return fold.tokens(array)
 
 
 def _folded_options(fold: _Fold, operands: Any, options: Options, *, is_forward: bool) -> Options:

@@ -33,10 +33,12 @@ from jax_memeff._call.operands import (
     gradients_of,
     named_arrays,
     needs_grad_of,
+    pages_of,
 )
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import token_indices
 from jax_memeff._op import primitives
+from jax_memeff.errors import UnsupportedError
 
 
 def named(results: tuple[jax.Array, ...], options: Options) -> tuple[jax.Array, ...]:
@@ -52,6 +54,19 @@ def named(results: tuple[jax.Array, ...], options: Options) -> tuple[jax.Array, 
         checkpoint_name(lse, chosen or "jax_memeff_lse"),
         *others,
     )
+
+
+def require_derivative(operands: AnyOperands) -> None:
+    """Raise for calls that have no derivative.
+
+    Raises:
+        UnsupportedError: keys and values are a pool of pages.
+    """
+    if pages_of(operands) is not None:
+        raise UnsupportedError(
+            ["differentiate varlen_attention, whose keys and values follow one another"],
+            summary="paged_attention has no derivative",
+        )
 
 
 def cotangents(
@@ -124,6 +139,7 @@ def _row_bias_gradient(
 
 def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) -> Any:
     operands = jax.tree.unflatten(tree, primals)
+    require_derivative(operands)
     out, lse, *maxima = named(primitives.forward(operands, options), options)
     moving = jax.tree.unflatten(
         tree, [None if type(tangent) is ad.Zero else tangent for tangent in tangents]

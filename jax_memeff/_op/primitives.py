@@ -97,14 +97,15 @@ def tangent(
 def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, ...]:
     operands: Any = jax.tree.unflatten(tree, avals)
     if isinstance(operands, QkvPackedOperands):
-        query = value = compat.projection(operands.query_key_value)
+        query = compat.projection(operands.query_key_value)
+        value_dim = query.shape[3]
     else:
-        query, value = operands.query, operands.value
+        query, value_dim = operands.query, operands.value_dim
     lse_dtype = jnp.promote_types(query.dtype, jnp.float32)
     rows = query.shape[:3]
     lse = compat.leading_dims(query, rows, lse_dtype)
     maxima = (lse,) if options.row_maxima else ()
-    return compat.leading_dims(query, (*rows, value.shape[3]), query.dtype), lse, *maxima
+    return compat.leading_dims(query, (*rows, value_dim), query.dtype), lse, *maxima
 
 
 def _backward_types(

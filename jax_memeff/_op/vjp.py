@@ -115,6 +115,7 @@ def _attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, ...]
 
 
 def _forward(operands: Any, options: Options) -> tuple[tuple[jax.Array, ...], _Residuals]:
+    derivatives.require_derivative(operands)
     needs_grad = perturbed(operands)
     values: AnyOperands = jax.tree.map(lambda primal: primal.value, operands)
     results = derivatives.named(primitives.forward(values, options), options)

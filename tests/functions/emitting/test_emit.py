@@ -121,6 +121,28 @@ def test_kernels_can_provide_the_difference_of_key_and_query(function, expected)
     assert ("arrays.difference" in text) == ("arrays.difference" in expected[0])
 
 
+_RATE = jnp.ones(4)
+_PLUS = "arrays.plus_scaled_difference(score, "
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda s, b, h, q, k: s + _RATE[h] * (k - q), [_PLUS, "key, query)"]),
+        (lambda s, b, h, q, k: s - (k - q) * _RATE[h], [_PLUS + "v", "= -of_head."]),
+        (lambda s, b, h, q, k: s - 0.5 * (q - k), [_PLUS]),
+        (lambda s, b, h, q, k: _RATE[h] * (k - q) - s, ["arrays.scaled_difference(", "- score"]),
+        (lambda s, b, h, q, k: s + _RATE[q] * (k - q), ["arrays.difference("]),  # of a row
+    ],
+)
+def test_kernels_can_add_a_multiple_of_the_difference(function, expected):
+    program, _ = traced_score_function(function)
+    text = body(emit.source(program, "F", precise=False), "value")
+    assert all(part in text for part in expected), text
+    assert "scaled_difference" in text or expected[0] == "arrays.difference("
+    assert "scaled_difference" not in emit.source(program, "F", precise=True)
+
+
 def test_what_an_operation_with_jumps_depends_on_is_exact():
     """A rounding error before a floor() would be an error of one after it, and other kernels, which
     fuse other operations, would not agree."""

@@ -66,10 +66,9 @@ struct FmhaForwardSm90 {
   using OutGrid = Grid<Config::kValueDim>;
   static constexpr bool kCapped = Config::kSoftCap && !Config::kBias && !Config::kRowMaxima &&
                                   cute::is_same_v<Element, cutlass::bfloat16_t>;
-  // Rows with a bias or a function may be negative for ever, which integers do not order; above 128
-  // columns there a KV block has too few scores for the branch to pay.
-  static constexpr bool kIntegerMaximum =
-      !Config::kBias && !Config::kScoreFunction && Config::kValueDim <= 128;
+  // Rows with a bias may be negative for ever, which integers do not order; above 128 columns a KV
+  // block has too few scores for the branch to pay.
+  static constexpr bool kIntegerMaximum = !Config::kBias && Config::kValueDim <= 128;
   using Softmax =
       OnlineSoftmax<1, kIntegerMaximum, has_large_scores<Config>(), kCapped, Config::kRowMaxima>;
   using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;

@@ -40,13 +40,12 @@ struct ScoreFunction<Config, Grid, kTransposed, true> {
 
   CUTE_DEVICE ScoreFunction(Params const& params) : params(params) {}
 
-  // A score below kMaskedBias masks its element, as a bias does.
+  // A score below kMaskedBias masks its element, as a bias does: the softmax has kLargeScores.
   template <class Scores>
   CUTE_DEVICE void forward(Scores& scores, ScoreTilePosition const& at) const {
     OfTile(params, at)
         .template for_each<Grid, kTransposed>(scores, [](float& score, auto const&... inputs) {
-          float const value = Function::value(inputs...);
-          score = value < kMaskedBias ? -infinity() : value;
+          score = Function::value(inputs...);
         });
   }
 

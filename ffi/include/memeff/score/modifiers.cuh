@@ -50,7 +50,7 @@ struct ScoreModifiers {
   template <class Scores, class... Tile>
   CUTE_DEVICE void recompute(Scores& scores, Scores& scaled, ScoreTilePosition const& at,
                              Tile&&... tile) const {
-    scaling.forward(scores);
+    scaling.recompute(scores);
     scaled = scores;
     if constexpr (!Function::kConstantDerivative) function.differentiate(scores, scaled, at);
     function.forward(scores, at);
@@ -61,7 +61,7 @@ struct ScoreModifiers {
   template <class Scores, class... Tile>
   CUTE_DEVICE void recompute_with_derivatives(Scores& scores, Scores& derivatives,
                                               ScoreTilePosition const& at, Tile&&... tile) const {
-    scaling.forward(scores);
+    scaling.recompute(scores);
     scaling.differentiate(scores, derivatives);
     if constexpr (!Function::kConstantDerivative) function.differentiate(scores, derivatives, at);
     function.forward(scores, at);

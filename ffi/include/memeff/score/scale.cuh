@@ -35,30 +35,41 @@ CUTE_DEVICE void cap_scores(Accumulators& scores, float prescale, float unit) {
   }
 }
 
-// x = prescale * score, or tanh of it: see ScoreScale. Does not touch the accumulators if prescale
-// is 1 and there is no cap.
-template <class Element, bool kSoftCap, class Accumulators>
-CUTE_DEVICE void prescale_scores(Accumulators& scores, ScoreScale const& scale) {
-  if constexpr (kSoftCap) {
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) {
-      float const x = scores(i) * scale.prescale;
-      scores(i) = kIs32Bit<Element> ? tanhf(x) : tanh_approx(x);
-    }
-  } else if (scale.prescale != 1.0f) {
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) scores(i) *= scale.prescale;
-  }
+template <class Accumulators>
+CUTE_DEVICE void scale_scores(Accumulators& scores, float prescale) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(scores); ++i) scores(i) *= prescale;
 }
 
-// The first modifier of a score: x = prescale * score, or its hyperbolic tangent.
+// The first modifier of a score: x = prescale * score, or its hyperbolic tangent, see ScoreScale.
 template <class Config>
 struct ScoreScaling {
   ScoreScale const& scale;
 
+  // Does not touch the accumulators if prescale is 1 and there is no cap. A forward with a function
+  // always multiplies, since a branch would keep the product out of a fused multiply-add.
   template <class Scores>
   CUTE_DEVICE void forward(Scores& scores) const {
-    prescale_scores<typename Config::Element, Config::kSoftCap>(scores, scale);
+    if constexpr (Config::kScoreFunction) {
+      scale_scores(scores, scale.prescale);
+    } else {
+      recompute(scores);
+    }
+  }
+
+  // The same in a backward. Hazard: without the branch, which ends the basic block, ptxas moves the
+  // products of ALiBi at head dim 128 between those of dP, then serializes these and spills.
+  template <class Scores>
+  CUTE_DEVICE void recompute(Scores& scores) const {
+    if constexpr (Config::kSoftCap) {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        float const x = scores(i) * scale.prescale;
+        scores(i) = kIs32Bit<typename Config::Element> ? tanhf(x) : tanh_approx(x);
+      }
+    } else if (scale.prescale != 1.0f) {
+      scale_scores(scores, scale.prescale);
+    }
   }
 
   // The derivative of tanh is 1 - x^2. It is not constant, so a backward keeps x until it has the

@@ -59,6 +59,14 @@ struct FunctionArrays {
     return float(wrapping_subtract(key, query));
   }
 
+  // The same times `slope`, which is one number for a head.
+  CUTE_DEVICE float scaled_difference(float slope, int key, int query) const {
+    return slope * difference(key, query);
+  }
+  CUTE_DEVICE float plus_scaled_difference(float x, float slope, int key, int query) const {
+    return x + scaled_difference(slope, key, query);
+  }
+
   // The function computes with the result after it read `value`, one per element. A kernel that has
   // staged read kRead of its tile hides this with a function that ignores `value`.
   template <int kRead>

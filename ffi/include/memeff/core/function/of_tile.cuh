@@ -9,6 +9,25 @@
 
 namespace memeff {
 
+// The arrays of a function at one element of a lane. The lane knows the difference of its first row
+// and column as a float; that of another element is a constant more. So no conversion is left, and
+// the products of a slope with the differences have one rounding more than those with integers:
+// `slope * first` is the same for all elements, hence evaluated once.
+template <class Config>
+struct ElementArrays : function::FunctionArrays<Config> {
+  float first;
+  float more;
+
+  CUTE_DEVICE float difference(int, int) const { return first + more; }
+  CUTE_DEVICE float scaled_difference(float slope, int, int) const {
+    return fmaf(slope, more, slope * first);
+  }
+  // Needs no register for the product, of which a lane has many different ones.
+  CUTE_DEVICE float plus_scaled_difference(float x, float slope, int, int) const {
+    return fmaf(slope, more, x + slope * first);
+  }
+};
+
 // The user's indices of the elements of a tile, and the arrays of a function. kArrays and kLiterals
 // are where those of the function begin.
 template <class Config, class Function, int kArrays, int kLiterals>
@@ -29,19 +48,26 @@ class FunctionOfTile {
   template <class Grid, bool kTransposed, class Scores, class Use>
   CUTE_DEVICE void for_each(Scores& scores, Use use) const {
     int const thread = thread_index();
+    int const first_major = Grid::element_row(0, 0, thread);
+    int const first_minor = Grid::element_column(0, 0, thread);
+    int const first = kTransposed ? first_major - first_minor : first_minor - first_major;
+    ElementArrays<Config> arrays = {arrays_, float(column_ - row_ + first), 0.0f};
     CUTE_UNROLL
     for (int m = 0; m < cute::size<1>(scores); ++m) {
       CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        int const major = Grid::element_row(2 * half, m, thread);
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
         CUTE_UNROLL
-        for (int n = 0; n < cute::size<2>(scores); ++n) {
+        for (int half = 0; half < 2; ++half) {
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
-            int const minor = Grid::element_column(i, n, thread);
+            // The distance from the first element is that of lane 0: a constant.
+            int const major = Grid::element_row(2 * half, m, 0u) - Grid::element_row(0, 0, 0u);
+            int const minor = Grid::element_column(i, n, 0u) - Grid::element_column(0, 0, 0u);
+            arrays.more = float(kTransposed ? major - minor : minor - major);
             float& score = scores(2 * half + i, m, n);
-            at(kTransposed ? minor : major, kTransposed ? major : minor, score,
-               [&](auto const&... inputs) { use(score, inputs...); });
+            int const row = kTransposed ? first_minor + minor : first_major + major;
+            int const column = kTransposed ? first_major + major : first_minor + minor;
+            at(arrays, row, column, score, [&](auto const&... inputs) { use(score, inputs...); });
           }
         }
       }
@@ -51,13 +77,18 @@ class FunctionOfTile {
   // use(the arguments of Function::value...) for a row and a column of the tile.
   template <class Use>
   CUTE_DEVICE void at(int row, int column, float score, Use use) const {
-    int const query = row_ + row;
-    int const key = column_ + column;
-    use(arrays_, of_head_, Function::of_row(arrays_, of_head_, query),
-        Function::of_column(arrays_, of_head_, key), score, query, key);
+    at(arrays_, row, column, score, use);
   }
 
  private:
+  template <class Arrays, class Use>
+  CUTE_DEVICE void at(Arrays const& arrays, int row, int column, float score, Use use) const {
+    int const query = row_ + row;
+    int const key = column_ + column;
+    use(arrays, of_head_, Function::of_row(arrays_, of_head_, query),
+        Function::of_column(arrays_, of_head_, key), score, query, key);
+  }
+
   template <class Element, class Params>
   CUTE_DEVICE static Element const* array(Params const& params, int index) {
     return static_cast<Element const*>(feature_array(params, index).data);

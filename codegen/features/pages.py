@@ -1,0 +1,121 @@
+"""Paged keys and values: a pool of pages that sequences reach through a table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ..launch import CapturedArray
+from .feature import Constant, CppType, Feature, Operand, expect_one_of
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from ..spec import Kernel, KernelSpec
+
+PoolDtype = Literal["query", "f8e4m3"]
+
+MULTIPLE = 16
+"""Every page size is a multiple of it."""
+
+_XLA = "pass implementation='xla'"
+
+
+class AskedPages(NamedTuple):
+    """The pool of a call. ``size`` is the number of keys of a page, 0 if keys are not paged."""
+
+    size: int
+    dtype: PoolDtype = "query"
+    is_latent: bool = False
+    """Whether the values are the first columns of the keys."""
+    is_invariant: bool = False
+    """Whether the bits of a row depend on its own query, keys and position alone."""
+
+
+class Pages(Feature[AskedPages, int]):
+    """Kernels are compiled for one page size."""
+
+    name, title = "pages", "paged keys"
+    off = AskedPages(0)
+    together = off
+    operands = (
+        Operand("page_table", "B max_pages", places=("pages.table",)),
+        Operand(
+            "key_scale",
+            "1 pages? K 1",
+            "1 pages? K 1",
+            places=("pages.key_scale",),
+            placement="like query or replicated",
+        ),
+        Operand(
+            "value_scale",
+            "1 pages? K 1",
+            "1 pages? K 1",
+            places=("pages.value_scale",),
+            placement="like query or replicated",
+        ),
+    )
+
+    def check(self, asked: AskedPages) -> None:
+        if asked.size < 0 or asked.size % MULTIPLE:
+            raise ValueError(
+                f"expected the size of {self.name} to be a multiple of {MULTIPLE}, got {asked.size}"
+            )
+        expect_one_of("the dtype of pages", asked.dtype, ("query", "f8e4m3"))
+
+    def words(self, asked: AskedPages) -> str:
+        dtype = "" if asked.dtype == "query" else f" of {asked.dtype}"
+        others = ", latent" * asked.is_latent + ", batch invariant" * asked.is_invariant
+        return f"pages of {asked.size} keys{dtype}{others}"
+
+    def compiled(self, problem: Problem, kernel: Kernel) -> int:
+        return problem[self].size
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        return {"kPageSize": spec[self]}
+
+    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
+        return (CapturedArray("page_table", "B *"),) if spec[self] else ()
+
+    def tag(self, compiled: int, kernel: Kernel) -> str:
+        return f"pages{compiled}" if compiled else ""
+
+    def sort_key(self, compiled: int) -> tuple:
+        return (compiled,)
+
+    def family_reasons(self, problem: Problem) -> list[str]:
+        asked, reasons = problem[self], []
+        if asked.size and problem.direction == "backward":
+            reasons.append("paged keys have no gradient: call varlen_attention")
+        if asked.dtype != "query":
+            reasons.append(f"no kernel reads pages of float8 yet: {_XLA}, or cast the pool")
+        if asked.is_latent:
+            reasons.append(f"no kernel reads values as columns of keys yet: {_XLA}")
+        if asked.is_invariant:
+            reasons.append(f"no kernel has batch_invariant=True yet: {_XLA}")
+        return reasons
+
+    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+        if spec[self] and not spec.kernel.reads_pages:
+            return ["it has no paged keys"]
+        return []
+
+    def asked_by(self, call: Any) -> AskedPages:
+        pages, operands = call.operands.pages, call.operands
+        if pages is None:
+            return self.off
+        is_same = operands.key.dtype == operands.query.dtype
+        dtype: PoolDtype = "query" if is_same else "f8e4m3"
+        is_latent = pages.latent_dim is not None
+        return AskedPages(pages.page_size, dtype, is_latent, pages.is_invariant)
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--page-size", type=int, default=0, help="keys of a page, if keys are paged"
+        )
+
+    def from_flags(self, flags: argparse.Namespace) -> AskedPages:
+        return AskedPages(flags.page_size)
+
+
+PAGES = Pages()

@@ -1,0 +1,1 @@
+"""Serving: attention over keys and values in a pool of pages."""

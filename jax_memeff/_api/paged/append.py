@@ -1,0 +1,214 @@
+"""Writing the keys and values of new tokens into a pool of pages."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.typing import ArrayLike
+
+from jax_memeff._api.paged import arguments
+from jax_memeff._call import values
+
+LARGEST_FLOAT8 = 448.0
+"""The largest finite number of float8_e4m3fn, whose cast makes NaN of larger ones."""
+
+
+@overload
+def append_to_pages(
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    query_starts: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def append_to_pages(
+    key_pages: ArrayLike,
+    value_pages: None,
+    key: ArrayLike,
+    value: None,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    query_starts: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: None = None,
+) -> tuple[jax.Array, None]: ...
+
+
+def append_to_pages(
+    key_pages: ArrayLike,
+    value_pages: ArrayLike | None,
+    key: ArrayLike,
+    value: ArrayLike | None,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    query_starts: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Write the keys and values of new tokens into the pages of their sequences.
+
+    The tokens are the last ones of their sequence: the last one of sequence b goes to position
+    ``kv_lengths[b] - 1``. Donate the pools (``jax.jit(..., donate_argnums=...)``) and XLA writes in
+    place; otherwise it copies them once. Nothing else in the pools changes.
+
+    Args:
+        key_pages: ``[pages, page_size, K, H]``, as in :func:`jax_memeff.paged_attention`.
+        value_pages: ``[pages, page_size, K, Hv]`` in the dtype of ``key_pages``; None for latent
+            attention.
+        key: ``[B, T, K, H]``, T new tokens of each sequence; or with ``query_starts``
+            ``[tokens, K, H]``. Its dtype is that of the pool; for float8 any float.
+        value: ``[B, T, K, Hv]`` or ``[tokens, K, Hv]``, likewise; None if ``value_pages`` is.
+        page_table: ``[B, max_pages]`` integers.
+        kv_lengths: ``[B]`` integers, the tokens of each sequence, the new ones included.
+        query_starts: ``[B + 1]`` integers, the tokens of each sequence.
+        key_scale: ``[K]`` or ``[pages, K]`` float32, only for float8: the pool gets ``key`` divided
+            by this, clipped to +-448 and rounded.
+        value_scale: Likewise for values.
+
+    Returns:
+        The new ``key_pages`` and ``value_pages``.
+
+    Raises:
+        ValueError: A shape, or a value of a NumPy array is wrong; or ``jax.vmap`` maps the tokens
+            and not the pool.
+        TypeError: A dtype is wrong.
+
+    Values of device arrays do not raise. A token is not written if it is in front of its sequence's
+    first one or beyond ``max_pages``, if it belongs to no sequence, or if the pool does not have
+    its page. If two tokens have one place, either is written.
+
+    >>> import jax.numpy as jnp, jax_memeff
+    >>> key_pages, value_pages = jnp.zeros((2, 3, 16, 1, 4))
+    >>> key, value = jnp.ones((2, 1, 2, 1, 4))  # two new tokens of one sequence
+    >>> key_pages, value_pages = jax_memeff.append_to_pages(
+    ...     key_pages, value_pages, key, value, jnp.array([[2, 0]]), jnp.array([17])
+    ... )
+    >>> jnp.argwhere(key_pages[..., 0, 0]).tolist()  # positions 15 and 16
+    [[0, 0], [2, 15]]
+    """
+    keys, values_ = arguments.pools(key_pages, value_pages)
+    table = arguments.table(page_table, keys)
+    batch, longest = table.shape[0], table.shape[1] * keys.shape[1]
+    named = _new_tokens(key, value, keys, values_)
+    each = named["key"].shape[1] if query_starts is None and named["key"].ndim == 4 else None
+    new = arguments.tokens(tuple(named), tuple(named.values()), query_starts, batch, "K, H")
+    lengths = arguments.lengths(kv_lengths, batch, longest)
+    count = len(new[0])
+    rows = arguments.rows(query_starts, lengths, count, each, count)
+    scales = (
+        arguments.scale("key_scale", key_scale, keys),
+        arguments.scale("value_scale", value_scale, values_),
+    )
+    page, slot = _places(rows, table, keys.shape[0], keys.shape[1], count)
+    results = [
+        _written(pool, _as_stored(x, scale, page, pool.dtype), page, slot)
+        for pool, x, scale in zip((keys, values_), new, scales, strict=False)
+        if pool is not None
+    ]
+    return results[0], results[1] if len(results) > 1 else None
+
+
+def _new_tokens(
+    key: Any, value: Any, key_pages: jax.Array, value_pages: jax.Array | None
+) -> dict[str, jax.Array]:
+    """The new keys and values by name, with the dtypes and last dims of their pools."""
+    if (value is None) != (value_pages is None):
+        given, missing = ("value_pages", "value") if value is None else ("value", "value_pages")
+        raise ValueError(f"{missing} must be given, because {given} is; got None")
+    found = {}
+    for name, x, pool in (("key", key, key_pages), ("value", value, value_pages)):
+        if pool is None:
+            continue
+        array = found[name] = jnp.asarray(values.array(name, x))
+        is_float8 = pool.dtype == arguments.FLOAT8
+        if array.dtype != pool.dtype and not (
+            is_float8 and jnp.issubdtype(array.dtype, jnp.floating)
+        ):
+            raise TypeError(
+                f"{name} must have the dtype of {name}_pages, {pool.dtype}, got {array.dtype}; "
+                f"pass {name}.astype({name}_pages.dtype)"
+            )
+        if array.shape[-2:] != pool.shape[2:]:
+            raise ValueError(
+                f"{name} must have the heads and head dim of {name}_pages, {pool.shape[2:]}, got "
+                f"shape {array.shape}"
+            )
+    return found
+
+
+def _places(
+    rows: arguments.Rows, table: jax.Array, pages: int, page_size: int, tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """The page and the row in it of each token, int32[tokens]; ``pages`` for tokens to drop."""
+    if 0 in (*table.shape, tokens):
+        none = jnp.full(tokens, pages, jnp.int32)
+        return none, none
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    # The first sequence that ends behind the token.
+    sequence = jnp.searchsorted(rows.ends, token, side="right")
+    sequence = jnp.minimum(sequence, len(rows.ends) - 1)
+    from_end = rows.ends[sequence] - token
+    position = rows.lengths[sequence] - from_end
+    is_own = (from_end > 0) & (from_end <= rows.given[sequence]) & (position >= 0)
+    place = jnp.where(is_own, position, 0)
+    page = table[sequence, place // page_size]
+    return jnp.where(is_own & (page >= 0) & (page < pages), page, pages), place % page_size
+
+
+def _as_stored(x: jax.Array, scale: jax.Array | None, page: jax.Array, dtype: Any) -> jax.Array:
+    """New tokens in the dtype of the pool."""
+    if x.dtype == dtype:
+        return x
+    wide = x.astype(jnp.float32)
+    if scale is not None:
+        own = scale[0] if scale.shape[1] == 1 else jnp.take(scale[0], page, 0, mode="clip")
+        wide = wide / own
+    return jnp.clip(wide, -LARGEST_FLOAT8, LARGEST_FLOAT8).astype(dtype)
+
+
+@custom_vmap
+def _written(pool: jax.Array, x: jax.Array, page: jax.Array, slot: jax.Array) -> jax.Array:
+    """The pool with one row for each token; an invalid page is dropped."""
+    return pool.at[page, slot].set(x, mode="drop")
+
+
+@_written.def_vmap
+def _folded(
+    size: int,
+    mapped: tuple[bool, bool, bool, bool],
+    pool: jax.Array,
+    x: jax.Array,
+    page: jax.Array,
+    slot: jax.Array,
+) -> tuple[jax.Array, bool]:
+    """The pages of each mapped call behind those of the previous one."""
+    if not mapped[0]:
+        raise ValueError(
+            "key_pages and value_pages must be mapped by jax.vmap if the tokens, the table or the "
+            "lengths are, because every mapped call writes into a pool of its own; got a pool that "
+            "is not mapped: write the tokens of all calls as one batch"
+        )
+    x, page, slot = (
+        array if is_mapped else jnp.broadcast_to(array, (size, *array.shape))
+        for array, is_mapped in zip((x, page, slot), mapped[1:], strict=True)
+    )
+    pages = pool.shape[1]
+    first = jnp.arange(size, dtype=page.dtype)[:, None] * pages
+    page = jnp.where(page < pages, page + first, size * pages)
+    flat = _written(
+        pool.reshape(-1, *pool.shape[2:]),
+        x.reshape(-1, *x.shape[2:]),
+        page.reshape(-1),
+        slot.reshape(-1),
+    )
+    return flat.reshape(pool.shape), True

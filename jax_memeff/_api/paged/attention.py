@@ -1,0 +1,332 @@
+"""Attention over keys and values in a pool of pages."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_memeff._api.arguments import CommonArguments, with_defaults
+from jax_memeff._api.canonical import Call, common
+from jax_memeff._api.paged import arguments, masks
+from jax_memeff._api.paged.shapes import with_leading
+from jax_memeff._call.functions import ScoreFunction
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.expression import Frame, compiled
+from jax_memeff._call.offsets import Position
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import Implementation
+from jax_memeff._call.pages import INVARIANT_COLUMNS, Pages
+from jax_memeff._call.sequences import Sequences
+from jax_memeff._call.values import flag, static_integer
+
+
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike | None,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    *,
+    query_starts: ArrayLike | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    score_mod: ScoreFunction | None = None,
+    mask: ArrayLike | Mask | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    value_dim: int | None = None,
+    batch_invariant: bool = False,
+    return_residual: Literal[False] = False,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike | None,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    *,
+    query_starts: ArrayLike | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    score_mod: ScoreFunction | None = None,
+    mask: ArrayLike | Mask | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    value_dim: int | None = None,
+    batch_invariant: bool = False,
+    return_residual: Literal[True],
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def paged_attention(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike | None,
+    page_table: ArrayLike,
+    kv_lengths: ArrayLike,
+    *,
+    query_starts: ArrayLike | None = None,
+    max_query_length: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    score_mod: ScoreFunction | None = None,
+    mask: ArrayLike | Mask | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    value_dim: int | None = None,
+    batch_invariant: bool = False,
+    return_residual: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention of the new tokens of B sequences whose keys and values lie in pages.
+
+    Key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``. The new
+    tokens are the last ones of their sequence: the last query of sequence b is at position
+    ``kv_lengths[b] - 1``, and its key and value are in the pool already
+    (:func:`jax_memeff.append_to_pages`). Sequences may have any number of new tokens in one call:
+    whole prompts, chunks of prompts and single decode steps. They may have pages in common.
+
+    Args:
+        query: ``[B, T, N, H]``, T new tokens of each sequence; or with ``query_starts``
+            ``[tokens, N, H]``. float16, bfloat16, float32 or float64. N must be a multiple of K.
+        key_pages: ``[pages, page_size, K, H]`` in query's dtype or float8_e4m3fn. The page size is
+            a multiple of 16.
+        value_pages: ``[pages, page_size, K, Hv]`` in the dtype of ``key_pages``. None: the values
+            are the first ``value_dim`` columns of the keys (latent attention).
+        page_table: ``[B, max_pages]`` integers. Entries beyond a sequence's length are never read.
+        kv_lengths: ``[B]`` integers, the tokens of each sequence, the new ones included.
+        query_starts: ``[B + 1]`` integers: sequence b has the queries ``query_starts[b]`` to
+            ``query_starts[b + 1]`` (excluded). Later tokens belong to no sequence.
+        max_query_length: With ``query_starts`` the most queries of a sequence, a Python integer.
+            By default the number of tokens. Time depends on it a little.
+        scale: The factor of the scores, by default ``1/sqrt(H)``.
+        is_causal: Whether a query sees no keys behind its own position.
+        local_window_size: A query at position p sees the keys ``p - left`` to ``p + right``.
+        logits_soft_cap: As in :func:`jax_memeff.dot_product_attention`.
+        sinks: Likewise, ``[N]``.
+        score_mod: Likewise, of (score, b, h, q, k): b is the sequence, and q and k are positions in
+            it.
+        mask: Likewise, a ``Mask`` or a boolean array that broadcasts to [B, N, T, S] with
+            ``S = max_pages * page_size``. Windows and functions count positions in the sequence,
+            rows of a boolean array the queries of the sequence, its columns positions. Lengths
+            and segment ids are not possible. It is combined with ``is_causal``, so for a tree of
+            speculative tokens pass ``is_causal=False``.
+        key_scale: ``[K]`` or ``[pages, K]`` float32: keys are ``key_pages`` times this. Only for
+            float8.
+        value_scale: Likewise for values.
+        value_dim: The number of columns if ``value_pages`` is None, a Python integer.
+        batch_invariant: Whether the bits of a token's result depend on its query, keys and position
+            alone, and not on the other sequences, on the places of pages, or on how many new tokens
+            the sequence has in this call. Slower.
+        return_residual: Whether the logsumexp is returned, too.
+        implementation: None: the kernels on CUDA and plain JAX elsewhere. ``"cuda"``, ``"xla"``:
+            this one or an error.
+
+    Returns:
+        The output ``[B, T, N, Hv]`` or ``[tokens, N, Hv]`` in query's dtype, and if asked for the
+        logsumexp ``[B, T, N]`` or ``[tokens, N]`` in f32 (f64 for f64 inputs). Queries in front of
+        a sequence's first token, if it has fewer tokens than queries, and tokens of no sequence
+        have output 0 and logsumexp -inf.
+
+    Raises:
+        ValueError: A shape, a static value, or a value of a NumPy array is wrong.
+        TypeError: A dtype is wrong, or a value that must be static is traced.
+        jax_memeff.UnsupportedError: No CUDA kernel does what is asked for, or the call is
+            differentiated: use :func:`jax_memeff.varlen_attention`.
+
+    Values of device arrays do not raise. Lengths are clamped to [0, S], a page that the pool does
+    not have is not read and its keys are masked, and ``query_starts`` are clamped as
+    ``cu_seqlens_q`` of ``varlen_attention``. :func:`jax_memeff.check` reports such values. Nothing
+    beyond the lengths, NaN included, reaches a result.
+
+    >>> import jax, jax.numpy as jnp, jax_memeff
+    >>> key_pages, value_pages = jnp.zeros((2, 8, 16, 1, 32))  # 8 pages of 16 keys
+    >>> table = jnp.array([[5, 0], [2, 7]])
+    >>> lengths = jnp.array([20, 3])  # the tokens of two sequences; both have a new one
+    >>> key, value, query = jax.random.normal(jax.random.key(0), (3, 2, 1, 1, 32))
+    >>> key_pages, value_pages = jax_memeff.append_to_pages(
+    ...     key_pages, value_pages, key, value, table, lengths
+    ... )
+    >>> out = jax_memeff.paged_attention(query, key_pages, value_pages, table, lengths)
+    >>> out.shape, bool(jnp.all(value_pages[0, 3] == value[0, 0]))
+    ((2, 1, 1, 32), True)
+    """
+    with_residual = flag("return_residual", return_residual)
+    paged = prepare(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        kv_lengths,
+        query_starts=query_starts,
+        max_query_length=max_query_length,
+        mask=mask,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        value_dim=value_dim,
+        batch_invariant=batch_invariant,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        score_mod=score_mod,
+        implementation=implementation,
+    )
+    found = paged.call.run(with_residual=True)
+    out, lse = (with_leading("query", x, 1, paged.rows) for x in found)
+    return (out, lse) if with_residual else out
+
+
+class Paged(NamedTuple):
+    """A valid call, and the dims of the user's tokens."""
+
+    call: Call[Operands]
+    rows: tuple[int, ...]
+    """(B, T) or (tokens,)"""
+
+
+def prepare(
+    query: Any,
+    key_pages: Any,
+    value_pages: Any,
+    page_table: Any,
+    kv_lengths: Any,
+    *,
+    query_starts: Any,
+    max_query_length: Any,
+    mask: Any,
+    key_scale: Any,
+    value_scale: Any,
+    value_dim: Any,
+    batch_invariant: Any,
+    **others: Any,
+) -> Paged:
+    """Check the arguments of ``paged_attention`` and bring them into canonical form.
+
+    Raises:
+        ValueError, TypeError: as ``paged_attention`` says.
+    """
+    is_invariant = flag("batch_invariant", batch_invariant)
+    key_pages, value_pages = arguments.pools(key_pages, value_pages)
+    query = arguments.query(query, key_pages)
+    table = arguments.table(page_table, key_pages)
+    batch, max_pages = table.shape
+    page_size = key_pages.shape[1]
+    (tokens,) = arguments.tokens(("query",), (query,), query_starts, batch, "N, H")
+    each = query.shape[1] if query_starts is None else None
+    longest = arguments.max_query_length(max_query_length, query_starts, len(tokens), each)
+    lengths = arguments.lengths(kv_lengths, batch, max_pages * page_size)
+    rows = arguments.rows(query_starts, lengths, len(tokens), each, longest)
+    latent_dim = _latent_dim(value_dim, key_pages, value_pages)
+    scales = (
+        arguments.scale("key_scale", key_scale, key_pages),
+        arguments.scale("value_scale", value_scale, value_pages),
+    )
+
+    scores = (batch, query.shape[-2], longest, max_pages * page_size)
+    named = with_defaults(CommonArguments, others)
+    options, combined, arrays = common(query.dtype, query.shape[-1], scores, None, mask, named)
+    masks.require_no_lengths(combined)
+    if is_invariant:
+        more = masks.padded_pages(max_pages, page_size, INVARIANT_COLUMNS) - max_pages
+        table = jnp.pad(table, ((0, 0), (0, more)), constant_values=-1)
+    counts = rows.counts(longest)
+    columns = table.shape[1] * page_size
+    combined, position = _canonical_mask(combined, rows, counts, scores, columns)
+    if arrays["functions"] is not None:
+        arrays["position"] = position
+    else:
+        combined = masks.by_rows(combined, longest)
+
+    starts = rows.ends - counts
+    first = starts[0] if batch else rows.first
+    operands = Operands(
+        query=tokens[None],
+        key=_as_rows(key_pages),
+        value=_as_rows(key_pages if value_pages is None else value_pages),
+        mask=combined,
+        **arrays,
+        sequences=Sequences(
+            # The rows in front of a sequence's first token are the gap behind the one before.
+            jnp.append(starts, first + len(tokens)),
+            jnp.zeros(batch + 1, jnp.int32),
+            counts,
+            lengths,
+            longest,
+            columns,
+        ),
+        pages=Pages(
+            table,
+            scales[0],
+            scales[0] if value_pages is None else scales[1],
+            page_size,
+            latent_dim,
+            is_invariant,
+        ),
+    )
+    return Paged(Call(operands, options, batched=False), query.shape[:-2])
+
+
+def _latent_dim(value_dim: Any, key_pages: jax.Array, value_pages: jax.Array | None) -> int | None:
+    """``value_dim`` of latent attention, which has no pool of values; else None."""
+    if value_pages is not None:
+        if value_dim is not None:
+            raise ValueError(
+                f"value_dim must be None if value_pages is given, got {value_dim!r:.80}; pass "
+                "value_pages=None for values that are columns of the keys"
+            )
+        return None
+    head_dim = key_pages.shape[3]
+    if value_dim is None:
+        raise ValueError(
+            "value_dim must be given if value_pages is None: expected the number of columns of "
+            "key_pages that are the values, got None"
+        )
+    dim = static_integer("value_dim", value_dim, "a Python integer", "make it static")
+    if not 1 <= dim <= head_dim:
+        raise ValueError(
+            f"value_dim must be in [1, {head_dim}], the columns of key_pages, got {dim}"
+        )
+    return dim
+
+
+def _canonical_mask(
+    mask: Mask,
+    rows: arguments.Rows,
+    counts: jax.Array,
+    scores: tuple[int, int, int, int],
+    columns: int,
+) -> tuple[Mask, Position]:
+    """The canonical mask by positions, and the position of each sequence's row 0."""
+    batch, _, longest, own_columns = scores
+    mask = masks.by_position(mask).canonical(batch, longest, own_columns)
+    mask = masks.shifted(mask, batch, jnp.minimum(rows.given, longest) - counts, columns)
+    position = Position(rows.lengths - counts, jnp.zeros(batch, jnp.int32))
+    frame = Frame(counts, rows.lengths, position=position)
+    return compiled(mask, frame), position
+
+
+def _as_rows(pages: jax.Array) -> jax.Array:
+    """[1, pages * page_size, K, H] of a pool; no copy."""
+    return with_leading("key_pages", pages, 2, (1, pages.shape[0] * pages.shape[1]))

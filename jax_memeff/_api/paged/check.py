@@ -1,0 +1,71 @@
+"""Eager validation of the values of a paged call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_memeff._api.paged.attention import prepare
+from jax_memeff._call.operands import Operands
+
+
+def check_paged(arguments: dict[str, Any]) -> None:
+    """Raise if a call of ``paged_attention`` has bad values; :func:`jax_memeff.check` says which.
+
+    Args:
+        arguments: all arguments of it by name, concrete; lengths and starts on the host.
+
+    Raises:
+        ValueError, TypeError: as ``check`` says.
+    """
+    operands = prepare(**arguments).call.operands
+    _table(operands)
+    sequences: Any = operands.sequences
+    starts, counts = (np.asarray(x) for x in (sequences.query_starts, sequences.query_lengths))
+    query = np.asarray(operands.query)[0]
+    for start, count in zip(starts[:-1], counts, strict=True):
+        _require_finite("query", query, np.arange(start, start + count))
+    pages: Any = operands.pages
+    lengths = np.asarray(sequences.key_lengths)
+    table = np.asarray(pages.table)
+    pools = {"key_pages": operands.key, "value_pages": operands.value}
+    if pages.latent_dim is not None:
+        del pools["value_pages"]
+    for name, pool in pools.items():
+        # Pools of 16 and 8 bits are no types of NumPy.
+        wide = jnp.promote_types(operands.query.dtype, jnp.float32)
+        host = np.asarray(pool[0].astype(wide))
+        for row, length in zip(table, lengths, strict=True):
+            columns = np.arange(length)
+            rows = row[columns // pages.page_size] * pages.page_size + columns % pages.page_size
+            _require_finite(name, host, rows, pages.page_size)
+
+
+def _table(operands: Operands) -> None:
+    """Every page within the lengths must be one of the pool."""
+    pages, sequences = operands.pages, operands.sequences
+    assert pages is not None and sequences is not None
+    count = operands.key.shape[1] // pages.page_size
+    table, lengths = np.asarray(pages.table), np.asarray(sequences.key_lengths)
+    in_use = np.arange(table.shape[1]) < -(-lengths[:, None] // pages.page_size)
+    wrong = in_use & ((table < 0) | (table >= count))
+    if wrong.any():
+        b, place = (int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"page_table must be in [0, {count}), the pages of the pool, within kv_lengths, got "
+            f"{table[b, place]} at index ({b}, {place}), and sequence {b} has {lengths[b]} tokens"
+        )
+
+
+def _require_finite(name: str, array: np.ndarray, rows: np.ndarray, page_size: int = 0) -> None:
+    """Every number in these rows must be finite; rows are named by their page if they have one."""
+    wrong = ~np.isfinite(array[rows])
+    if wrong.any():
+        place, *index = (int(i) for i in np.argwhere(wrong)[0])
+        row = int(rows[place])
+        at = (*(divmod(row, page_size) if page_size else (row,)), *index)
+        raise ValueError(
+            f"{name} must be finite within kv_lengths, got {array[(row, *index)]} at index {at}"
+        )

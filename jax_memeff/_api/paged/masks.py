@@ -1,0 +1,113 @@
+"""Masks of paged calls, whose rows are positions in a sequence.
+
+The user's row of a window or of a function is the position of the query's token in its sequence.
+The rows of a call are the new tokens alone, and their positions follow from the lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.mask.window import TracedWindow
+
+
+def require_no_lengths(mask: Mask) -> None:
+    """Raise for conditions that a pool cannot have: lengths of its own, ids of its rows.
+
+    Raises:
+        ValueError: names the condition, and what to pass instead.
+    """
+    if {"query_lengths", "key_lengths"} & mask.kinds():
+        raise ValueError(
+            "mask must not have lengths, because kv_lengths are those of the sequences; got "
+            "Mask.lengths: pass shorter kv_lengths, or Mask.function"
+        )
+    _require_no_segments(mask)
+
+
+def _require_no_segments(mask: Mask) -> None:
+    if mask.segment_ids:
+        raise ValueError(
+            "mask must not have segment ids, because rows of a pool have no place in a sequence; "
+            "got Mask.segments: pass Mask.function(lambda b, h, q, k: ids[b, q] == ids[b, k])"
+        )
+    for other in mask.excluded:
+        _require_no_segments(other)
+
+
+def by_position(mask: Mask) -> Mask:
+    """The same mask if rows are positions in the sequence: the diagonal of every window, and of
+    those under ``|`` and ``~``, begins at position 0.
+    """
+    return dataclasses.replace(
+        mask,
+        top_left=_both(mask.top_left, mask.bottom_right),
+        bottom_right=None,
+        traced_windows=tuple(
+            TracedWindow(window.left, window.right, "top_left") for window in mask.traced_windows
+        ),
+        excluded=tuple(map(by_position, mask.excluded)),
+    )
+
+
+def by_rows(mask: Mask, longest_query: int) -> Mask:
+    """A mask of :func:`by_position` without functions, if rows are the new tokens: the diagonal
+    ends at the last of them.
+
+    A single new token sees all keys to its left, so it needs no right bound.
+    """
+    window = mask.top_left
+    if window is not None and longest_query == 1 and (window.right or 0) >= 0:
+        window = Window(window.left, None)
+    if window == Window(None, None):
+        window = None
+    return dataclasses.replace(mask, top_left=None, bottom_right=window)
+
+
+def _both(a: Window | None, b: Window | None) -> Window | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
+def shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
+    """The mask with boolean arrays whose row 0 is the sequence's first own token.
+
+    Args:
+        mask: canonical.
+        batch: B.
+        first: int32[B], the rows in front of each sequence's first token.
+        columns: to pad the columns to, with False.
+    """
+
+    def one(array: jax.Array) -> jax.Array:
+        _, heads, rows, own = array.shape
+        if own not in (1, columns):
+            array = jnp.pad(array, [(0, 0)] * 3 + [(0, columns - own)])
+        if rows == 1:
+            return array
+        array = jnp.broadcast_to(array, (batch, heads, rows, array.shape[3]))
+        of_rows = jnp.arange(rows, dtype=jnp.int32) + first[:, None]
+        # Rows beyond the last belong to no token.
+        return jnp.take_along_axis(array, of_rows[:, None, :, None], 2, mode="clip")
+
+    return dataclasses.replace(
+        mask,
+        booleans=tuple(map(one, mask.booleans)),
+        excluded=tuple(shifted(other, batch, first, columns) for other in mask.excluded),
+    )
+
+
+def padded_pages(max_pages: int, page_size: int, columns: int) -> int:
+    """The least number of pages, at least ``max_pages``, with a multiple of ``columns`` keys.
+
+    >>> padded_pages(5, page_size=48, columns=256)
+    16
+    """
+    multiple = math.lcm(page_size, columns) // page_size
+    return -(-max_pages // multiple) * multiple

@@ -1,0 +1,270 @@
+"""Which pages of a pool belong to which sequences, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_memeff._api.paged.arguments import PAGE_MULTIPLE
+from jax_memeff._call.values import static_integer
+
+
+class OutOfPagesError(RuntimeError):
+    """A :class:`PagePool` has too few free pages; it has not changed.
+
+    ``needed`` pages were asked for, and ``available`` are free.
+    """
+
+    def __init__(self, needed: int, available: int):
+        self.needed, self.available = needed, available
+        super().__init__(
+            f"the pool has {available} free pages, and {needed} are needed, {needed - available} "
+            "more: free a sequence, or wait until one ends"
+        )
+
+    def __reduce__(self):
+        return type(self), (self.needed, self.available)
+
+
+class PageCopy(NamedTuple):
+    """A page that has to be copied on the device before the next token is written:
+    ``key_pages = key_pages.at[target].set(key_pages[source])``, and the values likewise."""
+
+    source: int
+    target: int
+
+
+class Fork(NamedTuple):
+    """A sequence that begins as another one does."""
+
+    sequence: int
+    copy: PageCopy | None
+    """The partial last page, of which the new sequence has a copy; None if all pages are full."""
+
+
+class _Sequence:
+    def __init__(self, pages: list[int], length: int):
+        self.pages, self.length = pages, length
+
+
+class PagePool:
+    """The pages of a pool and the sequences that have them: bookkeeping without device arrays.
+
+    Sequences are named by integers, which are not used again. Full pages may belong to several
+    sequences (:meth:`fork`); the page that the next token of a sequence goes to belongs to it
+    alone. Every method either does all of its work or raises and changes nothing.
+
+    Args:
+        pages: The number of pages, the first dim of ``key_pages``.
+        page_size: The keys of a page, a multiple of 16.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+
+    >>> pool = PagePool(pages=4, page_size=16)
+    >>> prompt = pool.allocate(20)
+    >>> child, copy = pool.fork(prompt)  # the first page is common, the second is copied
+    >>> pool.table([prompt, child], max_pages=3).tolist(), copy
+    ([[0, 1, -1], [0, 2, -1]], PageCopy(source=1, target=2))
+    >>> pool.grow(child, 13)
+    >>> pool.lengths([prompt, child]).tolist(), pool.free_pages
+    ([20, 33], 0)
+    >>> pool.grow(prompt, 13)
+    Traceback (most recent call last):
+    ...
+    jax_memeff._api.paged.pool.OutOfPagesError: the pool has 0 free pages, and 1 are needed, 1 \
+more: free a sequence, or wait until one ends
+    >>> pool.free(child)
+    >>> pool.free_pages
+    2
+    """
+
+    def __init__(self, pages: int, page_size: int):
+        self._pages = _count("pages", pages, 1)
+        self._page_size = _count("page_size", page_size, PAGE_MULTIPLE)
+        if self._page_size % PAGE_MULTIPLE:
+            raise ValueError(
+                f"page_size must be a multiple of {PAGE_MULTIPLE}, got {self._page_size}"
+            )
+        # The last one is taken first: the lowest pages, and those that were free for the least
+        # time.
+        self._free = list(range(self._pages - 1, -1, -1))
+        self._owners = [0] * self._pages
+        self._sequences: dict[int, _Sequence] = {}
+        self._next = 0
+
+    @property
+    def pages(self) -> int:
+        """The number of pages."""
+        return self._pages
+
+    @property
+    def page_size(self) -> int:
+        """The keys of a page."""
+        return self._page_size
+
+    @property
+    def free_pages(self) -> int:
+        """The number of pages that belong to no sequence."""
+        return len(self._free)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The names of all sequences, in the order in which they were made."""
+        return tuple(self._sequences)
+
+    def allocate(self, tokens: int = 0) -> int:
+        """A new sequence with pages for so many tokens, which are part of its length.
+
+        Raises:
+            OutOfPagesError: there are too few free pages.
+        """
+        tokens = _count("tokens", tokens)
+        return self._new(self._take(self._pages_for(tokens)), tokens)
+
+    def grow(self, sequence: int, tokens: int = 1) -> None:
+        """Make a sequence longer, with new pages if its last one is full.
+
+        Raises:
+            OutOfPagesError: there are too few free pages.
+            ValueError: there is no such sequence.
+        """
+        own = self._sequence(sequence)
+        length = own.length + _count("tokens", tokens)
+        own.pages += self._take(self._pages_for(length) - len(own.pages))
+        own.length = length
+
+    def shrink(self, sequence: int, tokens: int) -> PageCopy | None:
+        """Make a sequence shorter, as when speculative tokens are rejected.
+
+        Pages that have no tokens are given back. If the last page that remains is partial and
+        belongs to other sequences, too, this one gets a copy of it.
+
+        Returns:
+            The page to copy, or None.
+
+        Raises:
+            OutOfPagesError: there is no free page for the copy.
+            ValueError: there is no such sequence, or it is shorter than this.
+        """
+        own = self._sequence(sequence)
+        tokens = _count("tokens", tokens)
+        if tokens > own.length:
+            raise ValueError(
+                f"tokens must be at most the length of sequence {sequence}, {own.length}, got "
+                f"{tokens}"
+            )
+        length = own.length - tokens
+        kept = self._pages_for(length)
+        copy = None
+        if length % self._page_size and self._owners[own.pages[kept - 1]] > 1:
+            (target,) = self._take(1)
+            copy = PageCopy(own.pages[kept - 1], target)
+            self._give_back([copy.source])
+            own.pages[kept - 1] = target
+        self._give_back(own.pages[kept:])
+        del own.pages[kept:]
+        own.length = length
+        return copy
+
+    def fork(self, sequence: int, length: int | None = None) -> Fork:
+        """A new sequence with the first tokens of another one, whose full pages both have.
+
+        Args:
+            sequence: the other one, which does not change.
+            length: the number of tokens; by default all.
+
+        Raises:
+            OutOfPagesError: there is no free page for a copy of the partial last page.
+            ValueError: there is no such sequence, or it is shorter than ``length``.
+        """
+        parent = self._sequence(sequence)
+        length = parent.length if length is None else _count("length", length)
+        if length > parent.length:
+            raise ValueError(
+                f"length must be at most that of sequence {sequence}, {parent.length}, got {length}"
+            )
+        full, rest = divmod(length, self._page_size)
+        own = self._take(1 if rest else 0)
+        for page in parent.pages[:full]:
+            self._owners[page] += 1
+        copy = PageCopy(parent.pages[full], own[0]) if rest else None
+        return Fork(self._new(parent.pages[:full] + own, length), copy)
+
+    def free(self, sequence: int) -> None:
+        """End a sequence; pages that no other sequence has are free.
+
+        Raises:
+            ValueError: there is no such sequence.
+        """
+        self._give_back(self._sequence(sequence).pages)
+        del self._sequences[sequence]
+
+    def pages_of(self, sequence: int) -> tuple[int, ...]:
+        """The pages of a sequence, in the order of its tokens."""
+        return tuple(self._sequence(sequence).pages)
+
+    def table(self, sequences: Iterable[int], max_pages: int) -> np.ndarray:
+        """``page_table`` of these sequences, int32[B, max_pages]; -1 beyond their pages.
+
+        A fixed ``max_pages`` keeps the shapes of a compiled step.
+
+        Raises:
+            ValueError: a sequence has more pages, or there is no such sequence.
+        """
+        names = list(sequences)
+        found = np.full((len(names), _count("max_pages", max_pages)), -1, np.int32)
+        for row, name in zip(found, names, strict=True):
+            pages = self._sequence(name).pages
+            if len(pages) > len(row):
+                raise ValueError(
+                    f"max_pages must be at least the pages of sequence {name}, {len(pages)}, got "
+                    f"{len(row)}"
+                )
+            row[: len(pages)] = pages
+        return found
+
+    def lengths(self, sequences: Iterable[int]) -> np.ndarray:
+        """``kv_lengths`` of these sequences, int32[B]."""
+        return np.array([self._sequence(name).length for name in sequences], np.int32)
+
+    def _new(self, pages: list[int], length: int) -> int:
+        name = self._next
+        self._next += 1
+        self._sequences[name] = _Sequence(pages, length)
+        return name
+
+    def _sequence(self, name: int) -> _Sequence:
+        found = self._sequences.get(name)
+        if found is None:
+            raise ValueError(
+                f"sequence must be one of the {len(self._sequences)} sequences of this pool, got "
+                f"{name!r:.80}, which was never allocated or is freed"
+            )
+        return found
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)
+
+    def _take(self, count: int) -> list[int]:
+        if count > len(self._free):
+            raise OutOfPagesError(count, len(self._free))
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._owners[page] = 1
+        return taken
+
+    def _give_back(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                self._free.append(page)
+
+
+def _count(name: str, value: Any, least: int = 0) -> int:
+    number = static_integer(name, value, "a Python integer", "the pool is on the host")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number

@@ -1,0 +1,66 @@
+"""Tiles of keys and values that lie in a pool of pages.
+
+A tile is gathered when it is read, so that neither the pool nor a whole sequence is copied. Keys
+beyond the length of the sequence, which may be NaN, are not gathered: 0 times NaN would be NaN.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_memeff._call.operands import Operands
+
+
+def key_tile(operands: Operands, first: jax.Array, size: int, dtype: jnp.dtype) -> jax.Array:
+    """The keys ``first`` to ``first + size`` of one sequence, [1, K, size, H].
+
+    Args:
+        operands: a call of one sequence.
+        first: int32[].
+        size: the number of keys.
+        dtype: of the result; scales are applied in it.
+    """
+    pages = operands.pages
+    assert pages is not None
+    return _tile(operands, operands.key, pages.key_scale, first, size, dtype)
+
+
+def value_tile(operands: Operands, first: jax.Array, size: int, dtype: jnp.dtype) -> jax.Array:
+    """Likewise the values, [1, K, size, Hv]."""
+    pages = operands.pages
+    assert pages is not None
+    tile = _tile(operands, operands.value, pages.value_scale, first, size, dtype)
+    return tile[..., : operands.value_dim]
+
+
+def are_in_pool(operands: Operands, first: jax.Array, size: int) -> jax.Array:
+    """Whether the pool has the pages of these keys, bool[size]."""
+    pool_rows = operands.key.shape[1]
+    return _rows(operands, first, size) < pool_rows
+
+
+def _rows(operands: Operands, first: jax.Array, size: int) -> jax.Array:
+    assert operands.pages is not None
+    columns = first + lax.iota(jnp.int32, size)
+    return operands.pages.rows(columns, operands.key.shape[1])[0]
+
+
+def _tile(
+    operands: Operands,
+    pool: jax.Array,
+    scale: jax.Array | None,
+    first: jax.Array,
+    size: int,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    pages, lengths = operands.pages, operands.mask.key_lengths
+    assert pages is not None and lengths is not None
+    rows = _rows(operands, first, size)
+    rows = jnp.where(first + lax.iota(jnp.int32, size) < lengths[0], rows, pool.shape[1])
+    tile = jnp.take(pool, rows, 1, mode="fill", fill_value=0).astype(dtype)
+    if scale is not None:
+        page = rows // pages.page_size if scale.shape[1] != 1 else jnp.zeros_like(rows)
+        tile = tile * jnp.take(scale, page, 1, mode="fill", fill_value=0).astype(dtype)
+    return tile.transpose(0, 2, 1, 3)

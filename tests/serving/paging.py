@@ -1,0 +1,129 @@
+"""Sequences whose keys and values lie in a pool of pages, and their attention by its definition."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import jax_memeff
+
+paged_attention: Any = jax_memeff.paged_attention
+append_to_pages: Any = jax_memeff.append_to_pages
+"""Without the types of their arguments, which tests unpack."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Paging:
+    """Sequences in a pool. NaN is in all memory that must not be read, and garbage in the table."""
+
+    query: np.ndarray
+    """[tokens, N, H]; NaN in tokens of no sequence"""
+    counts: np.ndarray
+    """The number of queries of each sequence, which are its last tokens."""
+    starts: np.ndarray
+    """[B + 1]"""
+    keys: list[np.ndarray]
+    """[length, K, H] of each sequence"""
+    values: list[np.ndarray]
+    key_pages: np.ndarray
+    """[pages, page_size, K, H]"""
+    value_pages: np.ndarray
+    table: np.ndarray
+    """[B, max_pages]"""
+    lengths: np.ndarray
+
+    @property
+    def arguments(self) -> tuple[np.ndarray, ...]:
+        return self.query, self.key_pages, self.value_pages, self.table, self.lengths
+
+
+GARBAGE = np.array([-1, -(2**31), 2**31 - 1, 0, 3, 10**6], np.int64)
+
+
+def paging(
+    rng: np.random.Generator,
+    lengths: Any,
+    counts: Any,
+    *,
+    page_size: int = 16,
+    max_pages: int | None = None,
+    pages: int | None = None,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (8, 8),
+    gap: int = 0,
+    dtype: Any = np.float32,
+) -> Paging:
+    """Random sequences, their pages shuffled; ``gap`` tokens at the end belong to none."""
+    (n, k), (h, hv) = heads, dims
+    lengths_, counts_ = np.array(lengths, np.int32), np.array(counts, np.int32)
+    needed = -(-lengths_ // page_size)
+    max_pages = max_pages or max(int(needed.max(initial=0)), 1)
+    pages = pages or int(needed.sum()) + 2
+    starts = np.concatenate([[0], np.cumsum(counts_)]).astype(np.int32)
+    query = rng.standard_normal((int(starts[-1]) + gap, n, h)).astype(dtype)
+    query[starts[-1] :] = np.nan
+    key_pages = np.full((pages, page_size, k, h), np.nan, dtype)
+    value_pages = np.full((pages, page_size, k, hv), np.nan, dtype)
+    table = rng.choice(GARBAGE, (len(lengths_), max_pages)).astype(np.int32)
+    free = list(rng.permutation(pages))
+    keys, values = [], []
+    for b, length in enumerate(lengths_):
+        keys.append(rng.standard_normal((length, k, h)).astype(dtype))
+        values.append(rng.standard_normal((length, k, hv)).astype(dtype))
+        for place in range(needed[b]):
+            table[b, place] = page = free.pop()
+            part = slice(place * page_size, (place + 1) * page_size)
+            rows = len(keys[b][part])
+            key_pages[page, :rows], value_pages[page, :rows] = keys[b][part], values[b][part]
+        # Queries beyond the length are no tokens of the sequence.
+        query[starts[b] : starts[b] + max(counts_[b] - length, 0)] = np.nan
+    return Paging(query, counts_, starts, keys, values, key_pages, value_pages, table, lengths_)
+
+
+def answer(
+    case: Paging,
+    scale: float | None = None,
+    modified: Callable[..., np.ndarray] | None = None,
+    valid: Callable[..., np.ndarray] = lambda b, h, q, k: k <= q,
+    sinks: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output and logsumexp of each token in float64; 0 and -inf for tokens of no sequence.
+
+    Args:
+        case: the sequences.
+        scale: of the scores.
+        modified: of the scores, and the batch index, head, position of the query and of the key.
+        valid: of these indices; causal by default.
+        sinks: [N]
+    """
+    tokens, n, h = case.query.shape
+    scale = h**-0.5 if scale is None else scale
+    out = np.zeros((tokens, n, case.value_pages.shape[3]))
+    lse = np.full((tokens, n), -np.inf)
+    for b, length in enumerate(case.lengths):
+        own = min(int(case.counts[b]), int(length))
+        if not own:
+            continue
+        rows = slice(case.starts[b + 1] - own, case.starts[b + 1])
+        group = n // case.keys[b].shape[1]
+        key, value = (
+            np.repeat(x[b].astype(np.float64), group, 1) for x in (case.keys, case.values)
+        )
+        scores = scale * np.einsum("tnh,snh->nts", case.query[rows].astype(np.float64), key)
+        indices = np.ix_(np.arange(n), np.arange(length - own, length), np.arange(length))
+        if modified is not None:
+            scores = modified(scores, b, *indices)
+        scores = np.where(valid(b, *indices), scores, -np.inf)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            largest = scores.max(-1, keepdims=True)
+            largest = np.where(np.isfinite(largest), largest, 0)
+            exps = np.exp(scores - largest)
+            total = exps.sum(-1, keepdims=True)
+            if sinks is not None:
+                total = total + np.exp(sinks[:, None, None] - largest)
+            found = np.einsum("nts,snh->tnh", np.where(total > 0, exps / total, 0), value)
+            out[rows], lse[rows] = found, (largest + np.log(total))[..., 0].T
+    return out, lse
