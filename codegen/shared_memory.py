@@ -6,7 +6,8 @@ headers.
 
 from __future__ import annotations
 
-from jax_memeff.codegen.features import BIAS
+from jax_memeff.codegen.features import BIAS, FUNCTIONS
+from jax_memeff.codegen.functions.sums import Sum, strips
 from jax_memeff.codegen.spec import KernelSpec
 
 BARRIER_BYTES = 8
@@ -41,3 +42,14 @@ def merge_bytes(spec: KernelSpec, groups: int, rows: int) -> int:
         return 0
     outputs = (groups - 1) * spec.tile.query * spec.padded_value_dim * 4
     return spec.computing_threads * STATISTICS_BYTES * rows + outputs
+
+
+def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns: int) -> int:
+    """The strips of all warps (ffi/include/memeff/score/captured/strip_sums.cuh) if columns of the scores'
+    accumulators, ``warp_columns`` for each warp, are queries or keys.
+    """
+    functions = spec[FUNCTIONS]
+    if functions is None or spec.direction != "backward":
+        return 0
+    row_bytes = (warp_columns + 8 + 16) * 4
+    return strips(functions.read_sums, columns) * warps * 8 * row_bytes

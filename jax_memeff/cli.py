@@ -274,7 +274,6 @@ def _features(options: argparse.Namespace, sums_gradients: bool) -> dict[str, An
             *names,
             soft_cap=options.soft_cap,
             gradients=sums_gradients,
-            head_dim=max(options.head_dim or 0, options.value_dim or 0),
             deterministic=options.deterministic,
         )
         features[SOFT_CAP.name] &= options.score_function is None  # else it is a part of it

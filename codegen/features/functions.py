@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
+from jax_memeff.codegen.functions.sums import Sum, read_sums
 
 from ..launch import MOST_ARRAYS, MOST_DIMS, CapturedArray
 from .feature import Constant, CppType, Feature, Operand, SupportRow
@@ -55,6 +56,13 @@ class AskedFunctions(NamedTuple):
     """The buffers behind those of the mask's captured arrays, a number for each batch index."""
     gradients: tuple[int, ...] = ()
     """The captured arrays of the score function whose gradients the kernels sum."""
+
+    @property
+    def read_sums(self) -> tuple[Sum, ...]:
+        """How the gradient by each read of the score function is summed."""
+        if self.score is None or not self.gradients:
+            return ()
+        return read_sums(self.score, self.gradients)
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -229,7 +237,8 @@ def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:
 
 
 def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
-    """The places of the gradients in the table of arrays, for each captured array."""
+    """The places of the gradients in the table of arrays, for each captured array, and how the
+    gradient by each read is summed."""
     if not functions.gradients or functions.score is None:
         return ""
     places = {array.name: place for place, array in enumerate(spec.captured_arrays)}
@@ -237,9 +246,11 @@ def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
         str(places.get(f"captured{index}_gradient", -1))
         for index in range(len(functions.score.arrays))
     )
+    ways = (f"ReadSum::{own.value}" for own in functions.read_sums)
     return (
         "namespace memeff::function {\n\nstruct CapturedGradients {\n"
-        f"  static constexpr int kArrays[] = {{{', '.join(found)}}};\n}};\n\n}}\n"
+        f"  static constexpr int kArrays[] = {{{', '.join(found)}}};\n"
+        f"  static constexpr ReadSum kSums[] = {{{', '.join(ways)}}};\n}};\n\n}}\n"
     )
 
 

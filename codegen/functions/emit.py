@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jax_memeff.codegen.functions.constants import float32_bits
-from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
 from jax_memeff.codegen.functions.nodes import Graph, Level, Node, graph, kept
 from jax_memeff.codegen.functions.program import Program
 
@@ -52,9 +51,7 @@ def source(program: Program, name: str, *, precise: bool) -> str:
 
     - ``derivative(...)``: that of the value by the score; ``kConstantDerivative`` if it is 1.
     - ``kFloatReads``: how many reads have derivatives, ``kReadArrays[i]``: the captured array of
-      each, ``kReadsDependOnQuery[i]`` and ``kReadsDependOnKey[i]``: whether its index depends on
-      these, ``kReadsConstantAlongDiagonals[i]``: whether it depends on them through their
-      difference alone, if at all.
+      each, ``kReadDerivativesAreOne[i]``: whether the derivative by it is 1.
     - ``read_values(..., float (&values)[kFloatReads])``: what was read. A kernel that stages reads
       of a tile passes a ``FunctionArrays`` of its own, whose ``read<i>(value)`` returns the staged
       number: the compiler then drops index, address and load of that read from the others. In
@@ -209,12 +206,8 @@ def _facts(program: Program, nodes: Graph) -> str:
         if reads:
             arrays = [str(int(program.values[read].param("array"))) for read in reads]
             lines.append(_array_fact("int", "kReadArrays", arrays))
-            for name in ("query", "key"):
-                found = [_cpp(name in program.dependence(read)) for read in reads]
-                lines.append(_array_fact("bool", f"kReadsDependOn{name.capitalize()}", found))
-            constant = constant_along_diagonals(program)
-            found = [_cpp(constant[read]) for read in reads]
-            lines.append(_array_fact("bool", "kReadsConstantAlongDiagonals", found))
+            found = [_cpp(nodes.nodes[result].form == "1.0f") for result in nodes.results[2:]]
+            lines.append(_array_fact("bool", "kReadDerivativesAreOne", found))
     return "\n".join(lines) + "\n"
 
 

@@ -316,6 +316,17 @@ def panel_columns(dim: int) -> int:
     return 64 if dim % 64 == 0 else 32
 
 
+def columns_of_warp(rows: int, columns: int, warps: int) -> int:
+    """The columns that each of ``warps`` warps has of a product, as ``WarpGrid`` divides it: with
+    32 rows for each warp if they fit, else 16.
+
+    >>> columns_of_warp(64, 128, 8), columns_of_warp(64, 64, 8)
+    (32, 16)
+    """
+    own_rows = 32 if _warps_fit(rows, columns, warps, 32) else 16
+    return columns // (warps // (rows // own_rows))
+
+
 def _warps_fit(rows: int, columns: int, warps: int, owned_rows: int) -> bool:
     """Whether warps with ``owned_rows`` rows and a multiple of 16 columns each tile the product."""
     row_warps = rows // owned_rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import gpu, shared_memory
+from jax_memeff.codegen.features import FUNCTIONS
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.backward import Backward
@@ -21,6 +22,7 @@ from jax_memeff.codegen.kernels.families import (
     large_dim_tile,
     stage,
 )
+from jax_memeff.codegen.kernels.fmha_bwd_sm80 import captured_sum_bytes
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes, round_up
 from jax_memeff.codegen.spec import KernelSpec
@@ -83,6 +85,7 @@ class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
     """The backward for large head dims."""
 
     stem = "fmha_bwd_large_dim_sm80"
+    sums_function_gradients = True
     class_name = "FmhaBackwardLargeDim"
     """Each of its entry points appends its own name."""
     owns_outputs = True
@@ -93,7 +96,8 @@ class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
         """P and dS, the buffers, and two of the rows' statistics."""
         query, key = spec.tile.query, spec.tile.key
         statistics = 2 * query * shared_memory.STATISTICS_BYTES
-        return 2 * query * key * spec.element_bytes + column_step_buffers(spec) + statistics
+        scores = 2 * query * key * spec.element_bytes
+        return scores + column_step_buffers(spec) + statistics + captured_sum_bytes(spec)
 
     def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
         query, key, chunk = spec.tile.query, spec.tile.key, large_dim_tile(spec).chunk
@@ -106,16 +110,19 @@ class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
             return stage(spec, suffix, class_name, spec.threads, shared_bytes, **rest)
 
         gradient = bias_gradient(spec)
+        without_sums = spec.shared_bytes - captured_sum_bytes(spec)
         entries = [own("preprocess")]
         if "query" in spec.gradients:
-            entries.append(own("dq", spec.shared_bytes))
+            entries.append(own("dq", without_sums))
         sums_bias = gradient in ("full", "shared", "columns")
-        if {"key", "value"} & set(spec.gradients) or sums_bias:
+        functions = spec[FUNCTIONS]
+        sums_functions = functions is not None and bool(functions.gradients)
+        if {"key", "value"} & set(spec.gradients) or sums_bias or sums_functions:
             entries.append(own("dkdv", spec.shared_bytes, grid=key_tile_grid(spec)))
         if gradient in ("shared", "columns"):
             entries.append(own("dbias_postprocess", grid=bias_tile_grid(spec)))
         if gradient == "dbias_kernel":
-            entries.append(own("dbias", spec.shared_bytes, grid=bias_tile_grid(spec)))
+            entries.append(own("dbias", without_sums, grid=bias_tile_grid(spec)))
         return tuple(entries)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.functions.sums import Sum
 from jax_memeff.codegen.kernels.backward import Backward, key_tiles
 from jax_memeff.codegen.kernels.families import (
     MmaKernel,
     MmaTables,
     MmaTile,
     bias_tile_grid,
+    columns_of_warp,
     key_tile_grid,
     modifiers,
     stage,
@@ -226,7 +228,8 @@ class FmhaBwdSm80(Backward, MmaKernel):
         elements += key * (spec.padded_head_dim + spec.padded_value_dim)
         elements += 2 * query * key
         statistics = buffers * query * shared_memory.STATISTICS_BYTES
-        return elements * spec.element_bytes + statistics + shared_memory.bias_bytes(spec, query)
+        bytes_ = elements * spec.element_bytes + statistics + shared_memory.bias_bytes(spec, query)
+        return bytes_ + captured_sum_bytes(spec)
 
     def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
         query, key = spec.tile.query, spec.tile.key
@@ -269,6 +272,13 @@ class FmhaBwdSm80(Backward, MmaKernel):
 def _tile(spec: KernelSpec) -> Tile:
     assert isinstance(spec.tile, Tile)
     return spec.tile
+
+
+def captured_sum_bytes(spec: KernelSpec) -> int:
+    """The strips of sums of captured arrays' gradients."""
+    warps = spec.threads // 32
+    columns = columns_of_warp(spec.tile.query, spec.tile.key, warps)
+    return shared_memory.captured_sum_bytes(spec, Sum.KEY, warps, columns)
 
 
 def dbias_bytes(spec: KernelSpec) -> int:

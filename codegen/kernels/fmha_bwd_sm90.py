@@ -12,6 +12,7 @@ from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import BIAS, VARLEN
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.functions.sums import Sum
 from jax_memeff.codegen.kernels.backward import Backward, key_tiles
 from jax_memeff.codegen.kernels.families import (
     MASK_MODIFIERS,
@@ -199,7 +200,10 @@ class FmhaBwdSm90(WgmmaBackward):
         control = buffers * shared_memory.PIPELINE_BYTES
         if spec.orders_queries:
             control += 2 * shared_memory.BARRIER_BYTES + _TICKET_BYTES
-        return elements * spec.element_bytes + statistics + bias + control
+        sums = shared_memory.captured_sum_bytes(
+            spec, Sum.QUERY, spec.computing_threads // 32, tile.query
+        )
+        return elements * spec.element_bytes + statistics + bias + sums + control
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         grid = key_tile_grid(spec)

@@ -16,7 +16,6 @@ from jax_memeff._cuda import traced_windows
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.compose import with_soft_cap
 from jax_memeff.codegen.functions.program import CapturedType, Program
-from jax_memeff.codegen.kernels.families import PADDED_DIMS
 
 _WIDENED = {"int8": "int32", "int16": "int32", "uint16": "uint32"}
 """Dtypes of captured arrays that the host library does not know, and what XLA converts them to."""
@@ -63,19 +62,17 @@ def gradients_in_kernels(
     program = options.score_function
     if needs_grad is None or program is None or not needs_grad._replace(captured=()).names:
         return ()
-    head_dim = max(operands.query.shape[3], operands.value_dim)
-    if not sums_gradients(program, head_dim, options.deterministic_backward):
+    if not sums_gradients(program, options.deterministic_backward):
         return ()
     return tuple(index for index, needed in enumerate(needs_grad.captured) if needed)
 
 
-def sums_gradients(program: Program, head_dim: int, deterministic: bool) -> bool:
+def sums_gradients(program: Program, deterministic: bool) -> bool:
     """Whether kernels sum the gradients of the arrays that a score function reads.
 
-    They add in any order, and know the score itself no more when they have its gradient. Those for
-    large head dims compute each score more than once.
+    They add in any order, and know the score itself no more when they have its gradient.
     """
-    if deterministic or head_dim > PADDED_DIMS[-1]:
+    if deterministic:
         return False
     return not any("score" in program.dependence(result) for result in program.results[2:])
 

@@ -28,7 +28,6 @@ def asked(
     *,
     soft_cap: bool,
     gradients: bool,
-    head_dim: int,
     deterministic: bool,
 ) -> AskedFunctions:
     """The structures of the functions.
@@ -39,7 +38,6 @@ def asked(
         soft_cap: whether scores are capped before the function.
         gradients: whether the gradients of all float arrays that the score function reads are
             needed; kernels sum them if they can.
-        head_dim: the larger of those of keys and values.
         deterministic: whether sums have an order.
 
     Raises:
@@ -51,7 +49,7 @@ def asked(
         program, arrays = _traced("--score-function", score, traced_score_function)
         whole = with_soft_cap(program, _CAP) if soft_cap else program
         score_program = in_kernel_types(whole).structure
-        if gradients and sums_gradients(program, head_dim, deterministic):
+        if gradients and sums_gradients(program, deterministic):
             is_float = [jnp.issubdtype(array.dtype, jnp.floating) for array in arrays]
             summed = tuple(index for index, own in enumerate(is_float) if own)
     if mask is not None:

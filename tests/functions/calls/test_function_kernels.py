@@ -80,10 +80,13 @@ _SHAPES = {
     "rows": (B, T),
     "columns": (S,),
     "gain": (N,),
+    "buckets": (16, N),
+    "pairs": (3, 3),
 }
 _LISTS = np.random.default_rng(12).integers([0, -1], [3, 4], (1, N, 3, 2))
 _COUNTS = np.random.default_rng(13).integers(1, 4, (1, N, 3))
 _SMALL_LISTS = np.array([[1, 0], [2, 0], [0, 1], [1, 3], [4, 0], [5, -1]])
+DOCUMENTS = np.arange(T + S) // 70
 FUNCTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
     "alibi": (
         ("slopes",),
@@ -101,6 +104,29 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
         ("gain",),
         lambda a: lambda s, b, h, q, k: 3 * jnp.tanh(s * a["gain"][h] / 3),
         lambda: Mask.function(lambda b, h, q, k: (q - k) % 3 <= h),
+    ),
+    # Many elements of a tile read one element of the arrays.
+    "buckets": (
+        ("buckets", "pairs"),
+        lambda a: (
+            lambda s, b, h, q, k: (
+                s
+                + a["buckets"][jnp.clip((q - k) // 8 + 8, 0, 15), h]
+                + a["pairs"][jnp.asarray(DOCUMENTS)[q], jnp.asarray(DOCUMENTS)[k]]
+            )
+        ),
+        Mask.causal,
+    ),
+    # NaN for queries beyond the last one, whose tile has some.
+    "ends": (
+        ("gain", "columns"),
+        lambda a: (
+            lambda s, b, h, q, k: (
+                s * jnp.sqrt((T - q).astype(s.dtype) / T)
+                + a["gain"][h] * a["columns"][k] * jnp.sqrt((T - q).astype(s.dtype) / T)
+            )
+        ),
+        lambda: Mask.window(60, 20),
     ),
     "documents": (
         (),
@@ -122,6 +148,12 @@ EMULATED: list[tuple[str, Case | Tiles]] = [
     ("sm_80", Tiles("alibi", dtype="float32", deterministic=True)),
     ("sm_90a", Tiles("alibi")),
     ("sm_90a", Tiles("table", 128)),
+    ("sm_80", Tiles("table", 320)),
+    ("sm_90a", Tiles("buckets")),
+    ("sm_80", Tiles("buckets", dtype="float32")),
+    ("sm_90a", Tiles("ends")),
+    ("sm_80", Tiles("ends")),
+    ("sm_80", Tiles("ends", 320)),
     ("sm_90a", Tiles("gain", 128)),
     ("sm_90a", Tiles("gain", 256, "float16")),
     ("sm_90a", Tiles("documents", dtype="float32")),

@@ -36,7 +36,7 @@ struct WithoutBiasGradient : Config {
 template <class Config>
 struct FmhaBackwardLargeDimDq {
   using Element = typename Config::Element;
-  using Scores = LargeDimScores<WithoutBiasGradient<Config>>;
+  using Scores = LargeDimScores<WithoutFunctionGradient<WithoutBiasGradient<Config>>>;
   using Product = typename Scores::QueryProduct;
   static constexpr int kThreads = Scores::kThreads;
   static constexpr int kBlocksPerSm = Config::kBlocksPerSm;

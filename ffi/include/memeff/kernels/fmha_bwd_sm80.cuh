@@ -71,7 +71,8 @@ struct FmhaBackwardSm80 {
   static constexpr int kScoreOffset = kProbabilityOffset + ScoreTile::kBytes;
   static constexpr int kStatisticsOffset = kScoreOffset + ScoreTile::kBytes;
   static constexpr int kBiasOffset = kStatisticsOffset + kBuffers * kStatisticsBytes;
-  static constexpr int kSharedBytes = kBiasOffset + Scores::Bias::kBytes;
+  static constexpr int kSumsOffset = kBiasOffset + Scores::Bias::kBytes;
+  static constexpr int kSharedBytes = kSumsOffset + Scores::CapturedSums::kSharedBytes;
 
   // dq and dk read dS from shared memory, and dS is the gradient of the bias. If all of them are
   // frozen, dv needs P alone.
@@ -110,6 +111,7 @@ struct FmhaBackwardSm80 {
     auto value_gradient = ValueGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(key_gradient);
     cute::clear(value_gradient);
+    Scores::CapturedSums::begin(kv_block.shared + kSumsOffset);
     accumulate(kv_block, q_blocks, modifiers, semaphore, key_gradient, value_gradient);
     __syncthreads();  // nobody reads keys and values any more: the results go through their tiles
     kv_block.publish(semaphore, kFinished);
@@ -190,10 +192,10 @@ struct FmhaBackwardSm80 {
     template <class Accumulators>
     CUTE_DEVICE void differentiate(Modifiers const& modifiers, QBlock const& q_block, int buffer,
                                    Accumulators& scores, Accumulators& score_gradient) const {
-      Scores::compute(params, modifiers, statistics(buffer), item.batch, q_block, mask, column,
-                      scores, score_gradient, [&] {
-                        return BiasWriter(params, {item.batch, q_block.head, q_block.row, column});
-                      });
+      Scores::template compute<typename Scores::CapturedSums>(
+          params, modifiers, statistics(buffer), item.batch, q_block, mask, column,
+          shared + kSumsOffset, scores, score_gradient,
+          [&] { return BiasWriter(params, {item.batch, q_block.head, q_block.row, column}); });
     }
 
     // dk and dv leave through the tiles of keys and values.

@@ -69,6 +69,7 @@ struct FmhaBackwardSm90 {
   // alone.
   using BiasWriter = TransposedBiasGradient<Config, Tiles>;
   using BiasSums = typename BiasWriter::Sums;
+  using CapturedSums = FunctionGradient<Config, ScoreGrid, true>;
   static constexpr bool kScoreGradient = Config::kQueryGradient || Config::kKeyGradient ||
                                          Config::kFunctionGradient || BiasWriter::kNeeded;
 
@@ -84,7 +85,8 @@ struct FmhaBackwardSm90 {
   static constexpr int kStatisticsOffset = kTmaBiasOffset + kStages * Bias::kTmaStageBytes;
   static constexpr int kWarpBiasOffset = kStatisticsOffset + kStages * kStatisticsBytes;
   static constexpr int kBiasOffset = Bias::kTmaBias ? kTmaBiasOffset : kWarpBiasOffset;
-  static constexpr int kControlOffset = kWarpBiasOffset + Bias::kWarpBytes;
+  static constexpr int kSumsOffset = kWarpBiasOffset + Bias::kWarpBytes;
+  static constexpr int kControlOffset = kSumsOffset + CapturedSums::kSharedBytes;
 
   using Semaphore = cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>,
                                         NoDqSemaphoreSm90<Config>>;
@@ -258,6 +260,7 @@ struct FmhaBackwardSm90 {
     auto value_gradient = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(key_gradient);
     cute::clear(value_gradient);
+    CapturedSums::begin(tiles + kSumsOffset);
     clear_skipped<Config, kConsumers>(params, item, work.tiles);
     if (work.tiles.begin < work.tiles.end) consumer.begin();
     KeyRows const keys(tiles, warpgroup * kWarpgroupRows);
@@ -269,6 +272,7 @@ struct FmhaBackwardSm90 {
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
       BiasSums bias_sums;
+      typename CapturedSums::Sums captured_sums;
       auto const blocks = work.row_of_blocks(params, head);
       CUTE_NO_UNROLL
       for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
@@ -294,7 +298,8 @@ struct FmhaBackwardSm90 {
         ScoreOperand left_gradient;
         differentiate_transposed<Config, Modifiers, BiasWriter, ScoreGrid>(
             params, statistics_of(tiles, stage.index), work.position(head, tile), kept, scaled,
-            scores, score_gradient, probabilities, left_gradient, bias_sums);
+            scores, score_gradient, probabilities, left_gradient, bias_sums,
+            CapturedSums(params, work.position(head, tile), tiles + kSumsOffset), captured_sums);
         if constexpr (Config::kQueryGradient) {
           store_operand<ScoreTile, ScoreGrid>(score_tile, left_gradient);
         }
@@ -305,6 +310,7 @@ struct FmhaBackwardSm90 {
         auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
         consumer.begin_value_gradient(probabilities, out_tile, value_gradient);
         consumer.begin_query_gradient(warpgroup, score_tile, query_gradient);
+        CapturedSums(params, work.position(head, tile), tiles + kSumsOffset).add_strip(0);
         wait_products<Config::kQueryGradient>();  // dV
         fence_accumulators(value_gradient);
         if (leader) control.out_gradient.release(stage);
@@ -320,6 +326,7 @@ struct FmhaBackwardSm90 {
         score_buffer ^= 1;
       }
       BiasWriter::finish(params, item.batch, head, work.column, bias_sums);
+      CapturedSums(params, work.position(head, 0), tiles + kSumsOffset).add_sums(captured_sums);
     }
     finish(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
   }

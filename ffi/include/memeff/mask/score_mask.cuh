@@ -28,6 +28,9 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
       Interval::template apply<Grid>(scores, at.row, at.column);
     }
     PageMask<Config, Grid>::template apply<kColumns>(scores, params, at, column_bound);
+    if constexpr (kMasksRows) {
+      if (row_bound < own_row + kRows) mask_rows_from<false>(scores, row_bound);
+    }
     if (!partial) return;
     if constexpr (Config::kSegments) {
       SegmentMask<Grid, Config::kVarlen>::apply(scores, params.mask, params.shape, at.batch, at.row,
@@ -49,6 +52,9 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
     if (this->needs_test(at.row, kRows, at.column, kColumns)) {
       Interval::template apply_transposed<Grid>(scores, at.row, at.column);
     }
+    if constexpr (kMasksRows) {
+      if (row_bound < kRows) mask_rows_from<true>(scores, row_bound);
+    }
     if (!partial) return;
     if constexpr (Config::kSegments) {
       SegmentMask<Grid, Config::kVarlen>::template apply<true>(
@@ -63,6 +69,27 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
   }
 
  private:
+  // A user's function may be NaN beyond the query length, and a backward sums over rows.
+  static constexpr bool kMasksRows =
+      Config::kScoreFunction && cute::is_same_v<typename Config::Params, BackwardParams>;
+
+  template <bool kTransposed, class Accumulators>
+  CUTE_DEVICE static void mask_rows_from(Accumulators& scores, int bound) {
+    int const thread = thread_index();
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(scores); ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        CUTE_UNROLL
+        for (int element = 0; element < 4; ++element) {
+          int const row = kTransposed ? Grid::element_column(element, n, thread)
+                                      : Grid::element_row(element, m, thread);
+          if (row >= bound) scores(element, m, n) = -infinity();
+        }
+      }
+    }
+  }
+
   template <class Boolean>
   CUTE_DEVICE static typename Boolean::Slice slice(ScoreView const& boolean,
                                                    ScoreTilePosition const& at) {

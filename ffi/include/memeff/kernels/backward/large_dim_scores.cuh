@@ -12,6 +12,12 @@
 
 namespace memeff {
 
+// The gradients of captured arrays belong to FmhaBackwardLargeDimDkdv alone.
+template <class Config>
+struct WithoutFunctionGradient : Config {
+  static constexpr bool kFunctionGradient = false;
+};
+
 // A tile of scores of one query head.
 struct LargeDimTile {
   int batch;
@@ -43,8 +49,9 @@ struct LargeDimScores {
   static constexpr int kBufferBytes =
       cute::max(QueryStep::kBytes + KeyStep::kBytes, KeyProduct::StepTile::kBytes);
   static constexpr int kStatisticsBytes = Whole::kStatisticsBytes;
-  static constexpr int kSharedBytes =
+  static constexpr int kSumsOffset =
       2 * ScoreTile::kBytes + 2 * kBufferBytes + 2 * kStatisticsBytes;
+  static constexpr int kSharedBytes = kSumsOffset + Whole::CapturedSums::kSharedBytes;
 
   BackwardParams const& params;
   Mask const& mask;
@@ -54,6 +61,7 @@ struct LargeDimScores {
   uint32_t score_tile;
   uint32_t buffers;
   uint32_t statistics_buffers;
+  uint32_t sums;
 
   CUTE_DEVICE LargeDimScores(BackwardParams const& params, Mask const& mask, int batch,
                              int key_head, uint32_t shared)
@@ -64,7 +72,10 @@ struct LargeDimScores {
         probability_tile(shared),
         score_tile(probability_tile + ScoreTile::kBytes),
         buffers(buffers_in(shared)),
-        statistics_buffers(buffers + 2 * kBufferBytes) {}
+        statistics_buffers(buffers + 2 * kBufferBytes),
+        sums(shared + kSumsOffset) {
+    Whole::CapturedSums::begin(sums);
+  }
 
   CUTE_DEVICE static uint32_t buffers_in(uint32_t shared) { return shared + 2 * ScoreTile::kBytes; }
 
@@ -106,7 +117,7 @@ struct LargeDimScores {
             class MakeWriter>
   CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity, LoadNext load_next,
                            MakeWriter make_writer) const {
-    constexpr bool kGradients = kScoreGradients || kBiasGradient;
+    constexpr bool kGradients = kScoreGradients || kBiasGradient || Config::kFunctionGradient;
     int const head_steps = steps(params.shape.head_dim);
     int const value_steps = kGradients ? steps(params.shape.value_dim) : 0;
     auto scores = ScoreGrid::make_accumulators();          // (4, MMA_M, MMA_N)
@@ -129,9 +140,10 @@ struct LargeDimScores {
         },
         load_next);
     Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, tile.batch}};
-    Whole::compute(params, modifiers, statistics_buffers + parity * kStatisticsBytes, tile.batch,
-                   {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column, scores,
-                   score_gradient, make_writer);
+    Whole::template compute<typename Whole::CapturedSums>(
+        params, modifiers, statistics_buffers + parity * kStatisticsBytes, tile.batch,
+        {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column, sums, scores,
+        score_gradient, make_writer);
     if constexpr (kProbabilities) {
       store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
     }

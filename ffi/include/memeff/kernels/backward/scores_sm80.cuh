@@ -7,7 +7,7 @@
 #include <memeff/schedule/q_blocks.cuh>
 #include <memeff/score/bias/add.cuh>
 #include <memeff/score/bias/gradient.cuh>
-#include <memeff/score/function_gradient.cuh>
+#include <memeff/score/captured/function_gradient.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/probability.cuh>
 
@@ -83,6 +83,8 @@ struct BackwardScoresSm80 {
   using Bias = QBlockBiasTile<Config, Mask>;
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
   using BiasWriter = BiasGradientWriter<Config>;
+  using CapturedSums = FunctionGradient<Config, ScoreGrid>;
+  using NoCapturedSums = FunctionGradient<Config, ScoreGrid, false, false>;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
   static constexpr int kStep = kStepElements<Element>;
@@ -102,19 +104,19 @@ struct BackwardScoresSm80 {
 
   // scores: S -> P, modified.  score_gradient: dP -> dS, the gradient of query.key without the
   // user's scale. The gradient of the bias goes to the object that make_writer() returns.
-  // kFunctionGradient: so do the gradients of arrays that a score function reads, to their sums.
-  template <bool kFunctionGradient = Config::kFunctionGradient, class Modifiers, class Scores,
-            class MakeWriter>
+  // Gradients of arrays that a score function reads go to CapturedSums, with memory at `sums`.
+  template <class CapturedSums, class Modifiers, class Scores, class MakeWriter>
   CUTE_DEVICE static void compute(BackwardParams const& params, Modifiers const& modifiers,
                                   uint32_t statistics, int batch, QBlock const& q_block,
-                                  Mask const& mask, int column, Scores& scores,
+                                  Mask const& mask, int column, uint32_t sums, Scores& scores,
                                   Scores& score_gradient, MakeWriter make_writer) {
     Scores scaled;
     ScoreTilePosition const at = {batch, q_block.head, q_block.row, column};
     modifiers.recompute(scores, scaled, at, q_block, column);
     mask.template apply<kTileQuery, kTileKey>(scores, params, at, q_block.partial);
     auto bias_gradient = make_writer();
-    FunctionGradient<Config, ScoreGrid, false, kFunctionGradient> function_gradient(params, at);
+    CapturedSums function_gradient(params, at, sums);
+    typename CapturedSums::Sums function_sums;
     int const thread = thread_index();
     float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block
     // The 16x16 block (m, column_block); row blocks come one after the other.
@@ -126,7 +128,7 @@ struct BackwardScoresSm80 {
               load_shared_pair(statistics + ScoreGrid::element_row(2 * half, m, thread) * 8);
         }
       }
-      float block_gradient[2][4];  // of the bias
+      float block_gradient[2][4];  // of the modified scores
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         float2 const row = rows[half];
@@ -142,18 +144,22 @@ struct BackwardScoresSm80 {
               softmax_gradient(p, keep.select(score_gradient(element, m, n), half, chunk, i),
                                probability_scale<Config>(params), row.y);
           block_gradient[chunk][element] = gradient;
-          function_gradient.add(element, m, n, gradient);
           score_gradient(element, m, n) = Modifiers::backward(
               gradient, Modifiers::input_of_derivative(score, scaled(element, m, n)));
           score = keep.select(p, half, chunk, i);
         }
       }
       bias_gradient.block(m, column_block, block_gradient);
+      CUTE_UNROLL
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        function_gradient.chunk(function_sums, m, 2 * column_block + chunk, block_gradient[chunk]);
+      }
+      if (column_block == ScoreGrid::kColumnBlocks - 1) function_gradient.add_strip(m);
     };
     ProbabilityModifiers<Config, ScoreGrid>::for_each_block(params, batch, q_block.head,
                                                             q_block.row, column, block);
     bias_gradient.finish();
-    function_gradient.finish();
+    function_gradient.add_sums(function_sums);
   }
 };
 

@@ -5,7 +5,7 @@
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/layout/row_statistics.cuh>
 #include <memeff/score/bias/gradient_transposed.cuh>
-#include <memeff/score/function_gradient.cuh>
+#include <memeff/score/captured/function_gradient.cuh>
 #include <memeff/score/probability.cuh>
 
 namespace memeff {
@@ -13,23 +13,25 @@ namespace memeff {
 // The gradient of query.key without the user's scale, and the kept P^T. Both are packed block by
 // block, which frees the accumulators.
 template <class Config, class Modifiers, class BiasWriter, class Grid, class Kept, class Scores,
-          class Operand>
+          class Operand, class FunctionGradient>
 CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t statistics,
                                           ScoreTilePosition const& position,
                                           Kept const& kept_blocks, Scores const& scaled,
                                           Scores const& scores, Scores const& score_gradient,
                                           Operand& probabilities, Operand& left_gradient,
-                                          typename BiasWriter::Sums& bias_sums) {
+                                          typename BiasWriter::Sums& bias_sums,
+                                          FunctionGradient function_gradient,
+                                          typename FunctionGradient::Sums& function_sums) {
   using Element = typename Config::Element;
   int const thread = thread_index();
   BiasWriter const bias_gradient(params, position);
-  FunctionGradient<Config, Grid, true> function_gradient(params, position);
   // Sixteen queries and the sixteen keys of this warp.
   auto block = [&](int, int row_block, auto const& keep) {
     auto const deltas = QuadStatistics::load_deltas<Grid>(statistics, row_block, thread);
     CUTE_UNROLL
     for (int chunk = 0; chunk < 2; ++chunk) {
       int const n = 2 * row_block + chunk;
+      float chunk_gradient[4];  // of the modified scores
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         float kept[2];
@@ -46,18 +48,18 @@ CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t
         bias_gradient.pair(bias_sums, n, half, gradient);
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          function_gradient.add(2 * half + i, 0, n, gradient[i]);
+          chunk_gradient[2 * half + i] = gradient[i];
           gradient[i] = Modifiers::backward(gradient[i], scaled(2 * half + i, 0, n));
         }
         probabilities.fragments[0][row_block][2 * chunk + half] = pack<Element>(kept[0], kept[1]);
         left_gradient.fragments[0][row_block][2 * chunk + half] =
             pack<Element>(gradient[0], gradient[1]);
       }
+      function_gradient.chunk(function_sums, 0, n, chunk_gradient);
     }
   };
   CUTE_UNROLL
   for (int n = 0; n < Grid::kColumnBlocks; ++n) block(0, n, kept_blocks.block(0, n));
-  function_gradient.finish();
 }
 
 }  // namespace memeff

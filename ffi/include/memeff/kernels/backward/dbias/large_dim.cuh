@@ -8,7 +8,7 @@ namespace memeff {
 
 template <class Config>
 struct FmhaBackwardLargeDimDbias {
-  using Scores = LargeDimScores<Config>;
+  using Scores = LargeDimScores<WithoutFunctionGradient<Config>>;
   using Grid = typename Scores::ScoreGrid;
   static constexpr int kThreads = Scores::kThreads;
   static constexpr int kBlocksPerSm = Config::kBlocksPerSm;

@@ -171,10 +171,10 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
       if (has_next) work.load_gradients(following);
       commit_copies();
 
-      Scores::template compute<false>(params, modifiers, work.statistics(parity), batch,
-                                      work.q_block(slice), mask, work.tile.column, scores,
-                                      score_gradient,
-                                      [&] { return BiasGradientAdder<decltype(sums)>{sums}; });
+      Scores::template compute<typename Scores::NoCapturedSums>(
+          params, modifiers, work.statistics(parity), batch, work.q_block(slice), mask,
+          work.tile.column, 0, scores, score_gradient,
+          [&] { return BiasGradientAdder<decltype(sums)>{sums}; });
       slice = following;
     }
     work.tile.store_blocks(sums);

@@ -1,0 +1,70 @@
+"""How a backward sums the gradient of what each read of a program has read.
+
+Elements of a tile of scores that read one element of an array are added up before one addition to
+global memory: ``ffi/include/memeff/score/captured/function_gradient.cuh`` says how.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+
+from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
+from jax_memeff.codegen.functions.program import Program
+
+MOST_STRIPS = 2
+"""Reads whose sums pass through shared memory; each takes 11 to 23 KB."""
+
+
+class Sum(enum.Enum):
+    """``memeff::function::ReadSum``: what the index of a read depends on."""
+
+    NONE = "none"
+    HEAD = "head"
+    QUERY = "query"
+    KEY = "key"
+    DIAGONAL = "diagonal"
+    ELEMENT = "element"
+
+
+def read_sums(program: Program, arrays: Collection[int]) -> tuple[Sum, ...]:
+    """The way in which each of ``program.float_reads`` is summed.
+
+    Args:
+        arrays: the captured arrays whose gradients are needed.
+
+    >>> from jax_memeff.codegen.functions.program import CapturedType, Value
+    >>> read = Value("read", "float32", (0,), (("array", 0), ("mode", "clip")))
+    >>> program = Program((Value("key", "int32"), read), (1,), (CapturedType("float32", 1),))
+    >>> read_sums(program, {0})
+    (<Sum.KEY: 'key'>,)
+    """
+    constant = constant_along_diagonals(program)
+    found: list[Sum] = []
+    for read in program.float_reads:
+        own = _dependence(program, read, constant)
+        if program.values[read].param("array") not in arrays:
+            own = Sum.NONE
+        elif sum(other in _IN_STRIPS for other in found) == MOST_STRIPS and own in _IN_STRIPS:
+            own = Sum.ELEMENT
+        found.append(own)
+    return tuple(found)
+
+
+_IN_STRIPS = (Sum.QUERY, Sum.KEY, Sum.DIAGONAL)
+
+
+def _dependence(program: Program, read: int, constant: tuple[bool, ...]) -> Sum:
+    depends = program.dependence(read) & {"query", "key"}
+    if not depends:
+        return Sum.HEAD
+    if len(depends) == 1:
+        return Sum(next(iter(depends)))
+    return Sum.DIAGONAL if constant[read] else Sum.ELEMENT
+
+
+def strips(sums: Collection[Sum], columns: Sum) -> int:
+    """How many of ``sums`` pass through shared memory, if ``columns`` of the accumulators are
+    ``Sum.KEY`` or ``Sum.QUERY``.
+    """
+    return sum(own in (columns, Sum.DIAGONAL) for own in sums)

@@ -1,0 +1,46 @@
+"""How the gradients of captured arrays are summed, from the indices of their reads."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from jax_memeff._functions.trace import traced_score_function
+from jax_memeff.codegen.functions.sums import MOST_STRIPS, Sum, read_sums, strips
+
+VECTOR = jnp.ones(64)
+DOCUMENTS = jnp.arange(64) // 8
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (lambda b, h, q, k: h, Sum.HEAD),
+        (lambda b, h, q, k: b + 7, Sum.HEAD),
+        (lambda b, h, q, k: q // 4, Sum.QUERY),
+        (lambda b, h, q, k: DOCUMENTS[k] + h, Sum.KEY),
+        (lambda b, h, q, k: q - k + h, Sum.DIAGONAL),
+        (lambda b, h, q, k: jnp.clip(abs(q - k) // 4, 0, 9), Sum.DIAGONAL),
+        (lambda b, h, q, k: DOCUMENTS[q] - DOCUMENTS[k], Sum.ELEMENT),
+        (lambda b, h, q, k: q + k, Sum.ELEMENT),
+    ],
+)
+def test_the_index_decides_the_sum(index, expected):
+    program, _ = traced_score_function(lambda s, *at: s + VECTOR[index(*at)])
+    assert read_sums(program, range(len(program.arrays))) == (expected,)
+    assert read_sums(program, set()) == (Sum.NONE,)
+
+
+def test_few_sums_pass_through_shared_memory():
+    program, _ = traced_score_function(
+        lambda s, b, h, q, k: s + sum(VECTOR[q - k + i] for i in range(MOST_STRIPS + 1)) + VECTOR[h]
+    )
+    found = read_sums(program, {0})
+    assert sorted(own.value for own in found) == ["diagonal"] * MOST_STRIPS + ["element", "head"]
+    assert strips(found, Sum.QUERY) == MOST_STRIPS
+
+
+def test_strips_are_of_columns_of_the_accumulators():
+    sums = (Sum.QUERY, Sum.KEY, Sum.DIAGONAL, Sum.HEAD)
+    assert strips(sums, Sum.QUERY) == strips(sums, Sum.KEY) == 2
+    assert strips(sums[:1], Sum.KEY) == 0
