@@ -112,6 +112,11 @@ SM80 = [
     Run(Case(B=1, T=70, S=90, N=4, K=2, H=128, dtype="float16", **CAUSAL), arch="sm_75"),
     Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT)),
     Run(Case(B=1, T=5, S=700, N=4, K=1, **BOTTOM_RIGHT), splits=True, gradients=False),
+    Run(
+        Case(B=2, T=5, S=900, N=4, K=2, segments=1, boolean=("BN1S",), block=128),
+        splits=True,
+        gradients=False,
+    ),
     Run(SUMMED(T=70, S=90, bias="BNTS", boolean=("B1TS",), dropout=0.2)),
     Run(Case(B=6, T=70, S=90, N=2, K=1, H=264, shared=SHARED_KEYS)),
     Run(Case(B=6, T=5, S=500, K=1, shared=SHARED_KEYS), splits=True, gradients=False),
