@@ -152,8 +152,8 @@ _TILES: MmaTables = {
 _TILES_F32: MmaTables = {}
 
 _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
-"""Elements of a warp's output, 32 registers a lane for each 1024. With twice as many, segment ids and
-boolean masks spilled 24 to 56 bytes."""
+"""Elements of a warp's output, 32 registers a lane for each 1024. With twice as many, segment ids
+and boolean masks spilled 24 to 56 bytes."""
 
 
 class FmhaFwdSplitSm80(MmaKernel):
