@@ -101,7 +101,8 @@ def of_block_masks(
     maps = {block_mask for spec in specs.values() for block_mask in spec.block_masks}
 
     def parts(x: Any) -> tuple[Any, ...]:
-        return x.mask, x.functions, x.position, x.sequences
+        # Operands of packed projections have no sequences.
+        return x.mask, x.functions, x.position, getattr(x, "sequences", None)
 
     arrays, structure = jax.tree.flatten(parts(avals))
 

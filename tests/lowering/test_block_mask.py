@@ -123,7 +123,8 @@ LONGEST = 260
 
 def packed_tiles(mask, tile):
     """What kernels read of packed sequences, whose rows and columns are the same tokens."""
-    sequences = Sequences(*map(jnp.asarray, (STARTS, STARTS, LENGTHS, LENGTHS)), LONGEST, LONGEST)
+    starts, lengths = jnp.asarray(STARTS), jnp.asarray(LENGTHS)
+    sequences = Sequences(starts, starts, lengths, lengths, LONGEST, LONGEST)
     scores = len(LENGTHS), N, LONGEST, LONGEST
     canonical = mask.canonical(len(LENGTHS), LONGEST, LONGEST, tokens=(517, 517))
     canonical = compiled(canonical, Frame.of(canonical, (LONGEST, LONGEST)))
@@ -169,7 +170,7 @@ def test_packed_sequences(name, rows, by_bounds, monkeypatch):
             ]
             levels = found[index, :, row, column]
             assert (levels[part.any((1, 2))] != NONE).all()
-            assert part.all((1, 2))[levels == ALL].all()
+            assert part[levels == ALL].all()
             if name == "function":
                 assert (levels[~part.any((1, 2))] == NONE).all()
 
