@@ -55,6 +55,7 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     - ``kFloatReads``: how many reads have derivatives, ``kReadArrays[i]``: the captured array of
       each, ``kDiagonalReads[i]``: whether it depends on query and key, through their difference
       alone, and ``kReadDerivativesAreOne[i]``: whether the derivative by it is 1.
+    - ``kReadDerivativesUseScore``: whether a derivative by a read depends on the score.
     - ``read_values(..., float (&values)[kFloatReads])``: what was read. A kernel that stages reads
       of a tile passes a ``FunctionArrays`` of its own, whose ``read<i>(value)`` returns the staged
       number: the compiler then drops index, address and load of that read from the others. In
@@ -210,6 +211,8 @@ def _facts(program: Program, nodes: Graph) -> str:
         lines.append(f"  static constexpr bool kHasDiagonalReads = {_cpp(bool(along))};")
         lines.append(f"  static constexpr bool kConstantDerivative = {_cpp(constant)};")
         lines.append(f"  static constexpr int kFloatReads = {len(reads)};")
+        uses = any("score" in program.dependence(result) for result in program.results[2:])
+        lines.append(f"  static constexpr bool kReadDerivativesUseScore = {_cpp(uses)};")
         if reads:
             arrays = [str(int(program.values[read].param("array"))) for read in reads]
             lines.append(_array_fact("int", "kReadArrays", arrays))

@@ -57,15 +57,12 @@ def gradients_in_kernels(
 ) -> tuple[int, ...]:
     """The captured arrays whose gradients the kernels sum; XLA computes the others.
 
-    Kernels add in any order, and know the score itself no more when they have its gradient. Without
-    other gradients there is no kernel.
+    Kernels add in any order, and without other gradients there is no kernel.
     """
     program = options.score_function
     if needs_grad is None or program is None or options.deterministic_backward:
         return ()
     if not needs_grad._replace(captured=()).names:
-        return ()
-    if any("score" in program.dependence(result) for result in program.results[2:]):
         return ()
     return tuple(index for index, needed in enumerate(needs_grad.captured) if needed)
 

@@ -16,6 +16,7 @@ from test_score_mod import value_and_gradients
 
 import jax_memeff
 from jax_memeff import Mask
+from jax_memeff._cuda import functions
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 """The relative error that is allowed, in the Frobenius norm."""
@@ -193,6 +194,23 @@ def exact(case: Case | Tiles) -> Any:
 def test_emulated_kernels(arch, case, machine, assert_close):
     found = machine.submit(results, case, arch).result(timeout=600)
     assert_close(found, exact(case), TOLERANCES[case.dtype])
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if FUNCTIONS[name][0]])
+@pytest.mark.parametrize("head_dim", [64, 320])
+def test_kernels_sum_gradients(name, head_dim, monkeypatch, fake_compiler):
+    """XLA sums none of them."""
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80")
+
+    def in_jax(*leaves: Any, **static: Any):
+        raise AssertionError("XLA computes gradients of captured arrays")
+
+    monkeypatch.setattr(functions, "captured_gradients", in_jax)
+    case = Tiles(name, head_dim)
+    loss = lambda arrays: case.ours(arrays)[0].astype(jnp.float32).sum()  # noqa: E731
+    traced = jax.jit(jax.grad(loss)).trace(case.arrays())
+    traced.lower(lowering_platforms=("cuda",))
+    assert len(fake_compiler) == 2
 
 
 ON_GPU: list[Case | Tiles] = [
