@@ -26,9 +26,11 @@ import peers as all_peers
 import torch_programs
 from cells import Cell
 from peers import Peer
+from precompile import Precompilation
 from rich.console import Console
 from rich.progress import Progress
 from timing import Failure, Timing, first_line, measure
+from user_functions import table as function_table
 
 DIRECTIONS = {"forward": False, "forward_backward": True}
 
@@ -103,6 +105,8 @@ def _differences(programs: dict[str, Any], timed: Sequence[str], cell: Cell) -> 
     reference = programs[timed[0]].results()
     found = {}
     for name in timed[1:]:
+        if all_peers.PEERS[name].plain and cell.function in cell_sets.WITHOUT_ARGUMENT:
+            continue
         # If the query was scaled beforehand, its gradient is not comparable.
         compared = 1 if all_peers.PEERS[name].prescaled else len(reference)
         pairs = zip(programs[name].results()[:compared], reference, strict=False)
@@ -229,6 +233,7 @@ def main() -> None:
     console = Console()
     with Progress(console=console) as progress:
         if options.cells:
+            Precompilation(options.cells, options.peers).wait(progress)
             compilation = Compilation(options.cells, options.peers)
             compilation.wait(progress)
             for cell in progress.track(options.cells, description="measuring"):
@@ -266,6 +271,8 @@ def main() -> None:
             console.print(f"{row}: {json.dumps(document['host'][row])}", markup=False)
             documents.write(path, document)
     console.print(f"wrote {path}", soft_wrap=True)
+    if table := function_table.text(document):
+        console.print(table, soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

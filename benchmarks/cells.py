@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
+
+WITHOUT_ARGUMENT = frozenset(("alibi", "table"))
+"""Functions that no other argument stands for: the plain call computes something else."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,9 @@ class Cell:
     """Each batch index has this many documents of equal length, separated by segment ids."""
     mask_block: int | None = None
     """A ``[1, 1, T, S]`` boolean mask of square blocks with this many rows; a quarter are true."""
+    function: str | None = None
+    """A function of ``user_functions``. It takes the place of the argument of the same meaning, if
+    there is one: ``documents``, ``window``, ``soft_cap``."""
     gradients: bool = True
     """Forward+backward is measured too."""
 
@@ -80,6 +87,9 @@ class Cell:
             parts.append(f"dropout {self.dropout:g}")
         if self.soft_cap is not None:
             parts.append(f"soft cap {self.soft_cap:g}")
+        if self.function is not None:
+            has_argument = self.function not in ("identity", *WITHOUT_ARGUMENT)
+            parts.append("as a function" if has_argument else f"function {self.function}")
         return " ".join(parts)
 
     @property
@@ -256,6 +266,38 @@ def float32() -> list[Cell]:
     ]
 
 
+def functions() -> list[Cell]:
+    """Functions of scores and masks, each beside a call without functions (``memeff_plain``)."""
+    rows: list[dict[str, Any]] = [
+        {"function": "identity"},
+        {"function": "alibi"},
+        {"function": "alibi", "causal": True},
+        {"function": "soft cap", "soft_cap": 30.0},
+        {"function": "table"},
+    ]
+    masks: list[dict[str, Any]] = [
+        {"function": "documents", "documents": 8},
+        {"function": "window", "window": 1024, "causal": True},
+    ]
+    return [
+        _constant_size("functions", length, dim, **row)
+        for dim in (64, 128)
+        for length, selected in ((4096, rows + masks), (16384, masks))
+        for row in selected
+    ]
+
+
+def tiny_functions() -> list[Cell]:
+    """Small enough for a CPU: every function of ``functions``."""
+    sizes = {"batch": 2, "query_length": 96, "key_length": 96, "heads": 2, "key_heads": 2}
+    sizes |= {"head_dim": 16, "value_dim": 16}
+    return [
+        dataclasses.replace(cell, **sizes, dtype="float32", window=cell.window and 16)
+        for cell in functions()
+        if (cell.head_dim, cell.query_length) == (64, 4096)
+    ]
+
+
 SETS = {
     function.__name__: function
     for function in (
@@ -274,6 +316,8 @@ SETS = {
         float32,
         deterministic,
         memory,
+        functions,
+        tiny_functions,
     )
 }
 

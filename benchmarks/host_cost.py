@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -17,14 +19,24 @@ import inputs as cell_inputs
 import jax
 import jax.numpy as jnp
 import jax_programs
-from cells import Cell
+from cells import Cell, functions
 from peers import Peer
 from timing import Failure, Timing, first_line, measure
+from user_functions import in_jax
+
+from jax_memeff import Mask
+from jax_memeff._call.functions import state as function_state
+from jax_memeff._call.options import Divisors
+from jax_memeff._cuda import block_mask as block_masks
+from jax_memeff.codegen.launch import BlockMask
 
 _ROUNDS = 7
 _BATCH_SECONDS = 0.05
 
 _COPY_BYTES = 1 << 29
+
+_MASK_FUNCTIONS = ("documents", "window")
+_BLOCK_MASK_LENGTH = 16384
 
 # The device is done with such a call sooner than the host can launch the next.
 _CELL = Cell("host", 1, 128, 128, 8, 8, 64, 64, dtype="bfloat16")
@@ -131,10 +143,53 @@ def kernel_count(peers: Sequence[Peer]) -> dict[str, Any]:
         return _script("kernel_count.py", _implementation(), cache, "200")
 
 
+def function_compile(peers: Sequence[Peer]) -> dict[str, Any]:
+    """Kernels and seconds of 20 functions in a fresh process: empty cache, then filled."""
+    with tempfile.TemporaryDirectory() as cache:
+        return {
+            state: _script("function_compile.py", _implementation(), cache)
+            for state in ("cold", "warm")
+        }
+
+
+def block_mask(peers: Sequence[Peer]) -> dict[str, Any]:
+    """Seconds that the block masks of a mask function take, of both directions, by cell."""
+    rows: dict[str, Any] = {}
+    for cell in functions():
+        if cell.function not in _MASK_FUNCTIONS or cell.query_length < _BLOCK_MASK_LENGTH:
+            continue
+        mask = in_jax.arguments(cell, cell_inputs.make(cell))["mask"]
+        outcome = measure(
+            {"both": _JittedCall(functools.partial(_block_masks, cell), mask)},
+            rounds=_ROUNDS,
+            batch_seconds=_BATCH_SECONDS,
+        )["both"]
+        rows[cell.name] = (
+            {"error": outcome.reason}
+            if isinstance(outcome, Failure)
+            else {"seconds": outcome.seconds, "spread": outcome.spread}
+        )
+    return rows
+
+
+def _block_masks(cell: Cell, mask: Mask) -> list[jax.Array]:
+    """Both block masks, in tiles of a size that kernels have; their size hardly matters."""
+    scores = (cell.batch, cell.heads, cell.query_length, cell.key_length)
+    own = mask.canonical(cell.batch, cell.query_length, cell.key_length)
+    own = dataclasses.replace(own, captured=tuple(array[None] for array in own.captured))
+    state = function_state(cell.batch, cell.heads)
+    return [
+        block_masks.lines(own, state, None, BlockMask(lines, 128, 128), scores, Divisors())
+        for lines in ("queries", "keys")
+    ]
+
+
 ROWS: dict[str, Callable[[Sequence[Peer]], dict[str, Any]]] = {
     "dispatch": dispatch,
     "first_result": first_result,
     "kernel_count": kernel_count,
+    "block_mask": block_mask,
+    "function_compile": function_compile,
 }
 
 

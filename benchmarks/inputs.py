@@ -22,10 +22,13 @@ class Inputs(NamedTuple):
     dropout_key: jax.Array | None
     segment_ids: jax.Array | None = None
     mask: jax.Array | None = None
+    table: jax.Array | None = None
+    """Of a cell whose function reads a learned table: float32 [N, 2 T]."""
 
     def differentiable(self) -> dict[str, jax.Array]:
         """The operands whose gradients forward+backward computes."""
-        named = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias}
+        names = ("query", "key", "value", "bias", "table")
+        named = {name: getattr(self, name) for name in names}
         return {name: array for name, array in named.items() if array is not None}
 
 
@@ -33,10 +36,13 @@ def make(cell: Cell) -> Inputs:
     """Standard normal arrays in the cell's dtype; zeros would draw less power and run faster."""
     batch, heads, key_heads = cell.batch, cell.heads, cell.key_heads
     rows, columns = cell.query_length, cell.key_length
-    keys = iter(jax.random.split(jax.random.key(0), 5))
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+
+    def normal32(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape)
 
     def normal(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape).astype(cell.dtype)
+        return normal32(*shape).astype(cell.dtype)
 
     return Inputs(
         query=normal(batch, rows, heads, cell.head_dim),
@@ -47,6 +53,7 @@ def make(cell: Cell) -> Inputs:
         dropout_key=jax.random.PRNGKey(1) if cell.dropout else None,
         segment_ids=None if cell.documents is None else _segment_ids(cell, cell.documents),
         mask=None if cell.mask_block is None else _mask(cell, cell.mask_block),
+        table=normal32(heads, 2 * rows) if cell.function == "table" else None,
     )
 
 
@@ -62,7 +69,9 @@ def _mask(cell: Cell, block: int) -> jax.Array:
 
 
 def adapt(inputs: Inputs, peer: Peer, cell: Cell) -> Inputs:
-    """The inputs of this peer: cast or with a scaled query if it needs that."""
+    """The inputs of this peer: cast, with a scaled query or without a table if it needs that."""
+    if peer.plain:
+        inputs = inputs._replace(table=None)
     if peer.prescaled:
         scaled = inputs.query.astype(jnp.float32) / math.sqrt(cell.head_dim)
         inputs = inputs._replace(query=scaled.astype(cell.dtype))

@@ -34,7 +34,7 @@ class JaxProgram:
         jax.block_until_ready(self._results)
 
     def results(self) -> list[jax.Array]:
-        """The output, then the gradients in the order query, key, value, bias."""
+        """The output, then the gradients in the order of ``Inputs.differentiable``."""
         return list(self._results[-1])
 
 

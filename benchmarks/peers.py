@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from cells import Cell
+from user_functions import flex_attention, in_jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +33,18 @@ class Peer:
     """Runs in this dtype instead of the cell's."""
     prescaled: bool = False
     """Has no scale: its query is multiplied by ``1/sqrt(H)`` before the clock starts."""
+    plain: bool = False
+    """Is called without the function of the cell."""
+    compiles: bool = False
+    """Compiles its kernels at the first call, so processes do that beforehand."""
 
 
-def _memeff(cell: Cell, implementation: Literal["cuda", "xla"], deterministic: bool = False):
+def _memeff(
+    cell: Cell,
+    implementation: Literal["cuda", "xla"],
+    deterministic: bool = False,
+    with_function: bool = True,
+):
     import jax_memeff
 
     if cell.sequences is not None:
@@ -59,19 +69,24 @@ def _memeff(cell: Cell, implementation: Literal["cuda", "xla"], deterministic: b
         mask = inputs.mask
         if (ids := inputs.segment_ids) is not None:
             mask = jax_memeff.Mask.segments(ids, ids)
+        arguments: dict[str, Any] = {
+            "mask": mask,
+            "is_causal": cell.causal,
+            "local_window_size": None if cell.window is None else (cell.window, 0),
+            "logits_soft_cap": cell.soft_cap,
+        }
+        if with_function and cell.function is not None:
+            arguments |= in_jax.arguments(cell, inputs)
         return jax_memeff.dot_product_attention(
             inputs.query,
             inputs.key,
             inputs.value,
             inputs.bias,
-            mask,
-            is_causal=cell.causal,
-            local_window_size=None if cell.window is None else (cell.window, 0),
             dropout_rate=cell.dropout,
             dropout_key=inputs.dropout_key,
-            logits_soft_cap=cell.soft_cap,
             deterministic_backward=deterministic,
             implementation=implementation,
+            **arguments,
         )
 
     return attention
@@ -177,13 +192,18 @@ def _flash_attention_4(cell: Cell):
 
 def _without(*features: str) -> Callable[[Cell], list[str]]:
     """A check for a peer without arguments for these fields of a cell and for segments."""
-    missing = (*features, "sequences", "documents")
+    missing = (*features, "sequences", "documents", "function")
     return lambda cell: [name for name in missing if getattr(cell, name) != getattr(Cell, name)]
 
 
 def _nothing(cell: Cell) -> list[str]:
     del cell
     return []
+
+
+def _only_functions(cell: Cell) -> list[str]:
+    """A check for a peer that is measured beside functions only."""
+    return ["calls without a function"] if cell.function is None else []
 
 
 def _only_varlen(cell: Cell) -> list[str]:
@@ -200,6 +220,7 @@ PEERS = {
             "jax",
             functools.partial(_memeff, implementation="cuda"),
             _nothing,
+            compiles=True,
         ),
         Peer(
             "memeff_xla",
@@ -214,6 +235,16 @@ PEERS = {
             "jax",
             functools.partial(_memeff, implementation="cuda", deterministic=True),
             _nothing,
+            compiles=True,
+        ),
+        Peer(
+            "memeff_plain",
+            "jax-memeff (plain call)",
+            "jax",
+            functools.partial(_memeff, implementation="cuda", with_function=False),
+            _only_functions,
+            plain=True,
+            compiles=True,
         ),
         Peer(
             "jax_xla",
@@ -268,20 +299,30 @@ PEERS = {
             _flash_attention_4,
             _without("bias", "dropout", "mask_block"),
         ),
+        Peer(
+            "flex",
+            "FlexAttention",
+            "torch",
+            flex_attention.attention,
+            _only_functions,
+            compiles=True,
+        ),
     )
 }
 
-OURS = ("memeff_cuda", "memeff_xla", "memeff_deterministic")
+OURS = ("memeff_cuda", "memeff_xla", "memeff_deterministic", "memeff_plain")
 
 
 def peers(names: str) -> list[Peer]:
-    """The peers of a comma-separated list of names; ``all`` is ours by default and all others.
+    """The peers of a comma-separated list of names.
+
+    ``all`` is ours by default and all others that need no function.
 
     >>> [peer.label for peer in peers("memeff_cuda,torch_cudnn")]
     ['jax-memeff', 'torch cuDNN']
     """
     if names == "all":
-        return [peer for peer in PEERS.values() if peer.name not in OURS[1:]]
+        return [peer for peer in PEERS.values() if peer.name not in (*OURS[1:], "flex")]
     unknown = [name for name in names.split(",") if name not in PEERS]
     if unknown:
         raise ValueError(f"unknown peers {unknown}: expected 'all' or some of {', '.join(PEERS)}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import OURS
+from user_functions import table as function_table
 
 _ROOT = Path(__file__).parent.parent
 _TARGETS = (_ROOT / "docs" / "benchmarks.md", _ROOT / "README.md")
@@ -31,6 +32,7 @@ _BLOCKS = {
     "deterministic": "deterministic",
     "decode": "decode",
     "float32": "decode",
+    function_table.GROUP: "functions",
 }
 _NAMES = ("tables", "summary", "host", "features", *dict.fromkeys(_BLOCKS.values()), "ring")
 _GRID = frozenset(("main", "small", "tiny"))
@@ -290,6 +292,24 @@ def plot(document: dict[str, Any], path: Path) -> bool:
     return True
 
 
+def functions(document: dict[str, Any]) -> str:
+    """The speed of functions beside the plain call and FlexAttention, and why figures miss."""
+    parts = [_machine(document), _table(*function_table.rows(document))]
+    reasons = dict.fromkeys(
+        f"- {document['peers'][peer]}, {cell['name']}: `{record['error']}`"
+        for cell in document["cells"]
+        for results in cell["results"].values()
+        for peer, record in results.items()
+        if "error" in record
+    )
+    parts += function_table.compilation(document)
+    if lines := function_table.block_masks(document):
+        parts.append("Block masks, for both directions:\n\n" + "\n".join(f"- {x}" for x in lines))
+    if reasons:
+        parts.append("No figure, because:\n\n" + "\n".join(reasons))
+    return "\n\n".join(parts)
+
+
 def of_grid(document: dict[str, Any]) -> bool:
     """Whether results hold cells of the main grid, whose figures are plotted."""
     return any(cell["group"] in _GRID for cell in document.get("cells", ()))
@@ -300,6 +320,8 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
     if "ring" in document:
         return {"ring": ring(document)}
     if document["cells"] and not of_grid(document):
+        if all(cell["group"] == function_table.GROUP for cell in document["cells"]):
+            return {"functions": functions(document)}
         names = {_BLOCKS.get(cell["group"], "features") for cell in document["cells"]}
         return {names.pop() if len(names) == 1 else "features": tables(document, None)}
     found = {"tables": tables(document, image), "summary": summary(document)}

@@ -23,9 +23,10 @@ class Tensors(NamedTuple):
     value: Any
     cotangent: Any
     bias: Any
+    table: Any = None
 
     def differentiable(self) -> list[Any]:
-        operands = (self.query, self.key, self.value, self.bias)
+        operands = (self.query, self.key, self.value, self.bias, self.table)
         return [operand for operand in operands if operand is not None]
 
 
@@ -40,6 +41,7 @@ def tensors(inputs: Inputs, backward: bool) -> Tensors:
     views = Tensors(
         *map(view, inputs[:4]),
         bias=None if inputs.bias is None else view(inputs.bias, transposed=False),
+        table=None if inputs.table is None else view(inputs.table, transposed=False),
     )
     for operand in views.differentiable() if backward else ():
         operand.requires_grad_()
@@ -91,7 +93,7 @@ class TorchProgram:
         self._torch.cuda.synchronize()
 
     def results(self) -> list[jax.Array]:
-        """The output, then the gradients in the order query, key, value, bias; as JAX arrays."""
+        """The output, then the gradients in the order of ``Tensors``; as JAX arrays."""
         return to_jax(self._results)
 
 
@@ -111,8 +113,33 @@ def one_call(attention: Any, backward: bool):
     return forward_and_backward if backward else forward
 
 
+def compile_alone(peer: Peer, cell: Cell, backward: bool) -> None:
+    """One call on random operands, which fills PyTorch's caches of compiled code on disk."""
+    torch = importlib.import_module("torch")
+
+    def random(length: int, heads: int, dim: int) -> Any:
+        shape = cell.batch, length, heads, dim
+        return torch.randn(shape, device="cuda").to(getattr(torch, cell.dtype)).transpose(1, 2)
+
+    queries, keys = (cell.query_length, cell.heads), (cell.key_length, cell.key_heads)
+    operands = Tensors(
+        random(*queries, cell.head_dim),
+        random(*keys, cell.head_dim),
+        random(*keys, cell.value_dim),
+        random(*queries, cell.value_dim),
+        bias=None,
+        table=torch.randn(cell.heads, 2 * cell.query_length, device="cuda")
+        if cell.function == "table"
+        else None,
+    )
+    for operand in operands.differentiable() if backward else ():
+        operand.requires_grad_()
+    one_call(peer.attention(cell), backward)(operands)
+    torch.cuda.synchronize()
+
+
 def to_jax(results: tuple[Any, ...]) -> list[jax.Array]:
-    """Results of ``one_call`` in JAX's layout: all but a bias gradient are transposed."""
+    """Results of ``one_call`` in JAX's layout: those ``[B, N, T, H]`` are transposed."""
     turned = [tensor.transpose(1, 2) for tensor in results[:4]] + list(results[4:])
     return [jax.dlpack.from_dlpack(tensor.detach().contiguous()) for tensor in turned]
 

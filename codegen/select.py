@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -76,6 +77,23 @@ def select(problem: Problem, strategy: Strategy = PLAIN) -> KernelSpec:
         refused.append((spec, reasons))
     lines = (f"{spec.name}: {'; '.join(reasons)}" for spec, reasons in refused)
     raise UnsupportedError([inputs, *lines])
+
+
+def select_all(problem: Problem) -> list[KernelSpec]:
+    """What ``select`` returns for each strategy that has a kernel, without duplicates.
+
+    Raises ``UnsupportedError`` when there is none without a strategy.
+
+    >>> problem = Problem("backward", "bf16", 64, 64, "sm_90a", {"mask": "causal"})
+    >>> [spec.split_q for spec in select_all(problem)]
+    [False, True]
+    """
+    found = [select(problem)]
+    forward = [Strategy(query_rows=rows) for rows in QUERY_ROWS]
+    for strategy in forward if problem.direction == "forward" else [Strategy(split_q=True)]:
+        with contextlib.suppress(UnsupportedError):
+            found.append(select(problem, strategy))
+    return list(dict.fromkeys(found))
 
 
 def explain(problem: Problem, strategy: Strategy = PLAIN) -> list[tuple[KernelSpec, list[str]]]:

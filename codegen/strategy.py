@@ -129,9 +129,11 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
         slices // together * -(-sizes.queries * together // _WARPGROUP_ROWS)
         for together in (1, packed)
     )
-    groups = gpu.has_wgmma(problem.arch) and few_tiles
-    if problem[features.VARLEN] or problem[features.ROW_MAXIMA]:
-        # The combine kernel knows no packed sequences, and partial results have no maxima.
+    is_paged = problem.asks(features.PAGES)
+    # TMA knows no pages.
+    groups = gpu.has_wgmma(problem.arch) and few_tiles and not is_paged
+    if (problem[features.VARLEN] and not is_paged) or problem[features.ROW_MAXIMA]:
+        # Partial results have no maxima.
         return "consumer_groups" if groups else None
     if rows <= 16:
         return "16"

@@ -10,8 +10,9 @@ import argparse
 import importlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,9 +22,9 @@ from rich.table import Table
 from jax_memeff import config
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
-from jax_memeff.codegen.features import FEATURES
+from jax_memeff.codegen.features import BY_NAME, FEATURES, FUNCTIONS, SOFT_CAP
 from jax_memeff.codegen.kernels.families import PADDED_DIMS
-from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Problem
+from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Direction, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
 from jax_memeff.codegen.support import family_reasons
@@ -118,8 +119,9 @@ def _kernels(options: argparse.Namespace, out: Console) -> int:
 
 def _explain(options: argparse.Namespace, out: Console) -> int:
     code = 0
+    is_backward = options.direction == "backward"
     for arch in _archs(options):
-        problem = _problem(options, arch)
+        problem = _problem(options, arch, options.direction, sums_gradients=is_backward)
         strategy = Strategy(options.query_rows, options.split_q)
         out.print(f"[bold]{', '.join(filter(None, map(str, (problem, strategy))))}[/bold]")
         reasons = family_reasons(problem)
@@ -156,10 +158,7 @@ def _grid(spec: KernelSpec, sequence: int) -> str:
 def _build(options: argparse.Namespace, out: Console) -> int:
     if not options.all and (options.dtype is None or options.head_dim is None):
         raise ValueError("expected --dtype and --head-dim, or --all for every kernel")
-    chosen = {} if options.dtype is None else {"dtypes": [options.dtype]}
-    if options.head_dim is not None:
-        chosen["dims"] = [(options.head_dim, options.value_dim or options.head_dim)]
-    jobs = [(spec, arch) for arch in _archs(options) for spec in select.closure(arch, **chosen)]
+    jobs = [(spec, arch) for arch in _archs(options) for spec in _specs(options, arch)]
     table = _table(
         "kernel", "arch", "registers", "spilled bytes", "shared bytes", "seconds", "cached"
     )
@@ -203,6 +202,24 @@ def _build(options: argparse.Namespace, out: Console) -> int:
     return 1 if failed else 0
 
 
+def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
+    """The kernels to build: those of one problem if it has features, else the closure.
+
+    The gradients of arrays that a score function reads may be needed or not.
+    """
+    if all(value == BY_NAME[name].off for name, value in _features(options, False).items()):
+        chosen = {} if options.dtype is None else {"dtypes": [options.dtype]}
+        if options.head_dim is not None:
+            chosen["dims"] = [(options.head_dim, options.value_dim or options.head_dim)]
+        return select.closure(arch, **chosen)
+    if options.all:
+        raise ValueError("expected features of one problem, or --all for every kernel, not both")
+    forward = _problem(options, arch, "forward", sums_gradients=False)
+    backward = [_problem(options, arch, "backward", sums_gradients=s) for s in (False, True)]
+    problems = dict.fromkeys((forward, *backward))
+    return dict.fromkeys(spec for problem in problems for spec in select.select_all(problem))
+
+
 def _add_rows(table: Table, spec: KernelSpec, arch: str, compiled: compiler.Compiled) -> None:
     dynamic = {entry.name: entry.shared_bytes for entry in spec.entry_points}
     for resource in compiled.resources:
@@ -229,16 +246,38 @@ def _table(name: str, *columns: str) -> Table:
     return table
 
 
-def _problem(options: argparse.Namespace, arch: str) -> Problem:
+def _problem(
+    options: argparse.Namespace, arch: str, direction: Direction, *, sums_gradients: bool
+) -> Problem:
     return Problem(
-        direction=options.direction,
+        direction=direction,
         dtype=options.dtype,
         head_dim=options.head_dim,
         value_dim=options.value_dim or options.head_dim,
         arch=arch,
-        features={feature.name: feature.from_flags(options) for feature in FEATURES},
-        sequence=options.seq,
+        features=_features(options, sums_gradients),
+        sequence=getattr(options, "seq", None),
     )
+
+
+def _features(options: argparse.Namespace, sums_gradients: bool) -> dict[str, Any]:
+    """The features that flags ask for, by name.
+
+    ``sums_gradients``: whether kernels sum the gradients of arrays that a score function reads.
+    """
+    features = {feature.name: feature.from_flags(options) for feature in FEATURES}
+    names = options.score_function, options.mask_function
+    if names != (None, None):
+        # Tracing imports JAX, which no other command needs.
+        named_functions = importlib.import_module("jax_memeff._cuda.named_functions")
+        features[FUNCTIONS.name] = named_functions.asked(
+            *names,
+            soft_cap=options.soft_cap,
+            gradients=sums_gradients,
+            deterministic=options.deterministic,
+        )
+        features[SOFT_CAP.name] &= options.score_function is None  # else it is a part of it
+    return features
 
 
 def _archs(options: argparse.Namespace) -> tuple[str, ...]:
@@ -307,11 +346,16 @@ def _parser() -> argparse.ArgumentParser:
         feature.add_flags(explain)
 
     build = add(
-        "build", _build, "compile kernels into the cache: plain, each feature alone, all features"
+        "build",
+        _build,
+        "compile kernels into the cache: with features those of one problem, else the usual ones "
+        "of a head dim: plain, each feature alone, all features",
     )
     build.add_argument("--dtype", choices=SPEC_DTYPES)
     _add_dims(build, required=False)
     build.add_argument("--all", action="store_true", help="every dtype and head dim not named")
+    for feature in FEATURES:
+        feature.add_flags(build)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,8 +28,20 @@ _ARGUMENTS = {
 }
 """The arguments of the user that a program comes from."""
 
+_FUNCTION_FLAGS = {"score": "score, b, h, q, k", "mask": "b, h, q, k"}
+
 _SAME_SCORE = Program(
     (Value("score", "float32"), Value("constant", "float32", (), (("value", 1.0),))), (0, 1), ()
+)
+
+_LISTED = Program(
+    (
+        Value("query", "int32"),
+        Value("key", "int32"),
+        Value("read", "bool", (0, 1), (("array", 0), ("mode", "clip"))),
+    ),
+    (2,),
+    (CapturedType("bool", 2),),
 )
 
 
@@ -93,6 +106,10 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         SupportRow(
             "functions of scores and masks (`score_mod`, `Mask.function`)",
             ({"functions": AskedFunctions(_SAME_SCORE, None)},),
+        ),
+        SupportRow(
+            "lists of KV blocks (`Mask.kv_blocks`)",
+            ({"functions": AskedFunctions(None, _LISTED)},),
         ),
     )
 
@@ -192,6 +209,18 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
 
     def asked_by(self, call: Any) -> AskedFunctions | None:
         return call.functions
+
+    def words(self, asked: AskedFunctions | None) -> str:
+        return " and ".join(f"a {name} function" for name in (asked.programs if asked else ()))
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """The command line traces the functions itself, which needs JAX."""
+        for name, arguments in _FUNCTION_FLAGS.items():
+            parser.add_argument(
+                f"--{name}-function",
+                metavar="MODULE:NAME",
+                help=f"a function of ({arguments}), and the arrays of its module that it reads",
+            )
 
 
 def _arrays(role: str, types: Iterable[CapturedType]) -> Iterator[CapturedArray]:

@@ -72,7 +72,7 @@ class Pages(Feature[AskedPages, int]):
         return problem[self].size
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        return {"kPageSize": spec[self]} if spec.direction == "forward" else {}
+        return {"kPageSize": spec[self]}
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
         return (CapturedArray("page_table", "B *"),) if spec[self] else ()

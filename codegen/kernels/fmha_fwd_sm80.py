@@ -187,6 +187,7 @@ class FmhaFwdSm80(MmaKernel):
     stem = "fmha_fwd_sm80"
     direction = "forward"
     class_name = "FmhaForwardSm80"
+    reads_pages = True
     tiles = _TILES
     tiles_f32 = _TILES_F32
 

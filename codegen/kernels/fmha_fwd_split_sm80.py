@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import gpu, shared_memory, strategy
-from jax_memeff.codegen.features import VARLEN
+from jax_memeff.codegen.features import PAGES, VARLEN
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, stage
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
@@ -159,12 +159,13 @@ class FmhaFwdSplitSm80(MmaKernel):
     direction = "forward"
     class_name = "FmhaForwardSplitSm80"
     splits_keys = True
+    reads_pages = True
     tiles = _TILES
     tiles_f32 = _TILES_F32
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
-        if problem[VARLEN]:
+        if problem[VARLEN] and not problem.asks(PAGES):
             reasons.append("it does not split the keys of packed sequences yet")
         elif strategy.query_rows is None:
             reasons.append("it splits the keys, and there are tiles for a whole GPU without that")

@@ -17,6 +17,8 @@ import numpy as np
 from jax_memeff._api import argument_arrays
 from jax_memeff._call import values
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.computed_blocks import BLOCK
+from jax_memeff._call.mask.kv_blocks import KvBlocks
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
 
 
@@ -106,7 +108,40 @@ def mask(
         segment_ids("key segment ids", key_ids, batch, columns)
     for boolean in value.booleans:
         argument_arrays.boolean_mask(boolean, scores)
+    for lists in value.block_lists:
+        _block_lists(lists, scores)
+    for levels in value.block_masks:
+        _block_mask(levels, scores)
     return value
+
+
+def _block_mask(levels: Any, scores: tuple[int, int, int, int]) -> None:
+    """Check that a block mask was computed for the sizes of a call."""
+    batch, heads, *sizes = scores
+    expected = tuple(-(-size // BLOCK) for size in sizes)
+    shape = tuple(levels.shape)
+    if shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == expected:
+        return
+    raise ValueError(
+        f"mask: Mask.blocks computed a block mask of shape {shape} for arrays of other sizes; this "
+        f"call of batch {batch}, {heads} heads, {sizes[0]} rows and {sizes[1]} columns needs "
+        f"[{batch} or 1, {heads} or 1, {expected[0]}, {expected[1]}]: call Mask.blocks with its "
+        "query and key"
+    )
+
+
+def _block_lists(lists: Any, scores: tuple[int, int, int, int]) -> None:
+    """Check that lists of KV blocks have the batch, the heads and the Q blocks of a call."""
+    batch, heads, rows, _ = scores
+    first, second, blocks, _ = lists.shape
+    expected = -(-rows // lists.block_size[0])
+    if first in (1, batch) and second in (1, heads) and blocks == expected:
+        return
+    raise ValueError(
+        f"KV block indices must have shape [{batch} or 1, {heads} or 1, {expected}, n], where "
+        f"{expected} Q blocks of {lists.block_size[0]} rows cover {rows} rows, got shape "
+        f"{tuple(lists.indices.shape)}; with grouped heads repeat the lists of key heads"
+    )
 
 
 def _fields_of_mask(value: Mask) -> None:
@@ -124,6 +159,14 @@ def _fields_of_mask(value: Mask) -> None:
     expect("more_lengths", is_pairs(value.more_lengths), "a tuple of pairs", "Mask.lengths and &")
     expect("segment_ids", is_pairs(value.segment_ids), "a tuple of pairs", "Mask.segments")
     expect("booleans", isinstance(value.booleans, tuple), "a tuple of arrays", "Mask.boolean")
+    are_lists = isinstance(value.block_lists, tuple) and all(
+        isinstance(lists, KvBlocks) for lists in value.block_lists
+    )
+    expect("block_lists", are_lists, "a tuple of lists", "Mask.kv_blocks")
+    are_ranked = isinstance(value.block_masks, tuple) and all(
+        getattr(levels, "ndim", 0) == 4 for levels in value.block_masks
+    )
+    expect("block_masks", are_ranked, "a tuple of arrays of rank 4", "Mask.blocks")
 
 
 def offsets(value: Any, batch: int, heads: int) -> Offsets | None:

@@ -16,6 +16,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import flag
+from jax_memeff._functions import builtin
 from jax_memeff._op import vjp
 from jax_memeff._sharding import explicit
 
@@ -98,6 +99,11 @@ def common(
     score_function, captured = argument_functions.score_mod(
         arguments["score_mod"], dtype, traced_scale, soft_cap
     )
+    if score_function is not None and is_static:
+        if builtin.is_identity(score_function):
+            score_function, captured = None, ()
+        elif soft_cap is None and (cap := builtin.soft_cap(score_function)) is not None:
+            score_function, soft_cap = None, cap
     options = Options(
         scale=scale,
         soft_cap=soft_cap if is_static else None,
@@ -130,6 +136,6 @@ def common(
         "functions": None,
         "captured": captured,
     }
-    if score_function is not None or {"function", "traced_window"} & combined.kinds():
+    if score_function is not None or combined.has_function():
         arrays["functions"] = functions.state(scores[0], scores[1], offsets)
     return Common(options, combined, arrays)

@@ -24,7 +24,7 @@ from jax_memeff._call.operands import Operands
 def check(
     query: ArrayLike,
     key: ArrayLike,
-    value: ArrayLike,
+    value: ArrayLike | None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     **arguments: Any,

@@ -183,6 +183,8 @@ def prepare(
     )
 
     scores = (cu_seqlens_q.shape[0] - 1, heads, longest_q, longest_k)
+    if isinstance(mask, Mask):
+        mask = mask.without_block_masks()
     options, combined, arrays = common(
         query.dtype, head_dim, scores, bias, mask, named, tokens=(total_q, total_k)
     )

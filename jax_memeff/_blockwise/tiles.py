@@ -131,7 +131,7 @@ class Problem:
             "query_seq_lengths and key_value_seq_lengths; varlen_attention takes a symbolic "
             "number of tokens",
         )
-        batch, length, heads, _ = query.shape
+        batch, _, heads, _ = query.shape
         is_paged = operands.pages is not None
         if mask.key_lengths is not None and not is_paged:
             # Values beyond the lengths are zeroed, and each batch index has its own length.

@@ -162,6 +162,9 @@ class QkvPackedGradients(NamedTuple):
 AnyGradients = Gradients | QkvPackedGradients
 
 
+NO_BUFFER = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Operand:
     """The properties of an operand that do not depend on its shape."""
@@ -169,7 +172,8 @@ class Operand:
     path: str
     """Its path in the operands; ``*`` is any index of a tuple."""
     buffer: str
-    """The name of its buffer in the custom call (ffi/src); several arrays may share one buffer."""
+    """The name of its buffer in the custom call (ffi/src); several arrays may share one buffer, and
+    :data:`NO_BUFFER` stays outside."""
     dims: tuple[str, ...]
     """The names of its dims. ``batch|1`` may have size 1; the operand is then broadcast."""
     varlen_dims: tuple[str, ...]
@@ -242,6 +246,13 @@ OPERANDS: tuple[Operand, ...] = (
         _QKV_PACKED_DIMS,
         has_gradient=True,
         placement="like query",
+    ),
+    Operand(
+        "mask.block_masks.*",
+        NO_BUFFER,
+        ("batch|1", "heads|1", "q_blocks", "kv_blocks"),
+        ("batch|1", "heads|1", "q_blocks", "kv_blocks"),
+        has_divisor=True,
     ),
     *itertools.chain.from_iterable(map(_rows_of, features.operands())),
 )

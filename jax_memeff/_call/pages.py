@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-
 INVARIANT_COLUMNS = 256
 """The keys that are summed together if results are batch invariant: segments of the sequence begin
 at multiples of it."""

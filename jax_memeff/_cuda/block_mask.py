@@ -1,30 +1,24 @@
-"""Block masks: whether segment ids and boolean arrays make none, some or all of a tile valid.
+"""The block masks that kernels read.
 
-ffi/include/memeff/mask/block_mask.cuh has the layout that kernels read. Block masks are small, and
-XLA computes them before a kernel: for ids from the range of each tile, for a boolean array from
-its elements, each read once.
+ffi/include/memeff/mask/block_mask.cuh has the layout. Block masks are small, and XLA computes them
+before a kernel.
 """
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_memeff._call.divisors import broadcastable, conjunction
-from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask import Mask, block_mask
+from jax_memeff._call.mask.block_mask import Indices, Tiling
+from jax_memeff._call.mask.bounds import Captured
+from jax_memeff._call.mask.computed_blocks import of_tiles
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import FunctionState, captured_name
 from jax_memeff._call.options import Divisors
-from jax_memeff._cuda import traced_windows
-from jax_memeff._functions.evaluate import evaluate
 from jax_memeff.codegen.launch import BlockMask
-
-_NONE, _ALL, _SOME = 0, 1, 2
-"""Whether none, all or some elements of a tile are valid. For ids, "some" may include none."""
 
 _LINE_BYTES = 8
 """Alignment of a row of blocks, which has two int32 and then one byte for each tile."""
@@ -38,15 +32,16 @@ def lines(
     scores: tuple[int, int, int, int],
     divisors: Divisors,
 ) -> jax.Array:
-    """The block mask of ids and boolean arrays: uint8 [B or 1, N or 1, rows of blocks, bytes].
+    """The block mask of a kernel: uint8 [B or 1, N or 1, rows of blocks, bytes].
 
     Args:
-        mask: has ids, boolean arrays or a function; its other conditions are ignored.
+        mask: has ids, boolean arrays or a function; its other conditions are ignored. Those that a
+            block mask of ``Mask.blocks`` covers are not looked at again.
         functions: the user's indices, for a function.
         position: the global index of row 0 and column 0, for a function.
         tile: the size of the tiles, and whether rows of blocks belong to queries or keys.
         scores: (B, N, T, S).
-        divisors: those of boolean arrays with fewer batch indices.
+        divisors: those of arrays with fewer batch indices.
 
     >>> ids = jnp.array([[0, 0, 0, 1, 1]])
     >>> mask, tile = Mask.segments(ids, ids), BlockMask("queries", 2, 2)
@@ -61,118 +56,69 @@ def lines(
            [0, 2, 1]], dtype=int32)
     """
     batch, _, length, key_length = scores
-    found = [_of_ids(*pair, tile) for pair in mask.segment_ids]
+    tiling = Tiling((length, key_length), (tile.query, tile.key))
+    found = [
+        broadcastable(of_tiles(levels, tiling), divisors[f"mask.block_masks.{index}"], batch)
+        for index, levels in enumerate(mask.block_masks)
+    ]
+    if not mask.block_masks or mask.beyond_block_masks:
+        found += _of_conditions(mask, functions, position, tiling, batch, divisors)
+    levels = block_mask.conjunction(found)
+    levels = jnp.broadcast_to(levels, (*levels.shape[:2], *tiling.counts))
+    return _with_ranges(levels if tile.lines == "queries" else levels.swapaxes(2, 3))
+
+
+def _of_conditions(
+    mask: Mask,
+    functions: FunctionState | None,
+    position: Position | None,
+    tiling: Tiling,
+    batch: int,
+    divisors: Divisors,
+) -> list[jax.Array]:
+    """The block masks of ids, boolean arrays, the function and traced windows."""
+    found = [block_mask.of_ids(*pair, tiling) for pair in mask.segment_ids]
     if mask.booleans:
         boolean, divisor = conjunction(mask, divisors, batch)
-        found.append(broadcastable(_of_booleans(boolean, tile), divisor, batch))
+        found.append(broadcastable(block_mask.of_booleans(boolean, tiling), divisor, batch))
     if mask.functions:
         assert functions is not None
-        sizes = (length, key_length)
-        found.append(_of_function(mask, functions, position, tile, sizes, divisors))
-    found += _of_windows(mask, position, tile, (length, key_length))
-    valid = functools.reduce(lambda a, b: jnp.where((a > 0) & (b > 0), jnp.maximum(a, b), 0), found)
-    shape = -(-length // tile.query), -(-key_length // tile.key)
-    valid = jnp.broadcast_to(valid, (*valid.shape[:2], *shape))
-    return _with_ranges(valid if tile.lines == "queries" else valid.swapaxes(2, 3))
-
-
-def _of_ids(query_ids: jax.Array, key_ids: jax.Array, tile: BlockMask) -> jax.Array:
-    """[B, 1, query tiles, key tiles]. Tiles with disjoint ranges of ids have no valid element."""
-    rows = _id_ranges(query_ids, tile.query)[:, :, None, :, None]
-    columns = _id_ranges(key_ids, tile.key)[:, :, None, None, :]
-    overlap = (rows[1] <= columns[2]) & (columns[1] <= rows[2])
-    same = (rows[0] == rows[2]) & (columns[0] == columns[2])
-    return jnp.where(overlap, jnp.where(same, _ALL, _SOME), _NONE).astype(jnp.uint8)
-
-
-def _id_ranges(ids: jax.Array, tile: int) -> jax.Array:
-    """[3, B, tiles]: smallest id, smallest non-negative id, and largest id of each tile."""
-    count = -(-ids.shape[1] // tile)
-    padding = (0, 0), (0, count * tile - ids.shape[1])
-    tiles = jnp.pad(ids, padding, mode="edge").reshape(-1, count, tile)
-    natural = jnp.where(tiles < 0, np.iinfo(np.int32).max, tiles)
-    return jnp.stack([tiles.min(2), natural.min(2), tiles.max(2)])
-
-
-def _of_booleans(mask: jax.Array, tile: BlockMask) -> jax.Array:
-    """[B or 1, N or 1, query tiles or 1, key tiles or 1]."""
-    valid, invalid = np.uint8(1), np.uint8(2)
-    seen = jnp.where(mask, valid, invalid)
-    for axis, size in ((2, tile.query), (3, tile.key)):
-        seen = _any_bits(seen, axis, size)
-    some = jnp.where(seen & invalid, np.uint8(_SOME), np.uint8(_ALL))
-    return jnp.where(seen & valid, some, np.uint8(_NONE))
-
-
-def _of_windows(
-    mask: Mask, position: Position | None, tile: BlockMask, sizes: tuple[int, int]
-) -> list[jax.Array]:
-    """[B or 1, 1, query tiles, key tiles] for each traced window; others are intervals."""
-    return [
-        jnp.where(some, jnp.where(every, _ALL, _SOME), _NONE).astype(jnp.uint8)
-        for some, every in traced_windows.tiles(mask, position, sizes, (tile.query, tile.key))
-    ]
+        found.append(_of_function(mask, functions, position, tiling, divisors))
+    return found + block_mask.of_windows(mask, position, tiling)
 
 
 def _of_function(
     mask: Mask,
     state: FunctionState,
     position: Position | None,
-    tile: BlockMask,
-    sizes: tuple[int, int],
+    tiling: Tiling,
     divisors: Divisors,
 ) -> jax.Array:
-    """[B or 1, N or 1, query tiles, key tiles]; nothing of the size of the scores is stored."""
+    """[B or 1, N or 1, query tiles, key tiles]."""
     (program,) = mask.functions
     depends = program.dependence(program.results[0])
-    own = position is not None and any(x.ndim for x in position)
-    per_batch = "batch" in depends or own or any(x.shape[0] != 1 for x in mask.captured)
-    batch = state.batch_index if per_batch else state.batch_index[:1]
-    heads = state.head_index if "head" in depends else state.head_index[:1]
-    rows, columns = (
-        # The last tile ends at the end of the axis: its last element counts several times.
-        jnp.minimum(jnp.arange(-(-size // own) * own, dtype=jnp.int32), size - 1).reshape(-1, own)
-        for size, own in zip(sizes, (tile.query, tile.key), strict=True)
+    has_own_position = position is not None and any(x.ndim for x in position)
+    per_batch = (
+        has_own_position or "batch" in depends or any(x.shape[0] != 1 for x in mask.captured)
     )
-    firsts = (0, 0) if position is None else position
-    first_row, first_column = (jnp.broadcast_to(x, batch.shape) for x in firsts)
-    arrays = [
-        broadcastable(x, divisors[f"mask.{captured_name(index)}"], batch.shape[0])
+    batch = state.batch_index if per_batch else state.batch_index[:1]
+    firsts = (jnp.int32(0), jnp.int32(0)) if position is None else position
+    place = jnp.arange(batch.size, dtype=jnp.int32)
+    captured = [
+        Captured(
+            x,
+            None
+            if x.shape[0] == 1
+            else place // divisors[f"mask.{captured_name(index)}"] % x.shape[0],
+        )
         for index, x in enumerate(mask.captured)
     ]
-    axes = tuple(0 if x.shape[0] != 1 else None for x in arrays)
-
-    def seen(index: jax.Array, row: jax.Array, column: jax.Array, *arrays: jax.Array) -> jax.Array:
-        """[N or 1, query tiles, key tiles], a bit for valid and one for invalid elements."""
-        valid = evaluate(
-            program,
-            None,
-            index,
-            heads[:, None, None, None, None],
-            (rows + row)[:, None, :, None],
-            (columns + column)[None, :, None, :],
-            [x if axis == 0 else x[0] for x, axis in zip(arrays, axes, strict=True)],
-        )
-        shape = (heads.size, rows.shape[0], columns.shape[0], tile.query, tile.key)
-        bits = jnp.where(jnp.broadcast_to(valid, shape), np.uint8(1), np.uint8(2))
-        return lax.reduce(bits, np.uint8(0), lax.bitwise_or, (3, 4))
-
-    bits = jax.vmap(seen, (0, 0, 0, *axes))(batch, first_row, first_column, *arrays)
-    some = jnp.where(bits & 2, np.uint8(_SOME), np.uint8(_ALL))
-    return jnp.where(bits & 1, some, np.uint8(_NONE))
-
-
-def _any_bits(bits: jax.Array, axis: int, tile: int) -> jax.Array:
-    """The OR of the bits of each tile of ``axis``; a broadcast axis is unchanged."""
-    size = bits.shape[axis]
-    if size == 1:
-        return bits
-    count = -(-size // tile)
-    padding = [(0, 0)] * bits.ndim
-    padding[axis] = (0, count * tile - size)
-    shape = *bits.shape[:axis], count, tile, *bits.shape[axis + 1 :]
-    tiles = jnp.pad(bits, padding).reshape(shape)
-    return lax.reduce(tiles, np.uint8(0), lax.bitwise_or, (axis + 1,))
+    indices = Indices(
+        batch,
+        state.head_index if "head" in depends else state.head_index[:1],
+        *(x.reshape(-1) for x in firsts),
+    )
+    return block_mask.of_function(program, indices, captured, tiling)
 
 
 def _with_ranges(valid: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from jax.interpreters import mlir
 
 from jax_memeff._call import divisors
 from jax_memeff._call.operands import (
+    NO_BUFFER,
     Item,
     Operands,
     QkvPackedOperands,
@@ -53,6 +54,8 @@ def of_operands(
     bounds = traced_windows.buffer_names(avals.mask)
     for name, group in itertools.groupby(pairs, key=lambda pair: buffer_name(pair[0], bounds)):
         types, arrays = zip(*((aval.array, value.array) for aval, value in group), strict=True)
+        if name == NO_BUFFER:
+            continue
         if name == "boolean":
             buffers.append(computed(ctx, name, _conjunction(avals, options), types, arrays))
         elif name in ("query_segments", "key_segments"):

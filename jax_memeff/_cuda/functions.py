@@ -36,7 +36,7 @@ def programs(operands: Any, options: Options) -> AskedFunctions:
         operands.scores,
         operands.sequences is not None,
     )
-    score, own = (None if x is None else _kernel_types(x) for x in (score, own))
+    score, own = (None if x is None else in_kernel_types(x) for x in (score, own))
     return AskedFunctions(score, own, bounds)
 
 
@@ -57,17 +57,22 @@ def gradients_in_kernels(
 ) -> tuple[int, ...]:
     """The captured arrays whose gradients the kernels sum; XLA computes the others.
 
-    Kernels add in any order, and without other gradients there is no kernel.
+    Without other gradients there is no kernel.
     """
     program = options.score_function
-    if needs_grad is None or program is None or options.deterministic_backward:
+    if needs_grad is None or program is None or not needs_grad._replace(captured=()).names:
         return ()
-    if not needs_grad._replace(captured=()).names:
+    if not sums_gradients(program, options.deterministic_backward):
         return ()
     return tuple(index for index, needed in enumerate(needs_grad.captured) if needed)
 
 
-def _kernel_types(program: Program) -> Program:
+def sums_gradients(program: Program, deterministic: bool) -> bool:
+    """Whether kernels sum the gradients of the arrays that a score function reads: in any order."""
+    return not deterministic
+
+
+def in_kernel_types(program: Program) -> Program:
     arrays = (
         CapturedType(_WIDENED.get(array.dtype, array.dtype), array.ndim) for array in program.arrays
     )

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.offsets import Position
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 
 _SIDES = ("left", "right")
@@ -96,53 +92,3 @@ def conjunction(
         tuple(builder.values), (result,), tuple(builder.arrays), tuple(builder.literals)
     )
     return program, tuple(builder.names)
-
-
-def tiles(
-    mask: Mask, position: Position | None, sizes: tuple[int, int], tile: tuple[int, int]
-) -> list[tuple[jax.Array, jax.Array]]:
-    """For each traced window, whether it makes some and all elements of each tile valid.
-
-    Args:
-        mask: of the call.
-        position: the global index of row 0 and column 0.
-        sizes: T and S.
-        tile: rows and columns of a tile.
-
-    Returns:
-        Pairs of bool[B or 1, 1, query tiles, key tiles].
-    """
-    first_row, first_column = (
-        jnp.arange(-(-size // own), dtype=jnp.int32) * own
-        for size, own in zip(sizes, tile, strict=True)
-    )
-    last_row = jnp.minimum(first_row + tile[0], sizes[0]) - 1
-    last_column = jnp.minimum(first_column + tile[1], sizes[1]) - 1
-    found = []
-    for window in mask.traced_windows:
-        shift = jnp.int32(0)
-        if position is not None:
-            shift += position.key - position.query
-        if window.alignment == "bottom_right":
-            query, key = (
-                size if lengths is None else lengths
-                for size, lengths in zip(sizes, (mask.query_lengths, mask.key_lengths), strict=True)
-            )
-            shift -= key - query
-        shift = _of_batch(shift)
-        least = first_column - last_row[:, None] + shift
-        most = last_column - first_row[:, None] + shift
-        some, every = jnp.bool_(True), jnp.bool_(True)
-        if window.left is not None:
-            bound = -_of_batch(window.left)
-            some, every = some & (most >= bound), every & (least >= bound)
-        if window.right is not None:
-            bound = _of_batch(window.right)
-            some, every = some & (least <= bound), every & (most <= bound)
-        found.append((some, every))
-    return found
-
-
-def _of_batch(x: Any) -> jax.Array:
-    """A number, or one for each batch index, [B or 1, 1, 1, 1]."""
-    return jnp.asarray(x).reshape(-1, 1, 1, 1)

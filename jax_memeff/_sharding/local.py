@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.computed_blocks import BLOCK
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import Item, mapped
 from jax_memeff._call.options import Options
@@ -69,9 +71,20 @@ def with_positions(operands: Any, layout: Layout, devices: int) -> Any:
     if mask.query_lengths is not None:
         lengths = jnp.clip(mask.query_lengths - first, 0, rows)
         mask = dataclasses.replace(mask, query_lengths=lengths)
+    mask = dataclasses.replace(mask, block_masks=_own_q_blocks(mask, first, rows))
     position = operands.position or Position(jnp.int32(0), jnp.int32(0))
     position = position._replace(query=position.query + first)
     return operands._replace(mask=mask, position=position)
+
+
+def _own_q_blocks(mask: Mask, first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
+    """The block masks of a device's rows; none if these begin within a block."""
+    if rows % BLOCK:
+        return ()
+    return tuple(
+        lax.dynamic_slice_in_dim(levels, first // BLOCK, rows // BLOCK, 2)
+        for levels in mask.block_masks
+    )
 
 
 def take_own_key_heads(x: jax.Array, layout: Layout) -> jax.Array:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+
+import jax_memeff
+
+paged_attention: Any = jax_memeff.paged_attention
+append_to_pages: Any = jax_memeff.append_to_pages
+"""Without the types of their arguments, which tests unpack."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +45,8 @@ GARBAGE = np.array([-1, -(2**31), 2**31 - 1, 0, 3, 10**6], np.int64)
 
 def paging(
     rng: np.random.Generator,
-    lengths: Sequence[int],
-    counts: Sequence[int],
+    lengths: Any,
+    counts: Any,
     *,
     page_size: int = 16,
     max_pages: int | None = None,
@@ -47,7 +54,7 @@ def paging(
     heads: tuple[int, int] = (4, 2),
     dims: tuple[int, int] = (8, 8),
     gap: int = 0,
-    dtype: type = np.float32,
+    dtype: Any = np.float32,
 ) -> Paging:
     """Random sequences, their pages shuffled; ``gap`` tokens at the end belong to none."""
     (n, k), (h, hv) = heads, dims

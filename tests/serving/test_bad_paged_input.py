@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import zeros
+from paging import append_to_pages, paged_attention
 
 import jax_memeff
 from jax_memeff import Mask
@@ -120,7 +121,11 @@ CASES = {
         ValueError,
         r"value_dim must be in \[1, 8\], the columns of key_pages, got 9",
     ),
-    "scale_of_f32": ({"key_scale": np.ones(K, np.float32)}, ValueError, "key_scale must be None, b"),
+    "scale_of_f32": (
+        {"key_scale": np.ones(K, np.float32)},
+        ValueError,
+        "key_scale must be None, b",
+    ),
     "scale_shape": (
         {"key_pages": FLOAT8, "value_pages": FLOAT8, "value_scale": np.ones(3, np.float32)},
         ValueError,
@@ -136,7 +141,11 @@ CASES = {
         ValueError,
         "value_scale must be None without value_pages: key_scale is",
     ),
-    "mask_lengths": ({"mask": Mask.lengths(key=[3, 3])}, ValueError, "mask must not have lengths"),
+    "mask_lengths": (
+        {"mask": Mask.lengths(key=np.array([3, 3]))},
+        ValueError,
+        "mask must not have lengths",
+    ),
     "mask_segments": (
         {"mask": ~Mask.segments(np.zeros((B, T), int), np.zeros((B, 32), int))},
         ValueError,
@@ -150,7 +159,11 @@ CASES = {
     "causal": ({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
     "invariant": ({"batch_invariant": 1}, TypeError, "batch_invariant must be True or False"),
     "sinks": ({"sinks": zeros(3)}, ValueError, "sinks must have one logit for each of the 4 heads"),
-    "implementation": ({"implementation": "triton"}, ValueError, "implementation must be None, 'cu"),
+    "implementation": (
+        {"implementation": "triton"},
+        ValueError,
+        "implementation must be None, 'cu",
+    ),
 }
 
 
@@ -158,12 +171,12 @@ CASES = {
 def test_wrong_arguments_of_attention(name):
     change, error, message = CASES[name]
     with pytest.raises(error, match=message):
-        jax_memeff.paged_attention(**{**good(), **change})
+        paged_attention(**{**good(), **change})
 
 
 def test_good_arguments():
-    assert jax_memeff.paged_attention(**good()).shape == (B, T, N, H)
-    assert jax_memeff.paged_attention(**{**good(), **WIDE}).shape == (7, N, H)
+    assert paged_attention(**good()).shape == (B, T, N, H)
+    assert paged_attention(**{**good(), **WIDE}).shape == (7, N, H)
 
 
 def good_append():
@@ -178,7 +191,11 @@ APPEND_CASES = {
         TypeError,
         r"key must have the dtype of key_pages, float32, got bfloat16; pass key.astype\(key_pages",
     ),
-    "heads": ({"value": zeros(B, T, 3, H)}, ValueError, "value must have the heads and head dim of"),
+    "heads": (
+        {"value": zeros(B, T, 3, H)},
+        ValueError,
+        "value must have the heads and head dim of",
+    ),
     "tokens": ({"value": zeros(B, 4, K, H)}, ValueError, "value must have the tokens of key"),
     "batch": ({"key": zeros(3, T, K, H)}, ValueError, r"key must have shape \[B, T, K, H\] with B"),
     "no_value": ({"value": None}, ValueError, "value must be given, because value_pages is"),
@@ -198,7 +215,7 @@ APPEND_CASES = {
 def test_wrong_arguments_of_append(name):
     change, error, message = APPEND_CASES[name]
     with pytest.raises(error, match=message):
-        jax_memeff.append_to_pages(**{**good_append(), **change})
+        append_to_pages(**{**good_append(), **change})
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32"])
@@ -207,7 +224,7 @@ def test_integers_of_any_width(dtype):
     for name in ("page_table", "kv_lengths"):
         given[name] = jnp.asarray(given[name], dtype)
     given["query"], given["value_pages"] = given["query"] + 1, given["value_pages"] + 3
-    np.testing.assert_allclose(jax_memeff.paged_attention(**given), 3)
+    np.testing.assert_allclose(paged_attention(**given), 3)
 
 
 def with_nan(array, *place):
@@ -217,7 +234,11 @@ def with_nan(array, *place):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"kv_lengths": jnp.array([20, 33])}, ValueError, r"kv_lengths must be in \[0, 32\], got 33"),
+        (
+            {"kv_lengths": jnp.array([20, 33])},
+            ValueError,
+            r"kv_lengths must be in \[0, 32\], got 33",
+        ),
         (
             {"page_table": jnp.array([[0, 1], [5, 0]])},
             ValueError,
@@ -290,7 +311,7 @@ def test_there_is_no_kernel_yet(monkeypatch):
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
     given = {name: jnp.asarray(x) for name, x in good().items()}
     given |= {name: given[name].astype(jnp.bfloat16) for name in list(given)[:3]}
-    lowered = jax.jit(jax_memeff.paged_attention).trace(**given)
+    lowered = jax.jit(paged_attention).trace(**given)
     with pytest.raises(jax_memeff.UnsupportedError) as caught:
         lowered.lower(lowering_platforms=("cuda",))
     assert re.search("pages of 16 keys", caught.value.reasons[0])

@@ -1,5 +1,8 @@
 """``merge_attention``: attention over all keys from results over parts of them."""
 
+import itertools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +13,7 @@ import jax_memeff
 from jax_memeff import Mask
 
 
-def arrays(dtype=jnp.float32):
+def arrays(dtype=jnp.float32) -> Any:
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (2, 5, 4, 8), (2, 24, 2, 8), (2, 24, 2, 8)
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
@@ -21,7 +24,7 @@ def merged(query, key, value, bounds):
         jax_memeff.dot_product_attention(
             query, key[:, first:last], value[:, first:last], return_residual=True
         )
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True)
+        for first, last in itertools.pairwise(bounds)
     ]
     return jax_memeff.merge_attention(parts)
 
@@ -38,10 +41,10 @@ def test_parts_of_the_keys(bounds):
 def test_gradients():
     given = arrays()
 
-    def loss(function):
+    def loss(function: Any) -> Any:
         return lambda *arrays: jnp.sum(jnp.sin(function(*arrays)))
 
-    found = jax.grad(loss(lambda *x: merged(*x, (0, 7, 24))[0]), (0, 1, 2))(*given)
+    found = jax.grad(loss(lambda q, k, v: merged(q, k, v, (0, 7, 24))[0]), (0, 1, 2))(*given)
     expected = jax.grad(loss(jax_memeff.dot_product_attention), (0, 1, 2))(*given)
     for got, want in zip(found, expected, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
@@ -49,7 +52,7 @@ def test_gradients():
 
 def test_rows_without_keys():
     query, key, value = arrays()
-    none = Mask.lengths(key=[0, 24])
+    none = Mask.lengths(key=jnp.array([0, 24]))
     parts = [
         jax_memeff.dot_product_attention(query, key, value, mask=none, return_residual=True),
         jax_memeff.dot_product_attention(query, key, value, mask=none, return_residual=True),
@@ -83,10 +86,10 @@ def test_a_prefix_that_sequences_share():
         case.table[b, :2] = case.table[0, :2]
         case.keys[b][:32], case.values[b][:32] = case.keys[0][:32], case.values[0][:32]
     query, *pools, table, lengths = case.arguments
-    prefix = jax_memeff.paged_attention(
+    prefix = paging.paged_attention(
         query[None], *pools, table[:1], [32], is_causal=False, return_residual=True
     )
-    rest = jax_memeff.paged_attention(
+    rest = paging.paged_attention(
         query[:, None], *pools, table[:, 2:], lengths - 32, return_residual=True
     )
     out, _ = jax_memeff.merge_attention(

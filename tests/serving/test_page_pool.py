@@ -1,12 +1,15 @@
 """``PagePool``: no page is lost, and none is in two places that write to it."""
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 
 import jax_memeff
 from jax_memeff import OutOfPagesError, PagePool
+
+a_float: Any = 4.0
 
 
 class Model:
@@ -122,7 +125,7 @@ def test_the_table_has_a_fixed_width():
     [
         (lambda pool: PagePool(0, 16), ValueError, "pages must be at least 1, got 0"),
         (lambda pool: PagePool(4, 24), ValueError, "page_size must be a multiple of 16, got 24"),
-        (lambda pool: PagePool(4.0, 16), TypeError, "pages must be a Python integer, got 4.0"),
+        (lambda pool: PagePool(a_float, 16), TypeError, "pages must be a Python integer, got 4.0"),
         (lambda pool: pool.allocate(-1), ValueError, "tokens must be at least 0, got -1"),
         (lambda pool: pool.grow(7), ValueError, "sequence must be one of the 1 sequences.*got 7"),
         (lambda pool: pool.fork(0, 21), ValueError, "length must be at most.*20, got 21"),

@@ -10,8 +10,6 @@ import paging
 import pytest
 from jaxprs import primitives_of
 
-import jax_memeff
-
 NAMES = ("query", "key_pages", "value_pages", "page_table", "kv_lengths")
 
 
@@ -32,7 +30,7 @@ def cases(count=3):
 
 def attention(query, key_pages, value_pages, page_table, kv_lengths, **arguments):
     batched = query.reshape(3, 4, *query.shape[1:])
-    return jax_memeff.paged_attention(
+    return paging.paged_attention(
         batched, key_pages, value_pages, page_table, kv_lengths, return_residual=True, **arguments
     )
 
@@ -70,9 +68,9 @@ def test_pages_of_other_calls_are_not_read():
     """An entry that is no page of a call would be a page of the next one in the folded pool."""
     each = [[jnp.asarray(x) for x in case.arguments] for case in cases(2)]
     each[0][3] = each[0][3].at[0, 0].set(12).at[1, 0].set(-1)
-    found = jax.vmap(attention)(*(jnp.stack(pair) for pair in zip(*each, strict=True)))
+    found = jax.jit(jax.vmap(attention))(*(jnp.stack(pair) for pair in zip(*each, strict=True)))
     for index, own in enumerate(each):
-        for got, want in zip(found, attention(*own), strict=True):
+        for got, want in zip(found, jax.jit(attention)(*own), strict=True):
             np.testing.assert_allclose(got[index], want, atol=1e-6)
 
 
@@ -87,7 +85,8 @@ def test_nested_with_functions_and_sinks():
             *arrays, score_mod=lambda s, b, h, q, k: s + slopes[h] * (k - q), sinks=slopes
         )
 
-    found = jax.vmap(jax.vmap(one, (None, 0, 0, 0, 0, 0)))(slopes, *given)
+    found = jax.jit(jax.vmap(jax.vmap(one, (None, 0, 0, 0, 0, 0))))(slopes, *given)
+    one = jax.jit(one)
     for i, j in np.ndindex(2, 2):
         expected = one(slopes[i], *(x[i, j] for x in given))
         for got, want in zip(found, expected, strict=True):
@@ -113,7 +112,8 @@ def test_scales(mapped_pool, scale_axes):
 
     axes = (*[0 if mapped_pool else None] * 2, *scale_axes, 0)
     arrays = [*pools, *scales, jnp.stack([given[0], -given[0]])]
-    found = jax.vmap(one, axes)(*arrays)
+    found = jax.jit(jax.vmap(one, axes))(*arrays)
+    one = jax.jit(one)
     for index in range(2):
         own = (x[index] if axis == 0 else x for x, axis in zip(arrays, axes, strict=True))
         for got, want in zip(found, one(*own), strict=True):

@@ -8,14 +8,12 @@ import numpy as np
 import paging
 import pytest
 
-import jax_memeff
-
 SINKS = jnp.array([0.3, -1, 2, 0], jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("longest", "batch_invariant"))
 def attention(query, key_pages, value_pages, table, lengths, starts, longest, **static):
-    return jax_memeff.paged_attention(
+    return paging.paged_attention(
         query,
         key_pages,
         value_pages,

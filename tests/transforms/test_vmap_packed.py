@@ -70,3 +70,27 @@ def test_packed_projections(assert_close):
     vmapped = jax.vmap(attend, ({"qkv": 0, "bias": 0},))
     assert "scan" not in names_of(vmapped, arrays)
     assert_close(run(vmapped, arrays), one_by_one(attend, ("qkv", "bias"), arrays))
+
+
+def test_nested_vmap_of_a_function_with_an_array():
+    """The array is mapped by the outer vmap alone: several sequences have a gradient in common."""
+    starts, slopes = jnp.array([0, 4, 8]), normal(19, 2, 4)
+
+    def one(slopes, query):
+        return jax_memeff.varlen_attention(
+            query,
+            TOKENS["key"][0],
+            TOKENS["value"][0],
+            starts,
+            starts,
+            5,
+            6,
+            score_mod=lambda s, b, h, q, k: s + slopes[h] * (k - q),
+        )
+
+    mapped = jax.vmap(jax.vmap(one, (None, 0)), (0, None))
+    found = mapped(slopes, TOKENS["query"])
+    for i in range(2):
+        for j in range(SIZE):
+            expected = one(slopes[i], TOKENS["query"][j])
+            assert jnp.allclose(found[i, j], expected, atol=1e-6)

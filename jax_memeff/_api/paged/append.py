@@ -109,7 +109,7 @@ def append_to_pages(
         arguments.scale("key_scale", key_scale, keys),
         arguments.scale("value_scale", value_scale, values_),
     )
-    page, slot = _places(rows, table, keys.shape, count)
+    page, slot = _places(rows, table, keys.shape[0], keys.shape[1], count)
     results = [
         _written(pool, _as_stored(x, scale, page, pool.dtype), page, slot)
         for pool, x, scale in zip((keys, values_), new, scales, strict=False)
@@ -147,12 +147,12 @@ def _new_tokens(
 
 
 def _places(
-    rows: arguments.Rows, table: jax.Array, pool: tuple[int, ...], tokens: int
+    rows: arguments.Rows, table: jax.Array, pages: int, page_size: int, tokens: int
 ) -> tuple[jax.Array, jax.Array]:
     """The page and the row in it of each token, int32[tokens]; ``pages`` for tokens to drop."""
-    pages, page_size = pool[:2]
     if 0 in (*table.shape, tokens):
-        return (jnp.full(tokens, pages, jnp.int32),) * 2
+        none = jnp.full(tokens, pages, jnp.int32)
+        return none, none
     token = jnp.arange(tokens, dtype=jnp.int32)
     # The first sequence that ends behind the token.
     sequence = jnp.searchsorted(rows.ends, token, side="right")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._api import argument_arrays, argument_masks, argument_numbers
+from jax_memeff._api.paged.shapes import with_leading
 from jax_memeff._call import values
 from jax_memeff._call.sequences import starts_and_lengths
 
@@ -127,7 +128,12 @@ def tokens(
                 f"{name} must have the tokens of {names[0]}, {arrays[0].shape[:-2]}, got "
                 f"{array.shape[:-2]} in shape {array.shape}"
             )
-    return tuple(array.reshape(-1, *array.shape[-2:]) for array in arrays)
+    if query_starts is not None:
+        return arrays
+    rows = batch * arrays[0].shape[1]
+    return tuple(
+        with_leading(name, array, 2, (rows,)) for name, array in zip(names, arrays, strict=True)
+    )
 
 
 def rows(

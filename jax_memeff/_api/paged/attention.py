@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jax_memeff._api.arguments import CommonArguments, with_defaults
 from jax_memeff._api.canonical import Call, common
 from jax_memeff._api.paged import arguments, masks
+from jax_memeff._api.paged.shapes import with_leading
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
@@ -192,7 +193,8 @@ def paged_attention(
         score_mod=score_mod,
         implementation=implementation,
     )
-    out, lse = (x.reshape(*paged.rows, *x.shape[1:]) for x in paged.call.run(with_residual=True))
+    found = paged.call.run(with_residual=True)
+    out, lse = (with_leading("query", x, 1, paged.rows) for x in found)
     return (out, lse) if with_residual else out
 
 
@@ -327,4 +329,4 @@ def _canonical_mask(
 
 def _as_rows(pages: jax.Array) -> jax.Array:
     """[1, pages * page_size, K, H] of a pool; no copy."""
-    return pages.reshape(1, -1, *pages.shape[2:])
+    return with_leading("key_pages", pages, 2, (1, pages.shape[0] * pages.shape[1]))

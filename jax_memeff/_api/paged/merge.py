@@ -38,12 +38,13 @@ def merge_attention(
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 16))
+    >>> attention = jax_memeff.dot_product_attention
     >>> parts = [
-    ...     jax_memeff.dot_product_attention(query, key[:, own], value[:, own], return_residual=True)
+    ...     attention(query, key[:, own], value[:, own], return_residual=True)
     ...     for own in (slice(0, 3), slice(3, 8))
     ... ]
     >>> out, lse = jax_memeff.merge_attention(parts)
-    >>> bool(jnp.allclose(out, jax_memeff.dot_product_attention(query, key, value), atol=1e-5))
+    >>> bool(jnp.allclose(out, attention(query, key, value), atol=1e-5))
     True
     """
     pairs = list(map(_checked, enumerate(parts)))
@@ -91,8 +92,7 @@ def _checked(part: tuple[int, Any]) -> tuple[jax.Array, jax.Array]:
     expected = jnp.promote_types(out.dtype, jnp.float32)
     if lse.dtype != expected:
         raise TypeError(
-            f"parts[{index}]: lse must be {expected} for out in {out.dtype}, got "
-            f"{lse.dtype}"
+            f"parts[{index}]: lse must be {expected} for out in {out.dtype}, got {lse.dtype}"
         )
     if out.shape[:-1] != lse.shape:
         raise ValueError(

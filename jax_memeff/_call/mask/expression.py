@@ -1,7 +1,8 @@
-"""Masks that are functions or come from ``|`` and ``~``, as one program.
+"""Masks that are functions, lists of blocks, or come from ``|`` and ``~``, as one program.
 
 Windows, lengths, segment ids and boolean arrays under ``|`` or ``~`` are element tests, written
-here in JAX and traced together with the user's functions.
+here in JAX and traced together with the user's functions. Lists of blocks always are: bounds of
+their function decide every tile that lies in one block.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_memeff._call.mask.kv_blocks import BlockTable
 from jax_memeff._call.offsets import Index, Offsets, Position
 from jax_memeff._functions.evaluate import evaluate
 from jax_memeff._functions.trace import traced_mask_function
@@ -33,7 +35,8 @@ class Element(NamedTuple):
 class Frame(NamedTuple):
     """The place of a call's arrays, from which the local indices of an element follow.
 
-    A mask function gets global indices; lengths, segment ids and boolean arrays have local ones.
+    A mask function gets global indices; lengths, segment ids, boolean arrays and lists of blocks
+    have local ones.
     """
 
     query_lengths: jax.Array | int
@@ -75,20 +78,27 @@ def compiled(mask: Mask, frame: Frame) -> Mask:
         mask: canonical, but for its functions.
         frame: the place of the call; its lengths are those of the whole mask.
     """
-    if not mask.functions and not mask.excluded:
+    if not (mask.functions or mask.excluded or mask.block_lists):
         return mask
-    if len(mask.functions) == 1 and not mask.excluded:
+    if len(mask.functions) == 1 and not (mask.excluded or mask.block_lists):
         program, arrays = mask.functions[0], mask.captured
     else:
         # The other conditions of the mask itself bound loads, and stay what they are.
-        own = type(mask)(functions=mask.functions, captured=mask.captured, excluded=mask.excluded)
+        own = type(mask)(
+            functions=mask.functions,
+            captured=mask.captured,
+            excluded=mask.excluded,
+            block_lists=mask.block_lists,
+        )
 
         def function(*element: jax.Array) -> jax.Array:
             return holds(own, Element(*element), frame)
 
         program, arrays = traced_mask_function(function)
     captured = tuple(jnp.asarray(x)[None] for x in arrays)
-    return dataclasses.replace(mask, functions=(program,), captured=captured, excluded=())
+    return dataclasses.replace(
+        mask, functions=(program,), captured=captured, excluded=(), block_lists=()
+    )
 
 
 def with_rows_from(mask: Mask, first: jax.Array, B: int, T: int, S: int) -> Mask:
@@ -111,6 +121,7 @@ def with_rows_from(mask: Mask, first: jax.Array, B: int, T: int, S: int) -> Mask
         return holds(own, Element(b, h, q + first, k), frame)
 
     program, captured = traced_mask_function(function)
+    mask = mask.without_block_masks()
     return dataclasses.replace(mask, functions=(program,), captured=captured, excluded=())
 
 
@@ -128,6 +139,9 @@ def holds(mask: Mask, element: Element, frame: Frame) -> jax.Array:
     for array in mask.booleans:
         indices = (0 if size == 1 else x for size, x in zip(array.shape, place, strict=True))
         conditions.append(array[tuple(indices)])
+    for table in mask.block_lists:
+        assert isinstance(table, BlockTable), "masks are canonical here"
+        conditions.append(table.holds(*place))
     first = 0
     for program in mask.functions:
         # ``jax_memeff.check`` has NumPy arrays, which tracers do not index.

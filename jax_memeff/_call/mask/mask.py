@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,10 +13,10 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_memeff._call import values
-from jax_memeff._call.mask import expression, segment_ids, tiles
+from jax_memeff._call.mask import arguments, computed_blocks, expression, segment_ids, tiles
+from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
 from jax_memeff._call.mask.window import Alignment, TracedWindow, Window
-from jax_memeff._call.offsets import Position
-from jax_memeff._call.values import INT32_MAX
+from jax_memeff._call.offsets import Offsets, Position
 from jax_memeff._functions.evaluate import evaluate
 from jax_memeff._functions.trace import traced_mask_function
 from jax_memeff.codegen.functions.program import Program
@@ -34,9 +33,9 @@ Lengths = tuple[jax.Array | None, jax.Array | None]
 class Mask:
     """A set of conditions. An element is valid if all of them hold; ``Mask()`` has none.
 
-    :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments`, :meth:`boolean` and
-    :meth:`function` make masks; ``&``, ``|`` and ``~`` combine them. A mask is a pytree: windows
-    and functions are static, arrays are leaves.
+    :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments`, :meth:`boolean`,
+    :meth:`kv_blocks` and :meth:`function` make masks; ``&``, ``|`` and ``~`` combine them. A mask
+    is a pytree: windows and functions are static, arrays are leaves.
 
     Lengths that ``&`` alone combines bound what is loaded, and say which rows and columns exist:
     no other mask makes a row or column beyond them valid, and a ``"bottom_right"`` window ends at
@@ -74,6 +73,12 @@ class Mask:
     """Masks of which no element may be valid: ``~a`` excludes a, and ``a | b`` excludes a mask that
     excludes both."""
     traced_windows: tuple[TracedWindow, ...] = ()
+    block_lists: tuple[KvBlocks | BlockTable, ...] = ()
+    """Lists of KV blocks; tables of them while a mask becomes canonical."""
+    block_masks: tuple[jax.Array, ...] = ()
+    """Of each mask that :meth:`blocks` made, uint8[1|B, 1|N, T / 64, S / 64], rounded up."""
+    beyond_block_masks: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether ``&`` added arrays or functions that no block mask covers."""
 
     def __post_init__(self) -> None:
         for name in ("top_left", "bottom_right"):
@@ -134,7 +139,7 @@ class Mask:
         if name in ("top_left", "bottom_right"):
             traced = TracedWindow.of(left, right, alignment)
             fixed = (
-                None if isinstance(bound, Tracer) else _bound(side, bound)
+                None if isinstance(bound, Tracer) else arguments.bound(side, bound)
                 for side, bound in (("left", left), ("right", right))
             )
             window = Window.of(*fixed)
@@ -164,8 +169,8 @@ class Mask:
         Array([[[[1, 1, 0, 0]]]], dtype=int32)
         """
         return Mask(
-            query_lengths=None if query is None else _lengths("query lengths", query),
-            key_lengths=None if key is None else _lengths("key lengths", key),
+            query_lengths=None if query is None else arguments.lengths("query lengths", query),
+            key_lengths=None if key is None else arguments.lengths("key lengths", key),
         )
 
     @staticmethod
@@ -188,8 +193,8 @@ class Mask:
         """
         return Mask(
             segment_ids=segment_ids.as_int32(
-                _integers("query segment ids", query_ids, (1, 2)),
-                _integers("key segment ids", key_ids, (1, 2)),
+                arguments.integers("query segment ids", query_ids, (1, 2)),
+                arguments.integers("key segment ids", key_ids, (1, 2)),
             )
         )
 
@@ -214,6 +219,44 @@ class Mask:
         if boolean.ndim > 4:
             raise ValueError(f"boolean mask must have rank <= 4, got shape {boolean.shape}")
         return Mask(booleans=(boolean,))
+
+    @staticmethod
+    def kv_blocks(
+        indices: ArrayLike,
+        counts: ArrayLike | None = None,
+        *,
+        block_size: int | tuple[int, int] = 128,
+    ) -> Mask:
+        """Each Q block attends to the KV blocks that are listed for it.
+
+        Args:
+            indices: ``[B, N, Q blocks, n]``, integers: the numbers of KV blocks. B and N may be 1,
+                or absent. There are ``ceil(T / rows)`` Q blocks. An index that is out of range
+                lists nothing, so -1 pads; one that is repeated counts once.
+            counts: ``[B, N, Q blocks]``: how many of the n indices count, clamped to [0, n]. None:
+                all of them.
+            block_size: The rows of a Q block and the columns of a KV block: one number for both, or
+                ``(rows, columns)``. The kernels skip blocks that are not listed and test no element
+                of those that are, if their tiles divide blocks; multiples of 128 always serve, and
+                multiples of 64 often.
+
+        With grouped heads the lists are those of query heads; repeat lists of key heads with
+        ``jnp.repeat(indices, N // K, 1)``. Lists may be traced. ``&`` adds what masks elements
+        within blocks, such as :meth:`causal`.
+
+        Raises:
+            TypeError: an array does not have an integer dtype, or a block size is no integer.
+            ValueError: ranks, or shapes of indices and counts, do not fit; attention functions
+                raise it if lists do not fit the call.
+
+        >>> lists = jnp.array([[0, -1], [0, 2]])  # of two Q blocks
+        >>> Mask.kv_blocks(lists, block_size=(2, 1)).as_array(1, 1, 4, 3)[0, 0].astype(int)
+        Array([[1, 0, 0],
+               [1, 0, 0],
+               [1, 0, 1],
+               [1, 0, 1]], dtype=int32)
+        """
+        return Mask(block_lists=(KvBlocks.of(indices, counts, block_size),))
 
     @staticmethod
     def function(function: Callable[..., Any]) -> Mask:
@@ -248,7 +291,7 @@ class Mask:
         """Valid where this mask is not, within the lengths of what it is combined with."""
         if len(self.excluded) == 1 and not dataclasses.replace(self, excluded=()).kinds():
             return self.excluded[0]
-        return Mask(excluded=(self,))
+        return Mask(excluded=(self.without_block_masks(),))
 
     def __or__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
@@ -258,12 +301,14 @@ class Mask:
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
+        block_masks = self.block_masks + other.block_masks
+        is_beyond = self._is_beyond_block_masks() or other._is_beyond_block_masks()
         ours, theirs = self._all_lengths(), other._all_lengths()
         lengths = itertools.zip_longest(ours[0] + theirs[0], ours[1] + theirs[1])
         (query_lengths, key_lengths), *more = list(lengths) or [(None, None)]
         return Mask(
-            top_left=_both(self.top_left, other.top_left),
-            bottom_right=_both(self.bottom_right, other.bottom_right),
+            top_left=arguments.both(self.top_left, other.top_left),
+            bottom_right=arguments.both(self.bottom_right, other.bottom_right),
             query_lengths=query_lengths,
             key_lengths=key_lengths,
             segment_ids=self.segment_ids + other.segment_ids,
@@ -273,6 +318,9 @@ class Mask:
             captured=self.captured + other.captured,
             excluded=self.excluded + other.excluded,
             traced_windows=self.traced_windows + other.traced_windows,
+            block_lists=self.block_lists + other.block_lists,
+            block_masks=block_masks,
+            beyond_block_masks=bool(block_masks) and is_beyond,
         )
 
     def _all_lengths(self) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -280,6 +328,47 @@ class Mask:
         pairs = [(self.query_lengths, self.key_lengths), *self.more_lengths]
         queries, keys = ([x for x in side if x is not None] for side in zip(*pairs, strict=True))
         return queries, keys
+
+    def without_block_masks(self) -> Mask:
+        """The same mask, whose calls compute their own block masks."""
+        return dataclasses.replace(self, block_masks=(), beyond_block_masks=False)
+
+    def _is_beyond_block_masks(self) -> bool:
+        kinds = {"segments", "boolean"} & self.kinds() or self.has_function()
+        return self.beyond_block_masks or (bool(kinds) and not self.block_masks)
+
+    def blocks(self, query: Any, key: Any, offsets: Offsets | None = None) -> Mask:
+        """The same mask with its block mask, to be computed once and used by many layers.
+
+        Kernels skip tiles by a block mask. A call computes that of its mask in its forward and
+        again in its backward; calls with the result of this method read it instead. In
+        ``jax.lax.scan`` or under ``jax.checkpoint``, where XLA does not merge what layers compute
+        alike, call it before the layers.
+
+        Args:
+            query, key: ``[B, T, N, H]`` and ``[B, S, K, H]`` as of the calls, or without B. Their
+                shapes alone are read.
+            offsets: those of the calls.
+
+        Returns:
+            A mask for calls with these shapes and offsets, whose results are those of this mask.
+            Windows and lengths may still be added by ``&``; a bottom-right window with traced
+            bounds, or under ``|`` or ``~``, ends at the lengths that this mask has. Packed
+            sequences and rings compute their own block masks. A mask of windows and lengths alone
+            needs none, and is returned as it is.
+
+        >>> query = key = jnp.ones((1, 256, 2, 8))
+        >>> documents = jnp.arange(256) // 100
+        >>> mask = Mask.function(lambda b, h, q, k: documents[q] == documents[k])
+        >>> mask.blocks(query, key).block_masks[0][0, 0]  # 1: all elements, 2: some
+        Array([[1, 2, 0, 0],
+               [2, 2, 2, 2],
+               [0, 2, 1, 2],
+               [0, 2, 2, 2]], dtype=uint8)
+        """
+        scores = arguments.scores(query, key)
+        checked = self.without_block_masks()
+        return computed_blocks.with_blocks(checked, scores, offsets)
 
     def kinds(self) -> frozenset[str]:
         """The conditions that are present, by name; ``Mask()`` has none.
@@ -297,15 +386,21 @@ class Mask:
             "boolean": bool(self.booleans),
             "function": bool(self.functions or self.excluded),
             "traced_window": bool(self.traced_windows),
+            "kv_blocks": bool(self.block_lists),
         }
         return frozenset(name for name, is_present in present.items() if is_present)
+
+    def has_function(self) -> bool:
+        """Whether the kernels, or the blockwise path, evaluate a function of each element."""
+        return bool({"function", "traced_window", "kv_blocks"} & self.kinds())
 
     def canonical(self, B: int, T: int, S: int, tokens: tuple[int, int] | None = None) -> Mask:
         """The same mask in the one form that internal code reads.
 
         Lengths become int32[B] clamped to [0, T] and [0, S], at most one of queries and one of
-        keys; segment ids int32[B, T] and int32[B, S]; boolean arrays of rank 4. What ``|`` and
-        ``~`` make becomes one function by :func:`expression.compiled`.
+        keys; segment ids int32[B, T] and int32[B, S]; boolean arrays of rank 4; lists of blocks
+        tables. What ``|`` and ``~`` make, and the tables, become one function by
+        :func:`expression.compiled`.
 
         Args:
             tokens: of query and of key, if sequences are packed: segment ids are then [1, tokens].
@@ -315,10 +410,13 @@ class Mask:
         pairs = [pair for ids in self.segment_ids for pair in segment_ids.as_int32(*ids)]
         return dataclasses.replace(
             self,
-            query_lengths=_smallest(query_lengths, B, T),
-            key_lengths=_smallest(key_lengths, B, S),
+            query_lengths=arguments.smallest(query_lengths, B, T),
+            key_lengths=arguments.smallest(key_lengths, B, S),
             segment_ids=tuple(
-                (_broadcast(query_ids, batch, rows), _broadcast(key_ids, batch, columns))
+                (
+                    arguments.broadcast(query_ids, batch, rows),
+                    arguments.broadcast(key_ids, batch, columns),
+                )
                 for query_ids, key_ids in pairs
             ),
             booleans=tuple(
@@ -326,6 +424,9 @@ class Mask:
             ),
             more_lengths=(),
             excluded=tuple(mask.canonical(B, T, S, tokens) for mask in self.excluded),
+            block_lists=tuple(
+                x.table(S) if isinstance(x, KvBlocks) else x for x in self.block_lists
+            ),
         )
 
     def as_array(
@@ -350,47 +451,3 @@ class Mask:
             b, h, q, k = (x.astype(jnp.int32) for x in (batch, head, row, column))
             valid &= evaluate(program, None, b, h, q, k, arrays)
         return valid
-
-
-def _both(a: Window | None, b: Window | None) -> Window | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
-
-
-def _bound(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    return values.static_integer(
-        f"window {name}",
-        value,
-        "a Python integer or None",
-        "make it static, or a JAX scalar",
-    )
-
-
-def _integers(name: str, x: ArrayLike, ranks: tuple[int, ...]) -> Any:
-    array = values.integers(name, x)
-    if array.ndim not in ranks:
-        expected = " or ".join(str(rank) for rank in ranks)
-        raise ValueError(f"{name} must have rank {expected}, got shape {array.shape}")
-    return array
-
-
-def _lengths(name: str, x: ArrayLike) -> Any:
-    array = _integers(name, x, (1,))
-    if values.is_host(array):
-        # An argument of jax.jit would wrap.
-        array = values.clipped(array, -INT32_MAX, INT32_MAX)
-    return array
-
-
-def _smallest(lengths: Sequence[jax.Array], batch: int, size: int) -> jax.Array | None:
-    if not lengths:
-        return None
-    clamped = (_broadcast(values.clipped(x, 0, size), batch) for x in lengths)
-    return functools.reduce(jnp.minimum, clamped)
-
-
-def _broadcast(x: Any, *shape: int) -> jax.Array:
-    return jnp.broadcast_to(jnp.asarray(x), shape)

@@ -84,6 +84,9 @@ _SHAPES = {
     "buckets": (16, N),
     "pairs": (3, 3),
 }
+_LISTS = np.random.default_rng(12).integers([0, -1], [3, 4], (1, N, 3, 2))
+_COUNTS = np.random.default_rng(13).integers(1, 4, (1, N, 3))
+_SMALL_LISTS = np.array([[1, 0], [2, 0], [0, 1], [1, 3], [4, 0], [5, -1]])
 DOCUMENTS = np.arange(T + S) // 70
 FUNCTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
     "alibi": (
@@ -131,6 +134,12 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
         None,
         lambda: Mask.causal() | Mask.function(lambda b, h, q, k: q // 40 == k // 40),
     ),
+    "listed blocks": ((), None, lambda: Mask.kv_blocks(_LISTS, _COUNTS, block_size=64)),
+    "listed small blocks": (
+        ("gain",),
+        lambda a: lambda s, b, h, q, k: s * a["gain"][h],
+        lambda: Mask.window(90, 9) & Mask.kv_blocks(_SMALL_LISTS, block_size=25),
+    ),
 }
 """The arrays that the functions read, the score function, and the mask."""
 
@@ -149,6 +158,8 @@ EMULATED: list[tuple[str, Case | Tiles]] = [
     ("sm_90a", Tiles("gain", 128)),
     ("sm_90a", Tiles("gain", 256, "float16")),
     ("sm_90a", Tiles("documents", dtype="float32")),
+    ("sm_80", Tiles("listed blocks", dtype="float32")),
+    ("sm_90a", Tiles("listed small blocks", 192)),
     ("sm_90a", Case("packed", "elements", "prefix", 2, "bfloat16", dropout=True, soft_cap=2.0)),
     ("sm_80", Case("packed", "table", "ends", N, "float32", bias=True, sinks=True)),
     ("sm_90a", Case("vmap", "alibi", "lengths", 2, "bfloat16", sinks=True)),

@@ -12,18 +12,25 @@ struct RowPointer {
   CUTE_DEVICE char const* get() const { return pointer; }
 };
 
-// kThreads threads copy a block of rows as a `Tile`.
-template <class Tile, int kThreads, int kAlignment = 16, class Pointer = RowPointer>
+// kThreads threads copy a block of rows as a `Tile`. `pages` is the source's.
+template <class Tile, int kThreads, int kAlignment, class Pointer, class Pages>
 struct CopiedRows {
+  using Loader = TileLoader<Tile, kThreads, kAlignment>;
+
   Pointer first_row;
   long long row_bytes;
   int rows;  // rows beyond become zero, and so do columns
   int columns;
+  Pages pages;
 
-  // Starts the copy of the rows from `row` on; the caller commits the group.
+  // Starts the copy of the rows from `row` on, a multiple of kPageStep; the caller commits the
+  // group.
   CUTE_DEVICE void load(int row, uint32_t tile, int thread = thread_index()) const {
-    TileLoader<Tile, kThreads, kAlignment>::copy(tile, first_row.get() + row * row_bytes, row_bytes,
-                                                 rows - row, columns, thread);
+    if constexpr (Pages::kPaged) {
+      Loader::copy_pages(tile, first_row.get(), row_bytes, pages, row, rows, columns, thread);
+    } else {
+      Loader::copy(tile, first_row.get() + row * row_bytes, row_bytes, rows - row, columns, thread);
+    }
   }
 };
 

@@ -6,6 +6,7 @@
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/core/shared_tile.cuh>
+#include <memeff/layout/page_table.cuh>
 
 namespace memeff {
 
@@ -21,7 +22,9 @@ struct TileLoader {
   CUTE_DEVICE static void copy(uint32_t tile, char const* rows, long long row_bytes, int row_bound,
                                int column_bound, int thread = thread_index()) {
     if constexpr (kAlignment < 16) {
-      copy_pieces(tile, rows, row_bytes, row_bound, column_bound, thread);
+      copy_pieces(
+          tile, [&](int row) { return Row{rows + row * row_bytes, row < row_bound}; }, column_bound,
+          thread);
       return;
     }
     int const thread_row = thread / Tile::kChunks;
@@ -43,6 +46,51 @@ struct TileLoader {
     }
   }
 
+  // The same for keys [first, first + Tile::kRows) of a sequence in pages; `first` is a multiple of
+  // kPageStep, `pool` points to the pool's first row. Keys from `bound` on and those of pages that
+  // the pool does not have become zero. Every entry is read once a pass, before the first copy.
+  template <class Pages>
+  CUTE_DEVICE static void copy_pages(uint32_t tile, char const* pool, long long row_bytes,
+                                     Pages const& pages, int first, int bound, int column_bound,
+                                     int thread = thread_index()) {
+    if constexpr (kAlignment < 16) {
+      copy_pieces(
+          tile,
+          [&](int row) {
+            int const found = first + row < bound ? pages.row(first + row) : -1;
+            return Row{pool + max(found, 0) * row_bytes, found >= 0};
+          },
+          column_bound, thread);
+      return;
+    }
+    static_assert(kThreadRows % kPageStep == 0 || kPageStep % kThreadRows == 0);
+    int const thread_row = thread / Tile::kChunks;
+    int const thread_chunk = thread % Tile::kChunks;
+    int found[kPasses];
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      // The first row of this part of a page, so that passes of one part read its entry once.
+      int const part = (pass * kThreadRows / kPageStep + thread_row / kPageStep) * kPageStep;
+      int const row = thread_row + pass * kThreadRows;
+      found[pass] = first + part < bound ? pages.row(first + part) : -1;
+      if (first + row >= bound) found[pass] = -1;
+      if (found[pass] >= 0) found[pass] += row - part;
+    }
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (Tile::kRows % kThreadRows == 0 || thread_row + pass * kThreadRows < Tile::kRows) {
+        char const* const source = pool + max(found[pass], 0) * row_bytes + thread_chunk * 16;
+        CUTE_UNROLL
+        for (int panel = 0; panel < Tile::kPanels; ++panel) {
+          int const chunk = thread_chunk + panel * Tile::kChunks;
+          bool const valid = found[pass] >= 0 && chunk * Tile::kChunkColumns < column_bound;
+          copy_async(tile + row_offset(pass, thread_row, thread_chunk) + panel * Tile::kPanelBytes,
+                     source + panel * (Tile::kChunks * 16), valid);
+        }
+      }
+    }
+  }
+
  private:
   // If kThreadRows is a multiple of 8, the swizzle is that of the first pass.
   CUTE_DEVICE static int row_offset(int pass, int thread_row, int chunk) {
@@ -56,16 +104,23 @@ struct TileLoader {
   static constexpr int kRowPieces = Tile::kPanels * Tile::kRowBytes / kPiece;
   static constexpr int kUnroll = 2;
 
-  CUTE_DEVICE static void copy_pieces(uint32_t tile, char const* rows, long long row_bytes,
-                                      int row_bound, int column_bound, int thread) {
+  struct Row {
+    char const* first;
+    bool valid;  // otherwise it becomes zero
+  };
+
+  // row_at(index) returns a Row.
+  template <class RowAt>
+  CUTE_DEVICE static void copy_pieces(uint32_t tile, RowAt row_at, int column_bound, int thread) {
     int const bytes = column_bound * Tile::kElementBytes;
 #pragma unroll kUnroll
     for (int i = thread; i < Tile::kRows * kRowPieces; i += kThreads) {
       int const row = i / kRowPieces;
       int const byte = i % kRowPieces * kPiece;
       uint32_t const target = tile + Tile::byte_offset(row, byte / 16) + byte % 16;
-      char const* const source = rows + row * row_bytes + byte;
-      int const valid_bytes = row < row_bound ? bytes - byte : 0;
+      Row const found = row_at(row);
+      char const* const source = found.first + byte;
+      int const valid_bytes = found.valid ? bytes - byte : 0;
       if constexpr (kAlignment >= 4) {
         copy_piece_async<kPiece>(target, source, valid_bytes > 0);
       } else {

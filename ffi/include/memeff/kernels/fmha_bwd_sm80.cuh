@@ -136,7 +136,7 @@ struct FmhaBackwardSm80 {
           column(column),
           shared(shared),
           queries(query_origin<Config>(params.shape, item.batch)),
-          keys(params.shape, item.batch, item.head) {}
+          keys(params, item.batch, item.head) {}
 
     CUTE_DEVICE uint32_t query_tile(int buffer) const {
       return shared + kQueryOffset + buffer * QueryTile::kBytes;

@@ -206,7 +206,7 @@ struct FmhaBackwardSm90 {
     if (work.tiles.begin >= work.tiles.end) return;
     uint64_t& arrived = control.key.acquire({}, KeyTile::kBytes + ValueTile::kBytes);
     Origin const queries = query_origin<Config>(params.shape, item.batch);
-    KeyValueSource<Config> const source(params.shape, item.batch, item.head);
+    KeyValueSource<Config> const source(params, item.batch, item.head);
     int const key_row = source.origin.row + work.column;
     load_tma_tile<KeyTile>(maps.key, arrived, tiles, 0, key_row, source.head,
                            source.batch(params.key), kOnce);

@@ -70,7 +70,7 @@ struct FmhaForwardLargeDimSm80 {
     }
     TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
     Origin const queries = query_origin<Config>(shape, item.batch);
-    KeyValueSource<Config> const source(shape, item.batch, key_head);
+    KeyValueSource<Config> const source(params, item.batch, key_head);
     char const* const query_rows =
         row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head);
     // Past a packed sequence the next one begins.

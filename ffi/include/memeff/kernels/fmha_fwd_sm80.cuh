@@ -52,7 +52,8 @@ struct FmhaForwardSm80 {
   using StagedRow = StagedPointer<Config::kStageRegisters>;
   using StagedBiasRow = StagedPointer<Config::kStageRegisters && has_bias_tile<Config>()>;
   template <class KeyOrValueTile>
-  using Rows = CopiedRows<KeyOrValueTile, kThreads, Config::kAlignment, StagedRow>;
+  using Rows =
+      CopiedRows<KeyOrValueTile, kThreads, Config::kAlignment, StagedRow, PageTable<Config>>;
   using Bias =
       WarpRowsBias<Config, ScoreGrid, Config::kWarps, kTileKey, false, StagedBiasRow, Mask>;
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
@@ -91,15 +92,17 @@ struct FmhaForwardSm80 {
                              ceil_div(shape.key_length, kTileKey));
 
     Origin const queries = query_origin<Config>(shape, item.batch);
-    KeyValueSource<Config> const source(shape, item.batch, key_head);
+    KeyValueSource<Config> const source(params, item.batch, key_head);
     Rows<KeyTile> const keys = {{shared + kStagedKeyOffset, source.row(params.key)},
                                 row_bytes<Element>(params.key),
                                 mask.key_length,
-                                shape.head_dim};
+                                shape.head_dim,
+                                source.pages};
     Rows<ValueTile> const values = {{shared + kStagedValueOffset, source.row(params.value)},
                                     row_bytes<Element>(params.value),
                                     mask.key_length,
-                                    shape.value_dim};
+                                    shape.value_dim,
+                                    source.pages};
     StagedBiasRow const bias_row(
         shared + kStagedBiasOffset,
         memeff::bias_row<Config>(params.bias, item.batch, item.head, row + ScoreGrid::row()));

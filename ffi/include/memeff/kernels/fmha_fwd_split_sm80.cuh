@@ -12,7 +12,7 @@
 #pragma once
 
 #include <memeff/collective/consumer_groups.cuh>
-#include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/copied_rows.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warp_gemm.cuh>
@@ -20,6 +20,7 @@
 #include <memeff/kernels/forward/combine.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/grid.cuh>
@@ -77,22 +78,31 @@ struct FmhaForwardSplitSm80 {
     int const key_head = Config::kPackHeads ? item.head : item.head / shape.group;
 
     Mask const mask(params.mask, shape, item.batch);
+    if constexpr (Config::kVarlen) {
+      if (item.split == 0) clear_gap(params, item, mask.query_length);
+      if (row >= mask.query_length) return;
+    }
     // With more than one split the rows end in the combine kernel: here none of them is valid.
     TileRows const rows(shape, item.batch, item.head, row,
                         params.splits == 1 ? mask.query_length : 0);
     TileRange const tiles =
         share_of_split(mask.key_tiles(row, kTileQuery, kTileKey), item.split, params.splits);
 
-    KeyValueSource<Config> const source(shape, item.batch, key_head);
-    KvTiles const kv_tiles = {source.row(params.key),
-                              source.row(params.value),
-                              params.key.row_stride * (long long)sizeof(Element),
-                              params.value.row_stride * (long long)sizeof(Element),
-                              tiles.end,
-                              mask.key_length,
-                              shape.head_dim,
-                              shape.value_dim,
-                              consumer_group_tiles};
+    KeyValueSource<Config> const source(params, item.batch, key_head);
+    KvTiles const kv_tiles = {
+        {{source.row(params.key)},
+         row_bytes<Element>(params.key),
+         mask.key_length,
+         shape.head_dim,
+         source.pages},
+        {{source.row(params.value)},
+         row_bytes<Element>(params.value),
+         mask.key_length,
+         shape.value_dim,
+         source.pages},
+        tiles.end,
+        consumer_group_tiles,
+    };
 
     auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(output);
@@ -121,14 +131,12 @@ struct FmhaForwardSplitSm80 {
 
   // Keys and values of a consumer group.
   struct KvTiles {
-    char const* key_rows;
-    char const* value_rows;
-    long long key_row_bytes;
-    long long value_row_bytes;
+    template <class Tile>
+    using Rows = CopiedRows<Tile, ConsumerGroup::kThreads, 16, RowPointer, PageTable<Config>>;
+
+    Rows<KeyTile> keys;
+    Rows<ValueTile> values;
     int end;
-    int key_length;
-    int head_dim;
-    int value_dim;
     uint32_t shared;
 
     // Starts the copies of a KV block. Past the end it commits an empty group, so that waits keep
@@ -137,12 +145,8 @@ struct FmhaForwardSplitSm80 {
       if (tile < end) {
         int const column = tile * kTileKey + ConsumerGroup::index() * kConsumerGroupKeys;
         uint32_t const stage_tiles = shared + stage * kStageBytes;
-        TileLoader<KeyTile, ConsumerGroup::kThreads>::copy(
-            stage_tiles, key_rows + column * key_row_bytes, key_row_bytes, key_length - column,
-            head_dim, ConsumerGroup::thread());
-        TileLoader<ValueTile, ConsumerGroup::kThreads>::copy(
-            stage_tiles + KeyTile::kBytes, value_rows + column * value_row_bytes, value_row_bytes,
-            key_length - column, value_dim, ConsumerGroup::thread());
+        keys.load(column, stage_tiles, ConsumerGroup::thread());
+        values.load(column, stage_tiles + KeyTile::kBytes, ConsumerGroup::thread());
       }
       commit_copies();
     }
@@ -193,19 +197,37 @@ struct FmhaForwardSplitSm80 {
                                    params.splits);
   }
 
+  // The rows of a batch index that are written. Past a packed sequence the next one begins.
+  CUTE_DEVICE static int row_bound(ForwardParams const& params, int batch) {
+    return Config::kVarlen ? Mask(params.mask, params.shape, batch).query_length
+                           : Rows(params.shape).count(params.shape.query_length);
+  }
+
+  // Clears this CTA's part of the queries behind the sequence, of all heads of the tile.
+  CUTE_DEVICE static void clear_gap(ForwardParams const& params, SplitWorkItem const& item,
+                                    int length) {
+    Rows const rows(params.shape);
+    int const tiles = ceil_div(rows.count(params.shape.query_length), kTileQuery);
+    for (int head = 0; head < rows.heads; ++head) {
+      WorkItem const part = {item.tile, rows.query_head(item.head, head), item.batch};
+      clear_query_gap<Config, kThreads>(params, part, rows.query(length), tiles);
+    }
+  }
+
   // Starts the copies of a tile of queries; rows and columns beyond the bounds become zero.
   CUTE_DEVICE static void load_query(ForwardParams const& params, SplitWorkItem const& item,
                                      int row, uint32_t tile) {
     constexpr int kRowChunks = Config::kHeadDim / 8;
     ProblemShape const& shape = params.shape;
     Rows const rows(shape);
-    int const bound = rows.count(shape.query_length);
+    Origin const origin = query_origin<Config>(shape, item.batch);
+    int const bound = row_bound(params, item.batch);
     for (int i = threadIdx.x; i < kTileQuery * kRowChunks; i += kThreads) {
       int const tile_row = i / kRowChunks;
       int const chunk = i % kRowChunks;
       int const r = min(row + tile_row, bound - 1);
-      char const* const source = row_pointer<Element>(params.query, item.batch, rows.query(r),
-                                                      rows.query_head(item.head, r));
+      char const* const source = row_pointer<Element>(
+          params.query, origin.batch, origin.row + rows.query(r), rows.query_head(item.head, r));
       copy_async(tile + QueryTile::byte_offset(tile_row, chunk), source + chunk * 16,
                  row + tile_row < bound && chunk * 8 < shape.head_dim);
     }
@@ -215,7 +237,7 @@ struct FmhaForwardSplitSm80 {
   template <class Use>
   CUTE_DEVICE static void for_each_row(ForwardParams const& params, SplitWorkItem const& item,
                                        Use use) {
-    int const bound = Rows(params.shape).count(params.shape.query_length);
+    int const bound = row_bound(params, item.batch);
     int const length = Mask(params.mask, params.shape, item.batch).query_length;
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
@@ -230,15 +252,15 @@ struct FmhaForwardSplitSm80 {
     ProblemShape const& shape = params.shape;
     SplitWorkItem const item = work_item(params);
     Rows const rows(shape);
+    Origin const origin = query_origin<Config>(shape, item.batch);
     for_each_row(params, item, [&](int row, bool valid, int r) {
       int const query = rows.query(row);
       int const head = rows.query_head(item.head, row);
       if (threadIdx.x % 4 == 0) {
-        long long const head_batch = (long long)item.batch * shape.query_heads + head;
-        params.logsumexp[head_batch * shape.query_length + query] =
+        params.logsumexp[logsumexp_offset<Config>(shape, origin, head) + query] =
             valid ? softmax.softmax_reference[r] : -infinity();
       }
-      char* const out = row_pointer<Element>(params.out, item.batch, query, head);
+      char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(output); ++n) {
         int const column = OutGrid::element_column(0, n, ConsumerGroup::thread());

@@ -1,22 +1,26 @@
 // Where the keys and values of a work tile are: in tensors with a row for each batch index, in
-// packed sequences, or in tensors whose batch a vmap broadcasts.
+// packed sequences, in tensors whose batch a vmap broadcasts, or in a pool of pages.
 #pragma once
 
 #include <memeff/core/work_item.cuh>
+#include <memeff/layout/page_table.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 
 namespace memeff {
 
 // Row 0 of one key head. Everything that asks where a key or a value is asks this object, so a new
-// way to store them (pages) is a new source.
+// way to store them is a new source. Row 0 of a pool is that of its first page, and `pages` has the
+// rows of the sequence.
 template <class Config>
 struct KeyValueSource {
   Origin origin;
   int head;
+  PageTable<Config> pages;
 
-  CUTE_DEVICE KeyValueSource(ProblemShape const& shape, int batch, int key_head)
-      : origin(key_origin<Config>(shape, batch)), head(key_head) {}
+  template <class Params>
+  CUTE_DEVICE KeyValueSource(Params const& params, int batch, int key_head)
+      : origin(key_origin<Config>(params.shape, batch)), head(key_head), pages(params, batch) {}
 
   // First element of `row`, for kernels that copy by address.
   CUTE_DEVICE char* row(TensorView const& tensor, int row = 0) const {

@@ -20,6 +20,7 @@ CUTE_DEVICE Origin query_origin(ProblemShape const& shape, int batch) {
 
 template <class Config>
 CUTE_DEVICE Origin key_origin(ProblemShape const& shape, int batch) {
+  if constexpr (Config::kPageSize > 0) return {0, 0};
   if constexpr (Config::kVarlen) return {0, shape.key_starts[batch]};
   return {batch, 0};
 }

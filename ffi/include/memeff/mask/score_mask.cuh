@@ -6,6 +6,7 @@
 #include <memeff/mask/boolean.cuh>
 #include <memeff/mask/function.cuh>
 #include <memeff/mask/interval.cuh>
+#include <memeff/mask/pages.cuh>
 #include <memeff/mask/segments.cuh>
 
 namespace memeff {
@@ -26,6 +27,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
     if (this->needs_test(at.row + own_row, kRows, at.column, kColumns)) {
       Interval::template apply<Grid>(scores, at.row, at.column);
     }
+    PageMask<Config, Grid>::template apply<kColumns>(scores, params, at, column_bound);
     if constexpr (kMasksRows) {
       if (row_bound < own_row + kRows) mask_rows_from<false>(scores, row_bound);
     }

@@ -120,7 +120,7 @@ struct FmhaBackwardTwoKernelDq {
     PipelineStage<kKeyStages> key;
     PipelineStage<kValueStages> value;
     // Not before the queries are on their way: the head of the group takes a division.
-    KeyValueSource<Config> const keys(params.shape, item.batch, item.head / params.shape.group);
+    KeyValueSource<Config> const keys(params, item.batch, item.head / params.shape.group);
     int const key_batch = keys.batch(params.key);
     int const value_batch = keys.batch(params.value);
     CUTE_NO_UNROLL

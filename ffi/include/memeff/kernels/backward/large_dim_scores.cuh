@@ -68,7 +68,7 @@ struct LargeDimScores {
       : params(params),
         mask(mask),
         queries(query_origin<Config>(params.shape, batch)),
-        source(params.shape, batch, key_head),
+        source(params, batch, key_head),
         probability_tile(shared),
         score_tile(probability_tile + ScoreTile::kBytes),
         buffers(buffers_in(shared)),

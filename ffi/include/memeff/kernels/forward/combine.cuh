@@ -3,6 +3,7 @@
 
 #include <memeff/core/math.cuh>
 #include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/score/row_modifiers.cuh>
@@ -93,6 +94,8 @@ struct FmhaForwardCombine {
     int const query = rows.query(row);
     int const head = rows.query_head(head_batch % tile_heads, row);
     int const query_length = IntervalMask<MaskKind::none>(params.mask, shape, batch).query_length;
+    if (Config::kVarlen && query >= query_length) return;  // the row of another sequence
+    Origin const origin = query_origin<Config>(shape, batch);
     RowModifiers<Config> const modifiers(params, {batch, head, query, query < query_length});
     bool const empty = sum.weight == 0.0f;
     auto const end = [&] {
@@ -101,12 +104,11 @@ struct FmhaForwardCombine {
                                -infinity()});
     };
     if (column == 0) {
-      params.logsumexp[((long long)batch * shape.query_heads + head) * shape.query_length + query] =
-          end().logsumexp;
+      params.logsumexp[logsumexp_offset<Config>(shape, origin, head) + query] = end().logsumexp;
     }
     if (column < shape.value_dim) {
       float const scale = end().factor;
-      char* const out = row_pointer<Element>(params.out, batch, query, head);
+      char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
       *reinterpret_cast<uint2*>(out + column * sizeof(Element)) =
           make_uint2(pack<Element>(sum.out.x * scale, sum.out.y * scale),
                      pack<Element>(sum.out.z * scale, sum.out.w * scale));

@@ -153,7 +153,7 @@ struct MappedOperands {
   template <class Tile>
   CUTE_DEVICE Rows<Tile> rows(TensorView const& tensor, TensorMap const& map,
                               WorkItem const& item) const {
-    KeyValueSource<Config> const source(params.shape, item.batch, item.head / params.shape.group);
+    KeyValueSource<Config> const source(params, item.batch, item.head / params.shape.group);
     return {map, source.origin.row, source.head, source.batch(tensor)};
   }
 };

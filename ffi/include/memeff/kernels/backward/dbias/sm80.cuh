@@ -123,8 +123,7 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
     CUTE_DEVICE void load_columns(uint32_t target, TensorView const& tensor, int slice,
                                   int columns) const {
       int const batch = slices.batch(slice);
-      KeyValueSource<Config> const keys(params.shape, batch,
-                                        slices.head(slice) / params.shape.group);
+      KeyValueSource<Config> const keys(params, batch, slices.head(slice) / params.shape.group);
       TileLoader<Tile, kThreads, Config::kAlignment>::copy(
           target, keys.row(tensor, tile.column), tensor.row_stride * sizeof(Element),
           mask_of(slice).key_length - tile.column, columns);

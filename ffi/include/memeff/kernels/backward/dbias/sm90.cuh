@@ -168,7 +168,7 @@ struct DbiasSm90 {
                                      PipelineStage<kStages>& stage, uint32_t tiles) {
     int const head = slice.head;
     Origin const queries = query_origin<Config>(params.shape, slice.batch);
-    KeyValueSource<Config> const keys(params.shape, slice.batch, head / params.shape.group);
+    KeyValueSource<Config> const keys(params, slice.batch, head / params.shape.group);
     int const batch = keys.batch(tensor);
     CUTE_NO_UNROLL
     for (int part = 0; part < kParts; ++part) {

@@ -74,7 +74,7 @@ struct FmhaBackwardTwoKernelDkdv : DkdvSm90<Config> {
     int const count = Base::q_block_count(params, work);
     if (count == 0) return;
     Origin const queries = query_origin<Config>(params.shape, item.batch);
-    KeyValueSource<Config> const source(params.shape, item.batch, item.head);
+    KeyValueSource<Config> const source(params, item.batch, item.head);
     int const key_row = source.origin.row + work.column;
     load_tma_tile<KeyTile>(maps.key, control.key.acquire({}, KeyTile::kBytes), tiles, 0, key_row,
                            source.head, source.batch(params.key), kOnce);

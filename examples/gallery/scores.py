@@ -1,0 +1,99 @@
+"""Functions of scores: what they return is passed as ``score_mod=``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ScoreFunction = Callable[..., jax.Array]
+"""Of score, batch index, query head, row and column, all of them scalars, to a score."""
+
+
+def alibi(slopes: jax.Array) -> ScoreFunction:
+    """A penalty that grows with the distance, at a slope for each head.
+
+    Press, Smith and Lewis, "Train Short, Test Long", 2022, with a causal mask. The paper fixes the
+    slopes at ``2 ** (-8 * (h + 1) / N)``; here they have a gradient.
+
+    Args:
+        slopes: float [N].
+    """
+
+    def score_mod(score, b, h, q, k):
+        return score + slopes[h] * (k - q)
+
+    return score_mod
+
+
+def relative_table(table: jax.Array) -> ScoreFunction:
+    """A learned number for each head and each distance.
+
+    Args:
+        table: float [N, 2 L] for distances from -L to L - 1; column L is for distance 0.
+    """
+    middle = table.shape[1] // 2
+
+    def score_mod(score, b, h, q, k):
+        return score + table[h, q - k + middle]
+
+    return score_mod
+
+
+def t5_bias(table: jax.Array, length: int, max_distance: int = 128) -> ScoreFunction:
+    """T5's learned table, in which distances share buckets that widen with the distance.
+
+    Raffel et al., "Exploring the Limits of Transfer Learning", 2020, the bidirectional form. The
+    buckets are looked up and not computed for each score: near the border of a bucket the
+    logarithm of a kernel may round to the other side.
+
+    Args:
+        table: float [buckets, N].
+        length: the largest number of rows and columns.
+        max_distance: distances from here on share the last bucket.
+    """
+    half = table.shape[0] // 2  # of the buckets, for columns before the row; the others after it
+    exact = half // 2
+    distance = np.arange(-length, length)
+    far = np.log(np.maximum(abs(distance), 1) / exact) / math.log(max_distance / exact)
+    wide = np.minimum(exact + (far * (half - exact)).astype(int), half - 1)
+    bucket = np.where(abs(distance) < exact, abs(distance), wide) + half * (distance > 0)
+    buckets = jnp.asarray(bucket, jnp.int32)
+
+    def score_mod(score, b, h, q, k):
+        return score + table[buckets[k - q + length], h]
+
+    return score_mod
+
+
+def swin_bias(table: jax.Array) -> ScoreFunction:
+    """A learned number for each distance in two dimensions, between the tokens of a window.
+
+    Liu et al., "Swin Transformer", 2021. The M * M tokens of a window are a sequence, row by row.
+
+    Args:
+        table: float [N, 2 M - 1, 2 M - 1].
+    """
+    size = (table.shape[1] + 1) // 2
+
+    def score_mod(score, b, h, q, k):
+        down = q // size - k // size + size - 1
+        right = q % size - k % size + size - 1
+        return score + table[h, down, right]
+
+    return score_mod
+
+
+def soft_cap(cap: float) -> ScoreFunction:
+    """Scores between ``-cap`` and ``cap``, as in Gemma 2.
+
+    The argument ``logits_soft_cap=cap`` does the same.
+    """
+
+    def score_mod(score, b, h, q, k):
+        return cap * jnp.tanh(score / cap)
+
+    return score_mod

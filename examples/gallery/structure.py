@@ -1,0 +1,100 @@
+"""Masks of a structure of the sequence: what they return is passed as ``mask=``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_memeff import Mask
+
+
+def prefix_lm(prefix: jax.Array) -> Mask:
+    """Causal, but all rows attend to the whole prefix.
+
+    Raffel et al., "Exploring the Limits of Transfer Learning", 2020.
+
+    Args:
+        prefix: integer [B]: the length of each prefix.
+    """
+    return Mask.causal() | Mask.function(lambda b, h, q, k: k < prefix[b])
+
+
+def documents(ids: jax.Array) -> Mask:
+    """Rows attend to the columns of their own document.
+
+    ``Mask.segments(ids, ids)`` is the same mask for ids that are not negative. Language models
+    combine it with ``Mask.causal()``.
+
+    Args:
+        ids: integer [B, T]: the document of each token.
+    """
+    return Mask.function(lambda b, h, q, k: ids[b, q] == ids[b, k])
+
+
+def draft_tree(ancestors: jax.Array, context: jax.Array) -> Mask:
+    """A tree of draft tokens behind a context: each attends to the context and to its ancestors.
+
+    Miao et al., "SpecInfer", 2024, verify all branches of a speculation in one call like this.
+
+    Args:
+        ancestors: bool [n, n], by :func:`ancestors_of`; the rows are the n draft tokens.
+        context: integer [B]: the number of tokens before the drafts, whose keys follow them.
+    """
+    count = ancestors.shape[0]
+
+    def attends(b, h, q, k):
+        node = k - context[b]
+        return (node < 0) | ((node < count) & ancestors[q, node])
+
+    return Mask.function(attends)
+
+
+def ancestors_of(parents: Sequence[int]) -> np.ndarray:
+    """Which nodes are ancestors of each node, or the node itself: bool [n, n].
+
+    Args:
+        parents: of each node, an earlier one; -1 for the children of the context.
+
+    >>> ancestors_of([-1, 0, 0, 1]).astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [1, 0, 1, 0],
+           [1, 1, 0, 1]])
+    """
+    found = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            found[node] |= found[parent]
+    return found
+
+
+def bigbird(random_blocks: jax.Array, block: int) -> Mask:
+    """Neighbouring blocks, a first block that is global, and a few random blocks for each row.
+
+    Zaheer et al., "Big Bird", 2020.
+
+    Args:
+        random_blocks: integer [T / block, r]: the random blocks of each block of rows.
+        block: rows and columns of a block.
+    """
+
+    def attends(b, h, q, k):
+        row, column = q // block, k // block
+        near = abs(row - column) <= 1
+        is_global = (row == 0) | (column == 0)
+        return near | is_global | jnp.any(random_blocks[row] == column)
+
+    return Mask.function(attends)
+
+
+def block_sparse(blocks: jax.Array, block: int) -> Mask:
+    """Blocks of scores that an array lists, for each head.
+
+    Args:
+        blocks: bool [N, T / block, S / block].
+        block: rows and columns of a block.
+    """
+    return Mask.function(lambda b, h, q, k: blocks[h, q // block, k // block])

@@ -1,0 +1,77 @@
+"""The arguments of masks, checked and brought into canonical shapes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_memeff._call import values
+from jax_memeff._call.mask.window import Window
+from jax_memeff._call.values import INT32_MAX
+
+
+def scores(query: Any, key: Any) -> tuple[int, int, int, int]:
+    """(B, N, T, S) of a query and a key, of which the shapes are read."""
+    shapes = [tuple(x.shape) for x in (query, key)]
+    if len(shapes[0]) != len(shapes[1]) or len(shapes[0]) not in (3, 4):
+        raise ValueError(
+            "Mask.blocks: query and key must have shapes [B, T, N, H] and [B, S, K, H], or both "
+            f"lack B, got {shapes[0]} and {shapes[1]}"
+        )
+    (*batch, rows, heads, _), columns = shapes[0], shapes[1][-3]
+    return batch[0] if batch else 1, heads, rows, columns
+
+
+def both(a: Window | None, b: Window | None) -> Window | None:
+    """The window inside both; None is none."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
+def bound(name: str, value: Any) -> int | None:
+    """A static bound of a window."""
+    if value is None:
+        return None
+    return values.static_integer(
+        f"window {name}",
+        value,
+        "a Python integer or None",
+        "make it static, or a JAX scalar",
+    )
+
+
+def integers(name: str, x: ArrayLike, ranks: tuple[int, ...]) -> Any:
+    """An array of integers of one of these ranks."""
+    array = values.integers(name, x)
+    if array.ndim not in ranks:
+        expected = " or ".join(str(rank) for rank in ranks)
+        raise ValueError(f"{name} must have rank {expected}, got shape {array.shape}")
+    return array
+
+
+def lengths(name: str, x: ArrayLike) -> Any:
+    """Lengths [B]; those on the host fit int32."""
+    array = integers(name, x, (1,))
+    if values.is_host(array):
+        # An argument of jax.jit would wrap.
+        array = values.clipped(array, -INT32_MAX, INT32_MAX)
+    return array
+
+
+def smallest(lengths: Sequence[jax.Array], batch: int, size: int) -> jax.Array | None:
+    """The smallest of several lengths, int32[B] in [0, size]."""
+    if not lengths:
+        return None
+    clamped = (broadcast(values.clipped(x, 0, size), batch) for x in lengths)
+    return functools.reduce(jnp.minimum, clamped)
+
+
+def broadcast(x: Any, *shape: int) -> jax.Array:
+    """An array of this shape on a device."""
+    return jnp.broadcast_to(jnp.asarray(x), shape)

@@ -1,0 +1,100 @@
+"""A mask with its block mask, computed once for many calls (``Mask.blocks``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_memeff._call.mask import block_mask, expression
+from jax_memeff._call.mask.block_mask import ALL, NONE, SOME, Indices, Tiling
+from jax_memeff._call.mask.bounds import Captured
+from jax_memeff._call.offsets import Offsets
+
+if TYPE_CHECKING:
+    from jax_memeff._call.mask.mask import Mask
+
+BLOCK = 64
+"""Rows and columns of its tiles. Those of kernels are multiples of it, or 16 and 32, but for a few;
+:func:`of_tiles` serves all."""
+
+
+def with_blocks(mask: Mask, scores: tuple[int, int, int, int], offsets: Offsets | None) -> Mask:
+    """The mask of a call of (B, N, T, S) with its block mask.
+
+    It has the windows and lengths that are static conditions, and one function for all that
+    ``Mask.function``, lists of blocks, traced windows, ``|`` and ``~`` say.
+    """
+    batch, _, rows, columns = scores
+    canonical = mask.canonical(batch, rows, columns)
+    frame = expression.Frame.of(canonical, (rows, columns), offsets)
+    if canonical.traced_windows:
+        # Under the function, so that lengths that `&` adds later do not move them.
+        traced = type(mask)(traced_windows=canonical.traced_windows)
+        others = dataclasses.replace(canonical, traced_windows=())
+        canonical = dataclasses.replace(others, excluded=(*others.excluded, ~traced))
+    canonical = expression.compiled(canonical, frame)
+    tiling = Tiling((rows, columns), (BLOCK, BLOCK))
+    found = [block_mask.of_ids(*pair, tiling) for pair in canonical.segment_ids]
+    found += [block_mask.of_booleans(array, tiling) for array in canonical.booleans]
+    found += [_of_function(canonical, scores, offsets, tiling) for _ in canonical.functions]
+    if not found:
+        return mask
+    levels = block_mask.conjunction(found)
+    levels = jnp.broadcast_to(levels, (*levels.shape[:2], *tiling.counts))
+    return dataclasses.replace(
+        canonical,
+        query_lengths=mask.query_lengths,
+        key_lengths=mask.key_lengths,
+        more_lengths=mask.more_lengths,
+        captured=tuple(x[0] for x in canonical.captured),
+        block_masks=(levels,),
+        beyond_block_masks=False,
+    )
+
+
+def _of_function(
+    mask: Mask, scores: tuple[int, int, int, int], offsets: Offsets | None, tiling: Tiling
+) -> jax.Array:
+    offsets = Offsets() if offsets is None else offsets
+    depends = mask.functions[0].dependence(mask.functions[0].results[0])
+    firsts = [x.reshape(-1) for x in offsets.position()]
+    per_batch = "batch" in depends or any(x.size > 1 for x in firsts)
+    batch, head = (
+        jnp.asarray(first).astype(jnp.int32) + lax.iota(jnp.int32, size if is_read else 1)
+        for first, size, is_read in (
+            (offsets.batch, scores[0], per_batch),
+            (offsets.head, scores[1], "head" in depends),
+        )
+    )
+    captured = [Captured(x, None) for x in mask.captured]
+    indices = Indices(batch, head, *firsts)
+    return block_mask.of_function(mask.functions[0], indices, captured, tiling)
+
+
+def of_tiles(levels: jax.Array, tiling: Tiling) -> jax.Array:
+    """A block mask of other tiles, whose levels are those of the blocks that they touch.
+
+    >>> blocks = jnp.array([[[[NONE, NONE, NONE, ALL, ALL]]]])
+    >>> of_tiles(blocks, Tiling((64, 300), (64, 128)))[0, 0].tolist()
+    [[0, 2, 1]]
+    >>> of_tiles(blocks, Tiling((64, 300), (32, 96)))[0, 0].tolist()
+    [[0, 0, 1, 1], [0, 0, 1, 1]]
+    """
+    valid, invalid = np.uint8(1), np.uint8(2)
+    bits = jnp.where(levels == NONE, invalid, jnp.where(levels == ALL, valid, valid | invalid))
+    for axis, (size, tile, count) in enumerate(
+        zip(tiling.sizes, tiling.tile, tiling.counts, strict=True), 2
+    ):
+        first = np.arange(count) * tile // BLOCK
+        last = (np.minimum(np.arange(1, count + 1) * tile, size) - 1) // BLOCK
+        touched = jnp.take(bits, first, axis)
+        for offset in range(1, int(np.max(last - first, initial=0)) + 1):
+            touched |= jnp.take(bits, np.minimum(first + offset, last), axis)
+        bits = touched
+    some = jnp.where((bits & invalid) > 0, SOME, ALL)
+    return jnp.where((bits & valid) > 0, some, NONE).astype(jnp.uint8)

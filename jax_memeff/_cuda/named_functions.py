@@ -1,0 +1,89 @@
+"""The user's functions that the command line names, as kernels are compiled for them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_memeff._cuda.functions import in_kernel_types, sums_gradients
+from jax_memeff._functions.trace import traced_mask_function, traced_score_function
+from jax_memeff.codegen.features.functions import AskedFunctions
+from jax_memeff.codegen.functions.compose import with_soft_cap
+from jax_memeff.errors import UnsupportedError
+
+Trace = Callable[[Callable[..., Any]], Any]
+
+_CAP = 30.0
+"""Any number: it is a literal, and no part of a kernel."""
+
+
+def asked(
+    score: str | None,
+    mask: str | None,
+    *,
+    soft_cap: bool,
+    gradients: bool,
+    deterministic: bool,
+) -> AskedFunctions:
+    """The structures of the functions.
+
+    Args:
+        score, mask: ``"MODULE:NAME"``. A module is imported as Python would in the current
+            directory. The arrays that a function reads are those in its scope.
+        soft_cap: whether scores are capped before the function.
+        gradients: whether the gradients of all float arrays that the score function reads are
+            needed; kernels sum them if they can.
+        deterministic: whether sums have an order.
+
+    Raises:
+        ValueError: a name cannot be imported, or is no function of the right arguments and result.
+        UnsupportedError: a function has no scalar form.
+    """
+    score_program, mask_program, summed = None, None, ()
+    if score is not None:
+        program, arrays = _traced("--score-function", score, traced_score_function)
+        whole = with_soft_cap(program, _CAP) if soft_cap else program
+        score_program = in_kernel_types(whole).structure
+        if gradients and sums_gradients(program, deterministic):
+            is_float = [jnp.issubdtype(array.dtype, jnp.floating) for array in arrays]
+            summed = tuple(index for index, own in enumerate(is_float) if own)
+    if mask is not None:
+        program, _ = _traced("--mask-function", mask, traced_mask_function)
+        mask_program = in_kernel_types(program).structure
+    return AskedFunctions(score_program, mask_program, gradients=summed)
+
+
+def _traced(flag: str, name: str, trace: Trace) -> Any:
+    function = _imported(flag, name)
+    try:
+        return trace(function)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{flag} {name}: {error}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(error.reasons, f"{flag} {name}: {error.summary}") from error
+
+
+def _imported(flag: str, text: str) -> Any:
+    module_name, _, name = text.partition(":")
+    if not module_name or not name:
+        raise ValueError(
+            f"{flag} must be MODULE:NAME, for example models.attention:alibi, got {text!r}"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(
+            f"{flag} {text}: the import of {module_name} raised {type(error).__name__}: {error}; "
+            "modules are searched in the current directory, PYTHONPATH and the environment"
+        ) from error
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError as error:
+        near = difflib.get_close_matches(name, dir(module), 1)
+        advice = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        raise ValueError(f"{flag} {text}: {error}{advice}") from error

@@ -1,0 +1,131 @@
+"""Paged calls over several devices: tensor parallelism over heads, and sequences over devices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paging
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharding_case import gathered
+
+HOST = jax.devices("cpu")[:8]
+auto_and_explicit = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+
+
+@functools.cache
+def case(batch=4, heads=(8, 4)):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, 60, batch)
+    found = paging.paging(rng, lengths, [3] * batch, max_pages=4, pages=5 * batch, heads=heads)
+    new = rng.standard_normal((2, batch, 3, heads[1], 8)).astype(np.float32)
+    query = found.query.reshape(batch, 3, heads[0], 8)
+    return [jnp.asarray(x) for x in (query, *found.arguments[1:], *new)]
+
+
+def step(query, key_pages, value_pages, table, lengths, key, value):
+    pools = paging.append_to_pages(key_pages, value_pages, key, value, table, lengths)
+    out = paging.paged_attention(query, *pools, table, lengths, return_residual=True)
+    return *out, *pools
+
+
+HEADS, POOL = P(None, None, "x"), P(None, None, "x")
+OVER_HEADS = (HEADS, POOL, POOL, P(), P(), HEADS, HEADS)
+
+
+def put(mesh, specs, arrays):
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+
+@auto_and_explicit
+def test_heads(axis_type):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,), devices=HOST[:4])
+    arrays = case()
+    expected = jax.jit(step)(*arrays)
+    with jax.set_mesh(mesh):
+        given = put(mesh, OVER_HEADS, arrays)
+        compiled = jax.jit(step, donate_argnums=(1, 2)).lower(*given).compile()
+        assert not gathered(compiled.as_text())
+        memory: Any = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes == 2 * given[1].nbytes // 4
+        found = compiled(*given)
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert found[0].sharding.spec[2] == "x"
+    assert found[2].sharding.spec[2] == "x"
+
+
+@auto_and_explicit
+def test_more_devices_than_key_heads(axis_type):
+    """The pool is replicated over the devices of one key head."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=HOST[:4])
+    arrays = case(heads=(8, 2))[:5]
+    attention = functools.partial(paging.paged_attention, return_residual=True)
+    expected = attention(*arrays)
+    specs = (P(None, None, ("x", "y")), P(None, None, "x"), P(None, None, "x"), P(), P())
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(attention).lower(*put(mesh, specs, arrays)).compile()
+        assert not gathered(compiled.as_text())
+        found = compiled(*put(mesh, specs, arrays))
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("own_pool", [False, True])
+def test_sequences_in_shard_map(own_pool):
+    """Each device has sequences of its own; the pool is replicated, or divided likewise."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=HOST[:4])
+    arrays = case()[:5]
+    attention = functools.partial(paging.paged_attention, return_residual=True)
+    expected = attention(*arrays)
+    rows, pool = P("x"), P("x") if own_pool else P()
+    if own_pool:
+        pages = arrays[1].shape[0]
+        # All pages on each device, so that tables stay the same.
+        arrays[1:3] = [jnp.concatenate([x] * 4) for x in arrays[1:3]]
+        assert arrays[1].shape[0] == 4 * pages
+    sharded = jax.shard_map(
+        attention,
+        mesh=mesh,
+        in_specs=(rows, pool, pool, rows, rows),
+        out_specs=(rows, rows),
+    )
+    for got, want in zip(jax.jit(sharded)(*arrays), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_bits_do_not_depend_on_the_number_of_devices():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=HOST[:4])
+    arrays = case()[:5]
+    attention = functools.partial(
+        paging.paged_attention, batch_invariant=True, return_residual=True
+    )
+    expected = jax.jit(attention)(*arrays)
+    rows = P("x")
+    sharded = jax.shard_map(
+        attention, mesh=mesh, in_specs=(rows, P(), P(), rows, rows), out_specs=(rows, rows)
+    )
+    for got, want in zip(jax.jit(sharded)(*arrays), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@auto_and_explicit
+def test_sharded_sequences_are_for_shard_map(axis_type):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,), devices=HOST[:4])
+    specs = (P("x"), P(), P(), P("x"), P("x"))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"own inside jax.shard_map"):
+        jax.jit(paging.paged_attention).lower(*put(mesh, specs, case()[:5])).compile()
+
+
+def test_pages_are_not_divided():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=HOST[:4])
+    specs = (P(), P("x"), P("x"), P(), P())
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"key_pages of shape.*is sharded as"):
+        paging.paged_attention(*put(mesh, specs, case()[:5]))
