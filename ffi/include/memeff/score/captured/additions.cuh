@@ -28,15 +28,15 @@ struct CapturedAdder<Config, true> {
   CUTE_DEVICE CapturedAdder(BackwardParams const& params, ArrayView const& view, int batch)
       : first(static_cast<long long*>(view.data) +
               element_of<Config>(view, batch) * (view.strides[0] / 2)),
-        scale(*static_cast<float const*>(
-            feature_array(params, Config::kCapturedScaleArray).data)) {}
+        scale(*static_cast<float const*>(feature_array(params, Config::kCapturedScaleArray).data)) {
+  }
 
   CUTE_DEVICE void add(long long offset, float x) const {
     long long* const sums = first + 2 * offset;
     float const scaled = x * scale;
     if (!(fabsf(scaled) < 0x1p79f)) {
       // Out of range, inf or NaN: the result is NaN, whatever else is added.
-      add(sums + 1, kNotANumber);
+      atomicExch(reinterpret_cast<unsigned long long*>(sums + 1), kNotANumber);
       return;
     }
     float const high = rintf(scaled * 0x1p-40f);
@@ -45,8 +45,8 @@ struct CapturedAdder<Config, true> {
   }
 
  private:
-  // Any odd number of these leaves a sum far out of range, and an even one half of it.
-  static constexpr long long kNotANumber = 0;
+  // No sum of terms in range comes near this one.
+  static constexpr unsigned long long kNotANumber = 0x6000000000000000;
 
   CUTE_DEVICE static void add(long long* address, long long x) {
     atomicAdd(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(x));

@@ -10,7 +10,7 @@
 //   diagonal  elements with one difference of query and key: a strip (strip_sums.cuh)
 //   element   each one by itself
 //
-// Additions to global memory come in an order that differs between runs.
+// additions.cuh adds to global memory.
 #pragma once
 
 #include <memeff/core/function/of_tile.cuh>
