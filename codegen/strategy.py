@@ -129,10 +129,9 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
         slices // together * -(-sizes.queries * together // _WARPGROUP_ROWS)
         for together in (1, packed)
     )
-    is_paged = problem.asks(features.PAGES)
-    # TMA knows no pages.
-    groups = gpu.has_wgmma(problem.arch) and few_tiles and not is_paged
-    if (problem[features.VARLEN] and not is_paged) or problem[features.ROW_MAXIMA]:
+    groups = gpu.has_wgmma(problem.arch) and few_tiles
+    is_packed = problem[features.VARLEN] and not problem.asks(features.PAGES)
+    if is_packed or problem[features.ROW_MAXIMA]:
         # Partial results have no maxima.
         return "consumer_groups" if groups else None
     if rows <= 16:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from jax_memeff._api.paged.append import append_to_pages as append_to_pages
     from jax_memeff._api.paged.attention import paged_attention as paged_attention
     from jax_memeff._api.paged.merge import merge_attention as merge_attention
-    from jax_memeff._api.paged.pool import OutOfPagesError as OutOfPagesError
     from jax_memeff._api.paged.pool import PagePool as PagePool
     from jax_memeff._api.patch import patch_jax_nn as patch_jax_nn
     from jax_memeff._api.qkv_packed import (
@@ -35,13 +34,14 @@ if TYPE_CHECKING:
     from jax_memeff._ring.schedule import unzigzag as unzigzag
     from jax_memeff._ring.schedule import zigzag as zigzag
     from jax_memeff.errors import CompileError as CompileError
+    from jax_memeff.errors import OutOfPagesError as OutOfPagesError
     from jax_memeff.errors import UnsupportedError as UnsupportedError
 
 _MODULE_OF = {
     "CompileError": "errors",
     "Mask": "_call.mask",
     "Offsets": "_call.offsets",
-    "OutOfPagesError": "_api.paged.pool",
+    "OutOfPagesError": "errors",
     "PagePool": "_api.paged.pool",
     "UnsupportedError": "errors",
     "append_to_pages": "_api.paged.append",

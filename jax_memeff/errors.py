@@ -51,3 +51,20 @@ class CompileError(Exception):
     def __reduce__(self):
         # The compiler runs in worker processes, which send its errors back pickled.
         return type(self), (self.log, self.versions, self._advice)
+
+
+class OutOfPagesError(RuntimeError):
+    """A :class:`jax_memeff.PagePool` has too few free pages; it has not changed.
+
+    ``needed`` pages were asked for, and ``available`` are free.
+    """
+
+    def __init__(self, needed: int, available: int):
+        self.needed, self.available = needed, available
+        super().__init__(
+            f"the pool has {available} free pages, and {needed} are needed, {needed - available} "
+            "more: free a sequence, or wait until one ends"
+        )
+
+    def __reduce__(self):
+        return type(self), (self.needed, self.available)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -119,3 +120,11 @@ class Pages(Feature[AskedPages, int]):
 
 
 PAGES = Pages()
+
+
+def key_box_rows(spec: KernelSpec) -> int:
+    """The rows of a TMA box of keys: as many as a tile and a page are multiples of.
+
+    ffi/include/memeff/layout/page_table.cuh computes the same.
+    """
+    return math.gcd(spec.tile.key, spec[PAGES])

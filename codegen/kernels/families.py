@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from jax_memeff.codegen import gpu
-from jax_memeff.codegen.features import FEATURES, VARLEN
+from jax_memeff.codegen.features import FEATURES, PAGES, VARLEN
 from jax_memeff.codegen.features.feature import Constant, CppType, Modified
 from jax_memeff.codegen.gpu import Gpu
 from jax_memeff.codegen.launch import BlockMask, EntryPoint, Grid
@@ -229,9 +229,10 @@ class WgmmaKernel(Kernel):
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
         by_groups = self.consumer_groups(spec) > 1
+        can_split = not spec[VARLEN] or spec[PAGES] > 0
         if by_groups and strategy.query_rows != "consumer_groups":
             reasons.append("its consumer groups split few tiles of keys that are not long")
-        elif not by_groups and strategy.query_rows is not None and not spec[VARLEN]:
+        elif not by_groups and strategy.query_rows is not None and can_split:
             reasons.append("it does not split the keys, and there are too few tiles without that")
         smaller = min(spec.padded_head_dim, spec.padded_value_dim)
         if 2 * max(problem.head_dim, problem.value_dim) <= smaller:

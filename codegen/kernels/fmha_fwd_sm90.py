@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from jax_memeff.codegen import shared_memory
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.kernels.families import (
     EVERY_MODIFIER,
     PROBABILITY_MODIFIERS,
@@ -138,6 +139,7 @@ class FmhaFwdSm90(WgmmaKernel):
     stem = "fmha_fwd_sm90"
     direction = "forward"
     class_name = "FmhaForwardSm90"
+    reads_pages = True
     persistent = True
     tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
 
@@ -185,8 +187,8 @@ class FmhaFwdSm90(WgmmaKernel):
         head, value = panel_columns(spec.padded_head_dim), panel_columns(spec.padded_value_dim)
         return (
             TensorMap("query", WARPGROUP_ROWS, head),
-            TensorMap("key", spec.tile.key, head),
-            TensorMap("value", spec.tile.key, value),
+            TensorMap("key", key_box_rows(spec), head),
+            TensorMap("value", key_box_rows(spec), value),
         )
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:

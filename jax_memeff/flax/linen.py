@@ -9,12 +9,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff.flax import attention
 from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
+from jax_memeff.flax.pages import Pages, Pools, attend_pages
 
 
 class MultiHeadAttention(linen.MultiHeadDotProductAttention):
@@ -42,6 +43,9 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         (:func:`jax_memeff.flax.rotary_embedding`); None means no rotary embedding.
       sinks_init: the initializer of the parameter ``sinks``, ``[num_heads]``: a learned logit per
         head that takes part in the softmax and has no value. None means no sinks, and no parameter.
+      pool_shape: ``(pages, page_size)`` of the cache in pages, which calls with ``pages`` read and
+        write.
+      pool_dtype: of this cache; None means that of the keys. float8_e4m3fn is possible.
 
     ``decode=True`` keeps Flax's cache. ``init`` with inputs of the full length creates it. A call
     with the collection ``cache`` mutable appends its T new tokens, one or several, and attends
@@ -52,6 +56,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
     num_kv_heads: int | None = None
     rotary_base: float | None = None
     sinks_init: Callable[..., jax.Array] | None = None
+    pool_shape: tuple[int, int] | None = None
+    pool_dtype: DTypeLike | None = None
 
     @linen.compact
     def __call__(  # type: ignore[override]
@@ -69,6 +75,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
         score_mod: ScoreFunction | None = None,
+        pages: Pages | None = None,
     ) -> jax.Array:
         """Project, attend, project.
 
@@ -92,13 +99,19 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
           score_mod: a function of the score, batch index, head, row and column to the new score, as
             in :func:`jax_memeff.dot_product_attention`. During decoding the row is the position of
             the token in the cache.
+          pages: append the new tokens to the cache in pages, in the collection ``cache``, and
+            attend causally to all tokens of their sequences. Inputs are ``[B, T, features]``, or
+            ``[tokens, features]`` with ``query_starts``. Windows and functions of ``mask``, and
+            ``score_mod``, count positions in the sequence. ``init`` with ``pages`` creates the
+            cache.
 
         Returns:
           ``[batch..., T, out_features]``.
 
         Raises:
           ValueError: shapes do not fit, head counts do not divide, ``inputs_kv`` is given with
-            ``inputs_k`` or ``inputs_v``, or ``segment_ids`` while decoding.
+            ``inputs_k`` or ``inputs_v``, ``segment_ids`` while decoding, or an argument that a
+            cache in pages does not have.
           TypeError: ``attention_fn`` was replaced.
           jax_memeff.UnsupportedError: ``sow_weights`` or a matrix product is set, or no kernel
             supports the call.
@@ -116,25 +129,44 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         )
         if not quiet and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        variables = self._cache(key, value) if self.decode else None
-        out, cache = attend_heads(
-            query,
-            key,
-            value,
-            None if variables is None else Cache(*(variable.value for variable in variables)),
-            rotary_base=self.rotary_base,
-            bias=bias,
-            mask=mask,
-            segment_ids=segment_ids,
-            is_causal=is_causal,
-            dropout_rate=0.0 if quiet else self.dropout_rate,
-            dropout_rng=dropout_rng,
-            broadcast_dropout=self.broadcast_dropout,
-            dtype=self.dtype,
-            precision=self.precision,
-            sinks=self._sinks(),
-            score_mod=score_mod,
-        )
+        variables = self._pools(key, value) if pages is not None else None
+        if pages is not None and variables is not None:
+            out, cache = attend_pages(
+                query,
+                key,
+                value,
+                Pools(*(variable.value for variable in variables)),
+                pages,
+                rotary_base=self.rotary_base,
+                positions=None,
+                mask=mask,
+                dtype=self.dtype,
+                sinks=self._sinks(),
+                score_mod=score_mod,
+                bias=bias,
+                segment_ids=segment_ids,
+                dropout=None if quiet else dropout_rng,
+            )
+        else:
+            variables = self._cache(key, value) if self.decode else None
+            out, cache = attend_heads(
+                query,
+                key,
+                value,
+                None if variables is None else Cache(*(variable.value for variable in variables)),
+                rotary_base=self.rotary_base,
+                bias=bias,
+                mask=mask,
+                segment_ids=segment_ids,
+                is_causal=is_causal,
+                dropout_rate=0.0 if quiet else self.dropout_rate,
+                dropout_rng=dropout_rng,
+                broadcast_dropout=self.broadcast_dropout,
+                dtype=self.dtype,
+                precision=self.precision,
+                sinks=self._sinks(),
+                score_mod=score_mod,
+            )
         if variables is not None and cache is not None:
             for variable, array in zip(variables, cache, strict=True):
                 variable.value = array
@@ -213,6 +245,26 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype),
             self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype),
             self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32)),
+        )
+        return variables if exists else None
+
+    def _pools(self, key: jax.Array, value: jax.Array) -> tuple[linen.Variable, ...] | None:
+        """The pools' variables in the order of ``Pools``; None in the call that creates them."""
+        if self.pool_shape is None:
+            raise ValueError(
+                "pages need a cache in pages, got none: give the module pool_shape=(pages,"
+                " page_size)"
+            )
+        exists = self.has_variable("cache", "key_pages")
+        variables = tuple(
+            self.variable(
+                "cache",
+                name,
+                jnp.zeros,
+                (*self.pool_shape, *x.shape[-2:]),
+                x.dtype if self.pool_dtype is None else self.pool_dtype,
+            )
+            for name, x in (("key_pages", key), ("value_pages", value))
         )
         return variables if exists else None
 

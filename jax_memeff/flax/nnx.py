@@ -15,6 +15,7 @@ from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff.flax import attention
 from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
+from jax_memeff.flax.pages import Pages, Pools, attend_pages
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -96,6 +97,20 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             if sinks_init is None
             else nnx.Param(sinks_init(rngs.params(), (num_heads,), jnp.float32))
         )
+        self.key_pages: nnx.Cache[jax.Array] | None = nnx.data(None)
+        self.value_pages: nnx.Cache[jax.Array] | None = nnx.data(None)
+
+    def init_pages(self, pages: int, page_size: int, dtype: Any = jnp.float32) -> None:
+        """Create an empty cache in pages, which calls with ``pages`` read and write.
+
+        Args:
+          pages: the number of pages.
+          page_size: the tokens of a page, a multiple of 16.
+          dtype: of keys and values, float8_e4m3fn included.
+        """
+        shape = (pages, page_size, self.num_kv_heads, self.head_dim)
+        self.key_pages = nnx.Cache(jnp.zeros(shape, dtype))
+        self.value_pages = nnx.Cache(jnp.zeros(shape, dtype))
 
     def __call__(
         self,
@@ -115,6 +130,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         qkv_sharding: Any = None,
         input_positions: ArrayLike | None = None,
         score_mod: ScoreFunction | None = None,
+        pages: Pages | None = None,
     ) -> jax.Array:
         """Project, attend, project.
 
@@ -146,12 +162,17 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           score_mod: a function of the score, batch index, head, row and column to the new score, as
             in :func:`jax_memeff.dot_product_attention`. During decoding the row is the position of
             the token in the cache.
+          pages: append the new tokens to the pages that ``init_pages`` created, and attend causally
+            to all tokens of their sequences. Inputs are ``[B, T, in_features]``, or
+            ``[tokens, in_features]`` with ``query_starts``. Windows and functions of ``mask``, and
+            ``score_mod``, count positions in the sequence.
 
         Returns:
           ``[batch..., T, out_features]``.
 
         Raises:
-          ValueError: shapes do not fit, the cache is missing, ``segment_ids`` while decoding,
+          ValueError: shapes do not fit, the cache is missing, ``segment_ids`` while decoding, an
+            argument that a cache in pages does not have,
             ``input_positions`` without ``rotary_base``, dropout without ``deterministic`` or
             without ``rngs``.
           jax_memeff.UnsupportedError: ``sow_weights`` is set, or no kernel supports the call.
@@ -166,8 +187,29 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         value = self.value(inputs_v, out_sharding=qkv_sharding)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        decode = self.decode if decode is None else decode
         dropout_rng = self._dropout_rng(deterministic, rngs)
+        if pages is not None:
+            out, pools = attend_pages(
+                query,
+                key,
+                value,
+                self._pools(),
+                pages,
+                rotary_base=self.rotary_base,
+                positions=input_positions,
+                mask=mask,
+                dtype=self.dtype,
+                sinks=None if self.sinks is None else self.sinks[...],
+                score_mod=score_mod,
+                bias=bias,
+                segment_ids=segment_ids,
+                dropout=dropout_rng,
+                decode=decode or None,
+            )
+            for name, array in pools._asdict().items():
+                getattr(self, name)[...] = array
+            return self.out(out, out_sharding=out_sharding)
+        decode = self.decode if decode is None else decode
         out, cache = attend_heads(
             query,
             key,
@@ -200,6 +242,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 " features]) first"
             )
         return Cache(*(variable[...] for variable in variables))
+
+    def _pools(self) -> Pools:
+        if self.key_pages is None or self.value_pages is None:
+            raise ValueError(
+                "pages need a cache in pages, got none: call init_pages(pages, page_size) first"
+            )
+        return Pools(self.key_pages[...], self.value_pages[...])
 
     def _dropout_rng(
         self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None

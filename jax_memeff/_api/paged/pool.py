@@ -9,23 +9,7 @@ import numpy as np
 
 from jax_memeff._api.paged.arguments import PAGE_MULTIPLE
 from jax_memeff._call.values import static_integer
-
-
-class OutOfPagesError(RuntimeError):
-    """A :class:`PagePool` has too few free pages; it has not changed.
-
-    ``needed`` pages were asked for, and ``available`` are free.
-    """
-
-    def __init__(self, needed: int, available: int):
-        self.needed, self.available = needed, available
-        super().__init__(
-            f"the pool has {available} free pages, and {needed} are needed, {needed - available} "
-            "more: free a sequence, or wait until one ends"
-        )
-
-    def __reduce__(self):
-        return type(self), (self.needed, self.available)
+from jax_memeff.errors import OutOfPagesError
 
 
 class PageCopy(NamedTuple):
@@ -74,8 +58,8 @@ class PagePool:
     >>> pool.grow(prompt, 13)
     Traceback (most recent call last):
     ...
-    jax_memeff._api.paged.pool.OutOfPagesError: the pool has 0 free pages, and 1 are needed, 1 \
-more: free a sequence, or wait until one ends
+    jax_memeff.errors.OutOfPagesError: the pool has 0 free pages, and 1 are needed, 1 more: free \
+a sequence, or wait until one ends
     >>> pool.free(child)
     >>> pool.free_pages
     2

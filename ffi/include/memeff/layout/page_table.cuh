@@ -9,6 +9,19 @@ namespace memeff {
 // from a multiple of it on are in one page.
 constexpr int kPageStep = 16;
 
+// The rows of a TMA box of keys: as many as a tile and a page are multiples of. The tensor maps of
+// the spec have the same (codegen/features/pages.py).
+template <class Config>
+CUTE_HOST_DEVICE constexpr int key_box_rows() {
+  int a = Config::kTileKey, b = Config::kPageSize;
+  while (b != 0) {
+    int const rest = a % b;
+    a = b;
+    b = rest;
+  }
+  return a;
+}
+
 template <class Config, bool kOn = (Config::kPageSize > 0)>
 struct PageTable {
   static constexpr bool kPaged = false;

@@ -103,20 +103,48 @@ struct MappedOperands {
     int row;
     int head;
     int batch;
+    PageTable<Config> pages;
+    int key_length;
+    int pool_rows;
 
     CUTE_DEVICE void load(int tile, uint64_t& arrived, uint32_t buffer) const {
-      load_tma_tile<Tile>(map, arrived, buffer, 0, row + tile * Config::kTileKey, head, batch,
-                          CacheHint::EVICT_LAST);
+      int const first = tile * Config::kTileKey;
+      if constexpr (PageTable<Config>::kPaged) {
+        load_pages(first, arrived, buffer);
+      } else {
+        load_tma_tile<Tile>(map, arrived, buffer, 0, row + first, head, batch,
+                            CacheHint::EVICT_LAST);
+      }
+    }
+
+   private:
+    // A box for each page or part of one. Rows that no page has lie behind the pool: TMA fills them
+    // with zeros. All entries are read before the first copy.
+    CUTE_DEVICE void load_pages(int first, uint64_t& arrived, uint32_t buffer) const {
+      constexpr int kBoxRows = key_box_rows<Config>();
+      constexpr int kBoxes = Config::kTileKey / kBoxRows;
+      int found[kBoxes];
+      CUTE_UNROLL
+      for (int box = 0; box < kBoxes; ++box) {
+        int const key = first + box * kBoxRows;
+        found[box] = key < key_length ? pages.row(key) : -1;
+      }
+      CUTE_UNROLL
+      for (int box = 0; box < kBoxes; ++box) {
+        load_tma_tile<Tile>(map, arrived, buffer, box * kBoxRows,
+                            found[box] < 0 ? pool_rows : found[box], head, batch,
+                            CacheHint::EVICT_LAST);
+      }
     }
   };
   using Keys = Rows<KeyTile>;
   using Values = Rows<ValueTile>;
 
-  CUTE_DEVICE Keys keys(WorkItem const& item, int) const {
-    return rows<KeyTile>(params.key, maps.key, item);
+  CUTE_DEVICE Keys keys(WorkItem const& item, int key_length) const {
+    return rows<KeyTile>(params.key, maps.key, item, key_length);
   }
-  CUTE_DEVICE Values values(WorkItem const& item, int) const {
-    return rows<ValueTile>(params.value, maps.value, item);
+  CUTE_DEVICE Values values(WorkItem const& item, int key_length) const {
+    return rows<ValueTile>(params.value, maps.value, item, key_length);
   }
 
   // Starts the product of a consumer's queries with keys.
@@ -151,10 +179,11 @@ struct MappedOperands {
 
  private:
   template <class Tile>
-  CUTE_DEVICE Rows<Tile> rows(TensorView const& tensor, TensorMap const& map,
-                              WorkItem const& item) const {
+  CUTE_DEVICE Rows<Tile> rows(TensorView const& tensor, TensorMap const& map, WorkItem const& item,
+                              int key_length) const {
     KeyValueSource<Config> const source(params, item.batch, item.head / params.shape.group);
-    return {map, source.origin.row, source.head, source.batch(tensor)};
+    return {map,        source.origin.row,      source.head, source.batch(tensor), source.pages,
+            key_length, params.shape.key_tokens};
   }
 };
 

@@ -1,0 +1,467 @@
+"""Serve a byte-level GPT: continuous batching over keys and values in pages.
+
+    python examples/serve.py               # about a minute on two CPU cores
+    python examples/serve.py --pages 32    # a smaller pool: requests wait, and give pages back
+
+The model is that of train_gpt.py, trained for a short while if OUTPUT has no weights yet. Requests
+arrive at random. Each step of the server computes one token of every running completion and, with
+what is left of its tokens, chunks of prompts, all in one call. Requests with a prefix in common
+share its pages. If the pool is full, requests wait; if a running completion has no page for its
+next token, the youngest one gives its pages back and is computed again later.
+
+Every completion is then compared, token for token, with that of the same model without a cache.
+OUTPUT receives weights, served.json, pool.png (the pool over time) and completions.txt. The exit
+status is 1 if a completion differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from matplotlib.figure import Figure
+from rich.progress import BarColumn, Progress, TextColumn
+from train_gpt import GPT, PRESETS, VOCABULARY, Preset, Trainer, standard_library_text, train
+
+import jax_memeff
+from jax_memeff import OutOfPagesError, PagePool
+from jax_memeff.flax import rotary_embedding
+
+PAGE_SIZE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """The sizes of a server and of its requests."""
+
+    requests: int
+    slots: int
+    """The most sequences that run at a time."""
+    step_tokens: int
+    """The tokens of a step that has prompts; one without has a token for each slot."""
+    pages: int
+    prefixes: tuple[int, ...]
+    """The lengths of beginnings that requests have in common."""
+    prompt: tuple[int, int]
+    """The least and the most tokens of a prompt behind its prefix."""
+    completion: tuple[int, int]
+    arrivals: float
+    """Requests that arrive in a step, on average."""
+    training_steps: int
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence."""
+        return max(self.prefixes) + self.prompt[1] + self.completion[1]
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.longest // PAGE_SIZE)
+
+
+LOADS = {
+    "tiny": Load(8, 3, 16, 14, (20,), (1, 20), (4, 16), 0.5, 4),
+    "cpu": Load(96, 12, 96, 64, (90, 40), (8, 100), (8, 64), 0.7, 120),
+    "gpu": Load(512, 64, 1024, 1024, (600, 130), (16, 800), (32, 256), 2.0, 1000),
+}
+
+
+# ------------------------------------------------------------------------------------ requests
+
+
+@dataclasses.dataclass
+class Request:
+    """A prompt to complete, and how far it is."""
+
+    tokens: list[int]
+    """The prompt, and behind it the completion so far."""
+    prompt: int
+    completion: int
+    """The number of tokens to generate; 0 for a prefix, whose pages are kept."""
+    prefix: Request | None = None
+    arrival: int = 0
+    """The step in which it arrives."""
+    sequence: int | None = None
+    """Its name in the pool while it runs."""
+    cached: int = 0
+    """Its tokens whose keys and values are in the pool."""
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.tokens) == self.prompt + self.completion
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether more than its newest token is not in the pool."""
+        return self.cached < len(self.tokens) - 1
+
+
+def random_requests(load: Load, text: np.ndarray, seed: int) -> tuple[list[Request], list[Request]]:
+    """Prefixes, and requests in the order of their arrival, of which two thirds have a prefix."""
+    rng = np.random.default_rng(seed)
+
+    def excerpt(length: int) -> list[int]:
+        start = rng.integers(text.size - length)
+        return text[start : start + length].tolist()
+
+    prefixes = [Request(excerpt(length), length, 0) for length in load.prefixes]
+    arrivals = np.cumsum(rng.exponential(1 / load.arrivals, load.requests)).astype(int)
+    requests = []
+    for arrival in arrivals:
+        prefix = prefixes[rng.integers(len(prefixes))] if rng.random() < 2 / 3 else None
+        own = excerpt(int(rng.integers(load.prompt[0], load.prompt[1] + 1)))
+        tokens = [*(prefix.tokens if prefix else []), *own]
+        length = int(rng.integers(load.completion[0], load.completion[1] + 1))
+        requests.append(Request(tokens, len(tokens), length, prefix, int(arrival)))
+    return prefixes, requests
+
+
+# --------------------------------------------------------------------------------------- model
+
+Pools = list[tuple[jax.Array, jax.Array]]
+"""Keys and values of each layer, [pages, PAGE_SIZE, heads, head_dim]."""
+
+
+def next_tokens(
+    parameters: Any,
+    pools: Pools,
+    tokens: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    starts: jax.Array,
+    *,
+    graph: Any,
+    implementation: Any,
+) -> tuple[jax.Array, Pools]:
+    """The most likely token behind each sequence, int32[slots], and the pools with the new tokens.
+
+    Args:
+        parameters: of the model.
+        pools: donated.
+        tokens: int32[tokens], the new tokens of one sequence after the other.
+        table, lengths, starts: as of ``paged_attention``; a slot without tokens has length 0.
+        graph: of the model.
+        implementation: as of ``paged_attention``.
+    """
+    model: GPT = nnx.merge(graph, parameters)
+    count = tokens.shape[0]
+    token = jnp.arange(count)
+    slot = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, len(lengths) - 1)
+    position = lengths[slot] - (starts[slot + 1] - token)
+    x = jax.nn.one_hot(tokens, VOCABULARY) @ model.embed.embedding[...]
+    written = []
+    for block, (key_pages, value_pages) in zip(model.blocks, pools, strict=True):
+        qkv = block.qkv(block.norm_attention(x)).reshape(count, 3, block.heads, -1)
+        query, key = (rotary_embedding(qkv[:, i], position) for i in (0, 1))
+        key_pages, value_pages = jax_memeff.append_to_pages(
+            key_pages, value_pages, key, qkv[:, 2], table, lengths, starts
+        )
+        out = jax_memeff.paged_attention(
+            query,
+            key_pages,
+            value_pages,
+            table,
+            lengths,
+            query_starts=starts,
+            implementation=implementation,
+        )
+        x = x + block.out(out.reshape(count, -1))
+        x = x + block.down(jax.nn.gelu(block.up(block.norm_feed_forward(x))))
+        written.append((key_pages, value_pages))
+    last = x[jnp.maximum(starts[1:] - 1, 0)]
+    return jnp.argmax(model.embed.attend(model.norm(last)), -1), written
+
+
+def copied_page(pools: Pools, source: jax.Array, target: jax.Array) -> Pools:
+    """The pools, donated, with a copy of a page."""
+    return jax.tree.map(lambda pool: pool.at[target].set(pool[source]), pools)
+
+
+def without_cache(graph: Any, parameters: Any, requests: list[Request], longest: int) -> list[bool]:
+    """Whether each completion is that of the model without a cache.
+
+    If every token is the most likely one behind the tokens in front of it, the completion is the
+    one that the model gives if it generates token by token.
+    """
+
+    @jax.jit
+    def most_likely(parameters: Any, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(graph, parameters)(tokens, 0.0, jax.random.key(0))
+        return jnp.argmax(logits, -1)
+
+    same = []
+    for first in range(0, len(requests), 8):
+        batch = requests[first : first + 8]
+        tokens = np.zeros((8, longest), np.int32)
+        for row, request in zip(tokens, batch, strict=False):
+            row[: len(request.tokens)] = request.tokens
+        expected = np.asarray(most_likely(parameters, tokens))
+        for row, found, request in zip(expected, tokens, batch, strict=False):
+            part = slice(request.prompt - 1, len(request.tokens) - 1)
+            same.append(bool((row[part] == found[1:][part]).all()))
+    return same
+
+
+# -------------------------------------------------------------------------------------- server
+
+
+class Server:
+    """Sequences that run, requests that wait, and the pool."""
+
+    def __init__(
+        self, graph: Any, parameters: Any, preset: Preset, load: Load, implementation: Any
+    ):
+        self.load, self.parameters = load, parameters
+        self.pool = PagePool(load.pages, PAGE_SIZE)
+        shape = (load.pages, PAGE_SIZE, preset.heads, preset.width // preset.heads)
+        self.pools: Pools = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(preset.layers)]
+        self.waiting: collections.deque[Request] = collections.deque()
+        self.running: list[Request] = []
+        """In the order in which they began."""
+        self.preempted = 0
+        function = functools.partial(next_tokens, graph=graph, implementation=implementation)
+        self._next = jax.jit(function, donate_argnums=1)
+        self._copy = jax.jit(copied_page, donate_argnums=0)
+        # Programs for steps with prompts and without, before time is measured.
+        self._compute([], load.step_tokens)
+        self._compute([], load.slots)
+
+    def step(self) -> tuple[list[Request], int]:
+        """Compute some tokens of the sequences that run.
+
+        Returns:
+            The requests that are done, and the number of tokens that were computed.
+        """
+        self._begin()
+        work = self._work()
+        is_decoding = all(count == 1 for _, count in work)
+        found = self._compute(work, self.load.slots if is_decoding else self.load.step_tokens)
+        done = []
+        for (request, count), token in zip(work, found, strict=False):
+            request.cached += count
+            if request.cached == len(request.tokens) and not request.is_done:
+                request.tokens.append(int(token))
+            if request.is_done and (request.completion or request.cached == request.prompt):
+                self.running.remove(request)
+                done.append(request)
+                if request.completion:  # the pages of a prefix are kept
+                    self._end(request)
+        return done, sum(count for _, count in work)
+
+    def _begin(self) -> None:
+        """Begin with those that wait, as long as there are slots, and pages for their prompts."""
+        while self.waiting and len(self.running) < self.load.slots:
+            request, prefix = self.waiting[0], self.waiting[0].prefix
+            common = 0
+            if prefix is not None:
+                if prefix.cached < prefix.prompt:
+                    return
+                common = prefix.prompt // PAGE_SIZE
+            needed = len(request.tokens) // PAGE_SIZE + 1 - common
+            # A page for each that runs, so that those do not give back theirs at once.
+            if self.running and self.pool.free_pages < needed + len(self.running):
+                return
+            if prefix is None:
+                request.sequence = self.pool.allocate()
+            else:
+                assert prefix.sequence is not None
+                request.sequence, copy = self.pool.fork(prefix.sequence)
+                request.cached = prefix.prompt
+                if copy is not None:
+                    self.pools = self._copy(self.pools, copy.source, copy.target)
+            self.running.append(self.waiting.popleft())
+
+    def _work(self) -> list[tuple[Request, int]]:
+        """The sequences of a step and their tokens: steps of completions first, then prompts."""
+        work: list[tuple[Request, int]] = []
+        left = self.load.step_tokens
+        for request in sorted(self.running, key=lambda request: request.is_prompt):
+            # It may have been preempted in this loop.
+            count = min(len(request.tokens) - request.cached, left)
+            if request in self.running and count and self._grow(request, count):
+                work.append((request, count))
+                left -= count
+        return [(request, count) for request, count in work if request in self.running]
+
+    def _grow(self, request: Request, count: int) -> bool:
+        """Get pages for more tokens, if need be from the youngest sequence."""
+        while request in self.running:
+            try:
+                assert request.sequence is not None
+                self.pool.grow(request.sequence, count)
+                return True
+            except OutOfPagesError:
+                youngest = self.running.pop()
+                self._end(youngest)
+                self.waiting.appendleft(youngest)
+                self.preempted += 1
+        return False
+
+    def _end(self, request: Request) -> None:
+        assert request.sequence is not None
+        self.pool.free(request.sequence)
+        request.sequence, request.cached = None, 0
+
+    def _compute(self, work: list[tuple[Request, int]], size: int) -> np.ndarray:
+        tokens = np.zeros(size, np.int32)
+        counts = np.zeros(self.load.slots, np.int32)
+        names: list[int] = []
+        for slot, (request, count) in enumerate(work):
+            first = counts.sum()
+            tokens[first : first + count] = request.tokens[request.cached :][:count]
+            counts[slot] = count
+            assert request.sequence is not None
+            names.append(request.sequence)
+        table = np.full((self.load.slots, self.load.max_pages), -1, np.int32)
+        lengths = np.zeros(self.load.slots, np.int32)
+        table[: len(names)] = self.pool.table(names, self.load.max_pages)
+        lengths[: len(names)] = self.pool.lengths(names)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        found, self.pools = self._next(self.parameters, self.pools, tokens, table, lengths, starts)
+        return np.asarray(found)
+
+
+def serve(server: Server, prefixes: list[Request], requests: list[Request]) -> dict[str, Any]:
+    """Run until every request is done; the state of the pool in each step, and the timing."""
+    arriving = collections.deque(requests)
+    server.waiting.extend(prefixes)
+    done, history, computed = 0, [], 0
+    columns = (
+        TextColumn("{task.completed}/{task.total} requests"),
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    began = time.perf_counter()
+    with Progress(*columns) as progress:
+        task = progress.add_task("", total=len(requests), state="")
+        while done < len(requests):
+            while arriving and arriving[0].arrival <= len(history):
+                server.waiting.append(arriving.popleft())
+            finished, tokens = server.step()
+            done += sum(request.completion > 0 for request in finished)
+            computed += tokens
+            pool = server.pool
+            named = sum(len(pool.pages_of(name)) for name in pool.sequences)
+            used = pool.pages - pool.free_pages
+            state = {"used": used, "shared": named - used, "tokens": tokens}
+            history.append(state | {"running": len(server.running), "waiting": len(server.waiting)})
+            rate = computed / (time.perf_counter() - began)
+            text = f"{rate:,.0f} tokens/s, {used}/{pool.pages} pages, {len(server.waiting)} waiting"
+            progress.update(task, completed=done, state=text)
+    seconds = time.perf_counter() - began
+    generated = sum(request.completion for request in requests)
+    return {
+        "seconds": seconds,
+        "steps": len(history),
+        "preempted": server.preempted,
+        "tokens_per_second": computed / seconds,
+        "generated_per_second": generated / seconds,
+        "history": history,
+    }
+
+
+# -------------------------------------------------------------------------------------- output
+
+
+def plot(history: list[dict[str, int]], pages: int, path: Path) -> None:
+    """Draw the pages of the pool and the sequences over time."""
+    columns = {name: [state[name] for state in history] for name in history[0]}
+    steps = np.arange(len(history))
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True)
+    upper.fill_between(steps, columns["used"], step="post", alpha=0.6, label="pages in use")
+    without = np.add(columns["used"], columns["shared"])
+    upper.step(steps, without, "tab:red", where="post", label="without common prefixes")
+    upper.axhline(pages, color="gray", linestyle="--", label="pages of the pool")
+    upper.set(ylabel="pages", ylim=(0, None))
+    for name in ("running", "waiting"):
+        lower.step(steps, columns[name], where="post", label=f"{name} sequences")
+    lower.step(steps, columns["tokens"], where="post", alpha=0.5, label="tokens of the step")
+    lower.set(xlabel="step", ylim=(0, None))
+    for axes in (upper, lower):
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def trained(preset: Preset, steps: int, seed: int, path: Path) -> tuple[Any, Any]:
+    """The model's graph, and its parameters from a file, or from a training that writes it."""
+    trainer = Trainer(preset, "memeff", seed, steps, 0.0)
+    leaves, structure = jax.tree.flatten(trainer.parameters)
+    if path.exists():
+        with np.load(path) as file:
+            leaves = [jnp.asarray(file[str(index)]) for index in range(len(leaves))]
+        return trainer.graph, jax.tree.unflatten(structure, leaves)
+    print(f"no weights in {path}: training for {steps} steps", flush=True)
+    train(trainer, preset, steps, seed)
+    arrays = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(trainer.parameters))}
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    return trainer.graph, trainer.parameters
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line; the preset's name is filled in."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--preset", choices=sorted(LOADS), help="default: by platform")
+    parser.add_argument("--pages", type=int, help="of the pool; default: the preset's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--implementation", choices=("cuda", "xla"), help="of paged_attention")
+    parser.add_argument("--output", type=Path, default=Path("serve_output"))
+    options = parser.parse_args(arguments)
+    options.preset = options.preset or ("gpu" if jax.default_backend() == "gpu" else "cpu")
+    load = LOADS[options.preset]
+    # A sequence has to fit beside the prefixes, or it would wait forever.
+    least = load.max_pages + sum(-(-length // PAGE_SIZE) for length in load.prefixes)
+    options.pages = load.pages if options.pages is None else options.pages
+    if options.pages < least:
+        parser.error(f"--pages: expected at least {least}, got {options.pages}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train, serve, compare, report; returns the exit status."""
+    options = parse(arguments)
+    load = dataclasses.replace(LOADS[options.preset], pages=options.pages)
+    # In float32 two ways to compute the same logits do not differ in the most likely token.
+    preset = dataclasses.replace(PRESETS[options.preset], dtype="float32")
+    options.output.mkdir(parents=True, exist_ok=True)
+    weights = options.output / f"weights_{options.preset}_{options.seed}.npz"
+    graph, parameters = trained(preset, load.training_steps, options.seed, weights)
+
+    prefixes, requests = random_requests(load, standard_library_text()[1], options.seed)
+    server = Server(graph, parameters, preset, load, options.implementation)
+    result = serve(server, prefixes, requests)
+    plot(result["history"], load.pages, options.output / "pool.png")
+    same = without_cache(graph, parameters, requests, load.longest)
+
+    def text(tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="backslashreplace")
+
+    parts = [(x.tokens[: x.prompt], x.tokens[x.prompt :]) for x in requests]
+    lines = (f"--- {text(prompt)!r}\n{text(found)}\n" for prompt, found in parts)
+    (options.output / "completions.txt").write_text("".join(lines), encoding="utf-8")
+    used = max(state["used"] for state in result["history"])
+    summary = {name: value for name, value in result.items() if name != "history"}
+    summary |= {"requests": len(requests), "equal": sum(same), "most_pages": used}
+    (options.output / "served.json").write_text(json.dumps(summary | result) + "\n")
+    print(f"{sum(same)} of {len(requests)} completions equal those without a cache")
+    print(f"{result['tokens_per_second']:,.0f} tokens per second, "
+          f"{result['generated_per_second']:,.0f} of them generated")  # fmt: skip
+    print(f"at most {used} of {load.pages} pages in use; {server.preempted} times a completion "
+          "gave its pages back")  # fmt: skip
+    print(json.dumps(summary))
+    return 0 if all(same) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

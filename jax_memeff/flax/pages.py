@@ -1,0 +1,126 @@
+"""A cache in pages, for the attention modules of both APIs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.nnx.nn import dtypes
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_memeff._api.paged.append import append_to_pages
+from jax_memeff._api.paged.arguments import FLOAT8
+from jax_memeff._api.paged.attention import paged_attention
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.sequences import sequence_of_tokens
+from jax_memeff.flax.rotary import rotary_embedding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """The sequences whose new tokens are the inputs of a layer with a cache in pages.
+
+    The arrays are those of :func:`jax_memeff.paged_attention`, the same for all layers.
+    """
+
+    page_table: ArrayLike
+    """[B, max_pages]"""
+    kv_lengths: ArrayLike
+    """[B], the tokens of each sequence, the new ones included."""
+    query_starts: ArrayLike | None = None
+    """[B + 1], if inputs are [tokens, features] of one sequence after the other."""
+    key_scale: ArrayLike | None = None
+    """[K] or [pages, K], of a float8 pool."""
+    value_scale: ArrayLike | None = None
+    """Likewise."""
+
+
+class Pools(NamedTuple):
+    """The keys and values of a layer."""
+
+    key_pages: jax.Array
+    """[pages, page_size, K, H]"""
+    value_pages: jax.Array
+    """[pages, page_size, K, H]"""
+
+
+def attend_pages(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    pools: Pools,
+    pages: Pages,
+    *,
+    rotary_base: float | None,
+    positions: ArrayLike | None,
+    mask: ArrayLike | Mask | None,
+    dtype: DTypeLike | None,
+    sinks: ArrayLike | None,
+    score_mod: Any,
+    **others: Any,
+) -> tuple[jax.Array, Pools]:
+    """Attention of new tokens over the pages of their sequences, and the pools with the tokens.
+
+    Args:
+        query: ``[B, T, N, H]``, or ``[tokens, N, H]`` with ``query_starts``.
+        key: ``[B, T, K, H]`` or ``[tokens, K, H]``.
+        value: likewise.
+        pools: of this layer.
+        pages: the sequences.
+        rotary_base: None for no rotary embedding.
+        positions: of the tokens; None counts from the start of each sequence.
+        mask: as in the modules.
+        dtype: of the result; None infers it.
+        sinks: as in the modules.
+        score_mod: as in the modules.
+        others: what a cache in pages does not have; each must be None.
+
+    Raises:
+        ValueError: one of ``others`` is given, or positions without a rotary embedding.
+    """
+    for name, value_of_it in others.items():
+        if value_of_it is not None:
+            raise ValueError(
+                f"{name} must be None with pages, got {type(value_of_it).__name__}; "
+                "jax_memeff.paged_attention says what is possible"
+            )
+    if rotary_base is not None:
+        at = _positions(query, pages) if positions is None else positions
+        query, key = (rotary_embedding(x, at, rotary_base) for x in (query, key))
+    elif positions is not None:
+        raise ValueError(
+            "input_positions must be None in a layer without a rotary embedding, got shape"
+            f" {jnp.shape(positions)}; pass rotary_base to the constructor"
+        )
+    query, key, value = dtypes.promote_dtype((query, key, value), dtype=dtype)
+    result, dtype_of_pool = query.dtype, pools.key_pages.dtype
+    if dtype_of_pool != FLOAT8:
+        query, key, value = (x.astype(dtype_of_pool) for x in (query, key, value))
+    sequences = pages.page_table, pages.kv_lengths
+    scales: dict[str, Any] = {"key_scale": pages.key_scale, "value_scale": pages.value_scale}
+    pools = Pools(*append_to_pages(*pools, key, value, *sequences, pages.query_starts, **scales))
+    out = paged_attention(
+        query,
+        *pools,
+        *sequences,
+        query_starts=pages.query_starts,
+        mask=mask,
+        sinks=sinks,
+        score_mod=score_mod,
+        **scales,
+    )
+    return out.astype(result), pools
+
+
+def _positions(query: jax.Array, pages: Pages) -> jax.Array:
+    """The position of each token in its sequence, [B, T] or [tokens]."""
+    lengths = jnp.asarray(pages.kv_lengths)
+    if pages.query_starts is None:
+        rows = query.shape[1]
+        return lengths[:, None] - rows + jnp.arange(rows)
+    starts, tokens = jnp.asarray(pages.query_starts), query.shape[0]
+    sequence = sequence_of_tokens(starts, tokens)
+    return lengths[sequence] - (starts[sequence + 1] - jnp.arange(tokens))

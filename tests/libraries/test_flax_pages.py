@@ -1,0 +1,157 @@
+"""Caches in pages: the modules give the results of the whole sequence."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jax_memeff
+import jax_memeff.flax
+from jax_memeff import Mask, PagePool
+from jax_memeff.flax import Pages
+
+FEATURES, HEADS = 32, 4
+LENGTHS = (37, 12, 21)
+"""Of three sequences; the last tokens of each come one at a time."""
+PROMPTS = (33, 9, 17)
+X = [
+    jnp.asarray(np.random.default_rng(seed).normal(size=(length, FEATURES)), jnp.float32)
+    for seed, length in enumerate(LENGTHS)
+]
+WINDOW = Mask.window(11, None)
+
+
+def nnx_layer(**settings) -> Any:
+    return jax_memeff.flax.nnx.MultiHeadAttention(
+        HEADS, FEATURES, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0), **settings
+    )
+
+
+def linen_layer(**settings) -> Any:
+    return jax_memeff.flax.linen.MultiHeadAttention(HEADS, num_kv_heads=2, **settings)
+
+
+def steps(call) -> list[jax.Array]:
+    """Prompts of all sequences in one call, then one token of each; the parts of each sequence."""
+    pool = PagePool(12, 16)
+    names = [pool.allocate(count) for count in PROMPTS]
+
+    def pages(starts=None):
+        return Pages(jnp.asarray(pool.table(names, 4)), jnp.asarray(pool.lengths(names)), starts)
+
+    bounds = np.cumsum([0, *PROMPTS])
+    prompts = [x[:count] for x, count in zip(X, PROMPTS, strict=True)]
+    out = call(jnp.concatenate(prompts), pages(jnp.asarray(bounds)))
+    parts = [[out[first:last]] for first, last in itertools.pairwise(bounds)]
+    for step in range(3):
+        for name in names:
+            pool.grow(name)
+        tokens = [x[count + step][None] for x, count in zip(X, PROMPTS, strict=True)]
+        out = call(jnp.stack(tokens), pages())
+        for part, own in zip(parts, out, strict=True):
+            part.append(own)
+    return [jnp.concatenate(part) for part in parts]
+
+
+def check(found, whole, tolerance=2e-5):
+    for x, got, count in zip(X, found, PROMPTS, strict=True):
+        expected = whole(x[None, : count + 3])[0]
+        np.testing.assert_allclose(got, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.quick
+def test_nnx():
+    layer = nnx_layer(rotary_base=100.0, sinks_init=nnx.initializers.normal(1.0))
+    layer.init_pages(12, 16)
+    step = nnx.jit(lambda layer, x, pages: layer(x, pages=pages, mask=WINDOW))
+    found = steps(lambda x, pages: step(layer, x, pages))
+    check(found, nnx.jit(lambda x: layer(x, is_causal=True, mask=WINDOW)))
+
+
+def test_linen():
+    layer = linen_layer(rotary_base=100.0, pool_shape=(12, 16))
+    pages = Pages(jnp.zeros((1, 4), jnp.int32), jnp.ones(1, jnp.int32))
+    variables = layer.init(jax.random.key(0), X[0][None], pages=pages)
+    params, cache = variables["params"], variables["cache"]
+    assert jax.tree.map(jnp.shape, cache) == dict.fromkeys(
+        ("key_pages", "value_pages"), (12, 16, 2, 8)
+    )
+    assert not any(map(jnp.any, cache.values()))
+
+    @jax.jit
+    def step(cache, x, pages):
+        out, updated = layer.apply(
+            {"params": params, "cache": cache}, x, pages=pages, mask=WINDOW, mutable=["cache"]
+        )
+        return out, updated["cache"]
+
+    def call(x, pages):
+        nonlocal cache
+        out, cache = step(cache, x, pages)
+        return out
+
+    found = steps(call)
+    check(found, lambda x: layer.apply({"params": params}, x, is_causal=True, mask=WINDOW))
+
+
+def test_bfloat16_pool_of_a_float32_layer():
+    layer = nnx_layer()
+    layer.init_pages(12, 16, jnp.bfloat16)
+    step = nnx.jit(lambda layer, x, pages: layer(x, pages=pages))
+    found = steps(lambda x, pages: step(layer, x, pages))
+    assert found[0].dtype == jnp.float32
+    assert layer.key_pages[...].dtype == jnp.bfloat16
+    check(found, lambda x: layer(x, is_causal=True), 3e-2)
+
+
+def test_float8_pool():
+    layer = linen_layer(pool_shape=(12, 16), pool_dtype=jnp.float8_e4m3fn)
+    scale = jnp.full(2, 1 / 64, jnp.float32)
+    pages = Pages(jnp.arange(3)[None], jnp.array([37]), None, scale, scale)
+    variables = layer.init(jax.random.key(0), X[0][None], pages=pages)
+    out, updated = layer.apply(variables, X[0][None], pages=pages, mutable=["cache"])
+    assert updated["cache"]["key_pages"].dtype == jnp.float8_e4m3fn
+    expected = layer.apply({"params": variables["params"]}, X[0][None], is_causal=True)
+    assert jnp.linalg.norm(out - expected) < 0.1 * jnp.linalg.norm(expected)
+
+
+def test_positions_of_the_user():
+    layer = nnx_layer(rotary_base=100.0)
+    layer.init_pages(4, 16)
+    pages = Pages(jnp.array([[2]]), jnp.array([12]))
+    moved = layer(X[1][None], pages=pages, input_positions=jnp.arange(12) * 2)
+    expected = layer(X[1][None], is_causal=True, input_positions=jnp.arange(12) * 2)
+    np.testing.assert_allclose(moved, expected, atol=2e-5)
+
+
+PAGES = Pages(jnp.zeros((1, 3), jnp.int32), jnp.array([37]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bias": jnp.zeros((37, 48))}, "bias must be None with pages"),
+        ({"segment_ids": jnp.zeros((1, 37), int)}, "segment_ids must be None with pages"),
+        ({"decode": True}, "decode must be None with pages, got bool"),
+        ({"input_positions": jnp.arange(37)}, "input_positions must be None in a layer without"),
+        ({"mask": Mask.lengths(key=jnp.array([3]))}, "mask must not have lengths"),
+    ],
+)
+def test_arguments_that_pages_do_not_have(arguments, message):
+    layer = nnx_layer()
+    layer.init_pages(4, 16)
+    with pytest.raises(ValueError, match=message):
+        layer(X[0][None], pages=PAGES, **arguments)
+
+
+def test_missing_caches():
+    with pytest.raises(ValueError, match=r"call init_pages\(pages, page_size\) first"):
+        nnx_layer()(X[0][None], pages=PAGES)
+    with pytest.raises(ValueError, match=r"give the module pool_shape=\(pages, page_size\)"):
+        linen_layer().init(jax.random.key(0), X[0][None], pages=PAGES)

@@ -1,0 +1,198 @@
+"""Paged keys in the kernels: on the emulated machine, and on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import emulator
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from paging import Paging, answer, paged_attention, paging
+
+from jax_memeff import Mask
+from jax_memeff.codegen import strategy
+
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
+CAP = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A ragged batch. ``features`` are names of the arguments that it has."""
+
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    page_size: int = 16
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (64, 64)
+    dtype: str = "bfloat16"
+    features: tuple[str, ...] = ("is_causal",)
+    is_missing: bool = False
+    """Whether the pool lacks a page of every sequence with two."""
+    query_rows: strategy.QueryRows | str | None = "chosen"
+    """The strategy, if it is not that of the sizes."""
+    seed: int = 0
+
+    def __str__(self) -> str:
+        sizes = f"{len(self.lengths)}x{max(self.counts)}of{max(self.lengths)}"
+        words = [sizes, f"pages{self.page_size}", "x".join(map(str, (*self.heads, *self.dims)))]
+        words += [self.dtype, *self.features, *(["missing"] if self.is_missing else [])]
+        return "-".join([*words, str(self.query_rows), f"seed{self.seed}"])
+
+    def batch(self) -> Paging:
+        rng = np.random.default_rng(self.seed)
+        made = paging(
+            rng,
+            self.lengths,
+            self.counts,
+            page_size=self.page_size,
+            heads=self.heads,
+            dims=self.dims,
+            gap=3,
+            dtype=jnp.dtype(self.dtype),
+            max_pages=-(-max(self.lengths) // self.page_size) + 1,
+        )
+        if self.is_missing:
+            gone = np.flatnonzero(made.lengths > self.page_size)
+            made.table[gone, 1] = rng.choice([-1, len(made.key_pages), 2**31 - 1], len(gone))
+        return made
+
+    @property
+    def sinks(self) -> np.ndarray:
+        return np.linspace(-1, 1, self.heads[0]).astype(np.float32)
+
+    def arguments(self) -> dict[str, Any]:
+        given: dict[str, Any] = {"is_causal": "is_causal" in self.features}
+        choices = {
+            "logits_soft_cap": CAP,
+            "local_window_size": (20, 3),
+            "sinks": self.sinks,
+            "score_mod": lambda s, b, h, q, k: s + 0.01 * (b + h) * (k - q),
+            "mask": Mask.function(lambda b, h, q, k: (q - k) % 3 != h % 3),
+        }
+        return given | {name: choices[name] for name in self.features if name in choices}
+
+    def found(self, made: Paging) -> Any:
+        chosen = (
+            strategy.using()
+            if self.query_rows == "chosen"
+            else strategy.using(
+                forward=strategy.Strategy(query_rows=self.query_rows)  # type: ignore[arg-type]
+            )
+        )
+        with chosen:
+            call = jax.jit(
+                lambda *arrays: paged_attention(
+                    *arrays,
+                    query_starts=jnp.asarray(made.starts),
+                    max_query_length=max(self.counts),
+                    return_residual=True,
+                    implementation="cuda",
+                    **self.arguments(),
+                )
+            )
+            return jax.tree.map(np.asarray, call(*map(jnp.asarray, made.arguments)))
+
+    def want(self, made: Paging) -> Any:
+        def modified(scores: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            if "logits_soft_cap" in self.features:
+                scores = CAP * np.tanh(scores / CAP)
+            return scores + 0.01 * (b + h) * (k - q) if "score_mod" in self.features else scores
+
+        def valid(b: Any, h: Any, q: Any, k: Any) -> Any:
+            found = (k >= 0) & (q >= 0) & (h >= 0)
+            if "is_causal" in self.features:
+                found &= k <= q
+            if "local_window_size" in self.features:
+                found &= (k >= q - 20) & (k <= q + 3)
+            if "mask" in self.features:
+                found &= (q - k) % 3 != h % 3
+            if self.is_missing and made.lengths[b] > self.page_size:
+                found &= k // self.page_size != 1
+            return found
+
+        sinks = self.sinks if "sinks" in self.features else None
+        return answer(made, modified=modified, valid=valid, sinks=sinks)
+
+
+DECODE = Case((100, 17, 1, 0), (1, 1, 1, 1))
+RAGGED = Case((120, 48, 200, 3), (100, 1, 130, 5))
+EMULATED = [
+    ("sm_80", DECODE),
+    ("sm_80", dataclasses.replace(DECODE, is_missing=True, page_size=32, query_rows="16")),
+    ("sm_80", dataclasses.replace(RAGGED, features=("local_window_size", "sinks"), page_size=48)),
+    ("sm_80", dataclasses.replace(RAGGED, dtype="float32", is_missing=True)),
+    ("sm_80", dataclasses.replace(DECODE, dims=(36, 44), query_rows=None)),  # rows of 8 bytes
+    ("sm_75", dataclasses.replace(DECODE, dtype="float16")),
+    ("sm_90a", dataclasses.replace(RAGGED, query_rows=None, is_missing=True)),
+    ("sm_90a", dataclasses.replace(RAGGED, query_rows=None, page_size=128, dims=(128, 128))),
+    ("sm_90a", dataclasses.replace(RAGGED, query_rows="consumer_groups", page_size=80)),
+    ("sm_90a", dataclasses.replace(RAGGED, query_rows="64", features=("is_causal", "mask"))),
+    (
+        "sm_90a",
+        dataclasses.replace(
+            RAGGED, query_rows=None, features=("is_causal", "score_mod", "logits_soft_cap")
+        ),
+    ),
+]
+
+
+def emulated(case: Case, arch: str) -> Any:
+    """For the process of ``machine``."""
+    emulator.configure(arch, multiprocessors=5)
+    return case.found(case.batch())
+
+
+@pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
+def test_emulated_kernels(arch, case, machine, assert_close):
+    found = machine.submit(emulated, case, arch).result(timeout=600)
+    assert_matches(found, case, assert_close)
+
+
+def assert_matches(found: Any, case: Case, assert_close: Any) -> None:
+    (out, lse), (want_out, want_lse) = found, case.want(case.batch())
+    assert (np.isfinite(lse) == np.isfinite(want_lse)).all()
+    assert not out[~np.isfinite(want_lse)].any()  # rows without keys, NaN included
+    finite = np.isfinite(want_lse)
+    assert_close(out.astype(np.float64), want_out, TOLERANCES[case.dtype])
+    assert_close(lse[finite], want_lse[finite], TOLERANCES[case.dtype])
+
+
+_FEATURES = ("is_causal", "logits_soft_cap", "local_window_size", "sinks", "score_mod", "mask")
+
+
+def random_cases(seed: int) -> Iterator[Case]:
+    """Ragged batches without end."""
+    rng = np.random.default_rng(seed)
+    for number in itertools.count():
+        batch = int(rng.integers(1, 9))
+        longest = int(rng.choice([40, 300, 2000]))
+        lengths = rng.integers(0, longest, batch)
+        most = int(rng.choice([1, 1, 5, 64, 400]))
+        counts = rng.integers(0, most + 1, batch)
+        lengths[0], counts[0] = longest, most
+        key_heads = int(rng.choice([1, 2, 8]))
+        yield Case(
+            tuple(map(int, lengths)),
+            tuple(map(int, counts)),
+            page_size=int(rng.choice([16, 32, 48, 64, 128, 256])),
+            heads=(key_heads * int(rng.choice([1, 4, 6])), key_heads),
+            dims=((64, 64), (128, 128), (128, 128), (192, 128), (40, 72), (256, 256))[
+                rng.integers(6)
+            ],
+            dtype=str(rng.choice(["bfloat16", "bfloat16", "float16", "float32"])),
+            features=tuple(name for name in _FEATURES if rng.random() < 0.3),
+            is_missing=bool(rng.random() < 0.3),
+            seed=number,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", list(itertools.islice(random_cases(0), 200)), ids=str)
+def test_kernels(case, assert_close):
+    assert_matches(case.found(case.batch()), case, assert_close)
