@@ -46,7 +46,8 @@ def asked(
         return None
     score, mask = (None if x is None else x.structure for x in (found.score, found.mask))
     gradients = gradients_in_kernels(operands, options, needs_grad)
-    return AskedFunctions(score, mask, found.bounds, gradients)
+    exact = bool(gradients) and options.deterministic_backward
+    return AskedFunctions(score, mask, found.bounds, gradients, exact)
 
 
 def gradients_in_kernels(
@@ -59,19 +60,7 @@ def gradients_in_kernels(
     program = options.score_function
     if needs_grad is None or program is None or not needs_grad._replace(captured=()).names:
         return ()
-    if not sums_gradients(program, options.deterministic_backward):
-        return ()
     return tuple(index for index, needed in enumerate(needs_grad.captured) if needed)
-
-
-def sums_gradients(program: Program, deterministic: bool) -> bool:
-    """Whether kernels sum the gradients of the arrays that a score function reads.
-
-    They add in any order, and know the score itself no more when they have its gradient.
-    """
-    if deterministic:
-        return False
-    return not any("score" in program.dependence(result) for result in program.results[2:])
 
 
 def in_kernel_types(program: Program) -> Program:

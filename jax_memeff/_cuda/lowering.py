@@ -36,6 +36,7 @@ from jax_memeff._call.values import require_static
 from jax_memeff._cuda import (
     buffers,
     description,
+    exact_sums,
     functions,
     mixed_batches,
     traced_windows,
@@ -164,7 +165,12 @@ def _lower_kernels(
         (None, _ROW_STATISTICS, None, _ROW_STATISTICS),
         strict=True,
     )
-    gradients = _gradient_buffers(types, needs_grad, ctx.avals_out, residual_avals[1])
+    gradients = _gradient_buffers(types, needs_grad, ctx.avals_out, residual_avals[1], options)
+    scale = None
+    if options.deterministic_backward and any(needs_grad.captured):
+        of_leaves = functools.partial(exact_sums.scale, tree=tree, options=options)
+        scale = buffers.computed(ctx, "captured_scale", of_leaves, ctx.avals_in, leaves)
+        inputs.append(scale)
     results = _custom_call(
         ctx,
         _BACKWARD_TARGET,
@@ -193,6 +199,11 @@ def _lower_kernels(
             values = jax.tree.leaves((operands, residuals[1], result))
             done = buffers.computed(ctx, "sinks_gradient", sinks_gradient, avals_in, values)
             finished.append(done.value)
+        elif buffer.name.startswith("captured") and scale is not None:
+            rounded = functools.partial(exact_sums.rounded, shape=aval.shape, dtype=aval.dtype)
+            avals_of_sums, sums = [buffer.aval, scale.aval], [result, scale.value]
+            done = buffers.computed(ctx, buffer.name, rounded, avals_of_sums, sums)
+            finished.append(done.value)
         elif buffer.aval.dtype != aval.dtype:
             rounded = functools.partial(lax.convert_element_type, new_dtype=aval.dtype)
             done = buffers.computed(ctx, buffer.name, rounded, [buffer.aval], [result])
@@ -203,7 +214,7 @@ def _lower_kernels(
 
 
 def _gradient_buffers(
-    types: Any, needs_grad: NeedsGrad, avals: Sequence[Any], row_aval: Any
+    types: Any, needs_grad: NeedsGrad, avals: Sequence[Any], row_aval: Any, options: Options
 ) -> list[Buffer]:
     """The results of the kernels, in the order of the gradients."""
     names = gradients_needed(types, needs_grad)
@@ -214,8 +225,10 @@ def _gradient_buffers(
         elif name == "query_key_value":
             found.append(Buffer("query_gradient+key_gradient+value_gradient", aval))
         elif name.startswith("captured."):
-            # Summed in float32, and rounded once.
+            # Summed in float32 or in fixed point, and rounded once.
             sums = ShapedArray(aval.shape, jnp.float32)
+            if options.deterministic_backward:
+                sums = ShapedArray(exact_sums.sums_shape(aval.shape), jnp.int32)
             found.append(Buffer(f"{name.replace('.', '')}_gradient", sums))
         else:
             found.append(Buffer(f"{name}_gradient", aval))
