@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 from typing import Any
 
-WITHOUT_ARGUMENT = frozenset(("alibi", "table"))
-"""Functions that no other argument stands for: the plain call computes something else."""
+WITH_ARGUMENT = frozenset(("identity", "soft cap", "documents", "window"))
+"""Functions that another argument stands for, or none: the plain call computes the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Cell:
     function: str | None = None
     """A function of ``user_functions``. It takes the place of the argument of the same meaning, if
     there is one: ``documents``, ``window``, ``soft_cap``."""
+    page_size: int | None = None
+    """Keys and values of our call are in pages of this size, in random order."""
     gradients: bool = True
     """Forward+backward is measured too."""
 
@@ -87,8 +89,10 @@ class Cell:
             parts.append(f"dropout {self.dropout:g}")
         if self.soft_cap is not None:
             parts.append(f"soft cap {self.soft_cap:g}")
+        if self.page_size is not None:
+            parts.append(f"pages of {self.page_size}")
         if self.function is not None:
-            has_argument = self.function not in ("identity", *WITHOUT_ARGUMENT)
+            has_argument = self.function in WITH_ARGUMENT - {"identity"}
             parts.append("as a function" if has_argument else f"function {self.function}")
         return " ".join(parts)
 
@@ -145,6 +149,7 @@ def tiny() -> list[Cell]:
         _square("tiny", 2, 96, 2, 16, dtype="float32", causal=True),
         Cell("tiny", 1, 48, 64, 4, 2, 16, 16, dtype="float32", bias=True),
         Cell("decode", 1, 2, 64, 4, 2, 16, 16, dtype="float32", gradients=False),
+        Cell("paged", 2, 1, 64, 4, 2, 16, 16, dtype="float32", page_size=16, gradients=False),
     ]
 
 
@@ -187,6 +192,27 @@ def decode() -> list[Cell]:
         _decode(16, 1, 8192, 32, 8, 64),
         _decode(16, 1, 8192, 16, 8, 256),
     ]
+
+
+def paged() -> list[Cell]:
+    """Decode steps over pages, and chunks of prompts, which are causal."""
+    shapes = (
+        (16, 1, 8192, 32, 8),
+        (64, 1, 4096, 64, 8),
+        (4, 1, 65536, 32, 8),
+        (1, 1, 131072, 64, 8),
+        (1, 1, 4096, 32, 8),
+        (16, 1, 8192, 32, 1),
+    )
+    steps = [
+        dataclasses.replace(_decode(*shape, 128), group="paged", page_size=page_size)
+        for page_size, shape in itertools.product((64, 16), shapes)
+    ]
+    chunks = [
+        Cell("paged", 4, 4096, 4096, 32, 8, 128, 128, causal=True, page_size=page_size)
+        for page_size in (64, 16)
+    ]
+    return steps + [dataclasses.replace(cell, gradients=False) for cell in chunks]
 
 
 def features() -> list[Cell]:
@@ -287,6 +313,22 @@ def functions() -> list[Cell]:
     ]
 
 
+def gallery() -> list[Cell]:
+    """Every example of examples/gallery, beside a call without the function or mask."""
+    from user_functions.in_jax import ENTRIES, PREFIX
+
+    cell = _constant_size("gallery", 4096, 128)
+    return [
+        dataclasses.replace(
+            cell,
+            function=f"{PREFIX}{entry.name}",
+            causal=entry.is_causal,
+            query_length=entry.rows or cell.query_length,
+        )
+        for entry in ENTRIES.values()
+    ]
+
+
 def tiny_functions() -> list[Cell]:
     """Small enough for a CPU: every function of ``functions``."""
     sizes = {"batch": 2, "query_length": 96, "key_length": 96, "heads": 2, "key_heads": 2}
@@ -307,6 +349,7 @@ SETS = {
         main,
         gqa,
         decode,
+        paged,
         features,
         window,
         softcap,
@@ -317,6 +360,7 @@ SETS = {
         deterministic,
         memory,
         functions,
+        gallery,
         tiny_functions,
     )
 }

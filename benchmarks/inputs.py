@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from cells import Cell
 from peers import Peer
+from user_functions import in_jax
 
 
 class Inputs(NamedTuple):
@@ -23,7 +24,9 @@ class Inputs(NamedTuple):
     segment_ids: jax.Array | None = None
     mask: jax.Array | None = None
     table: jax.Array | None = None
-    """Of a cell whose function reads a learned table: float32 [N, 2 T]."""
+    """The float array that the function of the cell reads, and whose gradient counts."""
+    page_table: jax.Array | None = None
+    """Of a cell in pages; ``key`` and ``value`` are pools then, but for peers without pages."""
 
     def differentiable(self) -> dict[str, jax.Array]:
         """The operands whose gradients forward+backward computes."""
@@ -36,13 +39,10 @@ def make(cell: Cell) -> Inputs:
     """Standard normal arrays in the cell's dtype; zeros would draw less power and run faster."""
     batch, heads, key_heads = cell.batch, cell.heads, cell.key_heads
     rows, columns = cell.query_length, cell.key_length
-    keys = iter(jax.random.split(jax.random.key(0), 6))
-
-    def normal32(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape)
+    keys = iter(jax.random.split(jax.random.key(0), 5))
 
     def normal(*shape: int) -> jax.Array:
-        return normal32(*shape).astype(cell.dtype)
+        return jax.random.normal(next(keys), shape).astype(cell.dtype)
 
     return Inputs(
         query=normal(batch, rows, heads, cell.head_dim),
@@ -53,8 +53,22 @@ def make(cell: Cell) -> Inputs:
         dropout_key=jax.random.PRNGKey(1) if cell.dropout else None,
         segment_ids=None if cell.documents is None else _segment_ids(cell, cell.documents),
         mask=None if cell.mask_block is None else _mask(cell, cell.mask_block),
-        table=normal32(heads, 2 * rows) if cell.function == "table" else None,
+        table=in_jax.table(cell),
+        page_table=None if cell.page_size is None else _page_table(cell, cell.page_size),
     )
+
+
+def _page_table(cell: Cell, size: int) -> jax.Array:
+    pages = cell.batch * cell.key_length // size
+    shuffled = jax.random.permutation(jax.random.key(2), pages).astype(jnp.int32)
+    return shuffled.reshape(cell.batch, -1)
+
+
+def _pool(array: jax.Array, table: jax.Array) -> jax.Array:
+    """The pages [pages, page_size, K, H] of an array [B, S, K, H]."""
+    batch, columns, *rest = array.shape
+    pages = array.reshape(table.size, batch * columns // table.size, *rest)
+    return jnp.zeros_like(pages).at[table.ravel()].set(pages)
 
 
 def _segment_ids(cell: Cell, documents: int) -> jax.Array:
@@ -72,6 +86,11 @@ def adapt(inputs: Inputs, peer: Peer, cell: Cell) -> Inputs:
     """The inputs of this peer: cast, with a scaled query or without a table if it needs that."""
     if peer.plain:
         inputs = inputs._replace(table=None)
+    if inputs.page_table is not None and peer.reads_pages:
+        table = inputs.page_table
+        inputs = inputs._replace(key=_pool(inputs.key, table), value=_pool(inputs.value, table))
+    else:
+        inputs = inputs._replace(page_table=None)
     if peer.prescaled:
         scaled = inputs.query.astype(jnp.float32) / math.sqrt(cell.head_dim)
         inputs = inputs._replace(query=scaled.astype(cell.dtype))

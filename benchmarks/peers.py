@@ -34,7 +34,9 @@ class Peer:
     prescaled: bool = False
     """Has no scale: its query is multiplied by ``1/sqrt(H)`` before the clock starts."""
     plain: bool = False
-    """Is called without the function of the cell."""
+    """Is called without the function or the pages of the cell."""
+    reads_pages: bool = False
+    """Reads keys and values of a cell in pages from a pool; others have them in order."""
     compiles: bool = False
     """Compiles its kernels at the first call, so processes do that beforehand."""
 
@@ -64,6 +66,21 @@ def _memeff(
             )[None]
 
         return varlen
+
+    def paged(inputs):
+        lengths = np.full(cell.batch, cell.key_length, np.int32)
+        return jax_memeff.paged_attention(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.page_table,
+            lengths,
+            is_causal=cell.causal,
+            implementation=implementation,
+        )
+
+    if cell.page_size is not None and with_function:
+        return paged
 
     def attention(inputs):
         mask = inputs.mask
@@ -206,6 +223,11 @@ def _only_functions(cell: Cell) -> list[str]:
     return ["calls without a function"] if cell.function is None else []
 
 
+def _has_plain_call(cell: Cell) -> list[str]:
+    """A check for the call without a function or pages."""
+    return [] if cell.page_size is not None else _only_functions(cell)
+
+
 def _only_varlen(cell: Cell) -> list[str]:
     """A check for a peer that supports packed sequences only."""
     return ["batches"] if cell.sequences is None else []
@@ -220,6 +242,7 @@ PEERS = {
             "jax",
             functools.partial(_memeff, implementation="cuda"),
             _nothing,
+            reads_pages=True,
             compiles=True,
         ),
         Peer(
@@ -228,6 +251,7 @@ PEERS = {
             "jax",
             functools.partial(_memeff, implementation="xla"),
             _nothing,
+            reads_pages=True,
         ),
         Peer(
             "memeff_deterministic",
@@ -235,6 +259,7 @@ PEERS = {
             "jax",
             functools.partial(_memeff, implementation="cuda", deterministic=True),
             _nothing,
+            reads_pages=True,
             compiles=True,
         ),
         Peer(
@@ -242,7 +267,7 @@ PEERS = {
             "jax-memeff (plain call)",
             "jax",
             functools.partial(_memeff, implementation="cuda", with_function=False),
-            _only_functions,
+            _has_plain_call,
             plain=True,
             compiles=True,
         ),

@@ -32,12 +32,13 @@ _BLOCKS = {
     "deterministic": "deterministic",
     "decode": "decode",
     "float32": "decode",
-    function_table.GROUP: "functions",
+    "paged": "paged",
+    "functions": "functions",
 }
 _NAMES = ("tables", "summary", "host", "features", *dict.fromkeys(_BLOCKS.values()), "ring")
 _GRID = frozenset(("main", "small", "tiny"))
 _MISSING = "n/a"
-_FEW_QUERIES = "decode"
+_FEW_QUERIES = ("decode", "paged")
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -105,13 +106,17 @@ def _machine(document: dict[str, Any]) -> str:
     return f"{device['name']}{driver}, {document['date']}; {parts}."
 
 
+def _has_few_queries(cell: dict[str, Any]) -> bool:
+    return cell["group"] in _FEW_QUERIES and cell["query_length"] * 16 <= cell["key_length"]
+
+
 def _figures(
     document: dict[str, Any], direction: str, reasons: list[str], few_queries: bool
 ) -> str:
     """TFLOP/s of each cell and peer, or TB/s of keys and values where there are few queries."""
     rows = []
     for cell in document["cells"]:
-        if direction not in cell["results"] or (cell["group"] == _FEW_QUERIES) != few_queries:
+        if direction not in cell["results"] or _has_few_queries(cell) != few_queries:
             continue
         row = [cell["name"]]
         for peer in document["peers"]:
@@ -320,8 +325,11 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
     if "ring" in document:
         return {"ring": ring(document)}
     if document["cells"] and not of_grid(document):
-        if all(cell["group"] == function_table.GROUP for cell in document["cells"]):
+        groups = {cell["group"] for cell in document["cells"]}
+        if groups == {"functions"}:
             return {"functions": functions(document)}
+        if "gallery" in groups:
+            raise ValueError("results of the gallery have pages: python docs/gallery_pages.py")
         names = {_BLOCKS.get(cell["group"], "features") for cell in document["cells"]}
         return {names.pop() if len(names) == 1 else "features": tables(document, None)}
     found = {"tables": tables(document, image), "summary": summary(document)}

@@ -56,6 +56,8 @@ class AskedFunctions(NamedTuple):
     """The buffers behind those of the mask's captured arrays, a number for each batch index."""
     gradients: tuple[int, ...] = ()
     """The captured arrays of the score function whose gradients the kernels sum."""
+    exact: bool = False
+    """Whether they sum in fixed point, which is the same in any order."""
 
     @property
     def read_sums(self) -> tuple[Sum, ...]:
@@ -78,6 +80,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
     off = None
     together = None
     modifies = "scores"
+    positional = True
     per_head = True
     operands = (
         Operand("function_batch_index", "B", places=("functions.batch_index",)),
@@ -132,6 +135,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
                 literals += program.literal_count
         found["kFunctionGradient"] = bool(own.gradients)
         if own.gradients:
+            found["kExactSums"] = own.exact
             found["CapturedGradients"] = CppType("memeff::function::CapturedGradients")
         return found
 
@@ -156,8 +160,11 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             CapturedArray("function_head_index", "N"),
             *_arrays("captured", () if own.score is None else own.score.arrays),
             *_mask_arrays(own),
+            *((CapturedArray("captured_scale", "*"),) if own.exact else ()),
             *(
-                CapturedArray(f"captured{index}_gradient", "...", zeroed=True)
+                CapturedArray(
+                    f"captured{index}_gradient", "...", 8 if own.exact else 4, zeroed=True
+                )
                 for index in own.gradients
             ),
         )
@@ -182,7 +189,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             if wide:
                 reasons.append(
                     f"{title} computes with {', '.join(sorted(wide))}; kernels compute with 32 "
-                    "bits: cast the captured arrays, or pass implementation='xla'"
+                    "bits: cast captured arrays and NumPy numbers, or pass implementation='xla'"
                 )
             most = max((array.ndim for array in program.arrays), default=0)
             if most > MOST_DIMS - 1:
@@ -191,7 +198,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
                     f"{MOST_DIMS - 1}: reshape it, or pass implementation='xla'"
                 )
         count = 3 + sum(len(program.arrays) for program in asked.programs.values())
-        count += len(asked.gradients)
+        count += len(asked.gradients) + asked.exact
         if count > MOST_ARRAYS - 2:  # sinks and delta
             reasons.append(
                 f"functions read {count - 3} arrays; kernels read at most {MOST_ARRAYS - 5}: "

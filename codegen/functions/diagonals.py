@@ -37,6 +37,16 @@ def constant_along_diagonals(program: Program) -> tuple[bool, ...]:
     return tuple(constant)
 
 
+def diagonal_reads(program: Program) -> frozenset[int]:
+    """The ``float_reads`` that depend on both query and key, through their difference alone."""
+    constant = constant_along_diagonals(program)
+    return frozenset(
+        read
+        for read in program.float_reads
+        if constant[read] and {"query", "key"} <= program.dependence(read)
+    )
+
+
 def _slopes(program: Program, index: int, slopes: list[Slopes | None]) -> Slopes | None:
     """None for a value that is not known to be affine."""
     value = program.values[index]

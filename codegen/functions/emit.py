@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jax_memeff.codegen.functions.constants import float32_bits
+from jax_memeff.codegen.functions.diagonals import diagonal_reads
 from jax_memeff.codegen.functions.nodes import Graph, Level, Node, graph, kept
 from jax_memeff.codegen.functions.program import Program
 
@@ -40,6 +41,7 @@ def source(program: Program, name: str, *, precise: bool) -> str:
 
     - ``kUsesScore``, ``kDependsOnBatch``, ``kDependsOnHead``, ``kDependsOnQuery``,
       ``kDependsOnKey``: whether the function's value depends on that argument.
+    - ``kHasDiagonalReads``: whether one of the reads with derivatives is a ``kDiagonalReads``.
     - ``OfHead``, ``OfRow``, ``OfColumn``: what is worth keeping of a (batch, head) slice, a row
       and a column. ``of_head(arrays, batch, head)``, ``of_row(arrays, of_head, query)`` and
       ``of_column(arrays, of_head, key)`` return them. ``arrays`` is a ``FunctionArrays``; batch,
@@ -51,7 +53,9 @@ def source(program: Program, name: str, *, precise: bool) -> str:
 
     - ``derivative(...)``: that of the value by the score; ``kConstantDerivative`` if it is 1.
     - ``kFloatReads``: how many reads have derivatives, ``kReadArrays[i]``: the captured array of
-      each, ``kReadDerivativesAreOne[i]``: whether the derivative by it is 1.
+      each, ``kDiagonalReads[i]``: whether it depends on query and key, through their difference
+      alone, and ``kReadDerivativesAreOne[i]``: whether the derivative by it is 1.
+    - ``kReadDerivativesUseScore``: whether a derivative by a read depends on the score.
     - ``read_values(..., float (&values)[kFloatReads])``: what was read. A kernel that stages reads
       of a tile passes a ``FunctionArrays`` of its own, whose ``read<i>(value)`` returns the staged
       number: the compiler then drops index, address and load of that read from the others. In
@@ -198,14 +202,22 @@ def _facts(program: Program, nodes: Graph) -> str:
     for name in ("batch", "head", "query", "key"):
         facts[f"kDependsOn{name.capitalize()}"] = name in depends
     lines = [f"  static constexpr bool {name} = {_cpp(value)};" for name, value in facts.items()]
+    if not nodes.results[1:]:
+        lines.append("  static constexpr bool kHasDiagonalReads = false;")
     for derivative in nodes.results[1:2]:
         constant = nodes.nodes[derivative].form == "1.0f"
         reads = program.float_reads
+        along = diagonal_reads(program)
+        lines.append(f"  static constexpr bool kHasDiagonalReads = {_cpp(bool(along))};")
         lines.append(f"  static constexpr bool kConstantDerivative = {_cpp(constant)};")
         lines.append(f"  static constexpr int kFloatReads = {len(reads)};")
+        uses = any("score" in program.dependence(result) for result in program.results[2:])
+        lines.append(f"  static constexpr bool kReadDerivativesUseScore = {_cpp(uses)};")
         if reads:
             arrays = [str(int(program.values[read].param("array"))) for read in reads]
             lines.append(_array_fact("int", "kReadArrays", arrays))
+            found = [_cpp(read in along) for read in reads]
+            lines.append(_array_fact("bool", "kDiagonalReads", found))
             found = [_cpp(nodes.nodes[result].form == "1.0f") for result in nodes.results[2:]]
             lines.append(_array_fact("bool", "kReadDerivativesAreOne", found))
     return "\n".join(lines) + "\n"

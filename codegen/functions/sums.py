@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 
-from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
+from jax_memeff.codegen.functions.diagonals import diagonal_reads
 from jax_memeff.codegen.functions.program import Program
 
 MOST_STRIPS = 2
@@ -39,10 +39,10 @@ def read_sums(program: Program, arrays: Collection[int]) -> tuple[Sum, ...]:
     >>> read_sums(program, {0})
     (<Sum.KEY: 'key'>,)
     """
-    constant = constant_along_diagonals(program)
+    along = diagonal_reads(program)
     found: list[Sum] = []
     for read in program.float_reads:
-        own = _dependence(program, read, constant)
+        own = Sum.DIAGONAL if read in along else _dependence(program, read)
         if program.values[read].param("array") not in arrays:
             own = Sum.NONE
         elif sum(other in _IN_STRIPS for other in found) == MOST_STRIPS and own in _IN_STRIPS:
@@ -54,13 +54,11 @@ def read_sums(program: Program, arrays: Collection[int]) -> tuple[Sum, ...]:
 _IN_STRIPS = (Sum.QUERY, Sum.KEY, Sum.DIAGONAL)
 
 
-def _dependence(program: Program, read: int, constant: tuple[bool, ...]) -> Sum:
+def _dependence(program: Program, read: int) -> Sum:
     depends = program.dependence(read) & {"query", "key"}
     if not depends:
         return Sum.HEAD
-    if len(depends) == 1:
-        return Sum(next(iter(depends)))
-    return Sum.DIAGONAL if constant[read] else Sum.ELEMENT
+    return Sum(next(iter(depends))) if len(depends) == 1 else Sum.ELEMENT
 
 
 def strips(sums: Collection[Sum], columns: Sum) -> int:

@@ -233,6 +233,8 @@ class FmhaFwdSplitSm80(MmaKernel):
         (ffi/src/launch/key_splits.cc) chooses the number of parts for the device; this is the most
         that the program has room for.
         """
+        if spec[PAGES].is_invariant:
+            return
         tile_heads = sizes.key_heads if spec.pack_heads else sizes.heads
         rows = sizes.queries * sizes.heads // max(1, tile_heads)
         tiles = sizes.batch * tile_heads * -(-rows // spec.tile.query)

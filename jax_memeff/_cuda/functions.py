@@ -14,7 +14,6 @@ from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import traced_windows
 from jax_memeff.codegen.features.functions import AskedFunctions
-from jax_memeff.codegen.functions.compose import with_soft_cap
 from jax_memeff.codegen.functions.program import CapturedType, Program
 
 _WIDENED = {"int8": "int32", "int16": "int32", "uint16": "uint32"}
@@ -27,16 +26,14 @@ def programs(operands: Any, options: Options) -> AskedFunctions:
     ``operands`` are separate, and may be types.
     """
     mask = operands.mask
-    score = options.score_function
-    if score is not None and options.soft_cap is not None:
-        score = with_soft_cap(score, options.soft_cap)
     own, bounds = traced_windows.conjunction(
         mask.functions[0] if mask.functions else None,
         mask,
         operands.scores,
         operands.sequences is not None,
     )
-    score, own = (None if x is None else in_kernel_types(x) for x in (score, own))
+    found = options.score_function, own
+    score, own = (None if x is None else in_kernel_types(x) for x in found)
     return AskedFunctions(score, own, bounds)
 
 
@@ -49,7 +46,8 @@ def asked(
         return None
     score, mask = (None if x is None else x.structure for x in (found.score, found.mask))
     gradients = gradients_in_kernels(operands, options, needs_grad)
-    return AskedFunctions(score, mask, found.bounds, gradients)
+    exact = bool(gradients) and options.deterministic_backward
+    return AskedFunctions(score, mask, found.bounds, gradients, exact)
 
 
 def gradients_in_kernels(
@@ -62,19 +60,7 @@ def gradients_in_kernels(
     program = options.score_function
     if needs_grad is None or program is None or not needs_grad._replace(captured=()).names:
         return ()
-    if not sums_gradients(program, options.deterministic_backward):
-        return ()
     return tuple(index for index, needed in enumerate(needs_grad.captured) if needed)
-
-
-def sums_gradients(program: Program, deterministic: bool) -> bool:
-    """Whether kernels sum the gradients of the arrays that a score function reads.
-
-    They add in any order, and know the score itself no more when they have its gradient.
-    """
-    if deterministic:
-        return False
-    return not any("score" in program.dependence(result) for result in program.results[2:])
 
 
 def in_kernel_types(program: Program) -> Program:

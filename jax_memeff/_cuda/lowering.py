@@ -33,7 +33,15 @@ from jax_memeff._call.operands import (
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.values import require_static
-from jax_memeff._cuda import buffers, description, functions, traced_windows, workspaces
+from jax_memeff._cuda import (
+    buffers,
+    description,
+    exact_sums,
+    functions,
+    mixed_batches,
+    traced_windows,
+    workspaces,
+)
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.export import register_targets
 from jax_memeff._cuda.problem import Call, bias_alignment, problem_of
@@ -66,6 +74,17 @@ _ROW_STATISTICS = (1, 2, 0)
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
     types, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
+    if not (few := mixed_batches.few_queries(buffers.separate(types))):
+        return _lower_forward(ctx, types, operands, options)
+    parts = []
+    for is_short, own in zip((True, False), mixed_batches.types_of_parts(types, few), strict=True):
+        arrays = mixed_batches.operands_of_part(ctx, types, operands, few, is_short)
+        parts.append(_lower_forward(ctx, own, arrays, options))
+    return mixed_batches.joined(ctx, parts)
+
+
+def _lower_forward(ctx: mlir.LoweringRuleContext, types: Any, operands: Any, options: Options):
+    """One call of kernels."""
     avals = buffers.separate(types)
     specs = kernels(avals, options, needs_grad=None)
     inputs = buffers.of_operands(ctx, types, operands, options)
@@ -146,7 +165,12 @@ def _lower_kernels(
         (None, _ROW_STATISTICS, None, _ROW_STATISTICS),
         strict=True,
     )
-    gradients = _gradient_buffers(types, needs_grad, ctx.avals_out, residual_avals[1])
+    gradients = _gradient_buffers(types, needs_grad, ctx.avals_out, residual_avals[1], options)
+    scale = None
+    if options.deterministic_backward and any(needs_grad.captured):
+        of_leaves = functools.partial(exact_sums.scale, tree=tree, options=options)
+        scale = buffers.computed(ctx, "captured_scale", of_leaves, ctx.avals_in, leaves)
+        inputs.append(scale)
     results = _custom_call(
         ctx,
         _BACKWARD_TARGET,
@@ -175,6 +199,11 @@ def _lower_kernels(
             values = jax.tree.leaves((operands, residuals[1], result))
             done = buffers.computed(ctx, "sinks_gradient", sinks_gradient, avals_in, values)
             finished.append(done.value)
+        elif buffer.name.startswith("captured") and scale is not None:
+            rounded = functools.partial(exact_sums.rounded, shape=aval.shape, dtype=aval.dtype)
+            avals_of_sums, sums = [buffer.aval, scale.aval], [result, scale.value]
+            done = buffers.computed(ctx, buffer.name, rounded, avals_of_sums, sums)
+            finished.append(done.value)
         elif buffer.aval.dtype != aval.dtype:
             rounded = functools.partial(lax.convert_element_type, new_dtype=aval.dtype)
             done = buffers.computed(ctx, buffer.name, rounded, [buffer.aval], [result])
@@ -185,7 +214,7 @@ def _lower_kernels(
 
 
 def _gradient_buffers(
-    types: Any, needs_grad: NeedsGrad, avals: Sequence[Any], row_aval: Any
+    types: Any, needs_grad: NeedsGrad, avals: Sequence[Any], row_aval: Any, options: Options
 ) -> list[Buffer]:
     """The results of the kernels, in the order of the gradients."""
     names = gradients_needed(types, needs_grad)
@@ -196,8 +225,10 @@ def _gradient_buffers(
         elif name == "query_key_value":
             found.append(Buffer("query_gradient+key_gradient+value_gradient", aval))
         elif name.startswith("captured."):
-            # Summed in float32, and rounded once.
+            # Summed in float32 or in fixed point, and rounded once.
             sums = ShapedArray(aval.shape, jnp.float32)
+            if options.deterministic_backward:
+                sums = ShapedArray(exact_sums.sums_shape(aval.shape), jnp.int32)
             found.append(Buffer(f"{name.replace('.', '')}_gradient", sums))
         else:
             found.append(Buffer(f"{name}_gradient", aval))
@@ -238,10 +269,11 @@ def digest(
         UnsupportedError, CompileError: as the lowering would.
     """
     operands = jax.tree.unflatten(tree, avals)
-    specs = kernels(
-        buffers.separate(operands if needs_grad is None else operands[0]), options, needs_grad
-    )
-    keys = [compiler.key(spec, arch) for arch, spec in specs.items()]
+    types = buffers.separate(operands if needs_grad is None else operands[0])
+    few = mixed_batches.few_queries(types)
+    parts = mixed_batches.types_of_parts(types, few) if few else (types,)
+    specs = [kernels(part, options, needs_grad) for part in parts]
+    keys = [compiler.key(spec, arch) for own in specs for arch, spec in own.items()]
     return hashlib.sha256(repr((specs, keys)).encode()).digest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import operator
 from collections.abc import Callable
@@ -10,10 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_memeff._cuda.functions import in_kernel_types, sums_gradients
+from jax_memeff._cuda.functions import in_kernel_types
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
 from jax_memeff.codegen.features.functions import AskedFunctions
-from jax_memeff.codegen.functions.compose import with_soft_cap
 from jax_memeff.errors import UnsupportedError
 
 Trace = Callable[[Callable[..., Any]], Any]
@@ -37,8 +37,8 @@ def asked(
             directory. The arrays that a function reads are those in its scope.
         soft_cap: whether scores are capped before the function.
         gradients: whether the gradients of all float arrays that the score function reads are
-            needed; kernels sum them if they can.
-        deterministic: whether sums have an order.
+            needed.
+        deterministic: whether their sums are the same in any order.
 
     Raises:
         ValueError: a name cannot be imported, or is no function of the right arguments and result.
@@ -46,16 +46,17 @@ def asked(
     """
     score_program, mask_program, summed = None, None, ()
     if score is not None:
-        program, arrays = _traced("--score-function", score, traced_score_function)
-        whole = with_soft_cap(program, _CAP) if soft_cap else program
-        score_program = in_kernel_types(whole).structure
-        if gradients and sums_gradients(program, deterministic):
+        trace = functools.partial(traced_score_function, soft_cap=_CAP if soft_cap else None)
+        program, arrays = _traced("--score-function", score, trace)
+        score_program = in_kernel_types(program).structure
+        if gradients:
             is_float = [jnp.issubdtype(array.dtype, jnp.floating) for array in arrays]
             summed = tuple(index for index, own in enumerate(is_float) if own)
     if mask is not None:
         program, _ = _traced("--mask-function", mask, traced_mask_function)
         mask_program = in_kernel_types(program).structure
-    return AskedFunctions(score_program, mask_program, gradients=summed)
+    exact = bool(summed) and deterministic
+    return AskedFunctions(score_program, mask_program, gradients=summed, exact=exact)
 
 
 def _traced(flag: str, name: str, trace: Trace) -> Any:

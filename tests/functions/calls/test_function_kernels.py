@@ -16,6 +16,7 @@ from test_score_mod import value_and_gradients
 
 import jax_memeff
 from jax_memeff import Mask
+from jax_memeff._cuda import functions
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 """The relative error that is allowed, in the Frobenius norm."""
@@ -146,6 +147,10 @@ EMULATED: list[tuple[str, Case | Tiles]] = [
     ("sm_80", Tiles("table")),
     ("sm_80", Tiles("gain", 320)),
     ("sm_80", Tiles("alibi", dtype="float32", deterministic=True)),
+    ("sm_90a", Tiles("table", deterministic=True)),
+    ("sm_80", Tiles("buckets", deterministic=True)),
+    ("sm_80", Tiles("table", 320, deterministic=True)),
+    ("sm_90a", Tiles("gain", 128, "float16", deterministic=True)),
     ("sm_90a", Tiles("alibi")),
     ("sm_90a", Tiles("table", 128)),
     ("sm_80", Tiles("table", 320)),
@@ -180,10 +185,10 @@ def cotangents_of(case: Case | Tiles) -> tuple[np.ndarray, ...]:
     )
 
 
-def results(case: Case | Tiles, arch: str | None) -> Any:
+def results(case: Case | Tiles, arch: str | None, seed: int = 0) -> Any:
     """Results and gradients; for the process of ``machine`` with an architecture."""
     if arch is not None:
-        emulator.configure(arch)
+        emulator.configure(arch, seed=seed)
     arrays, cotangents = jax.tree.map(jnp.asarray, case.arrays()), cotangents_of(case)
     run = jax.jit(lambda arrays: value_and_gradients(case.ours, arrays, cotangents))
     return jax.tree.map(np.asarray, run(arrays))
@@ -204,6 +209,78 @@ def exact(case: Case | Tiles) -> Any:
 def test_emulated_kernels(arch, case, machine, assert_close):
     found = machine.submit(results, case, arch).result(timeout=600)
     assert_close(found, exact(case), TOLERANCES[case.dtype])
+
+
+@pytest.mark.parametrize(
+    ("arch", "case"),
+    [
+        ("sm_90a", Tiles("table", deterministic=True)),
+        ("sm_80", Tiles("buckets", deterministic=True)),
+    ],
+    ids=str,
+)
+def test_deterministic_sums_do_not_depend_on_the_order_of_blocks(arch, case, machine):
+    runs = [machine.submit(results, case, arch, seed).result(timeout=600) for seed in (1, 2)]
+    jax.tree.map(np.testing.assert_array_equal, *runs)
+
+
+def exact_gradient(beyond: float, inside: float) -> np.ndarray:
+    """The gradient of a table in fixed point, with numbers in one row of the output's gradient and
+    in the rows that the lengths exclude."""
+    emulator.configure("sm_80")
+    lengths = np.array([100, T])
+    arrays = Tiles("table").arrays()
+    out_gradient = np.ones((B, T, N, 64), np.float32)
+    out_gradient[1, 5] = inside
+    out_gradient[0, 100:] = beyond
+    value = arrays["value"].copy()
+    value[0, 100:] = beyond
+
+    def loss(query: jax.Array, table: jax.Array) -> jax.Array:
+        out = jax_memeff.dot_product_attention(
+            query,
+            arrays["key"],
+            value,
+            score_mod=lambda s, b, h, q, k: s + table[h, q - k + S],
+            mask=Mask.lengths(lengths, lengths),
+            deterministic_backward=True,
+        )
+        return jnp.vdot(out, out_gradient.astype(out.dtype))
+
+    return np.asarray(jax.jit(jax.grad(loss, (0, 1)))(arrays["query"], arrays["table"])[1])
+
+
+def test_rows_beyond_the_lengths_do_not_scale_exact_sums(machine):
+    runs = [machine.submit(exact_gradient, beyond, 1.0) for beyond in (0.0, 1e30, np.nan)]
+    want, *found = (run.result(timeout=600) for run in runs)
+    assert np.linalg.norm(want) > 0.1
+    for own in found:
+        np.testing.assert_array_equal(own, want)
+
+
+def test_exact_sums_of_nan_are_nan(machine):
+    found = machine.submit(exact_gradient, 0.0, np.nan).result(timeout=600)
+    # Row 5 of batch index 1 reads elements 5 - k + S of keys up to its length, T.
+    assert np.isnan(found[:, 5 - T + 1 + S : 5 + 1 + S]).all()
+    # Elements that other rows alone read are finite.
+    assert np.isfinite(found[:, 5 + 1 + S : 5 + 64 + S]).all()
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if FUNCTIONS[name][0]])
+@pytest.mark.parametrize("head_dim", [64, 320])
+def test_kernels_sum_gradients(name, head_dim, monkeypatch, fake_compiler):
+    """XLA sums none of them."""
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80")
+
+    def in_jax(*leaves: Any, **static: Any):
+        raise AssertionError("XLA computes gradients of captured arrays")
+
+    monkeypatch.setattr(functions, "captured_gradients", in_jax)
+    case = Tiles(name, head_dim)
+    loss = lambda arrays: case.ours(arrays)[0].astype(jnp.float32).sum()  # noqa: E731
+    traced = jax.jit(jax.grad(loss)).trace(case.arrays())
+    traced.lower(lowering_platforms=("cuda",))
+    assert len(fake_compiler) == 2
 
 
 ON_GPU: list[Case | Tiles] = [

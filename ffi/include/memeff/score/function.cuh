@@ -19,6 +19,7 @@ namespace memeff {
 template <class Config, class Grid, bool kTransposed = false, bool kOn = Config::kScoreFunction>
 struct ScoreFunction {
   static constexpr bool kConstantDerivative = true;
+  static constexpr bool kKeepsScores = false;
 
   template <class Params>
   CUTE_DEVICE ScoreFunction(Params const&) {}
@@ -35,6 +36,9 @@ struct ScoreFunction<Config, Grid, kTransposed, true> {
   using Params = typename Config::Params;
   using OfTile = FunctionOfTile<Config, Function, Config::kScoreCaptured, Config::kScoreLiterals>;
   static constexpr bool kConstantDerivative = Function::kConstantDerivative;
+  // Gradients of captured arrays need the scores themselves, and FunctionGradient differentiates.
+  static constexpr bool kKeepsScores =
+      Config::kFunctionGradient && Function::kReadDerivativesUseScore;
 
   Params const& params;
 

@@ -46,13 +46,16 @@ struct ScoreModifiers {
   }
 
   // forward() in a backward: stores in `scaled` the x that backward() needs, if a bias or a mask
-  // will hide it. With a function that is the derivative itself.
+  // will hide it. With a function that is the derivative itself, or with kKeepsScores the score
+  // from which FunctionGradient computes it.
   template <class Scores, class... Tile>
   CUTE_DEVICE void recompute(Scores& scores, Scores& scaled, ScoreTilePosition const& at,
                              Tile&&... tile) const {
     scaling.recompute(scores);
     scaled = scores;
-    if constexpr (!Function::kConstantDerivative) function.differentiate(scores, scaled, at);
+    if constexpr (!Function::kConstantDerivative && !kKeepsScores) {
+      function.differentiate(scores, scaled, at);
+    }
     function.forward(scores, at);
     bias.add(scores, scaling.scale.bias_scale, tile...);
   }
@@ -68,6 +71,7 @@ struct ScoreModifiers {
     bias.add(scores, scaling.scale.bias_scale, tile...);
   }
 
+  static constexpr bool kKeepsScores = Function::kKeepsScores;
   static constexpr bool kConstantDerivative =
       Scaling::kConstantDerivative && Function::kConstantDerivative;
   // A kernel with a function has the soft cap inside of it.
@@ -76,7 +80,8 @@ struct ScoreModifiers {
   // The x of backward() from a score after all modifiers and the mask, and from the `scaled` of
   // recompute(). Without a bias the score is enough, and `scaled` takes no registers.
   CUTE_DEVICE static float input_of_derivative(float score, float scaled) {
-    constexpr bool kScaled = has_bias_tile<Config>() || !Function::kConstantDerivative;
+    constexpr bool kScaled =
+        has_bias_tile<Config>() || !Function::kConstantDerivative || kKeepsScores;
     return kScaled ? scaled : Scaling::unmasked(score);
   }
 

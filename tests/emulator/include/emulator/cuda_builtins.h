@@ -95,6 +95,14 @@ Value atomicAdd(Value* address, Value value) {
   return old;
 }
 
+template <class Value>
+Value atomicExch(Value* address, Value value) {
+  emulator::yield();
+  Value const old = *address;
+  *address = value;
+  return old;
+}
+
 // What a kernel library exports beside a kernel: a call with pointers to the parameters.
 namespace emulator {
 

@@ -4,7 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include <memeff/core/feature_arrays.cuh>
-#include <memeff/core/function/arrays.cuh>
+#include <memeff/core/function/diagonal_reads.cuh>
 #include <memeff/core/work_item.cuh>
 
 namespace memeff {
@@ -47,30 +47,10 @@ class FunctionOfTile {
   // kTransposed: rows of the accumulators are keys, columns are queries.
   template <class Grid, bool kTransposed, class Scores, class Use>
   CUTE_DEVICE void for_each(Scores& scores, Use use) const {
-    int const thread = thread_index();
-    int const first_major = Grid::element_row(0, 0, thread);
-    int const first_minor = Grid::element_column(0, 0, thread);
-    int const first = kTransposed ? first_major - first_minor : first_minor - first_major;
-    ElementArrays<Config> arrays = {arrays_, float(column_ - row_ + first), 0.0f};
-    CUTE_UNROLL
-    for (int m = 0; m < cute::size<1>(scores); ++m) {
-      CUTE_UNROLL
-      for (int n = 0; n < cute::size<2>(scores); ++n) {
-        CUTE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          CUTE_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            // The distance from the first element is that of lane 0: a constant.
-            int const major = Grid::element_row(2 * half, m, 0u) - Grid::element_row(0, 0, 0u);
-            int const minor = Grid::element_column(i, n, 0u) - Grid::element_column(0, 0, 0u);
-            arrays.more = float(kTransposed ? major - minor : minor - major);
-            float& score = scores(2 * half + i, m, n);
-            int const row = kTransposed ? first_minor + minor : first_major + major;
-            int const column = kTransposed ? first_major + major : first_minor + minor;
-            at(arrays, row, column, score, [&](auto const&... inputs) { use(score, inputs...); });
-          }
-        }
-      }
+    if constexpr (Function::kHasDiagonalReads) {
+      for_each_along_diagonals<Grid, kTransposed>(scores, use);
+    } else {
+      for_each_in_turn<Grid, kTransposed>(scores, use);
     }
   }
 
@@ -81,6 +61,83 @@ class FunctionOfTile {
   }
 
  private:
+  template <class Grid, bool kTransposed, class Scores, class Use>
+  CUTE_DEVICE void for_each_in_turn(Scores& scores, Use use) const {
+    int const thread = thread_index();
+    ElementArrays<Config> arrays = first_element<Grid, kTransposed>(thread);
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(scores); ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
+        CUTE_UNROLL
+        for (int element = 0; element < 4; ++element) {
+          visit<Grid, kTransposed>(arrays, thread, element, m, n, scores(element, m, n), use);
+        }
+      }
+    }
+  }
+
+  // The same with one read per diagonal of the 16 rows of a warp.
+  template <class Grid, bool kTransposed, class Scores, class Use>
+  CUTE_DEVICE void for_each_along_diagonals(Scores& scores, Use use) const {
+    using Reads = function::DiagonalReads<Function, Grid::kWarpColumns>;
+    constexpr int kChunks = 2 * Grid::kColumnBlocks;
+    int const thread = thread_index();
+    int const lane = thread % kWarpSize;
+    function::ArraysWithReads<ElementArrays<Config>, Function> arrays;
+    static_cast<ElementArrays<Config>&>(arrays) = first_element<Grid, kTransposed>(thread);
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(scores); ++m) {
+      int const major = Grid::row(thread) + m * 16;
+      Reads const reads(lane, [&](int difference, float (&values)[Reads::kReads]) {
+        int const minor = Grid::column(thread) + difference;
+        at(kTransposed ? minor : major, kTransposed ? major : minor, 0.0f,
+           [&](auto const&... inputs) { Function::read_values(inputs..., values); });
+      });
+      // The first row of a lane in a chunk of columns lies on the diagonals of its second row in
+      // the next one.
+      CUTE_UNROLL
+      for (int chunk = 0; chunk <= kChunks; ++chunk) {
+        float pair[2][Reads::kReads];
+        reads.at(lane, chunk, pair);
+        CUTE_UNROLL
+        for (int element = 0; element < 4; ++element) {
+          int const n = chunk - 1 + element / 2;
+          if (n < 0 || n == kChunks) continue;
+          CUTE_UNROLL
+          for (int read = 0; read < Reads::kReads; ++read) {
+            arrays.values[read] = pair[element % 2][read];
+          }
+          visit<Grid, kTransposed>(arrays, thread, element, m, n, scores(element, m, n), use);
+        }
+      }
+    }
+  }
+
+  // The arrays of this lane's first element.
+  template <class Grid, bool kTransposed>
+  CUTE_DEVICE ElementArrays<Config> first_element(int thread) const {
+    int const first_major = Grid::element_row(0, 0, thread);
+    int const first_minor = Grid::element_column(0, 0, thread);
+    int const first = kTransposed ? first_major - first_minor : first_minor - first_major;
+    return {{arrays_}, float(column_ - row_ + first), 0.0f};
+  }
+
+  // One element of this lane.
+  template <class Grid, bool kTransposed, class Arrays, class Use>
+  CUTE_DEVICE void visit(Arrays& arrays, int thread, int element, int m, int n, float& score,
+                         Use use) const {
+    int const first_major = Grid::element_row(0, 0, thread);
+    int const first_minor = Grid::element_column(0, 0, thread);
+    // The distance from the first element is that of lane 0: a constant.
+    int const major = Grid::element_row(element, m, 0u) - Grid::element_row(0, 0, 0u);
+    int const minor = Grid::element_column(element, n, 0u) - Grid::element_column(0, 0, 0u);
+    arrays.more = float(kTransposed ? major - minor : minor - major);
+    int const row = kTransposed ? first_minor + minor : first_major + major;
+    int const column = kTransposed ? first_major + major : first_minor + minor;
+    at(arrays, row, column, score, [&](auto const&... inputs) { use(score, inputs...); });
+  }
+
   template <class Arrays, class Use>
   CUTE_DEVICE void at(Arrays const& arrays, int row, int column, float score, Use use) const {
     int const query = row_ + row;

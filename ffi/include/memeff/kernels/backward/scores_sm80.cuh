@@ -129,6 +129,7 @@ struct BackwardScoresSm80 {
         }
       }
       float block_gradient[2][4];  // of the modified scores
+      float block_scaled[2][4];
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         float2 const row = rows[half];
@@ -144,15 +145,27 @@ struct BackwardScoresSm80 {
               softmax_gradient(p, keep.select(score_gradient(element, m, n), half, chunk, i),
                                probability_scale<Config>(params), row.y);
           block_gradient[chunk][element] = gradient;
-          score_gradient(element, m, n) = Modifiers::backward(
-              gradient, Modifiers::input_of_derivative(score, scaled(element, m, n)));
+          block_scaled[chunk][element] =
+              Modifiers::input_of_derivative(score, scaled(element, m, n));
+          if constexpr (!Modifiers::kKeepsScores) {
+            score_gradient(element, m, n) =
+                Modifiers::backward(gradient, block_scaled[chunk][element]);
+          }
           score = keep.select(p, half, chunk, i);
         }
       }
       bias_gradient.block(m, column_block, block_gradient);
       CUTE_UNROLL
       for (int chunk = 0; chunk < 2; ++chunk) {
-        function_gradient.chunk(function_sums, m, 2 * column_block + chunk, block_gradient[chunk]);
+        int const n = 2 * column_block + chunk;
+        function_gradient.chunk(function_sums, m, n, block_gradient[chunk], block_scaled[chunk]);
+        if constexpr (Modifiers::kKeepsScores) {
+          CUTE_UNROLL
+          for (int element = 0; element < 4; ++element) {
+            score_gradient(element, m, n) =
+                Modifiers::backward(block_gradient[chunk][element], block_scaled[chunk][element]);
+          }
+        }
       }
       if (column_block == ScoreGrid::kColumnBlocks - 1) function_gradient.add_strip(m);
     };

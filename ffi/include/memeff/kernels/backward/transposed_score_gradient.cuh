@@ -32,6 +32,7 @@ CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t
     for (int chunk = 0; chunk < 2; ++chunk) {
       int const n = 2 * row_block + chunk;
       float chunk_gradient[4];  // of the modified scores
+      float chunk_scaled[4];
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         float kept[2];
@@ -48,14 +49,31 @@ CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t
         bias_gradient.pair(bias_sums, n, half, gradient);
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          chunk_gradient[2 * half + i] = gradient[i];
-          gradient[i] = Modifiers::backward(gradient[i], scaled(2 * half + i, 0, n));
+          int const element = 2 * half + i;
+          chunk_gradient[element] = gradient[i];
+          chunk_scaled[element] = scaled(element, 0, n);
+          gradient[i] = Modifiers::backward(gradient[i], chunk_scaled[element]);
         }
         probabilities.fragments[0][row_block][2 * chunk + half] = pack<Element>(kept[0], kept[1]);
-        left_gradient.fragments[0][row_block][2 * chunk + half] =
-            pack<Element>(gradient[0], gradient[1]);
+        if constexpr (!Modifiers::kKeepsScores) {
+          left_gradient.fragments[0][row_block][2 * chunk + half] =
+              pack<Element>(gradient[0], gradient[1]);
+        }
       }
-      function_gradient.chunk(function_sums, 0, n, chunk_gradient);
+      function_gradient.chunk(function_sums, 0, n, chunk_gradient, chunk_scaled);
+      if constexpr (Modifiers::kKeepsScores) {
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          float gradient[2];
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            int const element = 2 * half + i;
+            gradient[i] = Modifiers::backward(chunk_gradient[element], chunk_scaled[element]);
+          }
+          left_gradient.fragments[0][row_block][2 * chunk + half] =
+              pack<Element>(gradient[0], gradient[1]);
+        }
+      }
     }
   };
   CUTE_UNROLL

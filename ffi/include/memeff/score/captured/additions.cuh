@@ -7,17 +7,62 @@
 
 namespace memeff {
 
+// The sums of one batch index. Additions come in an order that differs between runs.
+template <class Config, bool kExact = Config::kExactSums>
+struct CapturedAdder {
+  float* first;
+
+  CUTE_DEVICE CapturedAdder(BackwardParams const&, ArrayView const& view, int batch)
+      : first(static_cast<float*>(view.data) + element_of<Config>(view, batch) * view.strides[0]) {}
+
+  CUTE_DEVICE void add(long long offset, float x) const { atomicAdd(first + offset, x); }
+};
+
+// Sums in fixed point, which are the same in any order: two integers of 64 bits for each element,
+// in units of 1 and of 2^40. jax_memeff/_cuda/exact_sums.py chooses the scale and rounds the sums.
+template <class Config>
+struct CapturedAdder<Config, true> {
+  long long* first;
+  float scale;
+
+  CUTE_DEVICE CapturedAdder(BackwardParams const& params, ArrayView const& view, int batch)
+      : first(static_cast<long long*>(view.data) +
+              element_of<Config>(view, batch) * (view.strides[0] / 2)),
+        scale(*static_cast<float const*>(feature_array(params, Config::kCapturedScaleArray).data)) {
+  }
+
+  CUTE_DEVICE void add(long long offset, float x) const {
+    long long* const sums = first + 2 * offset;
+    float const scaled = x * scale;
+    if (!(fabsf(scaled) < 0x1p79f)) {
+      // Out of range, inf or NaN: the result is NaN, whatever else is added.
+      atomicExch(reinterpret_cast<unsigned long long*>(sums + 1), kNotANumber);
+      return;
+    }
+    float const high = rintf(scaled * 0x1p-40f);
+    add(sums, static_cast<long long>(rintf(scaled - high * 0x1p40f)));
+    if (high != 0.0f) add(sums + 1, static_cast<long long>(high));
+  }
+
+ private:
+  // No sum of terms in range comes near this one.
+  static constexpr unsigned long long kNotANumber = 0x6000000000000000;
+
+  CUTE_DEVICE static void add(long long* address, long long x) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(address), static_cast<unsigned long long>(x));
+  }
+};
+
 // The gradient of the array that read kRead reads, for one batch index of the call.
 template <class Config, int kRead>
 struct CapturedGradient {
   using Function = typename Config::ScoreFunction;
   using Arrays = typename Config::CapturedGradients;
 
-  float* first;
+  CapturedAdder<Config> adder;
 
-  CUTE_DEVICE CapturedGradient(BackwardParams const& params, int batch) {
-    ArrayView const& view = feature_array(params, Arrays::kArrays[Function::kReadArrays[kRead]]);
-    first = static_cast<float*>(view.data) + element_of<Config>(view, batch) * view.strides[0];
+  CUTE_DEVICE CapturedGradient(BackwardParams const& params, int batch)
+      : adder(params, feature_array(params, Arrays::kArrays[Function::kReadArrays[kRead]]), batch) {
   }
 
   // All lanes of a warp call it. An offset of -1 is no element. Neighbouring lanes with one element
@@ -42,7 +87,7 @@ struct CapturedGradient {
       }
       ends = lane == kWarpSize - 1 || (begins >> (lane + 1) & 1) != 0;
     }
-    if (ends && offset >= 0 && sum != 0.0f) atomicAdd(first + offset, sum);
+    if (ends && offset >= 0 && sum != 0.0f) adder.add(offset, sum);
   }
 };
 

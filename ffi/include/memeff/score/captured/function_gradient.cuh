@@ -10,7 +10,7 @@
 //   diagonal  elements with one difference of query and key: a strip (strip_sums.cuh)
 //   element   each one by itself
 //
-// Additions to global memory come in an order that differs between runs.
+// additions.cuh adds to global memory.
 #pragma once
 
 #include <memeff/core/function/of_tile.cuh>
@@ -29,7 +29,7 @@ struct FunctionGradient {
 
   CUTE_DEVICE static void begin(uint32_t) {}
   CUTE_DEVICE FunctionGradient(BackwardParams const&, ScoreTilePosition const&, uint32_t) {}
-  CUTE_DEVICE void chunk(Sums&, int, int, float const (&)[4]) {}
+  CUTE_DEVICE void chunk(Sums&, int, int, float const (&)[4], float (&)[4]) {}
   CUTE_DEVICE void add_strip(int) const {}
   CUTE_DEVICE void add_sums(Sums const&) const {}
 };
@@ -84,16 +84,19 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
         of_tile_(params, at) {}
 
   // Four elements of a lane: the gradients of the modified scores in chunk n of eight columns. The
-  // chunks of each m come in order, and add_strip(m) after them.
-  CUTE_DEVICE void chunk(Sums& sums, int m, int n, float const (&gradient)[4]) {
+  // chunks of each m come in order, and add_strip(m) after them. `scaled` is that of
+  // ScoreModifiers::recompute(); with kKeepsScores the derivatives replace the scores in it.
+  CUTE_DEVICE void chunk(Sums& sums, int m, int n, float const (&gradient)[4], float (&scaled)[4]) {
+    constexpr bool kScores = Function::kReadDerivativesUseScore;
     float terms[kReads][4];
     CUTE_UNROLL
     for (int element = 0; element < 4; ++element) {
       int const major = Grid::element_row(element, m, thread_);
       int const minor = Grid::element_column(element, n, thread_);
-      at(major, minor, [&](auto const&... inputs) {
+      at(major, minor, kScores ? scaled[element] : 0.0f, [&](auto const&... inputs) {
         float derivatives[kReads];
         Function::read_derivatives(inputs..., derivatives);
+        if constexpr (kScores) scaled[element] = Function::derivative(inputs...);
         CUTE_UNROLL
         for (int read = 0; read < kReads; ++read) {
           // The derivative at a masked element, whose gradient is 0, may be inf or NaN.
@@ -195,7 +198,7 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
   // All lanes of the warp call it, for an element of the accumulators each.
   template <int kRead>
   CUTE_DEVICE void add(int major, int minor, float sum) const {
-    at(major, minor, [&](auto const&... inputs) {
+    at(major, minor, 0.0f, [&](auto const&... inputs) {
       long long offsets[kReads];
       Function::read_offsets(inputs..., offsets);
       // A masked element may read anything; lanes without a sum do not separate others.
@@ -204,8 +207,8 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
   }
 
   template <class Use>
-  CUTE_DEVICE void at(int major, int minor, Use use) const {
-    of_tile_.at(kTransposed ? minor : major, kTransposed ? major : minor, 0.0f, use);
+  CUTE_DEVICE void at(int major, int minor, float score, Use use) const {
+    of_tile_.at(kTransposed ? minor : major, kTransposed ? major : minor, score, use);
   }
 
   template <int kRead>

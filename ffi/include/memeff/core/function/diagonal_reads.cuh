@@ -1,0 +1,68 @@
+// Reads of a function that are constant along diagonals, as `table[head, query - key]` is: a warp
+// reads each diagonal of its accumulators once, and hands out the values by shuffles.
+#pragma once
+
+#include <memeff/core/function/arrays.cuh>
+
+namespace memeff::function {
+
+// Arrays with known values of these reads, for one element.
+template <class Arrays, class Function>
+struct ArraysWithReads : Arrays {
+  float values[Function::kFloatReads];
+
+  template <int kRead>
+  CUTE_DEVICE float read(float value) const {
+    return Function::kDiagonalReads[kRead] ? values[kRead] : value;
+  }
+};
+
+// The values that a warp reads for 16 rows and kColumns columns of accumulators. Diagonals are
+// numbered from kFirst on, the smallest difference of column and row; lanes have one after the
+// other.
+template <class Function, int kColumns>
+struct DiagonalReads {
+  static constexpr int kReads = Function::kFloatReads;
+  static constexpr int kFirst = -15;
+  static constexpr int kSlots = (kColumns + 15 + kWarpSize - 1) / kWarpSize;
+
+  float values[kReads][kSlots];
+
+  // read(difference, values) reads what the elements with this difference of column and row read.
+  template <class Read>
+  CUTE_DEVICE DiagonalReads(int lane, Read read) {
+    CUTE_UNROLL
+    for (int slot = 0; slot < kSlots; ++slot) {
+      float found[kReads];
+      read(kFirst + slot * kWarpSize + lane, found);
+      CUTE_UNROLL
+      for (int i = 0; i < kReads; ++i) values[i][slot] = found[i];
+    }
+  }
+
+  // The values at columns 2q and 2q + 1, row g of an m16n8 block (lane 4g + q) that lies
+  // 8 * (chunk - 1) columns right of the first one. All lanes call it.
+  CUTE_DEVICE void at(int lane, int chunk, float (&pair)[2][kReads]) const {
+    // The place in a slot: 0 ... 13 places after the chunk. Of every four chunks the last one
+    // reaches into the next slot.
+    int const slot = chunk / 4;
+    int const first = chunk % 4 * 8 + 7 + lane % 4 * 2 - lane / 4;
+    bool const crosses = chunk % 4 == 3;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      CUTE_UNROLL
+      for (int read = 0; read < kReads; ++read) {
+        if (!Function::kDiagonalReads[read]) continue;
+        float& value = pair[i][read];
+        int const place = first + i;
+        int const source = crosses ? place & (kWarpSize - 1) : place;
+        value = __shfl_sync(0xffffffffu, values[read][slot], source);
+        if (!crosses) continue;
+        float const next = __shfl_sync(0xffffffffu, values[read][slot + 1], source);
+        if (place >= kWarpSize) value = next;
+      }
+    }
+  }
+};
+
+}  // namespace memeff::function

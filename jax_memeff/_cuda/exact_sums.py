@@ -1,0 +1,106 @@
+"""Gradients of captured arrays whose sums are the same in any order, for deterministic backwards.
+
+Kernels add in fixed point: two integers of 64 bits for each element, in units of ``1 / scale`` and
+of ``2**40 / scale`` (``ffi/include/memeff/score/captured/additions.cuh``). The scale depends on the
+largest gradient of a score that is possible, so that these keep 56 bits, and derivatives of the
+function may be up to 2**23. Larger terms, and those that are not finite, make the sum NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_memeff._call.operands import QkvPackedOperands
+from jax_memeff._call.options import Options
+from jax_memeff._call.sequences import sequence_of_tokens
+
+_BITS = 56
+_LEAST, _LARGEST = 2.0**-60, 2.0**60
+_WORDS = 4
+
+
+def sums_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """The shape of the int32 array of sums for a gradient ``[B~, ...]``."""
+    return shape[0], math.prod(shape[1:]) * _WORDS
+
+
+def scale(*leaves: jax.Array, tree: Any, options: Options) -> jax.Array:
+    """A power of two, float32[1], from the arguments of ``attention_bwd``.
+
+    The gradient of a score is ``p (dP - delta)`` with ``p <= 1``, ``|dP| <= |dO| |v|`` and
+    ``|delta| <= |dO| |O| + |dlse|``. Rows that take no part, and those that are not finite, do not
+    count.
+    """
+    operands, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
+    if isinstance(operands, QkvPackedOperands):
+        operands = operands.separate()
+    is_row = lse > -jnp.inf
+    gradients = _largest(_norms(dout), is_row)
+    values = _largest(_norms(operands.value), _valid_keys(operands)) * options.kept_scale
+    bound = gradients * (values + _largest(_norms(out), is_row))
+    if dlse is not None:
+        bound += _largest(jnp.abs(dlse.astype(jnp.float32)), is_row)
+    bound = jnp.clip(bound, _LEAST, _LARGEST)
+    # The next power of two: only the exponent of the sum is left.
+    bits = jax.lax.bitcast_convert_type(bound, jnp.int32)
+    power = jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+    return (2.0**_BITS / power)[None]
+
+
+def rounded(sums: jax.Array, scale: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """The gradient from its sums, rounded once.
+
+    >>> one_and_a_half = jnp.array([[3, 0, 0, 0]], jnp.int32)
+    >>> rounded(one_and_a_half, jnp.array([2.0]), (1, 1), jnp.float32)
+    Array([[1.5]], dtype=float32)
+    """
+    words = sums.reshape(*shape, 2, 2).astype(jnp.uint32)
+    (low, carry), (high, top) = ((words[..., i, 0], words[..., i, 1]) for i in range(2))
+    # What the first sum has beyond 40 bits belongs to the second one.
+    above = (carry.astype(jnp.int32) >> 8).astype(jnp.uint32)
+    carry &= 0xFF
+    whole = high + above
+    top += (above >> 31) * jnp.uint32(0xFFFFFFFF) + (whole < high).astype(jnp.uint32)
+    is_negative = top.astype(jnp.int32) < 0
+    # Minus the number: its parts are not negative, so their sum in float32 cancels nothing.
+    rest_low = jnp.uint32(0) - low
+    rest_carry = jnp.uint32(0x100) - carry - (low != 0).astype(jnp.uint32)
+    parts = (
+        (jnp.where(is_negative, ~top, top), 2.0**72),
+        (jnp.where(is_negative, ~whole, whole), 2.0**40),
+        (jnp.where(is_negative, rest_carry, carry), 2.0**32),
+        (jnp.where(is_negative, rest_low, low), 1.0),
+    )
+    total = sum(part.astype(jnp.float32) * unit for part, unit in reversed(parts))
+    total = jnp.where(is_negative, -total, total) / scale[0]
+    # A term that is out of range has set the top bits apart.
+    is_marked = (top ^ (top << 1)).astype(jnp.int32) < 0
+    return jnp.where(is_marked, jnp.nan, total).astype(dtype)
+
+
+def _norms(array: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(array.astype(jnp.float32)), -1))
+
+
+def _largest(array: jax.Array, is_valid: jax.Array) -> jax.Array:
+    return jnp.max(jnp.where(is_valid & jnp.isfinite(array), array, 0), initial=0)
+
+
+def _valid_keys(operands: Any) -> jax.Array:
+    """Which rows of the values the lengths allow; broadcasts to [B, S, K]."""
+    tokens = jnp.arange(operands.value.shape[1], dtype=jnp.int32)
+    if operands.sequences is not None:
+        sequences = operands.sequences
+        index = sequence_of_tokens(sequences.key_starts, tokens.size)
+        place = tokens - sequences.key_starts[index]
+        return ((place >= 0) & (place < sequences.key_lengths[index]))[:, None]
+    lengths = operands.mask.key_lengths
+    if lengths is None or lengths.shape[0] != operands.value.shape[0]:
+        longest = tokens.size if lengths is None else jnp.max(lengths)
+        return (tokens < longest)[:, None]
+    return (tokens < lengths[:, None])[..., None]
