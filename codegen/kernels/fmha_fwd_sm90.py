@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jax_memeff.codegen import shared_memory
+from jax_memeff.codegen.features import FUNCTIONS
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import key_box_rows
+from jax_memeff.codegen.functions.blocks import block_sizes
 from jax_memeff.codegen.kernels.families import (
     EVERY_MODIFIER,
     PROBABILITY_MODIFIERS,
@@ -23,11 +25,16 @@ from jax_memeff.codegen.kernels.families import (
     query_tile_grid,
 )
 from jax_memeff.codegen.launch import EntryPoint, TensorMap, Workspace
+from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec, Row
+from jax_memeff.codegen.strategy import Strategy
 
 # ``TileCounter`` of ffi/include/memeff/params.h.
 _TILE_COUNTER_WORDS = 4
+
+_LEAST_TILE = 64
+"""Each head dim has a tile whose rows and columns are this or twice this."""
 
 _TILE_RING = 4
 """Buffers of the ring of the next work tiles."""
@@ -149,6 +156,19 @@ class FmhaFwdSm90(WgmmaKernel):
             if panel_columns(head) == panel_columns(value):
                 for tile in self.tiles[max(head, value)]:
                     yield Row(head, value, tile)
+
+    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
+        reasons = super().reasons(spec, problem, strategy)
+        asked = problem[FUNCTIONS]
+        if asked is None or asked.mask is None:
+            return reasons
+        # A tile that lies in two blocks of rows takes the KV blocks of both.
+        for axis, size in (("query", spec.tile.query), ("key", spec.tile.key)):
+            for block in sorted(block_sizes(asked.mask, axis)):
+                if block % _LEAST_TILE == 0 and block % size and size % block:
+                    rows = "rows" if axis == "query" else "columns"
+                    reasons.append(f"its tile of {size} {rows} cuts blocks of {block}")
+        return reasons
 
     def consumer_groups(self, spec: KernelSpec) -> int:
         return _tile(spec).consumer_groups

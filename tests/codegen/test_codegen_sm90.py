@@ -10,6 +10,8 @@ from problems import problem
 from jax_memeff.codegen import emit, gpu, select, strategy, support
 from jax_memeff.codegen.features import BOOLEAN, SEGMENTS, AskedBias
 from jax_memeff.codegen.features.bias import gradient
+from jax_memeff.codegen.features.functions import AskedFunctions
+from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import dbias_bytes_and_stages
 from jax_memeff.codegen.kernels.fmha_bwd_two_kernel_sm90 import FmhaBwdTwoKernelSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
@@ -284,3 +286,38 @@ def test_hopper_backward_of_large_head_dims_has_two_kernels():
     spec = select.select(only_value)
     rows, keys = Grid(f"B*N*T/{spec.tile.query}"), Grid(f"B*K*S/{spec.tile.key}")
     assert [entry.grid for entry in spec.entry_points] == [rows, keys]
+
+
+def divided(rows: int, columns: int) -> AskedFunctions:
+    """``array[q // rows, k // columns]``, as lists of KV blocks are."""
+    values = (
+        Value("query", "int32"),
+        Value("constant", "int32", (), (("value", rows),)),
+        Value("div", "int32", (0, 1)),
+        Value("key", "int32"),
+        Value("constant", "int32", (), (("value", columns),)),
+        Value("div", "int32", (3, 4)),
+        Value("read", "bool", (2, 5), (("array", 0), ("mode", "clip"))),
+    )
+    return AskedFunctions(None, Program(values, (6,), (CapturedType("bool", 2),)))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block", "tile"),
+    [
+        (64, (128, 128), (128, 128)),
+        (64, (256, 64), (128, 128)),
+        (64, (64, 64), (192, 128)),
+        (64, (100, 128), (192, 128)),
+        (192, (128, 128), (128, 64)),
+        (192, (128, 48), (128, 96)),
+        (256, (64, 64), (128, 64)),
+        (256, (64, 60), (128, 80)),
+    ],
+    ids=str,
+)
+def test_tiles_do_not_cut_the_blocks_of_a_mask_function(head_dim, block, tile):
+    """If its blocks are multiples of 64; another tile would cut other blocks as well."""
+    asked = problem(head_dim=head_dim, arch="sm_90a", functions=divided(*block))
+    spec = select.select(asked)
+    assert (spec.tile.query, spec.tile.key) == tile

@@ -236,9 +236,8 @@ class Mask:
             counts: ``[B, N, Q blocks]``: how many of the n indices count, clamped to [0, n]. None:
                 all of them.
             block_size: The rows of a Q block and the columns of a KV block: one number for both, or
-                ``(rows, columns)``. The kernels skip blocks that are not listed and test no element
-                of those that are, if their tiles divide blocks; multiples of 128 always serve, and
-                multiples of 64 often.
+                ``(rows, columns)``. The kernels skip blocks that are not listed. If both sizes are
+                multiples of 128, they test no element of those that are.
 
         With grouped heads the lists are those of query heads; repeat lists of key heads with
         ``jnp.repeat(indices, N // K, 1)``. Lists may be traced. ``&`` adds what masks elements

@@ -247,14 +247,14 @@ def test_tiles_that_divide_blocks_need_no_test_of_elements(tile, kinds, monkeypa
         np.testing.assert_array_equal(found == 1, valid)
 
 
-def kernels_with_nan(arch: str | None, query_rows: strategy.QueryRows | None) -> Any:
+def kernels_with_nan(arch: str | None, query_rows: strategy.QueryRows | None, head_dim: int) -> Any:
     """Results and gradients if no list has the middle KV block, whose values are NaN."""
     if arch is not None:
         emulator.configure(arch)
     size, length = 128, 300
     rng = np.random.default_rng(8)
     query, key, value = (
-        jnp.asarray(rng.standard_normal((2, length, heads, size)), jnp.bfloat16)
+        jnp.asarray(rng.standard_normal((2, length, heads, head_dim)), jnp.bfloat16)
         for heads in (N, K, K)
     )
     value = value.at[:, size : 2 * size].set(jnp.nan)
@@ -275,18 +275,26 @@ def check_kernels_with_nan(found: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "query_rows"), [("sm_90a", None), ("sm_80", None), ("sm_90a", "64"), ("sm_80", "16")]
+    ("arch", "query_rows", "head_dim"),
+    [
+        ("sm_90a", None, 64),
+        ("sm_90a", None, 128),
+        ("sm_80", None, 128),
+        ("sm_90a", "64", 128),
+        ("sm_80", "16", 128),
+    ],
 )
-def test_kernels_load_no_block_that_is_not_listed(arch, query_rows, machine):
+def test_kernels_load_no_block_that_is_not_listed(arch, query_rows, head_dim, machine):
     """Those that split the keys as well, each part of which may have no block."""
-    found = machine.submit(kernels_with_nan, arch, query_rows).result(timeout=600)
+    found = machine.submit(kernels_with_nan, arch, query_rows, head_dim).result(timeout=600)
     check_kernels_with_nan(found)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("query_rows", [None, "16", "64"])
-def test_kernels_on_a_gpu_load_no_block_that_is_not_listed(query_rows):
-    check_kernels_with_nan(kernels_with_nan(None, query_rows))
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("query_rows", [None, "16"])
+def test_kernels_on_a_gpu_load_no_block_that_is_not_listed(query_rows, head_dim):
+    check_kernels_with_nan(kernels_with_nan(None, query_rows, head_dim))
 
 
 @pytest.mark.parametrize(
