@@ -105,7 +105,7 @@ def _differences(programs: dict[str, Any], timed: Sequence[str], cell: Cell) -> 
     reference = programs[timed[0]].results()
     found = {}
     for name in timed[1:]:
-        if all_peers.PEERS[name].plain and cell.function in cell_sets.WITHOUT_ARGUMENT:
+        if all_peers.PEERS[name].plain and cell.function not in cell_sets.WITH_ARGUMENT:
             continue
         # If the query was scaled beforehand, its gradient is not comparable.
         compared = 1 if all_peers.PEERS[name].prescaled else len(reference)

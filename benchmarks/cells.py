@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 from typing import Any
 
-WITHOUT_ARGUMENT = frozenset(("alibi", "table"))
-"""Functions that no other argument stands for: the plain call computes something else."""
+WITH_ARGUMENT = frozenset(("identity", "soft cap", "documents", "window"))
+"""Functions that another argument stands for, or none: the plain call computes the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Cell:
         if self.soft_cap is not None:
             parts.append(f"soft cap {self.soft_cap:g}")
         if self.function is not None:
-            has_argument = self.function not in ("identity", *WITHOUT_ARGUMENT)
+            has_argument = self.function in WITH_ARGUMENT - {"identity"}
             parts.append("as a function" if has_argument else f"function {self.function}")
         return " ".join(parts)
 
@@ -287,6 +287,22 @@ def functions() -> list[Cell]:
     ]
 
 
+def gallery() -> list[Cell]:
+    """Every example of examples/gallery, beside a call without the function or mask."""
+    from user_functions.in_jax import ENTRIES, PREFIX
+
+    cell = _constant_size("gallery", 4096, 128)
+    return [
+        dataclasses.replace(
+            cell,
+            function=f"{PREFIX}{entry.name}",
+            causal=entry.is_causal,
+            query_length=entry.rows or cell.query_length,
+        )
+        for entry in ENTRIES.values()
+    ]
+
+
 def tiny_functions() -> list[Cell]:
     """Small enough for a CPU: every function of ``functions``."""
     sizes = {"batch": 2, "query_length": 96, "key_length": 96, "heads": 2, "key_heads": 2}
@@ -317,6 +333,7 @@ SETS = {
         deterministic,
         memory,
         functions,
+        gallery,
         tiny_functions,
     )
 }

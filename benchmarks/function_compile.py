@@ -21,7 +21,7 @@ import jax_memeff
 # The benchmarks are scripts and not a package, as the examples are.
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from gallery import scores, structure
+from gallery import scores
 from gallery.catalog import ENTRIES, Shape
 
 _BATCH, _HEADS, _HEAD_DIM = 4, 16, 128
@@ -43,12 +43,8 @@ def functions() -> Iterator[tuple[str, Call, Any]]:
         alibi, cap = scores.alibi(slopes), scores.soft_cap(2.0)
         return {"score_mod": lambda s, b, h, q, k: alibi(cap(s, b, h, q, k), b, h, q, k)}
 
-    def causal_documents(ids: jax.Array) -> dict[str, Any]:
-        return {"mask": structure.documents(ids), "is_causal": True}
-
     yield "identity", same, ENTRIES["soft_cap"]
     yield "capped_alibi", capped_alibi, ENTRIES["alibi"]
-    yield "causal_documents", causal_documents, ENTRIES["documents"]
 
 
 def lower(call: Call, entry: Any, length: int, implementation: Any) -> None:

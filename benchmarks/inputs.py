@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from cells import Cell
 from peers import Peer
+from user_functions import in_jax
 
 
 class Inputs(NamedTuple):
@@ -23,7 +24,7 @@ class Inputs(NamedTuple):
     segment_ids: jax.Array | None = None
     mask: jax.Array | None = None
     table: jax.Array | None = None
-    """Of a cell whose function reads a learned table: float32 [N, 2 T]."""
+    """The float array that the function of the cell reads, and whose gradient counts."""
 
     def differentiable(self) -> dict[str, jax.Array]:
         """The operands whose gradients forward+backward computes."""
@@ -36,13 +37,10 @@ def make(cell: Cell) -> Inputs:
     """Standard normal arrays in the cell's dtype; zeros would draw less power and run faster."""
     batch, heads, key_heads = cell.batch, cell.heads, cell.key_heads
     rows, columns = cell.query_length, cell.key_length
-    keys = iter(jax.random.split(jax.random.key(0), 6))
-
-    def normal32(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape)
+    keys = iter(jax.random.split(jax.random.key(0), 5))
 
     def normal(*shape: int) -> jax.Array:
-        return normal32(*shape).astype(cell.dtype)
+        return jax.random.normal(next(keys), shape).astype(cell.dtype)
 
     return Inputs(
         query=normal(batch, rows, heads, cell.head_dim),
@@ -53,7 +51,7 @@ def make(cell: Cell) -> Inputs:
         dropout_key=jax.random.PRNGKey(1) if cell.dropout else None,
         segment_ids=None if cell.documents is None else _segment_ids(cell, cell.documents),
         mask=None if cell.mask_block is None else _mask(cell, cell.mask_block),
-        table=normal32(heads, 2 * rows) if cell.function == "table" else None,
+        table=in_jax.table(cell),
     )
 
 

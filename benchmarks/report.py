@@ -32,7 +32,7 @@ _BLOCKS = {
     "deterministic": "deterministic",
     "decode": "decode",
     "float32": "decode",
-    function_table.GROUP: "functions",
+    "functions": "functions",
 }
 _NAMES = ("tables", "summary", "host", "features", *dict.fromkeys(_BLOCKS.values()), "ring")
 _GRID = frozenset(("main", "small", "tiny"))
@@ -320,8 +320,11 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
     if "ring" in document:
         return {"ring": ring(document)}
     if document["cells"] and not of_grid(document):
-        if all(cell["group"] == function_table.GROUP for cell in document["cells"]):
+        groups = {cell["group"] for cell in document["cells"]}
+        if groups == {"functions"}:
             return {"functions": functions(document)}
+        if "gallery" in groups:
+            raise ValueError("results of the gallery have pages: python docs/gallery_pages.py")
         names = {_BLOCKS.get(cell["group"], "features") for cell in document["cells"]}
         return {names.pop() if len(names) == 1 else "features": tables(document, None)}
     found = {"tables": tables(document, image), "summary": summary(document)}

@@ -321,7 +321,7 @@ class KernelSpec:
     def has_block_mask(self) -> bool:
         """Whether a block mask says which tiles the kernel skips."""
         by_arrays = any(feature.needs_block_mask(self[feature]) for feature in registry.FEATURES)
-        return by_arrays and not self[registry.VARLEN] and self.kernel.reads_block_mask(self)
+        return by_arrays and not self[registry.PAGES] and self.kernel.reads_block_mask(self)
 
     def block_mask(
         self, lines: Literal["queries", "keys"], query: int | None = None, key: int | None = None

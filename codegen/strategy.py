@@ -26,6 +26,9 @@ the launcher reduces what it launches to the device (ffi/src/launch/key_splits.c
 MOST_SPLIT_BLOCKS = 512
 """Room for so many blocks with partial results: the largest GPUs then have a few for each SM."""
 
+FEW_ROWS = 16
+"""The rows of the smallest tile: those of one token if a group of heads shares its keys."""
+
 _PLAIN_ROWS = 128
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4
@@ -120,6 +123,8 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     >>> rows(1, 1024, 1024, 8, 8), rows(1, 128, 32768, 8, 8), rows(8, 2048, 2048, 32, 8)
     ('consumer_groups', '64', None)
     """
+    if problem[features.PAGES].is_invariant:
+        return "64"  # one kernel for every size
     packed = sizes.group if pack_heads(problem) else 1
     rows = sizes.queries * packed
     slices = sizes.batch * sizes.heads
@@ -134,7 +139,7 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     if is_packed or problem[features.ROW_MAXIMA]:
         # Partial results have no maxima.
         return "consumer_groups" if groups else None
-    if rows <= 16:
+    if rows <= FEW_ROWS:
         return "16"
     by_groups = _consumer_groups_time(tiles, sizes.keys, multiprocessors)
     if groups and by_groups <= _split_time(split_tiles, sizes.keys, multiprocessors):

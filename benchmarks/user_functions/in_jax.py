@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from cells import Cell
 
@@ -14,6 +15,10 @@ from cells import Cell
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 from gallery import scores, structure, windows
+from gallery.catalog import ENTRIES, Shape
+
+PREFIX = "gallery "
+"""Before the names of entries of the gallery, in a cell."""
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -25,8 +30,31 @@ def alibi_slopes(heads: int) -> list[float]:
     return [2.0 ** (-8 * (head + 1) / heads) for head in range(heads)]
 
 
+def table(cell: Cell) -> jax.Array | None:
+    """The float array that the function reads; None without one."""
+    if cell.function == "table":
+        return jax.random.normal(jax.random.key(1), (cell.heads, 2 * cell.query_length))
+    return next((x for x in _example(cell) if _is_float(x)), None)
+
+
+def _example(cell: Cell) -> tuple[Any, ...]:
+    """The arguments of a function of the gallery; nothing for another one."""
+    if cell.function is None or not cell.function.startswith(PREFIX):
+        return ()
+    shape = Shape(cell.batch, cell.heads, cell.key_length)
+    with jax.ensure_compile_time_eval():  # the program that is timed has them as constants
+        return ENTRIES[cell.function.removeprefix(PREFIX)].arguments(shape)
+
+
+def _is_float(argument: Any) -> bool:
+    return isinstance(argument, jax.Array) and jnp.issubdtype(argument.dtype, jnp.floating)
+
+
 def arguments(cell: Cell, inputs: Any) -> dict[str, Any]:
     """What a call with the function has in place of what the plain call has."""
+    if example := _example(cell):
+        entry = ENTRIES[str(cell.function).removeprefix(PREFIX)]
+        return entry.call(*(inputs.table if _is_float(x) else x for x in example))
     return _ARGUMENTS[cell.function or ""](cell, inputs)
 
 

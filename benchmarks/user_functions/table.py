@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-GROUP = "functions"
+GROUPS = ("functions", "gallery")
 _PLAIN, _DETERMINISTIC, _FLEX = "memeff_plain", "memeff_deterministic", "flex"
 _OURS = ("memeff_cuda", "memeff_xla")
 _MISSING = "n/a"
@@ -33,7 +33,7 @@ def rows(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         header += [f"{title}, TFLOP/s", *_RATIOS[direction]]
     found = []
     for cell in document["cells"]:
-        if cell["group"] == GROUP:
+        if cell["group"] in GROUPS:
             row = [cell["name"]]
             for direction in _DIRECTIONS:
                 row += _figures(cell["results"].get(direction, {}), direction)

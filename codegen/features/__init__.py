@@ -79,8 +79,7 @@ SOFT_CAP = Flag(
     "soft cap",
     constant="kSoftCap",
     tag="softcap",
-    # Beside a score function it is a part of that: functions/compose.py.
-    asked_by=lambda call: call.options.soft_cap is not None and call.options.score_function is None,
+    asked_by=lambda call: call.options.soft_cap is not None,
     modifies="scores",
     values=(None, 2.0),
 )

@@ -80,6 +80,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
     off = None
     together = None
     modifies = "scores"
+    positional = True
     per_head = True
     operands = (
         Operand("function_batch_index", "B", places=("functions.batch_index",)),
@@ -188,7 +189,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             if wide:
                 reasons.append(
                     f"{title} computes with {', '.join(sorted(wide))}; kernels compute with 32 "
-                    "bits: cast the captured arrays, or pass implementation='xla'"
+                    "bits: cast captured arrays and NumPy numbers, or pass implementation='xla'"
                 )
             most = max((array.ndim for array in program.arrays), default=0)
             if most > MOST_DIMS - 1:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..launch import CapturedArray
-from .feature import Constant, CppType, Feature, Operand, expect_one_of
+from .feature import Constant, CppType, Feature, Operand, SupportRow, expect_one_of
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -33,8 +33,17 @@ class AskedPages(NamedTuple):
     """Whether the bits of a row depend on its own query, keys and position alone."""
 
 
-class Pages(Feature[AskedPages, int]):
-    """Kernels are compiled for one page size."""
+class CompiledPages(NamedTuple):
+    """Kernels are compiled for one page size; those that are invariant split no keys, because the
+    number of splits depends on the batch and on the device.
+    """
+
+    size: int = 0
+    is_invariant: bool = False
+
+
+class Pages(Feature[AskedPages, CompiledPages]):
+    """The pool, and whether its kernels are invariant."""
 
     name, title = "pages", "paged keys"
     off = AskedPages(0)
@@ -56,6 +65,12 @@ class Pages(Feature[AskedPages, int]):
             placement="like query or replicated",
         ),
     )
+    support = (
+        SupportRow(
+            "keys and values in pages (`paged_attention`)",
+            ({"varlen": True, "pages": AskedPages(16)},),
+        ),
+    )
 
     def check(self, asked: AskedPages) -> None:
         if asked.size < 0 or asked.size % MULTIPLE:
@@ -69,20 +84,21 @@ class Pages(Feature[AskedPages, int]):
         others = ", latent" * asked.is_latent + ", batch invariant" * asked.is_invariant
         return f"pages of {asked.size} keys{dtype}{others}"
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> int:
-        return problem[self].size
+    def compiled(self, problem: Problem, kernel: Kernel) -> CompiledPages:
+        return CompiledPages(problem[self].size, problem[self].is_invariant)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        return {"kPageSize": spec[self]}
+        return {"kPageSize": spec[self].size}
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
-        return (CapturedArray("page_table", "B *"),) if spec[self] else ()
+        return (CapturedArray("page_table", "B *"),) if spec[self].size else ()
 
-    def tag(self, compiled: int, kernel: Kernel) -> str:
-        return f"pages{compiled}" if compiled else ""
+    def tag(self, compiled: CompiledPages, kernel: Kernel) -> str:
+        invariant = "_invariant" * compiled.is_invariant
+        return f"pages{compiled.size}{invariant}" if compiled.size else ""
 
-    def sort_key(self, compiled: int) -> tuple:
-        return (compiled,)
+    def sort_key(self, compiled: CompiledPages) -> tuple:
+        return compiled
 
     def family_reasons(self, problem: Problem) -> list[str]:
         asked, reasons = problem[self], []
@@ -92,12 +108,12 @@ class Pages(Feature[AskedPages, int]):
             reasons.append(f"no kernel reads pages of float8 yet: {_XLA}, or cast the pool")
         if asked.is_latent:
             reasons.append(f"no kernel reads values as columns of keys yet: {_XLA}")
-        if asked.is_invariant:
-            reasons.append(f"no kernel has batch_invariant=True yet: {_XLA}")
         return reasons
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
-        if spec[self] and not spec.kernel.reads_pages:
+        if spec[self] != self.compiled(problem, spec.kernel):
+            return ["it is compiled for other pages"]
+        if spec[self].size and not spec.kernel.reads_pages:
             return ["it has no paged keys"]
         return []
 
@@ -127,4 +143,4 @@ def key_box_rows(spec: KernelSpec) -> int:
 
     ffi/include/memeff/layout/page_table.cuh computes the same.
     """
-    return math.gcd(spec.tile.key, spec[PAGES])
+    return math.gcd(spec.tile.key, spec[PAGES].size)

@@ -229,7 +229,7 @@ class WgmmaKernel(Kernel):
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
         by_groups = self.consumer_groups(spec) > 1
-        can_split = not spec[VARLEN] or spec[PAGES] > 0
+        can_split = not spec[VARLEN] or spec[PAGES].size > 0
         if by_groups and strategy.query_rows != "consumer_groups":
             reasons.append("its consumer groups split few tiles of keys that are not long")
         elif not by_groups and strategy.query_rows is not None and can_split:

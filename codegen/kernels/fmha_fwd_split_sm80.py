@@ -151,6 +151,10 @@ _TILES: MmaTables = {
 }
 _TILES_F32: MmaTables = {}
 
+_MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
+"""Elements of a warp's output, 32 registers a lane for each 1024. With twice as many, segment ids
+and boolean masks spilled 24 to 56 bytes."""
+
 
 class FmhaFwdSplitSm80(MmaKernel):
     """The forward with split keys; f32 has none."""
@@ -181,7 +185,9 @@ class FmhaFwdSplitSm80(MmaKernel):
         return 16
 
     def reads_block_mask(self, spec: KernelSpec) -> bool:
-        return False
+        """Its row of blocks takes three registers, which larger tiles of output do not leave."""
+        (rows,) = self.rows_of_warps(spec)
+        return rows * spec.padded_value_dim <= _MOST_ELEMENTS_WITH_BLOCK_MASK
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """A tile of query and stages of key and value. At the end the groups of warps that split
@@ -209,7 +215,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         grid = Grid(f"B*{rows}/{spec.tile.query}*splits")
         class_name = "FmhaForwardCombine<Config>"
         combine = stage(spec, "combine", class_name, COMBINE_THREADS, grid=_COMBINE_GRID)
-        return self.main(spec, grid), combine
+        return self.main(spec, grid, spec.block_mask("queries")), combine
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         tile = _tile(spec)
@@ -227,6 +233,8 @@ class FmhaFwdSplitSm80(MmaKernel):
         (ffi/src/launch/key_splits.cc) chooses the number of parts for the device; this is the most
         that the program has room for.
         """
+        if spec[PAGES].is_invariant:
+            return
         tile_heads = sizes.key_heads if spec.pack_heads else sizes.heads
         rows = sizes.queries * sizes.heads // max(1, tile_heads)
         tiles = sizes.batch * tile_heads * -(-rows // spec.tile.query)

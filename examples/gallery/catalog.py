@@ -50,11 +50,15 @@ class Entry:
     def name(self) -> str:
         return self.make.__name__
 
+    @property
+    def is_mask(self) -> bool:
+        """Whether it makes a mask, and not a function of scores."""
+        return self.make.__module__ != scores.__name__
+
     def call(self, *arguments: Any) -> dict[str, Any]:
         """The arguments of ``dot_product_attention``."""
-        made = self.make(*arguments)
-        kind = "mask" if isinstance(made, Mask) else "score_mod"
-        return {kind: made, "is_causal": self.is_causal}
+        kind = "mask" if self.is_mask else "score_mod"
+        return {kind: self.make(*arguments), "is_causal": self.is_causal}
 
 
 def _normal(*shape: int) -> jax.Array:
@@ -96,6 +100,13 @@ def _draft_tree(shape: Shape) -> tuple[jax.Array, jax.Array]:
 def _bigbird(shape: Shape) -> tuple[jax.Array, int]:
     count = shape.length // shape.block
     return jax.random.randint(jax.random.key(0), (count, 2), 0, count), shape.block
+
+
+def _listed_blocks(shape: Shape) -> tuple[jax.Array, int]:
+    """Those that a router of random scores prefers, and the first."""
+    count = shape.length // shape.block
+    chosen = jax.lax.top_k(_normal(shape.batch, shape.heads, count, count), 2)[1]
+    return chosen.at[..., 0].set(0), shape.block
 
 
 def _block_sparse(shape: Shape) -> tuple[jax.Array, int]:
@@ -147,6 +158,7 @@ ENTRIES = {
         Entry(structure.documents, "Documents", _documents),
         Entry(structure.draft_tree, "A tree of draft tokens", _draft_tree, rows=len(_PARENTS)),
         Entry(structure.bigbird, "BigBird's blocks", _bigbird),
-        Entry(structure.block_sparse, "Sparse blocks", _block_sparse),
+        Entry(structure.listed_blocks, "Blocks from index lists", _listed_blocks),
+        Entry(structure.block_sparse, "Blocks from a table", _block_sparse),
     )
 }

@@ -90,8 +90,21 @@ def bigbird(random_blocks: jax.Array, block: int) -> Mask:
     return Mask.function(attends)
 
 
+def listed_blocks(lists: jax.Array, block: int) -> Mask:
+    """Blocks of columns that are listed for each block of rows, as a router chooses them.
+
+    Yuan et al., "Native Sparse Attention", and Lu et al., "MoBA", 2025. Lists may be traced, such
+    as the indices of ``jax.lax.top_k``. Language models combine it with ``Mask.causal()``.
+
+    Args:
+        lists: integer [B, N, T / block, n]: the numbers of blocks; -1 lists nothing.
+        block: rows and columns of a block; multiples of 128 are fastest.
+    """
+    return Mask.kv_blocks(lists, block_size=block)
+
+
 def block_sparse(blocks: jax.Array, block: int) -> Mask:
-    """Blocks of scores that an array lists, for each head.
+    """Blocks of scores that are true in an array, for each head.
 
     Args:
         blocks: bool [N, T / block, S / block].

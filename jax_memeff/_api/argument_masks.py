@@ -81,6 +81,11 @@ def mask(
             f"mask must be a boolean array or a jax_memeff.Mask, got {value!r}; pass "
             "is_causal=True, or mask=jax_memeff.Mask.causal()"
         )
+    if callable(value):
+        raise TypeError(
+            "mask must be a boolean array or a jax_memeff.Mask, got a function; pass "
+            "mask=jax_memeff.Mask.function(function)"
+        )
     if not isinstance(value, Mask):
         return Mask.boolean(argument_arrays.boolean_mask(value, scores))
     _fields_of_mask(value)

@@ -16,6 +16,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jax_memeff._call.functions import ScoreFunction
+from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.options import Implementation
 
@@ -49,11 +50,40 @@ class PaddedArguments(CommonArguments, total=False):
     key_value_seq_lengths: ArrayLike | None
 
 
-_DEFAULTS = {"is_causal": False, "dropout_rate": 0.0, "deterministic_backward": False}
+class PagedArguments(TypedDict, total=False):
+    """The arguments of ``paged_attention`` beside its arrays, which documents them."""
+
+    query_starts: ArrayLike | None
+    max_query_length: int | None
+    scale: float | None
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    score_mod: ScoreFunction | None
+    mask: ArrayLike | Mask | None
+    key_scale: ArrayLike | None
+    value_scale: ArrayLike | None
+    value_dim: int | None
+    batch_invariant: bool
+    implementation: Implementation | None
+
+
+_DEFAULTS = {
+    "is_causal": False,
+    "dropout_rate": 0.0,
+    "deterministic_backward": False,
+    "batch_invariant": False,
+}
 """Of all other arguments the default is None."""
 
 
-def with_defaults(kind: type[CommonArguments], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _default(kind: Any, name: str) -> Any:
+    # New tokens are the last ones of their sequence.
+    return True if kind is PagedArguments and name == "is_causal" else _DEFAULTS.get(name)
+
+
+def with_defaults(kind: type[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a kind by name.
 
     Raises:
@@ -69,7 +99,7 @@ def with_defaults(kind: type[CommonArguments], arguments: Mapping[str, Any]) -> 
                 else f"expected one of {', '.join(sorted(names))}"
             )
             raise TypeError(f"got an unexpected keyword argument {name!r}; {advice}")
-    return {name: _DEFAULTS.get(name) for name in names} | dict(arguments)
+    return {name: _default(kind, name) for name in names} | dict(arguments)
 
 
 def in_full(function: Function) -> Function:
@@ -81,7 +111,7 @@ def in_full(function: Function) -> Function:
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=_DEFAULTS.get(name),
+            default=_default(kind, name),
             annotation=getattr(annotation, "__forward_arg__", annotation),
         )
         for name, annotation in kind.__annotations__.items()

@@ -99,14 +99,16 @@ def common(
     score_function, captured = argument_functions.score_mod(
         arguments["score_mod"], dtype, traced_scale, soft_cap
     )
-    if score_function is not None and is_static:
-        if builtin.is_identity(score_function):
+    if score_function is not None:
+        argument, soft_cap = soft_cap, None  # it is part of the function now
+        if is_static and builtin.is_identity(score_function):
             score_function, captured = None, ()
-        elif soft_cap is None and (cap := builtin.soft_cap(score_function)) is not None:
-            score_function, soft_cap = None, cap
+        elif is_static and (cap := builtin.soft_cap(score_function)) is not None:
+            # Of the function, or the argument before a function that returns its score.
+            score_function, soft_cap = None, cap if argument is None else argument
     options = Options(
         scale=scale,
-        soft_cap=soft_cap if is_static else None,
+        soft_cap=soft_cap,
         score_function=score_function,
         dropout_threshold=dropout.threshold(rate),
         precision=numbers.precision(arguments["precision"]),

@@ -25,7 +25,8 @@ from jax import lax
 
 from jax_memeff._blockwise import varlen as blockwise_varlen
 from jax_memeff._blockwise.backward import live_rows
-from jax_memeff._blockwise.tiles import Blocks, Problem, dot, grouped, select, ungrouped, when
+from jax_memeff._blockwise.blocks import Blocks
+from jax_memeff._blockwise.tiles import Problem, dot, grouped, select, ungrouped, when
 from jax_memeff._call import sinks
 from jax_memeff._call.divisors import (
     as_gradient,

@@ -1,8 +1,5 @@
 """Tiles of scores, for the forward and the backward of the blockwise path.
 
-All blocks of an axis have the same size. The last one ends at the end of the axis and may overlap
-its neighbour, so nothing is padded. Overlapped elements count once, in the earlier block.
-
 All arithmetic is float32 (float64 for float64 inputs): tiles of 16-bit operands are widened as they
 are read, and results are rounded once.
 """
@@ -19,14 +16,14 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from jax_memeff._blockwise import functions, pages
+from jax_memeff._blockwise.blocks import Blocks, blocks
 from jax_memeff._blockwise.functions import Coordinates
 from jax_memeff._call import dropout
 from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans
 from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.operands import Operands, captured_name
-from jax_memeff._call.options import RANDOM_BLOCK, Options
-from jax_memeff._call.pages import INVARIANT_COLUMNS
+from jax_memeff._call.options import Options
 from jax_memeff._call.values import require_static
 
 LONGEST_BLOCK = 512
@@ -51,44 +48,6 @@ def has_probabilities(lse: jax.Array) -> jax.Array:
     and recomputed probabilities would be wrong by a factor, 0 or inf.
     """
     return jnp.logical_not(jnp.abs(lse) >= 2.0 ** (jnp.finfo(lse.dtype).nmant + 1))
-
-
-class Blocks(NamedTuple):
-    """The division of one axis into blocks."""
-
-    length: int
-    size: int
-
-    @property
-    def count(self) -> int:
-        return -(-self.length // self.size)
-
-    @property
-    def overlap(self) -> bool:
-        return self.length % self.size != 0
-
-    def start(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The start of a block, and its first element that no earlier block counts; int32."""
-        first = index.astype(jnp.int32) * self.size
-        return jnp.minimum(first, self.length - self.size), first
-
-
-def _cut(length: int, longest: int) -> Blocks:
-    """Equal blocks, if there are several of whole blocks of random bits."""
-    count = -(-length // longest)
-    if count <= 1:
-        return Blocks(length, length)
-    size = -(-length // (RANDOM_BLOCK * count)) * RANDOM_BLOCK
-    return Blocks(length, min(size, length))
-
-
-def _blocks(operands: Operands, longest: int) -> tuple[Blocks, Blocks]:
-    """The blocks of rows and columns."""
-    rows, columns = operands.query.shape[1], operands.columns
-    if operands.pages is not None and operands.pages.is_invariant:
-        # XLA sums in another order if a product has other sizes: every row is a product of its own.
-        return Blocks(rows, 1), Blocks(columns, INVARIANT_COLUMNS)
-    return _cut(rows, longest), _cut(columns, longest)
 
 
 ArraysByIndex = dict[int, jax.Array]
@@ -157,7 +116,7 @@ class Problem:
                 for index, x in enumerate(operands.captured)
             ),
             accumulator,
-            *_blocks(operands, longest),
+            *blocks(operands, longest),
         )
 
     def zeros(self, *shape: int) -> jax.Array:

@@ -37,6 +37,9 @@ class Pages:
     latent_dim: int | None = dataclasses.field(default=None, metadata={"static": True})
     """The number of columns of the keys that are the values, too. ``Operands.value`` is then the
     array of the keys. None: values have an array of their own."""
+    tokens_each: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """The tokens of the query for each sequence, if there are equally many: the sequences may then
+    be divided over devices."""
     is_invariant: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether the bits of a row depend on its own query, keys and position alone. ``longest_key``
     is then a multiple of ``INVARIANT_COLUMNS``."""

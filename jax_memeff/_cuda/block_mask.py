@@ -6,6 +6,8 @@ before a kernel.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,10 +20,15 @@ from jax_memeff._call.mask.computed_blocks import of_tiles
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import FunctionState, captured_name
 from jax_memeff._call.options import Divisors
+from jax_memeff._call.sequences import Sequences
 from jax_memeff.codegen.launch import BlockMask
 
 _LINE_BYTES = 8
 """Alignment of a row of blocks, which has two int32 and then one byte for each tile."""
+
+_MOST_TILES_OF_SEQUENCES = 2**24
+"""Packed sequences have tiles up to the longest one that the call allows, however short they are.
+With more tiles the block mask says nothing, and kernels test every element."""
 
 
 def lines(
@@ -31,6 +38,7 @@ def lines(
     tile: BlockMask,
     scores: tuple[int, int, int, int],
     divisors: Divisors,
+    sequences: Sequences | None = None,
 ) -> jax.Array:
     """The block mask of a kernel: uint8 [B or 1, N or 1, rows of blocks, bytes].
 
@@ -42,6 +50,7 @@ def lines(
         tile: the size of the tiles, and whether rows of blocks belong to queries or keys.
         scores: (B, N, T, S).
         divisors: those of arrays with fewer batch indices.
+        sequences: the packed sequences, which are then the batch; their tiles begin with them.
 
     >>> ids = jnp.array([[0, 0, 0, 1, 1]])
     >>> mask, tile = Mask.segments(ids, ids), BlockMask("queries", 2, 2)
@@ -57,14 +66,19 @@ def lines(
     """
     batch, _, length, key_length = scores
     tiling = Tiling((length, key_length), (tile.query, tile.key))
+    if sequences is not None:
+        mask = _of_sequences(mask, sequences)
     found = [
         broadcastable(of_tiles(levels, tiling), divisors[f"mask.block_masks.{index}"], batch)
         for index, levels in enumerate(mask.block_masks)
     ]
     if not mask.block_masks or mask.beyond_block_masks:
-        found += _of_conditions(mask, functions, position, tiling, batch, divisors)
+        reached = None if sequences is None else _reached(sequences, tiling)
+        found += _of_conditions(mask, functions, position, tiling, batch, divisors, reached)
     levels = block_mask.conjunction(found)
     levels = jnp.broadcast_to(levels, (*levels.shape[:2], *tiling.counts))
+    if sequences is not None and levels.size > _MOST_TILES_OF_SEQUENCES:
+        levels = jnp.full((1, 1, *tiling.counts), block_mask.SOME, jnp.uint8)
     return _with_ranges(levels if tile.lines == "queries" else levels.swapaxes(2, 3))
 
 
@@ -75,15 +89,19 @@ def _of_conditions(
     tiling: Tiling,
     batch: int,
     divisors: Divisors,
+    reached: jax.Array | None,
 ) -> list[jax.Array]:
-    """The block masks of ids, boolean arrays, the function and traced windows."""
+    """The block masks of ids, boolean arrays, the function and traced windows.
+
+    The function is not evaluated in tiles that are not ``reached``, [B, 1, Q blocks, KV blocks].
+    """
     found = [block_mask.of_ids(*pair, tiling) for pair in mask.segment_ids]
     if mask.booleans:
         boolean, divisor = conjunction(mask, divisors, batch)
         found.append(broadcastable(block_mask.of_booleans(boolean, tiling), divisor, batch))
     if mask.functions:
         assert functions is not None
-        found.append(_of_function(mask, functions, position, tiling, divisors))
+        found.append(_of_function(mask, functions, position, tiling, divisors, reached))
     return found + block_mask.of_windows(mask, position, tiling)
 
 
@@ -93,14 +111,14 @@ def _of_function(
     position: Position | None,
     tiling: Tiling,
     divisors: Divisors,
+    reached: jax.Array | None,
 ) -> jax.Array:
     """[B or 1, N or 1, query tiles, key tiles]."""
     (program,) = mask.functions
     depends = program.dependence(program.results[0])
     has_own_position = position is not None and any(x.ndim for x in position)
-    per_batch = (
-        has_own_position or "batch" in depends or any(x.shape[0] != 1 for x in mask.captured)
-    )
+    per_batch = has_own_position or "batch" in depends or reached is not None
+    per_batch = per_batch or any(x.shape[0] != 1 for x in mask.captured)
     batch = state.batch_index if per_batch else state.batch_index[:1]
     firsts = (jnp.int32(0), jnp.int32(0)) if position is None else position
     place = jnp.arange(batch.size, dtype=jnp.int32)
@@ -118,7 +136,45 @@ def _of_function(
         state.head_index if "head" in depends else state.head_index[:1],
         *(x.reshape(-1) for x in firsts),
     )
-    return block_mask.of_function(program, indices, captured, tiling)
+    return block_mask.of_function(program, indices, captured, tiling, reached)
+
+
+def _of_sequences(mask: Mask, sequences: Sequences) -> Mask:
+    """The mask of packed sequences with lengths, and with ids [sequences, positions]."""
+    query = sequences.query_starts, sequences.query_lengths, sequences.longest_query
+    key = sequences.key_starts, sequences.key_lengths, sequences.longest_key
+    return dataclasses.replace(
+        mask,
+        query_lengths=sequences.query_lengths,
+        key_lengths=sequences.key_lengths,
+        segment_ids=tuple(
+            (_ids_of_sequences(query_ids, *query), _ids_of_sequences(key_ids, *key))
+            for query_ids, key_ids in mask.segment_ids
+        ),
+    )
+
+
+def _ids_of_sequences(
+    ids: jax.Array, starts: jax.Array, lengths: jax.Array, longest: int
+) -> jax.Array:
+    """The ids [1, tokens] of each sequence, [B, longest]; the last one repeats beyond its end."""
+    last = jnp.maximum(lengths - 1, 0)[:, None]
+    tokens = starts[:-1, None] + jnp.minimum(jnp.arange(longest, dtype=jnp.int32), last)
+    return jnp.take(ids[0], tokens, mode="clip")
+
+
+def _reached(sequences: Sequences, tiling: Tiling) -> jax.Array:
+    """Whether each tile has an element within the lengths, bool[B, 1, Q blocks, KV blocks]."""
+    rows, columns = (
+        jnp.arange(count, dtype=jnp.int32) * own < lengths[:, None]
+        for count, own, lengths in zip(
+            tiling.counts,
+            tiling.tile,
+            (sequences.query_lengths, sequences.key_lengths),
+            strict=True,
+        )
+    )
+    return rows[:, None, :, None] & columns[:, None, None, :]
 
 
 def _with_ranges(valid: jax.Array) -> jax.Array:

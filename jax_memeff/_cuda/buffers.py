@@ -101,13 +101,14 @@ def of_block_masks(
     maps = {block_mask for spec in specs.values() for block_mask in spec.block_masks}
 
     def parts(x: Any) -> tuple[Any, ...]:
-        return x.mask, x.functions, x.position
+        # Operands of packed projections have no sequences.
+        return x.mask, x.functions, x.position, getattr(x, "sequences", None)
 
     arrays, structure = jax.tree.flatten(parts(avals))
 
     def lines(*values: Any, tile: BlockMask) -> jax.Array:
-        mask, functions, position = jax.tree.unflatten(structure, values)
-        return block_masks.lines(mask, functions, position, tile, avals.scores, shared)
+        mask, functions, position, sequences = jax.tree.unflatten(structure, values)
+        return block_masks.lines(mask, functions, position, tile, avals.scores, shared, sequences)
 
     return [
         computed(

@@ -14,7 +14,6 @@ from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import traced_windows
 from jax_memeff.codegen.features.functions import AskedFunctions
-from jax_memeff.codegen.functions.compose import with_soft_cap
 from jax_memeff.codegen.functions.program import CapturedType, Program
 
 _WIDENED = {"int8": "int32", "int16": "int32", "uint16": "uint32"}
@@ -27,16 +26,14 @@ def programs(operands: Any, options: Options) -> AskedFunctions:
     ``operands`` are separate, and may be types.
     """
     mask = operands.mask
-    score = options.score_function
-    if score is not None and options.soft_cap is not None:
-        score = with_soft_cap(score, options.soft_cap)
     own, bounds = traced_windows.conjunction(
         mask.functions[0] if mask.functions else None,
         mask,
         operands.scores,
         operands.sequences is not None,
     )
-    score, own = (None if x is None else in_kernel_types(x) for x in (score, own))
+    found = options.score_function, own
+    score, own = (None if x is None else in_kernel_types(x) for x in found)
     return AskedFunctions(score, own, bounds)
 
 

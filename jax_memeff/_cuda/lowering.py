@@ -33,7 +33,15 @@ from jax_memeff._call.operands import (
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.values import require_static
-from jax_memeff._cuda import buffers, description, exact_sums, functions, traced_windows, workspaces
+from jax_memeff._cuda import (
+    buffers,
+    description,
+    exact_sums,
+    functions,
+    mixed_batches,
+    traced_windows,
+    workspaces,
+)
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.export import register_targets
 from jax_memeff._cuda.problem import Call, bias_alignment, problem_of
@@ -66,6 +74,17 @@ _ROW_STATISTICS = (1, 2, 0)
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
     types, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
+    if not (few := mixed_batches.few_queries(buffers.separate(types))):
+        return _lower_forward(ctx, types, operands, options)
+    parts = []
+    for is_short, own in zip((True, False), mixed_batches.types_of_parts(types, few), strict=True):
+        arrays = mixed_batches.operands_of_part(ctx, types, operands, few, is_short)
+        parts.append(_lower_forward(ctx, own, arrays, options))
+    return mixed_batches.joined(ctx, parts)
+
+
+def _lower_forward(ctx: mlir.LoweringRuleContext, types: Any, operands: Any, options: Options):
+    """One call of kernels."""
     avals = buffers.separate(types)
     specs = kernels(avals, options, needs_grad=None)
     inputs = buffers.of_operands(ctx, types, operands, options)
@@ -250,10 +269,11 @@ def digest(
         UnsupportedError, CompileError: as the lowering would.
     """
     operands = jax.tree.unflatten(tree, avals)
-    specs = kernels(
-        buffers.separate(operands if needs_grad is None else operands[0]), options, needs_grad
-    )
-    keys = [compiler.key(spec, arch) for arch, spec in specs.items()]
+    types = buffers.separate(operands if needs_grad is None else operands[0])
+    few = mixed_batches.few_queries(types)
+    parts = mixed_batches.types_of_parts(types, few) if few else (types,)
+    specs = [kernels(part, options, needs_grad) for part in parts]
+    keys = [compiler.key(spec, arch) for own in specs for arch, spec in own.items()]
     return hashlib.sha256(repr((specs, keys)).encode()).digest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import operator
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 from jax_memeff._cuda.functions import in_kernel_types
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
 from jax_memeff.codegen.features.functions import AskedFunctions
-from jax_memeff.codegen.functions.compose import with_soft_cap
 from jax_memeff.errors import UnsupportedError
 
 Trace = Callable[[Callable[..., Any]], Any]
@@ -46,9 +46,9 @@ def asked(
     """
     score_program, mask_program, summed = None, None, ()
     if score is not None:
-        program, arrays = _traced("--score-function", score, traced_score_function)
-        whole = with_soft_cap(program, _CAP) if soft_cap else program
-        score_program = in_kernel_types(whole).structure
+        trace = functools.partial(traced_score_function, soft_cap=_CAP if soft_cap else None)
+        program, arrays = _traced("--score-function", score, trace)
+        score_program = in_kernel_types(program).structure
         if gradients:
             is_float = [jnp.issubdtype(array.dtype, jnp.floating) for array in arrays]
             summed = tuple(index for index, own in enumerate(is_float) if own)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._functions.canonical import canonical
@@ -27,7 +28,11 @@ _UNSUPPORTED = "{} cannot be written as operations on scalars"
 
 
 def traced_score_function(
-    function: Callable[..., Any], accumulator: ScalarType = "float32"
+    function: Callable[..., Any],
+    accumulator: ScalarType = "float32",
+    *,
+    scale: jax.Array | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Program, tuple[jax.Array, ...]]:
     """The program of ``function(score, batch, head, query, key)`` and its derivatives.
 
@@ -35,6 +40,9 @@ def traced_score_function(
         function: from a score and four int32 scalars to a float scalar. It is called once, with
             tracers. Arrays that it closes over may be tracers of transformations around the call.
         accumulator: the dtype of the score and of the result, ``float32`` or ``float64``.
+        scale: multiplies the score before the function, and is an array that the program reads.
+        soft_cap: caps the score after the scale and before the function. It is a literal of the
+            program, so another one has the same structure.
 
     Returns:
         The program and the arrays that it reads, in the order of ``Program.arrays``. These are the
@@ -53,7 +61,13 @@ def traced_score_function(
     >>> program.values[program.results[1]]  # the derivative by the score is 1
     Value(op='constant', dtype='float32', args=(), params=(('value', 1.0),))
     """
-    tracer = _Tracer(function, INPUTS, accumulator, "score_mod")
+    caps = () if soft_cap is None else (soft_cap,)
+
+    def before(score: jax.Array, *caps: jax.Array) -> jax.Array:
+        score = score if scale is None else score * scale
+        return _capped(score, *caps) if caps else score
+
+    tracer = _Tracer(function, INPUTS, accumulator, "score_mod", before, caps)
     function_alone, arrays = tracer.program(keep_custom=True)
     try:
         program, used = with_derivatives(function_alone, tracer.calls)
@@ -75,8 +89,36 @@ def traced_mask_function(function: Callable[..., Any]) -> tuple[Program, tuple[j
     return _Tracer(function, INPUTS[1:], "bool", "Mask.function").program()
 
 
+@jax.custom_jvp
+def _capped(score: jax.Array, cap: jax.Array) -> jax.Array:
+    """``cap * tanh(score / cap)``.
+
+    JAX's own derivative would multiply by the cap and divide by it, for each score.
+    """
+    return cap * jnp.tanh(score / cap)
+
+
+@_capped.defjvp
+def _capped_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    score, cap = primals
+    tanh = jnp.tanh(score / cap)
+    return cap * tanh, (1 - tanh * tanh) * tangents[0]  # the cap is static
+
+
+def _unchanged(score: jax.Array) -> jax.Array:
+    return score
+
+
 class _Tracer:
-    """One traced function. ``argument`` names it in errors."""
+    """One traced function.
+
+    Args:
+        argument: its name in errors.
+        before: changes the first argument before the function; it takes ``numbers``, too.
+        numbers: literals of the program, also where a number would belong to the structure.
+    """
 
     def __init__(
         self,
@@ -84,8 +126,11 @@ class _Tracer:
         inputs: tuple[str, ...],
         result: ScalarType,
         argument: str,
+        before: Callable[..., Any] = _unchanged,
+        numbers: tuple[float, ...] = (),
     ) -> None:
         self._argument = argument
+        self._before, self._numbers = before, numbers
         self._graph = Graph()
         self._interpreter = Interpreter(self._graph, custom_rules=result != "bool")
         types: list[tuple[str, ScalarType]] = [
@@ -127,14 +172,16 @@ class _Tracer:
 
         # A function of its own for each call: JAX keeps jaxprs by function, with the tracers that
         # they close over.
-        def called(*args: Any) -> Any:
+        def called(first: Any, *args: Any) -> Any:
+            others, numbers = args[: len(types) - 1], args[len(types) - 1 :]
             try:
-                result = function(*args)
+                result = function(self._before(first, *numbers), *others)
             except _NOT_IN_PYTHON as error:
                 raise TypeError(self._not_in_python(error)) from error
             return self._checked(result, types)
 
-        return jax.make_jaxpr(called)(*(jax.ShapeDtypeStruct((), dtype) for _, dtype in types))
+        dtypes = [dtype for _, dtype in types] + [types[0][1]] * len(self._numbers)
+        return jax.make_jaxpr(called)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
 
     def _not_in_python(self, error: Exception) -> str:
         start = f"{self._argument} is traced by JAX: its arguments are no Python numbers. "
@@ -152,7 +199,8 @@ class _Tracer:
         try:
             aval = jax.typeof(result)
         except TypeError:
-            raise TypeError(f"{expected}, got {type(result).__name__}") from None
+            advice = "; does it lack a `return`?" if result is None else ""
+            raise TypeError(f"{expected}, got {type(result).__name__}{advice}") from None
         if aval.shape != ():
             raise ValueError(
                 f"{expected}, got an array of shape {aval.shape}; its arguments are scalars, and "
@@ -163,18 +211,19 @@ class _Tracer:
         if right:
             return result
         advice = {
-            "a float": "; return the score for scores that do not change",
+            "a float": "; convert it, for example by .astype(jnp.float32)",
             "a bool": "; write a comparison, or != 0",
         }[kind]
+        if name.startswith("complex"):
+            advice = "; return its real part"
         if name == "bool":
             advice = "; a function that says which scores count is a Mask.function"
         raise TypeError(f"{expected}, got {name}{advice}")
 
     def _interpreted(self, traced: Any, types: list[tuple[str, ScalarType]], result: Any) -> int:
-        inputs = [
-            Scalars(np.array(self._graph.add(name, dtype)), np.dtype(dtype))
-            for name, dtype in types
-        ]
+        indices = [(self._graph.add(name, dtype), dtype) for name, dtype in types]
+        indices += [(self._graph.number(x, types[0][1]), types[0][1]) for x in self._numbers]
+        inputs = [Scalars(np.array(index), np.dtype(dtype)) for index, dtype in indices]
         (found,) = self._interpreter.run(traced, inputs)
         value = int(self._interpreter.scalars(found).elements[()])
         return self._graph.add("convert_element_type", result, (value,))

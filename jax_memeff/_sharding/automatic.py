@@ -55,6 +55,7 @@ from jax_memeff._sharding.layout import (
     Sharded,
     dims,
     divides_groups,
+    even_tokens,
     forward_dims,
     heads_of,
     layout,
@@ -63,8 +64,10 @@ from jax_memeff._sharding.layout import (
 )
 from jax_memeff._sharding.local import (
     check_rows,
+    check_sequences,
     put_own_key_heads,
     take_own_key_heads,
+    with_own_starts,
     with_positions,
 )
 
@@ -235,10 +238,15 @@ class _Call(NamedTuple):
             factors["rows"] = "rows"
         factors |= {name: name for name in self.batch.names}
         sizes: Any = {}
+        each = even_tokens(self.operands)
+        if each is not None:
+            tokens = "sequences" if each == 1 else CompoundFactor("sequences", "tokens_each")
+            factors |= {"even_sequences": "sequences", "even_tokens": tokens}
+            sizes |= {} if each == 1 else {"tokens_each": each}
         if 1 < key_heads < heads:
             if divides_groups(heads, key_heads, mesh_axes):
                 factors["heads"] = CompoundFactor("heads", "group")
-                sizes = {"group": group}
+                sizes["group"] = group
             else:
                 # No product of factors has these shards, so the compiler would gather results.
                 del factors["key_heads"]
@@ -267,6 +275,7 @@ class _Call(NamedTuple):
         params = {**self.params, "options": self.options_of(batch)}
         row_devices = math.prod(mesh.shape[axis] for axis in layout.rows)
         check_rows(self.operands, params["options"], row_devices)
+        check_sequences(self.operands, layout, mesh.shape)
         first_key_axes = math.prod(mesh.shape[axis] for axis in layout.key_heads)
         key_heads = heads_of(self.operands)[1] // first_key_axes
 
@@ -284,6 +293,7 @@ class _Call(NamedTuple):
             arguments = jax.tree.unflatten(params["tree"], map(own, leaves, in_dims))
             if len(self.arrays) == 1:
                 arguments = with_positions(arguments, layout, row_devices)
+                arguments = with_own_starts(arguments, layout)
             else:
                 first = with_positions(arguments[0], layout, row_devices)
                 arguments = (first, *arguments[1:])

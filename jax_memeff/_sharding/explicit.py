@@ -14,7 +14,13 @@ from jax_memeff._call import compat
 from jax_memeff._call.operands import AnyOperands, items
 from jax_memeff._call.options import Options
 from jax_memeff._sharding.layout import Sharded, dims, forward_dims, layout, text
-from jax_memeff._sharding.local import check_rows, take_key_heads, with_positions
+from jax_memeff._sharding.local import (
+    check_rows,
+    check_sequences,
+    take_key_heads,
+    with_own_starts,
+    with_positions,
+)
 
 Attention = Callable[[Any, Options], tuple[jax.Array, ...]]
 
@@ -61,9 +67,11 @@ def _on_shards(
     )
     row_devices = math.prod(mesh.shape[axis] for axis in found.rows)
     check_rows(operands, options, row_devices)
+    check_sequences(operands, found, mesh.shape)
 
     def local(operands: AnyOperands) -> tuple[jax.Array, ...]:
-        operands = take_key_heads(with_positions(operands, found, row_devices), found)
+        operands = with_own_starts(with_positions(operands, found, row_devices), found)
+        operands = take_key_heads(operands, found)
         return function(compat.cast_to_common_varying_axes(operands), options)
 
     shards = jax.shard_map(

@@ -6,6 +6,8 @@ Each device computes a smaller problem of the same kind, and nothing is gathered
 - The query heads are sharded evenly. A device gets the key heads that its query heads read: some of
   its own if the devices divide the key heads, otherwise copies, and gradients are summed.
 - The rows of the query may be sharded if every device has all keys.
+- The sequences of a paged call may be sharded if the query has equally many tokens of each. Every
+  device has the whole pool.
 
 The type of the mesh axes decides what applies the sharding:
 
@@ -23,7 +25,15 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from jax_memeff._call.operands import Operand, QkvPackedOperands, is_varlen, mapped
+from jax_memeff._call.operands import (
+    Operand,
+    QkvPackedOperands,
+    batch_of,
+    is_varlen,
+    items,
+    mapped,
+    pages_of,
+)
 from jax_memeff._call.options import Options
 
 Axes = tuple[Any, ...]
@@ -52,7 +62,17 @@ _NOT_SHARDED = {
 }
 """The titles in messages of dims that are never sharded, and the remedies."""
 
-_SHARDED = {"batch": "batch dim", "heads": "heads", "key_heads": "heads", "rows": "sequence dim"}
+_EVEN = {"query_tokens": "even_tokens", "sequences": "even_sequences"}
+"""The names of dims of sequences that have equally many tokens, which may be sharded."""
+
+_SHARDED = {
+    "batch": "batch dim",
+    "heads": "heads",
+    "key_heads": "heads",
+    "rows": "sequence dim",
+    "even_tokens": "dim of the tokens",
+    "even_sequences": "dim of the sequences",
+}
 """The titles of the other dims; :func:`batch_names` names the axes of a batch."""
 
 
@@ -103,6 +123,8 @@ class Layout(NamedTuple):
     """A prefix of ``heads``."""
     rows: Axes
     """May have axes of size 1, which shard nothing but belong to the types of the results."""
+    sequences: Axes = ()
+    """Those of the sequences of a paged call, and of their tokens."""
     key_head_copies: KeyHeadCopies | None = None
     """For the remaining axes of ``heads``, if their devices have the same key heads."""
 
@@ -113,6 +135,7 @@ class Layout(NamedTuple):
     def axes(self, dim: str) -> Axes:
         own = {"heads": self.heads, "key_heads": self.key_heads}
         own |= {"rows": self.rows, "positions": self.rows}
+        own |= dict.fromkeys(_EVEN.values(), self.sequences)
         return {**self.batch, **own}.get(dim, ())
 
     def reduced(self, dims: str) -> Axes:
@@ -136,7 +159,33 @@ def named_dims(operand: Operand, shape: tuple[int, ...], operands: Any) -> str:
     if names[-1:] == ("...",):
         # The dims of an array that the user's function reads: every device needs all of them.
         names = (*names[:-1], *["captured"] * (len(shape) - len(names) + 1))
-    return " ".join(itertools.starmap(_named, zip(names, shape, strict=True)))
+    named = itertools.starmap(_named, zip(names, shape, strict=True))
+    return _shardable(" ".join(named), operands)
+
+
+def even_tokens(operands: Any) -> int | None:
+    """The tokens of each sequence of a paged call that may be divided over devices; else None.
+
+    It may be if the query has equally many tokens of each, and no operand has some in common for
+    several sequences, as ``jax.vmap`` makes them.
+    """
+    pages = pages_of(operands)
+    if pages is None or pages.tokens_each is None:
+        return None
+    batch = batch_of(operands)
+    is_even = batch > 1 and all(
+        item.array.shape[0] in (1, batch)
+        for item in items(operands)
+        if item.array.shape and item.operand.varlen_dims[0].startswith("sequences")
+    )
+    return pages.tokens_each if is_even else None
+
+
+def _shardable(names: str, operands: Any) -> str:
+    """Names of dims, in which sequences and tokens have other names if they may be sharded."""
+    if even_tokens(operands) is None:
+        return names
+    return " ".join(_EVEN.get(name, name) for name in names.split())
 
 
 def _named(dim: str, size: int) -> str:
@@ -148,7 +197,10 @@ def _named(dim: str, size: int) -> str:
 def result_dims(operands: Any) -> tuple[str, str]:
     """The names of the dims of out and lse."""
     if is_varlen(operands):
-        return "one query_tokens heads value_dim", "one query_tokens heads"
+        return (
+            _shardable("one query_tokens heads value_dim", operands),
+            _shardable("one query_tokens heads", operands),
+        )
     return "batch rows heads value_dim", "batch rows heads"
 
 
@@ -201,7 +253,7 @@ def layout(arrays: Sequence[Sharded], sizes: Mapping[Any, int]) -> Layout:
     heads = query.axes("heads")
     key_heads, copies = _key_heads(arrays, heads, sizes)
     rows = query.axes("rows") or query.axes("positions")
-    found = Layout(batch, heads, key_heads, rows, copies)
+    found = Layout(batch, heads, key_heads, rows, query.axes("even_tokens"), copies)
     for array in arrays:
         if array.operand.placement == "internal":
             continue

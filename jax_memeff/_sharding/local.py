@@ -8,11 +8,14 @@ The local arrays of a device are a smaller problem of the same kind, with two ex
   some key heads more than once.
 - If the rows of the query are sharded, windows, lengths and random bits need their positions in
   the whole sequence.
+- If the sequences of a paged call are sharded, their starts count from a device's first token.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,10 +25,10 @@ from jax import lax
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.computed_blocks import BLOCK
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import Item, mapped
+from jax_memeff._call.operands import Item, batch_of, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._sharding.alignment import check_alignment, top_left
-from jax_memeff._sharding.layout import KeyHeadCopies, Layout
+from jax_memeff._sharding.layout import KeyHeadCopies, Layout, text
 
 _KEY_HEADS = 2
 """The dim of the key heads in ``[B, S, K, H]``."""
@@ -85,6 +88,37 @@ def _own_q_blocks(mask: Mask, first: jax.Array, rows: int) -> tuple[jax.Array, .
         lax.dynamic_slice_in_dim(levels, first // BLOCK, rows // BLOCK, 2)
         for levels in mask.block_masks
     )
+
+
+def check_sequences(operands: Any, layout: Layout, sizes: Mapping[Any, int]) -> None:
+    """Check that the sequences of a paged call can be divided; the operands are of all devices.
+
+    Raises:
+        ValueError: the number of devices does not divide the number of sequences.
+    """
+    devices = math.prod(sizes[axis] for axis in layout.sequences)
+    if devices > 1 and batch_of(operands) % devices:
+        raise ValueError(
+            f"query: the number of sequences, {batch_of(operands)}, cannot be divided by {devices},"
+            f" the size of {text(layout.sequences)}; pad them by sequences of length 0"
+        )
+
+
+def with_own_starts(operands: Any, layout: Layout) -> Any:
+    """A device's operands, with the starts of its sequences among its tokens."""
+    if not layout.sequences:
+        return operands
+    sequences, tokens = operands.sequences, operands.query.shape[1]
+    count = sequences.query_lengths.shape[0]
+    device = lax.axis_index(layout.sequences).astype(jnp.int32)
+    starts = lax.dynamic_slice_in_dim(sequences.query_starts, device * count, count)
+    starts = starts - device * tokens
+    own = dataclasses.replace(
+        sequences,
+        query_starts=jnp.append(starts, starts[:1] + tokens),
+        key_starts=sequences.key_starts[: count + 1],
+    )
+    return operands._replace(sequences=own)
 
 
 def take_own_key_heads(x: jax.Array, layout: Layout) -> jax.Array:

@@ -89,6 +89,12 @@ def _bigbird(i: Index, random_blocks: np.ndarray, block: int) -> np.ndarray:
     return np.kron(blocks, np.ones((block, block), bool))[None, None]
 
 
+def _listed_blocks(i: Index, lists: np.ndarray, block: int) -> np.ndarray:
+    blocks = np.zeros((*lists.shape[:3], i.k.size // block), bool)
+    np.put_along_axis(blocks, lists, True, 3)
+    return np.kron(blocks, np.ones((block, block), bool))
+
+
 MASKS: dict[str, Any] = {
     "sliding_window": lambda i, window: (i.k <= i.q) & (i.k >= i.q - window),
     "global_tokens": lambda i, window, chosen: (
@@ -107,6 +113,7 @@ MASKS: dict[str, Any] = {
     "documents": lambda i, ids: ids[:, None, :, None] == ids[:, None, None, :],
     "draft_tree": _draft_tree,
     "bigbird": _bigbird,
+    "listed_blocks": _listed_blocks,
     "block_sparse": lambda i, blocks, block: np.kron(blocks, np.ones((block, block), bool))[None],
 }
 """Of indices and the arguments of the gallery's function: bool, broadcastable to [B, N, T, S]."""

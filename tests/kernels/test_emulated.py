@@ -101,6 +101,17 @@ LARGEST_TILE = 128
 SHARED = (*SHARED_KEYS, ("bias", 3, 1), ("boolean", 2, 3))
 SUMMED = functools.partial(Case, B=6, shared=SHARED, bias_gradient=2)
 PACKED = ((300, 700), (77, 33), (0, 150))
+# Packed sequences whose tiles have none, some or all valid elements.
+IN_BLOCKS: Any = {"B": 3, "T": 300, "S": 700, "lengths": PACKED, "packed": True, "block": 64}
+PACKED_BLOCKS = [
+    Run(Case(**{**IN_BLOCKS, **features}), arch=arch)
+    for arch, features in (
+        ("sm_90a", {"segments": 1, "deterministic": True, **CAUSAL}),
+        ("sm_90a", {"H": 256, "boolean": ("BN1S",)}),
+        ("sm_80", {"segments": 2, "boolean": ("1NTS",), "deterministic": True}),
+        ("sm_80", {"segments": 1, "bias": "1NTS", **WINDOW}),
+    )
+]
 SM80 = [
     *on_three_schedules(Case(B=1, T=200, S=150, N=4, K=2, **CAUSAL)),
     *on_three_schedules(EVERYTHING),
@@ -112,6 +123,11 @@ SM80 = [
     Run(Case(B=1, T=70, S=90, N=4, K=2, H=128, dtype="float16", **CAUSAL), arch="sm_75"),
     Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT)),
     Run(Case(B=1, T=5, S=700, N=4, K=1, **BOTTOM_RIGHT), splits=True, gradients=False),
+    Run(
+        Case(B=2, T=5, S=900, N=4, K=2, segments=1, boolean=("BN1S",), block=128),
+        splits=True,
+        gradients=False,
+    ),
     Run(SUMMED(T=70, S=90, bias="BNTS", boolean=("B1TS",), dropout=0.2)),
     Run(Case(B=6, T=70, S=90, N=2, K=1, H=264, shared=SHARED_KEYS)),
     Run(Case(B=6, T=5, S=500, K=1, shared=SHARED_KEYS), splits=True, gradients=False),
@@ -153,6 +169,7 @@ SM90 = [
     Run(Case(B=1, T=200, S=300, H=192, Hv=128, soft_cap=3.0, segments=1), arch="sm_90a"),
     Run(Case(B=1, T=200, S=270, N=2, K=1, H=256, dropout=0.2), arch="sm_90a", multiprocessors=1),
     Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **CAUSAL), arch="sm_90a"),
+    *PACKED_BLOCKS,
     Run(Case(B=3, T=130, S=150, lengths=LENGTHS, bias="1NTS", segments=1), arch="sm_90a"),
     Run(Case(B=2, T=200, S=150, N=4, H=128, boolean=("1NTS",), segments=2), arch="sm_90a"),
 ]

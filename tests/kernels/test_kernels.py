@@ -328,8 +328,8 @@ def _forward(query, key, case):
 def test_packed_sequences_have_the_bits_of_padded_ones(features):
     """Output, logsumexp, and the gradients without atomics, of kernels with the same KV blocks.
 
-    With segment ids, padded sequences have a block mask, and packed ones process the blocks that
-    it skips. Each of those rescales by almost 1.
+    With segment ids the block masks may differ at the end of a sequence, where padded ones have ids
+    beyond it. A block that one of them processes in vain rescales by almost 1.
     """
     lengths = ((200, 270), (0, 100), (77, 0), (130, 33))
     case = Case(B=4, T=200, S=270, lengths=lengths, **features)

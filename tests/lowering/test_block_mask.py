@@ -11,7 +11,11 @@ import pytest
 from attention_case import Case
 
 from jax_memeff import Mask
+from jax_memeff._call import functions
+from jax_memeff._call.mask import block_mask
+from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.options import Divisors
+from jax_memeff._call.sequences import Sequences
 from jax_memeff._cuda import block_mask as block_masks
 from jax_memeff.codegen.launch import BlockMask
 
@@ -111,3 +115,68 @@ def test_block_masks_of_broadcast_masks_have_the_whole_batch(divisor):
             )
         )
         np.testing.assert_array_equal(found, expected)
+
+
+STARTS, LENGTHS = np.array([3, 40, 40, 300, 520]), np.array([30, 0, 260, 200])
+LONGEST = 260
+
+
+def packed_tiles(mask, tile):
+    """What kernels read of packed sequences, whose rows and columns are the same tokens."""
+    starts, lengths = jnp.asarray(STARTS), jnp.asarray(LENGTHS)
+    sequences = Sequences(starts, starts, lengths, lengths, LONGEST, LONGEST)
+    scores = len(LENGTHS), N, LONGEST, LONGEST
+    canonical = mask.canonical(len(LENGTHS), LONGEST, LONGEST, tokens=(517, 517))
+    canonical = compiled(canonical, Frame.of(canonical, (LONGEST, LONGEST)))
+    state = functions.state(len(LENGTHS), N)
+
+    @jax.jit
+    def lines():
+        return block_masks.lines(canonical, state, None, tile, scores, Divisors(), sequences)
+
+    count = -(-LONGEST // (tile.key if tile.lines == "queries" else tile.query))
+    found = np.asarray(lines())[..., 8 : 8 + count]
+    found = found if tile.lines == "queries" else found.swapaxes(2, 3)
+    return np.broadcast_to(found, (len(LENGTHS), N, *found.shape[2:]))
+
+
+IDS = np.sort(np.random.default_rng(3).integers(0, 9, 517)).astype(np.int32)
+PACKED_MASKS = {
+    "segments": Mask.segments(IDS, IDS),
+    "boolean": Mask.boolean(np.random.default_rng(4).random((1, N, LONGEST, 1)) < 0.02),
+    "function": Mask.function(lambda b, h, q, k: (q // 50 == k // 50) | (k < 9 * b * h)),
+    "lists": Mask.kv_blocks(np.array([[1, -1], [0, 2], [1, 1], [9, 0], [4, 0]]), block_size=64),
+}
+
+
+@pytest.mark.parametrize("by_bounds", [False, True])
+@pytest.mark.parametrize("rows", ["queries", "keys"])
+@pytest.mark.parametrize("name", PACKED_MASKS)
+def test_packed_sequences(name, rows, by_bounds, monkeypatch):
+    """Each has tiles that begin with it; those beyond its end do not matter."""
+    if by_bounds:
+        monkeypatch.setattr(block_mask, "_ELEMENTS_AT_A_TIME", 5 * QUERY * KEY)
+    found = packed_tiles(PACKED_MASKS[name], BlockMask(rows, QUERY, KEY))
+    for index, (start, length) in enumerate(zip(STARTS, LENGTHS, strict=False)):
+        if name == "segments":
+            own = IDS[start : start + length]
+            valid = np.broadcast_to(own[:, None] == own, (N, length, length))
+        else:
+            mask = PACKED_MASKS[name]
+            valid = mask.as_array(len(LENGTHS), N, LONGEST, LONGEST)[index, :, :length, :length]
+        for row, column in np.ndindex(-(-length // QUERY), -(-length // KEY)):
+            part = np.asarray(valid)[
+                :, row * QUERY : (row + 1) * QUERY, column * KEY : (column + 1) * KEY
+            ]
+            levels = found[index, :, row, column]
+            assert (levels[part.any((1, 2))] != NONE).all()
+            assert part[levels == ALL].all()
+            if name == "function":
+                assert (levels[~part.any((1, 2))] == NONE).all()
+
+
+def test_a_block_mask_of_many_sequences_is_small(monkeypatch):
+    monkeypatch.setattr(block_masks, "_MOST_TILES_OF_SEQUENCES", 100)
+    tile = BlockMask("queries", QUERY, KEY)
+    assert (packed_tiles(PACKED_MASKS["function"], tile) == SOME).all()
+    assert (packed_tiles(PACKED_MASKS["segments"], BlockMask("queries", 96, 96)) != SOME).any()

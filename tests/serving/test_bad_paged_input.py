@@ -1,6 +1,7 @@
 """Wrong arguments of paged calls raise errors that name them; ``check`` reads their values."""
 
-import re
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax_memeff import Mask
 
 B, T, N, K, H, PAGES, SIZE, MAX = 2, 3, 4, 2, 8, 5, 16, 2
 FLOAT8 = zeros(PAGES, SIZE, K, H).astype(jnp.float8_e4m3fn)
+EVEN = Mask.function(lambda b, h, q, k: k % 2 == 0)
 WIDE = {"query": zeros(7, N, H), "query_starts": np.array([0, 3, 7])}
 
 
@@ -150,6 +152,11 @@ CASES = {
         {"mask": ~Mask.segments(np.zeros((B, T), int), np.zeros((B, 32), int))},
         ValueError,
         "mask must not have segment ids.*pass Mask.function",
+    ),
+    "mask_blocks": (
+        {"mask": EVEN.blocks(zeros(B, T, N, H), zeros(B, 32, K, H))},
+        ValueError,
+        "mask must not have computed blocks.*pass the mask itself",
     ),
     "mask_shape": (
         {"mask": np.ones((T, 5), bool)},
@@ -307,12 +314,25 @@ def test_check_refuses_traced_tables():
         jax.jit(lambda table: jax_memeff.check(*arrays, page_table=table, **given))(table)
 
 
-def test_there_is_no_kernel_yet(monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"key_pages": FLOAT8, "value_pages": FLOAT8}, "no kernel reads pages of float8 yet"),
+        ({"value_pages": None, "value_dim": 4}, "no kernel reads values as columns of keys yet"),
+        ({"batch_invariant": True}, "no kernel has batch_invariant=True yet"),
+    ],
+    ids=["float8", "latent", "batch_invariant"],
+)
+def test_what_kernels_do_not_have(monkeypatch, change, reason):
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
-    given = {name: jnp.asarray(x) for name, x in good().items()}
-    given |= {name: given[name].astype(jnp.bfloat16) for name in list(given)[:3]}
-    lowered = jax.jit(paged_attention).trace(**given)
-    with pytest.raises(jax_memeff.UnsupportedError) as caught:
-        lowered.lower(lowering_platforms=("cuda",))
-    assert re.search("pages of 16 keys", caught.value.reasons[0])
-    assert all("it has no paged keys" in reason for reason in caught.value.reasons[1:])
+    given: dict[str, Any] = {**good(), **change}
+    static = ("value_dim", "batch_invariant")
+    arrays = {name: x for name, x in given.items() if name not in static and x is not None}
+    for name in ("query", "key_pages", "value_pages"):
+        if name in arrays and arrays[name].dtype == jnp.float32:
+            arrays[name] = arrays[name].astype(jnp.bfloat16)
+    others = {name: x for name, x in given.items() if name in static or x is None}
+    traced = jax.jit(functools.partial(paged_attention, **others)).trace(**arrays)
+    with pytest.raises(jax_memeff.UnsupportedError, match=reason) as caught:
+        traced.lower(lowering_platforms=("cuda",))
+    assert "pages of 16 keys" in caught.value.reasons[0]

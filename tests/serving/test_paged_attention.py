@@ -169,7 +169,22 @@ def test_a_tree_of_speculative_tokens():
         start = case.lengths[b] - 5
         return (k < start) | sees[q - start, np.maximum(k - start, 0)]
 
-    check(case, ragged(case, mask=mask, is_causal=False), valid=valid)
+    check(case, ragged(case, mask=mask), valid=valid)
+
+
+def test_listed_blocks_of_keys():
+    """Sparse decoding: each head of a sequence reads some of its pages."""
+    rng = np.random.default_rng(14)
+    case = paging.paging(rng, lengths=[100, 37], counts=[1, 1], max_pages=7)
+    lists = np.stack([rng.permutation(7)[:3] for _ in range(8)]).reshape(2, 4, 1, 3)
+    lists[..., 0] = 0
+    mask = Mask.kv_blocks(lists, block_size=(1, 16))
+
+    def listed(b, h, q, k):
+        blocks = lists[b, :, 0]  # [heads, 3]
+        return (k[..., None] // 16 == blocks[:, None, None]).any(-1) & (k <= q)
+
+    check(case, ragged(case, mask=mask, max_query_length=1), valid=listed)
 
 
 def test_common_pages():

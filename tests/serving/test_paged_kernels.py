@@ -122,8 +122,11 @@ class Case:
 
 DECODE = Case((100, 17, 1, 0), (1, 1, 1, 1))
 RAGGED = Case((120, 48, 200, 3), (100, 1, 130, 5))
+MIXED = Case((100, 400, 30, 1, 0, 150), (1, 1, 1, 1, 1, 70))  # decode steps and a prompt
 EMULATED = [
     ("sm_80", DECODE),
+    ("sm_80", MIXED),
+    ("sm_90a", dataclasses.replace(MIXED, features=("sinks", "score_mod"), is_missing=True)),
     ("sm_80", dataclasses.replace(DECODE, is_missing=True, page_size=32, query_rows="16")),
     ("sm_80", dataclasses.replace(RAGGED, features=("local_window_size", "sinks"), page_size=48)),
     ("sm_80", dataclasses.replace(RAGGED, dtype="float32", is_missing=True)),
@@ -196,3 +199,64 @@ def random_cases(seed: int) -> Iterator[Case]:
 @pytest.mark.parametrize("case", list(itertools.islice(random_cases(0), 200)), ids=str)
 def test_kernels(case, assert_close):
     assert_matches(case.found(case.batch()), case, assert_close)
+
+
+def rows_of_last_tokens(arch: str | None, dtype: str, features: tuple[str, ...]) -> list[Any]:
+    """The last token of one sequence: in its prompt, in a chunk beside others, and in a step."""
+    if arch is not None:
+        emulator.configure(arch, multiprocessors=5)
+    own = Case((150,), (150,), dtype=dtype, features=features).batch()
+    found = []
+    for counts, lengths in (((150,), (150,)), ((2, 40, 30), (200, 150, 30)), ((1, 1), (150, 7))):
+        case = Case(lengths, counts, dtype=dtype, features=features, seed=len(counts))
+        made, place = case.batch(), lengths.index(150)
+        end = made.starts[place + 1]
+        made.query[end - counts[place] : end] = own.query[150 - counts[place] : 150]
+        for array, name in ((made.key_pages, "keys"), (made.value_pages, "values")):
+            rows = getattr(own, name)[0]
+            for page in range(-(-150 // 16)):
+                part = rows[page * 16 : page * 16 + 16]
+                array[made.table[place, page], : len(part)] = part
+        call = jax.jit(
+            lambda *arrays, starts, most, case=case: paged_attention(
+                *arrays,
+                query_starts=starts,
+                max_query_length=most,
+                return_residual=True,
+                implementation="cuda",
+                batch_invariant=True,
+                **case.arguments(),
+            ),
+            static_argnames="most",
+        )
+        arrays = map(jnp.asarray, made.arguments)
+        out, lse = call(*arrays, starts=jnp.asarray(made.starts), most=max(counts))
+        found.append((np.asarray(out[end - 1]), np.asarray(lse[end - 1])))
+    return found
+
+
+INVARIANT = [
+    ("sm_80", "bfloat16", ("is_causal",)),
+    ("sm_90a", "bfloat16", ("is_causal", "local_window_size", "logits_soft_cap")),
+    ("sm_80", "float32", ("is_causal", "sinks")),
+]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "features"), INVARIANT, ids=str)
+def test_emulated_bits_do_not_depend_on_the_batch(arch, dtype, features, machine):
+    assert_equal_bits(machine.submit(rows_of_last_tokens, arch, dtype, features).result(600))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("features", [case[2] for case in INVARIANT], ids=str)
+def test_bits_do_not_depend_on_the_batch(dtype, features):
+    assert_equal_bits(rows_of_last_tokens(None, dtype, features))
+
+
+def assert_equal_bits(found: Any) -> None:
+    (first_out, first_lse), *others = found
+    assert np.isfinite(first_lse).all()
+    for out, lse in others:
+        np.testing.assert_array_equal(out, first_out)
+        np.testing.assert_array_equal(lse, first_lse)

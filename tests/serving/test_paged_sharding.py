@@ -117,11 +117,77 @@ def test_bits_do_not_depend_on_the_number_of_devices():
 
 
 @auto_and_explicit
-def test_sharded_sequences_are_for_shard_map(axis_type):
+@pytest.mark.parametrize(
+    ("spec", "features"), [(P("x", None, "y"), True), (P(("x", "y")), False)], ids=str
+)
+def test_sequences(axis_type, spec, features):
+    """The table and the lengths are sharded like the query, and the pool is replicated."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=HOST[:4])
+    query, *others = case()[:5]
+    slopes = np.linspace(0.1, 0.5, 8)
+
+    def attention(*arrays):
+        arguments: Any = {"return_residual": True}
+        if features:
+            own = jnp.asarray(slopes)
+            arguments["score_mod"] = lambda s, b, h, q, k: s + own[h] * (k - q) * (b + 1)
+            arguments["local_window_size"] = (20, 0)
+            arguments["sinks"] = own
+        return paging.paged_attention(*arrays, **arguments)
+
+    expected = jax.jit(attention)(query, *others)
+    pool = P(None, None, "y") if spec == P("x", None, "y") else P()
+    rows = P(spec[0])
+    with jax.set_mesh(mesh):
+        given = put(mesh, (spec, pool, pool, rows, rows), [query, *others])
+        compiled = jax.jit(attention).lower(*given).compile()
+        # The lengths alone, of which the starts are computed.
+        assert all(np.prod(shape) <= 5 for shape in gathered(compiled.as_text()))
+        found = compiled(*given)
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert found[0].sharding.spec[0] == spec[0]
+
+
+@auto_and_explicit
+def test_one_new_token_of_each_sequence(axis_type):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,), devices=HOST[:4])
-    specs = (P("x"), P(), P(), P("x"), P("x"))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"own inside jax.shard_map"):
-        jax.jit(paging.paged_attention).lower(*put(mesh, specs, case()[:5])).compile()
+    query, *others = case()[:5]
+    expected = paging.paged_attention(query[:, :1], *others)
+    with jax.set_mesh(mesh):
+        given = put(mesh, (P("x"), P(), P(), P("x"), P("x")), [query[:, :1], *others])
+        found = jax.jit(paging.paged_attention)(*given)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@auto_and_explicit
+def test_ragged_tokens_are_not_divided(axis_type):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,), devices=HOST[:4])
+    query, *others = case()[:5]
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="packed sequences cannot be cut"):
+        (tokens,) = put(mesh, (P("x"),), [query.reshape(12, 8, 8)])
+        starts = jnp.arange(5) * 3
+        jax.jit(paging.paged_attention).lower(tokens, *others, query_starts=starts).compile()
+
+
+def test_the_tokens_of_a_sequence_are_not_divided():
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=HOST[:4])
+    query, *others = case(batch=2)[:5]
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="sequences, 2, cannot be divided by"):
+        given = put(mesh, (P("x", "y"), *[P()] * 4), [query[:, :2], *others])
+        jax.jit(paging.paged_attention).lower(*given).compile()
+
+
+@auto_and_explicit
+def test_new_tokens_of_all_devices_go_to_a_replicated_pool(axis_type):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,), devices=HOST[:4])
+    arrays, rows = case(), P("x")
+    expected = jax.jit(step)(*arrays)
+    with jax.set_mesh(mesh):
+        given = put(mesh, (rows, P(), P(), rows, rows, rows, rows), arrays)
+        found = jax.jit(step)(*given)
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_pages_are_not_divided():

@@ -165,6 +165,9 @@ def split_cases() -> list[Case]:
         found += [Case(T=T, S=1501, N=8, K=2, segments=2), Case(T=T, S=999, boolean=("B11S",))]
     for H, Hv in HEAD_DIMS:
         found += [Case(T=5, S=1025, N=8, K=4, H=H, Hv=Hv), Case(T=20, S=1025, H=H, Hv=Hv, **CAUSAL)]
+        # Parts of the keys that have a block mask, some of them without a valid block.
+        found += [Case(T=5, S=1500, N=8, K=4, H=H, Hv=Hv, boolean=("BN1S",), block=128)]
+        found += [Case(T=40, S=1500, H=H, Hv=Hv, segments=2, block=150, **CAUSAL)]
     found += [Case(B=3, T=1, S=70000, N=4, K=1, H=128), Case(B=1, T=64, S=9999, N=1, K=1)]
     found += [Case(T=2, S=600, N=8, K=2, scale=scale) for scale in (-0.3, 0.0)]
     return found

@@ -59,7 +59,7 @@ BIASES = {
 def compare_with_oracle(results, gradients, bias, dout, dlse, mask=None):
     """The results and gradients of a call with QUERY, KEY, VALUE against the definition."""
     rank_4 = None if bias is None else jnp.reshape(bias, (1,) * (4 - bias.ndim) + bias.shape)
-    operands = Operands(QUERY, KEY, VALUE, rank_4, mask or Mask(), None, None)
+    operands = Operands(QUERY, KEY, VALUE, rank_4, Mask() if mask is None else mask, None, None)
     answer = oracle.answer(operands, Options(scale=H**-0.5), dout, dlse)
     for name, got in {**results, **gradients}.items():
         want = getattr(answer, name)

@@ -10,6 +10,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from jax_memeff._api.paged import arguments
+from jax_memeff._api.paged.shapes import gathered
 from jax_memeff._call import values
 
 LARGEST_FLOAT8 = 448.0
@@ -102,6 +103,8 @@ def append_to_pages(
     named = _new_tokens(key, value, keys, values_)
     each = named["key"].shape[1] if query_starts is None and named["key"].ndim == 4 else None
     new = arguments.tokens(tuple(named), tuple(named.values()), query_starts, batch, "K, H")
+    # The pool is whole on every device that has its heads, so every new token goes to all of them.
+    table, new = gathered(table), tuple(map(gathered, new))
     lengths = arguments.lengths(kv_lengths, batch, longest)
     count = len(new[0])
     rows = arguments.rows(query_starts, lengths, count, each, count)

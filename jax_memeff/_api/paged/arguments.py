@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._api import argument_arrays, argument_masks, argument_numbers
-from jax_memeff._api.paged.shapes import with_leading
+from jax_memeff._api.paged.shapes import gathered, with_leading
 from jax_memeff._call import values
 from jax_memeff._call.sequences import starts_and_lengths
 
@@ -87,13 +87,16 @@ def table(value: Any, key_pages: jax.Array) -> jax.Array:
             f"page_table must have at most {values.INT32_MAX} keys in a row, got {array.shape[1]} "
             f"pages of {key_pages.shape[1]} keys in shape {tuple(array.shape)}"
         )
+    if isinstance(array, jax.Array) and array.dtype == jnp.int32:
+        return array  # a negative entry needs no launch that makes it -1
     return jnp.asarray(values.clipped(array, -1, values.INT32_MAX))
 
 
 def lengths(value: Any, batch: int, longest: int) -> jax.Array:
     """``kv_lengths`` as int32[B] in [0, longest]."""
     array = argument_masks.lengths("kv_lengths", value, batch, longest)
-    return jnp.asarray(values.clipped(array, 0, longest))
+    # The starts, which are computed of them, are those of all sequences.
+    return gathered(jnp.asarray(values.clipped(array, 0, longest)))
 
 
 def tokens(

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_memeff._api.arguments import CommonArguments, with_defaults
+from jax_memeff._api.arguments import CommonArguments, PagedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import Call, common
-from jax_memeff._api.paged import arguments, masks
+from jax_memeff._api.paged import arguments as checks
+from jax_memeff._api.paged import masks
 from jax_memeff._api.paged.shapes import with_leading
-from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import Operands
-from jax_memeff._call.options import Implementation
 from jax_memeff._call.pages import INVARIANT_COLUMNS, Pages
 from jax_memeff._call.sequences import Sequences
 from jax_memeff._call.values import flag, static_integer
@@ -31,21 +30,8 @@ def paged_attention(
     page_table: ArrayLike,
     kv_lengths: ArrayLike,
     *,
-    query_starts: ArrayLike | None = None,
-    max_query_length: int | None = None,
-    scale: float | None = None,
-    is_causal: bool = True,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    score_mod: ScoreFunction | None = None,
-    mask: ArrayLike | Mask | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    value_dim: int | None = None,
-    batch_invariant: bool = False,
     return_residual: Literal[False] = False,
-    implementation: Implementation | None = None,
+    **arguments: Unpack[PagedArguments],
 ) -> jax.Array: ...
 
 
@@ -57,24 +43,12 @@ def paged_attention(
     page_table: ArrayLike,
     kv_lengths: ArrayLike,
     *,
-    query_starts: ArrayLike | None = None,
-    max_query_length: int | None = None,
-    scale: float | None = None,
-    is_causal: bool = True,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    score_mod: ScoreFunction | None = None,
-    mask: ArrayLike | Mask | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    value_dim: int | None = None,
-    batch_invariant: bool = False,
     return_residual: Literal[True],
-    implementation: Implementation | None = None,
+    **arguments: Unpack[PagedArguments],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@in_full
 def paged_attention(
     query: ArrayLike,
     key_pages: ArrayLike,
@@ -82,21 +56,8 @@ def paged_attention(
     page_table: ArrayLike,
     kv_lengths: ArrayLike,
     *,
-    query_starts: ArrayLike | None = None,
-    max_query_length: int | None = None,
-    scale: float | None = None,
-    is_causal: bool = True,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    score_mod: ScoreFunction | None = None,
-    mask: ArrayLike | Mask | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    value_dim: int | None = None,
-    batch_invariant: bool = False,
     return_residual: bool = False,
-    implementation: Implementation | None = None,
+    **arguments: Unpack[PagedArguments],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of the new tokens of B sequences whose keys and values lie in pages.
 
@@ -129,8 +90,7 @@ def paged_attention(
         mask: Likewise, a ``Mask`` or a boolean array that broadcasts to [B, N, T, S] with
             ``S = max_pages * page_size``. Windows and functions count positions in the sequence,
             rows of a boolean array the queries of the sequence, its columns positions. Lengths
-            and segment ids are not possible. It is combined with ``is_causal``, so for a tree of
-            speculative tokens pass ``is_causal=False``.
+            and segment ids are not possible. A tree of speculative tokens is a function.
         key_scale: ``[K]`` or ``[pages, K]`` float32: keys are ``key_pages`` times this. Only for
             float8.
         value_scale: Likewise for values.
@@ -172,27 +132,7 @@ def paged_attention(
     ((2, 1, 1, 32), True)
     """
     with_residual = flag("return_residual", return_residual)
-    paged = prepare(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        kv_lengths,
-        query_starts=query_starts,
-        max_query_length=max_query_length,
-        mask=mask,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        value_dim=value_dim,
-        batch_invariant=batch_invariant,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        score_mod=score_mod,
-        implementation=implementation,
-    )
+    paged = prepare(query, key_pages, value_pages, page_table, kv_lengths, **arguments)
     found = paged.call.run(with_residual=True)
     out, lse = (with_leading("query", x, 1, paged.rows) for x in found)
     return (out, lse) if with_residual else out
@@ -212,42 +152,42 @@ def prepare(
     value_pages: Any,
     page_table: Any,
     kv_lengths: Any,
-    *,
-    query_starts: Any,
-    max_query_length: Any,
-    mask: Any,
-    key_scale: Any,
-    value_scale: Any,
-    value_dim: Any,
-    batch_invariant: Any,
-    **others: Any,
+    **arguments: Unpack[PagedArguments],
 ) -> Paged:
     """Check the arguments of ``paged_attention`` and bring them into canonical form.
 
     Raises:
         ValueError, TypeError: as ``paged_attention`` says.
     """
-    is_invariant = flag("batch_invariant", batch_invariant)
-    key_pages, value_pages = arguments.pools(key_pages, value_pages)
-    query = arguments.query(query, key_pages)
-    table = arguments.table(page_table, key_pages)
+    named = with_defaults(PagedArguments, arguments)
+    is_invariant = flag("batch_invariant", named["batch_invariant"])
+    key_pages, value_pages = checks.pools(key_pages, value_pages)
+    query = checks.query(query, key_pages)
+    table = checks.table(page_table, key_pages)
     batch, max_pages = table.shape
-    page_size = key_pages.shape[1]
-    (tokens,) = arguments.tokens(("query",), (query,), query_starts, batch, "N, H")
-    each = query.shape[1] if query_starts is None else None
-    longest = arguments.max_query_length(max_query_length, query_starts, len(tokens), each)
-    lengths = arguments.lengths(kv_lengths, batch, max_pages * page_size)
-    rows = arguments.rows(query_starts, lengths, len(tokens), each, longest)
-    latent_dim = _latent_dim(value_dim, key_pages, value_pages)
-    scales = (
-        arguments.scale("key_scale", key_scale, key_pages),
-        arguments.scale("value_scale", value_scale, value_pages),
-    )
+    page_size, starts = key_pages.shape[1], named["query_starts"]
+    (tokens,) = checks.tokens(("query",), (query,), starts, batch, "N, H")
+    each = query.shape[1] if starts is None else None
+    longest = checks.max_query_length(named["max_query_length"], starts, len(tokens), each)
+    lengths = checks.lengths(kv_lengths, batch, max_pages * page_size)
+    rows = checks.rows(starts, lengths, len(tokens), each, longest)
+    latent_dim = _latent_dim(named["value_dim"], key_pages, value_pages)
+    scales = [
+        checks.scale(name, named[name], pool)
+        for name, pool in (("key_scale", key_pages), ("value_scale", value_pages))
+    ]
 
     scores = (batch, query.shape[-2], longest, max_pages * page_size)
-    named = with_defaults(CommonArguments, others)
-    options, combined, arrays = common(query.dtype, query.shape[-1], scores, None, mask, named)
-    masks.require_no_lengths(combined)
+    shared = {name: x for name, x in named.items() if name in CommonArguments.__annotations__}
+    options, combined, arrays = common(
+        query.dtype,
+        query.shape[-1],
+        scores,
+        None,
+        named["mask"],
+        with_defaults(CommonArguments, shared),
+    )
+    masks.require_possible(combined)
     if is_invariant:
         more = masks.padded_pages(max_pages, page_size, INVARIANT_COLUMNS) - max_pages
         table = jnp.pad(table, ((0, 0), (0, more)), constant_values=-1)
@@ -282,6 +222,7 @@ def prepare(
             scales[0] if value_pages is None else scales[1],
             page_size,
             latent_dim,
+            each,
             is_invariant,
         ),
     )
@@ -313,7 +254,7 @@ def _latent_dim(value_dim: Any, key_pages: jax.Array, value_pages: jax.Array | N
 
 def _canonical_mask(
     mask: Mask,
-    rows: arguments.Rows,
+    rows: checks.Rows,
     counts: jax.Array,
     scores: tuple[int, int, int, int],
     columns: int,

@@ -16,8 +16,8 @@ from jax_memeff._call.mask import Mask, Window
 from jax_memeff._call.mask.window import TracedWindow
 
 
-def require_no_lengths(mask: Mask) -> None:
-    """Raise for conditions that a pool cannot have: lengths of its own, ids of its rows.
+def require_possible(mask: Mask) -> None:
+    """Raise for conditions that a pool cannot have: lengths of its own, blocks, ids of its rows.
 
     Raises:
         ValueError: names the condition, and what to pass instead.
@@ -26,6 +26,11 @@ def require_no_lengths(mask: Mask) -> None:
         raise ValueError(
             "mask must not have lengths, because kv_lengths are those of the sequences; got "
             "Mask.lengths: pass shorter kv_lengths, or Mask.function"
+        )
+    if mask.block_masks:
+        raise ValueError(
+            "mask must not have computed blocks, because rows are positions in a sequence; got "
+            "mask.blocks(query, key): pass the mask itself"
         )
     _require_no_segments(mask)
 

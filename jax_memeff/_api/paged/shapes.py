@@ -1,6 +1,7 @@
-"""Reshapes of tokens and pools, whose heads may be sharded over explicit mesh axes.
+"""Reshapes of tokens and pools that may be sharded over explicit mesh axes.
 
-JAX does not derive the sharding of these reshapes. Only leading dims change, which are not sharded.
+JAX does not derive the sharding of these reshapes. Only leading dims change. The sharding of the
+sequences is that of their tokens.
 """
 
 from __future__ import annotations
@@ -20,17 +21,27 @@ def with_leading(name: str, x: jax.Array, count: int, dims: tuple[int, ...]) -> 
         dims: those that replace them.
 
     Raises:
-        ValueError: one of the replaced dims is sharded over an explicit mesh axis.
+        ValueError: a replaced dim that cannot keep its sharding has one.
     """
     aval = jax.typeof(x)
     spec = aval.sharding.spec
     shape = (*dims, *x.shape[count:])
     if all(axes is None for axes in spec):
         return x.reshape(shape)
-    if any(axes is not None for axes in spec[:count]):
+    first, *others = spec[:count]
+    if any(axes is not None for axes in others) or (first is not None and dims[0] == 1):
         raise ValueError(
-            f"{name} of shape {x.shape} is sharded as {spec}: over explicit mesh axes only the "
-            "heads may be sharded; give every device sequences of its own inside jax.shard_map"
+            f"{name} of shape {x.shape} is sharded as {spec}: over explicit mesh axes only "
+            "sequences and heads may be sharded; give every device pages of its own inside "
+            "jax.shard_map"
         )
-    kept = PartitionSpec(*[None] * len(dims), *spec[count:])
+    kept = PartitionSpec(first, *[None] * (len(dims) - 1), *spec[count:])
     return lax.reshape(x, shape, out_sharding=aval.sharding.update(spec=kept))
+
+
+def gathered(x: jax.Array) -> jax.Array:
+    """``x`` with its first dim whole on every device, if an explicit mesh axis shards it."""
+    sharding = jax.typeof(x).sharding
+    if not sharding.spec or sharding.spec[0] is None:
+        return x
+    return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(None, *sharding.spec[1:])))

@@ -27,6 +27,16 @@ def scores(query: Any, key: Any) -> tuple[int, int, int, int]:
     return batch[0] if batch else 1, heads, rows, columns
 
 
+def not_a_mask(other: object) -> TypeError:
+    """The error of a mask that is combined with something else."""
+    advice = ""
+    if callable(other):
+        advice = ": pass jax_memeff.Mask.function(function)"
+    elif hasattr(other, "dtype"):
+        advice = ": pass jax_memeff.Mask.boolean(array)"
+    return TypeError(f"a Mask combines with another Mask, got {type(other).__name__}{advice}")
+
+
 def both(a: Window | None, b: Window | None) -> Window | None:
     """The window inside both; None is none."""
     if a is None or b is None:

@@ -32,6 +32,9 @@ NONE, ALL, SOME = 0, 1, 2
 _ELEMENTS_AT_A_TIME = 2**24
 """Elements that are evaluated at once; below it, bounds would cost more than they spare."""
 
+_MOST_UNDECIDED = 2**22
+"""Undecided tiles whose elements are evaluated. Further ones stay "some", which is always right."""
+
 
 class Tiling(NamedTuple):
     """The division of the scores into tiles."""
@@ -156,7 +159,11 @@ def _of_batch(x: jax.Array) -> jax.Array:
 
 
 def of_function(
-    program: Program, indices: Indices, captured: Sequence[Captured], tiling: Tiling
+    program: Program,
+    indices: Indices,
+    captured: Sequence[Captured],
+    tiling: Tiling,
+    reached: jax.Array | None = None,
 ) -> jax.Array:
     """[B or 1, N or 1, query tiles, key tiles].
 
@@ -165,12 +172,14 @@ def of_function(
         indices: of the elements.
         captured: the arrays of the program, with ``index`` int32[B] or None.
         tiling: the tiles.
+        reached: bool, broadcasts to the result: other tiles are not evaluated, and none.
     """
     function = _Function(program, indices, captured, tiling)
     if function.tiles * math.prod(tiling.tile) <= _ELEMENTS_AT_A_TIME:
         found = function.of_elements(jnp.arange(function.tiles, dtype=jnp.int32))
-        return found.reshape(function.shape)
-    return function.by_bounds()
+        found = found.reshape(function.shape)
+        return found if reached is None else jnp.where(reached, found, NONE).astype(jnp.uint8)
+    return function.by_bounds(reached)
 
 
 class _Function(NamedTuple):
@@ -189,7 +198,7 @@ class _Function(NamedTuple):
     def tiles(self) -> int:
         return math.prod(self.shape)
 
-    def by_bounds(self) -> jax.Array:
+    def by_bounds(self, reached: jax.Array | None) -> jax.Array:
         """The block mask, for which only elements of undecided tiles are evaluated."""
         inputs = {
             "batch": Range.exact(_of_batch(self.indices.batch)),
@@ -202,14 +211,16 @@ class _Function(NamedTuple):
             for own in self.captured
         ]
         found = bounds.evaluate(self.program, inputs, captured)
-        levels = jnp.broadcast_to(_levels(found.high, found.low), self.shape).reshape(-1)
+        some = found.high if reached is None else found.high & reached
+        levels = jnp.broadcast_to(_levels(some, found.low), self.shape).reshape(-1)
         undecided = levels == SOME
         at_a_time = max(_ELEMENTS_AT_A_TIME // math.prod(self.tiling.tile), 1)
-        (places,) = jnp.nonzero(undecided, size=self.tiles, fill_value=self.tiles)
+        most = min(self.tiles, _MOST_UNDECIDED)
+        (places,) = jnp.nonzero(undecided, size=most, fill_value=self.tiles)
         places = jnp.pad(places.astype(jnp.int32), (0, at_a_time), constant_values=self.tiles)
 
         def more(state: tuple[jax.Array, jax.Array]) -> jax.Array:
-            return state[0] < jnp.sum(undecided, dtype=jnp.int32)
+            return state[0] < jnp.minimum(jnp.sum(undecided, dtype=jnp.int32), most)
 
         def evaluated(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             first, levels = state

@@ -293,14 +293,20 @@ class Mask:
             return self.excluded[0]
         return Mask(excluded=(self.without_block_masks(),))
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a Mask is neither true nor false: combine masks by &, | and ~ instead of and, or and "
+            "not, and compare with None by `is`"
+        )
+
     def __or__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
-            return NotImplemented
+            raise arguments.not_a_mask(other)
         return ~(~self & ~other)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
-            return NotImplemented
+            raise arguments.not_a_mask(other)
         block_masks = self.block_masks + other.block_masks
         is_beyond = self._is_beyond_block_masks() or other._is_beyond_block_masks()
         ours, theirs = self._all_lengths(), other._all_lengths()
@@ -322,6 +328,13 @@ class Mask:
             block_masks=block_masks,
             beyond_block_masks=bool(block_masks) and is_beyond,
         )
+
+    __array_ufunc__ = None  # or NumPy would combine each element of an array with the mask
+
+    def __ror__(self, other: object) -> Mask:
+        raise arguments.not_a_mask(other)
+
+    __rand__ = __ror__
 
     def _all_lengths(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """The lengths of every combined mask: those of queries, and those of keys."""

@@ -1,10 +1,14 @@
 """Score functions that are an argument of their own: the kernels need no function for them."""
 
+from collections import Counter
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jax_memeff
+from jax_memeff._functions.trace import traced_score_function
 
 CAP = jnp.float32(20.0)
 
@@ -37,11 +41,16 @@ def test_identity_and_soft_cap_are_recognised(function, expected):
     assert keys_of(function) == expected
 
 
-def test_a_soft_cap_is_not_replaced_by_a_function():
-    assert keys_of(lambda s, b, h, q, k: 30 * jnp.tanh(s / 30), logits_soft_cap=20.0) == (
-        False,
-        [20.0],
-    )
+def test_a_soft_cap_before_a_function_is_part_of_it():
+    def alibi(s, b, h, q, k):
+        return s + 0.5 * (k - q)
+
+    def capped(s, b, h, q, k):
+        return 30 * jnp.tanh(s / 30)
+
+    assert keys_of(alibi, logits_soft_cap=20.0) == (False, [])
+    assert keys_of(capped, logits_soft_cap=20.0) == (False, [])
+    assert keys_of(lambda s, b, h, q, k: s, logits_soft_cap=20.0) == (True, [20.0])
 
 
 def test_results_and_gradients_are_those_of_the_argument():
@@ -53,3 +62,32 @@ def test_results_and_gradients_are_those_of_the_argument():
     own = jax.grad(loss)(query, score_mod=lambda s, b, h, q, k: 2 * jnp.tanh(s / 2))
     assert (own == jax.grad(loss)(query, logits_soft_cap=2.0)).all()
     assert (own != jax.grad(loss)(query)).any()
+
+
+def test_soft_caps_before_a_function_have_one_structure():
+    """Without a product with the cap and a quotient by it in the derivative."""
+    slopes = jnp.arange(4.0)
+
+    def alibi(s, b, h, q, k):
+        return s + slopes[h] * (k - q)
+
+    programs = [traced_score_function(alibi, soft_cap=cap)[0] for cap in (20.0, 50.0)]
+    assert programs[0].structure == programs[1].structure
+    assert [program.literals for program in programs] == [(20.0,), (50.0,)]
+    plain, _ = traced_score_function(alibi)
+    more = Counter(value.op for value in programs[0].values)
+    more.subtract(value.op for value in plain.values)
+    assert +more == Counter({"div": 1, "tanh": 1, "mul": 2, "sub": 1, "literal": 1})
+
+
+@pytest.mark.parametrize("arguments", [{}, {"scale": jnp.float32(0.5)}, {"logits_soft_cap": 2.0}])
+def test_the_signature_is_checked_in_every_call(arguments):
+    x = jnp.ones((1, 8, 2, 4))
+
+    def call(arguments):
+        score_mod: Any = lambda q, k: q - k  # noqa: E731
+        return jax_memeff.dot_product_attention(x, x, x, score_mod=score_mod, **arguments)
+
+    traced = jax.jit(call) if "scale" in arguments else call
+    with pytest.raises(TypeError, match=r"score_mod must take \(score, batch, head, query, key\)"):
+        traced(arguments)

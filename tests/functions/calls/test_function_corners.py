@@ -96,6 +96,27 @@ def offsets() -> Corner:
     return Corner(ours, defined, (*three(), drawn(9, 8, dtype=jnp.float32)))
 
 
+def offsets_of_functions_alone() -> Corner:
+    """No bound of the mask counts from the positions, only the functions do."""
+    place = Offsets(query=100, key=40)
+    mask = Mask.function(lambda b, h, q, k: (q * k) % 7 != h)
+
+    def function(table):
+        return lambda s, b, h, q, k: s + table[h] * jnp.sin(q * k / 500)
+
+    def ours(*arrays):
+        *qkv, table = arrays
+        return dot_product_attention(*qkv, score_mod=function(table), mask=mask, offsets=place)
+
+    h, q, k = jnp.ix_(jnp.arange(N), jnp.arange(100, 100 + T), jnp.arange(40, 40 + S))
+
+    def defined(*arrays):
+        *qkv, table = arrays
+        return dense(qkv, function(table), (q * k) % 7 != h, (0, 0, 100, 40))
+
+    return Corner(ours, defined, (*three(), drawn(N, dtype=jnp.float32)))
+
+
 def every_mask() -> Corner:
     ids = jnp.broadcast_to(jnp.repeat(jnp.arange(3), 40)[:S], (B, S))
     allowed = jnp.asarray(np.random.default_rng(1).random((1, 1, T, S)) < 0.7)
@@ -214,6 +235,7 @@ def mapped_window() -> Corner:
 CORNERS: dict[str, tuple[Callable[[], Corner], str]] = {
     "packed projections": (packed_projections, "sm_90a"),
     "offsets": (offsets, "sm_80"),
+    "offsets of functions alone": (offsets_of_functions_alone, "sm_90a"),
     "every mask": (every_mask, "sm_90a"),
     "decoding": (decoding, "sm_90a"),
     "two head dims": (two_head_dims, "sm_90a"),

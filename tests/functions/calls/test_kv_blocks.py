@@ -247,7 +247,7 @@ def test_tiles_that_divide_blocks_need_no_test_of_elements(tile, kinds, monkeypa
         np.testing.assert_array_equal(found == 1, valid)
 
 
-def kernels_with_nan(arch: str | None) -> Any:
+def kernels_with_nan(arch: str | None, query_rows: strategy.QueryRows | None) -> Any:
     """Results and gradients if no list has the middle KV block, whose values are NaN."""
     if arch is not None:
         emulator.configure(arch)
@@ -260,8 +260,8 @@ def kernels_with_nan(arch: str | None) -> Any:
     value = value.at[:, size : 2 * size].set(jnp.nan)
     listed = jnp.array([[[[0, 2], [2, -1], [0, 0]], [[2, 2], [9, 0], [-1, 7]]]] * 2)
     mask = Mask.kv_blocks(jnp.repeat(listed, N // K, 1), block_size=size)
-    # Sizes as small as these would take kernels that split the keys.
-    with strategy.using(forward=strategy.PLAIN, backward=strategy.PLAIN):
+    forward = strategy.Strategy(query_rows=query_rows)
+    with strategy.using(forward=forward, backward=strategy.PLAIN):
         found = gradients(mask, query, key, value)
     return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
 
@@ -274,14 +274,19 @@ def check_kernels_with_nan(found: Any) -> None:
     assert (out[:, :256] != 0).any(3).all()
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
-def test_kernels_load_no_block_that_is_not_listed(arch, machine):
-    check_kernels_with_nan(machine.submit(kernels_with_nan, arch).result(timeout=600))
+@pytest.mark.parametrize(
+    ("arch", "query_rows"), [("sm_90a", None), ("sm_80", None), ("sm_90a", "64"), ("sm_80", "16")]
+)
+def test_kernels_load_no_block_that_is_not_listed(arch, query_rows, machine):
+    """Those that split the keys as well, each part of which may have no block."""
+    found = machine.submit(kernels_with_nan, arch, query_rows).result(timeout=600)
+    check_kernels_with_nan(found)
 
 
 @pytest.mark.gpu
-def test_kernels_on_a_gpu_load_no_block_that_is_not_listed():
-    check_kernels_with_nan(kernels_with_nan(None))
+@pytest.mark.parametrize("query_rows", [None, "16", "64"])
+def test_kernels_on_a_gpu_load_no_block_that_is_not_listed(query_rows):
+    check_kernels_with_nan(kernels_with_nan(None, query_rows))
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,8 @@ def test_arrays_of_a_mask_have_zero_gradients():
 
 
 NOT_A_FUNCTION: Any = 3
+NOT_A_MASK: Any = lambda b, h, q, k: q > k  # noqa: E731
+ARRAY: Any = BOOLEAN
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,13 @@ NOT_A_FUNCTION: Any = 3
         (lambda: Mask.function(NOT_A_FUNCTION), TypeError, "Mask.function must be a function"),
         (lambda: Mask.function(lambda q, k: q > k), TypeError, "Mask.function must take"),
         (lambda: Mask.function(lambda b, h, q, k: q - k), TypeError, "must return a bool scalar"),
-        (lambda: Mask.causal() | NOT_A_FUNCTION, TypeError, r"unsupported operand"),
+        (lambda: Mask.causal() | NOT_A_FUNCTION, TypeError, "combines with another Mask, got "),
+        (lambda: Mask.causal() & ARRAY, TypeError, "got ndarray: pass jax_memeff.Mask.boolean"),
+        (lambda: ARRAY & Mask.causal(), TypeError, "got ndarray: pass jax_memeff.Mask.boolean"),
+        (lambda: jnp.asarray(BOOLEAN) | Mask.causal(), TypeError, r"Mask\.boolean"),
+        (lambda: Mask.causal() | NOT_A_MASK, TypeError, "Mask.function"),
+        (lambda: Mask.causal() and Mask.window(1, 1), TypeError, r"by &, \| and ~ instead of and"),
+        (lambda: not Mask.causal(), TypeError, "neither true nor false"),
     ],
 )
 def test_errors(make: Any, error, text):
@@ -221,3 +229,11 @@ def test_a_call_without_a_kernel_says_so(grad, monkeypatch):
     with pytest.raises(jax_memeff.UnsupportedError, match=r"functions read 20 arrays.*'xla'"):
         lower(None)
     assert "jax_memeff_forward" not in lower("xla").as_text()
+
+
+def test_arguments_that_are_mixed_up():
+    with pytest.raises(TypeError, match=r"got a function; pass mask=jax_memeff\.Mask\.function"):
+        dot_product_attention(QUERY, KEY, VALUE, mask=NOT_A_MASK)
+    mask: Any = Mask.causal()
+    with pytest.raises(TypeError, match="got a Mask; pass mask="):
+        dot_product_attention(QUERY, KEY, VALUE, score_mod=mask)

@@ -49,11 +49,13 @@ def test_the_number_of_arguments():
 
 def test_the_kind_of_the_result():
     assert "got tuple" in score_error(TypeError, lambda s, b, h, q, k: (s, s))
-    assert "got NoneType" in score_error(TypeError, lambda s, b, h, q, k: None)
+    message = score_error(TypeError, lambda s, b, h, q, k: None)
+    assert "got NoneType; does it lack a `return`?" in message
     message = score_error(ValueError, lambda s, b, h, q, k: TABLE[h])
     assert "shape (64,)" in message and "scalars" in message
     message = score_error(TypeError, lambda s, b, h, q, k: q - k)
-    assert "must return a float scalar, got int32" in message
+    assert "must return a float scalar, got int32" in message and ".astype(" in message
+    assert "real part" in score_error(TypeError, lambda s, b, h, q, k: s * 1j)
     assert "Mask.function" in score_error(TypeError, lambda s, b, h, q, k: q < k)
     message = mask_error(TypeError, lambda b, h, q, k: q - k)
     assert "must return a bool scalar, got int32" in message and "!= 0" in message

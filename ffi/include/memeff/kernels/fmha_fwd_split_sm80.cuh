@@ -52,6 +52,8 @@ struct FmhaForwardSplitSm80 {
   using TileRows = RowsOfTile<Config::kPackHeads>;
   using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
+  using KvBlocks = BlockMaskRow<Config::kBlockMask>;
+  static_assert(!Config::kBlockMask || !Config::kPackHeads);  // a row of blocks has one head
   using Modifiers =
       ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
 
@@ -85,8 +87,9 @@ struct FmhaForwardSplitSm80 {
     // With more than one split the rows end in the combine kernel: here none of them is valid.
     TileRows const rows(shape, item.batch, item.head, row,
                         params.splits == 1 ? mask.query_length : 0);
-    TileRange const tiles =
-        share_of_split(mask.key_tiles(row, kTileQuery, kTileKey), item.split, params.splits);
+    KvBlocks const of_row(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask, item.batch,
+                          item.head, item.tile, ceil_div(shape.key_length, kTileKey));
+    KvBlocks const kv_blocks = of_row.within(share_of_split(of_row, item.split, params.splits));
 
     KeyValueSource<Config> const source(params, item.batch, key_head);
     KvTiles const kv_tiles = {
@@ -100,7 +103,7 @@ struct FmhaForwardSplitSm80 {
          mask.key_length,
          shape.value_dim,
          source.pages},
-        tiles.end,
+        kv_blocks.end,
         consumer_group_tiles,
     };
 
@@ -108,14 +111,18 @@ struct FmhaForwardSplitSm80 {
     cute::clear(output);
     Softmax softmax;
 
-    if (tiles.begin < tiles.end) load_query(params, item, row, query_tile);
+    if (!kv_blocks.empty()) load_query(params, item, row, query_tile);
     commit_copies();
+    int ahead = kv_blocks.begin;
     CUTE_UNROLL
-    for (int stage = 0; stage < kStages - 1; ++stage) kv_tiles.load(tiles.begin + stage, stage);
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+      kv_tiles.load(ahead, stage);
+      ahead = kv_blocks.after(ahead);
+    }
     wait_copies<kStages - 1>();
     __syncthreads();  // queries are here
 
-    attend(params, item, mask, rows, tiles, kv_tiles, query_tile, softmax, output);
+    attend(params, item, mask, rows, kv_blocks, ahead, kv_tiles, query_tile, softmax, output);
 
     __syncthreads();  // the tiles that Merge covers are no longer read
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
@@ -153,12 +160,12 @@ struct FmhaForwardSplitSm80 {
   };
 
   // The main loop: O += P V over the KV blocks of this split and consumer group. The copies of the
-  // first ones are in flight.
+  // first ones are in flight; that of the block `ahead` is the next.
   template <class Output>
   CUTE_DEVICE static void attend(ForwardParams const& params, SplitWorkItem const& item,
-                                 Mask const& mask, TileRows const& rows, TileRange const& tiles,
-                                 KvTiles const& kv_tiles, uint32_t query_tile, Softmax& softmax,
-                                 Output& output) {
+                                 Mask const& mask, TileRows const& rows, KvBlocks const& kv_blocks,
+                                 int ahead, KvTiles const& kv_tiles, uint32_t query_tile,
+                                 Softmax& softmax, Output& output) {
     LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks> const query(query_tile,
                                                                              ScoreGrid::row());
     using KeyOperand = RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks>;
@@ -166,12 +173,14 @@ struct FmhaForwardSplitSm80 {
 
     Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, item.batch}};
     int stage = 0;
-    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+    for (int tile = kv_blocks.begin; tile < kv_blocks.end; tile = kv_blocks.after(tile)) {
       int const column = tile * kTileKey;
       wait_copies<kStages - 2>();
       ConsumerGroup::sync();  // this tile is here; the group no longer reads the previous one
       int const previous = stage == 0 ? kStages - 1 : stage - 1;
-      kv_tiles.load(tile + kStages - 1, previous);
+      if constexpr (!Config::kBlockMask) ahead = tile + kStages - 1;  // one register less
+      kv_tiles.load(ahead, previous);
+      ahead = kv_blocks.after(ahead);
 
       uint32_t const stage_tiles = kv_tiles.shared + stage * kStageBytes;
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
@@ -180,7 +189,7 @@ struct FmhaForwardSplitSm80 {
 
       ScoreTilePosition const at = {item.batch, item.head, rows.row, column};
       modifiers.forward(scores, at, rows, column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params, at);
+      mask.template apply<kTileQuery, kTileKey>(scores, params, at, kv_blocks.partial(tile));
       softmax.step(scores, output, params.scale.softmax_scale);
       auto probabilities = as_left_operand<Element>(scores);
       Probabilities::forward(params, item.batch, item.head, rows.row, column, probabilities);

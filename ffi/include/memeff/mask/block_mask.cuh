@@ -20,6 +20,13 @@ struct BlockMaskRow : TileRange {
 
   CUTE_DEVICE bool empty() const { return begin >= end; }
 
+  // The tiles of this row in a part of its range.
+  CUTE_DEVICE BlockMaskRow within(TileRange const& part) const {
+    BlockMaskRow row = *this;
+    row.begin = part.begin, row.end = part.end;
+    return row;
+  }
+
   // The next tile below; less than `begin` below the first.
   CUTE_DEVICE int before(int tile) const { return tile - 1; }
   // The next tile above; `end` above the last.
@@ -51,14 +58,20 @@ struct BlockMaskRow<true> : TileRange {
     tiles = data + kRangeBytes;
     begin = max(begin, mapped.begin);
     end = min(end, mapped.end);
-    while (begin < end && tiles[begin] == kNone) ++begin;
-    while (begin < end && tiles[end - 1] == kNone) --end;
+    skip_ends();
   }
 
   // There is one more byte after the last tile, and rows begin at multiples of 8 bytes.
   CUTE_DEVICE static int line_bytes(int count) { return kRangeBytes + (count / 8 + 1) * 8; }
 
   CUTE_DEVICE bool empty() const { return begin >= end; }
+
+  CUTE_DEVICE BlockMaskRow within(TileRange const& part) const {
+    BlockMaskRow row = *this;
+    row.begin = part.begin, row.end = part.end;
+    row.skip_ends();
+    return row;
+  }
 
   CUTE_DEVICE int before(int tile) const {
     while (--tile > begin && tiles[tile] == kNone) continue;
@@ -70,6 +83,12 @@ struct BlockMaskRow<true> : TileRange {
   }
 
   CUTE_DEVICE bool partial(int tile) const { return tiles[tile] != kAll; }
+
+ private:
+  CUTE_DEVICE void skip_ends() {
+    while (begin < end && tiles[begin] == kNone) ++begin;
+    while (begin < end && tiles[end - 1] == kNone) --end;
+  }
 };
 
 }  // namespace memeff

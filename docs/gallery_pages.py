@@ -1,0 +1,210 @@
+"""Pages and pictures of the gallery: ``python docs/gallery_pages.py``.
+
+They are made from examples/gallery, which has the code, and from benchmarks/results. A test checks
+that they are up to date.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "examples"))
+
+from gallery import scores, structure, windows  # noqa: E402
+from gallery.catalog import ENTRIES, Entry, Shape  # noqa: E402
+
+FOLDER = ROOT / "docs" / "gallery"
+_PAGES = {scores: "Functions of scores", windows: "Windows", structure: "Structure"}
+_MASK_SHAPE, _SCORE_SHAPE = Shape(1, 4, 64), Shape(1, 4, 25)
+_LEVELS = ("#08306b", "#2171b5", "#6baed6", "#c6dbef", "#fee0d2", "#fc9272", "#de2d26", "#67000d")
+"""From low to high scores."""
+
+
+def files() -> dict[Path, str]:
+    """The text of each file, by its path."""
+    found = {FOLDER / "README.md": _index()}
+    for module, title in _PAGES.items():
+        found[FOLDER / f"{_name(module)}.md"] = _page(module, title)
+        for entry in _entries(module):
+            found[FOLDER / _name(module) / f"{entry.name}.svg"] = picture(entry)
+    return found
+
+
+def _name(module: ModuleType) -> str:
+    return module.__name__.split(".")[-1]
+
+
+def _entries(module: ModuleType) -> Iterator[Entry]:
+    return (entry for entry in ENTRIES.values() if entry.make.__module__ == module.__name__)
+
+
+def _index() -> str:
+    lines = [
+        "# Gallery",
+        "",
+        "Functions of scores and masks from the literature, each a few lines of JAX that become a "
+        "part of the kernels: [Functions](../guide/functions.md).",
+        "Each is tested against dense JAX, with the gradients of all float arrays that it reads. "
+        "The code is in [examples/gallery](../../examples/gallery).",
+        "",
+    ]
+    for module in _PAGES:
+        page = f"{_name(module)}.md"
+        lines += [f"- [{e.title}]({page}#{_anchor(e.title)})" for e in _entries(module)]
+    return "\n".join(lines) + "\n"
+
+
+def _anchor(title: str) -> str:
+    """Of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _page(module: ModuleType, title: str) -> str:
+    source = inspect.getsource(module)
+    first = next(
+        node.lineno for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)
+    )
+    header = ast.get_docstring(ast.parse(source)) or ""
+    imports = "\n".join(source.splitlines()[: first - 1]).replace(f'"""{header}"""', "").strip()
+    parts = [f"# {title}", _markdown(header), f"```python\n{imports}\n```"]
+    shown = {entry.make for entry in _entries(module)}
+    for entry in _entries(module):
+        parts += [
+            f"## {entry.title}",
+            _markdown(inspect.getdoc(entry.make) or ""),
+            f"![{entry.title}]({_name(module)}/{entry.name}.svg)",
+            *_speed(entry),
+            _code(entry.make),
+        ]
+    helpers = [
+        function
+        for _, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and function not in shown
+    ]
+    for function in helpers:
+        parts += [f"## {function.__name__}", _markdown(inspect.getdoc(function) or "")]
+        parts.append(_code(function))
+    return "\n\n".join(parts) + "\n"
+
+
+def _code(function: Any) -> str:
+    """The source without the docstring, which is the text above it."""
+    lines = textwrap.dedent(inspect.getsource(function)).splitlines()
+    body = ast.parse("\n".join(lines)).body[0]
+    assert isinstance(body, ast.FunctionDef)
+    text = body.body[0]
+    del lines[text.lineno - 1 : text.end_lineno]
+    if not lines[text.lineno - 1].strip():
+        del lines[text.lineno - 1]
+    return "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _markdown(docstring: str) -> str:
+    """A docstring as a page has it: arguments are a list, and examples are left out."""
+    text, _, arguments = docstring.partition("\nArgs:\n")
+    arguments = arguments.split("\n\n")[0]
+    items = re.sub(r"^    (\w[\w, ]*): ", r"- `\1`: ", arguments, flags=re.MULTILINE)
+    items = re.sub(r"\n {8}", " ", items)
+    joined = "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
+    joined = "\n\n".join(filter(None, (joined, items.strip())))
+    return re.sub(r":\w+:`([^`]+)`", r"`\1`", joined).replace("``", "`")
+
+
+def _speed(entry: Entry) -> list[str]:
+    """A sentence for each result of the benchmark of this entry."""
+    found = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*-gallery.json")):
+        document = json.loads(path.read_text())
+        for cell in document["cells"]:
+            if cell["function"] != f"gallery {entry.name}":
+                continue
+            ratios = [
+                f"{direction.replace('_', ' + ')} {_ratio(records):.2f}"
+                for direction, records in cell["results"].items()
+                if _ratio(records)
+            ]
+            if ratios:
+                what = "without a mask" if entry.is_mask else "without the function"
+                found.append(
+                    f"Speed relative to the call {what} ({document['device']['name']}, head dim "
+                    f"{cell['head_dim']}, T {cell['query_length']}): {', '.join(ratios)}."
+                )
+    return found
+
+
+def _ratio(records: dict[str, Any]) -> float:
+    """The speed of the call with the function over that without; 0 if one is missing."""
+    seconds = [records.get(n, {}).get("seconds") for n in ("memeff_plain", "memeff_cuda")]
+    return 0.0 if None in seconds else seconds[0] / seconds[1]
+
+
+def picture(entry: Entry) -> str:
+    """SVG: for each of two heads, or for one if they are equal, the mask or what is added.
+
+    Scores before the function are 0; for a soft cap they grow from -8 to 8 with the column.
+    """
+    shape = _SCORE_SHAPE if not entry.is_mask else _MASK_SHAPE
+    values = _levels(entry, shape)
+    panels = [values[0], *(x for x in values[1:2] if (x != values[0]).any())]
+    size, gap = panels[0].shape, 4
+    width = len(panels) * (size[1] + gap) - gap
+    scale = 5 if entry.is_mask else 8
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{scale * width}" '
+        f'height="{scale * size[0]}" viewBox="0 0 {width} {size[0]}" shape-rendering="crispEdges">'
+    ]
+    colors = _LEVELS if not entry.is_mask else ("#2171b5",)
+    for number, panel in enumerate(panels):
+        left = number * (size[1] + gap)
+        lines.append(f'<rect x="{left}" width="{size[1]}" height="{size[0]}" fill="#eee"/>')
+        for level, color in enumerate(colors):
+            if path := _runs(panel == level, left):
+                lines.append(f'<path stroke="{color}" d="{path}"/>')
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _runs(cells: np.ndarray, left: int) -> str:
+    """A path with a line of width 1 for each run of cells in a row."""
+    parts = []
+    for row, own in enumerate(cells):
+        edges = np.flatnonzero(np.diff(np.pad(own.astype(int), 1)))
+        for start, end in edges.reshape(-1, 2):
+            parts.append(f"M{left + start} {row}.5h{end - start}")
+    return "".join(parts)
+
+
+def _levels(entry: Entry, shape: Shape) -> np.ndarray:
+    """int [N, T, S]: 0 where a mask is valid, the level of a score; -1 for masked elements."""
+    call = entry.call(*entry.arguments(shape))
+    sizes = (1, shape.heads, entry.rows or shape.length, shape.length)
+    if entry.is_mask:
+        return np.asarray(call["mask"].as_array(*sizes))[0].astype(int) - 1
+    ramp = np.linspace(-8, 8, shape.length) if entry.make is scores.soft_cap else 0
+    given = jnp.broadcast_to(jnp.asarray(ramp, jnp.float32), sizes[1:]).ravel()
+    index = (x.ravel() for x in np.meshgrid(*map(np.arange, sizes), indexing="ij"))
+    changed = jax.vmap(call["score_mod"])(given, *index).reshape(sizes[1:])
+    lowest, highest = jnp.quantile(changed, jnp.array([0.02, 0.98]))
+    level = (changed - lowest) / (highest - lowest) * len(_LEVELS)
+    level = np.clip(np.floor(np.asarray(level)), 0, len(_LEVELS) - 1).astype(int)
+    valid = np.tril(np.ones(sizes[2:], bool)) if entry.is_causal else True
+    return np.where(valid, level, -1)
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)

@@ -1,0 +1,177 @@
+"""Benchmarks of functions of scores and masks: cells, peers, tables, and what they compile."""
+
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_memeff
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Imports a module of the harness, which is a folder of scripts and no package."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_every_figure_of_functions_has_its_cells(modules):
+    cells = modules("cells").functions()
+    assert {cell.head_dim for cell in cells} == {64, 128}
+    rows = {(cell.function, cell.causal, cell.query_length) for cell in cells}
+    assert rows == {
+        ("identity", False, 4096),
+        ("alibi", False, 4096),
+        ("alibi", True, 4096),
+        ("soft cap", False, 4096),
+        ("table", False, 4096),
+        *(("documents", False, length) for length in (4096, 16384)),
+        *(("window", True, length) for length in (4096, 16384)),
+    }
+
+
+def test_the_gallery_is_measured(modules):
+    """Cells of it have arguments, with the float array among the inputs."""
+    found = modules("cells").gallery()
+    gallery = modules("user_functions.in_jax")
+    assert {cell.function for cell in found} == {f"gallery {name}" for name in gallery.ENTRIES}
+    learned = set()
+    for cell in found:
+        sizes = {"batch": 2, "heads": 2, "key_heads": 2, "key_length": 64, "head_dim": 8}
+        sizes |= {"query_length": min(64, cell.query_length), "value_dim": 8}
+        cell = dataclasses.replace(cell, **sizes, dtype="float32")
+        inputs = modules("inputs").make(cell)
+        if inputs.table is not None:
+            learned.add(cell.function.split()[1])
+        plain, ours = (
+            modules("peers")._memeff(cell, implementation="xla", with_function=own)(inputs)
+            for own in (False, True)
+        )
+        assert float(modules("jax_programs").distance(ours, plain)) > 1e-3, cell.name
+    assert learned == {"alibi", "relative_table", "t5_bias", "swin_bias"}
+
+
+def tiny_functions():
+    """Their names, without an import of the harness when tests are collected."""
+    return ["identity", "alibi", "causal alibi", "soft cap", "table", "documents", "window"]
+
+
+@pytest.fixture(params=tiny_functions())
+def function_cell(request, modules):
+    for cell in modules("cells").tiny_functions():
+        causal = "causal " if (cell.function, cell.causal) == ("alibi", True) else ""
+        if f"{causal}{cell.function}" == request.param:
+            return cell
+    raise AssertionError(request.param)
+
+
+def test_the_plain_call_beside_a_function_computes_the_same(modules, function_cell):
+    """Unless no argument stands for the function."""
+    cell = function_cell
+    inputs = modules("inputs").make(cell)
+    attention = modules("peers")._memeff
+    ours = attention(cell, implementation="xla")(inputs)
+    plain = attention(cell, implementation="xla", with_function=False)(inputs)
+    distance = float(modules("jax_programs").distance(ours, plain))
+    if cell.function in modules("cells").WITH_ARGUMENT:
+        assert distance < 1e-6
+    else:
+        assert distance > 0.01
+
+
+def test_flex_attention_has_the_same_functions(modules, function_cell):
+    """PyTorch is not needed to evaluate them: NumPy has the operations that they use."""
+    cell = function_cell
+    inputs = modules("inputs").make(cell)
+    torch = types.SimpleNamespace(
+        arange=lambda size, device, dtype: np.arange(size, dtype=dtype),
+        tensor=lambda values, device: np.array(values, np.float32),
+        int32=np.int32,
+        stack=np.stack,
+        tanh=np.tanh,
+    )
+    flex = modules("user_functions.flex_attention")
+    sizes = (cell.batch, cell.heads, cell.query_length, cell.key_length)
+    indices = np.ix_(*map(np.arange, sizes))
+    arguments = modules("user_functions.in_jax").arguments(cell, inputs)
+
+    mask = arguments.get("mask", jax_memeff.Mask())
+    if arguments.get("is_causal", cell.causal):
+        mask &= jax_memeff.Mask.causal()
+    theirs = flex._mask_function(torch, cell)
+    valid = True if theirs is None else theirs(*indices)
+    np.testing.assert_array_equal(mask.as_array(*sizes), np.broadcast_to(valid, sizes))
+
+    score_mod = arguments.get("score_mod")
+    theirs = flex._score_function(torch, cell, inputs.table)
+    assert (score_mod is None) == (theirs is None)
+    if score_mod is not None:
+        scores = np.random.default_rng(0).normal(size=sizes).astype(np.float32)
+        np.testing.assert_allclose(theirs(scores, *indices), score_mod(scores, *indices), 1e-6)
+
+
+def test_functions_have_a_table_of_their_own(modules, tmp_path, monkeypatch):
+    def timed(seconds):
+        return {"seconds": seconds, "tflops": 1e3 / seconds}
+
+    cell = {"name": "hd64 function alibi", "group": "functions", "results": {}}
+    for direction, factor in (("forward", 1.0), ("forward_backward", 3.0)):
+        cell["results"][direction] = {
+            "memeff_cuda": timed(2 * factor),
+            "memeff_plain": timed(factor),
+            "memeff_deterministic": timed(4 * factor),
+            "flex": timed(3 * factor),
+        }
+    cell["results"]["forward"]["flex"] = {"error": "InductorError: out of shared memory"}
+    document = {
+        "date": "today",
+        "device": {"name": "GPU", "driver": None},
+        "versions": {},
+        "peers": {"memeff_cuda": "ours", "flex": "FlexAttention"},
+        "cells": [cell],
+        "host": {"block_mask": {"hd64 function alibi": {"seconds": 0.03}}},
+    }
+    path, page = tmp_path / "functions.json", tmp_path / "page.md"
+    path.write_text(json.dumps(document))
+    page.write_text("<!-- benchmarks:begin functions -->\n<!-- benchmarks:end -->\n")
+    report = modules("report")
+    monkeypatch.setattr(sys, "argv", ["report.py", str(path), "--into", str(page)])
+    report.main()
+    text = page.read_text()
+    assert "| hd64 function alibi | 500 | 0.50 | n/a | 167 | 0.50 | 1.50 | 0.25 |" in text
+    assert "- FlexAttention, hd64 function alibi: `InductorError: out of shared memory`" in text
+    assert "- hd64 function alibi: 30.00 ms, 0.5% of forward + backward" in text
+    assert "500" in modules("user_functions.table").text(document)
+
+
+def test_twenty_functions_are_lowered_at_two_lengths():
+    command = [sys.executable, str(BENCHMARKS / "function_compile.py"), "xla"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    row = json.loads(result.stdout)
+    assert row["functions"] == len(row["sources"]) == 20
+    assert row["seconds_of_slowest"] > 0 and row["sources_of_new_lengths"] == 0
+
+
+def test_the_gallery_has_pages_of_its_own(modules):
+    with pytest.raises(ValueError, match=r"gallery_pages\.py"):
+        modules("report").blocks({"cells": [{"group": "gallery"}]}, None)
+
+
+def test_block_masks_of_functions_are_timed(modules, monkeypatch):
+    cells, host_cost = modules("cells"), modules("host_cost")
+    monkeypatch.setattr(host_cost, "functions", cells.tiny_functions)
+    monkeypatch.setattr(host_cost, "_BLOCK_MASK_LENGTH", 96)
+    monkeypatch.setattr(host_cost, "_BATCH_SECONDS", 1e-3)
+    rows = host_cost.block_mask(())
+    assert len(rows) == 2 and all(row["seconds"] > 0 for row in rows.values())
