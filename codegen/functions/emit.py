@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from jax_memeff.codegen.functions.constants import float32_bits
 from jax_memeff.codegen.functions.diagonals import diagonal_reads
+from jax_memeff.codegen.functions.finite import is_finite
 from jax_memeff.codegen.functions.nodes import Graph, Level, Node, graph, kept
 from jax_memeff.codegen.functions.program import Program
 
@@ -54,7 +55,8 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     - ``derivative(...)``: that of the value by the score; ``kConstantDerivative`` if it is 1.
     - ``kFloatReads``: how many reads have derivatives, ``kReadArrays[i]``: the captured array of
       each, ``kDiagonalReads[i]``: whether it depends on query and key, through their difference
-      alone, and ``kReadDerivativesAreOne[i]``: whether the derivative by it is 1.
+      alone, and ``kReadDerivativesAreFinite[i]``: whether the derivative by it is
+      finite at every element.
     - ``kReadDerivativesUseScore``: whether a derivative by a read depends on the score.
     - ``read_values(..., float (&values)[kFloatReads])``: what was read. A kernel that stages reads
       of a tile passes a ``FunctionArrays`` of its own, whose ``read<i>(value)`` returns the staged
@@ -218,8 +220,8 @@ def _facts(program: Program, nodes: Graph) -> str:
             lines.append(_array_fact("int", "kReadArrays", arrays))
             found = [_cpp(read in along) for read in reads]
             lines.append(_array_fact("bool", "kDiagonalReads", found))
-            found = [_cpp(nodes.nodes[result].form == "1.0f") for result in nodes.results[2:]]
-            lines.append(_array_fact("bool", "kReadDerivativesAreOne", found))
+            found = [_cpp(is_finite(program, result)) for result in program.results[2:]]
+            lines.append(_array_fact("bool", "kReadDerivativesAreFinite", found))
     return "\n".join(lines) + "\n"
 
 

@@ -34,7 +34,7 @@ from jax_memeff._functions.views import (
     window,
 )
 
-_IDENTITIES = frozenset({"copy_p", "name", "optimization_barrier", "pcast", "pvary"})
+_IDENTITIES = frozenset({"copy_p", "name", "optimization_barrier", "pcast", "pvary", "reshard"})
 _CALLS = frozenset(
     {"checkpoint", "closed_call", "composite", "core_call", "jit", "pjit", "remat", "remat2"}
 )

@@ -116,10 +116,13 @@ class Case:
     dropout: bool = False
     soft_cap: float | None = None
     sinks: bool = False
+    deterministic: bool = False
 
     def __str__(self) -> str:
         words = [self.layout, self.function, self.mask, f"{self.key_heads}heads", self.dtype]
-        words += [name for name in ("bias", "dropout", "sinks") if getattr(self, name)]
+        words += [
+            name for name in ("bias", "dropout", "sinks", "deterministic") if getattr(self, name)
+        ]
         return "-".join([*words, *([] if self.soft_cap is None else ["cap"])])
 
     @property
@@ -150,6 +153,7 @@ class Case:
             "dropout_rate": RATE if self.dropout else 0.0,
             "dropout_key": DROPOUT_KEY if self.dropout else None,
             "return_residual": True,
+            "deterministic_backward": self.deterministic,
         }
 
     def ours(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -287,6 +291,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dropout": (False, True),
     "soft_cap": (None, 2.0),
     "sinks": (False, True),
+    "deterministic": (False, True),
 }
 
 

@@ -167,6 +167,8 @@ EMULATED: list[tuple[str, Case | Tiles]] = [
     ("sm_90a", Case("packed", "elements", "prefix", 2, "bfloat16", dropout=True, soft_cap=2.0)),
     ("sm_80", Case("packed", "table", "ends", N, "float32", bias=True, sinks=True)),
     ("sm_90a", Case("vmap", "alibi", "lengths", 2, "bfloat16", sinks=True)),
+    ("sm_90a", Case("packed", "table", "lengths", 2, "bfloat16", deterministic=True)),
+    ("sm_80", Case("vmap", "elements", "causal", 2, "float32", dropout=True, deterministic=True)),
     ("sm_80", Case("vmap", "gain", "prefix", N, "float32", bias=True)),
     ("sm_90a", Case("dense", "roots", "not", N, "bfloat16", dropout=True)),
 ]

@@ -220,10 +220,26 @@ def test_reads_that_are_constant_along_diagonals(index, expected):
 def test_derivatives_that_are_1_are_known():
     assert "kConstantDerivative = true;" in emit.source(ALIBI, "F", precise=True)
     assert "kConstantDerivative = false;" in emit.source(TABLE, "F", precise=True)
-    slopes, offsets = jnp.ones(4), jnp.ones(4)
-    program, _ = traced_score_function(lambda s, b, h, q, k: s + slopes[h] * q + offsets[h])
-    assert "kReadDerivativesAreOne[] = {false, true};" in emit.source(program, "F", precise=True)
     assert "Derivative" not in emit.source(DOCUMENTS, "F", precise=True)
+
+
+@pytest.mark.parametrize(
+    ("term", "finite"),
+    [
+        (lambda x, q, k: x, True),
+        (lambda x, q, k: x * (q - k) / 32, True),
+        (lambda x, q, k: jnp.where(q < k, x * abs(q - k), -x), True),
+        (lambda x, q, k: x / (q - k), False),
+        (lambda x, q, k: x * jnp.sqrt((q - k).astype("float32")), False),
+        (lambda x, q, k: x * x, False),
+        (lambda x, q, k: x * q.astype("float32") ** 4, False),
+    ],
+)
+def test_finite_derivatives_are_known(term, finite):
+    slopes = jnp.ones(4)
+    program, _ = traced_score_function(lambda s, b, h, q, k: s + term(slopes[h], q, k))
+    fact = f"kReadDerivativesAreFinite[] = {{{str(finite).lower()}}};"
+    assert fact in emit.source(program, "F", precise=True)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,30 @@ class FunctionOfTile {
     at(arrays_, row, column, score, use);
   }
 
+  // The arrays of this lane's first element.
+  template <class Grid, bool kTransposed>
+  CUTE_DEVICE ElementArrays<Config> first_element(int thread) const {
+    int const first_major = Grid::element_row(0, 0, thread);
+    int const first_minor = Grid::element_column(0, 0, thread);
+    int const first = kTransposed ? first_major - first_minor : first_minor - first_major;
+    return {{arrays_}, float(column_ - row_ + first), 0.0f};
+  }
+
+  // One element of this lane.
+  template <class Grid, bool kTransposed, class Arrays, class Use>
+  CUTE_DEVICE void visit(Arrays& arrays, int thread, int element, int m, int n, float& score,
+                         Use use) const {
+    int const first_major = Grid::element_row(0, 0, thread);
+    int const first_minor = Grid::element_column(0, 0, thread);
+    // The distance from the first element is that of lane 0: a constant.
+    int const major = Grid::element_row(element, m, 0u) - Grid::element_row(0, 0, 0u);
+    int const minor = Grid::element_column(element, n, 0u) - Grid::element_column(0, 0, 0u);
+    arrays.more = float(kTransposed ? major - minor : minor - major);
+    int const row = kTransposed ? first_minor + minor : first_major + major;
+    int const column = kTransposed ? first_major + major : first_minor + minor;
+    at(arrays, row, column, score, [&](auto const&... inputs) { use(score, inputs...); });
+  }
+
  private:
   template <class Grid, bool kTransposed, class Scores, class Use>
   CUTE_DEVICE void for_each_in_turn(Scores& scores, Use use) const {
@@ -112,30 +136,6 @@ class FunctionOfTile {
         }
       }
     }
-  }
-
-  // The arrays of this lane's first element.
-  template <class Grid, bool kTransposed>
-  CUTE_DEVICE ElementArrays<Config> first_element(int thread) const {
-    int const first_major = Grid::element_row(0, 0, thread);
-    int const first_minor = Grid::element_column(0, 0, thread);
-    int const first = kTransposed ? first_major - first_minor : first_minor - first_major;
-    return {{arrays_}, float(column_ - row_ + first), 0.0f};
-  }
-
-  // One element of this lane.
-  template <class Grid, bool kTransposed, class Arrays, class Use>
-  CUTE_DEVICE void visit(Arrays& arrays, int thread, int element, int m, int n, float& score,
-                         Use use) const {
-    int const first_major = Grid::element_row(0, 0, thread);
-    int const first_minor = Grid::element_column(0, 0, thread);
-    // The distance from the first element is that of lane 0: a constant.
-    int const major = Grid::element_row(element, m, 0u) - Grid::element_row(0, 0, 0u);
-    int const minor = Grid::element_column(element, n, 0u) - Grid::element_column(0, 0, 0u);
-    arrays.more = float(kTransposed ? major - minor : minor - major);
-    int const row = kTransposed ? first_minor + minor : first_major + major;
-    int const column = kTransposed ? first_major + major : first_minor + minor;
-    at(arrays, row, column, score, [&](auto const&... inputs) { use(score, inputs...); });
   }
 
   template <class Arrays, class Use>

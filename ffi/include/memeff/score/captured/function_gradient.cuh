@@ -81,7 +81,8 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
         batch_(at.batch),
         shared_(shared),
         thread_(thread_index()),
-        of_tile_(params, at) {}
+        of_tile_(params, at),
+        arrays_(of_tile_.template first_element<Grid, kTransposed>(thread_)) {}
 
   // Four elements of a lane: the gradients of the modified scores in chunk n of eight columns. The
   // chunks of each m come in order, and add_strip(m) after them. `scaled` is that of
@@ -91,19 +92,21 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
     float terms[kReads][4];
     CUTE_UNROLL
     for (int element = 0; element < 4; ++element) {
-      int const major = Grid::element_row(element, m, thread_);
-      int const minor = Grid::element_column(element, n, thread_);
-      at(major, minor, kScores ? scaled[element] : 0.0f, [&](auto const&... inputs) {
+      float score = kScores ? scaled[element] : 0.0f;
+      auto const differentiate = [&](float&, auto const&... inputs) {
         float derivatives[kReads];
         Function::read_derivatives(inputs..., derivatives);
         if constexpr (kScores) scaled[element] = Function::derivative(inputs...);
         CUTE_UNROLL
         for (int read = 0; read < kReads; ++read) {
           // The derivative at a masked element, whose gradient is 0, may be inf or NaN.
-          bool const masked = !Function::kReadDerivativesAreOne[read] && gradient[element] == 0.0f;
+          bool const masked =
+              !Function::kReadDerivativesAreFinite[read] && gradient[element] == 0.0f;
           terms[read][element] = masked ? 0.0f : gradient[element] * derivatives[read];
         }
-      });
+      };
+      of_tile_.template visit<Grid, kTransposed>(arrays_, thread_, element, m, n, score,
+                                                 differentiate);
     }
     cute::for_each(cute::make_seq<kReads>{}, [&](auto read) {
       add_terms<decltype(read)::value>(sums, m, n, terms[decltype(read)::value]);
@@ -198,7 +201,7 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
   // All lanes of the warp call it, for an element of the accumulators each.
   template <int kRead>
   CUTE_DEVICE void add(int major, int minor, float sum) const {
-    at(major, minor, 0.0f, [&](auto const&... inputs) {
+    at(major, minor, [&](auto const&... inputs) {
       long long offsets[kReads];
       Function::read_offsets(inputs..., offsets);
       // A masked element may read anything; lanes without a sum do not separate others.
@@ -207,8 +210,8 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
   }
 
   template <class Use>
-  CUTE_DEVICE void at(int major, int minor, float score, Use use) const {
-    of_tile_.at(kTransposed ? minor : major, kTransposed ? major : minor, score, use);
+  CUTE_DEVICE void at(int major, int minor, Use use) const {
+    of_tile_.at(kTransposed ? minor : major, kTransposed ? major : minor, 0.0f, use);
   }
 
   template <int kRead>
@@ -221,6 +224,7 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
   uint32_t shared_;
   int thread_;
   OfTile of_tile_;
+  ElementArrays<Config> arrays_;
   float first_row_[kReads][2];
 };
 
