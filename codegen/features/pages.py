@@ -141,6 +141,6 @@ PAGES = Pages()
 def key_box_rows(spec: KernelSpec) -> int:
     """The rows of a TMA box of keys: as many as a tile and a page are multiples of.
 
-    ffi/include/memeff/layout/page_table.cuh computes the same.
+    ffi/include/memeff/core/page_table.cuh computes the same.
     """
     return math.gcd(spec.tile.key, spec[PAGES].size)

@@ -5,8 +5,8 @@
 #pragma once
 
 #include <memeff/arch/copy.cuh>
+#include <memeff/core/page_table.cuh>
 #include <memeff/core/shared_tile.cuh>
-#include <memeff/layout/page_table.cuh>
 
 namespace memeff {
 

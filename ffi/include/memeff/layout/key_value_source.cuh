@@ -2,8 +2,8 @@
 // packed sequences, in tensors whose batch a vmap broadcasts, or in a pool of pages.
 #pragma once
 
+#include <memeff/core/page_table.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/layout/page_table.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 

@@ -3,7 +3,7 @@
 
 #include <memeff/arch/thread.cuh>
 #include <memeff/core/math.cuh>
-#include <memeff/layout/page_table.cuh>
+#include <memeff/core/page_table.cuh>
 
 namespace memeff {
 
