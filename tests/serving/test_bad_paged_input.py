@@ -319,14 +319,13 @@ def test_check_refuses_traced_tables():
     [
         ({"key_pages": FLOAT8, "value_pages": FLOAT8}, "no kernel reads pages of float8 yet"),
         ({"value_pages": None, "value_dim": 4}, "no kernel reads values as columns of keys yet"),
-        ({"batch_invariant": True}, "no kernel has batch_invariant=True yet"),
     ],
-    ids=["float8", "latent", "batch_invariant"],
+    ids=["float8", "latent"],
 )
 def test_what_kernels_do_not_have(monkeypatch, change, reason):
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
     given: dict[str, Any] = {**good(), **change}
-    static = ("value_dim", "batch_invariant")
+    static = ("value_dim",)
     arrays = {name: x for name, x in given.items() if name not in static and x is not None}
     for name in ("query", "key_pages", "value_pages"):
         if name in arrays and arrays[name].dtype == jnp.float32:
