@@ -321,7 +321,8 @@ class KernelSpec:
     def has_block_mask(self) -> bool:
         """Whether a block mask says which tiles the kernel skips."""
         by_arrays = any(feature.needs_block_mask(self[feature]) for feature in registry.FEATURES)
-        return by_arrays and not self[registry.PAGES] and self.kernel.reads_block_mask(self)
+        is_paged = self[registry.PAGES].size > 0
+        return by_arrays and not is_paged and self.kernel.reads_block_mask(self)
 
     def block_mask(
         self, lines: Literal["queries", "keys"], query: int | None = None, key: int | None = None
