@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
+from jax_memeff.codegen.functions.sums import MOST_STRIPS
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.strategy import Strategy
 
@@ -177,6 +178,10 @@ class Kernel(abc.ABC):
     def reads_block_mask(self, spec: KernelSpec) -> bool:
         """Whether a block mask says which tiles to skip if masks are arrays."""
         return True
+
+    def strips_of_sums(self, arch: str) -> int:
+        """How many sums of captured arrays' gradients may pass through shared memory."""
+        return MOST_STRIPS
 
     def completed(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> KernelSpec:
         """``spec`` with the fields that this kernel alone sets."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
-from jax_memeff.codegen.functions.sums import Sum, read_sums
+from jax_memeff.codegen.functions.sums import MOST_STRIPS, Sum, read_sums
 
 from ..launch import MOST_ARRAYS, MOST_DIMS, CapturedArray
 from .feature import Constant, CppType, Feature, Operand, SupportRow
@@ -58,13 +58,15 @@ class AskedFunctions(NamedTuple):
     """The captured arrays of the score function whose gradients the kernels sum."""
     exact: bool = False
     """Whether they sum in fixed point, which is the same in any order."""
+    strips: int = MOST_STRIPS
+    """How many sums may pass through the shared memory of a kernel."""
 
     @property
     def read_sums(self) -> tuple[Sum, ...]:
         """How the gradient by each read of the score function is summed."""
         if self.score is None or not self.gradients:
             return ()
-        return read_sums(self.score, self.gradients)
+        return read_sums(self.score, self.gradients, self.strips)
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -117,7 +119,10 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
     )
 
     def compiled(self, problem: Problem, kernel: Kernel) -> AskedFunctions | None:
-        return problem[self]
+        asked = problem[self]
+        if asked is None or not asked.gradients:
+            return asked
+        return asked._replace(strips=kernel.strips_of_sums(problem.arch))
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         own = spec[self] or AskedFunctions(None, None)
@@ -208,7 +213,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
         own = spec[self]
-        if own != problem[self]:
+        if own != self.compiled(problem, spec.kernel):
             return ["it is compiled with other functions"]
         if own is not None and own.gradients and not spec.kernel.sums_function_gradients:
             return ["it does not sum gradients of captured arrays"]

@@ -27,11 +27,14 @@ class Sum(enum.Enum):
     ELEMENT = "element"
 
 
-def read_sums(program: Program, arrays: Collection[int]) -> tuple[Sum, ...]:
+def read_sums(
+    program: Program, arrays: Collection[int], most_strips: int = MOST_STRIPS
+) -> tuple[Sum, ...]:
     """The way in which each of ``program.float_reads`` is summed.
 
     Args:
         arrays: the captured arrays whose gradients are needed.
+        most_strips: how many sums may pass through shared memory; others are by element.
 
     >>> from jax_memeff.codegen.functions.program import CapturedType, Value
     >>> read = Value("read", "float32", (0,), (("array", 0), ("mode", "clip")))
@@ -45,7 +48,7 @@ def read_sums(program: Program, arrays: Collection[int]) -> tuple[Sum, ...]:
         own = Sum.DIAGONAL if read in along else _dependence(program, read)
         if program.values[read].param("array") not in arrays:
             own = Sum.NONE
-        elif sum(other in _IN_STRIPS for other in found) == MOST_STRIPS and own in _IN_STRIPS:
+        elif sum(other in _IN_STRIPS for other in found) == most_strips and own in _IN_STRIPS:
             own = Sum.ELEMENT
         found.append(own)
     return tuple(found)

@@ -92,6 +92,10 @@ class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
     tiles = _TILES
     tiles_f32 = _TILES_F32
 
+    def strips_of_sums(self, arch: str) -> int:
+        """None in 64 or 99 KB, which its tiles fill."""
+        return 0 if gpu.of(arch) in (gpu.SM75, gpu.SM86) else super().strips_of_sums(arch)
+
     def shared_bytes(self, spec: KernelSpec) -> int:
         """P and dS, the buffers, and two of the rows' statistics."""
         query, key = spec.tile.query, spec.tile.key

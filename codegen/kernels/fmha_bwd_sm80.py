@@ -220,6 +220,10 @@ class FmhaBwdSm80(Backward, MmaKernel):
     tiles = _TILES
     tiles_f32 = _TILES_F32
 
+    def strips_of_sums(self, arch: str) -> int:
+        """None in the 64 KB of sm_75, which its tiles fill."""
+        return super().strips_of_sums(arch) if gpu.of(arch) is not gpu.SM75 else 0
+
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Tiles of query, dO, key, value, P, dS and bias, and the statistics of query rows."""
         tile = _tile(spec)

@@ -156,6 +156,7 @@ EMULATED: list[tuple[str, Case | Tiles]] = [
     ("sm_80", Tiles("table", 320)),
     ("sm_90a", Tiles("buckets")),
     ("sm_80", Tiles("buckets", dtype="float32")),
+    ("sm_75", Tiles("buckets", dtype="float16")),
     ("sm_90a", Tiles("ends")),
     ("sm_80", Tiles("ends")),
     ("sm_80", Tiles("ends", 320)),

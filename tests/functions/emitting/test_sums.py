@@ -6,7 +6,11 @@ import jax.numpy as jnp
 import pytest
 
 from jax_memeff._functions.trace import traced_score_function
+from jax_memeff.codegen.features import FUNCTIONS, AskedBias
+from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.sums import MOST_STRIPS, Sum, read_sums, strips
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.select import select
 
 VECTOR = jnp.ones(64)
 DOCUMENTS = jnp.arange(64) // 8
@@ -44,3 +48,19 @@ def test_strips_are_of_columns_of_the_accumulators():
     sums = (Sum.QUERY, Sum.KEY, Sum.DIAGONAL, Sum.HEAD)
     assert strips(sums, Sum.QUERY) == strips(sums, Sum.KEY) == 2
     assert strips(sums[:1], Sum.KEY) == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256, 320])
+@pytest.mark.parametrize("bias", [None, AskedBias("32", "full")])
+def test_every_head_dim_has_a_kernel_that_sums(arch, head_dim, bias):
+    """The memory of strips leaves room for a tile, or the kernel adds by element."""
+    program, _ = traced_score_function(lambda s, b, h, q, k: s + VECTOR[q - k] + VECTOR[k - q + 9])
+    asked = AskedFunctions(program.structure, None, gradients=(0,))
+    for dtype in ("f16",) if arch == "sm_75" else ("f16", "f32"):
+        features = {"functions": asked, "bias": bias, "dropout": True, "soft_cap": False}
+        spec = select(Problem("backward", dtype, head_dim, head_dim, arch, features))
+        own = spec[FUNCTIONS]
+        assert own is not None and own.gradients == (0,)
+        small = arch == "sm_75" or (arch == "sm_86" and "large_dim" in spec.kernel.stem)
+        assert own.read_sums == (Sum.ELEMENT if small else Sum.DIAGONAL,) * 2
