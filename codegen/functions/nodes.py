@@ -7,12 +7,13 @@ registers if that is cheaper than to evaluate them again for each score.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from jax_memeff.codegen import launch
 from jax_memeff.codegen.functions.constants import constant, float_constant, reciprocal
+from jax_memeff.codegen.functions.exactness import exact_values
+from jax_memeff.codegen.functions.levels import KEPT_FROM, Graph, Level, Node, joined
 from jax_memeff.codegen.functions.operations import (
     BITCASTS,
     CHEAP,
@@ -45,17 +46,6 @@ _NEGATIVE = "0.0f - {0}"
 _SCALED_DIFFERENCE = "arrays.scaled_difference({0}, {1}, {2})"
 
 _LOAD = 2 * FUNCTION
-_KEPT_FROM = 4  # the instructions from which on a register is cheaper
-
-
-class Level(enum.IntEnum):
-    """How often a node is evaluated; its value is the order of evaluation."""
-
-    HEAD = 0
-    ROW = 1
-    COLUMN = 2
-    ELEMENT = 3
-
 
 _LEVEL_OF_INPUT = {
     "batch": Level.HEAD,
@@ -64,29 +54,6 @@ _LEVEL_OF_INPUT = {
     "key": Level.COLUMN,
     "score": Level.ELEMENT,
 }
-
-
-class Node(NamedTuple):
-    """A C++ expression over earlier nodes."""
-
-    cpp_type: str
-    form: str
-    args: tuple[int, ...] = ()
-    level: Level = Level.HEAD
-    cost: int = CHEAP
-    inline: bool = False
-    """Whether the expression is a name or a number, which needs no variable."""
-
-
-class Graph(NamedTuple):
-    """The nodes of a program in topological order, and which of them its results are."""
-
-    nodes: tuple[Node, ...]
-    results: tuple[int, ...]
-    offsets: tuple[int, ...]
-    """For each of ``Program.float_reads`` the offset of the element in its array, -1 if none."""
-    values: tuple[int, ...]
-    """The node of each value of the program."""
 
 
 def graph(program: Program, *, precise: bool) -> Graph:
@@ -101,55 +68,11 @@ def graph(program: Program, *, precise: bool) -> Graph:
     return _Builder(program, precise).graph()
 
 
-def kept(nodes: Sequence[Node], targets: Iterable[int]) -> frozenset[int]:
-    """The nodes below Level.ELEMENT whose values are kept, if ``targets`` are needed per element.
-
-    A node is kept if something of a higher level uses it, and if it and what it needs beyond other
-    kept nodes is worth a register.
-    """
-    users: dict[int, Level] = {}
-    pending = [(target, Level.ELEMENT) for target in targets]
-    seen: set[tuple[int, Level]] = set()
-    while pending:
-        if (edge := pending.pop()) in seen:
-            continue
-        seen.add(edge)
-        index, level = edge
-        users[index] = max(users.get(index, Level.HEAD), level)
-        pending += [(arg, nodes[index].level) for arg in nodes[index].args]
-    found: set[int] = set()
-    for index in sorted(users):
-        node = nodes[index]
-        if node.level < users[index] and _cone_cost(nodes, index, found) >= _KEPT_FROM:
-            found.add(index)
-    return frozenset(found)
-
-
-def _cone_cost(nodes: Sequence[Node], index: int, found: set[int]) -> int:
-    """The cost of evaluating a node, with what it needs of its own level."""
-    cost, pending, seen = 0, [index], {index}
-    while pending:
-        node = nodes[pending.pop()]
-        cost += node.cost
-        fresh = {arg for arg in node.args if nodes[arg].level == node.level} - seen - found
-        seen |= fresh
-        pending += fresh
-    return cost
-
-
-def _joined(levels: Iterable[Level]) -> Level:
-    """The level of an expression of such operands."""
-    found = set(levels)
-    if {Level.ROW, Level.COLUMN} <= found:
-        return Level.ELEMENT
-    return max(found, default=Level.HEAD)
-
-
 class _Builder:
     def __init__(self, program: Program, precise: bool):
         self.program = program
         self.precise = precise
-        self.exact = _exact_values(program)
+        self.exact = exact_values(program)
         self.nodes: list[Node] = []
         self.numbers: dict[Node, int] = {}
         self.of_value: list[int] = []
@@ -183,7 +106,7 @@ class _Builder:
         inline: bool = False,
     ) -> int:
         """The number of a node; equal nodes are there once."""
-        level = _joined([level, *(self.nodes[arg].level for arg in args)])
+        level = joined([level, *(self.nodes[arg].level for arg in args)])
         node = Node(cpp_type, form, args, level, cost, inline)
         if node not in self.numbers:
             self.numbers[node] = len(self.nodes)
@@ -196,7 +119,7 @@ class _Builder:
         args = tuple(self.of_value[arg] for arg in value.args)
         if value.op in INPUTS:
             # A kernel passes batch and head when a head begins, and not for each score.
-            cost = _KEPT_FROM if value.op in ("batch", "head") else 0
+            cost = KEPT_FROM if value.op in ("batch", "head") else 0
             level = _LEVEL_OF_INPUT[value.op]
             return self._node(cpp_type, value.op, (), cost, level=level, inline=True)
         if value.op == "constant":
@@ -219,7 +142,7 @@ class _Builder:
             if (difference := self._difference(index, value)) is not None:
                 return difference
             # The special function unit converts between floats and integers.
-            cost = CHEAP if "float32" not in (dtype, value.dtype) else _KEPT_FROM
+            cost = CHEAP if "float32" not in (dtype, value.dtype) else KEPT_FROM
             return self._node(cpp_type, CONVERSIONS[dtype, value.dtype], args, cost)
         return self._operation(index, value, dtype, args, params)
 
@@ -382,13 +305,13 @@ class _Builder:
         """The address of an element. What the head decides is added first, then the row."""
         cpp_type = f"{ELEMENT_TYPES[captured.dtype]} const*"
         form = f"arrays.template data<{array}, {ELEMENT_TYPES[captured.dtype]}>()"
-        address = self._node(cpp_type, form, (), _KEPT_FROM)
+        address = self._node(cpp_type, form, (), KEPT_FROM)
         last = len(clamped) - 1
         for dim in sorted(range(len(clamped)), key=lambda dim: self.nodes[clamped[dim]].level):
             step = "{0} + {1}"
             if dim != last:
                 step += f" * arrays.template stride<{array}, {dim}>()"
-            cost = 2 if dim == last else _KEPT_FROM
+            cost = 2 if dim == last else KEPT_FROM
             address = self._node(cpp_type, step, (address, clamped[dim]), cost)
         return address
 
@@ -401,32 +324,3 @@ class _Builder:
                 step += f" * arrays.template stride<{array}, {dim}>()"
             offset = self._node("long long", step, (offset, index), 2)
         return offset
-
-
-def _exact_values(program: Program) -> frozenset[int]:
-    """The values on which a jump of the function, or the index of a read, depends.
-
-    A rounding error there changes a result by any amount, so they are neither approximated nor
-    fused: every kernel that evaluates the function gets the same bits. Jumps of derivatives alone
-    choose between one-sided derivatives, as that of ``max`` does, and need no such care.
-    """
-    reads = {index for index, value in enumerate(program.values) if value.op == "read"}
-    decisive = _needed(program, {program.results[0], *reads})
-    found: set[int] = set()
-    for index in reversed(range(len(program.values))):
-        value = program.values[index]
-        jumps = value.op in OPERATIONS and OPERATIONS[value.op].discontinuous
-        if value.op in ("convert_element_type", "bitcast_convert_type"):
-            jumps = value.dtype != "float32" or value.op == "bitcast_convert_type"
-        if index in found or (index in decisive and (jumps or index in reads)):
-            found.update(value.args)
-    return frozenset(found)
-
-
-def _needed(program: Program, results: set[int]) -> set[int]:
-    """Values that results depend on, and themselves."""
-    found = set(results)
-    for index in reversed(range(len(program.values))):
-        if index in found:
-            found.update(program.values[index].args)
-    return found

@@ -16,9 +16,9 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import flag
-from jax_memeff._functions import builtin
 from jax_memeff._op import vjp
 from jax_memeff._sharding import explicit
+from jax_memeff.codegen.functions import builtin
 
 AnyOperands = TypeVar("AnyOperands", Operands, QkvPackedOperands)
 

@@ -56,7 +56,7 @@ def test_examples_in_docstrings(modules, name):
 
 
 def test_every_peer_has_a_figure_or_a_reason(document):
-    assert len(document["cells"]) == 3
+    assert len(document["cells"]) == 4
     for cell in document["cells"]:
         directions = ["forward", "forward_backward"] if cell["gradients"] else ["forward"]
         assert list(cell["results"]) == directions
