@@ -12,7 +12,6 @@ from typing import Any
 
 from jax_memeff.codegen import launch
 from jax_memeff.codegen.functions.constants import constant, float_constant, reciprocal
-from jax_memeff.codegen.functions.exactness import exact_values
 from jax_memeff.codegen.functions.levels import KEPT_FROM, Graph, Level, Node, joined
 from jax_memeff.codegen.functions.operations import (
     BITCASTS,
@@ -21,6 +20,7 @@ from jax_memeff.codegen.functions.operations import (
     CPP_TYPES,
     FUNCTION,
     OPERATIONS,
+    exact_values,
 )
 from jax_memeff.codegen.functions.program import INPUTS, CapturedType, Program, Value
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jax_memeff.codegen.functions.program import Program
+
 # Costs, in instructions: whether a value is worth a register depends on their order only.
 CHEAP = 1
 FUNCTION = 20
@@ -238,3 +240,32 @@ def is_supported(op: str) -> bool:
     (True, True, False)
     """
     return op in SPECIAL or (op in OPERATIONS and op != "round_even")
+
+
+def exact_values(program: Program) -> frozenset[int]:
+    """The values on which a jump of the function, or the index of a read, depends.
+
+    A rounding error there changes a result by any amount, so they are neither approximated nor
+    fused: every kernel that evaluates the function gets the same bits. Jumps of derivatives alone
+    choose between one-sided derivatives, as that of ``max`` does, and need no such care.
+    """
+    reads = {index for index, value in enumerate(program.values) if value.op == "read"}
+    decisive = _needed(program, {program.results[0], *reads})
+    found: set[int] = set()
+    for index in reversed(range(len(program.values))):
+        value = program.values[index]
+        jumps = value.op in OPERATIONS and OPERATIONS[value.op].discontinuous
+        if value.op in ("convert_element_type", "bitcast_convert_type"):
+            jumps = value.dtype != "float32" or value.op == "bitcast_convert_type"
+        if index in found or (index in decisive and (jumps or index in reads)):
+            found.update(value.args)
+    return frozenset(found)
+
+
+def _needed(program: Program, results: set[int]) -> set[int]:
+    """Values that results depend on, and themselves."""
+    found = set(results)
+    for index in reversed(range(len(program.values))):
+        if index in found:
+            found.update(program.values[index].args)
+    return found
