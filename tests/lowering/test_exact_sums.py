@@ -11,6 +11,11 @@ from jax_memeff._cuda import exact_sums
 SCALE = 2.0**50
 
 
+def rounded(sums: np.ndarray, scale: float, shape: tuple[int, ...]) -> np.ndarray:
+    found = exact_sums.rounded(jnp.asarray(sums), jnp.full(1, scale), shape, jnp.dtype("float32"))
+    return np.asarray(found)
+
+
 def words(low: int, high: int) -> np.ndarray:
     """The sums of one element: two integers of 64 bits, each as two words."""
     return np.array([low, high], np.int64).view(np.int32)
@@ -18,7 +23,7 @@ def words(low: int, high: int) -> np.ndarray:
 
 def kernel_sum(terms: np.ndarray) -> np.ndarray:
     """What kernels add up, with Python's integers."""
-    scaled = np.float32(terms).astype(np.float64) * SCALE
+    scaled = terms.astype(np.float32).astype(np.float64) * SCALE
     high = np.rint(scaled / 2.0**40)
     low = np.rint(scaled - high * 2.0**40)
     return words(sum(map(int, low)), sum(map(int, high)))
@@ -31,7 +36,7 @@ def test_sums_are_rounded_once(magnitude, count):
     terms = (rng.standard_normal((20, count)) * magnitude).astype(np.float32)
     terms[:, -1] -= terms[:, :-1].sum(-1)  # most of the sum cancels
     sums = np.stack([kernel_sum(own) for own in terms]).reshape(1, -1)
-    found = exact_sums.rounded(sums, np.float32([SCALE]), (1, 20), jnp.float32)
+    found = rounded(sums, SCALE, (1, 20))
     want = terms.astype(np.float64).sum(-1)[None]
     np.testing.assert_allclose(found, want, rtol=4e-7, atol=count / SCALE)
 
@@ -41,7 +46,7 @@ def test_sums_are_rounded_once(magnitude, count):
     [(0, 0), (1, 0), (-1, 0), (-(2**40), 1), (2**40 - 1, -1), (2**62, -(2**22)), (-(2**62), 5)],
 )
 def test_the_two_integers_are_one_number(low, high):
-    found = exact_sums.rounded(words(low, high)[None], np.float32([1]), (1,), jnp.float32)
+    found = rounded(words(low, high)[None], 1.0, (1,))
     want = low + high * 2**40
     assert abs(float(found[0]) - want) <= 2.0**-23 * abs(want)
 
@@ -49,6 +54,4 @@ def test_the_two_integers_are_one_number(low, high):
 @pytest.mark.parametrize("others", [0, 2**60, -(2**60)])
 def test_a_mark_makes_the_sum_nan(others):
     mark = 0x6000000000000000
-    assert np.isnan(
-        exact_sums.rounded(words(7, mark + others)[None], SCALE * jnp.ones(1), (1,), "float32")
-    )
+    assert np.isnan(rounded(words(7, mark + others)[None], SCALE, (1,)))
