@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
-from jax_memeff.codegen.functions.sums import MOST_STRIPS, Sum, read_sums
+from jax_memeff.codegen.functions.sums import (
+    EXACT_BITS,
+    EXACT_WORDS,
+    MOST_STRIPS,
+    Sum,
+    read_sums,
+)
 
 from ..launch import MOST_ARRAYS, MOST_DIMS, CapturedArray
 from .feature import Constant, CppType, Feature, Operand, SupportRow
+from .pages import PAGES
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -141,6 +148,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         found["kFunctionGradient"] = bool(own.gradients)
         if own.gradients:
             found["kExactSums"] = own.exact
+            found["kExactSumBits"] = EXACT_BITS
             found["CapturedGradients"] = CppType("memeff::function::CapturedGradients")
         return found
 
@@ -148,7 +156,8 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         own = spec[self]
         if own is None:
             return ""
-        precise = spec.dtype in ("f32", "tf32")
+        # Approximations of differences depend on the place of a row in its tile.
+        precise = spec.dtype in ("f32", "tf32") or spec[PAGES].is_invariant
         structs = (
             emit.source(program, f"{name.capitalize()}Program", precise=precise)
             for name, program in own.programs.items()
@@ -159,19 +168,15 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         own = spec[self]
         if own is None:
             return ()
+        literals = sum(program.literal_count for program in own.programs.values())
         return (
-            CapturedArray("function_literals", "*"),
+            CapturedArray("function_literals", str(max(1, literals))),
             CapturedArray("function_batch_index", "B"),
             CapturedArray("function_head_index", "N"),
             *_arrays("captured", () if own.score is None else own.score.arrays),
             *_mask_arrays(own),
-            *((CapturedArray("captured_scale", "*"),) if own.exact else ()),
-            *(
-                CapturedArray(
-                    f"captured{index}_gradient", "...", 8 if own.exact else 4, zeroed=True
-                )
-                for index in own.gradients
-            ),
+            *((CapturedArray("captured_scale", "1"),) if own.exact else ()),
+            *(_gradient(own, index) for index in own.gradients),
         )
 
     def tag(self, compiled: AskedFunctions | None, kernel: Kernel) -> str:
@@ -239,6 +244,19 @@ def _arrays(role: str, types: Iterable[CapturedType]) -> Iterator[CapturedArray]
     for index, array in enumerate(types):
         dims = " ".join(["B~", *"*" * array.ndim])
         yield CapturedArray(f"{role}{index}", dims, _ELEMENT_BYTES.get(array.dtype, 4))
+
+
+def _gradient(functions: AskedFunctions, index: int) -> CapturedArray:
+    """The sums of a captured array: of its own dims, behind that of the batch."""
+    assert functions.score is not None
+    ndim = functions.score.arrays[index].ndim
+    dims = [f"captured{index}.{dim + 1}" for dim in range(ndim)]
+    if functions.exact:
+        dims[-1:] = [f"{dims[-1]}*{EXACT_WORDS}" if dims else str(EXACT_WORDS)]
+    alignment = 8 if functions.exact else 4
+    return CapturedArray(
+        f"captured{index}_gradient", " ".join(["B~", *dims]), alignment, zeroed=True
+    )
 
 
 def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:

@@ -91,7 +91,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
         return {"kPageSize": spec[self].size}
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
-        return (CapturedArray("page_table", "B *"),) if spec[self].size else ()
+        return (CapturedArray("page_table", f"B S/{spec[self].size}"),) if spec[self].size else ()
 
     def tag(self, compiled: CompiledPages, kernel: Kernel) -> str:
         invariant = "_invariant" * compiled.is_invariant

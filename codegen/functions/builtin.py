@@ -2,32 +2,72 @@
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Callable
+
 from jax_memeff.codegen.functions.program import Program, Value
 
 _CAPS = 2.0**-10, 2.0**20
 """Soft caps of this range fit the arithmetic of every dtype."""
 
 
-def is_identity(program: Program) -> bool:
-    """Whether the function returns its score.
+_SCORES = (-40.0, -3.0, -0.5, 0.0, 0.1, 1.0, 7.0)
+"""In units of the cap: where a derivative is compared with that of a soft cap."""
 
-    >>> is_identity(Program((Value("score", "float32"),), (0,), ()))
+_FLOAT_OPERATIONS: dict[str, Callable[..., float]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+    "tanh": math.tanh,
+    "square": lambda x: x * x,
+    "one_minus_square": lambda x: 1 - x * x,
+}
+
+
+def is_identity(program: Program) -> bool:
+    """Whether the function returns its score, and its derivative is 1: ``stop_gradient`` of a score
+    has another one.
+
+    >>> one = Value("constant", "float32", (), (("value", 1.0),))
+    >>> is_identity(Program((Value("score", "float32"), one), (0, 1), ()))
     True
     """
-    return program.values[program.results[0]].op == "score"
+    value, derivative = (program.values[index] for index in program.results[:2])
+    return (
+        value.op == "score" and derivative[:1] == ("constant",) and derivative.param("value") == 1
+    )
 
 
 def soft_cap(program: Program) -> float | None:
-    """The number c of a function ``c * tanh(score / c)``; None for any other.
+    """The number c of a function ``c * tanh(score / c)`` with JAX's derivative; None for others."""
+    cap = _cap_of_value(program)
+    if cap is None:
+        return None
+    for ratio in _SCORES:
+        slope = _number_at(program, program.results[1], cap * ratio)
+        if slope is None or abs(slope - (1 - math.tanh(ratio) ** 2)) > 1e-6:
+            return None
+    return cap
 
-    >>> score, cap = Value("score", "float32"), Value("constant", "float32", (), (("value", 30.0),))
-    >>> tanh = Value("div", "float32", (0, 1)), Value("tanh", "float32", (2,))
-    >>> literal = Value("literal", "float32", (), (("index", 0),))
-    >>> values = (score, cap, *tanh, literal, Value("mul", "float32", (3, 4)))
-    >>> soft_cap(Program(values, (5,), (), (30.0,)))
-    30.0
-    >>> soft_cap(Program(values, (5,), (), (20.0,)))
-    """
+
+def _number_at(program: Program, index: int, score: float) -> float | None:
+    """A value of the program for a score; None if it depends on anything else."""
+    value = program.values[index]
+    if value.op == "score":
+        return score
+    if (number := _number(program, index)) is not None:
+        return number
+    if value.op not in _FLOAT_OPERATIONS:
+        return None
+    args = [_number_at(program, arg, score) for arg in value.args]
+    return None if None in args else _FLOAT_OPERATIONS[value.op](*args)
+
+
+def _cap_of_value(program: Program) -> float | None:
+    """The same for the value alone."""
     product = program.values[program.results[0]]
     if product.op != "mul":
         return None

@@ -15,6 +15,12 @@ from jax_memeff.codegen.functions.program import Program
 MOST_STRIPS = 2
 """Reads whose sums pass through shared memory; each takes 11 to 23 KB."""
 
+EXACT_WORDS = 4
+"""32-bit words of a sum in fixed point: two integers of 64 bits."""
+
+EXACT_BITS = 35
+"""The second of them counts multiples of 2**35 of the first."""
+
 
 class Sum(enum.Enum):
     """``memeff::function::ReadSum``: what the index of a read depends on."""

@@ -1,14 +1,13 @@
 """Gradients of captured arrays whose sums are the same in any order, for deterministic backwards.
 
 Kernels add in fixed point: two integers of 64 bits for each element, in units of ``1 / scale`` and
-of ``2**40 / scale`` (``ffi/include/memeff/score/captured/additions.cuh``). The scale depends on the
+of ``2**EXACT_BITS / scale`` (``ffi/include/memeff/score/captured/additions.cuh``). The scale depends on the
 largest gradient of a score that is possible, so that these keep 56 bits, and derivatives of the
 function may be up to 2**23. Larger terms, and those that are not finite, make the sum NaN.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,15 +17,21 @@ import jax.numpy as jnp
 from jax_memeff._call.operands import QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import sequence_of_tokens
+from jax_memeff.codegen.functions.sums import EXACT_BITS, EXACT_WORDS
 
 _BITS = 56
+_CARRY_BITS = EXACT_BITS - 32
 _LEAST, _LARGEST = 2.0**-60, 2.0**60
-_WORDS = 4
 
 
-def sums_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape of the int32 array of sums for a gradient ``[B~, ...]``."""
-    return shape[0], math.prod(shape[1:]) * _WORDS
+def sums_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the int32 array of sums for a gradient ``[B~, ...]``.
+
+    >>> sums_shape((2, 3, 5)), sums_shape((2,))
+    ((2, 3, 20), (2, 4))
+    """
+    batch, *dims = shape
+    return (batch, *dims[:-1], (dims[-1] if dims else 1) * EXACT_WORDS)
 
 
 def scale(*leaves: jax.Array, tree: Any, options: Options) -> jax.Array:
@@ -61,18 +66,18 @@ def rounded(sums: jax.Array, scale: jax.Array, shape: Sequence[int], dtype: Any)
     """
     words = sums.reshape(*shape, 2, 2).astype(jnp.uint32)
     (low, carry), (high, top) = ((words[..., i, 0], words[..., i, 1]) for i in range(2))
-    # What the first sum has beyond 40 bits belongs to the second one.
-    above = (carry.astype(jnp.int32) >> 8).astype(jnp.uint32)
-    carry &= 0xFF
+    # What the first sum has beyond its unit belongs to the second one.
+    above = (carry.astype(jnp.int32) >> _CARRY_BITS).astype(jnp.uint32)
+    carry &= (1 << _CARRY_BITS) - 1
     whole = high + above
     top += (above >> 31) * jnp.uint32(0xFFFFFFFF) + (whole < high).astype(jnp.uint32)
     is_negative = top.astype(jnp.int32) < 0
     # Minus the number: its parts are not negative, so their sum in float32 cancels nothing.
     rest_low = jnp.uint32(0) - low
-    rest_carry = jnp.uint32(0x100) - carry - (low != 0).astype(jnp.uint32)
+    rest_carry = jnp.uint32(1 << _CARRY_BITS) - carry - (low != 0).astype(jnp.uint32)
     parts = (
-        (jnp.where(is_negative, ~top, top), 2.0**72),
-        (jnp.where(is_negative, ~whole, whole), 2.0**40),
+        (jnp.where(is_negative, ~top, top), 2.0 ** (EXACT_BITS + 32)),
+        (jnp.where(is_negative, ~whole, whole), 2.0**EXACT_BITS),
         (jnp.where(is_negative, rest_carry, carry), 2.0**32),
         (jnp.where(is_negative, rest_low, low), 1.0),
     )

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from jax_memeff._cuda import exact_sums
+from jax_memeff.codegen.functions.sums import EXACT_BITS
 
 SCALE = 2.0**50
+UNIT = 2**EXACT_BITS
 
 
 def rounded(sums: np.ndarray, scale: float, shape: tuple[int, ...]) -> np.ndarray:
@@ -24,8 +26,8 @@ def words(low: int, high: int) -> np.ndarray:
 def kernel_sum(terms: np.ndarray) -> np.ndarray:
     """What kernels add up, with Python's integers."""
     scaled = terms.astype(np.float32).astype(np.float64) * SCALE
-    high = np.rint(scaled / 2.0**40)
-    low = np.rint(scaled - high * 2.0**40)
+    high = np.rint(scaled / UNIT)
+    low = np.rint(scaled - high * UNIT)
     return words(sum(map(int, low)), sum(map(int, high)))
 
 
@@ -43,11 +45,11 @@ def test_sums_are_rounded_once(magnitude, count):
 
 @pytest.mark.parametrize(
     ("low", "high"),
-    [(0, 0), (1, 0), (-1, 0), (-(2**40), 1), (2**40 - 1, -1), (2**62, -(2**22)), (-(2**62), 5)],
+    [(0, 0), (1, 0), (-1, 0), (-UNIT, 1), (UNIT - 1, -1), (2**62, -(2**22)), (-(2**62), 5)],
 )
 def test_the_two_integers_are_one_number(low, high):
     found = rounded(words(low, high)[None], 1.0, (1,))
-    want = low + high * 2**40
+    want = low + high * UNIT
     assert abs(float(found[0]) - want) <= 2.0**-23 * abs(want)
 
 

@@ -72,7 +72,7 @@ class Case:
             "logits_soft_cap": CAP,
             "local_window_size": (20, 3),
             "sinks": self.sinks,
-            "score_mod": lambda s, b, h, q, k: s + 0.01 * (b + h) * (k - q),
+            "score_mod": lambda s, b, h, q, k: s + (0.01 * b + 0.03 * h) * (k - q),
             "mask": Mask.function(lambda b, h, q, k: (q - k) % 3 != h % 3),
         }
         return given | {name: choices[name] for name in self.features if name in choices}
@@ -102,7 +102,9 @@ class Case:
         def modified(scores: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
             if "logits_soft_cap" in self.features:
                 scores = CAP * np.tanh(scores / CAP)
-            return scores + 0.01 * (b + h) * (k - q) if "score_mod" in self.features else scores
+            return (
+                scores + (0.01 * b + 0.03 * h) * (k - q) if "score_mod" in self.features else scores
+            )
 
         def valid(b: Any, h: Any, q: Any, k: Any) -> Any:
             found = (k >= 0) & (q >= 0) & (h >= 0)
@@ -239,6 +241,7 @@ INVARIANT = [
     ("sm_80", "bfloat16", ("is_causal",)),
     ("sm_90a", "bfloat16", ("is_causal", "local_window_size", "logits_soft_cap")),
     ("sm_80", "float32", ("is_causal", "sinks")),
+    ("sm_90a", "bfloat16", ("is_causal", "score_mod")),
 ]
 
 

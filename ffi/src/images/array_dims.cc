@@ -108,6 +108,12 @@ bool ArrayDims::fits(std::string_view pattern, long long size) const {
     auto const base = dims_.find(pattern.substr(0, plus));
     return base && pattern.substr(plus) == "+1" && size == *base + 1;
   }
+  if (size_t const star = pattern.find('*'); star != std::string_view::npos) {
+    auto const base = dims_.find(pattern.substr(0, star));
+    auto const factor = parse_number(pattern.substr(star + 1), 1, LLONG_MAX);
+    long long product = 0;
+    return base && factor && !__builtin_mul_overflow(*base, *factor, &product) && size == product;
+  }
   if (size_t const slash = pattern.find('/'); slash != std::string_view::npos) {
     auto const base = dims_.find(pattern.substr(0, slash));
     auto const tile = parse_number(pattern.substr(slash + 1), 1, LLONG_MAX);

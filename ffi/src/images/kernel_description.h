@@ -19,8 +19,8 @@
 //                                          #1 for number 1 of the call, of 32 bits
 //
 // A dim of an array is a number, a name (of the same size wherever it appears), "N?" for N or 1,
-// "B+1", "T/128" for as many tiles, "B~" for an array that a vmap broadcasts (any number of its
-// own elements), or "*" for any size. "..." is an array of any shape.
+// "B+1", "T/128" for as many tiles, "N*4", "B~" for an array that a vmap broadcasts (any number of
+// its own elements), or "*" for any size. "..." is an array of any shape.
 #pragma once
 
 #include <string>

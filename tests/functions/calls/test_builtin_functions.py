@@ -13,6 +13,14 @@ from jax_memeff._functions.trace import traced_score_function
 CAP = jnp.float32(20.0)
 
 
+@jax.custom_jvp
+def straight_through(s):
+    return 30 * jnp.tanh(s / 30)
+
+
+straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
+
+
 def keys_of(score_mod, **arguments):
     """The numbers of a traced call that show which kernels it takes."""
     shape = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.float32)
@@ -35,6 +43,10 @@ def keys_of(score_mod, **arguments):
         (lambda s, b, h, q, k: -30 * jnp.tanh(s / -30), (False, [])),
         (lambda s, b, h, q, k: CAP * jnp.tanh(s / CAP), (False, [])),  # an array, which may change
         (lambda s, b, h, q, k: s + 0.0 * k, (False, [])),
+        # Derivatives that are not those of the argument.
+        (lambda s, b, h, q, k: jax.lax.stop_gradient(s), (False, [])),
+        (lambda s, b, h, q, k: straight_through(s), (False, [])),
+        (lambda s, b, h, q, k: 30 * jnp.tanh(jax.lax.stop_gradient(s) / 30), (False, [])),
     ],
 )
 def test_identity_and_soft_cap_are_recognised(function, expected):

@@ -19,7 +19,9 @@ struct CapturedAdder {
 };
 
 // Sums in fixed point, which are the same in any order: two integers of 64 bits for each element,
-// in units of 1 and of 2^40. jax_memeff/_cuda/exact_sums.py chooses the scale and rounds the sums.
+// in units of 1 and of 2^kExactSumBits. jax_memeff/_cuda/exact_sums.py chooses the scale and rounds
+// the sums. What goes to the first one is at most half of that unit, so with 35 bits it takes 2^29
+// additions to overflow: more than there are rows.
 template <class Config>
 struct CapturedAdder<Config, true> {
   long long* first;
@@ -39,12 +41,14 @@ struct CapturedAdder<Config, true> {
       atomicExch(reinterpret_cast<unsigned long long*>(sums + 1), kNotANumber);
       return;
     }
-    float const high = rintf(scaled * 0x1p-40f);
-    add(sums, static_cast<long long>(rintf(scaled - high * 0x1p40f)));
+    float const high = rintf(scaled * (1.0f / kUnit));
+    add(sums, static_cast<long long>(rintf(scaled - high * kUnit)));
     if (high != 0.0f) add(sums + 1, static_cast<long long>(high));
   }
 
  private:
+  static constexpr float kUnit = float(1ll << Config::kExactSumBits);
+
   // No sum of terms in range comes near this one.
   static constexpr unsigned long long kNotANumber = 0x6000000000000000;
 
