@@ -1,11 +1,11 @@
-"""Score functions that kernels have an argument for, which is quicker than a function."""
+"""Score functions that are replaced by a kernel's own feature, which is faster."""
 
 from __future__ import annotations
 
 from jax_memeff.codegen.functions.program import Program, Value
 
 _CAPS = 2.0**-10, 2.0**20
-"""Soft caps of this range fit the arithmetic of every dtype."""
+"""Soft caps in this range are safe in the arithmetic of every dtype."""
 
 
 def is_identity(program: Program) -> bool:
@@ -18,7 +18,7 @@ def is_identity(program: Program) -> bool:
 
 
 def soft_cap(program: Program) -> float | None:
-    """The number c of a function ``c * tanh(score / c)``; None for any other.
+    """The cap c of a function ``c * tanh(score / c)``; None for any other function.
 
     >>> score, cap = Value("score", "float32"), Value("constant", "float32", (), (("value", 30.0),))
     >>> tanh = Value("div", "float32", (0, 1)), Value("tanh", "float32", (2,))
@@ -50,7 +50,7 @@ def _arg(program: Program, value: Value, op: str) -> Value | None:
 
 
 def _number(program: Program, index: int) -> float | None:
-    """The number that a value is; None if it is computed."""
+    """The number of a constant or literal value; None if the value is computed."""
     value = program.values[index]
     if value.op == "constant":
         return float(value.param("value"))

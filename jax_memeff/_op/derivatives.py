@@ -60,7 +60,7 @@ def require_derivative(operands: AnyOperands) -> None:
     """Raise for calls that have no derivative.
 
     Raises:
-        UnsupportedError: keys and values are a pool of pages.
+        UnsupportedError: keys and values are in pages.
     """
     if pages_of(operands) is not None:
         raise UnsupportedError(
