@@ -348,8 +348,8 @@ def _parser() -> argparse.ArgumentParser:
     build = add(
         "build",
         _build,
-        "compile kernels into the cache: with features those of one problem, else the usual ones "
-        "of a head dim: plain, each feature alone, all features",
+        "compile kernels into the cache: those of one problem if features are given, else the "
+        "usual ones of a head dim (plain, each feature alone, all features)",
     )
     build.add_argument("--dtype", choices=SPEC_DTYPES)
     _add_dims(build, required=False)

@@ -231,7 +231,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             parser.add_argument(
                 f"--{name}-function",
                 metavar="MODULE:NAME",
-                help=f"a function of ({arguments}), and the arrays of its module that it reads",
+                help=f"a function of ({arguments}), which may read arrays of its module",
             )
 
 

@@ -64,7 +64,7 @@ def require_derivative(operands: AnyOperands) -> None:
     """
     if pages_of(operands) is not None:
         raise UnsupportedError(
-            ["differentiate varlen_attention, whose keys and values follow one another"],
+            ["differentiate varlen_attention, whose keys and values are contiguous"],
             summary="paged_attention has no derivative",
         )
 

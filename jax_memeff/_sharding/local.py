@@ -100,7 +100,7 @@ def check_sequences(operands: Any, layout: Layout, sizes: Mapping[Any, int]) -> 
     if devices > 1 and batch_of(operands) % devices:
         raise ValueError(
             f"query: the number of sequences, {batch_of(operands)}, cannot be divided by {devices},"
-            f" the size of {text(layout.sequences)}; pad them by sequences of length 0"
+            f" the size of {text(layout.sequences)}; pad with sequences of length 0"
         )
 
 

@@ -252,8 +252,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         """The variables in the order of ``Pools``; None in the call that creates them."""
         if self.pool_shape is None:
             raise ValueError(
-                "pages need a cache in pages, got none: give the module pool_shape=(pages,"
-                " page_size)"
+                "pages need a paged cache, got none: give the module pool_shape=(pages, page_size)"
             )
         exists = self.has_variable("cache", "key_pages")
         variables = tuple(

@@ -246,7 +246,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def _pools(self) -> Pools:
         if self.key_pages is None or self.value_pages is None:
             raise ValueError(
-                "pages need a cache in pages, got none: call init_pages(pages, page_size) first"
+                "pages need a paged cache, got none: call init_pages(pages, page_size) first"
             )
         return Pools(self.key_pages[...], self.value_pages[...])
 

@@ -85,7 +85,7 @@ def attend_pages(
         if value_of_it is not None:
             raise ValueError(
                 f"{name} must be None with pages, got {type(value_of_it).__name__}; "
-                "jax_memeff.paged_attention says what is possible"
+                "see jax_memeff.paged_attention for the supported arguments"
             )
     if rotary_base is not None:
         at = _positions(query, pages) if positions is None else positions

@@ -24,7 +24,7 @@ def require_possible(mask: Mask) -> None:
     """
     if {"query_lengths", "key_lengths"} & mask.kinds():
         raise ValueError(
-            "mask must not have lengths, because kv_lengths are those of the sequences; got "
+            "mask must not have lengths, because kv_lengths are the lengths of sequences; got "
             "Mask.lengths: pass shorter kv_lengths, or Mask.function"
         )
     if mask.block_masks:
@@ -38,7 +38,7 @@ def require_possible(mask: Mask) -> None:
 def _require_no_segments(mask: Mask) -> None:
     if mask.segment_ids:
         raise ValueError(
-            "mask must not have segment ids, because rows of a pool have no place in a sequence; "
+            "mask must not have segment ids, because rows of a pool have no fixed sequence; "
             "got Mask.segments: pass Mask.function(lambda b, h, q, k: ids[b, q] == ids[b, k])"
         )
     for other in mask.excluded:

@@ -294,8 +294,8 @@ class Mask:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a Mask is neither true nor false: combine masks by &, | and ~ instead of and, or and "
-            "not, and compare with None by `is`"
+            "a Mask has no truth value: combine masks with &, | and ~ instead of and, or and not, "
+            "and compare with None by `is`"
         )
 
     def __or__(self, other: Mask) -> Mask:
