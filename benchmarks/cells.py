@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 WITH_ARGUMENT = frozenset(("identity", "soft cap", "documents", "window"))
-"""Functions that another argument stands for, or none: the plain call computes the same."""
+"""Functions that the plain call computes, too, with another argument or without one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Cell:
     mask_block: int | None = None
     """A ``[1, 1, T, S]`` boolean mask of square blocks with this many rows; a quarter are true."""
     function: str | None = None
-    """A function of ``user_functions``. It takes the place of the argument of the same meaning, if
-    there is one: ``documents``, ``window``, ``soft_cap``."""
+    """A function of ``user_functions``. It replaces the argument with the same meaning, if there is
+    one: ``documents``, ``window``, ``soft_cap``."""
     page_size: int | None = None
-    """Keys and values of our call are in pages of this size, in random order."""
+    """The page size of jax-memeff's keys and values; pages are in random order."""
     gradients: bool = True
     """Forward+backward is measured too."""
 
@@ -293,7 +293,7 @@ def float32() -> list[Cell]:
 
 
 def functions() -> list[Cell]:
-    """Functions of scores and masks, each beside a call without functions (``memeff_plain``)."""
+    """Functions of scores and masks, each compared with a plain call (``memeff_plain``)."""
     rows: list[dict[str, Any]] = [
         {"function": "identity"},
         {"function": "alibi"},
@@ -314,7 +314,7 @@ def functions() -> list[Cell]:
 
 
 def gallery() -> list[Cell]:
-    """Every example of examples/gallery, beside a call without the function or mask."""
+    """Every example of examples/gallery, compared with a call without the function or mask."""
     from user_functions.in_jax import ENTRIES, PREFIX
 
     cell = _constant_size("gallery", 4096, 128)

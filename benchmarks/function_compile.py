@@ -1,8 +1,8 @@
-"""Counts the sources that 20 functions compile, and times it; prints one line of JSON.
+"""Counts the sources that 20 functions compile, and the time; prints one line of JSON.
 
-``python benchmarks/function_compile.py cuda|xla``. A source has the kernels of one direction. Each
-function is lowered in a forward and backward, and again at another length; nothing runs, so with
-``JAX_MEMEFF_ARCHS`` set it needs no GPU.
+``python benchmarks/function_compile.py cuda|xla``. A source contains the kernels of one direction.
+Each function is lowered for a forward and backward, and again for another length. Nothing runs, so
+no GPU is needed if ``JAX_MEMEFF_ARCHS`` is set.
 """
 
 import json
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 import jax_memeff
 
-# The benchmarks are scripts and not a package, as the examples are.
+# Like the examples, the benchmarks are scripts and not a package.
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from gallery import scores
@@ -28,11 +28,11 @@ _BATCH, _HEADS, _HEAD_DIM = 4, 16, 128
 _LENGTHS = (4096, 8192)
 
 Call = Callable[..., dict[str, Any]]
-"""Of arrays and static numbers to arguments of ``dot_product_attention``."""
+"""Maps arrays and static numbers to arguments of ``dot_product_attention``."""
 
 
 def functions() -> Iterator[tuple[str, Call, Any]]:
-    """Name, call and entry of the gallery, whose example has the arguments of the call."""
+    """Names, calls, and the gallery entries whose examples supply the arguments of the calls."""
     for name, entry in ENTRIES.items():
         yield name, entry.call, entry
 

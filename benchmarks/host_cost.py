@@ -144,7 +144,7 @@ def kernel_count(peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 def function_compile(peers: Sequence[Peer]) -> dict[str, Any]:
-    """Kernels and seconds of 20 functions in a fresh process: empty cache, then filled."""
+    """Kernels and seconds of 20 functions in fresh processes, with an empty and a filled cache."""
     with tempfile.TemporaryDirectory() as cache:
         return {
             state: _script("function_compile.py", _implementation(), cache)
@@ -153,7 +153,7 @@ def function_compile(peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 def block_mask(peers: Sequence[Peer]) -> dict[str, Any]:
-    """Seconds that the block masks of a mask function take, of both directions, by cell."""
+    """Seconds for the block masks of a mask function in both directions, by cell."""
     rows: dict[str, Any] = {}
     for cell in functions():
         if cell.function not in _MASK_FUNCTIONS or cell.query_length < _BLOCK_MASK_LENGTH:
@@ -173,7 +173,7 @@ def block_mask(peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 def _block_masks(cell: Cell, mask: Mask) -> list[jax.Array]:
-    """Both block masks, in tiles of a size that kernels have; their size hardly matters."""
+    """The block masks of both directions, with a typical tile size, which hardly matters."""
     scores = (cell.batch, cell.heads, cell.query_length, cell.key_length)
     own = mask.canonical(cell.batch, cell.query_length, cell.key_length)
     own = dataclasses.replace(own, captured=tuple(array[None] for array in own.captured))

@@ -26,7 +26,8 @@ class Inputs(NamedTuple):
     table: jax.Array | None = None
     """The float array that the function of the cell reads, and whose gradient counts."""
     page_table: jax.Array | None = None
-    """Of a cell in pages; ``key`` and ``value`` are pools then, but for peers without pages."""
+    """The page table of a paged cell; ``key`` and ``value`` are then pools, except for peers that
+    do not read pages."""
 
     def differentiable(self) -> dict[str, jax.Array]:
         """The operands whose gradients forward+backward computes."""
@@ -83,7 +84,7 @@ def _mask(cell: Cell, block: int) -> jax.Array:
 
 
 def adapt(inputs: Inputs, peer: Peer, cell: Cell) -> Inputs:
-    """The inputs of this peer: cast, with a scaled query or without a table if it needs that."""
+    """Adapt inputs to a peer: cast or scale them, drop the table, or move keys into pages."""
     if peer.plain:
         inputs = inputs._replace(table=None)
     if inputs.page_table is not None and peer.reads_pages:

@@ -34,11 +34,11 @@ class Peer:
     prescaled: bool = False
     """Has no scale: its query is multiplied by ``1/sqrt(H)`` before the clock starts."""
     plain: bool = False
-    """Is called without the function or the pages of the cell."""
+    """Ignores the function and the pages of a cell."""
     reads_pages: bool = False
-    """Reads keys and values of a cell in pages from a pool; others have them in order."""
+    """Reads the keys and values of a paged cell from a pool; other peers get contiguous arrays."""
     compiles: bool = False
-    """Compiles its kernels at the first call, so processes do that beforehand."""
+    """Compiles its kernels at the first call, so parallel processes do that beforehand."""
 
 
 def _memeff(
@@ -219,12 +219,12 @@ def _nothing(cell: Cell) -> list[str]:
 
 
 def _only_functions(cell: Cell) -> list[str]:
-    """A check for a peer that is measured beside functions only."""
+    """A check for a peer that supports only cells with a function."""
     return ["calls without a function"] if cell.function is None else []
 
 
 def _has_plain_call(cell: Cell) -> list[str]:
-    """A check for the call without a function or pages."""
+    """A check for the plain call, which needs a cell with a function or pages."""
     return [] if cell.page_size is not None else _only_functions(cell)
 
 
@@ -341,7 +341,7 @@ OURS = ("memeff_cuda", "memeff_xla", "memeff_deterministic", "memeff_plain")
 def peers(names: str) -> list[Peer]:
     """The peers of a comma-separated list of names.
 
-    ``all`` is ours by default and all others that need no function.
+    ``all`` means jax-memeff's default and all other implementations, except FlexAttention.
 
     >>> [peer.label for peer in peers("memeff_cuda,torch_cudnn")]
     ['jax-memeff', 'torch cuDNN']

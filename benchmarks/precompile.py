@@ -1,6 +1,6 @@
-"""Compiles the kernels of cells in processes, into the caches on disk that the measurement reads.
+"""Compiles the kernels of cells in parallel processes, into the disk caches of the measurement.
 
-NVRTC and PyTorch's compiler do one kernel at a time in a process.
+In one process NVRTC and PyTorch's compiler compile only one kernel at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_PROCESSES = 12  # each has a CUDA context of half a GiB
 
 
 class Precompilation:
-    """Starts to compile what ``peers`` need for ``cells``; on a machine without a GPU, nothing."""
+    """Starts to compile the kernels of ``peers`` for ``cells``; without a GPU it does nothing."""
 
     def __init__(self, cells: Sequence[Cell], peers: Sequence[Peer]):
         self._futures: list[Future] = []
@@ -46,7 +46,7 @@ class Precompilation:
                     self._futures.append(self._pool.submit(_compile, peer.name, cell, backward))
 
     def wait(self, progress: Progress) -> None:
-        """Returns when all is compiled. What fails here fails again later, with its reason."""
+        """Waits for all compilations. Failures are ignored, because they recur later."""
         for future in progress.track(self._futures, description="compiling kernels"):
             future.exception()
         if self._futures:
@@ -54,14 +54,14 @@ class Precompilation:
 
 
 def _directions(cell: Cell, peer: Peer) -> tuple[bool, ...]:
-    """In JAX forward+backward compiles all: its forward is that of a call without gradients."""
+    """In JAX forward+backward compiles everything: both directions use the same forward kernel."""
     if not cell.gradients:
         return (False,)
     return (True,) if peer.framework == "jax" else (False, True)
 
 
 def _start(arch: str) -> None:
-    """Keeps JAX off the GPU in this process, and PyTorch from starting processes of its own."""
+    """Keeps JAX off the GPU in this process, and keeps PyTorch from starting more processes."""
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_MEMEFF_ARCHS"] = arch
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

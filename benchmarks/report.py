@@ -300,7 +300,7 @@ def plot(document: dict[str, Any], path: Path) -> bool:
 
 
 def functions(document: dict[str, Any]) -> str:
-    """The speed of functions beside the plain call and FlexAttention, and why figures miss."""
+    """The speed of functions relative to others, and the reasons for missing figures."""
     parts = [_machine(document), _table(*function_table.rows(document))]
     reasons = dict.fromkeys(
         f"- {document['peers'][peer]}, {cell['name']}: `{record['error']}`"

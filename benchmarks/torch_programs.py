@@ -93,7 +93,7 @@ class TorchProgram:
         self._torch.cuda.synchronize()
 
     def results(self) -> list[jax.Array]:
-        """The output, then the gradients in the order of ``Tensors``; as JAX arrays."""
+        """The output, then the gradients in the order of ``Tensors``, as JAX arrays."""
         return to_jax(self._results)
 
 
@@ -139,7 +139,7 @@ def compile_alone(peer: Peer, cell: Cell, backward: bool) -> None:
 
 
 def to_jax(results: tuple[Any, ...]) -> list[jax.Array]:
-    """Results of ``one_call`` in JAX's layout: those ``[B, N, T, H]`` are transposed."""
+    """The results of ``one_call`` in JAX's layout; ``[B, N, T, H]`` arrays are transposed."""
     turned = [tensor.transpose(1, 2) for tensor in results[:4]] + list(results[4:])
     return [jax.dlpack.from_dlpack(tensor.detach().contiguous()) for tensor in turned]
 

@@ -80,9 +80,9 @@ def select(problem: Problem, strategy: Strategy = PLAIN) -> KernelSpec:
 
 
 def select_all(problem: Problem) -> list[KernelSpec]:
-    """What ``select`` returns for each strategy that has a kernel, without duplicates.
+    """The results of ``select`` for all strategies that have a kernel, without duplicates.
 
-    Raises ``UnsupportedError`` when there is none without a strategy.
+    Raises ``UnsupportedError`` if the plain strategy has no kernel.
 
     >>> problem = Problem("backward", "bf16", 64, 64, "sm_90a", {"mask": "causal"})
     >>> [spec.split_q for spec in select_all(problem)]

@@ -45,8 +45,10 @@ def merge_bytes(spec: KernelSpec, groups: int, rows: int) -> int:
 
 
 def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns: int) -> int:
-    """The strips of all warps (ffi/include/memeff/score/captured/strip_sums.cuh) if ``columns`` of
-    the scores' accumulators, ``warp_columns`` for each warp, are ``Sum.QUERY`` or ``Sum.KEY``.
+    """The bytes of the strips of all warps (ffi/include/memeff/score/captured/strip_sums.cuh).
+
+    ``columns`` is the dim that the columns of the scores' accumulators are, ``Sum.QUERY`` or
+    ``Sum.KEY``; each warp has ``warp_columns`` of them.
     """
     functions = spec[FUNCTIONS]
     if functions is None or spec.direction != "backward":

@@ -94,7 +94,7 @@ class Kernel(abc.ABC):
     sums_function_gradients: ClassVar[bool] = False
     """Whether the kernel sums the gradients of arrays that a score function reads."""
     reads_pages: ClassVar[bool] = False
-    """Whether keys and values may be a pool of pages."""
+    """Whether keys and values may be in pages."""
     owns_outputs: ClassVar[bool] = False
     """Whether a backward writes each gradient from the blocks that own it, without sums."""
     splits_keys: ClassVar[bool] = False
@@ -180,7 +180,7 @@ class Kernel(abc.ABC):
         return True
 
     def strips_of_sums(self, arch: str) -> int:
-        """How many sums of captured arrays' gradients may pass through shared memory."""
+        """How many gradients of captured arrays may be summed through shared memory."""
         return MOST_STRIPS
 
     def completed(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> KernelSpec:

@@ -27,7 +27,7 @@ MOST_SPLIT_BLOCKS = 512
 """Room for so many blocks with partial results: the largest GPUs then have a few for each SM."""
 
 FEW_ROWS = 16
-"""The rows of the smallest tile: those of one token if a group of heads shares its keys."""
+"""The rows of the smallest tile, which holds one token of all query heads of a key head."""
 
 _PLAIN_ROWS = 128
 _WARPGROUP_ROWS = 64

@@ -1,7 +1,7 @@
-"""Pages and pictures of the gallery: ``python docs/gallery_pages.py``.
+"""Writes the pages and pictures of the gallery: ``python docs/gallery_pages.py``.
 
-They are made from examples/gallery, which has the code, and from benchmarks/results. A test checks
-that they are up to date.
+The code comes from examples/gallery and the speeds from benchmarks/results. A test checks that the
+pages are up to date.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def _index() -> str:
     lines = [
         "# Gallery",
         "",
-        "Functions of scores and masks from the literature, each a few lines of JAX that become a "
-        "part of the kernels: [Functions](../guide/functions.md).",
-        "Each is tested against dense JAX, with the gradients of all float arrays that it reads. "
-        "The code is in [examples/gallery](../../examples/gallery).",
+        "Functions of scores and masks from the literature. Each is a few lines of JAX that are "
+        "compiled into the kernels: see [Functions](../guide/functions.md).",
+        "Tests compare each of them with dense JAX, including the gradients of all float arrays "
+        "that it reads. The code is in [examples/gallery](../../examples/gallery).",
         "",
     ]
     for module in _PAGES:
@@ -69,7 +69,7 @@ def _index() -> str:
 
 
 def _anchor(title: str) -> str:
-    """Of a heading, as GitHub makes it."""
+    """The anchor that GitHub gives to a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
@@ -102,7 +102,7 @@ def _page(module: ModuleType, title: str) -> str:
 
 
 def _code(function: Any) -> str:
-    """The source without the docstring, which is the text above it."""
+    """The source without the docstring, which the page shows above it."""
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     body = ast.parse("\n".join(lines)).body[0]
     assert isinstance(body, ast.FunctionDef)
@@ -114,7 +114,7 @@ def _code(function: Any) -> str:
 
 
 def _markdown(docstring: str) -> str:
-    """A docstring as a page has it: arguments are a list, and examples are left out."""
+    """A docstring in Markdown: arguments become a list, and examples are left out."""
     text, _, arguments = docstring.partition("\nArgs:\n")
     arguments = arguments.split("\n\n")[0]
     items = re.sub(r"^    (\w[\w, ]*): ", r"- `\1`: ", arguments, flags=re.MULTILINE)
@@ -125,7 +125,7 @@ def _markdown(docstring: str) -> str:
 
 
 def _speed(entry: Entry) -> list[str]:
-    """A sentence for each result of the benchmark of this entry."""
+    """One sentence for each benchmark result of this entry."""
     found = []
     for path in sorted((ROOT / "benchmarks" / "results").glob("*-gallery.json")):
         document = json.loads(path.read_text())
@@ -147,15 +147,15 @@ def _speed(entry: Entry) -> list[str]:
 
 
 def _ratio(records: dict[str, Any]) -> float:
-    """The speed of the call with the function over that without; 0 if one is missing."""
+    """The speed with the function relative to that without it; 0 if a result is missing."""
     seconds = [records.get(n, {}).get("seconds") for n in ("memeff_plain", "memeff_cuda")]
     return 0.0 if None in seconds else seconds[0] / seconds[1]
 
 
 def picture(entry: Entry) -> str:
-    """SVG: for each of two heads, or for one if they are equal, the mask or what is added.
+    """An SVG of the mask or of the scores, for two heads, or for one if both are equal.
 
-    Scores before the function are 0; for a soft cap they grow from -8 to 8 with the column.
+    The scores before the function are 0. For a soft cap they grow from -8 to 8 with the column.
     """
     shape = _SCORE_SHAPE if not entry.is_mask else _MASK_SHAPE
     values = _levels(entry, shape)
@@ -178,7 +178,7 @@ def picture(entry: Entry) -> str:
 
 
 def _runs(cells: np.ndarray, left: int) -> str:
-    """A path with a line of width 1 for each run of cells in a row."""
+    """A path with one line of width 1 for each run of cells in a row."""
     parts = []
     for row, own in enumerate(cells):
         edges = np.flatnonzero(np.diff(np.pad(own.astype(int), 1)))
@@ -188,7 +188,7 @@ def _runs(cells: np.ndarray, left: int) -> str:
 
 
 def _levels(entry: Entry, shape: Shape) -> np.ndarray:
-    """int [N, T, S]: 0 where a mask is valid, the level of a score; -1 for masked elements."""
+    """int [N, T, S]: -1 for masked elements; else 0 for a mask, or the level of the score."""
     call = entry.call(*entry.arguments(shape))
     sizes = (1, shape.heads, entry.rows or shape.length, shape.length)
     if entry.is_mask:

@@ -1,15 +1,16 @@
 """Serve a byte-level GPT: continuous batching over keys and values in pages.
 
     python examples/serve.py               # about a minute on two CPU cores
-    python examples/serve.py --pages 32    # a smaller pool: requests wait, and give pages back
+    python examples/serve.py --pages 32    # a smaller pool: requests wait, or lose their pages
 
-The model is that of train_gpt.py, trained for a short while if OUTPUT has no weights yet. Requests
-arrive at random. Each step of the server computes one token of every running completion and, with
-what is left of its tokens, chunks of prompts, all in one call. Requests with a prefix in common
-share its pages. If the pool is full, requests wait; if a running completion has no page for its
-next token, the youngest one gives its pages back and is computed again later.
+The model is that of train_gpt.py, trained briefly if OUTPUT has no weights yet. Requests arrive at
+random. Each step of the server computes one token of every running completion and fills the rest
+of its token budget with chunks of prompts, all in one call. Requests with a common prefix share its
+pages. If the pool is full, requests wait. If a running completion needs a page and none is free,
+the youngest sequence is preempted: its pages are freed, and it is computed again later.
 
-Every completion is then compared, token for token, with that of the same model without a cache.
+Every completion is then compared, token for token, with the output of the same model without a
+cache.
 OUTPUT receives weights, served.json, pool.png (the pool over time) and completions.txt. The exit
 status is 1 if a completion differs.
 """
@@ -47,22 +48,22 @@ class Load:
 
     requests: int
     slots: int
-    """The most sequences that run at a time."""
+    """The largest number of sequences that run at a time."""
     step_tokens: int
-    """The tokens of a step that has prompts; one without has a token for each slot."""
+    """The size of a step with prompts; a step without prompts has one token per slot."""
     pages: int
     prefixes: tuple[int, ...]
-    """The lengths of beginnings that requests have in common."""
+    """The lengths of the prefixes that requests share."""
     prompt: tuple[int, int]
-    """The least and the most tokens of a prompt behind its prefix."""
+    """The smallest and the largest number of prompt tokens after the prefix."""
     completion: tuple[int, int]
     arrivals: float
-    """Requests that arrive in a step, on average."""
+    """The average number of requests that arrive in a step."""
     training_steps: int
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence."""
+        """The largest number of tokens of a sequence."""
         return max(self.prefixes) + self.prompt[1] + self.completion[1]
 
     @property
@@ -82,10 +83,10 @@ LOADS = {
 
 @dataclasses.dataclass
 class Request:
-    """A prompt to complete, and how far it is."""
+    """A prompt to complete, and its progress."""
 
     tokens: list[int]
-    """The prompt, and behind it the completion so far."""
+    """The prompt, followed by the completion so far."""
     prompt: int
     completion: int
     """The number of tokens to generate; 0 for a prefix, whose pages are kept."""
@@ -95,7 +96,7 @@ class Request:
     sequence: int | None = None
     """Its name in the pool while it runs."""
     cached: int = 0
-    """Its tokens whose keys and values are in the pool."""
+    """The number of its tokens whose keys and values are in the pool."""
 
     @property
     def is_done(self) -> bool:
@@ -103,12 +104,12 @@ class Request:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether more than its newest token is not in the pool."""
+        """Whether tokens before its newest one are missing from the pool."""
         return self.cached < len(self.tokens) - 1
 
 
 def random_requests(load: Load, text: np.ndarray, seed: int) -> tuple[list[Request], list[Request]]:
-    """Prefixes, and requests in the order of their arrival, of which two thirds have a prefix."""
+    """Prefixes, and requests in order of arrival; about two thirds of them have a prefix."""
     rng = np.random.default_rng(seed)
 
     def excerpt(length: int) -> list[int]:
@@ -144,15 +145,15 @@ def next_tokens(
     graph: Any,
     implementation: Any,
 ) -> tuple[jax.Array, Pools]:
-    """The most likely token behind each sequence, int32[slots], and the pools with the new tokens.
+    """The most likely next token of each sequence, int32[slots], and the pools with the new tokens.
 
     Args:
-        parameters: of the model.
+        parameters: the parameters of the model.
         pools: donated.
-        tokens: int32[tokens], the new tokens of one sequence after the other.
-        table, lengths, starts: as of ``paged_attention``; a slot without tokens has length 0.
-        graph: of the model.
-        implementation: as of ``paged_attention``.
+        tokens: int32[tokens], the new tokens of all sequences, one sequence after the other.
+        table, lengths, starts: as in ``paged_attention``; a slot without tokens has length 0.
+        graph: the graph of the model.
+        implementation: as in ``paged_attention``.
     """
     model: GPT = nnx.merge(graph, parameters)
     count = tokens.shape[0]
@@ -184,15 +185,15 @@ def next_tokens(
 
 
 def copied_page(pools: Pools, source: jax.Array, target: jax.Array) -> Pools:
-    """The pools, donated, with a copy of a page."""
+    """Copy a page in each of the pools, which are donated."""
     return jax.tree.map(lambda pool: pool.at[target].set(pool[source]), pools)
 
 
 def without_cache(graph: Any, parameters: Any, requests: list[Request], longest: int) -> list[bool]:
-    """Whether each completion is that of the model without a cache.
+    """Whether each completion equals that of the model without a cache.
 
-    If every token is the most likely one behind the tokens in front of it, the completion is the
-    one that the model gives if it generates token by token.
+    If every token is the most likely one after the tokens before it, the model would generate the
+    same completion token by token.
     """
 
     @jax.jit
@@ -217,7 +218,7 @@ def without_cache(graph: Any, parameters: Any, requests: list[Request], longest:
 
 
 class Server:
-    """Sequences that run, requests that wait, and the pool."""
+    """The running sequences, the waiting requests, and the pool."""
 
     def __init__(
         self, graph: Any, parameters: Any, preset: Preset, load: Load, implementation: Any
@@ -228,20 +229,20 @@ class Server:
         self.pools: Pools = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(preset.layers)]
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
-        """In the order in which they began."""
+        """In the order in which they started."""
         self.preempted = 0
         function = functools.partial(next_tokens, graph=graph, implementation=implementation)
         self._next = jax.jit(function, donate_argnums=1)
         self._copy = jax.jit(copied_page, donate_argnums=0)
-        # Programs for steps with prompts and without, before time is measured.
+        # Compile the programs for steps with and without prompts before time is measured.
         self._compute([], load.step_tokens)
         self._compute([], load.slots)
 
     def step(self) -> tuple[list[Request], int]:
-        """Compute some tokens of the sequences that run.
+        """Compute some tokens of the running sequences.
 
         Returns:
-            The requests that are done, and the number of tokens that were computed.
+            The finished requests, and the number of computed tokens.
         """
         self._begin()
         work = self._work()
@@ -260,7 +261,7 @@ class Server:
         return done, sum(count for _, count in work)
 
     def _begin(self) -> None:
-        """Begin with those that wait, as long as there are slots, and pages for their prompts."""
+        """Start waiting requests while there are free slots, and pages for their prompts."""
         while self.waiting and len(self.running) < self.load.slots:
             request, prefix = self.waiting[0], self.waiting[0].prefix
             common = 0
@@ -269,7 +270,7 @@ class Server:
                     return
                 common = prefix.prompt // PAGE_SIZE
             needed = len(request.tokens) // PAGE_SIZE + 1 - common
-            # A page for each that runs, so that those do not give back theirs at once.
+            # Leave one page for each running sequence, so that none is preempted at once.
             if self.running and self.pool.free_pages < needed + len(self.running):
                 return
             if prefix is None:
@@ -283,11 +284,11 @@ class Server:
             self.running.append(self.waiting.popleft())
 
     def _work(self) -> list[tuple[Request, int]]:
-        """The sequences of a step and their tokens: steps of completions first, then prompts."""
+        """The sequences of a step and their numbers of tokens: completions first, then prompts."""
         work: list[tuple[Request, int]] = []
         left = self.load.step_tokens
         for request in sorted(self.running, key=lambda request: request.is_prompt):
-            # It may have been preempted in this loop.
+            # An earlier iteration may have preempted it.
             count = min(len(request.tokens) - request.cached, left)
             if request in self.running and count and self._grow(request, count):
                 work.append((request, count))
@@ -295,7 +296,7 @@ class Server:
         return [(request, count) for request, count in work if request in self.running]
 
     def _grow(self, request: Request, count: int) -> bool:
-        """Get pages for more tokens, if need be from the youngest sequence."""
+        """Get pages for more tokens, if necessary by preempting the youngest sequence."""
         while request in self.running:
             try:
                 assert request.sequence is not None
@@ -333,7 +334,7 @@ class Server:
 
 
 def serve(server: Server, prefixes: list[Request], requests: list[Request]) -> dict[str, Any]:
-    """Run until every request is done; the state of the pool in each step, and the timing."""
+    """Run until every request is done; returns the state of the pool per step, and the timing."""
     arriving = collections.deque(requests)
     server.waiting.extend(prefixes)
     done, history, computed = 0, [], 0
@@ -395,7 +396,7 @@ def plot(history: list[dict[str, int]], pages: int, path: Path) -> None:
 
 
 def trained(preset: Preset, steps: int, seed: int, path: Path) -> tuple[Any, Any]:
-    """The model's graph, and its parameters from a file, or from a training that writes it."""
+    """The model's graph and parameters, from a file or from a training run that writes it."""
     trainer = Trainer(preset, "memeff", seed, steps, 0.0)
     leaves, structure = jax.tree.flatten(trainer.parameters)
     if path.exists():
@@ -410,17 +411,17 @@ def trained(preset: Preset, steps: int, seed: int, path: Path) -> tuple[Any, Any
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; the preset's name is filled in."""
+    """Parse the command line, and fill in the name of the preset."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--preset", choices=sorted(LOADS), help="default: by platform")
-    parser.add_argument("--pages", type=int, help="of the pool; default: the preset's")
+    parser.add_argument("--pages", type=int, help="pages of the pool; default: the preset's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--implementation", choices=("cuda", "xla"), help="of paged_attention")
+    parser.add_argument("--implementation", choices=("cuda", "xla"), help="as in paged_attention")
     parser.add_argument("--output", type=Path, default=Path("serve_output"))
     options = parser.parse_args(arguments)
     options.preset = options.preset or ("gpu" if jax.default_backend() == "gpu" else "cpu")
     load = LOADS[options.preset]
-    # A sequence has to fit beside the prefixes, or it would wait forever.
+    # The longest sequence must fit beside the prefixes, otherwise it would wait forever.
     least = load.max_pages + sum(-(-length // PAGE_SIZE) for length in load.prefixes)
     options.pages = load.pages if options.pages is None else options.pages
     if options.pages < least:
@@ -432,7 +433,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, serve, compare, report; returns the exit status."""
     options = parse(arguments)
     load = dataclasses.replace(LOADS[options.preset], pages=options.pages)
-    # In float32 two ways to compute the same logits do not differ in the most likely token.
+    # In float32 rounding is small enough that both computations agree in the most likely token.
     preset = dataclasses.replace(PRESETS[options.preset], dtype="float32")
     options.output.mkdir(parents=True, exist_ok=True)
     weights = options.output / f"weights_{options.preset}_{options.seed}.npz"

@@ -205,7 +205,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
 def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
     """The kernels to build: those of one problem if it has features, else the closure.
 
-    The gradients of arrays that a score function reads may be needed or not.
+    The problem is built with and without gradients of the arrays that a score function reads.
     """
     if all(value == BY_NAME[name].off for name, value in _features(options, False).items()):
         chosen = {} if options.dtype is None else {"dtypes": [options.dtype]}
@@ -261,14 +261,14 @@ def _problem(
 
 
 def _features(options: argparse.Namespace, sums_gradients: bool) -> dict[str, Any]:
-    """The features that flags ask for, by name.
+    """The features that the flags request, by name.
 
     ``sums_gradients``: whether kernels sum the gradients of arrays that a score function reads.
     """
     features = {feature.name: feature.from_flags(options) for feature in FEATURES}
     names = options.score_function, options.mask_function
     if names != (None, None):
-        # Tracing imports JAX, which no other command needs.
+        # Tracing imports JAX, which the other commands do not need.
         named_functions = importlib.import_module("jax_memeff._cuda.named_functions")
         features[FUNCTIONS.name] = named_functions.asked(
             *names,
@@ -276,7 +276,7 @@ def _features(options: argparse.Namespace, sums_gradients: bool) -> dict[str, An
             gradients=sums_gradients,
             deterministic=options.deterministic,
         )
-        features[SOFT_CAP.name] &= options.score_function is None  # else it is a part of it
+        features[SOFT_CAP.name] &= options.score_function is None  # otherwise part of the function
     return features
 
 
@@ -348,8 +348,8 @@ def _parser() -> argparse.ArgumentParser:
     build = add(
         "build",
         _build,
-        "compile kernels into the cache: with features those of one problem, else the usual ones "
-        "of a head dim: plain, each feature alone, all features",
+        "compile kernels into the cache: those of one problem if features are given, else the "
+        "usual ones of a head dim (plain, each feature alone, all features)",
     )
     build.add_argument("--dtype", choices=SPEC_DTYPES)
     _add_dims(build, required=False)

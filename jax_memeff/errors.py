@@ -54,9 +54,9 @@ class CompileError(Exception):
 
 
 class OutOfPagesError(RuntimeError):
-    """A :class:`jax_memeff.PagePool` has too few free pages; it has not changed.
+    """A :class:`jax_memeff.PagePool` has too few free pages. The pool is unchanged.
 
-    ``needed`` pages were asked for, and ``available`` are free.
+    ``needed`` is the number of requested pages, ``available`` the number of free ones.
     """
 
     def __init__(self, needed: int, available: int):

@@ -12,14 +12,14 @@ from cells import Cell
 from user_functions.in_jax import alibi_slopes
 
 _COMPILED_FUNCTIONS = 64
-"""Beyond PyTorch's default of 8 it falls back to a path that is not fused, without an error."""
+"""PyTorch's default is 8. Beyond the limit it silently falls back to an unfused path."""
 
 
 def attention(cell: Cell) -> Callable[[Any], Any]:
     """FlexAttention with the function of ``cell``, and with its causal mask as a function.
 
-    Its block mask is computed here, before the clock starts, as it is in a model that uses one for
-    all layers.
+    The block mask is computed here, before the clock starts, as in a model that uses one for all
+    layers.
     """
     torch = importlib.import_module("torch")
     dynamo = importlib.import_module("torch._dynamo")
@@ -35,7 +35,7 @@ def attention(cell: Cell) -> Callable[[Any], Any]:
             mask_function, batch, None, *lengths, device="cuda"
         )
 
-    @functools.cache  # one function object for all calls, or each would be compiled again
+    @functools.cache  # one function object for all calls, otherwise each compiles again
     def score_function(table: Any) -> Callable[..., Any] | None:
         return _score_function(torch, cell, table)
 

@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 from cells import Cell
 
-# The benchmarks are scripts and not a package, as the examples are.
+# Like the examples, the benchmarks are scripts and not a package.
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 from gallery import scores, structure, windows
 from gallery.catalog import ENTRIES, Shape
 
 PREFIX = "gallery "
-"""Before the names of entries of the gallery, in a cell."""
+"""The prefix of gallery entries in the names of functions."""
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Those of the paper.
+    """The slopes of the paper.
 
     >>> alibi_slopes(4)
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -31,18 +31,18 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def table(cell: Cell) -> jax.Array | None:
-    """The float array that the function reads; None without one."""
+    """The float array that the function reads, or None."""
     if cell.function == "table":
         return jax.random.normal(jax.random.key(1), (cell.heads, 2 * cell.query_length))
     return next((x for x in _example(cell) if _is_float(x)), None)
 
 
 def _example(cell: Cell) -> tuple[Any, ...]:
-    """The arguments of a function of the gallery; nothing for another one."""
+    """The arguments of a function of the gallery; empty for other functions."""
     if cell.function is None or not cell.function.startswith(PREFIX):
         return ()
     shape = Shape(cell.batch, cell.heads, cell.key_length)
-    with jax.ensure_compile_time_eval():  # the program that is timed has them as constants
+    with jax.ensure_compile_time_eval():  # they are constants of the timed program
         return ENTRIES[cell.function.removeprefix(PREFIX)].arguments(shape)
 
 
@@ -51,7 +51,7 @@ def _is_float(argument: Any) -> bool:
 
 
 def arguments(cell: Cell, inputs: Any) -> dict[str, Any]:
-    """What a call with the function has in place of what the plain call has."""
+    """The arguments that replace those of the plain call."""
     if example := _example(cell):
         entry = ENTRIES[str(cell.function).removeprefix(PREFIX)]
         return entry.call(*(inputs.table if _is_float(x) else x for x in example))

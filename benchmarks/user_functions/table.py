@@ -1,4 +1,4 @@
-"""The table of functions: their speed beside the plain call and beside FlexAttention."""
+"""The table of functions: their speed relative to the plain call and to FlexAttention."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _speed(record: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def block_masks(document: Mapping[str, Any]) -> list[str]:
-    """The time of block masks beside that of a forward and backward, a line for each cell.
+    """The time of block masks relative to a forward and backward, one line per cell.
 
     >>> both = {"forward_backward": {"memeff_cuda": {"seconds": 8e-3}}}
     >>> host = {"block_mask": {"documents": {"seconds": 2e-4}}}
@@ -81,7 +81,7 @@ def block_masks(document: Mapping[str, Any]) -> list[str]:
 
 
 def compilation(document: Mapping[str, Any]) -> list[str]:
-    """A line on the sources that many functions compile, if they were counted.
+    """A line on the number of sources that the functions compile, if they were counted.
 
     >>> cold = {"functions": 2, "sources": {"a": 2, "b": 2}, "slowest": "a", "seconds": 9.0}
     >>> cold |= {"seconds_of_slowest": 5.0, "sources_of_new_lengths": 0}

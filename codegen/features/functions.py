@@ -64,9 +64,9 @@ class AskedFunctions(NamedTuple):
     gradients: tuple[int, ...] = ()
     """The captured arrays of the score function whose gradients the kernels sum."""
     exact: bool = False
-    """Whether they sum in fixed point, which is the same in any order."""
+    """Whether they sum in fixed point, so that the order does not matter."""
     strips: int = MOST_STRIPS
-    """How many sums may pass through the shared memory of a kernel."""
+    """The largest number of sums that may pass through the shared memory of a kernel."""
 
     @property
     def read_sums(self) -> tuple[Sum, ...]:
@@ -231,12 +231,12 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         return " and ".join(f"a {name} function" for name in (asked.programs if asked else ()))
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """The command line traces the functions itself, which needs JAX."""
+        """The command line itself traces the functions, which needs JAX."""
         for name, arguments in _FUNCTION_FLAGS.items():
             parser.add_argument(
                 f"--{name}-function",
                 metavar="MODULE:NAME",
-                help=f"a function of ({arguments}), and the arrays of its module that it reads",
+                help=f"a function of ({arguments}), which may read arrays of its module",
             )
 
 
@@ -267,8 +267,8 @@ def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:
 
 
 def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
-    """The places of the gradients in the table of arrays, for each captured array, and how the
-    gradient by each read is summed."""
+    """A struct with the place of each captured array's gradient in the table of arrays, and with
+    the way in which the gradient of each read is summed."""
     if not functions.gradients or functions.score is None:
         return ""
     places = {array.name: place for place, array in enumerate(spec.captured_arrays)}

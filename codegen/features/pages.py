@@ -1,4 +1,4 @@
-"""Paged keys and values: a pool of pages that sequences reach through a table."""
+"""Paged keys and values: a pool of pages, and a table with the pages of each sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PoolDtype = Literal["query", "f8e4m3"]
 
 MULTIPLE = 16
-"""Every page size is a multiple of it."""
+"""Page sizes are multiples of this."""
 
 _XLA = "pass implementation='xla'"
 
@@ -30,12 +30,14 @@ class AskedPages(NamedTuple):
     is_latent: bool = False
     """Whether the values are the first columns of the keys."""
     is_invariant: bool = False
-    """Whether the bits of a row depend on its own query, keys and position alone."""
+    """Whether the bits of a row depend only on its own query, keys, values and position."""
 
 
 class CompiledPages(NamedTuple):
-    """Kernels are compiled for one page size; those that are invariant split no keys, because the
-    number of splits depends on the batch and on the device.
+    """The page size of a kernel, and whether its results are batch invariant.
+
+    An invariant kernel never splits keys, because the number of splits depends on the batch and on
+    the device.
     """
 
     size: int = 0
@@ -43,7 +45,7 @@ class CompiledPages(NamedTuple):
 
 
 class Pages(Feature[AskedPages, CompiledPages]):
-    """The pool, and whether its kernels are invariant."""
+    """Keys and values in pages, and whether results are batch invariant."""
 
     name, title = "pages", "paged keys"
     off = AskedPages(0)
@@ -139,8 +141,8 @@ PAGES = Pages()
 
 
 def key_box_rows(spec: KernelSpec) -> int:
-    """The rows of a TMA box of keys: as many as a tile and a page are multiples of.
+    """The rows of a TMA box of keys: the largest number that divides a tile and a page.
 
-    ffi/include/memeff/core/page_table.cuh computes the same.
+    ffi/include/memeff/core/page_table.cuh computes the same number.
     """
     return math.gcd(spec.tile.key, spec[PAGES].size)

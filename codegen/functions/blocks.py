@@ -1,4 +1,4 @@
-"""The blocks of rows and columns that a mask function tells apart."""
+"""The blocks of rows and columns inside which a mask function is constant."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from jax_memeff.codegen.functions.program import Program
 def block_sizes(program: Program, axis: str) -> frozenset[int]:
     """The numbers by which a function divides rows (``"query"``) or columns (``"key"``).
 
-    Lists of KV blocks do so, and ``table[q // 64, k // 64]``: such a function is constant in a tile
-    that lies in one block.
+    Lists of KV blocks contain such divisions, and so does ``table[q // 64, k // 64]``. The function
+    is constant in a tile that lies inside one block.
 
     >>> from jax_memeff.codegen.functions.program import Value
     >>> number = Value("constant", "int32", (), (("value", 64),))

@@ -1,4 +1,4 @@
-"""Score functions that kernels have an argument for, which is quicker than a function."""
+"""Score functions that are replaced by a kernel's own feature, which is faster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from jax_memeff.codegen.functions.program import Program, Value
 
 _CAPS = 2.0**-10, 2.0**20
-"""Soft caps of this range fit the arithmetic of every dtype."""
+"""Soft caps in this range are safe in the arithmetic of every dtype."""
 
 
 _SCORES = (-40.0, -3.0, -0.5, 0.0, 0.1, 1.0, 7.0)
@@ -36,13 +36,12 @@ def is_identity(program: Program) -> bool:
     True
     """
     value, derivative = (program.values[index] for index in program.results[:2])
-    return (
-        value.op == "score" and derivative[:1] == ("constant",) and derivative.param("value") == 1
-    )
+    is_one = derivative.op == "constant" and derivative.param("value") == 1
+    return value.op == "score" and is_one
 
 
 def soft_cap(program: Program) -> float | None:
-    """The number c of a function ``c * tanh(score / c)`` with JAX's derivative; None for others."""
+    """The cap c of a function ``c * tanh(score / c)`` with JAX's derivative; None for others."""
     cap = _cap_of_value(program)
     if cap is None:
         return None
@@ -90,7 +89,7 @@ def _arg(program: Program, value: Value, op: str) -> Value | None:
 
 
 def _number(program: Program, index: int) -> float | None:
-    """The number that a value is; None if it is computed."""
+    """The number of a constant or literal value; None if the value is computed."""
     value = program.values[index]
     if value.op == "constant":
         return float(value.param("value"))

@@ -38,7 +38,7 @@ def constant_along_diagonals(program: Program) -> tuple[bool, ...]:
 
 
 def diagonal_reads(program: Program) -> frozenset[int]:
-    """The ``float_reads`` that depend on both query and key, through their difference alone."""
+    """The ``float_reads`` that depend on query and key, and only through their difference."""
     constant = constant_along_diagonals(program)
     return frozenset(
         read

@@ -43,9 +43,9 @@ def source(program: Program, name: str, *, precise: bool) -> str:
 
     - ``kUsesScore``, ``kDependsOnBatch``, ``kDependsOnHead``, ``kDependsOnQuery``,
       ``kDependsOnKey``: whether the function's value depends on that argument.
-    - ``kHasDiagonalReads``: whether one of the reads with derivatives is a ``kDiagonalReads``.
-    - ``OfHead``, ``OfRow``, ``OfColumn``: what is worth keeping of a (batch, head) slice, a row
-      and a column. ``of_head(arrays, batch, head)``, ``of_row(arrays, of_head, query)`` and
+    - ``kHasDiagonalReads``: whether any ``kDiagonalReads[i]`` is true.
+    - ``OfHead``, ``OfRow``, ``OfColumn``: the values worth keeping for a (batch, head) slice, a
+      row and a column. ``of_head(arrays, batch, head)``, ``of_row(arrays, of_head, query)`` and
       ``of_column(arrays, of_head, key)`` return them. ``arrays`` is a ``FunctionArrays``; batch,
       head, query and key are the arguments of the user's function.
     - ``value(arrays, of_head, of_row, of_column, score, query, key)``: the score, or whether the
@@ -53,22 +53,25 @@ def source(program: Program, name: str, *, precise: bool) -> str:
 
     With derivatives, whose arguments are those of ``value``, also:
 
-    - ``derivative(...)``: that of the value by the score; ``kConstantDerivative`` if it is 1.
+    - ``derivative(...)``: the derivative of the value by the score; ``kConstantDerivative``:
+      whether it is 1.
     - ``kFloatReads``: how many reads have derivatives, ``kReadArrays[i]``: the captured array of
-      each, ``kDiagonalReads[i]``: whether it depends on query and key, through their difference
-      alone, and ``kReadDerivativesAreFinite[i]``: whether the derivative by it is
-      finite at every element.
+      each, ``kDiagonalReads[i]``: whether it depends on query and key, and only through their
+      difference, and ``kReadDerivativesAreFinite[i]``: whether the derivative by it is finite at
+      every element.
     - ``kReadDerivativesUseScore``: whether a derivative by a read depends on the score.
-    - ``read_values(..., float (&values)[kFloatReads])``: what was read. A kernel that stages reads
-      of a tile passes a ``FunctionArrays`` of its own, whose ``read<i>(value)`` returns the staged
-      number: the compiler then drops index, address and load of that read from the others. In
-      the same way a kernel can have ``difference(key, query)``, their difference as a float, and
-      ``scaled_difference(slope, key, query)``, its product with a number of the head, and
-      ``plus_scaled_difference(x, ...)``, which programs that are not ``precise`` use.
-    - ``read_derivatives(..., float (&derivatives)[kFloatReads])``: those of the value by each read.
-    - ``read_offsets(..., long long (&offsets)[kFloatReads])``: the element that was read, counted
-      in the user's array, or -1 if it was out of bounds. A kernel that needs one of them ignores
-      the others, and the compiler drops them.
+    - ``read_values(..., float (&values)[kFloatReads])``: the values of the reads. A kernel that
+      stages the reads of a tile passes its own ``FunctionArrays``, whose ``read<i>(value)``
+      returns the staged number; the compiler then drops index, address and load of that read from
+      the other members. In the same way a kernel can supply ``difference(key, query)``, their
+      difference as a float, ``scaled_difference(slope, key, query)``, its product with a number of
+      the head, and ``plus_scaled_difference(x, ...)``. Programs that are not ``precise`` use the
+      last two.
+    - ``read_derivatives(..., float (&derivatives)[kFloatReads])``: the derivatives of the value by
+      each read.
+    - ``read_offsets(..., long long (&offsets)[kFloatReads])``: the offset of the element that was
+      read in the user's array, or -1 if it was out of bounds. A kernel that needs one of
+      them ignores the others, and the compiler drops them.
 
     Raises ``ValueError`` if the program has an operation, type or parameter without a form.
 

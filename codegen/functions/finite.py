@@ -1,4 +1,4 @@
-"""Which values of a program are finite whatever the arrays and numbers of the call are."""
+"""Which values of a program are finite for all arrays and numbers of a call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LARGEST = 2.0**100
 def is_finite(program: Program, value: int) -> bool:
     """Whether a float is known to be finite: integers as floats, and sums and products of them.
 
-    A kernel multiplies such a derivative by the gradient 0 of a masked element. Another one may be
-    inf or NaN there.
+    A kernel multiplies such a derivative by the gradient 0 of a masked element without a test. Any
+    other derivative may be inf or NaN there.
 
     >>> from jax_memeff.codegen.functions.program import Value
     >>> key = Value("key", "int32")
@@ -32,7 +32,7 @@ def is_finite(program: Program, value: int) -> bool:
 
 
 def _bound(op: str, params: dict[str, Any], bounds: list[float]) -> float:
-    """The largest magnitude of the result; inf if it is unknown."""
+    """An upper bound of the magnitude of the result; inf if it is unknown."""
     if op == "constant":
         number = abs(float(params["value"]))
         return number if number <= _LARGEST else math.inf

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax_memeff.codegen.functions.operations import CHEAP
 
 KEPT_FROM = 4
-"""The instructions from which on a register is cheaper."""
+"""From this cost on, a register is cheaper than another evaluation."""
 
 
 class Level(enum.IntEnum):
@@ -34,7 +34,7 @@ class Node(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The nodes of a program in topological order, and which of them its results are."""
+    """The nodes of a program in topological order, and which of them are its results."""
 
     nodes: tuple[Node, ...]
     results: tuple[int, ...]
@@ -47,8 +47,8 @@ class Graph(NamedTuple):
 def kept(nodes: Sequence[Node], targets: Iterable[int]) -> frozenset[int]:
     """The nodes below Level.ELEMENT whose values are kept, if ``targets`` are needed per element.
 
-    A node is kept if something of a higher level uses it, and if it and what it needs beyond other
-    kept nodes is worth a register.
+    A node is kept if a node of a higher level uses it, and if its cost, including the nodes that
+    it needs and that are not kept, is worth a register.
     """
     users: dict[int, Level] = {}
     pending = [(target, Level.ELEMENT) for target in targets]
@@ -69,7 +69,7 @@ def kept(nodes: Sequence[Node], targets: Iterable[int]) -> frozenset[int]:
 
 
 def _cone_cost(nodes: Sequence[Node], index: int, found: set[int]) -> int:
-    """The cost of evaluating a node, with what it needs of its own level."""
+    """The cost of a node and of the nodes of its own level that it needs."""
     cost, pending, seen = 0, [index], {index}
     while pending:
         node = nodes[pending.pop()]
@@ -81,7 +81,7 @@ def _cone_cost(nodes: Sequence[Node], index: int, found: set[int]) -> int:
 
 
 def joined(levels: Iterable[Level]) -> Level:
-    """The level of an expression of such operands."""
+    """The level of an expression whose operands have these levels."""
     found = set(levels)
     if {Level.ROW, Level.COLUMN} <= found:
         return Level.ELEMENT

@@ -170,7 +170,7 @@ class _Builder:
         return self._node("float", "fabsf({0})" if size else _NEGATIVE, (difference,))
 
     def _scaled_difference(self, args: tuple[int, ...]) -> int | None:
-        """The node of the product of a difference, or its negative, and a number of the head."""
+        """The node of a product of a difference, or its negative, and a number of the head."""
         for slope, node in (args, args[::-1]):
             if self.nodes[slope].level != Level.HEAD:
                 continue

@@ -245,9 +245,10 @@ def is_supported(op: str) -> bool:
 def exact_values(program: Program) -> frozenset[int]:
     """The values on which a jump of the function, or the index of a read, depends.
 
-    A rounding error there changes a result by any amount, so they are neither approximated nor
-    fused: every kernel that evaluates the function gets the same bits. Jumps of derivatives alone
-    choose between one-sided derivatives, as that of ``max`` does, and need no such care.
+    A rounding error there can change a result by any amount. So these values are neither
+    approximated nor fused, and every kernel that evaluates the function gets the same bits. Jumps
+    of derivatives need no such care: like that of ``max``, they choose between one-sided
+    derivatives.
     """
     reads = {index for index, value in enumerate(program.values) if value.op == "read"}
     decisive = _needed(program, {program.results[0], *reads})
@@ -263,7 +264,7 @@ def exact_values(program: Program) -> frozenset[int]:
 
 
 def _needed(program: Program, results: set[int]) -> set[int]:
-    """Values that results depend on, and themselves."""
+    """The results and all values on which they depend."""
     found = set(results)
     for index in reversed(range(len(program.values))):
         if index in found:

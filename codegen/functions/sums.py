@@ -1,7 +1,7 @@
-"""How a backward sums the gradient of what each read of a program has read.
+"""How a backward sums the gradient of each read of a program.
 
-Elements of a tile of scores that read one element of an array are added up before one addition to
-global memory: ``ffi/include/memeff/score/captured/function_gradient.cuh`` says how.
+Terms of a tile of scores that belong to the same element of an array are summed first, then added
+to global memory once: see ``ffi/include/memeff/score/captured/function_gradient.cuh``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jax_memeff.codegen.functions.diagonals import diagonal_reads
 from jax_memeff.codegen.functions.program import Program
 
 MOST_STRIPS = 2
-"""Reads whose sums pass through shared memory; each takes 11 to 23 KB."""
+"""The largest number of reads whose sums pass through shared memory; each takes 11 to 23 KB."""
 
 EXACT_WORDS = 4
 """32-bit words of a sum in fixed point: two integers of 64 bits."""
@@ -23,7 +23,7 @@ EXACT_BITS = 35
 
 
 class Sum(enum.Enum):
-    """``memeff::function::ReadSum``: what the index of a read depends on."""
+    """``memeff::function::ReadSum``: the arguments on which the index of a read depends."""
 
     NONE = "none"
     HEAD = "head"
@@ -40,7 +40,7 @@ def read_sums(
 
     Args:
         arrays: the captured arrays whose gradients are needed.
-        most_strips: how many sums may pass through shared memory; others are by element.
+        most_strips: how many sums may pass through shared memory; the rest are added by element.
 
     >>> from jax_memeff.codegen.functions.program import CapturedType, Value
     >>> read = Value("read", "float32", (0,), (("array", 0), ("mode", "clip")))
@@ -71,7 +71,7 @@ def _dependence(program: Program, read: int) -> Sum:
 
 
 def strips(sums: Collection[Sum], columns: Sum) -> int:
-    """How many of ``sums`` pass through shared memory, if ``columns`` of the accumulators are
-    ``Sum.KEY`` or ``Sum.QUERY``.
+    """How many of ``sums`` pass through shared memory. ``columns`` is the dim that the columns of
+    the accumulators are: ``Sum.KEY`` or ``Sum.QUERY``.
     """
     return sum(own in (columns, Sum.DIAGONAL) for own in sums)

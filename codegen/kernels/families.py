@@ -318,8 +318,8 @@ def panel_columns(dim: int) -> int:
 
 
 def columns_of_warp(rows: int, columns: int, warps: int) -> int:
-    """The columns that each of ``warps`` warps has of a product, as ``WarpGrid`` divides it: with
-    32 rows for each warp if they fit, else 16.
+    """The columns of a product that each of ``warps`` warps computes in a ``WarpGrid``: a warp has
+    32 rows if they fit, else 16.
 
     >>> columns_of_warp(64, 128, 8), columns_of_warp(64, 64, 8)
     (32, 16)

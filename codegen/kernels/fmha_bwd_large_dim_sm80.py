@@ -93,7 +93,7 @@ class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
     tiles_f32 = _TILES_F32
 
     def strips_of_sums(self, arch: str) -> int:
-        """None in 64 or 99 KB, which its tiles fill."""
+        """0 on GPUs with 64 or 99 KB of shared memory, which the tiles fill."""
         return 0 if gpu.of(arch) in (gpu.SM75, gpu.SM86) else super().strips_of_sums(arch)
 
     def shared_bytes(self, spec: KernelSpec) -> int:

@@ -221,7 +221,7 @@ class FmhaBwdSm80(Backward, MmaKernel):
     tiles_f32 = _TILES_F32
 
     def strips_of_sums(self, arch: str) -> int:
-        """None in the 64 KB of sm_75, which its tiles fill."""
+        """0 on sm_75, whose 64 KB of shared memory the tiles fill."""
         return super().strips_of_sums(arch) if gpu.of(arch) is not gpu.SM75 else 0
 
     def shared_bytes(self, spec: KernelSpec) -> int:
@@ -279,7 +279,7 @@ def _tile(spec: KernelSpec) -> Tile:
 
 
 def captured_sum_bytes(spec: KernelSpec) -> int:
-    """The strips of sums of captured arrays' gradients."""
+    """The bytes of the strips for the gradients of captured arrays."""
     warps = spec.threads // 32
     columns = columns_of_warp(spec.tile.query, spec.tile.key, warps)
     return shared_memory.captured_sum_bytes(spec, Sum.KEY, warps, columns)

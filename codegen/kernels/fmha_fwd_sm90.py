@@ -34,7 +34,7 @@ from jax_memeff.codegen.strategy import Strategy
 _TILE_COUNTER_WORDS = 4
 
 _LEAST_TILE = 64
-"""Each head dim has a tile whose rows and columns are this or twice this."""
+"""Each head dim has a tile whose rows and columns are each this or twice this."""
 
 _TILE_RING = 4
 """Buffers of the ring of the next work tiles."""
@@ -162,7 +162,7 @@ class FmhaFwdSm90(WgmmaKernel):
         asked = problem[FUNCTIONS]
         if asked is None or asked.mask is None:
             return reasons
-        # A tile that lies in two blocks of rows takes the KV blocks of both.
+        # A tile across two Q blocks would process the KV blocks of both.
         for axis, size in (("query", spec.tile.query), ("key", spec.tile.key)):
             for block in sorted(block_sizes(asked.mask, axis)):
                 if block % _LEAST_TILE == 0 and block % size and size % block:

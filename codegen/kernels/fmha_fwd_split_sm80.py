@@ -152,8 +152,8 @@ _TILES: MmaTables = {
 _TILES_F32: MmaTables = {}
 
 _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
-"""Elements of a warp's output, 32 registers a lane for each 1024. With twice as many, segment ids
-and boolean masks spilled 24 to 56 bytes."""
+"""Elements of a warp's output; each 1024 of them take 32 registers per lane. With twice as many,
+kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
 
 
 class FmhaFwdSplitSm80(MmaKernel):
@@ -185,7 +185,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         return 16
 
     def reads_block_mask(self, spec: KernelSpec) -> bool:
-        """Its row of blocks takes three registers, which larger tiles of output do not leave."""
+        """The row of blocks takes three registers, too many beside larger tiles of output."""
         (rows,) = self.rows_of_warps(spec)
         return rows * spec.padded_value_dim <= _MOST_ELEMENTS_WITH_BLOCK_MASK
 

@@ -1,4 +1,4 @@
-"""All functions of the gallery, each with arguments of an example."""
+"""All functions of the gallery, each with the arguments of an example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_memeff import Mask
 
 
 class Shape(NamedTuple):
-    """Of an example: T rows and as many columns, except for trees of drafts."""
+    """The sizes of an example: T rows and T columns; draft trees have fewer rows."""
 
     batch: int
     heads: int
@@ -23,12 +23,12 @@ class Shape(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Rows and columns of the blocks of sparse masks: 8 of them in a sequence, 64 at most."""
+        """Block size of sparse masks: an eighth of the sequence, at most 64."""
         return min(64, self.length // 8)
 
     @property
     def width(self) -> int:
-        """Of an image with one token for each pixel: a square one, or 64 wide."""
+        """Width of an image with one token per pixel: square, or 64 wide if it is larger."""
         return min(64, math.isqrt(self.length))
 
 
@@ -37,14 +37,14 @@ class Entry:
     """A function of the gallery, and how an example calls it."""
 
     make: Callable[..., scores.ScoreFunction | Mask]
-    """Gives what ``dot_product_attention`` takes."""
+    """Returns the ``score_mod`` or the ``mask`` of ``dot_product_attention``."""
     title: str
     arguments: Callable[[Shape], tuple[Any, ...]]
-    """Of ``make``: arrays of the right size, and static numbers."""
+    """Returns the arguments of ``make``: arrays of the right size, and static numbers."""
     is_causal: bool = False
-    """The example has this argument, too."""
+    """Whether the example is causal as well."""
     rows: int | None = None
-    """Rows, if they are not as many as columns."""
+    """The number of rows, if it differs from the number of columns."""
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def is_mask(self) -> bool:
-        """Whether it makes a mask, and not a function of scores."""
+        """Whether ``make`` returns a mask; otherwise it returns a function of scores."""
         return self.make.__module__ != scores.__name__
 
     def call(self, *arguments: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _head_windows(shape: Shape) -> tuple[jax.Array]:
 
 
 def _documents(shape: Shape) -> tuple[jax.Array]:
-    """Of three lengths, which differ between batch indices."""
+    """Three documents, whose lengths differ between batch indices."""
     ends = jnp.array([[3, 4]]) * shape.length // 8 + jnp.arange(shape.batch)[:, None]
     return ((jnp.arange(shape.length)[:, None] >= ends[:, None]).sum(2, dtype=jnp.int32),)
 
@@ -103,7 +103,7 @@ def _bigbird(shape: Shape) -> tuple[jax.Array, int]:
 
 
 def _listed_blocks(shape: Shape) -> tuple[jax.Array, int]:
-    """Those that a router of random scores prefers, and the first."""
+    """The blocks that a router with random scores chooses, and the first block."""
     count = shape.length // shape.block
     chosen = jax.lax.top_k(_normal(shape.batch, shape.heads, count, count), 2)[1]
     return chosen.at[..., 0].set(0), shape.block

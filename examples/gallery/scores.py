@@ -1,4 +1,4 @@
-"""Functions of scores: what they return is passed as ``score_mod=``."""
+"""Each function returns a function of scores; pass the result as ``score_mod=``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 ScoreFunction = Callable[..., jax.Array]
-"""Of score, batch index, query head, row and column, all of them scalars, to a score."""
+"""Maps the scalars score, batch index, query head, row and column to a new score."""
 
 
 def alibi(slopes: jax.Array) -> ScoreFunction:
-    """A penalty that grows with the distance, at a slope for each head.
+    """A penalty proportional to the distance, with one slope per head.
 
-    Press, Smith and Lewis, "Train Short, Test Long", 2022, with a causal mask. The paper fixes the
-    slopes at ``2 ** (-8 * (h + 1) / N)``; here they have a gradient.
+    Press, Smith and Lewis, "Train Short, Test Long", 2022; use it with a causal mask. The paper
+    fixes the slopes at ``2 ** (-8 * (h + 1) / N)``; here they have a gradient.
 
     Args:
         slopes: float [N].
@@ -30,10 +30,10 @@ def alibi(slopes: jax.Array) -> ScoreFunction:
 
 
 def relative_table(table: jax.Array) -> ScoreFunction:
-    """A learned number for each head and each distance.
+    """A learned bias for each head and each distance.
 
     Args:
-        table: float [N, 2 L] for distances from -L to L - 1; column L is for distance 0.
+        table: float [N, 2 L], for distances q - k from -L to L - 1; column L is distance 0.
     """
     middle = table.shape[1] // 2
 
@@ -44,16 +44,16 @@ def relative_table(table: jax.Array) -> ScoreFunction:
 
 
 def t5_bias(table: jax.Array, length: int, max_distance: int = 128) -> ScoreFunction:
-    """T5's learned table, in which distances share buckets that widen with the distance.
+    """T5's learned bias: distances share buckets, which widen with the distance.
 
     Raffel et al., "Exploring the Limits of Transfer Learning", 2020, the bidirectional form. The
-    buckets are looked up and not computed for each score: near the border of a bucket the
-    logarithm of a kernel may round to the other side.
+    bucket of each distance is a table lookup. A kernel that computed it could round the logarithm
+    to the wrong side of a bucket's border.
 
     Args:
         table: float [buckets, N].
-        length: the largest number of rows and columns.
-        max_distance: distances from here on share the last bucket.
+        length: an upper bound on the number of rows and of columns.
+        max_distance: distances of at least this share the last bucket.
     """
     half = table.shape[0] // 2  # of the buckets, for columns before the row; the others after it
     exact = half // 2
@@ -70,9 +70,9 @@ def t5_bias(table: jax.Array, length: int, max_distance: int = 128) -> ScoreFunc
 
 
 def swin_bias(table: jax.Array) -> ScoreFunction:
-    """A learned number for each distance in two dimensions, between the tokens of a window.
+    """A learned bias for each two-dimensional distance between tokens of a window.
 
-    Liu et al., "Swin Transformer", 2021. The M * M tokens of a window are a sequence, row by row.
+    Liu et al., "Swin Transformer", 2021. The sequence is the M * M tokens of a window, row by row.
 
     Args:
         table: float [N, 2 M - 1, 2 M - 1].
@@ -88,7 +88,7 @@ def swin_bias(table: jax.Array) -> ScoreFunction:
 
 
 def soft_cap(cap: float) -> ScoreFunction:
-    """Scores between ``-cap`` and ``cap``, as in Gemma 2.
+    """Limits scores to the range from ``-cap`` to ``cap``, as in Gemma 2.
 
     The argument ``logits_soft_cap=cap`` does the same.
     """

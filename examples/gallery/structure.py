@@ -1,4 +1,4 @@
-"""Masks of a structure of the sequence: what they return is passed as ``mask=``."""
+"""Masks from the structure of a sequence; pass the result of each function as ``mask=``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_memeff import Mask
 
 
 def prefix_lm(prefix: jax.Array) -> Mask:
-    """Causal, but all rows attend to the whole prefix.
+    """A causal mask, except that all rows attend to the whole prefix.
 
     Raffel et al., "Exploring the Limits of Transfer Learning", 2020.
 
@@ -25,8 +25,8 @@ def prefix_lm(prefix: jax.Array) -> Mask:
 def documents(ids: jax.Array) -> Mask:
     """Rows attend to the columns of their own document.
 
-    ``Mask.segments(ids, ids)`` is the same mask for ids that are not negative. Language models
-    combine it with ``Mask.causal()``.
+    ``Mask.segments(ids, ids)`` is the same mask if no id is negative. Language models combine
+    it with ``Mask.causal()``.
 
     Args:
         ids: integer [B, T]: the document of each token.
@@ -35,13 +35,13 @@ def documents(ids: jax.Array) -> Mask:
 
 
 def draft_tree(ancestors: jax.Array, context: jax.Array) -> Mask:
-    """A tree of draft tokens behind a context: each attends to the context and to its ancestors.
+    """Draft tokens after a context: each attends to the context, its ancestors and itself.
 
     Miao et al., "SpecInfer", 2024, verify all branches of a speculation in one call like this.
 
     Args:
-        ancestors: bool [n, n], by :func:`ancestors_of`; the rows are the n draft tokens.
-        context: integer [B]: the number of tokens before the drafts, whose keys follow them.
+        ancestors: bool [n, n], from :func:`ancestors_of`; the rows are the n draft tokens.
+        context: integer [B]: the number of context tokens; the keys of the drafts follow them.
     """
     count = ancestors.shape[0]
 
@@ -53,10 +53,10 @@ def draft_tree(ancestors: jax.Array, context: jax.Array) -> Mask:
 
 
 def ancestors_of(parents: Sequence[int]) -> np.ndarray:
-    """Which nodes are ancestors of each node, or the node itself: bool [n, n].
+    """The ancestors of each node, including the node itself: bool [n, n].
 
     Args:
-        parents: of each node, an earlier one; -1 for the children of the context.
+        parents: the parent of each node, an earlier node; -1 for children of the context.
 
     >>> ancestors_of([-1, 0, 0, 1]).astype(int)
     array([[1, 0, 0, 0],
@@ -72,13 +72,13 @@ def ancestors_of(parents: Sequence[int]) -> np.ndarray:
 
 
 def bigbird(random_blocks: jax.Array, block: int) -> Mask:
-    """Neighbouring blocks, a first block that is global, and a few random blocks for each row.
+    """Neighbouring blocks, a global first block, and a few random blocks for each block of rows.
 
     Zaheer et al., "Big Bird", 2020.
 
     Args:
         random_blocks: integer [T / block, r]: the random blocks of each block of rows.
-        block: rows and columns of a block.
+        block: the number of rows, and of columns, of a block.
     """
 
     def attends(b, h, q, k):
@@ -91,23 +91,23 @@ def bigbird(random_blocks: jax.Array, block: int) -> Mask:
 
 
 def listed_blocks(lists: jax.Array, block: int) -> Mask:
-    """Blocks of columns that are listed for each block of rows, as a router chooses them.
+    """A list of blocks of columns for each block of rows, such as a router chooses.
 
     Yuan et al., "Native Sparse Attention", and Lu et al., "MoBA", 2025. Lists may be traced, such
-    as the indices of ``jax.lax.top_k``. Language models combine it with ``Mask.causal()``.
+    as the indices of ``jax.lax.top_k``. Language models add ``& Mask.causal()``.
 
     Args:
-        lists: integer [B, N, T / block, n]: the numbers of blocks; -1 lists nothing.
-        block: rows and columns of a block; multiples of 128 are fastest.
+        lists: integer [B, N, T / block, n]: the indices of blocks; pad with -1.
+        block: the number of rows, and of columns, of a block; multiples of 128 are fastest.
     """
     return Mask.kv_blocks(lists, block_size=block)
 
 
 def block_sparse(blocks: jax.Array, block: int) -> Mask:
-    """Blocks of scores that are true in an array, for each head.
+    """The blocks of scores that are true in an array, for each head.
 
     Args:
         blocks: bool [N, T / block, S / block].
-        block: rows and columns of a block.
+        block: the number of rows, and of columns, of a block.
     """
     return Mask.function(lambda b, h, q, k: blocks[h, q // block, k // block])

@@ -1,4 +1,4 @@
-"""Masks of the neighbourhood of a row: what they return is passed as ``mask=``."""
+"""Masks of the neighbourhood of each row; pass the result of each function as ``mask=``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from jax_memeff import Mask
 def sliding_window(window: int) -> Mask:
     """A row attends to itself and to the ``window`` columns before it.
 
-    ``Mask.window(window, 0)`` is the same mask without a function, and needs no block mask.
+    ``Mask.window(window, 0)`` is the same mask without a function and without a block mask.
     """
     return Mask.function(lambda b, h, q, k: (k <= q) & (q - k <= window))
 
 
 def global_tokens(window: int, is_global: jax.Array) -> Mask:
-    """A window on both sides; global tokens attend to all, and all attend to them.
+    """A window on both sides; global tokens attend to all tokens, and all attend to them.
 
     Beltagy, Peters and Cohan, "Longformer", 2020.
 
     Args:
-        window: columns on each side.
-        is_global: bool [B, T].
+        window: the number of columns on each side.
+        is_global: bool [B, T]: whether each token is global.
     """
     return Mask.window(window, window) | Mask.function(
         lambda b, h, q, k: is_global[b, q] | is_global[b, k]
@@ -44,14 +44,14 @@ def dilated_window(count: int, dilation: int) -> Mask:
 
 
 def neighborhood(height: int, width: int, kernel: int) -> Mask:
-    """A pixel attends to the ``kernel * kernel`` pixels around it, fully inside the image.
+    """Each pixel attends to a window of ``kernel * kernel`` pixels around it.
 
-    Hassani et al., "Neighborhood Attention Transformer", 2023. The pixels are a sequence, row by
-    row. At a border the window moves inwards, so that all pixels attend to as many others.
+    Hassani et al., "Neighborhood Attention Transformer", 2023. The sequence is the pixels of an
+    image, row by row. At a border the window moves inwards, so every pixel attends to equally many.
 
     Args:
-        height, width: of the image.
-        kernel: an odd number, at most that of the shorter side.
+        height, width: the size of the image.
+        kernel: an odd number, at most the length of the shorter side.
     """
     reach = kernel // 2
 
@@ -64,29 +64,29 @@ def neighborhood(height: int, width: int, kernel: int) -> Mask:
 
 
 def head_windows(windows: jax.Array) -> Mask:
-    """A causal window of its own for each head.
+    """A causal window, with a different size for each head.
 
     Args:
-        windows: integer [N]: how many columns before its own a row attends to.
+        windows: integer [N]: the number of columns before its own that a row attends to.
     """
     return Mask.function(lambda b, h, q, k: (k <= q) & (q - k <= windows[h]))
 
 
 def look_ahead(chunk: int, ahead: int) -> Mask:
-    """All before the row, its chunk, and ``ahead`` columns after the chunk.
+    """A row attends to its chunk, all chunks before it, and ``ahead`` columns after it.
 
-    Streaming speech recognition works like this: a chunk of frames is encoded as soon as so many
-    frames after it have come in.
+    Streaming speech recognition works like this: a chunk of frames is encoded as soon as ``ahead``
+    more frames have arrived.
     """
     return Mask.function(lambda b, h, q, k: k < (q // chunk + 1) * chunk + ahead)
 
 
 def local_or_global(window: jax.Array | int) -> Mask:
-    """A causal window, which may be traced: layers that differ in it run in one ``jax.lax.scan``.
+    """A causal window that may be traced, so layers with different windows run in one ``scan``.
 
     Gemma 3 has five local layers for each global one.
 
     Args:
-        window: int32 scalar: columns before the row; any number beyond T is a global layer.
+        window: int32 scalar: the number of columns before the row; T or more is a global layer.
     """
     return Mask.window(window, 0)

@@ -21,8 +21,8 @@ def score_mod(
     Args:
         value: as of ``dot_product_attention``.
         query_dtype: the scores are float64 if it is.
-        scale: if it is traced, else None. With neither it nor a function there is no program.
-        soft_cap: as of ``dot_product_attention``.
+        scale: the traced scale, or None. Without a scale and a function there is no program.
+        soft_cap: as in ``dot_product_attention``.
     """
     if isinstance(value, Mask):
         raise TypeError(

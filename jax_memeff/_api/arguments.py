@@ -51,7 +51,7 @@ class PaddedArguments(CommonArguments, total=False):
 
 
 class PagedArguments(TypedDict, total=False):
-    """The arguments of ``paged_attention`` beside its arrays, which documents them."""
+    """The keyword arguments of ``paged_attention``, which documents them."""
 
     query_starts: ArrayLike | None
     max_query_length: int | None
@@ -79,7 +79,7 @@ _DEFAULTS = {
 
 
 def _default(kind: Any, name: str) -> Any:
-    # New tokens are the last ones of their sequence.
+    # New tokens end their sequence, so paged calls are causal by default.
     return True if kind is PagedArguments and name == "is_causal" else _DEFAULTS.get(name)
 
 

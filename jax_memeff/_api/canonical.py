@@ -100,11 +100,11 @@ def common(
         arguments["score_mod"], dtype, traced_scale, soft_cap
     )
     if score_function is not None:
-        argument, soft_cap = soft_cap, None  # it is part of the function now
+        argument, soft_cap = soft_cap, None  # now part of the function
         if is_static and builtin.is_identity(score_function):
             score_function, captured = None, ()
         elif is_static and (cap := builtin.soft_cap(score_function)) is not None:
-            # Of the function, or the argument before a function that returns its score.
+            # The cap is that of the function; or the argument, if the function returns its score.
             score_function, soft_cap = None, cap if argument is None else argument
     options = Options(
         scale=scale,

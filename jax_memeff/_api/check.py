@@ -31,17 +31,18 @@ def check(
 ) -> None:
     """Raise if a call of ``dot_product_attention`` with these arguments has bad values.
 
-    Takes the arguments of :func:`jax_memeff.dot_product_attention`; if ``cu_seqlens_q`` is among
-    them, those of :func:`jax_memeff.varlen_attention`; and if ``page_table`` is, those of
+    Takes the arguments of :func:`jax_memeff.dot_product_attention`. If ``cu_seqlens_q`` is among
+    them, it takes those of :func:`jax_memeff.varlen_attention`; if ``page_table`` is, those of
     :func:`jax_memeff.paged_attention`, with the pools as ``key`` and ``value``. Computes no
-    attention, and copies the arrays to the host. Beside the checks of the function itself, it reads
-    device arrays:
+    attention, and copies the arrays to the host. In addition to the checks of the function itself,
+    it checks device arrays:
 
     - lengths must be in [0, T] and [0, S] (the call itself would clamp them);
     - ``cu_seqlens_*`` must be in [0, tokens] and not decrease, and no sequence may be longer than
       ``max_seqlen_*`` (the call itself would shorten sequences);
-    - ``kv_lengths`` must be within the table, ``query_starts`` in [0, tokens] and not decrease, and
-      the pages of a sequence in the pool (the call itself would mask their keys);
+    - ``kv_lengths`` must be within the table, ``query_starts`` must be in [0, tokens] and must not
+      decrease (the call itself would clamp both), and the pages of a sequence must be in the pool
+      (the call itself would mask their keys);
     - ``offsets`` must be in range (the call itself would clamp the positions);
     - query, key and value must be finite within the lengths (beyond them they may hold anything);
     - bias must hold neither NaN nor +inf within the lengths;

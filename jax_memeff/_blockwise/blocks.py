@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 
 
 def _cut(length: int, longest: int) -> Blocks:
-    """Equal blocks, if there are several of whole blocks of random bits."""
+    """Blocks of equal size; if there are several, a multiple of the blocks of random bits."""
     count = -(-length // longest)
     if count <= 1:
         return Blocks(length, length)
@@ -49,6 +49,6 @@ def blocks(operands: Operands, longest: int) -> tuple[Blocks, Blocks]:
     """The blocks of rows and columns."""
     rows, columns = operands.query.shape[1], operands.columns
     if operands.pages is not None and operands.pages.is_invariant:
-        # XLA sums in another order if a product has other sizes: every row is a product of its own.
+        # XLA's order of summation depends on a product's shape, so each row is its own product.
         return Blocks(rows, 1), Blocks(columns, INVARIANT_COLUMNS)
     return _cut(rows, longest), _cut(columns, longest)

@@ -1,7 +1,7 @@
-"""Tiles of keys and values that lie in a pool of pages.
+"""Tiles of keys and values from a pool of pages.
 
-A tile is gathered when it is read, so that neither the pool nor a whole sequence is copied. Keys
-beyond the length of the sequence, which may be NaN, are not gathered: 0 times NaN would be NaN.
+A tile is gathered when it is read, so neither the pool nor a whole sequence is copied. Keys beyond
+the length of the sequence may be NaN. They are not gathered, because 0 times NaN would be NaN.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def key_tile(operands: Operands, first: jax.Array, size: int, dtype: jnp.dtype) 
     """The keys ``first`` to ``first + size`` of one sequence, [1, K, size, H].
 
     Args:
-        operands: a call of one sequence.
+        operands: a call with one sequence.
         first: int32[].
         size: the number of keys.
-        dtype: of the result; scales are applied in it.
+        dtype: the dtype of the result, in which scales are applied.
     """
     pages = operands.pages
     assert pages is not None
@@ -28,7 +28,7 @@ def key_tile(operands: Operands, first: jax.Array, size: int, dtype: jnp.dtype) 
 
 
 def value_tile(operands: Operands, first: jax.Array, size: int, dtype: jnp.dtype) -> jax.Array:
-    """Likewise the values, [1, K, size, Hv]."""
+    """The values ``first`` to ``first + size`` of one sequence, [1, K, size, Hv]."""
     pages = operands.pages
     assert pages is not None
     tile = _tile(operands, operands.value, pages.value_scale, first, size, dtype)
@@ -36,7 +36,7 @@ def value_tile(operands: Operands, first: jax.Array, size: int, dtype: jnp.dtype
 
 
 def are_in_pool(operands: Operands, first: jax.Array, size: int) -> jax.Array:
-    """Whether the pool has the pages of these keys, bool[size]."""
+    """Whether the pages of these keys are in the pool, bool[size]."""
     pool_rows = operands.key.shape[1]
     return _rows(operands, first, size) < pool_rows
 

@@ -72,7 +72,7 @@ class Problem:
     options: Options
     query: jax.Array
     key: jax.Array
-    """With pages the pool as it is, [1, rows, K, H]: to transpose it would copy all pages."""
+    """With pages the pool itself, [1, rows, K, H], because a transpose would copy all pages."""
     value: jax.Array
     captured: tuple[jax.Array, ...]
     """The captured arrays, with one batch index for each gradient; floats are widened."""

@@ -141,7 +141,7 @@ def longest(operands: Operands) -> tuple[int, int]:
         return size if export.is_symbolic_dim(tokens) else min(size, tokens)
 
     if operands.pages is not None:
-        # Pages may stand in a table more than once.
+        # A page may occur several times in the table, so there may be more keys than pool rows.
         return at_most(rows, operands.query.shape[1]), columns
     return at_most(rows, operands.query.shape[1]), at_most(columns, operands.key.shape[1])
 
@@ -150,7 +150,7 @@ def tokens_of(operands: Operands, index: jax.Array) -> tuple[jax.Array, jax.Arra
     """The tokens of a sequence's queries, [rows], and of its keys, [columns].
 
     The numbers of rows and columns are those of :func:`longest`. With pages the keys are counted
-    from 0, because the table has their places.
+    from 0, because the table gives their places.
     """
     sequences: Any = operands.sequences
     rows, columns = longest(operands)

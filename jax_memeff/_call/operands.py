@@ -69,7 +69,7 @@ class Operands(NamedTuple):
     """The arrays that ``Options.score_function`` reads, in the order of ``Program.arrays``:
     [1|B, ...], or fewer batch indices. The first dim is not the user's: ``jax.vmap`` makes it."""
     pages: Pages | None = None
-    """Present if key and value are a pool of pages; ``sequences`` then are, too."""
+    """Present if key and value are pools of pages; ``sequences`` is then present, too."""
 
     @property
     def value_dim(self) -> int:
@@ -80,7 +80,7 @@ class Operands(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """The number of keys, of each batch index if sequences are not packed."""
+        """The number of keys; without packed sequences, of each batch index."""
         return self.key.shape[1] if self.pages is None else self.pages.longest_key
 
     @property
@@ -172,8 +172,8 @@ class Operand:
     path: str
     """Its path in the operands; ``*`` is any index of a tuple."""
     buffer: str
-    """The name of its buffer in the custom call (ffi/src); several arrays may share one buffer, and
-    :data:`NO_BUFFER` stays outside."""
+    """The name of its buffer in the custom call (ffi/src). Several arrays may share one buffer;
+    :data:`NO_BUFFER` marks an operand that is not passed to it."""
     dims: tuple[str, ...]
     """The names of its dims. ``batch|1`` may have size 1; the operand is then broadcast."""
     varlen_dims: tuple[str, ...]
@@ -318,7 +318,7 @@ def is_varlen(operands: Any) -> bool:
 
 
 def pages_of(operands: Any) -> Pages | None:
-    """The pages of a call, if its keys and values are a pool."""
+    """The pages of a call if its keys and values are in pages, else None."""
     return getattr(operands, "pages", None)
 
 

@@ -162,8 +162,8 @@ def require_static(shapes: Mapping[str, Sequence[int]], where: str, remedy: str)
     """Raise for symbolic sizes of ``jax.export`` among named shapes.
 
     Raises:
-        UnsupportedError: its text has ``where`` (the path that needs static sizes), the shape, and
-            the ``remedy``.
+        UnsupportedError: its message contains ``where`` (the path that needs static sizes), the
+            shape, and the ``remedy``.
     """
     for name, shape in shapes.items():
         if any(export.is_symbolic_dim(size) for size in shape):

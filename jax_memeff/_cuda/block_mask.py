@@ -1,7 +1,7 @@
 """The block masks that kernels read.
 
-ffi/include/memeff/mask/block_mask.cuh has the layout. Block masks are small, and XLA computes them
-before a kernel.
+ffi/include/memeff/mask/block_mask.cuh documents the layout. Block masks are small, and XLA computes
+them before a kernel.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LINE_BYTES = 8
 """Alignment of a row of blocks, which has two int32 and then one byte for each tile."""
 
 _MOST_TILES_OF_SEQUENCES = 2**24
-"""Packed sequences have tiles up to the longest one that the call allows, however short they are.
-With more tiles the block mask says nothing, and kernels test every element."""
+"""Each packed sequence has as many tiles as the longest sequence that the call allows. With more
+tiles than this, every tile is SOME, and kernels test every element."""
 
 
 def lines(
@@ -43,14 +43,14 @@ def lines(
     """The block mask of a kernel: uint8 [B or 1, N or 1, rows of blocks, bytes].
 
     Args:
-        mask: has ids, boolean arrays or a function; its other conditions are ignored. Those that a
-            block mask of ``Mask.blocks`` covers are not looked at again.
+        mask: has ids, boolean arrays or a function; its other conditions are ignored. Conditions
+            that a block mask of ``Mask.blocks`` covers are not evaluated again.
         functions: the user's indices, for a function.
         position: the global index of row 0 and column 0, for a function.
         tile: the size of the tiles, and whether rows of blocks belong to queries or keys.
         scores: (B, N, T, S).
         divisors: those of arrays with fewer batch indices.
-        sequences: the packed sequences, which are then the batch; their tiles begin with them.
+        sequences: the packed sequences, which then are the batch; tiles begin at their starts.
 
     >>> ids = jnp.array([[0, 0, 0, 1, 1]])
     >>> mask, tile = Mask.segments(ids, ids), BlockMask("queries", 2, 2)
@@ -93,7 +93,7 @@ def _of_conditions(
 ) -> list[jax.Array]:
     """The block masks of ids, boolean arrays, the function and traced windows.
 
-    The function is not evaluated in tiles that are not ``reached``, [B, 1, Q blocks, KV blocks].
+    The function is evaluated only in tiles that are ``reached``, [B, 1, Q blocks, KV blocks].
     """
     found = [block_mask.of_ids(*pair, tiling) for pair in mask.segment_ids]
     if mask.booleans:
@@ -140,7 +140,7 @@ def _of_function(
 
 
 def _of_sequences(mask: Mask, sequences: Sequences) -> Mask:
-    """The mask of packed sequences with lengths, and with ids [sequences, positions]."""
+    """The mask with the lengths of packed sequences, and with ids [sequences, positions]."""
     query = sequences.query_starts, sequences.query_lengths, sequences.longest_query
     key = sequences.key_starts, sequences.key_lengths, sequences.longest_key
     return dataclasses.replace(
@@ -157,7 +157,7 @@ def _of_sequences(mask: Mask, sequences: Sequences) -> Mask:
 def _ids_of_sequences(
     ids: jax.Array, starts: jax.Array, lengths: jax.Array, longest: int
 ) -> jax.Array:
-    """The ids [1, tokens] of each sequence, [B, longest]; the last one repeats beyond its end."""
+    """The ids [1, tokens] by sequence, [B, longest]; the last id repeats beyond the end."""
     last = jnp.maximum(lengths - 1, 0)[:, None]
     tokens = starts[:-1, None] + jnp.minimum(jnp.arange(longest, dtype=jnp.int32), last)
     return jnp.take(ids[0], tokens, mode="clip")

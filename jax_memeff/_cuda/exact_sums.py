@@ -1,9 +1,9 @@
-"""Gradients of captured arrays whose sums are the same in any order, for deterministic backwards.
+"""Gradients of captured arrays in deterministic backwards: sums that do not depend on the order.
 
-Kernels add in fixed point: two integers of 64 bits for each element, in units of ``1 / scale`` and
-of ``2**EXACT_BITS / scale`` (``ffi/include/memeff/score/captured/additions.cuh``). The scale depends on the
-largest gradient of a score that is possible, so that these keep 56 bits, and derivatives of the
-function may be up to 2**23. Larger terms, and those that are not finite, make the sum NaN.
+Kernels add in fixed point, in two 64-bit integers per element, with units ``1 / scale`` and
+``2**EXACT_BITS / scale`` (``ffi/include/memeff/score/captured/additions.cuh``). The scale follows
+from an upper bound of the gradient of a score: such gradients keep 56 bits, and derivatives of the function
+may be up to 2**23. Larger terms, and terms that are not finite, make the sum NaN.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def scale(*leaves: jax.Array, tree: Any, options: Options) -> jax.Array:
     """A power of two, float32[1], from the arguments of ``attention_bwd``.
 
     The gradient of a score is ``p (dP - delta)`` with ``p <= 1``, ``|dP| <= |dO| |v|`` and
-    ``|delta| <= |dO| |O| + |dlse|``. Rows that take no part, and those that are not finite, do not
-    count.
+    ``|delta| <= |dO| |O| + |dlse|``. Rows without keys, and
+    rows that are not finite, are left out.
     """
     operands, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
     if isinstance(operands, QkvPackedOperands):
@@ -51,7 +51,7 @@ def scale(*leaves: jax.Array, tree: Any, options: Options) -> jax.Array:
     if dlse is not None:
         bound += _largest(jnp.abs(dlse.astype(jnp.float32)), is_row)
     bound = jnp.clip(bound, _LEAST, _LARGEST)
-    # The next power of two: only the exponent of the sum is left.
+    # The next power of two: the addition carries into the exponent, and the mask keeps only that.
     bits = jax.lax.bitcast_convert_type(bound, jnp.int32)
     power = jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
     return (2.0**_BITS / power)[None]
@@ -66,13 +66,13 @@ def rounded(sums: jax.Array, scale: jax.Array, shape: Sequence[int], dtype: Any)
     """
     words = sums.reshape(*shape, 2, 2).astype(jnp.uint32)
     (low, carry), (high, top) = ((words[..., i, 0], words[..., i, 1]) for i in range(2))
-    # What the first sum has beyond its unit belongs to the second one.
+    # The bits of the first sum beyond its unit belong to the second one.
     above = (carry.astype(jnp.int32) >> _CARRY_BITS).astype(jnp.uint32)
     carry &= (1 << _CARRY_BITS) - 1
     whole = high + above
     top += (above >> 31) * jnp.uint32(0xFFFFFFFF) + (whole < high).astype(jnp.uint32)
     is_negative = top.astype(jnp.int32) < 0
-    # Minus the number: its parts are not negative, so their sum in float32 cancels nothing.
+    # Negate first: no part is then negative, so their float32 sum does not cancel.
     rest_low = jnp.uint32(0) - low
     rest_carry = jnp.uint32(1 << _CARRY_BITS) - carry - (low != 0).astype(jnp.uint32)
     parts = (
@@ -83,7 +83,7 @@ def rounded(sums: jax.Array, scale: jax.Array, shape: Sequence[int], dtype: Any)
     )
     total = sum(part.astype(jnp.float32) * unit for part, unit in reversed(parts))
     total = jnp.where(is_negative, -total, total) / scale[0]
-    # A term that is out of range has set the top bits apart.
+    # A term out of range makes the top two bits different.
     is_marked = (top ^ (top << 1)).astype(jnp.int32) < 0
     return jnp.where(is_marked, jnp.nan, total).astype(dtype)
 
@@ -97,7 +97,7 @@ def _largest(array: jax.Array, is_valid: jax.Array) -> jax.Array:
 
 
 def _valid_keys(operands: Any) -> jax.Array:
-    """Which rows of the values the lengths allow; broadcasts to [B, S, K]."""
+    """Which rows of the values are within the lengths; broadcasts to [B, S, K]."""
     tokens = jnp.arange(operands.value.shape[1], dtype=jnp.int32)
     if operands.sequences is not None:
         sequences = operands.sequences

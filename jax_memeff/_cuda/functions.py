@@ -55,7 +55,7 @@ def gradients_in_kernels(
 ) -> tuple[int, ...]:
     """The captured arrays whose gradients the kernels sum; XLA computes the others.
 
-    Without other gradients there is no kernel.
+    A call that needs no other gradients runs no kernel.
     """
     program = options.score_function
     if needs_grad is None or program is None or not needs_grad._replace(captured=()).names:

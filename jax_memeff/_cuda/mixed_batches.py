@@ -1,9 +1,8 @@
-"""Ragged batches of prompts and decode steps in pages: two calls, each of the kernel that is quick
-for its sequences.
+"""Ragged batches of prompts and decode steps in pages: two calls with different kernels.
 
-A tile of many queries keeps the tensor cores busy; one token has none for it, but long keys, which
-the split forward divides over the device. Each call takes some of the sequences, and gives the
-tokens of the others the output 0 and the logsumexp -inf.
+A prompt fills large tiles of queries, which keep the tensor cores busy. A decode step has one query
+and long keys, and the split forward divides them over the device. Each call computes some of the
+sequences, and writes output 0 and logsumexp -inf for the tokens of the others.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from jax_memeff.codegen.strategy import FEW_ROWS
 
 
 def few_queries(avals: Operands) -> int:
-    """The most queries of a sequence of the first call; 0 if there is one call.
+    """The most queries of a sequence in the first of two calls; 0 if one call is enough.
 
-    Masks with a row for each query have the rows of one call, and invariant results one kernel.
+    Masks with a row for each query, and batch-invariant results, need a single call.
     """
     if avals.pages is None or avals.pages.is_invariant:
         return 0
@@ -31,13 +30,13 @@ def few_queries(avals: Operands) -> int:
         return 0
     batch, heads, longest, _ = avals.scores
     few = max(1, FEW_ROWS // max(1, heads // max(1, avals.key.shape[2])))
-    # Half of the rows would be empty, so sequences have different numbers of queries.
+    # At least half of the rows of a rectangle would be empty: the numbers of queries differ.
     is_mixed = 2 * avals.query.shape[1] <= batch * longest
     return few if is_mixed and longest > few else 0
 
 
 def types_of_parts(types: Operands, few: int) -> tuple[Operands, Operands]:
-    """The types of both calls: for sequences of at most ``few`` queries, and for the others."""
+    """The types of both calls: sequences with at most ``few`` queries, and the others."""
     assert types.sequences is not None
     short = dataclasses.replace(types.sequences, longest_query=few)
     return types._replace(sequences=short), types
@@ -46,7 +45,7 @@ def types_of_parts(types: Operands, few: int) -> tuple[Operands, Operands]:
 def operands_of_part(
     ctx: mlir.LoweringRuleContext, types: Operands, operands: Operands, few: int, is_short: bool
 ) -> Operands:
-    """The operands of one of the calls: sequences of the other have no queries."""
+    """The operands of one of the calls, in which sequences of the other have no queries."""
     assert types.sequences is not None and operands.sequences is not None
 
     def own(lengths: jax.Array) -> jax.Array:
@@ -64,7 +63,7 @@ def operands_of_part(
 
 
 def joined(ctx: mlir.LoweringRuleContext, parts: list[Any]) -> list[Any]:
-    """Output and logsumexp of both calls. A sum, so that NaN of a query stays visible."""
+    """Output and logsumexp of both calls. Outputs are added, which keeps the NaN of a query."""
 
     def both(out: Any, lse: Any, other_out: Any, other_lse: Any) -> tuple[jax.Array, jax.Array]:
         return out + other_out, jnp.maximum(lse, other_lse)

@@ -1,4 +1,4 @@
-"""The user's functions that the command line names, as kernels are compiled for them."""
+"""The functions that the user names on the command line, in the form that kernels take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_memeff.errors import UnsupportedError
 Trace = Callable[[Callable[..., Any]], Any]
 
 _CAP = 30.0
-"""Any number: it is a literal, and no part of a kernel."""
+"""An arbitrary cap: it is a literal and does not affect the kernel."""
 
 
 def asked(
@@ -33,15 +33,15 @@ def asked(
     """The structures of the functions.
 
     Args:
-        score, mask: ``"MODULE:NAME"``. A module is imported as Python would in the current
-            directory. The arrays that a function reads are those in its scope.
+        score, mask: ``"MODULE:NAME"``. The module is imported, also from the current
+            directory. A function reads the arrays in its scope.
         soft_cap: whether scores are capped before the function.
         gradients: whether the gradients of all float arrays that the score function reads are
             needed.
-        deterministic: whether their sums are the same in any order.
+        deterministic: whether these gradients are summed in fixed point.
 
     Raises:
-        ValueError: a name cannot be imported, or is no function of the right arguments and result.
+        ValueError: a name cannot be imported, or has the wrong arguments or result.
         UnsupportedError: a function has no scalar form.
     """
     score_program, mask_program, summed = None, None, ()

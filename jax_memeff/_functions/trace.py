@@ -40,9 +40,9 @@ def traced_score_function(
         function: from a score and four int32 scalars to a float scalar. It is called once, with
             tracers. Arrays that it closes over may be tracers of transformations around the call.
         accumulator: the dtype of the score and of the result, ``float32`` or ``float64``.
-        scale: multiplies the score before the function, and is an array that the program reads.
-        soft_cap: caps the score after the scale and before the function. It is a literal of the
-            program, so another one has the same structure.
+        scale: a factor of the score before the function; the program reads it as an array.
+        soft_cap: the cap of the score, after the scale and before the function. It is a literal,
+            so another cap has the same structure.
 
     Returns:
         The program and the arrays that it reads, in the order of ``Program.arrays``. These are the
@@ -93,7 +93,7 @@ def traced_mask_function(function: Callable[..., Any]) -> tuple[Program, tuple[j
 def _capped(score: jax.Array, cap: jax.Array) -> jax.Array:
     """``cap * tanh(score / cap)``.
 
-    JAX's own derivative would multiply by the cap and divide by it, for each score.
+    JAX's own derivative would multiply and divide each score by the cap.
     """
     return cap * jnp.tanh(score / cap)
 
@@ -115,9 +115,9 @@ class _Tracer:
     """One traced function.
 
     Args:
-        argument: its name in errors.
-        before: changes the first argument before the function; it takes ``numbers``, too.
-        numbers: literals of the program, also where a number would belong to the structure.
+        argument: the name of the function in errors.
+        before: maps the first argument and ``numbers`` to the function's first argument.
+        numbers: literals of the program, even if a number would normally be part of the structure.
     """
 
     def __init__(

@@ -11,13 +11,13 @@ The folded call has ``size * B`` batch indices. The dims of an operand in the ta
   mapped call has bits of its own;
 - tokens of packed sequences are appended to those of the previous mapped index;
 - a pool of pages is not copied if it is not mapped. If it is, the pages of each mapped index are
-  appended to those of the previous one, and tables count from there.
+  appended to those of the previous one, and table entries are shifted accordingly.
 
 In these cases the call runs once per mapped index, by ``jax.lax.map``:
 
 - an operand without a batch is mapped: ``Offsets`` of heads;
 - a key, value, bias or mask whose batch comes from an outer vmap alone is mapped now;
-- the scales of a pool of pages are mapped, and the pool is not;
+- the scales of a pool of pages are mapped, but the pool is not;
 - packed sequences have more than ``MOST_POSITIONS`` tokens together.
 """
 
@@ -104,9 +104,9 @@ class _Fold(NamedTuple):
         return self.repeated(x), divisor
 
     def table(self, x: _Array, pages: int) -> jax.Array:
-        """The tables of the folded calls, [size * B, ...], if each has ``pages`` pages of its own.
+        """The tables of the folded calls, [size * B, ...], if each has its own ``pages`` pages.
 
-        An entry that is no page of a call stays none.
+        Entries outside the pool of a call become -1, so that they do not hit another call's page.
         """
         table = x.everywhere(self.size)
         own = jnp.arange(self.size, dtype=table.dtype).reshape(-1, 1, 1) * pages
@@ -237,7 +237,7 @@ _POOL = (
     "pages.key_scale",
     "pages.value_scale",
 )
-"""The operands that are folded in another way if keys and values are a pool of pages."""
+"""The operands that are folded differently if keys and values are in pages."""
 
 
 def _folded_pool(fold: _Fold, item: Item, operands: Any) -> jax.Array:

@@ -60,11 +60,11 @@ def require_derivative(operands: AnyOperands) -> None:
     """Raise for calls that have no derivative.
 
     Raises:
-        UnsupportedError: keys and values are a pool of pages.
+        UnsupportedError: keys and values are in pages.
     """
     if pages_of(operands) is not None:
         raise UnsupportedError(
-            ["differentiate varlen_attention, whose keys and values follow one another"],
+            ["differentiate varlen_attention, whose keys and values are contiguous"],
             summary="paged_attention has no derivative",
         )
 

@@ -6,7 +6,7 @@ Each device computes a smaller problem of the same kind, and nothing is gathered
 - The query heads are sharded evenly. A device gets the key heads that its query heads read: some of
   its own if the devices divide the key heads, otherwise copies, and gradients are summed.
 - The rows of the query may be sharded if every device has all keys.
-- The sequences of a paged call may be sharded if the query has equally many tokens of each. Every
+- The sequences of a paged call may be sharded if all have the same number of query rows. Every
   device has the whole pool.
 
 The type of the mesh axes decides what applies the sharding:
@@ -63,7 +63,7 @@ _NOT_SHARDED = {
 """The titles in messages of dims that are never sharded, and the remedies."""
 
 _EVEN = {"query_tokens": "even_tokens", "sequences": "even_sequences"}
-"""The names of dims of sequences that have equally many tokens, which may be sharded."""
+"""The names of dims of sequences with the same number of rows each, which may be sharded."""
 
 _SHARDED = {
     "batch": "batch dim",
@@ -124,7 +124,7 @@ class Layout(NamedTuple):
     rows: Axes
     """May have axes of size 1, which shard nothing but belong to the types of the results."""
     sequences: Axes = ()
-    """Those of the sequences of a paged call, and of their tokens."""
+    """The mesh axes of the sequences of a paged call, and of their tokens."""
     key_head_copies: KeyHeadCopies | None = None
     """For the remaining axes of ``heads``, if their devices have the same key heads."""
 
@@ -164,10 +164,10 @@ def named_dims(operand: Operand, shape: tuple[int, ...], operands: Any) -> str:
 
 
 def even_tokens(operands: Any) -> int | None:
-    """The tokens of each sequence of a paged call that may be divided over devices; else None.
+    """The query rows of each sequence of a paged call if sequences may be sharded, else None.
 
-    It may be if the query has equally many tokens of each, and no operand has some in common for
-    several sequences, as ``jax.vmap`` makes them.
+    They may be sharded if all have the same number of rows, and no operand is common to several
+    sequences, which ``jax.vmap`` can produce.
     """
     pages = pages_of(operands)
     if pages is None or pages.tokens_each is None:
@@ -182,7 +182,7 @@ def even_tokens(operands: Any) -> int | None:
 
 
 def _shardable(names: str, operands: Any) -> str:
-    """Names of dims, in which sequences and tokens have other names if they may be sharded."""
+    """The names of dims; sequences and tokens have different names if they may be sharded."""
     if even_tokens(operands) is None:
         return names
     return " ".join(_EVEN.get(name, name) for name in names.split())

@@ -8,7 +8,7 @@ The local arrays of a device are a smaller problem of the same kind, with two ex
   some key heads more than once.
 - If the rows of the query are sharded, windows, lengths and random bits need their positions in
   the whole sequence.
-- If the sequences of a paged call are sharded, their starts count from a device's first token.
+- If the sequences of a paged call are sharded, starts are relative to a device's first token.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def with_positions(operands: Any, layout: Layout, devices: int) -> Any:
 
 
 def _own_q_blocks(mask: Mask, first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
-    """The block masks of a device's rows; none if these begin within a block."""
+    """The block masks of a device's rows; none if the rows begin inside a block."""
     if rows % BLOCK:
         return ()
     return tuple(
@@ -91,7 +91,7 @@ def _own_q_blocks(mask: Mask, first: jax.Array, rows: int) -> tuple[jax.Array, .
 
 
 def check_sequences(operands: Any, layout: Layout, sizes: Mapping[Any, int]) -> None:
-    """Check that the sequences of a paged call can be divided; the operands are of all devices.
+    """Check that the sequences of a paged call can be sharded; the operands are global.
 
     Raises:
         ValueError: the number of devices does not divide the number of sequences.
@@ -100,12 +100,12 @@ def check_sequences(operands: Any, layout: Layout, sizes: Mapping[Any, int]) -> 
     if devices > 1 and batch_of(operands) % devices:
         raise ValueError(
             f"query: the number of sequences, {batch_of(operands)}, cannot be divided by {devices},"
-            f" the size of {text(layout.sequences)}; pad them by sequences of length 0"
+            f" the size of {text(layout.sequences)}; pad with sequences of length 0"
         )
 
 
 def with_own_starts(operands: Any, layout: Layout) -> Any:
-    """A device's operands, with the starts of its sequences among its tokens."""
+    """A device's operands, with the starts of its sequences relative to its tokens."""
     if not layout.sequences:
         return operands
     sequences, tokens = operands.sequences, operands.query.shape[1]

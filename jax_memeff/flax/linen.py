@@ -43,9 +43,9 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         (:func:`jax_memeff.flax.rotary_embedding`); None means no rotary embedding.
       sinks_init: the initializer of the parameter ``sinks``, ``[num_heads]``: a learned logit per
         head that takes part in the softmax and has no value. None means no sinks, and no parameter.
-      pool_shape: ``(pages, page_size)`` of the cache in pages, which calls with ``pages`` read and
+      pool_shape: ``(pages, page_size)`` of the paged cache, which calls with ``pages`` read and
         write.
-      pool_dtype: of this cache; None means that of the keys. float8_e4m3fn is possible.
+      pool_dtype: the dtype of this cache, float8_e4m3fn included; None means that of the keys.
 
     ``decode=True`` keeps Flax's cache. ``init`` with inputs of the full length creates it. A call
     with the collection ``cache`` mutable appends its T new tokens, one or several, and attends
@@ -99,10 +99,10 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
           score_mod: a function of the score, batch index, head, row and column to the new score, as
             in :func:`jax_memeff.dot_product_attention`. During decoding the row is the position of
             the token in the cache.
-          pages: append the new tokens to the cache in pages, in the collection ``cache``, and
-            attend causally to all tokens of their sequences. Inputs are ``[B, T, features]``, or
-            ``[tokens, features]`` with ``query_starts``. Windows and functions of ``mask``, and
-            ``score_mod``, count positions in the sequence. ``init`` with ``pages`` creates the
+          pages: append the new tokens to the paged cache, in the collection ``cache``, and attend
+            causally to all tokens of their sequences. Inputs are ``[B, T, features]``, or
+            ``[tokens, features]`` with ``query_starts``. Windows and functions in ``mask``, and
+            ``score_mod``, use positions in the sequence. ``init`` with ``pages`` creates the
             cache.
 
         Returns:
@@ -110,8 +110,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
 
         Raises:
           ValueError: shapes do not fit, head counts do not divide, ``inputs_kv`` is given with
-            ``inputs_k`` or ``inputs_v``, ``segment_ids`` while decoding, or an argument that a
-            cache in pages does not have.
+            ``inputs_k`` or ``inputs_v``, ``segment_ids`` while decoding, or an argument that
+            paged caches do not support.
           TypeError: ``attention_fn`` was replaced.
           jax_memeff.UnsupportedError: ``sow_weights`` or a matrix product is set, or no kernel
             supports the call.
@@ -249,11 +249,10 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         return variables if exists else None
 
     def _pools(self, key: jax.Array, value: jax.Array) -> tuple[linen.Variable, ...] | None:
-        """The pools' variables in the order of ``Pools``; None in the call that creates them."""
+        """The variables in the order of ``Pools``; None in the call that creates them."""
         if self.pool_shape is None:
             raise ValueError(
-                "pages need a cache in pages, got none: give the module pool_shape=(pages,"
-                " page_size)"
+                "pages need a paged cache, got none: give the module pool_shape=(pages, page_size)"
             )
         exists = self.has_variable("cache", "key_pages")
         variables = tuple(

@@ -101,12 +101,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.value_pages: nnx.Cache[jax.Array] | None = nnx.data(None)
 
     def init_pages(self, pages: int, page_size: int, dtype: Any = jnp.float32) -> None:
-        """Create an empty cache in pages, which calls with ``pages`` read and write.
+        """Create an empty paged cache, which calls with ``pages`` read and write.
 
         Args:
           pages: the number of pages.
-          page_size: the tokens of a page, a multiple of 16.
-          dtype: of keys and values, float8_e4m3fn included.
+          page_size: the number of tokens of a page, a multiple of 16.
+          dtype: the dtype of keys and values, float8_e4m3fn included.
         """
         shape = (pages, page_size, self.num_kv_heads, self.head_dim)
         self.key_pages = nnx.Cache(jnp.zeros(shape, dtype))
@@ -164,15 +164,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             the token in the cache.
           pages: append the new tokens to the pages that ``init_pages`` created, and attend causally
             to all tokens of their sequences. Inputs are ``[B, T, in_features]``, or
-            ``[tokens, in_features]`` with ``query_starts``. Windows and functions of ``mask``, and
-            ``score_mod``, count positions in the sequence.
+            ``[tokens, in_features]`` with ``query_starts``. Windows and functions in ``mask``, and
+            ``score_mod``, use positions in the sequence.
 
         Returns:
           ``[batch..., T, out_features]``.
 
         Raises:
           ValueError: shapes do not fit, the cache is missing, ``segment_ids`` while decoding, an
-            argument that a cache in pages does not have,
+            argument that paged caches do not support,
             ``input_positions`` without ``rotary_base``, dropout without ``deterministic`` or
             without ``rngs``.
           jax_memeff.UnsupportedError: ``sow_weights`` is set, or no kernel supports the call.
@@ -246,7 +246,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def _pools(self) -> Pools:
         if self.key_pages is None or self.value_pages is None:
             raise ValueError(
-                "pages need a cache in pages, got none: call init_pages(pages, page_size) first"
+                "pages need a paged cache, got none: call init_pages(pages, page_size) first"
             )
         return Pools(self.key_pages[...], self.value_pages[...])
 

@@ -1,4 +1,4 @@
-"""A cache in pages, for the attention modules of both APIs."""
+"""A paged cache for the attention modules of both APIs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from jax_memeff.flax.rotary import rotary_embedding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """The sequences whose new tokens are the inputs of a layer with a cache in pages.
+    """The sequences whose new tokens are the inputs of a layer with a paged cache.
 
-    The arrays are those of :func:`jax_memeff.paged_attention`, the same for all layers.
+    The arrays are arguments of :func:`jax_memeff.paged_attention`, the same for all layers.
     """
 
     page_table: ArrayLike
     """[B, max_pages]"""
     kv_lengths: ArrayLike
-    """[B], the tokens of each sequence, the new ones included."""
+    """[B], the number of tokens of each sequence, including new ones."""
     query_starts: ArrayLike | None = None
-    """[B + 1], if inputs are [tokens, features] of one sequence after the other."""
+    """[B + 1], if the inputs are [tokens, features] of concatenated sequences."""
     key_scale: ArrayLike | None = None
     """[K] or [pages, K], of a float8 pool."""
     value_scale: ArrayLike | None = None
@@ -62,13 +62,13 @@ def attend_pages(
     score_mod: Any,
     **others: Any,
 ) -> tuple[jax.Array, Pools]:
-    """Attention of new tokens over the pages of their sequences, and the pools with the tokens.
+    """Append new tokens to the pools, and attend to the pages of their sequences.
 
     Args:
         query: ``[B, T, N, H]``, or ``[tokens, N, H]`` with ``query_starts``.
         key: ``[B, T, K, H]`` or ``[tokens, K, H]``.
         value: likewise.
-        pools: of this layer.
+        pools: the pools of this layer.
         pages: the sequences.
         rotary_base: None for no rotary embedding.
         positions: of the tokens; None counts from the start of each sequence.
@@ -76,7 +76,7 @@ def attend_pages(
         dtype: of the result; None infers it.
         sinks: as in the modules.
         score_mod: as in the modules.
-        others: what a cache in pages does not have; each must be None.
+        others: arguments that paged caches do not support; each must be None.
 
     Raises:
         ValueError: one of ``others`` is given, or positions without a rotary embedding.
@@ -85,7 +85,7 @@ def attend_pages(
         if value_of_it is not None:
             raise ValueError(
                 f"{name} must be None with pages, got {type(value_of_it).__name__}; "
-                "jax_memeff.paged_attention says what is possible"
+                "see jax_memeff.paged_attention for the supported arguments"
             )
     if rotary_base is not None:
         at = _positions(query, pages) if positions is None else positions

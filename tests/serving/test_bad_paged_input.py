@@ -141,7 +141,7 @@ CASES = {
     "latent_scale": (
         {"key_pages": FLOAT8, "value_pages": None, "value_dim": 4, "value_scale": np.ones(K)},
         ValueError,
-        "value_scale must be None without value_pages: key_scale is",
+        "value_scale must be None without value_pages: key_scale also",
     ),
     "mask_lengths": (
         {"mask": Mask.lengths(key=np.array([3, 3]))},

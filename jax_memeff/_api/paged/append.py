@@ -14,7 +14,7 @@ from jax_memeff._api.paged.shapes import gathered
 from jax_memeff._call import values
 
 LARGEST_FLOAT8 = 448.0
-"""The largest finite number of float8_e4m3fn, whose cast makes NaN of larger ones."""
+"""The largest finite number of float8_e4m3fn; a cast turns larger numbers into NaN."""
 
 
 @overload
@@ -58,35 +58,37 @@ def append_to_pages(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Write the keys and values of new tokens into the pages of their sequences.
 
-    The tokens are the last ones of their sequence: the last one of sequence b goes to position
-    ``kv_lengths[b] - 1``. Donate the pools (``jax.jit(..., donate_argnums=...)``) and XLA writes in
-    place; otherwise it copies them once. Nothing else in the pools changes.
+    The new tokens end their sequence: the last token of sequence b goes to position
+    ``kv_lengths[b] - 1``. XLA writes in place if the pools are donated
+    (``jax.jit(..., donate_argnums=...)``); otherwise it copies them once. No other row of the
+    pools changes.
 
     Args:
         key_pages: ``[pages, page_size, K, H]``, as in :func:`jax_memeff.paged_attention`.
         value_pages: ``[pages, page_size, K, Hv]`` in the dtype of ``key_pages``; None for latent
             attention.
         key: ``[B, T, K, H]``, T new tokens of each sequence; or with ``query_starts``
-            ``[tokens, K, H]``. Its dtype is that of the pool; for float8 any float.
+            ``[tokens, K, H]``. It has the dtype of the pool; for a float8 pool any float dtype.
         value: ``[B, T, K, Hv]`` or ``[tokens, K, Hv]``, likewise; None if ``value_pages`` is.
         page_table: ``[B, max_pages]`` integers.
-        kv_lengths: ``[B]`` integers, the tokens of each sequence, the new ones included.
-        query_starts: ``[B + 1]`` integers, the tokens of each sequence.
-        key_scale: ``[K]`` or ``[pages, K]`` float32, only for float8: the pool gets ``key`` divided
-            by this, clipped to +-448 and rounded.
+        kv_lengths: ``[B]`` integers, the number of tokens of each sequence, including new ones.
+        query_starts: ``[B + 1]`` integers: sequence b owns the new tokens from ``query_starts[b]``
+            up to ``query_starts[b + 1]`` (excluded).
+        key_scale: ``[K]`` or ``[pages, K]`` float32, only for float8: the pool stores ``key``
+            divided by this, clipped to +-448 and rounded.
         value_scale: Likewise for values.
 
     Returns:
         The new ``key_pages`` and ``value_pages``.
 
     Raises:
-        ValueError: A shape, or a value of a NumPy array is wrong; or ``jax.vmap`` maps the tokens
-            and not the pool.
+        ValueError: A shape, or a value of a NumPy array, is wrong; or ``jax.vmap`` maps the tokens
+            but not the pool.
         TypeError: A dtype is wrong.
 
-    Values of device arrays do not raise. A token is not written if it is in front of its sequence's
-    first one or beyond ``max_pages``, if it belongs to no sequence, or if the pool does not have
-    its page. If two tokens have one place, either is written.
+    Values of device arrays never raise. A token is not written if it lies before the start of its
+    sequence or beyond ``max_pages``, if it belongs to no sequence, or if its page is not in the
+    pool. If two tokens have the same place, one of them is written, and it is undefined which.
 
     >>> import jax.numpy as jnp, jax_memeff
     >>> key_pages, value_pages = jnp.zeros((2, 3, 16, 1, 4))
@@ -103,7 +105,7 @@ def append_to_pages(
     named = _new_tokens(key, value, keys, values_)
     each = named["key"].shape[1] if query_starts is None and named["key"].ndim == 4 else None
     new = arguments.tokens(tuple(named), tuple(named.values()), query_starts, batch, "K, H")
-    # The pool is whole on every device that has its heads, so every new token goes to all of them.
+    # Every device has all pages of its heads, so it needs every new token.
     table, new = gathered(table), tuple(map(gathered, new))
     lengths = arguments.lengths(kv_lengths, batch, longest)
     count = len(new[0])
@@ -152,12 +154,12 @@ def _new_tokens(
 def _places(
     rows: arguments.Rows, table: jax.Array, pages: int, page_size: int, tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The page and the row in it of each token, int32[tokens]; ``pages`` for tokens to drop."""
+    """The page of each token and its row in it, int32[tokens]; page ``pages`` drops the token."""
     if 0 in (*table.shape, tokens):
         none = jnp.full(tokens, pages, jnp.int32)
         return none, none
     token = jnp.arange(tokens, dtype=jnp.int32)
-    # The first sequence that ends behind the token.
+    # The first sequence whose end is after the token.
     sequence = jnp.searchsorted(rows.ends, token, side="right")
     sequence = jnp.minimum(sequence, len(rows.ends) - 1)
     from_end = rows.ends[sequence] - token
@@ -181,7 +183,7 @@ def _as_stored(x: jax.Array, scale: jax.Array | None, page: jax.Array, dtype: An
 
 @custom_vmap
 def _written(pool: jax.Array, x: jax.Array, page: jax.Array, slot: jax.Array) -> jax.Array:
-    """The pool with one row for each token; an invalid page is dropped."""
+    """The pool with one row written per token; tokens with an invalid page are dropped."""
     return pool.at[page, slot].set(x, mode="drop")
 
 
@@ -194,7 +196,7 @@ def _folded(
     page: jax.Array,
     slot: jax.Array,
 ) -> tuple[jax.Array, bool]:
-    """The pages of each mapped call behind those of the previous one."""
+    """One call for all mapped calls, whose pages follow one another."""
     if not mapped[0]:
         raise ValueError(
             "key_pages and value_pages must be mapped by jax.vmap if the tokens, the table or the "

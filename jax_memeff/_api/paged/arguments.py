@@ -14,7 +14,7 @@ from jax_memeff._call import values
 from jax_memeff._call.sequences import starts_and_lengths
 
 PAGE_MULTIPLE = 16
-"""Page sizes are multiples of it."""
+"""Page sizes are multiples of this."""
 
 FLOAT8 = "float8_e4m3fn"
 POOL_DTYPES = ("bfloat16", "float16", FLOAT8, "float32", "float64")
@@ -24,21 +24,21 @@ class Rows(NamedTuple):
     """The new tokens of each sequence among all tokens of the query."""
 
     ends: jax.Array
-    """int32[B]: the token behind its last one."""
+    """int32[B]: one past the last token of each sequence."""
     given: jax.Array
-    """int32[B]: the number of its tokens."""
+    """int32[B]: the number of tokens that the call gives to each sequence."""
     lengths: jax.Array
-    """int32[B]: valid keys, the new ones included."""
+    """int32[B]: the number of valid keys, including new ones."""
     first: jax.Array
-    """int32[]: the token where the first sequence begins."""
+    """int32[]: the first token of the first sequence."""
 
     def counts(self, longest: int) -> jax.Array:
-        """int32[B]: those tokens that belong to the sequence, its last ones."""
+        """int32[B]: the number of given tokens that exist in the sequence; these are the last."""
         return jnp.minimum(jnp.minimum(self.given, self.lengths), longest)
 
 
 def pools(key_pages: Any, value_pages: Any) -> tuple[jax.Array, jax.Array | None]:
-    """The pools of keys and of values, [pages, page_size, K, H]; no values if they are latent."""
+    """The pools of keys and of values, [pages, page_size, K, H]; None for latent values."""
     named = {"key_pages": key_pages}
     if value_pages is not None:
         named["value_pages"] = value_pages
@@ -75,7 +75,7 @@ def pools(key_pages: Any, value_pages: Any) -> tuple[jax.Array, jax.Array | None
 
 
 def table(value: Any, key_pages: jax.Array) -> jax.Array:
-    """The table as int32[B, max_pages]; a page that the pool does not have is -1 or too large."""
+    """The table as int32[B, max_pages]; entries outside the pool are negative or too large."""
     array = values.integers("page_table", value)
     if array.ndim != 2:
         raise ValueError(
@@ -88,14 +88,14 @@ def table(value: Any, key_pages: jax.Array) -> jax.Array:
             f"pages of {key_pages.shape[1]} keys in shape {tuple(array.shape)}"
         )
     if isinstance(array, jax.Array) and array.dtype == jnp.int32:
-        return array  # a negative entry needs no launch that makes it -1
+        return array  # clipping would launch a kernel, and any negative entry is invalid
     return jnp.asarray(values.clipped(array, -1, values.INT32_MAX))
 
 
 def lengths(value: Any, batch: int, longest: int) -> jax.Array:
     """``kv_lengths`` as int32[B] in [0, longest]."""
     array = argument_masks.lengths("kv_lengths", value, batch, longest)
-    # The starts, which are computed of them, are those of all sequences.
+    # Starts are computed from the lengths, so every device needs all of them.
     return gathered(jnp.asarray(values.clipped(array, 0, longest)))
 
 
@@ -106,12 +106,12 @@ def tokens(
     batch: int,
     dims: str,
 ) -> tuple[jax.Array, ...]:
-    """New tokens as [tokens, heads, dim], from [B, T, heads, dim] or as they are.
+    """New tokens as [tokens, heads, dim]; flattens [B, T, heads, dim].
 
     Args:
-        names: of the arrays, in messages.
+        names: the names of the arrays in messages.
         arrays: new queries, or new keys and values.
-        query_starts: of the user; None if the arrays have a batch dim.
+        query_starts: the user's argument; None if the arrays have a batch dim.
         batch: B, the rows of the table.
         dims: the names of the last two dims in messages.
     """
@@ -145,11 +145,11 @@ def rows(
     """The tokens of each sequence.
 
     Args:
-        query_starts: of the user, [B + 1]; None if every sequence has ``each`` tokens.
+        query_starts: the user's argument, [B + 1]; None if every sequence has ``each`` tokens.
         lengths: int32[B].
         tokens: the number of tokens.
         each: T, or None.
-        longest: the most tokens of a sequence.
+        longest: an upper bound on the new tokens of a sequence.
     """
     batch = lengths.shape[0]
     if each is not None:
@@ -187,7 +187,7 @@ def _starts_in_range(starts: np.ndarray, tokens: int, longest: int) -> None:
 
 
 def max_query_length(value: Any, query_starts: Any, tokens: int, each: int | None) -> int:
-    """The most queries of a sequence: T, or with ``query_starts`` the user's number."""
+    """An upper bound on the queries of a sequence: T, or the user's with ``query_starts``."""
     if each is None:
         if value is None:
             return tokens
@@ -201,12 +201,12 @@ def max_query_length(value: Any, query_starts: Any, tokens: int, each: int | Non
 
 
 def scale(name: str, value: Any, pages: jax.Array | None) -> jax.Array | None:
-    """A scale of a float8 pool as float32[1, 1|pages, K, 1]."""
+    """The scale of a float8 pool as float32[1, 1|pages, K, 1]."""
     if value is None:
         return None
     of = f"{name.split('_')[0]}_pages"
     if pages is None:
-        raise ValueError(f"{name} must be None without {of}: key_scale is that of the values, too")
+        raise ValueError(f"{name} must be None without {of}: key_scale also scales the values")
     if pages.dtype.name != FLOAT8:
         raise ValueError(
             f"{name} must be None, because {of} is {pages.dtype} and only {FLOAT8} has scales; "
@@ -225,7 +225,7 @@ def scale(name: str, value: Any, pages: jax.Array | None) -> jax.Array | None:
 
 
 def query(value: Any, key_pages: jax.Array) -> jax.Array:
-    """The query, whose dtype is that of the pool unless that is float8."""
+    """The query, which has the dtype of the pool unless the pool is float8."""
     array = jnp.asarray(values.array("query", value))
     argument_arrays.float_dtype("query", array)
     if key_pages.dtype not in (array.dtype, FLOAT8):

@@ -59,65 +59,66 @@ def paged_attention(
     return_residual: bool = False,
     **arguments: Unpack[PagedArguments],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention of the new tokens of B sequences whose keys and values lie in pages.
+    """Exact attention for the new tokens of B sequences whose keys and values are in pages.
 
     Key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``. The new
-    tokens are the last ones of their sequence: the last query of sequence b is at position
-    ``kv_lengths[b] - 1``, and its key and value are in the pool already
-    (:func:`jax_memeff.append_to_pages`). Sequences may have any number of new tokens in one call:
-    whole prompts, chunks of prompts and single decode steps. They may have pages in common.
+    tokens end their sequence: the last query of sequence b is at position ``kv_lengths[b] - 1``,
+    and its key and value must be in the pool already (:func:`jax_memeff.append_to_pages`). One
+    call may mix sequences with any number of new tokens: whole prompts, chunks of prompts and
+    single decode steps. Sequences may share pages.
 
     Args:
         query: ``[B, T, N, H]``, T new tokens of each sequence; or with ``query_starts``
             ``[tokens, N, H]``. float16, bfloat16, float32 or float64. N must be a multiple of K.
-        key_pages: ``[pages, page_size, K, H]`` in query's dtype or float8_e4m3fn. The page size is
-            a multiple of 16.
-        value_pages: ``[pages, page_size, K, Hv]`` in the dtype of ``key_pages``. None: the values
-            are the first ``value_dim`` columns of the keys (latent attention).
+        key_pages: ``[pages, page_size, K, H]`` in query's dtype or float8_e4m3fn. The page size
+            must be a multiple of 16.
+        value_pages: ``[pages, page_size, K, Hv]`` in the dtype of ``key_pages``. If None, the first
+            ``value_dim`` columns of the keys are the values (latent attention).
         page_table: ``[B, max_pages]`` integers. Entries beyond a sequence's length are never read.
-        kv_lengths: ``[B]`` integers, the tokens of each sequence, the new ones included.
-        query_starts: ``[B + 1]`` integers: sequence b has the queries ``query_starts[b]`` to
-            ``query_starts[b + 1]`` (excluded). Later tokens belong to no sequence.
-        max_query_length: With ``query_starts`` the most queries of a sequence, a Python integer.
-            By default the number of tokens. Time depends on it a little.
+        kv_lengths: ``[B]`` integers, the number of tokens of each sequence, including new ones.
+        query_starts: ``[B + 1]`` integers: sequence b owns the queries from ``query_starts[b]`` up
+            to ``query_starts[b + 1]`` (excluded). Later tokens belong to no sequence.
+        max_query_length: With ``query_starts``, an upper bound on the queries of any sequence, a
+            Python integer; by default the number of tokens. It affects the run time slightly.
         scale: The factor of the scores, by default ``1/sqrt(H)``.
-        is_causal: Whether a query sees no keys behind its own position.
-        local_window_size: A query at position p sees the keys ``p - left`` to ``p + right``.
+        is_causal: Whether keys after a query's position are masked.
+        local_window_size: A query at position p attends to the keys from ``p - left`` to
+            ``p + right``.
         logits_soft_cap: As in :func:`jax_memeff.dot_product_attention`.
         sinks: Likewise, ``[N]``.
-        score_mod: Likewise, of (score, b, h, q, k): b is the sequence, and q and k are positions in
-            it.
+        score_mod: Likewise, a function of (score, b, h, q, k); b is the sequence, and q and k are
+            positions in it.
         mask: Likewise, a ``Mask`` or a boolean array that broadcasts to [B, N, T, S] with
-            ``S = max_pages * page_size``. Windows and functions count positions in the sequence,
-            rows of a boolean array the queries of the sequence, its columns positions. Lengths
-            and segment ids are not possible. A tree of speculative tokens is a function.
-        key_scale: ``[K]`` or ``[pages, K]`` float32: keys are ``key_pages`` times this. Only for
-            float8.
+            ``S = max_pages * page_size``. Windows and functions use positions in the sequence. The
+            rows of a boolean array are the queries of the sequence, its columns are positions.
+            Lengths and segment ids raise an error. Pass a tree of draft tokens as a function.
+        key_scale: ``[K]`` or ``[pages, K]`` float32, only for float8: the keys are ``key_pages``
+            times this.
         value_scale: Likewise for values.
-        value_dim: The number of columns if ``value_pages`` is None, a Python integer.
-        batch_invariant: Whether the bits of a token's result depend on its query, keys and position
-            alone, and not on the other sequences, on the places of pages, or on how many new tokens
-            the sequence has in this call. Slower.
-        return_residual: Whether the logsumexp is returned, too.
-        implementation: None: the kernels on CUDA and plain JAX elsewhere. ``"cuda"``, ``"xla"``:
-            this one or an error.
+        value_dim: The number of value columns if ``value_pages`` is None, a Python integer.
+        batch_invariant: Whether the bits of a token's result depend only on its query, keys, values
+            and position, and not on the other sequences, on the placement of pages, or on the
+            number of new tokens of its sequence in this call. Slower.
+        return_residual: Whether to return the logsumexp, too.
+        implementation: None selects the kernels on CUDA and plain JAX elsewhere. ``"cuda"`` and
+            ``"xla"`` select that path, or raise an error.
 
     Returns:
-        The output ``[B, T, N, Hv]`` or ``[tokens, N, Hv]`` in query's dtype, and if asked for the
-        logsumexp ``[B, T, N]`` or ``[tokens, N]`` in f32 (f64 for f64 inputs). Queries in front of
-        a sequence's first token, if it has fewer tokens than queries, and tokens of no sequence
-        have output 0 and logsumexp -inf.
+        The output ``[B, T, N, Hv]`` or ``[tokens, N, Hv]`` in query's dtype and, on request, the
+        logsumexp ``[B, T, N]`` or ``[tokens, N]`` in f32 (f64 for f64 inputs). Output 0 and
+        logsumexp -inf mark tokens of no sequence, and the first rows of a sequence that has fewer
+        tokens than rows.
 
     Raises:
         ValueError: A shape, a static value, or a value of a NumPy array is wrong.
         TypeError: A dtype is wrong, or a value that must be static is traced.
-        jax_memeff.UnsupportedError: No CUDA kernel does what is asked for, or the call is
-            differentiated: use :func:`jax_memeff.varlen_attention`.
+        jax_memeff.UnsupportedError: No CUDA kernel supports the call; or the call is
+            differentiated, for which :func:`jax_memeff.varlen_attention` is the replacement.
 
-    Values of device arrays do not raise. Lengths are clamped to [0, S], a page that the pool does
-    not have is not read and its keys are masked, and ``query_starts`` are clamped as
-    ``cu_seqlens_q`` of ``varlen_attention``. :func:`jax_memeff.check` reports such values. Nothing
-    beyond the lengths, NaN included, reaches a result.
+    Values of device arrays never raise. Lengths are clamped to [0, S]. A page outside the pool is
+    not read, and its keys are masked. ``query_starts`` are clamped like ``cu_seqlens_q`` of
+    ``varlen_attention``. :func:`jax_memeff.check` reports such values. No element beyond the
+    lengths reaches a result, not even NaN.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> key_pages, value_pages = jnp.zeros((2, 8, 16, 1, 32))  # 8 pages of 16 keys
@@ -157,7 +158,7 @@ def prepare(
     """Check the arguments of ``paged_attention`` and bring them into canonical form.
 
     Raises:
-        ValueError, TypeError: as ``paged_attention`` says.
+        ValueError, TypeError: the errors of ``paged_attention``.
     """
     named = with_defaults(PagedArguments, arguments)
     is_invariant = flag("batch_invariant", named["batch_invariant"])
@@ -208,7 +209,7 @@ def prepare(
         mask=combined,
         **arrays,
         sequences=Sequences(
-            # The rows in front of a sequence's first token are the gap behind the one before.
+            # Rows before a sequence's first token are a gap after the previous sequence.
             jnp.append(starts, first + len(tokens)),
             jnp.zeros(batch + 1, jnp.int32),
             counts,
@@ -230,7 +231,7 @@ def prepare(
 
 
 def _latent_dim(value_dim: Any, key_pages: jax.Array, value_pages: jax.Array | None) -> int | None:
-    """``value_dim`` of latent attention, which has no pool of values; else None."""
+    """``value_dim`` for latent attention, which has no pool of values; else None."""
     if value_pages is not None:
         if value_dim is not None:
             raise ValueError(
@@ -259,7 +260,7 @@ def _canonical_mask(
     scores: tuple[int, int, int, int],
     columns: int,
 ) -> tuple[Mask, Position]:
-    """The canonical mask by positions, and the position of each sequence's row 0."""
+    """The canonical mask in terms of positions, and the position of row 0 of each sequence."""
     batch, _, longest, own_columns = scores
     mask = masks.by_position(mask).canonical(batch, longest, own_columns)
     mask = masks.shifted(mask, batch, jnp.minimum(rows.given, longest) - counts, columns)
@@ -269,5 +270,5 @@ def _canonical_mask(
 
 
 def _as_rows(pages: jax.Array) -> jax.Array:
-    """[1, pages * page_size, K, H] of a pool; no copy."""
+    """A pool as [1, pages * page_size, K, H], without a copy."""
     return with_leading("key_pages", pages, 2, (1, pages.shape[0] * pages.shape[1]))

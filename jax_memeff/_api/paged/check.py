@@ -12,13 +12,13 @@ from jax_memeff._call.operands import Operands
 
 
 def check_paged(arguments: dict[str, Any]) -> None:
-    """Raise if a call of ``paged_attention`` has bad values; :func:`jax_memeff.check` says which.
+    """Raise if a call of ``paged_attention`` has bad values; :func:`jax_memeff.check` lists them.
 
     Args:
-        arguments: all arguments of it by name, concrete; lengths and starts on the host.
+        arguments: all its arguments by name, concrete; lengths and starts on the host.
 
     Raises:
-        ValueError, TypeError: as ``check`` says.
+        ValueError, TypeError: the errors of ``check``.
     """
     operands = prepare(**arguments).call.operands
     _table(operands)
@@ -34,7 +34,7 @@ def check_paged(arguments: dict[str, Any]) -> None:
     if pages.latent_dim is not None:
         del pools["value_pages"]
     for name, pool in pools.items():
-        # Pools of 16 and 8 bits are no types of NumPy.
+        # NumPy lacks bfloat16 and float8.
         wide = jnp.promote_types(operands.query.dtype, jnp.float32)
         host = np.asarray(pool[0].astype(wide))
         for row, length in zip(table, lengths, strict=True):
@@ -44,7 +44,7 @@ def check_paged(arguments: dict[str, Any]) -> None:
 
 
 def _table(operands: Operands) -> None:
-    """Every page within the lengths must be one of the pool."""
+    """Every page within the lengths must be in the pool."""
     pages, sequences = operands.pages, operands.sequences
     assert pages is not None and sequences is not None
     count = operands.key.shape[1] // pages.page_size
@@ -60,7 +60,7 @@ def _table(operands: Operands) -> None:
 
 
 def _require_finite(name: str, array: np.ndarray, rows: np.ndarray, page_size: int = 0) -> None:
-    """Every number in these rows must be finite; rows are named by their page if they have one."""
+    """Every number in these rows must be finite; messages give the page of a row of a pool."""
     wrong = ~np.isfinite(array[rows])
     if wrong.any():
         place, *index = (int(i) for i in np.argwhere(wrong)[0])

@@ -1,7 +1,7 @@
 """Masks of paged calls, whose rows are positions in a sequence.
 
-The user's row of a window or of a function is the position of the query's token in its sequence.
-The rows of a call are the new tokens alone, and their positions follow from the lengths.
+In the user's windows and functions, a row is the position of the query's token in its sequence.
+The rows of a call are only the new tokens; their positions follow from the lengths.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jax_memeff._call.mask.window import TracedWindow
 
 
 def require_possible(mask: Mask) -> None:
-    """Raise for conditions that a pool cannot have: lengths of its own, blocks, ids of its rows.
+    """Raise for conditions that paged calls do not take: lengths, computed blocks, segment ids.
 
     Raises:
-        ValueError: names the condition, and what to pass instead.
+        ValueError: names the condition and its replacement.
     """
     if {"query_lengths", "key_lengths"} & mask.kinds():
         raise ValueError(
-            "mask must not have lengths, because kv_lengths are those of the sequences; got "
+            "mask must not have lengths, because kv_lengths are the lengths of sequences; got "
             "Mask.lengths: pass shorter kv_lengths, or Mask.function"
         )
     if mask.block_masks:
@@ -38,7 +38,7 @@ def require_possible(mask: Mask) -> None:
 def _require_no_segments(mask: Mask) -> None:
     if mask.segment_ids:
         raise ValueError(
-            "mask must not have segment ids, because rows of a pool have no place in a sequence; "
+            "mask must not have segment ids, because rows of a pool have no fixed sequence; "
             "got Mask.segments: pass Mask.function(lambda b, h, q, k: ids[b, q] == ids[b, k])"
         )
     for other in mask.excluded:
@@ -46,8 +46,9 @@ def _require_no_segments(mask: Mask) -> None:
 
 
 def by_position(mask: Mask) -> Mask:
-    """The same mask if rows are positions in the sequence: the diagonal of every window, and of
-    those under ``|`` and ``~``, begins at position 0.
+    """The same mask in terms of positions: the diagonal of every window starts at position 0.
+
+    This includes windows under ``|`` and ``~``.
     """
     return dataclasses.replace(
         mask,
@@ -61,10 +62,10 @@ def by_position(mask: Mask) -> Mask:
 
 
 def by_rows(mask: Mask, longest_query: int) -> Mask:
-    """A mask of :func:`by_position` without functions, if rows are the new tokens: the diagonal
-    ends at the last of them.
+    """A mask of :func:`by_position` without functions, in terms of the new tokens.
 
-    A single new token sees all keys to its left, so it needs no right bound.
+    The diagonal ends at the last token. A single new token is the last one of its sequence, so it
+    needs no right bound.
     """
     window = mask.top_left
     if window is not None and longest_query == 1 and (window.right or 0) >= 0:
@@ -81,13 +82,13 @@ def _both(a: Window | None, b: Window | None) -> Window | None:
 
 
 def shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
-    """The mask with boolean arrays whose row 0 is the sequence's first own token.
+    """The mask with its boolean arrays shifted, so that row 0 is the sequence's first token.
 
     Args:
-        mask: canonical.
+        mask: a canonical mask.
         batch: B.
-        first: int32[B], the rows in front of each sequence's first token.
-        columns: to pad the columns to, with False.
+        first: int32[B], the number of rows before each sequence's first token.
+        columns: the number of columns, to which arrays are padded with False.
     """
 
     def one(array: jax.Array) -> jax.Array:
@@ -98,7 +99,7 @@ def shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
             return array
         array = jnp.broadcast_to(array, (batch, heads, rows, array.shape[3]))
         of_rows = jnp.arange(rows, dtype=jnp.int32) + first[:, None]
-        # Rows beyond the last belong to no token.
+        # Rows after the last one belong to no token.
         return jnp.take_along_axis(array, of_rows[:, None, :, None], 2, mode="clip")
 
     return dataclasses.replace(
@@ -109,7 +110,7 @@ def shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
 
 
 def padded_pages(max_pages: int, page_size: int, columns: int) -> int:
-    """The least number of pages, at least ``max_pages``, with a multiple of ``columns`` keys.
+    """The smallest number of pages >= ``max_pages`` whose keys are a multiple of ``columns``.
 
     >>> padded_pages(5, page_size=48, columns=256)
     16

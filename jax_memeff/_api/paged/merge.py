@@ -1,4 +1,4 @@
-"""Attention over all keys from results over parts of them."""
+"""Attention over all keys, merged from results over disjoint parts of them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from jax_memeff._call import values
 def merge_attention(
     parts: Iterable[tuple[ArrayLike, ArrayLike]],
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp of attention over the keys of all parts, which have none in common.
+    """Output and logsumexp of attention over the keys of all parts, which must be disjoint.
 
-    The weight of a part in a row is ``exp(lse_part - lse)``, where ``lse`` is the logarithm of the
-    sum of the parts' exponentials (the combine step of FlashDecoding). So a prefix that many
-    sequences share is computed once, for all of their queries together, and merged with the keys of
-    each sequence. Differentiable.
+    The weight of a part in a row is ``exp(lse_part - lse)``, where ``lse`` is the logsumexp of the
+    parts' ``lse_part`` (the combine step of FlashDecoding). For example, one call computes
+    attention to a shared prefix for the queries of all sequences, another one attention to the
+    rest of each sequence, and this function merges both. Differentiable.
 
     Args:
-        parts: Pairs of an output ``[..., N, Hv]`` and its logsumexp ``[..., N]``, as
-            ``return_residual=True`` gives them, all of one shape and dtype.
+        parts: Pairs of an output ``[..., N, Hv]`` and its logsumexp ``[..., N]``, as returned with
+            ``return_residual=True``, all of one shape and dtype.
 
     Returns:
-        The output in the dtype of the parts, and the logsumexp. A row that has keys in no part is 0
-        and -inf. Sinks may be in one of the parts only.
+        The output in the dtype of the parts, and the logsumexp. A row without keys in any part has
+        output 0 and logsumexp -inf. Only one part may include sinks.
 
     Raises:
         ValueError: There are no parts, or shapes differ.
@@ -64,7 +64,7 @@ def merge_attention(
                     f"{x.dtype}"
                 )
     largest = functools.reduce(jnp.maximum, (lse for _, lse in pairs))
-    # A row without keys subtracts 0: -inf - -inf would be NaN. Results do not depend on it.
+    # A row without keys subtracts 0, because -inf - -inf would be NaN. It cancels in the results.
     subtracted = jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0, largest))
     total = functools.reduce(jnp.add, (jnp.exp(lse - subtracted) for _, lse in pairs))
     has_keys = total > 0

@@ -1,4 +1,4 @@
-"""Which pages of a pool belong to which sequences, on the host."""
+"""Tracks on the host which pages of a pool belong to which sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_memeff.errors import OutOfPagesError
 
 
 class PageCopy(NamedTuple):
-    """A page that has to be copied on the device before the next token is written:
+    """A page that you must copy on the device before the next token is written:
     ``key_pages = key_pages.at[target].set(key_pages[source])``, and the values likewise."""
 
     source: int
@@ -21,11 +21,11 @@ class PageCopy(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A sequence that begins as another one does."""
+    """A sequence that begins like another one."""
 
     sequence: int
     copy: PageCopy | None
-    """The partial last page, of which the new sequence has a copy; None if all pages are full."""
+    """The copy of the partial last page; None if all pages are full."""
 
 
 class _Sequence:
@@ -34,15 +34,15 @@ class _Sequence:
 
 
 class PagePool:
-    """The pages of a pool and the sequences that have them: bookkeeping without device arrays.
+    """The pages of a pool and the sequences that own them: bookkeeping without device arrays.
 
-    Sequences are named by integers, which are not used again. Full pages may belong to several
-    sequences (:meth:`fork`); the page that the next token of a sequence goes to belongs to it
-    alone. Every method either does all of its work or raises and changes nothing.
+    Integers name the sequences, and no integer is used again. Full pages may belong to several
+    sequences (:meth:`fork`); the page to which the next token of a sequence is written belongs to
+    this sequence only. A method that raises changes nothing.
 
     Args:
         pages: The number of pages, the first dim of ``key_pages``.
-        page_size: The keys of a page, a multiple of 16.
+        page_size: The number of keys of a page, a multiple of 16.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -72,8 +72,7 @@ a sequence, or wait until one ends
             raise ValueError(
                 f"page_size must be a multiple of {PAGE_MULTIPLE}, got {self._page_size}"
             )
-        # The last one is taken first: the lowest pages, and those that were free for the least
-        # time.
+        # A stack: pages are first taken in ascending order, and freed pages are reused first.
         self._free = list(range(self._pages - 1, -1, -1))
         self._owners = [0] * self._pages
         self._sequences: dict[int, _Sequence] = {}
@@ -86,7 +85,7 @@ a sequence, or wait until one ends
 
     @property
     def page_size(self) -> int:
-        """The keys of a page."""
+        """The number of keys of a page."""
         return self._page_size
 
     @property
@@ -96,11 +95,11 @@ a sequence, or wait until one ends
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """The names of all sequences, in the order in which they were made."""
+        """The names of all sequences, in the order of their creation."""
         return tuple(self._sequences)
 
     def allocate(self, tokens: int = 0) -> int:
-        """A new sequence with pages for so many tokens, which are part of its length.
+        """Create a sequence of ``tokens`` tokens, with pages for them, and return its name.
 
         Raises:
             OutOfPagesError: there are too few free pages.
@@ -109,7 +108,7 @@ a sequence, or wait until one ends
         return self._new(self._take(self._pages_for(tokens)), tokens)
 
     def grow(self, sequence: int, tokens: int = 1) -> None:
-        """Make a sequence longer, with new pages if its last one is full.
+        """Add tokens to a sequence, and new pages if its last page is full.
 
         Raises:
             OutOfPagesError: there are too few free pages.
@@ -121,17 +120,17 @@ a sequence, or wait until one ends
         own.length = length
 
     def shrink(self, sequence: int, tokens: int) -> PageCopy | None:
-        """Make a sequence shorter, as when speculative tokens are rejected.
+        """Remove the last tokens of a sequence, such as rejected speculative tokens.
 
-        Pages that have no tokens are given back. If the last page that remains is partial and
-        belongs to other sequences, too, this one gets a copy of it.
+        Pages without tokens are freed. If the last remaining page is partial and belongs to other
+        sequences, too, this sequence gets a copy of it.
 
         Returns:
             The page to copy, or None.
 
         Raises:
             OutOfPagesError: there is no free page for the copy.
-            ValueError: there is no such sequence, or it is shorter than this.
+            ValueError: there is no such sequence, or it has fewer tokens.
         """
         own = self._sequence(sequence)
         tokens = _count("tokens", tokens)
@@ -154,10 +153,10 @@ a sequence, or wait until one ends
         return copy
 
     def fork(self, sequence: int, length: int | None = None) -> Fork:
-        """A new sequence with the first tokens of another one, whose full pages both have.
+        """Create a sequence with the first tokens of another one; both share its full pages.
 
         Args:
-            sequence: the other one, which does not change.
+            sequence: the other sequence, which does not change.
             length: the number of tokens; by default all.
 
         Raises:
@@ -178,7 +177,7 @@ a sequence, or wait until one ends
         return Fork(self._new(parent.pages[:full] + own, length), copy)
 
     def free(self, sequence: int) -> None:
-        """End a sequence; pages that no other sequence has are free.
+        """End a sequence, and free the pages that no other sequence owns.
 
         Raises:
             ValueError: there is no such sequence.
@@ -191,9 +190,9 @@ a sequence, or wait until one ends
         return tuple(self._sequence(sequence).pages)
 
     def table(self, sequences: Iterable[int], max_pages: int) -> np.ndarray:
-        """``page_table`` of these sequences, int32[B, max_pages]; -1 beyond their pages.
+        """The ``page_table`` of these sequences, int32[B, max_pages]; -1 beyond their pages.
 
-        A fixed ``max_pages`` keeps the shapes of a compiled step.
+        Keep ``max_pages`` fixed, so that a compiled step is not compiled again.
 
         Raises:
             ValueError: a sequence has more pages, or there is no such sequence.
@@ -211,7 +210,7 @@ a sequence, or wait until one ends
         return found
 
     def lengths(self, sequences: Iterable[int]) -> np.ndarray:
-        """``kv_lengths`` of these sequences, int32[B]."""
+        """The ``kv_lengths`` of these sequences, int32[B]."""
         return np.array([self._sequence(name).length for name in sequences], np.int32)
 
     def _new(self, pages: list[int], length: int) -> int:

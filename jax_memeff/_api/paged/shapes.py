@@ -1,7 +1,7 @@
 """Reshapes of tokens and pools that may be sharded over explicit mesh axes.
 
-JAX does not derive the sharding of these reshapes. Only leading dims change. The sharding of the
-sequences is that of their tokens.
+JAX does not infer the sharding of these reshapes. Only leading dims change, and tokens are sharded
+like their sequences.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from jax.sharding import PartitionSpec
 
 
 def with_leading(name: str, x: jax.Array, count: int, dims: tuple[int, ...]) -> jax.Array:
-    """``x`` with other leading dims.
+    """Reshape the leading dims of ``x``.
 
     Args:
-        name: of the array, in messages.
+        name: the name of the array in messages.
         x: the array.
-        count: the number of its leading dims that are replaced.
-        dims: those that replace them.
+        count: the number of leading dims to replace.
+        dims: the new leading dims.
 
     Raises:
-        ValueError: a replaced dim that cannot keep its sharding has one.
+        ValueError: a replaced dim is sharded and cannot keep its sharding.
     """
     aval = jax.typeof(x)
     spec = aval.sharding.spec
@@ -40,7 +40,7 @@ def with_leading(name: str, x: jax.Array, count: int, dims: tuple[int, ...]) -> 
 
 
 def gathered(x: jax.Array) -> jax.Array:
-    """``x`` with its first dim whole on every device, if an explicit mesh axis shards it."""
+    """``x`` gathered along its first dim, if an explicit mesh axis shards that dim."""
     sharding = jax.typeof(x).sharding
     if not sharding.spec or sharding.spec[0] is None:
         return x

@@ -16,7 +16,7 @@ from jax_memeff._call.values import INT32_MAX
 
 
 def scores(query: Any, key: Any) -> tuple[int, int, int, int]:
-    """(B, N, T, S) of a query and a key, of which the shapes are read."""
+    """(B, N, T, S) from the shapes of a query and a key."""
     shapes = [tuple(x.shape) for x in (query, key)]
     if len(shapes[0]) != len(shapes[1]) or len(shapes[0]) not in (3, 4):
         raise ValueError(
@@ -28,7 +28,7 @@ def scores(query: Any, key: Any) -> tuple[int, int, int, int]:
 
 
 def not_a_mask(other: object) -> TypeError:
-    """The error of a mask that is combined with something else."""
+    """The error for a mask that is combined with something else."""
     advice = ""
     if callable(other):
         advice = ": pass jax_memeff.Mask.function(function)"
@@ -38,7 +38,7 @@ def not_a_mask(other: object) -> TypeError:
 
 
 def both(a: Window | None, b: Window | None) -> Window | None:
-    """The window inside both; None is none."""
+    """The intersection of two windows; None means no window."""
     if a is None or b is None:
         return b if a is None else a
     return a & b
@@ -57,7 +57,7 @@ def bound(name: str, value: Any) -> int | None:
 
 
 def integers(name: str, x: ArrayLike, ranks: tuple[int, ...]) -> Any:
-    """An array of integers of one of these ranks."""
+    """An integer array with one of these ranks."""
     array = values.integers(name, x)
     if array.ndim not in ranks:
         expected = " or ".join(str(rank) for rank in ranks)
@@ -66,16 +66,16 @@ def integers(name: str, x: ArrayLike, ranks: tuple[int, ...]) -> Any:
 
 
 def lengths(name: str, x: ArrayLike) -> Any:
-    """Lengths [B]; those on the host fit int32."""
+    """Lengths [B]; lengths on the host are clipped to int32."""
     array = integers(name, x, (1,))
     if values.is_host(array):
-        # An argument of jax.jit would wrap.
+        # jax.jit would wrap 64-bit arguments.
         array = values.clipped(array, -INT32_MAX, INT32_MAX)
     return array
 
 
 def smallest(lengths: Sequence[jax.Array], batch: int, size: int) -> jax.Array | None:
-    """The smallest of several lengths, int32[B] in [0, size]."""
+    """The minimum of several lengths, int32[B] in [0, size]."""
     if not lengths:
         return None
     clamped = (broadcast(values.clipped(x, 0, size), batch) for x in lengths)
@@ -83,5 +83,5 @@ def smallest(lengths: Sequence[jax.Array], batch: int, size: int) -> jax.Array |
 
 
 def broadcast(x: Any, *shape: int) -> jax.Array:
-    """An array of this shape on a device."""
+    """A device array of this shape."""
     return jnp.broadcast_to(jnp.asarray(x), shape)

@@ -1,8 +1,8 @@
 """Block masks: whether a mask makes none, some or all elements of each tile of scores valid.
 
-Segment ids are judged by the range of a tile's ids, windows by the corners of a tile. A boolean
-array is read once. The bounds of a mask function (``bounds.py``) decide most of its tiles, and its
-elements are evaluated in the others alone. Nothing of the size of the scores is stored.
+Segment ids are compared by the range of ids in a tile, windows by the corners of a tile. A boolean
+array is read once. The bounds of a mask function (``bounds.py``) decide most tiles; only the
+others are evaluated element by element. No array of the size of the scores is stored.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from jax_memeff._call.mask.mask import Mask
 
 NONE, ALL, SOME = 0, 1, 2
-"""Whether none, all or some elements of a tile are valid. "Some" may include none and all."""
+"""Whether none, all or some elements of a tile are valid. SOME is always safe."""
 
 _ELEMENTS_AT_A_TIME = 2**24
-"""Elements that are evaluated at once; below it, bounds would cost more than they spare."""
+"""Elements evaluated at once. For smaller problems bounds would cost more than they save."""
 
 _MOST_UNDECIDED = 2**22
-"""Undecided tiles whose elements are evaluated. Further ones stay "some", which is always right."""
+"""Undecided tiles whose elements are evaluated. The rest stay SOME, which is always safe."""
 
 
 class Tiling(NamedTuple):
@@ -55,7 +55,7 @@ class Indices(NamedTuple):
     """The user's indices of the elements of a call."""
 
     batch: jax.Array
-    """int32[B], or [1] if the function is the same for all batch indices."""
+    """int32[B], or [1] if the function does not depend on the batch index."""
     head: jax.Array
     """int32[N] or [1], likewise."""
     first_row: jax.Array
@@ -65,7 +65,7 @@ class Indices(NamedTuple):
 
 
 def conjunction(masks: Sequence[jax.Array]) -> jax.Array:
-    """The block mask of masks that are combined by "and".
+    """The block mask of the conjunction of masks.
 
     >>> conjunction([jnp.array([0, 1, 1, 2]), jnp.array([1, 1, 2, 2])]).tolist()
     [0, 1, 2, 2]
@@ -168,11 +168,11 @@ def of_function(
     """[B or 1, N or 1, query tiles, key tiles].
 
     Args:
-        program: of a mask function.
-        indices: of the elements.
+        program: a mask function.
+        indices: the user's indices of the elements.
         captured: the arrays of the program, with ``index`` int32[B] or None.
         tiling: the tiles.
-        reached: bool, broadcasts to the result: other tiles are not evaluated, and none.
+        reached: bool, broadcasts to the result: other tiles are NONE and are not evaluated.
     """
     function = _Function(program, indices, captured, tiling)
     if function.tiles * math.prod(tiling.tile) <= _ELEMENTS_AT_A_TIME:
@@ -183,7 +183,7 @@ def of_function(
 
 
 class _Function(NamedTuple):
-    """A mask function on the tiles of a call, which are numbered from the last dim to the first."""
+    """A mask function on the tiles of a call; tile numbers are row-major in ``shape``."""
 
     program: Program
     indices: Indices
@@ -199,7 +199,7 @@ class _Function(NamedTuple):
         return math.prod(self.shape)
 
     def by_bounds(self, reached: jax.Array | None) -> jax.Array:
-        """The block mask, for which only elements of undecided tiles are evaluated."""
+        """The block mask; only the elements of undecided tiles are evaluated."""
         inputs = {
             "batch": Range.exact(_of_batch(self.indices.batch)),
             "head": Range.exact(self.indices.head[:, None, None]),
@@ -241,10 +241,10 @@ class _Function(NamedTuple):
         return Range(low, high, tile - 1)
 
     def of_elements(self, tiles: jax.Array) -> jax.Array:
-        """uint8[n] of the tiles with these numbers, int32[n], from all of their elements."""
+        """The levels uint8[n] of the tiles with these numbers, int32[n], by evaluating elements."""
         batch, head, row, column = jnp.unravel_index(tiles, self.shape)
         rows, columns = (
-            # The last tile ends at the end of the axis: its last element counts several times.
+            # The last tile is cut at the end of the axis: its last element counts several times.
             jnp.minimum(place[:, None] * own + jnp.arange(own, dtype=jnp.int32), size - 1)
             for place, own, size in zip(
                 (row, column), self.tiling.tile, self.tiling.sizes, strict=True

@@ -1,7 +1,7 @@
-"""A mask function at tiles instead of elements: whether none, some or all of a tile are valid.
+"""Evaluates a mask function on tiles: whether none, some or all elements of a tile are valid.
 
-An input is a range for each tile, and an element is a tile of one row and one column. So elements
-are evaluated by the same code, with ranges that are exact.
+Each input is a range per tile. An element is a tile of one row and one column, so the same code
+evaluates elements, with exact ranges.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from jax_memeff._call.mask.ranges import Range, applied
 from jax_memeff.codegen.functions.program import INPUTS, Program, Value
 
 _FEW = 4
-"""Indices that are read one by one along one dim."""
+"""Up to this many indices along one dim are read one by one."""
 _MOST_CANDIDATES = 8
-"""The most pools of an array along one dim that one tile reads."""
+"""A tile reads at most this many runs of an array along one dim."""
 
 
 class Captured(NamedTuple):
-    """An array that a mask function reads, with a first dim that the user does not see."""
+    """An array that a mask function reads, with an internal first dim."""
 
     array: jax.Array
     index: jax.Array | None
-    """int32: the place of each batch index in the first dim, of a shape that broadcasts with the
-    inputs; None if all read place 0."""
+    """int32: the index of each batch index into the first dim, in a shape that broadcasts with the
+    inputs; None if all of them read index 0."""
 
 
 class _Axis(NamedTuple):
     """How the tiles read one dim of an array."""
 
     pool: int
-    """The length of the runs of elements whose least and largest are known."""
+    """The length of the runs of elements whose minimum and maximum are known."""
     candidates: tuple[Any, ...]
-    """Indices of runs; those of a tile cover what it reads."""
+    """Indices of runs, which together cover the elements that a tile reads."""
 
 
 def evaluate(program: Program, inputs: Mapping[str, Range], captured: Sequence[Captured]) -> Range:
-    """The bounds of a mask function: whether all elements of a tile are valid, and whether some may
-    be.
+    """The bounds of a mask function: whether all elements of a tile are valid, and whether any
+    may be.
 
     Args:
-        program: of a mask function.
+        program: a mask function.
         inputs: the ranges of ``"batch"``, ``"head"``, ``"query"`` and ``"key"``, int32, of shapes
             that broadcast.
         captured: the arrays of the program.
@@ -73,7 +73,7 @@ def of_values(
 
 
 def _number(program: Program, value: Value, captured: Sequence[Captured]) -> Any:
-    """The number that a value is in all elements, or None."""
+    """The constant that a value has in all elements, or None."""
     if value.op == "constant":
         return value.param("value")
     if value.op == "literal":
@@ -120,7 +120,7 @@ def _read(value: Value, indices: list[Range], captured: Captured) -> Range:
 
 
 def _filled(found: Range, value: Value, is_inside: jax.Array) -> Range:
-    """The bounds of a read that has another value outside of the array."""
+    """The bounds of a read that gives a fill value outside of the array."""
     fill = jnp.asarray(value.param("fill_value"), value.dtype)
     if found.is_exact:
         return Range.exact(jnp.where(is_inside, found.low, fill))
@@ -131,22 +131,22 @@ def _filled(found: Range, value: Value, is_inside: jax.Array) -> Range:
 
 
 def _axis(index: Range, size: int) -> tuple[_Axis, jax.Array]:
-    """Runs that cover a range of indices, and in which tiles they do."""
+    """Runs that cover a range of indices, and the tiles in which they do."""
     if index.width is None or index.width >= size:
         return _Axis(size, (jnp.int32(0),)), jnp.asarray(True)
     pool = _pool(index.width)
     first, last = index.low // pool, index.high // pool
     count = (index.width + pool - 1) // pool + 1
     candidates = tuple(jnp.minimum(first + offset, last) for offset in range(count))
-    # Sums that overflow have a larger range than their width says.
+    # A sum that overflows has a larger range than its width.
     return _Axis(pool, candidates), last - first < count
 
 
 def _pool(width: int) -> int:
     """The length of the runs that make up ``width + 1`` indices.
 
-    Tiles begin at multiples of their size, so runs of a divisor of it belong to one tile. A few
-    indices are read one by one: they are often numbers of blocks.
+    Tiles begin at multiples of their size, so a run whose length divides the size belongs to one
+    tile. A few indices are read one by one, because they are often block indices.
 
     >>> _pool(127), _pool(95), _pool(1), _pool(126)
     (128, 32, 1, 32)
@@ -159,7 +159,7 @@ def _pool(width: int) -> int:
 
 
 def _pooled(array: jax.Array, pools: Sequence[int], largest: int) -> jax.Array:
-    """The least or the largest element of each run, along all dims but the first."""
+    """The minimum or the maximum of each run, along all dims but the first."""
     reduce = jnp.max if largest else jnp.min
     for axis, pool in enumerate(pools, 1):
         if pool == 1:

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from jax_memeff._call.mask.mask import Mask
 
 BLOCK = 64
-"""Rows and columns of its tiles. Those of kernels are multiples of it, or 16 and 32, but for a few;
-:func:`of_tiles` serves all."""
+"""Rows and columns of a block. The tile sizes of most kernels are multiples of it, or 16 and 32;
+:func:`of_tiles` converts to all of them."""
 
 
 def with_blocks(mask: Mask, scores: tuple[int, int, int, int], offsets: Offsets | None) -> Mask:
     """The mask of a call of (B, N, T, S) with its block mask.
 
-    It has the windows and lengths that are static conditions, and one function for all that
-    ``Mask.function``, lists of blocks, traced windows, ``|`` and ``~`` say.
+    Static windows and lengths remain conditions of their own. One function combines
+    ``Mask.function``, lists of blocks, traced windows, ``|`` and ``~``.
     """
     batch, _, rows, columns = scores
     canonical = mask.canonical(batch, rows, columns)
     frame = expression.Frame.of(canonical, (rows, columns), offsets)
     if canonical.traced_windows:
-        # Under the function, so that lengths that `&` adds later do not move them.
+        # They become part of the function, so that lengths that `&` adds later do not shift them.
         traced = type(mask)(traced_windows=canonical.traced_windows)
         others = dataclasses.replace(canonical, traced_windows=())
         canonical = dataclasses.replace(others, excluded=(*others.excluded, ~traced))
@@ -77,7 +77,7 @@ def _of_function(
 
 
 def of_tiles(levels: jax.Array, tiling: Tiling) -> jax.Array:
-    """A block mask of other tiles, whose levels are those of the blocks that they touch.
+    """The block mask for other tiles, from the levels of the blocks that each tile touches.
 
     >>> blocks = jnp.array([[[[NONE, NONE, NONE, ALL, ALL]]]])
     >>> of_tiles(blocks, Tiling((64, 300), (64, 128)))[0, 0].tolist()

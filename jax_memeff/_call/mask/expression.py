@@ -1,8 +1,8 @@
-"""Masks that are functions, lists of blocks, or come from ``|`` and ``~``, as one program.
+"""One program for mask functions, lists of blocks, and the results of ``|`` and ``~``.
 
 Windows, lengths, segment ids and boolean arrays under ``|`` or ``~`` are element tests, written
-here in JAX and traced together with the user's functions. Lists of blocks always are: bounds of
-their function decide every tile that lies in one block.
+here in JAX and traced together with the user's functions. Lists of blocks always become
+functions: bounds decide every tile that lies inside one block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Frame(NamedTuple):
     """The place of a call's arrays, from which the local indices of an element follow.
 
     A mask function gets global indices; lengths, segment ids, boolean arrays and lists of blocks
-    have local ones.
+    use local ones.
     """
 
     query_lengths: jax.Array | int

@@ -1,4 +1,4 @@
-"""Lists of the KV blocks that each Q block attends to, as block-sparse attention has them."""
+"""Block-sparse attention: a list of the KV blocks that each Q block attends to."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from jax_memeff._call import values
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class KvBlocks:
-    """The lists as the user gives them."""
+    """The lists as the user passes them."""
 
     indices: jax.Array
     """[..., Q blocks, n], integers of rank 2 to 4."""
     counts: jax.Array | None
-    """[..., Q blocks], integers of one rank less; None: all n indices count."""
+    """[..., Q blocks], integers of one rank less; None if all n indices are valid."""
     block_size: tuple[int, int] = dataclasses.field(metadata={"static": True})
     """Rows of a Q block and columns of a KV block."""
 
     @staticmethod
     def of(indices: ArrayLike, counts: ArrayLike | None, block_size: Any) -> KvBlocks:
-        """The lists with their arguments checked, apart from the sizes that a call has.
+        """Check the arguments, except for the sizes that only a call determines.
 
         Raises:
-            TypeError: an array does not have an integer dtype, or a block size is no integer.
-            ValueError: ranks or sizes do not fit each other, or a block size is below 1.
+            TypeError: an array does not have an integer dtype, or a block size is not an integer.
+            ValueError: ranks or sizes do not match, or a block size is below 1.
         """
         sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
         if len(sizes) != 2:
@@ -63,9 +63,9 @@ class KvBlocks:
         return first, second, blocks, count
 
     def table(self, columns: int) -> BlockTable:
-        """The same blocks as a table of all of them, for keys of ``columns`` columns.
+        """The lists as a table of all KV blocks of ``columns`` columns.
 
-        Indices out of range list nothing, and repeated ones count once.
+        Indices out of range are ignored, and repeated ones count once.
 
         >>> lists = KvBlocks.of(np.array([[1, 0], [2, 2], [-1, 7]]), np.array([1, 9, 2]), 64)
         >>> lists.table(192).listed[0, 0].astype(int)
@@ -95,14 +95,14 @@ class KvBlocks:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockTable:
-    """Whether each KV block is listed for each Q block: a canonical mask has these."""
+    """Whether each KV block is listed for each Q block; canonical masks have tables."""
 
     listed: jax.Array
     """bool[1|B, 1|N, Q blocks, KV blocks]"""
     block_size: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
     def holds(self, batch: Any, head: Any, row: Any, column: Any) -> jax.Array:
-        """Whether the block of one element is listed, for its local indices, int32[]."""
+        """Whether the block of the element with these local indices, int32[], is listed."""
         blocks = (
             lax.div(jnp.asarray(x), jnp.asarray(size, jnp.int32))
             for x, size in zip((row, column), self.block_size, strict=True)

@@ -74,9 +74,9 @@ class Mask:
     excludes both."""
     traced_windows: tuple[TracedWindow, ...] = ()
     block_lists: tuple[KvBlocks | BlockTable, ...] = ()
-    """Lists of KV blocks; tables of them while a mask becomes canonical."""
+    """Lists of KV blocks; tables in a canonical mask."""
     block_masks: tuple[jax.Array, ...] = ()
-    """Of each mask that :meth:`blocks` made, uint8[1|B, 1|N, T / 64, S / 64], rounded up."""
+    """One block mask per call of :meth:`blocks`, uint8[1|B, 1|N, T / 64, S / 64], rounded up."""
     beyond_block_masks: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether ``&`` added arrays or functions that no block mask covers."""
 
@@ -227,26 +227,26 @@ class Mask:
         *,
         block_size: int | tuple[int, int] = 128,
     ) -> Mask:
-        """Each Q block attends to the KV blocks that are listed for it.
+        """Each Q block attends to the KV blocks in its list.
 
         Args:
-            indices: ``[B, N, Q blocks, n]``, integers: the numbers of KV blocks. B and N may be 1,
-                or absent. There are ``ceil(T / rows)`` Q blocks. An index that is out of range
-                lists nothing, so -1 pads; one that is repeated counts once.
-            counts: ``[B, N, Q blocks]``: how many of the n indices count, clamped to [0, n]. None:
-                all of them.
+            indices: ``[B, N, Q blocks, n]`` integers: the indices of KV blocks. B and N may be 1 or
+                absent. There are ``ceil(T / rows)`` Q blocks. An index out of range is ignored, so
+                pad with -1; a repeated index counts once.
+            counts: ``[B, N, Q blocks]`` integers: the number of valid indices in each list, clamped
+                to [0, n]. None means all of them.
             block_size: The rows of a Q block and the columns of a KV block: one number for both, or
                 ``(rows, columns)``. The kernels skip blocks that are not listed. If both sizes are
-                multiples of 128, they test no element of those that are.
+                multiples of 128, they test no elements of listed blocks either.
 
-        With grouped heads the lists are those of query heads; repeat lists of key heads with
-        ``jnp.repeat(indices, N // K, 1)``. Lists may be traced. ``&`` adds what masks elements
-        within blocks, such as :meth:`causal`.
+        Lists belong to query heads; with grouped heads, repeat lists of key heads with
+        ``jnp.repeat(indices, N // K, 1)``. Lists may be traced. Use ``&`` for masks within blocks,
+        such as :meth:`causal`.
 
         Raises:
-            TypeError: an array does not have an integer dtype, or a block size is no integer.
-            ValueError: ranks, or shapes of indices and counts, do not fit; attention functions
-                raise it if lists do not fit the call.
+            TypeError: an array does not have an integer dtype, or a block size is not an integer.
+            ValueError: ranks, or the shapes of indices and counts, do not match; attention
+                functions raise it if lists do not match the call.
 
         >>> lists = jnp.array([[0, -1], [0, 2]])  # of two Q blocks
         >>> Mask.kv_blocks(lists, block_size=(2, 1)).as_array(1, 1, 4, 3)[0, 0].astype(int)
@@ -294,8 +294,8 @@ class Mask:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a Mask is neither true nor false: combine masks by &, | and ~ instead of and, or and "
-            "not, and compare with None by `is`"
+            "a Mask has no truth value: combine masks with &, | and ~ instead of and, or and not, "
+            "and compare with None by `is`"
         )
 
     def __or__(self, other: Mask) -> Mask:
@@ -328,7 +328,7 @@ class Mask:
             beyond_block_masks=bool(block_masks) and is_beyond,
         )
 
-    __array_ufunc__ = None  # or NumPy would combine each element of an array with the mask
+    __array_ufunc__ = None  # otherwise NumPy would combine each element of an array with the mask
 
     def __ror__(self, other: object) -> Mask:
         raise arguments.not_a_mask(other)
@@ -342,7 +342,7 @@ class Mask:
         return queries, keys
 
     def without_block_masks(self) -> Mask:
-        """The same mask, whose calls compute their own block masks."""
+        """The same mask without block masks, so that each call computes its own."""
         return dataclasses.replace(self, block_masks=(), beyond_block_masks=False)
 
     def _is_beyond_block_masks(self) -> bool:
@@ -350,24 +350,24 @@ class Mask:
         return self.beyond_block_masks or (bool(kinds) and not self.block_masks)
 
     def blocks(self, query: Any, key: Any, offsets: Offsets | None = None) -> Mask:
-        """The same mask with its block mask, to be computed once and used by many layers.
+        """Compute the block mask of this mask once, for many layers.
 
-        Kernels skip tiles by a block mask. A call computes that of its mask in its forward and
-        again in its backward; calls with the result of this method read it instead. In
-        ``jax.lax.scan`` or under ``jax.checkpoint``, where XLA does not merge what layers compute
-        alike, call it before the layers.
+        Kernels skip tiles by a block mask. A call normally computes it in its forward and again in
+        its backward; calls with the returned mask read the computed one instead. Call this method
+        before the layers if they run in ``jax.lax.scan`` or under ``jax.checkpoint``, where XLA
+        does not merge equal computations.
 
         Args:
-            query, key: ``[B, T, N, H]`` and ``[B, S, K, H]`` as of the calls, or without B. Their
-                shapes alone are read.
-            offsets: those of the calls.
+            query, key: ``[B, T, N, H]`` and ``[B, S, K, H]`` as in the calls, or without B. Only
+                their shapes are read.
+            offsets: the offsets of the calls.
 
         Returns:
-            A mask for calls with these shapes and offsets, whose results are those of this mask.
-            Windows and lengths may still be added by ``&``; a bottom-right window with traced
-            bounds, or under ``|`` or ``~``, ends at the lengths that this mask has. Packed
-            sequences and rings compute their own block masks. A mask of windows and lengths alone
-            needs none, and is returned as it is.
+            An equivalent mask for calls with these shapes and offsets. ``&`` may still add windows
+            and lengths. A bottom-right window with traced bounds, or under ``|`` or ``~``, ends at
+            the lengths of this mask, not at lengths that ``&`` adds later. Packed sequences and
+            rings compute their own block masks. A mask of only windows and lengths needs no block
+            mask and is returned unchanged.
 
         >>> query = key = jnp.ones((1, 256, 2, 8))
         >>> documents = jnp.arange(256) // 100
@@ -411,8 +411,8 @@ class Mask:
 
         Lengths become int32[B] clamped to [0, T] and [0, S], at most one of queries and one of
         keys; segment ids int32[B, T] and int32[B, S]; boolean arrays of rank 4; lists of blocks
-        tables. What ``|`` and ``~`` make, and the tables, become one function by
-        :func:`expression.compiled`.
+        tables. :func:`expression.compiled` turns tables and the results of ``|`` and ``~`` into
+        one function.
 
         Args:
             tokens: of query and of key, if sequences are packed: segment ids are then [1, tokens].

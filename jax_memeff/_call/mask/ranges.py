@@ -1,8 +1,8 @@
-"""Interval arithmetic on the operations of programs: the least and the largest result in a tile.
+"""Interval arithmetic on the operations of programs: the minimum and maximum result in a tile.
 
-Every result is a bound: an element of a tile lies in the range of that tile, though ranges may be
-wider than their elements. So a tile that the bounds of a mask function decide is decided. Where an
-operation has no rule, or could overflow, its range is everything.
+Ranges are conservative: every element of a tile lies in the range of the tile, which may be wider
+than necessary. So a decision from the bounds of a mask function is always correct. If an operation
+has no rule, or could overflow, its range is unbounded.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MORE_THAN_ROUNDING = 2.0**-20
 
 
 class Range(NamedTuple):
-    """The bounds of a value in each tile; for bools "always" and "in some element"."""
+    """The bounds of a value in each tile; for bools: true in all elements, true in any element."""
 
     low: Any
     high: Any
     """The same object as ``low`` if the value is constant in a tile."""
     width: int | None = None
-    """``high - low`` of an integer in any tile is at most this if no sum overflows; None if that is
+    """An upper bound of ``high - low`` of an integer in every tile if no sum overflows; None if
     unknown."""
 
     @property
@@ -41,7 +41,7 @@ class Range(NamedTuple):
 
     @classmethod
     def everything(cls, dtype: str) -> Range:
-        """The range of which nothing is known."""
+        """The unbounded range."""
         if dtype == "bool":
             return cls(jnp.asarray(False), jnp.asarray(True))
         if dtype.startswith("float"):
@@ -51,7 +51,7 @@ class Range(NamedTuple):
         return cls(jnp.asarray(limits.min, dtype), jnp.asarray(limits.max, dtype))
 
     def where(self, known: jax.Array, dtype: str) -> Range:
-        """This range in tiles for which ``known`` is true, and everything in the others."""
+        """This range in tiles where ``known`` is true, and the unbounded range in the others."""
         other = Range.everything(dtype)
         low, high = jnp.where(known, self.low, other.low), jnp.where(known, self.high, other.high)
         return Range(low, high, self.width)
@@ -63,7 +63,7 @@ def applied(value: Value, args: list[Range], numbers: list[Any]) -> Range:
     Args:
         value: the operation.
         args: the ranges of its operands.
-        numbers: for each operand the number that it is in all elements, or None.
+        numbers: for each operand its constant, if it is one in all elements, or None.
 
     >>> tile = Range(np.int32(64), np.int32(127), 63)  # columns
     >>> block = applied(Value("div", "int32"), [tile, Range.exact(np.int32(64))], [None, 64])
@@ -93,7 +93,7 @@ def _plus(*widths: int | None) -> int | None:
 
 
 def _sum(value: Value, low: Any, high: Any, terms: tuple[Range, Range]) -> Range | None:
-    """The range of a sum or difference, whose terms are given with the sign that they have."""
+    """The range of a sum or difference; ``terms`` include their signs."""
     width = _plus(terms[0].width, terms[1].width)
     if _is_float(value):
         # inf - inf is NaN, though neither bound is.
@@ -118,7 +118,7 @@ def _sub(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
     a, b = args
     if _is_float(value):
         return _sum(value, a.low - b.high, a.high - b.low, (a, b))
-    # -INT32_MIN is INT32_MIN, which ~x = -x - 1 avoids: a - b overflows as a + ~b does.
+    # -INT32_MIN is INT32_MIN, and ~x = -x - 1 avoids it: a - b overflows like a + ~b.
     flipped = Range(~b.high, ~b.low, b.width) if value.dtype == "int32" else b
     return _sum(value, a.low - b.high, a.high - b.low, (a, flipped))
 
@@ -182,7 +182,7 @@ def _div(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
         return Range(low, high).where(known, value.dtype)
     if value.dtype != "int32" or not b.is_exact:
         return None
-    # Not by -1: XLA ends the process if it folds the division of INT32_MIN by it.
+    # Never by -1: XLA crashes the process when it folds the division of INT32_MIN by -1.
     divisor, width = b.low, None
     if numbers[1] is not None and numbers[1] > 0 and a.width is not None:
         width = a.width // numbers[1] + 1
@@ -253,7 +253,7 @@ def _monotone(value: Value, args: list[Range], numbers: list[Any]) -> Range | No
 
 
 def _sqrt(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
-    """Approximations may not be monotone; a little more than their error makes them bounds."""
+    """Approximations may not be monotone, so the bounds are widened by more than their error."""
     (a,) = args
     low, high = jnp.sqrt(a.low), jnp.sqrt(a.high)
     found = Range(low * (1 - _MORE_THAN_ROUNDING), high * (1 + _MORE_THAN_ROUNDING))
@@ -266,7 +266,7 @@ def _convert(value: Value, args: list[Range], numbers: list[Any]) -> Range | Non
     if target == "bool":
         return _not(value, [_equal(a, Range.exact(np.asarray(0, source)))], numbers)
     if source.startswith("float") and not target.startswith("float"):
-        # Only in this range do all platforms truncate alike.
+        # Platforms truncate larger floats differently.
         fits = (a.low > -_SAFE_PRODUCT) & (a.high < _SAFE_PRODUCT)
         return _converted(a, target).where(fits, target) if target == "int32" else None
     if target == "uint32" and source == "int32":

@@ -178,8 +178,8 @@ ARRAY: Any = BOOLEAN
         (lambda: ARRAY & Mask.causal(), TypeError, "got ndarray: pass jax_memeff.Mask.boolean"),
         (lambda: jnp.asarray(BOOLEAN) | Mask.causal(), TypeError, r"Mask\.boolean"),
         (lambda: Mask.causal() | NOT_A_MASK, TypeError, "Mask.function"),
-        (lambda: Mask.causal() and Mask.window(1, 1), TypeError, r"by &, \| and ~ instead of and"),
-        (lambda: not Mask.causal(), TypeError, "neither true nor false"),
+        (lambda: Mask.causal() and Mask.window(1, 1), TypeError, r"&, \| and ~ instead of and"),
+        (lambda: not Mask.causal(), TypeError, "has no truth value"),
     ],
 )
 def test_errors(make: Any, error, text):

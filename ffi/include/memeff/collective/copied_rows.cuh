@@ -12,7 +12,7 @@ struct RowPointer {
   CUTE_DEVICE char const* get() const { return pointer; }
 };
 
-// kThreads threads copy a block of rows as a `Tile`. `pages` is the source's.
+// kThreads threads copy a block of rows as a `Tile`. `pages` is the page table of the source.
 template <class Tile, int kThreads, int kAlignment, class Pointer, class Pages>
 struct CopiedRows {
   using Loader = TileLoader<Tile, kThreads, kAlignment>;

@@ -46,9 +46,9 @@ struct TileLoader {
     }
   }
 
-  // The same for keys [first, first + Tile::kRows) of a sequence in pages; `first` is a multiple of
-  // kPageStep, `pool` points to the pool's first row. Keys from `bound` on and those of pages that
-  // the pool does not have become zero. Every entry is read once a pass, before the first copy.
+  // The same for keys [first, first + Tile::kRows) of a sequence in pages. `first` is a multiple of
+  // kPageStep, and `pool` points to the first row of the pool. Keys from `bound` on, and keys of
+  // pages outside the pool, become zero. All table entries are read before the first copy.
   template <class Pages>
   CUTE_DEVICE static void copy_pages(uint32_t tile, char const* pool, long long row_bytes,
                                      Pages const& pages, int first, int bound, int column_bound,
@@ -69,7 +69,7 @@ struct TileLoader {
     int found[kPasses];
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      // The first row of this part of a page, so that passes of one part read its entry once.
+      // The first row of this part of a page: passes over one part read the same table entry.
       int const part = (pass * kThreadRows / kPageStep + thread_row / kPageStep) * kPageStep;
       int const row = thread_row + pass * kThreadRows;
       found[pass] = first + part < bound ? pages.row(first + part) : -1;
@@ -106,7 +106,7 @@ struct TileLoader {
 
   struct Row {
     char const* first;
-    bool valid;  // otherwise it becomes zero
+    bool valid;  // otherwise the row becomes zero
   };
 
   // row_at(index) returns a Row.

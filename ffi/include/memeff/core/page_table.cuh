@@ -1,16 +1,16 @@
-// Keys and values in a pool of pages: the rows of the pool that the keys of a sequence are.
+// Keys and values in a pool of pages: maps the keys of a sequence to rows of the pool.
 #pragma once
 
 #include <memeff/core/feature_arrays.cuh>
 
 namespace memeff {
 
-// Rows of the pool are [pages * kPageSize]; kPageSize is a multiple of kPageStep, so that many rows
-// from a multiple of it on are in one page.
+// The pool has pages * kPageSize rows. kPageSize is a multiple of kPageStep, so kPageStep rows from
+// one of its multiples on lie in one page.
 constexpr int kPageStep = 16;
 
-// The rows of a TMA box of keys: as many as a tile and a page are multiples of. The tensor maps of
-// the spec have the same (codegen/features/pages.py).
+// The rows of a TMA box of keys: the largest number that divides a tile and a page. The tensor maps
+// use the same number (codegen/features/pages.py).
 template <class Config>
 CUTE_HOST_DEVICE constexpr int key_box_rows() {
   int a = Config::kTileKey, b = Config::kPageSize;
@@ -36,8 +36,8 @@ struct PageTable<Config, true> {
   static constexpr int kPageSize = Config::kPageSize;
   static_assert(kPageSize % kPageStep == 0);
 
-  int const* entries;  // of the sequence
-  int pages;           // of the pool
+  int const* entries;  // the row of the table for the sequence
+  int pages;           // the number of pages of the pool
 
   template <class Params>
   CUTE_DEVICE PageTable(Params const& params, int batch)
@@ -46,8 +46,8 @@ struct PageTable<Config, true> {
     entries = static_cast<int const*>(table.data) + batch * table.sizes[1];
   }
 
-  // The row of the pool of a key, or -1 if the pool does not have its page. Hazard: entries beyond
-  // the length of the sequence may not be read; the table may end there.
+  // The row of the pool for a key, or -1 if its page is outside the pool. Hazard: never call it for
+  // keys beyond the length of the sequence, because the table may end there.
   CUTE_DEVICE int row(int key) const {
     int const page = __ldg(entries + key / kPageSize);
     return unsigned(page) < unsigned(pages) ? page * kPageSize + key % kPageSize : -1;

@@ -66,8 +66,9 @@ struct FmhaForwardSm90 {
   using OutGrid = Grid<Config::kValueDim>;
   static constexpr bool kCapped = Config::kSoftCap && !Config::kBias && !Config::kRowMaxima &&
                                   cute::is_same_v<Element, cutlass::bfloat16_t>;
-  // Rows with a bias may be negative for ever, which integers do not order; above 128 columns a KV
-  // block has too few scores for the branch to pay.
+  // The bits of floats, compared as integers, order negative numbers wrongly, and with a bias a
+  // whole row may stay negative. Above 128 columns a KV block has too few scores for the branch to
+  // pay off.
   static constexpr bool kIntegerMaximum = !Config::kBias && Config::kValueDim <= 128;
   using Softmax =
       OnlineSoftmax<1, kIntegerMaximum, has_large_scores<Config>(), kCapped, Config::kRowMaxima>;

@@ -160,7 +160,7 @@ struct FmhaForwardSplitSm80 {
   };
 
   // The main loop: O += P V over the KV blocks of this split and consumer group. The copies of the
-  // first ones are in flight; that of the block `ahead` is the next.
+  // first blocks are in flight; block `ahead` is copied next.
   template <class Output>
   CUTE_DEVICE static void attend(ForwardParams const& params, SplitWorkItem const& item,
                                  Mask const& mask, TileRows const& rows, KvBlocks const& kv_blocks,
@@ -206,13 +206,13 @@ struct FmhaForwardSplitSm80 {
                                    params.splits);
   }
 
-  // The rows of a batch index that are written. Past a packed sequence the next one begins.
+  // The number of rows of a batch index to write. After a packed sequence the next one begins.
   CUTE_DEVICE static int row_bound(ForwardParams const& params, int batch) {
     return Config::kVarlen ? Mask(params.mask, params.shape, batch).query_length
                            : Rows(params.shape).count(params.shape.query_length);
   }
 
-  // Clears this CTA's part of the queries behind the sequence, of all heads of the tile.
+  // Clears this CTA's part of the query rows after the sequence, for all heads of the tile.
   CUTE_DEVICE static void clear_gap(ForwardParams const& params, SplitWorkItem const& item,
                                     int length) {
     Rows const rows(params.shape);

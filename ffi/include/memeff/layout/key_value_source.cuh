@@ -9,9 +9,9 @@
 
 namespace memeff {
 
-// Row 0 of one key head. Everything that asks where a key or a value is asks this object, so a new
-// way to store them is a new source. Row 0 of a pool is that of its first page, and `pages` has the
-// rows of the sequence.
+// Row 0 of one key head. All code that locates a key or a value uses this object, so a new way to
+// store them is a new source. Row 0 of a pool is the first row of its first page, and `pages` maps
+// the keys of the sequence to rows.
 template <class Config>
 struct KeyValueSource {
   Origin origin;

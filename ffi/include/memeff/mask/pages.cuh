@@ -1,4 +1,4 @@
-// The keys of pages that the pool does not have: they count as masked.
+// Masks the keys of pages outside the pool.
 #pragma once
 
 #include <memeff/arch/thread.cuh>
@@ -10,8 +10,8 @@ namespace memeff {
 // Without pages it is empty.
 template <class Config, class Grid>
 struct PageMask {
-  // For the tile of kColumns columns at `at`, of which those from column_bound on are masked
-  // already. A lane looks at one part of a page, so a table without errors costs one vote.
+  // For the tile of kColumns columns at `at`; columns from column_bound on are masked already. Each
+  // lane checks one part of a page, so a table without invalid entries costs one vote.
   template <int kColumns, class Accumulators, class Params>
   CUTE_DEVICE static void apply(Accumulators& scores, Params const& params,
                                 ScoreTilePosition const& at, int column_bound) {

@@ -69,7 +69,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
   }
 
  private:
-  // A user's function may be NaN beyond the query length, and a backward sums over rows.
+  // A score function may return NaN beyond the query length, and a backward sums over rows.
   static constexpr bool kMasksRows =
       Config::kScoreFunction && cute::is_same_v<typename Config::Params, BackwardParams>;
 

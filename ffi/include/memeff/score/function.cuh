@@ -36,7 +36,7 @@ struct ScoreFunction<Config, Grid, kTransposed, true> {
   using Params = typename Config::Params;
   using OfTile = FunctionOfTile<Config, Function, Config::kScoreCaptured, Config::kScoreLiterals>;
   static constexpr bool kConstantDerivative = Function::kConstantDerivative;
-  // Gradients of captured arrays need the scores themselves, and FunctionGradient differentiates.
+  // Gradients of captured arrays need the scores, and FunctionGradient evaluates the derivatives.
   static constexpr bool kKeepsScores =
       Config::kFunctionGradient && Function::kReadDerivativesUseScore;
 
@@ -44,7 +44,8 @@ struct ScoreFunction<Config, Grid, kTransposed, true> {
 
   CUTE_DEVICE ScoreFunction(Params const& params) : params(params) {}
 
-  // A score below kMaskedBias masks its element, as a bias does: the softmax has kLargeScores.
+  // A score below kMaskedBias masks its element, as a bias does, because the softmax of such
+  // kernels handles large scores (kLargeScores).
   template <class Scores>
   CUTE_DEVICE void forward(Scores& scores, ScoreTilePosition const& at) const {
     OfTile(params, at)

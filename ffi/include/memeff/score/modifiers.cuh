@@ -46,8 +46,8 @@ struct ScoreModifiers {
   }
 
   // forward() in a backward: stores in `scaled` the x that backward() needs, if a bias or a mask
-  // will hide it. With a function that is the derivative itself, or with kKeepsScores the score
-  // from which FunctionGradient computes it.
+  // will hide it. With a function it stores the derivative itself, or with kKeepsScores the score,
+  // from which FunctionGradient computes the derivative.
   template <class Scores, class... Tile>
   CUTE_DEVICE void recompute(Scores& scores, Scores& scaled, ScoreTilePosition const& at,
                              Tile&&... tile) const {

@@ -46,8 +46,8 @@ template <class Config>
 struct ScoreScaling {
   ScoreScale const& scale;
 
-  // Does not touch the accumulators if prescale is 1 and there is no cap. A forward with a function
-  // always multiplies, since a branch would keep the product out of a fused multiply-add.
+  // Without a function the accumulators stay untouched if prescale is 1 and there is no cap. With a
+  // function the forward always multiplies, because a branch would prevent a fused multiply-add.
   template <class Scores>
   CUTE_DEVICE void forward(Scores& scores) const {
     if constexpr (Config::kScoreFunction) {
@@ -57,8 +57,9 @@ struct ScoreScaling {
     }
   }
 
-  // The same in a backward. Hazard: without the branch, which ends the basic block, ptxas moves the
-  // products of ALiBi at head dim 128 between those of dP, then serializes these and spills.
+  // The same in a backward. Hazard: keep the branch, which ends the basic block. Without it ptxas
+  // moves ALiBi's multiplications at head dim 128 between the wgmmas of dP, serializes them, and
+  // spills.
   template <class Scores>
   CUTE_DEVICE void recompute(Scores& scores) const {
     if constexpr (Config::kSoftCap) {

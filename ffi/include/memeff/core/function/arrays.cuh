@@ -59,7 +59,7 @@ struct FunctionArrays {
     return float(wrapping_subtract(key, query));
   }
 
-  // The same times `slope`, which is one number for a head.
+  // The same times `slope`, a number of the head.
   CUTE_DEVICE float scaled_difference(float slope, int key, int query) const {
     return slope * difference(key, query);
   }

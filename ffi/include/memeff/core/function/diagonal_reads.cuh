@@ -1,12 +1,12 @@
-// Reads of a function that are constant along diagonals, as `table[head, query - key]` is: a warp
-// reads each diagonal of its accumulators once, and hands out the values by shuffles.
+// Reads of a function that are constant along diagonals, such as `table[head, query - key]`: a warp
+// reads each diagonal of its accumulators once and distributes the values by shuffles.
 #pragma once
 
 #include <memeff/core/function/arrays.cuh>
 
 namespace memeff::function {
 
-// Arrays with known values of these reads, for one element.
+// Arrays whose diagonal reads are already known, for one element.
 template <class Arrays, class Function>
 struct ArraysWithReads : Arrays {
   float values[Function::kFloatReads];
@@ -18,8 +18,8 @@ struct ArraysWithReads : Arrays {
 };
 
 // The values that a warp reads for 16 rows and kColumns columns of accumulators. Diagonals are
-// numbered from kFirst on, the smallest difference of column and row; lanes have one after the
-// other.
+// ordered by the difference of column and row, from kFirst on; consecutive lanes hold consecutive
+// diagonals, in kSlots slots.
 template <class Function, int kColumns>
 struct DiagonalReads {
   static constexpr int kReads = Function::kFloatReads;
@@ -28,7 +28,7 @@ struct DiagonalReads {
 
   float values[kReads][kSlots];
 
-  // read(difference, values) reads what the elements with this difference of column and row read.
+  // read(difference, values) performs the reads of elements with this difference of column and row.
   template <class Read>
   CUTE_DEVICE DiagonalReads(int lane, Read read) {
     CUTE_UNROLL
@@ -40,11 +40,11 @@ struct DiagonalReads {
     }
   }
 
-  // The values at columns 2q and 2q + 1, row g of an m16n8 block (lane 4g + q) that lies
-  // 8 * (chunk - 1) columns right of the first one. All lanes call it.
+  // The values at columns 2q and 2q + 1 of row g in an m16n8 block (lane 4g + q) that lies
+  // 8 * (chunk - 1) columns to the right of the first one. All lanes of the warp must call it.
   CUTE_DEVICE void at(int lane, int chunk, float (&pair)[2][kReads]) const {
-    // The place in a slot: 0 ... 13 places after the chunk. Of every four chunks the last one
-    // reaches into the next slot.
+    // The place in a slot: 0 to 14 after the start of the chunk. In the last of every four chunks
+    // it can reach into the next slot.
     int const slot = chunk / 4;
     int const first = chunk % 4 * 8 + 7 + lane % 4 * 2 - lane / 4;
     bool const crosses = chunk % 4 == 3;

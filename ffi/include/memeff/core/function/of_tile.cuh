@@ -9,10 +9,10 @@
 
 namespace memeff {
 
-// The arrays of a function at one element of a lane. The lane knows the difference of its first row
-// and column as a float; that of another element is a constant more. So no conversion is left, and
-// the products of a slope with the differences have one rounding more than those with integers:
-// `slope * first` is the same for all elements, hence evaluated once.
+// The arrays of a function at one element of a lane. `first` is the difference of column and row at
+// the lane's first element, as a float; another element adds a constant, `more`. So no conversion
+// remains in the loop. `slope * first` is the same for all elements and is evaluated once, which
+// costs the products of a slope with a difference one more rounding.
 template <class Config>
 struct ElementArrays : function::FunctionArrays<Config> {
   float first;
@@ -22,7 +22,7 @@ struct ElementArrays : function::FunctionArrays<Config> {
   CUTE_DEVICE float scaled_difference(float slope, int, int) const {
     return fmaf(slope, more, slope * first);
   }
-  // Needs no register for the product, of which a lane has many different ones.
+  // Needs no registers for the products, which differ between the elements of a lane.
   CUTE_DEVICE float plus_scaled_difference(float x, float slope, int, int) const {
     return fmaf(slope, more, x + slope * first);
   }
@@ -75,7 +75,7 @@ class FunctionOfTile {
                          Use use) const {
     int const first_major = Grid::element_row(0, 0, thread);
     int const first_minor = Grid::element_column(0, 0, thread);
-    // The distance from the first element is that of lane 0: a constant.
+    // The distance from the first element is the same in all lanes; lane 0 makes it a constant.
     int const major = Grid::element_row(element, m, 0u) - Grid::element_row(0, 0, 0u);
     int const minor = Grid::element_column(element, n, 0u) - Grid::element_column(0, 0, 0u);
     arrays.more = float(kTransposed ? major - minor : minor - major);
@@ -101,7 +101,7 @@ class FunctionOfTile {
     }
   }
 
-  // The same with one read per diagonal of the 16 rows of a warp.
+  // The same with one read per diagonal of a warp's 16 rows.
   template <class Grid, bool kTransposed, class Scores, class Use>
   CUTE_DEVICE void for_each_along_diagonals(Scores& scores, Use use) const {
     using Reads = function::DiagonalReads<Function, Grid::kWarpColumns>;
@@ -118,8 +118,8 @@ class FunctionOfTile {
         at(kTransposed ? minor : major, kTransposed ? major : minor, 0.0f,
            [&](auto const&... inputs) { Function::read_values(inputs..., values); });
       });
-      // The first row of a lane in a chunk of columns lies on the diagonals of its second row in
-      // the next one.
+      // A lane's first row in a chunk of columns lies on the same diagonals as its second row in
+      // the next chunk.
       CUTE_UNROLL
       for (int chunk = 0; chunk <= kChunks; ++chunk) {
         float pair[2][Reads::kReads];

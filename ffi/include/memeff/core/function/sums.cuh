@@ -4,8 +4,8 @@
 
 namespace memeff::function {
 
-// What the index of a read depends on, beside the batch index and the head. `none`: the array needs
-// no gradient.
+// The arguments on which the index of a read depends, besides batch index and head. `none`: the
+// array needs no gradient.
 enum class ReadSum { none, head, query, key, diagonal, element };
 
 }  // namespace memeff::function

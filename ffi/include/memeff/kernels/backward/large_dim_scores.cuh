@@ -12,7 +12,7 @@
 
 namespace memeff {
 
-// The gradients of captured arrays belong to FmhaBackwardLargeDimDkdv alone.
+// Only FmhaBackwardLargeDimDkdv sums the gradients of captured arrays.
 template <class Config>
 struct WithoutFunctionGradient : Config {
   static constexpr bool kFunctionGradient = false;

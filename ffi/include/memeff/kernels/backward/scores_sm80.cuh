@@ -104,7 +104,8 @@ struct BackwardScoresSm80 {
 
   // scores: S -> P, modified.  score_gradient: dP -> dS, the gradient of query.key without the
   // user's scale. The gradient of the bias goes to the object that make_writer() returns.
-  // Gradients of arrays that a score function reads go to CapturedSums, with memory at `sums`.
+  // Gradients of arrays that a score function reads go to CapturedSums; `sums` is its shared
+  // memory.
   template <class CapturedSums, class Modifiers, class Scores, class MakeWriter>
   CUTE_DEVICE static void compute(BackwardParams const& params, Modifiers const& modifiers,
                                   uint32_t statistics, int batch, QBlock const& q_block,

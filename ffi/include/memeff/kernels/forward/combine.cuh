@@ -94,7 +94,7 @@ struct FmhaForwardCombine {
     int const query = rows.query(row);
     int const head = rows.query_head(head_batch % tile_heads, row);
     int const query_length = IntervalMask<MaskKind::none>(params.mask, shape, batch).query_length;
-    if (Config::kVarlen && query >= query_length) return;  // the row of another sequence
+    if (Config::kVarlen && query >= query_length) return;  // belongs to another sequence
     Origin const origin = query_origin<Config>(shape, batch);
     RowModifiers<Config> const modifiers(params, {batch, head, query, query < query_length});
     bool const empty = sum.weight == 0.0f;

@@ -118,8 +118,8 @@ struct MappedOperands {
     }
 
    private:
-    // A box for each page or part of one. Rows that no page has lie behind the pool: TMA fills them
-    // with zeros. All entries are read before the first copy.
+    // One box for each page or part of a page. Keys without a valid page get a coordinate beyond
+    // the end of the pool, where TMA fills with zeros. All entries are read before the first copy.
     CUTE_DEVICE void load_pages(int first, uint64_t& arrived, uint32_t buffer) const {
       constexpr int kBoxRows = key_box_rows<Config>();
       constexpr int kBoxes = Config::kTileKey / kBoxRows;

@@ -7,7 +7,7 @@
 
 namespace memeff {
 
-// The sums of one batch index. Additions come in an order that differs between runs.
+// The sums of one batch index. The order of the additions differs between runs.
 template <class Config, bool kExact = Config::kExactSums>
 struct CapturedAdder {
   float* first;
@@ -18,10 +18,10 @@ struct CapturedAdder {
   CUTE_DEVICE void add(long long offset, float x) const { atomicAdd(first + offset, x); }
 };
 
-// Sums in fixed point, which are the same in any order: two integers of 64 bits for each element,
-// in units of 1 and of 2^kExactSumBits. jax_memeff/_cuda/exact_sums.py chooses the scale and rounds
-// the sums. What goes to the first one is at most half of that unit, so with 35 bits it takes 2^29
-// additions to overflow: more than there are rows.
+// Sums in fixed point, which do not depend on the order: two 64-bit integers per element, in units
+// of 1 and of 2^kExactSumBits. jax_memeff/_cuda/exact_sums.py chooses the scale and rounds the
+// sums. A term adds at most half of that unit to the first integer, so with 35 bits it takes 2^29
+// terms to overflow.
 template <class Config>
 struct CapturedAdder<Config, true> {
   long long* first;
@@ -37,7 +37,7 @@ struct CapturedAdder<Config, true> {
     long long* const sums = first + 2 * offset;
     float const scaled = x * scale;
     if (!(fabsf(scaled) < 0x1p79f)) {
-      // Out of range, inf or NaN: the result is NaN, whatever else is added.
+      // Out of range, inf or NaN: the result becomes NaN, whatever else is added.
       atomicExch(reinterpret_cast<unsigned long long*>(sums + 1), kNotANumber);
       return;
     }
@@ -49,7 +49,7 @@ struct CapturedAdder<Config, true> {
  private:
   static constexpr float kUnit = float(1ll << Config::kExactSumBits);
 
-  // No sum of terms in range comes near this one.
+  // Sums of terms in range stay far below it.
   static constexpr unsigned long long kNotANumber = 0x6000000000000000;
 
   CUTE_DEVICE static void add(long long* address, long long x) {
@@ -57,7 +57,7 @@ struct CapturedAdder<Config, true> {
   }
 };
 
-// The gradient of the array that read kRead reads, for one batch index of the call.
+// The gradient of the array of read kRead, for one batch index of the call.
 template <class Config, int kRead>
 struct CapturedGradient {
   using Function = typename Config::ScoreFunction;
@@ -69,9 +69,9 @@ struct CapturedGradient {
       : adder(params, feature_array(params, Arrays::kArrays[Function::kReadArrays[kRead]]), batch) {
   }
 
-  // All lanes of a warp call it. An offset of -1 is no element. Neighbouring lanes with one element
-  // add up their sums first: all additions to an address wait for each other, and a bucket of
-  // distances or a slope has as many as there are tiles.
+  // All lanes of a warp must call it; offset -1 means no element. Neighbouring lanes with the same
+  // element add up their sums first, because additions to one address are serialized, and every
+  // tile adds to the same slope or bucket of distances.
   CUTE_DEVICE void add(long long offset, float sum) const {
     int const lane = thread_index() % kWarpSize;
     int const before = lane > 0 ? lane - 1 : 0;

@@ -1,14 +1,15 @@
 // The gradients of the arrays that a score function reads: the gradient of each modified score,
 // times the derivative of the function by a read, is added to the element that was read.
 //
-// The elements of a tile that read one element of the array are added up first, in registers or
-// in shared memory (Config::CapturedGradients::kSums says which they are):
+// Terms of a tile that belong to the same element of an array are added up first, in registers or
+// in shared memory. Config::CapturedGradients::kSums chooses the terms for each read:
 //
 //   head      all elements of all tiles of a head: registers
-//   query     rows or columns of the accumulators: registers over all tiles, or a strip
-//   key       the others of these
-//   diagonal  elements with one difference of query and key: a strip (strip_sums.cuh)
-//   element   each one by itself
+//   query     elements of one query; as rows of the accumulators they stay in registers over all
+//             tiles, as columns they are summed in a strip
+//   key       likewise, elements of one key
+//   diagonal  elements with the same difference of query and key: a strip (strip_sums.cuh)
+//   element   each element by itself
 //
 // additions.cuh adds to global memory.
 #pragma once
@@ -20,8 +21,8 @@
 
 namespace memeff {
 
-// The gradients of the scores in the accumulators of Grid. kTransposed: rows of the accumulators
-// are keys. Without gradients all of it is empty.
+// Sums for the scores in the accumulators of Grid. kTransposed: rows of the accumulators are keys.
+// If no captured array needs a gradient, everything here is empty.
 template <class Config, class Grid, bool kTransposed = false, bool kOn = Config::kFunctionGradient>
 struct FunctionGradient {
   static constexpr int kSharedBytes = 0;
@@ -61,13 +62,13 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
  public:
   static constexpr int kSharedBytes = kStrips * kWarps * Strip::kWarpBytes;
 
-  // What registers add up over several tiles of one head with the same rows of the accumulators.
+  // Sums in registers over several tiles of one head with the same rows of the accumulators.
   struct Sums {
     float of_head[kReads] = {};
     float of_rows[kReads][Grid::kRowBlocks][2] = {};
   };
 
-  // By all threads, before the first tile. `shared` has kSharedBytes.
+  // All threads call it before the first tile. `shared` has kSharedBytes bytes.
   CUTE_DEVICE static void begin(uint32_t shared) {
     int const thread = thread_index();
     CUTE_UNROLL
@@ -84,9 +85,9 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
         of_tile_(params, at),
         arrays_(of_tile_.template first_element<Grid, kTransposed>(thread_)) {}
 
-  // Four elements of a lane: the gradients of the modified scores in chunk n of eight columns. The
-  // chunks of each m come in order, and add_strip(m) after them. `scaled` is that of
-  // ScoreModifiers::recompute(); with kKeepsScores the derivatives replace the scores in it.
+  // Four elements of a lane: the gradients of the modified scores in chunk n of eight columns. Call
+  // it for the chunks of each m in order, then add_strip(m). `scaled` comes from
+  // ScoreModifiers::recompute(); with kKeepsScores derivatives replace the scores in it.
   CUTE_DEVICE void chunk(Sums& sums, int m, int n, float const (&gradient)[4], float (&scaled)[4]) {
     constexpr bool kScores = Function::kReadDerivativesUseScore;
     float terms[kReads][4];
@@ -99,7 +100,7 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
         if constexpr (kScores) scaled[element] = Function::derivative(inputs...);
         CUTE_UNROLL
         for (int read = 0; read < kReads; ++read) {
-          // The derivative at a masked element, whose gradient is 0, may be inf or NaN.
+          // A masked element has gradient 0, but its derivative may be inf or NaN.
           bool const masked =
               !Function::kReadDerivativesAreFinite[read] && gradient[element] == 0.0f;
           terms[read][element] = masked ? 0.0f : gradient[element] * derivatives[read];
@@ -125,7 +126,7 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
     }
   }
 
-  // Adds what registers hold to global memory.
+  // Adds the sums in registers to global memory.
   CUTE_DEVICE void add_sums(Sums const& sums) const {
     cute::for_each(cute::make_seq<kReads>{}, [&](auto read) {
       constexpr int kRead = decltype(read)::value;
@@ -161,8 +162,8 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
     } else if constexpr (kSum == kOfColumns) {
       own_strip<kRead>().store(lane, n, terms[0] + terms[2], terms[1] + terms[3]);
     } else if constexpr (kSum == Sum::diagonal) {
-      // The lane's second row in this chunk lies on the diagonals of its first row in the chunk
-      // before.
+      // A lane's second row in this chunk lies on the same diagonals as its first row in the
+      // previous chunk.
       float (&first_row)[2] = first_row_[kRead];
       if (n == 0) first_row[0] = first_row[1] = 0.0f;
       own_strip<kRead>().store(lane, n, first_row[0] + terms[2], first_row[1] + terms[3]);
@@ -193,18 +194,18 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
         auto const own = own_strip<kRead>();
         sum = kDiagonal ? own.diagonal(index) : own.column(index);
       }
-      // Any element of the column or diagonal will do, even one outside of the tile.
+      // Any element of the column or diagonal gives the offset, even one outside of the tile.
       add<kRead>(first_row, first_column + index, sum);
     }
   }
 
-  // All lanes of the warp call it, for an element of the accumulators each.
+  // All lanes of the warp must call it, each for one element of the accumulators.
   template <int kRead>
   CUTE_DEVICE void add(int major, int minor, float sum) const {
     at(major, minor, [&](auto const&... inputs) {
       long long offsets[kReads];
       Function::read_offsets(inputs..., offsets);
-      // A masked element may read anything; lanes without a sum do not separate others.
+      // A masked element may read anything. Lanes without a sum pass -1.
       CapturedGradient<Config, kRead>(params_, batch_).add(sum == 0.0f ? -1 : offsets[kRead], sum);
     });
   }

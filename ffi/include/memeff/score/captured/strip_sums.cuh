@@ -1,9 +1,9 @@
-// Sums over the rows of a warp's accumulators: of each column, or of each diagonal.
+// Sums over the rows of a warp's accumulators, for each column or each diagonal.
 //
 // A strip is 16 rows. A lane owns two rows, 8 apart, and adds them in registers first; for
-// diagonals it shifts one of them by 8 columns. The eight rows that remain pass through shared
+// diagonals it shifts one of them by 8 columns. The remaining eight rows pass through shared
 // memory, where each lane adds up the numbers of a column or a diagonal. Shuffles would take more
-// instructions, because each row is shifted by another distance.
+// instructions, because each row is shifted by a different distance.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -22,13 +22,13 @@ struct StripSums {
   static constexpr int kWarpBytes = kRows * kStride * int(sizeof(float));
   static_assert(kStride % 16 == 8);
 
-  // Sums are numbered from the smallest difference of column and row on.
+  // Diagonals are ordered by the difference of column and row, from kFirstDiagonal on.
   static constexpr int kDiagonals = kColumns + 15;
   static constexpr int kFirstDiagonal = -15;
 
   uint32_t memory;
 
-  // Once, before the first store.
+  // Call it once, before the first store.
   CUTE_DEVICE void clear_pads(int lane) const {
     for (int i = lane; i < kRows * 2 * kPad; i += kWarpSize) {
       int const column = i % (2 * kPad);
@@ -37,8 +37,8 @@ struct StripSums {
     }
   }
 
-  // Two adjacent numbers of a lane's row in chunk n of eight columns. Diagonals have one chunk more
-  // than columns: chunk 0 has the second row alone, the last one has the first row alone.
+  // Stores two adjacent numbers of a lane's row in chunk n of eight columns. Diagonals have one
+  // chunk more than columns: chunk 0 contains only second rows, the last chunk only first rows.
   CUTE_DEVICE void store(int lane, int n, float x, float y) const {
     int const place = lane / 4 * kStride + kPad + lane % 4 * 2;
     store_shared_pair(memory + place * 4 + n * 32, x, y);
