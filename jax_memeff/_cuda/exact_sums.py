@@ -2,8 +2,8 @@
 
 Kernels add in fixed point, in two 64-bit integers per element, with units ``1 / scale`` and
 ``2**EXACT_BITS / scale`` (``ffi/include/memeff/score/captured/additions.cuh``). The scale follows
-from an upper bound of the gradient of a score: such gradients keep 56 bits, and derivatives of the function
-may be up to 2**23. Larger terms, and terms that are not finite, make the sum NaN.
+from an upper bound of the gradient of a score: such gradients keep 56 bits, and derivatives of the
+function may be up to 2**23. Larger terms, and terms that are not finite, make the sum NaN.
 """
 
 from __future__ import annotations

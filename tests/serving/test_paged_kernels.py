@@ -203,11 +203,17 @@ def test_kernels(case, assert_close):
     assert_matches(case.found(case.batch()), case, assert_close)
 
 
+def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    del b  # the place of the sequence in the batch
+    return score + 0.03 * (h + 1) * (k - q)
+
+
 def rows_of_last_tokens(arch: str | None, dtype: str, features: tuple[str, ...]) -> list[Any]:
     """The last token of one sequence: in its prompt, in a chunk beside others, and in a step."""
     if arch is not None:
         emulator.configure(arch, multiprocessors=5)
     own = Case((150,), (150,), dtype=dtype, features=features).batch()
+    own_function = {"score_mod": alibi} if "score_mod" in features else {}
     found = []
     for counts, lengths in (((150,), (150,)), ((2, 40, 30), (200, 150, 30)), ((1, 1), (150, 7))):
         case = Case(lengths, counts, dtype=dtype, features=features, seed=len(counts))
@@ -227,7 +233,7 @@ def rows_of_last_tokens(arch: str | None, dtype: str, features: tuple[str, ...])
                 return_residual=True,
                 implementation="cuda",
                 batch_invariant=True,
-                **case.arguments(),
+                **case.arguments() | own_function,
             ),
             static_argnames="most",
         )
