@@ -259,6 +259,27 @@ def test_float8_pool(per_page):
     check(case, found)
 
 
+@pytest.mark.parametrize("wrong", [np.inf, np.nan])
+def test_scales_do_not_reach_pages_that_the_pool_does_not_have(wrong):
+    rng = np.random.default_rng(16)
+    case = paging.paging(rng, lengths=[40, 5], counts=[3, 5])
+    case.table[1, 0] = -1
+    float8 = [jnp.asarray(x).astype(jnp.float8_e4m3fn) for x in case.arguments[1:3]]
+    scale = np.array([1, wrong], np.float32)
+    out, lse = paging.paged_attention(
+        case.query,
+        *float8,
+        case.table,
+        case.lengths,
+        query_starts=case.starts,
+        key_scale=scale,
+        value_scale=scale,
+        return_residual=True,
+    )
+    assert jnp.isfinite(out[:3, :2]).all() and jnp.isnan(out[:3, 2:]).all()
+    assert not out[3:].any() and (lse[3:] == -jnp.inf).all()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bits(dtype):
     rng = np.random.default_rng(12)
