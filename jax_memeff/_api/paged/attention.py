@@ -89,8 +89,9 @@ def paged_attention(
             it.
         mask: Likewise, a ``Mask`` or a boolean array that broadcasts to [B, N, T, S] with
             ``S = max_pages * page_size``. Windows and functions count positions in the sequence,
-            rows of a boolean array the queries of the sequence, its columns positions. Lengths
-            and segment ids are not possible. A tree of speculative tokens is a function.
+            rows of a boolean array, and of lists of blocks, the queries of the sequence, columns
+            positions. Lengths and segment ids are not possible, under ``|`` and ``~`` neither. A
+            tree of speculative tokens is a function.
         key_scale: ``[K]`` or ``[pages, K]`` float32: keys are ``key_pages`` times this. Only for
             float8.
         value_scale: Likewise for values.
@@ -262,10 +263,13 @@ def _canonical_mask(
     """The canonical mask by positions, and the position of each sequence's row 0."""
     batch, _, longest, own_columns = scores
     mask = masks.by_position(mask).canonical(batch, longest, own_columns)
-    mask = masks.shifted(mask, batch, jnp.minimum(rows.given, longest) - counts, columns)
-    position = Position(rows.lengths - counts, jnp.zeros(batch, jnp.int32))
-    frame = Frame(counts, rows.lengths, position=position)
-    return compiled(mask, frame), position
+    given = jnp.minimum(rows.given, longest)
+    mask = masks.shifted(mask, batch, given - counts, columns)
+    first_column = jnp.zeros(batch, jnp.int32)
+    # The user's row 0 is at a negative position if a sequence has fewer tokens than queries.
+    users = Position(rows.lengths - given, first_column)
+    compiled_mask = compiled(mask, Frame(counts, rows.lengths, position=users))
+    return compiled_mask, Position(rows.lengths - counts, first_column)
 
 
 def _as_rows(pages: jax.Array) -> jax.Array:
