@@ -148,6 +148,16 @@ CASES = {
         ValueError,
         "mask must not have lengths",
     ),
+    "mask_lengths_under_or": (
+        {"mask": EVEN | Mask.lengths(key=np.array([3, 3]))},
+        ValueError,
+        "mask must not have lengths",
+    ),
+    "mask_lengths_under_not": (
+        {"mask": EVEN & ~Mask.lengths(query=np.array([1, 1]))},
+        ValueError,
+        "mask must not have lengths",
+    ),
     "mask_segments": (
         {"mask": ~Mask.segments(np.zeros((B, T), int), np.zeros((B, 32), int))},
         ValueError,

@@ -70,6 +70,16 @@ def test_rows_without_keys():
     assert jnp.isfinite(of_lse).all()
 
 
+def test_nan_reaches_the_results():
+    out, lse = jnp.ones((2, 1, 8)), jnp.zeros((2, 1))
+    for wrong in (lse.at[0].set(jnp.nan), lse.at[0].set(jnp.inf)):
+        for parts in ([(out, wrong), (out, lse)], [(out, lse), (out, wrong)], [(out, wrong)]):
+            merged_out, merged_lse = jax_memeff.merge_attention(parts)
+            assert jnp.isnan(merged_out[0]).all() and jnp.isnan(merged_lse[0]).all()
+            np.testing.assert_allclose(merged_out[1], 1)
+            assert jnp.isfinite(merged_lse[1]).all()
+
+
 def test_16_bits():
     query, key, value = arrays(jnp.bfloat16)
     out, lse = merged(query, key, value, (0, 7, 24))

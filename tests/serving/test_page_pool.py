@@ -110,6 +110,34 @@ def test_it_says_by_how_much_it_is_empty():
     assert (copy.needed, copy.available, str(copy)) == (4, 2, str(caught.value))
 
 
+def test_shrink_copies_to_a_page_that_it_gives_back():
+    model = Model(PagePool(pages=4, page_size=16))
+    pool = model.pool
+    name = pool.allocate(48)
+    model.tokens[name] = []
+    model.write(name, 0)
+    child, _ = pool.fork(name, 32)
+    model.tokens[child] = model.tokens[name][:32]
+    last = pool.allocate(1)
+    model.tokens[last] = []
+    model.write(last, 0)
+    assert pool.free_pages == 0
+    given_back = pool.pages_of(name)[2]
+    copy = pool.shrink(name, 28)
+    assert copy == (pool.pages_of(child)[1], given_back)
+    model.copy(copy)
+    del model.tokens[name][20:]
+    model.check()
+    # The pages that another shrink gives up are not free, because another sequence has them.
+    pool.free(last)
+    other, _ = pool.fork(child)
+    pool.allocate(1)
+    before = pool.pages_of(other)
+    with pytest.raises(OutOfPagesError, match="0 free pages, and 1 are needed"):
+        pool.shrink(other, 20)
+    assert pool.pages_of(other) == before and pool.lengths([other]) == [32]
+
+
 def test_the_table_has_a_fixed_width():
     pool = PagePool(pages=8, page_size=16)
     first, second = pool.allocate(16), pool.allocate(17)

@@ -187,6 +187,44 @@ def test_listed_blocks_of_keys():
     check(case, ragged(case, mask=mask, max_query_length=1), valid=listed)
 
 
+@pytest.mark.parametrize("condition", ["listed", "under_or", "excluded", "boolean_under_or"])
+@pytest.mark.parametrize("rows", [16, 8, 5])
+def test_rows_of_lists_are_the_queries(rows, condition):
+    """Sequences with fewer tokens than queries have their own queries last, inside of a Q block."""
+    rng = np.random.default_rng(15)
+    count = 32
+    case = paging.paging(rng, lengths=[16, 40, 5, 0, 64], counts=[count] * 5, max_pages=4)
+    lists = rng.integers(-1, 4, (5, 4, -(-count // rows), 2))
+    lists[0, :, 0], lists[0, :, -1] = -1, 0
+    blocks = (lists[..., None] == np.arange(4)).any(-2)
+    whole = np.repeat(np.repeat(blocks, rows, 2)[:, :, :count], 16, 3)
+    mask = (
+        Mask.boolean(whole)
+        if "boolean" in condition
+        else Mask.kv_blocks(lists, block_size=(rows, 16))
+    )
+    if "under_or" in condition:
+        mask |= Mask.function(lambda b, h, q, k: k == 1)
+    if condition == "excluded":
+        mask = ~mask
+
+    def valid(b, h, q, k):
+        own = whole[b][h, q - (case.lengths[b] - count), k]
+        own = own | (k == 1) if "under_or" in condition else own
+        return (k <= q) & (~own if condition == "excluded" else own)
+
+    check(case, ragged(case, mask=mask, max_query_length=count), valid=valid)
+    for invariant in (False, True):
+        out = paging.paged_attention(
+            case.query.reshape(5, count, *case.query.shape[1:]),
+            *case.arguments[1:],
+            mask=mask,
+            batch_invariant=invariant,
+        )
+        expected = paging.answer(case, valid=valid)[0]
+        np.testing.assert_allclose(np.asarray(out).reshape(expected.shape), expected, **TOLERANCE)
+
+
 def test_common_pages():
     """Two sequences with one prefix have its pages in common."""
     rng = np.random.default_rng(7)
@@ -257,6 +295,27 @@ def test_float8_pool(per_page):
         return_residual=True,
     )
     check(case, found)
+
+
+@pytest.mark.parametrize("wrong", [np.inf, np.nan])
+def test_scales_do_not_reach_pages_that_the_pool_does_not_have(wrong):
+    rng = np.random.default_rng(16)
+    case = paging.paging(rng, lengths=[40, 5], counts=[3, 5])
+    case.table[1, 0] = -1
+    float8 = [jnp.asarray(x).astype(jnp.float8_e4m3fn) for x in case.arguments[1:3]]
+    scale = np.array([1, wrong], np.float32)
+    out, lse = paging.paged_attention(
+        case.query,
+        *float8,
+        case.table,
+        case.lengths,
+        query_starts=case.starts,
+        key_scale=scale,
+        value_scale=scale,
+        return_residual=True,
+    )
+    assert jnp.isfinite(out[:3, :2]).all() and jnp.isnan(out[:3, 2:]).all()
+    assert not out[3:].any() and (lse[3:] == -jnp.inf).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -66,6 +66,15 @@ class Case:
     def sinks(self) -> np.ndarray:
         return np.linspace(-1, 1, self.heads[0]).astype(np.float32)
 
+    @property
+    def lists(self) -> np.ndarray:
+        """KV blocks of 16 columns for each 4 rows of the user's."""
+        q_blocks = -(-max(self.counts) // 4)
+        shape = len(self.lengths), self.heads[0], q_blocks, 4
+        lists = np.random.default_rng(self.seed).integers(-1, max(self.lengths) // 16 + 1, shape)
+        lists[:, :, ::2, 0] = 0
+        return lists
+
     def arguments(self) -> dict[str, Any]:
         given: dict[str, Any] = {"is_causal": "is_causal" in self.features}
         choices = {
@@ -75,6 +84,8 @@ class Case:
             "score_mod": lambda s, b, h, q, k: s + (0.01 * b + 0.03 * h) * (k - q),
             "mask": Mask.function(lambda b, h, q, k: (q - k) % 3 != h % 3),
         }
+        if "kv_blocks" in self.features:
+            given["mask"] = Mask.kv_blocks(self.lists, block_size=(4, 16))
         return given | {name: choices[name] for name in self.features if name in choices}
 
     def found(self, made: Paging) -> Any:
@@ -114,6 +125,9 @@ class Case:
                 found &= (k >= q - 20) & (k <= q + 3)
             if "mask" in self.features:
                 found &= (q - k) % 3 != h % 3
+            if "kv_blocks" in self.features:
+                row = q - (made.lengths[b] - made.counts[b])
+                found &= (self.lists[b][h, row // 4] == k[..., None] // 16).any(-1)
             if self.is_missing and made.lengths[b] > self.page_size:
                 found &= k // self.page_size != 1
             return found
@@ -138,6 +152,7 @@ EMULATED = [
     ("sm_90a", dataclasses.replace(RAGGED, query_rows=None, page_size=128, dims=(128, 128))),
     ("sm_90a", dataclasses.replace(RAGGED, query_rows="consumer_groups", page_size=80)),
     ("sm_90a", dataclasses.replace(RAGGED, query_rows="64", features=("is_causal", "mask"))),
+    ("sm_80", dataclasses.replace(RAGGED, features=("is_causal", "kv_blocks"))),
     (
         "sm_90a",
         dataclasses.replace(

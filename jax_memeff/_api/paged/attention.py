@@ -90,8 +90,9 @@ def paged_attention(
             positions in it.
         mask: Likewise, a ``Mask`` or a boolean array that broadcasts to [B, N, T, S] with
             ``S = max_pages * page_size``. Windows and functions use positions in the sequence. The
-            rows of a boolean array are the queries of the sequence, its columns are positions.
-            Lengths and segment ids raise an error. Pass a tree of draft tokens as a function.
+            rows of a boolean array and of lists of blocks are the queries of the sequence, their
+            columns are positions. Lengths and segment ids raise an error, under ``|`` and ``~``
+            too. Pass a tree of draft tokens as a function.
         key_scale: ``[K]`` or ``[pages, K]`` float32, only for float8: the keys are ``key_pages``
             times this.
         value_scale: Likewise for values.
@@ -263,10 +264,13 @@ def _canonical_mask(
     """The canonical mask in terms of positions, and the position of row 0 of each sequence."""
     batch, _, longest, own_columns = scores
     mask = masks.by_position(mask).canonical(batch, longest, own_columns)
-    mask = masks.shifted(mask, batch, jnp.minimum(rows.given, longest) - counts, columns)
-    position = Position(rows.lengths - counts, jnp.zeros(batch, jnp.int32))
-    frame = Frame(counts, rows.lengths, position=position)
-    return compiled(mask, frame), position
+    given = jnp.minimum(rows.given, longest)
+    mask = masks.shifted(mask, batch, given - counts, columns)
+    first_column = jnp.zeros(batch, jnp.int32)
+    # The user's row 0 is at a negative position if a sequence has fewer tokens than queries.
+    users = Position(rows.lengths - given, first_column)
+    compiled_mask = compiled(mask, Frame(counts, rows.lengths, position=users))
+    return compiled_mask, Position(rows.lengths - counts, first_column)
 
 
 def _as_rows(pages: jax.Array) -> jax.Array:

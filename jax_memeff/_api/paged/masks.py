@@ -19,6 +19,8 @@ from jax_memeff._call.mask.window import TracedWindow
 def require_possible(mask: Mask) -> None:
     """Raise for conditions that paged calls do not take: lengths, computed blocks, segment ids.
 
+    They are as wrong under ``|`` and ``~``, whose masks are checked likewise.
+
     Raises:
         ValueError: names the condition and its replacement.
     """
@@ -32,17 +34,13 @@ def require_possible(mask: Mask) -> None:
             "mask must not have computed blocks, because rows are positions in a sequence; got "
             "mask.blocks(query, key): pass the mask itself"
         )
-    _require_no_segments(mask)
-
-
-def _require_no_segments(mask: Mask) -> None:
     if mask.segment_ids:
         raise ValueError(
             "mask must not have segment ids, because rows of a pool have no fixed sequence; "
             "got Mask.segments: pass Mask.function(lambda b, h, q, k: ids[b, q] == ids[b, k])"
         )
     for other in mask.excluded:
-        _require_no_segments(other)
+        require_possible(other)
 
 
 def by_position(mask: Mask) -> Mask:
@@ -84,6 +82,9 @@ def _both(a: Window | None, b: Window | None) -> Window | None:
 def shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
     """The mask with its boolean arrays shifted, so that row 0 is the sequence's first token.
 
+    Lists of blocks, and arrays under ``|`` and ``~``, keep the user's rows: they become one
+    function, which computes these rows from positions.
+
     Args:
         mask: a canonical mask.
         batch: B.
@@ -93,19 +94,30 @@ def shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
 
     def one(array: jax.Array) -> jax.Array:
         _, heads, rows, own = array.shape
-        if own not in (1, columns):
-            array = jnp.pad(array, [(0, 0)] * 3 + [(0, columns - own)])
         if rows == 1:
             return array
-        array = jnp.broadcast_to(array, (batch, heads, rows, array.shape[3]))
+        array = jnp.broadcast_to(array, (batch, heads, rows, own))
         of_rows = jnp.arange(rows, dtype=jnp.int32) + first[:, None]
         # Rows after the last one belong to no token.
         return jnp.take_along_axis(array, of_rows[:, None, :, None], 2, mode="clip")
 
+    mask = _with_columns(mask, columns)
+    return dataclasses.replace(mask, booleans=tuple(map(one, mask.booleans)))
+
+
+def _with_columns(mask: Mask, columns: int) -> Mask:
+    """The mask with its boolean arrays, those under ``~`` too, padded to so many columns."""
+
+    def one(array: jax.Array) -> jax.Array:
+        own = array.shape[3]
+        if own in (1, columns):
+            return array
+        return jnp.pad(array, [(0, 0)] * 3 + [(0, columns - own)])
+
     return dataclasses.replace(
         mask,
         booleans=tuple(map(one, mask.booleans)),
-        excluded=tuple(shifted(other, batch, first, columns) for other in mask.excluded),
+        excluded=tuple(_with_columns(other, columns) for other in mask.excluded),
     )
 
 

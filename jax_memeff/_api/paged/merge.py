@@ -67,7 +67,7 @@ def merge_attention(
     # A row without keys subtracts 0, because -inf - -inf would be NaN. It cancels in the results.
     subtracted = jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0, largest))
     total = functools.reduce(jnp.add, (jnp.exp(lse - subtracted) for _, lse in pairs))
-    has_keys = total > 0
+    has_keys = total != 0  # NaN, too, which must reach the results
     divisor = jnp.where(has_keys, total, 1)
     terms = (
         (jnp.exp(lse - subtracted) / divisor)[..., None] * out.astype(lse.dtype)

@@ -129,7 +129,7 @@ a sequence, or wait until one ends
             The page to copy, or None.
 
         Raises:
-            OutOfPagesError: there is no free page for the copy.
+            OutOfPagesError: there is no page for the copy: none is free, and none is given back.
             ValueError: there is no such sequence, or it has fewer tokens.
         """
         own = self._sequence(sequence)
@@ -141,15 +141,20 @@ a sequence, or wait until one ends
             )
         length = own.length - tokens
         kept = self._pages_for(length)
-        copy = None
-        if length % self._page_size and self._owners[own.pages[kept - 1]] > 1:
-            (target,) = self._take(1)
-            copy = PageCopy(own.pages[kept - 1], target)
-            self._give_back([copy.source])
-            own.pages[kept - 1] = target
-        self._give_back(own.pages[kept:])
+        needs_copy = length % self._page_size and self._owners[own.pages[kept - 1]] > 1
+        surplus = own.pages[kept:]
+        # The copy may go to a page that this call gives back.
+        if needs_copy and not self._free and all(self._owners[page] > 1 for page in surplus):
+            raise OutOfPagesError(1, 0)
+        self._give_back(surplus)
         del own.pages[kept:]
         own.length = length
+        if not needs_copy:
+            return None
+        (target,) = self._take(1)
+        copy = PageCopy(own.pages[-1], target)
+        self._give_back([copy.source])
+        own.pages[-1] = target
         return copy
 
     def fork(self, sequence: int, length: int | None = None) -> Fork:
