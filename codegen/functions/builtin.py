@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from typing import Any
 
 from jax_memeff.codegen.functions.program import Program, Value
 
@@ -15,7 +16,7 @@ _CAPS = 2.0**-10, 2.0**20
 _SCORES = (-40.0, -3.0, -0.5, 0.0, 0.1, 1.0, 7.0)
 """In units of the cap: where a derivative is compared with that of a soft cap."""
 
-_FLOAT_OPERATIONS: dict[str, Callable[..., float]] = {
+_FLOAT_OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
