@@ -125,7 +125,7 @@ def _sub(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
 
 def _neg(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
     (a,) = args
-    if value.dtype == "uint32":
+    if value.dtype in ("uint32", "uint64"):
         return None
     found = Range(-a.high, -a.low, a.width)
     return found if _is_float(value) else found.where(a.low > -(2**31), value.dtype)
@@ -164,7 +164,7 @@ def _square(value: Value, args: list[Range], numbers: list[Any]) -> Range | None
 
 def _abs(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
     (a,) = args
-    if value.dtype == "uint32":
+    if value.dtype in ("uint32", "uint64"):
         return None
     low = jnp.where(a.low > 0, a.low, jnp.where(a.high < 0, -a.high, 0)).astype(value.dtype)
     found = Range(low, jnp.maximum(-a.low, a.high), a.width)
@@ -269,12 +269,14 @@ def _convert(value: Value, args: list[Range], numbers: list[Any]) -> Range | Non
         # Only in this range do all platforms truncate alike.
         fits = (a.low > -_SAFE_PRODUCT) & (a.high < _SAFE_PRODUCT)
         return _converted(a, target).where(fits, target) if target == "int32" else None
-    if target == "uint32" and source == "int32":
-        return _converted(a, target).where(a.low >= 0, target)
-    if target == "int32" and source not in ("bool", "int32"):
-        return None
-    found = _converted(a, target)
-    return found._replace(width=1 if source == "bool" else a.width)
+    found = _converted(a, target)._replace(width=1 if source == "bool" else a.width)
+    if source == "bool" or target.startswith("float"):
+        return found
+    # Numbers that the target does not hold wrap around, and their order with them.
+    held, limits = np.iinfo(source), np.iinfo(target)
+    least = np.asarray(max(held.min, limits.min), source)
+    most = np.asarray(min(held.max, limits.max), source)
+    return found.where((a.low >= least) & (a.high <= most), target)
 
 
 def _converted(x: Range, dtype: str) -> Range:
