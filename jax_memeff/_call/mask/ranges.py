@@ -19,6 +19,9 @@ from jax_memeff.codegen.functions.program import Value
 
 _SAFE_PRODUCT = float(2**30)
 _MORE_THAN_ROUNDING = 2.0**-20
+_PRODUCTS = frozenset({"div", "integer_pow", "mul", "square"})
+"""Operations whose result may reach a sum unrounded: XLA contracts ``a * b + c`` to an FMA, and
+divides by a constant with its reciprocal."""
 
 
 class Range(NamedTuple):
@@ -30,6 +33,8 @@ class Range(NamedTuple):
     width: int | None = None
     """``high - low`` of an integer in any tile is at most this if no sum overflows; None if that is
     unknown."""
+    is_product: bool = False
+    """Whether the value is a product of floats, or its negation."""
 
     @property
     def is_exact(self) -> bool:
@@ -56,6 +61,14 @@ class Range(NamedTuple):
         low, high = jnp.where(known, self.low, other.low), jnp.where(known, self.high, other.high)
         return Range(low, high, self.width)
 
+    def unrounded(self) -> Range:
+        """The range of a product of floats before it is rounded; others as they are."""
+        if not self.is_product:
+            return self
+        low = self.low - jnp.abs(self.low) * _MORE_THAN_ROUNDING
+        high = self.high + jnp.abs(self.high) * _MORE_THAN_ROUNDING
+        return Range(low, high)
+
 
 def applied(value: Value, args: list[Range], numbers: list[Any]) -> Range:
     """The range of one operation.
@@ -71,10 +84,14 @@ def applied(value: Value, args: list[Range], numbers: list[Any]) -> Range:
     (1, 1, 1)
     """
     if all(arg.is_exact for arg in args):
-        return Range.exact(apply(value, [arg.low for arg in args]))
-    rule = _RULES.get(value.op)
-    found = None if rule is None else rule(value, args, numbers)
-    return Range.everything(value.dtype) if found is None else found
+        found = Range.exact(apply(value, [arg.low for arg in args]))
+    else:
+        rule = _RULES.get(value.op)
+        found = None if rule is None else rule(value, args, numbers)
+        found = Range.everything(value.dtype) if found is None else found
+    is_negated_product = value.op == "neg" and args[0].is_product
+    is_product = _is_float(value) and (value.op in _PRODUCTS or is_negated_product)
+    return found._replace(is_product=is_product)
 
 
 _Rule = Callable[[Value, list[Range], list[Any]], Range | None]
@@ -93,7 +110,11 @@ def _plus(*widths: int | None) -> int | None:
 
 
 def _sum(value: Value, low: Any, high: Any, terms: tuple[Range, Range]) -> Range | None:
-    """The range of a sum or difference, whose terms are given with the sign that they have."""
+    """The range of a sum or difference, whose terms are given with the sign that they have.
+
+    A kernel rounds a product before it adds, and an FMA does not: if terms cancel, the difference
+    is all of the sum. So the bounds of floats are those of unrounded products.
+    """
     width = _plus(terms[0].width, terms[1].width)
     if _is_float(value):
         # inf - inf is NaN, though neither bound is.
@@ -110,12 +131,12 @@ def _overflows(a: Any, b: Any, total: Any) -> jax.Array:
 
 
 def _add(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
-    a, b = args
+    a, b = (arg.unrounded() for arg in args)
     return _sum(value, a.low + b.low, a.high + b.high, (a, b))
 
 
 def _sub(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
-    a, b = args
+    a, b = (arg.unrounded() for arg in args)
     if _is_float(value):
         return _sum(value, a.low - b.high, a.high - b.low, (a, b))
     # -INT32_MIN is INT32_MIN, which ~x = -x - 1 avoids: a - b overflows as a + ~b does.
