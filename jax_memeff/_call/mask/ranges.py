@@ -19,6 +19,9 @@ from jax_memeff.codegen.functions.program import Value
 
 _SAFE_PRODUCT = float(2**30)
 _MORE_THAN_ROUNDING = 2.0**-20
+_PRODUCTS = frozenset({"div", "integer_pow", "mul", "square"})
+"""Operations whose result may reach a sum unrounded: XLA contracts ``a * b + c`` to an FMA, and
+divides by a constant with its reciprocal."""
 
 
 class Range(NamedTuple):
@@ -30,6 +33,8 @@ class Range(NamedTuple):
     width: int | None = None
     """An upper bound of ``high - low`` of an integer in every tile if no sum overflows; None if
     unknown."""
+    is_product: bool = False
+    """Whether the value is a product of floats, or its negation."""
 
     @property
     def is_exact(self) -> bool:
@@ -56,6 +61,14 @@ class Range(NamedTuple):
         low, high = jnp.where(known, self.low, other.low), jnp.where(known, self.high, other.high)
         return Range(low, high, self.width)
 
+    def unrounded(self) -> Range:
+        """The range of a product of floats before it is rounded; others as they are."""
+        if not self.is_product:
+            return self
+        low = self.low - jnp.abs(self.low) * _MORE_THAN_ROUNDING
+        high = self.high + jnp.abs(self.high) * _MORE_THAN_ROUNDING
+        return Range(low, high)
+
 
 def applied(value: Value, args: list[Range], numbers: list[Any]) -> Range:
     """The range of one operation.
@@ -71,10 +84,14 @@ def applied(value: Value, args: list[Range], numbers: list[Any]) -> Range:
     (1, 1, 1)
     """
     if all(arg.is_exact for arg in args):
-        return Range.exact(apply(value, [arg.low for arg in args]))
-    rule = _RULES.get(value.op)
-    found = None if rule is None else rule(value, args, numbers)
-    return Range.everything(value.dtype) if found is None else found
+        found = Range.exact(apply(value, [arg.low for arg in args]))
+    else:
+        rule = _RULES.get(value.op)
+        found = None if rule is None else rule(value, args, numbers)
+        found = Range.everything(value.dtype) if found is None else found
+    is_negated_product = value.op == "neg" and args[0].is_product
+    is_product = _is_float(value) and (value.op in _PRODUCTS or is_negated_product)
+    return found._replace(is_product=is_product)
 
 
 _Rule = Callable[[Value, list[Range], list[Any]], Range | None]
@@ -93,7 +110,11 @@ def _plus(*widths: int | None) -> int | None:
 
 
 def _sum(value: Value, low: Any, high: Any, terms: tuple[Range, Range]) -> Range | None:
-    """The range of a sum or difference; ``terms`` include their signs."""
+    """The range of a sum or difference; ``terms`` include their signs.
+
+    A kernel rounds a product before it adds, and an FMA does not. If the terms cancel, that
+    difference is the whole sum. So the bounds of floats are those of unrounded products.
+    """
     width = _plus(terms[0].width, terms[1].width)
     if _is_float(value):
         # inf - inf is NaN, though neither bound is.
@@ -110,12 +131,12 @@ def _overflows(a: Any, b: Any, total: Any) -> jax.Array:
 
 
 def _add(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
-    a, b = args
+    a, b = (arg.unrounded() for arg in args)
     return _sum(value, a.low + b.low, a.high + b.high, (a, b))
 
 
 def _sub(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
-    a, b = args
+    a, b = (arg.unrounded() for arg in args)
     if _is_float(value):
         return _sum(value, a.low - b.high, a.high - b.low, (a, b))
     # -INT32_MIN is INT32_MIN, and ~x = -x - 1 avoids it: a - b overflows like a + ~b.
@@ -125,7 +146,7 @@ def _sub(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
 
 def _neg(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
     (a,) = args
-    if value.dtype == "uint32":
+    if value.dtype in ("uint32", "uint64"):
         return None
     found = Range(-a.high, -a.low, a.width)
     return found if _is_float(value) else found.where(a.low > -(2**31), value.dtype)
@@ -164,7 +185,7 @@ def _square(value: Value, args: list[Range], numbers: list[Any]) -> Range | None
 
 def _abs(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
     (a,) = args
-    if value.dtype == "uint32":
+    if value.dtype in ("uint32", "uint64"):
         return None
     low = jnp.where(a.low > 0, a.low, jnp.where(a.high < 0, -a.high, 0)).astype(value.dtype)
     found = Range(low, jnp.maximum(-a.low, a.high), a.width)
@@ -269,12 +290,14 @@ def _convert(value: Value, args: list[Range], numbers: list[Any]) -> Range | Non
         # Platforms truncate larger floats differently.
         fits = (a.low > -_SAFE_PRODUCT) & (a.high < _SAFE_PRODUCT)
         return _converted(a, target).where(fits, target) if target == "int32" else None
-    if target == "uint32" and source == "int32":
-        return _converted(a, target).where(a.low >= 0, target)
-    if target == "int32" and source not in ("bool", "int32"):
-        return None
-    found = _converted(a, target)
-    return found._replace(width=1 if source == "bool" else a.width)
+    found = _converted(a, target)._replace(width=1 if source == "bool" else a.width)
+    if source == "bool" or target.startswith("float"):
+        return found
+    # Numbers that the target does not hold wrap around, and their order with them.
+    held, limits = np.iinfo(source), np.iinfo(target)
+    least = np.asarray(max(held.min, limits.min), source)
+    most = np.asarray(min(held.max, limits.max), source)
+    return found.where((a.low >= least) & (a.high <= most), target)
 
 
 def _converted(x: Range, dtype: str) -> Range:

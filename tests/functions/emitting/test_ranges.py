@@ -1,0 +1,109 @@
+"""Ranges of single operations: no element lies outside, however it is rounded or wraps around."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_memeff._call.mask.bounds import Captured, evaluate
+from jax_memeff._call.mask.ranges import Range, applied
+from jax_memeff._functions.trace import traced_mask_function
+from jax_memeff.codegen.functions.program import Value
+
+INTEGERS = ["int32", "int64", "uint32", "uint64"]
+
+
+def elements_of(dtype: str) -> np.ndarray:
+    """Small numbers and limits of all integers, as far as ``dtype`` holds them, in order."""
+    limits = [
+        int(limit) for other in INTEGERS for limit in (np.iinfo(other).min, np.iinfo(other).max)
+    ]
+    numbers = sorted({-5, -1, 0, 1, 5, 2**31, 2**32, *limits})
+    own = np.iinfo(dtype)
+    return np.array([x for x in numbers if own.min <= x <= own.max], dtype)
+
+
+def tiles_of(dtype: str) -> list[np.ndarray]:
+    """The runs of at least two elements."""
+    numbers = elements_of(dtype)
+    stops = range(2, numbers.size + 1)
+    return [numbers[start:stop] for stop in stops for start in range(stop - 1)]
+
+
+def range_of(value: Value, elements: np.ndarray) -> tuple[int, int]:
+    tile = Range(jnp.asarray(elements.min()), jnp.asarray(elements.max()))
+    found = applied(value, [tile], [None])
+    return found.low.item(), found.high.item()
+
+
+@pytest.mark.parametrize("target", [*INTEGERS, "float32"])
+@pytest.mark.parametrize("source", [*INTEGERS, "bool"])
+def test_converted_elements_lie_within_bounds(source, target):
+    tiles = [np.array([False, True])] if source == "bool" else tiles_of(source)
+    with jax.enable_x64(True):
+        for elements in tiles:
+            low, high = range_of(Value("convert_element_type", target), elements)
+            converted = elements.astype(target)
+            assert low <= converted.min().item(), elements
+            assert converted.max().item() <= high, elements
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("int32", "uint32"), ("int64", "int32"), ("uint32", "int64")]
+)
+def test_conversions_that_keep_all_numbers_keep_their_range(source, target):
+    with jax.enable_x64(True):
+        found = range_of(Value("convert_element_type", target), np.array([0, 5], source))
+    assert found == (0, 5)
+
+
+@pytest.mark.parametrize("op", ["neg", "abs"])
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_signs_of_integers_lie_within_bounds(op, dtype):
+    with jax.enable_x64(True):
+        for elements in tiles_of(dtype):
+            low, high = range_of(Value(op, dtype), elements)
+            of_elements = np.negative(elements) if op == "neg" else np.abs(elements)
+            assert low <= of_elements.min().item(), elements
+            assert of_elements.max().item() <= high, elements
+
+
+def fma(a: float, b: float, c: float) -> np.float32:
+    """a * b + c, rounded once: float64 holds the sums of this test."""
+    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+
+
+FACTOR = 1 + 2.0**-12
+ROUNDED = np.float32(FACTOR) * np.float32(FACTOR)
+MASKS = {
+    "product + constant": lambda x, y, h, k: y[h] * x[k] - ROUNDED <= 0,
+    "constant - product": lambda x, y, h, k: ROUNDED - x[k] * y[h] >= 0,
+    "negated": lambda x, y, h, k: ROUNDED + -(x[k] * y[h]) >= 0,
+    "square": lambda x, y, h, k: x[k] * x[k] - ROUNDED <= 0,
+    "product of a head": lambda x, y, h, k: y[h] * y[h] - (ROUNDED + (FACTOR - x[k])) <= 0,
+}
+"""Functions that are true if products are rounded, and not at the last column if they are not."""
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_bounds_decide_nothing_by_the_rounding_of_a_product(name):
+    assert ROUNDED == 1 + 2.0**-11
+    assert fma(FACTOR, FACTOR, -float(ROUNDED)) == 2.0**-24
+    x, y = jnp.array([1.0, 1.0, FACTOR]), jnp.array([FACTOR])
+    mask = MASKS[name]
+    program, arrays = traced_mask_function(lambda b, h, q, k: mask(x, y, h, k))
+    captured = [Captured(array[None], None) for array in arrays]
+    zero = Range.exact(jnp.int32(0))
+    columns = Range(jnp.int32(0), jnp.int32(2), 2)
+    inputs = {"batch": zero, "head": zero, "query": zero, "key": columns}
+    found = evaluate(program, inputs, captured)
+    assert not found.low, "decided"
+    assert found.high
+
+
+def test_sums_of_other_floats_are_not_widened():
+    tile, one = Range(jnp.float32(1), jnp.float32(3)), Range.exact(jnp.float32(1))
+    found = applied(Value("sub", "float32"), [tile, one], [None, 1.0])
+    assert (found.low, found.high) == (0, 2)
