@@ -22,6 +22,7 @@ from jax_memeff.codegen.functions.sums import EXACT_BITS, EXACT_WORDS
 _BITS = 56
 _CARRY_BITS = EXACT_BITS - 32
 _LEAST, _LARGEST = 2.0**-60, 2.0**60
+_LEAST_SQUARES = 2.0**-100
 
 
 def sums_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -45,9 +46,12 @@ def scale(*leaves: jax.Array, tree: Any, options: Options) -> jax.Array:
     if isinstance(operands, QkvPackedOperands):
         operands = operands.separate()
     is_row = lse > -jnp.inf
-    gradients = _largest(_norms(dout), is_row)
-    values = _largest(_norms(operands.value), _valid_keys(operands)) * options.kept_scale
-    bound = gradients * (values + _largest(_norms(out), is_row))
+    gradients = _largest(_root_mean_squares(dout), is_row)
+    values = _largest(_root_mean_squares(operands.value), _valid_keys(operands))
+    outputs = _largest(_root_mean_squares(out), is_row)
+    # Each product is of finite numbers, because 0 * inf is NaN.
+    bound = gradients * values * options.kept_scale + gradients * outputs
+    bound *= dout.shape[-1]
     if dlse is not None:
         bound += _largest(jnp.abs(dlse.astype(jnp.float32)), is_row)
     bound = jnp.clip(bound, _LEAST, _LARGEST)
@@ -88,8 +92,16 @@ def rounded(sums: jax.Array, scale: jax.Array, shape: Sequence[int], dtype: Any)
     return jnp.where(is_marked, jnp.nan, total).astype(dtype)
 
 
-def _norms(array: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.square(array.astype(jnp.float32)), -1))
+def _root_mean_squares(array: jax.Array) -> jax.Array:
+    """Norms of rows over the root of their length, or bounds of that; finite if all elements are.
+
+    Squares overflow and underflow in float32. The largest element is the bound of such rows, and
+    both reductions read the array once.
+    """
+    array = array.astype(jnp.float32)
+    squares, largest = jnp.mean(jnp.square(array), -1), jnp.max(jnp.abs(array), -1)
+    is_in_range = (squares > _LEAST_SQUARES) & jnp.isfinite(squares)
+    return jnp.where(is_in_range, jnp.sqrt(squares), largest)
 
 
 def _largest(array: jax.Array, is_valid: jax.Array) -> jax.Array:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_memeff import Mask
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import Options
 from jax_memeff._cuda import exact_sums
 from jax_memeff.codegen.functions.sums import EXACT_BITS
 
@@ -57,3 +61,39 @@ def test_the_two_integers_are_one_number(low, high):
 def test_a_mark_makes_the_sum_nan(others):
     mark = 0x6000000000000000
     assert np.isnan(rounded(words(7, mark + others)[None], SCALE, (1,)))
+
+
+H = 64
+
+
+def scale_of(value: float, dout: float, dtype: str, other: float = 0.0) -> float:
+    """The scale of two rows and two keys: one of each has the elements ``value`` and ``dout``, and
+    the second of each has ``other``."""
+    values, gradients = (
+        jnp.stack([jnp.full((1, H), x), jnp.full((1, H), other)])[None].astype(dtype)
+        for x in (value, dout)
+    )
+    operands = Operands(values, values, values, None, Mask(), None, None)
+    lse = jnp.zeros((1, 2, 1), jnp.float32)
+    leaves, tree = jax.tree.flatten((operands, jnp.zeros_like(values), lse, gradients, None))
+    return exact_sums.scale(*leaves, tree=tree, options=Options(scale=1.0)).item()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("value", "dout"), [(1.0, 1.0), (1e30, 1e-20), (1e-25, 1e30), (1e25, 1e-25), (3e38, 1e-37)]
+)
+def test_the_largest_score_gradient_keeps_its_bits(value, dout, dtype):
+    """Rows whose squared norm overflows or underflows count, too."""
+    bits = scale_of(value, dout, dtype) * value * dout * H
+    assert 2.0**54 < bits <= 2.0**56 * 1.01  # bfloat16 rounds the elements
+
+
+def test_the_scale_of_the_largest_numbers_is_finite():
+    assert scale_of(3e38, 3e38, "float32") == 2.0**-4
+    assert scale_of(3e38, 0.0, "float32") == 2.0**116
+
+
+@pytest.mark.parametrize("other", [np.nan, np.inf])
+def test_rows_that_are_not_finite_do_not_count(other):
+    assert scale_of(1.0, 1.0, "float32", other) == scale_of(1.0, 1.0, "float32")
