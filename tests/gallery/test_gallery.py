@@ -158,7 +158,7 @@ def test_layers_with_other_windows_run_in_one_scan():
 
 
 def test_equal_arguments_and_functions():
-    """What the docstrings say: an argument of the call does the same."""
+    """An argument of the call does the same, as the docstrings say."""
     x = jax.random.normal(jax.random.key(3), (2, 64, 4, 16))
     call = jax_memeff.dot_product_attention
     np.testing.assert_allclose(

@@ -13,7 +13,7 @@ a_float: Any = 4.0
 
 
 class Model:
-    """What a pool must hold: for each sequence its tokens, and for each page what is written."""
+    """A model of a pool: the tokens of each sequence, and the contents of each page."""
 
     def __init__(self, pool):
         self.pool = pool

@@ -56,7 +56,7 @@ def gradients(mask: Any, *qkv: jax.Array, **arguments: Any) -> Any:
 
 
 def tiles(mask: Mask, tile: BlockMask, offsets: Offsets | None = None) -> np.ndarray:
-    """What a kernel reads of each tile of scores, [B, N, Q blocks, KV blocks]."""
+    """The level of each tile of scores that a kernel reads, [B, N, Q blocks, KV blocks]."""
 
     @jax.jit
     def lines(mask):
