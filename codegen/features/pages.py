@@ -90,7 +90,8 @@ class Pages(Feature[AskedPages, CompiledPages]):
         return CompiledPages(problem[self].size, problem[self].is_invariant)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        return {"kPageSize": spec[self].size}
+        size = spec[self].size
+        return {"kPageSize": size, **({"kKeyBoxRows": key_box_rows(spec)} if size else {})}
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
         return (CapturedArray("page_table", f"B S/{spec[self].size}"),) if spec[self].size else ()
@@ -141,8 +142,5 @@ PAGES = Pages()
 
 
 def key_box_rows(spec: KernelSpec) -> int:
-    """The rows of a TMA box of keys: the largest number that divides a tile and a page.
-
-    ffi/include/memeff/core/page_table.cuh computes the same number.
-    """
+    """The rows of a TMA box of keys: the largest number that divides a tile and a page."""
     return math.gcd(spec.tile.key, spec[PAGES].size)

@@ -9,19 +9,6 @@ namespace memeff {
 // one of its multiples on lie in one page.
 constexpr int kPageStep = 16;
 
-// The rows of a TMA box of keys: the largest number that divides a tile and a page. The tensor maps
-// use the same number (codegen/features/pages.py).
-template <class Config>
-CUTE_HOST_DEVICE constexpr int key_box_rows() {
-  int a = Config::kTileKey, b = Config::kPageSize;
-  while (b != 0) {
-    int const rest = a % b;
-    a = b;
-    b = rest;
-  }
-  return a;
-}
-
 template <class Config, bool kOn = (Config::kPageSize > 0)>
 struct PageTable {
   static constexpr bool kPaged = false;

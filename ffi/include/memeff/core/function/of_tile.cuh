@@ -71,8 +71,8 @@ class FunctionOfTile {
 
   // One element of this lane.
   template <class Grid, bool kTransposed, class Arrays, class Use>
-  CUTE_DEVICE void visit(Arrays& arrays, int thread, int element, int m, int n, float& score,
-                         Use use) const {
+  CUTE_DEVICE void at_element(Arrays& arrays, int thread, int element, int m, int n, float& score,
+                              Use use) const {
     int const first_major = Grid::element_row(0, 0, thread);
     int const first_minor = Grid::element_column(0, 0, thread);
     // The distance from the first element is the same in all lanes; lane 0 makes it a constant.
@@ -95,7 +95,7 @@ class FunctionOfTile {
       for (int n = 0; n < cute::size<2>(scores); ++n) {
         CUTE_UNROLL
         for (int element = 0; element < 4; ++element) {
-          visit<Grid, kTransposed>(arrays, thread, element, m, n, scores(element, m, n), use);
+          at_element<Grid, kTransposed>(arrays, thread, element, m, n, scores(element, m, n), use);
         }
       }
     }
@@ -132,7 +132,7 @@ class FunctionOfTile {
           for (int read = 0; read < Reads::kReads; ++read) {
             arrays.values[read] = pair[element % 2][read];
           }
-          visit<Grid, kTransposed>(arrays, thread, element, m, n, scores(element, m, n), use);
+          at_element<Grid, kTransposed>(arrays, thread, element, m, n, scores(element, m, n), use);
         }
       }
     }

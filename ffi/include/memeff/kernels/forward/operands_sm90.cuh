@@ -121,7 +121,7 @@ struct MappedOperands {
     // One box for each page or part of a page. Keys without a valid page get a coordinate beyond
     // the end of the pool, where TMA fills with zeros. All entries are read before the first copy.
     CUTE_DEVICE void load_pages(int first, uint64_t& arrived, uint32_t buffer) const {
-      constexpr int kBoxRows = key_box_rows<Config>();
+      constexpr int kBoxRows = Config::kKeyBoxRows;
       constexpr int kBoxes = Config::kTileKey / kBoxRows;
       int found[kBoxes];
       CUTE_UNROLL

@@ -106,8 +106,8 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
           terms[read][element] = masked ? 0.0f : gradient[element] * derivatives[read];
         }
       };
-      of_tile_.template visit<Grid, kTransposed>(arrays_, thread_, element, m, n, score,
-                                                 differentiate);
+      of_tile_.template at_element<Grid, kTransposed>(arrays_, thread_, element, m, n, score,
+                                                      differentiate);
     }
     cute::for_each(cute::make_seq<kReads>{}, [&](auto read) {
       add_terms<decltype(read)::value>(sums, m, n, terms[decltype(read)::value]);
