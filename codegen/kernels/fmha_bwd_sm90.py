@@ -36,7 +36,7 @@ from jax_memeff.codegen.strategy import Strategy, q_splits
 PART_COLUMNS = 64
 """Columns of the operands that the dbias kernel copies at a time."""
 _TICKET_BYTES = 8
-"""Of which four align barriers."""
+"""Four of them align barriers."""
 
 TILES: Mapping[int, Sequence[WgmmaTile]] = {
     64: (
@@ -186,24 +186,22 @@ class FmhaBwdSm90(WgmmaBackward):
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Tiles of key and value, rings of query, its rows' statistics, dO and bias, or the bias of
-        each warp's 16 keys, and two dS. A kernel whose blocks wait for each other has two barriers
-        more, and a ticket.
+        each warp's 16 keys, two dS, the dQ of a Q block in f32, and a ticket.
         """
         tile = wgmma_tile(spec)
         dims = spec.padded_head_dim + spec.padded_value_dim
         elements = (tile.key + tile.stages * tile.query) * dims + 2 * tile.query * tile.key
         statistics = tile.stages * tile.query * shared_memory.STATISTICS_BYTES
-        buffers = 2 * tile.stages + 1
+        buffers = 2 * tile.stages + 2
         bias = tile.key // 16 * shared_memory.bias_bytes(spec, tile.query, 16)
         if spec.tma_bias:
             bias = tile.stages * tile.query * tile.key * spec.element_bytes
-        control = buffers * shared_memory.PIPELINE_BYTES
-        if spec.orders_queries:
-            control += 2 * shared_memory.BARRIER_BYTES + _TICKET_BYTES
+        control = buffers * shared_memory.PIPELINE_BYTES + _TICKET_BYTES
+        query_gradient = 4 * tile.query * spec.padded_head_dim if "query" in spec.gradients else 0
         sums = shared_memory.captured_sum_bytes(
             spec, Sum.QUERY, spec.computing_threads // 32, tile.query
         )
-        return elements * spec.element_bytes + statistics + bias + sums + control
+        return elements * spec.element_bytes + query_gradient + statistics + bias + sums + control
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         grid = key_tile_grid(spec)

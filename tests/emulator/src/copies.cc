@@ -195,6 +195,22 @@ void store_box(void const* encoded, uint32_t shared, int const (&start)[4]) {
       });
 }
 
+void reduce_add_tma(float* global, uint32_t shared, int bytes) {
+  require_aligned(global, 16, "a TMA reduction");
+  if (bytes % 16 != 0) fail("a TMA reduction of %d bytes, no multiple of 16", bytes);
+  ++this_fiber().stores;
+  this_fiber().stores_committed = false;
+  start([=, fiber = &this_fiber()] {
+    for (int i = 0; i < bytes; i += 16) {
+      char const* const source = async_read(*fiber->block, shared + i, 16, "a TMA reduction");
+      float values[4];
+      std::memcpy(values, source, 16);
+      for (int j = 0; j < 4; ++j) global[i / 4 + j] += values[j];
+    }
+    --fiber->stores;
+  });
+}
+
 void commit_tma_stores() { this_fiber().stores_committed = true; }
 
 void wait_tma_stores() {

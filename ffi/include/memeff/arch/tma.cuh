@@ -35,11 +35,24 @@ CUTE_DEVICE void store_box(TensorMap const& map, uint32_t shared, int column, in
   cute::SM90_TMA_STORE_4D::copy(&map, shared_pointer(shared), column, row, head, batch);
 }
 
-// Closes the group of this thread's stores.
+// Adds f32 from shared memory to contiguous f32 in global memory; `bytes` is a multiple of 16.
+CUTE_DEVICE void reduce_add_tma(float* global, uint32_t shared, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
+// Closes the group of this thread's stores and additions.
 CUTE_DEVICE void commit_tma_stores() { cute::tma_store_arrive(); }
 
-// Waits until the sources of this thread's committed stores may be overwritten.
+// Waits until the sources of this thread's committed stores and additions may be overwritten.
 CUTE_DEVICE void wait_tma_stores() { cute::tma_store_wait<0>(); }
+
+// Waits until this thread's committed stores and additions have been performed.
+CUTE_DEVICE void wait_tma_stores_performed() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 
 // Makes ordinary writes to shared memory visible to TMA and to wgmma.
 CUTE_DEVICE void fence_tma_store() { cute::tma_store_fence(); }

@@ -10,9 +10,8 @@
 // of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory. dS has
 // two buffers there, so one barrier of the consumers per Q block is enough.
 //
-// Config::kOrdersQueries makes the order of the additions to dq deterministic
-// (schedule/dq_semaphore_sm90.cuh), and with Config::kSplitQ several CTAs may divide the Q blocks
-// of one KV block (schedule/split_q.cuh).
+// A further thread adds dQ to its sums (backward/dq_sums_sm90.cuh), and with Config::kSplitQ several
+// CTAs may divide the Q blocks of one KV block (schedule/split_q.cuh).
 #pragma once
 
 #include <memeff/collective/probability_modifiers.cuh>
@@ -24,6 +23,7 @@
 #include <memeff/kernels/backward/consumer_sm90.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/dbias/sm90.cuh>
+#include <memeff/kernels/backward/dq_sums_sm90.cuh>
 #include <memeff/kernels/backward/postprocess.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/kernels/backward/transposed_score_gradient.cuh>
@@ -32,7 +32,6 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/dq_semaphore_sm90.cuh>
 #include <memeff/schedule/q_blocks.cuh>
 #include <memeff/schedule/split_q.cuh>
 #include <memeff/score/bias/gradient_transposed.cuh>
@@ -73,6 +72,8 @@ struct FmhaBackwardSm90 {
   static constexpr bool kScoreGradient = Config::kQueryGradient || Config::kKeyGradient ||
                                          Config::kFunctionGradient || BiasWriter::kNeeded;
 
+  using DqSums = DqSumsSm90<Config, Tiles>;
+
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.
   using Bias = QBlockBiasRing<Config, Tiles, kStages>;
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid, true>>;
@@ -81,17 +82,16 @@ struct FmhaBackwardSm90 {
   static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kScoreOffset = kOutOffset + kStages * OutTile::kBytes;
-  static constexpr int kTmaBiasOffset = kScoreOffset + 2 * ScoreTile::kBytes;
+  static constexpr int kDqOffset = kScoreOffset + 2 * ScoreTile::kBytes;
+  static constexpr int kTmaBiasOffset = kDqOffset + DqSums::kSharedBytes;
   static constexpr int kStatisticsOffset = kTmaBiasOffset + kStages * Bias::kTmaStageBytes;
   static constexpr int kWarpBiasOffset = kStatisticsOffset + kStages * kStatisticsBytes;
   static constexpr int kBiasOffset = Bias::kTmaBias ? kTmaBiasOffset : kWarpBiasOffset;
   static constexpr int kSumsOffset = kWarpBiasOffset + Bias::kWarpBytes;
   static constexpr int kControlOffset = kSumsOffset + CapturedSums::kSharedBytes;
 
-  using Semaphore = cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>,
-                                        NoDqSemaphoreSm90<Config>>;
-
-  struct Control : Semaphore::Control {
+  struct Control {
+    typename DqSums::Control dq;
     Pipeline<kStages> query;         // and the statistics of their rows
     Pipeline<kStages> out_gradient;  // and the bias
     Pipeline<1> key;                 // and values
@@ -128,7 +128,7 @@ struct FmhaBackwardSm90 {
 
     CUTE_DEVICE Work(BackwardParams const& params, Control const& control) {
       ProblemShape const& shape = params.shape;
-      item = Semaphore::item(params, control);
+      item = DqSums::item(params, control.dq);
       column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
       tiles = q_block_range<Config>(params, item, tiles, params.query_tiles);
@@ -169,7 +169,7 @@ struct FmhaBackwardSm90 {
       control.query.init(kConsumerWarps);
       control.out_gradient.init(kConsumerWarps);
       control.key.init(1);
-      Semaphore::init(params, control, kConsumerWarps);
+      DqSums::init(params, control.dq, kConsumerWarps);
       fence_barrier_init();
     }
     __syncthreads();
@@ -177,7 +177,9 @@ struct FmhaBackwardSm90 {
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
-      Semaphore::order(params, control, work.item, work.tiles, int(threadIdx.x) - kConsumers);
+      if (threadIdx.x == kConsumers + kWarpSize) {
+        DqSums::add(params, control.dq, work.item, work.tiles, tiles + kDqOffset);
+      }
     } else {
       raise_registers<kConsumerRegisters>();
       consume(params, maps, work, control, tiles);
@@ -317,8 +319,8 @@ struct FmhaBackwardSm90 {
         consumer.begin_key_gradient(left_gradient, query_tile, key_gradient);
         wait_products<Config::kKeyGradient>();  // dQ
         fence_accumulators(query_gradient);
-        // The score buffer alternates by Q blocks, as the phases of the semaphore's barriers do.
-        consumer.add_query_gradient(head, tile, score_buffer, query_gradient);
+        // The score buffer alternates by Q blocks, as the phases of the barriers of dQ do.
+        consumer.add_query_gradient(score_buffer, query_gradient);
         wait_products<0>();  // dK
         fence_accumulators(key_gradient);
         if (leader) control.query.release(stage);

@@ -61,6 +61,7 @@ void wait_products(int pending);
 void load_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4]);
 void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes);
 void store_box(void const* map, uint32_t shared, int const (&start)[4]);
+void reduce_add_tma(float* global, uint32_t shared, int bytes);
 void commit_tma_stores();
 void wait_tma_stores();
 // Makes earlier writes of this thread visible to TMA and to wgmma.

@@ -3,7 +3,6 @@
 
 #include <memeff/collective/softmax/transposed.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
-#include <memeff/kernels/backward/dq_sums.cuh>
 #include <memeff/layout/tma_tile.cuh>
 
 namespace memeff {
@@ -14,6 +13,7 @@ template <class Config, class Kernel>
 struct BackwardConsumerSm90 {
   using Bias = typename Kernel::Bias;
   using Control = typename Kernel::Control;
+  using DqSums = typename Kernel::DqSums;
   using Element = typename Kernel::Element;
   using KeyColumns = typename Kernel::KeyColumns;
   using KeyRows = typename Kernel::KeyRows;
@@ -29,7 +29,6 @@ struct BackwardConsumerSm90 {
   using ScoreColumns = typename Kernel::ScoreColumns;
   using ScoreGrid = typename Kernel::ScoreGrid;
   using ScoreOperand = typename Kernel::ScoreOperand;
-  using Semaphore = typename Kernel::Semaphore;
   using Stage = typename Kernel::Stage;
   using Tiles = typename Kernel::Tiles;
   using ValueRows = typename Kernel::ValueRows;
@@ -38,6 +37,7 @@ struct BackwardConsumerSm90 {
   static constexpr auto kBiasOffset = Kernel::kBiasOffset;
   static constexpr auto kConsumerBarrier = Kernel::kConsumerBarrier;
   static constexpr auto kConsumers = Kernel::kConsumers;
+  static constexpr auto kDqOffset = Kernel::kDqOffset;
   static constexpr auto kScoreGradient = Kernel::kScoreGradient;
   static constexpr auto kTileKey = Kernel::kTileKey;
   static constexpr auto kTileQuery = Kernel::kTileQuery;
@@ -158,12 +158,9 @@ struct BackwardConsumerSm90 {
   }
 
   template <class Accumulators>
-  CUTE_DEVICE void add_query_gradient(int head, int tile, int parity,
-                                      Accumulators const& query_gradient) const {
+  CUTE_DEVICE void add_query_gradient(int parity, Accumulators const& query_gradient) const {
     if constexpr (Config::kQueryGradient) {
-      Semaphore::begin_additions(control, parity);
-      add_to_dq_sums<Tiles>(params, work.item.batch, head, tile, query_gradient);
-      Semaphore::end_additions(control);
+      DqSums::store(control.dq, tiles + kDqOffset, parity, query_gradient);
     }
   }
 };

@@ -23,8 +23,13 @@ CUTE_DEVICE void store_box(TensorMap const& map, uint32_t shared, int column, in
   emulator::store_box(&map, shared, {column, row, head, batch});
 }
 
+CUTE_DEVICE void reduce_add_tma(float* global, uint32_t shared, int bytes) {
+  emulator::reduce_add_tma(global, shared, bytes);
+}
+
 CUTE_DEVICE void commit_tma_stores() { emulator::commit_tma_stores(); }
 CUTE_DEVICE void wait_tma_stores() { emulator::wait_tma_stores(); }
+CUTE_DEVICE void wait_tma_stores_performed() { emulator::wait_tma_stores(); }
 CUTE_DEVICE void fence_tma_store() { emulator::fence_async_proxy(); }
 
 }  // namespace memeff
