@@ -220,7 +220,8 @@ class WgmmaKernel(Kernel):
         return {"kStages": wgmma_tile(spec).stages}
 
     def defines(self, spec: KernelSpec) -> str:
-        return "" if spec.tile.key in _BASIC_COLUMNS else _EXTENDED_SHAPES
+        basic = {spec.tile.query, spec.tile.key} <= set(_BASIC_COLUMNS)
+        return "" if basic else _EXTENDED_SHAPES
 
     def padded_rows(self) -> Iterator[Row]:
         """The rows of the table, for one dtype."""

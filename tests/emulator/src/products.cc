@@ -207,10 +207,17 @@ void load_matrix(uint32_t (&fragment)[4], uint32_t address, bool transpose) {
   std::copy_n(exchange.out[this_lane()], 4, fragment);
 }
 
-void store_matrix(uint32_t address, uint32_t const (&fragment)[4]) {
-  Exchange& exchange = meet("stmatrix", fragment, 4, [](Exchange& lanes) {
+void store_matrix(uint32_t address, uint32_t const (&fragment)[4], bool transpose) {
+  Exchange& exchange = meet("stmatrix", fragment, 4, [transpose](Exchange& lanes) {
     for (int lane = 0; lane < kLanes; ++lane) {
-      for (int q = 0; q < 4; ++q) lanes.out[lane][q] = lanes.in[lane % 8 * 4 + q][lane / 8];
+      int const matrix = lane / 8;
+      int const row = lane % 8;
+      auto element = [&](int r, int c) { return lanes.in[r * 4 + c / 2][matrix] >> c % 2 * 16; };
+      for (int q = 0; q < 4; ++q) {
+        uint32_t const low = transpose ? element(2 * q, row) : element(row, 2 * q);
+        uint32_t const high = transpose ? element(2 * q + 1, row) : element(row, 2 * q + 1);
+        lanes.out[lane][q] = (low & 0xffff) | high << 16;
+      }
     }
   });
   std::memcpy(write_shared(address, 16), exchange.out[this_lane()], 16);

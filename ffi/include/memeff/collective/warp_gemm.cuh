@@ -371,4 +371,17 @@ CUTE_DEVICE void store_operand(uint32_t tile,
   }
 }
 
+// The same to the transposed tile: rows of the operand become columns.
+template <class Tile, class Grid, int kSteps>
+CUTE_DEVICE void store_operand_transposed(uint32_t tile,
+                                          RegisterOperand<1, kSteps, 2> const& operand) {
+  int const thread = thread_index();  // keeps addresses out of registers across a loop
+  FragmentPointer<Tile, 1, false> const target(tile, LaneOrder::columns_first, Grid::column(thread),
+                                               Grid::row(thread) / 16, thread);
+  CUTE_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    store_matrix_transposed(target.at(step, 0), operand.fragments[0][step]);
+  }
+}
+
 }  // namespace memeff

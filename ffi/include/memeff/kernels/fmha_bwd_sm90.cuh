@@ -242,6 +242,7 @@ struct FmhaBackwardSm90 {
   using OutColumns = DescriptorOperand<OutTile, Contiguous::outer>;
   using KeyColumns = DescriptorOperand<KeyTile, Contiguous::outer>;
   using ScoreColumns = DescriptorOperand<ScoreTile, Contiguous::outer>;
+  using ScoreRows = DescriptorOperand<ScoreTile, Contiguous::k>;
 
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
   using KeptBlocks = typename ProbabilityModifiers<Config, ScoreGrid, true>::Tile;
@@ -303,7 +304,7 @@ struct FmhaBackwardSm90 {
             scores, score_gradient, probabilities, left_gradient, bias_sums,
             CapturedSums(params, work.position(head, tile), tiles + kSumsOffset), captured_sums);
         if constexpr (Config::kQueryGradient) {
-          store_operand<ScoreTile, ScoreGrid>(score_tile, left_gradient);
+          consumer.store_score_gradient(score_tile, left_gradient);
         }
         if constexpr (BiasWriter::kFromTile) {
           BiasWriter::store(params, work.position(head, tile), score_tile);

@@ -33,6 +33,7 @@ struct BackwardTiles {
   // dq is summed in f32 over the KV blocks. The workspace is in accumulator order (four floats per
   // lane, 512 bytes per warp and block) instead of rows. The sums are then aligned vector
   // reductions, and the postprocess kernel, which has the same threads, reads them back unchanged.
+  static constexpr bool kTransposedDq = false;
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
 
   // The sums of a bias gradient that is broadcast over the batch or heads: tiles of scores, each in

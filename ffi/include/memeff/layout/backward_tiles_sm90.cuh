@@ -22,19 +22,28 @@ struct BackwardTilesSm90 {
   using OutTile = SharedTile<kTileQuery, Config::kValueDim>;   // dO
   using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;      // also dk
   using ValueTile = SharedTile<kTileKey, Config::kValueDim>;   // also dv
-  using ScoreTile = SharedTile<kTileKey, kTileQuery>;          // dS^T
+
+  // The consumers divide the rows of dQ if there are 64 for each, and its columns if there are 64
+  // rows in all. wgmma has 64 rows, so with any other number they compute its transpose, K^T dS^T,
+  // and divide the rows of that. wgmma reads its left operand in either order, and a right operand
+  // of a number of columns that panels do not divide must have k contiguous.
+  static constexpr bool kDivideRows = kTileQuery == 64 * kWarpgroups;
+  static constexpr bool kTransposedDq = kTileQuery % 64 != 0;
+  static_assert(kDivideRows || kTileQuery == 64 ||
+                (kTransposedDq && Config::kHeadDim == 64 * kWarpgroups));
+  using ScoreTile = cute::conditional_t<kTransposedDq, SharedTile<kTileQuery, kTileKey>,
+                                        SharedTile<kTileKey, kTileQuery>>;  // dS, or dS^T
 
   using ScoreGrid = WarpGrid<kTileKey, kTileQuery, kWarps, 16>;  // transposed
   using KeyGrid = WarpGrid<kTileKey, Config::kHeadDim, kWarps, 16>;
   using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps, 16>;
   using Statistics = QuadStatistics;
 
-  // The consumers divide the rows of dq if there are enough, else its columns.
-  using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kWarps, 16>;
-  static constexpr bool kDivideRows = kTileQuery == 64 * kWarpgroups;
-  static_assert(kDivideRows || kTileQuery == 64);
+  using QueryGrid = cute::conditional_t<kTransposedDq,
+                                        WarpGrid<Config::kHeadDim, kTileQuery, kWarps, 16>,
+                                        WarpGrid<kTileQuery, Config::kHeadDim, kWarps, 16>>;
 
-  // Bytes from the start of dS^T, and of the keys, to the operands of a consumer's part of dq.
+  // Bytes from the start of dS^T, and of the keys, to the operands of a consumer's part of dQ.
   CUTE_DEVICE static int query_rows_offset(int warpgroup) {
     static_assert(ScoreTile::kPanelColumns == 64);
     return kDivideRows ? warpgroup * ScoreTile::kPanelBytes : 0;

@@ -38,7 +38,7 @@ void wait_barrier(uint64_t& barrier, int parity);
 uint32_t shuffle(uint32_t value, int lane);
 uint32_t ballot(bool predicate);
 void load_matrix(uint32_t (&fragment)[4], uint32_t address, bool transpose);
-void store_matrix(uint32_t address, uint32_t const (&fragment)[4]);
+void store_matrix(uint32_t address, uint32_t const (&fragment)[4], bool transpose);
 void mma(Format format, float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1);
 
 // cp.async: `bytes` of `size` bytes, zeros behind them.

@@ -29,6 +29,8 @@ struct BackwardConsumerSm90 {
   using ScoreColumns = typename Kernel::ScoreColumns;
   using ScoreGrid = typename Kernel::ScoreGrid;
   using ScoreOperand = typename Kernel::ScoreOperand;
+  using ScoreRows = typename Kernel::ScoreRows;
+  using ScoreTile = typename Kernel::ScoreTile;
   using Stage = typename Kernel::Stage;
   using Tiles = typename Kernel::Tiles;
   using ValueRows = typename Kernel::ValueRows;
@@ -128,7 +130,16 @@ struct BackwardConsumerSm90 {
     }
   }
 
-  // dQ = dS K
+  CUTE_DEVICE void store_score_gradient(uint32_t score_tile,
+                                        ScoreOperand const& left_gradient) const {
+    if constexpr (Tiles::kTransposedDq) {
+      store_operand_transposed<ScoreTile, ScoreGrid>(score_tile, left_gradient);
+    } else {
+      store_operand<ScoreTile, ScoreGrid>(score_tile, left_gradient);
+    }
+  }
+
+  // dQ = dS K, or its transpose
   template <class Accumulators>
   CUTE_DEVICE void begin_query_gradient(int warpgroup, uint32_t score_tile,
                                         Accumulators& query_gradient) const {
@@ -137,9 +148,13 @@ struct BackwardConsumerSm90 {
       named_barrier_sync(kConsumerBarrier, kConsumers);  // dS is complete
       fence_accumulators(query_gradient);
       begin_products();
-      warpgroup_gemm<Element, kTileKey / 16>(
-          query_gradient, ScoreColumns(score_tile + Tiles::query_rows_offset(warpgroup)),
-          KeyColumns(tiles + Tiles::query_columns_offset(warpgroup)), false);
+      KeyColumns const keys(tiles + Tiles::query_columns_offset(warpgroup));
+      if constexpr (Tiles::kTransposedDq) {
+        warpgroup_gemm<Element, kTileKey / 16>(query_gradient, keys, ScoreRows(score_tile), false);
+      } else {
+        ScoreColumns const scores(score_tile + Tiles::query_rows_offset(warpgroup));
+        warpgroup_gemm<Element, kTileKey / 16>(query_gradient, scores, keys, false);
+      }
       commit_products();
     }
   }

@@ -49,9 +49,18 @@ struct FmhaBackwardPostprocess {
         query_gradient(3, m, n) = sum.w * params.scale.gradient_scale;
       }
     }
-    store_tile<Element, typename Tiles::QueryTile, typename Tiles::QueryGrid, kThreads,
-               Config::kAlignment>(
-        shared_address(shared), query_gradient,
+    using QueryTile = typename Tiles::QueryTile;
+    using QueryGrid = typename Tiles::QueryGrid;
+    uint32_t const tile = shared_address(shared);
+    if constexpr (Tiles::kTransposedDq) {
+      store_operand_transposed<QueryTile, QueryGrid>(tile,
+                                                     as_left_operand<Element>(query_gradient));
+    } else {
+      store_accumulators<Element, QueryTile, QueryGrid>(tile, query_gradient);
+    }
+    __syncthreads();
+    store_rows<QueryTile, kThreads, Config::kAlignment>(
+        tile,
         row_pointer<Element>(params.query_gradient, origin.batch, origin.row + row, item.head),
         params.query_gradient.row_stride * sizeof(Element), row_bound, shape.head_dim);
   }

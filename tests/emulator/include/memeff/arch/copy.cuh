@@ -15,7 +15,10 @@ CUTE_DEVICE void load_matrix(uint32_t (&fragment)[4], uint32_t address) {
 }
 
 CUTE_DEVICE void store_matrix(uint32_t address, uint32_t const (&fragment)[4]) {
-  emulator::store_matrix(address, fragment);
+  emulator::store_matrix(address, fragment, false);
+}
+CUTE_DEVICE void store_matrix_transposed(uint32_t address, uint32_t const (&fragment)[4]) {
+  emulator::store_matrix(address, fragment, true);
 }
 
 template <class Value>
