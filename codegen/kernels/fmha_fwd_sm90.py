@@ -71,26 +71,28 @@ _SHORT_GROUPS = dataclasses.replace(
     _GROUPS, key=64, reason="as 64; a consumer group has two buffers of its own"
 )
 
-TILES: Mapping[int, Sequence[Tile]] = {
-    64: (
-        _GROUPS,
-        Tile(
-            192,
-            128,
-            2,
-            "three consumers read K and V a third less often: 510 TFLOP/s at T 8192 on an H200, "
-            "with two 428",
-            modifiers=("soft cap", "user functions", *PROBABILITY_MODIFIERS),
-            masks=("none", "causal"),
-        ),
-        Tile(
-            128,
-            128,
-            2,
-            "with three consumers a window and a boolean mask spill",
-            modifiers=EVERY_MODIFIER,
-        ),
+_NARROW = (
+    Tile(
+        192,
+        128,
+        2,
+        "three consumers read K and V a third less often: 510 TFLOP/s at head dim 64, T 8192 on an "
+        "H200, with two 428",
+        modifiers=("soft cap", "user functions", *PROBABILITY_MODIFIERS),
+        masks=("none", "causal"),
     ),
+    Tile(
+        128,
+        128,
+        2,
+        "with three consumers a window and a boolean mask spill",
+        modifiers=EVERY_MODIFIER,
+    ),
+)
+
+TILES: Mapping[int, Sequence[Tile]] = {
+    32: (_GROUPS, *_NARROW),
+    64: (_GROUPS, *_NARROW),
     96: (_SHORT_GROUPS, Tile(128, 128, 2, "as 128", modifiers=_NO_BOOLEAN)),
     128: (
         _SHORT_GROUPS,
@@ -139,6 +141,13 @@ TILES: Mapping[int, Sequence[Tile]] = {
 }
 """By the larger of the two padded head dims. TMA fills padding with zeros."""
 
+LARGER_HEAD_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
+    (192, 128): (
+        Tile(128, 128, 2, "208 KB; S 64 and O 64 registers a thread", query_stages=1),
+    ),
+}
+"""By the padded head dims of query and value, before those of ``TILES``."""
+
 
 class FmhaFwdSm90(WgmmaKernel):
     """The forward of wgmma for 16-bit elements."""
@@ -154,7 +163,8 @@ class FmhaFwdSm90(WgmmaKernel):
         """The output leaves from where the queries were, so both have panels of one width."""
         for head, value in itertools.product(self.tiles, repeat=2):
             if panel_columns(head) == panel_columns(value):
-                for tile in self.tiles[max(head, value)]:
+                own = LARGER_HEAD_TILES.get((head, value), ())
+                for tile in (*own, *self.tiles[max(head, value)]):
                     yield Row(head, value, tile)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
