@@ -68,44 +68,67 @@ struct LatentConsumerSm90 {
     cute::clear(output);
     Softmax softmax;
     control.query.wait(at.query);
-    int block = part.begin + (at.next == at.warpgroup ? 0 : 1);
+    bool const starts = at.next == at.warpgroup;
     at.next ^= (part.end - part.begin) & 1;
-    bool const has_scores = block < part.end;
-    CUTE_NO_UNROLL
-    while (true) {
-      if (block > part.begin && block <= part.end) {
-        multiply_other_values(control, tiles, at, softmax, output, params.scale.softmax_scale);
-      }
-      if (block >= part.end) break;
-      multiply_keys(control, tiles, at, scores);
-      bool const last = block + Kernel::kWarpgroups >= part.end;
-      if (at.leader) {
-        arrive_barrier(control.keys[at.warpgroup].empty[kOtherColumns]);
-        if (last) control.query.release(at.query);
-      }
-      Modifiers const modifiers = {{params.scale}, {params}, {}};
-      ScoreTilePosition const tile = {part.batch, part.head, part.tile * kTileQuery,
-                                      block * kTileKey};
-      modifiers.forward(scores, tile);
-      mask.template apply<kTileQuery, kTileKey>(scores, params, tile);
-      auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
-      auto const probabilities = as_left_operand<Element>(scores);
-      publish(params, control, tiles, at, mask, block, softmax, correction, probabilities);
-      Softmax::rescale(output, correction);
-      multiply_own_values(control, tiles, at, probabilities, output);
-      block += Kernel::kWarpgroups;
+    int block = part.begin;
+    if (starts) {
+      add_own_block<false>(params, control, tiles, at, mask, part, block, scores, softmax, output);
+      ++block;
     }
-    if (!has_scores && at.leader) control.query.release(at.query);
+    // `block` is one of the other consumer.
+    CUTE_NO_UNROLL
+    for (; block + 1 < part.end; block += Kernel::kWarpgroups) {
+      add_own_block<true>(params, control, tiles, at, mask, part, block + 1, scores, softmax,
+                          output);
+    }
+    if (block < part.end) {
+      // Without scores of its own in this part it has not released the queries.
+      __syncwarp();
+      if (block == part.begin && at.leader) control.query.release(at.query);
+      begin_other_values(control, tiles, at, softmax, output);
+      end_other_values(control, at, output);
+    }
     at.query.advance();
     add_row_sums(control, at, softmax);
     Kernel::Output::write(params, part, mask.query_length, at.warpgroup,
                           at.warpgroup * Kernel::kColumns, softmax, output);
   }
 
-  // S = Q K^T of a KV block in this consumer's buffer, panel by panel as they arrive. First those
-  // that this consumer has released itself.
+  // A KV block of which this consumer owns the scores, and with kFollows the one before, which
+  // belongs to the other. Its product runs under the softmax.
+  //
+  // kFollows is a constant because ptxas serializes products that a branch separates from the wait
+  // for others.
+  template <bool kFollows, class Scores, class Output>
+  CUTE_DEVICE static void add_own_block(ForwardParams const& params, Control& control,
+                                        uint32_t tiles, Position& at, Mask const& mask,
+                                        KeyPart const& part, int block, Scores& scores,
+                                        Softmax& softmax, Output& output) {
+    begin_scores(control, tiles, at, scores);
+    if constexpr (kFollows) begin_other_values(control, tiles, at, softmax, output);
+    wait_products<kFollows>();
+    fence_accumulators(scores);
+    if (at.leader) {
+      arrive_barrier(control.keys[at.warpgroup].empty[kOtherColumns]);
+      if (block + Kernel::kWarpgroups >= part.end) control.query.release(at.query);
+    }
+    Modifiers const modifiers = {{params.scale}, {params}, {}};
+    ScoreTilePosition const tile = {part.batch, part.head, part.tile * kTileQuery,
+                                    block * kTileKey};
+    modifiers.forward(scores, tile);
+    mask.template apply<kTileQuery, kTileKey>(scores, params, tile);
+    auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
+    auto const probabilities = as_left_operand<Element>(scores);
+    if constexpr (kFollows) end_other_values(control, at, output);
+    publish(params, control, tiles, at, mask, block, softmax, correction, probabilities);
+    Softmax::rescale(output, correction);
+    multiply_own_values(control, tiles, at, probabilities, output);
+  }
+
+  // Starts S = Q K^T of a KV block in this consumer's buffer, panel by panel as they arrive: first
+  // those that this consumer has released itself.
   template <class Scores>
-  CUTE_DEVICE static void multiply_keys(Control& control, uint32_t tiles, Position const& at,
+  CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, Position const& at,
                                         Scores& scores) {
     auto& barriers = control.keys[at.warpgroup];
     uint32_t const keys = Kernel::keys(tiles, at.warpgroup);
@@ -125,8 +148,6 @@ struct LatentConsumerSm90 {
           DescriptorOperand<PanelTile, Contiguous::k>(keys + panel * PanelTile::kBytes), i > 0);
     }
     commit_products();
-    wait_products<0>();
-    fence_accumulators(scores);
   }
 
   // Passes the probabilities of a KV block to the other consumer, with the softmax references.
@@ -175,10 +196,10 @@ struct LatentConsumerSm90 {
     at.own_parity ^= 1;
   }
 
-  // The same for a KV block of the other consumer, whose probabilities are in shared memory.
+  // Starts the same for a KV block of the other consumer, whose probabilities are in shared memory.
   template <class Output>
-  CUTE_DEVICE static void multiply_other_values(Control& control, uint32_t tiles, Position& at,
-                                                Softmax& softmax, Output& output, float) {
+  CUTE_DEVICE static void begin_other_values(Control& control, uint32_t tiles, Position const& at,
+                                             Softmax& softmax, Output& output) {
     int const other = 1 - at.warpgroup;
     wait_barrier(control.probabilities[other], at.other_parity);
     random_sleep();
@@ -205,9 +226,13 @@ struct LatentConsumerSm90 {
         DescriptorOperand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset),
         values(tiles, at, other), true);
     commit_products();
+  }
+
+  template <class Output>
+  CUTE_DEVICE static void end_other_values(Control& control, Position& at, Output& output) {
     wait_products<0>();
     fence_accumulators(output);
-    if (at.leader) arrive_barrier(control.keys[other].empty[at.warpgroup]);
+    if (at.leader) arrive_barrier(control.keys[1 - at.warpgroup].empty[at.warpgroup]);
     at.other_parity ^= 1;
   }
 

@@ -34,6 +34,7 @@ struct LatentProducerSm90 {
     bool const leader = threadIdx.x % kWarpSize == 0;
     auto hand_out = [&](KeyPart const& part) {
       control.work.acquire(slot);
+      __syncwarp();  // or a lane might miss the phase that it waits for
       if (leader) {
         control.parts[slot.index] = part;
         control.work.commit(slot);
