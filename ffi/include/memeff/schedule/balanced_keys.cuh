@@ -140,6 +140,7 @@ class BalancedKeys {
 
   CUTE_DEVICE long long units_of_all() const {
     long long total = 0;
+#pragma unroll 4  // overlaps the loads of lengths
     for (int first = 0; first < items(); first += kWarpSize) {
       int const sum = sum_of_lanes(item(first + int(threadIdx.x) % kWarpSize, 0).units());
       total += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);

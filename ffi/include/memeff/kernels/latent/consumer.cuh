@@ -118,6 +118,10 @@ struct LatentConsumerSm90 {
     modifiers.forward(scores, tile);
     mask.template apply<kTileQuery, kTileKey>(scores, params, tile);
     auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
+    fence_accumulators(scores);
+    // Redundant wait: it ends the basic block. Without it ptxas sinks the exponentials below the
+    // wait for the product that they should overlap.
+    wait_barrier(control.keys[at.warpgroup].full[0], at.own_parity);
     auto const probabilities = as_left_operand<Element>(scores);
     if constexpr (kFollows) end_other_values(control, at, output);
     publish(params, control, tiles, at, mask, block, softmax, correction, probabilities);
