@@ -80,7 +80,8 @@ def _kernel(spec: KernelSpec, entry: EntryPoint) -> str:
     suffix = entry.name.removeprefix(spec.name)
     alias = "".join(word.capitalize() for word in suffix.split("_")) or "Kernel"
     direction = spec.direction.capitalize()
-    maps = f", const __grid_constant__ memeff::{direction}Maps maps"
+    maps_type = spec.kernel.maps_type or f"{direction}Maps"
+    maps = f", const __grid_constant__ memeff::{maps_type} maps"
     params = f"{direction}Params"
     if spec.captured_arrays:
         params = f"WithArrays<memeff::{params}>"

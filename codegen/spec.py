@@ -93,8 +93,12 @@ class Kernel(abc.ABC):
     Otherwise a dbias kernel does."""
     sums_function_gradients: ClassVar[bool] = False
     """Whether the kernel sums the gradients of arrays that a score function reads."""
+    maps_type: ClassVar[str] = ""
+    """The device type of its tensor maps, if it is not that of its direction."""
     reads_pages: ClassVar[bool] = False
     """Whether keys and values may be in pages."""
+    reads_latent: ClassVar[bool] = False
+    """Whether the values are the first columns of the keys."""
     owns_outputs: ClassVar[bool] = False
     """Whether a backward writes each gradient from the blocks that own it, without sums."""
     splits_keys: ClassVar[bool] = False

@@ -34,7 +34,8 @@ class AskedPages(NamedTuple):
 
 
 class CompiledPages(NamedTuple):
-    """The page size of a kernel, and whether its results are batch invariant.
+    """The page size of a kernel, whether its values are the first columns of the keys, and whether
+    its results are batch invariant.
 
     An invariant kernel never splits keys, because the number of splits depends on the batch and on
     the device.
@@ -42,6 +43,7 @@ class CompiledPages(NamedTuple):
 
     size: int = 0
     is_invariant: bool = False
+    is_latent: bool = False
 
 
 class Pages(Feature[AskedPages, CompiledPages]):
@@ -87,7 +89,8 @@ class Pages(Feature[AskedPages, CompiledPages]):
         return f"pages of {asked.size} keys{dtype}{others}"
 
     def compiled(self, problem: Problem, kernel: Kernel) -> CompiledPages:
-        return CompiledPages(problem[self].size, problem[self].is_invariant)
+        asked = problem[self]
+        return CompiledPages(asked.size, asked.is_invariant, asked.is_latent)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         size = spec[self].size
@@ -109,8 +112,6 @@ class Pages(Feature[AskedPages, CompiledPages]):
             reasons.append("paged keys have no gradient: call varlen_attention")
         if asked.dtype != "query":
             reasons.append(f"no kernel reads pages of float8 yet: {_XLA}, or cast the pool")
-        if asked.is_latent:
-            reasons.append(f"no kernel reads values as columns of keys yet: {_XLA}")
         return reasons
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
@@ -118,6 +119,10 @@ class Pages(Feature[AskedPages, CompiledPages]):
             return ["it is compiled for other pages"]
         if spec[self].size and not spec.kernel.reads_pages:
             return ["it has no paged keys"]
+        if problem[self].is_latent and not spec.kernel.reads_latent:
+            return [f"it reads values from an array of their own: {_XLA}"]
+        if spec.kernel.reads_latent and not problem[self].is_latent:
+            return ["its values are columns of the keys"]
         return []
 
     def asked_by(self, call: Any) -> AskedPages:

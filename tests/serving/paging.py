@@ -34,10 +34,13 @@ class Paging:
     table: np.ndarray
     """[B, max_pages]"""
     lengths: np.ndarray
+    is_latent: bool = False
+    """Whether the values are the first columns of the keys, and there is no pool of values."""
 
     @property
-    def arguments(self) -> tuple[np.ndarray, ...]:
-        return self.query, self.key_pages, self.value_pages, self.table, self.lengths
+    def arguments(self) -> tuple[Any, ...]:
+        values = None if self.is_latent else self.value_pages
+        return self.query, self.key_pages, values, self.table, self.lengths
 
 
 GARBAGE = np.array([-1, -(2**31), 2**31 - 1, 0, 3, 10**6], np.int64)
@@ -55,6 +58,7 @@ def paging(
     dims: tuple[int, int] = (8, 8),
     gap: int = 0,
     dtype: Any = np.float32,
+    is_latent: bool = False,
 ) -> Paging:
     """Random sequences, their pages shuffled; ``gap`` tokens at the end belong to none."""
     (n, k), (h, hv) = heads, dims
@@ -80,7 +84,11 @@ def paging(
             key_pages[page, :rows], value_pages[page, :rows] = keys[b][part], values[b][part]
         # Queries beyond the length are no tokens of the sequence.
         query[starts[b] : starts[b] + max(counts_[b] - length, 0)] = np.nan
-    return Paging(query, counts_, starts, keys, values, key_pages, value_pages, table, lengths_)
+    if is_latent:
+        values = [own[..., :hv] for own in keys]
+    return Paging(
+        query, counts_, starts, keys, values, key_pages, value_pages, table, lengths_, is_latent
+    )
 
 
 def answer(

@@ -328,7 +328,7 @@ def test_check_refuses_traced_tables():
     ("change", "reason"),
     [
         ({"key_pages": FLOAT8, "value_pages": FLOAT8}, "no kernel reads pages of float8 yet"),
-        ({"value_pages": None, "value_dim": 4}, "no kernel reads values as columns of keys yet"),
+        ({"value_pages": None, "value_dim": 4}, "it reads values from an array of their own"),
     ],
     ids=["float8", "latent"],
 )

@@ -37,11 +37,13 @@ class Case:
     query_rows: strategy.QueryRows | str | None = "chosen"
     """The strategy, if it is not that of the sizes."""
     seed: int = 0
+    is_latent: bool = False
 
     def __str__(self) -> str:
         sizes = f"{len(self.lengths)}x{max(self.counts)}of{max(self.lengths)}"
         words = [sizes, f"pages{self.page_size}", "x".join(map(str, (*self.heads, *self.dims)))]
         words += [self.dtype, *self.features, *(["missing"] if self.is_missing else [])]
+        words += ["latent"] if self.is_latent else []
         return "-".join([*words, str(self.query_rows), f"seed{self.seed}"])
 
     def batch(self) -> Paging:
@@ -56,6 +58,7 @@ class Case:
             gap=3,
             dtype=jnp.dtype(self.dtype),
             max_pages=-(-max(self.lengths) // self.page_size) + 1,
+            is_latent=self.is_latent,
         )
         if self.is_missing:
             gone = np.flatnonzero(made.lengths > self.page_size)
@@ -86,6 +89,8 @@ class Case:
         }
         if "kv_blocks" in self.features:
             given["mask"] = Mask.kv_blocks(self.lists, block_size=(4, 16))
+        if self.is_latent:
+            given["value_dim"] = self.dims[1]
         return given | {name: choices[name] for name in self.features if name in choices}
 
     def found(self, made: Paging) -> Any:
@@ -107,7 +112,7 @@ class Case:
                     **self.arguments(),
                 )
             )
-            return jax.tree.map(np.asarray, call(*map(jnp.asarray, made.arguments)))
+            return jax.tree.map(np.asarray, call(*jax.tree.map(jnp.asarray, made.arguments)))
 
     def want(self, made: Paging) -> Any:
         def modified(scores: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

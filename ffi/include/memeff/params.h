@@ -120,6 +120,16 @@ struct TileCounter {
   int finished;
 };
 
+// Where the partial results of a row tile of a latent forward are (schedule/balanced_keys.cuh); a
+// count of 1 means that there are none. CTA i has slots 2 i and 2 i + 1, for the last and for the
+// first KV blocks of a row tile.
+struct TileParts {
+  int count;
+  int first_slot;
+  int second_slot;
+  int step;  // from the second slot to the third, and so on
+};
+
 struct ForwardParams {
   ProblemShape shape;
   ScoreScale scale;
@@ -143,6 +153,7 @@ struct ForwardParams {
   char* query_hi_lo;  // 3xFP16: see layout/f16x3_tiles.cuh
   char* key_hi_lo;
   char* value_hi_lo;
+  TileParts* tile_parts;  // [B, K, row tiles], see schedule/balanced_keys.cuh
 };
 
 struct BackwardParams {
@@ -216,7 +227,13 @@ struct ForwardMaps {
   static constexpr int kOptional = 0;
 };
 
-// The same for a backward kernel. The maps of gradients that are not needed are zero.
+// The only tensor map of a kernel whose values are columns of the keys.
+struct KeyMap {
+  TensorMap key;
+  static constexpr int kOptional = 0;
+};
+
+// The same as ForwardMaps for a backward kernel. The maps of gradients that are not needed are zero.
 struct BackwardMaps {
   TensorMap query;
   TensorMap key;
@@ -236,11 +253,12 @@ static_assert(sizeof(MaskParams) == 128, "host and device disagree on MaskParams
 static_assert(sizeof(BlockMask) == 16, "host and device disagree on BlockMask");
 static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutParams");
 static_assert(sizeof(TileCounter) == 16, "host and device disagree on TileCounter");
-static_assert(sizeof(ForwardParams) == 576, "host and device disagree on ForwardParams");
+static_assert(sizeof(TileParts) == 16, "host and device disagree on TileParts");
+static_assert(sizeof(ForwardParams) == 584, "host and device disagree on ForwardParams");
 static_assert(sizeof(BackwardParams) == 816, "host and device disagree on BackwardParams");
 static_assert(sizeof(ArrayView) == 120, "host and device disagree on ArrayView");
 static_assert(sizeof(ArrayTable) == 1920, "host and device disagree on ArrayTable");
-static_assert(sizeof(WithArrays<ForwardParams>) == 2496, "host and device disagree on WithArrays");
+static_assert(sizeof(WithArrays<ForwardParams>) == 2504, "host and device disagree on WithArrays");
 static_assert(sizeof(WithArrays<BackwardParams>) == 2736, "host and device disagree on WithArrays");
 // Fields that features fill by their offsets (ParamsField of codegen/launch.py). NVRTC 13.0 has no
 // offsetof; the sizes above make both compilers agree.

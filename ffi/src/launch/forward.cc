@@ -22,6 +22,7 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.query_hi_lo = static_cast<char*>(buffers.data("query_hi_lo"));
   params.key_hi_lo = static_cast<char*>(buffers.data("key_hi_lo"));
   params.value_hi_lo = static_cast<char*>(buffers.data("value_hi_lo"));
+  params.tile_parts = static_cast<TileParts*>(buffers.data("tile_parts"));
   if (buffers.error().failure()) return buffers.error();
 
   LaunchDims dims;

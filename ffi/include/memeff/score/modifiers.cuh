@@ -16,6 +16,12 @@
 
 namespace memeff {
 
+// The bias of a kernel that is never compiled with one.
+struct NoBias {
+  template <class Scores>
+  CUTE_DEVICE void add(Scores&, float) const {}
+};
+
 // Bias is the way in which this kernel adds a bias to its scores, and defines `tile`:
 //   load(tile...)                     starts the copy of a tile
 //   add(scores, bias_scale, tile...)  adds it

@@ -10,6 +10,26 @@
 
 namespace memeff {
 
+// A sum of outputs, weighted by exp(their logsumexp - maximum), and the sum of these weights.
+struct PartialSum {
+  float4 out;
+  float maximum;
+  float weight;
+
+  CUTE_DEVICE void add(float4 const& other_out, float other_maximum, float other_weight) {
+    float const largest = fmaxf(maximum, other_maximum);
+    float const reference = largest == -infinity() ? 0.0f : largest;
+    float const own = exp2_approx((maximum - reference) * kLog2e);
+    float const other = exp2_approx((other_maximum - reference) * kLog2e);
+    out.x = own * out.x + other * other_out.x;
+    out.y = own * out.y + other * other_out.y;
+    out.z = own * out.z + other * other_out.z;
+    out.w = own * out.w + other * other_out.w;
+    weight = own * weight + other * other_weight;
+    maximum = largest;
+  }
+};
+
 template <class Config>
 struct FmhaForwardCombine {
   using Element = typename Config::Element;
@@ -21,26 +41,6 @@ struct FmhaForwardCombine {
   static constexpr int kColumnThreads = Config::kValueDim / 4;
   static constexpr int kSets = kThreads / kColumnThreads;
   static_assert(kSets > 0);
-
-  // A sum of outputs, weighted by exp(their logsumexp - maximum), and the sum of these weights.
-  struct Sum {
-    float4 out;
-    float maximum;
-    float weight;
-
-    CUTE_DEVICE void add(float4 const& other_out, float other_maximum, float other_weight) {
-      float const largest = fmaxf(maximum, other_maximum);
-      float const reference = largest == -infinity() ? 0.0f : largest;
-      float const own = exp2_approx((maximum - reference) * kLog2e);
-      float const other = exp2_approx((other_maximum - reference) * kLog2e);
-      out.x = own * out.x + other * other_out.x;
-      out.y = own * out.y + other * other_out.y;
-      out.z = own * out.z + other * other_out.z;
-      out.w = own * out.w + other * other_out.w;
-      weight = own * weight + other * other_weight;
-      maximum = largest;
-    }
-  };
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
     long long const rows = partial_rows(params.shape);
@@ -56,12 +56,12 @@ struct FmhaForwardCombine {
   // Combines the rows [first, first + count), each with row_sets sets of threads.
   CUTE_DEVICE static void combine(ForwardParams const& params, long long first, int count,
                                   int row_sets) {
-    auto& sums = static_shared<Sum[kSets][kColumnThreads]>();
+    auto& sums = static_shared<PartialSum[kSets][kColumnThreads]>();
     int const set = threadIdx.x / kColumnThreads;
     int const column_thread = threadIdx.x % kColumnThreads;
     long long const row = first + set / row_sets;
     bool const active = set / row_sets < count;
-    Sum sum = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -infinity(), 0.0f};
+    PartialSum sum = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -infinity(), 0.0f};
     if (active) {
 #pragma unroll 4
       for (int split = set % row_sets; split < params.splits; split += row_sets) {
@@ -74,7 +74,7 @@ struct FmhaForwardCombine {
     __syncthreads();
     if (active && set % row_sets == 0) {
       for (int other = 1; other < row_sets; ++other) {
-        Sum const& found = sums[set + other][column_thread];
+        PartialSum const& found = sums[set + other][column_thread];
         sum.add(found.out, found.maximum, found.weight);
       }
       store(params, row, 4 * column_thread, sum);
@@ -83,7 +83,7 @@ struct FmhaForwardCombine {
   }
 
   CUTE_DEVICE static void store(ForwardParams const& params, long long partial_row, int column,
-                                Sum const& sum) {
+                                PartialSum const& sum) {
     ProblemShape const& shape = params.shape;
     Rows const rows(shape);
     int const row_count = rows.count(shape.query_length);

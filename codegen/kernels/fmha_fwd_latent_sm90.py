@@ -1,0 +1,133 @@
+"""The forward of latent attention (MLA with absorbed projections) for wgmma: the values are the
+first columns of the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from jax_memeff.codegen import shared_memory, strategy
+from jax_memeff.codegen.features import PAGES
+from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.features.pages import key_box_rows
+from jax_memeff.codegen.kernels.families import (
+    WgmmaKernel,
+    WgmmaTile,
+    panel_columns,
+    stage,
+)
+from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.spec import KernelSpec, Row
+from jax_memeff.codegen.strategy import Strategy
+
+HEAD_DIM, VALUE_DIM = 576, 512
+"""The columns of keys, and how many of them are values, in DeepSeek's models."""
+
+_TILE = WgmmaTile(
+    64,
+    64,
+    2,
+    "queries and two buffers of keys take 216 KB, and each of two consumers holds 256 columns of "
+    "the output in 128 registers a thread",
+    modifiers=("soft cap",),
+)
+
+_CONSUMERS = 2
+_PARTS = 3
+"""Parts of a buffer of keys that are released on their own: values of each consumer, the rest."""
+_WORK_STAGES = 4
+_KEY_PART_BYTES = 24
+"""``KeyPart`` of ffi/include/memeff/schedule/balanced_keys.cuh."""
+_TILE_PARTS_WORDS = 4
+"""``TileParts`` of ffi/include/memeff/params.h."""
+
+_COMBINE_ROWS = 8
+"""Rows of a block of the combine kernel: their loads of one partial result are in flight together."""
+
+_MOST_BLOCKS = 144
+"""The SMs of a full GH100, each with one block."""
+
+
+class FmhaFwdLatentSm90(WgmmaKernel):
+    """The forward for values that are columns of the keys, of 16-bit elements."""
+
+    stem = "fmha_fwd_latent_sm90"
+    direction = "forward"
+    class_name = "FmhaForwardLatentSm90"
+    maps_type = "KeyMap"
+    reads_pages = True
+    reads_latent = True
+    splits_keys = True
+    persistent = True
+
+    def padded_rows(self) -> Iterator[Row]:
+        yield Row(HEAD_DIM, VALUE_DIM, _TILE)
+
+    def reasons(self, spec: KernelSpec, problem: Problem, strategy_: Strategy) -> list[str]:
+        reasons = []
+        if not strategy.pack_heads(problem):
+            reasons.append("the rows of its tiles are of several heads")
+        if spec[PAGES].is_invariant:
+            reasons.append("how it divides the keys depends on the batch")
+        return reasons
+
+    def consumers(self, spec: KernelSpec) -> int:
+        return _CONSUMERS
+
+    def reads_block_mask(self, spec: KernelSpec) -> bool:
+        return False
+
+    def words(self, spec: KernelSpec) -> list[str]:
+        return ["latent"]
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        """Queries, two buffers of keys and the probabilities of a KV block; for each row a softmax
+        reference and two pairs of sums; and what controls them: a barrier for each panel of
+        columns of a buffer, each of its parts, and the probabilities of each consumer.
+        """
+        rows, panels = spec.tile.query, spec.padded_head_dim // panel_columns(spec.padded_head_dim)
+        stages = _CONSUMERS
+        operands = rows * (spec.padded_head_dim + spec.tile.key)
+        operands += stages * spec.tile.key * spec.padded_head_dim
+        barriers = stages * (panels + _PARTS + 1)
+        rings = 1 + _WORK_STAGES
+        return (
+            operands * spec.element_bytes
+            + rows * (shared_memory.STATISTICS_BYTES + 2 * _CONSUMERS * 4)
+            + barriers * shared_memory.BARRIER_BYTES
+            + rings * shared_memory.PIPELINE_BYTES
+            + _WORK_STAGES * _KEY_PART_BYTES
+        )
+
+    def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
+        return (TensorMap("key", key_box_rows(spec), panel_columns(spec.padded_head_dim)),)
+
+    def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
+        tile = spec.tile
+        grid = Grid(f"B*K*group_rows/{tile.query}*S/{tile.key}", most_per_sm=1)
+        combine_grid = Grid(f"{tile.query // _COMBINE_ROWS}*B*K*group_rows/{tile.query}")
+        threads = spec.padded_value_dim // 4
+        class_name = "FmhaForwardLatentCombine<Config>"
+        combine = stage(spec, "combine", class_name, threads, grid=combine_grid)
+        return self.main(spec, grid), combine
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        return {**super().constants(spec), "kCombineRows": _COMBINE_ROWS}
+
+    def workspaces(
+        self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
+    ) -> Iterator[Workspace]:
+        """Each block has two slots for partial results of a row tile, and each row tile says which
+        it has.
+        """
+        rows = spec.tile.query
+        tiles = sizes.batch * sizes.key_heads * -(-sizes.queries * sizes.group // rows)
+        blocks = min(tiles * -(-sizes.keys // spec.tile.key), max(multiprocessors, _MOST_BLOCKS))
+        slots = 2 * blocks * rows
+        yield Workspace("partial_logsumexp", (slots,))
+        yield Workspace("partial_out", (slots, spec.padded_value_dim))
+        yield Workspace("tile_parts", (tiles, _TILE_PARTS_WORDS), "int32")
+
+

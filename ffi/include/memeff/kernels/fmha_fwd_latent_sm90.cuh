@@ -1,0 +1,158 @@
+// Latent attention (MLA with absorbed projections) forward for Hopper: the values are the first
+// columns of the keys, so a KV block is read from memory once.
+//
+// A work tile is 64 rows of one sequence: the query heads of a key head, of one or several tokens.
+// Its output has 512 columns, too many for the registers of one warpgroup, and a product of 64 x 64
+// scores has too few for two. So two consumer warpgroups own 256 columns of the output each, and
+// take the scores in turn: one owns those of even KV blocks, the other those of odd ones. The owner
+// turns scores into probabilities, multiplies its own columns, and passes the probabilities through
+// shared memory to the other, which multiplies the other columns:
+//
+//   warpgroup 0 | S(0) softmax P(0) V(0)        P(1) V(1)  S(2) softmax P(2) V(2) ...
+//   warpgroup 1 |        S(1)       P(0) V(0)  softmax  P(1) V(1)        P(2) V(2)  S(3) ...
+//
+// While one computes its softmax, the tensor cores multiply for the other. Both accumulate the KV
+// blocks in the same order and with the same softmax reference, which travels with the
+// probabilities. FlashMLA (DeepSeek, 2025) introduced this schedule; there a block's probabilities
+// are rescaled in shared memory. Here the reference has a slack (collective/softmax/online.cuh), so
+// either warpgroup rescales its output, and seldom.
+//
+// 64 rows of queries and two buffers of keys take 216 KB. A buffer has three parts that are
+// released on their own: the two halves of the value columns, each by the warpgroup that multiplies
+// them, and the other columns, which only scores need. The parts of the next KV block arrive while
+// the rest is read.
+#pragma once
+
+#include <memeff/collective/softmax/online.cuh>
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/shared_tile.cuh>
+#include <memeff/core/warp_grid.cuh>
+#include <memeff/kernels/latent/combine.cuh>
+#include <memeff/kernels/latent/consumer.cuh>
+#include <memeff/kernels/latent/output.cuh>
+#include <memeff/kernels/latent/producer.cuh>
+#include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/balanced_keys.cuh>
+#include <memeff/score/modifiers.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct FmhaForwardLatentSm90 {
+  static_assert(!Config::kBias && !Config::kDropout && !Config::kRowMaxima);
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+  static constexpr int kWarpgroups = 2;  // consumers
+  static constexpr int kConsumers = kWarpgroups * kWarpgroupSize;
+  static constexpr int kThreads = kConsumers + kWarpgroupSize;
+  static constexpr int kProducerRegisters = 72;
+  static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
+
+  static constexpr int kColumns = Config::kValueDim / kWarpgroups;  // of a consumer's output
+  using ScoreGrid = WarpgroupGrid<kTileQuery, kTileKey>;
+  using OutGrid = WarpgroupGrid<kTileQuery, kColumns>;
+  using Mask = ScoreMask<Config, ScoreGrid, true>;
+  using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid>>;
+  using Softmax = OnlineSoftmax<1, false, has_large_scores<Config>()>;
+  using Schedule = BalancedKeys<Config, Mask>;
+  using Output = LatentOutputSm90<Config, OutGrid, Softmax>;
+
+  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
+  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
+  using ValueTile = SharedTile<kTileKey, kColumns>;  // the columns of a consumer, in a KeyTile
+  using PanelTile = SharedTile<kTileKey, KeyTile::kPanelColumns>;
+  using ProbabilityTile = SharedTile<kTileQuery, kTileKey>;
+  static_assert(kTileQuery == kTileKey && KeyTile::kPanelBytes == PanelTile::kBytes);
+
+  // The parts of a buffer of keys that are released together. Parts 0 and 1 are the value columns
+  // of the consumers.
+  static constexpr int kParts = 3;
+  static constexpr int kPanels = KeyTile::kPanels;
+  static constexpr int kValuePanels = ValueTile::kPanels;  // of a consumer
+  CUTE_HOST_DEVICE static constexpr int part_begin(int part) { return part * kValuePanels; }
+  CUTE_HOST_DEVICE static constexpr int part_end(int part) {
+    return part < kWarpgroups ? (part + 1) * kValuePanels : kPanels;
+  }
+  static_assert(kPanels > part_begin(kWarpgroups));
+
+  // A KV block is in the buffer of the consumer that owns its scores, so buffers alternate.
+  static constexpr int kStages = kWarpgroups;
+  struct KeyBarriers {
+    uint64_t full[kPanels];
+    uint64_t empty[kParts];
+  };
+
+  // The softmax reference of a row after a KV block, and its correction of the sums before.
+  struct RowReference {
+    float score;
+    float correction;
+  };
+
+  static constexpr int kWorkStages = 4;
+  struct Control {
+    RowReference references[kTileQuery];
+    float row_sums[2][kWarpgroups][kTileQuery];  // of alternate parts
+    KeyBarriers keys[kStages];
+    uint64_t probabilities[kWarpgroups];  // of KV blocks of each consumer
+    Pipeline<1> query;
+    Pipeline<kWorkStages> work;
+    KeyPart parts[kWorkStages];
+  };
+
+  static constexpr int kKeyOffset = QueryTile::kBytes;
+  static constexpr int kProbabilityOffset = kKeyOffset + kStages * KeyTile::kBytes;
+  static constexpr int kControlOffset = kProbabilityOffset + ProbabilityTile::kBytes;
+  static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
+
+  // Named barriers: one for the threads of each consumer, and one for both.
+  CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
+  static constexpr int kConsumerBarrier = 1 + kWarpgroups;
+
+  CUTE_DEVICE static uint32_t keys(uint32_t tiles, int stage) {
+    return tiles + kKeyOffset + stage * KeyTile::kBytes;
+  }
+
+  CUTE_DEVICE static void init(Control& control) {
+    constexpr int kWarps = kWarpgroupSize / kWarpSize;  // of a consumer
+    CUTE_UNROLL
+    for (int stage = 0; stage < kStages; ++stage) {
+      CUTE_UNROLL
+      for (uint64_t& barrier : control.keys[stage].full) init_barrier(barrier, 1);
+      CUTE_UNROLL
+      for (uint64_t& barrier : control.keys[stage].empty) init_barrier(barrier, kWarps);
+      init_barrier(control.probabilities[stage], kWarps);
+    }
+    control.query.init(kWarpgroups * kWarps);
+    control.work.init(kWarpgroups * kWarps + kParts);
+    fence_barrier_init();
+  }
+
+  CUTE_DEVICE static void run(ForwardParams const& params, KeyMap const& maps) {
+    using Producer = LatentProducerSm90<Config, FmhaForwardLatentSm90>;
+    using Consumer = LatentConsumerSm90<Config, FmhaForwardLatentSm90>;
+    char* const shared = dynamic_shared();
+    Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
+    uint32_t const tiles = shared_address(shared);
+    if (threadIdx.x == kConsumers) {
+      prefetch_map(maps.key);
+      init(control);
+    }
+    __syncthreads();
+
+    if (threadIdx.x >= kConsumers) {
+      lower_registers<kProducerRegisters>();
+      int const warp = (int(threadIdx.x) - kConsumers) / kWarpSize;
+      if (warp == kParts) {
+        Producer::produce_queries(params, control, tiles);
+      } else if (threadIdx.x % kWarpSize == 0) {
+        Producer::produce_keys(params, maps.key, control, tiles, warp);
+      }
+    } else {
+      raise_registers<kConsumerRegisters>();
+      Consumer::run(params, control, tiles);
+    }
+  }
+};
+
+}  // namespace memeff

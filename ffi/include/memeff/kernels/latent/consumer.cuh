@@ -1,0 +1,271 @@
+// A consumer of kernels/fmha_fwd_latent_sm90.cuh: the scores of every second KV block, and half of
+// the output's columns over all of them.
+#pragma once
+
+#include <memeff/arch/tma.cuh>
+#include <memeff/collective/softmax/online.cuh>
+#include <memeff/collective/warp_gemm.cuh>
+#include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/layout/tma_tile.cuh>
+#include <memeff/schedule/balanced_keys.cuh>
+
+namespace memeff {
+
+template <class Config, class Kernel>
+struct LatentConsumerSm90 {
+  using Element = typename Config::Element;
+  using Control = typename Kernel::Control;
+  using Mask = typename Kernel::Mask;
+  using Modifiers = typename Kernel::Modifiers;
+  using OutGrid = typename Kernel::OutGrid;
+  using PanelTile = typename Kernel::PanelTile;
+  using ProbabilityTile = typename Kernel::ProbabilityTile;
+  using ScoreGrid = typename Kernel::ScoreGrid;
+  using Softmax = typename Kernel::Softmax;
+  using ValueTile = typename Kernel::ValueTile;
+  static constexpr int kKeySteps = Config::kTileKey / 16;
+  static constexpr int kPanelSteps = PanelTile::kColumns / 16;
+  static constexpr int kOtherColumns = Kernel::kParts - 1;  // the part without values
+  static constexpr int kTileKey = Kernel::kTileKey;
+  static constexpr int kTileQuery = Kernel::kTileQuery;
+
+  // A consumer's position in the rings. KV blocks of which it owns the scores are in the buffer
+  // with its number.
+  struct Position {
+    int warpgroup;
+    bool leader;         // of its warp
+    int next = 0;        // the buffer of the next part's first KV block
+    int own_parity = 0;  // of the consumer's own buffer
+    int other_parity = 0;
+    int sums = 0;  // the buffer of row sums
+    PipelineStage<1> query;
+    PipelineStage<Kernel::kWorkStages> slot;
+  };
+
+  CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
+    Position at;
+    // Uniform over the warpgroup, and known to be.
+    at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    at.leader = threadIdx.x % kWarpSize == 0;
+    while (true) {
+      control.work.wait(at.slot);
+      KeyPart const part = control.parts[at.slot.index];
+      if (part.batch < 0) break;
+      __syncwarp();
+      if (at.leader) control.work.release(at.slot);
+      at.slot.advance();
+      compute(params, control, tiles, part, at);
+    }
+  }
+
+ private:
+  CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
+                                  KeyPart const& part, Position& at) {
+    Mask const mask(params.mask, params.shape, part.batch);
+    auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
+    auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+    cute::clear(output);
+    Softmax softmax;
+    control.query.wait(at.query);
+    bool const starts = at.next == at.warpgroup;
+    at.next ^= (part.end - part.begin) & 1;
+    int block = part.begin;
+    if (starts) {
+      add_own_block<false>(params, control, tiles, at, mask, part, block, scores, softmax, output);
+      ++block;
+    }
+    // `block` is one of the other consumer.
+    CUTE_NO_UNROLL
+    for (; block + 1 < part.end; block += Kernel::kWarpgroups) {
+      add_own_block<true>(params, control, tiles, at, mask, part, block + 1, scores, softmax,
+                          output);
+    }
+    if (block < part.end) {
+      // Without scores of its own in this part it has not released the queries.
+      __syncwarp();
+      if (block == part.begin && at.leader) control.query.release(at.query);
+      begin_other_values(control, tiles, at, softmax, output);
+      end_other_values(control, at, output);
+    }
+    at.query.advance();
+    add_row_sums(control, at, softmax);
+    Kernel::Output::write(params, part, mask.query_length, at.warpgroup,
+                          at.warpgroup * Kernel::kColumns, softmax, output);
+  }
+
+  // A KV block of which this consumer owns the scores, and with kFollows the one before, which
+  // belongs to the other. Its product runs under the softmax.
+  //
+  // kFollows is a constant because ptxas serializes products that a branch separates from the wait
+  // for others.
+  template <bool kFollows, class Scores, class Output>
+  CUTE_DEVICE static void add_own_block(ForwardParams const& params, Control& control,
+                                        uint32_t tiles, Position& at, Mask const& mask,
+                                        KeyPart const& part, int block, Scores& scores,
+                                        Softmax& softmax, Output& output) {
+    begin_scores(control, tiles, at, scores);
+    if constexpr (kFollows) begin_other_values(control, tiles, at, softmax, output);
+    wait_products<kFollows>();
+    fence_accumulators(scores);
+    if (at.leader) {
+      arrive_barrier(control.keys[at.warpgroup].empty[kOtherColumns]);
+      if (block + Kernel::kWarpgroups >= part.end) control.query.release(at.query);
+    }
+    Modifiers const modifiers = {{params.scale}, {params}, {}};
+    ScoreTilePosition const tile = {part.batch, part.head, part.tile * kTileQuery,
+                                    block * kTileKey};
+    modifiers.forward(scores, tile);
+    mask.template apply<kTileQuery, kTileKey>(scores, params, tile);
+    auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
+    fence_accumulators(scores);
+    // Redundant wait: it ends the basic block. Without it ptxas sinks the exponentials below the
+    // wait for the product that they should overlap.
+    wait_barrier(control.keys[at.warpgroup].full[0], at.own_parity);
+    auto const probabilities = as_left_operand<Element>(scores);
+    if constexpr (kFollows) end_other_values(control, at, output);
+    publish(params, control, tiles, at, mask, block, softmax, correction, probabilities);
+    Softmax::rescale(output, correction);
+    multiply_own_values(control, tiles, at, probabilities, output);
+  }
+
+  // Starts S = Q K^T of a KV block in this consumer's buffer, panel by panel as they arrive: first
+  // those that this consumer has released itself.
+  template <class Scores>
+  CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, Position const& at,
+                                        Scores& scores) {
+    auto& barriers = control.keys[at.warpgroup];
+    uint32_t const keys = Kernel::keys(tiles, at.warpgroup);
+    fence_accumulators(scores);
+    begin_products();
+    CUTE_UNROLL
+    for (int i = 0; i < Kernel::kPanels; ++i) {
+      // The columns without values are the last ones.
+      constexpr int kOthers = Kernel::kPanels - Kernel::part_begin(kOtherColumns);
+      int const value_panel =
+          (i - kOthers + at.warpgroup * Kernel::kValuePanels) % Kernel::part_begin(kOtherColumns);
+      int const panel = i < kOthers ? Kernel::part_begin(kOtherColumns) + i : value_panel;
+      wait_barrier(barriers.full[panel], at.own_parity);
+      warpgroup_gemm<Element, kPanelSteps>(
+          scores,
+          DescriptorOperand<PanelTile, Contiguous::k>(tiles + panel * PanelTile::kBytes),
+          DescriptorOperand<PanelTile, Contiguous::k>(keys + panel * PanelTile::kBytes), i > 0);
+    }
+    commit_products();
+  }
+
+  // Passes the probabilities of a KV block to the other consumer, with the softmax references.
+  template <class Probabilities>
+  CUTE_DEVICE static void publish(ForwardParams const& params, Control& control, uint32_t tiles,
+                                  Position const& at, Mask const& mask, int block,
+                                  Softmax const& softmax,
+                                  typename Softmax::Correction const& correction,
+                                  Probabilities const& probabilities) {
+    // This consumer has read the probabilities of the other that these replace.
+    named_barrier_sync(Kernel::warpgroup_barrier(at.warpgroup), kWarpgroupSize);
+    store_operand<ProbabilityTile, ScoreGrid>(tiles + Kernel::kProbabilityOffset, probabilities);
+    if (threadIdx.x % 4 == 0) {
+      CUTE_UNROLL
+      for (int r = 0; r < Softmax::kRows; ++r) {
+        control.references[ScoreGrid::element_row(2 * r, 0)] = {softmax.softmax_reference[r],
+                                                                correction.rows[r]};
+      }
+    }
+    int const column = block * kTileKey;
+    bool const clears =
+        reads_beyond<Config>(mask.key_length, column + kTileKey, params.shape.key_length);
+    if (clears) {
+      // Not the other columns: their part of the buffer is released already.
+      clear_rows<SharedTile<kTileKey, Config::kValueDim>, kWarpgroupSize>(
+          Kernel::keys(tiles, at.warpgroup), max(mask.key_length - column, 0));
+    }
+    fence_tma_store();
+    if (clears) named_barrier_sync(Kernel::warpgroup_barrier(at.warpgroup), kWarpgroupSize);
+    __syncwarp();
+    if (at.leader) arrive_barrier(control.probabilities[at.warpgroup]);
+    random_sleep();
+  }
+
+  // O += P V of a KV block of which this consumer has the probabilities in registers.
+  template <class Probabilities, class Output>
+  CUTE_DEVICE static void multiply_own_values(Control& control, uint32_t tiles, Position& at,
+                                              Probabilities const& probabilities, Output& output) {
+    fence_accumulators(output);
+    begin_products();
+    warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at, at.warpgroup));
+    commit_products();
+    wait_products<0>();
+    fence_accumulators(output);
+    if (at.leader) arrive_barrier(control.keys[at.warpgroup].empty[at.warpgroup]);
+    at.own_parity ^= 1;
+  }
+
+  // Starts the same for a KV block of the other consumer, whose probabilities are in shared memory.
+  template <class Output>
+  CUTE_DEVICE static void begin_other_values(Control& control, uint32_t tiles, Position const& at,
+                                             Softmax& softmax, Output& output) {
+    int const other = 1 - at.warpgroup;
+    wait_barrier(control.probabilities[other], at.other_parity);
+    random_sleep();
+    typename Softmax::Correction correction;
+    CUTE_UNROLL
+    for (int r = 0; r < Softmax::kRows; ++r) {
+      auto const [score, factor] = control.references[ScoreGrid::element_row(2 * r, 0)];
+      softmax.softmax_reference[r] = score;
+      softmax.row_sum[r] *= factor;
+      correction.rows[r] = factor;
+    }
+    Softmax::rescale(output, correction);
+    // The owner of the scores has waited for these keys. Redundant, but it makes their arrival
+    // visible to this thread by itself.
+    CUTE_UNROLL
+    for (int panel = 0; panel < Kernel::kValuePanels; ++panel) {
+      wait_barrier(control.keys[other].full[at.warpgroup * Kernel::kValuePanels + panel],
+                   at.other_parity);
+    }
+    fence_accumulators(output);
+    begin_products();
+    warpgroup_gemm<Element, kKeySteps>(
+        output,
+        DescriptorOperand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset),
+        values(tiles, at, other), true);
+    commit_products();
+  }
+
+  template <class Output>
+  CUTE_DEVICE static void end_other_values(Control& control, Position& at, Output& output) {
+    wait_products<0>();
+    fence_accumulators(output);
+    if (at.leader) arrive_barrier(control.keys[1 - at.warpgroup].empty[at.warpgroup]);
+    at.other_parity ^= 1;
+  }
+
+  // This consumer's columns of the values in a buffer.
+  CUTE_DEVICE static DescriptorOperand<ValueTile, Contiguous::outer> values(uint32_t tiles,
+                                                                            Position const& at,
+                                                                            int buffer) {
+    return DescriptorOperand<ValueTile, Contiguous::outer>(
+        Kernel::keys(tiles, buffer) + at.warpgroup * ValueTile::kBytes);
+  }
+
+  // Both consumers get the sums over all KV blocks; their references are those of the last.
+  CUTE_DEVICE static void add_row_sums(Control& control, Position& at, Softmax& softmax) {
+    auto& sums = control.row_sums[at.sums];
+    bool const first = threadIdx.x % 4 == 0;
+    CUTE_UNROLL
+    for (int r = 0; r < Softmax::kRows; ++r) {
+      softmax.row_sum[r] = quad_sum(softmax.row_sum[r]);
+      if (first) sums[at.warpgroup][ScoreGrid::element_row(2 * r, 0)] = softmax.row_sum[r];
+    }
+    named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
+    CUTE_UNROLL
+    for (int r = 0; r < Softmax::kRows; ++r) {
+      // finish() adds the four lanes of a row.
+      float const other = sums[1 - at.warpgroup][ScoreGrid::element_row(2 * r, 0)];
+      softmax.row_sum[r] = first ? softmax.row_sum[r] + other : 0.0f;
+    }
+    at.sums ^= 1;  // the other consumer may still read these
+  }
+};
+
+}  // namespace memeff

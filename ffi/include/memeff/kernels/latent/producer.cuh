@@ -1,0 +1,143 @@
+// The producer of kernels/fmha_fwd_latent_sm90.cuh: a warp plans the work of the CTA and copies
+// queries, and one thread for each part of the columns copies keys.
+#pragma once
+
+#include <memeff/arch/copy.cuh>
+#include <memeff/arch/tma.cuh>
+#include <memeff/core/page_table.cuh>
+#include <memeff/core/pipeline.cuh>
+#include <memeff/layout/key_value_source.cuh>
+#include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/sequences.cuh>
+#include <memeff/layout/tensor_rows.cuh>
+#include <memeff/schedule/balanced_keys.cuh>
+
+namespace memeff {
+
+template <class Config, class Kernel>
+struct LatentProducerSm90 {
+  using Element = typename Config::Element;
+  using Control = typename Kernel::Control;
+  using KeyTile = typename Kernel::KeyTile;
+  using Mask = typename Kernel::Mask;
+  using QueryTile = typename Kernel::QueryTile;
+  static constexpr int kTileKey = Kernel::kTileKey;
+  static constexpr int kTileQuery = Kernel::kTileQuery;
+  static constexpr int kBoxRows = PageTable<Config>::kPaged ? Config::kKeyBoxRows : kTileKey;
+  static constexpr int kBoxes = kTileKey / kBoxRows;
+
+  // The warp that hands out the parts of this CTA, and copies their queries.
+  CUTE_DEVICE static void produce_queries(ForwardParams const& params, Control& control,
+                                          uint32_t tiles) {
+    PipelineStage<1> query;
+    PipelineStage<Kernel::kWorkStages> slot;
+    bool const leader = threadIdx.x % kWarpSize == 0;
+    auto hand_out = [&](KeyPart const& part) {
+      control.work.acquire(slot);
+      __syncwarp();  // or a lane might miss the phase that it waits for
+      if (leader) {
+        control.parts[slot.index] = part;
+        control.work.commit(slot);
+      }
+      slot.advance();
+    };
+    typename Kernel::Schedule const schedule(params, int(gridDim.x));
+    schedule.for_each_part(int(blockIdx.x), [&](KeyPart const& part) {
+      hand_out(part);
+      control.query.acquire(query);
+      load_queries(params, part, tiles);
+      commit_copies();
+      wait_copies<0>();
+      fence_tma_store();
+      __syncwarp();
+      if (leader) control.query.commit(query);
+      query.advance();
+    });
+    hand_out(KeyPart{-1, 0, 0, 0, 0, 0});
+  }
+
+  // The thread that copies one part of the columns of all KV blocks.
+  CUTE_DEVICE static void produce_keys(ForwardParams const& params, TensorMap const& map,
+                                       Control& control, uint32_t tiles, int columns) {
+    PipelineStage<Kernel::kStages> stage;
+    PipelineStage<Kernel::kWorkStages> slot;
+    while (true) {
+      control.work.wait(slot);
+      KeyPart const part = control.parts[slot.index];
+      control.work.release(slot);
+      slot.advance();
+      if (part.batch < 0) break;
+      int const key_length = Mask(params.mask, params.shape, part.batch).key_length;
+      KeyValueSource<Config> const source(params, part.batch, part.head);
+      int const batch = source.batch(params.key);
+      CUTE_NO_UNROLL
+      for (int block = part.begin; block < part.end; ++block) {
+        // The table is read before the wait, which hides its latency.
+        int rows[kBoxes];
+        find_rows(params, source, key_length, block * kTileKey, rows);
+        auto& barriers = control.keys[stage.index];
+        wait_barrier(barriers.empty[columns], stage.parity ^ 1);
+        random_sleep();
+        CUTE_NO_UNROLL
+        for (int panel = Kernel::part_begin(columns); panel < Kernel::part_end(columns); ++panel) {
+          arrive_and_expect(barriers.full[panel], KeyTile::kPanelBytes);
+          uint32_t const target =
+              Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes;
+          CUTE_UNROLL
+          for (int box = 0; box < kBoxes; ++box) {
+            load_box(map, barriers.full[panel], target + box * kBoxRows * KeyTile::kRowBytes,
+                     panel * KeyTile::kPanelColumns, rows[box], part.head, batch,
+                     CacheHint::EVICT_NORMAL);
+          }
+        }
+        stage.advance();
+      }
+    }
+  }
+
+ private:
+  // The first row in the tensor of each box of a KV block. Keys without a valid page get a row
+  // beyond the end of the pool, where TMA fills with zeros.
+  CUTE_DEVICE static void find_rows(ForwardParams const& params,
+                                    KeyValueSource<Config> const& source, int key_length, int first,
+                                    int (&rows)[kBoxes]) {
+    if constexpr (PageTable<Config>::kPaged) {
+      CUTE_UNROLL
+      for (int box = 0; box < kBoxes; ++box) {
+        int const key = first + box * kBoxRows;
+        int const row = key < key_length ? source.pages.row(key) : -1;
+        rows[box] = row < 0 ? params.shape.key_tokens : row;
+      }
+    } else {
+      rows[0] = source.origin.row + first;
+    }
+  }
+
+  // Starts the copies of a tile of queries; rows and columns beyond the bounds become zero.
+  CUTE_DEVICE static void load_queries(ForwardParams const& params, KeyPart const& part,
+                                       uint32_t tile) {
+    constexpr int kRowChunks = Config::kHeadDim / 8;
+    ProblemShape const& shape = params.shape;
+    PackedRows<true> const rows(shape);
+    Origin const origin = query_origin<Config>(shape, part.batch);
+    int const bound = Mask(params.mask, shape, part.batch).query_length;
+    int const lane = int(threadIdx.x) % kWarpSize;
+    CUTE_NO_UNROLL
+    for (int tile_row = 0; tile_row < kTileQuery; ++tile_row) {
+      int const row = part.tile * kTileQuery + tile_row;
+      int const own = min(row, bound - 1);
+      char const* const source =
+          row_pointer<Element>(params.query, origin.batch, origin.row + rows.query(own),
+                               rows.query_head(part.head, own));
+      CUTE_UNROLL
+      for (int first = 0; first < kRowChunks; first += kWarpSize) {
+        int const chunk = first + lane;
+        if (chunk >= kRowChunks) break;
+        copy_async(tile + QueryTile::byte_offset(tile_row, chunk), source + chunk * 16,
+                   row < bound && chunk * 8 < shape.head_dim);
+      }
+    }
+  }
+};
+
+}  // namespace memeff

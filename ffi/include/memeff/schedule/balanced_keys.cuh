@@ -1,0 +1,168 @@
+// Divides the KV blocks of all work tiles evenly over the CTAs of a persistent grid (stream-K,
+// Osama et al. 2023), from the lengths that the device reads. A long sequence among short ones
+// leaves no SM idle, and no kernel plans the work.
+//
+// Row tiles of the same sequence read the same keys. So `together` of them form an item, whose row
+// tiles are computed at the same time by a group of as many CTAs, and L2 serves all but the first
+// read of a KV block. All items lie on one line, each with kItemCost units before its KV blocks:
+//
+//   | cost | blocks of item 0 | cost | blocks of item 1 | ...
+//
+// Each group of CTAs has an equal part of the line. The parts of an item that is cut are partial
+// results: a group has at most two, at the two ends of its part of the line.
+#pragma once
+
+#include <memeff/core/common.cuh>
+#include <memeff/layout/packed_rows.cuh>
+#include <memeff/mask/interval.cuh>
+
+namespace memeff {
+
+// A range of the KV blocks of a row tile, which a CTA computes without a break.
+struct KeyPart {
+  int batch;  // -1 after the last
+  int head;   // the key head
+  int tile;   // of kTileQuery packed rows
+  int begin;  // KV blocks
+  int end;
+  int slot;  // of the partial results, or -1 if the part is the whole row tile
+};
+
+template <class Config, class Mask>
+class BalancedKeys {
+ public:
+  static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kTileKey = Config::kTileKey;
+  // The queries, the first scores and the output of a part take about as long as four KV blocks.
+  static constexpr int kItemCost = 4;
+
+  CUTE_DEVICE explicit BalancedKeys(ForwardParams const& params, int ctas)
+      : params_(params), tiles_(row_tiles(params.shape)), together_(row_tiles_together(tiles_, ctas)) {
+    groups_ = ctas / together_;
+  }
+
+  // The row tiles of a key head and batch index, of the longest sequence.
+  CUTE_DEVICE static int row_tiles(ProblemShape const& shape) {
+    return ceil_div(PackedRows<true>(shape).count(shape.query_length), kTileQuery);
+  }
+
+  // The index of the TileParts of a row tile.
+  CUTE_DEVICE static int index(ProblemShape const& shape, int batch, int head, int tile) {
+    return (batch * shape.key_heads + head) * row_tiles(shape) + tile;
+  }
+
+  // Calls use(part) for the parts of a CTA, in order, by all lanes of a warp.
+  template <class Use>
+  CUTE_DEVICE void for_each_part(int cta, Use use) const {
+    long long const total = units_of_all();
+    if (total == 0) return;
+    int const groups = int(min(total, (long long)groups_));
+    int const group = cta / together_;
+    if (group >= groups) return;
+    long long const begin = total * group / groups;
+    long long const end = total * (group + 1) / groups;
+    int const lane = int(threadIdx.x) % kWarpSize;
+    long long before = 0;
+    for (int first = 0; first < items() && before < end; first += kWarpSize) {
+      Item const item = this->item(first + lane, cta);
+      int const sum = sum_of_lanes(item.units());  // up to this lane
+      long long const first_block = before + sum - item.range_size();
+      int const part_begin = int(clamp(begin - first_block, item.range_size()));
+      int const part_end = int(clamp(end - first_block, item.range_size()));
+      bool const whole = part_end - part_begin == item.range_size();
+      KeyPart part = item.part;
+      part.slot = whole ? -1 : part_begin == 0 ? 2 * cta + 1 : 2 * cta;
+      part.begin += part_begin;
+      part.end = item.part.begin + part_end;
+      bool const is_own = part_begin < part_end && item.has_rows;
+      if (is_own && part_begin == 0) {
+        long long const last = (first_block + item.range_size()) * groups - 1;
+        params_.tile_parts[index(params_.shape, part.batch, part.head, part.tile)] = {
+            int(last / total) - group + 1, 2 * cta + 1, 2 * (cta + together_), 2 * together_};
+      }
+      unsigned own = __ballot_sync(0xffffffffu, is_own);
+      CUTE_NO_UNROLL
+      for (; own != 0; own &= own - 1) {
+        int const source = kWarpSize - 1 - __clz(int(own & -own));
+        use(KeyPart{__shfl_sync(0xffffffffu, part.batch, source),
+                    __shfl_sync(0xffffffffu, part.head, source),
+                    __shfl_sync(0xffffffffu, part.tile, source),
+                    __shfl_sync(0xffffffffu, part.begin, source),
+                    __shfl_sync(0xffffffffu, part.end, source),
+                    __shfl_sync(0xffffffffu, part.slot, source)});
+      }
+      before += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
+    }
+  }
+
+ private:
+  struct Item {
+    KeyPart part;   // all KV blocks of the CTA's row tile
+    bool has_rows;  // of the CTA's row tile
+
+    CUTE_DEVICE int range_size() const { return part.end - part.begin; }
+    CUTE_DEVICE int units() const { return range_size() == 0 ? 0 : range_size() + kItemCost; }
+  };
+
+  // A divisor of the row tiles, so that no CTA of a group is idle.
+  CUTE_DEVICE static int row_tiles_together(int tiles, int ctas) {
+    int const together = tiles % 4 == 0 ? 4 : tiles % 3 == 0 ? 3 : tiles % 2 == 0 ? 2 : 1;
+    return together <= ctas ? together : 1;
+  }
+
+  // The KV blocks of the item with this row tile.
+  CUTE_DEVICE TileRange blocks(Mask const& mask, int tile) const {
+    int const row = tile / together_ * together_ * kTileQuery;
+    TileRange const range = mask.key_tiles(row, together_ * kTileQuery, kTileKey);
+    return range.begin < range.end ? range : TileRange{0, 0};
+  }
+
+  CUTE_DEVICE static long long clamp(long long x, int size) {
+    return min(max(x, 0ll), (long long)size);
+  }
+
+  CUTE_DEVICE int items() const {
+    return params_.shape.batch * params_.shape.key_heads * (tiles_ / together_);
+  }
+
+  // Without KV blocks beyond the last item.
+  CUTE_DEVICE Item item(int index, int cta) const {
+    if (index >= items()) return {{0, 0, 0, 0, 0, 0}, false};
+    int const tiles = tiles_ / together_;
+    int const head_batch = index / tiles;
+    int const batch = head_batch / params_.shape.key_heads;
+    int const tile = index % tiles * together_ + cta % together_;
+    Mask const mask(params_.mask, params_.shape, batch);
+    TileRange const range = blocks(mask, tile);
+    return {{batch, head_batch % params_.shape.key_heads, tile, range.begin, range.end, -1},
+            tile * kTileQuery < mask.query_length};
+  }
+
+  CUTE_DEVICE long long units_of_all() const {
+    long long total = 0;
+#pragma unroll 4  // overlaps the loads of lengths
+    for (int first = 0; first < items(); first += kWarpSize) {
+      int const sum = sum_of_lanes(item(first + int(threadIdx.x) % kWarpSize, 0).units());
+      total += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
+    }
+    return total;
+  }
+
+  // The sum over this lane and those below it.
+  CUTE_DEVICE static int sum_of_lanes(int x) {
+    int const lane = int(threadIdx.x) % kWarpSize;
+    CUTE_UNROLL
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      int const below = __shfl_sync(0xffffffffu, x, max(lane - distance, 0));
+      if (lane >= distance) x += below;
+    }
+    return x;
+  }
+
+  ForwardParams const& params_;
+  int tiles_;     // of a key head and batch index
+  int together_;  // row tiles of an item
+  int groups_;    // of CTAs
+};
+
+}  // namespace memeff

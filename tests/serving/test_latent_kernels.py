@@ -1,0 +1,130 @@
+"""The forward of latent attention: on the emulated machine, and on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import emulator
+import numpy as np
+import pytest
+from test_paged_kernels import Case, assert_matches
+
+from jax_memeff.codegen import strategy
+from jax_memeff.codegen.features import AskedPages
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.select import explain, select
+from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.errors import UnsupportedError
+
+LATENT = Case(
+    (100, 17, 1, 0, 64),
+    (1, 1, 1, 1, 1),
+    page_size=64,
+    heads=(16, 1),
+    dims=(576, 512),
+    is_latent=True,
+)
+LONG = dataclasses.replace(LATENT, lengths=(700, 65, 0, 300), counts=(1, 1, 1, 1))
+SEVERAL = dataclasses.replace(LATENT, lengths=(300, 70, 5, 0, 129), counts=(5, 3, 7, 2, 1))
+PROMPTS = dataclasses.replace(LATENT, lengths=(150, 260), counts=(20, 70))
+EMULATED = [
+    (5, LATENT),
+    # A sequence is divided over CTAs, which have parts of two; row tiles share their keys.
+    (7, dataclasses.replace(LONG, heads=(128, 1), page_size=32)),
+    (6, dataclasses.replace(LONG, heads=(128, 1), dtype="float16", seed=3)),
+    (11, dataclasses.replace(LONG, heads=(64, 1), page_size=16, is_missing=True)),
+    (1, dataclasses.replace(LONG, features=("is_causal", "sinks"), heads=(48, 1), page_size=80)),
+    (3, dataclasses.replace(SEVERAL, page_size=16)),
+    (4, dataclasses.replace(SEVERAL, features=("sinks", "logits_soft_cap"), dims=(544, 480))),
+    (12, dataclasses.replace(SEVERAL, heads=(96, 2), page_size=48)),
+    (9, dataclasses.replace(PROMPTS, features=("is_causal", "local_window_size"))),
+    (10, dataclasses.replace(PROMPTS, heads=(32, 1), features=("is_causal",))),
+]
+
+
+def emulated(case: Case, multiprocessors: int, seed: int):
+    """For the process of ``machine``."""
+    emulator.configure("sm_90a", multiprocessors=multiprocessors, seed=seed)
+    return case.found(case.batch())
+
+
+@pytest.mark.parametrize(("multiprocessors", "case"), EMULATED, ids=str)
+def test_emulated_kernels(multiprocessors, case, machine, assert_close):
+    for seed in range(2):  # other orders of warps, copies and products
+        found = machine.submit(emulated, case, multiprocessors, seed).result(timeout=600)
+        assert_matches(found, case, assert_close)
+
+
+def random_cases(seed: int) -> Iterator[Case]:
+    """Ragged batches without end."""
+    rng = np.random.default_rng(seed)
+    for number in itertools.count():
+        heads = int(rng.choice([16, 32, 48, 128]))
+        batch = int(rng.choice([1, 3, 40]))
+        # The answer takes H float64 for each key and head.
+        longest = int(rng.choice([70, 700, 32000 // heads]))
+        lengths = rng.integers(0, longest // int(rng.choice([1, 8])) + 1, batch)
+        most = int(rng.choice([1, 1, 2, 5, 100]))
+        counts = rng.integers(0, most + 1, batch)
+        lengths[0], counts[0] = longest, most
+        yield Case(
+            tuple(map(int, lengths)),
+            tuple(map(int, counts)),
+            page_size=int(rng.choice([16, 32, 48, 64, 128, 256])),
+            heads=(heads, 1),
+            dims=((576, 512), (576, 512), (544, 480))[rng.integers(3)],
+            dtype=str(rng.choice(["bfloat16", "float16"])),
+            features=tuple(
+                name
+                for name in ("is_causal", "logits_soft_cap", "local_window_size", "sinks")
+                if rng.random() < 0.3
+            ),
+            is_missing=bool(rng.random() < 0.3),
+            seed=number,
+            is_latent=True,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", list(itertools.islice(random_cases(0), 60)), ids=str)
+def test_kernels(case, assert_close):
+    assert_matches(case.found(case.batch()), case, assert_close)
+
+
+def latent(arch: str = "sm_90a", dims: tuple[int, int] = (576, 512), **asked) -> Problem:
+    pages = AskedPages(64, is_latent=True)
+    return Problem("forward", "bf16", *dims, arch, {"varlen": True, "pages": pages, **asked})
+
+
+@pytest.mark.parametrize("query_rows", [None, *strategy.QUERY_ROWS])
+def test_one_kernel_for_every_strategy(query_rows):
+    spec = select(latent(), Strategy(query_rows=query_rows))
+    assert spec.kernel.stem == "fmha_fwd_latent_sm90"
+    assert spec.name == "fmha_fwd_bf16_d576v512_64x64_latent_varlen_pages64_sm90"
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (latent("sm_80"), "it reads values from an array of their own"),
+        (latent(boolean=True), "the rows of its tiles are of several heads"),
+        (latent(row_maxima=True), "it splits the keys of a row, and merges no maxima"),
+        (latent(dims=(640, 512)), "head_dim 640 is above its 576"),
+        (
+            latent(pages=AskedPages(64, is_latent=True, is_invariant=True)),
+            "how it divides the keys depends on the batch",
+        ),
+    ],
+    ids=str,
+)
+def test_what_it_refuses(problem, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        select(problem)
+
+
+def test_other_values_are_not_latent():
+    problem = Problem("forward", "bf16", 576, 512, "sm_90a")
+    (reasons,) = (why for spec, why in explain(problem) if "latent" in spec.kernel.stem)
+    assert "its values are columns of the keys" in reasons
