@@ -95,6 +95,8 @@ class Kernel(abc.ABC):
     """Whether the kernel sums the gradients of arrays that a score function reads."""
     reads_pages: ClassVar[bool] = False
     """Whether keys and values may be in pages."""
+    reads_float8_pages: ClassVar[bool] = False
+    """Whether these may be of float8."""
     owns_outputs: ClassVar[bool] = False
     """Whether a backward writes each gradient from the blocks that own it, without sums."""
     splits_keys: ClassVar[bool] = False

@@ -79,6 +79,26 @@ CUTE_DEVICE uint32_t pack<cutlass::half_t>(float low, float high) {
   return reinterpret_cast<uint32_t const&>(packed);
 }
 
+// Two e4m3 numbers, in the lower 16 bits, as float16; sm_89. core/float8.cuh does it on any GPU.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr bool kConvertsFloat8 = false;
+CUTE_DEVICE uint32_t float8_pair_to_f16(uint32_t) { return 0; }
+#else
+constexpr bool kConvertsFloat8 = true;
+CUTE_DEVICE uint32_t float8_pair_to_f16(uint32_t packed) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(packed)));
+  return pair;
+}
+#endif
+
+// a * b + c of two pairs of float16.
+CUTE_DEVICE uint32_t multiply_add_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
 // Selects four of the eight bytes of `a` (0-3) and `b` (4-7) by the four hex digits of the
 // selector. A digit of 8 or more replicates the highest bit of byte `digit - 8`.
 CUTE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {

@@ -9,6 +9,9 @@ namespace memeff {
 // one of its multiples on lie in one page.
 constexpr int kPageStep = 16;
 
+// The scale of a pool of float8: none, one for each key head, or one for each page and key head.
+enum class PoolScale { none, heads, pages };
+
 template <class Config, bool kOn = (Config::kPageSize > 0)>
 struct PageTable {
   static constexpr bool kPaged = false;
