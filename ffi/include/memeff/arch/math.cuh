@@ -79,16 +79,21 @@ CUTE_DEVICE uint32_t pack<cutlass::half_t>(float low, float high) {
   return reinterpret_cast<uint32_t const&>(packed);
 }
 
-// Two e4m3 numbers, in the lower 16 bits, as float16; sm_89. core/float8.cuh does it on any GPU.
+// Four e4m3 numbers as two pairs of float16, exactly; sm_89. core/float8.cuh does it on any GPU.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr bool kConvertsFloat8 = false;
-CUTE_DEVICE uint32_t float8_pair_to_f16(uint32_t) { return 0; }
+CUTE_DEVICE void float8_to_f16(uint32_t, uint32_t&, uint32_t&) {}
 #else
 constexpr bool kConvertsFloat8 = true;
-CUTE_DEVICE uint32_t float8_pair_to_f16(uint32_t packed) {
-  uint32_t pair;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(packed)));
-  return pair;
+CUTE_DEVICE void float8_to_f16(uint32_t packed, uint32_t& low, uint32_t& high) {
+  asm("{\n"
+      ".reg .b16 x, y;\n"
+      "mov.b32 {x, y}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, x;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, y;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(packed));
 }
 #endif
 

@@ -34,8 +34,7 @@ CUTE_DEVICE void unpack_float8(uint32_t packed, uint32_t& first, uint32_t& secon
   constexpr uint32_t kExchange = 0x3120;  // of the inner bytes
   if constexpr (kConvertsFloat8) {
     uint32_t const adjacent = kAlternate ? permute_bytes(packed, 0, kExchange) : packed;
-    first = float8_pair_to_f16(adjacent);
-    second = float8_pair_to_f16(adjacent >> 16);
+    float8_to_f16(adjacent, first, second);
   } else {
     constexpr uint32_t kSigns = 0x80008000;
     constexpr uint32_t kMagnitudes = 0x3f803f80;

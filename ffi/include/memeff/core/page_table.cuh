@@ -39,8 +39,8 @@ struct PageTable<Config, true> {
   // The row of the pool for a key, or -1 if its page is outside the pool. Hazard: never call it for
   // keys beyond the length of the sequence, because the table may end there.
   CUTE_DEVICE int row(int key) const {
-    int const page = __ldg(entries + key / kPageSize);
-    return unsigned(page) < unsigned(pages) ? page * kPageSize + key % kPageSize : -1;
+    int const page = __ldg(entries + unsigned(key) / kPageSize);
+    return unsigned(page) < unsigned(pages) ? page * kPageSize + unsigned(key) % kPageSize : -1;
   }
 };
 

@@ -30,7 +30,7 @@ CUTE_DEVICE uint32_t pack(float low, float high) {
 
 // As before sm_89: the code of core/float8.cuh without the instruction has more to be tested.
 constexpr bool kConvertsFloat8 = false;
-CUTE_DEVICE uint32_t float8_pair_to_f16(uint32_t) { return 0; }
+CUTE_DEVICE void float8_to_f16(uint32_t, uint32_t&, uint32_t&) {}
 
 CUTE_DEVICE uint32_t multiply_add_f16x2(uint32_t a, uint32_t b, uint32_t c) {
   auto const element = [](uint32_t pair, int index) {
