@@ -222,7 +222,7 @@ def random_cases(seed: int) -> Iterator[Case]:
         counts = rng.integers(0, most + 1, batch)
         lengths[0], counts[0] = longest, most
         key_heads = int(rng.choice([1, 2, 8]))
-        yield Case(
+        case = Case(
             tuple(map(int, lengths)),
             tuple(map(int, counts)),
             page_size=int(rng.choice([16, 32, 48, 64, 128, 256])),
@@ -235,6 +235,10 @@ def random_cases(seed: int) -> Iterator[Case]:
             is_missing=bool(rng.random() < 0.3),
             seed=number,
         )
+        layouts = tuple(map(str, rng.choice(["none", "heads", "pages"], 2)))
+        if rng.random() < 0.3 and case.dtype != "float32" and not any(d % 16 for d in case.dims):
+            case = dataclasses.replace(case, scales=layouts)
+        yield case
 
 
 @pytest.mark.gpu
