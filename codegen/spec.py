@@ -97,6 +97,8 @@ class Kernel(abc.ABC):
     """The device type of its tensor maps, if it is not that of its direction."""
     reads_pages: ClassVar[bool] = False
     """Whether keys and values may be in pages."""
+    reads_float8_pages: ClassVar[bool] = False
+    """Whether these may be of float8."""
     reads_latent: ClassVar[bool] = False
     """Whether the values are the first columns of the keys."""
     owns_outputs: ClassVar[bool] = False

@@ -127,6 +127,8 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
         return "64"  # one kernel for every size
     packed = sizes.group if pack_heads(problem) else 1
     rows = sizes.queries * packed
+    if problem[features.PAGES].dtype != "query":
+        return "16" if rows <= FEW_ROWS else "64"  # no other kernel converts keys
     slices = sizes.batch * sizes.heads
     # Tiles that leave half of the GPU idle.
     few_tiles = 2 * slices * -(-sizes.queries // _PLAIN_ROWS) <= multiprocessors

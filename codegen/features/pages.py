@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ..spec import Kernel, KernelSpec
 
 PoolDtype = Literal["query", "f8e4m3"]
+PoolScale = Literal["none", "heads", "pages"]
+"""The scale of a float8 pool: 1, one for each key head, or one for each page and key head."""
 
 MULTIPLE = 16
 """Page sizes are multiples of this."""
@@ -31,11 +33,13 @@ class AskedPages(NamedTuple):
     """Whether the values are the first columns of the keys."""
     is_invariant: bool = False
     """Whether the bits of a row depend only on its own query, keys, values and position."""
+    key_scale: PoolScale = "none"
+    value_scale: PoolScale = "none"
 
 
 class CompiledPages(NamedTuple):
-    """The page size of a kernel, whether its values are the first columns of the keys, and whether
-    its results are batch invariant.
+    """The page size of a kernel, whether its results are batch invariant, whether its values are the
+    first columns of the keys, and the pool's format.
 
     An invariant kernel never splits keys, because the number of splits depends on the batch and on
     the device.
@@ -44,6 +48,14 @@ class CompiledPages(NamedTuple):
     size: int = 0
     is_invariant: bool = False
     is_latent: bool = False
+    dtype: PoolDtype = "query"
+    key_scale: PoolScale = "none"
+    value_scale: PoolScale = "none"
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether the kernel converts keys and values from float8."""
+        return self.dtype == "f8e4m3"
 
 
 class Pages(Feature[AskedPages, CompiledPages]):
@@ -82,26 +94,64 @@ class Pages(Feature[AskedPages, CompiledPages]):
                 f"expected the size of {self.name} to be a multiple of {MULTIPLE}, got {asked.size}"
             )
         expect_one_of("the dtype of pages", asked.dtype, ("query", "f8e4m3"))
+        for scale in (asked.key_scale, asked.value_scale):
+            expect_one_of("the scale of pages", scale, ("none", "heads", "pages"))
+            if scale != "none" and asked.dtype == "query":
+                raise ValueError(
+                    f"expected no scale, because only float8 pages have it, got {scale!r}"
+                )
 
     def words(self, asked: AskedPages) -> str:
         dtype = "" if asked.dtype == "query" else f" of {asked.dtype}"
         others = ", latent" * asked.is_latent + ", batch invariant" * asked.is_invariant
+        for name, scale in (("key", asked.key_scale), ("value", asked.value_scale)):
+            others += f", {name} scales of {scale}" * (scale != "none")
         return f"pages of {asked.size} keys{dtype}{others}"
 
     def compiled(self, problem: Problem, kernel: Kernel) -> CompiledPages:
         asked = problem[self]
-        return CompiledPages(asked.size, asked.is_invariant, asked.is_latent)
+        return CompiledPages(
+            asked.size,
+            asked.is_invariant,
+            asked.is_latent,
+            asked.dtype,
+            asked.key_scale,
+            asked.value_scale,
+        )
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        size = spec[self].size
-        return {"kPageSize": size, **({"kKeyBoxRows": key_box_rows(spec)} if size else {})}
+        pages = spec[self]
+        found: dict[str, Constant | CppType] = {
+            "kPageSize": pages.size,
+            "kFloat8Pages": pages.is_float8,
+        }
+        if pages.size:
+            found["kKeyBoxRows"] = key_box_rows(spec)
+        if pages.is_float8:
+            found["kKeyScale"] = f"memeff::PoolScale::{pages.key_scale}"
+            found["kValueScale"] = f"memeff::PoolScale::{pages.value_scale}"
+        return found
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
-        return (CapturedArray("page_table", f"B S/{spec[self].size}"),) if spec[self].size else ()
+        pages = spec[self]
+        if not pages.size:
+            return ()
+        dims = {"heads": "1 1 K 1", "pages": f"1 key_tokens/{pages.size} K 1"}
+        scales = (("key_scale", pages.key_scale), ("value_scale", pages.value_scale))
+        return (
+            CapturedArray("page_table", f"B S/{pages.size}"),
+            *(CapturedArray(name, dims[scale]) for name, scale in scales if scale != "none"),
+        )
 
     def tag(self, compiled: CompiledPages, kernel: Kernel) -> str:
-        invariant = "_invariant" * compiled.is_invariant
-        return f"pages{compiled.size}{invariant}" if compiled.size else ""
+        if not compiled.size:
+            return ""
+        words = [f"pages{compiled.size}"]
+        if compiled.is_float8:
+            words.append("f8e4m3")
+            scales = (("k", compiled.key_scale), ("v", compiled.value_scale))
+            words += [f"{name}{scale}" for name, scale in scales if scale != "none"]
+        return "_".join([*words, *(["invariant"] if compiled.is_invariant else [])])
 
     def sort_key(self, compiled: CompiledPages) -> tuple:
         return compiled
@@ -111,7 +161,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
         if asked.size and problem.direction == "backward":
             reasons.append("paged keys have no gradient: call varlen_attention")
         if asked.dtype != "query":
-            reasons.append(f"no kernel reads pages of float8 yet: {_XLA}, or cast the pool")
+            reasons += _float8_reasons(problem)
         return reasons
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
@@ -123,6 +173,8 @@ class Pages(Feature[AskedPages, CompiledPages]):
             return [f"it reads values from an array of their own: {_XLA}"]
         if spec.kernel.reads_latent and not problem[self].is_latent:
             return ["its values are columns of the keys"]
+        if spec[self].is_float8 and not spec.kernel.reads_float8_pages:
+            return ["it does not convert float8"]
         return []
 
     def asked_by(self, call: Any) -> AskedPages:
@@ -132,7 +184,8 @@ class Pages(Feature[AskedPages, CompiledPages]):
         is_same = operands.key.dtype == operands.query.dtype
         dtype: PoolDtype = "query" if is_same else "f8e4m3"
         is_latent = pages.latent_dim is not None
-        return AskedPages(pages.page_size, dtype, is_latent, pages.is_invariant)
+        scales = (_scale_of(pages.key_scale), _scale_of(pages.value_scale))
+        return AskedPages(pages.page_size, dtype, is_latent, pages.is_invariant, *scales)
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -144,6 +197,33 @@ class Pages(Feature[AskedPages, CompiledPages]):
 
 
 PAGES = Pages()
+
+
+def _float8_reasons(problem: Problem) -> list[str]:
+    reasons = []
+    if problem.dtype not in ("f16", "bf16"):
+        reasons.append(
+            "kernels read pages of float8 with queries of bfloat16 or float16, got "
+            f"{problem.dtype}: cast the query, or {_XLA}"
+        )
+    for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
+        if dim % 16:
+            reasons.append(
+                f"{name} is {dim}, and kernels read rows of float8 in 16 bytes: pad it to a "
+                f"multiple of 16, or {_XLA}"
+            )
+        if dim > 256:
+            reasons.append(
+                f"{name} is {dim}, and kernels read pages of float8 up to head dim 256: {_XLA}"
+            )
+    return reasons
+
+
+def _scale_of(scale: Any) -> PoolScale:
+    """The layout of a scale [1, 1|pages, K, 1]; a pool of one page has either."""
+    if scale is None:
+        return "none"
+    return "heads" if scale.shape[1] == 1 else "pages"
 
 
 def key_box_rows(spec: KernelSpec) -> int:

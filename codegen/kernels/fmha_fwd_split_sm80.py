@@ -5,6 +5,7 @@ kernel combines their results.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import gpu, shared_memory, strategy
@@ -14,7 +15,7 @@ from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, s
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
 COMBINE_THREADS = 128
@@ -151,6 +152,93 @@ _TILES: MmaTables = {
 }
 _TILES_F32: MmaTables = {}
 
+# A tile of float8 keys and values has half the bytes, and its columns are multiples of 64 bytes.
+# Nothing for GPUs other than sm_90 was measured.
+_SM75_FLOAT8 = {
+    64: (
+        _split(16, 128, 4, 1, 4, 2, "34 KB"),
+        _split(64, 128, 4, 1, 2, 2, "40 KB"),
+    ),
+    128: (
+        _split(16, 64, 4, 1, 4, 2, "36 KB"),
+        _split(64, 32, 8, 1, 2, 2, "32 KB"),
+    ),
+    192: (
+        _split(16, 64, 4, 1, 4, 2, "54 KB"),
+        _split(64, 16, 4, 1, 1, 2, "36 KB"),
+    ),
+    256: (_split(64, 16, 4, 1, 1, 2, "48 KB"),),
+}
+
+_SM80_FLOAT8 = {
+    64: (
+        _split(16, 128, 4, 2, 4, 3, "50 KB: two blocks per SM"),
+        _split(64, 128, 4, 2, 2, 2, "40 KB: two blocks per SM"),
+    ),
+    128: (
+        _split(16, 128, 4, 2, 4, 2, "68 KB: two blocks per SM"),
+        _split(64, 64, 4, 1, 2, 4, "80 KB of 163 KB"),
+    ),
+    192: (
+        _split(16, 64, 4, 2, 4, 3, "78 KB: two blocks per SM"),
+        _split(64, 64, 8, 1, 2, 3, "96 KB of 163 KB"),
+    ),
+    256: (
+        _split(16, 64, 4, 2, 4, 2, "72 KB: two blocks per SM"),
+        _split(64, 64, 8, 1, 2, 3, "128 KB of 163 KB"),
+    ),
+}
+
+_SM86_FLOAT8 = {
+    64: (
+        _split(16, 128, 4, 1, 4, 3, "50 KB of 99 KB"),
+        _split(64, 128, 4, 1, 2, 2, "40 KB of 99 KB"),
+    ),
+    128: (
+        _split(16, 128, 4, 1, 4, 2, "68 KB of 99 KB"),
+        _split(64, 64, 4, 1, 2, 3, "64 KB of 99 KB"),
+    ),
+    192: (
+        _split(16, 64, 4, 1, 4, 3, "78 KB of 99 KB"),
+        _split(64, 32, 8, 1, 2, 3, "60 KB of 99 KB"),
+    ),
+    256: (
+        _split(16, 64, 4, 1, 4, 2, "72 KB of 99 KB"),
+        _split(64, 32, 8, 1, 2, 2, "64 KB of 99 KB"),
+    ),
+}
+
+_SM90_FLOAT8 = {
+    64: (
+        _split(16, 128, 4, 2, 4, 4, "66 KB: two blocks per SM"),
+        _split(64, 128, 4, 2, 2, 3, "56 KB: two blocks per SM"),
+    ),
+    128: (
+        _split(16, 128, 4, 2, 4, 3, "100 KB: two blocks per SM"),
+        dataclasses.replace(_split(64, 64, 4, 2, 2, 4, "80 KB: two blocks per SM"), modifiers=()),
+        _split(64, 64, 8, 1, 2, 4, "80 KB; for modifiers, as with 16 bits"),
+    ),
+    192: (
+        _split(16, 64, 4, 2, 4, 4, "102 KB: two blocks per SM"),
+        _split(64, 64, 8, 1, 2, 4, "120 KB of 227 KB"),
+    ),
+    256: (
+        _split(16, 64, 4, 2, 4, 3, "104 KB: two blocks per SM"),
+        _split(64, 64, 8, 1, 2, 4, "160 KB of 227 KB"),
+    ),
+}
+
+_TILES_FLOAT8: MmaTables = {
+    gpu.SM75: _SM75_FLOAT8,
+    gpu.SM80: _SM80_FLOAT8,
+    gpu.SM86: _SM86_FLOAT8,
+    gpu.SM90: _SM90_FLOAT8,
+}
+
+_FLOAT8_ELEMENT_BYTES = 1
+_PAGE_STEP = 16
+"""Keys with one scale of a page: ``kPageStep`` of ffi/include/memeff/core/page_table.cuh."""
+
 _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
 """Elements of a warp's output; each 1024 of them take 32 registers per lane. With twice as many,
 kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
@@ -164,8 +252,18 @@ class FmhaFwdSplitSm80(MmaKernel):
     class_name = "FmhaForwardSplitSm80"
     splits_keys = True
     reads_pages = True
+    reads_float8_pages = True
     tiles = _TILES
     tiles_f32 = _TILES_F32
+
+    def rows(self, problem: Problem) -> Iterator[Row]:
+        if problem[PAGES].dtype == "query":
+            yield from super().rows(problem)
+            return
+        table = _TILES_FLOAT8[gpu.of(problem.arch)]
+        for padded in itertools.product(table, table):
+            for tile in table[max(padded)]:
+                yield Row(*padded, tile)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
@@ -193,9 +291,12 @@ class FmhaFwdSplitSm80(MmaKernel):
         """A tile of query and stages of key and value. At the end the groups of warps that split
         the keys overwrite them with maximum and sum of their rows, and f32 outputs.
         """
-        tile = _tile(spec)
-        buffers = tile.key * (spec.padded_head_dim + spec.padded_value_dim) * spec.element_bytes
+        tile, is_float8 = _tile(spec), spec[PAGES].is_float8
+        key_bytes = _FLOAT8_ELEMENT_BYTES if is_float8 else spec.element_bytes
+        buffers = tile.key * (spec.padded_head_dim + spec.padded_value_dim) * key_bytes
         loop = tile.query * spec.padded_head_dim * spec.element_bytes + tile.stages * buffers
+        if is_float8:
+            loop += _float8_scale_bytes(spec)
         (rows,) = self.rows_of_warps(spec)
         return max(loop, shared_memory.merge_bytes(spec, tile.key_warps, 2 * rows // 16))
 
@@ -243,6 +344,14 @@ class FmhaFwdSplitSm80(MmaKernel):
             shape = splits, sizes.batch * sizes.heads * sizes.queries
             yield Workspace("partial_logsumexp", shape)
             yield Workspace("partial_out", (*shape, spec.padded_value_dim))
+
+
+def _float8_scale_bytes(spec: KernelSpec) -> int:
+    """A factor for each row of queries, and two scales for each part of a page in a stage."""
+    tile = _tile(spec)
+    by_page = "pages" in (spec[PAGES].key_scale, spec[PAGES].value_scale)
+    parts = tile.stages * tile.key // _PAGE_STEP if by_page else 0
+    return 4 * (tile.query + 2 * parts)
 
 
 def _tile(spec: KernelSpec) -> Tile:

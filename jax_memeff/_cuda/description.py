@@ -28,6 +28,7 @@ _DTYPES = {
     "float16": "f16",
     "bfloat16": "bf16",
     "float32": "f32",
+    "float8_e4m3fn": "f8e4m3fn",
 }
 
 _SPEC_DTYPES = {"tf32": "f32"}

@@ -37,6 +37,7 @@ struct Config {
   static constexpr auto kMask = memeff::MaskKind::causal;
   static constexpr bool kVarlen = false;
   static constexpr int kPageSize = 0;
+  static constexpr bool kFloat8Pages = false;
   static constexpr bool kPositions = false;
   static constexpr bool kBroadcastBatch = false;
   static constexpr bool kSegments = false;

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 import jax_memeff
@@ -36,6 +37,8 @@ class Paging:
     lengths: np.ndarray
     is_latent: bool = False
     """Whether the values are the first columns of the keys, and there is no pool of values."""
+    scales: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Those of a float8 pool, by the names of the arguments."""
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -89,6 +92,38 @@ def paging(
     return Paging(
         query, counts_, starts, keys, values, key_pages, value_pages, table, lengths_, is_latent
     )
+
+
+def quantized(case: Paging, layouts: tuple[str, str], rng: np.random.Generator) -> Paging:
+    """The case with pools of float8. Its keys and values are the numbers that the pools hold.
+
+    Args:
+        case: sequences in a pool.
+        layouts: of the scales of keys and of values: ``"none"``, ``"heads"`` or ``"pages"``.
+        rng: makes the scales, which differ by factors of up to 2**8.
+    """
+    pages, size, heads, _ = case.key_pages.shape
+    is_used = np.zeros(pages, bool)
+    for row, length in zip(case.table, case.lengths, strict=True):
+        is_used[row[: -(-length // size)]] = True
+    made, scales = {}, {}
+    for name, layout in zip(("key", "value"), layouts, strict=True):
+        scale = np.ones((pages, heads), np.float32)
+        if layout != "none":
+            scale[:] = np.exp2(rng.uniform(-6, 2, heads if layout == "heads" else scale.shape))
+            scales[f"{name}_scale"] = scale[0] if layout == "heads" else scale
+        of_rows = scale[:, None, :, None].copy()
+        pool = getattr(case, f"{name}_pages").astype(np.float32) / of_rows
+        # NaN in unused rows becomes NaN of float8.
+        made[f"{name}_pages"] = pool = np.asarray(jnp.asarray(pool, jnp.float8_e4m3fn))
+        held = pool.astype(np.float32) * of_rows
+        made[f"{name}s"] = [
+            held[row[: -(-length // size)]].reshape(-1, *held.shape[2:])[:length]
+            for row, length in zip(case.table, case.lengths, strict=True)
+        ]
+        if layout == "pages":
+            scale[~is_used] = np.nan
+    return dataclasses.replace(case, **made, scales=scales)
 
 
 def answer(

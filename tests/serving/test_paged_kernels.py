@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paging import Paging, answer, paged_attention, paging
+from paging import Paging, answer, paged_attention, paging, quantized
 
 from jax_memeff import Mask
 from jax_memeff.codegen import strategy
@@ -36,6 +36,8 @@ class Case:
     """Whether the pool lacks a page of every sequence with two."""
     query_rows: strategy.QueryRows | str | None = "chosen"
     """The strategy, if it is not that of the sizes."""
+    scales: tuple[str, str] | None = None
+    """The layouts of the scales of a float8 pool; None if the pool has the query's dtype."""
     seed: int = 0
     is_latent: bool = False
 
@@ -44,6 +46,7 @@ class Case:
         words = [sizes, f"pages{self.page_size}", "x".join(map(str, (*self.heads, *self.dims)))]
         words += [self.dtype, *self.features, *(["missing"] if self.is_missing else [])]
         words += ["latent"] if self.is_latent else []
+        words += ["float8", *self.scales] if self.scales else []
         return "-".join([*words, str(self.query_rows), f"seed{self.seed}"])
 
     def batch(self) -> Paging:
@@ -60,6 +63,8 @@ class Case:
             max_pages=-(-max(self.lengths) // self.page_size) + 1,
             is_latent=self.is_latent,
         )
+        if self.scales:
+            made = quantized(made, self.scales, rng)
         if self.is_missing:
             gone = np.flatnonzero(made.lengths > self.page_size)
             made.table[gone, 1] = rng.choice([-1, len(made.key_pages), 2**31 - 1], len(gone))
@@ -110,6 +115,7 @@ class Case:
                     return_residual=True,
                     implementation="cuda",
                     **self.arguments(),
+                    **made.scales,
                 )
             )
             return jax.tree.map(np.asarray, call(*jax.tree.map(jnp.asarray, made.arguments)))
@@ -164,6 +170,25 @@ EMULATED = [
             RAGGED, query_rows=None, features=("is_causal", "score_mod", "logits_soft_cap")
         ),
     ),
+    ("sm_90a", dataclasses.replace(MIXED, scales=("heads", "heads"))),
+    ("sm_80", dataclasses.replace(DECODE, scales=("none", "none"), dtype="float16")),
+    (
+        "sm_90a",
+        dataclasses.replace(
+            DECODE, scales=("pages", "pages"), dims=(128, 192), page_size=32, is_missing=True
+        ),
+    ),
+    (
+        "sm_80",
+        dataclasses.replace(
+            RAGGED,
+            scales=("pages", "heads"),
+            dims=(80, 48),
+            features=("is_causal", "sinks", "score_mod", "mask"),
+        ),
+    ),
+    ("sm_86", dataclasses.replace(RAGGED, scales=("heads", "pages"), dims=(256, 256))),
+    ("sm_75", dataclasses.replace(DECODE, scales=("heads", "pages"), dtype="float16")),
 ]
 
 
@@ -202,7 +227,7 @@ def random_cases(seed: int) -> Iterator[Case]:
         counts = rng.integers(0, most + 1, batch)
         lengths[0], counts[0] = longest, most
         key_heads = int(rng.choice([1, 2, 8]))
-        yield Case(
+        case = Case(
             tuple(map(int, lengths)),
             tuple(map(int, counts)),
             page_size=int(rng.choice([16, 32, 48, 64, 128, 256])),
@@ -215,6 +240,10 @@ def random_cases(seed: int) -> Iterator[Case]:
             is_missing=bool(rng.random() < 0.3),
             seed=number,
         )
+        layouts = tuple(map(str, rng.choice(["none", "heads", "pages"], 2)))
+        if rng.random() < 0.3 and case.dtype != "float32" and not any(d % 16 for d in case.dims):
+            case = dataclasses.replace(case, scales=layouts)
+        yield case
 
 
 @pytest.mark.gpu

@@ -16,12 +16,13 @@ struct Named {
   ffi::DataType dtype;
 };
 
-constexpr Named kDtypes[] = {
-    {"pred", ffi::DataType::PRED}, {"s8", ffi::DataType::S8},   {"u8", ffi::DataType::U8},
-    {"s16", ffi::DataType::S16},   {"u16", ffi::DataType::U16}, {"s32", ffi::DataType::S32},
-    {"u32", ffi::DataType::U32},   {"s64", ffi::DataType::S64}, {"u64", ffi::DataType::U64},
-    {"f16", ffi::DataType::F16},   {"f32", ffi::DataType::F32}, {"f64", ffi::DataType::F64},
-    {"bf16", ffi::DataType::BF16}};
+constexpr Named kDtypes[] = {{"pred", ffi::DataType::PRED}, {"s8", ffi::DataType::S8},
+                             {"u8", ffi::DataType::U8},     {"s16", ffi::DataType::S16},
+                             {"u16", ffi::DataType::U16},   {"s32", ffi::DataType::S32},
+                             {"u32", ffi::DataType::U32},   {"s64", ffi::DataType::S64},
+                             {"u64", ffi::DataType::U64},   {"f16", ffi::DataType::F16},
+                             {"f32", ffi::DataType::F32},   {"f64", ffi::DataType::F64},
+                             {"bf16", ffi::DataType::BF16}, {"f8e4m3fn", ffi::DataType::F8E4M3FN}};
 
 std::string name_of(ffi::DataType dtype) {
   for (const Named& named : kDtypes) {

@@ -35,6 +35,7 @@ size_t bytes_of(XLA_FFI_Buffer const& buffer) {
     case XLA_FFI_DataType_PRED:
     case XLA_FFI_DataType_S8:
     case XLA_FFI_DataType_U8:
+    case XLA_FFI_DataType_F8E4M3FN:
       bytes = 1;
       break;
     case XLA_FFI_DataType_S16:

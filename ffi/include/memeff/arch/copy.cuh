@@ -31,6 +31,20 @@ CUTE_DEVICE void load_matrix(uint32_t (&fragment)[4], uint32_t address) {
   }
 }
 
+// Two 8x8 matrices: the rows of the first 16 lanes' addresses.
+template <bool kTranspose>
+CUTE_DEVICE void load_two_matrices(uint32_t (&fragment)[2], uint32_t address) {
+  if constexpr (kTranspose) {
+    asm volatile("ldmatrix.sync.aligned.x2.trans.m8n8.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(fragment[0]), "=r"(fragment[1])
+                 : "r"(address));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.x2.m8n8.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(fragment[0]), "=r"(fragment[1])
+                 : "r"(address));
+  }
+}
+
 // The inverse of load_matrix<false>; sm_90.
 CUTE_DEVICE void store_matrix(uint32_t address, uint32_t const (&fragment)[4]) {
   asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),

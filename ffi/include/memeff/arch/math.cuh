@@ -79,6 +79,31 @@ CUTE_DEVICE uint32_t pack<cutlass::half_t>(float low, float high) {
   return reinterpret_cast<uint32_t const&>(packed);
 }
 
+// Four e4m3 numbers as two pairs of float16, exactly; sm_89. core/float8.cuh does it on any GPU.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr bool kConvertsFloat8 = false;
+CUTE_DEVICE void float8_to_f16(uint32_t, uint32_t&, uint32_t&) {}
+#else
+constexpr bool kConvertsFloat8 = true;
+CUTE_DEVICE void float8_to_f16(uint32_t packed, uint32_t& low, uint32_t& high) {
+  asm("{\n"
+      ".reg .b16 x, y;\n"
+      "mov.b32 {x, y}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, x;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, y;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(packed));
+}
+#endif
+
+// a * b + c of two pairs of float16.
+CUTE_DEVICE uint32_t multiply_add_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
 // Selects four of the eight bytes of `a` (0-3) and `b` (4-7) by the four hex digits of the
 // selector. A digit of 8 or more replicates the highest bit of byte `digit - 8`.
 CUTE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {

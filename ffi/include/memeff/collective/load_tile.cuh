@@ -64,29 +64,36 @@ struct TileLoader {
       return;
     }
     static_assert(kThreadRows % kPageStep == 0 || kPageStep % kThreadRows == 0);
+    constexpr int kPartPasses = kThreadRows < kPageStep ? kPageStep / kThreadRows : 1;
+    constexpr int kParts = ceil_div(kPasses, kPartPasses);
     int const thread_row = thread / Tile::kChunks;
     int const thread_chunk = thread % Tile::kChunks;
-    int found[kPasses];
+    int found[kParts];  // the row of the pool for this thread's first row of a part of a page
     CUTE_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) {
-      // The first row of this part of a page: passes over one part read the same table entry.
-      int const part = (pass * kThreadRows / kPageStep + thread_row / kPageStep) * kPageStep;
-      int const row = thread_row + pass * kThreadRows;
-      found[pass] = first + part < bound ? pages.row(first + part) : -1;
-      if (first + row >= bound) found[pass] = -1;
-      if (found[pass] >= 0) found[pass] += row - part;
+    for (int i = 0; i < kParts; ++i) {
+      int const part = i * kPartPasses * kThreadRows + thread_row / kPageStep * kPageStep;
+      // A branch for keys beyond the bound would cost more than reading the last entry again.
+      int const row = pages.row(max(min(first + part, bound - 1), 0));
+      found[i] = row < 0 ? row : row + thread_row % kPageStep;
     }
     CUTE_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) {
-      if (Tile::kRows % kThreadRows == 0 || thread_row + pass * kThreadRows < Tile::kRows) {
-        char const* const source = pool + max(found[pass], 0) * row_bytes + thread_chunk * 16;
-        CUTE_UNROLL
-        for (int panel = 0; panel < Tile::kPanels; ++panel) {
-          int const chunk = thread_chunk + panel * Tile::kChunks;
-          bool const valid = found[pass] >= 0 && chunk * Tile::kChunkColumns < column_bound;
-          copy_async(tile + row_offset(pass, thread_row, thread_chunk) + panel * Tile::kPanelBytes,
-                     source + panel * (Tile::kChunks * 16), valid);
+    for (int i = 0; i < kParts; ++i) {
+      char const* source = pool + max(found[i], 0) * row_bytes + thread_chunk * 16;
+      CUTE_UNROLL
+      for (int pass = i * kPartPasses; pass < (i + 1) * kPartPasses && pass < kPasses; ++pass) {
+        int const row = thread_row + pass * kThreadRows;
+        if (Tile::kRows % kThreadRows == 0 || row < Tile::kRows) {
+          CUTE_UNROLL
+          for (int panel = 0; panel < Tile::kPanels; ++panel) {
+            int const chunk = thread_chunk + panel * Tile::kChunks;
+            bool const valid =
+                found[i] >= 0 && first + row < bound && chunk * Tile::kChunkColumns < column_bound;
+            copy_async(
+                tile + row_offset(pass, thread_row, thread_chunk) + panel * Tile::kPanelBytes,
+                source + panel * (Tile::kChunks * 16), valid);
+          }
         }
+        source += kThreadRows * row_bytes;
       }
     }
   }

@@ -239,40 +239,51 @@ CUTE_HOST_DEVICE constexpr int part_size(int size, int limit) {
   return limit;
 }
 
+// Calls add(accumulator, part, step) for left * right, kPartSteps at a time and for as many columns
+// as fit kPartAccumulators; `step` is the first of the part.
+template <class Element, int kSteps, int kPartSteps, int kReadAhead, int kPartAccumulators,
+          class Accumulators, class Left, class Right, class Add>
+CUTE_DEVICE void multiply_in_parts(Accumulators& accumulators, Left const& left, Right const& right,
+                                   Add add) {
+  constexpr int kRowBlocks = cute::size<1>(Accumulators{});
+  constexpr int kColumnBlocks = cute::size<2>(Accumulators{}) / 2;
+  constexpr int kPartColumns = part_size(kColumnBlocks, kPartAccumulators / (8 * kRowBlocks));
+  CUTE_UNROLL
+  for (int column = 0; column < kColumnBlocks; column += kPartColumns) {
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; step += kPartSteps) {
+      auto part = cute::make_tensor<float>(
+          cute::Shape<cute::_4, cute::Int<kRowBlocks>, cute::Int<2 * kPartColumns>>{});
+      cute::clear(part);
+      multiply<Element, kPartSteps, kReadAhead>(part, OperandPart<Left>{left, 0, step},
+                                                OperandPart<Right>{right, column, step});
+      CUTE_UNROLL
+      for (int m = 0; m < kRowBlocks; ++m) {
+        CUTE_UNROLL
+        for (int n = 0; n < 2 * kPartColumns; ++n) {
+          CUTE_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            add(accumulators(i, m, 2 * column + n), part(i, m, n), step);
+          }
+        }
+      }
+    }
+  }
+}
+
 // accumulators += left * right over kSteps * kStepElements of k.
 //
 // Tensor cores truncate an accumulator instead of rounding it, so a long sum is too small by more
 // than all other errors of f32. With 32-bit elements they therefore sum only four steps (twelve
-// products), for as many columns as fit kPartAccumulators, and the parts are added with rounding.
+// products), and the parts are added with rounding.
 template <class Element, int kSteps, int kReadAhead = 2, int kPartAccumulators = 32,
           class Accumulators, class Left, class Right>
 CUTE_DEVICE void warp_gemm(Accumulators& accumulators, Left const& left, Right const& right) {
   if constexpr (!kIs32Bit<Element>) {
     multiply<Element, kSteps, kReadAhead>(accumulators, left, right);
   } else {
-    constexpr int kRowBlocks = cute::size<1>(Accumulators{});
-    constexpr int kColumnBlocks = cute::size<2>(Accumulators{}) / 2;
-    constexpr int kPartColumns = part_size(kColumnBlocks, kPartAccumulators / (8 * kRowBlocks));
-    constexpr int kPartSteps = part_size(kSteps, 4);
-    CUTE_UNROLL
-    for (int column = 0; column < kColumnBlocks; column += kPartColumns) {
-      CUTE_UNROLL
-      for (int step = 0; step < kSteps; step += kPartSteps) {
-        auto part = cute::make_tensor<float>(
-            cute::Shape<cute::_4, cute::Int<kRowBlocks>, cute::Int<2 * kPartColumns>>{});
-        cute::clear(part);
-        multiply<Element, kPartSteps, kReadAhead>(part, OperandPart<Left>{left, 0, step},
-                                                  OperandPart<Right>{right, column, step});
-        CUTE_UNROLL
-        for (int m = 0; m < kRowBlocks; ++m) {
-          CUTE_UNROLL
-          for (int n = 0; n < 2 * kPartColumns; ++n) {
-            CUTE_UNROLL
-            for (int i = 0; i < 4; ++i) accumulators(i, m, 2 * column + n) += part(i, m, n);
-          }
-        }
-      }
-    }
+    multiply_in_parts<Element, kSteps, part_size(kSteps, 4), kReadAhead, kPartAccumulators>(
+        accumulators, left, right, [](float& sum, float part, int) { sum += part; });
   }
 }
 

@@ -9,6 +9,9 @@ namespace memeff {
 // one of its multiples on lie in one page.
 constexpr int kPageStep = 16;
 
+// The scale of a pool of float8: none, one for each key head, or one for each page and key head.
+enum class PoolScale { none, heads, pages };
+
 template <class Config, bool kOn = (Config::kPageSize > 0)>
 struct PageTable {
   static constexpr bool kPaged = false;
@@ -36,8 +39,8 @@ struct PageTable<Config, true> {
   // The row of the pool for a key, or -1 if its page is outside the pool. Hazard: never call it for
   // keys beyond the length of the sequence, because the table may end there.
   CUTE_DEVICE int row(int key) const {
-    int const page = __ldg(entries + key / kPageSize);
-    return unsigned(page) < unsigned(pages) ? page * kPageSize + key % kPageSize : -1;
+    int const page = __ldg(entries + unsigned(key) / kPageSize);
+    return unsigned(page) < unsigned(pages) ? page * kPageSize + unsigned(key) % kPageSize : -1;
   }
 };
 

@@ -48,7 +48,7 @@ struct SharedTile {
 
   CUTE_HOST_DEVICE static constexpr int swizzle(int row) {
     if (kChunks == 4) return (row >> 1) & 3;
-    if (kElementBytes == 2) return row & 7;
+    if (kElementBytes <= 2) return row & 7;
     int const high = (row >> 2) & 1;
     return (row & 2) << 1 | ((row & 1) ^ high) << 1 | high;
   }

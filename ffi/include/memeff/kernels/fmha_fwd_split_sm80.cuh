@@ -18,6 +18,8 @@
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/kernels/forward/combine.cuh>
+#include <memeff/kernels/forward/float8_operands.cuh>
+#include <memeff/kernels/forward/split_operands.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/sequences.cuh>
@@ -35,18 +37,17 @@ template <class Config>
 struct FmhaForwardSplitSm80 {
   static_assert(!Config::kRowMaxima);  // partial results have no maxima
   using Element = typename Config::Element;
-  static constexpr int kThreads = Config::kWarps * kWarpSize;
-  static constexpr int kTileQuery = Config::kTileQuery;
-  static constexpr int kTileKey = Config::kTileKey;
+  using Operands =
+      cute::conditional_t<Config::kFloat8Pages, Float8Operands<Config>, SplitOperands<Config>>;
+  using Tiles = SplitTiles<Config>;
+  static constexpr int kThreads = Tiles::kThreads;
+  static constexpr int kTileQuery = Tiles::kTileQuery;
+  static constexpr int kTileKey = Tiles::kTileKey;
   static constexpr int kStages = Config::kStages;
 
-  using ConsumerGroup = WarpConsumerGroups<Config::kWarps, Config::kKeyWarps>;
-  static constexpr int kWarpRows = kTileQuery / ConsumerGroup::kWarps;
-  static constexpr int kConsumerGroupKeys = kTileKey / Config::kKeyWarps;
-  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
-  using OutGrid =
-      WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // of a group
-  static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
+  using ConsumerGroup = typename Tiles::ConsumerGroup;
+  using ScoreGrid = typename Tiles::ScoreGrid;
+  using OutGrid = typename Tiles::OutGrid;
   using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, has_large_scores<Config>()>;
   using Rows = PackedRows<Config::kPackHeads>;
   using TileRows = RowsOfTile<Config::kPackHeads>;
@@ -57,13 +58,14 @@ struct FmhaForwardSplitSm80 {
   using Modifiers =
       ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
 
-  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
-  using KeyTile = SharedTile<kConsumerGroupKeys, Config::kHeadDim>;
-  using ValueTile = SharedTile<kConsumerGroupKeys, Config::kValueDim>;
+  using QueryTile = typename Operands::QueryTile;
+  using KeyTile = typename Operands::KeyTile;
+  using ValueTile = typename Operands::ValueTile;
   static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
   static constexpr int kConsumerGroupBytes = kStages * kStageBytes;
-  static constexpr int kLoopBytes =
+  static constexpr int kTileBytes =
       QueryTile::kBytes + ConsumerGroup::kConsumerGroups * kConsumerGroupBytes;
+  static constexpr int kLoopBytes = kTileBytes + Operands::kScaleBytes;
   using Merge = ConsumerGroupMerge<ConsumerGroup, Softmax,
                                    kTileQuery * Config::kValueDim>;  // over the others
   static constexpr int kSharedBytes = kLoopBytes > Merge::kBytes ? kLoopBytes : Merge::kBytes;
@@ -92,14 +94,15 @@ struct FmhaForwardSplitSm80 {
     KvBlocks const kv_blocks = of_row.within(share_of_split(of_row, item.split, params.splits));
 
     KeyValueSource<Config> const source(params, item.batch, key_head);
+    Operands operands(params, source.pages, key_head, mask.key_length, query_tile + kTileBytes);
     KvTiles const kv_tiles = {
         {{source.row(params.key)},
-         row_bytes<Element>(params.key),
+         row_bytes<KeyValueElement<Config>>(params.key),
          mask.key_length,
          shape.head_dim,
          source.pages},
         {{source.row(params.value)},
-         row_bytes<Element>(params.value),
+         row_bytes<KeyValueElement<Config>>(params.value),
          mask.key_length,
          shape.value_dim,
          source.pages},
@@ -111,24 +114,32 @@ struct FmhaForwardSplitSm80 {
     cute::clear(output);
     Softmax softmax;
 
-    if (!kv_blocks.empty()) load_query(params, item, row, query_tile);
+    bool const copies_query = Operands::kCopiesQuery && !kv_blocks.empty();
+    if (copies_query) load_query(params, item, row, operands, query_tile);
     commit_copies();
     int ahead = kv_blocks.begin;
     CUTE_UNROLL
     for (int stage = 0; stage < kStages - 1; ++stage) {
-      kv_tiles.load(ahead, stage);
+      kv_tiles.load(ahead, stage, operands);
       ahead = kv_blocks.after(ahead);
     }
+    // A conversion waits for the queries, so keys are on their way first.
+    bool const converts_query = !Operands::kCopiesQuery && !kv_blocks.empty();
+    if (converts_query) load_query(params, item, row, operands, query_tile);
     wait_copies<kStages - 1>();
     __syncthreads();  // queries are here
 
-    attend(params, item, mask, rows, kv_blocks, ahead, kv_tiles, query_tile, softmax, output);
+    operands.begin();
+    attend(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile, softmax,
+           output);
 
     __syncthreads();  // the tiles that Merge covers are no longer read
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
     if (ConsumerGroup::index() > 0) return;
-    softmax.finish(output, params.scale.softmax_scale, probability_scale<Config>(params),
+    softmax.finish(output, params.scale.softmax_scale,
+                   probability_scale<Config>(params) * operands.output_scale(),
                    LaneRowModifiers<Config, OutGrid>(params, rows));
+    Operands::order_columns(output);
     if (params.splits == 1) {
       store(params, softmax, output);
     } else {
@@ -148,12 +159,13 @@ struct FmhaForwardSplitSm80 {
 
     // Starts the copies of a KV block. Past the end it commits an empty group, so that waits keep
     // their count.
-    CUTE_DEVICE void load(int tile, int stage) const {
+    CUTE_DEVICE void load(int tile, int stage, Operands const& operands) const {
       if (tile < end) {
-        int const column = tile * kTileKey + ConsumerGroup::index() * kConsumerGroupKeys;
+        int const column = tile * kTileKey + ConsumerGroup::index() * Tiles::kConsumerGroupKeys;
         uint32_t const stage_tiles = shared + stage * kStageBytes;
         keys.load(column, stage_tiles, ConsumerGroup::thread());
         values.load(column, stage_tiles + KeyTile::kBytes, ConsumerGroup::thread());
+        operands.load_scales(column, stage);
       }
       commit_copies();
     }
@@ -164,13 +176,10 @@ struct FmhaForwardSplitSm80 {
   template <class Output>
   CUTE_DEVICE static void attend(ForwardParams const& params, SplitWorkItem const& item,
                                  Mask const& mask, TileRows const& rows, KvBlocks const& kv_blocks,
-                                 int ahead, KvTiles const& kv_tiles, uint32_t query_tile,
-                                 Softmax& softmax, Output& output) {
+                                 int ahead, KvTiles const& kv_tiles, Operands const& operands,
+                                 uint32_t query_tile, Softmax& softmax, Output& output) {
     LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks> const query(query_tile,
                                                                              ScoreGrid::row());
-    using KeyOperand = RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks>;
-    using ValueOperand = RightOperand<ValueTile, Contiguous::outer, OutGrid::kColumnBlocks>;
-
     Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, item.batch}};
     int stage = 0;
     for (int tile = kv_blocks.begin; tile < kv_blocks.end; tile = kv_blocks.after(tile)) {
@@ -179,22 +188,21 @@ struct FmhaForwardSplitSm80 {
       ConsumerGroup::sync();  // this tile is here; the group no longer reads the previous one
       int const previous = stage == 0 ? kStages - 1 : stage - 1;
       if constexpr (!Config::kBlockMask) ahead = tile + kStages - 1;  // one register less
-      kv_tiles.load(ahead, previous);
+      kv_tiles.load(ahead, previous, operands);
       ahead = kv_blocks.after(ahead);
 
       uint32_t const stage_tiles = kv_tiles.shared + stage * kStageBytes;
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
-      warp_gemm<Element, Config::kHeadDim / 16>(scores, query, KeyOperand(stage_tiles, 0));
+      operands.multiply_keys(scores, query, stage_tiles, stage);
 
       ScoreTilePosition const at = {item.batch, item.head, rows.row, column};
       modifiers.forward(scores, at, rows, column);
       mask.template apply<kTileQuery, kTileKey>(scores, params, at, kv_blocks.partial(tile));
       softmax.step(scores, output, params.scale.softmax_scale);
-      auto probabilities = as_left_operand<Element>(scores);
+      auto probabilities = as_left_operand<typename Operands::Element>(scores);
       Probabilities::forward(params, item.batch, item.head, rows.row, column, probabilities);
-      warp_gemm<Element, kConsumerGroupKeys / 16>(output, probabilities,
-                                                  ValueOperand(stage_tiles + KeyTile::kBytes, 0));
+      operands.multiply_values(output, probabilities, stage_tiles + KeyTile::kBytes, stage);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
   }
@@ -223,23 +231,22 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
-  // Starts the copies of a tile of queries; rows and columns beyond the bounds become zero.
+  // Brings a tile of queries to shared memory; rows and columns beyond the bounds become zero.
   CUTE_DEVICE static void load_query(ForwardParams const& params, SplitWorkItem const& item,
-                                     int row, uint32_t tile) {
-    constexpr int kRowChunks = Config::kHeadDim / 8;
+                                     int row, Operands const& operands, uint32_t tile) {
     ProblemShape const& shape = params.shape;
     Rows const rows(shape);
     Origin const origin = query_origin<Config>(shape, item.batch);
     int const bound = row_bound(params, item.batch);
-    for (int i = threadIdx.x; i < kTileQuery * kRowChunks; i += kThreads) {
-      int const tile_row = i / kRowChunks;
-      int const chunk = i % kRowChunks;
-      int const r = min(row + tile_row, bound - 1);
-      char const* const source = row_pointer<Element>(
-          params.query, origin.batch, origin.row + rows.query(r), rows.query_head(item.head, r));
-      copy_async(tile + QueryTile::byte_offset(tile_row, chunk), source + chunk * 16,
-                 row + tile_row < bound && chunk * 8 < shape.head_dim);
-    }
+    operands.load_query(
+        [&](int tile_row) {
+          int const r = min(row + tile_row, bound - 1);
+          return QueryRow{
+              row_pointer<Element>(params.query, origin.batch, origin.row + rows.query(r),
+                                   rows.query_head(item.head, r)),
+              row + tile_row < bound};
+        },
+        shape.head_dim, tile);
   }
 
   // Calls use(row, is within the query length, row of the fragments) for the rows of this lane.
@@ -272,7 +279,7 @@ struct FmhaForwardSplitSm80 {
       char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(output); ++n) {
-        int const column = OutGrid::element_column(0, n, ConsumerGroup::thread());
+        int const column = Operands::column(n);
         if (column < shape.value_dim) {
           uint32_t const pair =
               pack<Element>(output(2 * (r % 2), r / 2, n), output(2 * (r % 2) + 1, r / 2, n));
@@ -300,7 +307,7 @@ struct FmhaForwardSplitSm80 {
       float* const out = params.partial_out + (first + row) * Config::kValueDim;
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(output); ++n) {
-        *reinterpret_cast<float2*>(out + OutGrid::element_column(0, n, ConsumerGroup::thread())) =
+        *reinterpret_cast<float2*>(out + Operands::column(n)) =
             make_float2(valid ? output(2 * (r % 2), r / 2, n) : 0.0f,
                         valid ? output(2 * (r % 2) + 1, r / 2, n) : 0.0f);
       }

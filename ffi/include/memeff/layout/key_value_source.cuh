@@ -2,6 +2,7 @@
 // packed sequences, in tensors whose batch a vmap broadcasts, or in a pool of pages.
 #pragma once
 
+#include <memeff/core/float8.cuh>
 #include <memeff/core/page_table.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/sequences.cuh>
@@ -24,7 +25,7 @@ struct KeyValueSource {
 
   // First element of `row`, for kernels that copy by address.
   CUTE_DEVICE char* row(TensorView const& tensor, int row = 0) const {
-    return row_pointer<typename Config::Element>(tensor, batch(tensor), origin.row + row, head);
+    return row_pointer<KeyValueElement<Config>>(tensor, batch(tensor), origin.row + row, head);
   }
 
   // The batch index of the tensor, for kernels that copy through a tensor map.

@@ -14,6 +14,13 @@ CUTE_DEVICE void load_matrix(uint32_t (&fragment)[4], uint32_t address) {
   emulator::load_matrix(fragment, address, kTranspose);
 }
 
+template <bool kTranspose>
+CUTE_DEVICE void load_two_matrices(uint32_t (&fragment)[2], uint32_t address) {
+  uint32_t four[4];
+  emulator::load_matrix(four, emulator::shuffle(address, threadIdx.x % 16), kTranspose);
+  for (int i = 0; i < 2; ++i) fragment[i] = four[i];
+}
+
 CUTE_DEVICE void store_matrix(uint32_t address, uint32_t const (&fragment)[4]) {
   emulator::store_matrix(address, fragment, false);
 }

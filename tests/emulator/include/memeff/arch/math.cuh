@@ -28,6 +28,19 @@ CUTE_DEVICE uint32_t pack(float low, float high) {
   return Element(low).raw() | uint32_t(Element(high).raw()) << 16;
 }
 
+// As before sm_89: the code of core/float8.cuh without the instruction has more to be tested.
+constexpr bool kConvertsFloat8 = false;
+CUTE_DEVICE void float8_to_f16(uint32_t, uint32_t&, uint32_t&) {}
+
+CUTE_DEVICE uint32_t multiply_add_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  auto const element = [](uint32_t pair, int index) {
+    return float(cutlass::half_t::bitcast(uint16_t(pair >> (16 * index))));
+  };
+  float results[2];
+  for (int i = 0; i < 2; ++i) results[i] = element(a, i) * element(b, i) + element(c, i);
+  return pack<cutlass::half_t>(results[0], results[1]);
+}
+
 CUTE_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   uint64_t const bytes = uint64_t(b) << 32 | a;
   uint32_t result = 0;
