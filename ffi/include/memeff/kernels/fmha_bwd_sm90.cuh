@@ -15,6 +15,8 @@
 // of one KV block (schedule/split_q.cuh).
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
