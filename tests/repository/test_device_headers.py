@@ -41,6 +41,12 @@ def test_includes_follow_the_order_of_folders(header):
     assert not late, f"{header.name} includes headers of later folders than its own: {late}"
 
 
+def test_no_header_includes_all_of_cute():
+    """NVRTC reads what a kernel includes each time it compiles one, and half of CuTe is unused."""
+    whole = [str(header) for header in HEADERS if "<cute/tensor.hpp>" in header.read_text()]
+    assert not whole, f"include <cute/tensor_impl.hpp> and the algorithms that are called: {whole}"
+
+
 def test_includes_have_no_cycle():
     included = {
         str(header.relative_to(INCLUDE)): [name for name in _included(header) if name != "params.h"]

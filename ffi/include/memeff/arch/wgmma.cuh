@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cute/arch/mma_sm90.hpp>
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 namespace memeff {
 

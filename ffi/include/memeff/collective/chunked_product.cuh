@@ -7,6 +7,8 @@
 // itself, in accumulator order, so this needs no synchronization and is deterministic.
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/step_ring.cuh>
 #include <memeff/collective/warp_gemm.cuh>

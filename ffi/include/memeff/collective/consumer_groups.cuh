@@ -2,7 +2,7 @@
 // the groups divide its keys.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>

@@ -1,7 +1,8 @@
 // Matrix products of one warp: operands in shared memory or registers, accumulators in registers.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/algorithm/clear.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/arch/mma.cuh>

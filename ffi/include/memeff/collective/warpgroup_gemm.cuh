@@ -6,7 +6,7 @@
 // at most the n youngest groups are in flight.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/arch/wgmma.cuh>
 #include <memeff/collective/warp_gemm.cuh>

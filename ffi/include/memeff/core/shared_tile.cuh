@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cute/swizzle_layout.hpp>
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/core/common.cuh>
 

@@ -1,7 +1,7 @@
 // The division of a product's accumulators over the warps of a CTA or of a warpgroup.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/core/common.cuh>
 

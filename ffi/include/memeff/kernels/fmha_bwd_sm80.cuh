@@ -16,6 +16,8 @@
 // order of the additions to dq deterministic (schedule/dq_semaphore.cuh).
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/probability_modifiers.cuh>

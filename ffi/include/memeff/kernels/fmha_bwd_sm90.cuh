@@ -14,6 +14,8 @@
 // CTAs may divide the Q blocks of one KV block (schedule/split_q.cuh).
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>

@@ -9,6 +9,8 @@
 // The scores are computed once, and the traffic of O shrinks with the number of keys in a tile.
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/collective/chunked_product.cuh>
 #include <memeff/collective/long_sum.cuh>
 #include <memeff/collective/probability_modifiers.cuh>

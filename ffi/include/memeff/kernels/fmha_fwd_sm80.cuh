@@ -9,6 +9,8 @@
 // registers.
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/collective/copied_rows.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/probability_modifiers.cuh>

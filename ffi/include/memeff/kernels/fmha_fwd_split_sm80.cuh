@@ -11,6 +11,8 @@
 // partial results in global memory and the kernel of forward/combine.cuh.
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/copied_rows.cuh>
 #include <memeff/collective/probability_modifiers.cuh>

@@ -1,7 +1,7 @@
 // The index of tiles of query and key rows in workspaces.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/core/common.cuh>
 

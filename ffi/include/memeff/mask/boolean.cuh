@@ -1,7 +1,7 @@
 // A dense boolean mask: one byte per element, read once.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/layout/score_view.cuh>
 

@@ -1,7 +1,7 @@
 // Causal masks, windows and lengths: the valid columns of a row are one interval.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/core/math.cuh>
 #include <memeff/layout/packed_rows.cuh>

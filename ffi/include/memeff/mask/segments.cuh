@@ -1,7 +1,7 @@
 // Segment ids: equal ids attend to each other, negative ids attend to nothing.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/core/common.cuh>
 

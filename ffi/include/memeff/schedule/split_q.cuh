@@ -5,7 +5,8 @@
 // in a fixed order: no CTA waits, and the bits are the same in every run.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/algorithm/clear.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>

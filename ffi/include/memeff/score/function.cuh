@@ -6,7 +6,7 @@
 // They may lie beyond the captured arrays in masked elements: reads are clipped.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/core/function/of_tile.cuh>
 #include <memeff/core/math.cuh>

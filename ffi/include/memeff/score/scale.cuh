@@ -1,7 +1,7 @@
 // Scale and soft cap of the scores.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/arch/tf32.cuh>
 #include <memeff/core/math.cuh>

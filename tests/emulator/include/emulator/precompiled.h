@@ -7,4 +7,5 @@
 // Behind the built-in names, which CuTe needs.
 #include <cutlass/bfloat16.h>
 #include <cutlass/half.h>
-#include <cute/tensor.hpp>
+#include <cute/algorithm/clear.hpp>
+#include <cute/tensor_impl.hpp>

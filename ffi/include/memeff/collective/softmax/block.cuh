@@ -1,7 +1,7 @@
 // The online softmax over KV blocks if several warps divide the columns of a row.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/collective/softmax/reference.cuh>

@@ -1,7 +1,7 @@
 // The online softmax over KV blocks (Milakov and Gimelshein 2018); a quad of lanes owns a row.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/collective/softmax/reference.cuh>

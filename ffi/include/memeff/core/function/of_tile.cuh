@@ -1,7 +1,7 @@
 // A user's function at the elements of a tile of scores.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/core/feature_arrays.cuh>
 #include <memeff/core/function/diagonal_reads.cuh>

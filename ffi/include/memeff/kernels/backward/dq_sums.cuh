@@ -1,7 +1,7 @@
 // The f32 sums of dQ in global memory, to which the CTAs of all KV blocks add.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/layout/query_tiles.cuh>
 

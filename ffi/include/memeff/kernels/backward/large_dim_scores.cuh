@@ -2,6 +2,8 @@
 // backward.
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/collective/chunked_product.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/kernels/backward/scores_sm80.cuh>

@@ -9,6 +9,8 @@
 // rounding.
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/arch/tma.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>

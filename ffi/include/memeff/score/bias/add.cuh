@@ -1,7 +1,7 @@
 // Adds a bias to scores.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/score/bias/tile.cuh>

@@ -3,7 +3,7 @@
 // longer.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/layout/score_view.cuh>
 #include <memeff/score/bias/tile.cuh>

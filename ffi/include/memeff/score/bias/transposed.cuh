@@ -1,7 +1,7 @@
 // A bias for transposed scores: keys are rows of the accumulators, and queries are columns.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/layout/score_view.cuh>
 #include <memeff/score/bias/tile.cuh>

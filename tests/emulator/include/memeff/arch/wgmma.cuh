@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cute/arch/mma_sm90_gmma.hpp>
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/arch/format.cuh>
 

@@ -2,6 +2,8 @@
 // the operands of every (batch, head) slice that reads this tile of the bias through two buffers.
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/kernels/backward/large_dim_scores.cuh>
 
 namespace memeff {

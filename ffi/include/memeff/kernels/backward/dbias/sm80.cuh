@@ -8,6 +8,8 @@
 // Each tile in shared memory has one buffer, which is loaded again as soon as its product is done.
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/arch/thread.cuh>
 #include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/warp_gemm.cuh>

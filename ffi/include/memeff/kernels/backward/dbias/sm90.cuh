@@ -12,6 +12,8 @@
 // of one tile arrive while the one before is finished.
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>

@@ -2,6 +2,8 @@
 // dV += P^T dO.
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/kernels/backward/dkdv/work.cuh>
 #include <memeff/score/probability.cuh>

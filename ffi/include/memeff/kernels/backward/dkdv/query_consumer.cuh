@@ -2,6 +2,8 @@
 // dK += dS^T Q.
 #pragma once
 
+#include <cute/algorithm/clear.hpp>
+
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/transposed.cuh>
 #include <memeff/kernels/backward/dkdv/work.cuh>
