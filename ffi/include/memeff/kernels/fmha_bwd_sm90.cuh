@@ -10,8 +10,8 @@
 // of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory. dS has
 // two buffers there, so one barrier of the consumers per Q block is enough.
 //
-// A further thread adds dQ to its sums (backward/dq_sums_sm90.cuh), and with Config::kSplitQ several
-// CTAs may divide the Q blocks of one KV block (schedule/split_q.cuh).
+// backward/dq_sums_sm90.cuh adds dQ to its sums, and with Config::kSplitQ several CTAs may divide the
+// Q blocks of one KV block (schedule/split_q.cuh).
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -74,7 +74,9 @@ struct FmhaBackwardSm90 {
   static constexpr bool kScoreGradient = Config::kQueryGradient || Config::kKeyGradient ||
                                          Config::kFunctionGradient || BiasWriter::kNeeded;
 
-  using DqSums = DqSumsSm90<Config, Tiles>;
+  static constexpr bool kTmaDq = Config::kTmaDq && Config::kQueryGradient;
+  using DqSums = cute::conditional_t<kTmaDq, TmaDqSumsSm90<Config, Tiles>,
+                                     RegisterDqSumsSm90<Config, Tiles>>;
 
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.
   using Bias = QBlockBiasRing<Config, Tiles, kStages>;
@@ -92,8 +94,7 @@ struct FmhaBackwardSm90 {
   static constexpr int kSumsOffset = kWarpBiasOffset + Bias::kWarpBytes;
   static constexpr int kControlOffset = kSumsOffset + CapturedSums::kSharedBytes;
 
-  struct Control {
-    typename DqSums::Control dq;
+  struct Control : DqSums::Control {
     Pipeline<kStages> query;         // and the statistics of their rows
     Pipeline<kStages> out_gradient;  // and the bias
     Pipeline<1> key;                 // and values
@@ -130,7 +131,7 @@ struct FmhaBackwardSm90 {
 
     CUTE_DEVICE Work(BackwardParams const& params, Control const& control) {
       ProblemShape const& shape = params.shape;
-      item = DqSums::item(params, control.dq);
+      item = DqSums::item(params, control);
       column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
       tiles = q_block_range<Config>(params, item, tiles, params.query_tiles);
@@ -171,7 +172,7 @@ struct FmhaBackwardSm90 {
       control.query.init(kConsumerWarps);
       control.out_gradient.init(kConsumerWarps);
       control.key.init(1);
-      DqSums::init(params, control.dq, kConsumerWarps);
+      DqSums::init(params, control, kConsumerWarps);
       fence_barrier_init();
     }
     __syncthreads();
@@ -179,9 +180,8 @@ struct FmhaBackwardSm90 {
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
-      if (threadIdx.x == kConsumers + kWarpSize) {
-        DqSums::add(params, control.dq, work.item, work.tiles, tiles + kDqOffset);
-      }
+      DqSums::produce(params, control, work.item, work.tiles, tiles + kDqOffset,
+                      int(threadIdx.x) - kConsumers);
     } else {
       raise_registers<kConsumerRegisters>();
       consume(params, maps, work, control, tiles);
@@ -249,6 +249,12 @@ struct FmhaBackwardSm90 {
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
   using KeptBlocks = typename ProbabilityModifiers<Config, ScoreGrid, true>::Tile;
 
+  // ptxas puts most exponentials behind the wait for dP, where no product of this consumer runs. With
+  // Config::kExponentiatesUnderDp a redundant wait keeps all of them before it, and the logsumexps
+  // are read under S.
+  using Logsumexps = cute::conditional_t<Config::kExponentiatesUnderDp, EarlyLogsumexps<ScoreGrid>,
+                                         LateLogsumexps<ScoreGrid>>;
+
   using Consumer = BackwardConsumerSm90<Config, FmhaBackwardSm90>;
 
   // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK.
@@ -288,6 +294,7 @@ struct FmhaBackwardSm90 {
         auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
         consumer.begin_scores(keys, query_tile, scores);
+        Logsumexps const logsumexps(statistics_of(tiles, stage.index));
         control.out_gradient.wait(stage);
         consumer.begin_score_gradient(values, out_tile, score_gradient);
         KeptBlocks::end_basic_block(control.out_gradient, stage);
@@ -296,7 +303,9 @@ struct FmhaBackwardSm90 {
         fence_accumulators(scores);
 
         auto scaled = ScoreGrid::make_accumulators();  // read by the derivative of the soft cap
-        consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, scores, scaled);
+        consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, logsumexps, scores,
+                              scaled);
+        if constexpr (Config::kExponentiatesUnderDp) control.out_gradient.wait_again(stage);
         wait_products<0>();  // dP
         fence_accumulators(score_gradient);
         ScoreOperand probabilities;
@@ -323,7 +332,7 @@ struct FmhaBackwardSm90 {
         wait_products<Config::kKeyGradient>();  // dQ
         fence_accumulators(query_gradient);
         // The score buffer alternates by Q blocks, as the phases of the barriers of dQ do.
-        consumer.add_query_gradient(score_buffer, query_gradient);
+        consumer.add_query_gradient(head, tile, score_buffer, query_gradient);
         wait_products<0>();  // dK
         fence_accumulators(key_gradient);
         if (leader) control.query.release(stage);

@@ -30,18 +30,13 @@ CUTE_DEVICE long long query_tile_index(BackwardParams const& params, int batch, 
   return query_tile_index<Config>(params.shape, params.query_tiles, batch, head, tile);
 }
 
-// The first of this thread's four f32 sums of dq for a block of its accumulators, in the sums of a
-// tile.
-template <int kThreads>
-CUTE_DEVICE int query_gradient_offset(int block) {
-  // The constant comes last: it becomes an immediate, and all blocks use one address register.
-  return threadIdx.x * 4 + block * (kThreads * 4);
-}
-
+// This thread's dq sums for block (m, n) of its accumulators, in the sums of a tile.
 template <int kThreads, class Float, class Accumulators>
 CUTE_DEVICE Float* query_gradient_sums(Float* tile, Accumulators const& accumulators, int m,
                                        int n) {
-  return tile + query_gradient_offset<kThreads>(m * int(cute::size<2>(accumulators)) + n);
+  int const block = m * int(cute::size<2>(accumulators)) + n;
+  // The constant comes last: it becomes an immediate, and all blocks use one address register.
+  return tile + threadIdx.x * 4 + block * (kThreads * 4);
 }
 
 // Index of one (batch, key head, key tile).

@@ -8,17 +8,49 @@
 
 namespace memeff {
 
-// P^T from S^T. `statistics` are the row statistics of the queries, in shared memory.
-template <class Grid, class Scores>
-CUTE_DEVICE void exponentiate_transposed(uint32_t statistics, float softmax_scale, Scores& scores) {
-  int const thread = thread_index();
+// The logsumexps of the queries, read from the row statistics in shared memory at their use. The
+// thread index is read again, which keeps addresses out of registers across a main loop.
+template <class Grid>
+struct LateLogsumexps {
+  struct Reader {
+    uint32_t statistics;
+    int thread;
+
+    CUTE_DEVICE QuadStatistics::Values pair(int index) const {
+      return QuadStatistics::load_logsumexps<Grid>(statistics, index, thread);
+    }
+  };
+
+  CUTE_DEVICE explicit LateLogsumexps(uint32_t) {}
+  CUTE_DEVICE Reader reader(uint32_t statistics) const { return {statistics, thread_index()}; }
+};
+
+// The same, read at once.
+template <class Grid>
+struct EarlyLogsumexps {
+  QuadStatistics::Values values[Grid::kColumnBlocks];
+
+  CUTE_DEVICE explicit EarlyLogsumexps(uint32_t statistics) {
+    CUTE_UNROLL
+    for (int i = 0; i < Grid::kColumnBlocks; ++i) {
+      values[i] = QuadStatistics::load_logsumexps<Grid>(statistics, i, int(threadIdx.x));
+    }
+  }
+  CUTE_DEVICE EarlyLogsumexps const& reader(uint32_t) const { return *this; }
+  CUTE_DEVICE QuadStatistics::Values const& pair(int index) const { return values[index]; }
+};
+
+// P^T from S^T.
+template <class Logsumexps, class Scores>
+CUTE_DEVICE void exponentiate_transposed(Logsumexps const& logsumexps, float softmax_scale,
+                                         Scores& scores) {
   CUTE_UNROLL
-  for (int pair = 0; pair < cute::size<2>(scores) / 2; ++pair) {
-    auto const logsumexps = QuadStatistics::load_logsumexps<Grid>(statistics, pair, thread);
+  for (int n = 0; n < cute::size<2>(scores); n += 2) {
+    auto const pair = logsumexps.pair(n / 2);
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
-      float& score = scores(i % 4, 0, 2 * pair + i / 4);
-      score = probability(score, softmax_scale, logsumexps.of[i / 4 * 2 + i % 2]);
+      float& score = scores(i % 4, 0, n + i / 4);
+      score = probability(score, softmax_scale, pair.of[i / 4 * 2 + i % 2]);
     }
   }
 }

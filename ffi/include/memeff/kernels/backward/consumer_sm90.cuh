@@ -104,16 +104,17 @@ struct BackwardConsumerSm90 {
   }
 
   // P^T from S^T, while the product dP runs.
-  template <class Scores>
-  CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage, Scores& scores,
+  template <class Logsumexps, class Scores>
+  CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage,
+                                Logsumexps const& logsumexps, Scores& scores,
                                 Scores& scaled) const {
     Modifiers const modifiers = {{params.scale}, {params}, Bias(tiles + kBiasOffset)};
     int const row = tile * kTileQuery;
     ScoreTilePosition const at = work.position(head, tile);
     modifiers.recompute(scores, scaled, at, params, work, head, row, stage);
     mask.template apply_transposed<kTileQuery, kTileKey>(scores, params, at, partial);
-    exponentiate_transposed<ScoreGrid>(Kernel::statistics_of(tiles, stage),
-                                       params.scale.softmax_scale, scores);
+    exponentiate_transposed(logsumexps.reader(Kernel::statistics_of(tiles, stage)),
+                            params.scale.softmax_scale, scores);
     fence_accumulators(scores);
     modifiers.bias.load_next(params, work, mask, head, tile);
   }
@@ -173,9 +174,11 @@ struct BackwardConsumerSm90 {
   }
 
   template <class Accumulators>
-  CUTE_DEVICE void add_query_gradient(int parity, Accumulators const& query_gradient) const {
+  CUTE_DEVICE void add_query_gradient(int head, int tile, int parity,
+                                      Accumulators const& query_gradient) const {
     if constexpr (Config::kQueryGradient) {
-      DqSums::store(control.dq, tiles + kDqOffset, parity, query_gradient);
+      DqSums::add(params, control, work.item.batch, head, tile, tiles + kDqOffset, parity,
+                  query_gradient);
     }
   }
 };

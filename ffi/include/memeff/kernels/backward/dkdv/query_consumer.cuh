@@ -141,8 +141,9 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
                                            clear_bias);
       mask.template apply_transposed<kTileQuery, kTileKey>(scores, params, at,
                                                            q_block.blocks.partial(q_block.tile));
-      exponentiate_transposed<ScoreGrid>(Base::query_statistics(tiles, stage),
-                                         params.scale.softmax_scale, scores);
+      uint32_t const statistics = Base::query_statistics(tiles, stage);
+      exponentiate_transposed(LateLogsumexps<ScoreGrid>(statistics).reader(statistics),
+                              params.scale.softmax_scale, scores);
       ProbabilityModifiers<Config, ScoreGrid, true>::Signs::mark(
           params, work.item.batch, q_block.head, q_block.row(), work.column, scores);
       control.probability.acquire(sent);

@@ -1,0 +1,121 @@
+// The semaphores of dq_semaphore.cuh in the Hopper backward. Its consumers neither poll nor wait
+// until their additions are performed: two threads of the producer's warpgroup do.
+//
+// One polls the semaphore of the predecessor, ahead of the consumers. The other one publishes,
+// which stalls it until the additions are performed. Both admit the consumers to the sums of a Q
+// block, so neither falls behind by a phase of the barriers.
+#pragma once
+
+#include <memeff/core/pipeline.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/schedule/dq_semaphore.cuh>
+#include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/q_blocks.cuh>
+#include <memeff/schedule/split_q.cuh>
+
+namespace memeff {
+
+template <class Config>
+struct DqSemaphoreSm90 {
+  // In shared memory.
+  struct Control {
+    Pipeline<1> additions;  // full: consumers may add to a Q block; empty: they have added
+    int ticket;
+  };
+
+  // By one thread, before the first barrier of the CTA.
+  CUTE_DEVICE static void init(BackwardParams const& params, Control& control, int consumer_warps) {
+    control.ticket = DqSemaphore<Config>::draw(params);
+    control.additions.init(consumer_warps, 2);
+  }
+
+  CUTE_DEVICE static WorkItem item(BackwardParams const& params, Control const& control) {
+    return item(params, control.ticket);
+  }
+  CUTE_DEVICE static WorkItem item(BackwardParams const& params, int drawn) {
+    // Uniform over the warp, and the shuffle lets the compiler know it.
+    int const ticket = __shfl_sync(0xffffffffu, drawn, 0);
+    return DqSemaphore<Config>(params, key_tiles(params), ticket).item(params, key_tiles(params));
+  }
+
+  // By the producer's warpgroup; `thread` counts from its first thread.
+  CUTE_DEVICE static void order(BackwardParams const& params, Control& control,
+                                WorkItem const& item, TileRange const& tiles, int thread) {
+    if (thread == kWarpSize) wait(params, control, item, tiles);
+    if (thread == 2 * kWarpSize) publish(params, control, item, tiles);
+  }
+
+  // By the consumers, around the additions of a Q block. `parity` alternates from one to the next.
+  CUTE_DEVICE static void begin_additions(Control& control, int parity) {
+    control.additions.wait({0, parity});
+  }
+  CUTE_DEVICE static void end_additions(Control& control) {
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) control.additions.release({});
+  }
+
+  CUTE_DEVICE static int key_tiles(BackwardParams const& params) {
+    return ceil_div(params.shape.key_length, Config::kTileKey);
+  }
+
+ private:
+  CUTE_DEVICE static void wait(BackwardParams const& params, Control& control, WorkItem const& item,
+                               TileRange const& tiles) {
+    DqSemaphore<Config> semaphore(params, key_tiles(params), control.ticket);
+    PipelineStage<1> stage;
+    for_each_block(params, item, tiles, [&](int position) {
+      semaphore.wait(position);
+      control.additions.acquire(stage);
+      control.additions.commit(stage);
+      stage.advance();
+    });
+  }
+
+  CUTE_DEVICE static void publish(BackwardParams const& params, Control& control,
+                                  WorkItem const& item, TileRange const& tiles) {
+    DqSemaphore<Config> semaphore(params, key_tiles(params), control.ticket);
+    PipelineStage<1> stage;
+    for_each_block(params, item, tiles, [&](int position) {
+      control.additions.acquire(stage);  // the Q block before has been added
+      control.additions.commit(stage);
+      semaphore.publish(position);
+      stage.advance();
+    });
+    control.additions.acquire(stage);
+    semaphore.publish(kFinished);
+  }
+
+  // use(position) of each Q block. Positions count all Q blocks that the CTAs of a key head may
+  // have, in the same order.
+  template <class Use>
+  CUTE_DEVICE static void for_each_block(BackwardParams const& params, WorkItem const& item,
+                                         TileRange const& tiles, Use const& use) {
+    CUTE_NO_UNROLL
+    for (int head = 0; head < params.shape.group; ++head) {
+      auto const blocks = row_of_q_blocks<Config>(params, item, tiles, params.query_tiles,
+                                                  item.head * params.shape.group + head);
+      CUTE_NO_UNROLL
+      for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
+        use(head * params.query_tiles + tile);
+      }
+    }
+  }
+};
+
+// The same for kernels whose sums may differ in their last bits.
+template <class Config>
+struct NoDqSemaphoreSm90 {
+  struct Control {};
+  CUTE_DEVICE static void init(BackwardParams const&, Control&, int) {}
+  CUTE_DEVICE static WorkItem item(BackwardParams const& params, Control const&) {
+    return work_item<Config, Heaviest::first>(
+        params.shape, params.bias, split_kv_block_index<Config>(params),
+        ceil_div(params.shape.key_length, Config::kTileKey), params.shape.key_heads);
+  }
+  CUTE_DEVICE static void order(BackwardParams const&, Control&, WorkItem const&, TileRange const&,
+                                int) {}
+  CUTE_DEVICE static void begin_additions(Control&, int) {}
+  CUTE_DEVICE static void end_additions(Control&) {}
+};
+
+}  // namespace memeff
