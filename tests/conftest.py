@@ -121,6 +121,17 @@ def devices(request):
         yield tuple(found[:count])
 
 
+@pytest.fixture(scope="module")
+def selected(request):
+    """The parameters of each selected test of the module, for a fixture that prepares all of them.
+
+    The session may have tests of other modules, where a parameter of the same name is of another
+    type.
+    """
+    items = [item for item in request.session.items if hasattr(item, "callspec")]
+    return [item.callspec.params for item in items if item.module is request.module]
+
+
 @pytest.fixture(scope="session")
 def machine(request):
     """A process with an emulated GPU; ``submit`` gives it work."""

@@ -53,15 +53,14 @@ def marked(cases):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(request):
+def compiled(request, selected):
     """Compile the kernels of the selected cases before the first runs.
 
     Of several xdist workers each compiles a share, in one process.
     """
     jobs = set()
-    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     gradients: dict[Case, set[NeedsGrad | None]] = {}
-    for call in calls:
+    for call in selected:
         if case := call.get("case"):
             gradients.setdefault(case, {None, case.needs_grad}).add(call.get("needs_grad"))
     for case, choices in gradients.items():

@@ -74,13 +74,12 @@ HUNTS += [hunt(128, 1, deterministic=True, **FLOAT32, **EVERYTHING)]
 
 
 @pytest.fixture(scope="module")
-def compiled(request):
+def compiled(selected):
     """Compiles the kernels of the selected hunts before the first begins."""
     if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
         pytest.skip("these are the kernels of Hopper")
-    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
     specs = set()
-    for made in (call.params["made"] for call in calls if "made" in call.params):
+    for made in (call["made"] for call in selected if "made" in call):
         with lateness.set_stages(made.stages):
             specs.update(lateness.kernels(made.case))
     # NVRTC holds a lock, so that threads would take turns.
