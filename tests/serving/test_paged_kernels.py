@@ -165,6 +165,14 @@ EMULATED = [
             RAGGED, query_rows=None, features=("is_causal", "score_mod", "logits_soft_cap")
         ),
     ),
+    ("sm_80", dataclasses.replace(MIXED, dims=(320, 264), is_missing=True)),
+    (
+        "sm_86",
+        dataclasses.replace(
+            RAGGED, dims=(264, 300), features=("is_causal", "sinks", "local_window_size")
+        ),
+    ),
+    ("sm_80", dataclasses.replace(DECODE, dims=(276, 276), dtype="float32", page_size=48)),
     ("sm_90a", dataclasses.replace(MIXED, scales=("heads", "heads"))),
     ("sm_80", dataclasses.replace(DECODE, scales=("none", "none"), dtype="float16")),
     (
