@@ -19,7 +19,7 @@ PoolScale = Literal["none", "heads", "pages"]
 """The scale of a float8 pool: 1, one for each key head, or one for each page and key head."""
 
 MULTIPLE = 16
-"""Page sizes are multiples of this."""
+"""Page sizes are multiples of this: ``kPageStep`` of the kernels, which their source asserts."""
 
 _XLA = "pass implementation='xla'"
 
@@ -124,6 +124,9 @@ class Pages(Feature[AskedPages, CompiledPages]):
             found["kKeyScale"] = f"memeff::PoolScale::{pages.key_scale}"
             found["kValueScale"] = f"memeff::PoolScale::{pages.value_scale}"
         return found
+
+    def source(self, spec: KernelSpec) -> str:
+        return f"static_assert(memeff::kPageStep == {MULTIPLE});\n" if spec[self].size else ""
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
         pages = spec[self]

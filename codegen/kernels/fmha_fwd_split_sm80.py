@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import gpu, shared_memory, strategy
-from jax_memeff.codegen.features import PAGES, VARLEN
+from jax_memeff.codegen.features import PAGES, VARLEN, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, stage
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
@@ -236,8 +236,6 @@ _TILES_FLOAT8: MmaTables = {
 }
 
 _FLOAT8_ELEMENT_BYTES = 1
-_PAGE_STEP = 16
-"""Keys with one scale of a page: ``kPageStep`` of ffi/include/memeff/core/page_table.cuh."""
 
 _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
 """Elements of a warp's output; each 1024 of them take 32 registers per lane. With twice as many,
@@ -350,7 +348,7 @@ def _float8_scale_bytes(spec: KernelSpec) -> int:
     """A factor for each row of queries, and two scales for each part of a page in a stage."""
     tile = _tile(spec)
     by_page = "pages" in (spec[PAGES].key_scale, spec[PAGES].value_scale)
-    parts = tile.stages * tile.key // _PAGE_STEP if by_page else 0
+    parts = tile.stages * tile.key // pages.MULTIPLE if by_page else 0
     return 4 * (tile.query + 2 * parts)
 
 
