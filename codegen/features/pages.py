@@ -21,6 +21,10 @@ PoolScale = Literal["none", "heads", "pages"]
 MULTIPLE = 16
 """Page sizes are multiples of this: ``kPageStep`` of the kernels, which their source asserts."""
 
+INVARIANT_COLUMNS = 256
+"""If results are batch invariant, keys are summed in segments of this length. Segments begin at its
+multiples."""
+
 _XLA = "pass implementation='xla'"
 
 
@@ -40,8 +44,8 @@ class AskedPages(NamedTuple):
 class CompiledPages(NamedTuple):
     """The page size of a kernel, whether its results are batch invariant, and the pool's format.
 
-    An invariant kernel never splits keys, because the number of splits depends on the batch and on
-    the device.
+    The split forward of invariant results adds up segments of ``INVARIANT_COLUMNS`` keys in
+    ascending order, however they are divided over blocks. Other kernels do not split the keys.
     """
 
     size: int = 0
@@ -117,6 +121,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
         found: dict[str, Constant | CppType] = {
             "kPageSize": pages.size,
             "kFloat8Pages": pages.is_float8,
+            "kSegmentKeys": INVARIANT_COLUMNS if pages.is_invariant else 0,
         }
         if pages.size:
             found["kKeyBoxRows"] = key_box_rows(spec)

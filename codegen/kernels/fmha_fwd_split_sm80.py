@@ -13,7 +13,7 @@ from jax_memeff.codegen.features import PAGES, VARLEN, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, stage
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
-from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
@@ -228,6 +228,28 @@ _SM90_FLOAT8 = {
     ),
 }
 
+# Batch-invariant results, by padded dim: keys of a tile, blocks per SM, stages. Warps have their own
+# rows and all keys, so that outputs of a segment need no merge. Warps without rows skip the
+# products, so a decode step reads each key from shared memory once. Head dims above 128 spill the
+# sum of the segments, which is used once in 256 keys. Nothing was measured.
+_INVARIANT_SIZES = {
+    gpu.SM75: {32: (128, 1, 2), 64: (64, 1, 2), 96: (64, 1, 2), 128: (32, 1, 2)}
+    | dict.fromkeys((192, 256), (16, 1, 2)),
+    gpu.SM80: {32: (128, 2, 3), 64: (128, 2, 2), 96: (64, 1, 3), 128: (64, 1, 3)}
+    | dict.fromkeys((192, 256), (64, 1, 2)),
+    gpu.SM86: {32: (128, 1, 2), 64: (128, 1, 2), 96: (64, 1, 3), 128: (64, 1, 2)}
+    | dict.fromkeys((192, 256), (32, 1, 2)),
+    gpu.SM90: {32: (128, 2, 3), 64: (128, 2, 3), 96: (64, 2, 4), 128: (64, 2, 3)}
+    | dict.fromkeys((192, 256), (64, 1, 3)),
+}
+_TILES_INVARIANT: MmaTables = {
+    own: {
+        dim: (_split(64, key, 4, blocks, 1, stages, "no merge of key warps"),)
+        for dim, (key, blocks, stages) in sizes.items()
+    }
+    for own, sizes in _INVARIANT_SIZES.items()
+}
+
 _TILES_FLOAT8: MmaTables = {
     gpu.SM75: _SM75_FLOAT8,
     gpu.SM80: _SM80_FLOAT8,
@@ -240,6 +262,11 @@ _FLOAT8_ELEMENT_BYTES = 1
 _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
 """Elements of a warp's output; each 1024 of them take 32 registers per lane. With twice as many,
 kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
+
+
+_MOST_SEGMENT_BYTES = 1 << 28
+"""The most memory for the outputs of segments. With more rows and longer tables the keys are not
+split, which changes no bit."""
 
 
 class FmhaFwdSplitSm80(MmaKernel):
@@ -255,11 +282,15 @@ class FmhaFwdSplitSm80(MmaKernel):
     tiles_f32 = _TILES_F32
 
     def rows(self, problem: Problem) -> Iterator[Row]:
-        if problem[PAGES].dtype == "query":
+        is_float8 = problem[PAGES].dtype != "query"
+        if problem.dtype in F32_DTYPES or not (is_float8 or problem[PAGES].is_invariant):
             yield from super().rows(problem)
             return
-        table = _TILES_FLOAT8[gpu.of(problem.arch)]
-        for padded in itertools.product(table, table):
+        tables = _TILES_INVARIANT if problem[PAGES].is_invariant else _TILES_FLOAT8
+        table = tables[gpu.of(problem.arch)]
+        # Rows of float8 in shared memory have a multiple of 64 bytes.
+        dims = [dim for dim in table if not is_float8 or dim % 64 == 0]
+        for padded in itertools.product(dims, dims):
             for tile in table[max(padded)]:
                 yield Row(*padded, tile)
 
@@ -332,14 +363,18 @@ class FmhaFwdSplitSm80(MmaKernel):
         (ffi/src/launch/key_splits.cc) chooses the number of parts for the device; this is the most
         that the program has room for.
         """
-        if spec[PAGES].is_invariant:
-            return
         tile_heads = sizes.key_heads if spec.pack_heads else sizes.heads
         rows = sizes.queries * sizes.heads // max(1, tile_heads)
         tiles = sizes.batch * tile_heads * -(-rows // spec.tile.query)
         splits = strategy.most_key_splits(tiles, sizes.keys, spec.tile.key)
+        all_rows = sizes.batch * sizes.heads * sizes.queries
+        if spec[PAGES].is_invariant:
+            # Each segment has a place, whichever block computes it.
+            segments = -(-sizes.keys // pages.INVARIANT_COLUMNS)
+            fits = segments * all_rows * spec.padded_value_dim * 4 <= _MOST_SEGMENT_BYTES
+            splits = segments if splits > 1 and fits else 1
         if splits > 1:
-            shape = splits, sizes.batch * sizes.heads * sizes.queries
+            shape = splits, all_rows
             yield Workspace("partial_logsumexp", shape)
             yield Workspace("partial_out", (*shape, spec.padded_value_dim))
 
