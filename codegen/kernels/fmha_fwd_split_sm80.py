@@ -228,10 +228,10 @@ _SM90_FLOAT8 = {
     ),
 }
 
-# Batch-invariant results, by padded dim: keys of a tile, blocks per SM, stages. Warps have their own
-# rows and all keys, so that outputs of a segment need no merge. Warps without rows skip the
-# products, so a decode step reads each key from shared memory once. Head dims above 128 spill the
-# sum of the segments, which is used once in 256 keys. Nothing was measured.
+# Batch-invariant results, by padded dim: keys of a tile, blocks per SM, stages. A warp has its own
+# rows and all keys, so outputs of a segment need no merge. Warps without rows skip the products, so
+# a decode step reads each key from shared memory once. Head dims above 128 spill the sum of the
+# segments, which is used once in 256 keys. Nothing was measured.
 _INVARIANT_SIZES = {
     gpu.SM75: {32: (128, 1, 2), 64: (64, 1, 2), 96: (64, 1, 2), 128: (32, 1, 2)}
     | dict.fromkeys((192, 256), (16, 1, 2)),

@@ -284,7 +284,9 @@ struct FmhaForwardSplitSm80 {
     for (int segment = own.begin; segment < own.end; ++segment) {
       int const first = segment * kSegmentBlocks;
       if (first < kv_blocks.end && first + kSegmentBlocks > kv_blocks.begin) continue;
-      float* const logsumexps = params.partial_logsumexp + first_partial_row(params, segment);
+      float* const logsumexps =
+          params.partial_logsumexp +
+          partial_row(params.shape, Rows(params.shape), segment, item.batch, item.head);
       for_each_row(params, item, [&](int row, bool, int) { logsumexps[row] = -infinity(); });
     }
   }
@@ -371,23 +373,14 @@ struct FmhaForwardSplitSm80 {
     });
   }
 
-  // The index of this tile's row 0 in a part of the partial results.
-  CUTE_DEVICE static long long first_partial_row(ForwardParams const& params, int part) {
-    ProblemShape const& shape = params.shape;
-    SplitWorkItem const item = work_item(params);
-    Rows const rows(shape);
-    int const tile_heads = shape.query_heads / rows.heads;
-    return part * partial_rows(shape) +
-           ((long long)item.batch * tile_heads + item.head) * rows.count(shape.query_length);
-  }
-
   // Rows without keys are written too: the combination reads all before it knows. A part is a
   // split or a segment.
   template <class Output>
   CUTE_DEVICE static void store_partial(ForwardParams const& params, int part,
                                         Softmax const& softmax, Output const& output) {
     SplitWorkItem const item = work_item(params);
-    long long const first = first_partial_row(params, part);
+    long long const first =
+        partial_row(params.shape, Rows(params.shape), part, item.batch, item.head);
     for_each_row(params, item, [&](int row, bool valid, int r) {
       if (threadIdx.x % 4 == 0) {
         params.partial_logsumexp[first + row] = valid ? softmax.softmax_reference[r] : -infinity();
