@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -87,6 +88,13 @@ class Pages(Feature[AskedPages, CompiledPages]):
         SupportRow(
             "keys and values in pages (`paged_attention`)",
             ({"varlen": True, "pages": AskedPages(16)},),
+        ),
+        SupportRow(
+            "pages of float8, queries of 16 bits",
+            tuple(
+                {"varlen": True, "pages": AskedPages(16, "f8e4m3", False, False, *scales)}
+                for scales in itertools.product(("none", "heads", "pages"), repeat=2)
+            ),
         ),
     )
 

@@ -298,10 +298,10 @@ class FmhaFwdSplitSm80(MmaKernel):
         reasons = []
         if problem[VARLEN] and not problem.asks(PAGES):
             reasons.append("it does not split the keys of packed sequences yet")
-        elif strategy.query_rows is None:
+        elif strategy.query_rows is None and not spec[PAGES].is_float8:
             reasons.append("it splits the keys, and there are tiles for a whole GPU without that")
         rows = 16 if strategy.query_rows == "16" else 64
-        if strategy.query_rows and spec.tile.query < rows:
+        if (strategy.query_rows or spec[PAGES].is_float8) and spec.tile.query < rows:
             reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
         return reasons + super().reasons(spec, problem, strategy)
 

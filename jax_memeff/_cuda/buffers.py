@@ -67,7 +67,7 @@ def of_operands(
             buffers.append(computed(ctx, name, repeated, types, arrays))
         elif name == "key_starts" and pages_of(avals) is not None:
             # No kernel reads it. Its zeros would be one more launch.
-            buffers.append(Buffer(name, *types, values.sequences.query_starts))
+            buffers.append(Buffer(name, types[0], values.sequences.query_starts))
         elif functions.is_converted(types[0]):
             buffers.append(computed(ctx, name, functions.in_kernel_type, types, arrays))
         else:
