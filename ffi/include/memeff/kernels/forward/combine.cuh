@@ -24,7 +24,7 @@ struct FmhaForwardCombine {
   static_assert(kSets > 0);
 
   static constexpr bool kSegments = Config::kSegmentKeys > 0;
-  static constexpr int kUnroll = kSegments ? 16 : 4;
+  static constexpr int kUnroll = kSegments ? 8 : 4;
 
   // A sum of outputs, and of their weights.
   struct Sum {
@@ -67,9 +67,13 @@ struct FmhaForwardCombine {
       for (int split = set % row_sets; split < parts; split += row_sets) {
         long long const index = split * partial_rows(params.shape) + row;
         float const logsumexp = params.partial_logsumexp[index];
-        if (kSegments && logsumexp == -infinity()) continue;  // its output is not written
         float const* const out = params.partial_out + index * Config::kValueDim + 4 * column_thread;
-        sum.add(*reinterpret_cast<float4 const*>(out), logsumexp, 1.0f);
+        float4 part = *reinterpret_cast<float4 const*>(out);
+        // The output of a masked segment is not written. A branch around its load would make the
+        // loads of all segments wait for each other.
+        bool const is_written = !kSegments || logsumexp != -infinity();
+        if (!is_written) part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        sum.add(part, logsumexp, 1.0f);
       }
       sums[set][column_thread] = sum;
     }
