@@ -30,191 +30,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, Progress, TextColumn
-from train_gpt import GPT, PRESETS, VOCABULARY, Preset, Trainer, standard_library_text, train
+from serve_model import Pools, copied_page, next_tokens, trained, without_cache
+from serve_requests import LOADS, PAGE_SIZE, Load, Request, random_requests
+from train_gpt import PRESETS, Preset, standard_library_text
 
-import jax_memeff
 from jax_memeff import OutOfPagesError, PagePool
-from jax_memeff.flax import rotary_embedding
-
-PAGE_SIZE = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """The sizes of a server and of its requests."""
-
-    requests: int
-    slots: int
-    """The largest number of sequences that run at a time."""
-    step_tokens: int
-    """The size of a step with prompts; a step without prompts has one token per slot."""
-    pages: int
-    prefixes: tuple[int, ...]
-    """The lengths of the prefixes that requests share."""
-    prompt: tuple[int, int]
-    """The smallest and the largest number of prompt tokens after the prefix."""
-    completion: tuple[int, int]
-    arrivals: float
-    """The average number of requests that arrive in a step."""
-    training_steps: int
-
-    @property
-    def longest(self) -> int:
-        """The largest number of tokens of a sequence."""
-        return max(self.prefixes) + self.prompt[1] + self.completion[1]
-
-    @property
-    def max_pages(self) -> int:
-        return -(-self.longest // PAGE_SIZE)
-
-
-LOADS = {
-    "tiny": Load(8, 3, 16, 14, (20,), (1, 20), (4, 16), 0.5, 4),
-    "cpu": Load(96, 12, 96, 64, (90, 40), (8, 100), (8, 64), 0.7, 120),
-    "gpu": Load(512, 64, 1024, 1024, (600, 130), (16, 800), (32, 256), 2.0, 1000),
-}
-
-
-# ------------------------------------------------------------------------------------ requests
-
-
-@dataclasses.dataclass
-class Request:
-    """A prompt to complete, and its progress."""
-
-    tokens: list[int]
-    """The prompt, followed by the completion so far."""
-    prompt: int
-    completion: int
-    """The number of tokens to generate; 0 for a prefix, whose pages are kept."""
-    prefix: Request | None = None
-    arrival: int = 0
-    """The step in which it arrives."""
-    sequence: int | None = None
-    """Its name in the pool while it runs."""
-    cached: int = 0
-    """The number of its tokens whose keys and values are in the pool."""
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.tokens) == self.prompt + self.completion
-
-    @property
-    def is_prompt(self) -> bool:
-        """Whether tokens before its newest one are missing from the pool."""
-        return self.cached < len(self.tokens) - 1
-
-
-def random_requests(load: Load, text: np.ndarray, seed: int) -> tuple[list[Request], list[Request]]:
-    """Prefixes, and requests in order of arrival; about two thirds of them have a prefix."""
-    rng = np.random.default_rng(seed)
-
-    def excerpt(length: int) -> list[int]:
-        start = rng.integers(text.size - length)
-        return text[start : start + length].tolist()
-
-    prefixes = [Request(excerpt(length), length, 0) for length in load.prefixes]
-    arrivals = np.cumsum(rng.exponential(1 / load.arrivals, load.requests)).astype(int)
-    requests = []
-    for arrival in arrivals:
-        prefix = prefixes[rng.integers(len(prefixes))] if rng.random() < 2 / 3 else None
-        own = excerpt(int(rng.integers(load.prompt[0], load.prompt[1] + 1)))
-        tokens = [*(prefix.tokens if prefix else []), *own]
-        length = int(rng.integers(load.completion[0], load.completion[1] + 1))
-        requests.append(Request(tokens, len(tokens), length, prefix, int(arrival)))
-    return prefixes, requests
-
-
-# --------------------------------------------------------------------------------------- model
-
-Pools = list[tuple[jax.Array, jax.Array]]
-"""Keys and values of each layer, [pages, PAGE_SIZE, heads, head_dim]."""
-
-
-def next_tokens(
-    parameters: Any,
-    pools: Pools,
-    tokens: jax.Array,
-    table: jax.Array,
-    lengths: jax.Array,
-    starts: jax.Array,
-    *,
-    graph: Any,
-    implementation: Any,
-) -> tuple[jax.Array, Pools]:
-    """The most likely next token of each sequence, int32[slots], and the pools with the new tokens.
-
-    Args:
-        parameters: the parameters of the model.
-        pools: donated.
-        tokens: int32[tokens], the new tokens of all sequences, one sequence after the other.
-        table, lengths, starts: as in ``paged_attention``; a slot without tokens has length 0.
-        graph: the graph of the model.
-        implementation: as in ``paged_attention``.
-    """
-    model: GPT = nnx.merge(graph, parameters)
-    count = tokens.shape[0]
-    token = jnp.arange(count)
-    slot = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, len(lengths) - 1)
-    position = lengths[slot] - (starts[slot + 1] - token)
-    x = jax.nn.one_hot(tokens, VOCABULARY) @ model.embed.embedding[...]
-    written = []
-    for block, (key_pages, value_pages) in zip(model.blocks, pools, strict=True):
-        qkv = block.qkv(block.norm_attention(x)).reshape(count, 3, block.heads, -1)
-        query, key = (rotary_embedding(qkv[:, i], position) for i in (0, 1))
-        key_pages, value_pages = jax_memeff.append_to_pages(
-            key_pages, value_pages, key, qkv[:, 2], table, lengths, starts
-        )
-        out = jax_memeff.paged_attention(
-            query,
-            key_pages,
-            value_pages,
-            table,
-            lengths,
-            query_starts=starts,
-            implementation=implementation,
-        )
-        x = x + block.out(out.reshape(count, -1))
-        x = x + block.down(jax.nn.gelu(block.up(block.norm_feed_forward(x))))
-        written.append((key_pages, value_pages))
-    last = x[jnp.maximum(starts[1:] - 1, 0)]
-    return jnp.argmax(model.embed.attend(model.norm(last)), -1), written
-
-
-def copied_page(pools: Pools, source: jax.Array, target: jax.Array) -> Pools:
-    """Copy a page in each of the pools, which are donated."""
-    return jax.tree.map(lambda pool: pool.at[target].set(pool[source]), pools)
-
-
-def without_cache(graph: Any, parameters: Any, requests: list[Request], longest: int) -> list[bool]:
-    """Whether each completion equals that of the model without a cache.
-
-    If every token is the most likely one after the tokens before it, the model would generate the
-    same completion token by token.
-    """
-
-    @jax.jit
-    def most_likely(parameters: Any, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(graph, parameters)(tokens, 0.0, jax.random.key(0))
-        return jnp.argmax(logits, -1)
-
-    same = []
-    for first in range(0, len(requests), 8):
-        batch = requests[first : first + 8]
-        tokens = np.zeros((8, longest), np.int32)
-        for row, request in zip(tokens, batch, strict=False):
-            row[: len(request.tokens)] = request.tokens
-        expected = np.asarray(most_likely(parameters, tokens))
-        for row, found, request in zip(expected, tokens, batch, strict=False):
-            part = slice(request.prompt - 1, len(request.tokens) - 1)
-            same.append(bool((row[part] == found[1:][part]).all()))
-    return same
-
-
-# -------------------------------------------------------------------------------------- server
 
 
 class Server:
@@ -372,9 +194,6 @@ def serve(server: Server, prefixes: list[Request], requests: list[Request]) -> d
     }
 
 
-# -------------------------------------------------------------------------------------- output
-
-
 def plot(history: list[dict[str, int]], pages: int, path: Path) -> None:
     """Draw the pages of the pool and the sequences over time."""
     columns = {name: [state[name] for state in history] for name in history[0]}
@@ -393,21 +212,6 @@ def plot(history: list[dict[str, int]], pages: int, path: Path) -> None:
     for axes in (upper, lower):
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     figure.savefig(path, dpi=120)
-
-
-def trained(preset: Preset, steps: int, seed: int, path: Path) -> tuple[Any, Any]:
-    """The model's graph and parameters, from a file or from a training run that writes it."""
-    trainer = Trainer(preset, "memeff", seed, steps, 0.0)
-    leaves, structure = jax.tree.flatten(trainer.parameters)
-    if path.exists():
-        with np.load(path) as file:
-            leaves = [jnp.asarray(file[str(index)]) for index in range(len(leaves))]
-        return trainer.graph, jax.tree.unflatten(structure, leaves)
-    print(f"no weights in {path}: training for {steps} steps", flush=True)
-    train(trainer, preset, steps, seed)
-    arrays = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(trainer.parameters))}
-    np.savez(path, **arrays)  # type: ignore[arg-type]
-    return trainer.graph, trainer.parameters
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -61,9 +61,10 @@ class OutOfPagesError(RuntimeError):
 
     def __init__(self, needed: int, available: int):
         self.needed, self.available = needed, available
+        short = needed - available
         super().__init__(
-            f"the pool has {available} free pages, and {needed} are needed, {needed - available} "
-            "more: free a sequence, or wait until one ends"
+            f"the pool is {short} page{'s' * (short != 1)} short, with {needed} needed and "
+            f"{available} free: free a sequence, or wait until one ends"
         )
 
     def __reduce__(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,7 +20,11 @@ PoolScale = Literal["none", "heads", "pages"]
 """The scale of a float8 pool: 1, one for each key head, or one for each page and key head."""
 
 MULTIPLE = 16
-"""Page sizes are multiples of this."""
+"""Page sizes are multiples of this: ``kPageStep`` of the kernels, which their source asserts."""
+
+INVARIANT_COLUMNS = 256
+"""If results are batch invariant, keys are summed in segments of this length. Segments begin at its
+multiples."""
 
 _XLA = "pass implementation='xla'"
 
@@ -41,8 +46,8 @@ class CompiledPages(NamedTuple):
     """The page size of a kernel, whether its results are batch invariant, whether its values are the
     first columns of the keys, and the pool's format.
 
-    An invariant kernel never splits keys, because the number of splits depends on the batch and on
-    the device.
+    The split forward of invariant results adds up segments of ``INVARIANT_COLUMNS`` keys in
+    ascending order, however they are divided over blocks. Other kernels do not split the keys.
     """
 
     size: int = 0
@@ -86,6 +91,13 @@ class Pages(Feature[AskedPages, CompiledPages]):
             "keys and values in pages (`paged_attention`)",
             ({"varlen": True, "pages": AskedPages(16)},),
         ),
+        SupportRow(
+            "pages of float8, queries of 16 bits",
+            tuple(
+                {"varlen": True, "pages": AskedPages(16, "f8e4m3", False, False, *scales)}
+                for scales in itertools.product(("none", "heads", "pages"), repeat=2)
+            ),
+        ),
     )
 
     def check(self, asked: AskedPages) -> None:
@@ -124,6 +136,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
         found: dict[str, Constant | CppType] = {
             "kPageSize": pages.size,
             "kFloat8Pages": pages.is_float8,
+            "kSegmentKeys": INVARIANT_COLUMNS if pages.is_invariant else 0,
         }
         if pages.size:
             found["kKeyBoxRows"] = key_box_rows(spec)
@@ -131,6 +144,9 @@ class Pages(Feature[AskedPages, CompiledPages]):
             found["kKeyScale"] = f"memeff::PoolScale::{pages.key_scale}"
             found["kValueScale"] = f"memeff::PoolScale::{pages.value_scale}"
         return found
+
+    def source(self, spec: KernelSpec) -> str:
+        return f"static_assert(memeff::kPageStep == {MULTIPLE});\n" if spec[self].size else ""
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
         pages = spec[self]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jax_memeff.codegen import gpu
+from jax_memeff.codegen.features import PAGES
 from jax_memeff.codegen.kernels.families import (
     LARGE_DIM,
     LargeDimKernel,
@@ -17,8 +18,10 @@ from jax_memeff.codegen.kernels.families import (
     query_tile_grid,
 )
 from jax_memeff.codegen.launch import EntryPoint, Workspace
+from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes, round_up
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.strategy import Strategy
 
 # ``kLongSumColumns`` of ffi/include/memeff/params.h.
 _LONG_SUM_COLUMNS = 8192
@@ -75,8 +78,15 @@ class FmhaFwdLargeDimSm80(LargeDimKernel):
     stem = "fmha_fwd_large_dim_sm80"
     direction = "forward"
     class_name = "FmhaForwardLargeDimSm80"
+    reads_pages = True
     tiles = _TILES
     tiles_f32 = _TILES_F32
+
+    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
+        reasons = super().reasons(spec, problem, strategy)
+        if spec[PAGES].size and not large_dim_tile(spec).modifiers:
+            reasons.append("its tile has no registers left for a page table")
+        return reasons
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """P, the buffers, and for each row two factors and a maximum of each of its warps."""

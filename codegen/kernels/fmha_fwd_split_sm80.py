@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import gpu, shared_memory, strategy
-from jax_memeff.codegen.features import PAGES, VARLEN
+from jax_memeff.codegen.features import PAGES, VARLEN, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, stage
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
-from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
@@ -228,6 +228,28 @@ _SM90_FLOAT8 = {
     ),
 }
 
+# Batch-invariant results, by padded dim: keys of a tile, blocks per SM, stages. A warp has its own
+# rows and all keys, so outputs of a segment need no merge. Warps without rows skip the products, so
+# a decode step reads each key from shared memory once. Head dims above 128 spill the sum of the
+# segments, which is used once in 256 keys. Nothing was measured.
+_INVARIANT_SIZES = {
+    gpu.SM75: {32: (128, 1, 2), 64: (64, 1, 2), 96: (64, 1, 2), 128: (32, 1, 2)}
+    | dict.fromkeys((192, 256), (16, 1, 2)),
+    gpu.SM80: {32: (128, 2, 3), 64: (128, 2, 2), 96: (64, 1, 3), 128: (64, 1, 3)}
+    | dict.fromkeys((192, 256), (64, 1, 2)),
+    gpu.SM86: {32: (128, 1, 2), 64: (128, 1, 2), 96: (64, 1, 3), 128: (64, 1, 2)}
+    | dict.fromkeys((192, 256), (32, 1, 2)),
+    gpu.SM90: {32: (128, 2, 3), 64: (128, 2, 3), 96: (64, 2, 4), 128: (64, 2, 3)}
+    | dict.fromkeys((192, 256), (64, 1, 3)),
+}
+_TILES_INVARIANT: MmaTables = {
+    own: {
+        dim: (_split(64, key, 4, blocks, 1, stages, "no merge of key warps"),)
+        for dim, (key, blocks, stages) in sizes.items()
+    }
+    for own, sizes in _INVARIANT_SIZES.items()
+}
+
 _TILES_FLOAT8: MmaTables = {
     gpu.SM75: _SM75_FLOAT8,
     gpu.SM80: _SM80_FLOAT8,
@@ -236,12 +258,15 @@ _TILES_FLOAT8: MmaTables = {
 }
 
 _FLOAT8_ELEMENT_BYTES = 1
-_PAGE_STEP = 16
-"""Keys with one scale of a page: ``kPageStep`` of ffi/include/memeff/core/page_table.cuh."""
 
 _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
 """Elements of a warp's output; each 1024 of them take 32 registers per lane. With twice as many,
 kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
+
+
+_MOST_SEGMENT_BYTES = 1 << 28
+"""The most memory for the outputs of segments. With more rows and longer tables the keys are not
+split, which changes no bit."""
 
 
 class FmhaFwdSplitSm80(MmaKernel):
@@ -257,11 +282,15 @@ class FmhaFwdSplitSm80(MmaKernel):
     tiles_f32 = _TILES_F32
 
     def rows(self, problem: Problem) -> Iterator[Row]:
-        if problem[PAGES].dtype == "query":
+        is_float8 = problem[PAGES].dtype != "query"
+        if problem.dtype in F32_DTYPES or not (is_float8 or problem[PAGES].is_invariant):
             yield from super().rows(problem)
             return
-        table = _TILES_FLOAT8[gpu.of(problem.arch)]
-        for padded in itertools.product(table, table):
+        tables = _TILES_INVARIANT if problem[PAGES].is_invariant else _TILES_FLOAT8
+        table = tables[gpu.of(problem.arch)]
+        # Rows of float8 in shared memory have a multiple of 64 bytes.
+        dims = [dim for dim in table if not is_float8 or dim % 64 == 0]
+        for padded in itertools.product(dims, dims):
             for tile in table[max(padded)]:
                 yield Row(*padded, tile)
 
@@ -269,10 +298,10 @@ class FmhaFwdSplitSm80(MmaKernel):
         reasons = []
         if problem[VARLEN] and not problem.asks(PAGES):
             reasons.append("it does not split the keys of packed sequences yet")
-        elif strategy.query_rows is None:
+        elif strategy.query_rows is None and not spec[PAGES].is_float8:
             reasons.append("it splits the keys, and there are tiles for a whole GPU without that")
         rows = 16 if strategy.query_rows == "16" else 64
-        if strategy.query_rows and spec.tile.query < rows:
+        if (strategy.query_rows or spec[PAGES].is_float8) and spec.tile.query < rows:
             reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
         return reasons + super().reasons(spec, problem, strategy)
 
@@ -334,14 +363,18 @@ class FmhaFwdSplitSm80(MmaKernel):
         (ffi/src/launch/key_splits.cc) chooses the number of parts for the device; this is the most
         that the program has room for.
         """
-        if spec[PAGES].is_invariant:
-            return
         tile_heads = sizes.key_heads if spec.pack_heads else sizes.heads
         rows = sizes.queries * sizes.heads // max(1, tile_heads)
         tiles = sizes.batch * tile_heads * -(-rows // spec.tile.query)
         splits = strategy.most_key_splits(tiles, sizes.keys, spec.tile.key)
+        all_rows = sizes.batch * sizes.heads * sizes.queries
+        if spec[PAGES].is_invariant:
+            # Each segment has a place, whichever block computes it.
+            segments = -(-sizes.keys // pages.INVARIANT_COLUMNS)
+            fits = segments * all_rows * spec.padded_value_dim * 4 <= _MOST_SEGMENT_BYTES
+            splits = segments if splits > 1 and fits else 1
         if splits > 1:
-            shape = splits, sizes.batch * sizes.heads * sizes.queries
+            shape = splits, all_rows
             yield Workspace("partial_logsumexp", shape)
             yield Workspace("partial_out", (*shape, spec.padded_value_dim))
 
@@ -350,7 +383,7 @@ def _float8_scale_bytes(spec: KernelSpec) -> int:
     """A factor for each row of queries, and two scales for each part of a page in a stage."""
     tile = _tile(spec)
     by_page = "pages" in (spec[PAGES].key_scale, spec[PAGES].value_scale)
-    parts = tile.stages * tile.key // _PAGE_STEP if by_page else 0
+    parts = tile.stages * tile.key // pages.MULTIPLE if by_page else 0
     return 4 * (tile.query + 2 * parts)
 
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-INVARIANT_COLUMNS = 256
-"""If results are batch invariant, keys are summed in segments of this length. Segments begin at its
-multiples."""
+from jax_memeff.codegen.features.pages import INVARIANT_COLUMNS
+
+__all__ = ["INVARIANT_COLUMNS", "Pages"]
 
 
 @jax.tree_util.register_dataclass

@@ -21,6 +21,7 @@ from jax_memeff._call.operands import (
     QkvPackedOperands,
     batch_of,
     in_table_order,
+    pages_of,
 )
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import block_mask as block_masks
@@ -64,6 +65,9 @@ def of_operands(
             # XLA merges a broadcast scalar with what computes it: no launch more.
             repeated = functools.partial(jnp.broadcast_to, shape=(batch_of(avals),))
             buffers.append(computed(ctx, name, repeated, types, arrays))
+        elif name == "key_starts" and pages_of(avals) is not None:
+            # No kernel reads it. Its zeros would be one more launch.
+            buffers.append(Buffer(name, types[0], values.sequences.query_starts))
         elif functions.is_converted(types[0]):
             buffers.append(computed(ctx, name, functions.in_kernel_type, types, arrays))
         else:

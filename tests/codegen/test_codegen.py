@@ -38,6 +38,7 @@ struct Config {
   static constexpr bool kVarlen = false;
   static constexpr int kPageSize = 0;
   static constexpr bool kFloat8Pages = false;
+  static constexpr int kSegmentKeys = 0;
   static constexpr bool kPositions = false;
   static constexpr bool kBroadcastBatch = false;
   static constexpr bool kSegments = false;

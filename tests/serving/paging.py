@@ -115,7 +115,7 @@ def quantized(case: Paging, layouts: tuple[str, str], rng: np.random.Generator) 
         of_rows = scale[:, None, :, None].copy()
         pool = getattr(case, f"{name}_pages").astype(np.float32) / of_rows
         # NaN in unused rows becomes NaN of float8.
-        made[f"{name}_pages"] = pool = np.asarray(jnp.asarray(pool, jnp.float8_e4m3fn))
+        made[f"{name}_pages"] = pool = np.array(jnp.asarray(pool, jnp.float8_e4m3fn))
         held = pool.astype(np.float32) * of_rows
         made[f"{name}s"] = [
             held[row[: -(-length // size)]].reshape(-1, *held.shape[2:])[:length]

@@ -15,7 +15,7 @@ from paging import paged_attention
 from jax_memeff.codegen import strategy
 from jax_memeff.codegen.features import AskedPages
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.select import explain
+from jax_memeff.codegen.select import explain, select
 from jax_memeff.codegen.support import family_reasons
 
 CODES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)
@@ -122,6 +122,14 @@ def problem(dtype: Any, head_dim: int, value_dim: int) -> Problem:
 )
 def test_reasons(asked, reason):
     assert any(reason in line for line in family_reasons(problem(*asked)))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rows", [None, "16", "64", "consumer_groups"])
+def test_the_split_forward_serves_every_strategy(rows):
+    spec = select(problem("bf16", 192, 128), strategy.Strategy(query_rows=rows))
+    assert spec.kernel.splits_keys
+    assert spec.tile.query == (16 if rows == "16" else 64)
 
 
 @pytest.mark.quick

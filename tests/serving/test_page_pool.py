@@ -100,11 +100,11 @@ def test_ten_thousand_random_steps():
 def test_it_says_by_how_much_it_is_empty():
     pool = PagePool(pages=3, page_size=16)
     pool.allocate(33)
-    with pytest.raises(OutOfPagesError, match="0 free pages, and 2 are needed, 2 more"):
+    with pytest.raises(OutOfPagesError, match="2 pages short, with 2 needed and 0 free"):
         pool.allocate(17)
     pool = PagePool(pages=3, page_size=16)
     pool.allocate(1)
-    with pytest.raises(OutOfPagesError, match="2 free pages, and 4 are needed, 2 more") as caught:
+    with pytest.raises(OutOfPagesError, match="2 pages short, with 4 needed and 2 free") as caught:
         pool.allocate(64)
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (copy.needed, copy.available, str(copy)) == (4, 2, str(caught.value))
@@ -133,7 +133,7 @@ def test_shrink_copies_to_a_page_that_it_gives_back():
     other, _ = pool.fork(child)
     pool.allocate(1)
     before = pool.pages_of(other)
-    with pytest.raises(OutOfPagesError, match="0 free pages, and 1 are needed"):
+    with pytest.raises(OutOfPagesError, match="1 page short, with 1 needed and 0 free"):
         pool.shrink(other, 20)
     assert pool.pages_of(other) == before and pool.lengths([other]) == [32]
 

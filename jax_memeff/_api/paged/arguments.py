@@ -12,9 +12,7 @@ from jax_memeff._api import argument_arrays, argument_masks, argument_numbers
 from jax_memeff._api.paged.shapes import gathered, with_leading
 from jax_memeff._call import values
 from jax_memeff._call.sequences import starts_and_lengths
-
-PAGE_MULTIPLE = 16
-"""Page sizes are multiples of this."""
+from jax_memeff.codegen.features.pages import MULTIPLE
 
 FLOAT8 = "float8_e4m3fn"
 POOL_DTYPES = ("bfloat16", "float16", FLOAT8, "float32", "float64")
@@ -54,9 +52,9 @@ def pools(key_pages: Any, value_pages: Any) -> tuple[jax.Array, jax.Array | None
                 f"{name} must be one of {', '.join(POOL_DTYPES)}, got {array.dtype}; cast it"
             )
     key = arrays["key_pages"]
-    if key.shape[1] == 0 or key.shape[1] % PAGE_MULTIPLE:
+    if key.shape[1] == 0 or key.shape[1] % MULTIPLE:
         raise ValueError(
-            f"key_pages must have a page size that is a multiple of {PAGE_MULTIPLE}, got "
+            f"key_pages must have a page size that is a multiple of {MULTIPLE}, got "
             f"{key.shape[1]} in shape {key.shape}"
         )
     value = arrays.get("value_pages")

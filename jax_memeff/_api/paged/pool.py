@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_memeff._api.paged.arguments import PAGE_MULTIPLE
 from jax_memeff._call.values import static_integer
+from jax_memeff.codegen.features.pages import MULTIPLE
 from jax_memeff.errors import OutOfPagesError
 
 
@@ -58,8 +58,8 @@ class PagePool:
     >>> pool.grow(prompt, 13)
     Traceback (most recent call last):
     ...
-    jax_memeff.errors.OutOfPagesError: the pool has 0 free pages, and 1 are needed, 1 more: free \
-a sequence, or wait until one ends
+    jax_memeff.errors.OutOfPagesError: the pool is 1 page short, with 1 needed and 0 free: \
+free a sequence, or wait until one ends
     >>> pool.free(child)
     >>> pool.free_pages
     2
@@ -67,11 +67,9 @@ a sequence, or wait until one ends
 
     def __init__(self, pages: int, page_size: int):
         self._pages = _count("pages", pages, 1)
-        self._page_size = _count("page_size", page_size, PAGE_MULTIPLE)
-        if self._page_size % PAGE_MULTIPLE:
-            raise ValueError(
-                f"page_size must be a multiple of {PAGE_MULTIPLE}, got {self._page_size}"
-            )
+        self._page_size = _count("page_size", page_size, MULTIPLE)
+        if self._page_size % MULTIPLE:
+            raise ValueError(f"page_size must be a multiple of {MULTIPLE}, got {self._page_size}")
         # A stack: pages are first taken in ascending order, and freed pages are reused first.
         self._free = list(range(self._pages - 1, -1, -1))
         self._owners = [0] * self._pages

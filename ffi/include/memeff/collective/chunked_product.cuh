@@ -56,15 +56,24 @@ struct ChunkedProduct {
   long long right_row_bytes;
   int right_bound;  // rows of the right operand; rows beyond count as zero
   int columns;
+  // Keys in pages: `right` is row 0 of the pool, and the right operand begins at this key.
+  PageTable<Config> const* pages = nullptr;
+  int first_key = 0;
 
   CUTE_DEVICE int depth_steps() const { return ceil_div(min(kDepth, right_bound), kStep); }
 
   CUTE_DEVICE void load(int step, uint32_t buffer) const {
     int const chunk = step / depth_steps();
     int const row = step % depth_steps() * kStep;
-    TileLoader<StepTile, kThreads, Config::kAlignment>::copy(
-        buffer, right + row * right_row_bytes + chunk * (kChunk * int(sizeof(Element))),
-        right_row_bytes, right_bound - row, columns - chunk * kChunk);
+    using Loader = TileLoader<StepTile, kThreads, Config::kAlignment>;
+    char const* const chunk_rows = right + chunk * (kChunk * int(sizeof(Element)));
+    if constexpr (PageTable<Config>::kPaged) {
+      Loader::copy_pages(buffer, chunk_rows, right_row_bytes, *pages, first_key + row,
+                         first_key + right_bound, columns - chunk * kChunk);
+    } else {
+      Loader::copy(buffer, chunk_rows + row * right_row_bytes, right_row_bytes, right_bound - row,
+                   columns - chunk * kChunk);
+    }
   }
 
   // The first iteration starts from zero and the last one writes the target; in between, `sums` has

@@ -40,7 +40,8 @@ struct PageTable<Config, true> {
   // keys beyond the length of the sequence, because the table may end there.
   CUTE_DEVICE int row(int key) const {
     int const page = __ldg(entries + unsigned(key) / kPageSize);
-    return unsigned(page) < unsigned(pages) ? page * kPageSize + unsigned(key) % kPageSize : -1;
+    return unsigned(page) < unsigned(pages) ? page * kPageSize + int(unsigned(key) % kPageSize)
+                                            : -1;
   }
 };
 

@@ -103,9 +103,12 @@ struct FmhaForwardLargeDimSm80 {
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       int const column = tile * kTileKey;
       bool const last = tile == tiles.begin;
-      OutProduct const product = {source.row(params.value, column),
+      OutProduct const product = {source.row(params.value, first_row(column)),
                                   params.value.row_stride * (long long)sizeof(Element),
-                                  mask.key_length - column, shape.value_dim};
+                                  mask.key_length - column,
+                                  shape.value_dim,
+                                  &source.pages,
+                                  column};
 
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       multiply_keys(params, operands, product, ring, tile, scores);
@@ -133,6 +136,9 @@ struct FmhaForwardLargeDimSm80 {
     }
   }
 
+  // The row of key `column` if keys are contiguous. Pages are found by the loader.
+  CUTE_DEVICE static int first_row(int column) { return PageTable<Config>::kPaged ? 0 : column; }
+
   // Logsumexps of rows without a KV block.
   template <class Write>
   CUTE_DEVICE static void end_empty_rows(ForwardParams const& params, RowsOfTile<> const& rows,
@@ -158,10 +164,18 @@ struct FmhaForwardLargeDimSm80 {
           buffer, query_rows + first * int(sizeof(Element)),
           params.query.row_stride * sizeof(Element), mask.query_length - row,
           params.shape.head_dim - first);
-      TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
-          buffer + QueryStep::kBytes, source.row(params.key, column) + first * int(sizeof(Element)),
-          params.key.row_stride * sizeof(Element), mask.key_length - column,
-          params.shape.head_dim - first);
+      using Loader = TileLoader<KeyStep, kThreads, Config::kAlignment>;
+      char const* const keys =
+          source.row(params.key, first_row(column)) + first * int(sizeof(Element));
+      long long const row_bytes = params.key.row_stride * sizeof(Element);
+      int const columns = params.shape.head_dim - first;
+      if constexpr (PageTable<Config>::kPaged) {
+        Loader::copy_pages(buffer + QueryStep::kBytes, keys, row_bytes, source.pages, column,
+                           mask.key_length, columns);
+      } else {
+        Loader::copy(buffer + QueryStep::kBytes, keys, row_bytes, mask.key_length - column,
+                     columns);
+      }
     }
   };
 

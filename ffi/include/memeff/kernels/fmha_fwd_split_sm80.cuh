@@ -21,6 +21,7 @@
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/kernels/forward/combine.cuh>
 #include <memeff/kernels/forward/float8_operands.cuh>
+#include <memeff/kernels/forward/segment_sum.cuh>
 #include <memeff/kernels/forward/split_operands.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/packed_rows.cuh>
@@ -60,6 +61,12 @@ struct FmhaForwardSplitSm80 {
   using Modifiers =
       ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
 
+  // Batch-invariant results: a split is a number of segments, see forward/segment_sum.cuh.
+  static constexpr bool kSegments = Config::kSegmentKeys > 0;
+  static constexpr int kSegmentBlocks = Config::kSegmentKeys / kTileKey;
+  static_assert(!kSegments || (Config::kSegmentKeys % kTileKey == 0 &&
+                               ConsumerGroup::kConsumerGroups == 1));  // which merge at the end
+
   using QueryTile = typename Operands::QueryTile;
   using KeyTile = typename Operands::KeyTile;
   using ValueTile = typename Operands::ValueTile;
@@ -88,12 +95,12 @@ struct FmhaForwardSplitSm80 {
       if (item.split == 0) clear_gap(params, item, mask.query_length);
       if (row >= mask.query_length) return;
     }
-    // With more than one split the rows end in the combine kernel: here none of them is valid.
-    TileRows const rows(shape, item.batch, item.head, row,
-                        params.splits == 1 ? mask.query_length : 0);
+    // Partial results have no valid rows: those end in the combine kernel, or after all segments.
+    bool const is_partial = kSegments || params.splits > 1;
+    TileRows const rows(shape, item.batch, item.head, row, is_partial ? 0 : mask.query_length);
     KvBlocks const of_row(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask, item.batch,
                           item.head, item.tile, ceil_div(shape.key_length, kTileKey));
-    KvBlocks const kv_blocks = of_row.within(share_of_split(of_row, item.split, params.splits));
+    KvBlocks const kv_blocks = of_row.within(part_of_split(params, item, mask, of_row));
 
     KeyValueSource<Config> const source(params, item.batch, key_head);
     Operands operands(params, source.pages, key_head, mask.key_length, query_tile + kTileBytes);
@@ -132,8 +139,13 @@ struct FmhaForwardSplitSm80 {
     __syncthreads();  // queries are here
 
     operands.begin();
+    if constexpr (kSegments) {
+      attend_segments(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile,
+                      softmax, output);
+      return;
+    }
     attend(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile, softmax,
-           output);
+           output, [](int) {});
 
     __syncthreads();  // the tiles that Merge covers are no longer read
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
@@ -145,7 +157,7 @@ struct FmhaForwardSplitSm80 {
     if (params.splits == 1) {
       store(params, softmax, output);
     } else {
-      store_partial(params, softmax, output);
+      store_partial(params, item.split, softmax, output);
     }
   }
 
@@ -174,15 +186,19 @@ struct FmhaForwardSplitSm80 {
   };
 
   // The main loop: O += P V over the KV blocks of this split and consumer group. The copies of the
-  // first blocks are in flight; block `ahead` is copied next.
-  template <class Output>
+  // first blocks are in flight; block `ahead` is copied next. end_block(block) is called after
+  // each.
+  template <class Output, class EndBlock>
   CUTE_DEVICE static void attend(ForwardParams const& params, SplitWorkItem const& item,
                                  Mask const& mask, TileRows const& rows, KvBlocks const& kv_blocks,
                                  int ahead, KvTiles const& kv_tiles, Operands const& operands,
-                                 uint32_t query_tile, Softmax& softmax, Output& output) {
+                                 uint32_t query_tile, Softmax& softmax, Output& output,
+                                 EndBlock end_block) {
     LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks> const query(query_tile,
                                                                              ScoreGrid::row());
     Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, item.batch}};
+    // A decode step has rows for one warp of a tile.
+    bool const has_rows = rows.row + ScoreGrid::row() < mask.query_length;
     int stage = 0;
     for (int tile = kv_blocks.begin; tile < kv_blocks.end; tile = kv_blocks.after(tile)) {
       int const column = tile * kTileKey;
@@ -193,19 +209,87 @@ struct FmhaForwardSplitSm80 {
       kv_tiles.load(ahead, previous, operands);
       ahead = kv_blocks.after(ahead);
 
-      uint32_t const stage_tiles = kv_tiles.shared + stage * kStageBytes;
-      auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
-      cute::clear(scores);
-      operands.multiply_keys(scores, query, stage_tiles, stage);
+      if (!kSegments || has_rows) {
+        uint32_t const stage_tiles = kv_tiles.shared + stage * kStageBytes;
+        auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
+        cute::clear(scores);
+        operands.multiply_keys(scores, query, stage_tiles, stage);
 
-      ScoreTilePosition const at = {item.batch, item.head, rows.row, column};
-      modifiers.forward(scores, at, rows, column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params, at, kv_blocks.partial(tile));
-      softmax.step(scores, output, params.scale.softmax_scale);
-      auto probabilities = as_left_operand<typename Operands::Element>(scores);
-      Probabilities::forward(params, item.batch, item.head, rows.row, column, probabilities);
-      operands.multiply_values(output, probabilities, stage_tiles + KeyTile::kBytes, stage);
+        ScoreTilePosition const at = {item.batch, item.head, rows.row, column};
+        modifiers.forward(scores, at, rows, column);
+        mask.template apply<kTileQuery, kTileKey>(scores, params, at, kv_blocks.partial(tile));
+        softmax.step(scores, output, params.scale.softmax_scale);
+        auto probabilities = as_left_operand<typename Operands::Element>(scores);
+        Probabilities::forward(params, item.batch, item.head, rows.row, column, probabilities);
+        operands.multiply_values(output, probabilities, stage_tiles + KeyTile::kBytes, stage);
+        end_block(tile);
+      }
       stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+  }
+
+  // The KV blocks of a split, of those that its rows attend to.
+  CUTE_DEVICE static TileRange part_of_split(ForwardParams const& params, SplitWorkItem const& item,
+                                             Mask const& mask, TileRange const& of_row) {
+    if constexpr (kSegments) {
+      TileRange const own = segments_of_split(params, item, mask);
+      return {max(of_row.begin, own.begin * kSegmentBlocks),
+              min(of_row.end, own.end * kSegmentBlocks)};
+    }
+    return share_of_split(of_row, item.split, params.splits);
+  }
+
+  CUTE_DEVICE static TileRange segments_of_split(ForwardParams const& params,
+                                                 SplitWorkItem const& item, Mask const& mask) {
+    return share_of_split({0, ceil_div(mask.key_length, Config::kSegmentKeys)}, item.split,
+                          params.splits);
+  }
+
+  // The main loop and the end of the segments of a split.
+  template <class Output>
+  CUTE_DEVICE static void attend_segments(ForwardParams const& params, SplitWorkItem const& item,
+                                          Mask const& mask, TileRows const& rows,
+                                          KvBlocks const& kv_blocks, int ahead,
+                                          KvTiles const& kv_tiles, Operands const& operands,
+                                          uint32_t query_tile, Softmax& softmax, Output& output) {
+    SegmentSum<Output> sum;
+    float const scale = probability_scale<Config>(params) * operands.output_scale();
+    auto const end_segment = [&](int tile) {
+      if ((tile + 1) % kSegmentBlocks != 0 && tile + 1 != kv_blocks.end) return;
+      softmax.finish(output, params.scale.softmax_scale, scale,
+                     LaneRowModifiers<Config, OutGrid>(params, rows));
+      Operands::order_columns(output);
+      if (params.splits == 1) {
+        sum.add(output, softmax.softmax_reference);
+      } else {
+        store_partial(params, tile / kSegmentBlocks, softmax, output);
+      }
+      softmax = Softmax();
+      cute::clear(output);
+    };
+    attend(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile, softmax,
+           output, end_segment);
+    if (params.splits > 1) {
+      mark_masked_segments(params, item, mask, kv_blocks);
+      return;
+    }
+    TileRows const valid_rows(params.shape, item.batch, item.head, rows.row, mask.query_length);
+    sum.finish(softmax.softmax_reference, LaneRowModifiers<Config, OutGrid>(params, valid_rows));
+    store(params, softmax, sum.output);
+  }
+
+  // Writes logsumexp -inf for the segments of a split that no row of the tile attends to.
+  CUTE_DEVICE static void mark_masked_segments(ForwardParams const& params,
+                                               SplitWorkItem const& item, Mask const& mask,
+                                               KvBlocks const& kv_blocks) {
+    TileRange const own = segments_of_split(params, item, mask);
+    for (int segment = own.begin; segment < own.end; ++segment) {
+      int const first = segment * kSegmentBlocks;
+      if (first < kv_blocks.end && first + kSegmentBlocks > kv_blocks.begin) continue;
+      float* const logsumexps =
+          params.partial_logsumexp +
+          partial_row(params.shape, Rows(params.shape), segment, item.batch, item.head);
+      for_each_row(params, item, [&](int row, bool, int) { logsumexps[row] = -infinity(); });
     }
   }
 
@@ -291,17 +375,14 @@ struct FmhaForwardSplitSm80 {
     });
   }
 
-  // Rows without keys are written too: the combination reads all before it knows.
+  // Rows without keys are written too: the combination reads all before it knows. A part is a
+  // split or a segment.
   template <class Output>
-  CUTE_DEVICE static void store_partial(ForwardParams const& params, Softmax const& softmax,
-                                        Output const& output) {
-    ProblemShape const& shape = params.shape;
+  CUTE_DEVICE static void store_partial(ForwardParams const& params, int part,
+                                        Softmax const& softmax, Output const& output) {
     SplitWorkItem const item = work_item(params);
-    Rows const rows(shape);
-    int const tile_heads = shape.query_heads / rows.heads;
     long long const first =
-        item.split * partial_rows(shape) +
-        ((long long)item.batch * tile_heads + item.head) * rows.count(shape.query_length);
+        partial_row(params.shape, Rows(params.shape), part, item.batch, item.head);
     for_each_row(params, item, [&](int row, bool valid, int r) {
       if (threadIdx.x % 4 == 0) {
         params.partial_logsumexp[first + row] = valid ? softmax.softmax_reference[r] : -infinity();

@@ -24,9 +24,18 @@ struct PackedRows {
   }
 };
 
-// Partial results are [splits, partial_rows]; rows are [batch, heads of tiles, rows of a head].
+// Partial results are [parts, partial_rows], where parts are splits of the keys, or segments; rows
+// are [batch, heads of tiles, rows of a head].
 CUTE_DEVICE long long partial_rows(ProblemShape const& shape) {
   return (long long)shape.batch * shape.query_heads * shape.query_length;
+}
+
+// The first partial row of a head of tiles.
+template <bool kPackHeads>
+CUTE_DEVICE long long partial_row(ProblemShape const& shape, PackedRows<kPackHeads> const& rows,
+                                  int part, int batch, int tile_head) {
+  long long const head = (long long)batch * (shape.query_heads / rows.heads) + tile_head;
+  return part * partial_rows(shape) + head * rows.count(shape.query_length);
 }
 
 }  // namespace memeff

@@ -25,8 +25,8 @@ struct RowSink {
     float const exponential = exp2_approx(-fabsf(distance) * kLog2e);
     float const share = distance > 0.0f ? exponential : 1.0f;  // of the keys, not normalised yet
     float const largest = fmaxf(value, end.logsumexp);
-    return {end.factor * share / (1.0f + exponential), largest + __logf(1.0f + exponential),
-            end.maximum};
+    return {end.factor * share / (1.0f + exponential),
+            fmaf(log2_approx(1.0f + exponential), kLn2, largest), end.maximum};
   }
 
  private:

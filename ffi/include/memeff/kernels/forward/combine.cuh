@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memeff/core/math.cuh>
+#include <memeff/kernels/forward/segment_sum.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
@@ -10,23 +11,21 @@
 
 namespace memeff {
 
-// A sum of outputs, weighted by exp(their logsumexp - maximum), and the sum of these weights.
+// A sum of outputs, and of their weights.
 struct PartialSum {
   float4 out;
-  float maximum;
-  float weight;
+  WeightSum weights;
 
-  CUTE_DEVICE void add(float4 const& other_out, float other_maximum, float other_weight) {
-    float const largest = fmaxf(maximum, other_maximum);
-    float const reference = largest == -infinity() ? 0.0f : largest;
-    float const own = exp2_approx((maximum - reference) * kLog2e);
-    float const other = exp2_approx((other_maximum - reference) * kLog2e);
-    out.x = own * out.x + other * other_out.x;
-    out.y = own * out.y + other * other_out.y;
-    out.z = own * out.z + other * other_out.z;
-    out.w = own * out.w + other * other_out.w;
-    weight = own * weight + other * other_weight;
-    maximum = largest;
+  CUTE_DEVICE static PartialSum empty() {
+    return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), WeightSum::empty()};
+  }
+
+  CUTE_DEVICE void add(float4 const& other, float other_maximum, float other_weight) {
+    SumFactors const factors = weights.add(other_maximum, other_weight);
+    out.x = factors.add(out.x, other.x);
+    out.y = factors.add(out.y, other.y);
+    out.z = factors.add(out.z, other.z);
+    out.w = factors.add(out.w, other.w);
   }
 };
 
@@ -42,9 +41,13 @@ struct FmhaForwardCombine {
   static constexpr int kSets = kThreads / kColumnThreads;
   static_assert(kSets > 0);
 
+  static constexpr bool kSegments = Config::kSegmentKeys > 0;
+  static constexpr int kUnroll = kSegments ? 8 : 4;
+
   CUTE_DEVICE static void run(ForwardParams const& params) {
     long long const rows = partial_rows(params.shape);
-    int const row_sets = min(params.splits, kSets);
+    // One set adds up segments in their order.
+    int const row_sets = kSegments ? 1 : min(params.splits, kSets);
     int const block_rows = kSets / row_sets;
     long long const step = (long long)gridDim.x * block_rows;
     for (long long first = (long long)blockIdx.x * block_rows; first < rows; first += step) {
@@ -61,13 +64,20 @@ struct FmhaForwardCombine {
     int const column_thread = threadIdx.x % kColumnThreads;
     long long const row = first + set / row_sets;
     bool const active = set / row_sets < count;
-    PartialSum sum = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -infinity(), 0.0f};
+    PartialSum sum = PartialSum::empty();
     if (active) {
-#pragma unroll 4
-      for (int split = set % row_sets; split < params.splits; split += row_sets) {
+      int const parts = kSegments ? segments(params, row) : params.splits;
+#pragma unroll kUnroll
+      for (int split = set % row_sets; split < parts; split += row_sets) {
         long long const index = split * partial_rows(params.shape) + row;
+        float const logsumexp = params.partial_logsumexp[index];
         float const* const out = params.partial_out + index * Config::kValueDim + 4 * column_thread;
-        sum.add(*reinterpret_cast<float4 const*>(out), params.partial_logsumexp[index], 1.0f);
+        float4 part = *reinterpret_cast<float4 const*>(out);
+        // The output of a masked segment is not written. A branch around its load would make the
+        // loads of all segments wait for each other.
+        bool const is_written = !kSegments || logsumexp != -infinity();
+        if (!is_written) part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        sum.add(part, logsumexp, 1.0f);
       }
       sums[set][column_thread] = sum;
     }
@@ -75,11 +85,19 @@ struct FmhaForwardCombine {
     if (active && set % row_sets == 0) {
       for (int other = 1; other < row_sets; ++other) {
         PartialSum const& found = sums[set + other][column_thread];
-        sum.add(found.out, found.maximum, found.weight);
+        sum.add(found.out, found.weights.maximum, found.weights.weight);
       }
       store(params, row, 4 * column_thread, sum);
     }
     __syncthreads();  // the sums are no longer read
+  }
+
+  // The number of segments of the sequence of a row.
+  CUTE_DEVICE static int segments(ForwardParams const& params, long long partial_row) {
+    ProblemShape const& shape = params.shape;
+    int const batch = int(partial_row / ((long long)shape.query_heads * shape.query_length));
+    int const keys = IntervalMask<MaskKind::none>(params.mask, shape, batch).key_length;
+    return ceil_div(keys, Config::kSegmentKeys);
   }
 
   CUTE_DEVICE static void store(ForwardParams const& params, long long partial_row, int column,
@@ -97,12 +115,7 @@ struct FmhaForwardCombine {
     if (Config::kVarlen && query >= query_length) return;  // belongs to another sequence
     Origin const origin = query_origin<Config>(shape, batch);
     RowModifiers<Config> const modifiers(params, {batch, head, query, query < query_length});
-    bool const empty = sum.weight == 0.0f;
-    auto const end = [&] {
-      return modifiers.finish({empty ? 0.0f : 1.0f / sum.weight,
-                               empty ? -infinity() : sum.maximum + __logf(sum.weight),
-                               -infinity()});
-    };
+    auto const end = [&] { return modifiers.finish(sum.weights.end()); };
     if (column == 0) {
       params.logsumexp[logsumexp_offset<Config>(shape, origin, head) + query] = end().logsumexp;
     }

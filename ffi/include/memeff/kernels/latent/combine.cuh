@@ -45,9 +45,7 @@ struct FmhaForwardLatentCombine {
     }
     PartialSum sums[kRows];
     CUTE_UNROLL
-    for (PartialSum& sum : sums) {
-      sum = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -infinity(), 0.0f};
-    }
+    for (PartialSum& sum : sums) sum = PartialSum::empty();
     if (parts.count > 1) {
       CUTE_NO_UNROLL
       for (int part = 0; part < parts.count; ++part) {
@@ -90,10 +88,7 @@ struct FmhaForwardLatentCombine {
     int const head = rows.query_head(key_head, row);
     Origin const origin = query_origin<Config>(shape, batch);
     RowModifiers<Config> const modifiers(params, {batch, head, query, valid});
-    bool const empty = sum.weight == 0.0f || !valid;
-    RowEnd const end = modifiers.finish({empty ? 0.0f : 1.0f / sum.weight,
-                                         empty ? -infinity() : sum.maximum + __logf(sum.weight),
-                                         -infinity()});
+    RowEnd const end = modifiers.finish(valid ? sum.weights.end() : RowEnd::empty());
     if (threadIdx.x == 0) {
       params.logsumexp[logsumexp_offset<Config>(shape, origin, head) + query] = end.logsumexp;
     }
