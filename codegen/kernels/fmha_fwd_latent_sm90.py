@@ -44,7 +44,7 @@ _TILE_PARTS_WORDS = 4
 """``TileParts`` of ffi/include/memeff/params.h."""
 
 _COMBINE_ROWS = 8
-"""Rows of a block of the combine kernel: their loads of one partial result are in flight together."""
+"""Rows of a block of the combine kernel: their loads of a partial result are in flight together."""
 
 _MOST_BLOCKS = 144
 """The SMs of a full GH100, each with one block."""
@@ -129,5 +129,3 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         yield Workspace("partial_logsumexp", (slots,))
         yield Workspace("partial_out", (slots, spec.padded_value_dim))
         yield Workspace("tile_parts", (tiles, _TILE_PARTS_WORDS), "int32")
-
-

@@ -37,7 +37,9 @@ class BalancedKeys {
   static constexpr int kItemCost = 4;
 
   CUTE_DEVICE explicit BalancedKeys(ForwardParams const& params, int ctas)
-      : params_(params), tiles_(row_tiles(params.shape)), together_(row_tiles_together(tiles_, ctas)) {
+      : params_(params),
+        tiles_(row_tiles(params.shape)),
+        together_(row_tiles_together(tiles_, ctas)) {
     groups_ = ctas / together_;
   }
 

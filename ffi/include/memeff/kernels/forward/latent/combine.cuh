@@ -51,8 +51,7 @@ struct FmhaForwardLatentCombine {
     if (parts.count > 1) {
       CUTE_NO_UNROLL
       for (int part = 0; part < parts.count; ++part) {
-        int const slot =
-            part == 0 ? parts.first_slot : parts.second_slot + (part - 1) * parts.step;
+        int const slot = part == 0 ? parts.first_slot : parts.second_slot + (part - 1) * parts.step;
         add(params, (long long)slot * kTileQuery + row % kTileQuery, sums);
       }
     }
@@ -91,9 +90,9 @@ struct FmhaForwardLatentCombine {
     Origin const origin = query_origin<Config>(shape, batch);
     RowModifiers<Config> const modifiers(params, {batch, head, query, valid});
     bool const empty = sum.weight == 0.0f || !valid;
-    RowEnd const end = modifiers.finish({empty ? 0.0f : 1.0f / sum.weight,
-                                         empty ? -infinity() : sum.maximum + __logf(sum.weight),
-                                         -infinity()});
+    RowEnd const end =
+        modifiers.finish({empty ? 0.0f : 1.0f / sum.weight,
+                          empty ? -infinity() : sum.maximum + __logf(sum.weight), -infinity()});
     if (threadIdx.x == 0) {
       params.logsumexp[logsumexp_offset<Config>(shape, origin, head) + query] = end.logsumexp;
     }

@@ -81,8 +81,7 @@ struct LatentProducerSm90 {
         CUTE_NO_UNROLL
         for (int panel = Kernel::part_begin(columns); panel < Kernel::part_end(columns); ++panel) {
           arrive_and_expect(barriers.full[panel], KeyTile::kPanelBytes);
-          uint32_t const target =
-              Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes;
+          uint32_t const target = Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes;
           CUTE_UNROLL
           for (int box = 0; box < kBoxes; ++box) {
             load_box(map, barriers.full[panel], target + box * kBoxRows * KeyTile::kRowBytes,
