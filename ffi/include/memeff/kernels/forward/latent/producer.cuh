@@ -117,7 +117,7 @@ struct LatentProducerSm90 {
   CUTE_DEVICE static void load_queries(ForwardParams const& params, KeyPart const& part,
                                        uint32_t tile) {
     constexpr int kRowChunks = Config::kHeadDim / 8;
-    constexpr int kUnrolled = 2;  // more spill
+    constexpr int kUnrolled = 4;  // eight spill
     static_assert(kTileQuery == 2 * kWarpSize);
     int const lane = int(threadIdx.x) % kWarpSize;
     int const bound = Mask(params.mask, params.shape, part.batch).query_length;
