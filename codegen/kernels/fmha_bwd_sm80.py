@@ -11,7 +11,7 @@ from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.functions.sums import Sum
-from jax_memeff.codegen.kernels.backward import Backward, key_tiles
+from jax_memeff.codegen.kernels.bases.backward import Backward, key_tiles
 from jax_memeff.codegen.kernels.families import (
     MmaKernel,
     MmaTables,

@@ -44,7 +44,10 @@ _TILE_PARTS_WORDS = 4
 """``TileParts`` of ffi/include/memeff/params.h."""
 
 _COMBINE_ROWS = 8
-"""Rows of a block of the combine kernel: their loads of one partial result are in flight together."""
+"""Rows of a block of the combine kernel: their loads of a partial result are in flight together."""
+
+_COMBINE_BLOCKS_PER_SM = 6
+"""Its blocks loop over all rows; with 8 they spill."""
 
 _MOST_BLOCKS = 144
 """The SMs of a full GH100, each with one block."""
@@ -107,14 +110,19 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         tile = spec.tile
         grid = Grid(f"B*K*group_rows/{tile.query}*S/{tile.key}", most_per_sm=1)
-        combine_grid = Grid(f"{tile.query // _COMBINE_ROWS}*B*K*group_rows/{tile.query}")
+        blocks = f"{tile.query // _COMBINE_ROWS}*B*K*group_rows/{tile.query}"
+        combine_grid = Grid(blocks, most_per_sm=_COMBINE_BLOCKS_PER_SM)
         threads = spec.padded_value_dim // 4
         class_name = "FmhaForwardLatentCombine<Config>"
         combine = stage(spec, "combine", class_name, threads, grid=combine_grid)
         return self.main(spec, grid), combine
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        return {**super().constants(spec), "kCombineRows": _COMBINE_ROWS}
+        return {
+            **super().constants(spec),
+            "kCombineRows": _COMBINE_ROWS,
+            "kCombineBlocksPerSm": _COMBINE_BLOCKS_PER_SM,
+        }
 
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
@@ -129,5 +137,3 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         yield Workspace("partial_logsumexp", (slots,))
         yield Workspace("partial_out", (slots, spec.padded_value_dim))
         yield Workspace("tile_parts", (tiles, _TILE_PARTS_WORDS), "int32")
-
-

@@ -210,3 +210,37 @@ def max_seqlen(name: str, value: Any) -> int:
     if not 0 <= longest <= INT32_MAX:
         raise ValueError(f"{name} must be in [0, {INT32_MAX}], got {longest}")
     return longest
+
+
+def latent_dim(
+    value_dim: Any, has_values: bool, head_dim: int, names: tuple[str, str]
+) -> int | None:
+    """``value_dim`` of latent attention, whose values are the first columns of the keys; else None.
+
+    Args:
+        value_dim: the user's.
+        has_values: whether there is an array of values.
+        head_dim: the columns of the keys.
+        names: of the arrays of keys and values.
+
+    Raises:
+        ValueError: it is missing, out of range, or given beside an array of values.
+        TypeError: it is no static integer.
+    """
+    keys, values = names
+    if has_values:
+        if value_dim is not None:
+            raise ValueError(
+                f"value_dim must be None if {values} is given, got {value_dim!r:.80}; pass "
+                f"{values}=None for values that are columns of the keys"
+            )
+        return None
+    if value_dim is None:
+        raise ValueError(
+            f"value_dim must be given if {values} is None: expected the number of columns of "
+            f"{keys} that are the values, got None"
+        )
+    dim = static_integer("value_dim", value_dim, "a Python integer", "make it static")
+    if not 1 <= dim <= head_dim:
+        raise ValueError(f"value_dim must be in [1, {head_dim}], the columns of {keys}, got {dim}")
+    return dim

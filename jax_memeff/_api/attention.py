@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from jax_memeff._api import argument_arrays
 from jax_memeff._api.argument_masks import padded_lengths
+from jax_memeff._api.argument_numbers import latent_dim
 from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
@@ -21,10 +22,11 @@ from jax_memeff._call.values import flag
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
-    value: ArrayLike,
+    value: ArrayLike | None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
+    value_dim: int | None = None,
     return_residual: Literal[False] = False,
     **arguments: Unpack[PaddedArguments],
 ) -> jax.Array: ...
@@ -34,10 +36,11 @@ def dot_product_attention(
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
-    value: ArrayLike,
+    value: ArrayLike | None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
+    value_dim: int | None = None,
     return_residual: Literal[True],
     **arguments: Unpack[PaddedArguments],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -47,10 +50,11 @@ def dot_product_attention(
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
-    value: ArrayLike,
+    value: ArrayLike | None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
+    value_dim: int | None = None,
     return_residual: bool = False,
     return_max_logits: Literal[True],
     **arguments: Unpack[PaddedArguments],
@@ -61,10 +65,11 @@ def dot_product_attention(
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
-    value: ArrayLike,
+    value: ArrayLike | None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
+    value_dim: int | None = None,
     return_residual: bool = False,
     return_max_logits: bool = False,
     **arguments: Unpack[PaddedArguments],
@@ -88,7 +93,8 @@ def dot_product_attention(
         query: ``[B, T, N, H]`` in float16, bfloat16, float32 or float64.
         key: ``[B, S, K, H]`` of query's dtype. N must be a multiple of K, and query head n reads
             key head ``n // (N // K)``: multi-query and grouped-query attention copy nothing.
-        value: ``[B, S, K, Hv]`` of query's dtype. Hv may differ from H.
+        value: ``[B, S, K, Hv]`` of query's dtype. Hv may differ from H. None means that the values
+            are the first ``value_dim`` columns of the keys (latent attention).
             Query, key and value may all lack B; then the result lacks it, too.
         bias: Added to the scaled scores. Its rank is at most 4; it is left-padded with 1s, and each
             dim is 1 or that of ``[B, N, T, S]``. An element of -inf masks. The gradient has the
@@ -127,6 +133,8 @@ def dot_product_attention(
             and ``"highest"`` (or the members of ``jax.lax.Precision``), by TF32 for ``"default"``.
         deterministic_backward: Every gradient is bit-equal from run to run. The output always is,
             and so are the gradients of key and value if N == K.
+        value_dim: Hv if ``value`` is None, a Python integer. The columns are copied;
+            :func:`jax_memeff.paged_attention` reads them in place.
         return_residual: Also return the logsumexp, which is differentiable.
         return_max_logits: Also return the largest valid score ``s`` of each head, as QK-clip needs
             it (Kimi K2, https://arxiv.org/abs/2507.20534): after soft cap, bias and masks, before
@@ -176,6 +184,7 @@ def dot_product_attention(
         value,
         bias,
         mask,
+        value_dim,
         **arguments,
     )
     return call.run(with_residual, with_max_logits)
@@ -187,6 +196,7 @@ def prepare(
     value: Any,
     bias: Any,
     mask: Any,
+    value_dim: Any = None,
     **arguments: Unpack[PaddedArguments],
 ) -> Call[Operands]:
     """Check the arguments of ``dot_product_attention`` and bring them into canonical form.
@@ -195,8 +205,12 @@ def prepare(
         ValueError, TypeError: as ``dot_product_attention`` says.
     """
     named = with_defaults(PaddedArguments, arguments)
-    query, key, value = argument_arrays.projections(query, key, value)
+    has_values = value is not None
+    query, key, value = argument_arrays.projections(query, key, value if has_values else key)
     argument_arrays.query_key_value(query, key, value)
+    names = ("key", "value")
+    if (dim := latent_dim(value_dim, has_values, key.shape[-1], names)) is not None:
+        value = key[..., :dim]
     batched = query.ndim == 4
     if not batched:
         query, key, value = query[None], key[None], value[None]

@@ -305,6 +305,25 @@ def test_float16_bias_of_a_bfloat16_query():
     )
 
 
+@pytest.mark.parametrize("batched", [True, False])
+def test_latent_values_are_the_first_columns_of_the_keys(batched, assert_close):
+    query, key = (QUERY, KEY) if batched else (QUERY[0], KEY[0])
+
+    def latent(query, key):
+        return attention(query, key, None, value_dim=5, is_causal=True)
+
+    def separate(query, key):
+        return attention(query, key, key[..., :5], is_causal=True)
+
+    (out, of_latent), (want, of_separate) = (
+        jax.vjp(function, query, key) for function in (latent, separate)
+    )
+    assert out.shape == (*query.shape[:-1], 5)
+    assert_close(out, want, 1e-6)
+    cotangent = jnp.cos(jnp.arange(out.size)).reshape(out.shape)
+    assert_close(of_latent(cotangent), of_separate(cotangent), 1e-6)
+
+
 FUNCTIONS = {
     "dot_product_attention": ["query", "key", "value", "bias", "mask"],
     "dot_product_attention_packed": ["qkv", "bias", "mask"],
@@ -342,9 +361,10 @@ def test_signatures_are_shown_in_full(name):
     positional = [x for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     assert [x.name for x in positional] == FUNCTIONS[name]
     keywords = {x.name: x.default for x in parameters.values() if x.kind is x.KEYWORD_ONLY}
-    own = {"axis_name": inspect.Parameter.empty, "layout": "contiguous", "method": "ring"}
+    ring = {"axis_name": inspect.Parameter.empty, "layout": "contiguous", "method": "ring"}
+    own = {"dot_product_attention": {"value_dim": None}, "ring_attention": ring}
     expected = COMMON | ({} if name == "varlen_attention" else LENGTHS)
-    assert keywords == expected | (own if name == "ring_attention" else {})
+    assert keywords == expected | own.get(name, {})
     assert len(parameters) == len(positional) + len(keywords)
     assert all(x.annotation is not inspect.Parameter.empty for x in parameters.values())
     shown = pydoc.plain(pydoc.render_doc(function))

@@ -25,6 +25,22 @@ DROPOUT = {"dropout_rate": 0.5}
 
 # name: (arguments that replace the good ones, error, what the message must hold in this order)
 CASES = {
+    "no_value": ({"value": None}, ValueError, "value_dim must be given if value is None"),
+    "value_and_value_dim": (
+        {"value_dim": 4},
+        ValueError,
+        "value_dim must be None if value is given, got 4; pass value=None",
+    ),
+    "value_dim": (
+        {"value": None, "value_dim": 9},
+        ValueError,
+        r"value_dim must be in \[1, 8\], the columns of key, got 9",
+    ),
+    "value_dim_kind": (
+        {"value": None, "value_dim": 4.0},
+        TypeError,
+        "value_dim must be a Python integer",
+    ),
     "not_an_array": ({"query": None}, TypeError, "query must be an array, got NoneType"),
     "rank_2": (
         {"query": zeros(T, H)},

@@ -40,21 +40,23 @@ EMULATED = [
     (4, dataclasses.replace(SEVERAL, features=("sinks", "logits_soft_cap"), dims=(544, 480))),
     (12, dataclasses.replace(SEVERAL, heads=(96, 2), page_size=48)),
     (9, dataclasses.replace(PROMPTS, features=("is_causal", "local_window_size"))),
-    (10, dataclasses.replace(PROMPTS, heads=(32, 1), features=("is_causal",))),
+    # More items of a sequence than a warp has lanes, of which others have few; and two calls.
+    (8, dataclasses.replace(PROMPTS, lengths=(80, 9, 150), counts=(3, 0, 70), heads=(48, 1))),
+    (6, dataclasses.replace(LONG, lengths=(100, 300, 30, 1, 150), counts=(1, 1, 1, 1, 40))),
 ]
 
 
-def emulated(case: Case, multiprocessors: int, seed: int):
+def emulated(case: Case, multiprocessors: int):
     """For the process of ``machine``."""
-    emulator.configure("sm_90a", multiprocessors=multiprocessors, seed=seed)
+    # Other orders of warps, copies and products for each case.
+    emulator.configure("sm_90a", multiprocessors=multiprocessors, seed=multiprocessors)
     return case.found(case.batch())
 
 
 @pytest.mark.parametrize(("multiprocessors", "case"), EMULATED, ids=str)
 def test_emulated_kernels(multiprocessors, case, machine, assert_close):
-    for seed in range(2):  # other orders of warps, copies and products
-        found = machine.submit(emulated, case, multiprocessors, seed).result(timeout=600)
-        assert_matches(found, case, assert_close)
+    found = machine.submit(emulated, case, multiprocessors).result(timeout=600)
+    assert_matches(found, case, assert_close)
 
 
 def random_cases(seed: int) -> Iterator[Case]:

@@ -9,6 +9,8 @@ import sass
 import together
 
 from jax_memeff.codegen import select
+from jax_memeff.codegen.features import AskedPages
+from jax_memeff.codegen.kernels.families import WARPGROUP_THREADS
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS
 
@@ -62,3 +64,23 @@ def test_backwards_of_some_gradients_keep_their_register_operands(head_dim, tmp_
             found += bool(products)
             assert sass.overwritten_operands(code) == [], name
     assert found == len(specs)
+
+
+@pytest.mark.parametrize("asked", [{}, {"mask": "window", "soft_cap": True}], ids=str)
+def test_the_softmax_of_latent_attention_runs_under_a_product(asked, tmp_path):
+    """Two consumers are not enough to keep the tensor cores busy without that."""
+    pages = AskedPages(16, is_latent=True)
+    features = {"varlen": True, "pages": pages, **asked}
+    spec = select.select(Problem("forward", "bf16", 576, 512, "sm_90a", features))
+    ((_, compiled),) = together.compiled([spec], "sm_90a")
+    assert compiled.warnings == ()
+    assert not any(resource.spill_store for resource in compiled.resources)
+    code = sass.functions(compiled.image, tmp_path)[spec.name]
+    assert sass.overwritten_operands(code) == []
+    # With one product in flight the scores are there, and with none the values have been added.
+    waits = [place for place, line in enumerate(code) if line.operation == "WARPGROUP.DEPBAR.LE"]
+    (begin,) = (place for place in waits if code[place].operands[1] == "0x1")
+    end = min(place for place in waits if place > begin)
+    assert code[end].operands[1] == "0x0"
+    exponentials = [line for line in code[begin:end] if line.operation == "MUFU.EX2"]
+    assert len(exponentials) > 3 / 4 * spec.tile.query * spec.tile.key / WARPGROUP_THREADS

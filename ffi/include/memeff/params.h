@@ -233,7 +233,8 @@ struct KeyMap {
   static constexpr int kOptional = 0;
 };
 
-// The same as ForwardMaps for a backward kernel. The maps of gradients that are not needed are zero.
+// The same as ForwardMaps for a backward kernel. The maps of gradients that are not needed are
+// zero.
 struct BackwardMaps {
   TensorMap query;
   TensorMap key;

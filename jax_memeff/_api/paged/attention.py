@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_memeff._api import argument_numbers
 from jax_memeff._api.arguments import CommonArguments, PagedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import Call, common
 from jax_memeff._api.paged import arguments as checks
@@ -19,7 +20,7 @@ from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.pages import INVARIANT_COLUMNS, Pages
 from jax_memeff._call.sequences import Sequences
-from jax_memeff._call.values import flag, static_integer
+from jax_memeff._call.values import flag
 
 
 @overload
@@ -173,7 +174,12 @@ def prepare(
     longest = checks.max_query_length(named["max_query_length"], starts, len(tokens), each)
     lengths = checks.lengths(kv_lengths, batch, max_pages * page_size)
     rows = checks.rows(starts, lengths, len(tokens), each, longest)
-    latent_dim = _latent_dim(named["value_dim"], key_pages, value_pages)
+    latent_dim = argument_numbers.latent_dim(
+        named["value_dim"],
+        value_pages is not None,
+        key_pages.shape[3],
+        ("key_pages", "value_pages"),
+    )
     scales = [
         checks.scale(name, named[name], pool)
         for name, pool in (("key_scale", key_pages), ("value_scale", value_pages))
@@ -229,29 +235,6 @@ def prepare(
         ),
     )
     return Paged(Call(operands, options, batched=False), query.shape[:-2])
-
-
-def _latent_dim(value_dim: Any, key_pages: jax.Array, value_pages: jax.Array | None) -> int | None:
-    """``value_dim`` for latent attention, which has no pool of values; else None."""
-    if value_pages is not None:
-        if value_dim is not None:
-            raise ValueError(
-                f"value_dim must be None if value_pages is given, got {value_dim!r:.80}; pass "
-                "value_pages=None for values that are columns of the keys"
-            )
-        return None
-    head_dim = key_pages.shape[3]
-    if value_dim is None:
-        raise ValueError(
-            "value_dim must be given if value_pages is None: expected the number of columns of "
-            "key_pages that are the values, got None"
-        )
-    dim = static_integer("value_dim", value_dim, "a Python integer", "make it static")
-    if not 1 <= dim <= head_dim:
-        raise ValueError(
-            f"value_dim must be in [1, {head_dim}], the columns of key_pages, got {dim}"
-        )
-    return dim
 
 
 def _canonical_mask(

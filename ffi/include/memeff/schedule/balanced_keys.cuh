@@ -37,7 +37,9 @@ class BalancedKeys {
   static constexpr int kItemCost = 4;
 
   CUTE_DEVICE explicit BalancedKeys(ForwardParams const& params, int ctas)
-      : params_(params), tiles_(row_tiles(params.shape)), together_(row_tiles_together(tiles_, ctas)) {
+      : params_(params),
+        tiles_(row_tiles(params.shape)),
+        together_(row_tiles_together(tiles_, ctas)) {
     groups_ = ctas / together_;
   }
 
@@ -63,7 +65,7 @@ class BalancedKeys {
     long long const end = total * (group + 1) / groups;
     int const lane = int(threadIdx.x) % kWarpSize;
     long long before = 0;
-    for (int first = 0; first < items() && before < end; first += kWarpSize) {
+    for (int first = 0; first < items() && before < end; first = next_round(first)) {
       Item const item = this->item(first + lane, cta);
       int const sum = sum_of_lanes(item.units());  // up to this lane
       long long const first_block = before + sum - item.range_size();
@@ -121,17 +123,19 @@ class BalancedKeys {
     return min(max(x, 0ll), (long long)size);
   }
 
+  // Of a key head and batch index.
+  CUTE_DEVICE int items_of_head() const { return tiles_ / together_; }
+
   CUTE_DEVICE int items() const {
-    return params_.shape.batch * params_.shape.key_heads * (tiles_ / together_);
+    return params_.shape.batch * params_.shape.key_heads * items_of_head();
   }
 
   // Without KV blocks beyond the last item.
   CUTE_DEVICE Item item(int index, int cta) const {
     if (index >= items()) return {{0, 0, 0, 0, 0, 0}, false};
-    int const tiles = tiles_ / together_;
-    int const head_batch = index / tiles;
+    int const head_batch = index / items_of_head();
     int const batch = head_batch / params_.shape.key_heads;
-    int const tile = index % tiles * together_ + cta % together_;
+    int const tile = index % items_of_head() * together_ + cta % together_;
     Mask const mask(params_.mask, params_.shape, batch);
     TileRange const range = blocks(mask, tile);
     return {{batch, head_batch % params_.shape.key_heads, tile, range.begin, range.end, -1},
@@ -140,12 +144,33 @@ class BalancedKeys {
 
   CUTE_DEVICE long long units_of_all() const {
     long long total = 0;
-#pragma unroll 4  // overlaps the loads of lengths
-    for (int first = 0; first < items(); first += kWarpSize) {
+    auto const add = [&](int first) {
       int const sum = sum_of_lanes(item(first + int(threadIdx.x) % kWarpSize, 0).units());
       total += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
+    };
+    if (items_of_head() <= kWarpSize) {
+#pragma unroll 4  // overlaps the loads of lengths
+      for (int first = 0; first < items(); first += kWarpSize) add(first);
+    } else {
+      for (int first = 0; first < items(); first = next_round(first)) add(first);
     }
     return total;
+  }
+
+  // The first of the next items that the lanes of a warp take. If sequences may be long, those that
+  // are not have many items without rows, which are passed over.
+  CUTE_DEVICE int next_round(int first) const {
+    first += kWarpSize;
+    int const count = items_of_head();
+    if (count <= kWarpSize) return first;
+    while (first < items()) {
+      int const head_batch = first / count;
+      int const batch = head_batch / params_.shape.key_heads;
+      int const row = (first - head_batch * count) * together_ * kTileQuery;
+      if (row < Mask(params_.mask, params_.shape, batch).query_length) break;
+      first = (head_batch + 1) * count;
+    }
+    return first;
   }
 
   // The sum over this lane and those below it.

@@ -133,7 +133,7 @@ struct LatentConsumerSm90 {
   // those that this consumer has released itself.
   template <class Scores>
   CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, Position const& at,
-                                        Scores& scores) {
+                                       Scores& scores) {
     auto& barriers = control.keys[at.warpgroup];
     uint32_t const keys = Kernel::keys(tiles, at.warpgroup);
     fence_accumulators(scores);
@@ -147,8 +147,7 @@ struct LatentConsumerSm90 {
       int const panel = i < kOthers ? Kernel::part_begin(kOtherColumns) + i : value_panel;
       wait_barrier(barriers.full[panel], at.own_parity);
       warpgroup_gemm<Element, kPanelSteps>(
-          scores,
-          DescriptorOperand<PanelTile, Contiguous::k>(tiles + panel * PanelTile::kBytes),
+          scores, DescriptorOperand<PanelTile, Contiguous::k>(tiles + panel * PanelTile::kBytes),
           DescriptorOperand<PanelTile, Contiguous::k>(keys + panel * PanelTile::kBytes), i > 0);
     }
     commit_products();
@@ -244,8 +243,8 @@ struct LatentConsumerSm90 {
   CUTE_DEVICE static DescriptorOperand<ValueTile, Contiguous::outer> values(uint32_t tiles,
                                                                             Position const& at,
                                                                             int buffer) {
-    return DescriptorOperand<ValueTile, Contiguous::outer>(
-        Kernel::keys(tiles, buffer) + at.warpgroup * ValueTile::kBytes);
+    return DescriptorOperand<ValueTile, Contiguous::outer>(Kernel::keys(tiles, buffer) +
+                                                           at.warpgroup * ValueTile::kBytes);
   }
 
   // Both consumers get the sums over all KV blocks; their references are those of the last.

@@ -1,5 +1,5 @@
 // The output of a part of kernels/fmha_fwd_latent_sm90.cuh: results, or partial results that
-// kernels/latent/combine.cuh adds up.
+// kernels/forward/latent/combine.cuh adds up.
 #pragma once
 
 #include <memeff/collective/epilogue.cuh>
@@ -51,10 +51,9 @@ struct LatentOutputSm90 {
       int const own = min(row, query_length - 1);
       int const query = rows.query(own);
       int const head = rows.query_head(part.head, own);
-      store_global_if(
-          valid && warpgroup == 0 && threadIdx.x % 4 == 0,
-          params.logsumexp + logsumexp_offset<Config>(shape, origin, head) + query,
-          softmax.softmax_reference[r]);
+      store_global_if(valid && warpgroup == 0 && threadIdx.x % 4 == 0,
+                      params.logsumexp + logsumexp_offset<Config>(shape, origin, head) + query,
+                      softmax.softmax_reference[r]);
       char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
       store_row<Element>(out + (first_column + lane_column()) * int(sizeof(Element)), output, r,
                          shape.value_dim - first_column, valid);

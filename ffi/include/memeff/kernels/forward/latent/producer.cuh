@@ -81,8 +81,7 @@ struct LatentProducerSm90 {
         CUTE_NO_UNROLL
         for (int panel = Kernel::part_begin(columns); panel < Kernel::part_end(columns); ++panel) {
           arrive_and_expect(barriers.full[panel], KeyTile::kPanelBytes);
-          uint32_t const target =
-              Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes;
+          uint32_t const target = Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes;
           CUTE_UNROLL
           for (int box = 0; box < kBoxes; ++box) {
             load_box(map, barriers.full[panel], target + box * kBoxRows * KeyTile::kRowBytes,
@@ -113,31 +112,55 @@ struct LatentProducerSm90 {
     }
   }
 
-  // Starts the copies of a tile of queries; rows and columns beyond the bounds become zero.
+  // Starts the copies of a tile of queries; rows and columns beyond the bounds become zero. Each
+  // lane finds the addresses of two rows, so the warp divides by the number of heads twice only.
   CUTE_DEVICE static void load_queries(ForwardParams const& params, KeyPart const& part,
                                        uint32_t tile) {
     constexpr int kRowChunks = Config::kHeadDim / 8;
-    ProblemShape const& shape = params.shape;
-    PackedRows<true> const rows(shape);
-    Origin const origin = query_origin<Config>(shape, part.batch);
-    int const bound = Mask(params.mask, shape, part.batch).query_length;
+    constexpr int kUnrolled = 4;  // eight spill
+    static_assert(kTileQuery == 2 * kWarpSize);
     int const lane = int(threadIdx.x) % kWarpSize;
+    int const bound = Mask(params.mask, params.shape, part.batch).query_length;
     CUTE_NO_UNROLL
-    for (int tile_row = 0; tile_row < kTileQuery; ++tile_row) {
-      int const row = part.tile * kTileQuery + tile_row;
-      int const own = min(row, bound - 1);
-      char const* const source =
-          row_pointer<Element>(params.query, origin.batch, origin.row + rows.query(own),
-                               rows.query_head(part.head, own));
-      CUTE_UNROLL
-      for (int first = 0; first < kRowChunks; first += kWarpSize) {
-        int const chunk = first + lane;
-        if (chunk >= kRowChunks) break;
-        copy_async(tile + QueryTile::byte_offset(tile_row, chunk), source + chunk * 16,
-                   row < bound && chunk * 8 < shape.head_dim);
+    for (int half = 0; half < 2; ++half) {
+      int const first_row = part.tile * kTileQuery + half * kWarpSize;
+      QueryRow const own(params, part, min(first_row + lane, bound - 1));
+#pragma unroll kUnrolled
+      for (int row = 0; row < kWarpSize; ++row) {
+        char const* const source = own.of_lane(row);
+        CUTE_UNROLL
+        for (int first = 0; first < kRowChunks; first += kWarpSize) {
+          int const chunk = first + lane;
+          if (chunk >= kRowChunks) break;
+          copy_async(tile + QueryTile::byte_offset(half * kWarpSize + row, chunk),
+                     source + chunk * 16,
+                     first_row + row < bound && chunk * 8 < params.shape.head_dim);
+        }
       }
     }
   }
+
+  // The address of a packed row of the query.
+  struct QueryRow {
+    unsigned low;
+    unsigned high;
+
+    CUTE_DEVICE QueryRow(ForwardParams const& params, KeyPart const& part, int row) {
+      PackedRows<true> const rows(params.shape);
+      Origin const origin = query_origin<Config>(params.shape, part.batch);
+      auto const address = reinterpret_cast<unsigned long long>(
+          row_pointer<Element>(params.query, origin.batch, origin.row + rows.query(row),
+                               rows.query_head(part.head, row)));
+      low = unsigned(address);
+      high = unsigned(address >> 32);
+    }
+
+    // That of another lane.
+    CUTE_DEVICE char const* of_lane(int lane) const {
+      unsigned long long const above = __shfl_sync(0xffffffffu, high, lane);
+      return reinterpret_cast<char const*>(above << 32 | __shfl_sync(0xffffffffu, low, lane));
+    }
+  };
 };
 
 }  // namespace memeff

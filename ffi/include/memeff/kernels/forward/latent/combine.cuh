@@ -23,20 +23,35 @@ struct FmhaForwardLatentCombine {
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kRows = Config::kCombineRows;
   static constexpr int kThreads = Config::kValueDim / 4;
-  static constexpr int kBlocksPerSm = 8;
+  static constexpr int kBlocksPerSm = Config::kCombineBlocksPerSm;
   static_assert(kTileQuery % kRows == 0);
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
     ProblemShape const& shape = params.shape;
-    int const blocks = Schedule::row_tiles(shape) * (kTileQuery / kRows);  // of a key head
-    int const block = int(blockIdx.x) % blocks;
-    int const head_batch = int(blockIdx.x) / blocks;
-    int const head = head_batch % shape.key_heads;
-    int const batch = head_batch / shape.key_heads;
-    Mask const mask(params.mask, shape, batch);
-    if constexpr (Config::kVarlen) clear_gap(params, mask, batch, head, block, blocks);
+    if constexpr (Config::kVarlen) clear_gaps(params);
+    long long const blocks = Schedule::row_tiles(shape) * (kTileQuery / kRows);  // of a key head
+    long long const end = blocks * shape.key_heads * shape.batch;
+    for (long long block = blockIdx.x; block < end;) {
+      int const head_batch = int(block / blocks);
+      Mask const mask(params.mask, shape, head_batch / shape.key_heads);
+      int const row = int(block % blocks) * kRows;
+      long long next = block + gridDim.x;
+      if (Config::kVarlen && row >= mask.query_length) {
+        // Sequences may be much shorter than the longest one.
+        long long const skipped = (head_batch + 1) * blocks - block;
+        next = block + (skipped + gridDim.x - 1) / gridDim.x * gridDim.x;
+      } else {
+        combine(params, mask, head_batch / shape.key_heads, head_batch % shape.key_heads, row);
+      }
+      block = next;
+    }
+  }
 
-    int const row = block * kRows;
+ private:
+  // The rows [row, row + kRows).
+  CUTE_DEVICE static void combine(ForwardParams const& params, Mask const& mask, int batch,
+                                  int head, int row) {
+    ProblemShape const& shape = params.shape;
     int const tile = row / kTileQuery;
     TileRange const keys = mask.key_tiles(tile * kTileQuery, kTileQuery, Config::kTileKey);
     TileParts parts = {0, 0, 0, 0};
@@ -49,8 +64,7 @@ struct FmhaForwardLatentCombine {
     if (parts.count > 1) {
       CUTE_NO_UNROLL
       for (int part = 0; part < parts.count; ++part) {
-        int const slot =
-            part == 0 ? parts.first_slot : parts.second_slot + (part - 1) * parts.step;
+        int const slot = part == 0 ? parts.first_slot : parts.second_slot + (part - 1) * parts.step;
         add(params, (long long)slot * kTileQuery + row % kTileQuery, sums);
       }
     }
@@ -63,7 +77,6 @@ struct FmhaForwardLatentCombine {
     }
   }
 
- private:
   // Adds a partial result of all rows, the first of which is `row` of the partial results.
   CUTE_DEVICE static void add(ForwardParams const& params, long long row,
                               PartialSum (&sums)[kRows]) {
@@ -100,16 +113,33 @@ struct FmhaForwardLatentCombine {
                    pack<Element>(sum.out.z * end.factor, sum.out.w * end.factor));
   }
 
-  // Clears this CTA's part of the query rows after the sequence, for all heads of the key head.
-  CUTE_DEVICE static void clear_gap(ForwardParams const& params, Mask const& mask, int batch,
-                                    int key_head, int block, int blocks) {
-    int const length = mask.rows.query(mask.query_length);
-    Gap const gap = Gap::of_queries(params.shape, batch, length);
-    if (gap.begin >= gap.end) return;
-    for (int head = 0; head < mask.rows.heads; ++head) {
-      WorkItem const part = {block, mask.rows.query_head(key_head, head), batch};
-      clear_query_gap<Config, kThreads>(params, part, length, blocks);
+  // Clears this CTA's part of the query rows that belong to no sequence. The lanes of each warp
+  // look at as many sequences at a time.
+  CUTE_DEVICE static void clear_gaps(ForwardParams const& params) {
+    ProblemShape const& shape = params.shape;
+    CUTE_NO_UNROLL
+    for (int first = 0; first < shape.batch; first += kWarpSize) {
+      int const own = first + int(threadIdx.x) % kWarpSize;
+      bool has_gap = false;
+      if (own < shape.batch) {
+        Gap const gap = Gap::of_queries(shape, own, queries(params, own));
+        has_gap = gap.begin < gap.end;
+      }
+      unsigned gaps = __ballot_sync(0xffffffffu, has_gap);
+      CUTE_NO_UNROLL
+      for (; gaps != 0; gaps &= gaps - 1) {
+        int const batch = first + kWarpSize - 1 - __clz(int(gaps & -gaps));
+        CUTE_NO_UNROLL
+        for (int head = 0; head < shape.query_heads; ++head) {
+          clear_query_gap<Config, kThreads>(params, {int(blockIdx.x), head, batch},
+                                            queries(params, batch), int(gridDim.x));
+        }
+      }
     }
+  }
+
+  CUTE_DEVICE static int queries(ForwardParams const& params, int batch) {
+    return IntervalMask<MaskKind::none>(params.mask, params.shape, batch).query_length;
   }
 };
 

@@ -1,0 +1,1 @@
+"""What several kernels have in common."""
