@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import os
 import shutil
@@ -104,7 +103,6 @@ def _text(spec: KernelSpec) -> str:
     return f"{emit.source(spec)}\n{exports}"
 
 
-@functools.cache
 def _precompiled_headers() -> str:
     """The directory in which g++ finds ``emulator/precompiled.h.gch`` before the header itself."""
     # g++ takes a precompiled header only with the options that it was made with.
