@@ -75,13 +75,14 @@ def select(problem: Problem, strategy: Strategy = PLAIN) -> KernelSpec:
     inputs = f"asked for: {', '.join(filter(None, map(str, (problem, strategy))))}"
     if reasons := family_reasons(problem):
         raise UnsupportedError([inputs, *reasons])
-    refused = []
-    for spec in _table(problem, strategy):
-        if not (reasons := spec_reasons(spec, problem, strategy)):
+    specs = _table(problem, strategy)
+    for spec in specs:
+        if _has_columns(spec, problem) and not spec_reasons(spec, problem, strategy):
             return spec
-        refused.append((spec, reasons))
-    lines = (f"{spec.name}: {'; '.join(reasons)}" for spec, reasons in refused)
-    raise UnsupportedError([inputs, *lines])
+    refused = ((spec.name, spec_reasons(spec, problem, strategy)) for spec in specs)
+    raise UnsupportedError(
+        [inputs, *(f"{name}: {'; '.join(reasons)}" for name, reasons in refused)]
+    )
 
 
 def select_all(problem: Problem) -> list[KernelSpec]:
@@ -177,6 +178,11 @@ def _table(problem: Problem, strategy: Strategy) -> list[KernelSpec]:
         if kernel.direction == problem.direction:
             specs += _specs(kernel, problem, strategy)
     return sorted(specs, key=_order)
+
+
+def _has_columns(spec: KernelSpec, problem: Problem) -> bool:
+    """Whether the rows fit, which is asked first because it rules out most of the table."""
+    return problem.head_dim <= spec.padded_head_dim and problem.value_dim <= spec.padded_value_dim
 
 
 def _order(spec: KernelSpec) -> tuple:

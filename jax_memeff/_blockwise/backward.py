@@ -121,20 +121,9 @@ def _backward_loops(
     dlse: jax.Array | None,
 ) -> _Sums:
     rows, cols, dtype = problem.rows, problem.cols, problem.accumulator
-    kv_heads = problem.key.shape[1]
-    dout = jnp.where(row_is_live[..., None], dout, 0)
-    # D of the paper: dP of every element of a row is reduced by it.
-    row_term = jnp.sum(dout.astype(dtype) * out.astype(dtype), -1)
-    row_term = jnp.where(row_is_live, row_term, 0)
-    if dlse is not None:
-        row_term = row_term - dlse.astype(dtype)
-    row_term = grouped(row_term[..., None], kv_heads)
-    lse = grouped(jnp.where(row_is_live, lse, jnp.inf)[..., None], kv_heads)
-    dout = grouped(dout, kv_heads)
+    dout, lse, row_term = _row_arrays(problem, row_is_live, out, lse, dout, dlse)
     needs_scores_grad = bool(jax.tree.leaves(sums._replace(value=None)))
-    captured = {
-        index: problem.captured[index] for index, x in enumerate(sums.captured) if x is not None
-    }
+    captured = {i: problem.captured[i] for i, x in enumerate(sums.captured) if x is not None}
 
     def query_block(index: jax.Array, sums: _Sums) -> _Sums:
         row, first_row = rows.start(index)
@@ -201,6 +190,33 @@ def _backward_loops(
         return block._replace(query=dquery)
 
     return lax.fori_loop(0, rows.count, query_block, sums)
+
+
+def _row_arrays(
+    problem: Problem,
+    row_is_live: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the tiles of a row read: ``dout``, the logsumexp, and ``rowsum(dout * out) - dlse``.
+
+    The last is D of the paper, by which dP of every element of the row is reduced. All are grouped
+    by key heads. In rows that are not live, the logsumexp is inf and the others are 0.
+    """
+    dtype, kv_heads = problem.accumulator, problem.key.shape[1]
+    dout = jnp.where(row_is_live[..., None], dout, 0)
+    row_term = jnp.sum(dout.astype(dtype) * out.astype(dtype), -1)
+    row_term = jnp.where(row_is_live, row_term, 0)
+    if dlse is not None:
+        row_term = row_term - dlse.astype(dtype)
+    lse = jnp.where(row_is_live, lse, jnp.inf)
+    return (
+        grouped(dout, kv_heads),
+        grouped(lse[..., None], kv_heads),
+        grouped(row_term[..., None], kv_heads),
+    )
 
 
 def _bias_sums(problem: Problem) -> jax.Array | None:

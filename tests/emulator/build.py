@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import jaxlib
 
 from jax_memeff import config
 from jax_memeff.codegen import emit
+from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import headers
 
@@ -41,7 +43,17 @@ _KERNEL_OPTIONS = [
     # A misaligned access ends the kernel with a signal.
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
 ]
-_DRIVER_OPTIONS = ["-O3", "-g1", "-Wall", "-Wextra", "-Wl,-soname,libcuda.so.1", "-ldl", "-pthread"]
+_DRIVER_OPTIONS = [
+    "-O3",
+    "-flto=auto",
+    "-fno-semantic-interposition",
+    "-g1",
+    "-Wall",
+    "-Wextra",
+    "-Wl,-soname,libcuda.so.1",
+    "-ldl",
+    "-pthread",
+]
 
 _announced: dict[str, tuple[str, ...]] = {}
 """For the text of a kernel, the texts that are compiled with it."""
@@ -80,7 +92,7 @@ def library_of(spec: KernelSpec) -> Path:
 
 
 def kernel_library(name: str, source: str) -> Path:
-    """Compiles kernels. CuTe's headers, which take two of three seconds, are precompiled."""
+    """Compiles kernels. Headers, which take three of four seconds, are precompiled."""
     directories = [_precompiled_headers(), *_directories(str(headers.own_include_dir()))]
     sources = {f"{name}.cc": source}
     return _compiled(f"{name}.so", sources, _KERNEL_OPTIONS, directories, headers.digest())
@@ -91,19 +103,38 @@ def _text(spec: KernelSpec) -> str:
     return f"{emit.source(spec)}\n{exports}"
 
 
-@functools.cache
 def _precompiled_headers() -> str:
     """The directory in which g++ finds ``emulator/precompiled.h.gch`` before the header itself."""
     # g++ takes a precompiled header only with the options that it was made with.
     options = [option for option in _KERNEL_OPTIONS if option not in ("-include", _PRECOMPILED)]
-    source = {"precompiled.h": f'#include "{_PRECOMPILED}"\n'}
-    header = _compiled("precompiled.gch", source, ["-x", "c++-header", *options], _directories())
+    own = headers.own_include_dir()
+    names = [_PRECOMPILED, *(f"memeff/kernels/{kernel.stem}.cuh" for kernel in KERNELS)]
+    source = {"precompiled.h": "".join(f'#include "{name}"\n' for name in names)}
+    header = _compiled(
+        "precompiled.gch",
+        source,
+        ["-x", "c++-header", *options],
+        _directories(str(own)),
+        headers.digest(),
+    )
+    _remove_precompiled_before(header)
     directory = header.with_suffix("")
     link = directory / f"{_PRECOMPILED}.gch"
     link.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):  # another process was first
         os.link(header, link)
     return str(directory)
+
+
+def _remove_precompiled_before(header: Path) -> None:
+    """One takes 180 MB, and a change of any header makes another. g++ does without one, so nobody
+    waits for those that have not been used for an hour."""
+    os.utime(header)
+    for other in header.parent.glob("precompiled-*.gch"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+            if other.stat().st_mtime < time.time() - 3600:
+                other.unlink()
+                shutil.rmtree(other.with_suffix(""), ignore_errors=True)
 
 
 def _directories(*own: str) -> list[str]:

@@ -41,20 +41,24 @@ def operands(
     return found | {f"argument {place}": x for place, x in floats.items()}
 
 
-def results(attention: Any, given: list[Any], arrays: dict[str, Any]) -> dict[str, Any]:
-    """The output and the gradients of all float arrays, as float64 in NumPy.
+def program(attention: Any, given: list[Any]) -> Any:
+    """From arrays to the output and the gradients of all float arrays.
 
-    ``given`` are the arguments of the gallery's function; the float ones are among ``arrays``.
+    ``given`` are the arguments of the gallery's function; the float ones are among the arrays.
     """
-    cotangent = arrays["cotangent"]
 
-    def loss(arrays: dict[str, Any]) -> Any:
+    def loss(arrays: dict[str, Any], cotangent: Any) -> Any:
         arguments = [arrays.get(f"argument {place}", x) for place, x in enumerate(given)]
         out = attention(arguments, *(arrays[name] for name in ("query", "key", "value")))
         return jnp.sum((out * cotangent).astype(jnp.promote_types(out.dtype, jnp.float32))), out
 
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=fast)
-    (_, out), gradients = run({name: x for name, x in arrays.items() if name != "cotangent"})
+    return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=fast)
+
+
+def results(run: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Those of a program, as float64 in NumPy."""
+    others = {name: x for name, x in arrays.items() if name != "cotangent"}
+    (_, out), gradients = run(others, arrays["cotangent"])
     return jax.tree.map(lambda x: np.asarray(x).astype(np.float64), {"out": out, **gradients})
 
 
@@ -93,20 +97,21 @@ def check(name: str, shape: Shape, head_dim: int, implementation: Any) -> None:
     """
     entry = ENTRIES[name]
     arguments = [np.asarray(x) if isinstance(x, jax.Array) else x for x in entry.arguments(shape)]
+    ours = program(fused(entry, implementation), arguments)
+    theirs = program(dense(entry), arguments)
     for dtype in ("float32", "bfloat16", "float16"):
         arrays = operands(entry, arguments, shape, head_dim, dtype)
-        ours = results(fused(entry, implementation), arguments, arrays)
-        theirs = results(dense(entry), arguments, arrays)
         with jax.enable_x64(True):
             wide = {name: x.astype(np.float64) for name, x in arrays.items()}
-            exact = results(dense(entry), arguments, wide)
-        for result, error in errors(ours, exact).items():
-            limit = FLOAT32_TOLERANCE
-            if dtype != "float32":
-                limit = 2 * errors(theirs, exact)[result]
-                if result.startswith("argument"):
-                    limit = max(limit, float(jnp.finfo(dtype).eps))
-            assert error <= limit, (dtype, result, error, limit)
+            exact = results(theirs, wide)
+        limits = dict.fromkeys(exact, FLOAT32_TOLERANCE)
+        if dtype != "float32":
+            rounded = float(jnp.finfo(dtype).eps)
+            for result, error in errors(results(theirs, arrays), exact).items():
+                is_argument = result.startswith("argument")
+                limits[result] = max(2 * error, rounded if is_argument else 0.0)
+        for result, error in errors(results(ours, arrays), exact).items():
+            assert error <= limits[result], (dtype, result, error, limits[result])
 
 
 @names

@@ -14,7 +14,7 @@ import jax_memeff
 from jax_memeff import Mask
 
 B, T, N, K, H, PAGES, SIZE, MAX = 2, 3, 4, 2, 8, 5, 16, 2
-FLOAT8 = zeros(PAGES, SIZE, K, H).astype(jnp.float8_e4m3fn)
+FLOAT8 = zeros(PAGES, SIZE, K, H, dtype=jnp.float8_e4m3fn)
 EVEN = Mask.function(lambda b, h, q, k: k % 2 == 0)
 WIDE = {"query": zeros(7, N, H), "query_starts": np.array([0, 3, 7])}
 
@@ -32,7 +32,7 @@ def good():
 CASES = {
     "query_rank": ({"query": zeros(T, N, H)}, ValueError, r"query must have shape \[B, T, N, H\]"),
     "query_batch": ({"query": zeros(3, T, N, H)}, ValueError, "B = 2, the rows of page_table"),
-    "query_dtype": ({"query": zeros(B, T, N, H).astype(int)}, TypeError, "query must be one of"),
+    "query_dtype": ({"query": zeros(B, T, N, H, dtype=int)}, TypeError, "query must be one of"),
     "ragged_rank": (
         {"query_starts": np.array([0, 3, 6])},
         ValueError,
@@ -46,12 +46,12 @@ CASES = {
         r"key_pages must have rank 4, \[pages, page_size, K, H\], got shape \(80, 2, 8\)",
     ),
     "pool_dtype": (
-        {"key_pages": zeros(PAGES, SIZE, K, H).astype(jnp.int8)},
+        {"key_pages": zeros(PAGES, SIZE, K, H, dtype=jnp.int8)},
         TypeError,
         "key_pages must be one of bfloat16.*got int8",
     ),
     "dtypes_differ": (
-        {"query": zeros(B, T, N, H).astype("bfloat16")},
+        {"query": zeros(B, T, N, H, dtype="bfloat16")},
         TypeError,
         "key_pages must have the dtype of query, bfloat16, or float8_e4m3fn, got float32",
     ),
@@ -66,7 +66,7 @@ CASES = {
         "value_pages must have the pages, page size and heads of key_pages.*got",
     ),
     "value_dtype": (
-        {"value_pages": zeros(PAGES, SIZE, K, H).astype("float16")},
+        {"value_pages": zeros(PAGES, SIZE, K, H, dtype="float16")},
         TypeError,
         "value_pages must have the dtype of key_pages, float32, got float16",
     ),
@@ -204,7 +204,7 @@ def good_append():
 
 APPEND_CASES = {
     "key_dtype": (
-        {"key": zeros(B, T, K, H).astype("bfloat16")},
+        {"key": zeros(B, T, K, H, dtype="bfloat16")},
         TypeError,
         r"key must have the dtype of key_pages, float32, got bfloat16; pass key.astype\(key_pages",
     ),
@@ -218,7 +218,7 @@ APPEND_CASES = {
     "no_value": ({"value": None}, ValueError, "value must be given, because value_pages is"),
     "no_value_pages": ({"value_pages": None}, ValueError, "value_pages must be given, because val"),
     "float8_integers": (
-        {"key_pages": FLOAT8, "value_pages": FLOAT8, "key": zeros(B, T, K, H).astype(int)},
+        {"key_pages": FLOAT8, "value_pages": FLOAT8, "key": zeros(B, T, K, H, dtype=int)},
         TypeError,
         "key must have the dtype of key_pages, float8_e4m3fn, got int32",
     ),

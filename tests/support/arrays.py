@@ -17,4 +17,4 @@ def normal(seed: int, *shape: int, dtype: Any = np.float32) -> jax.Array:
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> jax.Array:
-    return jax.device_put(np.zeros(shape, dtype))
+    return jax.device_put(np.zeros(shape, jax.numpy.dtype(dtype)))

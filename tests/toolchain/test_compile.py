@@ -21,7 +21,7 @@ FATBIN_MAGIC = (0xBA55ED50).to_bytes(4, "little")
 # Without an include it compiles in milliseconds.
 TINY = 'extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= 2.f; }'
 CUTE = """
-#include <cute/tensor.hpp>
+#include <cute/tensor_impl.hpp>
 extern "C" __global__ void __launch_bounds__(128) reverse(float* x) {
   __shared__ float staged[128];
   auto tensor = cute::make_tensor(cute::make_gmem_ptr(x), cute::Layout<cute::Int<128>>{});

@@ -24,7 +24,7 @@ WHEELS = {part.wheel: part for part in (*parts.HEADERS, *parts.LIBRARIES)}
 COMPILE = """
 import sys
 from jax_memeff.codegen.toolchain import nvrtc, parts
-source = '''#include <cute/tensor.hpp>
+source = '''#include <cute/tensor_impl.hpp>
 extern "C" __global__ void tiny(float* x) { x[cute::Int<1>{}] *= 2.f; }'''
 code, log = nvrtc.compile(source, "sm_80", "tiny")
 assert nvrtc.fatbin(code, "sm_80", "tiny")

@@ -41,9 +41,8 @@ void complete(NamedBarrier& barrier) {
   note_progress();
 }
 
-std::string in_shared(uint64_t const& barrier) {
-  return "the mbarrier at byte " +
-         std::to_string(reinterpret_cast<char const*>(&barrier) - this_block().shared);
+long byte_in_shared(uint64_t const& barrier) {
+  return reinterpret_cast<char const*>(&barrier) - this_block().shared;
 }
 
 }  // namespace
@@ -53,7 +52,8 @@ Exchange& meet(char const* instruction, uint32_t const* words, int count,
   Warp& warp = this_warp();
   uint64_t const generation = warp.generation;
   Exchange& exchange = warp.exchanges[generation % 2];
-  if (warp.arrived > 0 && std::strcmp(instruction, warp.instruction) != 0) {
+  if (warp.arrived > 0 && instruction != warp.instruction &&
+      std::strcmp(instruction, warp.instruction) != 0) {
     fail("lanes of a warp execute %s and %s at a time", warp.instruction, instruction);
   }
   if (count > 0 && warp.live != kLanes) {
@@ -99,8 +99,7 @@ void named_barrier(int index, int threads) {
   if (++barrier.arrived == threads) {
     complete(barrier);
   } else {
-    wait_for({&barrier.generation, ~uint64_t(0), generation, false,
-              "named barrier " + std::to_string(index)});
+    wait_for({&barrier.generation, ~uint64_t(0), generation, false, "named barrier", index});
   }
 }
 
@@ -127,7 +126,8 @@ void init_barrier(uint64_t& word, int arrivals) {
 
 void arrive_barrier(uint64_t& word, int expected_bytes) {
   Mbarrier barrier = read(word);
-  if (barrier.pending == 0) fail("too many arrivals at %s", in_shared(word).c_str());
+  if (barrier.pending == 0)
+    fail("too many arrivals at the mbarrier at byte %ld", byte_in_shared(word));
   barrier.bytes += expected_bytes;
   --barrier.pending;
   write(word, barrier);
@@ -142,7 +142,8 @@ void complete_bytes(uint64_t& word, int bytes) {
 
 void wait_barrier(uint64_t& word, int parity) {
   read(word);
-  wait_for({&word, kPhaseBit, uint64_t(parity), false, in_shared(word)});
+  wait_for(
+      {&word, kPhaseBit, uint64_t(parity), false, "the mbarrier at byte", byte_in_shared(word)});
 }
 
 }  // namespace emulator

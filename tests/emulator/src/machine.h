@@ -30,13 +30,15 @@ uint64_t random_number();
 // Whether something asynchronous takes effect now, and not as late as the program allows.
 inline bool at_once() { return random_number() % 2 == 0; }
 
-// What a waiting thread waits for: the masked word to equal `value`, or to differ from it.
+// What a waiting thread waits for: the masked word to equal `value`, or to differ from it. `what`
+// names it, with a number unless that is negative.
 struct Wait {
   uint64_t const* word = nullptr;
   uint64_t mask = 0;
   uint64_t value = 0;
   bool equal = false;
-  std::string what;
+  char const* what = "";
+  long number = -1;
 
   bool over() const { return word == nullptr || ((*word & mask) == value) == equal; }
 };
@@ -132,7 +134,7 @@ inline Block& this_block() { return *this_fiber().block; }
 inline int this_lane() { return this_fiber().thread % kLanes; }
 
 // Waits until the masked word equals `value` (or differs from it).
-void wait_for(Wait wait);
+void wait_for(Wait const& wait);
 // Runs other threads, often for long, because the last action of this thread may unblock them.
 void stall();
 // Records progress of a thread; a launch without any hangs.

@@ -29,12 +29,13 @@ float half_to_float(uint16_t bits) {
   return sign != 0 ? -magnitude : magnitude;
 }
 
+std::vector<float> const halves = [] {
+  std::vector<float> values;
+  for (int i = 0; i < 1 << 16; ++i) values.push_back(half_to_float(uint16_t(i)));
+  return values;
+}();
+
 float decode(Format format, uint16_t bits) {
-  static std::vector<float> const halves = [] {
-    std::vector<float> values;
-    for (int i = 0; i < 1 << 16; ++i) values.push_back(half_to_float(uint16_t(i)));
-    return values;
-  }();
   return format == Format::f16 ? halves[bits] : to_float(uint32_t(bits) << 16);
 }
 

@@ -192,8 +192,10 @@ void retire(Block& block) {
   for (auto const& block : launch->blocks) {
     for (Fiber const& fiber : block->fibers) {
       if (fiber.done) continue;
+      Wait const& wait = fiber.wait;
+      std::string const number = wait.number < 0 ? "" : " " + std::to_string(wait.number);
       ++waits["block " + std::to_string(block->index) + " warp " +
-              std::to_string(fiber.thread / kLanes) + " at " + fiber.wait.what];
+              std::to_string(fiber.thread / kLanes) + " at " + wait.what + number];
     }
   }
   std::string text;
@@ -313,12 +315,12 @@ Warp& this_warp() { return this_block().warps[this_fiber().thread / kLanes]; }
 
 void note_progress() { launch->idle_turns = 0; }
 
-void wait_for(Wait wait) {
+void wait_for(Wait const& wait) {
   if (wait.over()) return;
   Fiber& fiber = this_fiber();
-  fiber.wait = std::move(wait);
+  fiber.wait = wait;
   suspend();
-  fiber.wait = {};
+  fiber.wait.word = nullptr;
 }
 
 void yield() { suspend(); }

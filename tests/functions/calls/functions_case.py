@@ -303,13 +303,19 @@ def sample(seed: int = 0) -> list[Case]:
         values = [(name, getattr(case, name)) for name in AXES]
         return set(itertools.combinations(values, 2))
 
-    def draw() -> Case:
-        return Case(**{name: values[rng.integers(len(values))] for name, values in AXES.items()})
+    def drawn(count: int) -> list[Case]:
+        lengths = [len(values) for values in AXES.values()]
+        choices = rng.integers(lengths, size=(count, len(AXES))).tolist()
+        cases = (
+            Case(**{name: AXES[name][i] for name, i in zip(AXES, own, strict=True)})
+            for own in choices
+        )
+        return [case for case in cases if case.possible]
 
-    missing = set().union(*(pairs(case) for case in (draw() for _ in range(4000)) if case.possible))
+    missing = set().union(*map(pairs, drawn(4000)))
     found = []
     while missing:
-        cases = [case for case in (draw() for _ in range(200)) if case.possible]
+        cases = drawn(200)
         best = max(cases, key=lambda case: len(pairs(case) & missing))
         if pairs(best) & missing:
             found.append(best)

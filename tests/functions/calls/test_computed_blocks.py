@@ -47,12 +47,21 @@ MASKS = {
 }
 
 
-def gradients(mask: Any, *qkv: jax.Array, **arguments: Any) -> Any:
+@jax.jit
+def gradients(mask: Any, *qkv: jax.Array) -> Any:
     def loss(*qkv):
-        out = dot_product_attention(*qkv, mask=mask, **arguments)
+        out = dot_product_attention(*qkv, mask=mask)
         return jnp.sum(out * out), out
 
     return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*(qkv or (QUERY, KEY, VALUE)))
+
+
+@jax.jit
+def with_blocks(mask: Mask) -> Mask:
+    return mask.blocks(QUERY, KEY)
+
+
+as_array = jax.jit(lambda mask: mask.as_array(B, N, T, S))
 
 
 def tiles(mask: Mask, tile: BlockMask, offsets: Offsets | None = None) -> np.ndarray:
@@ -73,10 +82,10 @@ def tiles(mask: Mask, tile: BlockMask, offsets: Offsets | None = None) -> np.nda
 @pytest.mark.parametrize("name", MASKS)
 def test_the_results_of_the_mask(name, assert_close):
     mask = MASKS[name]
-    blocked = jax.jit(lambda mask: mask.blocks(QUERY, KEY))(mask)
+    blocked = with_blocks(mask)
     assert blocked.block_masks[0].shape[2:] == (4, 6)
-    np.testing.assert_array_equal(blocked.as_array(B, N, T, S), mask.as_array(B, N, T, S))
-    assert_close(jax.jit(gradients)(blocked), gradients(mask), 1e-6)
+    np.testing.assert_array_equal(as_array(blocked), as_array(mask))
+    assert_close(gradients(blocked), gradients(mask), 1e-6)
 
 
 @pytest.mark.quick("function-128-128")
@@ -101,14 +110,14 @@ def test_what_is_added_to_a_block_mask():
     """Windows need no block mask; other masks are computed beside it, and combine."""
     tile = BlockMask("queries", 64, 64)
     function = MASKS["function"]
-    blocked = function.blocks(QUERY, KEY)
+    blocked = with_blocks(function)
     assert not (blocked & Mask.causal() & Mask.lengths(key=np.array([3, 4]))).beyond_block_masks
-    assert not (blocked & MASKS["segments"].blocks(QUERY, KEY)).beyond_block_masks
+    assert not (blocked & with_blocks(MASKS["segments"])).beyond_block_masks
     for other in (MASKS["segments"], Mask.boolean(ALLOWED), ~Mask.causal()):
         both = blocked & other
         assert both.beyond_block_masks and (other & blocked).beyond_block_masks
         np.testing.assert_array_equal(tiles(both, tile), tiles(function & other, tile))
-        again = both.blocks(QUERY, KEY)
+        again = with_blocks(both)
         assert len(again.block_masks) == 1 and not again.beyond_block_masks
         np.testing.assert_array_equal(tiles(again, tile), tiles(function & other, tile))
     assert Mask.causal().blocks(QUERY, KEY) == Mask.causal()
@@ -125,7 +134,7 @@ def test_traced_windows_and_lengths(assert_close):
 
     got = jax.jit(attend)(9)
     want = gradients(
-        Mask.boolean((Mask.window(9, 4, "bottom_right") & lengths).as_array(B, N, T, S))
+        Mask.boolean(as_array(Mask.window(9, 4, "bottom_right") & lengths))
         & Mask.lengths(key=np.array([60, 60]))
     )
     assert_close(got, want, 1e-6)
@@ -159,7 +168,7 @@ def test_vmap(assert_close):
     each = [gradients(masked(p), q, KEY, VALUE) for q, p in zip(queries, prefixes, strict=True)]
     want = jax.tree.map(lambda *x: jnp.stack(x), *each)
     assert_close(jax.jit(jax.vmap(attend))(queries, prefixes), want, 1e-6)
-    mask = MASKS["function"].blocks(QUERY, KEY)
+    mask = with_blocks(MASKS["function"])
     want = [gradients(MASKS["function"], query, KEY, VALUE) for query in queries]
     want = jax.tree.map(lambda *x: jnp.stack(x), *want)
     got = jax.vmap(lambda query: gradients(mask, query, KEY, VALUE))(queries)
@@ -174,12 +183,12 @@ def test_sharded(axis_type, spec, assert_close):
     mesh = jax.make_mesh((2, 2), ("a", "b"), (axis_type,) * 2, devices=jax.devices("cpu")[:4])
     mask = Mask.function(lambda b, h, q, k: (q // 70 == k // 70 + h % 2) | (k < 30 * b + 9))
     of_keys = P(spec[0], None, *spec[2:])
-    blocked = mask.blocks(QUERY, KEY)
+    blocked = with_blocks(mask)
     query, key, value = (
         jax.device_put(x, NamedSharding(mesh, own))
         for x, own in ((QUERY, spec), (KEY, of_keys), (VALUE, of_keys))
     )
-    got = jax.tree.map(np.asarray, jax.jit(gradients)(blocked, query, key, value))
+    got = jax.tree.map(np.asarray, gradients(blocked, query, key, value))
     assert_close(got, gradients(mask), 1e-6)
 
 
@@ -201,7 +210,7 @@ def test_packed_sequences_and_rings_compute_their_own(assert_close):
         return jax_memeff.ring_attention(*qkv, mask=mask, axis_name="ring")
 
     ring = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), *[rows] * 3), out_specs=rows))
-    got, want = (ring(own, QUERY, KEY, VALUE) for own in (mask.blocks(QUERY, KEY), mask))
+    got, want = (ring(own, QUERY, KEY, VALUE) for own in (with_blocks(mask), mask))
     assert_close(got, want, 1e-6)
 
 
@@ -229,7 +238,7 @@ def kernels(arch: str | None) -> Any:
         jax.tree.structure(blocked), [*jax.tree.leaves(blocked)[:-1], *nothing]
     )
     with strategy.using(forward=strategy.PLAIN, backward=strategy.PLAIN):
-        found = [jax.jit(gradients)(own, *qkv) for own in (mask, blocked, none)]
+        found = [gradients(own, *qkv) for own in (mask, blocked, none)]
     return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
 
 

@@ -66,6 +66,7 @@ def blocks(indices: Any, counts: Any = None) -> Mask:
     return Mask.kv_blocks(indices, counts, block_size=(ROWS, COLUMNS))
 
 
+@jax.jit
 def gradients(mask: Any, *qkv: jax.Array, **arguments: Any) -> Any:
     def loss(*qkv):
         out, lse = dot_product_attention(*qkv, mask=mask, return_residual=True, **arguments)
@@ -73,6 +74,9 @@ def gradients(mask: Any, *qkv: jax.Array, **arguments: Any) -> Any:
         return jnp.sum(out * out) + jnp.sum(jnp.sin(lse)), (out, lse)
 
     return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*(qkv or (QUERY, KEY, VALUE)))
+
+
+as_array = jax.jit(lambda mask: mask.as_array(B, N, T, S))
 
 
 @pytest.mark.quick("all of them")
@@ -91,7 +95,7 @@ def test_the_elements_of_listed_blocks(batch, heads, has_counts, assert_close):
         return gradients(blocks(indices, counts if has_counts else None))
 
     mask = blocks(indices, counts if has_counts else None)
-    np.testing.assert_array_equal(mask.as_array(B, N, T, S), valid)
+    np.testing.assert_array_equal(as_array(mask), valid)
     assert_close(attend(indices, counts), gradients(jnp.asarray(valid)), 1e-6)
 
 
@@ -100,14 +104,14 @@ def test_combined_masks(assert_close):
     indices, counts = lists(1)
     valid = jnp.asarray(expected(indices, counts))
     others = Mask.kv_blocks(np.array([[0, 2], [1, -1]]), block_size=20)
-    dense_others = others.as_array(B, N, T, S)
+    dense_others = as_array(others)
     for mask, want in (
-        (blocks(indices, counts) & Mask.causal(), valid & Mask.causal().as_array(B, N, T, S)),
-        (blocks(indices, counts) | Mask.causal(), valid | Mask.causal().as_array(B, N, T, S)),
+        (blocks(indices, counts) & Mask.causal(), valid & as_array(Mask.causal())),
+        (blocks(indices, counts) | Mask.causal(), valid | as_array(Mask.causal())),
         (~blocks(indices, counts), ~valid),
         (blocks(indices, counts) & others, valid & dense_others),
     ):
-        np.testing.assert_array_equal(mask.as_array(B, N, T, S), want)
+        np.testing.assert_array_equal(as_array(mask), want)
         assert_close(gradients(mask), gradients(want), 1e-6)
 
 
@@ -181,7 +185,7 @@ def test_ring(method, assert_close):
     specs = P(), P(), rows, rows, rows
     ring = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows)
     got = jax.jit(ring)(indices, counts, QUERY, KEY, VALUE)
-    want = dot_product_attention(QUERY, KEY, VALUE, mask=expected(indices, counts))
+    want = jax.jit(dot_product_attention)(QUERY, KEY, VALUE, mask=expected(indices, counts))
     assert_close(got, want, 1e-6)
 
 
@@ -195,12 +199,11 @@ def test_packed_sequences(assert_close):
         jnp.concatenate([x[b, :columns] for b, (_, columns) in enumerate(lengths)])
         for x in (KEY, VALUE)
     )
-    got = jax_memeff.varlen_attention(
-        query, key, value, starts_q, starts_k, T, S, mask=blocks(indices, counts)
-    )
+    packed = jax.jit(jax_memeff.varlen_attention, static_argnums=(5, 6))
+    got = packed(query, key, value, starts_q, starts_k, T, S, mask=blocks(indices, counts))
     rows, columns = map(np.array, zip(*lengths, strict=True))
-    valid = expected(indices, counts) & Mask.lengths(rows, columns).as_array(B, N, T, S)
-    want = dot_product_attention(QUERY, KEY, VALUE, mask=valid)
+    valid = expected(indices, counts) & as_array(Mask.lengths(rows, columns))
+    want = jax.jit(dot_product_attention)(QUERY, KEY, VALUE, mask=valid)
     want = jnp.concatenate([want[b, :rows] for b, (rows, _) in enumerate(lengths)])
     assert_close(got, want, 1e-6)
 
@@ -240,7 +243,7 @@ def test_tiles_that_divide_blocks_need_no_test_of_elements(tile, kinds, monkeypa
     own = block_mask.Indices(jnp.arange(B), jnp.arange(N), jnp.zeros(1, int), jnp.zeros(1, int))
     tiling = block_mask.Tiling((32, S), tile)
     captured = [Captured(x, None) for x in mask.captured]
-    found = block_mask.of_function(mask.functions[0], own, captured, tiling)
+    found = jax.jit(lambda: block_mask.of_function(mask.functions[0], own, captured, tiling))()
     assert set(np.unique(found)) == kinds
     if 2 not in kinds:
         valid = expected(indices, counts)[:, :, : 32 : tile[0], :: tile[1]]
@@ -330,4 +333,4 @@ def test_lists_that_do_not_fit_the_call(shape):
     mask = functools.partial(blocks, np.zeros(shape, int))
     for given in (mask(), ~mask()):
         with pytest.raises(ValueError, match=text):
-            dot_product_attention(QUERY, KEY, VALUE, mask=given)
+            jax.jit(dot_product_attention)(QUERY, KEY, VALUE, mask=given)

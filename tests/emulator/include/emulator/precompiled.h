@@ -1,5 +1,4 @@
-// Headers of others that every kernel includes, read by g++ once and not once a kernel. Those of
-// memeff do not belong here, because they change.
+// What g++ reads once and not once a kernel, before the headers of the kernels themselves.
 #pragma once
 
 #include "emulator/cuda_builtins.h"

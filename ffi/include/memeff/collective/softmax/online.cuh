@@ -17,7 +17,7 @@ namespace memeff {
 // are bfloat16 or wider. If the cap is small enough for their range, the softmax reference of every
 // row is 0, and no maxima are computed.
 //
-// kExactMaximum: the softmax reference of a row is its running maximum, without slack.
+// kExactMaximum: the maximum of each row is known at the end.
 template <int kRowBlocks, bool kIntegerMaximum = false, bool kLargeScores = false,
           bool kCapped = false, bool kExactMaximum = false>
 struct OnlineSoftmax {
@@ -27,13 +27,20 @@ struct OnlineSoftmax {
 
   // A softmax reference follows the maximum of its row only when that is ahead by this many powers
   // of two (Zadouri et al. 2026, FlashAttention-4, section 3.1), so the output is seldom rescaled.
-  static constexpr float kSlack = kExactMaximum ? 0.0f : 8.0f;
+  static constexpr float kSlack = 8.0f;
+
+  // With kExactMaximum softmax_reference is the running maximum, and the reference that is
+  // subtracted is derived from it, because there is no register for both: it is the maximum rounded
+  // down to a multiple of kSlack in powers of two, which seldom changes. Large scores subtract the
+  // maximum itself.
+  static constexpr bool kRoundedReference = kExactMaximum && !kLargeScores;
 
   // Sums of 2^kCappedScale, and their products with values, are far from the end of float32.
   static constexpr float kCappedScale = 64.0f;
 
-  float softmax_reference[kRows];  // the score whose probability is 1; logsumexp after finish()
-  float row_sum[kRows];            // of this lane's columns only, until finish()
+  // The score whose probability is 1, or with kExactMaximum the greatest; logsumexp after finish().
+  float softmax_reference[kRows];
+  float row_sum[kRows];  // of this lane's columns only, until finish()
 
   // The part of softmax_scale that scores already include, and the remaining part.
   CUTE_DEVICE static float applied(float softmax_scale) { return kCapped ? softmax_scale : 1.0f; }
@@ -132,9 +139,9 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const maximum = fmaxf(softmax_reference[r], other.softmax_reference[r]);
-      auto const reference = Reference::of(maximum, scale);
-      weights.own[r] = exp2_approx(reference.correction(softmax_reference[r], scale));
-      weights.other[r] = exp2_approx(reference.correction(other.softmax_reference[r], scale));
+      auto const reference = reference_of(maximum, scale);
+      weights.own[r] = exp2_approx(exponent_of(reference, softmax_reference[r], scale));
+      weights.other[r] = exp2_approx(exponent_of(reference, other.softmax_reference[r], scale));
       softmax_reference[r] = maximum;
       row_sum[r] = row_sum[r] * weights.own[r] + other.row_sum[r] * weights.other[r];
     }
@@ -152,9 +159,11 @@ struct OnlineSoftmax {
       float const sum = quad_sum(row_sum[r]);
       bool const empty = sum == 0.0f;
       float const inverse = empty ? 0.0f : output_scale * reciprocal_approx(sum);
-      float const reference = softmax_reference[r] * remaining(softmax_scale);
+      float const scale = remaining(softmax_scale);
+      float const greatest = softmax_reference[r] * scale;
+      float const reference = kRoundedReference ? rounded(softmax_reference[r], scale) : greatest;
       float const logsumexp = (reference + log2_approx(sum)) * kLn2;
-      float const maximum = !kExactMaximum || empty ? -infinity() : reference * kLn2;
+      float const maximum = !kExactMaximum || empty ? -infinity() : greatest * kLn2;
       auto const end = modifiers.finish(r, {inverse, empty ? -infinity() : logsumexp, maximum});
       softmax_reference[r] = end.logsumexp;
       rescale_row(output, r, end.factor);
@@ -190,15 +199,40 @@ struct OnlineSoftmax {
     }
   }
 
+  // A maximum in powers of two, rounded down to a multiple of kSlack. Equal arguments have equal
+  // results, so the reference of an earlier maximum is computed again instead of kept.
+  CUTE_DEVICE static float rounded(float maximum, float softmax_scale) {
+    return floorf(maximum * (softmax_scale / kSlack)) * kSlack;
+  }
+
+  // The reference for softmax_reference = `score`.
+  CUTE_DEVICE static Reference reference_of(float score, float softmax_scale) {
+    if constexpr (kRoundedReference) return Reference::of(rounded(score, softmax_scale), 1.0f);
+    return Reference::of(score, softmax_scale);
+  }
+
+  // The exponent that converts probabilities of softmax_reference = `score` to another reference.
+  CUTE_DEVICE static float exponent_of(Reference reference, float score, float softmax_scale) {
+    if constexpr (kRoundedReference) return reference.correction(rounded(score, softmax_scale), 1);
+    return reference.correction(score, softmax_scale);
+  }
+
   // Updates the reference of a row for scores of which `greatest` is this lane's maximum.
   CUTE_DEVICE Reference follow(int r, float greatest, float softmax_scale, Correction& correction) {
     float const maximum = quad_max(greatest);
-    bool const rises = (maximum - softmax_reference[r]) * softmax_scale > kSlack;
-    float const score = rises ? maximum : softmax_reference[r];
-    auto const reference = Reference::of(score, softmax_scale);
-    correction.rows[r] =
-        rises ? exp2_approx(reference.correction(softmax_reference[r], softmax_scale)) : 1.0f;
-    softmax_reference[r] = score;
+    float const before = softmax_reference[r];
+    bool rises;
+    if constexpr (kExactMaximum) {
+      softmax_reference[r] = fmaxf(before, maximum);
+      rises = kRoundedReference
+                  ? rounded(softmax_reference[r], softmax_scale) != rounded(before, softmax_scale)
+                  : maximum > before;
+    } else {
+      rises = (maximum - before) * softmax_scale > kSlack;
+      softmax_reference[r] = rises ? maximum : before;
+    }
+    auto const reference = reference_of(softmax_reference[r], softmax_scale);
+    correction.rows[r] = rises ? exp2_approx(exponent_of(reference, before, softmax_scale)) : 1.0f;
     return reference;
   }
 
