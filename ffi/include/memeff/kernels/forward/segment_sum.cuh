@@ -7,7 +7,8 @@
 // the same expression differently in two kernels.
 #pragma once
 
-#include <cute/tensor.hpp>
+#include <cute/algorithm/clear.hpp>
+#include <cute/tensor_impl.hpp>
 
 #include <memeff/core/math.cuh>
 #include <memeff/score/row_end.cuh>
