@@ -267,7 +267,7 @@ _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
 kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
 
 
-_MOST_SEGMENT_BYTES = 1 << 28
+_MOST_SEGMENT_BYTES = 1 << 27
 """The most memory for the outputs of segments. With more rows and longer tables the keys are not
 split, which changes no bit."""
 
@@ -372,10 +372,11 @@ class FmhaFwdSplitSm80(MmaKernel):
         splits = strategy.most_key_splits(tiles, sizes.keys, spec.tile.key)
         all_rows = sizes.batch * sizes.heads * sizes.queries
         if spec[PAGES].is_invariant:
-            # Each segment has a place, whichever block computes it.
+            # Each segment has a place, whichever block computes it. That is much memory for a long
+            # table, so calls that fill the GPU without it do not split their keys.
             segments = -(-sizes.keys // pages.INVARIANT_COLUMNS)
             fits = segments * all_rows * spec.padded_value_dim * 4 <= _MOST_SEGMENT_BYTES
-            splits = segments if splits > 1 and fits else 1
+            splits = segments if tiles <= multiprocessors and fits else 1
         if splits > 1:
             shape = splits, all_rows
             yield Workspace("partial_logsumexp", shape)
