@@ -17,6 +17,7 @@ from cuda_programs import (
     varlen_shapes,
 )
 
+from jax_memeff import paged_attention
 from jax_memeff.codegen.features import (
     BIAS,
     DETERMINISTIC,
@@ -164,3 +165,30 @@ def test_workspaces_do_not_depend_on_the_longest_sequence(fake_compiler):
         return backward.rpartition("->")[2]
 
     assert types(10) == types(1000)
+
+
+def paged_shapes(batch: int, pages: int) -> list[jax.ShapeDtypeStruct]:
+    """Decode steps of sequences with at most ``pages`` pages of 64 keys."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    pool, integers = shape((batch * pages, 64, 8, 64)), jnp.int32
+    table = jax.ShapeDtypeStruct((batch, pages), integers)
+    return [shape((batch, 1, 32, 64)), pool, pool, table, jax.ShapeDtypeStruct((batch,), integers)]
+
+
+def test_each_segment_of_a_batch_invariant_call_has_a_place(fake_compiler):
+    call = functools.partial(paged_attention, batch_invariant=True)
+    text = lower(call, *paged_shapes(1, 64))
+    assert "tensor<16x32xf32>" in text and "tensor<16x32x64xf32>" in text
+    assert "partial" not in lower(call, *paged_shapes(64, 64))  # the tiles fill the GPU
+    assert "partial" not in lower(call, *paged_shapes(1, 4))  # one segment
+    assert "partial" not in lower(call, *paged_shapes(16, 8192))  # 256 MB
+    assert all(spec.kernel.splits_keys for spec, _ in fake_compiler)
+
+
+def test_starts_of_paged_keys_are_not_computed(fake_compiler):
+    text = lower(paged_attention, *paged_shapes(2, 8))
+    names = re.search(r'[^_]operands = "([^"]*)"', text)
+    values = re.search(r"@jax_memeff_forward\(([^)]*)\)", text)
+    assert names and values
+    value_of = dict(zip(names[1].split(","), values[1].split(", "), strict=True))
+    assert value_of["key_starts"] == value_of["query_starts"]

@@ -62,10 +62,10 @@ struct FmhaForwardSplitSm80 {
       ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
 
   // Batch-invariant results: a split is a number of segments, see forward/segment_sum.cuh.
-  static constexpr bool kSegments = Config::kSegmentKeys > 0;
+  static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
   static constexpr int kSegmentBlocks = Config::kSegmentKeys / kTileKey;
-  static_assert(!kSegments || (Config::kSegmentKeys % kTileKey == 0 &&
-                               ConsumerGroup::kConsumerGroups == 1));  // which merge at the end
+  static_assert(!kKeySegments || (Config::kSegmentKeys % kTileKey == 0 &&
+                                  ConsumerGroup::kConsumerGroups == 1));  // which merge at the end
 
   using QueryTile = typename Operands::QueryTile;
   using KeyTile = typename Operands::KeyTile;
@@ -96,7 +96,7 @@ struct FmhaForwardSplitSm80 {
       if (row >= mask.query_length) return;
     }
     // Partial results have no valid rows: those end in the combine kernel, or after all segments.
-    bool const is_partial = kSegments || params.splits > 1;
+    bool const is_partial = kKeySegments || params.splits > 1;
     TileRows const rows(shape, item.batch, item.head, row, is_partial ? 0 : mask.query_length);
     KvBlocks const of_row(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask, item.batch,
                           item.head, item.tile, ceil_div(shape.key_length, kTileKey));
@@ -139,7 +139,7 @@ struct FmhaForwardSplitSm80 {
     __syncthreads();  // queries are here
 
     operands.begin();
-    if constexpr (kSegments) {
+    if constexpr (kKeySegments) {
       attend_segments(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile,
                       softmax, output);
       return;
@@ -209,7 +209,7 @@ struct FmhaForwardSplitSm80 {
       kv_tiles.load(ahead, previous, operands);
       ahead = kv_blocks.after(ahead);
 
-      if (!kSegments || has_rows) {
+      if (!kKeySegments || has_rows) {
         uint32_t const stage_tiles = kv_tiles.shared + stage * kStageBytes;
         auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
         cute::clear(scores);
@@ -231,7 +231,7 @@ struct FmhaForwardSplitSm80 {
   // The KV blocks of a split, of those that its rows attend to.
   CUTE_DEVICE static TileRange part_of_split(ForwardParams const& params, SplitWorkItem const& item,
                                              Mask const& mask, TileRange const& of_row) {
-    if constexpr (kSegments) {
+    if constexpr (kKeySegments) {
       TileRange const own = segments_of_split(params, item, mask);
       return {max(of_row.begin, own.begin * kSegmentBlocks),
               min(of_row.end, own.end * kSegmentBlocks)};

@@ -41,13 +41,13 @@ struct FmhaForwardCombine {
   static constexpr int kSets = kThreads / kColumnThreads;
   static_assert(kSets > 0);
 
-  static constexpr bool kSegments = Config::kSegmentKeys > 0;
-  static constexpr int kUnroll = kSegments ? 8 : 4;
+  static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
+  static constexpr int kUnroll = kKeySegments ? 8 : 4;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
     long long const rows = partial_rows(params.shape);
     // One set adds up segments in their order.
-    int const row_sets = kSegments ? 1 : min(params.splits, kSets);
+    int const row_sets = kKeySegments ? 1 : min(params.splits, kSets);
     int const block_rows = kSets / row_sets;
     long long const step = (long long)gridDim.x * block_rows;
     for (long long first = (long long)blockIdx.x * block_rows; first < rows; first += step) {
@@ -66,7 +66,7 @@ struct FmhaForwardCombine {
     bool const active = set / row_sets < count;
     PartialSum sum = PartialSum::empty();
     if (active) {
-      int const parts = kSegments ? segments(params, row) : params.splits;
+      int const parts = kKeySegments ? segments(params, row) : params.splits;
 #pragma unroll kUnroll
       for (int split = set % row_sets; split < parts; split += row_sets) {
         long long const index = split * partial_rows(params.shape) + row;
@@ -75,7 +75,7 @@ struct FmhaForwardCombine {
         float4 part = *reinterpret_cast<float4 const*>(out);
         // The output of a masked segment is not written. A branch around its load would make the
         // loads of all segments wait for each other.
-        bool const is_written = !kSegments || logsumexp != -infinity();
+        bool const is_written = !kKeySegments || logsumexp != -infinity();
         if (!is_written) part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         sum.add(part, logsumexp, 1.0f);
       }
