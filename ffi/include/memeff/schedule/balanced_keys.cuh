@@ -53,6 +53,11 @@ class BalancedKeys {
     return (batch * shape.key_heads + head) * row_tiles(shape) + tile;
   }
 
+  // Whether this CTA, of those that read the same keys, has the `number`th share of them.
+  CUTE_DEVICE bool has_share(int cta, int number) const {
+    return number % together_ == cta % together_;
+  }
+
   // Calls use(part) for the parts of a CTA, in order, by all lanes of a warp.
   template <class Use>
   CUTE_DEVICE void for_each_part(int cta, Use use) const {
