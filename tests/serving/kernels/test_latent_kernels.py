@@ -28,6 +28,7 @@ LATENT = Case(
 )
 LONG = dataclasses.replace(LATENT, lengths=(700, 65, 0, 300), counts=(1, 1, 1, 1))
 SEVERAL = dataclasses.replace(LATENT, lengths=(300, 70, 5, 0, 129), counts=(5, 3, 7, 2, 1))
+EQUAL = dataclasses.replace(LATENT, lengths=(300, 300, 0, 300), counts=(1, 1, 1, 1))
 PROMPTS = dataclasses.replace(LATENT, lengths=(150, 260), counts=(20, 70))
 EMULATED = [
     (5, LATENT),
@@ -36,6 +37,10 @@ EMULATED = [
     (6, dataclasses.replace(LONG, heads=(128, 1), dtype="float16", seed=3)),
     (11, dataclasses.replace(LONG, heads=(64, 1), page_size=16, is_missing=True)),
     (1, dataclasses.replace(LONG, features=("is_causal", "sinks"), heads=(48, 1), page_size=80)),
+    # Parts end where sequences do: several for each sequence, one, and several sequences in one.
+    (32, EQUAL),
+    (6, dataclasses.replace(EQUAL, heads=(128, 1))),
+    (1, EQUAL),
     (3, dataclasses.replace(SEVERAL, page_size=16)),
     (4, dataclasses.replace(SEVERAL, features=("sinks", "logits_soft_cap"), dims=(544, 480))),
     (12, dataclasses.replace(SEVERAL, heads=(96, 2), page_size=48)),

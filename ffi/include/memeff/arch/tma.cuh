@@ -24,6 +24,11 @@ CUTE_DEVICE void load_box(TensorMap const& map, uint64_t& barrier, uint32_t shar
                                column, row, head, batch);
 }
 
+// Brings a box to L2, for a later load_box().
+CUTE_DEVICE void prefetch_box(TensorMap const& map, int column, int row, int head, int batch) {
+  cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&map, column, row, head, batch);
+}
+
 // Copies `bytes` contiguous bytes, a multiple of 16, to shared memory.
 CUTE_DEVICE void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes) {
   cute::SM90_BULK_COPY_G2S::copy(global, &barrier, shared_pointer(shared), bytes);

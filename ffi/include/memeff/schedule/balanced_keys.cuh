@@ -53,12 +53,18 @@ class BalancedKeys {
     return (batch * shape.key_heads + head) * row_tiles(shape) + tile;
   }
 
+  // Whether this CTA, of those that read the same keys, has the `number`th share of them.
+  CUTE_DEVICE bool has_share(int cta, int number) const {
+    return number % together_ == cta % together_;
+  }
+
   // Calls use(part) for the parts of a CTA, in order, by all lanes of a warp.
   template <class Use>
   CUTE_DEVICE void for_each_part(int cta, Use use) const {
-    long long const total = units_of_all();
+    Line const line = this->line();
+    long long const total = line.units;
     if (total == 0) return;
-    int const groups = int(min(total, (long long)groups_));
+    int const groups = groups_of(line);
     int const group = cta / together_;
     if (group >= groups) return;
     long long const begin = total * group / groups;
@@ -142,11 +148,33 @@ class BalancedKeys {
             tile * kTileQuery < mask.query_length};
   }
 
-  CUTE_DEVICE long long units_of_all() const {
-    long long total = 0;
+  // The line of all items.
+  struct Line {
+    long long units = 0;
+    int items = 0;    // with KV blocks
+    int longest = 0;  // item, in units
+  };
+
+  // The groups that share the line. If items are equally long and it costs little, so many that
+  // parts end where items do: that saves partial results.
+  CUTE_DEVICE int groups_of(Line const& line) const {
+    int const groups = int(min(line.units, (long long)groups_));
+    if ((long long)line.items * line.longest != line.units) return groups;
+    int aligned = groups - groups % line.items;
+    if (line.items > groups) {
+      aligned = ceil_div(line.items, ceil_div(line.items, groups));
+      if (line.items % aligned != 0) return groups;
+    }
+    return groups - aligned <= groups / 16 ? aligned : groups;
+  }
+
+  CUTE_DEVICE Line line() const {
+    Line line;
     auto const add = [&](int first) {
-      int const sum = sum_of_lanes(item(first + int(threadIdx.x) % kWarpSize, 0).units());
-      total += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
+      int const units = item(first + int(threadIdx.x) % kWarpSize, 0).units();
+      line.units += __shfl_sync(0xffffffffu, sum_of_lanes(units), kWarpSize - 1);
+      line.items += __popc(__ballot_sync(0xffffffffu, units > 0));
+      line.longest = max(line.longest, units);
     };
     if (items_of_head() <= kWarpSize) {
 #pragma unroll 4  // overlaps the loads of lengths
@@ -154,7 +182,11 @@ class BalancedKeys {
     } else {
       for (int first = 0; first < items(); first = next_round(first)) add(first);
     }
-    return total;
+    CUTE_UNROLL
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      line.longest = max(line.longest, __shfl_xor_sync(0xffffffffu, line.longest, distance));
+    }
+    return line;
   }
 
   // The first of the next items that the lanes of a warp take. If sequences may be long, those that

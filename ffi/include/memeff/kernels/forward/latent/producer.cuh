@@ -61,6 +61,7 @@ struct LatentProducerSm90 {
                                        Control& control, uint32_t tiles, int columns) {
     PipelineStage<Kernel::kStages> stage;
     PipelineStage<Kernel::kWorkStages> slot;
+    typename Kernel::Schedule const schedule(params, int(gridDim.x));
     while (true) {
       control.work.wait(slot);
       KeyPart const part = control.parts[slot.index];
@@ -78,23 +79,42 @@ struct LatentProducerSm90 {
         auto& barriers = control.keys[stage.index];
         wait_barrier(barriers.empty[columns], stage.parity ^ 1);
         random_sleep();
-        CUTE_NO_UNROLL
-        for (int panel = Kernel::part_begin(columns); panel < Kernel::part_end(columns); ++panel) {
-          arrive_and_expect(barriers.full[panel], KeyTile::kPanelBytes);
-          uint32_t const target = Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes;
-          CUTE_UNROLL
-          for (int box = 0; box < kBoxes; ++box) {
-            load_box(map, barriers.full[panel], target + box * kBoxRows * KeyTile::kRowBytes,
-                     panel * KeyTile::kPanelColumns, rows[box], part.head, batch,
-                     CacheHint::EVICT_NORMAL);
-          }
-        }
+        uint32_t const target = Kernel::keys(tiles, stage.index);
+        for_each_box(columns, [&](int panel, int box) {
+          if (box == 0) arrive_and_expect(barriers.full[panel], KeyTile::kPanelBytes);
+          load_box(map, barriers.full[panel],
+                   target + panel * KeyTile::kPanelBytes + box * kBoxRows * KeyTile::kRowBytes,
+                   panel * KeyTile::kPanelColumns, rows[box], part.head, batch,
+                   CacheHint::EVICT_NORMAL);
+        });
         stage.advance();
+
+        int const ahead = block + kPrefetched;
+        if (ahead >= part.end || !schedule.has_share(int(blockIdx.x), ahead)) continue;
+        find_rows(params, source, key_length, ahead * kTileKey, rows);
+        for_each_box(columns, [&](int panel, int box) {
+          prefetch_box(map, panel * KeyTile::kPanelColumns, rows[box], part.head, batch);
+        });
       }
     }
   }
 
  private:
+  // A KV block is loaded when its buffer is free, and then its latency counts: two consumers that
+  // wait have nothing else to do. So it is brought to L2 when the block that far before it is
+  // loaded, by one of the CTAs that read it.
+  static constexpr int kPrefetched = Kernel::kStages;
+
+  // Calls use(panel, box) for the boxes of a part of the columns.
+  template <class Use>
+  CUTE_DEVICE static void for_each_box(int columns, Use use) {
+    CUTE_NO_UNROLL
+    for (int panel = Kernel::part_begin(columns); panel < Kernel::part_end(columns); ++panel) {
+      CUTE_UNROLL
+      for (int box = 0; box < kBoxes; ++box) use(panel, box);
+    }
+  }
+
   // The first row in the tensor of each box of a KV block. Keys without a valid page get a row
   // beyond the end of the pool, where TMA fills with zeros.
   CUTE_DEVICE static void find_rows(ForwardParams const& params,
