@@ -39,7 +39,8 @@ _PRECOMPILED = "emulator/precompiled.h"
 _KERNEL_OPTIONS = [
     # Each kernel has a Config of its own, and constants of the same name in all of them.
     "-fno-gnu-unique",
-    *("-O1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-include", _PRECOMPILED),
+    # Points-to analysis takes a tenth of the time, and kernels run as quickly without it.
+    *("-O1", "-fno-tree-pta", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-include", _PRECOMPILED),
     # A misaligned access ends the kernel with a signal.
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
 ]

@@ -159,6 +159,8 @@ SM80 += [
     Run(MAXIMA(B=3, T=130, S=150, N=4, K=2, bias="BNT1", sinks=True, lengths=EMPTY, **CAUSAL)),
     Run(MAXIMA(B=3, T=130, S=150, H=264, bias="11TS", sinks=True, lengths=EMPTY)),
     Run(MAXIMA(B=3, T=130, S=150, dropout=0.2, lengths=LENGTHS, packed=True, **WINDOW)),
+    # Scores of a standard deviation of 8: maxima rise by more than the slack of a reference.
+    Run(MAXIMA(B=1, T=130, S=500, scale=1.0)),
 ]
 SM80 += [Run(case, seed=3, unattended=True) for case in MAPPED]
 SM90 = [
@@ -202,11 +204,13 @@ SM90 += [
     Run(MAXIMA(B=1, T=140, S=570, sign=1, soft_cap=2.0), arch="sm_90a", gradients=False),
     Run(MAXIMA(B=3, T=130, S=152, H=128, lengths=LENGTHS, packed=True), arch="sm_90a"),
     Run(MAXIMA(B=1, T=130, S=300, dtype="float32"), arch="sm_90a", gradients=False),
+    Run(MAXIMA(B=1, T=200, S=600, scale=1.0, **CAUSAL), arch="sm_90a"),
 ]
 CONSUMER_GROUPS += [
     Run(case, "sm_90a", seed=2, multiprocessors=2, splits=True, gradients=False)
     for case in (
         MAXIMA(B=3, T=130, S=450, sinks=True, lengths=((130, 450), (77, 0), (0, 450))),
+        MAXIMA(B=1, T=130, S=900, scale=1.0),
         # Few rows, whose keys are split without the maxima.
         MAXIMA(B=1, T=5, S=700, N=4, K=1),
     )
