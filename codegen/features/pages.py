@@ -43,8 +43,8 @@ class AskedPages(NamedTuple):
 
 
 class CompiledPages(NamedTuple):
-    """The page size of a kernel, whether its results are batch invariant, whether its values are the
-    first columns of the keys, and the pool's format.
+    """The page size of a kernel, whether its results are batch invariant, whether its values are
+    the first columns of the keys, and the pool's format.
 
     The split forward of invariant results adds up segments of ``INVARIANT_COLUMNS`` keys in
     ascending order, however they are divided over blocks. Other kernels do not split the keys.

@@ -24,7 +24,6 @@ from jax_memeff.codegen.kernels.families import (
     modifiers,
     panel_columns,
     stage,
-    wgmma_tile,
 )
 from jax_memeff.codegen.kernels.fmha_bwd_sm80 import query_sums, summing_entry_points
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace

@@ -142,9 +142,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
 """By the larger of the two padded head dims. TMA fills padding with zeros."""
 
 LARGER_HEAD_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
-    (192, 128): (
-        Tile(128, 128, 2, "208 KB; S 64 and O 64 registers a thread", query_stages=1),
-    ),
+    (192, 128): (Tile(128, 128, 2, "208 KB; S 64 and O 64 registers a thread", query_stages=1),),
 }
 """By the padded head dims of query and value, before those of ``TILES``."""
 

@@ -54,10 +54,10 @@ CUTE_DEVICE void store_matrix(uint32_t address, uint32_t const (&fragment)[4]) {
 
 // The same for the transposed matrices.
 CUTE_DEVICE void store_matrix_transposed(uint32_t address, uint32_t const (&fragment)[4]) {
-  asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+      : "memory");
 }
 
 CUTE_DEVICE void store_shared(uint32_t address, uint32_t value) {

@@ -42,10 +42,10 @@ CUTE_DEVICE void store_box(TensorMap const& map, uint32_t shared, int column, in
 
 // Adds f32 from shared memory to contiguous f32 in global memory; `bytes` is a multiple of 16.
 CUTE_DEVICE void reduce_add_tma(float* global, uint32_t shared, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                   global),
-               "r"(shared), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
 }
 
 // Closes the group of this thread's stores and additions.

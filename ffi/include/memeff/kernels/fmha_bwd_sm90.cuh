@@ -10,8 +10,8 @@
 // of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory. dS has
 // two buffers there, so one barrier of the consumers per Q block is enough.
 //
-// backward/dq_sums_sm90.cuh adds dQ to its sums, and with Config::kSplitQ several CTAs may divide the
-// Q blocks of one KV block (schedule/split_q.cuh).
+// backward/dq_sums_sm90.cuh adds dQ to its sums, and with Config::kSplitQ several CTAs may divide
+// the Q blocks of one KV block (schedule/split_q.cuh).
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -75,8 +75,8 @@ struct FmhaBackwardSm90 {
                                          Config::kFunctionGradient || BiasWriter::kNeeded;
 
   static constexpr bool kTmaDq = Config::kTmaDq && Config::kQueryGradient;
-  using DqSums = cute::conditional_t<kTmaDq, TmaDqSumsSm90<Config, Tiles>,
-                                     RegisterDqSumsSm90<Config, Tiles>>;
+  using DqSums =
+      cute::conditional_t<kTmaDq, TmaDqSumsSm90<Config, Tiles>, RegisterDqSumsSm90<Config, Tiles>>;
 
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.
   using Bias = QBlockBiasRing<Config, Tiles, kStages>;
@@ -249,9 +249,9 @@ struct FmhaBackwardSm90 {
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
   using KeptBlocks = typename ProbabilityModifiers<Config, ScoreGrid, true>::Tile;
 
-  // ptxas puts most exponentials behind the wait for dP, where no product of this consumer runs. With
-  // Config::kExponentiatesUnderDp a redundant wait keeps all of them before it, and the logsumexps
-  // are read under S.
+  // ptxas puts most exponentials behind the wait for dP, where no product of this consumer runs.
+  // With Config::kExponentiatesUnderDp a redundant wait keeps all of them before it, and the
+  // logsumexps are read under S.
   using Logsumexps = cute::conditional_t<Config::kExponentiatesUnderDp, EarlyLogsumexps<ScoreGrid>,
                                          LateLogsumexps<ScoreGrid>>;
 

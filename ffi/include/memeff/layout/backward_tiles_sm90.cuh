@@ -39,9 +39,9 @@ struct BackwardTilesSm90 {
   using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps, 16>;
   using Statistics = QuadStatistics;
 
-  using QueryGrid = cute::conditional_t<kTransposedDq,
-                                        WarpGrid<Config::kHeadDim, kTileQuery, kWarps, 16>,
-                                        WarpGrid<kTileQuery, Config::kHeadDim, kWarps, 16>>;
+  using QueryGrid =
+      cute::conditional_t<kTransposedDq, WarpGrid<Config::kHeadDim, kTileQuery, kWarps, 16>,
+                          WarpGrid<kTileQuery, Config::kHeadDim, kWarps, 16>>;
 
   // Bytes from the start of dS^T, and of the keys, to the operands of a consumer's part of dQ.
   CUTE_DEVICE static int query_rows_offset(int warpgroup) {

@@ -1,6 +1,7 @@
 // How the CTAs of the Hopper backward add dQ to its f32 sums in global memory.
 //
-// Config::kOrdersQueries makes the order of the additions deterministic (schedule/dq_semaphore.cuh).
+// Config::kOrdersQueries makes the order of the additions deterministic
+// (schedule/dq_semaphore.cuh).
 #pragma once
 
 #include <memeff/arch/tma.cuh>
@@ -49,8 +50,8 @@ struct RegisterDqSumsSm90 {
 
 // The consumers write the dQ of a Q block to shared memory and go on. One thread of the producer's
 // warpgroup adds it to the sums, by one asynchronous bulk reduction. With an order the same thread
-// polls the semaphore of the predecessor, and publishes the CTA's progress when an addition has been
-// performed, so consumers never wait for another CTA.
+// polls the semaphore of the predecessor, and publishes the CTA's progress when an addition has
+// been performed, so consumers never wait for another CTA.
 template <class Config, class Tiles>
 struct TmaDqSumsSm90 {
   static constexpr bool kOrdered = Config::kOrdersQueries;
