@@ -50,9 +50,15 @@ class Tile(WgmmaTile):
 
 TILES: Mapping[int, Sequence[Tile]] = {
     32: (
-        Tile(128, 128, 2, "as 64", modifiers=PROBABILITY_MODIFIERS, tma_dq=True),
-        Tile(64, 128, 2, "as 64", modifiers=modifiers("a boolean mask")),
-        Tile(64, 128, 2, "as 64", modifiers=modifiers("bias")),
+        Tile(
+            128,
+            128,
+            2,
+            "forward + backward at T 2048 on an H200: 309 TFLOP/s, with 64 queries 275; features "
+            "are not measured",
+            masks=("none", "causal"),
+            tma_dq=True,
+        ),
     ),
     64: (
         Tile(
@@ -60,7 +66,6 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             2,
             "forward + backward at T 8192 on an H200: 504 TFLOP/s, with 64 queries 470",
-            modifiers=PROBABILITY_MODIFIERS,
             tma_dq=True,
         ),
         Tile(
