@@ -30,10 +30,11 @@ _128 = (
         128,
         64,
         2,
-        "198 KB; the producers spill",
+        "198 KB; invariants of the main loop spill: 8 bytes with NVRTC 13.0, 48 with 13.5, and 56 "
+        "with row maxima, which a KV block of 1,700 instructions reads once",
         query_stages=1,
         modifiers=("soft cap", *PROBABILITY_MODIFIERS),
-        spill_bytes=8,
+        spill_bytes=56,
     ),
     Tile(
         128,
