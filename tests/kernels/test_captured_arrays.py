@@ -19,6 +19,7 @@ from jax.core import ShapedArray
 from jax_memeff._cuda import description
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff.codegen import emit
+from jax_memeff.codegen.features.pages import PAGES, CompiledPages
 from jax_memeff.codegen.launch import CapturedArray, EntryPoint, Grid
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import select
@@ -60,8 +61,8 @@ TOTALS = CapturedArray("totals", "B N", alignment=4, zeroed=True)
 class ToySpec(types.SimpleNamespace):
     """A spec without features."""
 
-    def __getitem__(self, feature: Any) -> bool:
-        return False
+    def __getitem__(self, feature: Any) -> Any:
+        return CompiledPages() if feature is PAGES else False
 
 
 def toy_spec() -> Any:

@@ -37,7 +37,7 @@ def test_the_program_holds_our_calls_and_real_kernels():
     assert text.count("custom_call @jax_memeff_backward") == 1
     images = re.findall(r' sm_90a = "([^"]*)"', text)
     assert len(images) == 2 and all(len(image) > 10_000 for image in images)
-    assert "fmha_bwd_bf16_d64_64x128_sm90_postprocess" in text
+    assert "fmha_bwd_bf16_d64_128x128_sm90_postprocess" in text
 
 
 @pytest.mark.parametrize(
