@@ -137,7 +137,6 @@ struct LatentConsumerSm90 {
     auto& barriers = control.keys[at.warpgroup];
     uint32_t const keys = Kernel::keys(tiles, at.warpgroup);
     fence_accumulators(scores);
-    begin_products();
     CUTE_UNROLL
     for (int i = 0; i < Kernel::kPanels; ++i) {
       // The columns without values are the last ones.
@@ -146,6 +145,7 @@ struct LatentConsumerSm90 {
           (i - kOthers + at.warpgroup * Kernel::kValuePanels) % Kernel::part_begin(kOtherColumns);
       int const panel = i < kOthers ? Kernel::part_begin(kOtherColumns) + i : value_panel;
       wait_barrier(barriers.full[panel], at.own_parity);
+      begin_products();  // once more after each wait, or ptxas (CUDA 13.0) injects it (C7519)
       warpgroup_gemm<Element, kPanelSteps>(
           scores, DescriptorOperand<PanelTile, Contiguous::k>(tiles + panel * PanelTile::kBytes),
           DescriptorOperand<PanelTile, Contiguous::k>(keys + panel * PanelTile::kBytes), i > 0);
