@@ -15,6 +15,23 @@
 
 namespace memeff {
 
+// use(query_head, tile, position) of each Q block of a CTA. Positions count all Q blocks that the
+// CTAs of a key head may have, in the same order.
+template <class Config, class Use>
+CUTE_DEVICE void for_each_q_block(BackwardParams const& params, WorkItem const& item,
+                                  TileRange const& tiles, Use const& use) {
+  CUTE_NO_UNROLL
+  for (int head = 0; head < params.shape.group; ++head) {
+    int const query_head = item.head * params.shape.group + head;
+    auto const blocks =
+        row_of_q_blocks<Config>(params, item, tiles, params.query_tiles, query_head);
+    CUTE_NO_UNROLL
+    for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
+      use(query_head, tile, head * params.query_tiles + tile);
+    }
+  }
+}
+
 template <class Config>
 struct DqSemaphoreSm90 {
   // In shared memory.
@@ -63,7 +80,7 @@ struct DqSemaphoreSm90 {
                                TileRange const& tiles) {
     DqSemaphore<Config> semaphore(params, key_tiles(params), control.ticket);
     PipelineStage<1> stage;
-    for_each_block(params, item, tiles, [&](int position) {
+    for_each_q_block<Config>(params, item, tiles, [&](int, int, int position) {
       semaphore.wait(position);
       control.additions.acquire(stage);
       control.additions.commit(stage);
@@ -75,7 +92,7 @@ struct DqSemaphoreSm90 {
                                   WorkItem const& item, TileRange const& tiles) {
     DqSemaphore<Config> semaphore(params, key_tiles(params), control.ticket);
     PipelineStage<1> stage;
-    for_each_block(params, item, tiles, [&](int position) {
+    for_each_q_block<Config>(params, item, tiles, [&](int, int, int position) {
       control.additions.acquire(stage);  // the Q block before has been added
       control.additions.commit(stage);
       semaphore.publish(position);
@@ -83,22 +100,6 @@ struct DqSemaphoreSm90 {
     });
     control.additions.acquire(stage);
     semaphore.publish(kFinished);
-  }
-
-  // use(position) of each Q block. Positions count all Q blocks that the CTAs of a key head may
-  // have, in the same order.
-  template <class Use>
-  CUTE_DEVICE static void for_each_block(BackwardParams const& params, WorkItem const& item,
-                                         TileRange const& tiles, Use const& use) {
-    CUTE_NO_UNROLL
-    for (int head = 0; head < params.shape.group; ++head) {
-      auto const blocks = row_of_q_blocks<Config>(params, item, tiles, params.query_tiles,
-                                                  item.head * params.shape.group + head);
-      CUTE_NO_UNROLL
-      for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
-        use(head * params.query_tiles + tile);
-      }
-    }
   }
 };
 

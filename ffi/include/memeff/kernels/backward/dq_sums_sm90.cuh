@@ -82,26 +82,19 @@ struct TmaDqSumsSm90 {
     if (thread != kWarpSize) return;
     Order order(params, control);
     PipelineStage<1> stage;
-    CUTE_NO_UNROLL
-    for (int head = 0; head < params.shape.group; ++head) {
-      int const query_head = item.head * params.shape.group + head;
-      auto const blocks =
-          row_of_q_blocks<Config>(params, item, tiles, params.query_tiles, query_head);
-      CUTE_NO_UNROLL
-      for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
-        float* const sums =
-            params.query_gradient_sum +
-            Tiles::tile_index(params, item.batch, query_head, tile) * Tiles::kQueryTileFloats;
-        order.begin(head * params.query_tiles + tile);
-        control.tile.wait(stage);
-        reduce_add_tma(sums, shared_tile, kSharedBytes);
-        commit_tma_stores();
-        wait_tma_stores();
-        control.tile.release(stage);
-        order.end();
-        stage.advance();
-      }
-    }
+    for_each_q_block<Config>(params, item, tiles, [&](int head, int tile, int position) {
+      float* const sums =
+          params.query_gradient_sum +
+          Tiles::tile_index(params, item.batch, head, tile) * Tiles::kQueryTileFloats;
+      order.begin(position);
+      control.tile.wait(stage);
+      reduce_add_tma(sums, shared_tile, kSharedBytes);
+      commit_tma_stores();
+      wait_tma_stores();
+      control.tile.release(stage);
+      order.end();
+      stage.advance();
+    });
     order.finish();
   }
 
@@ -128,7 +121,7 @@ struct TmaDqSumsSm90 {
   }
 
  private:
-  // Positions count all Q blocks that the CTAs of a key head may have, in the same order.
+  // Positions are those of for_each_q_block().
   struct Semaphore {
     DqSemaphore<Config> semaphore;
 
