@@ -15,7 +15,12 @@ from jax_memeff.codegen.kernels.families import LARGE_DIM
 from jax_memeff.codegen.problem import DIRECTIONS, DTYPE_BYTES, F32_DTYPES, Dtype, Problem
 from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec
 from jax_memeff.codegen.strategy import PLAIN, QUERY_ROWS, Strategy
-from jax_memeff.codegen.support import family_reasons, spec_reasons, unsupported_reasons
+from jax_memeff.codegen.support import (
+    dim_reasons,
+    family_reasons,
+    spec_reasons,
+    unsupported_reasons,
+)
 from jax_memeff.errors import UnsupportedError
 
 TUNED_DIMS = (
@@ -77,7 +82,7 @@ def select(problem: Problem, strategy: Strategy = PLAIN) -> KernelSpec:
         raise UnsupportedError([inputs, *reasons])
     specs = _table(problem, strategy)
     for spec in specs:
-        if _has_columns(spec, problem) and not spec_reasons(spec, problem, strategy):
+        if not (dim_reasons(spec, problem) or spec_reasons(spec, problem, strategy)):
             return spec
     refused = ((spec.name, spec_reasons(spec, problem, strategy)) for spec in specs)
     raise UnsupportedError(
@@ -178,11 +183,6 @@ def _table(problem: Problem, strategy: Strategy) -> list[KernelSpec]:
         if kernel.direction == problem.direction:
             specs += _specs(kernel, problem, strategy)
     return sorted(specs, key=_order)
-
-
-def _has_columns(spec: KernelSpec, problem: Problem) -> bool:
-    """Whether the rows fit, which is asked first because it rules out most of the table."""
-    return problem.head_dim <= spec.padded_head_dim and problem.value_dim <= spec.padded_value_dim
 
 
 def _order(spec: KernelSpec) -> tuple:

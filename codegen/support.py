@@ -52,13 +52,16 @@ def spec_reasons(spec: KernelSpec, problem: Problem, strategy: Strategy = PLAIN)
         )
     reasons += _tile_reasons(spec)
     reasons += spec.kernel.reasons(spec, problem, strategy)
-    for name, dim, padded in (
+    return reasons + dim_reasons(spec, problem) + _shared_memory_reasons(spec, problem)
+
+
+def dim_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
+    """The part of ``spec_reasons`` that is quick to find, and rules out most of the table."""
+    dims = (
         ("head_dim", problem.head_dim, spec.padded_head_dim),
         ("value_dim", problem.value_dim, spec.padded_value_dim),
-    ):
-        if dim > padded:
-            reasons.append(f"{name} {dim} is above its {padded}")
-    return reasons + _shared_memory_reasons(spec, problem)
+    )
+    return [f"{name} {dim} is above its {padded}" for name, dim, padded in dims if dim > padded]
 
 
 def unsupported_reasons(
