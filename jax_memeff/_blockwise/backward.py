@@ -200,7 +200,7 @@ def _row_arrays(
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the tiles of a row read: ``dout``, the logsumexp, and ``rowsum(dout * out) - dlse``.
+    """The tiles of a row read these: ``dout``, the logsumexp, and ``rowsum(dout * out) - dlse``.
 
     The last is D of the paper, by which dP of every element of the row is reduced. All are grouped
     by key heads. In rows that are not live, the logsumexp is inf and the others are 0.

@@ -56,7 +56,7 @@ def program(attention: Any, given: list[Any]) -> Any:
 
 
 def results(run: Any, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Those of a program, as float64 in NumPy."""
+    """The output and gradients of a program, as float64 in NumPy."""
     others = {name: x for name, x in arrays.items() if name != "cotangent"}
     (_, out), gradients = run(others, arrays["cotangent"])
     return jax.tree.map(lambda x: np.asarray(x).astype(np.float64), {"out": out, **gradients})

@@ -38,7 +38,7 @@ class Paging:
     is_latent: bool = False
     """Whether the values are the first columns of the keys, and there is no pool of values."""
     scales: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Those of a float8 pool, by the names of the arguments."""
+    """The scales of a float8 pool, by the names of the arguments."""
 
     @property
     def arguments(self) -> tuple[Any, ...]:

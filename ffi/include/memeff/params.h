@@ -120,8 +120,8 @@ struct TileCounter {
   int finished;
 };
 
-// Where the partial results of a row tile of a latent forward are (schedule/balanced_keys.cuh); a
-// count of 1 means that there are none. CTA i has slots 2 i and 2 i + 1, for the last and for the
+// The places of the partial results of a row tile of a latent forward (schedule/balanced_keys.cuh).
+// A count of 1 means that there are none. CTA i has slots 2 i and 2 i + 1, for the last and for the
 // first KV blocks of a row tile.
 struct TileParts {
   int count;

@@ -129,7 +129,7 @@ class BalancedKeys {
     return min(max(x, 0ll), (long long)size);
   }
 
-  // Of a key head and batch index.
+  // The number of items of each key head and batch index.
   CUTE_DEVICE int items_of_head() const { return tiles_ / together_; }
 
   CUTE_DEVICE int items() const {
@@ -190,7 +190,7 @@ class BalancedKeys {
   }
 
   // The first of the next items that the lanes of a warp take. If sequences may be long, those that
-  // are not have many items without rows, which are passed over.
+  // are not have many items without rows, which are skipped.
   CUTE_DEVICE int next_round(int first) const {
     first += kWarpSize;
     int const count = items_of_head();

@@ -175,7 +175,7 @@ struct LatentProducerSm90 {
       high = unsigned(address >> 32);
     }
 
-    // That of another lane.
+    // Returns the address that another lane has.
     CUTE_DEVICE char const* of_lane(int lane) const {
       unsigned long long const above = __shfl_sync(0xffffffffu, high, lane);
       return reinterpret_cast<char const*>(above << 32 | __shfl_sync(0xffffffffu, low, lane));
