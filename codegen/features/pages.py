@@ -62,6 +62,12 @@ class CompiledPages(NamedTuple):
         """Whether the kernel converts keys and values from float8."""
         return self.dtype == "f8e4m3"
 
+    @property
+    def scales(self) -> dict[str, PoolScale]:
+        """The scales that are arrays, by operand."""
+        scales: dict[str, PoolScale] = {"key": self.key_scale, "value": self.value_scale}
+        return {name: scale for name, scale in scales.items() if scale != "none"}
+
 
 class Pages(Feature[AskedPages, CompiledPages]):
     """Keys and values in pages, and whether results are batch invariant."""
@@ -153,10 +159,9 @@ class Pages(Feature[AskedPages, CompiledPages]):
         if not pages.size:
             return ()
         dims = {"heads": "1 1 K 1", "pages": f"1 key_tokens/{pages.size} K 1"}
-        scales = (("key_scale", pages.key_scale), ("value_scale", pages.value_scale))
         return (
             CapturedArray("page_table", f"B S/{pages.size}"),
-            *(CapturedArray(name, dims[scale]) for name, scale in scales if scale != "none"),
+            *(CapturedArray(f"{name}_scale", dims[it]) for name, it in pages.scales.items()),
         )
 
     def tag(self, compiled: CompiledPages, kernel: Kernel) -> str:
@@ -165,8 +170,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
         words = [f"pages{compiled.size}"]
         if compiled.is_float8:
             words.append("f8e4m3")
-            scales = (("k", compiled.key_scale), ("v", compiled.value_scale))
-            words += [f"{name}{scale}" for name, scale in scales if scale != "none"]
+            words += [f"{name[0]}{scale}" for name, scale in compiled.scales.items()]
         return "_".join([*words, *(["invariant"] if compiled.is_invariant else [])])
 
     def sort_key(self, compiled: CompiledPages) -> tuple:
