@@ -31,4 +31,4 @@ def compiled(specs: Iterable[KernelSpec], arch: str) -> Iterator[tuple[list[Kern
             batch = same[first : first + AT_A_TIME]
             names = [entry.name for spec in batch for entry in spec.entry_points]
             source = joined([emit.source(spec) for spec in batch])
-            yield batch, compiler.compile_uncached(source, arch, names)
+            yield batch, compiler.compile_source(source, arch, names)
