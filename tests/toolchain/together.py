@@ -1,4 +1,4 @@
-"""Kernels compiled by NVRTC several at a time, as is quicker."""
+"""Kernels compiled by NVRTC several at a time, because that is quicker."""
 
 from __future__ import annotations
 
