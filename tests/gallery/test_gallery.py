@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import gallery_definitions as definitions
@@ -16,6 +19,7 @@ from gallery_case import compare
 import jax_memeff
 from jax_memeff import Mask
 
+FOLDER = Path(__file__).parent
 CPU, GPU = Shape(2, 4, 64), Shape(2, 4, 256)
 
 names = pytest.mark.parametrize("name", ENTRIES)
@@ -58,6 +62,22 @@ def test_masks_are_their_definition(name):
     want = np.broadcast_to(want, sizes)
     assert 0 < want.mean() < 1
     np.testing.assert_array_equal(mask.as_array(*sizes), want)
+
+
+def test_errors_become_a_table(tmp_path):
+    """The command measures them, and the report of the benchmarks writes them into a page."""
+    results, page = tmp_path / "errors.json", tmp_path / "page.md"
+    page.write_text("<!-- benchmarks:begin errors -->\n<!-- benchmarks:end -->\n")
+    small = ("--implementation", "xla", "--head-dims", "8", "--functions", "alibi")
+    commands = (
+        (FOLDER / "gallery_errors.py", *small, "--output", results),
+        (FOLDER.parents[1] / "benchmarks" / "report.py", results, "--into", page),
+    )
+    for command in commands:
+        subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
+    row = next(line for line in page.read_text().splitlines() if line.startswith("| alibi |"))
+    ratios = [float(cell) for cell in row.split("|")[2:-1]]
+    assert len(ratios) == 6 and all(0 < ratio < 20 for ratio in ratios)
 
 
 def test_layers_with_other_windows_run_in_one_scan():
