@@ -332,7 +332,8 @@ class Call:
 
         arguments = self.arguments(arrays)
         arguments["mask"] &= self._lengths
-        out, lse = jax_memeff.varlen_attention(
+        varlen_attention: Any = jax_memeff.varlen_attention
+        out, lse = varlen_attention(
             _packed(arrays["query"], rows),
             _packed(arrays["key"], columns),
             _packed(arrays["value"], columns),
