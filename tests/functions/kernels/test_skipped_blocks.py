@@ -26,14 +26,15 @@ def valid(b: Any, h: Any, q: Any, k: Any) -> Any:
     return of_all & ((h != 0) | (q // BLOCK != 0) | (k // BLOCK == 0))
 
 
-def gradients(arch: str, head_dim: int, deterministic: bool) -> tuple[Any, Any]:
+def gradients(arch: str, head_dim: int, value_dim: int, deterministic: bool) -> tuple[Any, Any]:
     """Output and gradients with NaN in skipped rows, and with zeros there by the definition."""
     emulator.configure(arch, multiprocessors=2)
     rng = np.random.default_rng(3)
-    heads = {"query": HEADS, "key": HEADS // GROUP, "value": HEADS // GROUP, "dout": HEADS}
+    shapes = {"query": (HEADS, head_dim), "key": (HEADS // GROUP, head_dim)}
+    shapes |= {"value": (HEADS // GROUP, value_dim), "dout": (HEADS, value_dim)}
     drawn = {
-        name: rng.standard_normal((1, T, n, head_dim)).astype(jnp.bfloat16)
-        for name, n in heads.items()
+        name: rng.standard_normal((1, T, *shape)).astype(jnp.bfloat16)
+        for name, shape in shapes.items()
     }
     bias = rng.standard_normal((1, 1, T, T)).astype(jnp.bfloat16)
     skipped = np.arange(T) // BLOCK == SKIPPED
@@ -72,10 +73,13 @@ def gradients(arch: str, head_dim: int, deterministic: bool) -> tuple[Any, Any]:
     return run(ours, dirty), run(defined, clean)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 320), ("sm_80", 64), ("sm_90a", 64)])
-def test_skipped_tiles_are_not_read(arch, head_dim, deterministic, machine, assert_close):
+@pytest.mark.parametrize(
+    "call",
+    [("sm_80", 264, 72, True), ("sm_90a", 64, 64, False)],
+    ids=str,
+)
+def test_skipped_tiles_are_not_read(call, machine, assert_close):
     """NaN in what skipped tiles would read reaches no result."""
-    found = machine.submit(gradients, arch, head_dim, deterministic).result(timeout=600)
+    found = machine.submit(gradients, *call).result(timeout=600)
     (out, own), (want_out, want) = found
     assert_close((out, own), (want_out.astype(out.dtype), want), 1e-2)
