@@ -28,7 +28,7 @@ Bound = int | jax.Array | None
 """A bound of a window; an array is a traced scalar."""
 
 Lengths = tuple[jax.Array | None, jax.Array | None]
-"""Of queries and of keys, each [B]."""
+"""The lengths of queries and of keys, each [B]."""
 
 
 @jax.tree_util.register_dataclass
