@@ -13,7 +13,7 @@ from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.kernels.families import LARGE_DIM
 from jax_memeff.codegen.problem import DIRECTIONS, F32_DTYPES, Dtype, Problem
-from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec
+from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec, Row
 from jax_memeff.codegen.strategy import PLAIN, QUERY_ROWS, Strategy
 from jax_memeff.codegen.support import (
     dim_reasons,
@@ -80,10 +80,12 @@ def select(problem: Problem, strategy: Strategy = PLAIN) -> KernelSpec:
     inputs = f"asked for: {', '.join(filter(None, map(str, (problem, strategy))))}"
     if reasons := family_reasons(problem):
         raise UnsupportedError([inputs, *reasons])
+    for kernel, row in _rows(problem):
+        if not dim_reasons(row, problem):
+            spec = _spec(kernel, row, problem, strategy)
+            if not spec_reasons(spec, problem, strategy):
+                return spec
     specs = _table(problem, strategy)
-    for spec in specs:
-        if not (dim_reasons(spec, problem) or spec_reasons(spec, problem, strategy)):
-            return spec
     refused = ((spec.name, spec_reasons(spec, problem, strategy)) for spec in specs)
     raise UnsupportedError(
         [inputs, *(f"{name}: {'; '.join(reasons)}" for name, reasons in refused)]
@@ -177,35 +179,34 @@ def table(arch: str) -> str:
 
 
 def _table(problem: Problem, strategy: Strategy) -> list[KernelSpec]:
-    specs = []
-    for kernel in KERNELS:
-        if kernel.direction == problem.direction:
-            specs += _specs(kernel, problem, strategy)
-    return sorted(specs, key=_order)
+    return [_spec(kernel, row, problem, strategy) for kernel, row in _rows(problem)]
 
 
-def _order(spec: KernelSpec) -> tuple:
+def _rows(problem: Problem) -> list[tuple[Kernel, Row]]:
+    kernels = (kernel for kernel in KERNELS if kernel.direction == problem.direction)
+    return sorted(((kernel, row) for kernel in kernels for row in kernel.rows(problem)), key=_order)
+
+
+def _order(entry: tuple[Kernel, Row]) -> tuple:
     """Families, then little padding, then few split rows; the rest in the order of ``KERNELS`` and
     of their tiles.
     """
-    split_rows = spec.tile.query if spec.kernel.splits_keys else math.inf
-    return FAMILIES.index(spec.family), spec.padded_head_dim, spec.padded_value_dim, split_rows
+    kernel, row = entry
+    split_rows = row.tile.query if kernel.splits_keys else math.inf
+    return FAMILIES.index(kernel.family), row.padded_head_dim, row.padded_value_dim, split_rows
 
 
-def _specs(kernel: Kernel, problem: Problem, strategy: Strategy) -> Iterator[KernelSpec]:
-    compiled = tuple(
-        (feature.name, feature.compiled(problem, kernel)) for feature in features.FEATURES
+def _spec(kernel: Kernel, row: Row, problem: Problem, strategy: Strategy) -> KernelSpec:
+    spec = KernelSpec(
+        kernel=kernel,
+        dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
+        padded_head_dim=row.padded_head_dim,
+        padded_value_dim=row.padded_value_dim,
+        tile=row.tile,
+        features=tuple(
+            (feature.name, feature.compiled(problem, kernel)) for feature in features.FEATURES
+        ),
+        gradients=tuple(name for name in SPEC_GRADIENTS if name in problem.needs_grad),
+        alignment=kernel.alignment(problem),
     )
-    gradients = tuple(name for name in SPEC_GRADIENTS if name in problem.needs_grad)
-    for row in kernel.rows(problem):
-        spec = KernelSpec(
-            kernel=kernel,
-            dtype=problem.dtype if problem.dtype in SPEC_DTYPES else "bf16",
-            padded_head_dim=row.padded_head_dim,
-            padded_value_dim=row.padded_value_dim,
-            tile=row.tile,
-            features=compiled,
-            gradients=gradients,
-            alignment=kernel.alignment(problem),
-        )
-        yield kernel.completed(spec, problem, strategy)
+    return kernel.completed(spec, problem, strategy)

@@ -7,7 +7,7 @@ from jax_memeff.codegen import gpu
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.kernels.families import LARGE_DIM, UNALIGNED_ROWS
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import PLAIN, Strategy
 
 _XLA = "pass implementation='xla'"
@@ -55,7 +55,7 @@ def spec_reasons(spec: KernelSpec, problem: Problem, strategy: Strategy = PLAIN)
     return reasons + dim_reasons(spec, problem) + _shared_memory_reasons(spec, problem)
 
 
-def dim_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
+def dim_reasons(spec: KernelSpec | Row, problem: Problem) -> list[str]:
     """The part of ``spec_reasons`` that is quick to find, and rules out most of the table."""
     dims = (
         ("head_dim", problem.head_dim, spec.padded_head_dim),
