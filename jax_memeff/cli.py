@@ -23,6 +23,7 @@ from jax_memeff import config
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import BY_NAME, FEATURES, FUNCTIONS, SOFT_CAP
+from jax_memeff.codegen.features.mask import NO_BOUND
 from jax_memeff.codegen.kernels.families import PADDED_DIMS
 from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Direction, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
@@ -141,6 +142,7 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
         out.print(table)
         if problem.sequence is not None:
             out.print(_grid(selected, problem.sequence))
+            out.print(_tiles(options, selected), markup=False, soft_wrap=True)
         out.print(emit.source(selected), markup=False, soft_wrap=True)
     return code
 
@@ -153,6 +155,28 @@ def _grid(spec: KernelSpec, sequence: int) -> str:
     if spec.kernel.splits_keys:
         return f"{count} tiles of {tile} rows; as many splits of the keys as fill the device"
     return f"{count} tiles of {tile} {rows} rows for each of the {heads} and batch indices"
+
+
+def _tiles(options: argparse.Namespace, spec: KernelSpec) -> str:
+    """A drawing of the tiles, as far as the flags determine the mask."""
+    if spec.kernel.splits_keys:
+        return "no drawing: the rows of a tile are those of several heads"
+    if options.window == NO_BOUND:
+        return "no drawing: pass a bound, such as --window 256"
+    # Only drawings and functions need JAX.
+    mask_type = importlib.import_module("jax_memeff._call.mask").Mask
+    mask = mask_type()
+    if options.window is not None:
+        mask = mask_type.window(options.window, 0)
+    elif options.causal:
+        mask = mask_type.causal()
+    if options.mask_function is not None:
+        named_functions = importlib.import_module("jax_memeff._cuda.named_functions")
+        mask &= named_functions.mask(options.mask_function)
+    tile = spec.tile.query, spec.tile.key
+    unknown = [name for name in ("segments", "boolean") if getattr(options, name)]
+    note = f"\nwithout --{' and --'.join(unknown)}, whose arrays are unknown here"
+    return f"{mask.picture(options.seq, tile=tile)}{note if unknown else ''}"
 
 
 def _build(options: argparse.Namespace, out: Console) -> int:
@@ -333,7 +357,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--direction", choices=DIRECTIONS, default="forward")
     explain.add_argument("--dtype", choices=DTYPES, required=True)
     _add_dims(explain, required=True)
-    explain.add_argument("--seq", type=int, help="rows, to show the number of tiles")
+    explain.add_argument("--seq", type=int, help="rows and columns, to draw the tiles")
     explain.add_argument(
         "--query-rows",
         choices=QUERY_ROWS,

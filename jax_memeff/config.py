@@ -5,6 +5,7 @@
                             ``compute_80`` for PTX; by default those of the local CUDA devices
 ``JAX_MEMEFF_CACHE_DIR``    where compiled kernels are kept; by default
                             ``$XDG_CACHE_HOME/jax_memeff``, else ``~/.cache/jax_memeff``
+``JAX_MEMEFF_PROGRESS``     ``0``: a terminal shows no line while a kernel is compiled
 ==========================  ====================================================================
 
 ``platformdirs`` would name the default directory, but it trusts ``HOME``: an empty one gives
@@ -58,6 +59,17 @@ def cache_dir() -> Path | None:
         return Path(base) / "jax_memeff"
     home = _home()
     return None if home is None else home / ".cache" / "jax_memeff"
+
+
+def progress() -> bool:
+    """Whether a terminal shows that a kernel is being compiled; ``JAX_MEMEFF_PROGRESS=0`` is no.
+
+    Raises ``ValueError`` naming the variable if its value is neither 0 nor 1.
+    """
+    text = os.environ.get("JAX_MEMEFF_PROGRESS") or "1"
+    if text not in ("0", "1"):
+        raise ValueError(f"expected JAX_MEMEFF_PROGRESS to be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def _expanded(path: str, variable: str) -> Path:

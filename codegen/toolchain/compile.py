@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.toolchain import headers, nvrtc, program_cache, resources
+from jax_memeff.codegen.toolchain import headers, nvrtc, program_cache, progress, resources
 from jax_memeff.codegen.toolchain.resources import Resource
 
 
@@ -41,9 +41,13 @@ class Compiled:
 def compile(spec: KernelSpec, arch: str) -> Compiled:
     """Compile ``spec`` for ``arch`` (``"sm_90a"``), or take it from the cache.
 
-    Raises ``CompileError`` if the compiler refuses the source, or cannot be run.
+    A terminal shows a line meanwhile (``progress.py``). Raises ``CompileError`` if the compiler
+    refuses the source, or cannot be run.
     """
-    return compile_source(*source(spec, arch))
+    if (found := lookup(spec, arch)) is not None:
+        return found
+    with progress.line(f"jax_memeff: compiling {spec.name} for {arch}, once per machine"):
+        return compile_source(*source(spec, arch))
 
 
 def lookup(spec: KernelSpec, arch: str) -> Compiled | None:

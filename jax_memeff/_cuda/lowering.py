@@ -49,7 +49,6 @@ from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import strategy
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.select import select
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.errors import UnsupportedError
@@ -255,9 +254,7 @@ def kernels(
         remedy="export a program for each size, or pass implementation='xla'",
     )
     _require_lengths(avals)
-    call = Call(avals, options, needs_grad)
-    sizes = workspaces.sizes_of(avals, options.divisors)
-    return {arch: _kernel(call, sizes, arch) for arch in _architectures()}
+    return {arch: kernel_of(avals, options, needs_grad, arch) for arch in _architectures()}
 
 
 def digest(
@@ -277,8 +274,12 @@ def digest(
     return hashlib.sha256(repr((specs, keys)).encode()).digest()
 
 
-def _kernel(call: Call, sizes: Sizes, arch: str) -> KernelSpec:
-    problem = problem_of(call, arch)
+def kernel_of(
+    avals: Operands, options: Options, needs_grad: NeedsGrad | None, arch: str
+) -> KernelSpec:
+    """The kernel of a call on one architecture."""
+    problem = problem_of(Call(avals, options, needs_grad), arch)
+    sizes = workspaces.sizes_of(avals, options.divisors)
     return select(problem, strategy.choose(problem, sizes, strategy.MULTIPROCESSORS))
 
 
