@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jax_memeff._call import values
 from jax_memeff._call.mask import expression
+from jax_memeff._call.mask.kv_blocks import BlockTable
 from jax_memeff._call.mask.pictures import figure, text, tile_classes
 from jax_memeff._call.offsets import Offsets
 
@@ -85,7 +87,7 @@ def of_mask(
     T, S = sizes if sizes[1] is not None else (sizes[0], sizes[0])
     named = {"T": T, "S": S, "rows of tile": tile[0], "columns of tile": tile[1]}
     rows, columns, *own_tile = (_size(name, value) for name, value in named.items())
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((mask, offsets))):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((mask, offsets))):
         raise TypeError(
             "a picture needs a mask with concrete values, got a traced one; draw it outside "
             "jax.jit, jax.grad and jax.vmap"
@@ -199,7 +201,7 @@ def _slices(mask: Mask) -> tuple[set[int], set[int]]:
     batches |= {x.shape[0] for pair in lengths for x in pair if x is not None}
     batches |= {x.shape[0] for pair in mask.segment_ids for x in pair if x.ndim == 2}
     shapes = [x.shape for x in mask.booleans]
-    shapes += [x.shape if hasattr(x, "shape") else x.listed.shape for x in mask.block_lists]
+    shapes += [x.listed.shape if isinstance(x, BlockTable) else x.shape for x in mask.block_lists]
     for shape in shapes:
         first, second, *_ = (1,) * (4 - len(shape)) + tuple(shape)
         batches.add(first)
