@@ -1,4 +1,4 @@
-"""The site: ``sphinx-build -W --keep-going docs docs/_build``.
+"""The site: ``python -m sphinx -W --keep-going docs build/site``, with the extra ``docs``.
 
 Pages are the Markdown files of this folder, which GitHub shows as they are. Links that leave the
 folder are changed here: to the page of the site that shows the file, or to the file on GitHub.
@@ -10,8 +10,10 @@ import os
 import re
 from importlib.metadata import version as version_of
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -23,7 +25,6 @@ copyright = author
 version = release = version_of("jax-memeff")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
 suppress_warnings = ["toc.empty_glob"]
 
 myst_heading_anchors = 3
@@ -61,8 +62,10 @@ _LINK = re.compile(r"\]\((?P<target>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 def site_links(text: str, folder: Path) -> str:
     """``text`` of a file in ``folder`` with links that work on the site.
 
-    >>> site_links("[a](../README.md) [b](x.py#l) [c](guide/masks.md)", DOCS)
-    '[a](/index.md) [b](https://github.com/jax-memeff/jax-memeff/blob/main/docs/x.py#l) [c](/guide/masks.md)'
+    >>> site_links("[a](../README.md#what-is-supported) [b](guide/masks.md#window)", DOCS)
+    '[a](/support.md) [b](/guide/masks.md#window)'
+    >>> site_links("[c](../../examples)", DOCS / "guide").removeprefix(f"[c]({REPOSITORY}")
+    '/examples)'
     """
 
     def on_site(link: re.Match[str]) -> str:
@@ -80,7 +83,11 @@ def site_links(text: str, folder: Path) -> str:
 
 
 def siblings(page: str, text: str) -> str:
-    """A table of contents for the README of a folder: the pages that it links, then the others."""
+    """A table of contents for the README of a folder: the pages that it links, then the others.
+
+    >>> siblings("tuning/README", "[first](sm90_forward.md)").split()[2:4]
+    ['sm90_forward', 'compilers']
+    """
     folder = (DOCS / page).parent
     linked = re.findall(r"\]\((\w+)\.md", text)
     there = sorted(path.stem for path in folder.glob("*.md"))
