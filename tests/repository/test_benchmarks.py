@@ -202,6 +202,28 @@ def test_report_writes_between_the_markers(document, modules, tmp_path, monkeypa
     assert image.read_bytes() == drawn
 
 
+def test_results_beside_the_grid_have_a_plot_of_ratios(document, modules, tmp_path, monkeypatch):
+    made = _synthetic(document)
+    for cell in made["cells"]:
+        cell["group"] = "masks"
+    results, page, image = (tmp_path / name for name in ("r.json", "page.md", "plot.svg"))
+    results.write_text(json.dumps(made))
+    page.write_text("<!-- benchmarks:begin masks -->\n<!-- benchmarks:end -->\n")
+    arguments = ["report.py", str(results), "--into", str(page), "--plot", str(image)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    modules("report").main()
+    assert "we are faster](masks.svg)" in page.read_text()
+    drawn = (tmp_path / "masks.svg").read_text()
+    assert not image.exists()
+    for text in ("T512", "T2048", "jax.nn XLA", "Forward + backward: time of a peer / ours"):
+        assert f">{text}<" in drawn
+    assert "torch FlashAttention-2" not in drawn  # it has no figure here
+    made["peers"] = {"memeff_xla": "alone"}
+    results.write_text(json.dumps(made))
+    modules("report").main()
+    assert "masks.svg" not in page.read_text()
+
+
 def test_few_queries_are_reported_as_bandwidth(document, modules):
     made = copy.deepcopy(document)
     cell = made["cells"][0]
