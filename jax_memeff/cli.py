@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -335,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jax_memeff",
         description="The kernels of jax_memeff: list them, explain a choice, compile them.",
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True)
 
     def add(name: str, command, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
@@ -355,7 +356,7 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = add("explain", _explain, "which kernel a problem gets, and why not the others")
     explain.add_argument("--direction", choices=DIRECTIONS, default="forward")
-    explain.add_argument("--dtype", choices=DTYPES, required=True)
+    explain.add_argument("--dtype", type=_dtype, choices=DTYPES, required=True)
     _add_dims(explain, required=True)
     explain.add_argument("--seq", type=int, help="rows and columns, to draw the tiles")
     explain.add_argument(
@@ -375,12 +376,17 @@ def _parser() -> argparse.ArgumentParser:
         "compile kernels into the cache: those of one problem if features are given, else the "
         "usual ones of a head dim (plain, each feature alone, all features)",
     )
-    build.add_argument("--dtype", choices=SPEC_DTYPES)
+    build.add_argument("--dtype", type=_dtype, choices=SPEC_DTYPES)
     _add_dims(build, required=False)
     build.add_argument("--all", action="store_true", help="every dtype and head dim not named")
     for feature in FEATURES:
         feature.add_flags(build)
     return parser
+
+
+def _dtype(text: str) -> str:
+    """The short name of a dtype, which may have JAX's name."""
+    return re.sub("^(b?)float(?=(16|32|64)$)", r"\1f", text)
 
 
 def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:

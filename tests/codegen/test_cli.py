@@ -82,6 +82,20 @@ def test_explain_shows_choice_grid_and_source(capsys):
     assert "kMask = memeff::MaskKind::causal;" in out
 
 
+def test_dtypes_have_their_names_in_jax_too(capsys):
+    for name, short in (("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32")):
+        _, out = run(
+            capsys, "explain", "--dtype", name, "--head-dim", "64", "--arch", "sm_80",
+            "--query-rows", "16",
+        )  # fmt: skip
+        assert out.startswith(f"forward, {short}, head_dim=64")
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "--dtype", "float8", "--head-dim", "64"])
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert "{info,kernels,explain,build" in capsys.readouterr().err
+
+
 def test_explain_draws_the_tiles(capsys, tmp_path, monkeypatch):
     base = "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a", "--seq", "512"
     _, out = run(capsys, *base, "--causal")
