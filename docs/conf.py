@@ -37,6 +37,8 @@ python_maximum_signature_line_length = 80
 
 highlight_language = "text"  # formulas in docstrings are no Python
 
+pygments_dark_style = "github-dark"
+
 html_theme = "furo"
 html_title = "jax-memeff"
 html_static_path = ["_static"]
