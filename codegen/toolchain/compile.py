@@ -46,7 +46,7 @@ def compile(spec: KernelSpec, arch: str) -> Compiled:
     """
     if (found := lookup(spec, arch)) is not None:
         return found
-    with progress.line(f"jax_memeff: compiling {spec.name} for {arch}, once per machine"):
+    with progress.line(f"jax_memeff compiles {spec.name} for {arch}"):
         return compile_source(*source(spec, arch))
 
 

@@ -33,12 +33,17 @@ def line(text: str) -> Iterator[None]:
 def _display(text: str) -> contextlib.AbstractContextManager[object]:
     # Imported here: a process whose kernels are all in the cache does not need it.
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, SpinnerColumn, TextColumn
+    from rich.table import Column
 
     display = Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
+        # The seconds come first, because a narrow terminal cuts the end of the line.
+        TextColumn(
+            "{task.elapsed:.0f} s {task.description}",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis"),
+        ),
         console=Console(stderr=True),
         transient=True,
         # A user's program may have replaced both streams itself.
