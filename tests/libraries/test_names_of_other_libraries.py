@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -27,10 +29,11 @@ STARTS = np.array([0, 4])
 )
 def test_an_argument_of_another_library(name, advice):
     message = f"got an unexpected keyword argument '{name}'; {advice}"
+    given: dict[str, Any] = {name: None}
     with pytest.raises(TypeError, match=message):
-        dot_product_attention(X, X, X, **{name: None})
+        dot_product_attention(X, X, X, **given)
     with pytest.raises(TypeError, match=message):
-        varlen_attention(X[0], X[0], X[0], STARTS, STARTS, 4, 4, **{name: None})
+        varlen_attention(X[0], X[0], X[0], STARTS, STARTS, 4, 4, **given)
 
 
 def test_the_advice_names_what_exists():
