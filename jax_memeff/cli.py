@@ -89,7 +89,7 @@ def _toolchain() -> Table:
     if None in found.values():
         for place, value in parts.searched().items():
             table.add_row(f"searched {place}", escape(value.replace(os.pathsep, "\n")))
-        table.add_row("to install it", escape(parts.INSTALL))
+        table.add_row("to install it", escape(parts.install()))
     return table
 
 

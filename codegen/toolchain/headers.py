@@ -71,7 +71,7 @@ def _found() -> tuple[Found, ...]:
 
 
 def _version(found: Found) -> str:
-    file = found.path / found.part.file
+    file = found.path / found.part.wheel.file
     if not file.is_file():
         return "unknown"
     text = file.read_text(errors="replace")
