@@ -2,6 +2,7 @@
 
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ IDS = np.array([[1] * 5 + [2] * 5 + [0] * 2, [1] * 12], np.int32)
 DISTANCE = np.arange(T)[:, None] - np.arange(T)
 
 
-def dense(valid, *, scale=1.0, soft_cap=None, sinks=None, bias=0.0):
+def dense(valid, *, scale=1.0, soft_cap=None, sinks=None, bias: Any = 0.0):
     """The output [B, T, N, H] and the logsumexp [B, N, T], with all scores in memory.
 
     ``valid`` and ``bias`` broadcast to [B, N, T, S].
