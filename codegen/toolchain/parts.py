@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from jax_memeff import config
 from jax_memeff.errors import CompileError
 
 WHEEL = "wheel"
@@ -191,8 +192,16 @@ def missing(parts: list[Part], detail: str = "") -> CompileError:
     return CompileError(
         "\n".join(lines),
         places,
-        f"Kernels are compiled on this machine and need {titles} (wheels: {wheels}): {install()}",
+        f"Kernels are compiled on this machine and need {titles} (wheels: {wheels}): {install()}"
+        f"{_or_archive()}",
     )
+
+
+def _or_archive() -> str:
+    """What a machine without a compiler can do instead, or why that did not help."""
+    if (path := config.kernel_archive()) is None:
+        return ". Or name an archive of compiled kernels in JAX_MEMEFF_KERNELS"
+    return f". The archive {path} does not have this kernel"
 
 
 def searched() -> dict[str, str]:
@@ -219,7 +228,7 @@ def import_(name: str) -> ModuleType:
         raise CompileError(
             f"error: {name} was not found: {error}",
             {"searched sys.path": searched()["sys.path"]},
-            f"Kernels are compiled on this machine and need it: {install()}",
+            f"Kernels are compiled on this machine and need it: {install()}{_or_archive()}",
         ) from error
 
 

@@ -78,8 +78,9 @@ def test_a_kernel_is_found_without_a_compiler(archive, no_compiler):
         KERNEL.resources,
     )
     assert len(compiler.key(SPEC, "sm_90a")) == 64
-    with pytest.raises(CompileError, match="NVRTC not found"):
+    with pytest.raises(CompileError, match="NVRTC not found") as raised:
         compiler.compile(OTHER, "sm_90a")
+    assert f"The archive {archive} does not have this kernel" in str(raised.value)
     with pytest.raises(CompileError, match="NVRTC not found"):
         compiler.compile(SPEC, "sm_90")
 
