@@ -71,6 +71,11 @@ def test_maxtext_training(kind, assert_close):
     assert_close((out, lse), dense(valid, soft_cap=5.0))
 
 
+def test_maxtext_without_documents(assert_close):
+    method = adapter("maxtext.md").memory_efficient_attention
+    assert_close(method(attention_op(), QUERY, KEY, VALUE, None), dense(DISTANCE >= 0))
+
+
 def test_maxtext_decoding(assert_close):
     """Ids of 1 mark the slots of the cache in use; a cache without any has no weight."""
     method = adapter("maxtext.md").memory_efficient_attention
