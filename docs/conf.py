@@ -57,7 +57,11 @@ SHOWN = {
 """Files outside this folder, by the page that shows each."""
 
 _PAGES = {path: f"/{page}.md" for page, path in SHOWN.items()} | {ROOT / "README.md": "/index.md"}
-_ANCHORS = {"/index.md#what-is-supported": "/support.md"}
+_SECTIONS = {
+    "#what-is-supported": "/support.md",
+    "#keras-flax-and-other-libraries": "/migrating/jax_nn.md",
+}
+"""The pages with what sections of the README say; others are on GitHub."""
 _LINK = re.compile(r"\]\((?P<target>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
@@ -73,13 +77,15 @@ def site_links(text: str, folder: Path) -> str:
     def on_site(link: re.Match[str]) -> str:
         path = Path(os.path.normpath(folder / link["target"]))
         anchor = link["anchor"] or ""
-        if path in _PAGES:
+        if path == ROOT / "README.md" and anchor:
+            target = _SECTIONS.get(anchor, f"{REPOSITORY}/README.md{anchor}")
+        elif path in _PAGES:
             target = _PAGES[path] + anchor
         elif path.is_relative_to(DOCS) and path.suffix in (".md", ".svg", ".png"):
             target = f"/{path.relative_to(DOCS)}{anchor}"
         else:
             target = f"{REPOSITORY}/{path.relative_to(ROOT)}{anchor}"
-        return f"]({_ANCHORS.get(target, target)})"
+        return f"]({target})"
 
     return _LINK.sub(on_site, text)
 

@@ -240,9 +240,12 @@ def _workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec])
 
 
 def kernels(
-    avals: Operands, options: Options, needs_grad: NeedsGrad | None
+    avals: Operands,
+    options: Options,
+    needs_grad: NeedsGrad | None,
+    archs: Sequence[str] = (),
 ) -> dict[str, KernelSpec]:
-    """The kernel for each architecture that the program may run on."""
+    """The kernel for each architecture, by default those that the program may run on."""
     require_static(
         {
             "query": avals.query.shape,
@@ -254,7 +257,30 @@ def kernels(
         remedy="export a program for each size, or pass implementation='xla'",
     )
     _require_lengths(avals)
-    return {arch: kernel_of(avals, options, needs_grad, arch) for arch in _architectures()}
+    return {arch: kernel_of(avals, options, needs_grad, arch) for arch in archs or _architectures()}
+
+
+def kernels_of_call(
+    avals: Sequence[Any],
+    *,
+    tree: Any,
+    options: Options,
+    needs_grad: NeedsGrad | None = None,
+    archs: Sequence[str] = (),
+) -> list[dict[str, KernelSpec]]:
+    """The kernels of a primitive with these types and parameters, by architecture.
+
+    A mixed batch of prompts and decode steps has two kernels for each architecture. Without
+    ``archs`` the architectures are those that the program would be compiled for.
+
+    Raises:
+        UnsupportedError: as the lowering would.
+    """
+    operands = jax.tree.unflatten(tree, avals)
+    types = buffers.separate(operands if needs_grad is None else operands[0])
+    few = mixed_batches.few_queries(types)
+    parts = mixed_batches.types_of_parts(types, few) if few else (types,)
+    return [kernels(part, options, needs_grad, archs) for part in parts]
 
 
 def digest(
@@ -265,11 +291,7 @@ def digest(
     Raises:
         UnsupportedError, CompileError: as the lowering would.
     """
-    operands = jax.tree.unflatten(tree, avals)
-    types = buffers.separate(operands if needs_grad is None else operands[0])
-    few = mixed_batches.few_queries(types)
-    parts = mixed_batches.types_of_parts(types, few) if few else (types,)
-    specs = [kernels(part, options, needs_grad) for part in parts]
+    specs = kernels_of_call(avals, tree=tree, options=options, needs_grad=needs_grad)
     keys = [compiler.key(spec, arch) for own in specs for arch, spec in own.items()]
     return hashlib.sha256(repr((specs, keys)).encode()).digest()
 

@@ -325,3 +325,11 @@ def test_unknown_names_are_refused_with_the_known_ones(modules):
         modules("cells").cells("tiny,huge")
     with pytest.raises(ValueError, match="expected 'all' or some of memeff_cuda"):
         modules("peers").peers("memeff")
+
+
+def test_the_time_of_code_generation_has_the_lowering_and_the_generator(modules):
+    generates_code = modules("first_result")._generates_code
+    lowering = importlib.import_module("jax_memeff._cuda.lowering")
+    select = importlib.import_module("jax_memeff.codegen.select")
+    assert generates_code(lowering.__file__) and generates_code(select.__file__)
+    assert not generates_code(importlib.import_module("jax_memeff._api.attention").__file__)
