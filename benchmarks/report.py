@@ -3,7 +3,8 @@
 It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``. ``tables`` has
 all results, ``summary`` only the ratios, ``host`` the host's cost. Results without a cell of the
 main grid go to ``features``, or to the block that _BLOCKS names for their cells; those of ring.py
-go to ``ring``. Blocks that were not measured are kept.
+go to ``ring``, and those of tests/gallery/gallery_errors.py to ``errors``. Blocks that were not
+measured are kept.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import OURS
+from user_functions import errors
 from user_functions import table as function_table
 
 _ROOT = Path(__file__).parent.parent
@@ -35,7 +37,10 @@ _BLOCKS = {
     "paged": "paged",
     "functions": "functions",
 }
-_NAMES = ("tables", "summary", "host", "features", *dict.fromkeys(_BLOCKS.values()), "ring")
+_NAMES = (
+    *("tables", "summary", "host", "features", "ring", "errors"),
+    *dict.fromkeys(_BLOCKS.values()),
+)
 _GRID = frozenset(("main", "small", "tiny"))
 _MISSING = "n/a"
 _FEW_QUERIES = "decode"
@@ -317,6 +322,15 @@ def functions(document: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def gallery_errors(document: dict[str, Any]) -> str:
+    """The errors of the gallery's functions relative to dense JAX, and those beyond their limit."""
+    records = document["gallery_errors"]
+    parts = [_machine(document), _table(*errors.rows(records))]
+    if lines := errors.failures(records):
+        parts.append("Beyond the limit:\n\n" + "\n".join(f"- {line}" for line in lines))
+    return "\n\n".join(parts)
+
+
 def of_grid(document: dict[str, Any]) -> bool:
     """Whether results hold cells of the main grid, whose figures are plotted."""
     return any(cell["group"] in _GRID for cell in document.get("cells", ()))
@@ -326,6 +340,8 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
     """The text of results, by the name of its block."""
     if "ring" in document:
         return {"ring": ring(document)}
+    if "gallery_errors" in document:
+        return {"errors": gallery_errors(document)}
     if document["cells"] and not of_grid(document):
         groups = {cell["group"] for cell in document["cells"]}
         if groups == {"functions"}:
@@ -364,7 +380,9 @@ def insert(text: str, blocks: dict[str, str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("results", type=Path, help="a file written by attention.py or ring.py")
+    parser.add_argument(
+        "results", type=Path, help="a file of attention.py, ring.py or gallery_errors.py"
+    )
     parser.add_argument(
         "--into", type=Path, nargs="+", default=_TARGETS, help="default: docs and README.md"
     )
