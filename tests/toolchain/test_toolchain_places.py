@@ -20,6 +20,7 @@ ROOT = Path(str(jax_memeff.__file__)).parent
 BASE = Path(sys.base_prefix) / "bin" / f"python{sysconfig.get_python_version()}"
 REQUIRED = ("cuda-core", "cuda-bindings", "cuda-pathfinder", "numpy", "rich")
 REQUIRED += ("markdown-it-py", "mdurl", "Pygments")
+OF_COMMANDS = ("__init__.py", "__main__.py", "_command")
 WHEELS = {part.wheel.name: part for part in (*parts.HEADERS, *parts.LIBRARIES)}
 COMPILE = """
 import sys
@@ -60,7 +61,7 @@ def link_package(package):
     package.mkdir()
     include = headers.own_include_dir()
     codegen = Path(str(sys.modules["jax_memeff.codegen"].__file__)).parent
-    for source in (*ROOT.glob("[!_]*"), ROOT / "__init__.py", ROOT / "__main__.py"):
+    for source in (*ROOT.glob("[!_]*"), *map(ROOT.joinpath, OF_COMMANDS)):
         (package / source.name).symlink_to(source)
     for name, source in (("codegen", codegen), ("include", include)):
         (package / name).symlink_to(source)
