@@ -286,6 +286,16 @@ def block_of(document: dict[str, Any]) -> str:
     return names.pop() if len(names) == 1 else "features"
 
 
+def plot_path(document: dict[str, Any], grid: Path) -> Path | None:
+    """Where the plot of results goes, beside that of the grid; None if their block has none."""
+    groups = {cell["group"] for cell in document.get("cells", ())}
+    if of_grid(document):
+        return grid
+    if not groups or groups & {"functions", "gallery"}:
+        return None
+    return grid.with_name(f"{block_of(document)}{grid.suffix}")
+
+
 def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
     """The text of results, by the name of its block."""
     if "ring" in document:
@@ -343,12 +353,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     document = json.loads(options.results.read_text())
-    plot = options.plot
-    if "ring" not in document and not of_grid(document):
-        plot = plot.with_name(f"{block_of(document)}{plot.suffix}")
-    is_drawn = "ring" not in document and plots.draw(document, ours(document), plot)
+    plot = plot_path(document, options.plot)
+    is_drawn = plot is not None and plots.draw(document, ours(document), plot)
     for path in options.into:
-        image = os.path.relpath(plot, path.parent) if is_drawn else None
+        image = os.path.relpath(plot, path.parent) if is_drawn and plot else None
         try:
             path.write_text(insert(path.read_text(), blocks(document, image)))
         except (OSError, ValueError) as error:

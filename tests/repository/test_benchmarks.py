@@ -218,6 +218,8 @@ def test_results_beside_the_grid_have_a_plot_of_ratios(document, modules, tmp_pa
     for text in ("T512", "T2048", "jax.nn XLA", "Forward + backward: time of a peer / ours"):
         assert f">{text}<" in drawn
     assert "torch FlashAttention-2" not in drawn  # it has no figure here
+    for other in ({"cells": [{"group": "functions"}]}, {"gallery_errors": []}, {"ring": {}}):
+        assert modules("report").plot_path(other, image) is None
     made["peers"] = {"memeff_xla": "alone"}
     results.write_text(json.dumps(made))
     modules("report").main()
