@@ -98,7 +98,7 @@ class Case:
             given["value_dim"] = self.dims[1]
         return given | {name: choices[name] for name in self.features if name in choices}
 
-    def found(self, made: Paging) -> Any:
+    def lowered(self, made: Paging) -> jax.stages.Lowered:
         chosen = (
             strategy.using()
             if self.query_rows == "chosen"
@@ -118,7 +118,11 @@ class Case:
                     **made.scales,
                 )
             )
-            return jax.tree.map(np.asarray, call(*jax.tree.map(jnp.asarray, made.arguments)))
+            return call.lower(*jax.tree.map(jnp.asarray, made.arguments))
+
+    def found(self, made: Paging, lowered: jax.stages.Lowered | None = None) -> Any:
+        run = (lowered or self.lowered(made)).compile()
+        return jax.tree.map(np.asarray, run(*jax.tree.map(jnp.asarray, made.arguments)))
 
     def want(self, made: Paging) -> Any:
         def modified(scores: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -200,12 +204,27 @@ EMULATED = [
 ]
 
 
-def emulated(case: Case, arch: str) -> Any:
+def lower(case: Case, arch: str) -> jax.stages.Lowered:
     """For the process of ``machine``."""
     emulator.configure(arch, multiprocessors=5)
-    return case.found(case.batch())
+    return case.lowered(case.batch())
 
 
+def emulated(case: Case, arch: str) -> Any:
+    """For the process of ``machine``."""
+    lowered = emulator.lowered(lower, case, arch)
+    emulator.configure(arch, multiprocessors=5)
+    return case.found(case.batch(), lowered)
+
+
+@pytest.fixture(scope="module")
+def lowered(machine, selected):
+    """The programs of all cases are lowered before the first runs."""
+    calls = [(call["case"], call["arch"]) for call in selected if {"case", "arch"} <= {*call}]
+    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
+
+
+@pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
 def test_emulated_kernels(arch, case, machine, assert_close):
     found = machine.submit(emulated, case, arch).result(timeout=600)
