@@ -118,6 +118,12 @@ struct FmhaForwardLargeDimSm80 {
       ScoreTilePosition const at = {item.batch, item.head, row, column};
       modifiers.forward(scores, at, rows, column);
       mask.template apply<kTileQuery, kTileKey>(scores, params, at, tiles.partial(tile));
+      if constexpr (Config::kScoreFunction) {
+        // Rows beyond the query length are multiplied by 0 at the end, so they must not be NaN.
+        if (mask.query_length - row < kTileQuery) {
+          Mask::template mask_rows_from<false>(scores, mask.query_length - row);
+        }
+      }
       softmax.step(scores, params.scale.softmax_scale);
       if (last) {
         softmax.finish(params.scale.softmax_scale, probability_scale<Config>(params),

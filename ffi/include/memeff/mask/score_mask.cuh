@@ -68,11 +68,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
     MaskFunction<Config, Grid, true>::apply(scores, params, at);
   }
 
- private:
-  // A score function may return NaN beyond the query length, and a backward sums over rows.
-  static constexpr bool kMasksRows =
-      Config::kScoreFunction && cute::is_same_v<typename Config::Params, BackwardParams>;
-
+  // The same for the rows of a tile from `bound` on. A score function may return NaN for them.
   template <bool kTransposed, class Accumulators>
   CUTE_DEVICE static void mask_rows_from(Accumulators& scores, int bound) {
     int const thread = thread_index();
@@ -89,6 +85,11 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
       }
     }
   }
+
+ private:
+  // A backward sums over rows.
+  static constexpr bool kMasksRows =
+      Config::kScoreFunction && cute::is_same_v<typename Config::Params, BackwardParams>;
 
   template <class Boolean>
   CUTE_DEVICE static typename Boolean::Slice slice(ScoreView const& boolean,
