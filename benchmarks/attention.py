@@ -26,7 +26,7 @@ import peers as all_peers
 import torch_programs
 from cells import Cell
 from peers import Peer
-from precompile import Precompilation
+from precompile import Processes
 from rich.console import Console
 from rich.progress import Progress
 from timing import Failure, Timing, first_line, measure
@@ -234,7 +234,9 @@ def main() -> None:
     console = Console()
     with Progress(console=console) as progress:
         if options.cells:
-            Precompilation(options.cells, options.peers).wait(progress)
+            processes = Processes()
+            processes.submit_cells(options.cells, options.peers)
+            processes.wait(progress)
             compilation = Compilation(options.cells, options.peers)
             compilation.wait(progress)
             for cell in progress.track(options.cells, description="measuring"):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
 
 import inputs as cell_inputs
 import jax
@@ -24,32 +25,39 @@ from jax_memeff.codegen.arch import of_capability
 _MOST_PROCESSES = 12  # each has a CUDA context of half a GiB
 
 
-class Precompilation:
-    """Starts to compile the kernels of ``peers`` for ``cells``; without a GPU it does nothing."""
+class Processes:
+    """Compiles kernels for the GPU of this machine; without a GPU it does nothing."""
 
-    def __init__(self, cells: Sequence[Cell], peers: Sequence[Peer]):
+    def __init__(self):
         self._futures: list[Future] = []
-        selected = [peer for peer in peers if peer.compiles]
-        if jax.default_backend() not in ("gpu", "cuda") or not selected:
+        self._pool: ProcessPoolExecutor | None = None
+        if jax.default_backend() not in ("gpu", "cuda"):
             return
         major, minor = jax.devices()[0].compute_capability.split(".")
-        processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
         self._pool = ProcessPoolExecutor(
-            processes,
+            min(_MOST_PROCESSES, os.cpu_count() or 1),
             multiprocessing.get_context("spawn"),
             _start,
             (of_capability(int(major), int(minor)),),
         )
-        for cell, peer in itertools.product(cells, selected):
-            if not peer.missing(cell):
+
+    def submit(self, function: Callable[..., None], *arguments: Any) -> None:
+        """``function(*arguments)`` compiles kernels, in one of the processes."""
+        if self._pool is not None:
+            self._futures.append(self._pool.submit(function, *arguments))
+
+    def submit_cells(self, cells: Sequence[Cell], peers: Sequence[Peer]) -> None:
+        """Compile the kernels of ``peers`` for ``cells``."""
+        for cell, peer in itertools.product(cells, peers):
+            if peer.compiles and not peer.missing(cell):
                 for backward in _directions(cell, peer):
-                    self._futures.append(self._pool.submit(_compile, peer.name, cell, backward))
+                    self.submit(_compile, peer.name, cell, backward)
 
     def wait(self, progress: Progress) -> None:
         """Waits for all compilations. Failures are ignored, because they recur later."""
         for future in progress.track(self._futures, description="compiling kernels"):
             future.exception()
-        if self._futures:
+        if self._pool is not None:
             self._pool.shutdown()
 
 
@@ -73,5 +81,9 @@ def _compile(name: str, cell: Cell, backward: bool) -> None:
         torch_programs.compile_alone(peer, cell, backward)
         return
     arrays = jax.eval_shape(lambda: cell_inputs.adapt(cell_inputs.make(cell), peer, cell))
-    function = jax_programs.one_call(peer.attention(cell), backward)
+    lower(jax_programs.one_call(peer.attention(cell), backward), arrays)
+
+
+def lower(function: Callable[..., Any], arrays: Any) -> None:
+    """Compile the kernels of a function of arrays with the shapes and dtypes of ``arrays``."""
     jax.jit(function).trace(arrays).lower(lowering_platforms=("cuda",))
