@@ -1,6 +1,6 @@
 """Times the calls of an inference server: ``python benchmarks/paged.py --help``.
 
-Each step of ``serving/steps.py`` is timed with keys in pages of several kinds and with contiguous
+Each step of ``server/steps.py`` is timed with keys in pages of several kinds and with contiguous
 keys, beside other implementations, which read contiguous keys only. README.md in this folder
 explains the timing.
 """
@@ -27,9 +27,9 @@ import torch_programs
 from peers import OURS, PEERS
 from rich.console import Console
 from rich.progress import Progress
-from serving import calls, host_time, table
-from serving.calls import CALLS, Tokens
-from serving.steps import SETS, Step, steps
+from server import calls, host_time, table
+from server.calls import CALLS, Tokens
+from server.steps import SETS, Step, steps
 from timing import Failure, Timing, first_line, measure
 
 _LAUNCH_SECONDS = 4e-3
@@ -170,7 +170,9 @@ def _add_differences(step: Step, programs: dict[str, Any], records: dict[str, An
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--steps", default="decode,ragged,latent", help=f"some of {', '.join(SETS)}, or nothing"
+        "--steps",
+        default="decode,prompts,ragged,latent",
+        help=f"some of {', '.join(SETS)}, or nothing",
     )
     parser.add_argument("--implementation", default="cuda", choices=("cuda", "xla"))
     parser.add_argument("--no-host", action="store_true", help="without the host time of a step")

@@ -244,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     graph, parameters = trained(preset, load.training_steps, options.seed, weights)
 
     prefixes, requests = random_requests(load, standard_library_text()[1], options.seed)
-    # A product of TF32, the default on GPUs, depends on the shapes: the most likely token may change.
+    # Products of TF32, the default on GPUs, depend on the shapes, and so would the likeliest token.
     with jax.default_matmul_precision("highest"):
         server = Server(graph, parameters, preset, load, options.implementation)
         result = serve(server, prefixes, requests)

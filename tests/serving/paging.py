@@ -144,7 +144,7 @@ def answer(
         sinks: [N]
     """
     tokens, n, h = case.query.shape
-    scale = h**-0.5 if scale is None else scale
+    factor = h**-0.5 if scale is None else scale
     out = np.zeros((tokens, n, case.value_pages.shape[3]))
     lse = np.full((tokens, n), -np.inf)
     for b, length in enumerate(case.lengths):
@@ -157,7 +157,7 @@ def answer(
         )
         query = case.query[rows].astype(np.float64).reshape(own, len(key), -1, h)
         scores = query.transpose(1, 2, 0, 3) @ key.swapaxes(2, 3)  # [K, N // K, own, length]
-        scores = scale * scores.reshape(n, own, length)
+        scores = factor * scores.reshape(n, own, length)
         indices = np.ix_(np.arange(n), np.arange(length - own, length), np.arange(length))
         if modified is not None:
             scores = modified(scores, b, *indices)

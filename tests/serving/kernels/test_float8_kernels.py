@@ -106,7 +106,7 @@ def test_queries_have_the_range_of_bfloat16():
 
 
 _HEADS, _PAGES = ("heads", "heads"), ("pages", "pages")
-_D128 = {"heads": (8, 2), "dims": (128, 128)}
+_D128: Any = {"heads": (8, 2), "dims": (128, 128)}
 BATCHES = [
     Case((1000, 17, 1, 0, 4097), (1,) * 5, 64, scales=_HEADS, **_D128),
     Case((9000,), (1,), 64, scales=_HEADS, **_D128),

@@ -177,10 +177,13 @@ class LongSequence:
         given = {"local_window_size": (700, 0), "logits_soft_cap": 5.0}
 
         @jax.jit
-        def attention(*arrays: jax.Array) -> Any:
-            *arrays, starts = arrays
+        def attention(query: Any, key: Any, value: Any, table: Any, lengths: Any, starts: Any):
             return paged_attention(
-                *arrays,
+                query,
+                key,
+                value,
+                table,
+                lengths,
                 query_starts=starts,
                 max_query_length=self.length,
                 batch_invariant=True,

@@ -13,7 +13,7 @@ import numpy as np
 from inputs import Inputs
 
 import jax_memeff
-from serving.steps import ELEMENT_BYTES, Step
+from server.steps import ELEMENT_BYTES, Step
 
 DRAFTED = 5
 """The tokens of a speculative tree."""

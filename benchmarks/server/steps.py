@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from cells import Cell
@@ -45,12 +46,12 @@ class Step:
 
     @property
     def cell(self) -> Cell:
-        """The same step with one new token for each sequence and contiguous keys of one length."""
-        batch, length = len(self.lengths), self.lengths[0]
-        if any(own != length for own in self.lengths):
-            raise ValueError(f"expected sequences of one length, got {self.lengths}")
-        sizes = (batch, 1, length, self.heads, self.key_heads, self.head_dim, self.value_dim)
-        return Cell("decode", *sizes, gradients=False)
+        """The same step with contiguous keys; raises ``ValueError`` if the sequences differ."""
+        if len(set(self.lengths)) > 1 or len(set(self.counts)) > 1:
+            raise ValueError(f"expected equal sequences, got {self.lengths} and {self.counts}")
+        sizes = (len(self.lengths), self.counts[0], self.lengths[0], self.heads, self.key_heads)
+        dims = (self.head_dim, self.value_dim)
+        return Cell("decode", *sizes, *dims, causal=self.counts[0] > 1, gradients=False)
 
     @property
     def key_value_bytes(self) -> int:
@@ -96,6 +97,12 @@ def decode() -> list[Step]:
     ]
 
 
+def prompts() -> list[Step]:
+    """Whole prompts, bound by the tensor cores."""
+    names = ("memeff_cuda", "jax_cudnn", "pages64", "pages16")
+    return [Step("prompts", (4096,) * 4, (4096,) * 4, 32, 8, names)]
+
+
 def ragged() -> list[Step]:
     """Decode steps and prompts in one call."""
 
@@ -125,7 +132,7 @@ def latent() -> list[Step]:
         (128, 8192),
         (128, 32768),
     )
-    dims = {"head_dim": 576, "value_dim": 512, "is_latent": True}
+    dims: Any = {"head_dim": 576, "value_dim": 512, "is_latent": True}
     steps = [
         Step("latent", (length,) * batch, (1,) * batch, heads, 1, ("pages64",), **dims)
         for heads in (128, 16)
@@ -138,18 +145,19 @@ def latent() -> list[Step]:
 
 def tiny() -> list[Step]:
     """Small enough for a CPU: tests the harness, not the speed."""
-    dims = {"head_dim": 16, "value_dim": 16}
+    dims: Any = {"head_dim": 16, "value_dim": 16}
     peers = ("memeff_xla", "jax_xla", "torch_flash")
     mixed = ("pages64", "steps", "prompts")
     return [
         Step("decode", (64, 64), (1, 1), 4, 2, peers + PAGED, **dims),
+        Step("prompts", (40, 40), (40, 40), 4, 2, ("memeff_xla", "pages64", "pages16"), **dims),
         Step("ragged", (70, 9, 40), (1, 1, 40), 4, 2, mixed, label="1 and 40", **dims),
         Step("latent", (70, 9), (1, 1), 16, 1, ("pages64",), 32, 16, is_latent=True),
     ]
 
 
 SETS: dict[str, Callable[[], list[Step]]] = {
-    function.__name__: function for function in (decode, ragged, latent, tiny)
+    function.__name__: function for function in (decode, prompts, ragged, latent, tiny)
 }
 
 

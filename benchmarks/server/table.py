@@ -88,6 +88,20 @@ def _decode(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list
     ]
 
 
+def _prompts(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list[str]:
+    names = list(steps[0]["results"])
+    rows = [
+        [step["name"], *(_tflops(step["results"].get(name, {})) for name in names)]
+        for step in steps
+    ]
+    header = ["TFLOP/s", *(document["labels"][name] for name in names)]
+    return ["### Prompts", _rows(header, rows)]
+
+
+def _tflops(record: Mapping[str, Any]) -> str:
+    return f"{record['tflops']:.3g}" if "tflops" in record else _MISSING
+
+
 def _ragged(steps: list[Mapping[str, Any]]) -> list[str]:
     rows = []
     for step in steps:
@@ -135,6 +149,8 @@ def text(document: Mapping[str, Any]) -> str:
     parts: list[str] = []
     if steps := _of_group(document, "decode"):
         parts += _decode(document, steps)
+    if steps := _of_group(document, "prompts"):
+        parts += _prompts(document, steps)
     if steps := _of_group(document, "ragged"):
         parts += _ragged(steps)
     if steps := _of_group(document, "latent"):
