@@ -78,7 +78,7 @@ class Compilation:
                 if name in CALLS or name in OURS:
                     processes.submit(_precompile, name, step, implementation)
             if "fa4" in step.calls:  # it has a cache on disk, if its variable is set
-                processes.submit(torch_programs.compile_alone, PEERS["fa4"], step.cell, False)
+                processes.submit(precompile.compile_peer, "fa4", step.cell, False)
         processes.wait(progress)
         self._futures: dict[tuple[Step, str], Future] = {}
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

@@ -51,7 +51,7 @@ class Processes:
         for cell, peer in itertools.product(cells, peers):
             if peer.compiles and not peer.missing(cell):
                 for backward in _directions(cell, peer):
-                    self.submit(_compile, peer.name, cell, backward)
+                    self.submit(compile_peer, peer.name, cell, backward)
 
     def wait(self, progress: Progress) -> None:
         """Waits for all compilations. Failures are ignored, because they recur later."""
@@ -75,7 +75,8 @@ def _start(arch: str) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
-def _compile(name: str, cell: Cell, backward: bool) -> None:
+def compile_peer(name: str, cell: Cell, backward: bool) -> None:
+    """Compile the kernels of a peer for a cell; the name is pickled, and a peer cannot be."""
     peer = PEERS[name]
     if peer.framework == "torch":
         torch_programs.compile_alone(peer, cell, backward)
