@@ -106,11 +106,8 @@ def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
 
 
 def pack_heads(problem: Problem) -> bool:
-    """Whether a tile of a split forward has rows of all query heads that share a key head.
-
-    Features that look at heads, or at positions in 16x16 blocks, take the heads one by one.
-    """
-    return not any(feature.per_head and problem.asks(feature) for feature in features.FEATURES)
+    """Whether a tile of a split forward has rows of all query heads that share a key head."""
+    return not any(feature.separates_heads(problem) for feature in features.FEATURES)
 
 
 def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRows | None:
@@ -130,8 +127,9 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     if problem[features.PAGES].dtype != "query":
         return "16" if rows <= FEW_ROWS else "64"  # no other kernel converts keys
     slices = sizes.batch * sizes.heads
+    plain_tiles = slices * -(-sizes.queries // _PLAIN_ROWS)
     # Tiles that leave half of the GPU idle.
-    few_tiles = 2 * slices * -(-sizes.queries // _PLAIN_ROWS) <= multiprocessors
+    few_tiles = 2 * plain_tiles <= multiprocessors
     tiles, split_tiles = (
         slices // together * -(-sizes.queries * together // _WARPGROUP_ROWS)
         for together in (1, packed)
@@ -146,7 +144,10 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     by_groups = _consumer_groups_time(tiles, sizes.keys, multiprocessors)
     if groups and by_groups <= _split_time(split_tiles, sizes.keys, multiprocessors):
         return "consumer_groups"
-    return "64" if rows <= 64 or few_tiles else None
+    # Many heads share a key head, and the tile of each would have few rows.
+    by_tiles = -(-plain_tiles // multiprocessors) * sizes.keys
+    saves_tiles = _split_time(split_tiles, sizes.keys, multiprocessors) < by_tiles
+    return "64" if rows <= 64 or few_tiles or saves_tiles else None
 
 
 def _consumer_groups_time(tiles: int, keys: int, multiprocessors: int) -> float:

@@ -28,6 +28,19 @@ EMULATED = [
     ("sm_90a", dataclasses.replace(RAGGED, query_rows=None, page_size=128, dims=(128, 128))),
     ("sm_90a", dataclasses.replace(RAGGED, query_rows="consumer_groups", page_size=80)),
     ("sm_90a", dataclasses.replace(RAGGED, query_rows="64", features=("is_causal", "mask"))),
+    # The query heads of a key head share a tile with a function: a few rows each, and many.
+    (
+        "sm_80",
+        dataclasses.replace(
+            DECODE, heads=(6, 1), features=("is_causal", "score_mod", "mask", "sinks")
+        ),
+    ),
+    (
+        "sm_90a",
+        dataclasses.replace(
+            RAGGED, heads=(6, 2), counts=(5, 1, 33, 3), features=("is_causal", "mask", "score_mod")
+        ),
+    ),
     ("sm_80", dataclasses.replace(RAGGED, features=("is_causal", "kv_blocks"))),
     (
         "sm_90a",
