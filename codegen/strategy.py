@@ -16,8 +16,8 @@ from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
 
-QueryRows = Literal["16", "64", "consumer_groups"]
-QUERY_ROWS: tuple[QueryRows, ...] = ("16", "64", "consumer_groups")
+QueryRows = Literal["16", "32", "64", "consumer_groups"]
+QUERY_ROWS: tuple[QueryRows, ...] = ("16", "32", "64", "consumer_groups")
 
 MULTIPROCESSORS = 132
 """Of an H100 and an H200. A program is lowered before its device is known, so this is the default;
@@ -29,6 +29,9 @@ MOST_SPLIT_BLOCKS = 512
 FEW_ROWS = 16
 """The rows of the smallest tile, which holds one token of all query heads of a key head."""
 
+_DRAFT_ROWS = 32
+"""Of the tile for a few drafted tokens. Only rows of several heads take it: calls whose tiles have
+one head may have a block mask, and warps with 32 rows have no registers for that."""
 _PLAIN_ROWS = 128
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4
@@ -46,8 +49,9 @@ class Strategy:
     """How one call divides its work; the default is one block for each tile.
 
     ``query_rows`` is set if a forward has few query rows, or too few tiles to fill the GPU:
-    ``"16"`` and ``"64"`` split the keys over blocks, in tiles of so many rows, and
-    ``"consumer_groups"`` splits them over the consumer groups of one block.
+    ``"16"``, ``"32"`` and ``"64"`` split the keys over blocks, in tiles of so many rows (some GPUs
+    have no tile of 32 and take that of 64); ``"consumer_groups"`` splits them over the consumer
+    groups of one block.
     ``split_q`` lets several blocks of a backward share a tile of keys.
 
     Raises ``ValueError`` for a ``query_rows`` that does not exist.
@@ -141,6 +145,8 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
         return "consumer_groups" if groups else None
     if rows <= FEW_ROWS:
         return "16"
+    if rows <= _DRAFT_ROWS and packed > 1:
+        return "32"
     by_groups = _consumer_groups_time(tiles, sizes.keys, multiprocessors)
     if groups and by_groups <= _split_time(split_tiles, sizes.keys, multiprocessors):
         return "consumer_groups"

@@ -78,6 +78,9 @@ def test_row_counts_of_split_kernels():
     assert [rows(64, queries, 8, 1) for queries in (1, 16, 17, 64, 65)] == [
         "16", "16", "64", "64", None,
     ]  # fmt: skip
+    # Five drafted tokens of 4 heads, of 8, and of 4 heads that do not share a tile.
+    assert [rows(16, 5, heads, heads // 8, 8192) for heads in (32, 64)] == ["32", "64"]
+    assert rows(16, 5, 32, 4, 8192, segments=True) == "16"
     # Five tokens of 32 heads fill 3 tiles; each head by itself would have one, mostly empty.
     assert [rows(16, queries, 32, 32, 8192) for queries in (5, 512)] == ["64", None]
     # A few tiles leave a GPU idle, however long they are.

@@ -41,6 +41,14 @@ EMULATED = [
             RAGGED, heads=(6, 2), counts=(5, 1, 33, 3), features=("is_causal", "mask", "score_mod")
         ),
     ),
+    # A few drafted tokens have a tile of 32 rows.
+    (
+        "sm_90a",
+        dataclasses.replace(
+            RAGGED, heads=(8, 2), counts=(5, 1, 8, 3), features=("is_causal", "mask", "score_mod")
+        ),
+    ),
+    ("sm_90a", dataclasses.replace(RAGGED, heads=(8, 2), counts=(5, 7, 8, 3), dims=(128, 128))),
     ("sm_80", dataclasses.replace(RAGGED, features=("is_causal", "kv_blocks"))),
     (
         "sm_90a",
