@@ -90,9 +90,14 @@ struct OnlineSoftmax {
     rescale(output, exponentiate(scores, softmax_scale));
   }
 
-  // Turns scores into probabilities.
-  template <class Scores>
-  CUTE_DEVICE Correction exponentiate(Scores& scores, float softmax_scale) {
+  struct Nothing {
+    CUTE_DEVICE void operator()() const {}
+  };
+
+  // Turns scores into probabilities; `before_exponentials` is called after the maxima.
+  template <class Scores, class BeforeExponentials = Nothing>
+  CUTE_DEVICE Correction exponentiate(Scores& scores, float softmax_scale,
+                                      BeforeExponentials const& before_exponentials = {}) {
     Correction correction;
     if (kCapped && softmax_scale <= kCappedScale) {
       CUTE_UNROLL
@@ -100,6 +105,7 @@ struct OnlineSoftmax {
         correction.rows[r] = 1.0f;
         softmax_reference[r] = 0.0f;
       }
+      before_exponentials();
       add_exponentials(scores, correction, [](int, float x) { return x; });
       return correction;
     }
@@ -110,6 +116,7 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) references[r] = follow(r, greatest[r], scale, correction);
     if constexpr (kLargeScores) subtract_large(scores, references);
+    before_exponentials();
     add_exponentials(scores, correction,
                      [&](int r, float x) { return fmaf(x, scale, -references[r].product); });
     return correction;
