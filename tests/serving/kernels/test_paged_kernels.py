@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import emulator
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_case import Case, assert_matches
+from paged_case import TOLERANCES, Case, assert_matches
+from paging import paged_attention
 
 DECODE = Case((100, 17, 1, 0), (1, 1, 1, 1))
 RAGGED = Case((120, 48, 200, 3), (100, 1, 130, 5))
@@ -135,6 +140,68 @@ def random_cases(seed: int) -> Iterator[Case]:
 @pytest.mark.parametrize("case", list(itertools.islice(random_cases(0), 200)), ids=str)
 def test_kernels(case, assert_close):
     assert_matches(case.found(case.batch()), case, assert_close)
+
+
+ANY_LENGTHS = np.array([-5, 0, 1, 30, 48, 49, 10**6, -(2**31), 2**31 - 1], np.int32)
+
+
+def step(arch: str | None, lengths: np.ndarray, dims: tuple[int, int], implementation: Any) -> Any:
+    """A decode step whose lengths are on the device, with at most 48 keys of a sequence."""
+    if arch is not None:
+        emulator.configure(arch, multiprocessors=5)
+    rng = np.random.default_rng(0)
+    is_latent = dims[0] > 256
+    heads = (16, 1) if is_latent else (4, 2)
+    pools = [jnp.asarray(rng.standard_normal((40, 16, heads[1], dim)), "bfloat16") for dim in dims]
+    query = jnp.asarray(rng.standard_normal((len(lengths), 1, heads[0], dims[0])), "bfloat16")
+    table = jnp.asarray(rng.permutation(40)[:27].reshape(len(lengths), 3).astype(np.int32))
+    call = jax.jit(
+        functools.partial(
+            paged_attention,
+            local_window_size=(20, 0),
+            value_dim=dims[1] if is_latent else None,
+            return_residual=True,
+            implementation=implementation,
+        )
+    )
+    values = None if is_latent else pools[1]
+    found = call(query, pools[0], values, table, jnp.asarray(lengths))
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
+
+
+STEPS = [("sm_80", (64, 64)), ("sm_90a", (128, 128)), ("sm_90a", (576, 512))]
+
+
+def assert_clamped(found: Any, dims: tuple[int, int], assert_close: Any) -> None:
+    assert_close(found, step(None, ANY_LENGTHS.clip(0, 48), dims, "xla"), TOLERANCES["bfloat16"])
+    assert not found[0][ANY_LENGTHS <= 0].any()
+
+
+@pytest.mark.parametrize(("arch", "dims"), STEPS, ids=str)
+def test_emulated_steps_clamp_lengths(arch, dims, machine, assert_close):
+    """The kernels alone do: XLA computes nothing before them."""
+    found = machine.submit(step, arch, ANY_LENGTHS, dims, "cuda").result(600)
+    assert_clamped(found, dims, assert_close)
+    assert_clamped(step(None, ANY_LENGTHS, dims, "xla"), dims, assert_close)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (264, 264), (576, 512)], ids=str)
+def test_steps_clamp_lengths(dims, assert_close):
+    assert_clamped(step(None, ANY_LENGTHS, dims, "cuda"), dims, assert_close)
+
+
+def test_a_step_is_one_custom_call(fake_compiler, monkeypatch):
+    """Of a jitted step whose lengths and table are int32 arrays."""
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
+    shapes = [(2, 1, 4, 64), (8, 16, 2, 64), (8, 16, 2, 64)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,))]
+    call = functools.partial(paged_attention, implementation="cuda")
+    text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    found = set(re.findall(r"stablehlo\.(\w+)", text))
+    assert found <= {"custom_call", "reshape", "broadcast_in_dim", "constant"}, found
 
 
 _CHUNKS = dataclasses.replace(RAGGED, lengths=(900, 300, 77, 0), counts=(130, 300, 5, 2))
