@@ -26,7 +26,7 @@ import peers as all_peers
 import torch_programs
 from cells import Cell
 from peers import Peer
-from precompile import Processes
+from precompile import Precompilation
 from rich.console import Console
 from rich.progress import Progress
 from timing import Failure, Timing, first_line, measure
@@ -59,9 +59,13 @@ def calls_per_launch(flops: float, platform: str = "gpu") -> int:
     return min(most, max(least, round(_LAUNCH_SECONDS * _ASSUMED_RATE / flops)))
 
 
-def _missing(peer: Peer, cell: Cell) -> Failure | None:
+def _missing(
+    peer: Peer, cell: Cell, backward: bool, precompilation: Precompilation
+) -> Failure | None:
     names = peer.missing(cell)
-    return Failure(f"has no argument for {', '.join(names)}") if names else None
+    if names:
+        return Failure(f"has no argument for {', '.join(names)}")
+    return precompilation.failure(peer, cell, backward)
 
 
 class Compilation:
@@ -119,6 +123,7 @@ def measure_direction(
     cell: Cell,
     backward: bool,
     peers: Sequence[Peer],
+    precompilation: Precompilation,
     compilation: Compilation,
     inputs: cell_inputs.Inputs,
     rounds: int,
@@ -129,7 +134,7 @@ def measure_direction(
     outcomes: dict[str, Timing | Failure] = {}
     calls = calls_per_launch(cell.flops(backward), jax.default_backend())
     for peer in peers:
-        if failure := _missing(peer, cell):
+        if failure := _missing(peer, cell, backward, precompilation):
             outcomes[peer.name] = failure
             continue
         try:
@@ -234,11 +239,11 @@ def main() -> None:
     console = Console()
     with Progress(console=console) as progress:
         if options.cells:
-            processes = Processes()
-            processes.submit_cells(options.cells, options.peers)
-            processes.wait(progress)
+            precompilation = Precompilation(options.cells, options.peers)
+            precompilation.wait(progress, "jax")
             compilation = Compilation(options.cells, options.peers)
             compilation.wait(progress)
+            precompilation.wait(progress, "torch")
             for cell in progress.track(options.cells, description="measuring"):
                 inputs = jax.block_until_ready(cell_inputs.make(cell))
                 results = {}
@@ -249,6 +254,7 @@ def main() -> None:
                         cell,
                         backward,
                         options.peers,
+                        precompilation,
                         compilation,
                         inputs,
                         options.rounds,

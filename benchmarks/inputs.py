@@ -19,8 +19,8 @@ class Inputs(NamedTuple):
     key: jax.Array
     value: jax.Array
     cotangent: jax.Array
-    bias: jax.Array | None
-    dropout_key: jax.Array | None
+    bias: jax.Array | None = None
+    dropout_key: jax.Array | None = None
     segment_ids: jax.Array | None = None
     mask: jax.Array | None = None
     table: jax.Array | None = None

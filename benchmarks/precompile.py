@@ -19,6 +19,7 @@ import torch_programs
 from cells import Cell
 from peers import PEERS, Peer
 from rich.progress import Progress
+from timing import Failure, first_line
 
 from jax_memeff.codegen.arch import of_capability
 
@@ -26,7 +27,7 @@ _MOST_PROCESSES = 12  # each has a CUDA context of half a GiB
 
 
 class Processes:
-    """Compiles kernels for the GPU of this machine; without a GPU it does nothing."""
+    """Compile kernels for the GPU of this machine; without a GPU they do nothing."""
 
     def __init__(self):
         self._futures: list[Future] = []
@@ -41,24 +42,51 @@ class Processes:
             (of_capability(int(major), int(minor)),),
         )
 
-    def submit(self, function: Callable[..., None], *arguments: Any) -> None:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future | None:
         """``function(*arguments)`` compiles kernels, in one of the processes."""
-        if self._pool is not None:
-            self._futures.append(self._pool.submit(function, *arguments))
+        if self._pool is None:
+            return None
+        self._futures.append(self._pool.submit(function, *arguments))
+        return self._futures[-1]
 
-    def submit_cells(self, cells: Sequence[Cell], peers: Sequence[Peer]) -> None:
-        """Compile the kernels of ``peers`` for ``cells``."""
-        for cell, peer in itertools.product(cells, peers):
-            if peer.compiles and not peer.missing(cell):
-                for backward in _directions(cell, peer):
-                    self.submit(compile_peer, peer.name, cell, backward)
-
-    def wait(self, progress: Progress) -> None:
-        """Waits for all compilations. Failures are ignored, because they recur later."""
-        for future in progress.track(self._futures, description="compiling kernels"):
+    def wait(self, progress: Progress, futures: Sequence[Future] | None = None) -> None:
+        """Waits for some futures, all by default. Failures are ignored, because they recur."""
+        waited = self._futures if futures is None else futures
+        for future in progress.track(waited, description="compiling kernels"):
             future.exception()
-        if self._pool is not None:
+        if self._pool is not None and all(future.done() for future in self._futures):
             self._pool.shutdown()
+
+
+class Precompilation:
+    """Starts to compile the kernels of ``peers`` for ``cells``; without a GPU it does nothing."""
+
+    def __init__(self, cells: Sequence[Cell], peers: Sequence[Peer]):
+        self._processes = Processes()
+        self._futures: dict[tuple[Peer, Cell, bool], Future] = {}
+        # JAX first: its programs are compiled while PyTorch's kernels are.
+        selected = sorted((peer for peer in peers if peer.compiles), key=lambda x: x.framework)
+        for peer, cell in itertools.product(selected, cells):
+            if not peer.missing(cell):
+                for backward in _directions(cell, peer):
+                    job = self._processes.submit(compile_peer, peer.name, cell, backward)
+                    if job is not None:
+                        self._futures[peer, cell, backward] = job
+
+    def wait(self, progress: Progress, framework: str) -> None:
+        """Waits for the kernels of the peers of a framework."""
+        own = [job for (peer, _, _), job in self._futures.items() if peer.framework == framework]
+        self._processes.wait(progress, own)
+
+    def failure(self, peer: Peer, cell: Cell, backward: bool) -> Failure | None:
+        """Why PyTorch cannot compile a cell, which takes long to find out a second time.
+
+        The failures of JAX recur when its programs are compiled.
+        """
+        if peer.framework != "torch" or (peer, cell, backward) not in self._futures:
+            return None
+        future = self._futures[peer, cell, backward]
+        return None if future.exception() else future.result()
 
 
 def _directions(cell: Cell, peer: Peer) -> tuple[bool, ...]:
@@ -75,14 +103,23 @@ def _start(arch: str) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
-def compile_peer(name: str, cell: Cell, backward: bool) -> None:
-    """Compile the kernels of a peer for a cell; the name is pickled, and a peer cannot be."""
+def compile_peer(name: str, cell: Cell, backward: bool) -> Failure | None:
+    """Compile the kernels of a peer for a cell; the name is pickled, and a peer cannot be.
+
+    Returns why PyTorch cannot, if it will not try again.
+    """
     peer = PEERS[name]
     if peer.framework == "torch":
-        torch_programs.compile_alone(peer, cell, backward)
-        return
+        try:
+            torch_programs.compile_alone(peer, cell, backward)
+        except Exception as error:
+            # A process without others beside it has more memory, so it will try again.
+            is_final = type(error).__name__ != "OutOfMemoryError"
+            return Failure(first_line(error)) if is_final else None
+        return None
     arrays = jax.eval_shape(lambda: cell_inputs.adapt(cell_inputs.make(cell), peer, cell))
     lower(jax_programs.one_call(peer.attention(cell), backward), arrays)
+    return None
 
 
 def lower(function: Callable[..., Any], arrays: Any) -> None:

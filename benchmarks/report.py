@@ -3,7 +3,8 @@
 It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``. ``tables`` has
 all results, ``summary`` only the ratios, ``host`` the host's cost. Results without a cell of the
 main grid go to ``features``, or to the block that _BLOCKS names for their cells; those of ring.py
-go to ``ring``, and those of paged.py to ``paged``. Blocks that were not measured are kept.
+go to ``ring``, those of paged.py to ``paged``, and those of tests/gallery/gallery_errors.py to
+``errors``. Blocks that were not measured are kept.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from peers import OURS
 from server import table as server_table
+from user_functions import errors
 from user_functions import table as function_table
 
 _ROOT = Path(__file__).parent.parent
@@ -36,13 +38,8 @@ _BLOCKS = {
     "functions": "functions",
 }
 _NAMES = (
-    "tables",
-    "summary",
-    "host",
-    "features",
+    *("tables", "summary", "host", "features", "paged", "ring", "errors"),
     *dict.fromkeys(_BLOCKS.values()),
-    "paged",
-    "ring",
 )
 _GRID = frozenset(("main", "small", "tiny"))
 _MISSING = "n/a"
@@ -323,6 +320,15 @@ def functions(document: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def gallery_errors(document: dict[str, Any]) -> str:
+    """The errors of the gallery's functions relative to dense JAX, and those beyond their limit."""
+    records = document["gallery_errors"]
+    parts = [_machine(document), _table(*errors.rows(records))]
+    if lines := errors.failures(records):
+        parts.append("Beyond the limit:\n\n" + "\n".join(f"- {line}" for line in lines))
+    return "\n\n".join(parts)
+
+
 def of_grid(document: dict[str, Any]) -> bool:
     """Whether results hold cells of the main grid, whose figures are plotted."""
     return any(cell["group"] in _GRID for cell in document.get("cells", ()))
@@ -334,6 +340,8 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
         return {"ring": ring(document)}
     if "steps" in document:
         return {"paged": f"{_machine(document)}\n\n{server_table.text(document)}"}
+    if "gallery_errors" in document:
+        return {"errors": gallery_errors(document)}
     if document["cells"] and not of_grid(document):
         groups = {cell["group"] for cell in document["cells"]}
         if groups == {"functions"}:
@@ -373,7 +381,7 @@ def insert(text: str, blocks: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "results", type=Path, help="a file written by attention.py, paged.py or ring.py"
+        "results", type=Path, help="written by attention.py, paged.py, ring.py or gallery_errors.py"
     )
     parser.add_argument(
         "--into", type=Path, nargs="+", default=_TARGETS, help="default: docs and README.md"

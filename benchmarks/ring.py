@@ -83,8 +83,6 @@ class Problem:
             key=normal(keys[1], cell.key_heads, cell.head_dim),
             value=normal(keys[2], cell.key_heads, cell.value_dim),
             cotangent=normal(keys[3], cell.heads, cell.value_dim),
-            bias=None,
-            dropout_key=None,
         )
         return ring, jax.tree.map(self.part, ring)
 

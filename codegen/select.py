@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jax_memeff.codegen import features, gpu
-from jax_memeff.codegen.features import AskedBias, AskedPages
-from jax_memeff.codegen.kernels import KERNELS, fmha_fwd_latent_sm90
+from jax_memeff.codegen.features import AskedBias
+from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.kernels.families import LARGE_DIM
-from jax_memeff.codegen.problem import DIRECTIONS, DTYPE_BYTES, F32_DTYPES, Dtype, Problem
+from jax_memeff.codegen.problem import DIRECTIONS, F32_DTYPES, Dtype, Problem
 from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec
 from jax_memeff.codegen.strategy import PLAIN, QUERY_ROWS, Strategy
 from jax_memeff.codegen.support import (
@@ -36,10 +36,10 @@ TUNED_DIMS = (
 """The padded (head_dim, value_dim) that ``build --all`` compiles; (192, 128) is multi-head latent
 attention. Other pairs take the tile of the larger one."""
 
-LATENT_DIMS = (fmha_fwd_latent_sm90.HEAD_DIM, fmha_fwd_latent_sm90.VALUE_DIM)
-"""Multi-head latent attention with absorbed projections."""
-
-_LATENT = {"varlen": True, "pages": AskedPages(64, is_latent=True)}
+CLOSURE_DIMS = tuple(
+    dict.fromkeys([*TUNED_DIMS, *(pair for kernel in KERNELS for pair, _ in kernel.own_problems)])
+)
+"""The head dims of ``closure``: ``TUNED_DIMS``, and those that a kernel alone serves."""
 
 _COMMON_BIAS = {"bias": AskedBias("16", "shared")}
 
@@ -121,7 +121,7 @@ def closure(
     arch: str,
     *,
     dtypes: Iterable[Dtype] = SPEC_DTYPES,
-    dims: Iterable[tuple[int, int]] = (*TUNED_DIMS, LATENT_DIMS),
+    dims: Iterable[tuple[int, int]] = CLOSURE_DIMS,
 ) -> Iterator[KernelSpec]:
     """Specs times {plain, each feature alone, all features} for ``arch``, in a fixed order.
 
@@ -140,12 +140,11 @@ def closure(
         )
         if dtype in multiplied and (direction == "forward" or strategy.query_rows is None)
     }
-    if gpu.has_wgmma(arch) and LATENT_DIMS in dims:
-        specs |= {
-            select(_problem("forward", dtype, LATENT_DIMS, arch, {**_LATENT, "mask": mask}))
-            for dtype, mask in itertools.product(dtypes, ("none", "causal"))
-            if dtype in multiplied and DTYPE_BYTES[dtype] == 2
-        }
+    for kernel, dtype in itertools.product(KERNELS, dtypes):
+        for pair, asked in kernel.own_problems:
+            if pair in dims:
+                with contextlib.suppress(UnsupportedError):  # on other architectures
+                    specs.add(select(_problem(kernel.direction, dtype, pair, arch, asked)))
     yield from sorted(specs, key=lambda spec: spec.sort_key)
 
 

@@ -101,6 +101,8 @@ class Kernel(abc.ABC):
     """Whether these may be of float8."""
     reads_latent: ClassVar[bool] = False
     """Whether the values are the first columns of the keys."""
+    own_problems: ClassVar[tuple[tuple[tuple[int, int], Mapping[str, Any]], ...]] = ()
+    """Head dims and features of problems in the closure that no other kernel serves."""
     owns_outputs: ClassVar[bool] = False
     """Whether a backward writes each gradient from the blocks that own it, without sums."""
     splits_keys: ClassVar[bool] = False
@@ -147,6 +149,10 @@ class Kernel(abc.ABC):
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
         """The tensors that TMA moves, in the order of the maps."""
         return ()
+
+    def array_of(self, role: str) -> str:
+        """The role of the array in which the kernel finds an operand or writes a result."""
+        return role
 
     def defines(self, spec: KernelSpec) -> str:
         """Macros before the includes of the source."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _ELEMENT_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2}
 _SCALAR_TYPES = ("float32", "int32", "uint32", "bool")
-"""Of values in kernels."""
+"""The types that values have in kernels."""
 
 _ARGUMENTS = {
     "score": "score_mod (or a traced scale)",

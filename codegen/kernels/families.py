@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from jax_memeff.codegen import gpu
-from jax_memeff.codegen.features import FEATURES, PAGES, VARLEN
+from jax_memeff.codegen.features import FEATURES, FUNCTIONS, PAGES, VARLEN
 from jax_memeff.codegen.features.feature import Constant, CppType, Modified
 from jax_memeff.codegen.gpu import Gpu
 from jax_memeff.codegen.launch import BlockMask, EntryPoint, Grid
@@ -176,7 +176,8 @@ class LargeDimKernel(MmaKernel):
     dims = ((LARGE_DIM, LARGE_DIM),)
 
     def reads_block_mask(self, spec: KernelSpec) -> bool:
-        return False
+        """Not of segment ids and boolean masks alone, with which no GPU has run it yet."""
+        return spec[FUNCTIONS] is not None
 
     def dims_word(self, spec: KernelSpec) -> str:
         return "large"

@@ -117,16 +117,20 @@ class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
         without_sums = spec.shared_bytes - captured_sum_bytes(spec)
         entries = [own("preprocess")]
         if "query" in spec.gradients:
-            entries.append(own("dq", without_sums))
+            entries.append(own("dq", without_sums, block_mask=spec.block_mask("queries")))
         sums_bias = gradient in ("full", "shared", "columns")
         functions = spec[FUNCTIONS]
         sums_functions = functions is not None and bool(functions.gradients)
         if {"key", "value"} & set(spec.gradients) or sums_bias or sums_functions:
-            entries.append(own("dkdv", spec.shared_bytes, grid=key_tile_grid(spec)))
+            block_mask = spec.block_mask("keys")
+            grid = key_tile_grid(spec)
+            entries.append(own("dkdv", spec.shared_bytes, grid=grid, block_mask=block_mask))
         if gradient in ("shared", "columns"):
             entries.append(own("dbias_postprocess", grid=bias_tile_grid(spec)))
         if gradient == "dbias_kernel":
-            entries.append(own("dbias", without_sums, grid=bias_tile_grid(spec)))
+            block_mask = spec.block_mask("queries")
+            grid = bias_tile_grid(spec)
+            entries.append(own("dbias", without_sums, grid=grid, block_mask=block_mask))
         return tuple(entries)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:

@@ -23,7 +23,7 @@ from jax_memeff.codegen.kernels.families import (
     stage,
     wgmma_tile,
 )
-from jax_memeff.codegen.kernels.fmha_bwd_sm90 import WgmmaBackward
+from jax_memeff.codegen.kernels.fmha_bwd_sm90 import PART_COLUMNS, WgmmaBackward
 from jax_memeff.codegen.launch import EntryPoint
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import KernelSpec, Row
@@ -73,7 +73,8 @@ TILES: Mapping[int, Sequence[WgmmaTile]] = {
 """By the larger of the two padded head dims. A tile owns ``query`` queries in one kernel, which
 takes ``key`` keys at a time, and ``key`` keys in the other."""
 
-_ONE_KERNEL_DIMS = tuple(fmha_bwd_sm90.TILES)
+_ONE_KERNEL_DIMS = tuple(dim for dim in fmha_bwd_sm90.TILES if dim % PART_COLUMNS == 0)
+"""Without those that the dbias kernel has no parts for."""
 
 
 class FmhaBwdTwoKernelSm90(WgmmaBackward):

@@ -103,7 +103,7 @@ class FmhaFwdLargeDimSm80(LargeDimKernel):
         return {"S": (query, key), "out": (query, large_dim_tile(spec).chunk)}
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        return (self.main(spec, query_tile_grid(spec)),)
+        return (self.main(spec, query_tile_grid(spec), spec.block_mask("queries")),)
 
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int

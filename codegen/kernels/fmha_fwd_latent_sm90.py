@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import shared_memory, strategy
-from jax_memeff.codegen.features import FUNCTIONS, PAGES
+from jax_memeff.codegen.features import FUNCTIONS, PAGES, AskedPages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.kernels.families import (
@@ -66,6 +66,10 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     reads_latent = True
     splits_keys = True
     persistent = True
+    own_problems = tuple(
+        ((HEAD_DIM, VALUE_DIM), {"varlen": True, "pages": AskedPages(64, is_latent=True), **mask})
+        for mask in ({}, {"mask": "causal"})
+    )
 
     def padded_rows(self) -> Iterator[Row]:
         yield Row(HEAD_DIM, VALUE_DIM, _TILE)
@@ -82,6 +86,9 @@ class FmhaFwdLatentSm90(WgmmaKernel):
 
     def consumers(self, spec: KernelSpec) -> int:
         return _CONSUMERS
+
+    def array_of(self, role: str) -> str:
+        return "key" if role == "value" else role
 
     def reads_block_mask(self, spec: KernelSpec) -> bool:
         return False

@@ -264,14 +264,11 @@ _TILES_FLOAT8: MmaTables = {
     gpu.SM90: _SM90_FLOAT8,
 }
 
-_ROWS = ("16", "32", "64")
-
 _FLOAT8_ELEMENT_BYTES = 1
 
 _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
 """Elements of a warp's output; each 1024 of them take 32 registers per lane. With twice as many,
 kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
-
 
 _MOST_SEGMENT_BYTES = 1 << 27
 """The most memory for the outputs of segments. With more rows and longer tables the keys are not
@@ -309,7 +306,7 @@ class FmhaFwdSplitSm80(MmaKernel):
             reasons.append("it does not split the keys of packed sequences yet")
         elif strategy.query_rows is None and not spec[PAGES].is_float8:
             reasons.append("it splits the keys, and there are tiles for a whole GPU without that")
-        rows = int(strategy.query_rows) if strategy.query_rows in _ROWS else 64
+        rows = {"16": 16, "32": 32}.get(strategy.query_rows or "", 64)
         if (strategy.query_rows or spec[PAGES].is_float8) and spec.tile.query < rows:
             reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
         return reasons + super().reasons(spec, problem, strategy)

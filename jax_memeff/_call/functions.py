@@ -12,7 +12,7 @@ from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands import FunctionState
 
 ScoreFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array | float]
-"""Of score, batch index, head, row and column, all of them scalars, to a score."""
+"""From score, batch index, head, row and column, all of them scalars, to a score."""
 
 
 def state(batch: int, heads: int, offsets: Offsets | None = None) -> FunctionState:

@@ -126,9 +126,7 @@ def _dims(spec: KernelSpec, name: str) -> str:
         if array.name == name:
             return array.dims
     dims = _DIMS | _VARLEN_DIMS if spec[features.VARLEN] else _DIMS
-    if name == "value" and spec[features.PAGES].is_latent:
-        return dims["key"]
-    return dims.get(name, "...")
+    return dims.get(spec.kernel.array_of(name), "...")
 
 
 def types(buffers: Sequence[Buffer]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -73,6 +73,22 @@ def compile(spec: KernelSpec, arch: str) -> compiler.Compiled:
 def announce(runs: Iterable[Any]) -> None:
     """Kernels of these runs (``run.kernels()``) are compiled several at a time from now on."""
     build.announce(spec for run in runs for spec in run.kernels())
+
+
+_lowered: dict[Any, jax.stages.Lowered] = {}
+
+
+def lower_together(lower: Callable[..., jax.stages.Lowered], calls: Iterable[tuple]) -> None:
+    """Calls ``lower`` with each of ``calls``; kernels of all programs are compiled at once."""
+    with build.together():
+        for call in calls:
+            if (lower, call) not in _lowered:
+                _lowered[lower, call] = lower(*call)
+
+
+def lowered(lower: Callable[..., jax.stages.Lowered], *call: Any) -> jax.stages.Lowered:
+    """``lower(*call)``, which :func:`lower_together` may have called before."""
+    return _lowered.get((lower, call)) or lower(*call)
 
 
 class _LaunchConfig(ctypes.Structure):

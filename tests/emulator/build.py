@@ -4,13 +4,15 @@ Results are kept in ``JAX_MEMEFF_CACHE_DIR`` under a digest of everything that t
 A lock for each lets one process build what several ask for.
 
 Half of the time that g++ takes for a kernel goes to templates of CuTe that other kernels of the
-same main loop instantiate too. Kernels that are announced are therefore compiled a dozen at a time.
+same main loop instantiate too. Kernels that are known beforehand, because they are announced or
+because programs are lowered before the first of them runs, are compiled a dozen at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
@@ -59,6 +61,9 @@ _DRIVER_OPTIONS = [
 _announced: dict[str, tuple[str, ...]] = {}
 """For the text of a kernel, the texts that are compiled with it."""
 
+_awaited: list[KernelSpec] | None = None
+"""Kernels whose libraries :func:`together` compiles at its end; None outside of it."""
+
 
 def driver() -> Path:
     """The emulated ``libcuda.so.1``."""
@@ -83,13 +88,44 @@ def announce(specs: Iterable[KernelSpec]) -> None:
             _announced.update(dict.fromkeys(batch, batch))
 
 
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Kernels that are asked for inside are compiled at the end, several at a time.
+
+    Inside, :func:`library_of` returns the names of libraries that do not exist yet.
+    """
+    global _awaited
+    _awaited = awaited = []
+    try:
+        yield
+    finally:
+        _awaited = None
+    announce(awaited)
+    for spec in awaited:
+        link = _link(spec)
+        if not link.exists():
+            unique = link.with_suffix(f".{os.getpid()}")
+            unique.symlink_to(library_of(spec))
+            unique.replace(link)
+
+
 def library_of(spec: KernelSpec) -> Path:
     """A library with the entry points of ``spec``, perhaps beside those of other kernels."""
+    if _awaited is not None:
+        _awaited.append(spec)
+        return _link(spec)
     text = _text(spec)
     batch = _announced.get(text, (text,))
     if len(batch) == 1:
         return kernel_library(spec.name, text)
     return kernel_library(f"{spec.kernel.stem}_batch", joined(batch))
+
+
+def _link(spec: KernelSpec) -> Path:
+    """A name for a library that does not depend on the kernels that are compiled with ``spec``."""
+    return _result(
+        "kernel.link", {f"{spec.name}.cc": _text(spec)}, _KERNEL_OPTIONS, headers.digest()
+    )
 
 
 def kernel_library(name: str, source: str) -> Path:
@@ -143,6 +179,23 @@ def _directories(*own: str) -> list[str]:
     return [str(_HERE / "include"), *own, *headers.include_dirs()]
 
 
+def _result(name: str, sources: dict[str, str], options: list[str], digest: bytes = b"") -> Path:
+    """The file in the cache for what g++ makes of files of these texts.
+
+    ``digest`` is of headers that change beside CuTe's and the emulator's.
+    """
+    cache = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "emulator"
+    cache.mkdir(parents=True, exist_ok=True)
+    parts = [repr((sources, options, headers.versions())).encode(), digest, *_own_headers()]
+    stem, _, suffix = name.partition(".")
+    return cache / f"{stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.{suffix}"
+
+
+@functools.cache
+def _own_headers() -> tuple[bytes, ...]:
+    return tuple(file.read_bytes() for file in sorted(_HERE.glob("include/**/*")) if file.is_file())
+
+
 def _compiled(
     name: str,
     sources: dict[str, str],
@@ -150,20 +203,11 @@ def _compiled(
     directories: Sequence[str],
     digest: bytes = b"",
 ) -> Path:
-    """What g++ makes of files of these texts, found or made in the cache.
-
-    ``digest`` is of headers that change beside CuTe's and the emulator's.
-    """
-    cache = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "emulator"
-    cache.mkdir(parents=True, exist_ok=True)
-    own = [file.read_bytes() for file in sorted(_HERE.glob("include/**/*")) if file.is_file()]
-    parts = [repr((sources, options, headers.versions())).encode(), digest, *own]
-    stem, _, suffix = name.partition(".")
-    digest_of_all = hashlib.sha256(b"|".join(parts)).hexdigest()[:16]
-    result = cache / f"{stem}-{digest_of_all}.{suffix}"
+    """What g++ makes of files of these texts, found or made in the cache."""
+    result = _result(name, sources, options, digest)
     if result.exists():
         return result
-    with _lock(result), tempfile.TemporaryDirectory(dir=cache) as work:
+    with _lock(result), tempfile.TemporaryDirectory(dir=result.parent) as work:
         if not result.exists():
             for file, text in sources.items():
                 (Path(work) / file).write_text(text)

@@ -5,6 +5,7 @@ NVRTC reads CuTe for 3 s and compiles a kernel for 2 s; g++ instantiates the sam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -25,5 +26,17 @@ def joined(sources: Sequence[str]) -> str:
     text = "".join(f"{line}\n" for line in lines)
     for index, source in enumerate(sources):
         body = "".join(x for x in source.splitlines(keepends=True) if not x.startswith("#"))
-        text += f"namespace kernel{index} {{\n{body}}}\n"
+        functions = "".join(_FUNCTIONS.findall(body))
+        kernel = f"namespace kernel{index} {{\n{_FUNCTIONS.sub('', body)}}}\n"
+        # The structs of users' functions have the same names in all sources, and call functions of
+        # their namespace.
+        for name in ("", *(f"::{name}" for name in _STRUCTS.findall(functions))):
+            own = f"memeff::function::kernel{index}{name}"
+            functions = re.sub(rf"\bmemeff::function{name}\b(?!::)", own, functions)
+            kernel = re.sub(rf"\bmemeff::function{name}\b(?!::)", own, kernel)
+        text += functions + kernel
     return text
+
+
+_FUNCTIONS = re.compile(r"^namespace memeff::function \{\n.*?^\}(?:  //[^\n]*)?\n", re.M | re.S)
+_STRUCTS = re.compile(r"^struct (\w+) ", re.M)

@@ -57,7 +57,7 @@ SCORES: dict[str, Any] = {
     "swin_bias": _swin,
     "soft_cap": lambda scores, i, cap: cap * jnp.tanh(scores / cap),
 }
-"""Of scores [B, N, T, S], indices, and the arguments of the gallery's function."""
+"""Functions of scores [B, N, T, S], indices, and the arguments of the gallery's function."""
 
 
 def _neighborhood(i: Index, height: int, width: int, kernel: int) -> np.ndarray:
@@ -116,7 +116,8 @@ MASKS: dict[str, Any] = {
     "listed_blocks": _listed_blocks,
     "block_sparse": lambda i, blocks, block: np.kron(blocks, np.ones((block, block), bool))[None],
 }
-"""Of indices and the arguments of the gallery's function: bool, broadcastable to [B, N, T, S]."""
+"""Functions of indices and the arguments of the gallery's function; their results, bool, broadcast
+to [B, N, T, S]."""
 
 
 def attention(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import gallery_definitions as definitions
@@ -10,108 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gallery import scores, windows
-from gallery.catalog import ENTRIES, Entry, Shape
+from gallery.catalog import ENTRIES, Shape
+from gallery_case import compare
 
 import jax_memeff
 from jax_memeff import Mask
 
+FOLDER = Path(__file__).parent
 CPU, GPU = Shape(2, 4, 64), Shape(2, 4, 256)
-KEY_HEADS = 2
-FLOAT32_TOLERANCE = 1e-5
-
-# Compilation is most of the time of these tests.
-fast = {"xla_backend_optimization_level": 0}
 
 names = pytest.mark.parametrize("name", ENTRIES)
 
 
-def operands(
-    entry: Entry, arguments: list[Any], shape: Shape, head_dim: int, dtype: Any
-) -> dict[str, Any]:
-    """Query, key and value, the cotangent of the output, and the float arguments."""
-    rng = np.random.default_rng(5)
-    rows = entry.rows or shape.length
-    sizes = {"query": (rows, shape.heads), "key": (shape.length, KEY_HEADS)}
-    sizes |= {"value": sizes["key"], "cotangent": sizes["query"]}
-    found = {
-        name: rng.standard_normal((shape.batch, length, heads, head_dim)).astype(jnp.dtype(dtype))
-        for name, (length, heads) in sizes.items()
-    }
-    floats = {i: x for i, x in enumerate(arguments) if getattr(x, "dtype", None) == np.float32}
-    return found | {f"argument {place}": x for place, x in floats.items()}
-
-
-def program(attention: Any, given: list[Any]) -> Any:
-    """From arrays to the output and the gradients of all float arrays.
-
-    ``given`` are the arguments of the gallery's function; the float ones are among the arrays.
-    """
-
-    def loss(arrays: dict[str, Any], cotangent: Any) -> Any:
-        arguments = [arrays.get(f"argument {place}", x) for place, x in enumerate(given)]
-        out = attention(arguments, *(arrays[name] for name in ("query", "key", "value")))
-        return jnp.sum((out * cotangent).astype(jnp.promote_types(out.dtype, jnp.float32))), out
-
-    return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=fast)
-
-
-def results(run: Any, arrays: dict[str, Any]) -> dict[str, Any]:
-    """The output and gradients of a program, as float64 in NumPy."""
-    others = {name: x for name, x in arrays.items() if name != "cotangent"}
-    (_, out), gradients = run(others, arrays["cotangent"])
-    return jax.tree.map(lambda x: np.asarray(x).astype(np.float64), {"out": out, **gradients})
-
-
-def dense(entry: Entry) -> Any:
-    def attention(arguments: Any, *operands: Any) -> Any:
-        return definitions.attention(entry.name, arguments, entry.is_causal, *operands)
-
-    return attention
-
-
-def fused(entry: Entry, implementation: Any) -> Any:
-    def attention(arguments: Any, *operands: Any) -> Any:
-        own = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arguments]
-        return jax_memeff.dot_product_attention(
-            *operands, **entry.call(*own), implementation=implementation
-        )
-
-    return attention
-
-
-def errors(found: dict[str, Any], exact: dict[str, Any]) -> dict[str, float]:
-    """Relative, in the Frobenius norm."""
-    assert found.keys() == exact.keys()
-    return {
-        name: float(np.linalg.norm(found[name] - exact[name]) / np.linalg.norm(exact[name]))
-        for name in exact
-    }
-
-
 def check(name: str, shape: Shape, head_dim: int, implementation: Any) -> None:
-    """float32 to a tolerance; 16 bits to twice the error of dense JAX, both against float64.
-
-    The gradients of what a function reads have an error of the output's dtype at least: any fused
-    backward takes ``rowsum(dO * O)`` from the rounded output. A row's error is then common to all
-    of its scores and does not average out in a sum over them, while JAX rounds each score's alone.
-    """
-    entry = ENTRIES[name]
-    arguments = [np.asarray(x) if isinstance(x, jax.Array) else x for x in entry.arguments(shape)]
-    ours = program(fused(entry, implementation), arguments)
-    theirs = program(dense(entry), arguments)
+    """float32 to a tolerance; 16 bits to twice the error of dense JAX, both against float64."""
     for dtype in ("float32", "bfloat16", "float16"):
-        arrays = operands(entry, arguments, shape, head_dim, dtype)
-        with jax.enable_x64(True):
-            wide = {name: x.astype(np.float64) for name, x in arrays.items()}
-            exact = results(theirs, wide)
-        limits = dict.fromkeys(exact, FLOAT32_TOLERANCE)
-        if dtype != "float32":
-            rounded = float(jnp.finfo(dtype).eps)
-            for result, error in errors(results(theirs, arrays), exact).items():
-                is_argument = result.startswith("argument")
-                limits[result] = max(2 * error, rounded if is_argument else 0.0)
-        for result, error in errors(results(ours, arrays), exact).items():
-            assert error <= limits[result], (dtype, result, error, limits[result])
+        for result, error in compare(name, shape, head_dim, implementation, dtype).items():
+            assert error.ours <= error.limit, (dtype, result, error)
 
 
 @names
@@ -144,6 +62,22 @@ def test_masks_are_their_definition(name):
     want = np.broadcast_to(want, sizes)
     assert 0 < want.mean() < 1
     np.testing.assert_array_equal(mask.as_array(*sizes), want)
+
+
+def test_errors_become_a_table(tmp_path):
+    """The command measures them, and the report of the benchmarks writes them into a page."""
+    results, page = tmp_path / "errors.json", tmp_path / "page.md"
+    page.write_text("<!-- benchmarks:begin errors -->\n<!-- benchmarks:end -->\n")
+    small = ("--implementation", "xla", "--head-dims", "8", "--functions", "alibi")
+    commands = (
+        (FOLDER / "gallery_errors.py", *small, "--output", results),
+        (FOLDER.parents[1] / "benchmarks" / "report.py", results, "--into", page),
+    )
+    for command in commands:
+        subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
+    row = next(line for line in page.read_text().splitlines() if line.startswith("| alibi |"))
+    ratios = [float(cell) for cell in row.split("|")[2:-1]]
+    assert len(ratios) == 6 and all(0 < ratio < 20 for ratio in ratios)
 
 
 def test_layers_with_other_windows_run_in_one_scan():

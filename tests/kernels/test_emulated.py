@@ -235,7 +235,7 @@ SM90 += [
         Case(B=3, T=200, S=152, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **CAUSAL),
         Case(B=2, T=140, S=200, K=1, bias="11TS", bias_dtype="float32", soft_cap=2.0, **WINDOW),
         Case(B=3, T=130, S=152, bias="BNTS", lengths=LENGTHS, packed=True),
-        Case(B=2, T=140, S=152, K=1, H=256, bias="1NTS", dropout=0.2, lengths=LENGTHS[:2]),
+        Case(B=2, T=140, S=152, K=1, H=256, Hv=24, bias="1NTS", dropout=0.2, lengths=LENGTHS[:2]),
         SUMMED(T=140, S=150, N=2, bias="B1TS", boolean=("B11S",), **CAUSAL),
         Case(B=6, T=140, S=150, K=1, H=256, bias="BNTS", shared=(*SHARED_KEYS, ("bias", 3, 1))),
         Case(B=6, T=70, S=150, bias="BNTS", shared=(("bias", 1, 1),), bias_gradient=1),

@@ -1,5 +1,6 @@
 """Benchmarks of functions of scores and masks: cells, peers, tables, and what they compile."""
 
+import concurrent.futures.process
 import dataclasses
 import importlib
 import json
@@ -117,6 +118,26 @@ def test_flex_attention_has_the_same_functions(modules, function_cell):
     if score_mod is not None:
         scores = np.random.default_rng(0).normal(size=sizes).astype(np.float32)
         np.testing.assert_allclose(theirs(scores, *indices), score_mod(scores, *indices), 1e-6)
+
+
+def test_what_pytorch_cannot_compile_is_tried_once(modules):
+    """Compilers take up to a minute to fail, so the measurement takes the reason as it is."""
+    peers, precompile = modules("peers").PEERS, modules("precompile")
+    cell = modules("cells").tiny_functions()[0]
+    precompilation = precompile.Precompilation([cell], [])
+    reason = modules("timing").Failure("InductorError: no kernel")
+    for name in ("flex", "memeff_cuda"):
+        precompilation._futures[peers[name], cell, True] = done = concurrent.futures.Future()
+        done.set_result(reason)
+    measured = modules("attention").measure_direction(
+        cell, True, [peers["flex"]], precompilation, None, None, 1, 1e-3
+    )
+    assert measured["flex"] == {"error": "InductorError: no kernel"}
+    assert precompilation.failure(peers["flex"], cell, False) is None
+    assert precompilation.failure(peers["memeff_cuda"], cell, True) is None
+    broken = precompilation._futures[peers["flex"], cell, True] = concurrent.futures.Future()
+    broken.set_exception(concurrent.futures.process.BrokenProcessPool())
+    assert precompilation.failure(peers["flex"], cell, True) is None
 
 
 def test_functions_have_a_table_of_their_own(modules, tmp_path, monkeypatch):

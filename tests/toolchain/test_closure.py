@@ -56,7 +56,7 @@ def sample(arch):
     it; the other architectures, which share the modules of sm_80, have a kernel per direction.
     """
     generator = random.Random(f"{arch} {CHOICE}")
-    dims = [*select.TUNED_DIMS, select.LATENT_DIMS, *ODD_DIMS]
+    dims = [*select.CLOSURE_DIMS, *ODD_DIMS]
     if CHOICE != "all" and arch != COVERED:
         dims = generator.sample(dims, DIMS_DRAWN)
     specs = list(select.closure(arch, dims=dims))

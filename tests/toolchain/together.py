@@ -1,4 +1,4 @@
-"""Kernels compiled by NVRTC several at a time, as is quicker."""
+"""Kernels compiled by NVRTC several at a time, because that is quicker."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ def compiled(specs: Iterable[KernelSpec], arch: str) -> Iterator[tuple[list[Kern
             batch = same[first : first + AT_A_TIME]
             names = [entry.name for spec in batch for entry in spec.entry_points]
             source = joined([emit.source(spec) for spec in batch])
-            yield batch, compiler.compile_uncached(source, arch, names)
+            yield batch, compiler.compile_source(source, arch, names)

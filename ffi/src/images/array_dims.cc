@@ -11,7 +11,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr std::string_view kNameCharacters =
+constexpr std::string_view kDimNameCharacters =
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789";
 
 }  // namespace
@@ -45,7 +45,7 @@ void ArrayDims::bind(const std::vector<Words>& rows, long long longest_query,
     for (int dim = 0; dim < type.rank; ++dim) {
       std::string_view const pattern = row[dim + 3];
       long long const size = type.sizes[dim];
-      if (pattern.find_first_not_of(kNameCharacters) == std::string_view::npos &&
+      if (pattern.find_first_not_of(kDimNameCharacters) == std::string_view::npos &&
           !parse_number(pattern, 0, LLONG_MAX) && !dims_.find(pattern)) {
         bind(pattern, size);
       } else if (pattern == "B+1" && size > 0 && !dims_.find("B")) {

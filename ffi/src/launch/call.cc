@@ -15,7 +15,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr size_t kMostBuffers = 64;
-constexpr std::string_view kNameCharacters = "abcdefghijklmnopqrstuvwxyz0123456789_";
+constexpr std::string_view kArrayNameCharacters = "abcdefghijklmnopqrstuvwxyz0123456789_";
 
 // The attributes as XLA holds them.
 struct Attributes {
@@ -121,9 +121,9 @@ std::string seal_of(Direction direction, const Attributes& attributes) {
 }
 
 // Fills in the arrays and buffers of a call; returns what is wrong with them.
-class Buffers {
+class BufferAttributes {
  public:
-  explicit Buffers(Call* call) : call_(*call) {}
+  explicit BufferAttributes(Call* call) : call_(*call) {}
 
   std::string add(std::string_view kind, std::string_view all_names, std::string_view all_types) {
     auto const names = split(all_names, ',');
@@ -167,7 +167,7 @@ class Buffers {
       if (slash != std::string_view::npos) {
         divisor = parse_number(names[slot].substr(slash + 1), 1, INT_MAX);
       }
-      if (name.empty() || name.find_first_not_of(kNameCharacters) != std::string_view::npos) {
+      if (name.empty() || name.find_first_not_of(kArrayNameCharacters) != std::string_view::npos) {
         return "the name " + quoted(name);
       }
       if (!divisor) return "the divisor of " + quoted(names[slot]) + ", expected 1 to 2147483647";
@@ -267,7 +267,7 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(Direction direction,
   auto const attributes = read(dictionary);
   if (!attributes.has_value()) return ffi::Unexpected(attributes.error());
   auto call = std::make_unique<Call>();
-  Buffers buffers(call.get());
+  BufferAttributes buffers(call.get());
   std::string error = buffers.add("operand", attributes->operands, attributes->operand_types);
   if (error.empty()) error = buffers.add("result", attributes->results, attributes->result_types);
   if (error.empty()) error = set_numbers(*attributes, call.get());

@@ -8,16 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_memeff._call import values
-from jax_memeff._call.mask import arguments, computed_blocks, expression, segment_ids, tiles
+from jax_memeff._call.mask import (
+    arguments,
+    canonical,
+    computed_blocks,
+    segment_ids,
+)
 from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
 from jax_memeff._call.mask.window import Alignment, TracedWindow, Window
 from jax_memeff._call.offsets import Offsets, Position
-from jax_memeff._functions.evaluate import evaluate
 from jax_memeff._functions.trace import traced_mask_function
 from jax_memeff.codegen.functions.program import Program
 
@@ -25,7 +28,7 @@ Bound = int | jax.Array | None
 """A bound of a window; an array is a traced scalar."""
 
 Lengths = tuple[jax.Array | None, jax.Array | None]
-"""Of queries and of keys, each [B]."""
+"""The lengths of queries and of keys, each [B]."""
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +47,7 @@ class Mask:
     Masks without arrays are equal if their windows and functions are, and can be static arguments
     of ``jax.jit``. Masks with arrays have no order, no hash and no ``==``.
 
+    >>> import jax.numpy as jnp
     >>> mask = Mask.causal() & Mask.lengths(key=jnp.array([2]))
     >>> mask.as_array(1, 1, 3, 3)[0, 0].astype(int)
     Array([[1, 0, 0],
@@ -248,6 +252,7 @@ class Mask:
             ValueError: ranks, or the shapes of indices and counts, do not match; attention
                 functions raise it if lists do not match the call.
 
+        >>> import jax.numpy as jnp
         >>> lists = jnp.array([[0, -1], [0, 2]])  # of two Q blocks
         >>> Mask.kv_blocks(lists, block_size=(2, 1)).as_array(1, 1, 4, 3)[0, 0].astype(int)
         Array([[1, 0, 0],
@@ -276,6 +281,7 @@ class Mask:
             TypeError: it is no function of four arguments, or its result is not a bool scalar.
             jax_memeff.UnsupportedError: it is not a function of scalars; the text says why.
 
+        >>> import jax.numpy as jnp
         >>> prefix = jnp.array([2])
         >>> mask = Mask.causal() | Mask.function(lambda b, h, q, k: k < prefix[b])
         >>> mask.as_array(1, 1, 3, 3)[0, 0].astype(int)
@@ -308,7 +314,7 @@ class Mask:
             raise arguments.not_a_mask(other)
         block_masks = self.block_masks + other.block_masks
         is_beyond = self._is_beyond_block_masks() or other._is_beyond_block_masks()
-        ours, theirs = self._all_lengths(), other._all_lengths()
+        ours, theirs = canonical.all_lengths(self), canonical.all_lengths(other)
         lengths = itertools.zip_longest(ours[0] + theirs[0], ours[1] + theirs[1])
         (query_lengths, key_lengths), *more = list(lengths) or [(None, None)]
         return Mask(
@@ -334,12 +340,6 @@ class Mask:
         raise arguments.not_a_mask(other)
 
     __rand__ = __ror__
-
-    def _all_lengths(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The lengths of every combined mask: those of queries, and those of keys."""
-        pairs = [(self.query_lengths, self.key_lengths), *self.more_lengths]
-        queries, keys = ([x for x in side if x is not None] for side in zip(*pairs, strict=True))
-        return queries, keys
 
     def without_block_masks(self) -> Mask:
         """The same mask without block masks, so that each call computes its own."""
@@ -369,6 +369,7 @@ class Mask:
             rings compute their own block masks. A mask of only windows and lengths needs no block
             mask and is returned unchanged.
 
+        >>> import jax.numpy as jnp
         >>> query = key = jnp.ones((1, 256, 2, 8))
         >>> documents = jnp.arange(256) // 100
         >>> mask = Mask.function(lambda b, h, q, k: documents[q] == documents[k])
@@ -388,7 +389,7 @@ class Mask:
         >>> sorted((Mask.causal() & Mask.boolean(True)).kinds())
         ['boolean', 'top_left']
         """
-        query_lengths, key_lengths = self._all_lengths()
+        query_lengths, key_lengths = canonical.all_lengths(self)
         present = {
             "top_left": self.top_left is not None,
             "bottom_right": self.bottom_right is not None,
@@ -417,29 +418,7 @@ class Mask:
         Args:
             tokens: of query and of key, if sequences are packed: segment ids are then [1, tokens].
         """
-        batch, rows, columns = (B, T, S) if tokens is None else (1, *tokens)
-        query_lengths, key_lengths = self._all_lengths()
-        pairs = [pair for ids in self.segment_ids for pair in segment_ids.as_int32(*ids)]
-        return dataclasses.replace(
-            self,
-            query_lengths=arguments.smallest(query_lengths, B, T),
-            key_lengths=arguments.smallest(key_lengths, B, S),
-            segment_ids=tuple(
-                (
-                    arguments.broadcast(query_ids, batch, rows),
-                    arguments.broadcast(key_ids, batch, columns),
-                )
-                for query_ids, key_ids in pairs
-            ),
-            booleans=tuple(
-                jnp.asarray(x).reshape((1,) * (4 - x.ndim) + x.shape) for x in self.booleans
-            ),
-            more_lengths=(),
-            excluded=tuple(mask.canonical(B, T, S, tokens) for mask in self.excluded),
-            block_lists=tuple(
-                x.table(S) if isinstance(x, KvBlocks) else x for x in self.block_lists
-            ),
-        )
+        return canonical.canonical(self, B, T, S, tokens)
 
     def as_array(
         self, B: int, N: int, T: int, S: int, position: Position | None = None
@@ -449,17 +428,4 @@ class Mask:
         Args:
             position: global index of row 0 and column 0, from which windows count.
         """
-        mask = self.canonical(B, T, S)
-        frame = expression.Frame.of(mask, (T, S))._replace(position=position)
-        mask = expression.compiled(mask, frame)
-        valid = tiles.valid_elements(mask, (T, S), (0, 0), (T, S), position)
-        valid = jnp.broadcast_to(True if valid is None else valid, (B, N, T, S))
-        for program in mask.functions:
-            batch, head, row, column = jnp.ix_(*(jnp.arange(size) for size in (B, N, T, S)))
-            if position is not None:
-                row = row + position.query.reshape(-1, 1, 1, 1)
-                column = column + position.key.reshape(-1, 1, 1, 1)
-            arrays = tuple(x[0] for x in mask.captured)
-            b, h, q, k = (x.astype(jnp.int32) for x in (batch, head, row, column))
-            valid &= evaluate(program, None, b, h, q, k, arrays)
-        return valid
+        return canonical.as_array(self, B, N, T, S, position)

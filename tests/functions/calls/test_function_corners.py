@@ -246,13 +246,21 @@ CORNERS: dict[str, tuple[Callable[[], Corner], str]] = {
 }
 
 
-def value_and_gradients(function: Any, arrays: Any) -> Any:
-    out, transpose = jax.vjp(jax.jit(function), *arrays)
-    cotangent = drawn(*out.shape).astype(out.dtype)
-    return jax.tree.map(np.asarray, (out, transpose(cotangent)))
+def value_and_gradients(function: Any, arrays: Any) -> jax.stages.Lowered:
+    """A program of the output and the gradients of all arrays."""
+
+    def both(*arrays: jax.Array) -> Any:
+        out, transpose = jax.vjp(function, *arrays)
+        return out, transpose(drawn(*out.shape).astype(out.dtype))
+
+    return jax.jit(both).lower(*arrays)
 
 
-def results(name: str) -> Any:
+def run(program: jax.stages.Lowered, arrays: Any) -> Any:
+    return jax.tree.map(np.asarray, program.compile()(*arrays))
+
+
+def lower(name: str) -> jax.stages.Lowered:
     """For the process of ``machine``."""
     corner, arch = CORNERS[name]
     emulator.configure(arch)
@@ -260,8 +268,24 @@ def results(name: str) -> Any:
     return value_and_gradients(ours, arrays)
 
 
+def results(name: str) -> Any:
+    """For the process of ``machine``."""
+    corner, arch = CORNERS[name]
+    program = emulator.lowered(lower, name)
+    emulator.configure(arch)
+    return run(program, corner().arrays)
+
+
+@pytest.fixture(scope="module")
+def lowered(machine, selected):
+    """The programs of all cases are lowered before the first runs."""
+    calls = [(call["name"],) for call in selected]
+    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
+
+
+@pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize("name", CORNERS)
 def test_kernels_of_functions(name, machine, assert_close):
     found = machine.submit(results, name).result(timeout=600)
     _, defined, arrays = CORNERS[name][0]()
-    assert_close(found, value_and_gradients(defined, arrays), 2e-2)
+    assert_close(found, run(value_and_gradients(defined, arrays), arrays), 2e-2)

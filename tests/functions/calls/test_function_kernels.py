@@ -188,13 +188,29 @@ def cotangents_of(case: Case | Tiles) -> tuple[np.ndarray, ...]:
     )
 
 
-def results(case: Case | Tiles, arch: str | None, seed: int = 0) -> Any:
-    """Results and gradients; for the process of ``machine`` with an architecture."""
-    if arch is not None:
-        emulator.configure(arch, seed=seed)
-    arrays, cotangents = jax.tree.map(jnp.asarray, case.arrays()), cotangents_of(case)
-    run = jax.jit(lambda arrays: value_and_gradients(case.ours, arrays, cotangents))
-    return jax.tree.map(np.asarray, run(arrays))
+def program(case: Case | Tiles) -> Any:
+    cotangents = cotangents_of(case)
+    return jax.jit(lambda arrays: value_and_gradients(case.ours, arrays, cotangents))
+
+
+def lower(case: Case | Tiles, arch: str) -> jax.stages.Lowered:
+    """For the process of ``machine``."""
+    emulator.configure(arch)
+    return program(case).lower(jax.tree.map(jnp.asarray, case.arrays()))
+
+
+def emulated(case: Case | Tiles, arch: str, seed: int = 0) -> Any:
+    """Results and gradients; for the process of ``machine``."""
+    lowered = emulator.lowered(lower, case, arch)
+    emulator.configure(arch, seed=seed)
+    return jax.tree.map(np.asarray, lowered.compile()(jax.tree.map(jnp.asarray, case.arrays())))
+
+
+@pytest.fixture(scope="module")
+def lowered(machine, selected):
+    """The programs of all cases are lowered before the first runs."""
+    calls = [(call["case"], call["arch"]) for call in selected if {"case", "arch"} <= {*call}]
+    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
 
 
 def exact(case: Case | Tiles) -> Any:
@@ -209,8 +225,9 @@ def exact(case: Case | Tiles) -> Any:
 
 
 @pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
+@pytest.mark.usefixtures("lowered")
 def test_emulated_kernels(arch, case, machine, assert_close):
-    found = machine.submit(results, case, arch).result(timeout=600)
+    found = machine.submit(emulated, case, arch).result(timeout=600)
     assert_close(found, exact(case), TOLERANCES[case.dtype])
 
 
@@ -222,8 +239,9 @@ def test_emulated_kernels(arch, case, machine, assert_close):
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("lowered")
 def test_deterministic_sums_do_not_depend_on_the_order_of_blocks(arch, case, machine):
-    runs = [machine.submit(results, case, arch, seed).result(timeout=600) for seed in (1, 2)]
+    runs = [machine.submit(emulated, case, arch, seed).result(timeout=600) for seed in (1, 2)]
     jax.tree.map(np.testing.assert_array_equal, *runs)
 
 
@@ -306,4 +324,5 @@ ON_GPU: list[Case | Tiles] = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_GPU, ids=str)
 def test_kernels(case, assert_close):
-    assert_close(results(case, None), exact(case), TOLERANCES[case.dtype])
+    found = program(case)(jax.tree.map(jnp.asarray, case.arrays()))
+    assert_close(jax.tree.map(np.asarray, found), exact(case), TOLERANCES[case.dtype])

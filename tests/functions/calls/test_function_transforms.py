@@ -80,7 +80,7 @@ def test_vmap(axes, assert_close):
 
 
 def test_nested_vmap(assert_close):
-    """Of queries outside, of tables inside: each batch index reads its own table."""
+    """A vmap over queries around one over tables: each batch index reads its own table."""
     queries, tables = (jnp.stack([x, -x / 2]) for x in (ARRAYS[0], ARRAYS[3]))
     _, key, value, _ = ARRAYS
     inner = jax.vmap(gradients, (None, None, None, 0))

@@ -1,4 +1,4 @@
-"""What a traced function is: which values, reads, numbers and arrays, and what makes two equal."""
+"""The program of a traced function: values, reads, numbers, arrays, and when two are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users are told about functions that cannot be traced."""
+"""The errors of functions that cannot be traced."""
 
 from __future__ import annotations
 

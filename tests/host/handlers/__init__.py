@@ -34,13 +34,6 @@ _OPTIONS = [
     *("-std=c++17", "-O0", "-g1", "-Wall", "-Wextra", "-Werror"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
 ]
-_PRECOMPILED = """
-#include <string>
-#include <vector>
-
-#include "xla/ffi/api/ffi.h"
-"""
-
 _DTYPES = {
     "bool": 1,
     "uint8": 6,
@@ -227,16 +220,20 @@ def _build(executable: Path, sources: Sequence[Path]) -> None:
         def run(*words: str) -> None:
             subprocess.run(["g++", *_OPTIONS, *words], cwd=work, check=True)
 
-        # Most files include XLA's header, which alone takes longer than what they hold.
-        (Path(work) / "precompiled.h").write_text(_PRECOMPILED)
-        run(*includes, "-x", "c++-header", "precompiled.h", "-o", "precompiled.h.gch")
+        # XLA's header takes longer than a file that includes it, so a unit has a folder of files or
+        # more. Those of attributes/ have constants of the same names as others.
+        units: dict[str, list[Path]] = {}
+        for source in sources:
+            alone = source.parent.name in ("attributes", _HERE.name)
+            units.setdefault(source.parent.name if alone else "src", []).append(source)
 
-        def compile(source: Path) -> str:
-            name = f"{source.parent.name}_{source.stem}.o"
-            run("-I.", "-include", "precompiled.h", *includes, "-c", str(source), "-o", name)
-            return name
+        def compile(name: str) -> str:
+            text = "".join(f'#include "{source}"\n' for source in units[name])
+            (Path(work) / f"{name}.cc").write_text(text)
+            run(*includes, "-c", f"{name}.cc", "-o", f"{name}.o")
+            return f"{name}.o"
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile, sources))
+            objects = list(pool.map(compile, units))
         run(*objects, "-o", executable.name)
         (Path(work) / executable.name).replace(executable)

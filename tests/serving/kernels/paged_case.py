@@ -99,7 +99,7 @@ class Case:
             given["value_dim"] = self.dims[1]
         return given | {name: choices[name] for name in self.features if name in choices}
 
-    def found(self, made: Paging) -> Any:
+    def lowered(self, made: Paging) -> jax.stages.Lowered:
         chosen = (
             strategy.using()
             if self.query_rows == "chosen"
@@ -119,7 +119,11 @@ class Case:
                     **made.scales,
                 )
             )
-            return jax.tree.map(np.asarray, call(*jax.tree.map(jnp.asarray, made.arguments)))
+            return call.lower(*jax.tree.map(jnp.asarray, made.arguments))
+
+    def found(self, made: Paging, lowered: jax.stages.Lowered | None = None) -> Any:
+        run = (lowered or self.lowered(made)).compile()
+        return jax.tree.map(np.asarray, run(*jax.tree.map(jnp.asarray, made.arguments)))
 
     def want(self, made: Paging) -> Any:
         def modified(scores: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -91,12 +91,27 @@ EMULATED = [
 ]
 
 
-def emulated(case: Case, arch: str) -> Any:
+def lower(case: Case, arch: str) -> jax.stages.Lowered:
     """For the process of ``machine``."""
     emulator.configure(arch, multiprocessors=5)
-    return case.found(case.batch())
+    return case.lowered(case.batch())
 
 
+def emulated(case: Case, arch: str) -> Any:
+    """For the process of ``machine``."""
+    lowered = emulator.lowered(lower, case, arch)
+    emulator.configure(arch, multiprocessors=5)
+    return case.found(case.batch(), lowered)
+
+
+@pytest.fixture(scope="module")
+def lowered(machine, selected):
+    """The programs of all cases are lowered before the first runs."""
+    calls = [(call["case"], call["arch"]) for call in selected if {"case", "arch"} <= {*call}]
+    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
+
+
+@pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
 def test_emulated_kernels(arch, case, machine, assert_close):
     found = machine.submit(emulated, case, arch).result(timeout=600)

@@ -17,6 +17,7 @@
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/large_dim_scores.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
+#include <memeff/schedule/q_blocks.cuh>
 
 namespace memeff {
 
@@ -58,7 +59,9 @@ struct FmhaBackwardLargeDimDq {
                                              item.tile, params.query_tiles);
       if (row >= length) return;
     }
-    TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
+    BlockMaskRow<Config::kBlockMask> const tiles(mask.key_tiles(row, kTileQuery, kTileKey),
+                                                 params.block_mask, item.batch, item.head,
+                                                 item.tile, ceil_div(shape.key_length, kTileKey));
     Scores const scores(params, mask, item.batch, item.head / shape.group, shared_address(shared));
     auto const target = Scores::template rows<ChunkedTarget>(
         params.query_gradient, scores.queries, row, item.head, length, shape.head_dim);
@@ -71,20 +74,23 @@ struct FmhaBackwardLargeDimDq {
         BackwardTiles<Config>::tile_index(params, item.batch, item.head, item.tile) *
             ceil_div(shape.head_dim, Product::kChunk) * Product::kChunkFloats;
     auto tile_at = [&](int tile) {
-      return LargeDimTile{item.batch, item.head, row, tile * kTileKey};
+      return LargeDimTile{item.batch, item.head, row, tile * kTileKey, tiles.partial(tile)};
     };
     StepRing ring(scores.buffers, Scores::kBufferBytes);
     ring.start([&](uint32_t buffer) { scores.load(tile_at(tiles.begin), 0, 0, buffer); });
-    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-      int const parity = (tile - tiles.begin) % 2;
+    int number = 0;
+    for (int tile = tiles.begin; tile < tiles.end; tile = tiles.after(tile), ++number) {
+      int const parity = (Config::kBlockMask ? number : tile - tiles.begin) % 2;
       Product const product = scores.keys(tile * kTileKey);
       scores.template compute<false, true>(ring, tile_at(tile), parity,
                                            [&](uint32_t buffer) { product.load(0, buffer); });
       product.run(
-          ring, scores.score_tile, sums, tile == tiles.begin, tile + 1 == tiles.end, target,
-          [](int) { return 1.0f; }, [&](int) { return params.scale.gradient_scale; },
+          ring, scores.score_tile, sums, tile == tiles.begin, tiles.after(tile) == tiles.end,
+          target, [](int) { return 1.0f; }, [&](int) { return params.scale.gradient_scale; },
           [&](uint32_t buffer) {
-            if (tile + 1 < tiles.end) scores.load(tile_at(tile + 1), 0, 1 - parity, buffer);
+            if (tiles.after(tile) < tiles.end) {
+              scores.load(tile_at(tiles.after(tile)), 0, 1 - parity, buffer);
+            }
           });
     }
   }
@@ -109,7 +115,7 @@ struct FmhaBackwardLargeDimDkdv {
     typename Scores::Mask const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
     QTiles const q_tiles = {item, tiles, tiles.end - tiles.begin, shape.group, column};
-    int const count = q_tiles.head_blocks * shape.group;
+    int count = q_tiles.head_blocks * shape.group;
     clear_skipped<Config, kThreads>(params, item, tiles);
     int length = shape.key_length;
     if constexpr (Config::kVarlen) {
@@ -123,6 +129,8 @@ struct FmhaBackwardLargeDimDkdv {
         params.key_gradient, scores.source.origin, column, item.head, length, shape.head_dim);
     auto const value_target = Scores::template rows<ChunkedTarget>(
         params.value_gradient, scores.source.origin, column, item.head, length, shape.value_dim);
+    int const begin = q_tiles.after(params, -1);
+    if constexpr (Config::kBlockMask) count = begin < count ? count : 0;
     if (count <= 0) {
       if constexpr (Config::kKeyGradient) Product::store_zeros(key_target);
       if constexpr (Config::kValueGradient) Product::store_zeros(value_target);
@@ -135,12 +143,13 @@ struct FmhaBackwardLargeDimDkdv {
       return sums + tile_index * ceil_div(columns, Product::kChunk) * Product::kChunkFloats;
     };
     StepRing ring(scores.buffers, Scores::kBufferBytes);
-    ring.start([&](uint32_t buffer) { scores.load(q_tiles.at(0), 0, 0, buffer); });
-    for (int index = 0; index < count; ++index) {
-      bool const first = index == 0;
-      bool const last = index + 1 == count;
-      int const parity = index % 2;
-      LargeDimTile const tile = q_tiles.at(index);
+    ring.start([&](uint32_t buffer) { scores.load(q_tiles.at(params, begin), 0, 0, buffer); });
+    int number = 0;
+    for (int index = begin; index < count; index = q_tiles.after(params, index), ++number) {
+      bool const first = index == begin;
+      bool const last = q_tiles.after(params, index) == count;
+      int const parity = (Config::kBlockMask ? number : index) % 2;
+      LargeDimTile const tile = q_tiles.at(params, index);
       auto const value_product =
           Scores::template rows<Product>(params.out_gradient, scores.queries, tile.row,
                                          tile.query_head, mask.query_length, shape.value_dim);
@@ -148,7 +157,8 @@ struct FmhaBackwardLargeDimDkdv {
           Scores::template rows<Product>(params.query, scores.queries, tile.row, tile.query_head,
                                          mask.query_length, shape.head_dim);
       auto load_next_tile = [&](uint32_t buffer) {
-        if (!last) scores.load(q_tiles.at(index + 1), 0, 1 - parity, buffer);
+        if (!last)
+          scores.load(q_tiles.at(params, q_tiles.after(params, index)), 0, 1 - parity, buffer);
       };
       auto load_after_value = [&](uint32_t buffer) {
         if constexpr (Config::kKeyGradient) {
@@ -181,7 +191,8 @@ struct FmhaBackwardLargeDimDkdv {
   }
 
  private:
-  // The Q blocks of all query heads of a KV block, as tiles of scores.
+  // The Q blocks of all query heads of a KV block, as tiles of scores. Indices count those that the
+  // block mask skips, too, so that without one they are a plain counter.
   struct QTiles {
     WorkItem const& item;
     TileRange const& tiles;
@@ -189,10 +200,35 @@ struct FmhaBackwardLargeDimDkdv {
     int group;
     int column;
 
-    CUTE_DEVICE LargeDimTile at(int index) const {
+    CUTE_DEVICE LargeDimTile at(BackwardParams const& params, int index) const {
       int const head_index = group == 1 ? 0 : index / head_blocks;
       int const tile = tiles.begin + index - head_index * head_blocks;
-      return {item.batch, item.head * group + head_index, tile * kTileQuery, column};
+      int const head = item.head * group + head_index;
+      return {item.batch, head, tile * kTileQuery, column, row_of(params, head).partial(tile)};
+    }
+
+    // The next tile that has a valid element, or the number of all tiles.
+    CUTE_DEVICE int after(BackwardParams const& params, int index) const {
+      ++index;
+      if constexpr (Config::kBlockMask) {
+        if (head_blocks <= 0) return index;
+        for (int head_index = index / head_blocks; head_index < group; ++head_index) {
+          auto const blocks = row_of(params, item.head * group + head_index);
+          int const first = head_index * head_blocks - tiles.begin;  // the index of tile 0
+          int const tile = index - first;
+          if (!blocks.empty() && tile < blocks.end) {
+            return first + (tile <= blocks.begin ? blocks.begin : blocks.after(tile - 1));
+          }
+          index = first + tiles.end;
+        }
+      }
+      return index;
+    }
+
+    CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of(BackwardParams const& params,
+                                                        int head) const {
+      int const query_tiles = ceil_div(params.shape.query_length, kTileQuery);
+      return row_of_q_blocks<Config>(params, item, tiles, query_tiles, head);
     }
   };
 };

@@ -46,6 +46,7 @@ struct FmhaForwardLargeDimSm80 {
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps>;
   using Softmax = BlockSoftmax<ScoreGrid, kTileQuery, has_large_scores<Config>()>;
   using Mask = ScoreMask<Config, ScoreGrid>;
+  using KvBlocks = BlockMaskRow<Config::kBlockMask>;
   using Modifiers =
       ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
   using OutProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;
@@ -70,7 +71,8 @@ struct FmhaForwardLargeDimSm80 {
       clear_query_gap<Config, kThreads>(params, item, mask.query_length, query_tiles);
       if (row >= mask.query_length) return;
     }
-    TileRange const tiles = mask.key_tiles(row, kTileQuery, kTileKey);
+    KvBlocks const tiles(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask, item.batch,
+                         item.head, item.tile, ceil_div(shape.key_length, kTileKey));
     Origin const queries = query_origin<Config>(shape, item.batch);
     KeyValueSource<Config> const source(params, item.batch, key_head);
     char const* const query_rows =
@@ -100,7 +102,7 @@ struct FmhaForwardLargeDimSm80 {
     ring.start([&](uint32_t buffer) { operands.load(tiles.end - 1, 0, buffer); });
 
     Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, item.batch}};
-    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+    for (int tile = tiles.end - 1; tile >= tiles.begin; tile = tiles.before(tile)) {
       int const column = tile * kTileKey;
       bool const last = tile == tiles.begin;
       OutProduct const product = {source.row(params.value, first_row(column)),
@@ -115,7 +117,7 @@ struct FmhaForwardLargeDimSm80 {
 
       ScoreTilePosition const at = {item.batch, item.head, row, column};
       modifiers.forward(scores, at, rows, column);
-      mask.template apply<kTileQuery, kTileKey>(scores, params, at);
+      mask.template apply<kTileQuery, kTileKey>(scores, params, at, tiles.partial(tile));
       softmax.step(scores, params.scale.softmax_scale);
       if (last) {
         softmax.finish(params.scale.softmax_scale, probability_scale<Config>(params),
@@ -131,7 +133,10 @@ struct FmhaForwardLargeDimSm80 {
           [&](int tile_row) { return softmax.correction(tile_row); },
           [&](int tile_row) { return softmax.normaliser(tile_row); },
           [&](uint32_t buffer) {
-            if (!last) operands.load(tile - 1, 0, buffer);
+            // Without a block mask the lambda must not capture `tiles`, or other code comes out.
+            int next = tile - 1;
+            if constexpr (Config::kBlockMask) next = tiles.before(tile);
+            if (!last) operands.load(next, 0, buffer);
           });
     }
   }

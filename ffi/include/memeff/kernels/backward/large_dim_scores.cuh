@@ -26,6 +26,7 @@ struct LargeDimTile {
   int query_head;
   int row;
   int column;
+  bool partial = true;  // masks that are arrays or functions may make some element invalid
 };
 
 // P and dS of a tile.
@@ -144,8 +145,8 @@ struct LargeDimScores {
     Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, tile.batch}};
     Whole::template compute<typename Whole::CapturedSums>(
         params, modifiers, statistics_buffers + parity * kStatisticsBytes, tile.batch,
-        {tile.query_head, tile.row, tile.row / kTileQuery}, mask, tile.column, sums, scores,
-        score_gradient, make_writer);
+        {tile.query_head, tile.row, tile.row / kTileQuery, tile.partial}, mask, tile.column, sums,
+        scores, score_gradient, make_writer);
     if constexpr (kProbabilities) {
       store_accumulators<Element, ScoreTile, ScoreGrid>(probability_tile, scores);
     }

@@ -27,12 +27,19 @@ struct FmhaBackwardLargeDimDbias {
     auto mask_of = [&](int slice) {
       return typename Scores::Mask(params.mask, shape, slices.batch(slice));
     };
+    // This tile alone, of a row of blocks.
+    auto block_of = [&](int slice) {
+      int const key = tile.column / kTileKey;
+      return BlockMaskRow<Config::kBlockMask>(
+          {key, key + 1}, params.block_mask, slices.batch(slice), slices.head(slice),
+          tile.row / kTileQuery, ceil_div(shape.key_length, kTileKey));
+    };
     // The first slice from `slice` on that has a valid element in the tile.
     auto next_slice = [&](int slice) {
       int const key = tile.column / kTileKey;
       for (; slice < slices.count; ++slice) {
         TileRange const blocks = mask_of(slice).key_tiles(tile.row, kTileQuery, kTileKey);
-        if (blocks.begin <= key && key < blocks.end) break;
+        if (blocks.begin <= key && key < blocks.end && !block_of(slice).empty()) break;
       }
       return slice;
     };
@@ -42,7 +49,8 @@ struct FmhaBackwardLargeDimDbias {
       int const head = slices.head(slice);
       auto const mask = mask_of(slice);
       use(Scores(params, mask, batch, head / shape.group, shared),
-          LargeDimTile{batch, head, tile.row, tile.column});
+          LargeDimTile{batch, head, tile.row, tile.column,
+                       block_of(slice).partial(tile.column / kTileKey)});
     };
     auto load_first_step = [&](int slice, int parity, uint32_t buffer) {
       with_scores(slice, [&](Scores const& scores, LargeDimTile const& scores_tile) {

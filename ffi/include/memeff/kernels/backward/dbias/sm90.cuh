@@ -58,6 +58,7 @@ struct DbiasSm90 {
   static constexpr int kConsumerBarrier = 1;
 
   static constexpr int kPartColumns = 64;
+  static_assert(Config::kHeadDim % kPartColumns == 0 && Config::kValueDim % kPartColumns == 0);
   static constexpr int kHeadParts = Config::kHeadDim / kPartColumns;
   static constexpr int kValueParts = Config::kValueDim / kPartColumns;
   using Part = SharedTile<kTileQuery, kPartColumns>;  // of queries or dO, of keys or values

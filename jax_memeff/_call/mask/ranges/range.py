@@ -1,0 +1,87 @@
+"""The bounds of a value in each tile, and what all rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_memeff.codegen.functions.program import Value
+
+SAFE_PRODUCT = float(2**30)
+MORE_THAN_ROUNDING = 2.0**-20
+
+
+class Range(NamedTuple):
+    """The bounds of a value in each tile; for bools: true in all elements, true in any element."""
+
+    low: Any
+    high: Any
+    """The same object as ``low`` if the value is constant in a tile."""
+    width: int | None = None
+    """An upper bound of ``high - low`` of an integer in every tile if no sum overflows; None if
+    unknown."""
+    is_product: bool = False
+    """Whether the value is a product of floats, or its negation."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.low is self.high
+
+    @classmethod
+    def exact(cls, value: Any) -> Range:
+        return cls(value, value, 0)
+
+    @classmethod
+    def everything(cls, dtype: str) -> Range:
+        """The unbounded range."""
+        if dtype == "bool":
+            return cls(jnp.asarray(False), jnp.asarray(True))
+        if dtype.startswith("float"):
+            # Comparisons with NaN decide nothing.
+            return cls(jnp.asarray(np.nan, dtype), jnp.asarray(np.nan, dtype))
+        limits = np.iinfo(dtype)
+        return cls(jnp.asarray(limits.min, dtype), jnp.asarray(limits.max, dtype))
+
+    def where(self, known: jax.Array, dtype: str) -> Range:
+        """This range in tiles where ``known`` is true, and the unbounded range in the others."""
+        other = Range.everything(dtype)
+        low, high = jnp.where(known, self.low, other.low), jnp.where(known, self.high, other.high)
+        return Range(low, high, self.width)
+
+    def unrounded(self) -> Range:
+        """The range of a product of floats before it is rounded; others as they are."""
+        if not self.is_product:
+            return self
+        low = self.low - jnp.abs(self.low) * MORE_THAN_ROUNDING
+        high = self.high + jnp.abs(self.high) * MORE_THAN_ROUNDING
+        return Range(low, high)
+
+
+Rule = Callable[[Value, list[Range], list[Any]], Range | None]
+"""As :func:`applied`, for operands of which some are not exact; None if the range is unbounded."""
+
+
+def dtype_of(x: Range) -> str:
+    return np.dtype(jnp.result_type(x.low)).name
+
+
+def is_float(value: Value) -> bool:
+    return value.dtype.startswith("float")
+
+
+def least(bounds: list[Any]) -> Any:
+    found = bounds[0]
+    for bound in bounds[1:]:
+        found = jnp.minimum(found, bound)
+    return found
+
+
+def largest(bounds: list[Any]) -> Any:
+    found = bounds[0]
+    for bound in bounds[1:]:
+        found = jnp.maximum(found, bound)
+    return found

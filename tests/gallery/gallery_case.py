@@ -1,0 +1,121 @@
+"""The gallery beside dense JAX in the same precision: errors against float64.
+
+``python tests/gallery/gallery_errors.py`` prints them as a table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import gallery_definitions as definitions
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gallery.catalog import ENTRIES, Entry, Shape
+
+import jax_memeff
+
+KEY_HEADS = 2
+FLOAT32_TOLERANCE = 1e-5
+
+# Compilation is most of the time of these tests.
+fast = {"xla_backend_optimization_level": 0}
+
+
+class Error(NamedTuple):
+    """Relative errors of one result, in the Frobenius norm: ours and that of dense JAX."""
+
+    ours: float
+    dense: float
+    limit: float
+    """For ours: in float32 a tolerance, in 16 bits twice that of dense JAX."""
+
+
+def operands(
+    entry: Entry, arguments: list[Any], shape: Shape, head_dim: int, dtype: Any
+) -> dict[str, Any]:
+    """Query, key and value, the cotangent of the output, and the float arguments."""
+    rng = np.random.default_rng(5)
+    rows = entry.rows or shape.length
+    sizes = {"query": (rows, shape.heads), "key": (shape.length, KEY_HEADS)}
+    sizes |= {"value": sizes["key"], "cotangent": sizes["query"]}
+    found = {
+        name: rng.standard_normal((shape.batch, length, heads, head_dim)).astype(jnp.dtype(dtype))
+        for name, (length, heads) in sizes.items()
+    }
+    floats = {i: x for i, x in enumerate(arguments) if getattr(x, "dtype", None) == np.float32}
+    return found | {f"argument {place}": x for place, x in floats.items()}
+
+
+def program(attention: Any, given: list[Any]) -> Any:
+    """From arrays to the output and the gradients of all float arrays.
+
+    ``given`` are the arguments of the gallery's function; the float ones are among the arrays.
+    """
+
+    def loss(arrays: dict[str, Any], cotangent: Any) -> Any:
+        arguments = [arrays.get(f"argument {place}", x) for place, x in enumerate(given)]
+        out = attention(arguments, *(arrays[name] for name in ("query", "key", "value")))
+        return jnp.sum((out * cotangent).astype(jnp.promote_types(out.dtype, jnp.float32))), out
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=fast)
+
+
+def results(run: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+    """The output and gradients of a program, as float64 in NumPy."""
+    others = {name: x for name, x in arrays.items() if name != "cotangent"}
+    (_, out), gradients = run(others, arrays["cotangent"])
+    return jax.tree.map(lambda x: np.asarray(x).astype(np.float64), {"out": out, **gradients})
+
+
+def dense(entry: Entry) -> Any:
+    def attention(arguments: Any, *operands: Any) -> Any:
+        return definitions.attention(entry.name, arguments, entry.is_causal, *operands)
+
+    return attention
+
+
+def fused(entry: Entry, implementation: Any) -> Any:
+    def attention(arguments: Any, *operands: Any) -> Any:
+        own = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arguments]
+        return jax_memeff.dot_product_attention(
+            *operands, **entry.call(*own), implementation=implementation
+        )
+
+    return attention
+
+
+def errors(found: dict[str, Any], exact: dict[str, Any]) -> dict[str, float]:
+    """Relative, in the Frobenius norm."""
+    assert found.keys() == exact.keys()
+    return {
+        name: float(np.linalg.norm(found[name] - exact[name]) / np.linalg.norm(exact[name]))
+        for name in exact
+    }
+
+
+def compare(
+    name: str, shape: Shape, head_dim: int, implementation: Any, dtype: str
+) -> dict[str, Error]:
+    """The errors of the output and of all gradients, by name; arguments are numbered.
+
+    The gradients of what a function reads are allowed an error of the output's dtype: any fused
+    backward takes ``rowsum(dO * O)`` from the rounded output. A row's error is then common to all
+    of its scores and does not average out in a sum over them, while JAX rounds each score's alone.
+    """
+    entry = ENTRIES[name]
+    arguments = [np.asarray(x) if isinstance(x, jax.Array) else x for x in entry.arguments(shape)]
+    theirs = program(dense(entry), arguments)
+    arrays = operands(entry, arguments, shape, head_dim, dtype)
+    with jax.enable_x64(True):
+        wide = {name: x.astype(np.float64) for name, x in arrays.items()}
+        exact = results(theirs, wide)
+    ours = errors(results(program(fused(entry, implementation), arguments), arrays), exact)
+    found = {}
+    for result, error in errors(results(theirs, arrays), exact).items():
+        limit = FLOAT32_TOLERANCE
+        if dtype != "float32":
+            rounded = float(jnp.finfo(dtype).eps)
+            limit = max(2 * error, rounded if result.startswith("argument") else 0.0)
+        found[result] = Error(ours[result], error, limit)
+    return found
