@@ -3,6 +3,8 @@
 Run outside the clone, so that it is the installed package that is imported.
 """
 
+import importlib
+import sys
 from importlib.metadata import version
 
 import jax
@@ -10,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_memeff
-from jax_memeff import _ffi
+
+# A module that does not say otherwise turns the GIL of a free-threaded Python on.
+is_gil_enabled = getattr(sys, "_is_gil_enabled", lambda: True)
+before = is_gil_enabled()
+_ffi = importlib.import_module("jax_memeff._ffi")
+assert is_gil_enabled() == before
 
 # Queued for CUDA: a CPU has no such platform to take them.
 jax_memeff.register_targets()

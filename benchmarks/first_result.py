@@ -29,12 +29,11 @@ _CODEGEN = Path(jax_memeff.codegen.__file__).parent
 
 
 def _generates_code(filename: str) -> bool:
-    path = Path(filename)
-    return path == _PACKAGE / "cuda.py" or _CODEGEN in path.parents
+    return not {_PACKAGE / "_cuda", _CODEGEN}.isdisjoint(Path(filename).parents)
 
 
 def _code_generation_seconds(profile: cProfile.Profile) -> float:
-    """Wall time in ``cuda.py`` and ``codegen``, and in all that they call.
+    """Wall time in ``_cuda`` and ``codegen``, and in all that they call.
 
     It is the cumulative time of every call from a function outside of them to one inside.
     """

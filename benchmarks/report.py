@@ -1,4 +1,4 @@
-"""Tables and a plot from results: ``python benchmarks/report.py RESULTS.json``.
+"""Tables and plots from results: ``python benchmarks/report.py RESULTS.json``.
 
 It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``. ``tables`` has
 all results, ``summary`` only the ratios, ``host`` the host's cost. Results without a cell of the
@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import plots
 from peers import OURS
 from server import table as server_table
 from user_functions import errors
@@ -25,7 +26,6 @@ from user_functions import table as function_table
 
 _ROOT = Path(__file__).parent.parent
 _TARGETS = (_ROOT / "docs" / "benchmarks.md", _ROOT / "README.md")
-_TITLES = {"forward": "Forward", "forward_backward": "Forward + backward"}
 _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
@@ -89,7 +89,7 @@ def summary(document: dict[str, Any]) -> str:
     rows = []
     for label, (members, peers) in compared.items():
         row = [label]
-        for direction in _TITLES:
+        for direction in plots.TITLES:
             if values := ratios(members, direction, own, peers):
                 mean = math.exp(math.fsum(map(math.log, values.values())) / len(values))
                 slowest = min(values, key=lambda name: values[name])
@@ -99,7 +99,7 @@ def summary(document: dict[str, Any]) -> str:
                 row += ["0", _MISSING, _MISSING]
         rows.append(row)
     header = [f"speed of {document['peers'][own]} / peer"]
-    for title in _TITLES.values():
+    for title in plots.TITLES.values():
         header += [f"{title.lower()}: cells", "geometric mean", "minimum"]
     return f"{_machine(document)}\n\n{_table(header, rows)}"
 
@@ -146,7 +146,7 @@ def _memory(document: dict[str, Any]) -> str:
         for direction, results in cell["results"].items() if cell["group"] == "memory" else ():
             sizes = (results[peer].get("temporary_bytes") for peer in document["peers"])
             figures = [_MISSING if size is None else f"{size / 2**20:.0f}" for size in sizes]
-            rows.append([f"{cell['name']}, {_TITLES[direction].lower()}", *figures])
+            rows.append([f"{cell['name']}, {plots.TITLES[direction].lower()}", *figures])
     return _table(["MiB", *document["peers"].values()], rows) if rows else ""
 
 
@@ -154,9 +154,10 @@ def tables(document: dict[str, Any], plot: str | None) -> str:
     """Summary, plot, one table for each direction, and why figures are missing."""
     parts = [summary(document)]
     if plot is not None:
-        parts.append(f"![TFLOP/s over the sequence length]({plot})")
+        title = plots.GRID_TITLE if plots.cells_of_grid(document) else plots.SPEED_TITLE
+        parts.append(f"![{title}]({plot})")
     reasons: list[str] = []
-    for direction, title in _TITLES.items():
+    for direction, title in plots.TITLES.items():
         if figures := _figures(document, direction, reasons, few_queries=False):
             parts.append(f"### {title}\n\nThe fastest of each row is bold.\n\n{figures}")
     if figures := _figures(document, "forward", reasons, few_queries=True):
@@ -198,11 +199,11 @@ def host(document: dict[str, Any]) -> str:
             [labels[name]]
             + [
                 f"{record['us']:.1f}" if "us" in record else record.get("error", _MISSING)
-                for record in (dispatch[direction].get(name, {}) for direction in _TITLES)
+                for record in (dispatch[direction].get(name, {}) for direction in plots.TITLES)
             ]
             for name in names
         ]
-        header = [f"host time of a jitted call, µs ({dispatch['cell']})", *_TITLES.values()]
+        header = [f"host time of a jitted call, µs ({dispatch['cell']})", *plots.TITLES.values()]
         parts.append(_table(header, cells))
     if "first_result" in rows:
         states = rows["first_result"]
@@ -232,7 +233,7 @@ def ring(document: dict[str, Any]) -> str:
     """The results of ring.py: times, and throughput per device relative to a single device."""
     measured = document["ring"]
     rows = []
-    for direction, title in _TITLES.items():
+    for direction, title in plots.TITLES.items():
         for name, record in measured["results"][direction].items():
             label = f"{title.lower()}, {name}"
             if "error" in record:
@@ -243,63 +244,6 @@ def ring(document: dict[str, Any]) -> str:
             rows.append([label, f"{1e3 * record['seconds']:.1f}", rate, ratio])
     header = [f"{measured['name']}, {measured['devices']} devices", "ms", "TFLOP/s of a device"]
     return f"{_machine(document)}\n\n{_table([*header, 'of one device on its share'], rows)}"
-
-
-def plot(document: dict[str, Any], path: Path) -> bool:
-    """TFLOP/s over T of the main grid, a panel for each direction, head dim and mask.
-
-    Returns whether the results hold cells of the main grid, and so whether there is a plot.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    cells = [cell for cell in document["cells"] if cell["group"] == "main"]
-    if not cells:
-        return False
-    columns = sorted({(cell["head_dim"], cell["causal"]) for cell in cells})
-    figure, axes = plt.subplots(
-        len(_TITLES),
-        len(columns),
-        figsize=(3 * len(columns), 3.2 * len(_TITLES)),
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for row, (direction, title) in zip(axes, _TITLES.items(), strict=True):
-        row[0].set_ylabel(f"{title}, TFLOP/s")
-        for axis, (dim, causal) in zip(row, columns, strict=True):
-            axis.set_title(f"head dim {dim}{', causal' if causal else ''}", fontsize="medium")
-            for number, (peer, label) in enumerate(document["peers"].items()):
-                points = sorted(
-                    (cell["query_length"], cell["results"][direction][peer]["tflops"])
-                    for cell in cells
-                    if (cell["head_dim"], cell["causal"]) == (dim, causal)
-                    and "tflops" in cell["results"][direction][peer]
-                )
-                axis.plot(
-                    [length for length, _ in points],
-                    [rate for _, rate in points],
-                    marker="o",
-                    markersize=3,
-                    linewidth=2.5 if peer in OURS else 1.2,
-                    color=f"C{number}",
-                    label=label,
-                )
-            axis.set_xscale("log", base=2)
-            axis.set_ylim(bottom=0)
-            axis.grid(alpha=0.3)
-    for axis in axes[-1]:
-        axis.set_xlabel("T")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date and with fixed ids the same results give the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "benchmarks"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
-    return True
 
 
 def functions(document: dict[str, Any]) -> str:
@@ -330,8 +274,24 @@ def gallery_errors(document: dict[str, Any]) -> str:
 
 
 def of_grid(document: dict[str, Any]) -> bool:
-    """Whether results hold cells of the main grid, whose figures are plotted."""
+    """Whether results hold cells of the main grid."""
     return any(cell["group"] in _GRID for cell in document.get("cells", ()))
+
+
+def block_of(document: dict[str, Any]) -> str:
+    """The name of the block for results beside the main grid."""
+    names = {_BLOCKS.get(cell["group"], "features") for cell in document["cells"]}
+    return names.pop() if len(names) == 1 else "features"
+
+
+def plot_path(document: dict[str, Any], grid: Path) -> Path | None:
+    """Where the plot of results goes, beside that of the grid; None if their block has none."""
+    groups = {cell["group"] for cell in document.get("cells", ())}
+    if of_grid(document):
+        return grid
+    if not groups or groups & {"functions", "gallery"}:
+        return None
+    return grid.with_name(f"{block_of(document)}{grid.suffix}")
 
 
 def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
@@ -348,8 +308,7 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
             return {"functions": functions(document)}
         if "gallery" in groups:
             raise ValueError("results of the gallery have pages: python docs/gallery_pages.py")
-        names = {_BLOCKS.get(cell["group"], "features") for cell in document["cells"]}
-        return {names.pop() if len(names) == 1 else "features": tables(document, None)}
+        return {block_of(document): tables(document, image)}
     found = {"tables": tables(document, image), "summary": summary(document)}
     return found | ({"host": host(document)} if document["host"] else {})
 
@@ -390,13 +349,14 @@ def main() -> None:
         "--plot",
         type=Path,
         default=_ROOT / "docs" / "images" / "benchmarks.svg",
-        help="SVG or PNG (default: %(default)s)",
+        help="SVG or PNG of the main grid; other plots lie beside it (default: %(default)s)",
     )
     options = parser.parse_args()
     document = json.loads(options.results.read_text())
-    plotted = of_grid(document) and plot(document, options.plot)
+    plot = plot_path(document, options.plot)
+    is_drawn = plot is not None and plots.draw(document, ours(document), plot)
     for path in options.into:
-        image = os.path.relpath(options.plot, path.parent) if plotted else None
+        image = os.path.relpath(plot, path.parent) if is_drawn and plot else None
         try:
             path.write_text(insert(path.read_text(), blocks(document, image)))
         except (OSError, ValueError) as error:

@@ -62,10 +62,18 @@ def _index() -> str:
         "that it reads. The code is in [examples/gallery](../../examples/gallery).",
         "",
     ]
-    for module in _PAGES:
+    for module, title in _PAGES.items():
         page = f"{_name(module)}.md"
-        lines += [f"- [{e.title}]({page}#{_anchor(e.title)})" for e in _entries(module)]
-    return "\n".join(lines) + "\n"
+        lines += [f"## {title}", "", "| | | |", "|---|---|---|"]
+        cells = [
+            f"[![]({_name(module)}/{e.name}.svg)]({page}#{_anchor(e.title)}) "
+            f"[{e.title}]({page}#{_anchor(e.title)})"
+            for e in _entries(module)
+        ]
+        cells += [""] * (-len(cells) % 3)
+        lines += [f"| {' | '.join(cells[i : i + 3])} |" for i in range(0, len(cells), 3)]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _anchor(title: str) -> str:

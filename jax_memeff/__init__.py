@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_memeff import dropout as dropout
     from jax_memeff._api.attention import dot_product_attention as dot_product_attention
-    from jax_memeff._api.check import check as check
+    from jax_memeff._api.inspection.check import check as check
+    from jax_memeff._api.inspection.picture import picture as picture
     from jax_memeff._api.paged.append import append_to_pages as append_to_pages
     from jax_memeff._api.paged.attention import paged_attention as paged_attention
     from jax_memeff._api.paged.merge import merge_attention as merge_attention
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from jax_memeff._api.ring import ring_attention as ring_attention
     from jax_memeff._api.varlen import varlen_attention as varlen_attention
     from jax_memeff._call.mask import Mask as Mask
+    from jax_memeff._call.mask.pictures import Picture as Picture
     from jax_memeff._call.offsets import Offsets as Offsets
     from jax_memeff._cuda.export import export_disabled_checks as export_disabled_checks
     from jax_memeff._cuda.export import register_targets as register_targets
@@ -43,9 +45,10 @@ _MODULE_OF = {
     "Offsets": "_call.offsets",
     "OutOfPagesError": "errors",
     "PagePool": "_api.paged.pool",
+    "Picture": "_call.mask.pictures",
     "UnsupportedError": "errors",
     "append_to_pages": "_api.paged.append",
-    "check": "_api.check",
+    "check": "_api.inspection.check",
     "dot_product_attention": "_api.attention",
     "dot_product_attention_packed": "_api.qkv_packed",
     "export_disabled_checks": "_cuda.export",
@@ -53,6 +56,7 @@ _MODULE_OF = {
     "merge_attention": "_api.paged.merge",
     "paged_attention": "_api.paged.attention",
     "patch_jax_nn": "_api.patch",
+    "picture": "_api.inspection.picture",
     "register_targets": "_cuda.export",
     "ring_attention": "_api.ring",
     "unzigzag": "_ring.schedule",

@@ -1,17 +1,17 @@
-"""``python -m jax_memeff info | kernels | explain | build``; none of them needs a GPU.
+"""``python -m jax_memeff doctor | info | kernels | explain | build``; none of them needs a GPU.
 
-Exit codes: 0 done, 1 no kernel fits or a kernel does not compile, 2 wrong arguments, 130
-interrupted.
+Exit codes: 0 done, 1 no kernel fits, a kernel does not compile or something is broken, 2 wrong
+arguments, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import os
-import time
+import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
+from jax_memeff._command import tables, tiles
+from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import BY_NAME, FEATURES, FUNCTIONS, SOFT_CAP
@@ -29,8 +31,9 @@ from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
 from jax_memeff.codegen.support import family_reasons
 from jax_memeff.codegen.toolchain import compile as compiler
-from jax_memeff.codegen.toolchain import headers, nvrtc, parts, program_cache
-from jax_memeff.codegen.toolchain.parallel import compile_many
+from jax_memeff.codegen.toolchain import nvrtc, program_cache
+from jax_memeff.codegen.toolchain.compile import Compiled
+from jax_memeff.codegen.toolchain.parallel import Job, compile_many
 from jax_memeff.errors import CompileError, UnsupportedError
 
 _FILE_WIDTH = 200
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _info(options: argparse.Namespace, out: Console) -> int:
-    table = _table("part", "value")
+    table = new_table("part", "value")
     table.add_row("jax_memeff", _package_version())
     for part, found in nvrtc.versions().items():
         table.add_row(part, found)
@@ -72,43 +75,17 @@ def _info(options: argparse.Namespace, out: Console) -> int:
     table.add_row("kernel cache", escape(refusal or str(where)))
     sizes = [] if refusal else [entry.size for entry in cache.entries()]
     table.add_row("cached kernels", f"{len(sizes)}, {sum(sizes) / 2**20:.1f} MB")
+    table.add_row("prebuilt kernels", escape(tables.prebuilt_kernels()))
     out.print(table)
-    out.print(_toolchain())
+    out.print(tables.toolchain())
     if options.timings:
-        out.print(_timings(_archs(options)[0]))
+        out.print(tables.timings(_archs(options)[0]))
     return 0
 
 
-def _toolchain() -> Table:
-    """Where each part of the toolchain is and, if one is missing, where it was searched."""
-    table = _table("part", "found in", "through")
-    found = parts.all_found()
-    for part, place in found.items():
-        path, via = ("not found", "") if place is None else (str(place.path), place.via)
-        table.add_row(part.title, escape(path), via)
-    if None in found.values():
-        for place, value in parts.searched().items():
-            table.add_row(f"searched {place}", escape(value.replace(os.pathsep, "\n")))
-        table.add_row("to install it", escape(parts.INSTALL))
-    return table
-
-
-def _timings(arch: str) -> Table:
-    """Seconds of each step from a problem to an image, for one small kernel."""
-    spec = select.select(Problem("forward", "bf16", 64, 64, arch))
-    # A line that no other source has, so that the first compile cannot be found in the cache.
-    text = f"// timed at {time.time_ns()}\n" + emit.source(spec)
-    steps = {
-        "digest of the headers": headers.digest,
-        "compile": lambda: compiler.compile_source(text, arch, [spec.name]),
-        "find in the cache": lambda: compiler.compile_source(text, arch, [spec.name]),
-    }
-    table = _table("step", "milliseconds")
-    for step, run in steps.items():
-        start = time.perf_counter()
-        run()
-        table.add_row(f"{step} ({spec.name}, {arch})", f"{1e3 * (time.perf_counter() - start):.1f}")
-    return table
+def _doctor(options: argparse.Namespace, out: Console) -> int:
+    # It imports JAX, which the other commands do not need.
+    return importlib.import_module("jax_memeff._command.doctor").run(out)
 
 
 def _kernels(options: argparse.Namespace, out: Console) -> int:
@@ -131,7 +108,7 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
             code = 1
             continue
         selected = select.select(problem, strategy)
-        table = _table("kernel", "shared bytes", "verdict")
+        table = new_table("kernel", "shared bytes", "verdict")
         for spec, refused in select.explain(problem, strategy):
             verdict = "; ".join(refused) or (
                 f"selected: {spec.tile.reason}" if spec == selected else "fits, with more padding"
@@ -140,26 +117,15 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
             table.add_row(spec.name, str(spec.shared_bytes), verdict, style=style)
         out.print(table)
         if problem.sequence is not None:
-            out.print(_grid(selected, problem.sequence))
+            out.print(tiles.grid(selected, problem.sequence))
+            out.print(tiles.drawing(options, selected), markup=False, soft_wrap=True)
         out.print(emit.source(selected), markup=False, soft_wrap=True)
     return code
 
 
-def _grid(spec: KernelSpec, sequence: int) -> str:
-    forward = spec.direction == "forward"
-    tile = spec.tile.query if forward else spec.tile.key
-    rows, heads = ("query", "query heads") if forward else ("key", "key heads")
-    count = -(-sequence // tile)
-    if spec.kernel.splits_keys:
-        return f"{count} tiles of {tile} rows; as many splits of the keys as fill the device"
-    return f"{count} tiles of {tile} {rows} rows for each of the {heads} and batch indices"
-
-
 def _build(options: argparse.Namespace, out: Console) -> int:
-    if not options.all and (options.dtype is None or options.head_dim is None):
-        raise ValueError("expected --dtype and --head-dim, or --all for every kernel")
-    jobs = [(spec, arch) for arch in _archs(options) for spec in _specs(options, arch)]
-    table = _table(
+    jobs = _jobs(options)
+    table = new_table(
         "kernel", "arch", "registers", "spilled bytes", "shared bytes", "seconds", "cached"
     )
     columns = (
@@ -168,7 +134,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    results: dict[tuple[KernelSpec, str], compiler.Compiled | CompileError] = {}
+    results: dict[Job, Compiled | CompileError] = {}
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("compiling", total=len(set(jobs)))
 
@@ -199,7 +165,34 @@ def _build(options: argparse.Namespace, out: Console) -> int:
     if failed:
         out.print(f"{len(failed)} kernels did not compile; the first says:", style="red")
         out.print(str(failed[0]), markup=False)
+    elif options.output is not None:
+        done = {job: result for job, result in results.items() if isinstance(result, Compiled)}
+        try:
+            compiler.write_archive(options.output, done)
+        except OSError as error:
+            raise ValueError(f"--output {options.output} cannot be written: {error}") from error
+        size = options.output.stat().st_size / 2**20
+        out.print(
+            f"{len(done)} kernels, {size:.1f} MB: JAX_MEMEFF_KERNELS={options.output.absolute()}"
+        )
     return 1 if failed else 0
+
+
+def _jobs(options: argparse.Namespace) -> list[Job]:
+    if options.models is None:
+        if not options.all and (options.dtype is None or options.head_dim is None):
+            raise ValueError(
+                "expected --dtype and --head-dim, or --all for every kernel, or --models"
+            )
+        return [(spec, arch) for arch in _archs(options) for spec in _specs(options, arch)]
+    of_problem = any(
+        value != BY_NAME[name].off for name, value in _features(options, False).items()
+    )
+    if of_problem or options.all or options.dtype or options.head_dim:
+        raise ValueError("expected --models or a problem, not both")
+    # Tracing imports JAX.
+    models = importlib.import_module("jax_memeff._command.models")
+    return models.kernels(options.models.split(","), _archs(options))
 
 
 def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
@@ -221,7 +214,7 @@ def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
     return dict.fromkeys(spec for problem in problems for spec in select.select_all(problem))
 
 
-def _add_rows(table: Table, spec: KernelSpec, arch: str, compiled: compiler.Compiled) -> None:
+def _add_rows(table: Table, spec: KernelSpec, arch: str, compiled: Compiled) -> None:
     dynamic = {entry.name: entry.shared_bytes for entry in spec.entry_points}
     for resource in compiled.resources:
         main = resource.name == spec.name
@@ -237,14 +230,6 @@ def _add_rows(table: Table, spec: KernelSpec, arch: str, compiled: compiler.Comp
         )
     for warning in compiled.warnings:
         table.add_row(f"  [yellow]{warning}[/yellow]")
-
-
-def _table(name: str, *columns: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column(name, no_wrap=True, overflow="fold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
 
 
 def _problem(
@@ -312,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jax_memeff",
         description="The kernels of jax_memeff: list them, explain a choice, compile them.",
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True)
 
     def add(name: str, command, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
@@ -325,6 +310,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         return added
 
+    add("doctor", _doctor, "what works on this machine, what is missing, and what to do next")
+
     info = add("info", _info, "versions of the toolchain, devices, and the kernel cache")
     info.add_argument("--timings", action="store_true", help="also time a compile and a cache hit")
 
@@ -332,9 +319,9 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = add("explain", _explain, "which kernel a problem gets, and why not the others")
     explain.add_argument("--direction", choices=DIRECTIONS, default="forward")
-    explain.add_argument("--dtype", choices=DTYPES, required=True)
+    explain.add_argument("--dtype", type=_dtype, choices=DTYPES, required=True)
     _add_dims(explain, required=True)
-    explain.add_argument("--seq", type=int, help="rows, to show the number of tiles")
+    explain.add_argument("--seq", type=int, help="rows and columns, to draw the tiles")
     explain.add_argument(
         "--query-rows",
         choices=QUERY_ROWS,
@@ -352,12 +339,29 @@ def _parser() -> argparse.ArgumentParser:
         "compile kernels into the cache: those of one problem if features are given, else the "
         "usual ones of a head dim (plain, each feature alone, all features)",
     )
-    build.add_argument("--dtype", choices=SPEC_DTYPES)
+    build.add_argument("--dtype", type=_dtype, choices=SPEC_DTYPES)
     _add_dims(build, required=False)
     build.add_argument("--all", action="store_true", help="every dtype and head dim not named")
+    build.add_argument(
+        "--models",
+        metavar="NAMES",
+        help="the kernels of models, such as llama,gemma,gpt-oss: training, prompts and decoding",
+    )
+    build.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="also write them to an archive, which JAX_MEMEFF_KERNELS may name",
+    )
     for feature in FEATURES:
         feature.add_flags(build)
     return parser
+
+
+def _dtype(text: str) -> str:
+    """The short name of a dtype, which may have JAX's name."""
+    return re.sub("^(b?)float(?=(16|32|64)$)", r"\1f", text)
 
 
 def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:

@@ -5,6 +5,9 @@
                             ``compute_80`` for PTX; by default those of the local CUDA devices
 ``JAX_MEMEFF_CACHE_DIR``    where compiled kernels are kept; by default
                             ``$XDG_CACHE_HOME/jax_memeff``, else ``~/.cache/jax_memeff``
+``JAX_MEMEFF_KERNELS``      an archive of compiled kernels, which is searched before the cache;
+                            ``python -m jax_memeff build --output`` writes one
+``JAX_MEMEFF_PROGRESS``     ``0``: a terminal shows no line while a kernel is compiled
 ==========================  ====================================================================
 
 ``platformdirs`` would name the default directory, but it trusts ``HOME``: an empty one gives
@@ -60,6 +63,26 @@ def cache_dir() -> Path | None:
     return None if home is None else home / ".cache" / "jax_memeff"
 
 
+def kernel_archive() -> Path | None:
+    """The file that ``JAX_MEMEFF_KERNELS`` names, an absolute path; it need not exist.
+
+    Raises ``ValueError`` naming the variable if it begins with the ``~`` of an unknown user.
+    """
+    chosen = os.environ.get("JAX_MEMEFF_KERNELS")
+    return _expanded(chosen, "JAX_MEMEFF_KERNELS") if chosen else None
+
+
+def progress() -> bool:
+    """Whether a terminal shows that a kernel is being compiled; ``JAX_MEMEFF_PROGRESS=0`` is no.
+
+    Raises ``ValueError`` naming the variable if its value is neither 0 nor 1.
+    """
+    text = os.environ.get("JAX_MEMEFF_PROGRESS") or "1"
+    if text not in ("0", "1"):
+        raise ValueError(f"expected JAX_MEMEFF_PROGRESS to be 0 or 1, got {text!r}")
+    return text == "1"
+
+
 def _expanded(path: str, variable: str) -> Path:
     """``path`` made absolute, with ``~`` and ``~user`` replaced by home directories."""
     first, slash, rest = path.partition("/")
@@ -70,8 +93,8 @@ def _expanded(path: str, variable: str) -> Path:
         path = os.path.expanduser(path)
     if path.startswith("~"):
         raise ValueError(
-            f"expected {variable} to be a directory, got {path!r}, and {first!r} has no home "
-            "directory: set it to an absolute path"
+            f"expected {variable} to be a path, got {path!r}, and {first!r} has no home directory: "
+            "set it to an absolute path"
         )
     return Path(path).absolute()
 

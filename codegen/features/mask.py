@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MaskKind = Literal["none", "causal", "window"]
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
+NO_BOUND = -1
+"""The value of the flag ``--window`` without a number."""
 
 
 class Mask(Feature[MaskKind, MaskKind]):
@@ -74,10 +76,19 @@ class Mask(Feature[MaskKind, MaskKind]):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--causal", action="store_true")
-        parser.add_argument("--window", action="store_true", help="a left bound; includes --causal")
+        parser.add_argument(
+            "--window",
+            type=int,
+            nargs="?",
+            const=NO_BOUND,
+            metavar="LEFT",
+            help="a left bound; includes --causal. The number changes the drawing only",
+        )
 
     def from_flags(self, flags: argparse.Namespace) -> MaskKind:
-        return "window" if flags.window else "causal" if flags.causal else "none"
+        if flags.window is not None:
+            return "window"
+        return "causal" if flags.causal else "none"
 
 
 class Lengths(Feature[bool, None]):

@@ -11,11 +11,19 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.toolchain import headers, nvrtc, program_cache, resources
+from jax_memeff.codegen.toolchain import (
+    headers,
+    nvrtc,
+    prebuilt,
+    program_cache,
+    progress,
+    resources,
+)
 from jax_memeff.codegen.toolchain.resources import Resource
 
 
@@ -41,9 +49,13 @@ class Compiled:
 def compile(spec: KernelSpec, arch: str) -> Compiled:
     """Compile ``spec`` for ``arch`` (``"sm_90a"``), or take it from the cache.
 
-    Raises ``CompileError`` if the compiler refuses the source, or cannot be run.
+    A terminal shows a line meanwhile (``progress.py``). Raises ``CompileError`` if the compiler
+    refuses the source, or cannot be run.
     """
-    return compile_source(*source(spec, arch))
+    if (found := lookup(spec, arch)) is not None:
+        return found
+    with progress.line(f"jax_memeff compiles {spec.name} for {arch}"):
+        return compile_source(*source(spec, arch))
 
 
 def lookup(spec: KernelSpec, arch: str) -> Compiled | None:
@@ -52,8 +64,13 @@ def lookup(spec: KernelSpec, arch: str) -> Compiled | None:
 
 
 def key(spec: KernelSpec, arch: str) -> str:
-    """A digest of what the compiled kernel depends on: source, headers, compiler and options."""
-    return _key(*source(spec, arch))
+    """A digest of what the compiled kernel depends on: source, headers, compiler and options.
+
+    For a kernel of the archive that ``JAX_MEMEFF_KERNELS`` names it is a digest of the kernel.
+    """
+    arguments = source(spec, arch)
+    payload = prebuilt.get(*arguments)
+    return _key(*arguments) if payload is None else hashlib.sha256(payload).hexdigest()
 
 
 def source(spec: KernelSpec, arch: str) -> tuple[str, str, tuple[str, ...]]:
@@ -71,10 +88,12 @@ def compile_source(source: str, arch: str, names: Sequence[str]) -> Compiled:
 
 
 def lookup_source(source: str, arch: str, names: Sequence[str]) -> Compiled | None:
-    """The kernel that ``compile_source`` would find in the cache, or None."""
+    """The kernel that ``compile_source`` would find in an archive or in the cache, or None."""
     start = time.perf_counter()
-    key = _key(source, arch, names)  # first, because it reports what is not installed
-    payload = program_cache.current().get(key)
+    # The archive first: it needs no compiler, while the key of the cache contains its version.
+    payload = prebuilt.get(source, arch, names)
+    if payload is None:
+        payload = program_cache.current().get(_key(source, arch, names))
     if payload is None:
         return None
     return _unpack(payload, tuple(names), start)
@@ -112,6 +131,18 @@ def _key(source: str, arch: str, names: Sequence[str]) -> str:
         headers.digest().hex(),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def write_archive(path: Path, kernels: Mapping[tuple[KernelSpec, str], Compiled]) -> None:
+    """Write kernels to an archive that ``JAX_MEMEFF_KERNELS`` may name, by spec and architecture.
+
+    Raises ``OSError`` if the file cannot be written.
+    """
+    prebuilt.write(
+        path,
+        {source(*job): _pack(compiled) for job, compiled in kernels.items()},
+        compiler={**headers.versions(), "nvrtc": nvrtc.version()},
+    )
 
 
 def _pack(compiled: Compiled) -> bytes:

@@ -48,12 +48,22 @@ def versions() -> dict[str, str]:
 def digest() -> bytes:
     """SHA-256 over the text of our headers and the versions of the others; no path enters it.
 
-    Our headers are read at every call, so that an edited header never meets an old kernel. Others
-    count with the version of their wheel, which has the patch release that CUDA's macros leave out.
+    Others count with the version of their wheel, which has the patch release that CUDA's macros
+    leave out.
     """
-    own = own_include_dir()
     others = sorted(versions().items()), [found.version for found in _found()]
-    digest = hashlib.sha256(repr(others).encode())
+    return _with_own_text(repr(others).encode())
+
+
+def own_digest() -> bytes:
+    """SHA-256 over the names and the text of our headers."""
+    return _with_own_text(b"")
+
+
+def _with_own_text(first: bytes) -> bytes:
+    # Read at every call, so that an edited header never meets an old kernel.
+    own = own_include_dir()
+    digest = hashlib.sha256(first)
     for file in sorted(own.rglob("*")):
         if file.is_file():
             text = file.read_bytes()
@@ -71,7 +81,7 @@ def _found() -> tuple[Found, ...]:
 
 
 def _version(found: Found) -> str:
-    file = found.path / found.part.file
+    file = found.path / found.part.wheel.file
     if not file.is_file():
         return "unknown"
     text = file.read_text(errors="replace")

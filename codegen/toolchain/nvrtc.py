@@ -8,6 +8,7 @@ default heap (``nvrtcSetPCHHeapSize``), and takes 1.2 s off a kernel after 6 s t
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Mapping
 
@@ -33,6 +34,10 @@ _WRONG_ARCH = (
     "This NVRTC does not know the architecture: check JAX_MEMEFF_ARCHS, or install a newer "
     "nvidia-cuda-nvrtc for a newer GPU"
 )
+_WRONG_ARCH_OF_CUDA_12 = (
+    "NVRTC 12.9, the last of CUDA 12, does not know the architecture: check JAX_MEMEFF_ARCHS; "
+    "newer GPUs need CUDA 13: pip install 'jax-memeff[cuda13]'"
+)
 _BUG = (
     "The whole log is in the `log` attribute of this error. Please report it to jax_memeff "
     "together with the versions above"
@@ -46,6 +51,7 @@ def compile(source: str, arch: str, name: str) -> tuple[bytes, str]:
     """
     parts.library(parts.NVRTC)
     core = parts.import_("cuda.core")
+    _require_one_cuda()
     options = core.ProgramOptions(
         name=name,
         arch=arch.replace("compute_", "sm_"),
@@ -111,6 +117,24 @@ def versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
+def _require_one_cuda() -> None:
+    """Raise ``CompileError`` unless NVRTC and the headers have the CUDA version of cuda.bindings.
+
+    The process may have loaded an NVRTC before, or CUDA_PATH may name a toolkit of another version.
+    """
+    major = str(parts.cuda_major())
+    found = {parts.NVRTC.title: version(), parts.CUDART.title: headers.versions()["cudart"]}
+    if wrong := [title for title, number in found.items() if number.split(".")[0] != major]:
+        are = " and ".join(f"{title} is of version {found[title]}" for title in wrong)
+        raise CompileError(
+            f"error: cuda.bindings is for CUDA {major}, and {are}",
+            versions(),
+            f"All parts must be for one CUDA version: {parts.install()}, or install the "
+            "cuda-bindings of the other one",
+        )
+
+
 def _ptx(program) -> bytes:
     """The PTX of a compiled program: cuda.core compiles to PTX only if it finds a driver."""
     nvrtc = parts.import_("cuda.bindings.nvrtc")
@@ -122,7 +146,7 @@ def _ptx(program) -> bytes:
 
 def _advice(log: str, found: Mapping[str, str]) -> str:
     if "--gpu-architecture" in log:
-        return _WRONG_ARCH
+        return _WRONG_ARCH_OF_CUDA_12 if parts.cuda_major() == 12 else _WRONG_ARCH
     if _number(found["CCCL"]) >= (3, 2) and _number(found["CUTLASS"]) < (4, 7):
         return _WRONG_CCCL
     return _BUG

@@ -62,7 +62,7 @@ def compile_many(
 
 def _compile_here(job: Job) -> Compiled | CompileError:
     try:
-        return compiler.compile(*job)
+        return compiler.compile_source(*compiler.source(*job))
     except CompileError as error:
         return error
 

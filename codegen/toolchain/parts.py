@@ -5,6 +5,10 @@ along ``sys.path`` with ``importlib.metadata``: ``cuda.pathfinder`` searches the
 site-packages only, and so passes over ``pip install --target`` and environments on ``PYTHONPATH``,
 and takes a CUDA toolkit of the system instead. It finds what has no wheel: in conda environments,
 in CUDA_PATH or CUDA_HOME, and in the usual directories of a system.
+
+There are two sets of wheels, for CUDA 12 and CUDA 13, with different names and directories. The
+version of ``cuda.bindings``, which calls the libraries, selects one set; a part of the other set
+is never used, so both may be installed.
 """
 
 from __future__ import annotations
@@ -21,9 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from jax_memeff import config
 from jax_memeff.errors import CompileError
-
-INSTALL = 'pip install "jax-memeff[cuda13]"'
 
 WHEEL = "wheel"
 
@@ -39,17 +42,26 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-class Part(NamedTuple):
-    """Something to find: ``file`` below ``directory`` of a wheel.
+class Wheel(NamedTuple):
+    """A distribution, and the ``directory`` in which it has ``file``."""
 
-    ``name`` is what cuda.pathfinder calls it, ``title`` what messages do.
-    """
+    name: str
+    directory: str
+    file: str
+
+
+class Part(NamedTuple):
+    """Something to find: what cuda.pathfinder calls it, what messages do, and its two wheels."""
 
     name: str
     title: str
-    wheel: str
-    directory: str
-    file: str
+    cuda12: Wheel
+    cuda13: Wheel
+
+    @property
+    def wheel(self) -> Wheel:
+        """The wheel for the CUDA version of this process."""
+        return self.cuda12 if cuda_major() == 12 else self.cuda13
 
 
 class Found(NamedTuple):
@@ -65,31 +77,55 @@ class Found(NamedTuple):
     version: str | None
 
 
-CUTLASS = Part(
-    "cutlass", "CUTLASS", "nvidia-cutlass", "cutlass_library/source/include", "cutlass/version.h"
-)
+_CUTLASS = Wheel("nvidia-cutlass", "cutlass_library/source/include", "cutlass/version.h")
+CUTLASS = Part("cutlass", "CUTLASS", _CUTLASS, _CUTLASS)
 CUDART = Part(
-    "cudart", "CUDA headers", "nvidia-cuda-runtime", "nvidia/cu13/include", "cuda_runtime_api.h"
+    "cudart",
+    "CUDA headers",
+    Wheel("nvidia-cuda-runtime-cu12", "nvidia/cuda_runtime/include", "cuda_runtime_api.h"),
+    Wheel("nvidia-cuda-runtime", "nvidia/cu13/include", "cuda_runtime_api.h"),
 )
 CCCL = Part(
     "cccl",
     "CCCL",
-    "nvidia-cuda-cccl",
-    "nvidia/cu13/include/cccl",
-    "cuda/std/__cccl/version.h",
+    Wheel("nvidia-cuda-cccl-cu12", "nvidia/cuda_cccl/include", "cuda/std/__cccl/version.h"),
+    Wheel("nvidia-cuda-cccl", "nvidia/cu13/include/cccl", "cuda/std/__cccl/version.h"),
 )
-NVRTC = Part("nvrtc", "NVRTC", "nvidia-cuda-nvrtc", "nvidia/cu13/lib", "libnvrtc.so.13")
-NVFATBIN = Part("nvfatbin", "nvFatbin", "nvidia-nvfatbin", "nvidia/cu13/lib", "libnvfatbin.so.13")
+NVRTC = Part(
+    "nvrtc",
+    "NVRTC",
+    Wheel("nvidia-cuda-nvrtc-cu12", "nvidia/cuda_nvrtc/lib", "libnvrtc.so.12"),
+    Wheel("nvidia-cuda-nvrtc", "nvidia/cu13/lib", "libnvrtc.so.13"),
+)
+NVFATBIN = Part(
+    "nvfatbin",
+    "nvFatbin",
+    Wheel("nvidia-nvfatbin-cu12", "nvidia/nvfatbin/lib", "libnvfatbin.so.12"),
+    Wheel("nvidia-nvfatbin", "nvidia/cu13/lib", "libnvfatbin.so.13"),
+)
 
 HEADERS = (CUTLASS, CUDART, CCCL)
 LIBRARIES = (NVRTC, NVFATBIN)
 
 
 @functools.cache
+def cuda_major() -> int:
+    """12 or 13: the CUDA version of cuda.bindings, else the one of JAX's plugin, else 13."""
+    if (bindings := _installed("cuda-bindings")) is not None:
+        return 12 if bindings.startswith("12.") else 13
+    return 12 if _installed("jax-cuda12-plugin") and not _installed("jax-cuda13-plugin") else 13
+
+
+def install() -> str:
+    """The command that installs every part for the CUDA version of this process."""
+    return f'pip install "jax-memeff[cuda{cuda_major()}]"'
+
+
+@functools.cache
 def headers(part: Part) -> Found | None:
     """The include directory of ``part``, or None if it is nowhere."""
     if found := _in_wheels(part):
-        return found._replace(path=found.path.parents[part.file.count("/")])
+        return found._replace(path=found.path.parents[part.wheel.file.count("/")])
     found = import_("cuda.pathfinder").locate_nvidia_header_directory(part.name)
     return None if found is None else Found(part, Path(found.abs_path), found.found_via, None)
 
@@ -103,7 +139,7 @@ def library(part: Part) -> Found:
     wheel = _in_wheels(part)
     pathfinder = import_("cuda.pathfinder")
     try:
-        if wheel is not None and not _is_loaded(part.file):
+        if wheel is not None and not _is_loaded(part.wheel.file):
             # NVRTC 13.0 searches its builtins by name, and not beside itself.
             for builtins in wheel.path.parent.glob(f"lib{part.name}-builtins.so.*"):
                 ctypes.CDLL(str(builtins))
@@ -136,11 +172,12 @@ def warn_of_mixture() -> None:
     toolkit = [place for place in found if place.part is not CUTLASS]
     others = [place for place in toolkit if place.via != WHEEL]
     if others and len(others) < len(toolkit):
-        wheels = " ".join(place.part.wheel for place in others)
+        wheels = " ".join(place.part.wheel.name for place in others)
         warnings.warn(
             "kernels are compiled by parts of different CUDA installations: "
             + ", ".join(f"{p.part.title} from {p.path} ({p.via})" for p in others)
-            + f"; the others are wheels. To have one installation: {INSTALL} (it brings {wheels})",
+            + "; the others are wheels. To have one installation: "
+            + f"{install()} (it brings {wheels})",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -151,12 +188,20 @@ def missing(parts: list[Part], detail: str = "") -> CompileError:
     titles = ", ".join(part.title for part in parts)
     lines = [f"error: {titles} not found{f': {detail}' if detail else ''}"]
     places = {f"searched {place}": value for place, value in searched().items()}
-    wheels = ", ".join(part.wheel for part in parts)
+    wheels = ", ".join(part.wheel.name for part in parts)
     return CompileError(
         "\n".join(lines),
         places,
-        f"Kernels are compiled on this machine and need {titles} (wheels: {wheels}): {INSTALL}",
+        f"Kernels are compiled on this machine and need {titles} (wheels: {wheels}): {install()}"
+        f"{_or_archive()}",
     )
+
+
+def _or_archive() -> str:
+    """What a machine without a compiler can do instead, or why that did not help."""
+    if (path := config.kernel_archive()) is None:
+        return ". Or name an archive of compiled kernels in JAX_MEMEFF_KERNELS"
+    return f". The archive {path} does not have this kernel"
 
 
 def searched() -> dict[str, str]:
@@ -183,17 +228,26 @@ def import_(name: str) -> ModuleType:
         raise CompileError(
             f"error: {name} was not found: {error}",
             {"searched sys.path": searched()["sys.path"]},
-            f"Kernels are compiled on this machine and need it: {INSTALL}",
+            f"Kernels are compiled on this machine and need it: {install()}{_or_archive()}",
         ) from error
 
 
 def _in_wheels(part: Part) -> Found | None:
     """The first wheel along ``sys.path`` that has the file; ``path`` is that of the file."""
-    for wheel in importlib.metadata.distributions(name=part.wheel):
-        file = Path(str(wheel.locate_file(f"{part.directory}/{part.file}")))
-        if file.is_file():
-            return Found(part, file, WHEEL, wheel.version)
+    name, directory, file = part.wheel
+    for wheel in importlib.metadata.distributions(name=name):
+        path = Path(str(wheel.locate_file(f"{directory}/{file}")))
+        if path.is_file():
+            return Found(part, path, WHEEL, wheel.version)
     return None
+
+
+def _installed(distribution: str) -> str | None:
+    """The version of the first distribution of this name along ``sys.path``; None without one."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _is_loaded(soname: str) -> bool:

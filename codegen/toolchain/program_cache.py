@@ -169,7 +169,7 @@ def _open_trusted(directory: Path | None, create: bool) -> Iterator[int]:
 
 def _require_private(descriptor: int, directory: Path) -> None:
     status = os.fstat(descriptor)
-    if found := _distrust(status):
+    if found := distrust(status):
         chmod = f", or run: chmod go-w '{directory}'" if _trusted_owner(status) else ""
         raise UntrustedDirectoryError(
             "jax_memeff keeps compiled kernels in memory only, because machine code that another "
@@ -182,7 +182,7 @@ def _trusted_owner(status: os.stat_result) -> bool:
     return status.st_uid in (os.geteuid(), 0)  # root could change any file
 
 
-def _distrust(status: os.stat_result) -> str | None:
+def distrust(status: os.stat_result) -> str | None:
     """Whether, and how, a user other than this one could have written a file."""
     if not _trusted_owner(status):
         return f"is owned by the user with the id {status.st_uid}"
@@ -198,10 +198,10 @@ def _read(directory: int, key: str) -> bytes | None:
         return None
     try:
         status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or _distrust(status) or status.st_size > MAX_BYTES:
+        if not stat.S_ISREG(status.st_mode) or distrust(status) or status.st_size > MAX_BYTES:
             return None
         with os.fdopen(file, "rb", closefd=False) as stream:
-            payload = _verified(key, stream.read())
+            payload = verified(key, stream.read())
         if payload is not None:
             with contextlib.suppress(OSError):  # of a directory that may only be read
                 os.utime(file)  # eviction goes by this time
@@ -217,7 +217,7 @@ def _write(directory: int, key: str, payload: bytes) -> None:
     file = os.open(temporary, _CREATE, 0o644, dir_fd=directory)
     try:
         with os.fdopen(file, "wb") as stream:
-            stream.write(_MAGIC + _digest(key, payload) + payload)
+            stream.write(sealed(key, payload))
         os.replace(temporary, _name(key), src_dir_fd=directory, dst_dir_fd=directory)
     except BaseException:  # an interrupt, too, leaves no half of a file behind
         _unlink(directory, temporary)
@@ -255,7 +255,13 @@ def _name(key: str) -> str:
     return f"{key}.kernel"
 
 
-def _verified(key: str, stored: bytes) -> bytes | None:
+def sealed(key: str, payload: bytes) -> bytes:
+    """What is stored of an entry: the format, a digest, and the payload."""
+    return _MAGIC + _digest(key, payload) + payload
+
+
+def verified(key: str, stored: bytes) -> bytes | None:
+    """The payload of what ``sealed`` returned for this key, or None for other bytes."""
     start = len(_MAGIC) + _HASH_BYTES
     payload = stored[start:]
     return payload if stored[:start] == _MAGIC + _digest(key, payload) else None

@@ -32,7 +32,8 @@ py::dict call_type() {
 
 }  // namespace
 
-PYBIND11_MODULE(_ffi, module) {
+// Both functions read constants only, so a free-threaded interpreter needs no GIL for them.
+PYBIND11_MODULE(_ffi, module, py::mod_gil_not_used()) {
   module.doc() = "XLA FFI handlers of jax_memeff.";
   module.def("targets", &targets, "name -> {stage: capsule}, for jax.ffi.register_ffi_target");
   module.def("call_type", &call_type, "for jax.ffi.register_ffi_type");

@@ -77,6 +77,26 @@ _DEFAULTS = {
 }
 """Of all other arguments the default is None."""
 
+_WINDOW = 'mask=jax_memeff.Mask.window(left, right, "bottom_right")'
+_OF_OTHER_LIBRARIES = {
+    "alibi_slopes": "score_mod",
+    "attn_bias": "bias, or a jax_memeff.Mask",
+    "attn_mask": "mask if it is boolean, else bias",
+    "block_mask": "mask=jax_memeff.Mask.function(mask_mod)",
+    "causal": 'is_causal, or mask=jax_memeff.Mask.causal("bottom_right") as FlashAttention has it',
+    "deterministic": "deterministic_backward",
+    "dropout_p": "dropout_rate and dropout_key",
+    "enable_gqa": "nothing: the shapes say it",
+    "mask_mod": "mask=jax_memeff.Mask.function(mask_mod)",
+    "return_lse": "return_residual",
+    "segment_ids": "mask=jax_memeff.Mask.segments(query_ids, key_ids)",
+    "sm_scale": "scale",
+    "softcap": "logits_soft_cap",
+    "softmax_scale": "scale",
+    "window_size": _WINDOW,
+}
+"""What to pass for arguments of FlashAttention, FlexAttention, xFormers and PyTorch."""
+
 
 def _default(kind: Any, name: str) -> Any:
     # New tokens end their sequence, so paged calls are causal by default.
@@ -91,14 +111,17 @@ def with_defaults(kind: type[Any], arguments: Mapping[str, Any]) -> dict[str, An
     """
     names = kind.__annotations__
     for name in arguments:
-        if name not in names:
+        if name in names:
+            continue
+        advice = f"pass {_OF_OTHER_LIBRARIES[name]}" if name in _OF_OTHER_LIBRARIES else ""
+        if not advice:
             close = difflib.get_close_matches(name, names, 1)
             advice = (
                 f"did you mean {close[0]!r}?"
                 if close
                 else f"expected one of {', '.join(sorted(names))}"
             )
-            raise TypeError(f"got an unexpected keyword argument {name!r}; {advice}")
+        raise TypeError(f"got an unexpected keyword argument {name!r}; {advice}")
     return {name: _default(kind, name) for name in names} | dict(arguments)
 
 

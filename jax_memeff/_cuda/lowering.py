@@ -49,7 +49,6 @@ from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import strategy
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.select import select
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.errors import UnsupportedError
@@ -241,9 +240,12 @@ def _workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec])
 
 
 def kernels(
-    avals: Operands, options: Options, needs_grad: NeedsGrad | None
+    avals: Operands,
+    options: Options,
+    needs_grad: NeedsGrad | None,
+    archs: Sequence[str] = (),
 ) -> dict[str, KernelSpec]:
-    """The kernel for each architecture that the program may run on."""
+    """The kernel for each architecture, by default those that the program may run on."""
     require_static(
         {
             "query": avals.query.shape,
@@ -255,9 +257,30 @@ def kernels(
         remedy="export a program for each size, or pass implementation='xla'",
     )
     _require_lengths(avals)
-    call = Call(avals, options, needs_grad)
-    sizes = workspaces.sizes_of(avals, options.divisors)
-    return {arch: _kernel(call, sizes, arch) for arch in _architectures()}
+    return {arch: kernel_of(avals, options, needs_grad, arch) for arch in archs or _architectures()}
+
+
+def kernels_of_call(
+    avals: Sequence[Any],
+    *,
+    tree: Any,
+    options: Options,
+    needs_grad: NeedsGrad | None = None,
+    archs: Sequence[str] = (),
+) -> list[dict[str, KernelSpec]]:
+    """The kernels of a primitive with these types and parameters, by architecture.
+
+    A mixed batch of prompts and decode steps has two kernels for each architecture. Without
+    ``archs`` the architectures are those that the program would be compiled for.
+
+    Raises:
+        UnsupportedError: as the lowering would.
+    """
+    operands = jax.tree.unflatten(tree, avals)
+    types = buffers.separate(operands if needs_grad is None else operands[0])
+    few = mixed_batches.few_queries(types)
+    parts = mixed_batches.types_of_parts(types, few) if few else (types,)
+    return [kernels(part, options, needs_grad, archs) for part in parts]
 
 
 def digest(
@@ -268,17 +291,17 @@ def digest(
     Raises:
         UnsupportedError, CompileError: as the lowering would.
     """
-    operands = jax.tree.unflatten(tree, avals)
-    types = buffers.separate(operands if needs_grad is None else operands[0])
-    few = mixed_batches.few_queries(types)
-    parts = mixed_batches.types_of_parts(types, few) if few else (types,)
-    specs = [kernels(part, options, needs_grad) for part in parts]
+    specs = kernels_of_call(avals, tree=tree, options=options, needs_grad=needs_grad)
     keys = [compiler.key(spec, arch) for own in specs for arch, spec in own.items()]
     return hashlib.sha256(repr((specs, keys)).encode()).digest()
 
 
-def _kernel(call: Call, sizes: Sizes, arch: str) -> KernelSpec:
-    problem = problem_of(call, arch)
+def kernel_of(
+    avals: Operands, options: Options, needs_grad: NeedsGrad | None, arch: str
+) -> KernelSpec:
+    """The kernel of a call on one architecture."""
+    problem = problem_of(Call(avals, options, needs_grad), arch)
+    sizes = workspaces.sizes_of(avals, options.divisors)
     return select(problem, strategy.choose(problem, sizes, strategy.MULTIPROCESSORS))
 
 

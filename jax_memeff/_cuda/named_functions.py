@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_memeff._call.mask import Mask
 from jax_memeff._cuda.functions import in_kernel_types
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
 from jax_memeff.codegen.features.functions import AskedFunctions
@@ -57,6 +58,18 @@ def asked(
         mask_program = in_kernel_types(program).structure
     exact = bool(summed) and deterministic
     return AskedFunctions(score_program, mask_program, gradients=summed, exact=exact)
+
+
+def mask(text: str) -> Mask:
+    """The mask of a function, with the arrays that it reads.
+
+    Args:
+        text: ``"MODULE:NAME"``, as :func:`asked` has it.
+
+    Raises:
+        ValueError: the name cannot be imported.
+    """
+    return Mask.function(_imported("--mask-function", text))
 
 
 def _traced(flag: str, name: str, trace: Trace) -> Any:

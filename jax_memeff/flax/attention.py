@@ -30,7 +30,7 @@ def attention_fn(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -70,7 +70,8 @@ def attention_fn(
       bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. Kept in its dtype when that
         is the query's or float32, else cast to float32 (float64 for a float64 query).
       mask: broadcasts to ``[batch..., N, T, S]``, any dtype; nonzero means attend. A row that may
-        attend to nothing gives 0. Flax gives the mean of the values.
+        attend to nothing gives 0. Flax gives the mean of the values. Or a
+        :class:`jax_memeff.Mask`, whose batch index counts through all batch dimensions.
       broadcast_dropout: True drops the same elements of the ``[T, S]`` probabilities in every
         batch index and head, as Flax does. False draws bits for each separately.
       dropout_rng: the dropout key, required when dropout is on. The bits depend on this key only,
@@ -112,11 +113,14 @@ def attention_fn(
         "attn_weights_value_einsum": attn_weights_value_einsum,
     }
     refuse(module, [name for name, function in replaced.items() if function is not None])
+    conditions = Mask()
+    if isinstance(mask, Mask):
+        conditions, mask = mask, None
     return attend(
         *promote_dtype((query, key, value), dtype=dtype),
         bias=bias,
         mask=None if mask is None else jnp.asarray(mask),
-        conditions=Mask(),
+        conditions=conditions,
         is_causal=is_causal,
         dropout_rate=0.0 if deterministic else dropout_rate,
         dropout_rng=dropout_rng,

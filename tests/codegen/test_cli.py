@@ -82,6 +82,40 @@ def test_explain_shows_choice_grid_and_source(capsys):
     assert "kMask = memeff::MaskKind::causal;" in out
 
 
+def test_dtypes_have_their_names_in_jax_too(capsys):
+    for name, short in (("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32")):
+        _, out = run(
+            capsys, "explain", "--dtype", name, "--head-dim", "64", "--arch", "sm_80",
+            "--query-rows", "16",
+        )  # fmt: skip
+        assert out.startswith(f"forward, {short}, head_dim=64")
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "--dtype", "float8", "--head-dim", "64"])
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert "kernels,explain,build}" in capsys.readouterr().err
+
+
+def test_explain_draws_the_tiles(capsys, tmp_path, monkeypatch):
+    base = "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a", "--seq", "512"
+    _, out = run(capsys, *base, "--causal")
+    assert "T 512, S 512, tiles of 128 x 128: 6 skipped, 4 partial, 6 full; 62% computed" in out
+    assert "\n████▒▒·\n" in out
+    _, out = run(capsys, *base, "--window", "128", "--segments")
+    assert "\n·  ▒▒▒▒·\n".replace("  ", " ") in out
+    assert "without --segments, whose arrays are unknown here" in out
+    _, out = run(capsys, *base, "--window")
+    assert "no drawing: pass a bound, such as --window 256" in out
+    (tmp_path / "drawn_masks.py").write_text(
+        "def even(b, h, q, k):\n    return k // 128 % 2 == 0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, out = run(capsys, *base, "--mask-function", "drawn_masks:even")
+    assert out.count("\n██· ██·\n") + out.count("\n██· ██·") >= 4
+    _, out = run(capsys, *base, "--query-rows", "16")
+    assert "no drawing: the rows of a tile are those of several heads" in out
+
+
 def test_explain_of_few_queries(capsys):
     problem = Problem("forward", "bf16", 128, 128, "sm_90a")
     _, out = run(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from jax_memeff import UnsupportedError
+from jax_memeff import Mask, UnsupportedError
 from jax_memeff._call import dropout
 from jax_memeff.flax import attention_fn
 
@@ -55,6 +55,15 @@ def value_and_gradients(function, *operands):
     argnums = tuple(range(len(operands)))
     gradients, out = jax.jit(jax.grad(scalar, argnums, has_aux=True))(*operands)
     return out, gradients
+
+
+def test_a_module_of_flax_takes_a_mask_object():
+    x = normal(3, 2, ROWS, FEATURES)
+    mask = Mask.causal() & Mask.lengths(key=np.array([ROWS, 2]))
+    layer = linen.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=attention_fn)
+    variables = layer.init(jax.random.key(0), x)
+    array = mask.as_array(2, 1, ROWS, ROWS)
+    assert_close(layer.apply(variables, x, mask=mask), layer.apply(variables, x, mask=array))
 
 
 # ------------------------------------------------------------------------- against the function

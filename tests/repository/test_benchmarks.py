@@ -257,6 +257,30 @@ def test_report_writes_between_the_markers(document, modules, tmp_path, monkeypa
     assert image.read_bytes() == drawn
 
 
+def test_results_beside_the_grid_have_a_plot_of_ratios(document, modules, tmp_path, monkeypatch):
+    made = _synthetic(document)
+    for cell in made["cells"]:
+        cell["group"] = "masks"
+    results, page, image = (tmp_path / name for name in ("r.json", "page.md", "plot.svg"))
+    results.write_text(json.dumps(made))
+    page.write_text("<!-- benchmarks:begin masks -->\n<!-- benchmarks:end -->\n")
+    arguments = ["report.py", str(results), "--into", str(page), "--plot", str(image)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    modules("report").main()
+    assert "we are faster](masks.svg)" in page.read_text()
+    drawn = (tmp_path / "masks.svg").read_text()
+    assert not image.exists()
+    for text in ("T512", "T2048", "jax.nn XLA", "Forward + backward: time of a peer / ours"):
+        assert f">{text}<" in drawn
+    assert "torch FlashAttention-2" not in drawn  # it has no figure here
+    for other in ({"cells": [{"group": "functions"}]}, {"gallery_errors": []}, {"ring": {}}):
+        assert modules("report").plot_path(other, image) is None
+    made["peers"] = {"memeff_xla": "alone"}
+    results.write_text(json.dumps(made))
+    modules("report").main()
+    assert "masks.svg" not in page.read_text()
+
+
 def test_few_queries_are_reported_as_bandwidth(document, modules):
     made = copy.deepcopy(document)
     cell = made["cells"][0]
@@ -358,3 +382,11 @@ def test_unknown_names_are_refused_with_the_known_ones(modules):
         modules("cells").cells("tiny,huge")
     with pytest.raises(ValueError, match="expected 'all' or some of memeff_cuda"):
         modules("peers").peers("memeff")
+
+
+def test_the_time_of_code_generation_has_the_lowering_and_the_generator(modules):
+    generates_code = modules("first_result")._generates_code
+    lowering = importlib.import_module("jax_memeff._cuda.lowering")
+    select = importlib.import_module("jax_memeff.codegen.select")
+    assert generates_code(lowering.__file__) and generates_code(select.__file__)
+    assert not generates_code(importlib.import_module("jax_memeff._api.attention").__file__)

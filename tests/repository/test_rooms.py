@@ -24,7 +24,8 @@ BELOW = {
     "_cuda": {"_functions", "_call", "_blockwise"},
     "_op": {"_call", "_blockwise", "_sharding", "_cuda"},
     "_ring": {"_call", "_blockwise", "_op"},
-    "_api": {"_functions", "_call", "_blockwise", "_sharding", "_op", "_ring"},
+    "_api": {"_functions", "_call", "_blockwise", "_sharding", "_cuda", "_op", "_ring"},
+    "_command": {"_call", "_cuda"},
     "flax": {"_call", "_op", "_sharding", "_api"},
 }
 """The folders that each folder imports, beside the files of the top level."""

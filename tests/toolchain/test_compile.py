@@ -236,7 +236,7 @@ def test_missing_headers_name_the_command_and_the_places(cache, nothing_found, m
     assert "searched CUDA_PATH: /opt/some_cuda" in message
     assert all(entry in message for entry in sys.path if os.path.isdir(entry))
     assert "nvidia-cutlass, nvidia-cuda-runtime, nvidia-cuda-cccl" in message
-    assert 'pip install "jax-memeff[cuda13]"' in message
+    assert 'pip install "jax-memeff[cuda13]". Or name an archive' in message
     assert nvrtc.versions()["CUTLASS"] == nvrtc.versions()["NVRTC"] == "not found"
 
 

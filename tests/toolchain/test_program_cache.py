@@ -348,7 +348,7 @@ def test_without_a_home_directory_nothing_is_created(environment, tmp_path, home
 def test_a_home_directory_that_is_not_there_names_the_variable(environment, variable, path):
     environment.setenv("HOME", "")
     environment.setenv(variable, path)
-    with pytest.raises(ValueError, match=f"expected {variable} to be a directory, got '{path}'"):
+    with pytest.raises(ValueError, match=f"expected {variable} to be a path, got '{path}'"):
         config.cache_dir()
 
 

@@ -20,7 +20,8 @@ ROOT = Path(str(jax_memeff.__file__)).parent
 BASE = Path(sys.base_prefix) / "bin" / f"python{sysconfig.get_python_version()}"
 REQUIRED = ("cuda-core", "cuda-bindings", "cuda-pathfinder", "numpy", "rich")
 REQUIRED += ("markdown-it-py", "mdurl", "Pygments")
-WHEELS = {part.wheel: part for part in (*parts.HEADERS, *parts.LIBRARIES)}
+OF_COMMANDS = ("__init__.py", "__main__.py", "_command")
+WHEELS = {part.wheel.name: part for part in (*parts.HEADERS, *parts.LIBRARIES)}
 COMPILE = """
 import sys
 from jax_memeff.codegen.toolchain import nvrtc, parts
@@ -60,7 +61,7 @@ def link_package(package):
     package.mkdir()
     include = headers.own_include_dir()
     codegen = Path(str(sys.modules["jax_memeff.codegen"].__file__)).parent
-    for source in (*ROOT.glob("[!_]*"), ROOT / "__init__.py", ROOT / "__main__.py"):
+    for source in (*ROOT.glob("[!_]*"), *map(ROOT.joinpath, OF_COMMANDS)):
         (package / source.name).symlink_to(source)
     for name, source in (("codegen", codegen), ("include", include)):
         (package / name).symlink_to(source)
@@ -122,7 +123,7 @@ def test_a_mixture_of_wheels_and_a_toolkit_warns_once(wheels, toolkit, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("RuntimeWarning") == 1
     assert f"CUDA headers from {toolkit}/include (CUDA_PATH)" in done.stderr
-    assert parts.INSTALL in done.stderr and "nvidia-cuda-runtime" in done.stderr
+    assert parts.install() in done.stderr and "nvidia-cuda-runtime" in done.stderr
     assert f", in {toolkit}/include" in done.stdout.splitlines()[-1]
 
 
@@ -150,7 +151,7 @@ def test_info_names_places_and_the_command(wheels, tmp_path):
     assert "searched sys.path" in lines
     assert str(bare) in (line.strip() for line in done.stdout.splitlines())
     assert "not set" in lines["searched CONDA_PREFIX"] and "searched system" in lines
-    assert parts.INSTALL in lines["to install it"]
+    assert parts.install() in lines["to install it"]
     done = run(wheels, tmp_path, "-m", "jax_memeff", "info")
     assert f"{wheels}/cutlass_library/source/include" in done.stdout
     assert "to install it" not in done.stdout

@@ -39,12 +39,9 @@ def with_blocks(mask: Mask, scores: tuple[int, int, int, int], offsets: Offsets 
         canonical = dataclasses.replace(others, excluded=(*others.excluded, ~traced))
     canonical = expression.compiled(canonical, frame)
     tiling = Tiling((rows, columns), (BLOCK, BLOCK))
-    found = [block_mask.of_ids(*pair, tiling) for pair in canonical.segment_ids]
-    found += [block_mask.of_booleans(array, tiling) for array in canonical.booleans]
-    found += [_of_function(canonical, scores, offsets, tiling) for _ in canonical.functions]
-    if not found:
+    levels = of_mask(canonical, scores, offsets, tiling)
+    if levels is None:
         return mask
-    levels = block_mask.conjunction(found)
     levels = jnp.broadcast_to(levels, (*levels.shape[:2], *tiling.counts))
     return dataclasses.replace(
         canonical,
@@ -55,6 +52,29 @@ def with_blocks(mask: Mask, scores: tuple[int, int, int, int], offsets: Offsets 
         block_masks=(levels,),
         beyond_block_masks=False,
     )
+
+
+def of_mask(
+    mask: Mask, scores: tuple[int, int, int, int], offsets: Offsets | None, tiling: Tiling
+) -> jax.Array | None:
+    """The block mask of the arrays, functions and traced windows of a mask.
+
+    Args:
+        mask: canonical, with at most one function; static windows and lengths do not count.
+        scores: (B, N, T, S).
+        offsets: those of the call.
+        tiling: the tiles.
+
+    Returns:
+        uint8 [B or 1, N or 1, query tiles or 1, key tiles or 1], or None if there are no such
+        conditions.
+    """
+    position = None if offsets is None else offsets.position()
+    found = [block_mask.of_ids(*pair, tiling) for pair in mask.segment_ids]
+    found += [block_mask.of_booleans(array, tiling) for array in mask.booleans]
+    found += [_of_function(mask, scores, offsets, tiling) for _ in mask.functions]
+    found += block_mask.of_windows(mask, position, tiling)
+    return block_mask.conjunction(found) if found else None
 
 
 def _of_function(

@@ -19,6 +19,8 @@ from jax_memeff._call.mask import (
     segment_ids,
 )
 from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
+from jax_memeff._call.mask.pictures.picture import Picture
+from jax_memeff._call.mask.pictures.picture import of_mask as picture_of_mask
 from jax_memeff._call.mask.window import Alignment, TracedWindow, Window
 from jax_memeff._call.offsets import Offsets, Position
 from jax_memeff._functions.trace import traced_mask_function
@@ -382,6 +384,72 @@ class Mask:
         scores = arguments.scores(query, key)
         checked = self.without_block_masks()
         return computed_blocks.with_blocks(checked, scores, offsets)
+
+    def picture(
+        self,
+        T: int,
+        S: int | None = None,
+        *,
+        tile: tuple[int, int] = (128, 128),
+        batch: int = 0,
+        head: int = 0,
+        offsets: Offsets | None = None,
+    ) -> Picture:
+        """A picture of one (batch, head) slice: :meth:`show` and :meth:`plot` draw it.
+
+        Args:
+            T, S: rows and columns; S is T by default.
+            tile: rows and columns of a tile. Kernels have tiles of 64 to 192 rows and 32 to 256
+                columns, which ``python -m jax_memeff explain`` shows; a tile is *skipped* and never
+                loaded, *full* if no element needs a test, or *partial*.
+            batch, head: the slice.
+            offsets: those of the call.
+
+        Raises:
+            TypeError: the mask is traced, or a size is not an integer.
+            ValueError: a size is below 1, or the mask has no such batch index or head.
+
+        >>> Mask.causal().picture(512).classes
+        array([[2, 0, 0, 0],
+               [1, 2, 0, 0],
+               [1, 1, 2, 0],
+               [1, 1, 1, 2]], dtype=uint8)
+        """
+        return picture_of_mask(self, (T, S), tile, batch=batch, head=head, offsets=offsets)
+
+    def show(self, T: int, S: int | None = None, **options: Any) -> None:
+        """Print a drawing in characters; the arguments are those of :meth:`picture`.
+
+        Small masks show elements, larger ones tiles.
+
+        >>> Mask.window(3, 0).show(8, tile=(4, 4))
+        T 8, S 8, tiles of 4 x 4: 1 skipped, 3 partial, 0 full; 75% computed
+        ■ valid, · masked, blank: skipped tile
+        ■ · · · │
+        ■ ■ · · │
+        ■ ■ ■ · │
+        ■ ■ ■ ■ │
+        ────────┼─────────
+        · ■ ■ ■ │ ■ · · ·
+        · · ■ ■ │ ■ ■ · ·
+        · · · ■ │ ■ ■ ■ ·
+        · · · · │ ■ ■ ■ ■
+        """
+        self.picture(T, S, **options).show()
+
+    def plot(self, T: int, S: int | None = None, *, axes: Any = None, **options: Any) -> Any:
+        """Draw with matplotlib; the arguments are those of :meth:`picture`.
+
+        Args:
+            axes: a ``matplotlib.axes.Axes``; None makes a figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return self.picture(T, S, **options).plot(axes)
 
     def kinds(self) -> frozenset[str]:
         """The conditions that are present, by name; ``Mask()`` has none.

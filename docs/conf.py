@@ -1,0 +1,115 @@
+"""The site: ``python -m sphinx -W --keep-going docs build/site``, with the extra ``docs``.
+
+Pages are the Markdown files of this folder, which GitHub shows as they are. Links that leave the
+folder are changed here: to the page of the site that shows the file, or to the file on GitHub.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+REPOSITORY = "https://github.com/jax-memeff/jax-memeff/blob/main"
+
+project = "jax-memeff"
+author = "the jax-memeff authors"
+copyright = author
+version = release = version_of("jax-memeff")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+suppress_warnings = ["toc.empty_glob"]
+
+myst_heading_anchors = 3
+myst_links_external_new_tab = False
+
+autodoc_typehints = "none"  # docstrings have shapes and dtypes, which types do not say
+autodoc_member_order = "bysource"
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 80
+
+highlight_language = "text"  # formulas in docstrings are no Python
+
+pygments_dark_style = "github-dark"
+
+html_theme = "furo"
+html_title = "jax-memeff"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0b5394", "color-brand-content": "#0b5394"},
+    "dark_css_variables": {"color-brand-primary": "#79b8ff", "color-brand-content": "#79b8ff"},
+}
+
+SHOWN = {
+    "project/changelog": ROOT / "CHANGELOG.md",
+    "project/contributing": ROOT / "CONTRIBUTING.md",
+    "project/benchmark_method": ROOT / "benchmarks/README.md",
+}
+"""Files outside this folder, by the page that shows each."""
+
+_PAGES = {path: f"/{page}.md" for page, path in SHOWN.items()} | {ROOT / "README.md": "/index.md"}
+_SECTIONS = {
+    "#what-is-supported": "/support.md",
+    "#keras-flax-and-other-libraries": "/migrating/jax_nn.md",
+}
+"""The pages with what sections of the README say; others are on GitHub."""
+_LINK = re.compile(r"\]\((?P<target>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
+
+
+def site_links(text: str, folder: Path) -> str:
+    """``text`` of a file in ``folder`` with links that work on the site.
+
+    >>> site_links("[a](../README.md#what-is-supported) [b](guide/masks.md#window)", DOCS)
+    '[a](/support.md) [b](/guide/masks.md#window)'
+    >>> site_links("[c](../../examples)", DOCS / "guide").removeprefix(f"[c]({REPOSITORY}")
+    '/examples)'
+    """
+
+    def on_site(link: re.Match[str]) -> str:
+        path = Path(os.path.normpath(folder / link["target"]))
+        anchor = link["anchor"] or ""
+        if path == ROOT / "README.md" and anchor:
+            target = _SECTIONS.get(anchor, f"{REPOSITORY}/README.md{anchor}")
+        elif path in _PAGES:
+            target = _PAGES[path] + anchor
+        elif path.is_relative_to(DOCS) and path.suffix in (".md", ".svg", ".png"):
+            target = f"/{path.relative_to(DOCS)}{anchor}"
+        else:
+            target = f"{REPOSITORY}/{path.relative_to(ROOT)}{anchor}"
+        return f"]({target})"
+
+    return _LINK.sub(on_site, text)
+
+
+def siblings(page: str, text: str) -> str:
+    """A table of contents for the README of a folder: the pages that it links, then the others.
+
+    >>> siblings("tuning/README", "[first](sm90_forward.md)").split()[2:4]
+    ['sm90_forward', 'compilers']
+    """
+    folder = (DOCS / page).parent
+    linked = re.findall(r"\]\((\w+)\.md", text)
+    there = sorted(path.stem for path in folder.glob("*.md"))
+    names = [name for name in dict.fromkeys([*linked, *there]) if name in there]
+    entries = "\n".join(name for name in names if name != "README")
+    return f"\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
+
+
+def _read(app: Sphinx, page: str, source: list[str]) -> None:
+    path = SHOWN.get(page, DOCS / f"{page}.md")
+    text = path.read_text() if page in SHOWN else source[0]
+    contents = siblings(page, text) if path.name == "README.md" and page not in SHOWN else ""
+    source[0] = site_links(text, path.parent) + contents
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", _read)

@@ -1,0 +1,1 @@
+"""What a call would do, without doing it: bad values among its arguments, and a picture."""

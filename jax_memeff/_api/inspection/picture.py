@@ -1,0 +1,125 @@
+"""A picture of the scores of a call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jax_memeff._api import attention as api
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask.pictures.picture import Picture, elements, of_canonical
+from jax_memeff._call.offsets import Offsets
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import Options
+from jax_memeff._cuda.lowering import kernel_of
+from jax_memeff._functions.evaluate import evaluate
+
+_TILE = 128, 128
+
+
+def picture(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike | None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    batch: int = 0,
+    head: int = 0,
+    arch: str | None = None,
+    **arguments: Any,
+) -> Picture:
+    """A picture of the scores of a call: which are valid, what a bias or function makes of them,
+    and which tiles the kernels skip.
+
+    Takes the arguments of :func:`jax_memeff.dot_product_attention` and computes no attention.
+    :meth:`Mask.show` and :meth:`Mask.plot` draw a mask alone.
+
+    Args:
+        batch, head: the (batch, head) slice to draw.
+        arch: an architecture such as ``"sm_90a"``: the picture then has the tiles of the forward
+            kernel that this call gets there. None is tiles of 128 x 128.
+
+    Returns:
+        The picture; call its ``show()`` or ``plot()``.
+
+    Raises:
+        TypeError: an argument is traced, or wrong as ``dot_product_attention`` says.
+        ValueError: ``batch`` or ``head`` is out of range, or an argument is wrong.
+        jax_memeff.UnsupportedError: there is no kernel for the call on ``arch``.
+
+    >>> import jax.numpy as jnp, jax_memeff
+    >>> x = jnp.ones((1, 8, 1, 64), jnp.bfloat16)
+    >>> def alibi(score, b, h, q, k):
+    ...     return score + 0.5 * (k - q)
+    >>> jax_memeff.picture(x, x, x, score_mod=alibi, is_causal=True).show()
+    T 8, S 8, tiles of 128 x 128: 0 skipped, 1 partial, 0 full; 100% computed
+    a score of 0 becomes -3.5 (▁) to 0 (█), · masked
+    ██· · · · · · ·
+    ▇▇██· · · · · ·
+    ▆▆▇▇██· · · · ·
+    ▅▅▆▆▇▇██· · · ·
+    ▄▄▅▅▆▆▇▇██· · ·
+    ▃▃▄▄▅▅▆▆▇▇██· ·
+    ▂▂▃▃▄▄▅▅▆▆▇▇██·
+    ▁▁▂▂▃▃▄▄▅▅▆▆▇▇██
+    """
+    given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **arguments}
+    for name, argument in given.items():
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(argument)):
+            raise TypeError(
+                f"{name} must hold concrete values, got a traced array; call jax_memeff.picture "
+                "outside jax.jit, jax.grad and jax.vmap"
+            )
+    operands, options, _ = api.prepare(query, key, value, bias, mask, **arguments)
+    for name, index, size in zip(("batch", "head"), (batch, head), operands.scores, strict=False):
+        if not 0 <= index < size:
+            raise ValueError(f"{name} must be in [0, {size}), got {index}")
+    tile, title = _TILE, ""
+    if arch is not None:
+        spec = kernel_of(operands, options, None, arch)
+        tile, title = (spec.tile.query, spec.tile.key), spec.name
+    offsets = arguments.get("offsets")
+    offsets = Offsets() if offsets is None else offsets
+    drawn = of_canonical(
+        dataclasses.replace(
+            operands.mask, captured=tuple(x[0] for x in operands.mask.captured)
+        ).without_block_masks(),
+        operands.scores,
+        tile,
+        batch=batch,
+        head=head,
+        offsets=offsets,
+    )
+    values = _values(operands, options, drawn, batch, head, offsets)
+    return dataclasses.replace(drawn, values=values, title=title)
+
+
+def _values(
+    operands: Operands,
+    options: Options,
+    drawn: Picture,
+    batch: int,
+    head: int,
+    offsets: Offsets,
+) -> np.ndarray | None:
+    """What a score of 0 becomes by the score function and the bias; None without both."""
+    if options.score_function is None and operands.bias is None:
+        return None
+    values = jnp.zeros(drawn.valid.shape, jnp.float32)
+    if options.score_function is not None:
+        place = elements(drawn.rows, drawn.columns, batch, head, offsets)
+        arrays = [x[0] for x in operands.captured]
+        values = evaluate(options.score_function, values, *place, arrays)
+    if operands.bias is not None:
+        index = (batch, head, drawn.rows[:, None], drawn.columns[None])
+        sizes = operands.bias.shape
+        own = tuple(0 if size == 1 else x for size, x in zip(sizes, index, strict=True))
+        values = values + operands.bias[own].astype(jnp.float32)
+    return np.asarray(values)

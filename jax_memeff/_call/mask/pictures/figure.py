@@ -1,0 +1,89 @@
+"""A picture drawn with matplotlib, which is not a dependency of the package."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_memeff._call.mask.pictures import text
+from jax_memeff._call.mask.pictures.tile_classes import FULL, PARTIAL, SKIPPED
+
+if TYPE_CHECKING:
+    from jax_memeff._call.mask.pictures.picture import Picture
+
+_COLORS = {
+    "skipped tile": "#e8e8e8",
+    "masked in a partial tile": "#fdd0a2",
+    "valid in a partial tile": "#6baed6",
+    "full tile": "#08519c",
+}
+"""By what an element is, in the order of the numbers in the image."""
+
+_MOST_LINES = 64
+"""More tiles along an axis have no lines between them."""
+
+
+def drawing(picture: Picture, axes: Any = None) -> Any:
+    """The picture on these axes, or on those of a new figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        colors = importlib.import_module("matplotlib.colors")
+        patches = importlib.import_module("matplotlib.patches")
+        pyplot = importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise ImportError(
+            "plot() draws with matplotlib, which is not installed: run pip install matplotlib, or "
+            "call show() for a drawing in characters"
+        ) from error
+    if axes is None:
+        _, axes = pyplot.subplots(figsize=(5.5, 5.5), layout="constrained")
+    T, S = picture.sizes
+    place: dict[str, Any] = {"extent": (0, S, T, 0), "interpolation": "nearest", "aspect": "auto"}
+    kinds = _kinds(picture)
+    palette = colors.ListedColormap(list(_COLORS.values()))
+    if picture.values is None:
+        axes.imshow(kinds, cmap=palette, vmin=-0.5, vmax=len(_COLORS) - 0.5, **place)
+        names = list(_COLORS)
+    else:
+        is_shown = (kinds >= 2) & np.isfinite(picture.values)
+        names = [name for index, name in enumerate(_COLORS) if index < 2]
+        axes.imshow(kinds, cmap=palette, vmin=-0.5, vmax=len(_COLORS) - 0.5, **place)
+        shown = np.ma.masked_array(picture.values, ~is_shown)
+        image = axes.imshow(shown, cmap="viridis", **place)
+        axes.figure.colorbar(image, ax=axes, label="what a score of 0 becomes", shrink=0.8)
+    present = {list(_COLORS)[kind] for kind in np.unique(kinds)}
+    handles = [patches.Patch(color=_COLORS[name], label=name) for name in names if name in present]
+    if handles:
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
+    _lines(picture, axes)
+    axes.set_xlabel("key column")
+    axes.set_ylabel("query row")
+    title = text.summary(picture).replace(": ", "\n", 1)
+    axes.set_title(f"{picture.title}\n{title}" if picture.title else title, fontsize="medium")
+    if T == S:
+        axes.set_box_aspect(1)
+    return axes
+
+
+def _kinds(picture: Picture) -> np.ndarray:
+    """int [r, c]: for each element of the picture its place in ``_COLORS``."""
+    tiles = np.ix_(picture.rows // picture.tile[0], picture.columns // picture.tile[1])
+    classes = picture.classes[tiles]
+    kinds = np.where(classes == PARTIAL, np.where(picture.valid, 2, 1), 0)
+    kinds = np.where(classes == FULL, 3, kinds)
+    return np.where(classes == SKIPPED, 0, kinds)
+
+
+def _lines(picture: Picture, axes: Any) -> None:
+    """Thin lines between the tiles."""
+    for size, tile, line in zip(
+        picture.sizes, picture.tile, (axes.axhline, axes.axvline), strict=True
+    ):
+        if size // tile <= _MOST_LINES:
+            for place in range(tile, size, tile):
+                line(place, color="white", linewidth=0.6, alpha=0.8)

@@ -1,0 +1,224 @@
+"""``python -m jax_memeff doctor``: what works on this machine, and what to do next."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import platform
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+
+from jax_memeff import config
+from jax_memeff.codegen import arch as archs
+from jax_memeff.codegen import gpu
+from jax_memeff.codegen.toolchain import nvrtc, parts, prebuilt, program_cache
+from jax_memeff.errors import CompileError
+
+_MARKS = {
+    True: "[green]ok     [/green]",
+    False: "[red]broken [/red]",
+    None: "[yellow]absent [/yellow]",
+}
+
+_TINY = 'extern "C" __global__ void doctor(float* x) { x[threadIdx.x] *= 2.f; }'
+
+
+class Finding(NamedTuple):
+    """One line: whether a part works, what is known of it, and the command or advice that helps.
+
+    ``works`` is None for a part that is absent, on a machine that does not need it.
+    """
+
+    part: str
+    works: bool | None
+    text: str
+    advice: str = ""
+
+
+class Machine(NamedTuple):
+    """``driver`` is the CUDA version of the driver, ``(12, 8)``, None without one; ``devices`` are
+    the compute capabilities of the GPUs that JAX sees, times ten.
+    """
+
+    driver: tuple[int, int] | None
+    devices: tuple[int, ...]
+    jax_error: str
+
+
+def run(out: Console) -> int:
+    """Print the findings; returns 1 if something is broken."""
+    machine = _machine()
+    findings = []
+    for finding in _findings(machine):
+        findings.append(finding)
+        out.print(f"{_MARKS[finding.works]} {finding.part:<10} {escape(finding.text)}")
+    broken = [finding for finding in findings if finding.works is False]
+    advice = dict.fromkeys(finding.advice for finding in findings if finding.advice)
+    out.print("\n[bold]Next[/bold]")
+    for line in advice or {_all_is_well(machine): None}:
+        out.print(f"  {escape(line)}")
+    return 1 if broken else 0
+
+
+def _findings(machine: Machine) -> Iterator[Finding]:
+    yield _package()
+    yield _gpu(machine)
+    if machine.driver is not None:
+        yield _plugin(machine)
+    yield _compiler(machine)
+    yield _cache()
+    if config.kernel_archive() is not None:
+        yield _archive()
+    yield _attention(machine)
+
+
+def _machine() -> Machine:
+    import jax
+
+    devices, error = [], ""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError as raised:
+        error = str(raised).splitlines()[0]
+    found = (device.compute_capability.replace(".", "") for device in devices)
+    return Machine(_driver(), tuple(sorted({int(number) for number in found})), error)
+
+
+def _driver() -> tuple[int, int] | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int(0)
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def _package() -> Finding:
+    """The host module is registered at the first lowering; a jaxlib that is too old refuses it."""
+    installed = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("jax-memeff", "jax", "jaxlib")
+    )
+    text = f"{installed}, Python {platform.python_version()}"
+    try:
+        importlib.import_module("jax_memeff._cuda.export").register_targets()
+    except Exception as error:  # of a jaxlib, whatever it raises
+        return Finding("package", False, f"{text}: {error}", "pip install --upgrade jax jaxlib")
+    return Finding("package", True, text)
+
+
+def _gpu(machine: Machine) -> Finding:
+    if machine.driver is None:
+        text = "no NVIDIA driver (libcuda.so.1): calls run on the blockwise path, in plain JAX"
+        return Finding("GPU", None, text)
+    text = "driver of CUDA {}.{}".format(*machine.driver)
+    if machine.driver < (12, 4):
+        advice = "update the NVIDIA driver to 550.54.14 or later, or 580 or later for CUDA 13"
+        return Finding("GPU", False, f"{text}, which is too old for the kernels", advice)
+    return Finding("GPU", True, text)
+
+
+def _plugin(machine: Machine) -> Finding:
+    """Whether JAX uses the GPU, and whether there are kernels for it."""
+    if not machine.devices:
+        text = f"JAX does not use the GPU: {machine.jax_error}"
+        return Finding("JAX's GPU", False, text, _install(machine))
+    names = ", ".join(f"sm_{capability}" for capability in machine.devices)
+    if min(machine.devices) < gpu.FIRST_CAPABILITY:
+        advice = "pass implementation='xla' on GPUs before sm_75, for which there are no kernels"
+        return Finding("JAX's GPU", False, names, advice)
+    return Finding("JAX's GPU", True, names)
+
+
+def _compiler(machine: Machine) -> Finding:
+    """Whether a kernel compiles, by parts that this driver can load the result of."""
+    needed = machine.driver is not None
+    missing = [part.title for part, place in parts.all_found().items() if place is None]
+    try:
+        parts.import_("cuda.core")
+        if missing:
+            raise CompileError(f"{', '.join(missing)} not found", {})
+        arch = archs.of_capability(*divmod((machine.devices or (80,))[-1], 10))
+        start = time.perf_counter()
+        code, _ = nvrtc.compile(_TINY, arch, "doctor")
+        nvrtc.fatbin(code, arch, "doctor")
+    except CompileError as error:
+        first = str(error).splitlines()[0].removeprefix("a kernel did not compile: ")
+        first = first.removeprefix("error: ")
+        archive = config.kernel_archive() is not None
+        advice = _install(machine) if needed and not archive else ""
+        return Finding("compiler", False if advice else None, first, advice)
+    version, milliseconds = nvrtc.version(), 1e3 * (time.perf_counter() - start)
+    text = f"NVRTC {version} compiles for {arch}, a tiny kernel in {milliseconds:.0f} ms"
+    if machine.driver is not None and int(version.split(".")[0]) > machine.driver[0]:
+        text = f"NVRTC {version} is newer than the driver, which cannot load what it compiles"
+        return Finding("compiler", False, text, _install(machine))
+    return Finding("compiler", True, text)
+
+
+def _cache() -> Finding:
+    cache = program_cache.current()
+    if refusal := cache.refusal():
+        return Finding("cache", False, refusal, refusal.rpartition(": ")[2])
+    if cache.directory is None:
+        advice = "set JAX_MEMEFF_CACHE_DIR to a directory, so that kernels are compiled only once"
+        return Finding("cache", False, "no home directory: kernels stay in memory", advice)
+    return Finding("cache", True, f"{cache.directory}, {len(cache.entries())} kernels")
+
+
+def _archive() -> Finding:
+    again = "python -m jax_memeff build --models NAMES --output FILE, and name it in "
+    again += "JAX_MEMEFF_KERNELS"
+    try:
+        found = prebuilt.contents()
+    except prebuilt.UnusableArchiveError as error:
+        return Finding("archive", False, str(error), again)
+    assert found is not None
+    if not found.fits:
+        text = f"was written by jax_memeff {found.version}, whose headers are others"
+        return Finding("archive", False, text, again)
+    return Finding("archive", True, f"{found.kernels} kernels for {', '.join(found.archs)}")
+
+
+def _attention(machine: Machine) -> Finding:
+    """A forward and a backward, on the GPU if JAX uses one."""
+    import jax
+    import jax.numpy as jnp
+
+    import jax_memeff
+
+    def loss(x):
+        return jax_memeff.dot_product_attention(x, x, x, is_causal=True).astype(jnp.float32).sum()
+
+    device = jax.local_devices(backend="cuda" if machine.devices else "cpu")[0]
+    start = time.perf_counter()
+    try:
+        with jax.default_device(device):
+            x = jnp.ones((1, 64, 2, 64), jnp.float16)
+            finite = bool(jnp.isfinite(jax.jit(jax.grad(loss))(x)).all())
+    except Exception as error:  # of the driver, the compiler or JAX: whatever a call may raise
+        return Finding("attention", False, f"{type(error).__name__}: {error}", _install(machine))
+    seconds = time.perf_counter() - start
+    text = f"forward and backward on {device.device_kind} in {seconds:.1f} s, compilation included"
+    return Finding("attention", finite, text if finite else f"{text}: the gradient is not finite")
+
+
+def _install(machine: Machine) -> str:
+    """The command for the driver of this machine."""
+    if machine.driver is None:
+        return parts.install()
+    return f'pip install "jax-memeff[cuda{13 if machine.driver >= (13, 0) else 12}]"'
+
+
+def _all_is_well(machine: Machine) -> str:
+    if machine.devices:
+        return "Nothing is missing: call jax_memeff.dot_product_attention, or patch_jax_nn()"
+    return (
+        "Nothing is missing on a CPU. On a machine with a GPU: pip install "
+        '"jax-memeff[cuda13]", or cuda12 for drivers without CUDA 13'
+    )

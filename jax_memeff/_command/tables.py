@@ -1,0 +1,70 @@
+"""The tables of ``python -m jax_memeff info``, and how tables look. Nothing here imports JAX."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from rich.markup import escape
+from rich.table import Table
+
+from jax_memeff import config
+from jax_memeff.codegen import emit, select
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import headers, parts, prebuilt
+
+
+def new_table(name: str, *columns: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column(name, no_wrap=True, overflow="fold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def toolchain() -> Table:
+    """Where each part of the toolchain is and, if one is missing, where it was searched."""
+    table = new_table("part", "found in", "through")
+    found = parts.all_found()
+    for part, place in found.items():
+        path, via = ("not found", "") if place is None else (str(place.path), place.via)
+        table.add_row(part.title, escape(path), via)
+    if None in found.values():
+        for place, value in parts.searched().items():
+            table.add_row(f"searched {place}", escape(value.replace(os.pathsep, "\n")))
+        table.add_row("to install it", escape(parts.install()))
+    return table
+
+
+def timings(arch: str) -> Table:
+    """Seconds of each step from a problem to an image, for one small kernel."""
+    spec = select.select(Problem("forward", "bf16", 64, 64, arch))
+    # A line that no other source has, so that the first compile cannot be found in the cache.
+    text = f"// timed at {time.time_ns()}\n" + emit.source(spec)
+    steps = {
+        "digest of the headers": headers.digest,
+        "compile": lambda: compiler.compile_source(text, arch, [spec.name]),
+        "find in the cache": lambda: compiler.compile_source(text, arch, [spec.name]),
+    }
+    table = new_table("step", "milliseconds")
+    for step, run in steps.items():
+        start = time.perf_counter()
+        run()
+        table.add_row(f"{step} ({spec.name}, {arch})", f"{1e3 * (time.perf_counter() - start):.1f}")
+    return table
+
+
+def prebuilt_kernels() -> str:
+    """What the archive of ``JAX_MEMEFF_KERNELS`` has, or why it is not used."""
+    try:
+        found = prebuilt.contents()
+    except prebuilt.UnusableArchiveError as error:
+        return str(error)
+    if found is None:
+        return "JAX_MEMEFF_KERNELS is not set"
+    fits = "" if found.fits else ", whose headers are others: not used"
+    return (
+        f"{config.kernel_archive()}: {found.kernels} kernels for {', '.join(found.archs)}, "
+        f"by jax_memeff {found.version} and NVRTC {found.compiler.get('nvrtc', 'unknown')}{fits}"
+    )

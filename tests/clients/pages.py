@@ -1,0 +1,20 @@
+"""The adapters of docs/clients, as tests import them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+PAGES = Path(__file__).parents[2] / "docs" / "clients"
+
+
+@functools.cache
+def adapter(page: str) -> SimpleNamespace:
+    """What the first block of Python on a page defines."""
+    block = re.search(r"^```py(?:thon)?\n(.*?)^```", (PAGES / page).read_text(), re.S | re.M)
+    assert block is not None
+    names = {"__name__": f"adapter of {page}"}
+    exec(compile(block[1], str(PAGES / page), "exec"), names)
+    return SimpleNamespace(**names)

@@ -1,0 +1,167 @@
+"""The functions that MaxText and Levanter call, with their arguments, against dense attention."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import normal
+from pages import adapter
+
+B, T, K, G, H = 2, 12, 2, 3, 8
+QUERY, KEY, VALUE = normal(0, B, T, K * G, H), normal(1, B, T, K, H), normal(2, B, T, K, H)
+IDS = np.array([[1] * 5 + [2] * 5 + [0] * 2, [1] * 12], np.int32)
+DISTANCE = np.arange(T)[:, None] - np.arange(T)
+
+
+def dense(valid, *, scale=1.0, soft_cap=None, sinks=None, bias: Any = 0.0):
+    """The output [B, T, N, H] and the logsumexp [B, N, T], with all scores in memory.
+
+    ``valid`` and ``bias`` broadcast to [B, N, T, S].
+    """
+    key, value = np.repeat(KEY, G, 2), np.repeat(VALUE, G, 2)
+    scores = np.einsum("btnh,bsnh->bnts", QUERY, key).astype(np.float64) * scale
+    if soft_cap:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    exponentials = np.where(valid, np.exp(scores + bias), 0)
+    total = exponentials.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(np.float64(sinks)).reshape(-1, 1, 1)
+    out = np.einsum("bnts,bsnh->btnh", exponentials / np.where(total == 0, 1, total), value)
+    with np.errstate(divide="ignore"):
+        return out, np.log(total)[..., 0]
+
+
+def attention_op(**settings):
+    """The attributes of MaxText's ``AttentionOp`` that the method reads."""
+    defaults = {
+        "attention_type": SimpleNamespace(value="global"),
+        "attn_logits_soft_cap": None,
+        "chunk_attn_window_size": None,
+        "dropout_rate": 0.0,
+        "rngs": None,
+        "sliding_window_size": None,
+    }
+    return SimpleNamespace(**defaults | settings)
+
+
+SAME = IDS[:, None, :, None] == IDS[:, None, None, :]
+MAXTEXT = {
+    "global": ({}, (DISTANCE >= 0) & SAME),
+    "local_sliding": ({"sliding_window_size": 4}, (DISTANCE >= 0) & (DISTANCE < 4) & SAME),
+    "chunk": (
+        {"chunk_attn_window_size": 5},
+        (DISTANCE >= 0) & (np.arange(T)[:, None] // 5 == np.arange(T) // 5) & SAME,
+    ),
+    "full": ({}, SAME),
+}
+
+
+@pytest.mark.parametrize("kind", MAXTEXT)
+def test_maxtext_training(kind, assert_close):
+    settings, valid = MAXTEXT[kind]
+    op = attention_op(
+        attention_type=SimpleNamespace(value=kind), attn_logits_soft_cap=5.0, **settings
+    )
+    method = adapter("maxtext.md").memory_efficient_attention
+    out, lse = jax.jit(lambda *arrays: method(op, *arrays, "train"))(QUERY, KEY, VALUE, IDS)
+    assert_close((out, lse), dense(valid, soft_cap=5.0))
+
+
+def test_maxtext_without_documents(assert_close):
+    method = adapter("maxtext.md").memory_efficient_attention
+    assert_close(method(attention_op(), QUERY, KEY, VALUE, None), dense(DISTANCE >= 0))
+
+
+def test_maxtext_decoding(assert_close):
+    """Ids of 1 mark the slots of the cache in use; a cache without any has no weight."""
+    method = adapter("maxtext.md").memory_efficient_attention
+    used = np.array([[1] * 3 + [0] * 9, [0] * 12], np.int32)
+    out, lse = method(attention_op(), QUERY[:, :1], KEY, VALUE, used, "autoregressive")
+    expected, statistics = dense(np.arange(T) < 3)
+    assert_close(out[0], expected[0, :1])
+    assert_close(lse[0], statistics[0, :, :1])
+    assert np.isneginf(lse[1]).all() and not out[1].any()
+
+
+def test_maxtext_dropout_draws_a_key():
+    drawn = []
+    op = attention_op(
+        dropout_rate=0.5, rngs=SimpleNamespace(dropout=lambda: drawn.append(1) or jax.random.key(0))
+    )
+    method = adapter("maxtext.md").memory_efficient_attention
+    dropped, kept = (method(op, QUERY, KEY, VALUE, IDS, mode)[0] for mode in ("train", "prefill"))
+    assert len(drawn) == 1 and not np.allclose(dropped, kept)
+
+
+@pytest.fixture
+def haliax():
+    """The named arrays of Levanter, which use names that Equinox deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("haliax", reason="needs the extra clients")
+
+
+def levanter_mask(**fields):
+    """Levanter's ``AttentionMask``: conditions that must all hold."""
+    defaults = dict.fromkeys(("causal_offset", "explicit_mask", "segment_ids", "sliding_window"))
+    return SimpleNamespace(**{"is_causal": False} | defaults | fields)
+
+
+def test_levanter(haliax, assert_close):
+    sizes = {"batch": B, "position": T, "kv_head": K, "q_heads_per_group": G, "head_size": H}
+    axes = {name: haliax.Axis(name, size) for name, size in sizes.items()}
+    batch, position, kv_head, group, depth = axes.values()
+    key_position = haliax.Axis("key_position", T)
+
+    def named(array, *axes):
+        return haliax.named(np.reshape(array, [axis.size for axis in axes]), axes)
+
+    query = named(QUERY, batch, position, kv_head, group, depth)
+    # The keys have another order, as a cache may.
+    key = named(KEY, batch, key_position, kv_head, depth).rearrange(("batch", "kv_head", ...))
+    value = named(VALUE, batch, key_position, kv_head, depth)
+    attention = adapter("levanter.md").dot_product_attention
+
+    def run(mask=None, **arguments):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = attention(
+                "position", "key_position", "head_size", query, key, value, mask, **arguments
+            )
+        assert [axis.name for axis in out.axes] == list(sizes)
+        return out.array.reshape(B, T, K * G, H)
+
+    scale = H**-0.5
+    sinks = np.linspace(-1, 2, K * G, dtype=np.float32)
+    mask = levanter_mask(is_causal=True, sliding_window=6, segment_ids=named(IDS, batch, position))
+    got = run(mask, logits_soft_cap=4.0, scaling_factor=0.5, attn_sink=named(sinks, kv_head, group))
+    want, _ = dense((DISTANCE >= 0) & (DISTANCE < 6) & SAME, scale=0.5, soft_cap=4.0, sinks=sinks)
+    assert_close(got, want)
+
+    keys = np.arange(T) % 3 != 1
+    pair = (named(IDS[0], position), named(IDS[0] * 0 + 1, position))
+    mask = levanter_mask(
+        is_causal=True,
+        causal_offset=2,
+        explicit_mask=named(keys, key_position),
+        segment_ids=pair,
+    )
+    want, _ = dense(keys & (DISTANCE >= -2) & (IDS[0][:, None] == 1), scale=scale)
+    assert_close(run(mask), want)
+    assert not want[:, 5:].any()
+
+    bias = normal(5, K, T, T)
+    got = run(
+        named(DISTANCE >= 0, position, key_position),
+        bias=named(bias, kv_head, position, key_position),
+    )
+    assert_close(got, dense(DISTANCE >= 0, scale=scale, bias=np.repeat(bias, G, 0))[0])
+
+    prng = jax.random.key(0)
+    assert not np.allclose(run(dropout=0.5, inference=False, prng=prng), run())
+    assert_close(run(dropout=0.5, prng=prng), run())
+    assert run().dtype == jnp.float32

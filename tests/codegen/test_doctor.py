@@ -1,0 +1,142 @@
+"""``python -m jax_memeff doctor``, on machines of many kinds, and the kernels of models."""
+
+import pytest
+
+from jax_memeff import cli
+from jax_memeff._command import doctor, models
+from jax_memeff._command.doctor import Machine
+from jax_memeff.codegen.toolchain import nvrtc, parts, prebuilt
+from jax_memeff.codegen.toolchain.compile import Compiled
+from jax_memeff.errors import UnsupportedError
+
+pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
+
+NO_GPU = Machine(None, (), "")
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("JAX_MEMEFF_ARCHS", raising=False)
+
+
+@pytest.fixture
+def on(capsys, monkeypatch):
+    """Runs the command on a machine; the call of attention itself stays on the CPU."""
+
+    def run(machine):
+        attention = doctor._attention
+        monkeypatch.setattr(doctor, "_machine", lambda: machine)
+        monkeypatch.setattr(doctor, "_attention", lambda _: attention(NO_GPU))
+        code = cli.main(["doctor"])
+        found, _, advice = capsys.readouterr().out.partition("\nNext\n")
+        monkeypatch.setattr(doctor, "_attention", attention)
+        return code, " ".join(found.split()), " ".join(advice.split())
+
+    return run
+
+
+def test_a_machine_without_a_gpu(on):
+    code, found, advice = on(NO_GPU)
+    assert code == 0
+    assert found.startswith("ok package jax-memeff ")
+    assert "absent GPU no NVIDIA driver" in found and "ok attention" in found
+    assert advice.startswith("Nothing is missing on a CPU.")
+
+
+@pytest.mark.parametrize(
+    ("machine", "said", "next_step"),
+    [
+        (Machine((13, 0), (90,), ""), "JAX's GPU sm_90", "Nothing is missing: call"),
+        (Machine((12, 8), (80,), ""), "is newer than the driver", "jax-memeff[cuda12]"),
+        (Machine((12, 2), (80,), ""), "too old for the kernels", "550.54.14 or later"),
+        (Machine((13, 0), (), "Unknown backend"), "JAX does not use the GPU", "jax-memeff[cuda13]"),
+        (Machine((13, 0), (70,), ""), "sm_70", "implementation='xla'"),
+    ],
+    ids=["well", "cuda 12", "old driver", "no plugin", "volta"],
+)
+def test_machines_with_a_gpu(on, monkeypatch, machine, said, next_step):
+    monkeypatch.setattr(nvrtc, "version", lambda: "13.5.37")
+    if machine.devices == (70,):
+        monkeypatch.setattr(nvrtc, "compile", lambda *arguments: (b"", ""))
+        monkeypatch.setattr(nvrtc, "fatbin", lambda *arguments: b"")
+    code, found, advice = on(machine)
+    assert said in found and next_step in advice
+    assert code == (0 if next_step.startswith("Nothing") else 1)
+
+
+def test_a_missing_compiler(on, monkeypatch):
+    monkeypatch.setattr(parts, "all_found", lambda: {parts.NVRTC: None, parts.CCCL: None})
+    code, found, advice = on(Machine((12, 8), (80,), ""))
+    assert code == 1 and "broken compiler NVRTC, CCCL not found" in found
+    assert 'pip install "jax-memeff[cuda12]"' in advice
+    code, found, _ = on(NO_GPU)  # which needs none
+    assert code == 0 and "absent compiler" in found
+
+
+def test_a_cache_that_others_can_write_to(on, tmp_path):
+    tmp_path.chmod(0o777)
+    code, found, advice = on(NO_GPU)
+    assert code == 1 and "broken cache" in found
+    assert f"chmod go-w '{tmp_path}'" in advice
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_an_archive(on, tmp_path, monkeypatch, written):
+    path = tmp_path / "kernels.zip"
+    if written:
+        prebuilt.write(path, {("source", "sm_80", ("name",)): b"payload"}, {})
+    monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
+    code, found, advice = on(NO_GPU)
+    assert code == (0 if written else 1)
+    assert ("ok archive 1 kernels for sm_80" in found) == written
+    assert ("build --models" in advice) == (not written)
+
+
+def test_the_driver_of_this_machine_is_asked():
+    assert (doctor._driver() or (12, 0)) >= (12, 0)
+    assert doctor._machine().devices or doctor._machine().jax_error
+
+
+def test_the_models_of_the_readme_have_kernels():
+    jobs = models.kernels(["llama", "gemma", "gpt-oss"], ["sm_80", "sm_90a"])
+    assert len(set(jobs)) == len(jobs) > 50
+    for direction in ("forward", "backward"):
+        for arch in ("sm_80", "sm_90a"):
+            own = {spec for spec, job in jobs if job == arch and spec.direction == direction}
+            assert {spec.padded_head_dim for spec in own} == {64, 128, 256}
+            assert any("_sinks" in spec.name for spec in own)
+            assert any("_varlen" in spec.name for spec in own)
+    assert any("_pages64" in spec.name for spec, _ in jobs)
+    assert {spec.kernel.stem for spec, _ in models.kernels(["deepseek"], ["sm_90a"])} > {
+        "fmha_fwd_latent_sm90"
+    }
+    with pytest.raises(UnsupportedError, match="latent"):
+        models.kernels(["deepseek"], ["sm_80"])
+
+
+def test_build_writes_an_archive(capsys, tmp_path, monkeypatch):
+    def compile_many(jobs, on_done):
+        for spec, arch in jobs:
+            names = tuple(entry.name for entry in spec.entry_points)
+            on_done(spec, arch, Compiled(b"image", names, (), (), "", 1.0, False))
+
+    monkeypatch.setattr(cli, "compile_many", compile_many)
+    path = tmp_path / "kernels.zip"
+    command = ["build", "--models", "llama", "--arch", "sm_90a", "--output", str(path)]
+    assert cli.main(command) == 0
+    expected = len(models.kernels(["llama"], ["sm_90a"]))
+    assert f"{expected} kernels, 0.0 MB: JAX_MEMEFF_KERNELS={path}" in capsys.readouterr().out
+    monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
+    assert cli.main(["info"]) == 0
+    assert f"{path}: {expected} kernels for sm_90a, by jax_memeff" in capsys.readouterr().out
+    for wrong in (
+        ["--models", "llama", "--head-dim", "64"],
+        ["--models", "lama"],
+        ["--models", "llama", "--output", str(tmp_path / "no" / "kernels.zip")],
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["build", "--arch", "sm_90a", *wrong])
+    errors = capsys.readouterr().err
+    assert "--models or a problem, not both" in errors and "got 'lama'" in errors
+    assert "kernels.zip cannot be written" in errors

@@ -1,0 +1,267 @@
+"""Archives of compiled kernels: found without a compiler, and hostile ones are not used."""
+
+import dataclasses
+import json
+import os
+import struct
+import subprocess
+import sys
+import warnings
+import zipfile
+
+import numpy as np
+import pytest
+
+from jax_memeff._command import models
+from jax_memeff.codegen import select
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import headers, parts, prebuilt
+from jax_memeff.codegen.toolchain.compile import Compiled
+from jax_memeff.codegen.toolchain.resources import Resource
+from jax_memeff.errors import CompileError
+
+pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
+
+SPEC = select.select(Problem("forward", "bf16", 64, 64, "sm_90a", {"mask": "causal"}))
+OTHER = select.select(Problem("backward", "bf16", 64, 64, "sm_90a", {"mask": "causal"}))
+NAMES = tuple(entry.name for entry in SPEC.entry_points)
+RESOURCES = tuple(Resource(name, 1, 2, 3, 4) for name in NAMES)
+KERNEL = Compiled(b"an image of a kernel", NAMES, RESOURCES, (), "log", 1.0, False)
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path / "cache"))
+    prebuilt._warn_once.cache_clear()
+    yield
+    prebuilt._warn_once.cache_clear()
+
+
+@pytest.fixture
+def archive(tmp_path, monkeypatch):
+    """An archive with one kernel, which the environment names."""
+    path = tmp_path / "kernels.zip"
+    compiler.write_archive(path, {(SPEC, "sm_90a"): KERNEL})
+    monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
+    return path
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """A machine without NVRTC, cuda.bindings and CUDA's headers."""
+
+    def missing(*_):
+        raise parts.missing([parts.NVRTC])
+
+    for name in ("library", "headers", "import_"):
+        monkeypatch.setattr(parts, name, missing)
+    headers._found.cache_clear()
+    headers.versions.cache_clear()
+    yield
+    headers._found.cache_clear()
+    headers.versions.cache_clear()
+
+
+def found():
+    """Whether the kernel is found; any use of the compiler is an error."""
+    return prebuilt.get(*compiler.source(SPEC, "sm_90a")) is not None
+
+
+@pytest.mark.quick
+def test_a_kernel_is_found_without_a_compiler(archive, no_compiler):
+    compiled = compiler.compile(SPEC, "sm_90a")
+    assert compiled.cached and compiled.seconds < 0.25
+    assert (compiled.image, compiled.names, compiled.resources) == (
+        KERNEL.image,
+        NAMES,
+        KERNEL.resources,
+    )
+    assert len(compiler.key(SPEC, "sm_90a")) == 64
+    with pytest.raises(CompileError, match="NVRTC not found") as raised:
+        compiler.compile(OTHER, "sm_90a")
+    assert f"The archive {archive} does not have this kernel" in str(raised.value)
+    with pytest.raises(CompileError, match="NVRTC not found"):
+        compiler.compile(SPEC, "sm_90")
+
+
+PROGRAM = """
+import sys
+sys.modules["cuda"] = None  # an environment without the packages of cuda-python
+import jax, jax.numpy as jnp
+from jax_memeff import dot_product_attention
+
+def loss(query, key, value):
+    out = dot_product_attention(query, key, value, is_causal=True)
+    return out.astype(jnp.float32).sum()
+
+query = jax.ShapeDtypeStruct((4, 4096, 32, 128), jnp.bfloat16)
+key = jax.ShapeDtypeStruct((4, 4096, 8, 128), jnp.bfloat16)
+traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(query, key, key)
+lowered = traced.lower(lowering_platforms=("cuda",))
+assert lowered.as_text().count("custom_call @jax_memeff_") == 2
+"""
+
+
+def test_a_training_step_of_a_model_is_lowered_without_a_compiler(tmp_path):
+    """The kernels that ``build --models`` selects are those of the model's calls."""
+    path = tmp_path / "kernels.zip"
+    kernels = {}
+    for spec, arch in models.kernels(["llama"], ["sm_90a"]):
+        names = tuple(entry.name for entry in spec.entry_points)
+        kernels[spec, arch] = dataclasses.replace(KERNEL, names=names, resources=())
+    compiler.write_archive(path, kernels)
+    environment = {"JAX_MEMEFF_KERNELS": str(path), "JAX_MEMEFF_ARCHS": "sm_90a"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_archive_comes_before_the_cache(archive, monkeypatch):
+    other = dataclasses.replace(KERNEL, image=b"of the cache")
+    compiler.store(*compiler.source(SPEC, "sm_90a"), other)
+    assert compiler.compile(SPEC, "sm_90a").image == KERNEL.image
+    key = compiler.key(SPEC, "sm_90a")
+    monkeypatch.delenv("JAX_MEMEFF_KERNELS")
+    assert compiler.compile(SPEC, "sm_90a").image == b"of the cache"
+    assert compiler.key(SPEC, "sm_90a") != key
+
+
+def test_the_same_kernels_give_the_same_bytes(archive, tmp_path):
+    again = tmp_path / "again.zip"
+    compiler.write_archive(again, {(SPEC, "sm_90a"): KERNEL})
+    assert again.read_bytes() == archive.read_bytes()
+    assert sorted(tmp_path.glob("*zip*")) == [again, archive]  # no temporary file is left
+
+
+@pytest.mark.quick
+def test_what_an_archive_says_of_itself(archive, monkeypatch):
+    contents = prebuilt.contents()
+    assert contents is not None and contents.fits
+    assert (contents.kernels, contents.archs) == (1, ("sm_90a",))
+    assert contents.compiler["cutlass"].startswith("4.")
+    monkeypatch.delenv("JAX_MEMEFF_KERNELS")
+    assert prebuilt.contents() is None
+
+
+def test_other_headers_are_named_once(archive, monkeypatch):
+    monkeypatch.setattr(headers, "own_digest", lambda: b"other")
+    with pytest.warns(
+        RuntimeWarning, match="compiled from the headers of jax_memeff .* build --output"
+    ):
+        assert not found()
+    assert not found()
+
+
+def test_a_kernel_that_is_absent_is_no_warning(archive):
+    assert prebuilt.get(*compiler.source(OTHER, "sm_90a")) is None
+
+
+def test_a_home_directory(archive, monkeypatch):
+    monkeypatch.setenv("HOME", str(archive.parent))
+    monkeypatch.setenv("JAX_MEMEFF_KERNELS", "~/kernels.zip")
+    assert found()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.unlink(), "cannot be read: No such file"),
+        (lambda path: path.chmod(0o622), r"can be written to by other users \(its mode is 622\)"),
+        (lambda path: os.truncate(path, 100), "is damaged, or is no archive"),
+        (lambda path: path.write_bytes(b""), "is damaged, or is no archive"),
+        (lambda path: (path.unlink(), path.mkdir()), "is not a file"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "is not a file"),
+        (lambda path: os.truncate(path, prebuilt.MAX_BYTES + 1), "is not a file of at most"),
+    ],
+    ids=["absent", "writable", "truncated", "empty", "directory", "fifo", "large"],
+)
+def test_an_archive_that_cannot_be_used_is_named_once(archive, damage, said):
+    damage(archive)
+    with pytest.warns(RuntimeWarning, match=said) as caught:
+        assert not found()
+    assert len(caught) == 1 and str(archive) in str(caught[0].message)
+    assert not found()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who may give files away")
+def test_an_archive_of_another_user_is_refused(archive):
+    os.chown(archive, 12345, -1)
+    with pytest.warns(RuntimeWarning, match="is owned by the user with the id 12345"):
+        assert not found()
+
+
+def rewritten(path, entry=lambda name, data: [(name, data)], method=zipfile.ZIP_STORED):
+    """Replace entries of an archive; the manifest stays."""
+    with zipfile.ZipFile(path) as archive:
+        old = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in old.items():
+            if name == "manifest.json":
+                archive.writestr(name, data, zipfile.ZIP_STORED)
+                continue
+            for info, new in entry(name, data):
+                archive.writestr(info, new)
+    path.chmod(0o644)
+
+
+HOSTILE = {
+    "of another kernel": {"entry": lambda name, data: [("0" * 64 + ".kernel", data)]},
+    "changed": {"entry": lambda name, data: [(name, data[:-1] + b"!")]},
+    "not sealed": {"entry": lambda name, data: [(name, data[-20:])]},
+    "compressed": {"method": zipfile.ZIP_DEFLATED},
+    "a bomb": {
+        "entry": lambda name, data: [(name, bytes(2**24))],
+        "method": zipfile.ZIP_DEFLATED,
+    },
+    "outside": {"entry": lambda name, data: [(f"../../{name}", data), (f"/{name}", data)]},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_an_entry_that_does_not_verify_is_not_used(archive, kind, tmp_path):
+    rewritten(archive, **HOSTILE[kind])
+    before = sorted(tmp_path.rglob("*"))
+    assert not found()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_manifest_that_is_wrong_does_not_matter_to_kernels(archive):
+    with zipfile.ZipFile(archive) as old:
+        entries = {name: old.read(name) for name in old.namelist()}
+    for manifest in (
+        b"",
+        b"[]",
+        b'{"kernels": 1}',
+        b"\xff",
+        b"[" * 100_000,
+        json.dumps({"kernels": {"a": 1}}).encode(),
+    ):
+        with zipfile.ZipFile(archive, "w") as new:
+            for name, data in entries.items():
+                new.writestr(name, manifest if name == "manifest.json" else data)
+        assert found()
+        with pytest.raises(prebuilt.UnusableArchiveError, match="is damaged, or is no archive"):
+            prebuilt.contents()
+
+
+def test_random_damage_is_never_used(archive):
+    """Bytes of the archive's structure are changed; the kernel is found whole, or not at all."""
+    good = archive.read_bytes()
+    expected = prebuilt.get(*compiler.source(SPEC, "sm_90a"))
+    draw = np.random.default_rng(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(300):
+            bad = bytearray(good)
+            for place in draw.integers(len(bad), size=3):
+                bad[place] = draw.integers(256)
+            if draw.random() < 0.5:  # the directory at the end, which zipfile reads first
+                place = len(bad) - 1 - int(draw.integers(120))
+                struct.pack_into("<B", bad, place, draw.integers(256))
+            archive.write_bytes(bad)
+            assert prebuilt.get(*compiler.source(SPEC, "sm_90a")) in (None, expected)
