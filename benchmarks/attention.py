@@ -109,7 +109,7 @@ def _differences(programs: dict[str, Any], timed: Sequence[str], cell: Cell) -> 
     reference = programs[timed[0]].results()
     found = {}
     for name in timed[1:]:
-        is_same = cell.page_size is not None or cell.function in cell_sets.WITH_ARGUMENT
+        is_same = cell.function in cell_sets.WITH_ARGUMENT
         if all_peers.PEERS[name].plain and not is_same:
             continue
         # If the query was scaled beforehand, its gradient is not comparable.

@@ -39,8 +39,6 @@ class Cell:
     function: str | None = None
     """A function of ``user_functions``. It replaces the argument with the same meaning, if there is
     one: ``documents``, ``window``, ``soft_cap``."""
-    page_size: int | None = None
-    """The page size of jax-memeff's keys and values; pages are in random order."""
     gradients: bool = True
     """Forward+backward is measured too."""
 
@@ -89,8 +87,6 @@ class Cell:
             parts.append(f"dropout {self.dropout:g}")
         if self.soft_cap is not None:
             parts.append(f"soft cap {self.soft_cap:g}")
-        if self.page_size is not None:
-            parts.append(f"pages of {self.page_size}")
         if self.function is not None:
             has_argument = self.function in WITH_ARGUMENT - {"identity"}
             parts.append("as a function" if has_argument else f"function {self.function}")
@@ -149,7 +145,6 @@ def tiny() -> list[Cell]:
         _square("tiny", 2, 96, 2, 16, dtype="float32", causal=True),
         Cell("tiny", 1, 48, 64, 4, 2, 16, 16, dtype="float32", bias=True),
         Cell("decode", 1, 2, 64, 4, 2, 16, 16, dtype="float32", gradients=False),
-        Cell("paged", 2, 1, 64, 4, 2, 16, 16, dtype="float32", page_size=16, gradients=False),
     ]
 
 
@@ -192,27 +187,6 @@ def decode() -> list[Cell]:
         _decode(16, 1, 8192, 32, 8, 64),
         _decode(16, 1, 8192, 16, 8, 256),
     ]
-
-
-def paged() -> list[Cell]:
-    """Decode steps over pages, and chunks of prompts, which are causal."""
-    shapes = (
-        (16, 1, 8192, 32, 8),
-        (64, 1, 4096, 64, 8),
-        (4, 1, 65536, 32, 8),
-        (1, 1, 131072, 64, 8),
-        (1, 1, 4096, 32, 8),
-        (16, 1, 8192, 32, 1),
-    )
-    steps = [
-        dataclasses.replace(_decode(*shape, 128), group="paged", page_size=page_size)
-        for page_size, shape in itertools.product((64, 16), shapes)
-    ]
-    chunks = [
-        Cell("paged", 4, 4096, 4096, 32, 8, 128, 128, causal=True, page_size=page_size)
-        for page_size in (64, 16)
-    ]
-    return steps + [dataclasses.replace(cell, gradients=False) for cell in chunks]
 
 
 def features() -> list[Cell]:
@@ -349,7 +323,6 @@ SETS = {
         main,
         gqa,
         decode,
-        paged,
         features,
         window,
         softcap,

@@ -25,9 +25,6 @@ class Inputs(NamedTuple):
     mask: jax.Array | None = None
     table: jax.Array | None = None
     """The float array that the function of the cell reads, and whose gradient counts."""
-    page_table: jax.Array | None = None
-    """The page table of a paged cell; ``key`` and ``value`` are then pools, except for peers that
-    do not read pages."""
 
     def differentiable(self) -> dict[str, jax.Array]:
         """The operands whose gradients forward+backward computes."""
@@ -55,21 +52,7 @@ def make(cell: Cell) -> Inputs:
         segment_ids=None if cell.documents is None else _segment_ids(cell, cell.documents),
         mask=None if cell.mask_block is None else _mask(cell, cell.mask_block),
         table=in_jax.table(cell),
-        page_table=None if cell.page_size is None else _page_table(cell, cell.page_size),
     )
-
-
-def _page_table(cell: Cell, size: int) -> jax.Array:
-    pages = cell.batch * cell.key_length // size
-    shuffled = jax.random.permutation(jax.random.key(2), pages).astype(jnp.int32)
-    return shuffled.reshape(cell.batch, -1)
-
-
-def _pool(array: jax.Array, table: jax.Array) -> jax.Array:
-    """The pages [pages, page_size, K, H] of an array [B, S, K, H]."""
-    batch, columns, *rest = array.shape
-    pages = array.reshape(table.size, batch * columns // table.size, *rest)
-    return jnp.zeros_like(pages).at[table.ravel()].set(pages)
 
 
 def _segment_ids(cell: Cell, documents: int) -> jax.Array:
@@ -84,14 +67,9 @@ def _mask(cell: Cell, block: int) -> jax.Array:
 
 
 def adapt(inputs: Inputs, peer: Peer, cell: Cell) -> Inputs:
-    """Adapt inputs to a peer: cast or scale them, drop the table, or move keys into pages."""
+    """Adapt inputs to a peer: cast or scale them, or drop the table."""
     if peer.plain:
         inputs = inputs._replace(table=None)
-    if inputs.page_table is not None and peer.reads_pages:
-        table = inputs.page_table
-        inputs = inputs._replace(key=_pool(inputs.key, table), value=_pool(inputs.value, table))
-    else:
-        inputs = inputs._replace(page_table=None)
     if peer.prescaled:
         scaled = inputs.query.astype(jnp.float32) / math.sqrt(cell.head_dim)
         inputs = inputs._replace(query=scaled.astype(cell.dtype))

@@ -85,8 +85,15 @@ def distance(result: jax.Array, reference: jax.Array) -> jax.Array:
 
 def compile_program(peer: Peer, cell: Cell, inputs: Inputs, calls: int, backward: bool):
     """The executable for ``calls`` consecutive calls, and the result shapes of one."""
-    function = one_call(peer.attention(cell), backward)
     arrays = jax.eval_shape(lambda inputs: adapt(inputs, peer, cell), inputs)
+    return compile_calls(one_call(peer.attention(cell), backward), arrays, calls)
+
+
+def compile_calls(function: Any, arrays: Any, calls: int):
+    """The executable for ``calls`` consecutive calls of a function, and the result shapes of one.
+
+    ``arrays`` has the shapes and dtypes of its argument.
+    """
     results = jax.eval_shape(function, arrays)
     program = jax.jit(program_of(function), donate_argnums=1, keep_unused=True)
     return program.lower((arrays,) * calls, [results] * calls).compile(), results

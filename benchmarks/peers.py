@@ -34,9 +34,7 @@ class Peer:
     prescaled: bool = False
     """Has no scale: its query is multiplied by ``1/sqrt(H)`` before the clock starts."""
     plain: bool = False
-    """Ignores the function and the pages of a cell."""
-    reads_pages: bool = False
-    """Reads the keys and values of a paged cell from a pool; other peers get contiguous arrays."""
+    """Ignores the function of a cell."""
     compiles: bool = False
     """Compiles its kernels at the first call, so parallel processes do that beforehand."""
 
@@ -66,21 +64,6 @@ def _memeff(
             )[None]
 
         return varlen
-
-    def paged(inputs):
-        lengths = np.full(cell.batch, cell.key_length, np.int32)
-        return jax_memeff.paged_attention(
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            inputs.page_table,
-            lengths,
-            is_causal=cell.causal,
-            implementation=implementation,
-        )
-
-    if cell.page_size is not None and with_function:
-        return paged
 
     def attention(inputs):
         mask = inputs.mask
@@ -223,11 +206,6 @@ def _only_functions(cell: Cell) -> list[str]:
     return ["calls without a function"] if cell.function is None else []
 
 
-def _has_plain_call(cell: Cell) -> list[str]:
-    """A check for the plain call, which needs a cell with a function or pages."""
-    return [] if cell.page_size is not None else _only_functions(cell)
-
-
 def _only_varlen(cell: Cell) -> list[str]:
     """A check for a peer that supports packed sequences only."""
     return ["batches"] if cell.sequences is None else []
@@ -242,7 +220,6 @@ PEERS = {
             "jax",
             functools.partial(_memeff, implementation="cuda"),
             _nothing,
-            reads_pages=True,
             compiles=True,
         ),
         Peer(
@@ -251,7 +228,6 @@ PEERS = {
             "jax",
             functools.partial(_memeff, implementation="xla"),
             _nothing,
-            reads_pages=True,
         ),
         Peer(
             "memeff_deterministic",
@@ -259,7 +235,6 @@ PEERS = {
             "jax",
             functools.partial(_memeff, implementation="cuda", deterministic=True),
             _nothing,
-            reads_pages=True,
             compiles=True,
         ),
         Peer(
@@ -267,7 +242,7 @@ PEERS = {
             "jax-memeff (plain call)",
             "jax",
             functools.partial(_memeff, implementation="cuda", with_function=False),
-            _has_plain_call,
+            _only_functions,
             plain=True,
             compiles=True,
         ),

@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
 
 import inputs as cell_inputs
 import jax
@@ -25,37 +26,57 @@ from jax_memeff.codegen.arch import of_capability
 _MOST_PROCESSES = 12  # each has a CUDA context of half a GiB
 
 
-class Precompilation:
-    """Starts to compile the kernels of ``peers`` for ``cells``; without a GPU it does nothing."""
+class Processes:
+    """Compile kernels for the GPU of this machine; without a GPU they do nothing."""
 
-    def __init__(self, cells: Sequence[Cell], peers: Sequence[Peer]):
-        self._futures: dict[tuple[Peer, Cell, bool], Future] = {}
-        selected = [peer for peer in peers if peer.compiles]
-        if jax.default_backend() not in ("gpu", "cuda") or not selected:
+    def __init__(self):
+        self._futures: list[Future] = []
+        self._pool: ProcessPoolExecutor | None = None
+        if jax.default_backend() not in ("gpu", "cuda"):
             return
         major, minor = jax.devices()[0].compute_capability.split(".")
-        processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
         self._pool = ProcessPoolExecutor(
-            processes,
+            min(_MOST_PROCESSES, os.cpu_count() or 1),
             multiprocessing.get_context("spawn"),
             _start,
             (of_capability(int(major), int(minor)),),
         )
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future | None:
+        """``function(*arguments)`` compiles kernels, in one of the processes."""
+        if self._pool is None:
+            return None
+        self._futures.append(self._pool.submit(function, *arguments))
+        return self._futures[-1]
+
+    def wait(self, progress: Progress, futures: Sequence[Future] | None = None) -> None:
+        """Waits for some futures, all by default. Failures are ignored, because they recur."""
+        waited = self._futures if futures is None else futures
+        for future in progress.track(waited, description="compiling kernels"):
+            future.exception()
+        if self._pool is not None and all(future.done() for future in self._futures):
+            self._pool.shutdown()
+
+
+class Precompilation:
+    """Starts to compile the kernels of ``peers`` for ``cells``; without a GPU it does nothing."""
+
+    def __init__(self, cells: Sequence[Cell], peers: Sequence[Peer]):
+        self._processes = Processes()
+        self._futures: dict[tuple[Peer, Cell, bool], Future] = {}
         # JAX first: its programs are compiled while PyTorch's kernels are.
-        selected.sort(key=lambda peer: peer.framework)
+        selected = sorted((peer for peer in peers if peer.compiles), key=lambda x: x.framework)
         for peer, cell in itertools.product(selected, cells):
             if not peer.missing(cell):
                 for backward in _directions(cell, peer):
-                    job = self._pool.submit(_compile, peer.name, cell, backward)
-                    self._futures[peer, cell, backward] = job
+                    job = self._processes.submit(compile_peer, peer.name, cell, backward)
+                    if job is not None:
+                        self._futures[peer, cell, backward] = job
 
     def wait(self, progress: Progress, framework: str) -> None:
         """Waits for the kernels of the peers of a framework."""
         own = [job for (peer, _, _), job in self._futures.items() if peer.framework == framework]
-        for future in progress.track(own, description=f"compiling kernels ({framework})"):
-            future.exception()
-        if self._futures and all(future.done() for future in self._futures.values()):
-            self._pool.shutdown()
+        self._processes.wait(progress, own)
 
     def failure(self, peer: Peer, cell: Cell, backward: bool) -> Failure | None:
         """Why PyTorch cannot compile a cell, which takes long to find out a second time.
@@ -82,7 +103,11 @@ def _start(arch: str) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
-def _compile(name: str, cell: Cell, backward: bool) -> Failure | None:
+def compile_peer(name: str, cell: Cell, backward: bool) -> Failure | None:
+    """Compile the kernels of a peer for a cell; the name is pickled, and a peer cannot be.
+
+    Returns why PyTorch cannot, if it will not try again.
+    """
     peer = PEERS[name]
     if peer.framework == "torch":
         try:
@@ -93,6 +118,10 @@ def _compile(name: str, cell: Cell, backward: bool) -> Failure | None:
             return Failure(first_line(error)) if is_final else None
         return None
     arrays = jax.eval_shape(lambda: cell_inputs.adapt(cell_inputs.make(cell), peer, cell))
-    function = jax_programs.one_call(peer.attention(cell), backward)
-    jax.jit(function).trace(arrays).lower(lowering_platforms=("cuda",))
+    lower(jax_programs.one_call(peer.attention(cell), backward), arrays)
     return None
+
+
+def lower(function: Callable[..., Any], arrays: Any) -> None:
+    """Compile the kernels of a function of arrays with the shapes and dtypes of ``arrays``."""
+    jax.jit(function).trace(arrays).lower(lowering_platforms=("cuda",))

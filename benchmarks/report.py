@@ -3,8 +3,8 @@
 It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``. ``tables`` has
 all results, ``summary`` only the ratios, ``host`` the host's cost. Results without a cell of the
 main grid go to ``features``, or to the block that _BLOCKS names for their cells; those of ring.py
-go to ``ring``, and those of tests/gallery/gallery_errors.py to ``errors``. Blocks that were not
-measured are kept.
+go to ``ring``, those of paged.py to ``paged``, and those of tests/gallery/gallery_errors.py to
+``errors``. Blocks that were not measured are kept.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import plots
 from peers import OURS
+from server import table as server_table
 from user_functions import errors
 from user_functions import table as function_table
 
@@ -34,17 +35,15 @@ _BLOCKS = {
     "deterministic": "deterministic",
     "decode": "decode",
     "float32": "decode",
-    "paged": "paged",
     "functions": "functions",
 }
 _NAMES = (
-    *("tables", "summary", "host", "features", "ring", "errors"),
+    *("tables", "summary", "host", "features", "paged", "ring", "errors"),
     *dict.fromkeys(_BLOCKS.values()),
 )
 _GRID = frozenset(("main", "small", "tiny"))
 _MISSING = "n/a"
 _FEW_QUERIES = "decode"
-_PAGED = "paged"
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -113,8 +112,7 @@ def _machine(document: dict[str, Any]) -> str:
 
 
 def _has_few_queries(cell: dict[str, Any]) -> bool:
-    is_step = cell["group"] == _PAGED and cell["query_length"] == 1
-    return is_step or cell["group"] == _FEW_QUERIES
+    return cell["group"] == _FEW_QUERIES
 
 
 def _figures(
@@ -300,6 +298,8 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
     """The text of results, by the name of its block."""
     if "ring" in document:
         return {"ring": ring(document)}
+    if "steps" in document:
+        return {"paged": f"{_machine(document)}\n\n{server_table.text(document)}"}
     if "gallery_errors" in document:
         return {"errors": gallery_errors(document)}
     if document["cells"] and not of_grid(document):
@@ -340,7 +340,7 @@ def insert(text: str, blocks: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "results", type=Path, help="a file of attention.py, ring.py or gallery_errors.py"
+        "results", type=Path, help="written by attention.py, paged.py, ring.py or gallery_errors.py"
     )
     parser.add_argument(
         "--into", type=Path, nargs="+", default=_TARGETS, help="default: docs and README.md"

@@ -16,8 +16,8 @@ from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
 
-QueryRows = Literal["16", "64", "consumer_groups"]
-QUERY_ROWS: tuple[QueryRows, ...] = ("16", "64", "consumer_groups")
+QueryRows = Literal["16", "32", "64", "consumer_groups"]
+QUERY_ROWS: tuple[QueryRows, ...] = ("16", "32", "64", "consumer_groups")
 
 MULTIPROCESSORS = 132
 """Of an H100 and an H200. A program is lowered before its device is known, so this is the default;
@@ -29,6 +29,9 @@ MOST_SPLIT_BLOCKS = 512
 FEW_ROWS = 16
 """The rows of the smallest tile, which holds one token of all query heads of a key head."""
 
+_DRAFT_ROWS = 32
+"""Of the tile for a few drafted tokens. Only rows of several heads take it: calls whose tiles have
+one head may have a block mask, and warps with 32 rows have no registers for that."""
 _PLAIN_ROWS = 128
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4
@@ -46,8 +49,9 @@ class Strategy:
     """How one call divides its work; the default is one block for each tile.
 
     ``query_rows`` is set if a forward has few query rows, or too few tiles to fill the GPU:
-    ``"16"`` and ``"64"`` split the keys over blocks, in tiles of so many rows, and
-    ``"consumer_groups"`` splits them over the consumer groups of one block.
+    ``"16"``, ``"32"`` and ``"64"`` split the keys over blocks, in tiles of so many rows (some GPUs
+    have no tile of 32 and take that of 64); ``"consumer_groups"`` splits them over the consumer
+    groups of one block.
     ``split_q`` lets several blocks of a backward share a tile of keys.
 
     Raises ``ValueError`` for a ``query_rows`` that does not exist.
@@ -106,11 +110,8 @@ def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
 
 
 def pack_heads(problem: Problem) -> bool:
-    """Whether a tile of a split forward has rows of all query heads that share a key head.
-
-    Features that look at heads, or at positions in 16x16 blocks, take the heads one by one.
-    """
-    return not any(feature.per_head and problem.asks(feature) for feature in features.FEATURES)
+    """Whether a tile of a split forward has rows of all query heads that share a key head."""
+    return not any(feature.separates_heads(problem) for feature in features.FEATURES)
 
 
 def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRows | None:
@@ -130,8 +131,9 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     if problem[features.PAGES].dtype != "query":
         return "16" if rows <= FEW_ROWS else "64"  # no other kernel converts keys
     slices = sizes.batch * sizes.heads
+    plain_tiles = slices * -(-sizes.queries // _PLAIN_ROWS)
     # Tiles that leave half of the GPU idle.
-    few_tiles = 2 * slices * -(-sizes.queries // _PLAIN_ROWS) <= multiprocessors
+    few_tiles = 2 * plain_tiles <= multiprocessors
     tiles, split_tiles = (
         slices // together * -(-sizes.queries * together // _WARPGROUP_ROWS)
         for together in (1, packed)
@@ -143,10 +145,15 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
         return "consumer_groups" if groups else None
     if rows <= FEW_ROWS:
         return "16"
+    if rows <= _DRAFT_ROWS and packed > 1:
+        return "32"
     by_groups = _consumer_groups_time(tiles, sizes.keys, multiprocessors)
     if groups and by_groups <= _split_time(split_tiles, sizes.keys, multiprocessors):
         return "consumer_groups"
-    return "64" if rows <= 64 or few_tiles else None
+    # Many heads share a key head, and the tile of each would have few rows.
+    by_tiles = -(-plain_tiles // multiprocessors) * sizes.keys
+    saves_tiles = _split_time(split_tiles, sizes.keys, multiprocessors) < by_tiles
+    return "64" if rows <= 64 or few_tiles or saves_tiles else None
 
 
 def _consumer_groups_time(tiles: int, keys: int, multiprocessors: int) -> float:

@@ -207,9 +207,10 @@ def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
         return select.closure(arch, **chosen)
     if options.all:
         raise ValueError("expected features of one problem, or --all for every kernel, not both")
-    forward = _problem(options, arch, "forward", sums_gradients=False)
-    backward = [_problem(options, arch, "backward", sums_gradients=s) for s in (False, True)]
-    problems = dict.fromkeys((forward, *backward))
+    problems = dict.fromkeys((_problem(options, arch, "forward", sums_gradients=False),))
+    if not options.page_size:  # paged calls have no gradient
+        for sums in (False, True):
+            problems[_problem(options, arch, "backward", sums_gradients=sums)] = None
     return dict.fromkeys(spec for problem in problems for spec in select.select_all(problem))
 
 

@@ -125,6 +125,10 @@ class Feature(Generic[Asked, Compiled]):
     """Names and values of its axes in the test matrix (tests/support/case_matrix.py)."""
     support: tuple[SupportRow, ...] = ()
 
+    def separates_heads(self, problem: Problem) -> bool:
+        """Whether a tile of a forward for this problem has rows of one query head only."""
+        return self.per_head and problem.asks(self)
+
     def needs_block_mask(self, compiled: Compiled) -> bool:
         """Whether a kernel skips tiles for its sake."""
         return self.has_block_mask and bool(compiled)

@@ -185,6 +185,10 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
     def sort_key(self, compiled: AskedFunctions | None) -> tuple:
         return ("" if compiled is None else _digest(compiled),)
 
+    def separates_heads(self, problem: Problem) -> bool:
+        """A row of a block mask belongs to one head. Paged calls have no block mask."""
+        return problem.asks(self) and not problem.asks(PAGES)
+
     def needs_block_mask(self, compiled: AskedFunctions | None) -> bool:
         return compiled is not None and compiled.mask is not None
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 PoolDtype = Literal["query", "f8e4m3"]
 PoolScale = Literal["none", "heads", "pages"]
 """The scale of a float8 pool: 1, one for each key head, or one for each page and key head."""
+_SCALES: tuple[PoolScale, ...] = ("none", "heads", "pages")
 
 MULTIPLE = 16
 """Page sizes are multiples of this: ``kPageStep`` of the kernels, which their source asserts."""
@@ -101,7 +102,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
             "pages of float8, queries of 16 bits",
             tuple(
                 {"varlen": True, "pages": AskedPages(16, "f8e4m3", False, False, *scales)}
-                for scales in itertools.product(("none", "heads", "pages"), repeat=2)
+                for scales in itertools.product(_SCALES, repeat=2)
             ),
         ),
     )
@@ -111,9 +112,13 @@ class Pages(Feature[AskedPages, CompiledPages]):
             raise ValueError(
                 f"expected the size of {self.name} to be a multiple of {MULTIPLE}, got {asked.size}"
             )
+        if not asked.size and asked != self.off:
+            raise ValueError(
+                f"expected a page size, because keys are not paged without, got {asked}"
+            )
         expect_one_of("the dtype of pages", asked.dtype, ("query", "f8e4m3"))
         for scale in (asked.key_scale, asked.value_scale):
-            expect_one_of("the scale of pages", scale, ("none", "heads", "pages"))
+            expect_one_of("the scale of pages", scale, _SCALES)
             if scale != "none" and asked.dtype == "query":
                 raise ValueError(
                     f"expected no scale, because only float8 pages have it, got {scale!r}"
@@ -209,11 +214,33 @@ class Pages(Feature[AskedPages, CompiledPages]):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--page-size", type=int, default=0, help="keys of a page, if keys are paged"
+            "--page-size",
+            type=int,
+            default=0,
+            help="keys of a page, if keys are paged; the flags below need it",
         )
+        parser.add_argument(
+            "--latent", action="store_true", help="the values are the first columns of the keys"
+        )
+        parser.add_argument("--batch-invariant", action="store_true")
+        parser.add_argument("--float8", action="store_true", help="pages of float8_e4m3fn")
+        for name in ("key", "value"):
+            parser.add_argument(
+                f"--{name}-scale",
+                choices=_SCALES,
+                default="none",
+                help="of float8 pages: one for each key head, or for each page and key head",
+            )
 
     def from_flags(self, flags: argparse.Namespace) -> AskedPages:
-        return AskedPages(flags.page_size)
+        return AskedPages(
+            flags.page_size,
+            "f8e4m3" if flags.float8 else "query",
+            flags.latent,
+            flags.batch_invariant,
+            flags.key_scale,
+            flags.value_scale,
+        )
 
 
 PAGES = Pages()

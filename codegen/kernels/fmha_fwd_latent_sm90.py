@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import shared_memory, strategy
-from jax_memeff.codegen.features import PAGES, AskedPages
+from jax_memeff.codegen.features import FUNCTIONS, PAGES, AskedPages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.kernels.families import (
@@ -78,6 +78,8 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         reasons = []
         if not strategy.pack_heads(problem):
             reasons.append("the rows of its tiles are of several heads")
+        if problem.asks(FUNCTIONS):
+            reasons.append("it has no registers left for functions of scores or masks")
         if spec[PAGES].is_invariant:
             reasons.append("how it divides the keys depends on the batch")
         return reasons

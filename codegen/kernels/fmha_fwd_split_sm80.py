@@ -77,6 +77,10 @@ _SM75 = {
 _16x128 = _split(16, 128, 4, 2, 4, 3, "hd 64: 4.3 TB/s on an H200, as with 3 or 4 blocks")
 _16x64 = _split(16, 64, 4, 2, 4, 3, "hd 128: 4.46 TB/s on an H200; 2 stages 4.06")
 _64x128 = _split(64, 128, 4, 2, 2, 2, "hd 64: 134 us for T 32 of S 4096 on an H200, 64x256 154")
+# For a few drafted tokens: every warp has all rows, so it alone reads its keys from shared memory,
+# and fewer rows are padding. Not measured.
+_32x128 = _split(32, 128, 4, 2, 4, 3, "hd 64: 98 KB for each of two blocks")
+_32x64 = _split(32, 64, 4, 2, 4, 3, "hd 128: 104 KB for each of two blocks")
 _64x64 = (
     dataclasses.replace(
         _split(64, 64, 4, 2, 2, 3, "hd 128: 4.28 TB/s on an H200, 8 warps 3.71"), modifiers=()
@@ -130,10 +134,10 @@ _SM86 = {
 }
 
 _SM90 = {
-    32: (_16x128, _64x128),
-    64: (_16x128, _64x128),
-    96: (_16x64, *_64x64),
-    128: (_16x64, *_64x64),
+    32: (_16x128, _32x128, _64x128),
+    64: (_16x128, _32x128, _64x128),
+    96: (_16x64, _32x64, *_64x64),
+    128: (_16x64, _32x64, *_64x64),
     192: (
         _split(16, 64, 4, 1, 4, 4, "198 KB of 227 KB"),
         _split(64, 64, 8, 1, 2, 3, "168 KB of 227 KB; with 4 warps 32 rows each spill"),
@@ -266,7 +270,6 @@ _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
 """Elements of a warp's output; each 1024 of them take 32 registers per lane. With twice as many,
 kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
 
-
 _MOST_SEGMENT_BYTES = 1 << 27
 """The most memory for the outputs of segments. With more rows and longer tables the keys are not
 split, which changes no bit."""
@@ -303,7 +306,7 @@ class FmhaFwdSplitSm80(MmaKernel):
             reasons.append("it does not split the keys of packed sequences yet")
         elif strategy.query_rows is None and not spec[PAGES].is_float8:
             reasons.append("it splits the keys, and there are tiles for a whole GPU without that")
-        rows = 16 if strategy.query_rows == "16" else 64
+        rows = {"16": 16, "32": 32}.get(strategy.query_rows or "", 64)
         if (strategy.query_rows or spec[PAGES].is_float8) and spec.tile.query < rows:
             reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
         return reasons + super().reasons(spec, problem, strategy)

@@ -29,7 +29,7 @@ from jax_memeff._call.operands import (
     replaced,
 )
 from jax_memeff._call.options import Options
-from jax_memeff._call.sequences import token_indices
+from jax_memeff._call.sequences import Sequences, token_indices
 
 
 def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[jax.Array, ...]:
@@ -49,6 +49,7 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
     )
     if _is_empty(operands):
         return results
+    operands = operands._replace(sequences=_sequences(operands).clamped)
     own_options = without_divisors(options)
 
     def sequence(index: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -81,6 +82,7 @@ def backward(
     sums = gradients_of(operands, zeros)
     if _is_empty(operands):
         return sums
+    operands = operands._replace(sequences=_sequences(operands).clamped)
     # Gradients that are sums over sequences; 16 bits would round each sum.
     over_sequences = [name for name in ("bias", *_captured_names(operands)) if name in zeros]
     widened = {name: _widened(array_of(operands, name)) for name in over_sequences}
@@ -112,6 +114,11 @@ def backward(
     sums = lax.fori_loop(0, operands.scores[0], sequence, sums)
     rounded = {name: array_of(sums, name).astype(zeros[name].dtype) for name in over_sequences}
     return replaced(sums, rounded)
+
+
+def _sequences(operands: Operands) -> Sequences:
+    assert operands.sequences is not None
+    return operands.sequences
 
 
 def _captured_names(operands: Operands) -> list[str]:

@@ -27,13 +27,28 @@ class Sequences:
     key_starts: jax.Array
     """int32[B + 1]"""
     query_lengths: jax.Array
-    """int32[B], at most T"""
+    """int32[B]; clamped to [0, T] by whoever reads them, because XLA would launch a kernel"""
     key_lengths: jax.Array
-    """int32[B], at most S"""
+    """int32[B], clamped to [0, S] likewise"""
     longest_query: int = dataclasses.field(metadata={"static": True})
     """T: the most queries of a sequence."""
     longest_key: int = dataclasses.field(metadata={"static": True})
     """S: the most keys of a sequence."""
+
+    @property
+    def clamped(self) -> Sequences:
+        """The same sequences with clamped lengths, as kernels clamp them.
+
+        >>> starts, lengths = jnp.arange(3), jnp.array([-2, 9])
+        >>> own = Sequences(starts, starts, lengths, lengths, longest_query=1, longest_key=4)
+        >>> own.clamped.query_lengths.tolist(), own.clamped.key_lengths.tolist()
+        ([0, 1], [0, 4])
+        """
+        return dataclasses.replace(
+            self,
+            query_lengths=self.query_lengths.clip(0, self.longest_query),
+            key_lengths=self.key_lengths.clip(0, self.longest_key),
+        )
 
 
 def starts_and_lengths(

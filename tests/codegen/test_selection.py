@@ -8,7 +8,7 @@ import pytest
 from problems import PARTS, access, is_large, problem
 
 from jax_memeff.codegen import emit, gpu, select, strategy, support
-from jax_memeff.codegen.features import BIAS, AskedBias
+from jax_memeff.codegen.features import BIAS, FUNCTIONS, AskedBias, AskedPages
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.kernels.families import LARGE_DIM, MmaTile
 from jax_memeff.codegen.kernels.fmha_fwd_split_sm80 import Tile as SplitTile
@@ -17,6 +17,8 @@ from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import SPEC_DTYPES
 from jax_memeff.codegen.strategy import Strategy
 from jax_memeff.errors import UnsupportedError
+
+_FUNCTION = FUNCTIONS.support[0].problems[0]["functions"]
 
 
 def test_few_query_rows_split_the_keys():
@@ -53,6 +55,8 @@ def test_few_query_rows_split_the_keys():
         ({"segments": True}, False),
         ({"boolean": True}, False),
         ({"dropout": True}, False),
+        ({"functions": _FUNCTION}, False),
+        ({"functions": _FUNCTION, "varlen": True, "pages": AskedPages(64)}, True),
     ],
 )
 def test_heads_of_a_group_share_a_tile(features, packs):
@@ -74,6 +78,11 @@ def test_row_counts_of_split_kernels():
     assert [rows(64, queries, 8, 1) for queries in (1, 16, 17, 64, 65)] == [
         "16", "16", "64", "64", None,
     ]  # fmt: skip
+    # Five drafted tokens of 4 heads, of 8, and of 4 heads that do not share a tile.
+    assert [rows(16, 5, heads, heads // 8, 8192) for heads in (32, 64)] == ["32", "64"]
+    assert rows(16, 5, 32, 4, 8192, segments=True) == "16"
+    # Five tokens of 32 heads fill 3 tiles; each head by itself would have one, mostly empty.
+    assert [rows(16, queries, 32, 32, 8192) for queries in (5, 512)] == ["64", None]
     # A few tiles leave a GPU idle, however long they are.
     assert rows(1, 1024, 8, 1) == "64" and rows(1, 8192, 8, 1) is None
 

@@ -44,6 +44,9 @@ def document(tmp_path_factory):
         "peers",
         "report",
         "ring",
+        "server.calls",
+        "server.steps",
+        "server.table",
         "timing",
         "user_functions.in_jax",
         "user_functions.table",
@@ -56,7 +59,7 @@ def test_examples_in_docstrings(modules, name):
 
 
 def test_every_peer_has_a_figure_or_a_reason(document):
-    assert len(document["cells"]) == 4
+    assert len(document["cells"]) == 3
     for cell in document["cells"]:
         directions = ["forward", "forward_backward"] if cell["gradients"] else ["forward"]
         assert list(cell["results"]) == directions
@@ -124,6 +127,58 @@ def test_the_ring_is_timed_beside_the_share_of_a_device(modules, tmp_path, monke
     assert "kept" in text and "stale" not in text
     assert f"| forward + backward, ring | {1e3 * results['ring']['seconds']:.1f} |" in text
     assert "| hd8 B1 N4/2 T64 float32 causal, 2 devices | ms |" in text
+
+
+def test_the_steps_of_a_server_are_timed(modules, tmp_path, monkeypatch):
+    path = tmp_path / "paged.json"
+    command = [sys.executable, str(BENCHMARKS / "paged.py"), "--steps", "tiny"]
+    command += ["--implementation", "xla", "--rounds", "1", "--batch-ms", "1"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [*command, "--output", str(path)], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    document = json.loads(path.read_text())
+    assert [step["group"] for step in document["steps"]] == [
+        "decode",
+        "prompts",
+        "ragged",
+        "latent",
+    ]
+    for step in document["steps"]:
+        assert list(step["results"]) == list(step["calls"])
+        for name, record in step["results"].items():
+            if name == "torch_flash":
+                assert "error" in record
+                continue
+            assert record["seconds"] > 0, record
+            # Pages hold the same tokens in another order; float8 rounds them.
+            limit = 0.06 if name == "float8" else 0.01
+            assert record.get("difference", 0.0) < limit, (step["name"], name)
+    assert all(row["us"] > 0 for row in document["host"].values())
+
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmarks:begin paged -->\nstale\n<!-- benchmarks:end -->\n")
+    monkeypatch.setattr(sys, "argv", ["report.py", str(path), "--into", str(page)])
+    modules("report").main()
+    text = page.read_text()
+    assert "stale" not in text
+    assert all(f"| {step['name']} |" in text for step in document["steps"])
+
+
+def test_steps_and_their_calls(modules):
+    """The goals of the project are stated for these steps."""
+    steps, calls = modules("server.steps"), modules("server.calls").CALLS
+    found = steps.steps("decode,prompts,ragged,latent")
+    assert len({(step.group, step.name) for step in found}) == len(found) == 24
+    assert set().union(*(step.calls for step in found)) >= set(calls)
+    with pytest.raises(ValueError, match="expected some of decode, prompts, ragged, latent"):
+        steps.steps("decode,huge")
+    ragged = steps.ragged()[0]
+    with pytest.raises(ValueError, match="one token per sequence"):
+        calls["tree"].arrays(ragged, None)
+    assert calls["steps"].sequences(ragged) == range(128)
+    assert calls["prompts"].rows(ragged) == slice(128, 128 + 4 * 2048)
 
 
 def test_measure_keeps_going_without_a_failing_program(modules):

@@ -57,6 +57,7 @@ def paging(
     page_size: int = 16,
     max_pages: int | None = None,
     pages: int | None = None,
+    spare_pages: int = 2,
     heads: tuple[int, int] = (4, 2),
     dims: tuple[int, int] = (8, 8),
     gap: int = 0,
@@ -68,7 +69,7 @@ def paging(
     lengths_, counts_ = np.array(lengths, np.int32), np.array(counts, np.int32)
     needed = -(-lengths_ // page_size)
     max_pages = max_pages or max(int(needed.max(initial=0)), 1)
-    pages = pages or int(needed.sum()) + 2
+    pages = pages or int(needed.sum()) + spare_pages
     starts = np.concatenate([[0], np.cumsum(counts_)]).astype(np.int32)
     query = rng.standard_normal((int(starts[-1]) + gap, n, h)).astype(dtype)
     query[starts[-1] :] = np.nan
@@ -143,7 +144,7 @@ def answer(
         sinks: [N]
     """
     tokens, n, h = case.query.shape
-    scale = h**-0.5 if scale is None else scale
+    factor = h**-0.5 if scale is None else scale
     out = np.zeros((tokens, n, case.value_pages.shape[3]))
     lse = np.full((tokens, n), -np.inf)
     for b, length in enumerate(case.lengths):
@@ -151,11 +152,12 @@ def answer(
         if not own:
             continue
         rows = slice(case.starts[b + 1] - own, case.starts[b + 1])
-        group = n // case.keys[b].shape[1]
         key, value = (
-            np.repeat(x[b].astype(np.float64), group, 1) for x in (case.keys, case.values)
+            x[b].astype(np.float64).swapaxes(0, 1)[:, None] for x in (case.keys, case.values)
         )
-        scores = scale * np.einsum("tnh,snh->nts", case.query[rows].astype(np.float64), key)
+        query = case.query[rows].astype(np.float64).reshape(own, len(key), -1, h)
+        scores = query.transpose(1, 2, 0, 3) @ key.swapaxes(2, 3)  # [K, N // K, own, length]
+        scores = factor * scores.reshape(n, own, length)
         indices = np.ix_(np.arange(n), np.arange(length - own, length), np.arange(length))
         if modified is not None:
             scores = modified(scores, b, *indices)
@@ -167,6 +169,7 @@ def answer(
             total = exps.sum(-1, keepdims=True)
             if sinks is not None:
                 total = total + np.exp(sinks[:, None, None] - largest)
-            found = np.einsum("nts,snh->tnh", np.where(total > 0, exps / total, 0), value)
+            weights = np.where(total > 0, exps / total, 0).reshape(len(key), -1, own, length)
+            found = (weights @ value).reshape(n, own, -1).swapaxes(0, 1)
             out[rows], lse[rows] = found, (largest + np.log(total))[..., 0].T
     return out, lse

@@ -97,6 +97,14 @@ def lengths(value: Any, batch: int, longest: int) -> jax.Array:
     return gathered(jnp.asarray(values.clipped(array, 0, longest)))
 
 
+def unclipped_lengths(value: Any) -> jax.Array | None:
+    """``kv_lengths`` as they are, int32[B] on the device; None if they are anything else."""
+    array = values.integers("kv_lengths", value)
+    if isinstance(array, jax.Array) and array.dtype == jnp.int32:
+        return gathered(array)
+    return None
+
+
 def tokens(
     names: tuple[str, ...],
     arrays: tuple[jax.Array, ...],

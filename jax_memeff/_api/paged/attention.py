@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_memeff._api import argument_numbers
@@ -207,23 +208,24 @@ def prepare(
     else:
         combined = masks.by_rows(combined, longest)
 
-    starts = rows.ends - counts
-    first = starts[0] if batch else rows.first
+    is_step = each == 1 and arrays["functions"] is None and not combined.traced_windows
+    if is_step and (given := checks.unclipped_lengths(kv_lengths)) is not None:
+        sequences = _of_step(given, columns)
+    else:
+        starts = rows.ends - counts
+        first = starts[0] if batch else rows.first
+        # Rows before a sequence's first token are a gap after the previous sequence.
+        starts = jnp.append(starts, first + len(tokens))
+        sequences = Sequences(
+            starts, jnp.zeros(batch + 1, jnp.int32), counts, lengths, longest, columns
+        )
     operands = Operands(
         query=tokens[None],
         key=_as_rows(key_pages),
         value=_as_rows(key_pages if value_pages is None else value_pages),
         mask=combined,
         **arrays,
-        sequences=Sequences(
-            # Rows before a sequence's first token are a gap after the previous sequence.
-            jnp.append(starts, first + len(tokens)),
-            jnp.zeros(batch + 1, jnp.int32),
-            counts,
-            lengths,
-            longest,
-            columns,
-        ),
+        sequences=sequences,
         pages=Pages(
             table,
             scales[0],
@@ -235,6 +237,17 @@ def prepare(
         ),
     )
     return Paged(Call(operands, options, batched=False), query.shape[:-2])
+
+
+def _of_step(lengths: jax.Array, columns: int) -> Sequences:
+    """The sequences of a decode step, with one row each. A row without a token is a gap.
+
+    XLA would launch two or three kernels of 2 µs each for clipped lengths, counts and starts, and
+    the attention of a small step takes 10. So starts are constants. The number of tokens is the
+    length clamped to 1, and both lengths are clamped where they are read.
+    """
+    starts = jnp.asarray(np.arange(lengths.shape[0] + 1, dtype=np.int32))
+    return Sequences(starts, starts, lengths, lengths, 1, columns)
 
 
 def _canonical_mask(

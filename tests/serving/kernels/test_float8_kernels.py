@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paged_case import Case, assert_matches
 from paging import paged_attention
 
 from jax_memeff.codegen import strategy
@@ -102,6 +103,28 @@ def test_emulated_queries_have_the_range_of_bfloat16(machine):
 @pytest.mark.gpu
 def test_queries_have_the_range_of_bfloat16():
     assert_equal_bits([scaled_queries(None, exponent) for exponent in EXPONENTS])
+
+
+_HEADS, _PAGES = ("heads", "heads"), ("pages", "pages")
+_D128: Any = {"heads": (8, 2), "dims": (128, 128)}
+BATCHES = [
+    Case((1000, 17, 1, 0, 4097), (1,) * 5, 64, scales=_HEADS, **_D128),
+    Case((9000,), (1,), 64, scales=_HEADS, **_D128),
+    Case((700, 3000, 64, 0), (700, 1, 1, 1), 64, scales=_HEADS, **_D128),
+    Case((700, 300, 64), (700, 300, 64), 64, scales=_HEADS, **_D128),
+    Case((1000, 17, 1, 500), (1,) * 4, 16, scales=_PAGES, **_D128),
+    Case((1000, 17, 1, 500), (40, 5, 1, 60), 16, scales=_PAGES, **_D128),
+    Case((1500, 33), (1, 1), 32, (4, 4), (256, 256), "float16", scales=("none", "none")),
+    Case((2000, 33), (3, 2), 48, (12, 2), (64, 64), scales=("pages", "heads")),
+    Case((2000, 33), (1, 1), 128, (4, 1), (192, 128), scales=("heads", "pages")),
+    Case((130, 33), (1, 1), 16, (4, 1), (80, 48), "float16", scales=_HEADS),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BATCHES, ids=str)
+def test_batches(case, assert_close):
+    assert_matches(case.found(case.batch()), case, assert_close)
 
 
 def problem(dtype: Any, head_dim: int, value_dim: int) -> Problem:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import emulator
 import numpy as np
 import pytest
-from test_paged_kernels import Case, assert_matches
+from paged_case import Case, assert_matches
 
 from jax_memeff.codegen import strategy
 from jax_memeff.codegen.features import AskedPages
@@ -97,6 +97,33 @@ def random_cases(seed: int) -> Iterator[Case]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", list(itertools.islice(random_cases(0), 60)), ids=str)
 def test_kernels(case, assert_close):
+    assert_matches(case.found(case.batch()), case, assert_close)
+
+
+_MANY = tuple(map(int, np.random.default_rng(3).integers(0, 3000, 40)))
+_LONG_BESIDE_SHORT = dataclasses.replace(
+    LATENT, lengths=(20000, *[100] * 30), counts=(1,) * 31, page_size=32, dtype="float16"
+)
+_LARGE = [
+    dataclasses.replace(LATENT, lengths=(100, 17, 1, 0, 64, 65), counts=(1,) * 6, heads=(128, 1)),
+    dataclasses.replace(LATENT, lengths=(4096, 1000, 3, 2047), counts=(1,) * 4, page_size=16),
+    dataclasses.replace(
+        LATENT, lengths=(900, 300, 77), counts=(2, 1, 2), heads=(48, 1), dims=(544, 480)
+    ),
+    dataclasses.replace(LATENT, lengths=(4096, 1000, 3, 2047), counts=(1,) * 4, heads=(128, 1)),
+    dataclasses.replace(LATENT, lengths=_MANY, counts=(1,) * 40, heads=(128, 1), page_size=16),
+    dataclasses.replace(LATENT, lengths=(4096,) * 32, counts=(1,) * 32, heads=(128, 1)),
+    _LONG_BESIDE_SHORT,
+    dataclasses.replace(_LONG_BESIDE_SHORT, heads=(128, 1), seed=5),
+    dataclasses.replace(LATENT, lengths=(900, 300), counts=(130, 300), page_size=48),
+    dataclasses.replace(SEVERAL, lengths=(700, 5, 1500, 9, 77), heads=(128, 1)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", _LARGE, ids=str)
+def test_large_batches(case, assert_close):
+    """Parts of many lengths on all SMs, unlike those of the emulated machine."""
     assert_matches(case.found(case.batch()), case, assert_close)
 
 

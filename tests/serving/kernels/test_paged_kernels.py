@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,144 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paging import Paging, answer, paged_attention, paging, quantized
-
-from jax_memeff import Mask
-from jax_memeff.codegen import strategy
-
-TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
-CAP = 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A ragged batch. ``features`` are names of the arguments that it has."""
-
-    lengths: tuple[int, ...]
-    counts: tuple[int, ...]
-    page_size: int = 16
-    heads: tuple[int, int] = (4, 2)
-    dims: tuple[int, int] = (64, 64)
-    dtype: str = "bfloat16"
-    features: tuple[str, ...] = ("is_causal",)
-    is_missing: bool = False
-    """Whether the pool lacks a page of every sequence with two."""
-    query_rows: strategy.QueryRows | str | None = "chosen"
-    """The strategy, if it is not that of the sizes."""
-    scales: tuple[str, str] | None = None
-    """The layouts of the scales of a float8 pool; None if the pool has the query's dtype."""
-    seed: int = 0
-    is_latent: bool = False
-
-    def __str__(self) -> str:
-        sizes = f"{len(self.lengths)}x{max(self.counts)}of{max(self.lengths)}"
-        words = [sizes, f"pages{self.page_size}", "x".join(map(str, (*self.heads, *self.dims)))]
-        words += [self.dtype, *self.features, *(["missing"] if self.is_missing else [])]
-        words += ["latent"] if self.is_latent else []
-        words += ["float8", *self.scales] if self.scales else []
-        return "-".join([*words, str(self.query_rows), f"seed{self.seed}"])
-
-    def batch(self) -> Paging:
-        rng = np.random.default_rng(self.seed)
-        made = paging(
-            rng,
-            self.lengths,
-            self.counts,
-            page_size=self.page_size,
-            heads=self.heads,
-            dims=self.dims,
-            gap=3,
-            dtype=jnp.dtype(self.dtype),
-            max_pages=-(-max(self.lengths) // self.page_size) + 1,
-            is_latent=self.is_latent,
-        )
-        if self.scales:
-            made = quantized(made, self.scales, rng)
-        if self.is_missing:
-            gone = np.flatnonzero(made.lengths > self.page_size)
-            made.table[gone, 1] = rng.choice([-1, len(made.key_pages), 2**31 - 1], len(gone))
-        return made
-
-    @property
-    def sinks(self) -> np.ndarray:
-        return np.linspace(-1, 1, self.heads[0]).astype(np.float32)
-
-    @property
-    def lists(self) -> np.ndarray:
-        """KV blocks of 16 columns for each 4 rows of the user's."""
-        q_blocks = -(-max(self.counts) // 4)
-        shape = len(self.lengths), self.heads[0], q_blocks, 4
-        lists = np.random.default_rng(self.seed).integers(-1, max(self.lengths) // 16 + 1, shape)
-        lists[:, :, ::2, 0] = 0
-        return lists
-
-    def arguments(self) -> dict[str, Any]:
-        given: dict[str, Any] = {"is_causal": "is_causal" in self.features}
-        choices = {
-            "logits_soft_cap": CAP,
-            "local_window_size": (20, 3),
-            "sinks": self.sinks,
-            "score_mod": lambda s, b, h, q, k: s + (0.01 * b + 0.03 * h) * (k - q),
-            "mask": Mask.function(lambda b, h, q, k: (q - k) % 3 != h % 3),
-        }
-        if "kv_blocks" in self.features:
-            given["mask"] = Mask.kv_blocks(self.lists, block_size=(4, 16))
-        if self.is_latent:
-            given["value_dim"] = self.dims[1]
-        return given | {name: choices[name] for name in self.features if name in choices}
-
-    def lowered(self, made: Paging) -> jax.stages.Lowered:
-        chosen = (
-            strategy.using()
-            if self.query_rows == "chosen"
-            else strategy.using(
-                forward=strategy.Strategy(query_rows=self.query_rows)  # type: ignore[arg-type]
-            )
-        )
-        with chosen:
-            call = jax.jit(
-                lambda *arrays: paged_attention(
-                    *arrays,
-                    query_starts=jnp.asarray(made.starts),
-                    max_query_length=max(self.counts),
-                    return_residual=True,
-                    implementation="cuda",
-                    **self.arguments(),
-                    **made.scales,
-                )
-            )
-            return call.lower(*jax.tree.map(jnp.asarray, made.arguments))
-
-    def found(self, made: Paging, lowered: jax.stages.Lowered | None = None) -> Any:
-        run = (lowered or self.lowered(made)).compile()
-        return jax.tree.map(np.asarray, run(*jax.tree.map(jnp.asarray, made.arguments)))
-
-    def want(self, made: Paging) -> Any:
-        def modified(scores: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-            if "logits_soft_cap" in self.features:
-                scores = CAP * np.tanh(scores / CAP)
-            return (
-                scores + (0.01 * b + 0.03 * h) * (k - q) if "score_mod" in self.features else scores
-            )
-
-        def valid(b: Any, h: Any, q: Any, k: Any) -> Any:
-            found = (k >= 0) & (q >= 0) & (h >= 0)
-            if "is_causal" in self.features:
-                found &= k <= q
-            if "local_window_size" in self.features:
-                found &= (k >= q - 20) & (k <= q + 3)
-            if "mask" in self.features:
-                found &= (q - k) % 3 != h % 3
-            if "kv_blocks" in self.features:
-                row = q - (made.lengths[b] - made.counts[b])
-                found &= (self.lists[b][h, row // 4] == k[..., None] // 16).any(-1)
-            if self.is_missing and made.lengths[b] > self.page_size:
-                found &= k // self.page_size != 1
-            return found
-
-        sinks = self.sinks if "sinks" in self.features else None
-        return answer(made, modified=modified, valid=valid, sinks=sinks)
-
+from paged_case import TOLERANCES, Case, assert_matches
+from paging import paged_attention
 
 DECODE = Case((100, 17, 1, 0), (1, 1, 1, 1))
 RAGGED = Case((120, 48, 200, 3), (100, 1, 130, 5))
@@ -167,6 +33,27 @@ EMULATED = [
     ("sm_90a", dataclasses.replace(RAGGED, query_rows=None, page_size=128, dims=(128, 128))),
     ("sm_90a", dataclasses.replace(RAGGED, query_rows="consumer_groups", page_size=80)),
     ("sm_90a", dataclasses.replace(RAGGED, query_rows="64", features=("is_causal", "mask"))),
+    # The query heads of a key head share a tile with a function: a few rows each, and many.
+    (
+        "sm_80",
+        dataclasses.replace(
+            DECODE, heads=(6, 1), features=("is_causal", "score_mod", "mask", "sinks")
+        ),
+    ),
+    (
+        "sm_90a",
+        dataclasses.replace(
+            RAGGED, heads=(6, 2), counts=(5, 1, 33, 3), features=("is_causal", "mask", "score_mod")
+        ),
+    ),
+    # A few drafted tokens have a tile of 32 rows.
+    (
+        "sm_90a",
+        dataclasses.replace(
+            RAGGED, heads=(8, 2), counts=(5, 1, 8, 3), features=("is_causal", "mask", "score_mod")
+        ),
+    ),
+    ("sm_90a", dataclasses.replace(RAGGED, heads=(8, 2), counts=(5, 7, 8, 3), dims=(128, 128))),
     ("sm_80", dataclasses.replace(RAGGED, features=("is_causal", "kv_blocks"))),
     (
         "sm_90a",
@@ -231,15 +118,6 @@ def test_emulated_kernels(arch, case, machine, assert_close):
     assert_matches(found, case, assert_close)
 
 
-def assert_matches(found: Any, case: Case, assert_close: Any) -> None:
-    (out, lse), (want_out, want_lse) = found, case.want(case.batch())
-    assert (np.isfinite(lse) == np.isfinite(want_lse)).all()
-    assert not out[~np.isfinite(want_lse)].any()  # rows without keys, NaN included
-    finite = np.isfinite(want_lse)
-    assert_close(out.astype(np.float64), want_out, TOLERANCES[case.dtype])
-    assert_close(lse[finite], want_lse[finite], TOLERANCES[case.dtype])
-
-
 _FEATURES = ("is_causal", "logits_soft_cap", "local_window_size", "sinks", "score_mod", "mask")
 
 
@@ -279,120 +157,109 @@ def test_kernels(case, assert_close):
     assert_matches(case.found(case.batch()), case, assert_close)
 
 
-def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    del b  # the place of the sequence in the batch
-    return score + 0.03 * (h + 1) * (k - q)
+ANY_LENGTHS = np.array([-5, 0, 1, 30, 48, 49, 10**6, -(2**31), 2**31 - 1], np.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Invariant:
-    """A sequence whose last token is computed in several calls."""
-
-    arch: str
-    dtype: str = "bfloat16"
-    features: tuple[str, ...] = ("is_causal",)
-    length: int = 150
-    dims: tuple[int, int] = (64, 64)
-    scales: tuple[str, str] | None = None
-
-    def __str__(self) -> str:
-        return "-".join(map(str, (self.arch, self.dtype, *self.features, self.length, self.dims)))
-
-    @property
-    def case(self) -> Case:
-        """The sequence alone, with a chunk of 150 queries."""
-        return Case(
-            (self.length,),
-            (150,),
-            dtype=self.dtype,
-            features=self.features,
-            dims=self.dims,
-            scales=self.scales,
+def step(arch: str | None, lengths: np.ndarray, dims: tuple[int, int], implementation: Any) -> Any:
+    """A decode step whose lengths are on the device, with at most 48 keys of a sequence."""
+    if arch is not None:
+        emulator.configure(arch, multiprocessors=5)
+    rng = np.random.default_rng(0)
+    is_latent = dims[0] > 256
+    heads = (16, 1) if is_latent else (4, 2)
+    pools = [jnp.asarray(rng.standard_normal((40, 16, heads[1], dim)), "bfloat16") for dim in dims]
+    query = jnp.asarray(rng.standard_normal((len(lengths), 1, heads[0], dims[0])), "bfloat16")
+    table = jnp.asarray(rng.permutation(40)[:27].reshape(len(lengths), 3).astype(np.int32))
+    call = jax.jit(
+        functools.partial(
+            paged_attention,
+            local_window_size=(20, 0),
+            value_dim=dims[1] if is_latent else None,
+            return_residual=True,
+            implementation=implementation,
         )
+    )
+    values = None if is_latent else pools[1]
+    found = call(query, pools[0], values, table, jnp.asarray(lengths))
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
 
 
-def rows_of_last_tokens(invariant: Invariant, on_gpu: bool) -> list[Any]:
-    """The last token of a sequence: in a chunk, in a chunk beside others, and in steps, on machines
-    with few and with many multiprocessors."""
-    length, features, case = invariant.length, invariant.features, invariant.case
-    own, own_features = case.batch(), {"score_mod": alibi} if "score_mod" in features else {}
-    calls = [
-        ((150,), (length,), 5),
-        ((2, 40, 30), (200, length, 30), 5),
-        ((1, 1), (length, 7), 5),
-        ((1,), (length,), 1),
-        ((1,), (length,), 20),
-    ]
-    found = []
-    for counts, lengths, multiprocessors in calls:
-        if not on_gpu:
-            emulator.configure(invariant.arch, multiprocessors=multiprocessors)
-        others = dataclasses.replace(case, lengths=lengths, counts=counts, seed=len(counts))
-        made, place = others.batch(), lengths.index(length)
-        end = made.starts[place + 1]
-        made.query[end - counts[place] : end] = own.query[150 - counts[place] : 150]
-        for name, scale in (("key_pages", "key_scale"), ("value_pages", "value_scale")):
-            for page in range(-(-length // 16)):
-                target, source = made.table[place, page], own.table[0, page]
-                getattr(made, name)[target] = getattr(own, name)[source]
-                if scale in made.scales and made.scales[scale].ndim == 2:
-                    made.scales[scale][target] = own.scales[scale][source]
-            if scale in made.scales and made.scales[scale].ndim == 1:
-                made.scales[scale][:] = own.scales[scale]
-        call = jax.jit(
-            lambda *arrays, starts, most, case=others: paged_attention(
-                *arrays,
-                query_starts=starts,
-                max_query_length=most,
-                return_residual=True,
-                implementation="cuda",
-                batch_invariant=True,
-                **case.arguments() | own_features | made.scales,  # noqa: B023
-            ),
-            static_argnames="most",
-        )
-        arrays = map(jnp.asarray, made.arguments)
-        out, lse = call(*arrays, starts=jnp.asarray(made.starts), most=max(counts))
-        found.append((np.asarray(out[end - 1]), np.asarray(lse[end - 1])))
-    return found
+STEPS = [("sm_80", (64, 64)), ("sm_90a", (128, 128)), ("sm_90a", (576, 512))]
 
 
-INVARIANT = [
-    Invariant("sm_80", length=900, dims=(128, 128)),
-    Invariant("sm_90a", features=("is_causal", "local_window_size", "logits_soft_cap")),
-    Invariant(
-        "sm_80", features=("is_causal", "local_window_size", "sinks"), length=700, dims=(128, 128)
-    ),
-    Invariant("sm_90a", dims=(128, 128), scales=("heads", "pages"), length=600),
-    Invariant("sm_80", dtype="float32", features=("is_causal", "sinks")),
-    Invariant("sm_90a", features=("is_causal", "score_mod"), length=300),
-    Invariant("sm_86", dims=(264, 264), length=300),
-]
+def assert_clamped(found: Any, dims: tuple[int, int], assert_close: Any) -> None:
+    assert_close(found, step(None, ANY_LENGTHS.clip(0, 48), dims, "xla"), TOLERANCES["bfloat16"])
+    assert not found[0][ANY_LENGTHS <= 0].any()
 
 
-@pytest.mark.parametrize("invariant", INVARIANT, ids=str)
-def test_emulated_bits_do_not_depend_on_the_batch(invariant, machine, assert_close):
-    found = machine.submit(rows_of_last_tokens, invariant, False).result(600)
-    assert_equal_bits(found)
-    if "score_mod" not in invariant.features:
-        want_out, want_lse = invariant.case.want(invariant.case.batch())
-        out, lse = found[0]
-        assert_close(out.astype(np.float64), want_out[149], TOLERANCES[invariant.dtype])
-        assert_close(lse, want_lse[149], TOLERANCES[invariant.dtype])
+@pytest.mark.parametrize(("arch", "dims"), STEPS, ids=str)
+def test_emulated_steps_clamp_lengths(arch, dims, machine, assert_close):
+    """The kernels alone do: XLA computes nothing before them."""
+    found = machine.submit(step, arch, ANY_LENGTHS, dims, "cuda").result(600)
+    assert_clamped(found, dims, assert_close)
+    assert_clamped(step(None, ANY_LENGTHS, dims, "xla"), dims, assert_close)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("invariant", INVARIANT, ids=str)
-def test_bits_do_not_depend_on_the_batch(invariant, dtype):
-    if invariant.scales and dtype == "float32":
-        pytest.skip("kernels read pages of float8 with queries of 16 bits")
-    assert_equal_bits(rows_of_last_tokens(dataclasses.replace(invariant, dtype=dtype), True))
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (264, 264), (576, 512)], ids=str)
+def test_steps_clamp_lengths(dims, assert_close):
+    assert_clamped(step(None, ANY_LENGTHS, dims, "cuda"), dims, assert_close)
 
 
-def assert_equal_bits(found: Any) -> None:
-    (first_out, first_lse), *others = found
-    assert np.isfinite(first_lse).all()
-    for out, lse in others:
-        np.testing.assert_array_equal(out, first_out)
-        np.testing.assert_array_equal(lse, first_lse)
+def test_a_step_is_one_custom_call(fake_compiler, monkeypatch):
+    """Of a jitted step whose lengths and table are int32 arrays."""
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
+    shapes = [(2, 1, 4, 64), (8, 16, 2, 64), (8, 16, 2, 64)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,))]
+    call = functools.partial(paged_attention, implementation="cuda")
+    text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    found = set(re.findall(r"stablehlo\.(\w+)", text))
+    assert found <= {"custom_call", "reshape", "broadcast_in_dim", "constant"}, found
+
+
+_CHUNKS = dataclasses.replace(RAGGED, lengths=(900, 300, 77, 0), counts=(130, 300, 5, 2))
+_LARGE_DIMS = [
+    dataclasses.replace(case, dims=dims, dtype=dtype, page_size=page_size)
+    for dims, dtype, page_size in (
+        ((320, 264), "bfloat16", 16),
+        ((512, 512), "float16", 64),
+        ((264, 300), "float32", 48),
+    )
+    for case in (dataclasses.replace(MIXED, lengths=(900, 5000, 30, 1, 0, 150)), _CHUNKS)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", _LARGE_DIMS, ids=str)
+def test_head_dims_above_256(case, assert_close):
+    assert_matches(case.found(case.batch()), case, assert_close)
+
+
+_PROMPTS = dataclasses.replace(RAGGED, query_rows=None, dims=(128, 128))
+_EXACT = [
+    dataclasses.replace(case, is_exact=True)
+    for case in (
+        DECODE,
+        dataclasses.replace(MIXED, is_missing=True, page_size=48),
+        dataclasses.replace(_PROMPTS, page_size=64),
+        dataclasses.replace(_PROMPTS, page_size=16, is_missing=True),
+        dataclasses.replace(RAGGED, query_rows="64", features=("is_causal", "mask")),
+        dataclasses.replace(RAGGED, dtype="float32"),
+        dataclasses.replace(DECODE, dims=(36, 44)),
+        dataclasses.replace(DECODE, dims=(320, 264)),
+        dataclasses.replace(DECODE, scales=("pages", "heads"), dims=(128, 64), page_size=32),
+        dataclasses.replace(MIXED, features=("is_causal", "batch_invariant")),
+        dataclasses.replace(
+            DECODE, heads=(128, 1), dims=(576, 512), is_latent=True, lengths=(700, 65, 0, 300)
+        ),
+    )
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("case", _EXACT, ids=str)
+def test_pools_without_a_spare_page(case, assert_close):
+    assert_matches(case.found(case.batch()), case, assert_close)

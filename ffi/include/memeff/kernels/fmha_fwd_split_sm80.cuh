@@ -58,8 +58,8 @@ struct FmhaForwardSplitSm80 {
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
   using KvBlocks = BlockMaskRow<Config::kBlockMask>;
   static_assert(!Config::kBlockMask || !Config::kPackHeads);  // a row of blocks has one head
-  using Modifiers =
-      ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>, ScoreFunction<Config, ScoreGrid>>;
+  using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
+                                   ScoreFunction<Config, ScoreGrid, false, Config::kPackHeads>>;
 
   // Batch-invariant results: a split is a number of segments, see forward/segment_sum.cuh.
   static constexpr bool kKeySegments = Config::kSegmentKeys > 0;

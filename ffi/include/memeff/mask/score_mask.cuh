@@ -40,7 +40,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
       using Boolean = BooleanMask<Grid>;
       Boolean::apply(scores, slice<Boolean>(params.mask.boolean, at), row_bound, column_bound);
     }
-    MaskFunction<Config, Grid>::apply(scores, params, at);
+    MaskFunction<Config, Grid, false, kPackHeads>::apply(scores, params, at);
   }
 
   // The same for transposed scores: rows of the accumulators are keys, columns are queries.

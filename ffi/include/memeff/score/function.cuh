@@ -8,15 +8,18 @@
 
 #include <cute/tensor_impl.hpp>
 
+#include <memeff/core/function/of_rows.cuh>
 #include <memeff/core/function/of_tile.cuh>
 #include <memeff/core/math.cuh>
+#include <memeff/layout/packed_rows.cuh>
 #include <memeff/score/bias/tile.cuh>
 
 namespace memeff {
 
 // The function at the scores of one CTA, in the accumulators of Grid. kTransposed: see
-// FunctionOfTile. Without a function all of it is empty.
-template <class Config, class Grid, bool kTransposed = false, bool kOn = Config::kScoreFunction>
+// FunctionOfTile. kPackHeads: see PackedRows. Without a function all of it is empty.
+template <class Config, class Grid, bool kTransposed = false, bool kPackHeads = false,
+          bool kOn = Config::kScoreFunction>
 struct ScoreFunction {
   static constexpr bool kConstantDerivative = true;
   static constexpr bool kKeepsScores = false;
@@ -30,11 +33,15 @@ struct ScoreFunction {
   CUTE_DEVICE void differentiate(Scores const&, Scores&, ScoreTilePosition const&) const {}
 };
 
-template <class Config, class Grid, bool kTransposed>
-struct ScoreFunction<Config, Grid, kTransposed, true> {
+template <class Config, class Grid, bool kTransposed, bool kPackHeads>
+struct ScoreFunction<Config, Grid, kTransposed, kPackHeads, true> {
   using Function = typename Config::ScoreFunction;
   using Params = typename Config::Params;
-  using OfTile = FunctionOfTile<Config, Function, Config::kScoreCaptured, Config::kScoreLiterals>;
+  using OfTile = cute::conditional_t<
+      kPackHeads,
+      FunctionOfRows<Config, Function, Config::kScoreCaptured, Config::kScoreLiterals,
+                     PackedRows<true>>,
+      FunctionOfTile<Config, Function, Config::kScoreCaptured, Config::kScoreLiterals>>;
   static constexpr bool kConstantDerivative = Function::kConstantDerivative;
   // Gradients of captured arrays need the scores, and FunctionGradient evaluates the derivatives.
   static constexpr bool kKeepsScores =

@@ -1,0 +1,1 @@
+"""Calls of an inference server: the problems, the calls that are compared, and their table."""
