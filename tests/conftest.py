@@ -1,7 +1,6 @@
 """Shared set-up: eight CPU devices, the ``gpu`` marker, and fixtures for numbers and kernels."""
 
 import concurrent.futures
-import functools
 import gc
 import importlib.metadata
 import multiprocessing
@@ -11,7 +10,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from jax._src.interpreters import mlir
 
 try:
     import jax_memeff  # noqa: F401
@@ -34,10 +32,6 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
 
-
-# JAX makes a context for each program that it lowers, and loads all dialects of MLIR into it, which
-# takes a tenth of the time of the tests. A context has no state that a program could see.
-mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 LARGEST_CACHE = 1 << 30
 """Bytes of compiled programs that are kept between runs; a run of all tests makes 0.2 GB."""
