@@ -52,10 +52,11 @@ def compile(spec: KernelSpec, arch: str) -> Compiled:
     A terminal shows a line meanwhile (``progress.py``). Raises ``CompileError`` if the compiler
     refuses the source, or cannot be run.
     """
-    if (found := lookup(spec, arch)) is not None:
+    arguments = source(spec, arch)
+    if (found := lookup_source(*arguments)) is not None:
         return found
     with progress.line(f"jax_memeff compiles {spec.name} for {arch}"):
-        return compile_source(*source(spec, arch))
+        return _compile_and_store(*arguments)
 
 
 def lookup(spec: KernelSpec, arch: str) -> Compiled | None:
@@ -82,9 +83,7 @@ def compile_source(source: str, arch: str, names: Sequence[str]) -> Compiled:
     """Compile CUDA C++ with the options and headers of every kernel; ``names`` are its kernels."""
     if (found := lookup_source(source, arch, names)) is not None:
         return found
-    compiled = compile_uncached(source, arch, names)
-    store(source, arch, names, compiled)
-    return compiled
+    return _compile_and_store(source, arch, names)
 
 
 def lookup_source(source: str, arch: str, names: Sequence[str]) -> Compiled | None:
@@ -117,6 +116,12 @@ def compile_uncached(source: str, arch: str, names: Sequence[str]) -> Compiled:
 def store(source: str, arch: str, names: Sequence[str], compiled: Compiled) -> None:
     """Put into the cache what ``compile_uncached`` returned for these arguments."""
     program_cache.current().put(_key(source, arch, names), _pack(compiled))
+
+
+def _compile_and_store(source: str, arch: str, names: Sequence[str]) -> Compiled:
+    compiled = compile_uncached(source, arch, names)
+    store(source, arch, names, compiled)
+    return compiled
 
 
 def _key(source: str, arch: str, names: Sequence[str]) -> str:

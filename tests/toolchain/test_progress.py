@@ -70,15 +70,15 @@ def test_the_setting_is_checked(monkeypatch):
 def test_only_a_kernel_that_is_compiled_has_a_line(monkeypatch):
     stream = terminal(monkeypatch)
     spec = select(Problem("forward", "bf16", 64, 64, "sm_80"))
-    monkeypatch.setattr(compiler, "lookup", lambda *_: "found")
+    monkeypatch.setattr(compiler, "lookup_source", lambda *_: "found")
     assert compiler.compile(spec, "sm_80") == "found"
     assert stream.getvalue() == ""
 
     def fails(*_):
         raise CompileError("no", {})
 
-    monkeypatch.setattr(compiler, "lookup", lambda *_: None)
-    monkeypatch.setattr(compiler, "compile_source", fails)
+    monkeypatch.setattr(compiler, "lookup_source", lambda *_: None)
+    monkeypatch.setattr(compiler, "compile_uncached", fails)
     with pytest.raises(CompileError):
         compiler.compile(spec, "sm_80")
     assert f"jax_memeff compiles {spec.name}" in stream.getvalue()
