@@ -51,9 +51,8 @@ class Tile(WgmmaTile):
     """Groups of consumers that have the ``query`` rows in common and take their KV blocks in turn,
     for calls with few tiles. It divides ``stages``."""
     output_first: bool = False
-    """Whether a consumer waits for the product with the values of the KV block before, and releases
-    their buffer, before its exponentials. They then overlap the products of other consumers only.
-    """
+    """Whether a consumer waits for the product with the values of the KV block before, before its
+    exponentials. They then overlap the products of other consumers only."""
     sequential: bool = False
     """Of a 3xFP16 forward: whether a consumer computes scores when the product with the values of
     the KV block before has ended, so that both products use the same registers."""

@@ -8,8 +8,7 @@
 //   issue S(j+1) = Q K(j+1)^T | issue O += P(j) V(j) | wait S(j+1) | softmax | wait O | P(j+1)
 //
 // With Config::kOutputFirst the wait for O comes after the maxima and before the exponentials. Then
-// the exponentials overlap the products of other consumers only, which have enough of them, and the
-// values' buffer is refilled earlier.
+// the exponentials overlap the products of other consumers only, which have enough of them.
 //
 // The KV blocks of one work tile follow those of another without a break. The first scores of a
 // work tile are computed together with the last product of the one before, whose output leaves
