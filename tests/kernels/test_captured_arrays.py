@@ -68,6 +68,7 @@ class ToySpec(types.SimpleNamespace):
 def toy_spec() -> Any:
     return ToySpec(
         name="toy",
+        kernel=types.SimpleNamespace(array_of=lambda role: role),
         direction="forward",
         dtype="f32",
         padded_head_dim=H,

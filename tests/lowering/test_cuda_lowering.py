@@ -72,7 +72,8 @@ def test_few_queries_do_not_make_many_kernels(fake_compiler):
     for _ in range(200):
         B, T, S, K, group = (int(x) for x in rng.integers(1, (20, 80, 9000, 9, 9)))
         lower(loss, *shapes(B, T, S, K * group, K))
-    assert {spec.tile.query for spec, _ in fake_compiler if spec.kernel.splits_keys} == {16, 64}
+    rows = {spec.tile.query for spec, _ in fake_compiler if spec.kernel.splits_keys}
+    assert rows == {16, 32, 64}
     assert len(fake_compiler) <= 8
 
 
