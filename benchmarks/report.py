@@ -285,7 +285,7 @@ def block_of(document: dict[str, Any]) -> str:
 
 
 def plot_path(document: dict[str, Any], grid: Path) -> Path | None:
-    """Where the plot of results goes, beside that of the grid; None if their block has none."""
+    """The path of the plot of results, beside that of the grid; None if their block has no plot."""
     groups = {cell["group"] for cell in document.get("cells", ())}
     if of_grid(document):
         return grid

@@ -30,8 +30,8 @@ FEW_ROWS = 16
 """The rows of the smallest tile, which holds one token of all query heads of a key head."""
 
 _DRAFT_ROWS = 32
-"""Of the tile for a few drafted tokens. Only rows of several heads take it: calls whose tiles have
-one head may have a block mask, and warps with 32 rows have no registers for that."""
+"""The rows of the tile for a few drafted tokens. Only rows of several heads take it: calls whose
+tiles have one head may have a block mask, and warps with 32 rows have no registers for that."""
 _PLAIN_ROWS = 128
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4

@@ -64,7 +64,7 @@ class Pages(NamedTuple):
     lengths: jax.Array
     starts: jax.Array | None = None
     scale: jax.Array | None = None
-    """Of a float8 pool, for both keys and values."""
+    """The scale of a float8 pool, for both keys and values."""
     tree: jax.Array | None = None
     """bool[DRAFTED, DRAFTED]: the drafted tokens that each one attends to."""
 

@@ -198,7 +198,7 @@ def missing(parts: list[Part], detail: str = "") -> CompileError:
 
 
 def _or_archive() -> str:
-    """What a machine without a compiler can do instead, or why that did not help."""
+    """The advice to name an archive of kernels, or the reason why the named one did not help."""
     if (path := config.kernel_archive()) is None:
         return ". Or name an archive of compiled kernels in JAX_MEMEFF_KERNELS"
     return f". The archive {path} does not have this kernel"

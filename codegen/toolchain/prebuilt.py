@@ -74,7 +74,7 @@ class UnusableArchiveError(Exception):
 
 
 def key(source: str, arch: str, names: Sequence[str]) -> str:
-    """What a kernel depends on, except for the compiler: a SHA-256 in hexadecimal."""
+    """A SHA-256, in hexadecimal, of all that a kernel depends on except for the compiler."""
     text = "\0".join((source, arch, *names))
     return hashlib.sha256(headers.own_digest() + text.encode()).hexdigest()
 
@@ -104,7 +104,7 @@ def get(source: str, arch: str, names: Sequence[str]) -> bytes | None:
 
 
 def contents() -> Contents | None:
-    """What the archive says of itself; None if none is named.
+    """The description in the archive that is named; None if none is named.
 
     Raises ``UnusableArchiveError`` if it cannot be used.
     """

@@ -256,7 +256,7 @@ def _name(key: str) -> str:
 
 
 def sealed(key: str, payload: bytes) -> bytes:
-    """What is stored of an entry: the format, a digest, and the payload."""
+    """The bytes of an entry's file: the format, a digest, and the payload."""
     return _MAGIC + _digest(key, payload) + payload
 
 

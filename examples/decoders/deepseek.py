@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decoders.layers import Parameters, gated, initialize, project, rms_norm
+from decoders.layers import Parameters, gated, gated_shapes, initialize, project, rms_norm
 from jax_memeff import append_to_pages, dot_product_attention, paged_attention
 from jax_memeff.flax import rotary_embedding
 
@@ -39,7 +39,6 @@ class Config(NamedTuple):
 def parameters(key: jax.Array, config: Config) -> tuple[jax.Array, Parameters]:
     """The embedding ``[vocabulary, width]``, and the weights of the layers."""
     c = config
-    embedding = jax.random.normal(key, (c.vocabulary, c.width)) / c.width**0.5
     shapes = {
         "query": (c.width, c.heads, c.plain_dim + c.rotary_dim),
         "latent": (c.width, c.latent_dim),
@@ -47,13 +46,11 @@ def parameters(key: jax.Array, config: Config) -> tuple[jax.Array, Parameters]:
         "plain_key": (c.latent_dim, c.heads, c.plain_dim),
         "value": (c.latent_dim, c.heads, c.value_dim),
         "out": (c.heads * c.value_dim, c.width),
-        "gate": (c.width, c.hidden),
-        "up": (c.width, c.hidden),
-        "down": (c.hidden, c.width),
+        **gated_shapes(c),
         "latent_norm": (c.latent_dim,),
         **dict.fromkeys(("before", "before_mlp"), (c.width,)),
     }
-    return embedding, initialize(jax.random.fold_in(key, 1), c.layers, shapes)
+    return initialize(key, c, shapes)
 
 
 def projections(y, w: Parameters, position, config: Config):

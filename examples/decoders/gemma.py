@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decoders.layers import Parameters, gated, initialize, project, rms_norm
+from decoders.layers import (
+    Parameters,
+    gated,
+    gated_shapes,
+    grouped_head_shapes,
+    initialize,
+    project,
+    rms_norm,
+)
 from jax_memeff import Mask, dot_product_attention
 from jax_memeff.flax import rotary_embedding
 
@@ -36,19 +44,13 @@ class Config(NamedTuple):
 def parameters(key: jax.Array, config: Config) -> tuple[jax.Array, Parameters]:
     """The embedding ``[vocabulary, width]``, and the weights of the layers."""
     c = config
-    embedding = jax.random.normal(key, (c.vocabulary, c.width)) / c.width**0.5
     shapes = {
-        "query": (c.width, c.heads, c.head_dim),
-        "key": (c.width, c.kv_heads, c.head_dim),
-        "value": (c.width, c.kv_heads, c.head_dim),
-        "out": (c.heads * c.head_dim, c.width),
-        "gate": (c.width, c.hidden),
-        "up": (c.width, c.hidden),
-        "down": (c.hidden, c.width),
+        **grouped_head_shapes(c),
+        **gated_shapes(c),
         **dict.fromkeys(("query_norm", "key_norm"), (c.head_dim,)),
         **dict.fromkeys(("before", "after", "before_mlp", "after_mlp"), (c.width,)),
     }
-    return embedding, initialize(jax.random.fold_in(key, 1), c.layers, shapes)
+    return initialize(key, c, shapes)
 
 
 def attention(query, key, value, left: jax.Array, config: Config) -> jax.Array:

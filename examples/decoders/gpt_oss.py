@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decoders.layers import Parameters, gated, initialize, project, rms_norm
+from decoders.layers import (
+    Parameters,
+    gated,
+    gated_shapes,
+    grouped_head_shapes,
+    initialize,
+    project,
+    rms_norm,
+)
 from jax_memeff import Mask, dot_product_attention
 from jax_memeff.flax import rotary_embedding
 
@@ -33,19 +41,13 @@ class Config(NamedTuple):
 def parameters(key: jax.Array, config: Config) -> tuple[jax.Array, Parameters]:
     """The embedding ``[vocabulary, width]``, and the weights of the layers."""
     c = config
-    embedding = jax.random.normal(key, (c.vocabulary, c.width)) / c.width**0.5
     shapes = {
-        "query": (c.width, c.heads, c.head_dim),
-        "key": (c.width, c.kv_heads, c.head_dim),
-        "value": (c.width, c.kv_heads, c.head_dim),
-        "out": (c.heads * c.head_dim, c.width),
-        "gate": (c.width, c.hidden),
-        "up": (c.width, c.hidden),
-        "down": (c.hidden, c.width),
+        **grouped_head_shapes(c),
+        **gated_shapes(c),
         "sinks": (c.heads,),
         **dict.fromkeys(("before", "before_mlp"), (c.width,)),
     }
-    return embedding, initialize(jax.random.fold_in(key, 1), c.layers, shapes)
+    return initialize(key, c, shapes)
 
 
 def attention(query, key, value, sinks, left: jax.Array) -> jax.Array:

@@ -1,1 +1,1 @@
-"""What a call would do, without doing it: bad values among its arguments, and a picture."""
+"""Functions that inspect a call without running it: ``check`` and ``picture``."""

@@ -109,7 +109,7 @@ def _values(
     head: int,
     offsets: Offsets,
 ) -> np.ndarray | None:
-    """What a score of 0 becomes by the score function and the bias; None without both."""
+    """The value of a score of 0 after the score function and the bias; None without both."""
     if options.score_function is None and operands.bias is None:
         return None
     values = jnp.zeros(drawn.valid.shape, jnp.float32)

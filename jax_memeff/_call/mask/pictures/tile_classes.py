@@ -1,4 +1,4 @@
-"""What the kernels do with each tile of scores: skip it, compute it, or compute and test it.
+"""The class of each tile of scores: kernels skip it, compute it, or compute and test it.
 
 Windows and lengths are the rules of ``IntervalMask`` in ffi/include/memeff/mask/interval.cuh,
 written once more here, and a test compares the two; all other conditions come from the block mask
