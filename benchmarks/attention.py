@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import cells as cell_sets
@@ -21,7 +20,7 @@ import inputs as cell_inputs
 import jax
 import jax.numpy as jnp
 import jax_programs
-import machine
+import measurement
 import peers as all_peers
 import torch_programs
 from cells import Cell
@@ -198,10 +197,7 @@ def _arguments() -> argparse.Namespace:
         "--peers", default="all", help=f"all, or some of {', '.join(all_peers.PEERS)}"
     )
     parser.add_argument("--host", default="", help=f"some of {', '.join(host_cost.ROWS)}")
-    parser.add_argument("--output", type=Path, help="default: results/<device>-<first group>.json")
-    parser.add_argument("--rounds", type=int, default=5, help="batches of each peer")
-    parser.add_argument("--batch-ms", type=float, default=30.0, help="length of a batch")
-    parser.add_argument("--commit", help="our commit, if the checkout has no git")
+    measurement.add_options(parser, "<first group>", "peer")
     options = parser.parse_args()
     try:
         options.cells = cell_sets.cells(options.cells) if options.cells else []
@@ -216,24 +212,15 @@ def main() -> None:
     # By default JAX reserves three quarters of the device's memory, and torch needs some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     options = _arguments()
-    device = machine.device()
-    path = options.output or documents.default_path(
-        str(device["name"]), options.cells[0].group if options.cells else "host"
-    )
     document: dict[str, Any] = {
-        "date": machine.today(),
-        "device": device,
-        "versions": machine.versions(options.commit),
-        "method": {
-            "rounds": options.rounds,
-            "batch_ms": options.batch_ms,
-            "clock": "host clock around batches of launches; see benchmarks/README.md",
-            "batch_overhead_us": 1e6 * host_cost.batch_overhead(),
-        },
+        **measurement.head(options),
         "peers": {peer.name: peer.label for peer in options.peers},
         "cells": [],
         "host": {},
     }
+    path = options.output or documents.default_path(
+        str(document["device"]["name"]), options.cells[0].group if options.cells else "host"
+    )
     if any(not cell.gradients for cell in options.cells):
         document["device"]["copy_bytes_per_second"] = host_cost.copy_rate()
     console = Console()

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import documents
@@ -21,7 +20,7 @@ import host_cost
 import jax
 import jax.numpy as jnp
 import jax_programs
-import machine
+import measurement
 import precompile
 import torch_programs
 from peers import OURS, PEERS
@@ -176,10 +175,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--implementation", default="cuda", choices=("cuda", "xla"))
     parser.add_argument("--no-host", action="store_true", help="without the host time of a step")
-    parser.add_argument("--output", type=Path, help="default: results/<device>-paged.json")
-    parser.add_argument("--rounds", type=int, default=5, help="batches of each call")
-    parser.add_argument("--batch-ms", type=float, default=30.0, help="length of a batch")
-    parser.add_argument("--commit", help="our commit, if the checkout has no git")
+    measurement.add_options(parser, "paged", "call")
     options = parser.parse_args()
     try:
         options.steps = steps(options.steps) if options.steps else []
@@ -192,18 +188,8 @@ def main() -> None:
     # By default JAX reserves three quarters of the device's memory, and torch needs some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     options = _arguments()
-    device = machine.device()
-    path = options.output or documents.default_path(str(device["name"]), "paged")
     document: dict[str, Any] = {
-        "date": machine.today(),
-        "device": device | {"copy_bytes_per_second": host_cost.copy_rate()},
-        "versions": machine.versions(options.commit),
-        "method": {
-            "rounds": options.rounds,
-            "batch_ms": options.batch_ms,
-            "clock": "host clock around batches of launches; see benchmarks/README.md",
-            "batch_overhead_us": 1e6 * host_cost.batch_overhead(),
-        },
+        **measurement.head(options),
         "labels": {
             **{name: call.label for name, call in CALLS.items()},
             **{name: peer.label for name, peer in PEERS.items()},
@@ -211,6 +197,9 @@ def main() -> None:
         "steps": [],
         "host": {},
     }
+    device = document["device"]
+    path = options.output or documents.default_path(str(device["name"]), "paged")
+    device["copy_bytes_per_second"] = host_cost.copy_rate()
     console = Console()
     if not options.no_host:
         document["host"] = host_time.measure_all(options.implementation)
