@@ -230,13 +230,7 @@ def test_memory_is_that_of_the_blocks():
 )
 def test_tiles_that_divide_blocks_need_no_test_of_elements(tile, kinds, monkeypatch):
     """They are skipped or whole, by bounds alone."""
-    monkeypatch.setattr(block_mask, "_ELEMENTS_AT_A_TIME", 0)
-    monkeypatch.setattr(
-        block_mask._Function,
-        "of_elements",
-        lambda self, tiles: jnp.full(tiles.shape, block_mask.SOME, jnp.uint8),
-    )
-    monkeypatch.setattr(block_mask.lax, "while_loop", lambda more, evaluated, state: state)
+    monkeypatch.setattr(block_mask, "_MOST_EVALUATIONS", 0)
     indices, counts = lists(6)
     mask = blocks(indices, counts).canonical(B, 32, S)
     mask = compiled(mask, Frame.of(mask, (32, S)))

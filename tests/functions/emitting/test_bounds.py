@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import primitives_of
 from random_programs import captured_arrays, dims_of, programs
 
 from jax_memeff._call.mask import block_mask
@@ -166,8 +167,8 @@ def test_bounds_decide_tiles_of_common_masks(name):
 
 
 @pytest.mark.parametrize("name", ["documents", "window of a head", "prefix", "distance"])
-def test_undecided_tiles_are_evaluated_in_parts(name, monkeypatch):
-    """Some tiles at a time, more than once; other sizes of tiles; positions of batch indices."""
+def test_parts_of_tiles_decide_what_elements_decide(name, monkeypatch):
+    """Other sizes of tiles; positions of batch indices; elements, parts, and whole tiles."""
     program, arrays = traced_mask_function(FUNCTIONS[name][0])
     indices = Indices(
         jnp.arange(BATCH, dtype=jnp.int32),
@@ -180,8 +181,24 @@ def test_undecided_tiles_are_evaluated_in_parts(name, monkeypatch):
         for index, x in enumerate(arrays)
     ]
     tiling = Tiling((70, 66), (12, 16))
-    whole = jax.jit(lambda: block_mask.of_function(program, indices, captured, tiling))()
-    monkeypatch.setattr(block_mask, "_ELEMENTS_AT_A_TIME", 3 * 12 * 16)
-    parts = jax.jit(lambda: block_mask.of_function(program, indices, captured, tiling))()
-    np.testing.assert_array_equal(parts, whole)
-    assert {NONE, ALL, SOME} & set(np.unique(whole)) >= {SOME}
+
+    def levels_of(parts):
+        monkeypatch.setattr(block_mask, "_MOST_EVALUATIONS", parts * BATCH * HEADS * 6 * 5)
+        return jax.jit(lambda: block_mask.of_function(program, indices, captured, tiling))()
+
+    elements, parts, tiles = (np.asarray(levels_of(count)) for count in (12 * 16, 16, 1))
+    assert {NONE, ALL, SOME} & set(np.unique(elements)) >= {SOME}
+    for coarser, finer in ((parts, elements), (tiles, parts)):
+        decided = coarser != SOME
+        np.testing.assert_array_equal(coarser[decided], finer[decided])
+    assert ((tiles != SOME).sum() <= (parts != SOME).sum()) and (parts != SOME).any()
+
+
+def test_no_loop_waits_for_the_device():
+    program, _ = traced_mask_function(lambda b, h, q, k: (q ^ k) % 3 == 0)
+    one, first = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
+    tiling = Tiling((2**17, 2**17), (128, 128))
+    jaxpr = jax.make_jaxpr(
+        lambda: block_mask.of_function(program, Indices(one, one, first, first), [], tiling)
+    )()
+    assert not {e.primitive.name for e in primitives_of(jaxpr.jaxpr)} & {"while", "cond", "scan"}

@@ -93,25 +93,39 @@ def exact(call: Call) -> tuple[Any, dict[str, np.ndarray]]:
         return jax.tree.map(np.asarray, want)
 
 
-def check(call: Call, found: Any, want: Any) -> None:
-    """Relative errors in the Frobenius norm, those of gradients relative to the typical size.
-
-    The gradients of what a function reads get three times the tolerance: a fused backward takes
-    ``rowsum(dO * O)`` from the rounded output, and this error is common to all scores of a row.
-    """
-    own = random_calls.FUNCTIONS[call.function].shapes(call.sizes)
+def errors(found: Any, want: Any) -> dict[str, float]:
+    """Relative errors in the Frobenius norm, those of gradients relative to the typical size."""
     (results, gradients), sizes = want
     names = ["out", "lse", *gradients]
     ours = dict(zip(names, (*found[0], *(found[1][name] for name in gradients)), strict=True))
     theirs = dict(zip(names, (*results, *gradients.values()), strict=True))
+    errors = {}
     for name in names:
         got, exact = (np.asarray(x[name], np.float64) for x in (ours, theirs))
         finite = np.isfinite(exact)
         np.testing.assert_array_equal(got[~finite], exact[~finite], err_msg=name)
-        error = np.linalg.norm(got[finite] - exact[finite])
         size = max(np.linalg.norm(x) for x in (exact[finite], sizes.get(name, 0.0)))
-        tolerance = TOLERANCES[call.dtype] * (3 if name in own else 1)
-        assert error <= tolerance * size, (name, error / size)
+        errors[name] = float(np.linalg.norm(got[finite] - exact[finite]) / size)
+    return errors
+
+
+def check(call: Call, found: Any, want: Any) -> None:
+    """No error is above the tolerance, or above twice that of plain JAX in the same precision.
+
+    The gradients of what a function reads get three times the tolerance: a fused backward takes
+    ``rowsum(dO * O)`` from the rounded output, and this error is common to all scores of a row.
+    Where there is one row, and one key has most of its weight, the other gradients consist of what
+    this difference leaves, in plain JAX too.
+    """
+    own = random_calls.FUNCTIONS[call.function].shapes(call.sizes)
+    ours = errors(found, want)
+    limits = {name: TOLERANCES[call.dtype] * (3 if name in own else 1) for name in ours}
+    if all(error <= limits[name] for name, error in ours.items()):
+        return
+    with jax.default_device(jax.devices("cpu")[0]):
+        plain = errors(results(call), want)
+    for name, error in ours.items():
+        assert error <= max(limits[name], 2 * plain[name]), (name, error, plain[name])
 
 
 def marked() -> list[Any]:
