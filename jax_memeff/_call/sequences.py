@@ -91,11 +91,16 @@ def token_indices(starts: jax.Array, lengths: jax.Array, longest: int, tokens: i
 
 
 def sequence_of_tokens(starts: jax.Array, tokens: int) -> jax.Array:
-    """The sequence that each token is in, int[tokens]; any for a token that is in none.
+    """The sequence that each token is in, int32[tokens]; any for a token that is in none.
+
+    All pairs are compared: a binary search is a loop of XLA, which launches kernels in each step.
 
     Args:
         starts: int[B + 1], the first token of each sequence and the end of the last.
         tokens: how many there are.
+
+    >>> sequence_of_tokens(jnp.array([0, 2, 2, 5]), 6).tolist()
+    [0, 0, 2, 2, 2, 2]
     """
     positions = jnp.arange(tokens, dtype=starts.dtype)
-    return jnp.clip(jnp.searchsorted(starts[:-1], positions, side="right") - 1, 0)
+    return jnp.sum(starts[1:-1] <= positions[:, None], 1, dtype=jnp.int32)

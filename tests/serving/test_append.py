@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import paging
 import pytest
+from jaxprs import primitives_of
 
 append = jax.jit(paging.append_to_pages)
 """One program, which compiles sooner than all operations by themselves."""
@@ -154,6 +155,15 @@ def copies(compiled, shape):
 
     found = re.findall(r"= \w+\[([\d,]*)\]\S* copy(?:-start)?\(", compiled.as_text())
     return [dims for dims in found if np.prod([int(x) for x in dims.split(",") if x]) == count]
+
+
+def test_no_loop_waits_for_the_device():
+    """A loop of XLA, as a binary search has one, launches kernels in each of its steps."""
+    pool = jnp.zeros((8, 16, 1, 4))
+    tokens, starts = jnp.ones((9, 1, 4)), jnp.array([0, 4, 9])
+    table, lengths = jnp.arange(8).reshape(2, 4), jnp.array([20, 50])
+    jaxpr = jax.make_jaxpr(paging.append_to_pages)(pool, pool, tokens, tokens, table, lengths, starts)
+    assert not {e.primitive.name for e in primitives_of(jaxpr.jaxpr)} & {"while", "scan", "cond"}
 
 
 @pytest.mark.parametrize("loop", ["scan", "while"])

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jax_memeff._api.paged import arguments
 from jax_memeff._api.paged.shapes import gathered
 from jax_memeff._call import values
+from jax_memeff._call.sequences import sequence_of_tokens
 
 LARGEST_FLOAT8 = 448.0
 """The largest finite number of float8_e4m3fn; a cast turns larger numbers into NaN."""
@@ -159,9 +160,7 @@ def _places(
         none = jnp.full(tokens, pages, jnp.int32)
         return none, none
     token = jnp.arange(tokens, dtype=jnp.int32)
-    # The first sequence whose end is after the token.
-    sequence = jnp.searchsorted(rows.ends, token, side="right")
-    sequence = jnp.minimum(sequence, len(rows.ends) - 1)
+    sequence = sequence_of_tokens(jnp.append(rows.first, rows.ends), tokens)
     from_end = rows.ends[sequence] - token
     position = rows.lengths[sequence] - from_end
     is_own = (from_end > 0) & (from_end <= rows.given[sequence]) & (position >= 0)

@@ -51,7 +51,7 @@ class Tiling(NamedTuple):
 
 
 class Indices(NamedTuple):
-    """The user's indices of the elements of a call."""
+    """The user's indices of the elements of a call. Sizes of 1 broadcast with B."""
 
     batch: jax.Array
     """int32[B], or [1] if the function does not depend on the batch index."""
@@ -61,6 +61,12 @@ class Indices(NamedTuple):
     """int32[B or 1]: the global index of row 0."""
     first_column: jax.Array
     """int32[B or 1]"""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """B and N of the block mask."""
+        of_batch = self.batch, self.first_row, self.first_column
+        return *np.broadcast_shapes(*(x.shape for x in of_batch)), self.head.size
 
 
 def conjunction(masks: Sequence[jax.Array]) -> jax.Array:
@@ -181,7 +187,7 @@ def _of_parts(
     program: Program, indices: Indices, captured: Sequence[Captured], tiling: Tiling
 ) -> jax.Array:
     """The bounds of the parts of each tile, [B, N, query tiles, key tiles, rows, columns]."""
-    tiles = indices.batch.size * indices.head.size * math.prod(tiling.counts)
+    tiles = math.prod((*indices.sizes, *tiling.counts))
     part = _part(tiling.tile, _MOST_EVALUATIONS // max(tiles, 1))
 
     def of_batch(x: jax.Array) -> jax.Array:
@@ -209,7 +215,7 @@ def _of_parts(
     valid, invalid = np.uint8(1), np.uint8(2)
     bits = jnp.where(found.high, valid, 0) | jnp.where(found.low, 0, invalid)
     parts = (size // own for size, own in zip(tiling.tile, part, strict=True))
-    shape = indices.batch.size, indices.head.size, *tiling.counts, *parts
+    shape = *indices.sizes, *tiling.counts, *parts
     bits = jnp.broadcast_to(bits.astype(jnp.uint8), shape)
     bits = lax.reduce(bits, np.uint8(0), lax.bitwise_or, (4, 5))
     return _levels((bits & valid) > 0, (bits & invalid) == 0)
