@@ -162,7 +162,9 @@ def test_no_loop_waits_for_the_device():
     pool = jnp.zeros((8, 16, 1, 4))
     tokens, starts = jnp.ones((9, 1, 4)), jnp.array([0, 4, 9])
     table, lengths = jnp.arange(8).reshape(2, 4), jnp.array([20, 50])
-    jaxpr = jax.make_jaxpr(paging.append_to_pages)(pool, pool, tokens, tokens, table, lengths, starts)
+    jaxpr = jax.make_jaxpr(paging.append_to_pages)(
+        pool, pool, tokens, tokens, table, lengths, starts
+    )
     assert not {e.primitive.name for e in primitives_of(jaxpr.jaxpr)} & {"while", "scan", "cond"}
 
 
