@@ -93,7 +93,7 @@ def _of_conditions(
 ) -> list[jax.Array]:
     """The block masks of ids, boolean arrays, the function and traced windows.
 
-    The function is evaluated only in tiles that are ``reached``, [B, 1, Q blocks, KV blocks].
+    For the function, tiles that are not ``reached``, [B, 1, Q blocks, KV blocks], are NONE.
     """
     found = [block_mask.of_ids(*pair, tiling) for pair in mask.segment_ids]
     if mask.booleans:

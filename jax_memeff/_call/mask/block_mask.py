@@ -177,7 +177,7 @@ def of_function(
         indices: the user's indices of the elements.
         captured: the arrays of the program, with ``index`` int32[B] or None.
         tiling: the tiles.
-        reached: bool, broadcasts to the result: other tiles are NONE and are not evaluated.
+        reached: bool, broadcasts to the result: other tiles are NONE.
     """
     found = _of_parts(program, indices, captured, tiling)
     return found if reached is None else jnp.where(reached, found, NONE).astype(jnp.uint8)
@@ -186,7 +186,7 @@ def of_function(
 def _of_parts(
     program: Program, indices: Indices, captured: Sequence[Captured], tiling: Tiling
 ) -> jax.Array:
-    """The bounds of the parts of each tile, [B, N, query tiles, key tiles, rows, columns]."""
+    """The block mask of a function, from the bounds of the parts of each tile."""
     tiles = math.prod((*indices.sizes, *tiling.counts))
     part = _part(tiling.tile, _MOST_EVALUATIONS // max(tiles, 1))
 
@@ -222,7 +222,7 @@ def _of_parts(
 
 
 def _part(tile: tuple[int, int], most: int) -> tuple[int, int]:
-    """Rows and columns of the smallest parts of a tile that are at most ``most``.
+    """Rows and columns of the smallest parts of which a tile has at most ``most``.
 
     >>> _part((128, 80), 10**6), _part((128, 80), 1280), _part((128, 80), 40), _part((128, 80), 1)
     ((1, 1), (4, 5), (16, 20), (128, 80))
