@@ -75,15 +75,21 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     types, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
     if not (few := mixed_batches.few_queries(buffers.separate(types))):
         return _lower_forward(ctx, types, operands, options)
-    parts = []
+    results = mixed_batches.filled(ctx)
     for is_short, own in zip((True, False), mixed_batches.types_of_parts(types, few), strict=True):
         arrays = mixed_batches.operands_of_part(ctx, types, operands, few, is_short)
-        parts.append(_lower_forward(ctx, own, arrays, options))
-    return mixed_batches.joined(ctx, parts)
+        results = _lower_forward(ctx, own, arrays, options, results)
+    return results
 
 
-def _lower_forward(ctx: mlir.LoweringRuleContext, types: Any, operands: Any, options: Options):
-    """One call of kernels."""
+def _lower_forward(
+    ctx: mlir.LoweringRuleContext,
+    types: Any,
+    operands: Any,
+    options: Options,
+    filled: Sequence[Any] = (),
+):
+    """One call of kernels. It writes into ``filled``, results of the tokens of no sequence."""
     avals = buffers.separate(types)
     specs = kernels(avals, options, needs_grad=None)
     inputs = buffers.of_operands(ctx, types, operands, options)
@@ -94,12 +100,18 @@ def _lower_forward(ctx: mlir.LoweringRuleContext, types: Any, operands: Any, opt
         Buffer(name, aval, layout=layout)
         for name, aval, layout in zip(names, ctx.avals_out, layouts, strict=False)
     ]
+    aliased = {len(inputs) + index: index for index in range(len(filled))}
+    inputs += [
+        result._replace(name=f"filled_{result.name}", value=value)
+        for result, value in zip(results, filled, strict=False)
+    ]
     found = _custom_call(
         ctx,
         _FORWARD_TARGET,
         inputs,
         [*results, *_workspaces(avals, options, specs)],
         specs=specs,
+        aliased=aliased,
         **_scores(avals, options),
     )[: len(results)]
     if not options.row_maxima:
@@ -398,13 +410,16 @@ def _custom_call(
     *,
     specs: dict[str, KernelSpec],
     divisors: Mapping[str, int],
+    aliased: Mapping[int, int] | None = None,
     **numbers: Any,
 ) -> Sequence[Any]:
+    """The custom call; ``aliased`` operands are written in place and become these results."""
     register_targets()
     lower = jax.ffi.ffi_lowering(
         target,
         operand_layouts=buffers.layouts(operands),
         result_layouts=buffers.layouts(results),
+        operand_output_aliases=dict(aliased or {}),
     )
     context = ctx.replace(
         avals_in=[buffer.aval for buffer in operands],

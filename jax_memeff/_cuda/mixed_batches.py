@@ -2,7 +2,7 @@
 
 A prompt fills large tiles of queries, which keep the tensor cores busy. A decode step has one query
 and long keys, and the split forward divides them over the device. Each call computes some of the
-sequences, and writes output 0 and logsumexp -inf for the tokens of the others.
+sequences, and writes their results in place: it leaves the tokens of the others alone.
 """
 
 from __future__ import annotations
@@ -62,12 +62,11 @@ def operands_of_part(
     return operands._replace(sequences=sequences)
 
 
-def joined(ctx: mlir.LoweringRuleContext, parts: list[Any]) -> list[Any]:
-    """Output and logsumexp of both calls. Outputs are added, which keeps the NaN of a query."""
+def filled(ctx: mlir.LoweringRuleContext) -> list[Any]:
+    """Output 0 and logsumexp -inf, into which both calls write the results of their sequences."""
 
-    def both(out: Any, lse: Any, other_out: Any, other_lse: Any) -> tuple[jax.Array, jax.Array]:
-        return out + other_out, jnp.maximum(lse, other_lse)
+    def fill() -> list[jax.Array]:
+        out, lse = ctx.avals_out
+        return [jnp.zeros(out.shape, out.dtype), jnp.full(lse.shape, -jnp.inf, lse.dtype)]
 
-    context = ctx.replace(avals_in=[*ctx.avals_out, *ctx.avals_out])
-    values = [value for part in parts for value in part]
-    return mlir.lower_fun(both, multiple_results=True)(context, *values)
+    return list(mlir.lower_fun(fill, multiple_results=True)(ctx.replace(avals_in=[])))

@@ -144,6 +144,7 @@ struct ForwardParams {
   float* partial_logsumexp;   // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh
   float* partial_out;         // the same rows, [padded value dim] each
   int splits;                 // of the keys; 1 means no partial results
+  bool keeps_gaps;            // the results of tokens of no sequence stay as they are
   TileCounter* tile_counter;  // of persistent kernels
   float* out_sum;             // large head dims: [B, N, padded T, padded Hv], in the order of
                               // collective/chunked_product.cuh

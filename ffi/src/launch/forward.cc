@@ -23,6 +23,7 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.key_hi_lo = static_cast<char*>(buffers.data("key_hi_lo"));
   params.value_hi_lo = static_cast<char*>(buffers.data("value_hi_lo"));
   params.tile_parts = static_cast<TileParts*>(buffers.data("tile_parts"));
+  params.keeps_gaps = buffers.has("filled_out");
   if (buffers.error().failure()) return buffers.error();
 
   LaunchDims dims;

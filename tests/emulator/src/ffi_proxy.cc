@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -57,10 +58,10 @@ size_t bytes_of(XLA_FFI_Buffer const& buffer) {
 }
 
 // A copy of a buffer whose end, or every second time whose begin, is that of its pages. What stands
-// around it is NaN, and so are results before they are written.
+// around it is NaN, and so are results before they are written, unless they are written in place.
 class GuardedBuffer {
  public:
-  GuardedBuffer(XLA_FFI_Buffer const& original, bool is_result, bool at_end)
+  GuardedBuffer(XLA_FFI_Buffer const& original, bool has_contents, bool at_end)
       : buffer_(original), original_(original.data), bytes_(bytes_of(original)) {
     size_t const page = size_t(sysconf(_SC_PAGESIZE));
     size_t const room = (bytes_ + page - 1) / page * page;
@@ -71,7 +72,7 @@ class GuardedBuffer {
     mprotect(begin, room, PROT_READ | PROT_WRITE);
     std::memset(begin, 0xff, room);
     char* const data = at_end ? begin + (room - bytes_) / kAlignment * kAlignment : begin;
-    if (!is_result && bytes_ > 0) std::memcpy(data, original_, bytes_);
+    if (has_contents && bytes_ > 0) std::memcpy(data, original_, bytes_);
     buffer_.data = data;
   }
   GuardedBuffer(GuardedBuffer const&) = delete;
@@ -81,6 +82,7 @@ class GuardedBuffer {
     if (bytes_ > 0) std::memcpy(original_, buffer_.data, bytes_);
   }
   XLA_FFI_Buffer* get() { return &buffer_; }
+  void* original() const { return original_; }
 
  private:
   XLA_FFI_Buffer buffer_;
@@ -92,13 +94,19 @@ class GuardedBuffer {
 
 using Buffers = std::vector<std::unique_ptr<GuardedBuffer>>;
 
-std::vector<void*> guard(void* const* originals, int64_t count, bool are_results,
+// Copies of `originals` in `buffers`. Those of results have contents if an operand is written in
+// place.
+std::vector<void*> guard(void* const* originals, int64_t count, Buffers const* operands,
                          Buffers* buffers) {
   std::vector<void*> guarded;
   for (int64_t i = 0; i < count; ++i) {
     auto const& original = *static_cast<XLA_FFI_Buffer const*>(originals[i]);
+    bool const has_contents =
+        operands == nullptr ||
+        std::any_of(operands->begin(), operands->end(),
+                    [&](auto const& operand) { return operand->original() == original.data; });
     bool const at_end = (emulator::settings().seed + uint64_t(i)) % 2 == 0;
-    buffers->push_back(std::make_unique<GuardedBuffer>(original, are_results, at_end));
+    buffers->push_back(std::make_unique<GuardedBuffer>(original, has_contents, at_end));
     guarded.push_back(buffers->back()->get());
   }
   return guarded;
@@ -109,8 +117,8 @@ XLA_FFI_Error* call(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
   XLA_FFI_CallFrame copy = *frame;
   Buffers operands;
   Buffers results;
-  std::vector<void*> const arguments = guard(frame->args.args, frame->args.size, false, &operands);
-  std::vector<void*> const returned = guard(frame->rets.rets, frame->rets.size, true, &results);
+  std::vector<void*> const arguments = guard(frame->args.args, frame->args.size, nullptr, &operands);
+  std::vector<void*> const returned = guard(frame->rets.rets, frame->rets.size, &operands, &results);
   copy.api = with_stream(frame->api);
   copy.args.args = const_cast<void**>(arguments.data());
   copy.rets.rets = const_cast<void**>(returned.data());

@@ -219,6 +219,26 @@ def test_a_step_is_one_custom_call(fake_compiler, monkeypatch):
     assert found <= {"custom_call", "reshape", "broadcast_in_dim", "constant"}, found
 
 
+def test_prompts_and_steps_write_into_one_output(fake_compiler, monkeypatch):
+    """No pass over the output joins the results of the two calls."""
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
+    dtypes = [jnp.bfloat16] * 3 + [jnp.int32] * 3
+    shapes = [(9, 4, 64), (32, 16, 2, 64), (32, 16, 2, 64), (6, 8), (6,), (7,)]
+    query, key, value, table, lengths, starts = map(jax.ShapeDtypeStruct, shapes, dtypes)
+    call = functools.partial(paged_attention, max_query_length=64, implementation="cuda")
+    text = (
+        jax.jit(lambda *arrays: call(*arrays[:-1], query_starts=arrays[-1]))
+        .trace(query, key, value, table, lengths, starts)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
+    calls = re.findall(r"stablehlo\.custom_call @jax_memeff_forward.*", text)
+    assert len(calls) == 2
+    assert all(call.count("output_operand_alias<") == 2 for call in calls)
+    of_outputs = re.findall(r"stablehlo\.(\w+) [^\n]*1x9x4x64xbf16", text)
+    assert {*of_outputs} <= {"custom_call", "broadcast_in_dim", "reshape"}, of_outputs
+
+
 _CHUNKS = dataclasses.replace(RAGGED, lengths=(900, 300, 77, 0), counts=(130, 300, 5, 2))
 _LARGE_DIMS = [
     dataclasses.replace(case, dims=dims, dtype=dtype, page_size=page_size)

@@ -71,10 +71,12 @@ struct Gap {
 };
 
 // Output 0 and logsumexp -inf for this CTA's part of the queries that belong to no sequence.
-// `length` is the length of the sequence, `tiles` its number of CTAs.
+// `length` is the length of the sequence, `tiles` its number of CTAs. Another kernel may have
+// computed those queries: then they stay.
 template <class Config, int kThreads>
 CUTE_DEVICE void clear_query_gap(ForwardParams const& params, WorkItem const& item, int length,
                                  int tiles) {
+  if (params.keeps_gaps) return;
   ProblemShape const& shape = params.shape;
   Gap const gap = Gap::of_queries(shape, item.batch, length);
   gap.template clear<typename Config::Element, kThreads>(params.out, item.head, shape.value_dim,

@@ -92,8 +92,9 @@ struct ForwardProducerSm90 {
   CUTE_DEVICE static bool is_idle(ForwardParams const& params, WorkTile const& work_tile) {
     if constexpr (!Config::kVarlen) return false;
     if (work_tile.item.batch < 0) return false;
+    if (work_tile.item.tile * kTileQuery < work_tile.query_length) return false;
     Gap const gap = Gap::of_queries(params.shape, work_tile.item.batch, work_tile.query_length);
-    return work_tile.item.tile * kTileQuery >= work_tile.query_length && gap.begin >= gap.end;
+    return params.keeps_gaps || gap.begin >= gap.end;
   }
 };
 
