@@ -20,7 +20,13 @@ from paging import paged_attention
 DECODE = Case((100, 17, 1, 0), (1, 1, 1, 1))
 RAGGED = Case((120, 48, 200, 3), (100, 1, 130, 5))
 MIXED = Case((100, 400, 30, 1, 0, 150), (1, 1, 1, 1, 1, 70))  # decode steps and a prompt
+# Two prompts among steps: the tile scheduler leaves out the work tiles of the steps.
+STEPS_AROUND_PROMPTS = Case(
+    (60,) * 12 + (300,) + (40,) * 6 + (200, 20, 30), (1,) * 12 + (200,) + (1,) * 6 + (130, 1, 1)
+)
 EMULATED = [
+    ("sm_90a", STEPS_AROUND_PROMPTS),
+    ("sm_90a", dataclasses.replace(STEPS_AROUND_PROMPTS, features=())),
     ("sm_80", DECODE),
     ("sm_80", MIXED),
     ("sm_90a", dataclasses.replace(MIXED, features=("sinks", "score_mod"), is_missing=True)),

@@ -29,6 +29,24 @@ struct PersistentSchedule {
     return min(max(fitting, 1) * shape.group, shape.query_heads * shape.batch);
   }
 
+  // The first pair of the section of a (head, batch) pair; without sections, the pair itself.
+  CUTE_DEVICE static int section_begin(ProblemShape const& shape, int head_batch) {
+    if (kMask != MaskKind::causal) return head_batch;
+    int const section = section_heads(shape);
+    return head_batch / section * section;
+  }
+
+  // A work tile from `number` on, before which no batch index has queries. It is not beyond the
+  // first work tile with queries. Batch indices must not share a broadcast bias.
+  template <class IsEmpty>
+  CUTE_DEVICE static int skip_empty(ProblemShape const& shape, int number, IsEmpty is_empty) {
+    int const tiles = query_tiles(shape);
+    int batch = section_begin(shape, number / tiles) / shape.query_heads;
+    while (batch < shape.batch && is_empty(batch)) ++batch;
+    if (batch == shape.batch) return work_tiles(shape);
+    return max(number, section_begin(shape, batch * shape.query_heads) * tiles);
+  }
+
   // A batch of -1 means one past the last. If batch indices share a broadcast bias, they take the
   // same tile of a head one after the other, so that L2 serves it to all of them.
   CUTE_DEVICE static WorkItem item(ProblemShape const& shape, int number, bool broadcasts_bias) {
@@ -71,6 +89,13 @@ struct TileScheduler {
     if (!has_more(params)) return int(gridDim.x);
     while (load_acquire(&params.tile_counter->ready) != kReady) continue;
     return atomicAdd(&params.tile_counter->next, 1);
+  }
+
+  // Leaves out all work tiles before `number` that no CTA has taken yet.
+  CUTE_DEVICE static void skip_to(ForwardParams const& params, int number) {
+    if (!has_more(params)) return;
+    while (load_acquire(&params.tile_counter->ready) != kReady) continue;
+    atomicMax(&params.tile_counter->next, number);
   }
 
   // After the last call of next() by this CTA, of which there is at least one.

@@ -96,6 +96,14 @@ Value atomicAdd(Value* address, Value value) {
 }
 
 template <class Value>
+Value atomicMax(Value* address, Value value) {
+  emulator::yield();
+  Value const old = *address;
+  if (value > old) *address = value;
+  return old;
+}
+
+template <class Value>
 Value atomicExch(Value* address, Value value) {
   emulator::yield();
   Value const old = *address;
