@@ -36,15 +36,14 @@ struct PersistentSchedule {
     return head_batch / section * section;
   }
 
-  // A work tile from `number` on, before which no batch index has queries. It is not beyond the
-  // first work tile with queries. Batch indices must not share a broadcast bias.
-  template <class IsEmpty>
-  CUTE_DEVICE static int skip_empty(ProblemShape const& shape, int number, IsEmpty is_empty) {
-    int const tiles = query_tiles(shape);
-    int batch = section_begin(shape, number / tiles) / shape.query_heads;
-    while (batch < shape.batch && is_empty(batch)) ++batch;
+  // The first work tile of the first section from that of `number` on that has a batch index with
+  // queries. Batch indices must not share a broadcast bias.
+  CUTE_DEVICE static int skip_empty(ProblemShape const& shape, int const* query_lengths,
+                                    int number) {
+    int batch = section_begin(shape, number / query_tiles(shape)) / shape.query_heads;
+    while (batch < shape.batch && query_lengths[batch] <= 0) ++batch;
     if (batch == shape.batch) return work_tiles(shape);
-    return max(number, section_begin(shape, batch * shape.query_heads) * tiles);
+    return section_begin(shape, batch * shape.query_heads) * query_tiles(shape);
   }
 
   // A batch of -1 means one past the last. If batch indices share a broadcast bias, they take the

@@ -94,25 +94,20 @@ struct ForwardProducerSm90 {
     if constexpr (!Config::kVarlen) return false;
     if (work_tile.item.batch < 0) return false;
     if (work_tile.item.tile * kTileQuery < work_tile.query_length) return false;
-    return has_no_gap(params, work_tile.item.batch, work_tile.query_length);
+    Gap const gap = Gap::of_queries(params.shape, work_tile.item.batch, work_tile.query_length);
+    return params.keeps_gaps || gap.begin >= gap.end;
   }
 
-  // Whether no tokens after the sequence are to be cleared.
-  CUTE_DEVICE static bool has_no_gap(ForwardParams const& params, int batch, int query_length) {
-    if (params.keeps_gaps) return true;
-    Gap const gap = Gap::of_queries(params.shape, batch, query_length);
-    return gap.begin >= gap.end;
-  }
-
-  // Each idle work tile costs a round trip to the counter, about 1 us. A batch of few prompts among
-  // many sequences without queries has hundreds of them for each CTA.
+  // Each idle work tile costs a round trip to the counter, about 1 us. A call for the prompts among
+  // many decode steps has hundreds of them for each CTA.
   CUTE_DEVICE static void skip_empty_sequences(ForwardParams const& params,
                                                WorkTile const& work_tile, int number) {
-    if (work_tile.query_length > 0 || broadcasts_bias(params)) return;
-    Scheduler::skip_to(params, Schedule::skip_empty(params.shape, number, [&](int batch) {
-                         int const length = Mask(params.mask, params.shape, batch).query_length;
-                         return length == 0 && has_no_gap(params, batch, length);
-                       }));
+    if constexpr (Config::kPageSize > 0) {
+      int const* const lengths = params.mask.query_lengths;
+      bool const is_empty = lengths != nullptr && work_tile.query_length == 0;
+      if (!params.keeps_gaps || !is_empty || broadcasts_bias(params)) return;
+      Scheduler::skip_to(params, Schedule::skip_empty(params.shape, lengths, number));
+    }
   }
 };
 
