@@ -117,8 +117,10 @@ XLA_FFI_Error* call(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
   XLA_FFI_CallFrame copy = *frame;
   Buffers operands;
   Buffers results;
-  std::vector<void*> const arguments = guard(frame->args.args, frame->args.size, nullptr, &operands);
-  std::vector<void*> const returned = guard(frame->rets.rets, frame->rets.size, &operands, &results);
+  std::vector<void*> const arguments =
+      guard(frame->args.args, frame->args.size, nullptr, &operands);
+  std::vector<void*> const returned =
+      guard(frame->rets.rets, frame->rets.size, &operands, &results);
   copy.api = with_stream(frame->api);
   copy.args.args = const_cast<void**>(arguments.data());
   copy.rets.rets = const_cast<void**>(returned.data());
