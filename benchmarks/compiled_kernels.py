@@ -4,15 +4,16 @@ from jax_memeff.codegen.toolchain import compile as compiler
 
 
 def record() -> list[list[str]]:
-    """A list that grows with each source compiled from now on: its kernels and architecture."""
+    """A list that grows with each source compiled from now on: its kernels and architecture.
+
+    Sources are counted when their kernels are stored, because other processes may compile them.
+    """
     compiled: list[list[str]] = []
-    compile_source = compiler.compile_source
+    store = compiler.store
 
-    def recording(source, arch, names):
-        result = compile_source(source, arch, names)
-        if not result.cached:
-            compiled.append([f"{name} {arch}" for name in names])
-        return result
+    def recording(source, arch, names, result):
+        compiled.append([f"{name} {arch}" for name in names])
+        store(source, arch, names, result)
 
-    compiler.compile_source = recording
+    compiler.store = recording
     return compiled

@@ -14,6 +14,10 @@ import numpy as np
 import pytest
 
 import jax_memeff
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.select import select
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import parallel
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -182,6 +186,17 @@ def test_twenty_functions_are_lowered_at_two_lengths():
     row = json.loads(result.stdout)
     assert row["functions"] == len(row["sources"]) == 20
     assert row["seconds_of_slowest"] > 0 and row["sources_of_new_lengths"] == 0
+
+
+def test_sources_of_other_processes_are_counted(modules, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "store", compiler.store)  # restored after the test
+    image = compiler.Compiled(b"", (), (), (), "", 0.0, False)
+    monkeypatch.setattr(parallel._Worker, "run", lambda worker, job: image)
+    counted = modules("compiled_kernels").record()
+    specs = [select(Problem("forward", "bf16", dim, dim, "sm_80")) for dim in (32, 64)]
+    parallel.compile_many([(spec, "sm_80") for spec in specs], processes=2)
+    assert sorted(counted) == [[f"{spec.name} sm_80"] for spec in specs]
 
 
 def test_the_gallery_has_pages_of_its_own(modules):
