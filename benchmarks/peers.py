@@ -298,6 +298,7 @@ PEERS = {
             "torch",
             _flash_attention_4,
             _without("bias", "dropout", "mask_block"),
+            compiles=True,  # into a cache on disk, if its variable is set
         ),
         Peer(
             "flex",

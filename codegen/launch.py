@@ -12,16 +12,21 @@ PACKED_ROW_DIMS = "1 query_tokens N"
 class BlockMask(NamedTuple):
     """Which tiles of scores, of ``query`` rows and ``key`` columns, a kernel skips: a row of blocks
     for each tile of ``lines`` (ffi/include/memeff/mask/block_mask.cuh).
+
+    The rows of a tile are divided into ``parts`` of the same size, each with two bits of the tile's
+    byte.
     """
 
     lines: Literal["queries", "keys"]
     query: int
     key: int
+    parts: int = 1
 
     @property
     def name(self) -> str:
         """The name of the buffer."""
-        return f"{self.lines}_{self.query}x{self.key}"
+        parts = f"x{self.parts}" if self.parts > 1 else ""
+        return f"{self.lines}_{self.query}x{self.key}{parts}"
 
 
 class Grid(NamedTuple):

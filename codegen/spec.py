@@ -342,12 +342,16 @@ class KernelSpec:
         return by_arrays and not is_paged and self.kernel.reads_block_mask(self)
 
     def block_mask(
-        self, lines: Literal["queries", "keys"], query: int | None = None, key: int | None = None
+        self,
+        lines: Literal["queries", "keys"],
+        query: int | None = None,
+        key: int | None = None,
+        parts: int = 1,
     ) -> BlockMask | None:
         """The block mask of tiles of ``query`` rows and ``key`` columns, by default of the tile."""
         if not self.has_block_mask:
             return None
-        return BlockMask(lines, query or self.tile.query, key or self.tile.key)
+        return BlockMask(lines, query or self.tile.query, key or self.tile.key, parts)
 
     @property
     def block_masks(self) -> frozenset[BlockMask]:

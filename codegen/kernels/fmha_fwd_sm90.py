@@ -281,7 +281,8 @@ class FmhaFwdSm90(WgmmaKernel):
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         grid = query_tile_grid(spec)._replace(most_per_sm=1)  # persistent blocks
-        return (self.main(spec, grid, spec.block_mask("queries")),)
+        parts = spec.tile.query // WARPGROUP_ROWS
+        return (self.main(spec, grid, spec.block_mask("queries", parts=parts)),)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         tile = _tile(spec)

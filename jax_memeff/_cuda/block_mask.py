@@ -47,7 +47,8 @@ def lines(
             that a block mask of ``Mask.blocks`` covers are not evaluated again.
         functions: the user's indices, for a function.
         position: the global index of row 0 and column 0, for a function.
-        tile: the size of the tiles, and whether rows of blocks belong to queries or keys.
+        tile: the size of the tiles and the parts of their rows, and whether rows of blocks belong
+            to queries or keys.
         scores: (B, N, T, S).
         divisors: those of arrays with fewer batch indices.
         sequences: the packed sequences, which then are the batch; tiles begin at their starts.
@@ -65,7 +66,7 @@ def lines(
            [0, 2, 1]], dtype=int32)
     """
     batch, _, length, key_length = scores
-    tiling = Tiling((length, key_length), (tile.query, tile.key))
+    tiling = Tiling((length, key_length), (tile.query // tile.parts, tile.key))
     if sequences is not None:
         mask = _of_sequences(mask, sequences)
     found = [
@@ -79,6 +80,7 @@ def lines(
     levels = jnp.broadcast_to(levels, (*levels.shape[:2], *tiling.counts))
     if sequences is not None and levels.size > _MOST_TILES_OF_SEQUENCES:
         levels = jnp.full((1, 1, *tiling.counts), block_mask.SOME, jnp.uint8)
+    levels = _of_whole_tiles(levels, tile.parts)
     return _with_ranges(levels if tile.lines == "queries" else levels.swapaxes(2, 3))
 
 
@@ -175,6 +177,14 @@ def _reached(sequences: Sequences, tiling: Tiling) -> jax.Array:
         )
     )
     return rows[:, None, :, None] & columns[:, None, None, :]
+
+
+def _of_whole_tiles(levels: jax.Array, parts: int) -> jax.Array:
+    """One byte for ``parts`` neighbouring tiles of rows, which has two bits for each of them."""
+    B, N, rows, columns = levels.shape
+    padded = jnp.pad(levels, ((0, 0), (0, 0), (0, -rows % parts), (0, 0)))
+    shifts = jnp.arange(parts, dtype=jnp.uint8)[:, None] * jnp.uint8(2)
+    return (padded.reshape(B, N, -1, parts, columns) << shifts).sum(3, dtype=jnp.uint8)
 
 
 def _with_ranges(valid: jax.Array) -> jax.Array:

@@ -124,7 +124,7 @@ def _dims(spec: KernelSpec, name: str) -> str:
     """
     if name.startswith(("queries_", "keys_")):  # codegen.launch.BlockMask.name
         side, tile = name.split("_")
-        query, key = tile.split("x")
+        query, key, *_ = tile.split("x")
         return f"B? N? T/{query} *" if side == "queries" else f"B? N? S/{key} *"
     for array in spec.captured_arrays:
         if array.name == name:

@@ -79,6 +79,25 @@ def test_tiles_with_a_valid_element_are_computed(mask, exact):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("parts", [2, 3])
+def test_each_consumer_has_two_bits(parts):
+    """The rows of each of the consumers have the bits that a tile of their own would have.
+
+    The last tile of rows has parts without any row.
+    """
+    mask = drawn(boolean=("BNTS",), block=64)
+    _, whole = map_of(mask, BlockMask("queries", parts * QUERY, KEY, parts))
+    _, of_parts = map_of(mask, BlockMask("queries", QUERY, KEY))
+    bits = np.stack([whole >> 2 * part & 3 for part in range(parts)], 3)
+    bits = bits.reshape(B, N, -1, whole.shape[3])
+    count = of_parts.shape[2]
+    np.testing.assert_array_equal(bits[:, :, :count], of_parts)
+    assert bits.shape[2] > count
+    assert (bits[:, :, count:] == NONE).all()
+    assert {NONE, ALL, SOME} == set(np.unique(of_parts))
+
+
+@pytest.mark.quick
 def test_disjoint_ids_skip_tiles():
     """Unsorted, with negative ones among them."""
     query = np.repeat([5, 1, 9, 2, 5], QUERY)[:T]

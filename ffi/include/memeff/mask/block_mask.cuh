@@ -1,7 +1,8 @@
 // The block mask: whether segment ids and boolean masks make none, some or all elements of a tile
 // of scores valid.
 //
-// XLA computes it before the kernel (jax_memeff/_cuda/block_mask.py), one byte per tile. A row of
+// XLA computes it before the kernel (jax_memeff/_cuda/block_mask.py), one byte per tile, with two
+// bits for the rows of each consumer if consumers test their elements by themselves. A row of
 // blocks has the KV blocks of a Q block, or the Q blocks of a KV block. It begins with the range of
 // its tiles that have a valid element, so sorted ids need no search.
 #pragma once
@@ -40,7 +41,8 @@ template <>
 struct BlockMaskRow<true> : TileRange {
   // As in jax_memeff/_cuda/block_mask.py.
   static constexpr int kRangeBytes = sizeof(TileRange);
-  enum Valid : unsigned char { kNone = 0, kAll = 1 };
+  enum Valid : unsigned char { kNone = 0, kAll = 1, kSome = 2 };
+  static constexpr int kPartBits = 2;
 
   unsigned char const* tiles;
 
@@ -83,6 +85,11 @@ struct BlockMaskRow<true> : TileRange {
   }
 
   CUTE_DEVICE bool partial(int tile) const { return tiles[tile] != kAll; }
+
+  // Which elements of a part of the tile's rows are valid.
+  CUTE_DEVICE Valid valid(int tile, int part) const {
+    return Valid(tiles[tile] >> (part * kPartBits) & ((1 << kPartBits) - 1));
+  }
 
  private:
   CUTE_DEVICE void skip_ends() {

@@ -9,12 +9,14 @@ namespace memeff {
 
 // For the threads that copy, or for one consumer. With consumer groups, kConsumerGroups consumers
 // have the same rows and take alternate blocks. Otherwise each consumer has 64 rows of its own, and
-// with kPassesOver it skips the blocks at the end that only the rows of others attend to.
+// with kPassesOver it skips blocks at the end that only the rows of others attend to. A block mask
+// says for the rows of each consumer which elements are valid.
 template <class Config, class Mask, int kGroups_ = Config::kConsumerGroups>
 struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, TileRange> {
   using Tiles = cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, TileRange>;
   static constexpr int kConsumerGroups = kGroups_;
-  static constexpr bool kPassesOver = Config::kMask != MaskKind::none && kConsumerGroups == 1;
+  static constexpr bool kPassesOver =
+      (Config::kMask != MaskKind::none || Config::kBlockMask) && kConsumerGroups == 1;
   static_assert(!Config::kBlockMask || kConsumerGroups == 1);
 
   CUTE_DEVICE KvBlocks(ForwardParams const& params, Mask const& mask, WorkItem const& item)
@@ -38,8 +40,8 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
     int const attended = mask.key_tiles(row, kWarpgroupRows, Config::kTileKey).end;
     if constexpr (Config::kBlockMask) {
       int tile = this->end - 1;
-      for (int passed = 1; passed < Config::kStages && tile >= attended && tile > this->begin;
-           ++passed) {
+      for (int passed = 1; passed < Config::kStages && tile > this->begin; ++passed) {
+        if (tile < attended && !is_empty(tile, warpgroup)) break;
         tile = this->before(tile);
       }
       return tile;
@@ -61,9 +63,15 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
     return tile - groups;
   }
 
-  CUTE_DEVICE bool is_partial(int tile) const {
-    if constexpr (Config::kBlockMask) return this->partial(tile);
+  // Whether masks that are arrays or functions must be tested for the rows of a consumer.
+  CUTE_DEVICE bool is_partial(int tile, int warpgroup) const {
+    if constexpr (Config::kBlockMask) return this->valid(tile, warpgroup) == Tiles::kSome;
     return true;
+  }
+  // Whether these masks leave no valid element in the rows of a consumer.
+  CUTE_DEVICE bool is_empty(int tile, int warpgroup) const {
+    if constexpr (Config::kBlockMask) return this->valid(tile, warpgroup) == Tiles::kNone;
+    return false;
   }
 
  private:

@@ -249,8 +249,10 @@ struct ForwardMainLoopSm90 {
     ScoreTilePosition const at = {item.batch, item.head, row, column};
     modifiers.forward(scores, at, column);
     modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
-    mask.template apply<kWarpgroupRows, kTileKey>(scores, params, at, range.is_partial(tile),
-                                                  position.row_warpgroup * kWarpgroupRows);
+    int const warpgroup = position.row_warpgroup;
+    mask.template apply<kWarpgroupRows, kTileKey>(
+        scores, params, at, range.is_partial(tile, warpgroup), warpgroup * kWarpgroupRows);
+    if (range.is_empty(tile, warpgroup)) cute::fill(scores, -infinity());
   }
 
   // The probabilities of a KV block as an operand, modified. Scaled rows need the
