@@ -7,9 +7,12 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
+from random import Random
 from typing import Protocol
 
 MAX_LAUNCHES = 2000
+WARM_UP_LAUNCHES = 3
+"""XLA records command buffers in the first launches, and so they are slow."""
 
 
 class Program(Protocol):
@@ -82,15 +85,16 @@ def measure(
 ) -> dict[str, Timing | Failure]:
     """Times the programs alternately, for ``rounds`` rounds.
 
-    A batch of each program lasts about ``batch_seconds``, and at least one launch. Each round
-    begins with another program, so that none always follows the same neighbour: the neighbour
-    decides how warm the chip is. A program that raises is left out from then on.
+    A batch of each program lasts about ``batch_seconds``, and at least one launch. Each round has
+    an order of its own, drawn from a fixed seed, so that no program always follows the same one:
+    the one before decides how warm the chip is and how much power it may draw. A program that
+    raises is left out from then on.
     """
     failures: dict[str, Failure] = {}
     launches: dict[str, int] = {}
     for name, program in programs.items():
         try:
-            _batch(program, 1)
+            _batch(program, WARM_UP_LAUNCHES)
             seconds = _batch(program, 1) * program.calls
             launches[name] = min(MAX_LAUNCHES, max(1, math.ceil(batch_seconds / seconds)))
         except Exception as error:
@@ -98,9 +102,9 @@ def measure(
 
     samples: dict[str, list[float]] = {name: [] for name in launches}
     order = list(launches)
-    for number in range(rounds):
-        start = number % max(1, len(order))
-        for name in order[start:] + order[:start]:
+    random = Random(0)
+    for _ in range(rounds):
+        for name in random.sample(order, len(order)):
             if name in failures:
                 continue
             try:

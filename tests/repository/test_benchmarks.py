@@ -3,12 +3,14 @@
 import copy
 import doctest
 import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -199,10 +201,41 @@ def test_measure_keeps_going_without_a_failing_program(modules):
             pass
 
     endless = 10**9
-    programs = {"good": Fails(endless), "early": Fails(0), "late": Fails(3)}
+    programs = {
+        "good": Fails(endless),
+        "early": Fails(0),
+        "late": Fails(timing.WARM_UP_LAUNCHES + 3),
+    }
     outcomes = timing.measure(programs, rounds=3, batch_seconds=1e-9)
     assert len(outcomes["good"].samples) == 3
     assert outcomes["early"] == outcomes["late"] == timing.Failure("RuntimeError: out of memory")
+
+
+def test_no_program_always_follows_the_same_one(modules):
+    launched = []
+
+    class Records:
+        calls = 1
+
+        def __init__(self, name):
+            self.name = name
+
+        def launch(self):
+            launched.append(self.name)
+
+        def wait(self):
+            pass
+
+    timing = modules("timing")
+    programs = {name: Records(name) for name in "abcdef"}
+    outcomes = timing.measure(programs, rounds=5, batch_seconds=1e-12)
+    assert all(len(outcomes[name].samples) == 5 for name in programs)
+    rounds = np.reshape(launched[-5 * len(programs) :], (5, len(programs)))
+    assert (np.sort(rounds) == list(programs)).all()
+    before = {name: set() for name in programs}
+    for first, second in itertools.pairwise(rounds.ravel()):
+        before[second].add(first)
+    assert min(len(names) for names in before.values()) > 1
 
 
 def _synthetic(document):
