@@ -177,11 +177,17 @@ class Call:
             inside, lse[places], -jnp.inf
         )
 
-    def defined(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-        """The same by the definition, in the dtype of the arrays, which are finite."""
-        return vmapped(self._defined, arrays) if self.layout == "vmap" else self._defined(arrays)
+    def defined(
+        self, arrays: Arrays, *, constant_normalizer: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """The same by the definition, in the dtype of the arrays, which are finite.
 
-    def _defined(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+        No derivative of the output passes through a constant normalizer.
+        """
+        run = functools.partial(self._defined, constant_normalizer)
+        return vmapped(run, arrays) if self.layout == "vmap" else run(arrays)
+
+    def _defined(self, constant_normalizer: bool, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         s = self.sizes
         query, key, value = (arrays[name] for name in ("query", "key", "value"))
         key, value = (jnp.repeat(x, s.N // s.K, 2) for x in (key, value))
@@ -207,7 +213,8 @@ class Call:
         live = valid.any(-1, keepdims=True) | (sinks > -jnp.inf)
         scores = jnp.where(valid, scores, jnp.where(live, -jnp.inf, 0))
         lse = jax.nn.logsumexp(jnp.concatenate([scores, sinks], -1), -1, keepdims=True)
-        weights = jnp.where(valid, jnp.exp(scores - lse), 0)
+        normalizer = jax.lax.stop_gradient(lse) if constant_normalizer else lse
+        weights = jnp.where(valid, jnp.exp(scores - normalizer), 0)
         if self.dropout:
             with jax.ensure_compile_time_eval():
                 state = jax.tree.map(np.asarray, dropout.state(DROPOUT_KEY, s.B, s.N))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import emulator
@@ -75,18 +76,31 @@ def results(call: Call, arch: str | None = None, seed: int = 0) -> Any:
 def exact(call: Call) -> tuple[Any, dict[str, np.ndarray]]:
     """The same by the definition in float64, on the CPU; and a typical size of each gradient.
 
-    A gradient is linear in the cotangents and may be small by chance, as the sum of random numbers
-    that the gradient of one slope is. Its typical size is the root mean square over several
-    cotangents.
+    Rounding errors of a gradient are relative to the terms of its sum. A backward subtracts
+    ``rowsum(dO * O)`` from ``dO @ value.T``: in a row in which one key has nearly all the weight,
+    the two are nearly equal, and little more than their errors is left. The terms without this
+    subtraction are the gradient for a constant normalizer. Either may also be small by chance. The
+    typical size is thus the larger root mean square over several cotangents.
     """
     finite = {name: np.nan_to_num(x.astype(np.float64)) for name, x in call.arrays().items()}
     cotangents = jax.tree.map(lambda *x: np.stack(x), *map(call.cotangents, range(COTANGENTS)))
 
+    def gradients(arrays: Any, cotangents: Any, constant_normalizer: bool) -> Any:
+        """Results, and the gradients for all cotangents."""
+        defined = functools.partial(call.defined, constant_normalizer=constant_normalizer)
+        results, pullback = jax.vjp(defined, arrays)
+        return results, jax.vmap(pullback)(cotangents)[0]
+
+    def typical(*gradients: jax.Array) -> jax.Array:
+        return functools.reduce(
+            jnp.maximum, (jnp.sqrt(jnp.mean(jnp.sum(x**2, range(1, x.ndim)))) for x in gradients)
+        )
+
     def run(arrays: Any, cotangents: Any) -> Any:
-        results, pullback = jax.vjp(call.defined, arrays)
-        (gradients,) = jax.vmap(pullback)(cotangents)
-        own = jax.tree.map(lambda x: x[0], gradients)
-        return (results, own), jax.tree.map(lambda x: jnp.sqrt(jnp.mean(x**2, 0)), gradients)
+        results, found = gradients(arrays, cotangents, False)
+        _, terms = gradients(arrays, cotangents, True)
+        own = jax.tree.map(lambda x: x[0], found)
+        return (results, own), jax.tree.map(typical, found, terms)
 
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         want = jax.jit(run, compiler_options=fast)(finite, cotangents)
@@ -94,7 +108,11 @@ def exact(call: Call) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 def errors(found: Any, want: Any) -> dict[str, float]:
-    """Relative errors in the Frobenius norm, those of gradients relative to the typical size."""
+    """Relative errors in the Frobenius norm, those of gradients relative to the typical size.
+
+    Where the exact result is zero, as the gradient of a value of which dropout keeps nothing, the
+    error is absolute.
+    """
     (results, gradients), sizes = want
     names = ["out", "lse", *gradients]
     ours = dict(zip(names, (*found[0], *(found[1][name] for name in gradients)), strict=True))
@@ -104,8 +122,8 @@ def errors(found: Any, want: Any) -> dict[str, float]:
         got, exact = (np.asarray(x[name], np.float64) for x in (ours, theirs))
         finite = np.isfinite(exact)
         np.testing.assert_array_equal(got[~finite], exact[~finite], err_msg=name)
-        size = max(np.linalg.norm(x) for x in (exact[finite], sizes.get(name, 0.0)))
-        errors[name] = float(np.linalg.norm(got[finite] - exact[finite]) / size)
+        size = max(np.linalg.norm(exact[finite]), sizes.get(name, 0.0))
+        errors[name] = float(np.linalg.norm(got[finite] - exact[finite]) / (size or 1.0))
     return errors
 
 
@@ -114,8 +132,6 @@ def check(call: Call, found: Any, want: Any) -> None:
 
     The gradients of what a function reads get three times the tolerance: a fused backward takes
     ``rowsum(dO * O)`` from the rounded output, and this error is common to all scores of a row.
-    Where there is one row, and one key has most of its weight, the other gradients consist of what
-    this difference leaves, in plain JAX too.
     """
     own = random_calls.FUNCTIONS[call.function].shapes(call.sizes)
     ours = errors(found, want)
