@@ -99,6 +99,9 @@ def compare(
 ) -> dict[str, Error]:
     """The errors of the output and of all gradients, by name; arguments are numbered.
 
+    Dense JAX runs on the CPU: on a GPU its products take minutes to tune where several processes
+    share the device, and float32 products are TF32 ones.
+
     The gradients of what a function reads are allowed an error of the output's dtype: any fused
     backward takes ``rowsum(dO * O)`` from the rounded output. A row's error is then common to all
     of its scores and does not average out in a sum over them, while JAX rounds each score's alone.
@@ -107,12 +110,14 @@ def compare(
     arguments = [np.asarray(x) if isinstance(x, jax.Array) else x for x in entry.arguments(shape)]
     theirs = program(dense(entry), arguments)
     arrays = operands(entry, arguments, shape, head_dim, dtype)
-    with jax.enable_x64(True):
-        wide = {name: x.astype(np.float64) for name, x in arrays.items()}
-        exact = results(theirs, wide)
+    wide = {name: x.astype(np.float64) for name, x in arrays.items()}
+    with jax.default_device(jax.devices("cpu")[0]):
+        with jax.enable_x64(True):
+            exact = results(theirs, wide)
+        own = errors(results(theirs, arrays), exact)
     ours = errors(results(program(fused(entry, implementation), arguments), arrays), exact)
     found = {}
-    for result, error in errors(results(theirs, arrays), exact).items():
+    for result, error in own.items():
         limit = FLOAT32_TOLERANCE
         if dtype != "float32":
             rounded = float(jnp.finfo(dtype).eps)
