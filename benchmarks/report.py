@@ -80,6 +80,7 @@ def summary(document: dict[str, Any]) -> str:
 
     Only cells with figures for both count, so the table has their number.
     """
+    document = _with_figures(document)
     own, cells = ours(document), document["cells"]
     compared = {label: (cells, [peer]) for peer, label in document["peers"].items() if peer != own}
     others = [peer for peer in document["peers"] if peer not in OURS]
@@ -102,6 +103,29 @@ def summary(document: dict[str, Any]) -> str:
     for title in plots.TITLES.values():
         header += [f"{title.lower()}: cells", "geometric mean", "minimum"]
     return f"{_machine(document)}\n\n{_table(header, rows)}"
+
+
+def _with_figures(document: dict[str, Any]) -> dict[str, Any]:
+    """The results without the peers that have no figure in any cell."""
+    measured = {
+        peer
+        for cell in document["cells"]
+        for results in cell["results"].values()
+        for peer, record in results.items()
+        if "error" not in record
+    }
+    peers = {peer: label for peer, label in document["peers"].items() if peer in measured}
+    return document | {"peers": peers}
+
+
+def _without_figures(document: dict[str, Any]) -> list[str]:
+    """A line for each peer that has no figure in any cell, with its errors."""
+    lines = []
+    for peer in document["peers"].keys() - _with_figures(document)["peers"].keys():
+        records = [r[peer] for c in document["cells"] for r in c["results"].values() if peer in r]
+        errors = dict.fromkeys(record["error"] for record in records)
+        lines.append(f"- {document['peers'][peer]}: `{'`, `'.join(errors)}`")
+    return sorted(lines)
 
 
 def _machine(document: dict[str, Any]) -> str:
@@ -153,6 +177,8 @@ def _memory(document: dict[str, Any]) -> str:
 def tables(document: dict[str, Any], plot: str | None) -> str:
     """Summary, plot, one table for each direction, and why figures are missing."""
     parts = [summary(document)]
+    absent = _without_figures(document)
+    document = _with_figures(document)
     if plot is not None:
         title = plots.GRID_TITLE if plots.cells_of_grid(document) else plots.SPEED_TITLE
         parts.append(f"![{title}]({plot})")
@@ -168,9 +194,9 @@ def tables(document: dict[str, Any], plot: str | None) -> str:
         )
     if memory := _memory(document):
         parts.append(f"### Memory\n\nBeyond operands and results.\n\n{memory}")
-    if reasons:
-        listed = "\n".join(f"- [{i}] `{reason}`" for i, reason in enumerate(reasons, 1))
-        parts.append(f"No figure, because:\n\n{listed}")
+    if reasons or absent:
+        listed = [f"- [{i}] `{reason}`" for i, reason in enumerate(reasons, 1)]
+        parts.append("\n".join(["No figure, because:\n", *listed, *absent]))
     spreads = [
         record["spread"]
         for cell in document["cells"]

@@ -276,10 +276,11 @@ def test_report_writes_between_the_markers(document, modules, tmp_path, monkeypa
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
     assert "| jax.nn XLA | 2 | 1.41 | 1.00 (T2048) | 2 | 1.41 | 1.00 (T2048) |" in text
-    assert "| torch FlashAttention-2 | 0 | n/a | n/a | 0 | n/a | n/a |" in text
+    assert "n/a" not in text.partition("benchmarks:end")[0]
+    assert "- torch FlashAttention-2: `" in text
     fastest = "| the fastest of all, `main` cells |"
     assert f"{fastest} 2 | 1.41 | 1.00 (T2048) | 2 | 1.41 | 1.00 (T2048) |" in text
-    assert "| T512 | **400** | 200 | [1] |" in text
+    assert "| T512 | **400** | 200 |\n" in text
     assert "![TFLOP/s over the sequence length](plot.svg)" in text
     assert "200 random shapes of one feature set compile 2 kernels." in text
     drawn = image.read_bytes()
@@ -324,7 +325,7 @@ def test_few_queries_are_reported_as_bandwidth(document, modules):
     made["device"]["copy_bytes_per_second"] = 4.3e12
     text = modules("report").tables(made, None)
     assert "Negating an array reads and writes 4.3 TB/s." in text
-    assert "| few | **3** | 2 | [1] |" in text
+    assert "| few | **3** | 2 |\n" in text
     assert text.count("| few |") == 1
     assert document["device"]["copy_bytes_per_second"] > 0
 
@@ -361,7 +362,7 @@ def test_memory_is_reported_in_a_table_of_its_own(document, modules):
     cell["results"]["forward"]["memeff_xla"]["temporary_bytes"] = 3 * 2**20
     cell["results"]["forward"]["jax_xla"]["temporary_bytes"] = None
     text = modules("report").tables(made, None)
-    assert "| wide, forward | 3 | n/a | n/a |" in text
+    assert "| wide, forward | 3 | n/a |\n" in text
 
 
 def test_every_table_has_its_cells(modules):
