@@ -145,7 +145,8 @@ def measure_direction(
                 )
         except Exception as error:
             outcomes[peer.name] = Failure(first_line(error))
-    outcomes |= measure(programs, rounds=rounds, batch_seconds=batch_seconds)
+    seed = f"{cell.name}, {backward}"
+    outcomes |= measure(programs, rounds=rounds, batch_seconds=batch_seconds, seed=seed)
     timings = {name: t for name, t in outcomes.items() if isinstance(t, Timing)}
     best = min((timing.seconds for timing in timings.values()), default=None)
     records: dict[str, dict[str, Any]] = {}

@@ -81,14 +81,15 @@ def _batch(program: Program, launches: int) -> float:
 
 
 def measure(
-    programs: Mapping[str, Program], *, rounds: int, batch_seconds: float
+    programs: Mapping[str, Program], *, rounds: int, batch_seconds: float, seed: str = ""
 ) -> dict[str, Timing | Failure]:
     """Times the programs alternately, for ``rounds`` rounds.
 
     A batch of each program lasts about ``batch_seconds``, and at least one launch. Each round has
-    an order of its own, drawn from a fixed seed, so that no program always follows the same one:
-    the one before decides how warm the chip is and how much power it may draw. A program that
-    raises is left out from then on.
+    an order of its own, drawn from ``seed``, so that no program always follows the same one: the
+    one before decides how warm the chip is and how much power it may draw. Cells with seeds of
+    their own share no order, which a few rounds would favour in all of them. A program that raises
+    is left out from then on.
     """
     failures: dict[str, Failure] = {}
     launches: dict[str, int] = {}
@@ -102,7 +103,7 @@ def measure(
 
     samples: dict[str, list[float]] = {name: [] for name in launches}
     order = list(launches)
-    random = Random(0)
+    random = Random(seed)
     for _ in range(rounds):
         for name in random.sample(order, len(order)):
             if name in failures:

@@ -228,14 +228,20 @@ def test_no_program_always_follows_the_same_one(modules):
 
     timing = modules("timing")
     programs = {name: Records(name) for name in "abcdef"}
-    outcomes = timing.measure(programs, rounds=5, batch_seconds=1e-12)
-    assert all(len(outcomes[name].samples) == 5 for name in programs)
-    rounds = np.reshape(launched[-5 * len(programs) :], (5, len(programs)))
+
+    def orders(seed):
+        outcomes = timing.measure(programs, rounds=5, batch_seconds=1e-12, seed=seed)
+        assert all(len(outcomes[name].samples) == 5 for name in programs)
+        return np.reshape(launched[-5 * len(programs) :], (5, len(programs)))
+
+    rounds = orders("a cell")
     assert (np.sort(rounds) == list(programs)).all()
     before = {name: set() for name in programs}
     for first, second in itertools.pairwise(rounds.ravel()):
         before[second].add(first)
     assert min(len(names) for names in before.values()) > 1
+    assert (orders("a cell") == rounds).all()
+    assert (orders("another cell") != rounds).any()
 
 
 def _synthetic(document):
