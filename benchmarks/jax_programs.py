@@ -57,10 +57,10 @@ def one_call(attention: Any, backward: bool):
 def program_of(function: Any):
     """A function of the inputs of one or more calls and of the previous launch's results.
 
-    Every call has parameters of its own, which the same arrays are passed to, so XLA cannot prove
-    that two calls are equal, and merges none; and all results are returned, so it drops none. The
-    barrier, which costs no kernel, keeps it from fusing parts of two calls. There is no loop of
-    XLA's, which would count its iterations with a kernel of its own.
+    Every call has its own parameters, although the same arrays are passed. So XLA cannot prove that
+    two calls are equal, and merges none. All results are returned, so it drops none. The barrier,
+    which costs no kernel, keeps it from fusing parts of two calls. There is no XLA loop, which
+    would count its iterations with a kernel of its own.
     """
 
     call = jax.jit(function)  # traced and lowered once
@@ -78,7 +78,7 @@ def program_of(function: Any):
 
 @jax.jit
 def distance(result: jax.Array, reference: jax.Array) -> jax.Array:
-    """Relative, in the Frobenius norm."""
+    """The relative distance in the Frobenius norm."""
     result, reference = result.astype(jnp.float32), reference.astype(jnp.float32)
     return jnp.linalg.norm((result - reference).ravel()) / jnp.linalg.norm(reference.ravel())
 

@@ -177,7 +177,7 @@ def _flash_attention_4(cell: Cell):
     flash = importlib.import_module("flash_attn.cute")
 
     def attention(tensors):
-        # It takes [B, T, N, H]: the views of the very same memory that torch's SDPA gets turned.
+        # It takes [B, T, N, H]: transposed views of the same memory that torch's SDPA gets.
         result = flash.flash_attn_func(
             *(tensor.transpose(1, 2) for tensor in (tensors.query, tensors.key, tensors.value)),
             causal=cell.causal,

@@ -79,7 +79,7 @@ class Precompilation:
         self._processes.wait(progress, own)
 
     def failure(self, peer: Peer, cell: Cell, backward: bool) -> Failure | None:
-        """Why PyTorch cannot compile a cell, which takes long to find out a second time.
+        """Why PyTorch cannot compile a cell; finding this out a second time would take long.
 
         The failures of JAX recur when its programs are compiled.
         """

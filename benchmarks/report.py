@@ -340,9 +340,9 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
 
 
 def insert(text: str, blocks: dict[str, str]) -> str:
-    """``text`` with the content of each marked block replaced that is in ``blocks``.
+    """``text``, with the content of each marked block that is in ``blocks`` replaced.
 
-    Raises ``ValueError`` where there is no marker, or one of a name that no block has.
+    Raises ``ValueError`` if there is no marker, or if a marker has a name that no block has.
 
     >>> insert("<!-- benchmarks:begin host -->\\n<!-- benchmarks:end -->", {"host": "3 us"})
     '<!-- benchmarks:begin host -->\\n3 us\\n<!-- benchmarks:end -->'

@@ -189,7 +189,7 @@ def records(
 
 
 def _compiler_options(text: str) -> dict[str, Any]:
-    """Of ``NAME=VALUE,...``.
+    """The options in ``NAME=VALUE,...``.
 
     >>> _compiler_options("xla_some_limit=4,xla_some_pass=true")
     {'xla_some_limit': 4, 'xla_some_pass': True}

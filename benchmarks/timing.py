@@ -12,7 +12,7 @@ from typing import Protocol
 
 MAX_LAUNCHES = 2000
 WARM_UP_LAUNCHES = 3
-"""XLA records command buffers in the first launches, and so they are slow."""
+"""The first launches are slow, because XLA records command buffers in them."""
 
 
 class Program(Protocol):
@@ -87,9 +87,9 @@ def measure(
 
     A batch of each program lasts about ``batch_seconds``, and at least one launch. Each round has
     an order of its own, drawn from ``seed``, so that no program always follows the same one: the
-    one before decides how warm the chip is and how much power it may draw. Cells with seeds of
-    their own share no order, which a few rounds would favour in all of them. A program that raises
-    is left out from then on.
+    one before decides how warm the chip is and how much power it may draw. Give each cell its own
+    seed: with one order for all cells, a few rounds would favour the same programs in every cell. A
+    program that raises is left out from then on.
     """
     failures: dict[str, Failure] = {}
     launches: dict[str, int] = {}

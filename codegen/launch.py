@@ -1,4 +1,4 @@
-"""What launches of a kernel need: its entry points, their grids, and the arrays it finds."""
+"""The data for launches of a kernel: its entry points, their grids, and the arrays it finds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 ROW_DIMS = "B T N"
 PACKED_ROW_DIMS = "1 query_tokens N"
-"""The dims of arrays with a number for each row of scores; the latter if sequences are packed."""
+"""The dims of arrays with a number per row of scores; the second applies to packed sequences."""
 
 
 class BlockMask(NamedTuple):
@@ -45,10 +45,10 @@ class EntryPoint(NamedTuple):
     """A ``__global__`` function of the source, and what a launch of it needs.
 
     ``shared_bytes`` is the dynamic shared memory of a block.
-    ``takes_maps`` is whether the tensor maps of the spec are its second parameter; behind the first
-    is the table of ``KernelSpec.captured_arrays``, if there are any.
-    ``cpp_class`` is the device class that it runs, and ``blocks`` the blocks on an SM that it is
-    compiled for, in C++; the class says so if it is "".
+    ``takes_maps`` is whether the tensor maps of the spec are its second parameter; after the first
+    comes the table of ``KernelSpec.captured_arrays``, if there are any. ``cpp_class`` is the device
+    class that it runs, and ``blocks`` the blocks on an SM that it is compiled for, in C++; the
+    class says so if it is "".
     """
 
     name: str

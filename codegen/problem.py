@@ -1,4 +1,4 @@
-"""What is asked of a kernel, before any kernel is chosen."""
+"""The demands on a kernel, before any kernel is chosen."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Problem:
 
     @property
     def alignment(self) -> int:
-        """Bytes, at most 16, that rows of query, key, value and their gradients are multiples of.
+        """The alignment in bytes, at most 16, of rows of query, key, value and their gradients.
 
         A row begins in an array of its own, or in a slice of a larger one along a leading dim, at a
         multiple of its size.

@@ -39,7 +39,7 @@ attention. Other pairs take the tile of the larger one."""
 CLOSURE_DIMS = tuple(
     dict.fromkeys([*TUNED_DIMS, *(pair for kernel in KERNELS for pair, _ in kernel.own_problems)])
 )
-"""The head dims of ``closure``: ``TUNED_DIMS``, and those that a kernel alone serves."""
+"""The head dims of ``closure``: ``TUNED_DIMS``, and those that only one kernel serves."""
 
 _COMMON_BIAS = {"bias": AskedBias("16", "shared")}
 
@@ -51,7 +51,7 @@ _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
     (_COMMON_BIAS, Strategy(split_q=True)),
 )
 
-# Features whose kernels are others together than alone.
+# Features that need different kernels together than alone.
 _PAIRS: tuple[Mapping[str, Any], ...] = (
     {"deterministic": True, **_COMMON_BIAS},
     {"deterministic": True, "bias": AskedBias("16", "columns")},

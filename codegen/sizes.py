@@ -7,10 +7,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the strategy and the sizes of workspaces depend on.
+    """The numbers on which the strategy and the sizes of workspaces depend.
 
-    ``queries`` and ``keys`` are T and S, of packed sequences the longest ones. ``bias_gradient`` is
-    how many batch indices and heads have a bias gradient of their own.
+    ``queries`` and ``keys`` are T and S; for packed sequences, the longest ones. ``bias_gradient``
+    is how many batch indices and how many heads have their own bias gradient.
     """
 
     batch: int

@@ -1,4 +1,4 @@
-"""What is chosen for a problem: one kernel, described before its source is written."""
+"""The choice for a problem: one kernel, described before its source is written."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Kernel(abc.ABC):
     reads_bias_by_elements: ClassVar[bool] = False
     """Whether a bias that is not broadcast over rows or columns comes element by element."""
     sums_common_bias: ClassVar[bool] = True
-    """Whether the kernel adds up the gradient of a bias that batch indices or heads have in common.
+    """Whether the kernel adds up the gradient of a bias that batch indices or heads share.
     Otherwise a dbias kernel does."""
     sums_function_gradients: ClassVar[bool] = False
     """Whether the kernel sums the gradients of arrays that a score function reads."""
@@ -167,11 +167,11 @@ class Kernel(abc.ABC):
         return spec.padded_head_dim, spec.padded_value_dim
 
     def words(self, spec: KernelSpec) -> list[str]:
-        """Its words in the name of a spec, behind the tile."""
+        """Its words in the name of a spec, after the tile."""
         return []
 
     def gradient_words(self, spec: KernelSpec) -> list[str]:
-        """Its words in the name of a spec, behind the gradients."""
+        """Its words in the name of a spec, after the gradients."""
         return []
 
     def dims_word(self, spec: KernelSpec) -> str:
@@ -180,7 +180,7 @@ class Kernel(abc.ABC):
         return f"d{spec.padded_head_dim}{value}"
 
     def alignment(self, problem: Problem) -> int:
-        """Bytes that rows in global memory begin at multiples of, as far as the kernel uses it."""
+        """The alignment in bytes of rows in global memory, as far as the kernel uses it."""
         return problem.alignment
 
     def has_tma_bias(self, spec: KernelSpec) -> bool:
@@ -215,9 +215,9 @@ class KernelSpec:
     ``padded_head_dim`` (of query and key) and ``padded_value_dim`` are padded dims; the real ones
     are run-time parameters. ``spec[feature]`` is what the kernel has of a feature.
     ``gradients`` are those of query, key and value that a backward computes, and () in a forward.
-    ``alignment`` is what rows of query, key, value, output and gradients begin at multiples of, in
-    bytes. ``pack_heads`` is whether tiles of a split forward have the rows of all query heads that
-    share a key head, and ``split_q`` whether blocks of a backward may share a tile of keys.
+    Rows of query, key, value, output and gradients begin at multiples of ``alignment`` bytes.
+    ``pack_heads`` is whether tiles of a split forward have the rows of all query heads that share a
+    key head, and ``split_q`` whether blocks of a backward may share a tile of keys.
     """
 
     kernel: Kernel

@@ -1,4 +1,4 @@
-"""How the work of a call is divided over a GPU: what is quicker, as functions of the GPU's numbers.
+"""How the work of a call is divided over a GPU; the GPU's numbers decide which way is quicker.
 
 ``Problem`` says what is asked; the same problem takes another kernel when its call has few tiles.
 """
@@ -20,8 +20,8 @@ QueryRows = Literal["16", "32", "64", "consumer_groups"]
 QUERY_ROWS: tuple[QueryRows, ...] = ("16", "32", "64", "consumer_groups")
 
 MULTIPROCESSORS = 132
-"""Of an H100 and an H200. A program is lowered before its device is known, so this is the default;
-the launcher reduces what it launches to the device (ffi/src/launch/key_splits.cc)."""
+"""The number on an H100 and on an H200. A program is lowered before its device is known, so this is
+the default; the launcher reduces what it launches to the device (ffi/src/launch/key_splits.cc)."""
 
 MOST_SPLIT_BLOCKS = 512
 """Room for so many blocks with partial results: the largest GPUs then have a few for each SM."""
@@ -157,7 +157,7 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
 
 
 def _consumer_groups_time(tiles: int, keys: int, multiprocessors: int) -> float:
-    """Time of blocks whose consumer groups share 64 rows, in keys that one block gets through."""
+    """Time of blocks whose consumer groups share 64 rows, in keys that one block processes."""
     return -(-tiles // multiprocessors) * keys
 
 

@@ -66,7 +66,7 @@ _MODULE_OF = {
 
 
 def _require_whole_package() -> None:
-    """Raise ``ImportError`` if this is a source tree, which lacks what pip builds and brings."""
+    """Raise ``ImportError`` in a source tree, which lacks the parts that pip builds or adds."""
     find = importlib.util.find_spec
     lacking = [name for name in ("_ffi", "codegen") if find(f"{__name__}.{name}") is None]
     if lacking:

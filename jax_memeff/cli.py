@@ -37,7 +37,7 @@ from jax_memeff.codegen.toolchain.parallel import Job, compile_many
 from jax_memeff.errors import CompileError, UnsupportedError
 
 _FILE_WIDTH = 200
-_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+_INTERRUPTED = 130  # 128 plus the number of SIGINT, as in shells
 
 _NO_ARCH = (
     "no architecture to work for: pass --arch sm_90a, or set JAX_MEMEFF_ARCHS "
@@ -154,7 +154,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
             )
             return _INTERRUPTED
     failed: list[CompileError] = []
-    for spec, arch in dict.fromkeys(jobs):  # kernels end in another order, one that varies
+    for spec, arch in dict.fromkeys(jobs):  # kernels finish in an order that varies
         result = results[spec, arch]
         if isinstance(result, CompileError):
             failed.append(result)

@@ -73,7 +73,7 @@ def kernel_archive() -> Path | None:
 
 
 def progress() -> bool:
-    """Whether a terminal shows that a kernel is being compiled; ``JAX_MEMEFF_PROGRESS=0`` is no.
+    """Whether a terminal shows compilations of kernels; ``JAX_MEMEFF_PROGRESS=0`` turns it off.
 
     Raises ``ValueError`` naming the variable if its value is neither 0 nor 1.
     """

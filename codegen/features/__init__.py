@@ -71,8 +71,8 @@ BROADCAST_BATCH = Flag(
     asked_by=lambda call: call.broadcasts_batch,
     support="keys, values, biases and masks that a `vmap` broadcasts",
 )
-"""Batch indices have keys, values, a bias or a boolean mask in common, as ``jax.vmap`` makes them
-if it does not map these. A bias or mask that is broadcast over the whole batch does not need it."""
+"""Batch indices share keys, values, a bias or a boolean mask, which happens if ``jax.vmap`` does
+not map these. A bias or mask that is broadcast over the whole batch does not need this feature."""
 
 SOFT_CAP = Flag(
     "soft_cap",

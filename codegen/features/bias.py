@@ -64,7 +64,7 @@ class AskedBias:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledBias:
-    """A bias as a kernel has it: ``access`` is how it comes to the scores
+    """A bias as a kernel has it: ``access`` is how it reaches the scores
     (ffi/include/memeff/core/common.cuh), ``gradient`` how its gradient is summed.
     """
 
@@ -74,7 +74,7 @@ class CompiledBias:
 
 
 class Bias(Feature[AskedBias | None, CompiledBias | None]):
-    """The bias of 16 bits has the dtype of the query, that of 32 bits is float32."""
+    """A 16-bit bias has the dtype of the query; a 32-bit bias is float32."""
 
     name, title = "bias", "bias"
     off = None

@@ -29,12 +29,12 @@ Modified = Literal["scores", "mask", "probabilities"]
 
 
 class Operand(NamedTuple):
-    """An array of a call: one row of the table that everything reads which handles arrays without
+    """An array of a call: one row of the table that serves all code which handles arrays without
     computing on them (jax_memeff/_call/operands.py, jax_memeff/_cuda/description.py).
 
     Dims are named as in the documentation: B batch, N query heads, K key heads, T queries, S keys,
-    H head dim, Hv value dim. ``?`` behind a name is "or 1", and ``~`` is "or fewer": batch indices
-    have some of the array in common, as ``jax.vmap`` leaves what it does not map.
+    H head dim, Hv value dim. ``?`` after a name means "or 1", and ``~`` means "or fewer": batch
+    indices share parts of the array, if ``jax.vmap`` does not map it.
     """
 
     role: str
@@ -54,7 +54,7 @@ class Operand(NamedTuple):
 
     @property
     def broadcast_by_vmap(self) -> bool:
-        """Whether batch indices may have some of it in common."""
+        """Whether batch indices may share parts of it."""
         return "~" in self.dims
 
 
@@ -92,8 +92,8 @@ class SupportRow(NamedTuple):
 
 
 class Feature(Generic[Asked, Compiled]):
-    """Something that a call may ask for beside attention itself; ``Asked`` is in a problem,
-    ``Compiled`` in a kernel.
+    """Something that a call may ask for beside attention itself. ``Asked`` is the type of its value
+    in a problem, ``Compiled`` that in a kernel.
 
     Subclasses override what differs from a feature that changes no kernel.
     """
@@ -107,7 +107,8 @@ class Feature(Generic[Asked, Compiled]):
     together: Asked
     """Its value if all features are on at once."""
     alone: tuple[Mapping[str, Any], ...] = ()
-    """Problems that ``build --all`` compiles for its sake: it by itself, in each of its forms."""
+    """Problems that ``build --all`` compiles for its sake: the feature alone, in each of its
+    forms."""
     operands: tuple[Operand, ...] = ()
     """The arrays that it brings."""
     per_head: bool = False
@@ -117,8 +118,8 @@ class Feature(Generic[Asked, Compiled]):
     has_block_mask: bool = False
     """Whether arrays say which tiles of scores a kernel skips."""
     modifies: Modified | None = None
-    """It changes these in a main loop. That takes registers, so a tile says whether it has them:
-    ``modifiers`` of ``kernels/families.py``."""
+    """The values that it changes in a main loop. That takes registers, so a tile says whether it
+    has them: ``modifiers`` of ``kernels/families.py``."""
     positional: bool = False
     """Whether it counts from the global positions of row 0 and column 0."""
     axes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
@@ -137,7 +138,7 @@ class Feature(Generic[Asked, Compiled]):
         """Raises ``ValueError`` if no problem can have this value."""
 
     def words(self, asked: Asked) -> str:
-        """The feature in the line of a problem."""
+        """Its words in the one-line description of a problem."""
         return self.name
 
     def compiled(self, problem: Problem, kernel: Kernel) -> Compiled:
@@ -165,7 +166,7 @@ class Feature(Generic[Asked, Compiled]):
         return ""
 
     def gradient_tag(self, compiled: Compiled) -> str:
-        """Its word behind the gradients in the kernel's name."""
+        """Its word after the gradients in the kernel's name."""
         return ""
 
     def sort_key(self, compiled: Compiled) -> tuple:

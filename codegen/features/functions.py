@@ -60,7 +60,7 @@ class AskedFunctions(NamedTuple):
     score: Program | None
     mask: Program | None
     bounds: tuple[str, ...] = ()
-    """The buffers behind those of the mask's captured arrays, a number for each batch index."""
+    """The buffers after those of the mask's captured arrays: one number for each batch index."""
     gradients: tuple[int, ...] = ()
     """The captured arrays of the score function whose gradients the kernels sum."""
     exact: bool = False
@@ -70,14 +70,14 @@ class AskedFunctions(NamedTuple):
 
     @property
     def read_sums(self) -> tuple[Sum, ...]:
-        """How the gradient by each read of the score function is summed."""
+        """How the gradient for each read of the score function is summed."""
         if self.score is None or not self.gradients:
             return ()
         return read_sums(self.score, self.gradients, self.strips)
 
     @property
     def programs(self) -> dict[str, Program]:
-        """Those that there are, by their names in kernels."""
+        """The programs that are present, by their names in kernels."""
         found = {"score": self.score, "mask": self.mask}
         return {name: program for name, program in found.items() if program is not None}
 
@@ -251,7 +251,7 @@ def _arrays(role: str, types: Iterable[CapturedType]) -> Iterator[CapturedArray]
 
 
 def _gradient(functions: AskedFunctions, index: int) -> CapturedArray:
-    """The sums of a captured array: of its own dims, behind that of the batch."""
+    """The sums of a captured array: its own dims follow the dim of the batch."""
     assert functions.score is not None
     ndim = functions.score.arrays[index].ndim
     dims = [f"captured{index}.{dim + 1}" for dim in range(ndim)]
@@ -289,8 +289,8 @@ def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
 
 
 def _digest(functions: AskedFunctions) -> str:
-    """Eight letters that stand for the programs in names of kernels, whose sources tell them apart
-    if two are equal."""
+    """Eight letters that stand for the programs in names of kernels. If two are equal, the sources
+    tell the kernels apart."""
     return hashlib.sha256(repr(functions).encode()).hexdigest()[:8]
 
 

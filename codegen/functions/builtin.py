@@ -14,7 +14,7 @@ _CAPS = 2.0**-10, 2.0**20
 
 
 _SCORES = (-40.0, -3.0, -0.5, 0.0, 0.1, 1.0, 7.0)
-"""In units of the cap: where a derivative is compared with that of a soft cap."""
+"""The scores, in units of the cap, at which a derivative is compared with that of a soft cap."""
 
 _FLOAT_OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -30,7 +30,7 @@ _FLOAT_OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def is_identity(program: Program) -> bool:
     """Whether the function returns its score, and its derivative is 1: ``stop_gradient`` of a score
-    has another one.
+    has another derivative.
 
     >>> one = Value("constant", "float32", (), (("value", 1.0),))
     >>> is_identity(Program((Value("score", "float32"), one), (0, 1), ()))
@@ -85,7 +85,7 @@ def _cap_of_value(program: Program) -> float | None:
 
 
 def _arg(program: Program, value: Value, op: str) -> Value | None:
-    """The argument of a value of this operation; None if it is another."""
+    """The argument of a value of this operation; None if the value has another operation."""
     return program.values[value.args[0]] if value.op == op else None
 
 

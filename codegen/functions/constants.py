@@ -10,7 +10,7 @@ from typing import Any
 def reciprocal(number: float) -> tuple[float, bool] | None:
     """1 / number rounded to float32, and whether its products are exactly the quotients.
 
-    None if either is no normal number of float32.
+    None if either is not a normal number of float32.
 
     >>> reciprocal(-8.0), reciprocal(3.0), reciprocal(0.0)
     ((-0.125, True), (0.3333333432674408, False), None)
@@ -37,7 +37,7 @@ def float32_bits(number: float) -> int:
 def constant(dtype: str, number: Any) -> str:
     """A number of a scalar type of 32 bits, or a bool.
 
-    Raises ``ValueError`` if it is no such number.
+    Raises ``ValueError`` if it is not such a number.
 
     >>> constant("int32", -7), constant("float32", 0.1), constant("bool", 1)
     ('int(0xfffffff9u)', '0x1.99999ap-4f', 'true')

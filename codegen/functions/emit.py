@@ -53,13 +53,14 @@ def source(program: Program, name: str, *, precise: bool) -> str:
 
     With derivatives, whose arguments are those of ``value``, also:
 
-    - ``derivative(...)``: the derivative of the value by the score; ``kConstantDerivative``:
-      whether it is 1.
+    - ``derivative(...)``: the derivative of the value with respect to the score;
+      ``kConstantDerivative``: whether it is 1.
     - ``kFloatReads``: how many reads have derivatives, ``kReadArrays[i]``: the captured array of
       each, ``kDiagonalReads[i]``: whether it depends on query and key, and only through their
-      difference, and ``kReadDerivativesAreFinite[i]``: whether the derivative by it is finite at
-      every element.
-    - ``kReadDerivativesUseScore``: whether a derivative by a read depends on the score.
+      difference, and ``kReadDerivativesAreFinite[i]``: whether the derivative with respect to it is
+      finite at every element.
+    - ``kReadDerivativesUseScore``: whether the derivative with respect to a read depends on the
+      score.
     - ``read_values(..., float (&values)[kFloatReads])``: the values of the reads. A kernel that
       stages the reads of a tile passes its own ``FunctionArrays``, whose ``read<i>(value)``
       returns the staged number; the compiler then drops index, address and load of that read from
@@ -67,8 +68,8 @@ def source(program: Program, name: str, *, precise: bool) -> str:
       difference as a float, ``scaled_difference(slope, key, query)``, its product with a number of
       the head, and ``plus_scaled_difference(x, ...)``. Programs that are not ``precise`` use the
       last two.
-    - ``read_derivatives(..., float (&derivatives)[kFloatReads])``: the derivatives of the value by
-      each read.
+    - ``read_derivatives(..., float (&derivatives)[kFloatReads])``: the derivatives of the value
+      with respect to each read.
     - ``read_offsets(..., long long (&offsets)[kFloatReads])``: the offset of the element that was
       read in the user's array, or -1 if it was out of bounds. A kernel that needs one of
       them ignores the others, and the compiler drops them.

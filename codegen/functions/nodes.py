@@ -2,7 +2,7 @@
 
 A read becomes several nodes: an index clamped to the array, the address, and the load. Nodes that
 depend on the head, the row or the column alone are evaluated once for each of these, and kept in
-registers if that is cheaper than to evaluate them again for each score.
+registers if that is cheaper than evaluating them again for each score.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Builder:
         level: Level = Level.HEAD,
         inline: bool = False,
     ) -> int:
-        """The number of a node; equal nodes are there once."""
+        """The number of a node; equal nodes share one."""
         level = joined([level, *(self.nodes[arg].level for arg in args)])
         node = Node(cpp_type, form, args, level, cost, inline)
         if node not in self.numbers:
@@ -147,7 +147,7 @@ class _Builder:
         return self._operation(index, value, dtype, args, params)
 
     def _difference(self, index: int, value: Value) -> int | None:
-        """The node of ``float(key - query)``, its negative or its size; None for another value.
+        """The node of ``float(key - query)``, its negative or its absolute value; else None.
 
         A kernel knows the difference of its first row and column as a float, so it can add to it
         instead of converting one for each score.

@@ -88,10 +88,11 @@ class Program(NamedTuple):
     """
 
     values: tuple[Value, ...]
-    """In topological order; equal values are there once, and unused ones are not."""
+    """In topological order; equal values appear once, and unused ones not at all."""
     results: tuple[int, ...]
-    """``results[0]`` is the function. A score function continues with its derivatives by the score
-    and by each of ``float_reads``, in that order. The result of a mask function is a bool."""
+    """``results[0]`` is the function. A score function continues with its derivatives with respect
+    to the score and to each of ``float_reads``, in that order. The result of a mask function is a
+    bool."""
     arrays: tuple[CapturedType, ...]
     literals: tuple[float | int, ...] = ()
     """The numbers that kernels take as run-time parameters."""
@@ -114,7 +115,7 @@ class Program(NamedTuple):
 
     @property
     def float_reads(self) -> tuple[int, ...]:
-        """The reads that a score function has derivatives by."""
+        """The reads for which a score function has derivatives."""
         return tuple(i for i in self.reads if self.values[i].dtype.startswith("float"))
 
     def dependence(self, value: int) -> frozenset[str]:

@@ -19,7 +19,7 @@ EXACT_WORDS = 4
 """32-bit words of a sum in fixed point: two integers of 64 bits."""
 
 EXACT_BITS = 35
-"""The second of them counts multiples of 2**35 of the first."""
+"""One unit of the second integer is 2**35 units of the first."""
 
 
 class Sum(enum.Enum):

@@ -21,7 +21,8 @@ KERNELS: tuple[Kernel, ...] = (
     FmhaFwdLatentSm90(),
     FmhaBwdSm90(),
     FmhaBwdTwoKernelSm90(),
-    # Of mma.sync split keys first: they are refused unless a call has few query rows.
+    # Among kernels of mma.sync, split keys come first: they are refused unless a call has few query
+    # rows.
     FmhaFwdSplitSm80(),
     FmhaFwdSm80(),
     FmhaBwdSm80(),
@@ -29,4 +30,5 @@ KERNELS: tuple[Kernel, ...] = (
     FmhaFwdLargeDimSm80(),
     FmhaBwdLargeDimSm80(),
 )
-"""Every kernel, in the order of choice. Within a family, little padding goes before this order."""
+"""Every kernel, in the order of choice. Within a family, less padding takes precedence over this
+order."""

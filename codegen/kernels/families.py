@@ -99,7 +99,7 @@ class WgmmaTile:
 
     @property
     def blocks_per_sm(self) -> int:
-        """The registers of an SM are dealt out to one block."""
+        """One block takes all registers of an SM."""
         return 1
 
 
@@ -176,7 +176,7 @@ class LargeDimKernel(MmaKernel):
     dims = ((LARGE_DIM, LARGE_DIM),)
 
     def reads_block_mask(self, spec: KernelSpec) -> bool:
-        """Not of segment ids and boolean masks alone, with which no GPU has run it yet."""
+        """False for segment ids and boolean masks alone: no GPU has run that case yet."""
         return spec[FUNCTIONS] is not None
 
     def dims_word(self, spec: KernelSpec) -> str:
@@ -290,8 +290,8 @@ def stage(
     grid: Grid | None = None,
     **rest: Any,
 ) -> EntryPoint:
-    """An entry point before, after or instead of the main one, without a ``grid`` with a block for
-    each tile of queries.
+    """An entry point before, after or instead of the main one. Without a ``grid``, it has a block
+    for each tile of queries.
     """
     name = f"{spec.name}_{suffix}"
     grid = grid or query_tile_grid(spec)

@@ -298,8 +298,9 @@ def dbias_bytes(spec: KernelSpec) -> int:
 def summing_entry_points(
     spec: KernelSpec, main: EntryPoint, dbias: EntryPoint, tiles: str = ""
 ) -> tuple[EntryPoint, ...]:
-    """Those of a backward whose blocks add to dq. Kernels that round sums read them as the threads
-    of the main kernel laid them out, and so have as many; ``tiles`` is the class that says how.
+    """The entry points of a backward whose blocks add to dq. Kernels that round sums read them in
+    the layout of the main kernel's threads, and so have as many threads; ``tiles`` is the class of
+    that layout.
     """
     threads = spec.computing_threads
 

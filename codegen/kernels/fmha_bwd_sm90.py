@@ -232,7 +232,8 @@ class FmhaBwdSm90(WgmmaBackward):
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Tiles of key and value, rings of query, its rows' statistics, dO and bias, or the bias of
         each warp's 16 keys, two dS, and the dQ of a Q block in f32 if it leaves by TMA. A kernel
-        whose blocks wait for each other has a ticket, and two barriers more, which TMA needs, too.
+        whose blocks wait for each other also has a ticket and two barriers. dQ by TMA needs the
+        barriers, and has the room of the ticket as well.
         """
         tile = _tile(spec)
         dims = spec.padded_head_dim + spec.padded_value_dim
@@ -296,7 +297,7 @@ def _tile(spec: KernelSpec) -> Tile:
 
 def dbias_bytes_and_stages(spec: KernelSpec) -> tuple[int, int]:
     """Shared memory of the dbias kernel, a square of the bias and a ring of pairs of parts of
-    operands, and how many pairs fit. No more than those of two Q blocks help.
+    operands, and how many pairs fit. More pairs than those of two Q blocks do not help.
     """
     rows = max(spec.tile.query, spec.tile.key)
     bias = shared_memory.bias_bytes(spec, rows, rows)

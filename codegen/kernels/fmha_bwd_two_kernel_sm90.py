@@ -41,7 +41,8 @@ class KeyBuffers:
 
 KEY_BUFFERS = (KeyBuffers(3, 2), KeyBuffers(3, 1), KeyBuffers(2, 2), KeyBuffers(2, 1))
 """The first that fits is taken. With two buffers, dK and dV read one until the next Q block begins,
-and that waits for its queries: at head dims (192, 128) a third saves 11 % of the kernel's time."""
+and this next block then waits for its queries: at head dims (192, 128) a third saves 11 % of the
+kernel's time."""
 
 _TILE = WgmmaTile(
     128,
@@ -74,7 +75,7 @@ TILES: Mapping[int, Sequence[WgmmaTile]] = {
 takes ``key`` keys at a time, and ``key`` keys in the other."""
 
 _ONE_KERNEL_DIMS = tuple(dim for dim in fmha_bwd_sm90.TILES if dim % PART_COLUMNS == 0)
-"""Without those that the dbias kernel has no parts for."""
+"""Without the dims for which the dbias kernel has no parts."""
 
 
 class FmhaBwdTwoKernelSm90(WgmmaBackward):
@@ -107,7 +108,7 @@ class FmhaBwdTwoKernelSm90(WgmmaBackward):
         return WARPGROUP_ROWS
 
     def dq_bytes(self, spec: KernelSpec) -> int:
-        """Tiles of query and dO, rings of key and, with a buffer less, of value."""
+        """Tiles of query and dO, rings of key and, with one buffer fewer, of value."""
         tile = wgmma_tile(spec)
         query, key, stages = tile.query, tile.key, tile.stages
         head, value = spec.padded_head_dim, spec.padded_value_dim

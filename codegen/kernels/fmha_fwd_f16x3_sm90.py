@@ -75,7 +75,7 @@ TILES = {
 
 
 class FmhaFwdF16x3Sm90(FmhaFwdSm90):
-    """The 3xFP16 forward: that of 16-bit elements with other operands."""
+    """The 3xFP16 forward: the forward for 16-bit elements, with other operands."""
 
     reads_pages = False  # it would have to split the whole pool into hi and lo parts
     stem = "fmha_fwd_f16x3_sm90"

@@ -138,8 +138,8 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """Each block has two slots for partial results of a row tile, and each row tile says which
-        it has.
+        """Each block has two slots for partial results of a row tile, and each row tile records
+        which of them hold its own.
         """
         rows = spec.tile.query
         tiles = sizes.batch * sizes.key_heads * -(-sizes.queries * sizes.group // rows)

@@ -30,8 +30,8 @@ class Tile(MmaTile):
 
 # sm_75 has no cp.async: copies pass registers, and a warp waits for its own. So two blocks share an
 # SM if that fits, or eight warps: they hide each other's waits. For the same reason nothing is
-# loaded ahead. 1024 threads an SM have 64 registers, and the 256 of these rows all they can
-# address. Nothing for sm_75 was measured.
+# loaded ahead. 1024 threads on an SM have 64 registers each, and the 256 threads of these rows have
+# all that they can address. Nothing for sm_75 was measured.
 _SM75 = {
     32: (
         Tile(128, 64, 4, 2, "16 KB"),

@@ -48,14 +48,14 @@ class Tile(WgmmaTile):
     query_stages: int = 2
     """Buffers of queries: with two, those of the next tile arrive while these are read."""
     consumer_groups: int = 1
-    """Groups of consumers that have the ``query`` rows in common and take their KV blocks in turn,
-    for calls with few tiles. It divides ``stages``."""
+    """Groups of consumers that share the ``query`` rows and take their KV blocks in turn, for calls
+    with few tiles. It divides ``stages``."""
     output_first: bool = False
-    """Whether a consumer waits for the product with the values of the KV block before, before its
-    exponentials. They then overlap the products of other consumers only."""
+    """Whether a consumer waits for the product with the values of the previous KV block before it
+    computes exponentials. These then overlap the products of other consumers only."""
     sequential: bool = False
-    """Of a 3xFP16 forward: whether a consumer computes scores when the product with the values of
-    the KV block before has ended, so that both products use the same registers."""
+    """In a 3xFP16 forward: whether a consumer computes scores only after the product with the
+    values of the previous KV block has ended, so that both products use the same registers."""
 
 
 _NO_BOOLEAN = modifiers("a boolean mask")
@@ -255,8 +255,8 @@ class FmhaFwdSm90(WgmmaKernel):
         """Rings of query, key and value tiles, the bias of each warp's rows, what consumer groups
         add up, and what controls them.
 
-        Each buffer has two barriers, that of queries for each 64 rows. The ring of the next work
-        tiles has, beside them, a work tile for each of its buffers.
+        Each buffer has two barriers; a buffer of queries has two for each 64 rows. The ring of the
+        next work tiles also has a work tile for each of its buffers.
         """
         tile = _tile(spec)
         row_warpgroups = self.consumers(spec) // tile.consumer_groups

@@ -28,7 +28,7 @@ class Tile(MmaTile):
     """A row of the tables below."""
 
     key_warps: int = 1
-    """Among how many warps, or groups of them, the keys of a tile are split."""
+    """The number of warps, or groups of warps, among which the keys of a tile are split."""
     stages: int = 1
     """Tiles of keys and values in shared memory."""
 
@@ -73,7 +73,7 @@ _SM75 = {
 }
 
 # With one key warp for each warp no block waits for another warp of its own; 64 rows need the
-# registers of two warps. Copies in flight hide the latency of the memory: some 64 KB for an SM.
+# registers of two warps. Copies in flight hide the latency of the memory: about 64 KB per SM.
 _16x128 = _split(16, 128, 4, 2, 4, 3, "hd 64: 4.3 TB/s on an H200, as with 3 or 4 blocks")
 _16x64 = _split(16, 64, 4, 2, 4, 3, "hd 128: 4.46 TB/s on an H200; 2 stages 4.06")
 _64x128 = _split(64, 128, 4, 2, 2, 2, "hd 64: 134 us for T 32 of S 4096 on an H200, 64x256 154")

@@ -1,4 +1,4 @@
-"""Where the parts of the CUDA toolchain are that a compilation needs: headers and libraries.
+"""Finds the parts of the CUDA toolchain that a compilation needs: headers and libraries.
 
 Wheels come first, because their versions are the ones that pyproject.toml asks for. They are found
 along ``sys.path`` with ``importlib.metadata``: ``cuda.pathfinder`` searches the interpreter's own
@@ -51,7 +51,7 @@ class Wheel(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Something to find: what cuda.pathfinder calls it, what messages do, and its two wheels."""
+    """Something to find: its names in cuda.pathfinder and in messages, and its two wheels."""
 
     name: str
     title: str
@@ -123,7 +123,7 @@ def install() -> str:
 
 @functools.cache
 def headers(part: Part) -> Found | None:
-    """The include directory of ``part``, or None if it is nowhere."""
+    """The include directory of ``part``, or None if it is not found."""
     if found := _in_wheels(part):
         return found._replace(path=found.path.parents[part.wheel.file.count("/")])
     found = import_("cuda.pathfinder").locate_nvidia_header_directory(part.name)
@@ -134,7 +134,8 @@ def headers(part: Part) -> Found | None:
 def library(part: Part) -> Found:
     """Load the library ``part`` into this process, so that cuda.bindings uses it.
 
-    Raises ``CompileError`` naming the command that installs it if it is nowhere, or does not load.
+    Raises ``CompileError`` naming the command that installs it, if it is not found or does not
+    load.
     """
     wheel = _in_wheels(part)
     pathfinder = import_("cuda.pathfinder")
@@ -154,7 +155,7 @@ def library(part: Part) -> Found:
 
 
 def all_found() -> dict[Part, Found | None]:
-    """Every part, and where it is: None for one that is nowhere."""
+    """Every part, and where it is: None for one that is not found."""
     found: dict[Part, Found | None] = {}
     for part in (*LIBRARIES, *HEADERS):
         try:
@@ -168,7 +169,7 @@ def all_found() -> dict[Part, Found | None]:
 def warn_of_mixture() -> None:
     """Warn once if some parts are wheels and others are not: their versions may not fit."""
     found = [place for place in all_found().values() if place is not None]
-    # CUTLASS is in no toolkit, so that its wheel beside a whole toolkit is no mixture.
+    # No toolkit contains CUTLASS, so its wheel beside a whole toolkit is not a mixture.
     toolkit = [place for place in found if place.part is not CUTLASS]
     others = [place for place in toolkit if place.via != WHEEL]
     if others and len(others) < len(toolkit):
@@ -184,7 +185,7 @@ def warn_of_mixture() -> None:
 
 
 def missing(parts: list[Part], detail: str = "") -> CompileError:
-    """The error for parts that are nowhere: what was searched, and the command that helps."""
+    """The error for parts that are not found: what was searched, and the command that helps."""
     titles = ", ".join(part.title for part in parts)
     lines = [f"error: {titles} not found{f': {detail}' if detail else ''}"]
     places = {f"searched {place}": value for place, value in searched().items()}
@@ -205,7 +206,7 @@ def _or_archive() -> str:
 
 
 def searched() -> dict[str, str]:
-    """The places where parts are searched, in this order: their names and what they are now."""
+    """The places that are searched for parts, in this order: their names and what they are now."""
     path = [entry for entry in sys.path if os.path.isdir(entry or ".")]
     variables = ("CONDA_PREFIX", "CUDA_PATH", "CUDA_HOME")
     return {

@@ -46,7 +46,7 @@ _MANIFEST = "manifest.json"
 _DAMAGE = (
     zipfile.BadZipFile,
     EOFError,
-    NotImplementedError,  # of zipfile, for features that no archive of ours has
+    NotImplementedError,  # raised by zipfile for features that no archive of ours has
     OSError,  # a position before the start of the file
     RuntimeError,  # an encrypted entry
     ValueError,
@@ -55,7 +55,7 @@ _DAMAGE = (
 
 
 class Contents(NamedTuple):
-    """What an archive says of itself; none of it is needed to use a kernel.
+    """An archive's description of itself; none of it is needed to use a kernel.
 
     ``version`` is that of the package that wrote it, ``fits`` whether its headers are this
     package's, ``kernels`` their number, ``archs`` their architectures, and ``compiler`` the

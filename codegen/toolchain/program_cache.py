@@ -203,7 +203,7 @@ def _read(directory: int, key: str) -> bytes | None:
         with os.fdopen(file, "rb", closefd=False) as stream:
             payload = verified(key, stream.read())
         if payload is not None:
-            with contextlib.suppress(OSError):  # of a directory that may only be read
+            with contextlib.suppress(OSError):  # the directory may be read-only
                 os.utime(file)  # eviction goes by this time
         return payload
     except OSError:

@@ -16,7 +16,7 @@ FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 def projections(*arrays: Any) -> list[jax.Array]:
     """Query, key and value as arrays.
 
-    NumPy's float64 becomes what jax makes of it before dtypes are compared.
+    JAX converts NumPy's float64 before dtypes are compared.
     """
     names = ("query", "key", "value")
     return [
@@ -118,7 +118,7 @@ def bias(value: Any, query_dtype: Any, scores: tuple[int, int, int, int]) -> jax
         )
     broadcasts_to_scores("bias", array, scores)
     if array.dtype not in (query_dtype, np.dtype("float32")):
-        # As jax.nn does. The gradient returns in the given dtype.
+        # jax.nn does the same. The gradient is returned in the given dtype.
         array = array.astype(jnp.promote_types(query_dtype, jnp.float32))
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 

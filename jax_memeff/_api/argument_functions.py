@@ -19,9 +19,9 @@ def score_mod(
     """The program of scale, soft cap and function, and the arrays that it reads, [1, ...].
 
     Args:
-        value: as of ``dot_product_attention``.
-        query_dtype: the scores are float64 if it is.
-        scale: the traced scale, or None. Without a scale and a function there is no program.
+        value: the argument of ``dot_product_attention``.
+        query_dtype: if it is float64, the scores are, too.
+        scale: the traced scale, or None. With neither a scale nor a function there is no program.
         soft_cap: as in ``dot_product_attention``.
     """
     if isinstance(value, Mask):

@@ -1,4 +1,4 @@
-"""Checks of what says which elements take part, and where: lengths, ids, starts and offsets.
+"""Checks of the arguments that select and place elements: lengths, ids, starts and offsets.
 
 The values of device and traced arrays are not readable here. The semantics define what values out
 of range mean, and ``jax_memeff.check`` looks at them eagerly.
@@ -150,7 +150,7 @@ def _block_lists(lists: Any, scores: tuple[int, int, int, int]) -> None:
 
 
 def _fields_of_mask(value: Mask) -> None:
-    """Check that the fields of a mask are such as its constructors make."""
+    """Check that the fields of a mask could come from its constructors."""
 
     def expect(name: str, is_right: bool, expected: str, remedy: str) -> None:
         if not is_right:
@@ -175,9 +175,10 @@ def _fields_of_mask(value: Mask) -> None:
 
 
 def offsets(value: Any, batch: int, heads: int) -> Offsets | None:
-    """``Offsets`` of integers in range, or None; of a call of B and N.
+    """``Offsets`` of integers in range, for a call with batch size B and N heads; or None.
 
-    Those of query and key are scalars or one for each batch index, the others scalars.
+    The offsets of query and key are scalars, or have one entry for each batch index. The others are
+    scalars.
     """
     if value is None:
         return None
@@ -210,7 +211,7 @@ def offsets(value: Any, batch: int, heads: int) -> Offsets | None:
 
 
 def _heads_fit(known: dict[str, int], batch: int, heads: int) -> None:
-    """The heads of the call are some of the global ones, which uint32 counts."""
+    """Check that the call's heads are among the global ones, and that uint32 can number these."""
     if "num_heads" not in known:
         return
     first = known.get("head", 0)
@@ -231,7 +232,7 @@ def _heads_fit(known: dict[str, int], batch: int, heads: int) -> None:
 def cu_seqlens(
     query: Any, key: Any, totals: tuple[int, int], longest: tuple[int, int]
 ) -> tuple[Any, Any]:
-    """Both arrays of where sequences begin; only host values can be looked at."""
+    """Both arrays of sequence starts; only host values can be checked."""
     named = {
         name: values.integers(name, value)
         for name, value in (("cu_seqlens_q", query), ("cu_seqlens_k", key))

@@ -89,7 +89,7 @@ def _accumulator(dtype: Any) -> np.dtype:
 
 
 def _range_of_factors(dtype: Any) -> tuple[float, float]:
-    """The normal numbers x of the scores' dtype for which 1/x and x * log2(e) are, too."""
+    """The normal numbers x of the scores' dtype for which 1/x and x * log2(e) are normal, too."""
     info = jnp.finfo(_accumulator(dtype))
     return float(info.smallest_normal), 2.0 ** (info.maxexp - 2)
 
@@ -225,7 +225,7 @@ def latent_dim(
 
     Raises:
         ValueError: it is missing, out of range, or given beside an array of values.
-        TypeError: it is no static integer.
+        TypeError: it is not a static integer.
     """
     keys, values = names
     if has_values:

@@ -75,7 +75,7 @@ _DEFAULTS = {
     "deterministic_backward": False,
     "batch_invariant": False,
 }
-"""Of all other arguments the default is None."""
+"""The default of all other arguments is None."""
 
 _WINDOW = 'mask=jax_memeff.Mask.window(left, right, "bottom_right")'
 _OF_OTHER_LIBRARIES = {
@@ -95,7 +95,7 @@ _OF_OTHER_LIBRARIES = {
     "softmax_scale": "scale",
     "window_size": _WINDOW,
 }
-"""What to pass for arguments of FlashAttention, FlexAttention, xFormers and PyTorch."""
+"""The replacements for arguments of FlashAttention, FlexAttention, xFormers and PyTorch."""
 
 
 def _default(kind: Any, name: str) -> Any:
@@ -107,7 +107,7 @@ def with_defaults(kind: type[Any], arguments: Mapping[str, Any]) -> dict[str, An
     """All arguments of a kind by name.
 
     Raises:
-        TypeError: one is not of that kind.
+        TypeError: an argument is not of that kind.
     """
     names = kind.__annotations__
     for name in arguments:

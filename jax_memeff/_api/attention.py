@@ -103,8 +103,8 @@ def dot_product_attention(
         mask: A boolean array of the shapes that bias may have, True where an element takes part; or
             a :class:`jax_memeff.Mask`. Everything that masks is combined by "and".
         scale: A number, ``1/sqrt(H)`` by default. It may be negative. It must be 0, or fit the
-            dtype of the scores: 1.18e-38 to 8.51e+37 in f32. A traced scalar is
-            differentiated; it is part of ``score_mod``, and needs what that needs.
+            dtype of the scores: 1.18e-38 to 8.51e+37 in f32. A traced scalar is differentiated. It
+            becomes part of ``score_mod``, with the same requirements.
         is_causal: Row t attends to columns ``s <= t``. ``Mask.causal("bottom_right")`` aligns the
             last row with the last column instead.
         query_seq_lengths: ``[B]`` integers (or one, without B): rows beyond give 0.
@@ -122,7 +122,7 @@ def dot_product_attention(
         sinks: ``[N]`` in float32 or query's dtype: a logit for each head that takes part in the
             softmax and has no value (gpt-oss; "attention sinks", https://arxiv.org/abs/2309.17453).
             The logsumexp contains it; a row without keys gives 0 and the sink as logsumexp. -inf is
-            no sink. It is differentiable; soft cap, bias, masks and dropout leave it alone.
+            no sink. It is differentiable; soft cap, bias, masks and dropout do not change it.
         dropout_rate: A static number in [0, 1), realised as the nearest multiple of 1/256, which
             :func:`jax_memeff.dropout.realised_rate` returns.
         dropout_key: A key of ``jax.random.key`` or ``jax.random.PRNGKey``. The same key drops the
@@ -143,8 +143,8 @@ def dot_product_attention(
             insists on the kernels; ``"xla"`` is the blockwise path everywhere.
         residual_checkpoint_name: The name of output and logsumexp for the policies of
             ``jax.checkpoint``. A policy that saves it spares the backward a second forward.
-            By default they are ``jax_memeff_out`` and ``jax_memeff_lse``, and a policy has to save
-            both. :func:`jax.ad_checkpoint.checkpoint_name` of the result does not do this: the
+            By default the names are ``jax_memeff_out`` and ``jax_memeff_lse``, and a policy has to
+            save both. :func:`jax.ad_checkpoint.checkpoint_name` of the result does not do this: the
             array that it names is not the one that the backward reads.
 
     Returns:

@@ -51,7 +51,7 @@ def results(
         found: out, lse, and row maxima if they are asked for; with a batch dim.
         with_residual: whether lse is asked for.
         batched: whether the user's arrays had a batch dim.
-        largest: makes the largest logits of the row maxima.
+        largest: computes the largest logits from the row maxima.
     """
     out, lse, *maxima = found if batched else [x[0] for x in found]
     chosen = (out, *([lse] if with_residual else []), *map(largest, maxima))
@@ -83,10 +83,10 @@ def common(
         dtype: the query's.
         head_dim: H.
         scores: (B, N, T, S).
-        bias: as of ``dot_product_attention``.
+        bias: the argument of ``dot_product_attention``.
         mask: likewise.
         arguments: all of ``CommonArguments``.
-        tokens: of query and of key, for packed sequences: segment ids have one each.
+        tokens: the numbers of query and of key tokens of packed sequences; each has a segment id.
 
     Raises:
         ValueError, TypeError: as ``dot_product_attention`` says.
@@ -104,7 +104,8 @@ def common(
         if is_static and builtin.is_identity(score_function):
             score_function, captured = None, ()
         elif is_static and (cap := builtin.soft_cap(score_function)) is not None:
-            # The cap is that of the function; or the argument, if the function returns its score.
+            # The cap comes from the function, or from the argument if the function returns its
+            # score.
             score_function, soft_cap = None, cap if argument is None else argument
     options = Options(
         scale=scale,

@@ -69,7 +69,7 @@ def dot_product_attention_packed(
     Args:
         qkv: ``[B, T, 3, N, H]`` in float16, bfloat16, float32 or float64; B may be missing. One
             projection makes it: ``x @ w`` with a weight of ``3 * N * H`` columns, reshaped.
-        bias: As of ``dot_product_attention``, with S = T; so are all other arguments.
+        bias: As in ``dot_product_attention`` with S = T, like all other arguments.
         mask: Likewise.
         return_residual: Likewise.
         return_max_logits: Likewise.
@@ -77,7 +77,7 @@ def dot_product_attention_packed(
 
     Returns:
         The output ``[B, T, N, H]`` in qkv's dtype; with ``return_residual`` or
-        ``return_max_logits`` a tuple, as there.
+        ``return_max_logits`` a tuple, as in ``dot_product_attention``.
 
     Raises:
         ValueError: A shape, a static value, or a value of a NumPy array is wrong.

@@ -115,8 +115,8 @@ def ring_attention(
             ``[B, N, T, n * S]``: the rows of this device in its order, and the columns of all
             devices in natural order. Its gradient has the same shape.
         mask: A boolean array of the shapes that bias may have, or a :class:`jax_memeff.Mask`:
-            windows and lengths are global, segment ids ``[B, T]`` and ``[B, S]`` are of the rows
-            and columns of this device, boolean arrays are as bias.
+            windows and lengths are global, segment ids ``[B, T]`` and ``[B, S]`` belong to the rows
+            and columns of this device, boolean arrays have the shapes of bias.
         axis_name: The mesh axis (or a tuple of axes) that the sequence is sharded over.
         layout: ``"contiguous"``: device r has the r-th part of the sequence. ``"zigzag"``: the
             layout of :func:`jax_memeff.zigzag`, in which a causal mask gives all devices the same
@@ -125,19 +125,19 @@ def ring_attention(
             and larger transfers and kernels, and memory for the keys and values of the whole
             sequence; or ``"all_to_all"``: every device gets the whole sequence of N / n heads. Then
             N must be a multiple of n, and K a multiple or a divisor of it.
-        return_residual: As of ``dot_product_attention``.
+        return_residual: As in ``dot_product_attention``.
         return_max_logits: Likewise, of the whole sequence: every device gets the same ``[B, N]``.
-        other arguments: As of ``dot_product_attention``, except:
+        other arguments: As in ``dot_product_attention``, except:
 
             - ``is_causal`` and ``local_window_size`` count positions of the whole sequence, in
-              natural order. Products of a part of the queries and a part of the keys that are
-              masked as a whole are not computed, and keys that no device needs are not sent.
+              natural order. A product of a part of the queries and a part of the keys is not
+              computed if it is masked as a whole, and keys that no device needs are not sent.
             - ``query_seq_lengths`` and ``key_value_seq_lengths`` are ``[B]`` global lengths, the
               same on all devices.
             - ``score_mod`` and ``Mask.function`` get positions of the whole sequence, in natural
               order, and read the same arrays on every device.
-            - ``offsets`` are those of the batch and the heads of this device, for dropout, if they
-              are sharded too. The ring sets the positions: ``query`` and ``key`` must be 0.
+            - ``offsets`` place the batch and the heads of this device, for dropout, if these are
+              sharded too. The ring sets the positions: ``query`` and ``key`` must be 0.
             - ``dropout_key`` is the same on all devices. With dropout T and S, in zigzag layout
               their halves, must be multiples of 16, except with ``"all_to_all"``.
 
@@ -226,7 +226,7 @@ def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     bias = operands.bias
     if bias is None or bias.shape[3] != 1:
         return derivatives.attention(operands, ring)
-    # One number for each row shifts the logsumexp and the maximum of its keys, and nothing else.
+    # A bias of one number per row shifts the row's logsumexp and maximum, and nothing else.
     alone = operands._replace(bias=None, sinks=None)
     out, lse, *maxima = derivatives.attention(alone, ring)
     bias = jnp.broadcast_to(bias, (*lse.shape[:1], lse.shape[2], lse.shape[1], 1))
@@ -281,7 +281,7 @@ def _positions_fit(axis_name: AxisName, longest: tuple[int, int]) -> None:
 
 
 def _whole_columns(axis_name: AxisName, name: str, value: Any, columns: int, devices: int) -> None:
-    """Refuse a bias or a boolean mask that has this device's columns only, or one a chunk."""
+    """Refuse a bias or boolean mask with this device's columns only, or with one per chunk."""
     shape = getattr(value, "shape", ())
     if value is None or isinstance(value, Mask) or not shape or shape[-1] in (1, devices * columns):
         return

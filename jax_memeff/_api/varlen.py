@@ -107,17 +107,17 @@ def varlen_attention(
         cu_seqlens_k: ``[B + 1]`` integers, likewise.
         max_seqlen_q: A Python integer. Memory does not depend on it; time does a little.
         max_seqlen_k: A Python integer, likewise.
-        bias: As there, with ``[B, N, T, S] = [B, N, max_seqlen_q, max_seqlen_k]``.
-        mask: As there, with the same B, T and S; lengths of a ``Mask`` shorten the sequences, and
+        bias: As in ``dot_product_attention``, but T is ``max_seqlen_q`` and S is ``max_seqlen_k``.
+        mask: Likewise, with the same B, T and S; lengths of a ``Mask`` shorten the sequences, and
             segment ids are ``[total_q]`` and ``[total_k]``.
-        return_residual: As there.
-        return_max_logits: As there, of each sequence.
-        other arguments: As there. The rows and columns of ``offsets`` count within every sequence;
-            ``[B]`` of them are one for each sequence.
+        return_residual: As in ``dot_product_attention``.
+        return_max_logits: Likewise, of each sequence.
+        other arguments: Likewise. The rows and columns of ``offsets`` count within every sequence;
+            An array ``[B]`` has one for each sequence.
 
     Returns:
-        The output ``[total_q, N, Hv]`` in query's dtype. As there the logsumexp ``[total_q, N]``
-        and the largest scores ``[B, N]`` follow, in f32 (f64 for f64 inputs), if asked for.
+        The output ``[total_q, N, Hv]`` in query's dtype. The logsumexp ``[total_q, N]`` and the
+        largest scores ``[B, N]`` follow if asked for, in f32 (f64 for f64 inputs).
 
     Raises:
         ValueError: A shape, a static value, or a value of a NumPy array is wrong.

@@ -200,10 +200,10 @@ def _row_arrays(
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The tiles of a row read these: ``dout``, the logsumexp, and ``rowsum(dout * out) - dlse``.
+    """Arrays of a row for its tiles: ``dout``, the logsumexp, and ``rowsum(dout * out) - dlse``.
 
-    The last is D of the paper, by which dP of every element of the row is reduced. All are grouped
-    by key heads. In rows that are not live, the logsumexp is inf and the others are 0.
+    The last is D in the paper, which is subtracted from dP in every element of the row. All are
+    grouped by key heads. In rows that are not live, the logsumexp is inf and the others are 0.
     """
     dtype, kv_heads = problem.accumulator, problem.key.shape[1]
     dout = jnp.where(row_is_live[..., None], dout, 0)

@@ -58,8 +58,8 @@ class Tile(NamedTuple):
     scores: jax.Array
     """[B, K, G, rows, cols], -inf where invalid."""
     pull: Callable[[jax.Array, ArraysByIndex], tuple[jax.Array, ArraysByIndex]]
-    """From the gradient of the scores, and captured arrays as ``Problem.captured`` has them, to
-    the gradient of the scaled products and of these arrays."""
+    """A function from the gradient of the scores, and from captured arrays in the form of
+    ``Problem.captured``, to the gradients of the scaled products and of these arrays."""
     keep: jax.Array | None
     """Whether each probability is kept; None if all are."""
 

@@ -1,6 +1,6 @@
 """Operands with fewer batch indices than the call, and the index that each batch index reads.
 
-:class:`jax_memeff._call.options.Divisors` has the numbers.
+:class:`jax_memeff._call.options.Divisors` holds the divisors.
 """
 
 from __future__ import annotations

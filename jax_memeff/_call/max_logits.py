@@ -26,7 +26,7 @@ def of_heads(maxima: jax.Array, operands: Any) -> jax.Array:
     maxima = lax.stop_gradient(maxima)
     if not is_varlen(operands):
         return jnp.max(maxima, -2, initial=-jnp.inf)
-    # Tokens that are in no sequence have -inf, and may count for any.
+    # Tokens that are in no sequence have -inf, so they may count for any sequence.
     sequence = sequence_of_tokens(operands.sequences.query_starts, maxima.shape[0])
     of_sequences = functools.partial(
         jax.ops.segment_max,
@@ -34,5 +34,5 @@ def of_heads(maxima: jax.Array, operands: Any) -> jax.Array:
         num_segments=operands.scores[0],
         indices_are_sorted=True,
     )
-    # Head by head: a scatter has no rule for explicitly sharded heads, but its batching has.
+    # Head by head: a scatter has no rule for explicitly sharded heads, but its batching has one.
     return jax.vmap(of_sequences, 1, 1)(maxima)

@@ -2,7 +2,7 @@
 
 Code that handles operands without computing on them loops over :data:`OPERANDS`: batching,
 sharding, gradients, the buffers of the custom call. A new operand needs a field below, an entry in
-its feature (codegen/features), from which its row is made, and the code that computes with it.
+its feature (codegen/features), which makes its row, and the code that computes with it.
 """
 
 from __future__ import annotations

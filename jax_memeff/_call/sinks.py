@@ -66,7 +66,7 @@ def probabilities(operands: Any, options: Options, lse: jax.Array) -> jax.Array:
 
 
 def gradient(operands: Any, options: Options, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """-sum of exp(sink - lse) * delta over rows, and over the batch indices that have one sink."""
+    """-sum of exp(sink - lse) * delta over rows, and over the batch indices that share a sink."""
     sinks, batch = operands.sinks, batch_of(operands)
     shape = divisors.gradient_shape("sinks", sinks.shape, operands, options.divisors)
     own = probabilities(operands, options, lse)

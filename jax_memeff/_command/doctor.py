@@ -41,8 +41,8 @@ class Finding(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """``driver`` is the CUDA version of the driver, ``(12, 8)``, None without one; ``devices`` are
-    the compute capabilities of the GPUs that JAX sees, times ten.
+    """``driver`` is the CUDA version of the driver, such as ``(12, 8)``, or None without one;
+    ``devices`` are the compute capabilities of the GPUs that JAX sees, times ten.
     """
 
     driver: tuple[int, int] | None
@@ -107,7 +107,7 @@ def _package() -> Finding:
     text = f"{installed}, Python {platform.python_version()}"
     try:
         importlib.import_module("jax_memeff._cuda.export").register_targets()
-    except Exception as error:  # of a jaxlib, whatever it raises
+    except Exception as error:  # a jaxlib may raise anything
         return Finding("package", False, f"{text}: {error}", "pip install --upgrade jax jaxlib")
     return Finding("package", True, text)
 
@@ -136,7 +136,7 @@ def _plugin(machine: Machine) -> Finding:
 
 
 def _compiler(machine: Machine) -> Finding:
-    """Whether a kernel compiles, by parts that this driver can load the result of."""
+    """Whether a kernel compiles, with parts whose result this driver can load."""
     needed = machine.driver is not None
     missing = [part.title for part, place in parts.all_found().items() if place is None]
     try:
@@ -201,7 +201,7 @@ def _attention(machine: Machine) -> Finding:
         with jax.default_device(device):
             x = jnp.ones((1, 64, 2, 64), jnp.float16)
             finite = bool(jnp.isfinite(jax.jit(jax.grad(loss))(x)).all())
-    except Exception as error:  # of the driver, the compiler or JAX: whatever a call may raise
+    except Exception as error:  # the driver, the compiler and JAX may raise anything
         return Finding("attention", False, f"{type(error).__name__}: {error}", _install(machine))
     seconds = time.perf_counter() - start
     text = f"forward and backward on {device.device_kind} in {seconds:.1f} s, compilation included"

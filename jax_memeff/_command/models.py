@@ -1,8 +1,8 @@
 """The kernels that well-known models need, for ``python -m jax_memeff build --models``.
 
-They are those of calls with the shapes of these models: JAX traces the calls, and the lowering
-chooses kernels for them as it does in a program. Batch sizes and lengths are not part of a kernel;
-several are traced, because the work is divided in another way if there is little of it.
+A model needs the kernels of calls with its shapes: JAX traces the calls, and the lowering chooses
+kernels for them as it does in a program. Batch sizes and lengths are not part of a kernel; several
+are traced, because the work is divided differently if there is little of it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _LATENT_DIM, _ROTARY_DIM, _VALUE_DIM = 512, 64, 128
 def kernels(names: Sequence[str], archs: Sequence[str]) -> list[Job]:
     """The kernels of models, each once, for each architecture.
 
-    Raises ``ValueError`` if a name is none of ``MODELS``, and ``UnsupportedError`` if a call has no
+    Raises ``ValueError`` if a name is not in ``MODELS``, and ``UnsupportedError`` if a call has no
     kernel on an architecture.
     """
     for name in names:

@@ -31,7 +31,7 @@ from jax_memeff.codegen.spec import KernelSpec
 
 
 class Buffer(NamedTuple):
-    """An operand, or without a value a result; its layout is row-major by default."""
+    """An operand, or a result if it has no value; its layout is row-major by default."""
 
     name: str
     aval: Any
@@ -40,7 +40,7 @@ class Buffer(NamedTuple):
 
 
 def separate(avals: Operands | QkvPackedOperands) -> Operands:
-    """The types of three arrays where one array holds query, key and value."""
+    """The types of query, key and value as three arrays, even if one array holds them."""
     if isinstance(avals, QkvPackedOperands):
         return jax.eval_shape(QkvPackedOperands.separate, avals)
     return avals
@@ -62,11 +62,11 @@ def of_operands(
         elif name in ("query_segments", "key_segments"):
             buffers.append(computed(ctx, name, lambda *ids: jnp.stack(ids, 1), types, arrays))
         elif name in ("query_position", "key_position", *bounds.values()):
-            # XLA merges a broadcast scalar with what computes it: no launch more.
+            # XLA merges the broadcast of a scalar with its computation, so it costs no launch.
             repeated = functools.partial(jnp.broadcast_to, shape=(batch_of(avals),))
             buffers.append(computed(ctx, name, repeated, types, arrays))
         elif name == "key_starts" and pages_of(avals) is not None:
-            # No kernel reads it. Its zeros would be one more launch.
+            # No kernel reads it. Filling it with zeros would cost one more launch.
             buffers.append(Buffer(name, types[0], values.sequences.query_starts))
         elif functions.is_converted(types[0]):
             buffers.append(computed(ctx, name, functions.in_kernel_type, types, arrays))
@@ -85,7 +85,7 @@ def buffer_name(item: Item, bounds: Mapping[str, str]) -> str:
 
 
 def _conjunction(avals: Any, options: Options) -> Callable[..., jax.Array]:
-    """One boolean mask as it is; of several the "and", in the broadcast of their shapes."""
+    """A single boolean mask unchanged, or the "and" of several in the broadcast of their shapes."""
 
     def conjunction(*booleans: Any) -> Any:
         mask = dataclasses.replace(avals.mask, booleans=booleans)
@@ -101,7 +101,7 @@ def of_block_masks(
     shared: Divisors,
     specs: dict[str, KernelSpec],
 ) -> list[Buffer]:
-    """The block masks: which tiles of scores each kernel computes if masks are no intervals."""
+    """The block masks: which tiles of scores each kernel computes if masks are not intervals."""
     maps = {block_mask for spec in specs.values() for block_mask in spec.block_masks}
 
     def parts(x: Any) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ _DTYPES = {
 }
 
 _SPEC_DTYPES = {"tf32": "f32"}
-"""The dtypes of arrays of kernels that are named otherwise."""
+"""The dtype of the arrays of a kernel, if the kernel's own dtype has another name."""
 
 _DIMS = {
     **{operand.role: operand.dims for operand in features.operands()},
@@ -47,7 +47,8 @@ _DIMS = {
     "value_gradient": "B S K Hv",
     "bias_gradient": "B~ N? T? S?",
 }
-"""The arrays of a call; "..." for the others, workspaces, whose sizes only the seal covers."""
+"""The dims of the arrays of a call. Workspaces get "...", because only the seal covers their
+sizes."""
 
 _VARLEN_DIMS = {
     **{
@@ -65,11 +66,11 @@ _VARLEN_DIMS = {
     "key_gradient": "1 key_tokens K H",
     "value_gradient": "1 key_tokens K Hv",
 }
-"""The dims of the results of a forward, and of their gradients."""
+"""The dims of the arrays of a call with packed sequences."""
 
 
 def sealed_image(spec: KernelSpec, arch: str, code: bytes, buffers: Iterable[Buffer]) -> bytes:
-    """The code of a kernel behind its description, with a digest of both.
+    """The description of a kernel, then its code, then a digest of both.
 
     Args:
         spec: the kernel.
@@ -84,7 +85,7 @@ def sealed_image(spec: KernelSpec, arch: str, code: bytes, buffers: Iterable[Buf
 
 
 def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
-    """What the host library must know of a kernel, one line for each fact."""
+    """The facts of a kernel that the host library must know, one on each line."""
     lines = [
         f"arch {arch}",
         f"direction {spec.direction}",

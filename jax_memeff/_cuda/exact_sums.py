@@ -49,7 +49,7 @@ def scale(*leaves: jax.Array, tree: Any, options: Options) -> jax.Array:
     gradients = _largest(_root_mean_squares(dout), is_row)
     values = _largest(_root_mean_squares(operands.value), _valid_keys(operands))
     outputs = _largest(_root_mean_squares(out), is_row)
-    # Each product is of finite numbers, because 0 * inf is NaN.
+    # Only finite numbers are multiplied, because 0 * inf is NaN.
     bound = gradients * values * options.kept_scale + gradients * outputs
     bound *= dout.shape[-1]
     if dlse is not None:

@@ -89,7 +89,7 @@ def _lower_forward(
     options: Options,
     filled: Sequence[Any] = (),
 ):
-    """One call of kernels. It writes into ``filled``, results of the tokens of no sequence."""
+    """One call of kernels, into ``filled``, which holds the results of tokens of no sequence."""
     avals = buffers.separate(types)
     specs = kernels(avals, options, needs_grad=None)
     inputs = buffers.of_operands(ctx, types, operands, options)
@@ -118,7 +118,7 @@ def _lower_forward(
         return found
 
     def of_rows_with_keys(logsumexp: jax.Array, maxima: jax.Array) -> jax.Array:
-        # The kernels leave those beyond the lengths unwritten.
+        # The kernels do not write the maxima of rows beyond the lengths.
         return jnp.where(logsumexp == -jnp.inf, -jnp.inf, maxima)
 
     out, *rows = found
@@ -329,7 +329,7 @@ def _require_lengths(avals: Operands) -> None:
 
 
 def _scores(avals: Operands, options: Options) -> dict[str, Any]:
-    """What ffi/src/launch/call.h documents: ScoreScale, the windows of MaskParams, and so on."""
+    """The attributes in ffi/src/launch/call.h: ScoreScale, the windows of MaskParams, and so on."""
     scale, cap = options.scale, options.soft_cap
     log2e = math.log2(math.e)
     if options.score_function is not None:
@@ -365,7 +365,7 @@ def _scores(avals: Operands, options: Options) -> dict[str, Any]:
 
 
 def _divisors(avals: Operands, options: Options) -> dict[str, int]:
-    """The divisors of the buffers, by name; that of others is 1."""
+    """The divisors of the buffers, by name; a buffer without an entry has 1."""
     own = options.divisors
     _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
     bounds = traced_windows.buffer_names(avals.mask)

@@ -64,7 +64,7 @@ def mask(text: str) -> Mask:
     """The mask of a function, with the arrays that it reads.
 
     Args:
-        text: ``"MODULE:NAME"``, as :func:`asked` has it.
+        text: ``"MODULE:NAME"``, as :func:`asked` takes it.
 
     Raises:
         ValueError: the name cannot be imported.

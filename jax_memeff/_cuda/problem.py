@@ -25,8 +25,8 @@ _DTYPES: dict[str, Dtype] = {
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call as the code generator's features see it: each reads whether it is asked for
-    (``asked_by`` in codegen/features).
+    """A call as the code generator's features see it. Each feature finds here whether the call asks
+    for it (``asked_by`` in codegen/features).
     """
 
     operands: Operands
@@ -52,7 +52,7 @@ class Call:
 
     @property
     def broadcasts_batch(self) -> bool:
-        """Whether some batch indices, and not all, have an operand in common."""
+        """Whether some batch indices, but not all, share an operand."""
         avals, options = self.operands, self.options
         batch = avals.scores[0]
         own = {divisors.combined(avals.mask, options.divisors, batch)[0]}
@@ -81,7 +81,7 @@ class Call:
 
     @property
     def bias_alignment(self) -> int:
-        """Bytes, up to 16, that every row of the bias starts at a multiple of."""
+        """The alignment in bytes, up to 16, at which every row of the bias starts."""
         return bias_alignment(self.operands)
 
     @property
@@ -111,6 +111,6 @@ def _dtype(avals: Operands, options: Options) -> Dtype:
 
 
 def bias_alignment(avals: Operands) -> int:
-    """Bytes, up to 16, that every row of the bias starts at a multiple of."""
+    """The alignment in bytes, up to 16, at which every row of the bias starts."""
     bias = avals.bias
     return 16 if bias is None else math.gcd(16, bias.shape[3] * bias.dtype.itemsize)

@@ -1,7 +1,7 @@
 """Windows whose bounds are data, as a part of the mask function of a kernel.
 
-A bound is a captured array without dims of the user, so a kernel reads the number of its batch
-index. A bottom-right window reads lengths in the same way, or has T and S as literals.
+A bound is a captured array without any dims of the user's, so a kernel reads one number for each
+batch index. A bottom-right window reads lengths in the same way, or has T and S as literals.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SIDES = ("left", "right")
 
 
 def buffer_names(mask: Mask) -> dict[str, str]:
-    """The buffers of the bounds, by the paths of these in the operands."""
+    """The buffers of the bounds, by the paths of the bounds in the operands."""
     return {
         f"mask.traced_windows.{index}.{side}": f"window{index}_{side}"
         for index, window in enumerate(mask.traced_windows)
@@ -58,7 +58,8 @@ _ALWAYS = Program((Value("constant", "bool", (), (("value", True),)),), (0,), ()
 def conjunction(
     base: Program | None, mask: Mask, scores: tuple[int, int, int, int], is_varlen: bool
 ) -> tuple[Program | None, tuple[str, ...]]:
-    """``base`` and the traced windows of a mask, and the buffers of the arrays behind its own.
+    """``base`` and the traced windows of a mask; and the buffers of the arrays after those of
+    ``base``.
 
     Args:
         base: the mask's function, with the values of its literals; None is true.

@@ -71,7 +71,7 @@ MOVES: dict[str, Callable[..., np.ndarray | list[np.ndarray]]] = {
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
     "unstack": lambda params, x: list(np.moveaxis(x, params["axis"], 0)),
 }
-"""From the parameters and the operands to the result, or to the list of results."""
+"""A function from the parameters and the operands to the result, or to the list of results."""
 
 
 _REDUCTIONS = {
@@ -180,5 +180,5 @@ COMBINATIONS: dict[str, Callable[..., np.ndarray]] = {
     "argmin": _arg_extremum,
     "dot_general": _dot,
 }
-"""From the graph, the primitive's name and parameters, the dtype of the result and the operands to
-the elements of the result."""
+"""A function from the graph, the primitive's name and parameters, the dtype of the result and the
+operands to the elements of the result."""

@@ -1,4 +1,4 @@
-"""From a graph to a program that is equal for equal functions."""
+"""Turns a graph into a program; equal functions give equal programs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def needed(values: Sequence[Value], results: Sequence[int], keep_custom: bool = 
 
 
 def graph_of(program: Program) -> tuple[Graph, list[int]]:
-    """A graph with the values of a program, ``custom`` ones left out, and where each of them is."""
+    """A graph of a program's values without ``custom`` ones, and the place of each value in it."""
     graph, place = Graph(), list[int]()
     for value in program.values:
         if value.op == "custom":

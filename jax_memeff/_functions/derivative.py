@@ -1,4 +1,4 @@
-"""The derivatives of a score function by the score and by the floats that it reads.
+"""The derivatives of a score function with respect to the score and the floats that it reads.
 
 They are JAX's own: the function of scalars is differentiated by ``jax.vjp`` and traced again.
 """
@@ -25,7 +25,7 @@ _ARGUMENTS = (*INPUTS, "literal", "size", "read")
 def with_derivatives(
     function: Program, calls: Sequence[CustomCall]
 ) -> tuple[Program, tuple[int, ...]]:
-    """The program with its derivatives behind its result, and its arrays by their old indices.
+    """The program with its derivatives after its result, and its arrays by their old indices.
 
     Args:
         function: one result; it may have ``custom`` values.

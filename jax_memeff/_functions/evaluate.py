@@ -38,8 +38,8 @@ def evaluate(
         score: floats of any shape; None for a mask function.
         batch, head, query, key: int32, of shapes that broadcast with that of the score.
         arrays: the captured arrays, of the user's shapes.
-        valid: bools; derivatives are 0 at elements that are not valid. Elsewhere than in the domain
-            of the function they may be NaN, also if the cotangent is 0.
+        valid: bools; derivatives are 0 at elements that are not valid. Outside the domain of the
+            function they may be NaN, even if the cotangent is 0.
 
     Returns:
         The program's score dtype or bool, of the shape to which all arguments broadcast.
@@ -59,7 +59,7 @@ def evaluate(
 
     @jax.custom_jvp
     def function(floats: list[Any], others: dict[int, Any], valid: Any) -> jax.Array:
-        del valid  # an argument because the rule may be traced when this call has ended
+        del valid  # an argument because the rule may be traced after this call has ended
         (value,) = given.replaced(floats, others).results(program.results[:1])
         return jnp.broadcast_to(value, given.shape)
 
@@ -94,7 +94,7 @@ def derivatives(
     key: ArrayLike,
     arrays: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """The derivatives at each score: by the score, and by each of ``program.float_reads``.
+    """The derivatives at each score, with respect to it and to each of ``program.float_reads``.
 
     Arguments and shapes are those of :func:`evaluate`.
     """
@@ -159,7 +159,7 @@ class _Given:
         return [self._score, *(self._known[index] for index in floats)], others
 
     def replaced(self, floats: Sequence[Any], others: Mapping[int, Any]) -> _Given:
-        """The same with other arrays in the places that :meth:`parts` has."""
+        """The same values with other arrays in place of the results of :meth:`parts`."""
         score, *reads = floats
         new = copy.copy(self)
         new._score = score

@@ -223,7 +223,7 @@ class Graph:
         return None
 
     def _rounds_down(self, signs: int, remains: int) -> bool:
-        """Whether two predicates say that ``x // n`` is below ``x / n`` rounded to zero, x, n >= 0.
+        """Whether two predicates say that ``x // n`` is below ``x / n`` truncated, with x, n >= 0.
 
         ``jnp.floor_divide`` computes ``sign(x) != sign(n)`` and ``rem(x, n) != 0``.
         """

@@ -1,6 +1,6 @@
 """Index operations of lax: they narrow a view of a captured array, or choose from scalars.
 
-Each rule returns None if the view does not stay one; its elements are then read one by one.
+Each rule returns None if the result is no longer a view; its elements are then read one by one.
 """
 
 from __future__ import annotations
@@ -204,4 +204,4 @@ RULES: dict[str, Callable[..., Indexed | None]] = {
     "squeeze": _squeezed,
     "transpose": _transposed,
 }
-"""From the graph, the parameters, the operand and the indices to the part."""
+"""A function from the graph, the parameters, the operand and the indices to the part."""

@@ -58,7 +58,7 @@ class Interpreter:
     """Replays jaxprs into a graph.
 
     Args:
-        custom_rules: whether calls with derivative rules of their own are noted. Without, they are
+        custom_rules: whether calls with derivative rules of their own are noted. If not, they are
             replaced by their equations.
         structural: whether all numbers belong to the structure, as those of derivative rules do.
     """
@@ -118,7 +118,7 @@ class Interpreter:
         for equation in jaxpr.eqns:
             self._nested.append((jaxpr, equation))
             results = self._equation(equation, [value(atom) for atom in equation.invars])
-            self._nested.pop()  # not if it raises: line is about what raised
+            self._nested.pop()  # not if it raises: ``line`` names what raised
             known.update(zip(equation.outvars, results, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 

@@ -42,7 +42,7 @@ _TOTAL_ORDER = {"eq_to": "eq", "le_to": "le", "lt_to": "lt"}
 
 
 _COMPOSITE = ("log2", "one_minus_square", "polynomial")
-"""Primitives that JAX has since 0.11 or 0.12, and their programs: :func:`_composite`."""
+"""Primitives that JAX has had since 0.11 or 0.12, and their programs: :func:`_composite`."""
 
 
 def is_elementwise(name: str) -> bool:

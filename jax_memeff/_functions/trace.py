@@ -1,4 +1,4 @@
-"""From a user's function to a program, and the arrays that the function closes over."""
+"""Traces a user's function to a program and the arrays that the function closes over."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def traced_score_function(
         user's arrays or, if the function computes with arrays before it indexes them, the results.
 
     Raises:
-        TypeError: if it is no function of five arguments, its result is no float, or it uses a
-            traced value as a Python number.
-        ValueError: if the result is no scalar.
+        TypeError: if it is not a function of five arguments, its result is not a float, or it uses
+            a traced value as a Python number.
+        ValueError: if the result is not a scalar.
         UnsupportedError: if a part of it has no scalar form.
 
     >>> slopes = jax.numpy.array([0.5, 0.25])

@@ -55,7 +55,7 @@ class View:
     """The dtype of the array, and those that it was converted to."""
     fill_value: Any = None
     guards: tuple[tuple[int, Any], ...] = ()
-    """Predicates, and what an element is if its predicate is false."""
+    """Predicates, and the value of an element if its predicate is false."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ def window(
     mode: str,
     fill_value: Any = None,
 ) -> View:
-    """A part of a view: of each axis ``sizes`` elements from ``starts`` on.
+    """A part of a view: ``sizes`` elements of each axis, from ``starts`` on.
 
     Args:
         starts: int32 values of the graph.

@@ -2,8 +2,8 @@
 
 - ``attention_fwd`` has the tangent ``attention_tangent``, linear in the operands' tangents;
 - the transpose of ``attention_tangent`` is ``attention_bwd``, and the other way round;
-- in arguments in which they are not linear, both are differentiated through their form in plain JAX
-  (``_blockwise/derivatives.py``), any number of times.
+- with respect to arguments in which they are not linear, both are differentiated through their form
+  in plain JAX (``_blockwise/derivatives.py``), any number of times.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def unpack(packed: jax.Array, like: Any) -> Any:
 
 
 def _unit(leaves: Sequence[jax.Array]) -> Any:
-    """A dtype as which the bits of every array can be read."""
+    """A dtype in which the bits of every array can be read."""
     dtypes = {leaf.dtype for leaf in leaves}
     if len(dtypes) == 1:
         return dtypes.pop()

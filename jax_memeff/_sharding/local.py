@@ -1,6 +1,6 @@
 """The part of a sharded call that one device computes.
 
-The local arrays of a device are a smaller problem of the same kind, with two exceptions:
+The local arrays of a device are a smaller problem of the same kind, with three exceptions:
 
 - If the number of devices along the query heads does not divide the key heads, a device has more
   key heads than it needs. It takes those that its query heads read, by its index in the mesh, and

@@ -51,8 +51,8 @@ def attention_fn(
 ) -> jax.Array:
     """Exact attention with linear memory, as the ``attention_fn`` of a Flax module.
 
-    Passes unchanged to ``flax.linen.MultiHeadDotProductAttention`` and
-    ``flax.nnx.MultiHeadAttention``, decoding with their caches included:
+    Pass it unchanged to ``flax.linen.MultiHeadDotProductAttention`` and
+    ``flax.nnx.MultiHeadAttention``. Decoding with their caches works, too:
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import nnx
@@ -198,7 +198,7 @@ def _flatten_batch(name: str, array: jax.Array) -> jax.Array:
     One flat dimension can be sharded over the axes of the outermost batch dimensions only.
 
     Raises:
-      ValueError: an explicit mesh axis shards a batch dimension behind one that is whole.
+      ValueError: an explicit mesh axis shards a batch dimension that follows a whole one.
     """
     spec, first_whole = jax.typeof(array).sharding.spec, None
     for dim, axes in enumerate(spec[:-3]):

@@ -41,8 +41,8 @@ class Backward(Kernel):
         }
 
     def bias_sum_rows(self, spec: KernelSpec) -> int:
-        """Sums of the gradient of a bias that is broadcast over rows, for each tile of keys and
-        (batch, head) slice, if they have an order.
+        """How many rows of sums each tile of keys of a (batch, head) slice has for the gradient of
+        a bias that is broadcast over rows, if the sums have an order.
         """
         raise NotImplementedError
 

@@ -173,7 +173,7 @@ def _rows_in_use(operands: Operands, side: str) -> np.ndarray:
 def _segments(operands: Operands) -> None:
     """Refuse queries whose ids no key of their batch index has.
 
-    Large ids are several pairs, and so are several masks: a key must match in all of them.
+    Large ids become several pairs, and so do several masks. A key must match in all of them.
     """
     query_ids, key_ids = (
         np.stack([np.asarray(ids) for ids in side], -1)
@@ -188,7 +188,7 @@ def _segments(operands: Operands) -> None:
             row, end = operands.sequences.query_starts[batch : batch + 2]
             first, last = operands.sequences.key_starts[batch : batch + 2]
             queries, keys, valid = query_ids[0, row:end], key_ids[0, first:last], in_use[0, row:end]
-        # [queries and keys, pairs] to one number for each distinct row.
+        # Give each distinct row of [queries and keys, pairs] one number.
         joined = np.concatenate([queries, keys])
         numbers = np.unique(joined, axis=0, return_inverse=True)[1].ravel()
         of_queries, of_keys = np.split(numbers, [len(queries)])

@@ -44,7 +44,7 @@ def picture(
     Args:
         batch, head: the (batch, head) slice to draw.
         arch: an architecture such as ``"sm_90a"``: the picture then has the tiles of the forward
-            kernel that this call gets there. None is tiles of 128 x 128.
+            kernel that this call gets there. None means tiles of 128 x 128.
 
     Returns:
         The picture; call its ``show()`` or ``plot()``.

@@ -242,9 +242,9 @@ def prepare(
 def _of_step(lengths: jax.Array, columns: int) -> Sequences:
     """The sequences of a decode step, with one row each. A row without a token is a gap.
 
-    XLA would launch two or three kernels of 2 µs each for clipped lengths, counts and starts, and
-    the attention of a small step takes 10. So starts are constants. The number of tokens is the
-    length clamped to 1, and both lengths are clamped where they are read.
+    XLA would launch two or three kernels of 2 µs each for clipped lengths, counts and starts, but
+    the attention of a small step takes only 10 µs. So starts are constants. The number of tokens is
+    the length clamped to 1, and both lengths are clamped where they are read.
     """
     starts = jnp.asarray(np.arange(lengths.shape[0] + 1, dtype=np.int32))
     return Sequences(starts, starts, lengths, lengths, 1, columns)

@@ -19,7 +19,7 @@ from jax_memeff._call.mask.window import TracedWindow
 def require_possible(mask: Mask) -> None:
     """Raise for conditions that paged calls do not take: lengths, computed blocks, segment ids.
 
-    They are as wrong under ``|`` and ``~``, whose masks are checked likewise.
+    They are wrong under ``|`` and ``~``, too, so those masks are also checked.
 
     Raises:
         ValueError: names the condition and its replacement.

@@ -2,8 +2,8 @@
 
 Segment ids are compared by the range of ids in a tile, windows by the corners of a tile. A boolean
 array is read once. A mask function is evaluated on the bounds (``bounds.py``) of parts of a tile,
-which are single elements where the scores are few. No array of the size of the scores is stored,
-and no loop waits for the device: on a GPU a loop that ends by its data costs 0.2 ms.
+which are single elements if there are few scores. No array of the size of the scores is stored, and
+no loop waits for the device: on a GPU a loop whose end depends on its data costs 0.2 ms.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NONE, ALL, SOME = 0, 1, 2
 """Whether none, all or some elements of a tile are valid. SOME is always safe."""
 
 _MOST_EVALUATIONS = 2**22
-"""A mask function is evaluated on at most this many parts of tiles, some microseconds on a GPU;
-and on one part of each tile, if there are more tiles."""
+"""A mask function is evaluated on at most this many parts of tiles, which takes some microseconds
+on a GPU. If there are more tiles, it is evaluated on one part of each."""
 
 
 class Tiling(NamedTuple):
@@ -222,7 +222,7 @@ def _of_parts(
 
 
 def _part(tile: tuple[int, int], most: int) -> tuple[int, int]:
-    """Rows and columns of the smallest parts of which a tile has at most ``most``.
+    """Rows and columns of the smallest parts that divide a tile into at most ``most``.
 
     >>> _part((128, 80), 10**6), _part((128, 80), 1280), _part((128, 80), 40), _part((128, 80), 1)
     ((1, 1), (4, 5), (16, 20), (128, 80))

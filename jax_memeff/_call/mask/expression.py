@@ -75,7 +75,7 @@ def compiled(mask: Mask, frame: Frame) -> Mask:
     """A canonical mask with at most one function, whose arrays are ``[1, ...]``, and no ``~``.
 
     Args:
-        mask: canonical, but for its functions.
+        mask: canonical, except for its functions.
         frame: the place of the call; its lengths are those of the whole mask.
     """
     if not (mask.functions or mask.excluded or mask.block_lists):
@@ -83,7 +83,7 @@ def compiled(mask: Mask, frame: Frame) -> Mask:
     if len(mask.functions) == 1 and not (mask.excluded or mask.block_lists):
         program, arrays = mask.functions[0], mask.captured
     else:
-        # The other conditions of the mask itself bound loads, and stay what they are.
+        # The other conditions of the mask itself bound loads, and do not change.
         own = type(mask)(
             functions=mask.functions,
             captured=mask.captured,
@@ -102,9 +102,9 @@ def compiled(mask: Mask, frame: Frame) -> Mask:
 
 
 def with_rows_from(mask: Mask, first: jax.Array, B: int, T: int, S: int) -> Mask:
-    """The same mask if row 0 of its functions, and of windows under ``~``, is ``first``.
+    """The same mask, with row 0 of its functions and of windows under ``~`` at row ``first``.
 
-    As in a cache, the last row is then that of the last column.
+    As in a cache, the last row is then at the position of the last column.
 
     Args:
         mask: not canonical.
@@ -178,7 +178,7 @@ def _windows(mask: Mask, element: Element, place: Element, frame: Frame) -> list
 
 
 def _id(ids: jax.Array, batch: jax.Array, index: jax.Array, starts: jax.Array | None) -> jax.Array:
-    """The id of a row or column, of ids [B, positions], or [1, tokens] of packed sequences."""
+    """The id of a row or column, from ids [B, positions], or [1, tokens] for packed sequences."""
     if starts is None:
         return ids[batch, index]
     return ids[0, starts[batch] + index]

@@ -44,7 +44,7 @@ class Mask:
 
     Lengths that ``&`` alone combines bound what is loaded, and say which rows and columns exist:
     no other mask makes a row or column beyond them valid, and a ``"bottom_right"`` window ends at
-    them. Under ``|`` or ``~`` lengths are a test of elements as any other.
+    them. Under ``|`` or ``~`` lengths are a test of elements like any other.
 
     Masks without arrays are equal if their windows and functions are, and can be static arguments
     of ``jax.jit``. Masks with arrays have no order, no hash and no ``==``.
@@ -74,7 +74,7 @@ class Mask:
     functions: tuple[Program, ...] = dataclasses.field(default=(), metadata={"static": True})
     """Functions of (batch, head, row, column) that must hold."""
     captured: tuple[jax.Array, ...] = ()
-    """The arrays that the functions read, of one function after the other."""
+    """The arrays that the functions read, one function after the other."""
     excluded: tuple[Mask, ...] = ()
     """Masks of which no element may be valid: ``~a`` excludes a, and ``a | b`` excludes a mask that
     excludes both."""
@@ -125,16 +125,16 @@ class Mask:
 
     @staticmethod
     def window(left: Bound, right: Bound, alignment: Alignment = "top_left") -> Mask:
-        """Row t attends to columns ``t + d - left`` to ``t + d + right``; None is no bound.
+        """Row t attends to columns ``t + d - left`` to ``t + d + right``; None means no bound.
 
         ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch index for
         ``"bottom_right"``. Bounds may be negative: ``Mask.window(4, -2)`` is 4 to 2 columns before.
-        They may be traced, for layers of one ``jax.lax.scan`` that have different windows; then a
-        large number is no bound.
+        They may be traced, for layers of one ``jax.lax.scan`` that have different windows; a large
+        number then stands for no bound.
 
         Raises:
             TypeError: a bound is not an integer.
-            ValueError: the alignment is neither of the two, or a traced bound is no scalar.
+            ValueError: the alignment is neither of the two, or a traced bound is not a scalar.
 
         >>> Mask.window(1, 0).as_array(1, 1, 3, 3)[0, 0].astype(int)
         Array([[1, 0, 0],
@@ -276,11 +276,11 @@ class Mask:
                 ring attention); with packed sequences the batch index is the sequence, and row and
                 column count within it.
 
-        It is traced here, once: it sees later changes of arrays and of Python variables no more.
+        It is traced here, once, so later changes of arrays and of Python variables have no effect.
         The arrays have no gradient.
 
         Raises:
-            TypeError: it is no function of four arguments, or its result is not a bool scalar.
+            TypeError: it is not a function of four arguments, or its result is not a bool scalar.
             jax_memeff.UnsupportedError: it is not a function of scalars; the text says why.
 
         >>> import jax.numpy as jnp

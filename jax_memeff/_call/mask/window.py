@@ -62,7 +62,7 @@ class TracedWindow:
         return TracedWindow(_traced("left", left), _traced("right", right), alignment)
 
     def moved(self, distance: int) -> TracedWindow:
-        """The same window, aligned top-left; its diagonal is ``distance`` to the right of that."""
+        """The same window, aligned top-left; its diagonal is ``distance`` further to the right."""
         return TracedWindow(
             None if self.left is None else self.left - distance,
             None if self.right is None else self.right + distance,

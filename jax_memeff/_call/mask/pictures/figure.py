@@ -19,10 +19,10 @@ _COLORS = {
     "valid in a partial tile": "#6baed6",
     "full tile": "#08519c",
 }
-"""By what an element is, in the order of the numbers in the image."""
+"""The color of each kind of element, in the order of the numbers in the image."""
 
 _MOST_LINES = 64
-"""More tiles along an axis have no lines between them."""
+"""With more tiles along an axis, no lines are drawn between them."""
 
 
 def drawing(picture: Picture, axes: Any = None) -> Any:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from jax_memeff._call.mask.mask import Mask
 
 MOST_ELEMENTS = 512
-"""Rows, and columns, that a picture holds. Of more, it holds this many, evenly spaced."""
+"""The most rows, and columns, that a picture holds. If there are more, it holds this many, evenly
+spaced."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,8 +44,7 @@ class Picture:
     valid: np.ndarray
     """bool [r, c]: whether these elements are valid."""
     values: np.ndarray | None = None
-    """float [r, c]: what a score of 0 becomes by the score function and the bias, if there are
-    any."""
+    """float [r, c]: what the score function and the bias make of a score of 0, if there are any."""
     title: str = ""
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
 """The class of each tile of scores: kernels skip it, compute it, or compute and test it.
 
-Windows and lengths are the rules of ``IntervalMask`` in ffi/include/memeff/mask/interval.cuh,
-written once more here, and a test compares the two; all other conditions come from the block mask
-that kernels read.
+The rules for windows and lengths repeat those of ``IntervalMask`` in
+ffi/include/memeff/mask/interval.cuh, and a test compares the two. All other conditions come from
+the block mask that kernels read.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def _convert(value: Value, args: list[Range], numbers: list[Any]) -> Range | Non
     found = _converted(a, target)._replace(width=1 if source == "bool" else a.width)
     if source == "bool" or target.startswith("float"):
         return found
-    # Numbers that the target does not hold wrap around, and their order with them.
+    # Numbers outside the target's range wrap around, which changes their order.
     held, limits = np.iinfo(source), np.iinfo(target)
     least = np.asarray(max(held.min, limits.min), source)
     most = np.asarray(min(held.max, limits.max), source)

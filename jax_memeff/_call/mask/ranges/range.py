@@ -62,7 +62,7 @@ class Range(NamedTuple):
 
 
 Rule = Callable[[Value, list[Range], list[Any]], Range | None]
-"""As :func:`applied`, for operands of which some are not exact; None if the range is unbounded."""
+"""Like :func:`applied`, if some operands are not exact; None if the range is unbounded."""
 
 
 def dtype_of(x: Range) -> str:
