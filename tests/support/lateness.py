@@ -1,11 +1,14 @@
-"""Kernels with random delays, and with as many stages as a test asks for."""
+"""Kernels with random delays, and with as many stages as a test asks for; their bits in many runs."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from attention_case import Case
 
@@ -71,3 +74,32 @@ def kernels(case: Case) -> list[KernelSpec]:
             found += cuda.kernels(operands, case.options, needs_grad).values()
     assert all(spec.family == "sm90" for spec in found)
     return found
+
+
+def count_other_runs(
+    run: Callable[[Any, jax.Array], dict[str, jax.Array]], arrays: Any, repeats: int
+) -> dict[str, int]:
+    """The number of runs in which each result differed from the first run.
+
+    ``run`` takes the arrays and an integer that is zero whenever the program runs. XLA does not
+    know this: it would compute results that depend on the arrays alone once for all runs.
+    """
+
+    @jax.jit
+    def count(arrays: Any, zero: jax.Array) -> dict[str, jax.Array]:
+        def compare(index: jax.Array, counts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            other = run(arrays, index * zero)
+            return {
+                name: counts[name] + jnp.any(_bits(other[name]) != _bits(first[name]))
+                for name in counts
+            }
+
+        first = run(arrays, jnp.int32(0))
+        return jax.lax.fori_loop(1, repeats, compare, dict.fromkeys(first, jnp.int32(0)))
+
+    found = count(jax.tree.map(jnp.asarray, arrays), jnp.int32(0))
+    return {name: int(times) for name, times in found.items()}
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(array, {2: jnp.uint16, 4: jnp.uint32}[array.itemsize])
