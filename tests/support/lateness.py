@@ -1,4 +1,4 @@
-"""Kernels with random delays, and with as many stages as a test asks for; their bits in many runs."""
+"""Kernels with random delays and as many stages as a test asks for; their bits in many runs."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_every_hunt_has_kernels_of_hopper(hunt, monkeypatch, fake_compiler):
     with lateness.set_stages(hunt.stages):
         run = jax.jit(functools.partial(results, hunt))
         run.trace(hunt.drawn(), jnp.int32(0)).lower(lowering_platforms=("cuda",))
-    families = {spec.operation: spec.family for spec, _ in fake_compiler}
+    families = {spec.direction: spec.family for spec, _ in fake_compiler}
     # The backward that sums elements of arrays at head dim 256 is one of Ampere.
     own = {"sm80"} if hunt.head_dim == 256 and hunt.arrays else {"sm90"}
     assert families.pop("forward") == "sm90"
