@@ -256,7 +256,8 @@ class FmhaFwdSm90(WgmmaKernel):
         add up, and what controls them.
 
         Each buffer has two barriers; a buffer of queries has two for each 64 rows. The ring of the
-        next work tiles also has a work tile for each of its buffers.
+        next work tiles also has a work tile for each of its buffers, and two more barriers, which
+        say when to take the next one.
         """
         tile = _tile(spec)
         row_warpgroups = self.consumers(spec) // tile.consumer_groups
@@ -265,7 +266,7 @@ class FmhaFwdSm90(WgmmaKernel):
             self.operand_bytes(spec, tile.key, columns)
             for columns in (spec.padded_head_dim, spec.padded_value_dim)
         )
-        buffers = tile.query_stages * row_warpgroups + 2 * tile.stages + _TILE_RING
+        buffers = tile.query_stages * row_warpgroups + 2 * tile.stages + 2 * _TILE_RING
         control = buffers * shared_memory.PIPELINE_BYTES + _TILE_RING * _WORK_TILE_BYTES
         bias = spec.computing_threads // 32 * shared_memory.bias_bytes(spec, 16)
         operands = tile.query_stages * queries + tile.stages * (keys + values)

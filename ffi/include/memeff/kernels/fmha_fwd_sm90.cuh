@@ -1,9 +1,10 @@
 // Attention forward for Hopper: TMA, wgmma and warp specialization, one persistent CTA an SM.
 //
-// The last warpgroup is the producer: one thread each copies queries, keys and values into rings of
-// buffers. Each of the other warpgroups, a consumer, owns 64 query rows of a work tile and walks
-// its KV blocks from right to left. Inside a consumer, the scores of the next KV block are computed
-// together with the product of this block's probabilities, and the softmax runs under both:
+// The last warpgroup is the producer: one thread hands out work tiles, and one each copies queries,
+// keys and values into rings of buffers. Each of the other warpgroups, a consumer, owns 64 query
+// rows of a work tile and walks its KV blocks from right to left. Inside a consumer, the scores of
+// the next KV block are computed together with the product of this block's probabilities, and the
+// softmax runs under both:
 //
 //   issue S(j+1) = Q K(j+1)^T | issue O += P(j) V(j) | wait S(j+1) | softmax | wait O | P(j+1)
 //
@@ -114,6 +115,7 @@ struct FmhaForwardSm90 {
     Pipeline<kStages> key;
     Pipeline<kStages> value;
     Pipeline<kWorkTileStages> work_tile;
+    Pipeline<kWorkTileStages> next_tile;  // whether the one after a work tile may be taken
     WorkTile work_tiles[kWorkTileStages];
   };
   static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
@@ -158,7 +160,8 @@ struct FmhaForwardSm90 {
       for (auto& query : control.query) query.init(kConsumerWarps / kRowWarpgroups);
       control.key.init(kConsumerWarps / kConsumerGroups);
       control.value.init(kConsumerWarps / kConsumerGroups);
-      control.work_tile.init(kConsumerWarps + 2);
+      control.work_tile.init(kConsumerWarps + 3);
+      control.next_tile.init(1);
       fence_barrier_init();
     }
     __syncthreads();
@@ -166,15 +169,16 @@ struct FmhaForwardSm90 {
       lower_registers<kProducerRegisters>();
       switch (threadIdx.x - kConsumers) {
         case 0:
-          Producer::produce_queries(params, operands, control, tiles);
+          Producer::produce_work_tiles(params, control);
           break;
         case kWarpSize:
-          Producer::produce_tiles(params, control, control.key, tiles + kKeyOffset,
-                                  [&](auto... work_tile) { return operands.keys(work_tile...); });
+          Producer::produce_queries(operands, control, tiles);
           break;
         case 2 * kWarpSize:
-          Producer::produce_tiles(params, control, control.value, tiles + kValueOffset,
-                                  [&](auto... work_tile) { return operands.values(work_tile...); });
+          Producer::produce_keys(params, operands, control, tiles + kKeyOffset);
+          break;
+        case 3 * kWarpSize:
+          Producer::produce_values(params, operands, control, tiles + kValueOffset);
           break;
       }
     } else {

@@ -1,5 +1,5 @@
-// The producer of kernels/fmha_fwd_sm90.cuh: one thread copies queries and hands out work tiles,
-// one copies keys, and one values.
+// The producer of kernels/fmha_fwd_sm90.cuh: one thread hands out work tiles, and one each copies
+// queries, keys and values.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -22,10 +22,8 @@ struct ForwardProducerSm90 {
   static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr int kWorkTileStages = Kernel::kWorkTileStages;
 
-  // The thread that hands out work tiles, and copies their queries.
-  CUTE_DEVICE static void produce_queries(ForwardParams const& params, Operands const& operands,
-                                          Control& control, uint32_t tiles) {
-    PipelineStage<kQueryStages> query;
+  // The thread that hands out work tiles.
+  CUTE_DEVICE static void produce_work_tiles(ForwardParams const& params, Control& control) {
     PipelineStage<kWorkTileStages> slot;
     Scheduler::begin(params);
     int number = int(blockIdx.x);
@@ -36,49 +34,90 @@ struct ForwardProducerSm90 {
         number = Scheduler::next(params);
         work_tile = numbered_work_tile(params, number);
       }
-      WorkItem const& item = work_tile.item;
       control.work_tile.acquire(slot);
       control.work_tiles[slot.index] = work_tile;
       control.work_tile.commit(slot);
+      if (work_tile.item.batch < 0) break;
+      control.next_tile.wait(slot);
       slot.advance();
-      if (item.batch < 0) break;
-      CUTE_UNROLL
-      for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
-        operands.load_queries(item, work_tile.query_length, warpgroup,
-                              control.query[warpgroup].acquire(query, Operands::kQueryBytes),
-                              tiles + query.index * Operands::kQueryBufferBytes);
-      }
-      query.advance();
       number = Scheduler::next(params);
     }
     Scheduler::finish(params);
   }
 
-  // The thread that copies keys, and the one that copies values; `rows_of` says which a work tile
-  // has.
-  template <class RowsOf>
+  // The thread that copies queries.
+  CUTE_DEVICE static void produce_queries(Operands const& operands, Control& control,
+                                          uint32_t buffers) {
+    PipelineStage<kQueryStages> query;
+    PipelineStage<kWorkTileStages> slot;
+    while (true) {
+      WorkTile const work_tile = Kernel::take_work_tile(control, slot);
+      control.work_tile.release(slot);
+      slot.advance();
+      if (work_tile.item.batch < 0) break;
+      CUTE_UNROLL
+      for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
+        operands.load_queries(work_tile.item, work_tile.query_length, warpgroup,
+                              control.query[warpgroup].acquire(query, Operands::kQueryBytes),
+                              buffers + query.index * Operands::kQueryBufferBytes);
+      }
+      query.advance();
+    }
+  }
+
+  // The thread that copies keys. It also says when the next work tile may be taken.
+  CUTE_DEVICE static void produce_keys(ForwardParams const& params, Operands const& operands,
+                                       Control& control, uint32_t buffers) {
+    produce_tiles(
+        params, control, control.key, buffers,
+        [&](auto... work_tile) { return operands.keys(work_tile...); },
+        [&](auto const& slot) { control.next_tile.commit(slot); });
+  }
+
+  // The thread that copies values.
+  CUTE_DEVICE static void produce_values(ForwardParams const& params, Operands const& operands,
+                                         Control& control, uint32_t buffers) {
+    produce_tiles(
+        params, control, control.value, buffers,
+        [&](auto... work_tile) { return operands.values(work_tile...); }, [](auto const&) {});
+  }
+
+ private:
+  // Whether the next work tile may be taken before this KV block is copied: the last one, which
+  // leaves the time of kStages more for the counter (1 us) and the queries. If a CTA took its next
+  // work tile earlier, others would run out of work while this one has a tile to spare: with a
+  // causal mask SMs were idle for 3 to 7 % of a call. Packed sequences take it at the first block,
+  // because they may have to skip idle work tiles, each of which costs a round trip to the counter.
+  CUTE_DEVICE static bool lets_next(Blocks const& range, int tile) {
+    return tile == (Config::kVarlen ? range.end - 1 : range.begin);
+  }
+
+  // Copies the rows of all work tiles; `rows_of` says which a work tile has. `let_next` gets the
+  // slot of each work tile once.
+  template <class RowsOf, class LetNext>
   CUTE_DEVICE static void produce_tiles(ForwardParams const& params, Control& control,
-                                        Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of) {
+                                        Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of,
+                                        LetNext let_next) {
     PipelineStage<kStages> stage;
     PipelineStage<kWorkTileStages> slot;
     while (true) {
       WorkItem const item = Kernel::take_work_tile(control, slot).item;
       control.work_tile.release(slot);
-      slot.advance();
       if (item.batch < 0) break;
       Mask const mask(params.mask, params.shape, item.batch);
       Blocks const range(params, mask, item);
       auto const rows = rows_of(item, mask.key_length);
       CUTE_NO_UNROLL
       for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile, 1)) {
+        if (lets_next(range, tile)) let_next(slot);
         rows.load(tile, ring.acquire(stage, rows.kBytes),
                   buffers + stage.index * rows.kBufferBytes);
         stage.advance();
       }
+      slot.advance();
     }
   }
 
- private:
   CUTE_DEVICE static bool broadcasts_bias(ForwardParams const& params) {
     return has_bias_tile<Config>() && params.bias.batch_stride == 0;
   }
