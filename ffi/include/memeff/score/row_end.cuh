@@ -1,4 +1,5 @@
-// A row at the end of a forward: its position, the factor of its output, its logsumexp and maximum.
+// A row at the end of a forward: its position, and the factor of its output, its logsumexp and its
+// maximum.
 #pragma once
 
 #include <memeff/core/math.cuh>
@@ -32,7 +33,8 @@ struct RowsOfTile {
   }
 };
 
-// A row without keys, or one that is not valid, has the factor 0, and the others are -inf.
+// The result of a row. A row without keys, or one that is not valid, has the factor 0, and its
+// logsumexp and maximum are -inf.
 struct RowEnd {
   float factor;     // normalises the output
   float logsumexp;  // natural logarithm

@@ -1,8 +1,8 @@
-// The bias of the Q blocks in the Hopper backward that sums dq: kernels/fmha_bwd_sm90.cuh.
+// The bias of the Q blocks in kernels/fmha_bwd_sm90.cuh.
 //
-// Scores are transposed, and a bias arrives with dO of its Q block. There are three implementations
-// of one interface: TMA, with a buffer for each stage; copies by each warp for its own 16 keys, if
-// TMA cannot read the array; no bias.
+// Scores are transposed, and a bias arrives with dO of its Q block. One interface has three
+// implementations: TMA, with a buffer for each stage; copies by each warp for its own 16 keys, if
+// TMA cannot read the array; and no bias.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -57,7 +57,7 @@ class QBlockBiasRing<Config, Tiles, kStages, true, true>
                         slice.batch, CacheHint::EVICT_NORMAL, work.column);
   }
 
-  // The bias of a row beyond the query length may be NaN, and P would be, too.
+  // The bias of a row beyond the query length may be NaN, which would make P NaN.
   CUTE_DEVICE void clear_rows_beyond(int stage, int row_bound) const {
     clear_rows<Tile, Tiles::kThreads>(tile(stage), row_bound);
   }
@@ -100,12 +100,12 @@ class QBlockBiasRing<Config, Tiles, kStages, false, true>
     commit_copies();
   }
 
-  // Starts the copy for the next Q block. Placed after the exponentials on purpose: this branch
-  // ends the basic block. Without it ptxas sinks the exponentials below the wait for dP.
+  // Starts the copy for the next Q block. Hazard: call it after the exponentials. Its branch ends
+  // the basic block; without it ptxas sinks the exponentials below the wait for dP.
   template <class Work, class Mask>
   CUTE_DEVICE void load_next(BackwardParams const& params, Work const& work, Mask const& mask,
                              int head, int q_block) const {
-    __syncwarp();  // no lane reads this one any more
+    __syncwarp();  // all lanes have read this bias
     auto const blocks = work.row_of_blocks(params, head);
     bool const last = blocks.after(q_block) == blocks.end;
     if (last) head = work.head_with_blocks(params, head + 1);
@@ -130,7 +130,7 @@ class QBlockBiasRing<Config, Tiles, kStages, false, true>
     return tiles_ + thread_index() / kWarpSize * Tile::kBytes;
   }
 
-  // Address of the first bias of this warp's keys.
+  // The address of the first bias of this warp's keys.
   template <class Work>
   CUTE_DEVICE static char const* source(BackwardParams const& params, Work const& work, int head,
                                         int row) {
