@@ -36,8 +36,7 @@
 
 namespace memeff {
 
-// The kernel for decode and other calls with few query rows; codegen/kernels/fmha_fwd_split_sm80.py
-// instantiates it. Config has the types, tile sizes and features.
+// The kernel for decode and other calls with few rows; see codegen/kernels/fmha_fwd_split_sm80.py.
 template <class Config>
 struct FmhaForwardSplitSm80 {
   static_assert(!Config::kRowMaxima);  // partial results have no maxima
@@ -99,8 +98,7 @@ struct FmhaForwardSplitSm80 {
       if (item.split == 0) clear_gap(params, item, mask.query_length);
       if (row >= mask.query_length) return;
     }
-    // Row modifiers must see each row once. Partial results therefore have no valid rows here: the
-    // combine kernel finishes rows, or this kernel does after its last segment.
+    // Partial results have no valid rows: row modifiers must see each row once, at its end.
     bool const is_partial = kKeySegments || params.splits > 1;
     TileRows const rows(shape, item.batch, item.head, row, is_partial ? 0 : mask.query_length);
     KvBlocks const of_row(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask, item.batch,
@@ -166,8 +164,7 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
-  // Copies the keys and values of one consumer group to its stages; the main loop calls load() for
-  // each KV block.
+  // Copies the keys and values of one consumer group; the main loop calls load() for each block.
   struct KvTiles {
     template <class Tile>
     using Rows = CopiedRows<Tile, ConsumerGroup::kThreads, 16, RowPointer, PageTable<Config>>;
@@ -177,8 +174,7 @@ struct FmhaForwardSplitSm80 {
     int end;
     uint32_t shared;
 
-    // Starts the copies of a KV block. Past the end it commits an empty group, because wait_copies
-    // counts groups.
+    // Starts the copies of a KV block; past the end an empty group, because wait_copies counts.
     CUTE_DEVICE void load(int tile, int stage, Operands const& operands) const {
       if (tile < end) {
         int const column = tile * kTileKey + ConsumerGroup::index() * Tiles::kConsumerGroupKeys;
@@ -191,9 +187,8 @@ struct FmhaForwardSplitSm80 {
     }
   };
 
-  // The main loop: O += P V over the KV blocks of this split and consumer group. run() has started
-  // the copies of the first kStages - 1 blocks; block `ahead` is copied next. Calls
-  // end_block(block) after each block.
+  // The main loop: O += P V over the KV blocks of this split and consumer group. The first kStages
+  // - 1 blocks are in flight; `ahead` is copied next. Calls end_block(block) after each.
   template <class Output, class EndBlock>
   CUTE_DEVICE static void attend(ForwardParams const& params, SplitWorkItem const& item,
                                  Mask const& mask, TileRows const& rows, KvBlocks const& kv_blocks,
@@ -245,15 +240,15 @@ struct FmhaForwardSplitSm80 {
     return share_of_split(of_row, item.split, params.splits);
   }
 
-  // The segments of this split. They are counted from key 0, so they do not depend on the mask.
+  // The segments of this split, counted from key 0, so that they do not depend on the mask.
   CUTE_DEVICE static TileRange segments_of_split(ForwardParams const& params,
                                                  SplitWorkItem const& item, Mask const& mask) {
     return share_of_split({0, ceil_div(mask.key_length, Config::kSegmentKeys)}, item.split,
                           params.splits);
   }
 
-  // Runs the main loop for batch-invariant calls and finishes each segment by itself: adds it to
-  // the sum if there is one split, else writes it as a partial result.
+  // The main loop of batch-invariant calls: each segment is finished and added to the sum, or with
+  // several splits written as a partial result.
   template <class Output>
   CUTE_DEVICE static void attend_segments(ForwardParams const& params, SplitWorkItem const& item,
                                           Mask const& mask, TileRows const& rows,
@@ -286,8 +281,7 @@ struct FmhaForwardSplitSm80 {
     store(params, softmax, sum.output);
   }
 
-  // Writes logsumexp -inf for the segments of this split that no row of the tile attends to,
-  // because the combine kernel reads every segment.
+  // Writes logsumexp -inf for segments that no row attends to: the combine kernel reads them all.
   CUTE_DEVICE static void mark_masked_segments(ForwardParams const& params,
                                                SplitWorkItem const& item, Mask const& mask,
                                                KvBlocks const& kv_blocks) {
@@ -302,7 +296,6 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
-  // The tile, head, batch index and split of this CTA.
   CUTE_DEVICE static SplitWorkItem work_item(ForwardParams const& params) {
     Rows const rows(params.shape);
     int const tiles = ceil_div(rows.count(params.shape.query_length), kTileQuery);
@@ -310,8 +303,7 @@ struct FmhaForwardSplitSm80 {
                                    params.splits);
   }
 
-  // The number of rows to write for a batch index. A packed sequence must not write past its
-  // length, because the next sequence begins there.
+  // The number of rows to write. Hazard: after a packed sequence the next one begins.
   CUTE_DEVICE static int row_bound(ForwardParams const& params, int batch) {
     return Config::kVarlen ? Mask(params.mask, params.shape, batch).query_length
                            : Rows(params.shape).count(params.shape.query_length);
@@ -346,8 +338,7 @@ struct FmhaForwardSplitSm80 {
         shape.head_dim, tile);
   }
 
-  // Calls use(row, valid, r) for each row that this lane writes: `valid` is whether the row is
-  // within the query length, `r` its row in the accumulators.
+  // Calls use(row, is within the query length, row of the accumulators) for this lane's rows.
   template <class Use>
   CUTE_DEVICE static void for_each_row(ForwardParams const& params, SplitWorkItem const& item,
                                        Use use) {
@@ -360,7 +351,7 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
-  // Writes output and logsumexp of finished rows. Rows beyond the query length get zeros and -inf.
+  // Writes finished rows. Rows beyond the query length get output 0 and logsumexp -inf.
   template <class Output>
   CUTE_DEVICE static void store(ForwardParams const& params, Softmax const& softmax,
                                 Output const& output) {
@@ -388,7 +379,7 @@ struct FmhaForwardSplitSm80 {
     });
   }
 
-  // Writes unfinished rows to part `part`, a split or a segment. Rows without keys are written too,
+  // Writes unfinished rows to a part: a split or a segment. Rows without keys are written too,
   // because the combine kernel loads outputs before it has seen the logsumexps.
   template <class Output>
   CUTE_DEVICE static void store_partial(ForwardParams const& params, int part,

@@ -1,4 +1,4 @@
-// After the backward: dq = scale * (its f32 sums), rounded. One CTA per tile of query rows.
+// Runs after the backward: dq = scale * (its f32 sums), rounded. One CTA per tile of query rows.
 #pragma once
 
 #include <memeff/collective/epilogue.cuh>

@@ -1,5 +1,5 @@
-// The producer of kernels/fmha_fwd_sm90.cuh: one thread copies queries and hands out work tiles,
-// one copies keys, and one values.
+// The producer warpgroup of kernels/fmha_fwd_sm90.cuh: one thread copies queries and hands out work
+// tiles, one copies keys, and one copies values.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -22,7 +22,7 @@ struct ForwardProducerSm90 {
   static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr int kWorkTileStages = Kernel::kWorkTileStages;
 
-  // The thread that hands out work tiles, and copies their queries.
+  // Run by the thread that hands out work tiles and copies their queries.
   CUTE_DEVICE static void produce_queries(ForwardParams const& params, Operands const& operands,
                                           Control& control, uint32_t tiles) {
     PipelineStage<kQueryStages> query;
@@ -54,8 +54,8 @@ struct ForwardProducerSm90 {
     Scheduler::finish(params);
   }
 
-  // The thread that copies keys, and the one that copies values; `rows_of` says which a work tile
-  // has.
+  // Run by the thread that copies keys and by the one that copies values; rows_of(work tile, key
+  // length) returns the source.
   template <class RowsOf>
   CUTE_DEVICE static void produce_tiles(ForwardParams const& params, Control& control,
                                         Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of) {
@@ -89,7 +89,8 @@ struct ForwardProducerSm90 {
     return {item, exists ? Mask(params.mask, params.shape, item.batch).query_length : 0};
   }
 
-  // Whether the tile is beyond the end of a packed sequence, and no gap behind it is to be cleared.
+  // Whether the tile is beyond the end of a packed sequence, and there is no gap after the sequence
+  // to clear.
   CUTE_DEVICE static bool is_idle(ForwardParams const& params, WorkTile const& work_tile) {
     if constexpr (!Config::kVarlen) return false;
     if (work_tile.item.batch < 0) return false;
@@ -98,8 +99,9 @@ struct ForwardProducerSm90 {
     return params.keeps_gaps || gap.begin >= gap.end;
   }
 
-  // Each idle work tile costs a round trip to the counter, about 1 us. A call for the prompts among
-  // many decode steps has hundreds of them for each CTA.
+  // Skips the work tiles of sequences without queries at once. Each idle work tile costs a round
+  // trip to the counter, about 1 us, and a call for the prompts among many decode steps has
+  // hundreds of them for each CTA.
   CUTE_DEVICE static void skip_empty_sequences(ForwardParams const& params,
                                                WorkTile const& work_tile, int number) {
     if constexpr (Config::kPageSize > 0) {

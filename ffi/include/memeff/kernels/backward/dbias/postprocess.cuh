@@ -1,4 +1,5 @@
-// After the backward: the sums of a bias gradient, rounded. One CTA per tile of the sums.
+// Runs after the backward: rounds the f32 sums of a bias gradient to its dtype. One CTA per tile of
+// the sums.
 #pragma once
 
 #include <memeff/score/bias/gradient.cuh>
