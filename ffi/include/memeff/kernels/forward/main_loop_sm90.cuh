@@ -224,7 +224,7 @@ struct ForwardMainLoopSm90 {
     commit_products();
   }
 
-  // Computes dropout's bits under the products that have begun.
+  // Computes the modifiers of probabilities under the products that have begun.
   CUTE_DEVICE static KeptBlocks kept_blocks(ForwardParams const& params, Control& control,
                                             Position const& at, WorkItem const& item, int tile) {
     if constexpr (Probabilities::kIsEarly) control.key.wait_again(at.key);

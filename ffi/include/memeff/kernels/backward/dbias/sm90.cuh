@@ -343,7 +343,7 @@ struct DbiasSm90 {
     }
   }
 
-  // Adds sums += dS = P (dP - delta), where dropout has zeroed the dropped dP.
+  // Adds sums += dS = P (dP - delta), with dP after the modifiers of probabilities.
   template <class Scores>
   CUTE_DEVICE static void add_gradient(BackwardParams const& params, Statistics const& statistics,
                                        KeptBlocks const& kept_blocks, Scores const& scores,
