@@ -23,7 +23,8 @@ def good():
 KEY = jax.random.key(0)
 DROPOUT = {"dropout_rate": 0.5}
 
-# name: (arguments that replace the good ones, error, what the message must hold in this order)
+# name: (arguments that replace the good ones, error, words that the message must have in this
+# order)
 CASES = {
     "no_value": ({"value": None}, ValueError, "value_dim must be given if value is None"),
     "value_and_value_dim": (

@@ -95,7 +95,7 @@ def test_the_realised_rate():
         dropped = 1 - np.asarray(dropout.keep_mask(state, dropout.threshold(rate), 0, 0, 512, 512))
         spread = (realised * (1 - realised) / dropped.size) ** 0.5
         assert abs(dropped.mean() - realised) < 5 * spread
-        # Neither rows, columns nor heads share their bits.
+        # Rows, columns and heads have independent bits.
         for axis in range(4):
             assert abs(np.diff(dropped, axis=axis)).mean() > realised * (1 - realised)
 

@@ -32,7 +32,7 @@ def test_few_work_tiles_use_consumer_groups_on_hopper():
     assert "_groups_" not in select.select(problem(arch="sm_90a")).name
     (reason,) = support.spec_reasons(spec, problem(arch="sm_90a"))
     assert reason.startswith("its consumer groups split few tiles")
-    # Head dims without such a tile split their keys, but for packed sequences.
+    # Head dims without such a tile split their keys, unless sequences are packed.
     wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a"}
     assert select.select(problem(**wider), few).kernel.splits_keys
     assert select.select(problem(**wider, varlen=True), few).family == "sm90"
@@ -92,7 +92,7 @@ def test_q_splits_fill_the_gpu_and_have_enough_q_blocks(sizes, shares):
 
 
 def test_hopper_kernels_come_first_and_give_reasons():
-    """sm_90 without the letter has no wgmma; what the sm90 family lacks falls to sm80."""
+    """sm_90 without the letter has no wgmma. The sm80 family serves what the sm90 family lacks."""
     plain = problem(mask="causal", arch="sm_90a")
     assert select.select(plain).family == "sm90"
     assert select.select(dataclasses.replace(plain, arch="sm_90")).family == "sm80"
@@ -269,7 +269,8 @@ def test_hopper_source_takes_tensor_maps():
 
 
 def test_hopper_backward_of_large_head_dims_has_two_kernels():
-    """Its two kernels own their gradients, so there are neither sums of dq nor a postprocess."""
+    """The two kernels own their gradients, so there are neither dq sums nor a postprocess kernel.
+    """
     spec = select.select(problem("backward", head_dim=192, value_dim=128, arch="sm_90a"))
     source = emit.source(spec)
     assert [entry.name.removeprefix(spec.name) for entry in spec.entry_points] == [
@@ -317,7 +318,7 @@ def divided(rows: int, columns: int) -> AskedFunctions:
     ids=str,
 )
 def test_tiles_do_not_cut_the_blocks_of_a_mask_function(head_dim, block, tile):
-    """If its blocks are multiples of 64; another tile would cut other blocks as well."""
+    """This holds if its blocks are multiples of 64; no tile fits other blocks."""
     asked = problem(head_dim=head_dim, arch="sm_90a", functions=divided(*block))
     spec = select.select(asked)
     assert (spec.tile.query, spec.tile.key) == tile
