@@ -99,8 +99,7 @@ def padded(query, key, value, starts_q, starts_k, longest, **features):
     ids=["causal", "window", "bottom_right_dropout", "boolean_offsets", "bias"],
 )
 def test_equals_the_padded_call(features):
-    """Dropout bits are equal, too: the batch index is the sequence; rows and columns count in it.
-    """
+    """Dropout bits are equal, too: a sequence is a batch index, and positions count within it."""
     out, lse = map(np.asarray, varlen(QUERY, KEY, VALUE, **features))
     (padded_out, padded_lse), rows = jax.tree.map(
         np.asarray,

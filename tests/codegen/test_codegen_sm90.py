@@ -269,8 +269,7 @@ def test_hopper_source_takes_tensor_maps():
 
 
 def test_hopper_backward_of_large_head_dims_has_two_kernels():
-    """The two kernels own their gradients, so there are neither dq sums nor a postprocess kernel.
-    """
+    """They own their gradients, so there are neither dq sums nor a postprocess kernel."""
     spec = select.select(problem("backward", head_dim=192, value_dim=128, arch="sm_90a"))
     source = emit.source(spec)
     assert [entry.name.removeprefix(spec.name) for entry in spec.entry_points] == [

@@ -167,7 +167,8 @@ def _precompiled_headers() -> str:
 
 def _remove_precompiled_before(header: Path) -> None:
     """Removes precompiled headers that were not used for an hour: each takes 180 MB, and a change
-    of any header makes another. g++ works without one, so a running process loses only time."""
+    of any header makes another. g++ works without one, so a running process loses only time.
+    """
     os.utime(header)
     for other in header.parent.glob("precompiled-*.gch"):
         with contextlib.suppress(FileNotFoundError):  # another process removes it, too
