@@ -233,9 +233,9 @@ class WgmmaKernel(Kernel):
         by_groups = self.consumer_groups(spec) > 1
         can_split = not spec[VARLEN] or spec[PAGES].size > 0
         if by_groups and strategy.query_rows != "consumer_groups":
-            reasons.append("its consumer groups split few tiles of keys that are not long")
+            reasons.append("its consumer groups are for few work tiles whose keys are not long")
         elif not by_groups and strategy.query_rows is not None and can_split:
-            reasons.append("it does not split the keys, and there are too few tiles without that")
+            reasons.append("it does not split the keys, and without splits work tiles are too few")
         smaller = min(spec.padded_head_dim, spec.padded_value_dim)
         if 2 * max(problem.head_dim, problem.value_dim) <= smaller:
             reasons.append("half of its columns would be padding")

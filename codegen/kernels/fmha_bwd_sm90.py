@@ -209,12 +209,12 @@ class FmhaBwdSm90(WgmmaBackward):
         reasons = super().reasons(spec, problem, strategy)
         if spec.split_q and not self._splits_q(spec, strategy):
             reasons.append(
-                "several of its blocks share a tile of keys (split Q), and there are key tiles "
+                "several of its CTAs share a KV block (split-Q), and there are KV blocks "
                 "for a whole GPU without that"
             )
         elif not spec.split_q and self._splits_q(spec, strategy):
             reasons.append(
-                "each of its blocks owns a tile of keys, and there are too few key tiles for a "
+                "each of its CTAs owns a KV block, and there are too few KV blocks for a "
                 "whole GPU without split Q"
             )
         return reasons

@@ -97,9 +97,7 @@ class FmhaBwdTwoKernelSm90(WgmmaBackward):
         reasons = super().reasons(spec, problem, strategy)
         beside = {"full": "query", "columns": "key"}.get(bias_gradient(spec))
         if beside and beside not in spec.gradients:
-            reasons.append(
-                f"it computes the gradient of this bias beside that of the {beside} only"
-            )
+            reasons.append(f"it computes the gradient of this bias only with that of the {beside}")
         if max(problem.head_dim, problem.value_dim) <= max(_ONE_KERNEL_DIMS):
             reasons.append(f"it is for head dims above {max(_ONE_KERNEL_DIMS)}")
         return reasons

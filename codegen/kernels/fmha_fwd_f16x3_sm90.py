@@ -90,7 +90,7 @@ class FmhaFwdF16x3Sm90(FmhaFwdSm90):
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
         if spec[BROADCAST_BATCH]:
-            reasons.append("it writes query, key and value anew for each batch index")
+            reasons.append("it splits query, key and value once for each batch index of the call")
         return reasons
 
     def element(self, spec: KernelSpec) -> str:

@@ -77,7 +77,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     def reasons(self, spec: KernelSpec, problem: Problem, strategy_: Strategy) -> list[str]:
         reasons = []
         if not strategy.pack_heads(problem):
-            reasons.append("the rows of its tiles are of several heads")
+            reasons.append("the rows of its tiles belong to several heads")
         if problem.asks(FUNCTIONS):
             reasons.append("it has no registers left for functions of scores or masks")
         if spec[PAGES].is_invariant:

@@ -308,12 +308,12 @@ CASES = {
     "small_rate": (
         {"dropout_rate": 1e-4, "dropout_key": KEY},
         ValueError,
-        "dropout_rate.*0.0001.*nearest legal rates are 0.0 and 0.00390625",
+        "dropout_rate.*0.0001.*nearest valid rates are 0.0 and 0.00390625",
     ),
     "large_rate": (
         {"dropout_rate": 0.9999, "dropout_key": KEY},
         ValueError,
-        "dropout_rate.*0.9999.*nearest legal rate is 0.99609375",
+        "dropout_rate.*0.9999.*nearest valid rate is 0.99609375",
     ),
     "no_key": (DROPOUT, ValueError, "dropout_key must be given when dropout_rate > 0.*got None"),
     "seed_as_key": (

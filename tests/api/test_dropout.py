@@ -105,7 +105,7 @@ def test_threshold():
     assert [dropout.threshold(rate) for rate in (0, 0.1, 0.5, 255 / 256)] == [0, 26, 128, 255]
     with pytest.raises(ValueError, match=r"0\.001 rounds to 0; .* 0\.0 and 0\.00390625"):
         dropout.threshold(0.001)
-    with pytest.raises(ValueError, match=r"rounds to 1.*nearest legal rate is 0\.99609375"):
+    with pytest.raises(ValueError, match=r"rounds to 1.*nearest valid rate is 0\.99609375"):
         dropout.threshold(1.0)
     for rate in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"expected a number in \[0, 1\)"):

@@ -113,7 +113,7 @@ def test_explain_draws_the_tiles(capsys, tmp_path, monkeypatch):
     _, out = run(capsys, *base, "--mask-function", "drawn_masks:even")
     assert out.count("\n██· ██·\n") + out.count("\n██· ██·") >= 4
     _, out = run(capsys, *base, "--query-rows", "16")
-    assert "no drawing: the rows of a tile are those of several heads" in out
+    assert "no drawing: the rows of a tile belong to several heads" in out
 
 
 def test_explain_of_few_queries(capsys):
@@ -126,7 +126,7 @@ def test_explain_of_few_queries(capsys):
     assert selected[0] == select.select(problem, Strategy(query_rows="16")).name
     assert "1 tiles of 16 rows; as many splits of the keys as fill the device" in out
     _, out = run(capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a")
-    assert "it splits the keys, and there are tiles for a whole GPU without that" in out
+    assert "it splits the keys, and work tiles fill the GPU without splits" in out
 
 
 def test_explain_of_an_unsupported_problem(capsys):

@@ -49,10 +49,10 @@ def test_few_kv_blocks_use_split_q():
     assert "static constexpr bool kSplitQ = true;" in emit.source(spec)
     assert not select.select(problem("backward", arch="sm_90a")).split_q
     (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
-    assert reason.startswith("several of its blocks share a tile of keys (split Q)")
+    assert reason.startswith("several of its CTAs share a KV block (split-Q)")
     whole = select.select(problem("backward", **hopper))
     (reason,) = support.spec_reasons(whole, problem("backward", **hopper), few)
-    assert reason.startswith("each of its blocks owns a tile of keys")
+    assert reason.startswith("each of its CTAs owns a KV block")
     needs_grad = ("query", "bias")
     others: tuple[dict[str, Any], ...] = (
         {"deterministic": True},
@@ -101,7 +101,7 @@ def test_hopper_kernels_come_first_and_give_reasons():
     )
     assert select.select(biased).family == "sm80"
     refused = [reasons for spec, reasons in select.explain(biased) if spec.family == "sm90"]
-    reason = "it computes the gradient of this bias beside that of the query only"
+    reason = "it computes the gradient of this bias only with that of the query"
     assert reason in itertools.chain(*refused)
     assert select.select(dataclasses.replace(biased, needs_grad=("query", "bias"))).family == "sm90"
 
@@ -253,7 +253,7 @@ def test_few_rows_of_float32_are_not_split_into_float16_parts(rows):
 def test_a_3xfp16_forward_says_that_it_supports_no_broadcast_batch():
     asked = problem(dtype="f32", arch="sm_90a", broadcast_batch=True)
     refused = [reasons for spec, reasons in select.explain(asked) if "f16x3" in spec.kernel.stem]
-    reason = "it writes query, key and value anew for each batch index"
+    reason = "it splits query, key and value once for each batch index of the call"
     assert refused and all(reason in reasons for reasons in refused)
 
 

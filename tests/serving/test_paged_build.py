@@ -91,4 +91,4 @@ def test_flags_of_a_pool_need_pages(capsys):
     arguments = ["build", "--dtype", "bf16", "--head-dim", "64", "--arch", "sm_80", "--float8"]
     with pytest.raises(SystemExit):
         cli.main(arguments)
-    assert "expected a page size, because keys are not paged without" in capsys.readouterr().err
+    assert "expected a page size, because keys are only paged with one" in capsys.readouterr().err

@@ -138,8 +138,8 @@ def problem(dtype: Any, head_dim: int, value_dim: int) -> Problem:
     ("asked", "reason"),
     [
         (("f32", 64, 64), "queries of bfloat16 or float16, got f32: cast the query"),
-        (("bf16", 72, 64), "head_dim is 72, and kernels read rows of float8 in 16 bytes"),
-        (("bf16", 64, 8), "value_dim is 8, and kernels read rows of float8 in 16 bytes"),
+        (("bf16", 72, 64), "head_dim is 72, and kernels read rows of float8 16 bytes at a time"),
+        (("bf16", 64, 8), "value_dim is 8, and kernels read rows of float8 16 bytes at a time"),
         (("f16", 320, 64), "head_dim is 320, and kernels read pages of float8 up to head dim 256"),
     ],
 )

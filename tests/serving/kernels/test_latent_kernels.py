@@ -143,7 +143,7 @@ def test_one_kernel_for_every_strategy(query_rows):
     ("problem", "reason"),
     [
         (latent("sm_80"), "it reads values from an array of their own"),
-        (latent(boolean=True), "the rows of its tiles are of several heads"),
+        (latent(boolean=True), "the rows of its tiles belong to several heads"),
         (latent(row_maxima=True), "it splits the keys of a row, and merges no maxima"),
         (latent(dims=(640, 512)), "head_dim 640 is above its 576"),
         (
