@@ -48,7 +48,7 @@ class CompiledPages(NamedTuple):
     the first columns of the keys, and the pool's format.
 
     The split forward of invariant results adds up segments of ``INVARIANT_COLUMNS`` keys in
-    ascending order, however they are divided over blocks. Other kernels do not split the keys.
+    ascending order, however CTAs divide them. Other kernels do not split the keys.
     """
 
     size: int = 0
