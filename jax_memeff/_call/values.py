@@ -47,7 +47,7 @@ def array(name: str, value: Any) -> Any:
     foreign = value.dtype.kind == "m" or value.dtype in (np.longdouble, np.clongdouble)
     if foreign or not (value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)):
         raise TypeError(
-            f"{name} must be an array of a dtype that JAX supports, got dtype {value.dtype}"
+            f"{name} must be an array of numbers in a dtype that JAX has, got dtype {value.dtype}"
             + (
                 " (as lists of None or of integers beyond 64 bits have)"
                 if value.dtype == object

@@ -31,7 +31,7 @@ def test_few_work_tiles_use_consumer_groups_on_hopper():
     assert "static constexpr int kConsumerGroups = 2;" in emit.source(spec)
     assert "_groups_" not in select.select(problem(arch="sm_90a")).name
     (reason,) = support.spec_reasons(spec, problem(arch="sm_90a"))
-    assert reason.startswith("its consumer groups split few tiles")
+    assert reason.startswith("its consumer groups are for few work tiles")
     # Head dims without such a tile split their keys, unless sequences are packed.
     wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a"}
     assert select.select(problem(**wider), few).kernel.splits_keys
