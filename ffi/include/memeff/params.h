@@ -131,6 +131,7 @@ struct TileParts {
   int step;  // from the second slot to the third, and so on
 };
 
+// The first parameter of every forward kernel. launch/forward.cc fills it.
 struct ForwardParams {
   ProblemShape shape;
   ScoreScale scale;
@@ -158,6 +159,7 @@ struct ForwardParams {
   TileParts* tile_parts;  // [B, K, row tiles], see schedule/balanced_keys.cuh
 };
 
+// The first parameter of every backward kernel. launch/backward.cc fills it.
 struct BackwardParams {
   ProblemShape shape;
   ScoreScale scale;
@@ -203,6 +205,7 @@ struct ArrayView {
 
 constexpr int kMostArrays = 16;
 
+// The arrays of features, in the order of the spec's captured arrays.
 struct ArrayTable {
   ArrayView arrays[kMostArrays];
 };

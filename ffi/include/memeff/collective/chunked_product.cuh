@@ -64,6 +64,7 @@ struct ChunkedProduct {
 
   CUTE_DEVICE int depth_steps() const { return ceil_div(min(kDepth, right_bound), kStep); }
 
+  // Starts the copies of step `step`: kStep rows of one column chunk of the right operand.
   CUTE_DEVICE void load(int step, uint32_t buffer) const {
     int const chunk = step / depth_steps();
     int const row = step % depth_steps() * kStep;
@@ -130,6 +131,7 @@ struct ChunkedProduct {
   }
 
  private:
+  // Loads this thread's sums of the previous iterations.
   template <class Accumulators>
   CUTE_DEVICE static void read(Accumulators& accumulators, float* sums) {
     CUTE_UNROLL
@@ -145,6 +147,7 @@ struct ChunkedProduct {
     }
   }
 
+  // Stores this thread's sums for the next iteration.
   template <class Accumulators>
   CUTE_DEVICE static void write(Accumulators const& accumulators, float* sums) {
     CUTE_UNROLL

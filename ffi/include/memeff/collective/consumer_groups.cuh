@@ -78,6 +78,8 @@ struct ConsumerGroupMerge {
   }
 
  private:
+  // Adds the output of another group to that of the first group, with the factors of
+  // OnlineSoftmax::merge().
   template <class Output>
   CUTE_DEVICE static void add(uint32_t shared, int group, Softmax& softmax, Output& output,
                               float softmax_scale) {

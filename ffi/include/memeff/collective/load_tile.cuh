@@ -11,6 +11,7 @@
 
 namespace memeff {
 
+// Divides the copies of a tile over kThreads threads. Callers commit the group and wait for it.
 template <class Tile, int kThreads, int kAlignment = 16>
 struct TileLoader {
   static constexpr int kThreadRows = kThreads / Tile::kChunks;  // rows of one panel in one pass

@@ -10,6 +10,7 @@
 
 namespace memeff {
 
+// Called by the forward for large head dims after every run of kRunSteps steps of S.
 template <int kThreads, int kStep>
 struct LongSum {
   static constexpr int kRunSteps = kLongSumColumns / kStep;  // of kStep columns each

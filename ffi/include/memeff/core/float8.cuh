@@ -5,6 +5,7 @@
 
 namespace memeff {
 
+// An e4m3 number in memory.
 struct Float8 {
   uint8_t bits;
 };

@@ -12,6 +12,7 @@ constexpr int kPageStep = 16;
 // The scale of a pool of float8: none, one for each key head, or one for each page and key head.
 enum class PoolScale { none, heads, pages };
 
+// The page table of a sequence. Calls without pages have an empty one.
 template <class Config, bool kOn = (Config::kPageSize > 0)>
 struct PageTable {
   static constexpr bool kPaged = false;

@@ -5,6 +5,7 @@
 
 namespace memeff {
 
+// The tile, head and batch index of a CTA's work.
 struct WorkItem {
   int tile;
   int head;

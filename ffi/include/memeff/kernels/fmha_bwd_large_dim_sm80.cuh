@@ -35,6 +35,7 @@ struct WithoutBiasGradient : Config {
   static constexpr auto kBiasGradient = BiasGradient::none;
 };
 
+// The kernel that owns queries.
 template <class Config>
 struct FmhaBackwardLargeDimDq {
   using Element = typename Config::Element;
@@ -97,6 +98,7 @@ struct FmhaBackwardLargeDimDq {
   }
 };
 
+// The kernel that owns keys.
 template <class Config>
 struct FmhaBackwardLargeDimDkdv {
   using Scores = LargeDimScores<Config>;

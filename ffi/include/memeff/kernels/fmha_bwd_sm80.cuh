@@ -159,6 +159,7 @@ struct FmhaBackwardSm80 {
       if (threadIdx.x == 0) semaphore.publish(done);
     }
 
+    // Starts the copies of the KV block, before the first Q block.
     CUTE_DEVICE void load_keys_and_values() const {
       int const column_bound = mask.key_length - column;
       TileLoader<KeyTile, kThreads, Config::kAlignment>::copy(

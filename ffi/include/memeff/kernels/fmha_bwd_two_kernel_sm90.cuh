@@ -22,10 +22,12 @@ template <class Config>
 struct FmhaBackwardTwoKernelPreprocess
     : FmhaBackwardPreprocess<WithoutQueryGradient<Config>, BackwardTilesTwoKernel<Config>> {};
 
+// Rounds the sums of a bias gradient.
 template <class Config>
 struct FmhaBackwardTwoKernelDbiasPostprocess
     : FmhaBackwardDbiasPostprocess<Config, BackwardTilesTwoKernel<Config>> {};
 
+// The deterministic gradient of a bias that is broadcast over the batch or heads.
 template <class Config>
 struct FmhaBackwardTwoKernelDbias : DbiasSm90<Config, BackwardTilesTwoKernel<Config>> {};
 

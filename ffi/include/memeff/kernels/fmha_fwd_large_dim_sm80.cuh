@@ -172,6 +172,7 @@ struct FmhaForwardLargeDimSm80 {
     char const* query_rows;
     int row;
 
+    // Starts the copies of step `step` of the queries and of KV block `tile`.
     CUTE_DEVICE void load(int tile, int step, uint32_t buffer) const {
       int const first = step * kStep;
       int const column = tile * kTileKey;

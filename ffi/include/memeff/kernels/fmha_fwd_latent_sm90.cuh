@@ -79,6 +79,8 @@ struct FmhaForwardLatentSm90 {
 
   // A KV block occupies the buffer of the consumer that owns its scores, so buffers alternate.
   static constexpr int kStages = kWarpgroups;
+  // The barriers of a buffer of keys: one per panel that arrives, and one per part that is
+  // released.
   struct KeyBarriers {
     uint64_t full[kPanels];
     uint64_t empty[kParts];
@@ -91,6 +93,7 @@ struct FmhaForwardLatentSm90 {
   };
 
   static constexpr int kWorkStages = 4;
+  // Everything in shared memory except the tiles.
   struct Control {
     RowReference references[kTileQuery];
     float row_sums[2][kWarpgroups][kTileQuery];  // of alternate parts

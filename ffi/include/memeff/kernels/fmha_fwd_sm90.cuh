@@ -105,10 +105,12 @@ struct FmhaForwardSm90 {
   using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
   static constexpr int kWorkTileStages = 4;
+  // A work tile as the producer hands it out.
   struct WorkTile {
     WorkItem item;  // batch is -1 after the last
     int query_length;
   };
+  // The barriers and work tiles in static shared memory.
   struct Control {
     Pipeline<kQueryStages> query[kRowWarpgroups];  // each consumer's own rows
     Pipeline<kStages> key;

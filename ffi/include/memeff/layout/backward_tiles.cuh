@@ -9,6 +9,7 @@
 
 namespace memeff {
 
+// For kernels of mma.sync.
 template <class Config>
 struct BackwardTiles {
   static constexpr int kTileQuery = Config::kTileQuery;

@@ -9,6 +9,7 @@
 
 namespace memeff {
 
+// For kernels/fmha_bwd_sm90.cuh.
 template <class Config>
 struct BackwardTilesSm90 {
   static constexpr int kTileQuery = Config::kTileQuery;

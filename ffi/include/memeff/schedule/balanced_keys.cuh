@@ -28,6 +28,8 @@ struct KeyPart {
   int slot;  // of the partial results, or -1 if the part is the whole row tile
 };
 
+// The schedule of a latent forward. The producer warp of the kernel iterates over the parts of its
+// CTA, and the combine kernel finds the slots by index().
 template <class Config, class Mask>
 class BalancedKeys {
  public:
@@ -105,6 +107,7 @@ class BalancedKeys {
   }
 
  private:
+  // The row tile of this CTA in an item.
   struct Item {
     KeyPart part;   // all KV blocks of the CTA's row tile
     bool has_rows;  // of the CTA's row tile
@@ -169,6 +172,7 @@ class BalancedKeys {
     return groups - aligned <= groups / 16 ? aligned : groups;
   }
 
+  // Sums up all items; every lane of a warp calls it.
   CUTE_DEVICE Line line() const {
     Line line;
     auto const add = [&](int first) {

@@ -46,6 +46,8 @@ struct NoDqSemaphore {
   CUTE_DEVICE void wait(int) {}
 };
 
+// The semaphore of a CTA. The main loop calls wait() before it adds to a Q block and publish()
+// after.
 template <class Config>
 class DqSemaphore {
  public:
@@ -113,6 +115,7 @@ class DqSemaphore {
   }
 
  private:
+  // Reads the predecessor's progress once, and moves on to its predecessor after kAskPredecessor.
   CUTE_DEVICE void look() {
     if constexpr (!Config::kBlockMask) {
       passed_ = load_acquire(progress_ - 1);

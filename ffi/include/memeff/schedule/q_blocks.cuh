@@ -76,6 +76,7 @@ struct QBlocks {
 // With a block mask each head has a row of it, and a cursor is a position in that row.
 template <int kTileQuery>
 struct QBlocks<kTileQuery, true> {
+  // A Q block of one head, and how many came before it.
   struct Cursor {
     BlockMaskRow<true> blocks;  // of the head
     int head;

@@ -7,6 +7,7 @@
 
 namespace memeff {
 
+// The indices of a row, and whether it is valid.
 struct RowPosition {
   int batch;
   int head;

@@ -126,6 +126,7 @@ struct OnlineSoftmax {
     return correction;
   }
 
+  // Multiplies the rows of the output by the factors of exponentiate(), if any of them is not 1.
   template <class Output>
   CUTE_DEVICE static void rescale(Output& output, Correction const& correction) {
     bool rises = false;

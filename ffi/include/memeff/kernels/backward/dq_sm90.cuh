@@ -56,6 +56,7 @@ struct FmhaBackwardTwoKernelDq {
   static constexpr int kValueOffset = kKeyOffset + kKeyStages * KeyTile::kBytes;
   static constexpr int kControlOffset = kValueOffset + kValueStages * ValueTile::kBytes;
 
+  // The barriers in static shared memory.
   struct Control {
     Pipeline<1> query;  // and dO
     Pipeline<kKeyStages> key;
@@ -105,6 +106,7 @@ struct FmhaBackwardTwoKernelDq {
     }
   }
 
+  // The producer, one thread: copies queries and dO once, then keys and values of each KV block.
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
     auto constexpr kOnce = CacheHint::EVICT_FIRST;
@@ -235,6 +237,7 @@ struct FmhaBackwardTwoKernelDq {
     return stage;
   }
 
+  // Loads the logsumexp and delta of this thread's two rows.
   CUTE_DEVICE static Statistics load_statistics(BackwardParams const& params, WorkItem const& item,
                                                 int row) {
     float const* const source = Tiles::statistics(params, item.batch, item.head, row);

@@ -134,6 +134,7 @@ struct TmaDqSumsSm90 {
     CUTE_DEVICE void end() { wait_tma_stores_performed(); }
     CUTE_DEVICE void finish() { semaphore.publish(kFinished); }
   };
+  // The interface of Semaphore without an order.
   struct NoSemaphore {
     CUTE_DEVICE NoSemaphore(BackwardParams const&, Control const&) {}
     CUTE_DEVICE void begin(int) {}

@@ -173,6 +173,8 @@ struct LargeDimScores {
   }
 
  private:
+  // Starts the copies of one step of a product: columns from `first` on of the rows of both
+  // operands.
   CUTE_DEVICE void load_pair(LargeDimTile const& tile, TensorView const& left,
                              TensorView const& right, int columns, int first,
                              uint32_t buffer) const {

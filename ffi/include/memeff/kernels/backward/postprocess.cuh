@@ -10,6 +10,7 @@
 
 namespace memeff {
 
+// The entry point of the families sm80 and sm90. Tiles defines the order of the sums.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardPostprocess {
   using Element = typename Config::Element;

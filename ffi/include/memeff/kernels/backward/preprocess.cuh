@@ -26,6 +26,7 @@ struct WithoutQueryGradient : Config {
   static constexpr bool kQueryGradient = false;
 };
 
+// The entry point of all backwards. Tiles defines the layout of the statistics.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardPreprocess {
   using Element = typename Config::Element;

@@ -26,6 +26,7 @@ struct QBlockBiasTile {
   CUTE_DEVICE void add(Scores&, float, QBlock const&, int) const {}
 };
 
+// With a bias; the tile has the bias of one Q block and the CTA's keys.
 template <class Config, class Mask>
 struct QBlockBiasTile<Config, Mask, true> {
   using Tiles = BackwardTiles<Config>;

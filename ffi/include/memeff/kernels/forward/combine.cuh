@@ -102,6 +102,7 @@ struct FmhaForwardCombine {
     return ceil_div(keys, Config::kSegmentKeys);
   }
 
+  // Finishes a row with its modifiers and writes four columns of it.
   CUTE_DEVICE static void store(ForwardParams const& params, long long partial_row, int column,
                                 PartialSum const& sum) {
     ProblemShape const& shape = params.shape;

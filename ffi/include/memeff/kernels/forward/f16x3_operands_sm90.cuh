@@ -70,6 +70,7 @@ struct F16x3Operands {
              buffer + warpgroup * QueryTile::kBufferBytes, QueryTile::kBytes);
   }
 
+  // The hi/lo tiles of keys or values of a work tile.
   template <class Tile>
   struct Rows {
     static constexpr int kBytes = Tile::kBytes;

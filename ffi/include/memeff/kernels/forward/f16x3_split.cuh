@@ -13,6 +13,7 @@
 
 namespace memeff {
 
+// The entry point. Its grid covers the tiles of all heads of query, key and value.
 template <class Config>
 struct FmhaForwardF16x3Split {
   using Tiles = F16x3Tiles<Config>;

@@ -7,6 +7,7 @@
 
 namespace memeff {
 
+// The kernel calls produce_queries() and produce_tiles() with one thread each.
 template <class Config, class Kernel>
 struct ForwardProducerSm90 {
   using Blocks = typename Kernel::Blocks;

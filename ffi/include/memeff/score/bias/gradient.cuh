@@ -188,6 +188,7 @@ struct ColumnSums {
     return params.bias_gradient_sum + row * Tiles::padded_keys(params.shape);
   }
 
+  // The sum of a column over all rows of sums of a slice, in a fixed order.
   CUTE_DEVICE static float total(BackwardParams const& params, int gradient_slice, int column) {
     if constexpr (!Config::kDeterministic) {
       return params.bias_gradient_sum[gradient_slice * Tiles::padded_keys(params.shape) + column];
@@ -244,6 +245,7 @@ CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& ite
 template <class Config, BiasGradient kWay = Config::kBiasGradient>
 struct BiasGradientWriter;
 
+// No gradient is asked for.
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::none> {
   static constexpr bool kFromTile = false;
@@ -252,6 +254,7 @@ struct BiasGradientWriter<Config, BiasGradient::none> {
   CUTE_DEVICE void finish() {}
 };
 
+// A separate kernel computes the gradient.
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::dbias_kernel>
     : BiasGradientWriter<Config, BiasGradient::none> {
@@ -271,6 +274,7 @@ struct BiasGradientAdder {
   CUTE_DEVICE void finish() {}
 };
 
+// Each element has one owner, which writes it.
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::full> {
   using Tiles = BackwardTiles<Config>;
@@ -320,6 +324,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
   }
 };
 
+// Tiles are added to f32 sums in accumulator order.
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::shared> {
   using Tiles = BackwardTiles<Config>;
@@ -344,6 +349,7 @@ struct BiasGradientWriter<Config, BiasGradient::shared> {
   CUTE_DEVICE void finish() {}
 };
 
+// A tile is summed over its rows, then added to the sums of its columns.
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::columns> {
   using Tiles = BackwardTiles<Config>;

@@ -20,6 +20,7 @@ struct TransposedBiasGradient {
   CUTE_DEVICE static void finish(BackwardParams const&, int, int, int, Sums const&) {}
 };
 
+// Each element has one owner, which writes it.
 template <class Config, class Tiles>
 struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
   using Grid = typename Tiles::ScoreGrid;
@@ -82,6 +83,7 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
   CUTE_DEVICE static void finish(BackwardParams const&, int, int, int, Sums const&) {}
 };
 
+// A lane sums its keys over the queries of a head in registers, then adds them to global memory.
 template <class Config, class Tiles>
 struct TransposedBiasGradient<Config, Tiles, BiasGradient::columns> {
   using Grid = typename Tiles::ScoreGrid;

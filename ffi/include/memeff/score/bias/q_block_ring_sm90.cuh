@@ -11,6 +11,7 @@
 
 namespace memeff {
 
+// No bias: does nothing.
 template <class Config, class Tiles, int kStages, bool kTma = has_tma_bias<Config>(),
           bool kBias = has_bias_tile<Config>()>
 class QBlockBiasRing {
@@ -33,6 +34,7 @@ class QBlockBiasRing {
   CUTE_DEVICE void add(Scores&, float, BackwardParams const&, Work const&, int, int, int) const {}
 };
 
+// TMA: the producer copies a tile per stage.
 template <class Config, class Tiles, int kStages>
 class QBlockBiasRing<Config, Tiles, kStages, true, true>
     : public QBlockBiasRing<Config, Tiles, kStages, false, false> {
@@ -76,6 +78,7 @@ class QBlockBiasRing<Config, Tiles, kStages, true, true>
   uint32_t tiles_;
 };
 
+// Each warp copies the bias of its own 16 keys by cp.async.
 template <class Config, class Tiles, int kStages>
 class QBlockBiasRing<Config, Tiles, kStages, false, true>
     : public QBlockBiasRing<Config, Tiles, kStages, false, false> {

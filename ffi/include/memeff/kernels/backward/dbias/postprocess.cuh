@@ -6,6 +6,7 @@
 
 namespace memeff {
 
+// The entry point of the families sm80 and sm90, which differ in Tiles.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardDbiasPostprocess {
   using Grid = typename Tiles::ScoreGrid;

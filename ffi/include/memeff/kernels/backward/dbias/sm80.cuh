@@ -24,6 +24,8 @@
 
 namespace memeff {
 
+// The entry point; codegen emits it if a bias that is broadcast over batch or heads has a
+// deterministic gradient.
 template <class Config>
 struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
   using Element = typename Config::Element;

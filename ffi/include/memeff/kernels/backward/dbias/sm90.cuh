@@ -31,6 +31,7 @@
 
 namespace memeff {
 
+// The square tile of scores and its division over consumers.
 template <class Config>
 struct BiasTilesSm90 {
   static constexpr int kTileQuery = cute::max(Config::kTileQuery, Config::kTileKey);
@@ -141,6 +142,7 @@ struct DbiasSm90 {
     }
   }
 
+  // The producer, one thread: copies the pairs of operand parts of every slice of every tile.
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Control& control, uint32_t tiles) {
     PipelineStage<kStages> stage;
@@ -165,6 +167,8 @@ struct DbiasSm90 {
     }
   }
 
+  // Copies the kParts pairs of one product: rows of queries or dO, and columns, which are keys or
+  // values.
   template <int kParts>
   CUTE_DEVICE static void load_pairs(BackwardParams const& params, TensorMap const& rows,
                                      TensorMap const& columns, TensorView const& tensor,
@@ -197,6 +201,8 @@ struct DbiasSm90 {
     }
   }
 
+  // The main loop of a consumer: sums dS over the slices of each tile of this CTA and stores the
+  // tile.
   CUTE_DEVICE static void consume(BackwardParams const& params, Control& control, uint32_t tiles) {
     PipelineStage<kStages> stage;
     Bias bias(tiles + kBiasOffset);
@@ -365,6 +371,7 @@ struct DbiasSm90 {
   }
 };
 
+// The entry point beside kernels/fmha_bwd_sm90.cuh.
 template <class Config>
 struct FmhaBackwardDbias<Config, BackwardTilesSm90<Config>>
     : DbiasSm90<Config, BackwardTilesSm90<Config>> {};

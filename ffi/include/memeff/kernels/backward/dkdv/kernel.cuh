@@ -66,6 +66,8 @@ struct FmhaBackwardTwoKernelDkdv : DkdvSm90<Config> {
     }
   }
 
+  // The producer, one thread: copies keys and values once, then queries, dO, statistics and bias of
+  // each Q block.
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
     auto constexpr kOnce = CacheHint::EVICT_FIRST;

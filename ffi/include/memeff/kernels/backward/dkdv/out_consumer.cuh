@@ -94,6 +94,7 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
     }
   }
 
+  // The steps of the main loop.
   struct Steps {
     BackwardParams const& params;
     Work const& work;

@@ -101,6 +101,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
     }
   }
 
+  // The steps of the main loop.
   struct Steps {
     BackwardParams const& params;
     Work const& work;

@@ -17,6 +17,7 @@
 
 namespace memeff {
 
+// The base of the kernel and both consumers.
 template <class Config>
 struct DkdvSm90 {
   using Element = typename Config::Element;
@@ -63,6 +64,7 @@ struct DkdvSm90 {
   static constexpr int kOutStatisticsOffset = kQueryStatisticsOffset + kStages * kStatisticsBytes;
   static constexpr int kControlOffset = kOutStatisticsOffset + kStages * kStatisticsBytes;
 
+  // The barriers in static shared memory.
   struct Control : Bias::Control {
     Pipeline<1> key;
     Pipeline<1> value;
@@ -138,6 +140,7 @@ struct DkdvSm90 {
     }
   };
 
+  // The number of Q blocks of this CTA, of all heads of the group.
   CUTE_DEVICE static int q_block_count(BackwardParams const& params, Work const& work) {
     int const group = params.shape.group;
     if constexpr (!Config::kBlockMask) return max(work.tiles.end - work.tiles.begin, 0) * group;

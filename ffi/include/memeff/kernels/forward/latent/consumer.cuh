@@ -61,6 +61,7 @@ struct LatentConsumerSm90 {
   }
 
  private:
+  // Computes a part: the KV blocks [begin, end) of a row tile, two at a time, one of each consumer.
   CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
                                   KeyPart const& part, Position& at) {
     Mask const mask(params.mask, params.shape, part.batch);

@@ -38,6 +38,7 @@ struct LatentOutputSm90 {
   }
 
  private:
+  // Stores the finished output and logsumexps of a part that is a whole row tile.
   template <class Accumulators>
   CUTE_DEVICE static void store(ForwardParams const& params, KeyPart const& part, int query_length,
                                 int warpgroup, int first_column, Softmax const& softmax,

@@ -14,6 +14,7 @@
 
 namespace memeff {
 
+// The kernel calls produce_queries() with one warp, and produce_keys() with one thread per part.
 template <class Config, class Kernel>
 struct LatentProducerSm90 {
   using Element = typename Config::Element;
