@@ -387,7 +387,7 @@ class FmhaFwdSplitSm80(MmaKernel):
 
 
 def _float8_scale_bytes(spec: KernelSpec) -> int:
-    """Bytes of a factor for each query row, and of two scales for each part of a page in a stage."""
+    """Bytes of a factor per query row, and of two scales per part of a page in a stage."""
     tile = _tile(spec)
     by_page = "pages" in (spec[PAGES].key_scale, spec[PAGES].value_scale)
     parts = tile.stages * tile.key // pages.MULTIPLE if by_page else 0

@@ -1,4 +1,4 @@
-// Attention backward for Hopper: TMA, wgmma and specialised warpgroups, keys split over the grid.
+// Attention backward for Hopper: TMA, wgmma and specialized warpgroups, keys split over the grid.
 //
 // As in fmha_bwd_sm80.cuh one CTA owns a KV block of one key head, keeps dk and dv in registers and
 // adds its part of dq to f32 sums in global memory. The scores are computed transposed:

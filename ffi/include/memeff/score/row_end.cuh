@@ -37,7 +37,7 @@ struct RowsOfTile {
 // The result of a row. A row without keys, or one that is not valid, has the factor 0, and its
 // logsumexp and maximum are -inf.
 struct RowEnd {
-  float factor;     // normalises the output
+  float factor;     // normalizes the output
   float logsumexp;  // natural logarithm
   float maximum;    // of the scores; only a softmax of Config::kRowMaxima has it
 

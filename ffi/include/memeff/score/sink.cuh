@@ -24,7 +24,7 @@ struct RowSink {
     if (value == -infinity()) return end;
     float const distance = value - end.logsumexp;
     float const exponential = exp2_approx(-fabsf(distance) * kLog2e);
-    float const share = distance > 0.0f ? exponential : 1.0f;  // of the keys, not yet normalised
+    float const share = distance > 0.0f ? exponential : 1.0f;  // of the keys, not yet normalized
     float const largest = fmaxf(value, end.logsumexp);
     return {end.factor * share / (1.0f + exponential),
             fmaf(log2_approx(1.0f + exponential), kLn2, largest), end.maximum};

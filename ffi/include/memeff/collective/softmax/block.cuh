@@ -71,7 +71,7 @@ class BlockSoftmax {
     }
   }
 
-  // Ends the rows after the last step: stores the factors that normalise the output, times
+  // Ends the rows after the last step: stores the factors that normalize the output, times
   // output_scale, and calls write(row, natural-log logsumexp) once for each row, both after the
   // LaneRowModifiers `modifiers`. Rows without keys, and rows from `bound` on, enter the modifiers
   // with 0 and -inf.

@@ -160,7 +160,7 @@ struct OnlineSoftmax {
     return weights;
   }
 
-  // Normalises the output, times output_scale, and leaves the natural-log logsumexp of each row in
+  // Normalizes the output, times output_scale, and leaves the natural-log logsumexp of each row in
   // softmax_reference, both after the LaneRowModifiers `modifiers`. Rows without keys enter the
   // modifiers with output 0 and logsumexp -inf.
   template <class Output, class Modifiers>

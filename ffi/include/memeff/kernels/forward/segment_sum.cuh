@@ -1,4 +1,4 @@
-// Sums of partial results over disjoint sets of keys: weighted by exp(logsumexp), normalised last.
+// Sums of partial results over disjoint sets of keys: weighted by exp(logsumexp), normalized last.
 //
 // Batch-invariant calls sum keys in segments that begin at absolute multiples of kSegmentKeys. A
 // CTA that has all segments of a row adds them up in registers. If the segments are divided over
@@ -62,7 +62,7 @@ struct SegmentSum {
     for (int r = 0; r < kRows; ++r) rows[r] = WeightSum::empty();
   }
 
-  // Adds the normalised output of a segment.
+  // Adds the normalized output of a segment.
   CUTE_DEVICE void add(Output const& other, float const (&logsumexps)[kRows]) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -73,7 +73,7 @@ struct SegmentSum {
     }
   }
 
-  // Normalises the output and writes the logsumexps, both after the LaneRowModifiers `modifiers`.
+  // Normalizes the output and writes the logsumexps, both after the LaneRowModifiers `modifiers`.
   template <class Modifiers>
   CUTE_DEVICE void finish(float (&logsumexps)[kRows], Modifiers const& modifiers) {
     CUTE_UNROLL
