@@ -12,7 +12,7 @@
 //
 // The next Q block arrives while this one is computed, in a second buffer. If shared memory is
 // short, there is one buffer, and the load is not hidden. dO has one buffer, which is reloaded as
-// soon as dV has read it. Gradients that nobody asked for (Config::kQueryGradient, kKeyGradient,
+// soon as dV has read it. Gradients that are not asked for (Config::kQueryGradient, kKeyGradient,
 // kValueGradient, kBiasGradient) cost neither products nor memory. Config::kOrdersQueries makes the
 // order of the additions to dq deterministic (schedule/dq_semaphore.cuh).
 #pragma once
