@@ -38,8 +38,9 @@ struct PersistentSchedule {
     return head_batch / section * section;
   }
 
-  // The first work tile of the next section, from that of `number` on, with a batch index that has
-  // queries. Hazard: batch indices must not share a broadcast bias, which changes the numbering.
+  // The first work tile of the first section that has a batch index with queries, beginning with
+  // the section of `number`. Hazard: batch indices must not share a broadcast bias, which changes
+  // the numbering.
   CUTE_DEVICE static int skip_empty(ProblemShape const& shape, int const* query_lengths,
                                     int number) {
     int batch = section_begin(shape, number / query_tiles(shape)) / shape.query_heads;
