@@ -1,6 +1,6 @@
-"""A wheel under whatever JAX is installed: the host module, and the function on a CPU.
+"""Tries a wheel under the installed JAX: the host module, and the function on a CPU.
 
-Run outside the clone, so that it is the installed package that is imported.
+Run it outside of the clone, so that it imports the installed package.
 """
 
 import importlib
@@ -13,18 +13,18 @@ import numpy as np
 
 import jax_memeff
 
-# A module that does not say otherwise turns the GIL of a free-threaded Python on.
+# A module that does not declare otherwise turns on the GIL of a free-threaded Python.
 is_gil_enabled = getattr(sys, "_is_gil_enabled", lambda: True)
 before = is_gil_enabled()
 _ffi = importlib.import_module("jax_memeff._ffi")
 assert is_gil_enabled() == before
 
-# Queued for CUDA: a CPU has no such platform to take them.
+# This only queues the targets for CUDA, because a CPU has no such platform.
 jax_memeff.register_targets()
 
-# A runtime that is older than the headers of the module refuses its handlers. It looks at them when
-# they are registered, for which the CPU's will do. The backend has to exist, and the type comes
-# before the handlers.
+# A runtime that is older than the headers of the module refuses its handlers when they are
+# registered. Registering them for the CPU shows it. The backend must exist before, and the type
+# must be registered before the handlers.
 jax.devices("cpu")
 jax.ffi.register_ffi_type("jax_memeff_call_on_cpu", _ffi.call_type(), platform="cpu")
 for name, stages in _ffi.targets().items():
@@ -57,7 +57,7 @@ out, lse = jax.vmap(
     )
 )(query[None])
 assert out.shape == (1, 2, 70, 4, 16) and lse.dtype == jnp.float32
-# The derivatives of functions have other primitives in other versions of JAX.
+# The derivatives of functions use different primitives in different versions of JAX.
 gain = jnp.linspace(0.5, 2.0, 4)
 
 

@@ -101,7 +101,7 @@ class Compilation:
 def _differences(programs: dict[str, Any], timed: Sequence[str], cell: Cell) -> dict[str, float]:
     """Largest relative Frobenius distance of each peer's results to those of the first peer.
 
-    A peer that computes something else is no peer. Each peer draws dropout differently.
+    They show whether a peer computes the same function. Each peer draws dropout differently.
     """
     if cell.dropout or not timed:
         return {}

@@ -38,7 +38,7 @@ _COPY_BYTES = 1 << 29
 _MASK_FUNCTIONS = ("documents", "window")
 _BLOCK_MASK_LENGTH = 16384
 
-# The device is done with such a call sooner than the host can launch the next.
+# The device finishes such a call before the host can launch the next one.
 _CELL = Cell("host", 1, 128, 128, 8, 8, 64, 64, dtype="bfloat16")
 
 

@@ -63,7 +63,7 @@ class TorchProgram:
         self._torch = torch
         function = one_call(peer.attention(cell), backward)
         operands = tensors(jax.block_until_ready(adapt(inputs, peer, cell)), backward)
-        self._operands = operands  # the graph holds addresses, and keeps no tensor alive
+        self._operands = operands  # the graph holds addresses but does not keep tensors alive
         self._results: Any = None
         side_stream = torch.cuda.Stream()
         with warnings.catch_warnings(record=True) as refusals:

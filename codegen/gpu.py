@@ -20,14 +20,14 @@ class Gpu:
 
     name: str
     max_shared_bytes: int
-    """The most that one block may have after opting in."""
+    """The most dynamic shared memory that a CTA may have after opting in."""
     system_bytes: int = 1024
-    """Bytes that the system takes for every block beside the block's own shared memory."""
+    """The shared memory that the system reserves for every CTA."""
     dtypes: tuple[str, ...] = ("f16", "bf16", "f32", "tf32")
     """The dtypes that the tensor cores multiply."""
 
     def shared_bytes(self, blocks: int) -> int:
-        """The bytes that each of ``blocks`` blocks on an SM may have."""
+        """The bytes of shared memory that each of ``blocks`` CTAs on an SM may have."""
         return (self.max_shared_bytes + self.system_bytes) // blocks - self.system_bytes
 
 
@@ -42,8 +42,8 @@ _BY_CAPABILITY = {75: SM75, 80: SM80, 87: SM80, 90: SM90, 100: SM90, 103: SM90, 
 def of(arch: str) -> Gpu:
     """The GPU of ``arch``.
 
-    An architecture that is not listed counts as one with 99 KB: every GPU from sm_80 on gives a
-    block that much.
+    An architecture that is not listed counts as one with 99 KB, which every GPU from sm_80 on gives
+    a CTA.
 
     >>> of("sm_90a").max_shared_bytes // 1024, of("sm_89").max_shared_bytes // 1024
     (227, 99)

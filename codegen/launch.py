@@ -1,4 +1,4 @@
-"""The data for launches of a kernel: its entry points, their grids, and the arrays it finds."""
+"""The data for launches of a kernel: its entry points, their grids, and its arrays."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Literal, NamedTuple
 
 ROW_DIMS = "B T N"
 PACKED_ROW_DIMS = "1 query_tokens N"
-"""The dims of arrays with a number per row of scores; the second applies to packed sequences."""
+"""The dims of arrays with a number per row of scores, for padded and for packed sequences."""
 
 
 class BlockMask(NamedTuple):
-    """Which tiles of scores, of ``query`` rows and ``key`` columns, a kernel skips: a row of blocks
-    for each tile of ``lines`` (ffi/include/memeff/mask/block_mask.cuh).
+    """The block mask of tiles of ``query`` rows and ``key`` columns, with a row for each tile of
+    ``lines`` (ffi/include/memeff/mask/block_mask.cuh).
 
     The rows of a tile are divided into ``parts`` of the same size, each with two bits of the tile's
     byte.
@@ -30,10 +30,10 @@ class BlockMask(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The blocks of an entry point.
+    """The grid of an entry point, in CTAs.
 
     ``product`` is a product of named dims and tiles, ``"B*N*T/128"``, or a sum of products;
-    ffi/src/attributes/dims.h has the names. ``most_per_sm`` limits the blocks that are launched for
+    ffi/src/attributes/dims.h has the names. ``most_per_sm`` limits the CTAs that are launched for
     each SM, if it is not 0.
     """
 
@@ -42,13 +42,13 @@ class Grid(NamedTuple):
 
 
 class EntryPoint(NamedTuple):
-    """A ``__global__`` function of the source, and what a launch of it needs.
+    """A ``__global__`` function of the source, with the data for its launch.
 
-    ``shared_bytes`` is the dynamic shared memory of a block.
-    ``takes_maps`` is whether the tensor maps of the spec are its second parameter; after the first
-    comes the table of ``KernelSpec.captured_arrays``, if there are any. ``cpp_class`` is the device
-    class that it runs, and ``blocks`` the blocks on an SM that it is compiled for, in C++; the
-    class says so if it is "".
+    ``shared_bytes`` is the dynamic shared memory of a CTA. ``takes_maps`` is whether the tensor
+    maps of the spec are its second parameter; after the first comes the table of
+    ``KernelSpec.captured_arrays``, if there are any. ``cpp_class`` is the device class that it
+    runs, and ``blocks`` the CTAs per SM that it is compiled for, in C++; if it is "", the class has
+    the number.
     """
 
     name: str
@@ -62,7 +62,7 @@ class EntryPoint(NamedTuple):
 
 
 class TensorMap(NamedTuple):
-    """A tensor in global memory and the box of it that TMA moves at a time."""
+    """A tensor in global memory and its TMA box."""
 
     name: str
     rows: int
@@ -75,7 +75,7 @@ MOST_DIMS = 6
 
 
 class CapturedArray(NamedTuple):
-    """An array that a feature brings: ``ArrayView`` of ffi/include/memeff/params.h.
+    """An array of a feature: ``ArrayView`` of ffi/include/memeff/params.h.
 
     ``dims`` are named as in ffi/src/images/kernel_description.h, and ``alignment`` is in bytes.
     A ``zeroed`` one is a result that is zero when the first kernel begins.
@@ -101,7 +101,7 @@ class ParamsField(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Global memory that the kernels of a spec write beside their results."""
+    """Global memory that the kernels of a spec write besides their results."""
 
     name: str
     shape: tuple[int, ...]

@@ -27,7 +27,7 @@ _Asked = TypeVar("_Asked")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One feature set on one architecture; batch, sequence lengths and heads are run-time matters.
+    """One feature set on one architecture. Batch, sequence lengths and heads are run-time values.
 
     ``dtype`` is that of query, key and value. f32 has two names, because kernels multiply it in two
     ways: ``f32`` in three TF32 products, to the precision of f32, and ``tf32`` in one.

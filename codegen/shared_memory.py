@@ -1,6 +1,6 @@
-"""Parts of a block's dynamic shared memory that several kernels have.
+"""Parts of a CTA's dynamic shared memory that several kernels have.
 
-Each kernel adds up its own in ``kernels/``; the compiler asserts the sums against the device
+Each kernel adds up its own total in ``kernels/``, and the compiler asserts it against the device
 headers.
 """
 
@@ -35,8 +35,8 @@ def bias_bytes(spec: KernelSpec, rows: int, columns: int | None = None) -> int:
 
 
 def merge_bytes(spec: KernelSpec, groups: int, rows: int) -> int:
-    """Maximum and sum of the ``rows`` that each thread holds elements of, and the f32 outputs of
-    all but one of ``groups`` (ffi/include/memeff/collective/consumer_groups.cuh).
+    """Maximum and sum of the ``rows`` of which each thread has elements, and the f32 outputs of all
+    but one of ``groups`` (ffi/include/memeff/collective/consumer_groups.cuh).
     """
     if groups == 1:
         return 0

@@ -1,4 +1,4 @@
-"""The choice for a problem: one kernel, described before its source is written."""
+"""A spec: one kernel, described before its source is written."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _Compiled = TypeVar("_Compiled")
 
 
 class Tile(Protocol):
-    """A row of a kernel's table, a dataclass: what every tile says (``kernels/families.py``)."""
+    """A row of a kernel's table: the attributes that every tile has (``kernels/families.py``)."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -75,8 +75,8 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel(abc.ABC):
-    """A device kernel: everything that is particular to it. One module of ``kernels/`` for each
-    file of ffi/include/memeff/kernels with the same ``stem``.
+    """A device kernel: everything that is specific to it. One module of ``kernels/`` for each file
+    of ffi/include/memeff/kernels with the same ``stem``.
 
     It has no state, so that two kernels of one class are equal, in other processes too.
     """
@@ -87,7 +87,7 @@ class Kernel(abc.ABC):
     class_name: ClassVar[str]
     """The device class of the main entry point."""
     reads_bias_by_elements: ClassVar[bool] = False
-    """Whether a bias that is not broadcast over rows or columns comes element by element."""
+    """Whether lanes load a bias that is not broadcast over rows or columns element by element."""
     sums_common_bias: ClassVar[bool] = True
     """Whether the kernel adds up the gradient of a bias that batch indices or heads share.
     Otherwise a dbias kernel does."""
@@ -104,13 +104,13 @@ class Kernel(abc.ABC):
     own_problems: ClassVar[tuple[tuple[tuple[int, int], Mapping[str, Any]], ...]] = ()
     """Head dims and features of problems in the closure that no other kernel serves."""
     owns_outputs: ClassVar[bool] = False
-    """Whether a backward writes each gradient from the blocks that own it, without sums."""
+    """Whether each gradient of a backward is written by the CTAs that own it, without sums."""
     splits_keys: ClassVar[bool] = False
-    """Whether a forward splits the keys over blocks."""
+    """Whether a forward splits the keys over CTAs."""
     moves_unaligned_rows_in_pieces: ClassVar[bool] = False
     """Whether rows that are not aligned to 16 bytes take registers in the main loop."""
     persistent: ClassVar[bool] = False
-    """Whether the blocks of a grid no larger than the GPU share all tiles of a problem."""
+    """Whether the CTAs of a grid no larger than the GPU divide all work tiles of a problem."""
 
     @abc.abstractmethod
     def rows(self, problem: Problem) -> Iterator[Row]:
@@ -118,11 +118,11 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
-        """The reasons against this kernel beside those of its features."""
+        """The reasons against this kernel, besides those of its features."""
 
     @abc.abstractmethod
     def threads(self, spec: KernelSpec) -> int:
-        """Threads of a block of the main entry point."""
+        """The threads of a CTA of the main entry point."""
 
     def computing_threads(self, spec: KernelSpec) -> int:
         """The threads of the main entry point less those that only copy."""
@@ -130,7 +130,7 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """Dynamic shared memory of a block of the main entry point; the compiler asserts it."""
+        """The dynamic shared memory of a CTA of the main entry point; the compiler asserts it."""
 
     @abc.abstractmethod
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
@@ -138,16 +138,16 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        """Lines of the configuration beside those that every kernel has."""
+        """The lines of the configuration besides those that every kernel has."""
 
     @abc.abstractmethod
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """The arrays that the entry points write beside results, for a call of these sizes."""
+        """The arrays that the entry points write besides results, for a call of these sizes."""
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
-        """The tensors that TMA moves, in the order of the maps."""
+        """The tensors that TMA copies, in the order of the maps."""
         return ()
 
     def array_of(self, role: str) -> str:
@@ -184,11 +184,11 @@ class Kernel(abc.ABC):
         return problem.alignment
 
     def has_tma_bias(self, spec: KernelSpec) -> bool:
-        """Whether TMA brings tiles of the bias."""
+        """Whether TMA copies tiles of the bias."""
         return False
 
     def reads_block_mask(self, spec: KernelSpec) -> bool:
-        """Whether a block mask says which tiles to skip if masks are arrays."""
+        """Whether the kernel reads a block mask if masks are arrays."""
         return True
 
     def strips_of_sums(self, arch: str) -> int:
@@ -200,8 +200,8 @@ class Kernel(abc.ABC):
         return spec
 
     def adds_across_blocks(self, problem: Problem) -> bool:
-        """Whether several blocks add to a gradient, in an order that only waiting gives them; dk,
-        dv and full bias gradients have one.
+        """Whether several CTAs add to a gradient in an order that only waiting can fix. Sums of dk,
+        dv and full bias gradients have a fixed order anyway.
         """
         bias = registry.BIAS.compiled(problem, self)
         query_sums = "query" in problem.needs_grad and not self.owns_outputs
@@ -213,11 +213,11 @@ class KernelSpec:
     """A kernel with everything that it is compiled for. Two equal specs give the same source.
 
     ``padded_head_dim`` (of query and key) and ``padded_value_dim`` are padded dims; the real ones
-    are run-time parameters. ``spec[feature]`` is what the kernel has of a feature.
-    ``gradients`` are those of query, key and value that a backward computes, and () in a forward.
-    Rows of query, key, value, output and gradients begin at multiples of ``alignment`` bytes.
-    ``pack_heads`` is whether tiles of a split forward have the rows of all query heads that share a
-    key head, and ``split_q`` whether blocks of a backward may share a tile of keys.
+    are run-time parameters. ``spec[feature]`` is what the kernel has of a feature. ``gradients``
+    are those of query, key and value that a backward computes, and () in a forward. Rows of query,
+    key, value, output and gradients begin at multiples of ``alignment`` bytes. ``pack_heads`` is
+    whether tiles of a split forward have the rows of all query heads that share a key head, and
+    ``split_q`` whether CTAs of a backward may share a KV block.
     """
 
     kernel: Kernel
@@ -276,7 +276,7 @@ class KernelSpec:
 
     @property
     def threads(self) -> int:
-        """Threads of a block of the main entry point."""
+        """The threads of a CTA of the main entry point."""
         return self.kernel.threads(self)
 
     @property
@@ -286,7 +286,7 @@ class KernelSpec:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block of the main entry point, or of the larger of two."""
+        """The dynamic shared memory of a CTA of the main entry point, or of the larger of two."""
         return self.kernel.shared_bytes(self)
 
     @property
@@ -296,28 +296,28 @@ class KernelSpec:
 
     @property
     def tensor_maps(self) -> tuple[TensorMap, ...]:
-        """The tensors that TMA moves, in the order of the maps."""
+        """The tensors that TMA copies, in the order of the maps."""
         return self.kernel.tensor_maps(self)
 
     @property
     def tma_bias(self) -> bool:
-        """Whether TMA brings tiles of the bias."""
+        """Whether TMA copies tiles of the bias."""
         return self.kernel.has_tma_bias(self)
 
     @property
     def persistent(self) -> bool:
-        """Whether the blocks of a grid no larger than the GPU share all tiles of a problem."""
+        """Whether the CTAs of a grid no larger than the GPU divide all work tiles of a problem."""
         return self.kernel.persistent
 
     @property
     def orders_queries(self) -> bool:
-        """Whether blocks that add to the gradient of the query wait for each other."""
+        """Whether CTAs that add to the gradient of the query wait for each other."""
         ordered = self[registry.DETERMINISTIC] and "query" in self.gradients
         return ordered and not self.kernel.owns_outputs
 
     @property
     def captured_arrays(self) -> tuple[CapturedArray, ...]:
-        """The arrays that features bring, in the order of ``ArrayTable``."""
+        """The arrays of features, in the order of ``ArrayTable``."""
         return tuple(
             array for feature in registry.FEATURES for array in feature.captured_arrays(self)
         )
@@ -336,7 +336,7 @@ class KernelSpec:
 
     @property
     def has_block_mask(self) -> bool:
-        """Whether a block mask says which tiles the kernel skips."""
+        """Whether the kernel reads a block mask."""
         by_arrays = any(feature.needs_block_mask(self[feature]) for feature in registry.FEATURES)
         is_paged = self[registry.PAGES].size > 0
         return by_arrays and not is_paged and self.kernel.reads_block_mask(self)

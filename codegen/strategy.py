@@ -1,6 +1,7 @@
-"""How the work of a call is divided over a GPU; the GPU's numbers decide which way is quicker.
+"""How the work of a call is divided over a GPU; the GPU's numbers decide which way is faster.
 
-``Problem`` says what is asked; the same problem takes another kernel when its call has few tiles.
+``Problem`` describes the demands; the same problem may use another kernel if its call has few
+tiles.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ MULTIPROCESSORS = 132
 the default; the launcher reduces what it launches to the device (ffi/src/launch/key_splits.cc)."""
 
 MOST_SPLIT_BLOCKS = 512
-"""Room for so many blocks with partial results: the largest GPUs then have a few for each SM."""
+"""The most CTAs with partial results: the largest GPUs then have a few for each SM."""
 
 FEW_ROWS = 16
 """The rows of the smallest tile, which holds one token of all query heads of a key head."""
 
 _DRAFT_ROWS = 32
-"""The rows of the tile for a few drafted tokens. Only rows of several heads take it: calls whose
-tiles have one head may have a block mask, and warps with 32 rows have no registers for that."""
+"""The rows of the tile for a few draft tokens. Only tiles with rows of several heads use it: a tile
+of one head may have a block mask, for which warps with 32 rows have no registers.
+"""
 _PLAIN_ROWS = 128
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4
 """Q blocks of 64 rows for each CTA of a split-Q backward; with fewer the sums take longer."""
 _PARTS_A_Q_BLOCK = 2
-"""Partial sums of dk and dv that are read from L2 in the time of one Q block."""
+"""The number of partial sums of dk and dv that are read from L2 in the time of one Q block."""
 _MMA_SYNC_COST = 2
 """Relative cost of a key without wgmma: mma.sync reaches half the throughput."""
 _COMBINATION = 1024
@@ -46,13 +48,12 @@ _COMBINATION = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """How one call divides its work; the default is one block for each tile.
+    """How one call divides its work; the default is one CTA for each tile.
 
     ``query_rows`` is set if a forward has few query rows, or too few tiles to fill the GPU:
-    ``"16"``, ``"32"`` and ``"64"`` split the keys over blocks, in tiles of so many rows (some GPUs
-    have no tile of 32 and take that of 64); ``"consumer_groups"`` splits them over the consumer
-    groups of one block.
-    ``split_q`` lets several blocks of a backward share a tile of keys.
+    ``"16"``, ``"32"`` and ``"64"`` split the keys over CTAs, in tiles of this many rows (some GPUs
+    have no tile of 32 and use that of 64); ``"consumer_groups"`` splits them over the consumer
+    groups of one CTA. ``split_q`` lets several CTAs of a backward share a KV block.
 
     Raises ``ValueError`` for a ``query_rows`` that does not exist.
     """
@@ -96,7 +97,7 @@ def using(**strategies: Strategy) -> Iterator[None]:
 
 
 def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
-    """The strategy for a call of these sizes on a GPU with so many multiprocessors.
+    """The strategy for a call of these sizes on a GPU with this many multiprocessors.
 
     >>> plain = Problem("forward", "bf16", 64, 64, "sm_90a")
     >>> choose(plain, Sizes(batch=1, queries=1, keys=4096, heads=32, key_heads=8), 132)
@@ -150,24 +151,24 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     by_groups = _consumer_groups_time(tiles, sizes.keys, multiprocessors)
     if groups and by_groups <= _split_time(split_tiles, sizes.keys, multiprocessors):
         return "consumer_groups"
-    # Many heads share a key head, and the tile of each would have few rows.
+    # If many heads share a key head, a tile of one head has few rows.
     by_tiles = -(-plain_tiles // multiprocessors) * sizes.keys
     saves_tiles = _split_time(split_tiles, sizes.keys, multiprocessors) < by_tiles
     return "64" if rows <= 64 or few_tiles or saves_tiles else None
 
 
 def _consumer_groups_time(tiles: int, keys: int, multiprocessors: int) -> float:
-    """Time of blocks whose consumer groups share 64 rows, in keys that one block processes."""
+    """The time of CTAs whose consumer groups share 64 rows, in units of a key in one CTA."""
     return -(-tiles // multiprocessors) * keys
 
 
 def _split_time(tiles: int, keys: int, multiprocessors: int) -> float:
-    """Time of blocks that split the keys, and of the combine kernel."""
+    """The time of CTAs that split the keys, and of the combine kernel."""
     return _MMA_SYNC_COST * keys * tiles / multiprocessors + _COMBINATION
 
 
 def q_splits(sizes: Sizes, multiprocessors: int) -> int:
-    """How many blocks of a backward may share a tile of keys; 1 for packed sequences.
+    """How many CTAs of a backward may share a KV block; 1 for packed sequences.
 
     The launcher takes fewer on a smaller device.
 
@@ -180,7 +181,7 @@ def q_splits(sizes: Sizes, multiprocessors: int) -> int:
         return 1
     tiles = sizes.batch * sizes.key_heads * -(-sizes.keys // _PLAIN_ROWS)
     q_blocks = sizes.queries * sizes.group // _WARPGROUP_ROWS
-    # A block works through q_blocks / splits of them, and the last one reads `splits` parts.
+    # A CTA processes q_blocks / splits of them, and the last CTA reads `splits` parts.
     quickest = math.isqrt(_PARTS_A_Q_BLOCK * q_blocks)
     return max(1, min(multiprocessors // max(1, tiles), q_blocks // _LEAST_Q_BLOCKS, quickest))
 

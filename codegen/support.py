@@ -1,4 +1,4 @@
-"""Why a kernel does not fit a problem, in sentences a user can act on."""
+"""Why a kernel does not fit a problem, in sentences that a user can act on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPE_NAMES = {"bf16": "bfloat16", "f32": "float32", "tf32": "float32"}
 
 
 def family_reasons(problem: Problem) -> list[str]:
-    """The reasons that apply to every kernel, so that each is said once and not per kernel."""
+    """The reasons that apply to every kernel. They are listed once instead of for each kernel."""
     reasons = []
     dtypes = gpu.of(problem.arch).dtypes
     first = gpu.FIRST_CAPABILITY
@@ -37,7 +37,7 @@ def family_reasons(problem: Problem) -> list[str]:
 
 
 def spec_reasons(spec: KernelSpec, problem: Problem, strategy: Strategy = PLAIN) -> list[str]:
-    """The reasons against this spec, beside those that apply to every kernel."""
+    """The reasons against this spec, besides those that apply to every kernel."""
     reasons = []
     if spec.direction != problem.direction:
         reasons.append(f"it is a {spec.direction} kernel, not a {problem.direction} one")

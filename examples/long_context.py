@@ -127,8 +127,8 @@ def seconds(function: Gradients, preset: Preset, mesh: Mesh, layout: Layout, len
 
 
 def work(layout: Layout, devices: int) -> np.ndarray:
-    """The work of each device at each step, ``[devices, steps]``: the share of its scores that the
-    causal mask leaves.
+    """The work of each device at each step, ``[devices, steps]``: the fraction of its scores that
+    the causal mask leaves.
 
     >>> work("contiguous", 2).round(1).tolist(), work("zigzag", 2).round(1).tolist()
     ([[0.5, 0.0], [0.5, 1.0]], [[0.5, 0.5], [0.5, 0.5]])
@@ -214,7 +214,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, report, write the files; returns the exit status."""
     options = parse(arguments)
-    # No effect if JAX has other devices than those of the host.
+    # This has no effect if JAX has other devices than the host.
     jax.config.update("jax_num_cpu_devices", HOST_DEVICES)
     name = options.preset or ("gpu" if jax.default_backend() == "gpu" else "cpu")
     preset = PRESETS[name]

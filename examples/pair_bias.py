@@ -100,7 +100,7 @@ def memeff_attention(query, key, value, bias):
 
 
 def jax_attention(query, key, value, bias):
-    """The same through jax.nn."""
+    """Attention of the same arrays through jax.nn."""
     return jax.nn.dot_product_attention(query, key, value, bias)
 
 
@@ -189,9 +189,9 @@ def train(trainer: Trainer, steps: int) -> list[float]:
 
 
 def gradient_bytes(attention: Attention, preset: Preset, length: int) -> int:
-    """Bytes that XLA plans for the gradients of one attention, beside arguments and results.
+    """Bytes that XLA plans for the gradients of one attention, besides arguments and results.
 
-    Compiled for the present device, and not run.
+    The program is compiled for the present device, but not run.
     """
 
     def loss(query, key, value, bias):
@@ -279,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     trainer = Trainer(preset, options.attention, options.seed, options.steps)
     losses = train(trainer, options.steps)
     sizes = memory(preset)
-    # Every step has points of its own, so that the last losses are those of unseen problems.
+    # Every step has new points, so the last losses are those of unseen problems.
     final = float(np.mean(losses[-10:]))
     setting = {name: value for name, value in vars(options).items() if name != "output"}
     result = {

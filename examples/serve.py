@@ -110,7 +110,7 @@ class Server:
         work: list[tuple[Request, int]] = []
         left = self.load.step_tokens
         for request in sorted(self.running, key=lambda request: request.is_prompt):
-            # An earlier iteration may have preempted it.
+            # An earlier iteration may have preempted this sequence.
             count = min(len(request.tokens) - request.cached, left)
             if request in self.running and count and self._grow(request, count):
                 work.append((request, count))
@@ -244,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     graph, parameters = trained(preset, load.training_steps, options.seed, weights)
 
     prefixes, requests = random_requests(load, standard_library_text()[1], options.seed)
-    # Products of TF32, the default on GPUs, depend on the shapes, and so would the likeliest token.
+    # TF32 products, the default on GPUs, depend on the shapes, and so would the most likely token.
     with jax.default_matmul_precision("highest"):
         server = Server(graph, parameters, preset, load, options.implementation)
         result = serve(server, prefixes, requests)

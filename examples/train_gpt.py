@@ -5,7 +5,7 @@
 
 The model is a pre-norm causal transformer in Flax NNX with rotary positions (Su et al.,
 arXiv:2104.09864) and tied embeddings, trained with AdamW. On a GPU the default is a larger model
-with bfloat16 activations and float32 parameters. Same seed, same initial parameters, same batches:
+with bfloat16 activations and float32 parameters. Seed, initial parameters and batches are equal, so
 two runs differ only in their attention.
 
 OUTPUT receives losses.json (every training loss), loss.png and sample.txt. The first two are
@@ -43,7 +43,9 @@ TARGET = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Sizes of the model and length of the training; ``expected`` is its time, for people."""
+    """Sizes of the model and length of the training; ``expected`` is the time to tell the
+    reader.
+    """
 
     layers: int
     width: int
@@ -141,7 +143,7 @@ def memeff_attention(query, key, value, dropout_rate, dropout_key):
 def jax_attention(query, key, value, dropout_rate, dropout_key):
     """Causal attention of ``[B, T, N, H]`` arrays through jax.nn, which has no dropout.
 
-    On a GPU through cuDNN, the fastest that jax.nn has: its default holds all scores.
+    On a GPU it uses cuDNN, the fastest path of jax.nn; its default keeps all scores in memory.
     """
     del dropout_rate, dropout_key
     implementation = "cudnn" if jax.default_backend() == "gpu" else None
@@ -159,7 +161,8 @@ class Block(nnx.Module):
     def __init__(self, preset: Preset, attention: Attention, rngs: nnx.Rngs):
         dtype = jnp.dtype(preset.dtype)
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
-        # Each layer adds two terms to the residual stream: scaling them keeps its variance level.
+        # Each layer adds two terms to the residual stream. Scaling them keeps its variance
+        # constant.
         small = nnx.initializers.normal(0.5 * (preset.width * preset.layers) ** -0.5)
         self.heads = preset.heads
         self.attention = attention
@@ -194,8 +197,8 @@ class GPT(nnx.Module):
         self.norm = nnx.RMSNorm(preset.width, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, dropout_rate: float, dropout_key: jax.Array) -> jax.Array:
-        # A product with ones and zeros: the gradient of a lookup adds all rows of a batch to the
-        # 256 of the table, one after the other.
+        # A product with one-hot vectors, because the gradient of a lookup would add all rows of a
+        # batch to the 256 rows of the table one by one.
         embedding = jnp.asarray(self.embed.embedding, self.embed.dtype)
         x = jax.nn.one_hot(tokens, VOCABULARY, dtype=self.embed.dtype) @ embedding
         for layer, block in enumerate(self.blocks):
@@ -280,7 +283,7 @@ def train(
 ) -> dict:
     """Run ``steps`` updates with a progress bar; returns losses, validation losses and timing.
 
-    ``on_validation`` is called with the same of the steps so far, after each validation.
+    ``on_validation`` is called after each validation, with these of the steps so far.
     """
     train_text, validation_text = standard_library_text()
     stream = batches(train_text, preset, seed)
@@ -314,7 +317,7 @@ def train(
         for index in range(steps):
             losses.append(trainer.step(index, next(stream)))
             if index == 0:
-                # Compilation is not throughput: the clock starts after the first step.
+                # The clock starts after the first step, because compilation is not throughput.
                 losses[0].block_until_ready()
                 start = time.perf_counter()
             if (index + 1) % 10 == 0 or index + 1 == steps:

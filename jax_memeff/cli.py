@@ -40,7 +40,7 @@ _FILE_WIDTH = 200
 _INTERRUPTED = 130  # 128 plus the number of SIGINT, as in shells
 
 _NO_ARCH = (
-    "no architecture to work for: pass --arch sm_90a, or set JAX_MEMEFF_ARCHS "
+    "no architecture is known: pass --arch sm_90a, or set JAX_MEMEFF_ARCHS "
     "(no CUDA device was found on this machine)"
 )
 
@@ -150,7 +150,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
         except KeyboardInterrupt:
             progress.console.print(
                 f"interrupted: {len(results)} of {len(set(jobs))} kernels are done; the same "
-                "command takes them from the cache and goes on"
+                "command takes these from the cache and continues"
             )
             return _INTERRUPTED
     failed: list[CompileError] = []
@@ -163,7 +163,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
             _add_rows(table, spec, arch, result)
     out.print(table)
     if failed:
-        out.print(f"{len(failed)} kernels did not compile; the first says:", style="red")
+        out.print(f"{len(failed)} kernels did not compile; the first error:", style="red")
         out.print(str(failed[0]), markup=False)
     elif options.output is not None:
         done = {job: result for job, result in results.items() if isinstance(result, Compiled)}
@@ -325,10 +325,10 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--query-rows",
         choices=QUERY_ROWS,
-        help="few queries: they fit into so many rows, and the keys are split",
+        help="few queries: the rows of a tile that hold them; the keys are split",
     )
     explain.add_argument(
-        "--split-q", action="store_true", help="few keys: blocks of a backward share a tile of them"
+        "--split-q", action="store_true", help="few keys: CTAs of a backward share a KV block"
     )
     for feature in FEATURES:
         feature.add_flags(explain)

@@ -16,9 +16,9 @@ try:
 except ImportError as error:
     raise pytest.UsageError(str(error)) from None
 
-# Most of the time of the tests is compilation on the CPU: half of it is XLA's newer emitters, a
-# tenth the division of each module for 32 threads, and a tenth XNNPACK, which is set up for each
-# product. XLA aborts on a flag that it does not know, and jaxlib 0.11 does not know the first.
+# The tests spend most of their time compiling for the CPU: half of it in XLA's newer emitters, a
+# tenth in splitting each module for 32 threads, and a tenth in setting up XNNPACK for each product.
+# XLA aborts on an unknown flag, and jaxlib 0.11 does not know the first one.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     given = os.environ.get("XLA_FLAGS", "")
     quicker = {
@@ -38,9 +38,10 @@ LARGEST_CACHE = 1 << 30
 
 
 def pytest_sessionstart(session):
-    # Nobody looks at the lines of Python in a program.
+    # Programs need no line numbers of Python: nobody reads them here.
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    # Compiling takes half as long without; for the processes that tests start, too.
+    # Without these optimizations compiling takes half as long, also in the processes that tests
+    # start.
     if jax.default_backend() == "cpu":
         jax.config.update("jax_disable_most_optimizations", True)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -48,10 +49,10 @@ def pytest_sessionstart(session):
 
 
 def keep_programs(config):
-    """XLA's results are kept in pytest's cache: the next run takes two thirds of the time.
+    """Keeps compiled programs in pytest's cache: the next run takes two thirds of the time.
 
-    JAX names a program by a digest of all that the result depends on. ``pytest --cache-clear``
-    begins anew, and ``-p no:cacheprovider`` keeps nothing.
+    JAX names a program by a digest of everything that it depends on. ``pytest --cache-clear``
+    empties the cache, and ``-p no:cacheprovider`` keeps nothing.
     """
     if not (cache := getattr(config, "cache", None)):
         return
@@ -70,7 +71,8 @@ def total_size(files):
 
 
 def pytest_collection_finish():
-    # Python's collector took a tenth of the time: it looked at modules and tests again and again.
+    # Python's garbage collector took a tenth of the time, scanning modules and tests again and
+    # again.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -78,19 +80,19 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Each process takes neighbours, and at the end a part of the rest of another.
+    """Gives each process neighbouring tests; at the end it steals from others.
 
-    Neighbours share fixtures, compiled programs and answers of the oracle, which the default
-    scatters over the processes.
+    Neighbours share fixtures, compiled programs and answers of the oracle. The default would
+    scatter them over the processes.
     """
     if config.getoption("dist") != "load":
         return None
-    from xdist.scheduler import WorkStealingScheduling  # there is such a hook, so there is xdist
+    from xdist.scheduler import WorkStealingScheduling  # the hook exists, so xdist is installed
 
     return WorkStealingScheduling(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers for -m
+@pytest.hookimpl(tryfirst=True)  # before pytest evaluates -m
 def pytest_collection_modifyitems(config, items):
     choose_quick_cases(items, complete=not any("::" in word for word in config.args))
     on_gpu = [item for item in items if "gpu" in item.keywords]
@@ -105,10 +107,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def choose_quick_cases(items, complete: bool) -> None:
-    """``@pytest.mark.quick("id", ...)`` marks those cases of a test alone, and not the others.
+    """``@pytest.mark.quick("id", ...)`` marks only the cases of a test with these ids.
 
     Args:
-        complete: whether all cases of a test are among the items, so that a name of none is wrong.
+        complete: whether all cases of a test are among the items; then an unknown id is an error.
     """
     unknown: dict[tuple, set[str]] = {}
     for item in items:
@@ -124,7 +126,7 @@ def choose_quick_cases(items, complete: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def _device(request):
-    """Tests without the marker run on the CPU, on a machine with a GPU too."""
+    """Tests without the marker run on the CPU, even on a machine with a GPU."""
     if "gpu" in request.keywords or jax.default_backend() == "cpu":
         yield
     else:
@@ -134,9 +136,9 @@ def _device(request):
 
 @pytest.fixture
 def devices(request):
-    """Devices of one platform, as several_devices.py asks for them.
+    """The devices of one platform that ``at()`` of several_devices.py asks for.
 
-    Problems on GPUs get the kernels of longer ones, which do not split their keys.
+    Problems on GPUs use the kernels of longer problems, which do not split their keys.
     """
     platform, count = request.param
     found = jax.devices(platform)
@@ -152,7 +154,7 @@ def devices(request):
 def selected(request):
     """The parameters of each selected test of the module, for a fixture that prepares all of them.
 
-    The session may have tests of other modules, where a parameter of the same name is of another
+    The session may have tests of other modules, in which a parameter of the same name has another
     type.
     """
     items = [item for item in request.session.items if hasattr(item, "callspec")]
@@ -161,7 +163,7 @@ def selected(request):
 
 @pytest.fixture(scope="session")
 def machine(request):
-    """A process with an emulated GPU; ``submit`` gives it work."""
+    """A process with an emulated GPU. ``submit`` runs a function in it."""
     if shutil.which("g++") is None:
         pytest.skip("kernels run on the CPU where there is g++")
     import emulator

@@ -16,7 +16,7 @@ import jax_memeff
 from server.steps import ELEMENT_BYTES, Step
 
 DRAFTED = 5
-"""The tokens of a speculative tree."""
+"""The number of tokens of a speculative tree."""
 
 _PARENTS = (-1, 0, 0, 1, 2)
 

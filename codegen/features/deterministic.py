@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Deterministic(Feature[bool, bool]):
-    """Blocks that add to one gradient wait for each other, so that sums have one order.
+    """CTAs that add to one gradient wait for each other, so that the order of the sum is fixed.
 
-    A kernel whose sums have an order in any case is compiled without it.
+    A kernel whose sums have a fixed order anyway is compiled without it.
     """
 
     name, title = "deterministic", "deterministic sums"

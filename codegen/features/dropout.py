@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class Dropout(Flag):
     """Its parameters are fields of ``DropoutParams`` (ffi/include/memeff/params.h) and not rows of
-    the table of arrays: the main loop's schedule depends on how they are loaded.
+    the table of arrays: the way in which they are loaded changes ptxas's schedule of the main loop.
     """
 
     numbers = ("dropout_threshold", "dropout_scale")

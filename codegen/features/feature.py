@@ -1,4 +1,4 @@
-"""One feature and everything about it. Whatever lists features is a loop over these objects."""
+"""One feature and everything about it. Everything that lists features loops over these objects."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class SupportRow(NamedTuple):
 
 
 class Feature(Generic[Asked, Compiled]):
-    """Something that a call may ask for beside attention itself. ``Asked`` is the type of its value
-    in a problem, ``Compiled`` that in a kernel.
+    """Something that a call may ask for besides attention itself. ``Asked`` is the type of its
+    value in a problem, ``Compiled`` that in a kernel.
 
     Subclasses override what differs from a feature that changes no kernel.
     """
@@ -107,16 +107,19 @@ class Feature(Generic[Asked, Compiled]):
     together: Asked
     """Its value if all features are on at once."""
     alone: tuple[Mapping[str, Any], ...] = ()
-    """Problems that ``build --all`` compiles for its sake: the feature alone, in each of its
-    forms."""
+    """The problems with only this feature that ``build --all`` compiles, one for each form of
+    it.
+    """
     operands: tuple[Operand, ...] = ()
     """The arrays that it brings."""
     per_head: bool = False
-    """Whether it differs between query heads that share a key head, or is found in 16x16 blocks."""
+    """Whether it differs between query heads that share a key head, or is computed for 16x16
+    blocks.
+    """
     numbers: tuple[str, ...] = ()
     """The names of its run-time numbers, words of 32 bits that reach kernels as ``ParamsField``."""
     has_block_mask: bool = False
-    """Whether arrays say which tiles of scores a kernel skips."""
+    """Whether it is an array that lets a kernel skip tiles of scores."""
     modifies: Modified | None = None
     """The values that it changes in a main loop. That takes registers, so a tile says whether it
     has them: ``modifiers`` of ``kernels/families.py``."""
@@ -131,7 +134,7 @@ class Feature(Generic[Asked, Compiled]):
         return self.per_head and problem.asks(self)
 
     def needs_block_mask(self, compiled: Compiled) -> bool:
-        """Whether a kernel skips tiles for its sake."""
+        """Whether a kernel needs a block mask for it."""
         return self.has_block_mask and bool(compiled)
 
     def check(self, asked: Asked) -> None:
@@ -170,7 +173,7 @@ class Feature(Generic[Asked, Compiled]):
         return ""
 
     def sort_key(self, compiled: Compiled) -> tuple:
-        """Its part of the order of kernels."""
+        """Its part of the sort key of kernels."""
         return ()
 
     def family_reasons(self, problem: Problem) -> list[str]:

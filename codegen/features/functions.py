@@ -1,4 +1,4 @@
-"""The user's functions: of the scores, and of the mask."""
+"""The user's functions of scores and of the mask."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             has_gradient=True,
             placement="like query or replicated",
         ),
-        # Or scalars, which have no dims: bounds that are data are a part of the mask's function.
+        # Or scalars, which have no dims: traced bounds are part of the mask's function.
         Operand("window_left", "B", places=("mask.traced_windows.*.left",)),
         Operand("window_right", "B", places=("mask.traced_windows.*.right",)),
         Operand(
@@ -156,7 +156,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         own = spec[self]
         if own is None:
             return ""
-        # Approximations of differences depend on the place of a row in its tile.
+        # Hazard: approximations of differences depend on the position of a row in its tile.
         precise = spec.dtype in ("f32", "tf32") or spec[PAGES].is_invariant
         structs = (
             emit.source(program, f"{name.capitalize()}Program", precise=precise)
@@ -235,7 +235,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         return " and ".join(f"a {name} function" for name in (asked.programs if asked else ()))
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """The command line itself traces the functions, which needs JAX."""
+        """Adds no flags: the command line traces functions itself, because that needs JAX."""
         for name, arguments in _FUNCTION_FLAGS.items():
             parser.add_argument(
                 f"--{name}-function",

@@ -1,4 +1,4 @@
-"""Which scores count: intervals of columns, lengths, segment ids, and boolean arrays."""
+"""The masks: intervals of columns, lengths, segment ids, and boolean arrays."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ NO_BOUND = -1
 
 
 class Mask(Feature[MaskKind, MaskKind]):
-    """Bounds of the columns that a row sees: ``causal`` is a right bound alone, ``window`` a left
-    one with or without a right one. Top-left and bottom-right alignment differ in a run-time
-    offset, so they have no name here.
+    """The bounds of the columns that a row attends to: ``causal`` is only a right bound, ``window``
+    a left bound with or without a right one. Top-left and bottom-right alignment differ only in a
+    run-time offset, so they have no names here.
     """
 
     name, title = "mask", "a causal mask or a window"
@@ -92,7 +92,9 @@ class Mask(Feature[MaskKind, MaskKind]):
 
 
 class Lengths(Feature[bool, None]):
-    """Lengths of padded sequences: a kernel reads them at run time if they are there."""
+    """Lengths of padded sequences. Every kernel supports them: it reads them at run time if the
+    pointer is not null.
+    """
 
     name, title = "lengths", "sequence lengths"
     off, together = False, True

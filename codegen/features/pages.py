@@ -48,7 +48,7 @@ class CompiledPages(NamedTuple):
     the first columns of the keys, and the pool's format.
 
     The split forward of invariant results adds up segments of ``INVARIANT_COLUMNS`` keys in
-    ascending order, however they are divided over blocks. Other kernels do not split the keys.
+    ascending order, however CTAs divide them. Other kernels do not split the keys.
     """
 
     size: int = 0
@@ -114,7 +114,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
             )
         if not asked.size and asked != self.off:
             raise ValueError(
-                f"expected a page size, because keys are not paged without, got {asked}"
+                f"expected a page size, because keys are only paged with one, got {asked}"
             )
         expect_one_of("the dtype of pages", asked.dtype, ("query", "f8e4m3"))
         for scale in (asked.key_scale, asked.value_scale):
@@ -256,7 +256,7 @@ def _float8_reasons(problem: Problem) -> list[str]:
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
         if dim % 16:
             reasons.append(
-                f"{name} is {dim}, and kernels read rows of float8 in 16 bytes: pad it to a "
+                f"{name} is {dim}, and kernels read rows of float8 16 bytes at a time: pad it to a "
                 f"multiple of 16, or {_XLA}"
             )
         if dim > 256:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RowMaxima(Flag):
-    """A forward writes them when it ends a row. They have no derivative, so a backward ignores
+    """A forward writes them when it finishes a row. They have no derivative, so a backward ignores
     them.
     """
 

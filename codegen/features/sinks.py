@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class Sinks(Flag):
-    """A forward reads the sinks when it ends a row. The logsumexp contains them, so a backward only
-    has to write delta, from which XLA computes their gradient.
+    """A forward reads the sinks when it finishes a row. The logsumexp contains them, so a backward
+    only has to write delta, from which XLA computes their gradient.
     """
 
     def compiled(self, problem: Problem, kernel: Kernel) -> bool:

@@ -127,14 +127,14 @@ def literal_bits(program: Program) -> tuple[int, ...]:
 
 
 class Printer:
-    """Prints bodies of functions; knows which nodes a struct holds."""
+    """Prints bodies of functions, given the nodes that structs hold."""
 
     def __init__(self, nodes: Sequence[Node], kept: frozenset[int]):
         self.nodes = nodes
         self.kept = kept
 
     def level(self, level: Level) -> str:
-        """The struct of what is kept of a level, and the function that returns it."""
+        """The struct with the kept values of a level, and the function that returns it."""
         members = [index for index in sorted(self.kept) if self.nodes[index].level == level]
         struct = _STRUCTS[level]
         fields = "".join(f"    {self.nodes[index].cpp_type} v{index};\n" for index in members)

@@ -149,8 +149,8 @@ class _Builder:
     def _difference(self, index: int, value: Value) -> int | None:
         """The node of ``float(key - query)``, its negative or its absolute value; else None.
 
-        A kernel knows the difference of its first row and column as a float, so it can add to it
-        instead of converting one for each score.
+        A kernel has the difference of its first row and column as a float, so it can add to that
+        instead of converting an integer for each score.
         """
         operand = self.program.values[value.args[0]]
         size = operand.op == "abs"
@@ -302,7 +302,7 @@ class _Builder:
         return result
 
     def _address(self, array: int, captured: CapturedType, clamped: Sequence[int]) -> int:
-        """The address of an element. What the head decides is added first, then the row."""
+        """The address of an element. Offsets of the head are added first, then those of the row."""
         cpp_type = f"{ELEMENT_TYPES[captured.dtype]} const*"
         form = f"arrays.template data<{array}, {ELEMENT_TYPES[captured.dtype]}>()"
         address = self._node(cpp_type, form, (), KEPT_FROM)
@@ -316,7 +316,7 @@ class _Builder:
         return address
 
     def _offset(self, array: int, clamped: Sequence[int]) -> int:
-        """The same in elements, without what a vmap adds."""
+        """The offset in elements, without the part that a vmap adds."""
         offset = self._node("long long", "0", (), 0, inline=True)
         for dim, index in enumerate(clamped):
             step = "{0} + {1}"

@@ -23,14 +23,14 @@ LARGE_DIM = 65536
 """The padded head dim of the kernels for all larger ones, up to this one."""
 
 COLUMN_STEP_BYTES = 128
-"""The part of each row that one step of a kernel for large head dims brings into shared memory."""
+"""The part of each row that one step of a kernel for large head dims copies to shared memory."""
 
 WARPGROUP_ROWS = 64
 """Rows of a product that a consumer owns: the height of one wgmma."""
 WARPGROUP_THREADS = 128
 
 UNALIGNED_ROWS = "unaligned rows"
-"""Rows that are moved in pieces need registers in a kernel for large head dims, as features do."""
+"""Like a feature, rows that are copied in pieces need registers in a kernel for large head dims."""
 
 _BASIC_COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
 """Columns of a wgmma that CuTe offers without being asked for more."""
@@ -64,7 +64,7 @@ PROBABILITY_MODIFIERS = _modifiers_of("probabilities")
 
 @dataclasses.dataclass(frozen=True)
 class MmaTile:
-    """A tile of scores that a block works on, its warps, and how many blocks share an SM."""
+    """The tile of scores of a CTA, its warps, and how many CTAs share an SM."""
 
     query: int
     key: int
@@ -84,7 +84,7 @@ MmaTables = Mapping[Gpu, Mapping[int, Sequence[MmaTile]]]
 
 @dataclasses.dataclass(frozen=True)
 class WgmmaTile:
-    """A tile of scores that a block works on, and the depth of its rings of buffers."""
+    """The tile of scores of a CTA, and the depth of its rings of buffers."""
 
     query: int
     key: int
@@ -99,7 +99,7 @@ class WgmmaTile:
 
     @property
     def blocks_per_sm(self) -> int:
-        """One block takes all registers of an SM."""
+        """One: a CTA takes all registers of an SM."""
         return 1
 
 
@@ -128,7 +128,7 @@ class MmaKernel(Kernel):
         return 32 * mma_tile(spec).warps
 
     def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
-        """The matrix products that the warps of a block share, as (rows, columns)."""
+        """The matrix products that the warps of a CTA divide, as (rows, columns)."""
         raise NotImplementedError
 
     def rows_of_warps(self, spec: KernelSpec) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class MmaKernel(Kernel):
         return {"kWarps": tile.warps, "kBlocksPerSm": tile.blocks_per_sm}
 
     def main(self, spec: KernelSpec, grid: Grid, block_mask: BlockMask | None = None) -> EntryPoint:
-        """The entry point that computes."""
+        """The main entry point."""
         return EntryPoint(
             spec.name,
             spec.threads,
@@ -165,18 +165,22 @@ class LargeDimTile(MmaTile):
     """A row of the tables of kernels for large head dims."""
 
     chunk: int = 0
-    """Columns of out or of a gradient that a block computes at a time."""
+    """The columns of out or of a gradient that a CTA computes at a time."""
 
 
 class LargeDimKernel(MmaKernel):
-    """A kernel for head dims that no accumulators hold: it takes columns in steps and chunks."""
+    """A kernel for head dims that accumulators cannot hold: it processes columns in steps and
+    chunks.
+    """
 
     reads_bias_by_elements = True
     moves_unaligned_rows_in_pieces = True
     dims = ((LARGE_DIM, LARGE_DIM),)
 
     def reads_block_mask(self, spec: KernelSpec) -> bool:
-        """False for segment ids and boolean masks alone: no GPU has run that case yet."""
+        """False for segment ids and boolean masks without a mask function: no GPU has run that case
+        yet.
+        """
         return spec[FUNCTIONS] is not None
 
     def dims_word(self, spec: KernelSpec) -> str:
@@ -195,7 +199,7 @@ class WgmmaKernel(Kernel):
     takes_f32: ClassVar[bool] = False
 
     def consumer_groups(self, spec: KernelSpec) -> int:
-        """Groups of consumers that take the KV blocks of their rows in turn."""
+        """The number of consumer groups, which take the KV blocks of their rows in turn."""
         return 1
 
     def consumers(self, spec: KernelSpec) -> int:
@@ -233,16 +237,16 @@ class WgmmaKernel(Kernel):
         by_groups = self.consumer_groups(spec) > 1
         can_split = not spec[VARLEN] or spec[PAGES].size > 0
         if by_groups and strategy.query_rows != "consumer_groups":
-            reasons.append("its consumer groups split few tiles of keys that are not long")
+            reasons.append("its consumer groups are for few work tiles whose keys are not long")
         elif not by_groups and strategy.query_rows is not None and can_split:
-            reasons.append("it does not split the keys, and there are too few tiles without that")
+            reasons.append("it does not split the keys, and without splits work tiles are too few")
         smaller = min(spec.padded_head_dim, spec.padded_value_dim)
         if 2 * max(problem.head_dim, problem.value_dim) <= smaller:
             reasons.append("half of its columns would be padding")
         return reasons
 
     def main(self, spec: KernelSpec, grid: Grid, block_mask: BlockMask | None = None) -> EntryPoint:
-        """The entry point that computes."""
+        """The main entry point."""
         return EntryPoint(
             spec.name,
             spec.threads,
@@ -290,8 +294,8 @@ def stage(
     grid: Grid | None = None,
     **rest: Any,
 ) -> EntryPoint:
-    """An entry point before, after or instead of the main one. Without a ``grid``, it has a block
-    for each tile of queries.
+    """An entry point before, after or instead of the main one. By default its grid has a CTA for
+    each tile of queries.
     """
     name = f"{spec.name}_{suffix}"
     grid = grid or query_tile_grid(spec)
@@ -299,23 +303,23 @@ def stage(
 
 
 def query_tile_grid(spec: KernelSpec) -> Grid:
-    """A block for each tile of queries of a head."""
+    """A CTA for each tile of queries of a head."""
     return Grid(f"B*N*T/{spec.tile.query}")
 
 
 def key_tile_grid(spec: KernelSpec) -> Grid:
-    """A block for each tile of keys of a key head."""
+    """A CTA for each KV block of a key head."""
     return Grid(f"B*K*S/{spec.tile.key}")
 
 
 def bias_tile_grid(spec: KernelSpec) -> Grid:
-    """A block for each tile of scores of the bias's own batch indices and heads."""
+    """A CTA for each tile of scores of the bias's own batch indices and heads."""
     tiles = f"bias_gradient.2/{spec.tile.query}*S/{spec.tile.key}"
     return Grid(f"bias_gradient.0*bias_gradient.1*{tiles}")
 
 
 def panel_columns(dim: int) -> int:
-    """Columns of the panels that a tile of ``dim`` columns in shared memory consists of."""
+    """The columns of the panels of a tile in shared memory with ``dim`` columns."""
     return 64 if dim % 64 == 0 else 32
 
 

@@ -1,5 +1,5 @@
 """The backward for head dims above 256, and for smaller ones that have no tile: one kernel owns the
-rows of dq, another those of dk and dv. Both compute the scores anew for each chunk of columns.
+rows of dq, another those of dk and dv. Both recompute the scores for each chunk of columns.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
         return {**super().constants(spec), "kQueryBuffers": 2}
 
     def bias_sum_rows(self, spec: KernelSpec) -> int:
-        """One for each row of warps."""
+        """One row for each row of warps."""
         return spec.tile.query // 16
 
     def workspaces(

@@ -1,4 +1,4 @@
-"""The backward of mma.sync: a block owns a tile of keys, walks over its Q blocks, and adds to dq in
+"""The backward of mma.sync: a CTA owns a KV block, iterates over its Q blocks, and adds to dq in
 global memory.
 """
 
@@ -263,7 +263,7 @@ class FmhaBwdSm80(Backward, MmaKernel):
         return {**super().constants(spec), "kQueryBuffers": _tile(spec).query_buffers}
 
     def bias_sum_rows(self, spec: KernelSpec) -> int:
-        """One for each row of warps."""
+        """One row for each row of warps."""
         return spec.tile.query // 16
 
     def workspaces(
@@ -298,9 +298,9 @@ def dbias_bytes(spec: KernelSpec) -> int:
 def summing_entry_points(
     spec: KernelSpec, main: EntryPoint, dbias: EntryPoint, tiles: str = ""
 ) -> tuple[EntryPoint, ...]:
-    """The entry points of a backward whose blocks add to dq. Kernels that round sums read them in
-    the layout of the main kernel's threads, and so have as many threads; ``tiles`` is the class of
-    that layout.
+    """The entry points of a backward whose CTAs add to dq. Kernels that round sums read them in the
+    layout of the main kernel's threads, and so have as many threads; ``tiles`` is the class of that
+    layout.
     """
     threads = spec.computing_threads
 
@@ -320,8 +320,8 @@ def summing_entry_points(
 
 
 def query_sums(spec: KernelSpec, sizes: Sizes) -> Iterator[Workspace]:
-    """f32 sums of dq, and a ticket counter and the progress of each key tile if the sums have an
-    order (ffi/include/memeff/schedule/dq_semaphore.cuh).
+    """The f32 sums of dq and, if they are deterministic, a ticket counter and the semaphore of each
+    KV block (ffi/include/memeff/schedule/dq_semaphore.cuh).
     """
     if "query" in spec.gradients:
         size = sizes.padded_queries(spec.tile.query) * spec.padded_head_dim

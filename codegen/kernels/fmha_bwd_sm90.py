@@ -1,4 +1,4 @@
-"""The backward of wgmma for head dims up to 128: a block owns 128 keys, and adds to sums of dq in
+"""The backward of wgmma for head dims up to 128: a CTA owns 128 keys and adds to sums of dq in
 global memory.
 """
 
@@ -35,7 +35,7 @@ from jax_memeff.codegen.strategy import Strategy, q_splits
 PART_COLUMNS = 64
 """Columns of the operands that the dbias kernel copies at a time."""
 _TICKET_BYTES = 8
-"""Four of them align barriers."""
+"""The ticket is an int; four more bytes align the barriers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Tile(WgmmaTile):
     tma_dq: bool = False
     """Whether dQ passes through shared memory to its sums, instead of directly from registers."""
     exponentiates_under_dp: bool = False
-    """Whether P is complete before the product dP is."""
+    """Whether all exponentials are kept above the wait for dP."""
 
 
 TILES: Mapping[int, Sequence[Tile]] = {
@@ -140,7 +140,7 @@ class WgmmaBackward(Backward, WgmmaKernel):
         return 1
 
     def query_rows(self, spec: KernelSpec) -> int:
-        """Rows of query and dO that TMA brings at a time."""
+        """The rows of query and dO in one TMA box."""
         raise NotImplementedError
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
@@ -199,7 +199,9 @@ class FmhaBwdSm90(WgmmaBackward):
         return dataclasses.replace(spec, split_q=self._splits_q(spec, strategy))
 
     def _splits_q(self, spec: KernelSpec, strategy: Strategy) -> bool:
-        """Blocks that add to dq in an order, or own a gradient of the bias, have no split Q."""
+        """CTAs that add to dq in a fixed order, or own a gradient of the bias, cannot use
+        split-Q.
+        """
         ordered = spec.orders_queries or bias_gradient(spec) not in ("none", "dbias_kernel")
         owned = bool({"key", "value"} & set(spec.gradients))
         by_range = not spec[VARLEN] and not spec.has_block_mask
@@ -209,12 +211,12 @@ class FmhaBwdSm90(WgmmaBackward):
         reasons = super().reasons(spec, problem, strategy)
         if spec.split_q and not self._splits_q(spec, strategy):
             reasons.append(
-                "several of its blocks share a tile of keys (split Q), and there are key tiles "
+                "several of its CTAs share a KV block (split-Q), and there are KV blocks "
                 "for a whole GPU without that"
             )
         elif not spec.split_q and self._splits_q(spec, strategy):
             reasons.append(
-                "each of its blocks owns a tile of keys, and there are too few key tiles for a "
+                "each of its CTAs owns a KV block, and there are too few KV blocks for a "
                 "whole GPU without split Q"
             )
         return reasons
@@ -231,9 +233,9 @@ class FmhaBwdSm90(WgmmaBackward):
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Tiles of key and value, rings of query, its rows' statistics, dO and bias, or the bias of
-        each warp's 16 keys, two dS, and the dQ of a Q block in f32 if it leaves by TMA. A kernel
-        whose blocks wait for each other also has a ticket and two barriers. dQ by TMA needs the
-        barriers, and has the room of the ticket as well.
+        each warp's 16 keys, two dS, and the dQ of a Q block in f32 if it leaves by TMA. A
+        deterministic kernel also has a ticket and two barriers. dQ by TMA needs the barriers, and
+        has the bytes of the ticket as well.
         """
         tile = _tile(spec)
         dims = spec.padded_head_dim + spec.padded_value_dim
@@ -276,8 +278,8 @@ class FmhaBwdSm90(WgmmaBackward):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """With split Q each block has parts of dk and dv (ffi/include/memeff/schedule/split_q.cuh),
-        and each tile of keys a counter.
+        """With split-Q each CTA has parts of dk and dv (ffi/include/memeff/schedule/split_q.cuh),
+        and each KV block a counter.
         """
         yield from super().workspaces(spec, sizes, multiprocessors)
         yield from query_sums(spec, sizes)
@@ -296,8 +298,8 @@ def _tile(spec: KernelSpec) -> Tile:
 
 
 def dbias_bytes_and_stages(spec: KernelSpec) -> tuple[int, int]:
-    """Shared memory of the dbias kernel, a square of the bias and a ring of pairs of parts of
-    operands, and how many pairs fit. More pairs than those of two Q blocks do not help.
+    """The shared memory of the dbias kernel, for a square of the bias and a ring of pairs of
+    operand parts, and how many pairs fit. More pairs than those of two Q blocks do not help.
     """
     rows = max(spec.tile.query, spec.tile.key)
     bias = shared_memory.bias_bytes(spec, rows, rows)

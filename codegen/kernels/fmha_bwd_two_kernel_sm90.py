@@ -1,5 +1,5 @@
 """The backward of wgmma for head dims from 129 to 256: one kernel owns the rows of dq, another
-those of dk and dv, because the accumulators of all three exceed the registers of a block.
+those of dk and dv, because the accumulators of all three exceed the registers of a CTA.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from jax_memeff.codegen.strategy import Strategy
 
 @dataclasses.dataclass(frozen=True)
 class KeyBuffers:
-    """Buffers of the kernel that owns keys; dS has two."""
+    """The buffers of the kernel that owns keys; dS has two."""
 
     q_block: int
-    """Of queries, and of dO."""
+    """The buffers of queries, and as many of dO."""
     probability: int
 
 
 KEY_BUFFERS = (KeyBuffers(3, 2), KeyBuffers(3, 1), KeyBuffers(2, 2), KeyBuffers(2, 1))
-"""The first that fits is taken. With two buffers, dK and dV read one until the next Q block begins,
-and this next block then waits for its queries: at head dims (192, 128) a third saves 11 % of the
-kernel's time."""
+"""The first that fits is taken. With two buffers dK and dV read one until the next Q block begins,
+which then waits for its queries: at head dims (192, 128) a third buffer saves 11 % of the kernel's
+time.
+"""
 
 _TILE = WgmmaTile(
     128,
@@ -75,7 +76,7 @@ TILES: Mapping[int, Sequence[WgmmaTile]] = {
 takes ``key`` keys at a time, and ``key`` keys in the other."""
 
 _ONE_KERNEL_DIMS = tuple(dim for dim in fmha_bwd_sm90.TILES if dim % PART_COLUMNS == 0)
-"""Without the dims for which the dbias kernel has no parts."""
+"""These leave out the dims that the dbias kernel cannot divide into parts."""
 
 
 class FmhaBwdTwoKernelSm90(WgmmaBackward):
@@ -97,9 +98,7 @@ class FmhaBwdTwoKernelSm90(WgmmaBackward):
         reasons = super().reasons(spec, problem, strategy)
         beside = {"full": "query", "columns": "key"}.get(bias_gradient(spec))
         if beside and beside not in spec.gradients:
-            reasons.append(
-                f"it computes the gradient of this bias beside that of the {beside} only"
-            )
+            reasons.append(f"it computes the gradient of this bias only with that of the {beside}")
         if max(problem.head_dim, problem.value_dim) <= max(_ONE_KERNEL_DIMS):
             reasons.append(f"it is for head dims above {max(_ONE_KERNEL_DIMS)}")
         return reasons

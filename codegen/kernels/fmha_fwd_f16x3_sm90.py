@@ -1,5 +1,5 @@
 """The float32 forward of wgmma: 3xFP16, three products of f16 for each product of f32. A kernel
-before it writes every operand as hi and lo parts.
+that runs first writes every operand as hi and lo parts.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FmhaFwdF16x3Sm90(FmhaFwdSm90):
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
         if spec[BROADCAST_BATCH]:
-            reasons.append("it writes query, key and value anew for each batch index")
+            reasons.append("it splits query, key and value once for each batch index of the call")
         return reasons
 
     def element(self, spec: KernelSpec) -> str:
@@ -106,7 +106,7 @@ class FmhaFwdF16x3Sm90(FmhaFwdSm90):
         return ()
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        # A block splits so many rows of query, key or value; they divide tiles.
+        # A CTA splits this many rows of query, key or value. The number divides every tile.
         rows, key = WARPGROUP_ROWS, spec.tile.key
         grid = Grid(f"B*N*T_or_1/{rows}+2*{key // rows}*B*K*S_or_1/{key}")
         split = stage(spec, "split", "FmhaForwardF16x3Split<Config>", SPLIT_THREADS, grid=grid)

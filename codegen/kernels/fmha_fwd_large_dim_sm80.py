@@ -1,5 +1,5 @@
-"""The forward for head dims above 256, and for smaller ones that have no tile: it takes the columns
-of the operands in steps, and those of the output in chunks.
+"""The forward for head dims above 256, and for smaller ones that have no tile: it processes the
+columns of the operands in steps, and those of the output in chunks.
 """
 
 from __future__ import annotations

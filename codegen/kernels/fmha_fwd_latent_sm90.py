@@ -38,7 +38,9 @@ _TILE = WgmmaTile(
 
 _CONSUMERS = 2
 _PARTS = 3
-"""Parts of a buffer of keys that are released on their own: values of each consumer, the rest."""
+"""The parts of a buffer of keys that are released separately: the values of each consumer, and the
+rest.
+"""
 _WORK_STAGES = 4
 _KEY_PART_BYTES = 24
 """``KeyPart`` of ffi/include/memeff/schedule/balanced_keys.cuh."""
@@ -46,13 +48,15 @@ _TILE_PARTS_WORDS = 4
 """``TileParts`` of ffi/include/memeff/params.h."""
 
 _COMBINE_ROWS = 8
-"""Rows of a block of the combine kernel: their loads of a partial result are in flight together."""
+"""The rows of a CTA of the combine kernel. Their loads of a partial result are in flight
+together.
+"""
 
 _COMBINE_BLOCKS_PER_SM = 6
-"""Its blocks loop over all rows; with 8 they spill."""
+"""CTAs of the combine kernel per SM, which loop over all rows. With 8 they spill."""
 
 _MOST_BLOCKS = 144
-"""The SMs of a full GH100, each with one block."""
+"""One CTA for each SM of a full GH100."""
 
 
 class FmhaFwdLatentSm90(WgmmaKernel):
@@ -77,7 +81,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     def reasons(self, spec: KernelSpec, problem: Problem, strategy_: Strategy) -> list[str]:
         reasons = []
         if not strategy.pack_heads(problem):
-            reasons.append("the rows of its tiles are of several heads")
+            reasons.append("the rows of its tiles belong to several heads")
         if problem.asks(FUNCTIONS):
             reasons.append("it has no registers left for functions of scores or masks")
         if spec[PAGES].is_invariant:
@@ -98,8 +102,8 @@ class FmhaFwdLatentSm90(WgmmaKernel):
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Queries, two buffers of keys and the probabilities of a KV block; for each row a softmax
-        reference and two pairs of sums; and what controls them: a barrier for each panel of
-        columns of a buffer, each of its parts, and the probabilities of each consumer.
+        reference and two pairs of sums; and barriers: one for each panel of columns of a buffer,
+        each of its parts, and the probabilities of each consumer.
         """
         rows, panels = spec.tile.query, spec.padded_head_dim // panel_columns(spec.padded_head_dim)
         stages = _CONSUMERS
@@ -138,8 +142,8 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """Each block has two slots for partial results of a row tile, and each row tile records
-        which of them hold its own.
+        """Each CTA has two slots for partial results, and each row tile records the slots with its
+        parts.
         """
         rows = spec.tile.query
         tiles = sizes.batch * sizes.key_heads * -(-sizes.queries * sizes.group // rows)

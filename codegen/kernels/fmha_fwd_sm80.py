@@ -1,4 +1,4 @@
-"""The forward of mma.sync: a block owns the rows of a tile and walks over its KV blocks."""
+"""The forward of mma.sync: a CTA owns the rows of a tile and iterates over its KV blocks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Tile(MmaTile):
     accumulators of scores and output leave no registers for them."""
 
 
-# sm_75 has no cp.async: copies pass registers, and a warp waits for its own. So two blocks share an
-# SM if that fits, or eight warps: they hide each other's waits. For the same reason nothing is
-# loaded ahead. 1024 threads on an SM have 64 registers each, and the 256 threads of these rows have
-# all that they can address. Nothing for sm_75 was measured.
+# sm_75 has no cp.async: copies pass through registers, and a warp waits for its own copies. So two
+# CTAs share an SM if they fit, or a CTA has eight warps, and these hide each other's waits. For the
+# same reason nothing is loaded ahead. With 1024 threads per SM a thread would have 64 registers;
+# the 256 threads of these rows have all that a thread can address. Nothing for sm_75 was measured.
 _SM75 = {
     32: (
         Tile(128, 64, 4, 2, "16 KB"),
@@ -198,7 +198,8 @@ class FmhaFwdSm80(MmaKernel):
         loop = query * spec.padded_head_dim + key * (spec.padded_head_dim + spec.padded_value_dim)
         staged = 0
         if tile.stage_registers:
-            # Pointers of a thread, and maximum and sum (f32) of each row that it holds elements of.
+            # The pointers of a thread, and maximum and sum (f32) of each row of which it has
+            # elements.
             pointers = 3 if shared_memory.bias_rows(spec, query) else 2
             staged = spec.threads * (8 * pointers + 8 * (2 * query // (16 * tile.warps)))
         # Each warp has the bias of its own rows.

@@ -1,4 +1,4 @@
-"""The forward of wgmma: persistent blocks, a producer that brings tiles by TMA, and consumers of 64
+"""The forward of wgmma: persistent CTAs, a producer that copies tiles by TMA, and consumers of 64
 rows each.
 """
 
@@ -34,10 +34,10 @@ from jax_memeff.codegen.strategy import Strategy
 _TILE_COUNTER_WORDS = 4
 
 _LEAST_TILE = 64
-"""Each head dim has a tile whose rows and columns are each this or twice this."""
+"""Each head dim has a tile whose rows and columns are this number or twice this number."""
 
 _TILE_RING = 4
-"""Buffers of the ring of the next work tiles."""
+"""The slots of the ring of work tiles."""
 _WORK_TILE_BYTES = 16
 
 
@@ -46,7 +46,9 @@ class Tile(WgmmaTile):
     """A row of the table of a forward."""
 
     query_stages: int = 2
-    """Buffers of queries: with two, those of the next tile arrive while these are read."""
+    """Buffers of queries. With two the queries of the next work tile arrive while these are
+    read.
+    """
     consumer_groups: int = 1
     """Groups of consumers that share the ``query`` rows and take their KV blocks in turn, for calls
     with few tiles. It divides ``stages``."""
@@ -216,7 +218,9 @@ class FmhaFwdSm90(WgmmaKernel):
     tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
 
     def padded_rows(self) -> Iterator[Row]:
-        """The output leaves from where the queries were, so both have panels of one width."""
+        """The output reuses the buffer of the queries, so both must have panels of the same
+        width.
+        """
         for (head, value), tiles in PAIR_TILES.items():
             for tile in tiles:
                 yield Row(head, value, tile)
@@ -230,7 +234,7 @@ class FmhaFwdSm90(WgmmaKernel):
         asked = problem[FUNCTIONS]
         if asked is None or asked.mask is None:
             return reasons
-        # A tile across two Q blocks would process the KV blocks of both.
+        # A tile across two Q blocks of a mask function would process the KV blocks of both.
         for axis, size in (("query", spec.tile.query), ("key", spec.tile.key)):
             for block in sorted(block_sizes(asked.mask, axis)):
                 if block % _LEAST_TILE == 0 and block % size and size % block:
@@ -252,12 +256,12 @@ class FmhaFwdSm90(WgmmaKernel):
         return rows * columns * spec.element_bytes
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """Rings of query, key and value tiles, the bias of each warp's rows, what consumer groups
-        add up, and what controls them.
+        """Rings of query, key and value tiles, the bias of each warp's rows, the outputs that
+        consumer groups merge, and barriers.
 
-        Each buffer has two barriers; a buffer of queries has two for each 64 rows. The ring of the
-        next work tiles also has a work tile for each of its buffers, and two more barriers, which
-        say when to take the next one.
+        Each buffer has two barriers; a buffer of queries has two for every 64 rows. Each slot of
+        the ring of work tiles also has a work tile, and two more barriers, which say when the next
+        work tile may be taken.
         """
         tile = _tile(spec)
         row_warpgroups = self.consumers(spec) // tile.consumer_groups

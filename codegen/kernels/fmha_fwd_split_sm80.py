@@ -1,4 +1,4 @@
-"""The forward with split keys, for few query rows: blocks share the keys of a tile, and a second
+"""The forward with split keys, for few query rows: CTAs divide the keys of a tile, and a second
 kernel combines their results.
 """
 
@@ -20,7 +20,7 @@ from jax_memeff.codegen.strategy import Strategy
 
 COMBINE_THREADS = 128
 _COMBINE_GRID = Grid("B*N*T*combines", most_per_sm=8)
-"""Its blocks loop over all rows."""
+"""The CTAs of the combine kernel loop over all rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Tile(MmaTile):
     """A row of the tables below."""
 
     key_warps: int = 1
-    """The number of warps, or groups of warps, among which the keys of a tile are split."""
+    """The number of warps, or groups of warps, that divide the keys of a tile."""
     stages: int = 1
-    """Tiles of keys and values in shared memory."""
+    """The stages of keys and values in shared memory."""
 
 
 def _split(
@@ -72,13 +72,13 @@ _SM75 = {
     ),
 }
 
-# With one key warp for each warp no block waits for another warp of its own; 64 rows need the
-# registers of two warps. Copies in flight hide the latency of the memory: about 64 KB per SM.
+# If each warp has its own keys, no warp waits for another; 64 rows need the registers of two warps.
+# About 64 KB of copies in flight per SM hide the latency of the memory.
 _16x128 = _split(16, 128, 4, 2, 4, 3, "hd 64: 4.3 TB/s on an H200, as with 3 or 4 blocks")
 _16x64 = _split(16, 64, 4, 2, 4, 3, "hd 128: 4.46 TB/s on an H200; 2 stages 4.06")
 _64x128 = _split(64, 128, 4, 2, 2, 2, "hd 64: 134 us for T 32 of S 4096 on an H200, 64x256 154")
-# For a few drafted tokens: every warp has all rows, so it alone reads its keys from shared memory,
-# and fewer rows are padding. Not measured.
+# For a few draft tokens: every warp has all rows, so no other warp reads its keys from shared
+# memory, and fewer rows are padding. Not measured.
 _32x128 = _split(32, 128, 4, 2, 4, 3, "hd 64: 98 KB for each of two blocks")
 _32x64 = _split(32, 64, 4, 2, 4, 3, "hd 128: 104 KB for each of two blocks")
 _64x64 = (
@@ -212,9 +212,9 @@ _SM86_FLOAT8 = {
     ),
 }
 
-# With four warps in a block, head dim 128 and 128 keys, a block alone on its SM took 1.17 us for a
-# tile on an H200 (3.6 TB/s), because its warps wait for their own instructions. The launcher often
-# starts one block per SM, which is enough for the memory, so a block has eight warps.
+# At head dim 128 and 128 keys a CTA of four warps alone on its SM took 1.17 us for a tile on an
+# H200 (3.6 TB/s), because its warps wait for their own instructions. The launcher often starts one
+# CTA per SM, which is enough for the memory, so a CTA has eight warps.
 _SM90_FLOAT8 = {
     64: (
         _split(16, 256, 8, 1, 8, 5, "162 KB of 227 KB"),
@@ -235,10 +235,10 @@ _SM90_FLOAT8 = {
     ),
 }
 
-# Batch-invariant results, by padded dim: keys of a tile, blocks per SM, stages. A warp has its own
+# Batch-invariant results, by padded dim: keys of a tile, CTAs per SM, stages. A warp has its own
 # rows and all keys, so outputs of a segment need no merge. Warps without rows skip the products, so
-# a decode step reads each key from shared memory once. Head dims above 128 spill the sum of the
-# segments, which is used once in 256 keys. Nothing was measured.
+# a decode step reads each key from shared memory once. Above head dim 128 the sum of the segments,
+# which is used once per 256 keys, spills. Nothing was measured.
 _INVARIANT_SIZES = {
     gpu.SM75: {32: (128, 1, 2), 64: (64, 1, 2), 96: (64, 1, 2), 128: (32, 1, 2)}
     | dict.fromkeys((192, 256), (16, 1, 2)),
@@ -305,7 +305,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         if problem[VARLEN] and not problem.asks(PAGES):
             reasons.append("it does not split the keys of packed sequences yet")
         elif strategy.query_rows is None and not spec[PAGES].is_float8:
-            reasons.append("it splits the keys, and there are tiles for a whole GPU without that")
+            reasons.append("it splits the keys, and work tiles fill the GPU without splits")
         rows = {"16": 16, "32": 32}.get(strategy.query_rows or "", 64)
         if (strategy.query_rows or spec[PAGES].is_float8) and spec.tile.query < rows:
             reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
@@ -318,7 +318,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         return 16
 
     def reads_block_mask(self, spec: KernelSpec) -> bool:
-        """The row of blocks takes three registers, too many beside larger tiles of output."""
+        """A row of the block mask takes three registers, too many beside larger tiles of output."""
         (rows,) = self.rows_of_warps(spec)
         return rows * spec.padded_value_dim <= _MOST_ELEMENTS_WITH_BLOCK_MASK
 
@@ -365,9 +365,9 @@ class FmhaFwdSplitSm80(MmaKernel):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """f32 logsumexps and outputs of each part of the keys. The launcher
-        (ffi/src/launch/key_splits.cc) chooses the number of parts for the device; this is the most
-        that the program has room for.
+        """The f32 logsumexps and outputs of each part of the keys. The launcher
+        (ffi/src/launch/key_splits.cc) chooses the number of parts for the device; this is the
+        largest number that the program has room for.
         """
         tile_heads = sizes.key_heads if spec.pack_heads else sizes.heads
         rows = sizes.queries * sizes.heads // max(1, tile_heads)
@@ -375,8 +375,8 @@ class FmhaFwdSplitSm80(MmaKernel):
         splits = strategy.most_key_splits(tiles, sizes.keys, spec.tile.key)
         all_rows = sizes.batch * sizes.heads * sizes.queries
         if spec[PAGES].is_invariant:
-            # Each segment has a place, whichever block computes it. That is much memory for a long
-            # table, so calls that fill the GPU without it do not split their keys.
+            # Each segment has a place, whichever CTA computes it. A long table needs much memory
+            # for them, so calls that fill the GPU without splits do not split their keys.
             segments = -(-sizes.keys // pages.INVARIANT_COLUMNS)
             fits = segments * all_rows * spec.padded_value_dim * 4 <= _MOST_SEGMENT_BYTES
             splits = segments if tiles <= multiprocessors and fits else 1
@@ -387,7 +387,7 @@ class FmhaFwdSplitSm80(MmaKernel):
 
 
 def _float8_scale_bytes(spec: KernelSpec) -> int:
-    """A factor for each row of queries, and two scales for each part of a page in a stage."""
+    """Bytes of a factor per query row, and of two scales per part of a page in a stage."""
     tile = _tile(spec)
     by_page = "pages" in (spec[PAGES].key_scale, spec[PAGES].value_scale)
     parts = tile.stages * tile.key // pages.MULTIPLE if by_page else 0

@@ -7,9 +7,9 @@ is installed, and without one too.
 
 Two hazards:
 
-* Its kernels run with the user's rights. So the archive is trusted as files of the cache are: no
-  other user (root excepted) may own it or be able to write to it. Its digests show damage. They are
-  no signature, because whoever writes an archive writes them.
+* Its kernels run with the user's rights. So the archive must be as trustworthy as files of the
+cache: no other user (root excepted) may own it or be able to write to it. Its digests detect
+damage. They are not a signature, because whoever writes an archive also writes its digests.
 * It may come from somebody else, or be damaged. It is read in place and never unpacked, so names in
   it reach no file system; entries must be stored without compression and must not be larger than
   the archive; an entry is used only if its digest fits its key. Whatever else is wrong makes an

@@ -1,8 +1,8 @@
 """The cache of compiled kernels: one verified file per kernel, in a directory of the user.
 
 A process with a filled cache spends 0.25 s before its first launch (measured on an H200). The
-import of ``cuda.core`` alone takes 0.16 s, so its program cache does not serve here; it has no
-checksum either. ``diskcache`` unpickles what it finds, which would run code from the directory.
+import of ``cuda.core`` alone takes 0.16 s, so its program cache is not used; it has no checksum
+either. ``diskcache`` unpickles what it finds, which would run code from the directory.
 
 Two hazards:
 

@@ -32,7 +32,9 @@ class Config(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Of both forms, although the head dim of decoding is ``latent_dim + rotary_dim``."""
+        """The scale of both forms, although the head dim of decoding is ``latent_dim +
+        rotary_dim``.
+        """
         return (self.plain_dim + self.rotary_dim) ** -0.5
 
 
@@ -68,7 +70,7 @@ def projections(y, w: Parameters, position, config: Config):
 
 
 def attention(query, key, value, config: Config) -> jax.Array:
-    """The values have another head dim than query and key."""
+    """Attention for training; values have another head dim than query and key."""
     return dot_product_attention(query, key, value, is_causal=True, scale=config.scale)
 
 

@@ -1,10 +1,10 @@
-// The XLA FFI handlers: one target per direction, three stages each.
+// The XLA FFI handlers: one custom call target per direction, with three stages each.
 //
 //   instantiate  decodes and checks the attributes and loads the kernels, once per call site
 //   initialize   prepares the kernel for the device, once per device
 //   execute      compares the types of the buffers with the attributes, fills the parameters and
-//                launches; nothing is allocated, read back or waited for, so the call may be
-//                captured into a command buffer
+//                launches. Hazard: it must not allocate, read back or wait, because XLA captures
+//                the call into command buffers
 #include "handlers.h"
 
 #include "launch/launch.h"
@@ -34,8 +34,8 @@ ffi::Error execute(CUstream stream, Call* call, ffi::Dictionary, ffi::RemainingA
   return kLaunch(*call, **kernel, buffers, stream);
 }
 
-// Bindings. The attributes are bound although the later stages do not read them: a binding must
-// name everything that a call carries.
+// Bindings. The later stages do not read the attributes, but a binding must name everything that a
+// call carries.
 auto bind_execute() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<CUstream>>()

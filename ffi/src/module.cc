@@ -1,4 +1,4 @@
-// The Python module jax_memeff._ffi: capsules for jax.ffi, nothing else.
+// The Python module jax_memeff._ffi: the handlers as capsules for jax.ffi.
 #include <pybind11/pybind11.h>
 
 #include "handlers.h"
@@ -32,7 +32,7 @@ py::dict call_type() {
 
 }  // namespace
 
-// Both functions read constants only, so a free-threaded interpreter needs no GIL for them.
+// Both functions only read constants, so they need no GIL in a free-threaded interpreter.
 PYBIND11_MODULE(_ffi, module, py::mod_gil_not_used()) {
   module.doc() = "XLA FFI handlers of jax_memeff.";
   module.def("targets", &targets, "name -> {stage: capsule}, for jax.ffi.register_ffi_target");

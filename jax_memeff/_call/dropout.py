@@ -47,12 +47,12 @@ def threshold(rate: float) -> int:
     if byte == 0 and rate > 0:
         raise ValueError(
             f"dropout_rate: rates are multiples of 1/256 and {rate} rounds to 0; "
-            f"the nearest legal rates are 0.0 and {1 / 256}"
+            f"the nearest valid rates are 0.0 and {1 / 256}"
         )
     if byte == 256:
         raise ValueError(
             f"dropout_rate: rates are multiples of 1/256 and {rate} rounds to 1, "
-            f"which drops everything; the nearest legal rate is {255 / 256}"
+            f"which drops everything; the nearest valid rate is {255 / 256}"
         )
     return byte
 

@@ -31,7 +31,7 @@ def array(name: str, value: Any) -> Any:
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
             f"{name} must be an array, got a NumPy masked array, whose mask would be ignored; pass "
-            f"{name}.filled(...), and what it masks as a mask or as lengths"
+            f"{name}.filled(...), and its mask as a mask or as lengths"
         )
     if isinstance(value, jax.Array):
         return value
@@ -47,9 +47,9 @@ def array(name: str, value: Any) -> Any:
     foreign = value.dtype.kind == "m" or value.dtype in (np.longdouble, np.clongdouble)
     if foreign or not (value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)):
         raise TypeError(
-            f"{name} must be an array of numbers that JAX has, got dtype {value.dtype}"
+            f"{name} must be an array of numbers in a dtype that JAX has, got dtype {value.dtype}"
             + (
-                " (lists of None or of integers beyond 64 bits are)"
+                " (as lists of None or of integers beyond 64 bits have)"
                 if value.dtype == object
                 else ""
             )

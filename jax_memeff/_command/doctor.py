@@ -180,7 +180,7 @@ def _archive() -> Finding:
         return Finding("archive", False, str(error), again)
     assert found is not None
     if not found.fits:
-        text = f"was written by jax_memeff {found.version}, whose headers are others"
+        text = f"was written by jax_memeff {found.version}, whose headers differ"
         return Finding("archive", False, text, again)
     return Finding("archive", True, f"{found.kernels} kernels for {', '.join(found.archs)}")
 

@@ -63,7 +63,7 @@ def prebuilt_kernels() -> str:
         return str(error)
     if found is None:
         return "JAX_MEMEFF_KERNELS is not set"
-    fits = "" if found.fits else ", whose headers are others: not used"
+    fits = "" if found.fits else ", whose headers differ: not used"
     return (
         f"{config.kernel_archive()}: {found.kernels} kernels for {', '.join(found.archs)}, "
         f"by jax_memeff {found.version} and NVRTC {found.compiler.get('nvrtc', 'unknown')}{fits}"

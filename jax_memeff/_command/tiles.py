@@ -23,7 +23,7 @@ def grid(spec: KernelSpec, sequence: int) -> str:
 def drawing(options: argparse.Namespace, spec: KernelSpec) -> str:
     """A drawing of the tiles, as far as the flags determine the mask."""
     if spec.kernel.splits_keys:
-        return "no drawing: the rows of a tile are those of several heads"
+        return "no drawing: the rows of a tile belong to several heads"
     if options.window == NO_BOUND:
         return "no drawing: pass a bound, such as --window 256"
     # Only drawings and functions need JAX.

@@ -279,9 +279,9 @@ def _is_outside(x: Any) -> bool:
 def _without_scalar_form(name: str) -> str:
     if name in _LOOPS:
         return (
-            f"loops (`{name}`) of more than {MOST_ELEMENTS} steps, or of a number of steps that is "
-            "not known, have no scalar form; write the steps out, or compute the result outside of "
-            "the function and close over it"
+            f"loops (`{name}`) of more than {MOST_ELEMENTS} steps, or of an unknown number of "
+            "steps, have no scalar form; write the steps out, or compute the result outside of the "
+            "function and close over it"
         )
     if "callback" in name or "debug" in name:
         return f"`{name}` has no scalar form: kernels have no side effects; print when tracing"

@@ -73,7 +73,9 @@ def traced_score_function(
         program, used = with_derivatives(function_alone, tracer.calls)
         return program, tuple(arrays[index] for index in used)
     except NotScalarError as error:
-        reason = f"its derivative: {error}; close over jax.lax.stop_gradient of what has none"
+        reason = (
+            f"its derivative: {error}; close over jax.lax.stop_gradient of values that have none"
+        )
         raise UnsupportedError([reason], _UNSUPPORTED.format("score_mod")) from None
 
 
@@ -217,7 +219,7 @@ class _Tracer:
         if name.startswith("complex"):
             advice = "; return its real part"
         if name == "bool":
-            advice = "; a function that says which scores count is a Mask.function"
+            advice = "; for a function that selects scores use Mask.function"
         raise TypeError(f"{expected}, got {name}{advice}")
 
     def _interpreted(self, traced: Any, types: list[tuple[str, ScalarType]], result: Any) -> int:

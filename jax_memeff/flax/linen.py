@@ -278,7 +278,7 @@ def _deprecated(
             f" {inputs_kv.shape}; pass inputs_k and inputs_v only"
         )
     warnings.warn(
-        "flax deprecates inputs_kv: pass inputs_k, which inputs_v is by default",
+        "flax deprecates inputs_kv: pass inputs_k, which is the default of inputs_v",
         DeprecationWarning,
         stacklevel=3,
     )

@@ -116,7 +116,7 @@ def test_mask_arguments_are_combined(assert_close):
         query_seq_lengths=[5, 3],
         key_value_seq_lengths=np.array([4, 7], np.uint8),
     )
-    # Every length counts for the alignment of the bottom-right diagonal.
+    # The bottom-right diagonal is aligned to the lengths, so each of them matters.
     lengths = Mask.lengths(query=jnp.array([5, 3]), key=jnp.array([4, 7]))
     mask = (EVERYTHING["mask"] & lengths).as_array(B, N, T, S)
     rows, columns = jnp.arange(T)[:, None], jnp.arange(S)[None]

@@ -23,7 +23,8 @@ def good():
 KEY = jax.random.key(0)
 DROPOUT = {"dropout_rate": 0.5}
 
-# name: (arguments that replace the good ones, error, what the message must hold in this order)
+# name: (arguments that replace the good ones, error, words that the message must have in this
+# order)
 CASES = {
     "no_value": ({"value": None}, ValueError, "value_dim must be given if value is None"),
     "value_and_value_dim": (
@@ -307,12 +308,12 @@ CASES = {
     "small_rate": (
         {"dropout_rate": 1e-4, "dropout_key": KEY},
         ValueError,
-        "dropout_rate.*0.0001.*nearest legal rates are 0.0 and 0.00390625",
+        "dropout_rate.*0.0001.*nearest valid rates are 0.0 and 0.00390625",
     ),
     "large_rate": (
         {"dropout_rate": 0.9999, "dropout_key": KEY},
         ValueError,
-        "dropout_rate.*0.9999.*nearest legal rate is 0.99609375",
+        "dropout_rate.*0.9999.*nearest valid rate is 0.99609375",
     ),
     "no_key": (DROPOUT, ValueError, "dropout_key must be given when dropout_rate > 0.*got None"),
     "seed_as_key": (

@@ -1,4 +1,4 @@
-"""``check`` reads what the arguments hold."""
+"""``check`` reads the values of the arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jax_memeff import Mask, Offsets
             r"query segment ids must occur among.*got 3 at index \(0, 3\)",
         ),
         (
-            # Each id occurs among the keys, but no key has both.
+            # Each id occurs among the keys, but no key has both ids.
             {
                 "mask": Mask.segments(jnp.zeros(5, int), jnp.array([0, 0, 0, 0, 0, 0, 1]))
                 & Mask.segments(jnp.ones(5, int), jnp.array([0, 0, 0, 0, 0, 0, 1]))

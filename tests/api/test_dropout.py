@@ -95,7 +95,7 @@ def test_the_realised_rate():
         dropped = 1 - np.asarray(dropout.keep_mask(state, dropout.threshold(rate), 0, 0, 512, 512))
         spread = (realised * (1 - realised) / dropped.size) ** 0.5
         assert abs(dropped.mean() - realised) < 5 * spread
-        # Neither rows, columns nor heads share their bits.
+        # Rows, columns and heads have independent bits.
         for axis in range(4):
             assert abs(np.diff(dropped, axis=axis)).mean() > realised * (1 - realised)
 
@@ -105,7 +105,7 @@ def test_threshold():
     assert [dropout.threshold(rate) for rate in (0, 0.1, 0.5, 255 / 256)] == [0, 26, 128, 255]
     with pytest.raises(ValueError, match=r"0\.001 rounds to 0; .* 0\.0 and 0\.00390625"):
         dropout.threshold(0.001)
-    with pytest.raises(ValueError, match=r"rounds to 1.*nearest legal rate is 0\.99609375"):
+    with pytest.raises(ValueError, match=r"rounds to 1.*nearest valid rate is 0\.99609375"):
         dropout.threshold(1.0)
     for rate in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"expected a number in \[0, 1\)"):

@@ -28,7 +28,7 @@ ROW_BIAS = normal(4, B, N, T, 1).at[:, 1, 3:].set(-np.inf)
 
 
 def defined(query, key, mask=None, bias=None, scale=None, soft_cap=None):
-    """[B, N] by the definition, in float64."""
+    """The largest logits [B, N] by the definition, in float64."""
     mask = Mask() if mask is None else mask
     batch, rows, heads, head_dim = query.shape
     scale = head_dim**-0.5 if scale is None else scale
@@ -85,7 +85,7 @@ def test_results_are_those_without():
 
 
 def test_heads_without_a_valid_score():
-    """Sinks are no scores: not in rows without keys, nor where they are the largest."""
+    """Sinks are no scores, neither in rows without keys nor if they exceed all scores."""
     features: Any = {"sinks": SINKS, "mask": Mask.lengths(*LENGTHS), "return_max_logits": True}
     _, largest = dot_product_attention(QUERY, KEY, VALUE, BIAS, **features)
     np.testing.assert_array_equal(largest[0], -np.inf)
@@ -168,7 +168,7 @@ def test_vmap(mapped):
 
 
 def test_packed_sequences():
-    """Of each sequence; -inf for those without tokens, and nothing of tokens in no sequence."""
+    """Maxima are per sequence, -inf without tokens; tokens of no sequence do not count."""
     starts_q, starts_k = np.array([1, 6, 6, 14, 15]), np.array([0, 7, 9, 9, 11])
     query, key, value = normal(7, 17, N, H), normal(8, 12, K, H), normal(9, 12, K, H)
     # Tokens 0, 5, 15 and 16 of the query are in no sequence.
@@ -253,7 +253,7 @@ def test_packed_sequences_with_sharded_heads(axis_type):
     ],
 )
 def test_ring(method, layout, features):
-    """Every device has the same, which the type says: its out_specs name no axis."""
+    """Every device has the same result: the out_specs name no axis, so the type guarantees it."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("ring",))
     key, value = (x[:, :T] for x in (KEY, VALUE))
     bias = [features["bias"]] if "bias" in features else []

@@ -64,7 +64,7 @@ def test_without_the_batch_dim():
 
 @pytest.mark.parametrize("argnums", [0, 1])
 def test_one_gradient_alone(argnums):
-    """A constant bias, and constant projections."""
+    """Only the bias or only the projections are differentiated."""
     packed, expected = (
         jax.grad(lambda *x, attention=attention: loss(attention, *x)[0], argnums)(QKV, BIAS)
         for attention in (jax_memeff.dot_product_attention_packed, separate)

@@ -109,7 +109,7 @@ def test_sinks_far_beyond_the_scores_do_not_overflow():
 
 
 def test_dropout_leaves_the_sinks(assert_close):
-    """Probabilities are those with the sinks, and what is kept is scaled by 1 / (1 - rate)."""
+    """Sinks take part in the softmax; kept probabilities are scaled by 1 / (1 - rate)."""
     features: Any = {"dropout_rate": 0.5, "dropout_key": jax.random.key(3), "return_residual": True}
     out, lse = dot_product_attention(QUERY, KEY, VALUE, sinks=SINKS, **features)
     plain, plain_lse = dot_product_attention(QUERY, KEY, VALUE, **features)
@@ -119,7 +119,7 @@ def test_dropout_leaves_the_sinks(assert_close):
 
 @pytest.mark.parametrize("mapped", ["sinks", "query", "both"])
 def test_vmap(mapped, assert_close):
-    """A mapped array of sinks joins the batch: its gradient is that of each call."""
+    """Mapped sinks join the batch, and each call has its own gradient."""
     sinks = jnp.stack([jnp.asarray(SINKS), jnp.asarray(SINKS) + 1])
     query = jnp.stack([QUERY, 2 * QUERY])
     axes = (0 if mapped != "sinks" else None, 0 if mapped != "query" else None)
@@ -194,7 +194,7 @@ def test_one_array_of_query_key_and_value(assert_close):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("of_heads", [True, False])
 def test_sharded(axis_type, of_heads, assert_close):
-    """Replicated, or sharded like the heads; the gradient is summed over the batch's devices."""
+    """Sinks are replicated or sharded like the heads; their gradient is summed over the batch."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
     projections, own = P("data", None, "tensor"), P("tensor") if of_heads else P()
     arrays = [
@@ -267,7 +267,7 @@ def test_ring(method, layout, features, assert_close):
 
 
 def test_only_the_gradient_of_the_sinks():
-    """No product of the backward is computed for it."""
+    """The backward computes no product for it."""
 
     @jax.jit
     def loss(sinks):

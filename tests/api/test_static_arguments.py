@@ -1,4 +1,4 @@
-"""Numbers that a program is compiled for: their types, their range, and no traced values."""
+"""Static arguments: their types and range, and errors for traced values."""
 
 from fractions import Fraction
 

@@ -28,7 +28,7 @@ IDS = {
 
 
 def by_definition(query_ids, key_ids):
-    """bool[T, S], of Python's integers."""
+    """The valid elements bool[T, S], computed with Python's integers."""
     pairs = itertools.product(query_ids.tolist(), key_ids.tolist())
     shape = len(query_ids), len(key_ids)
     return np.array([a == b and a >= 0 for a, b in pairs]).reshape(shape)
@@ -58,7 +58,7 @@ def test_segment_ids_compare_as_numbers(a, b, where, x64):
 
 
 def test_large_ids_survive_the_way_into_jit():
-    """Without x64 jax wraps 64-bit arguments, so the ids must be small before."""
+    """Without x64 jax wraps 64-bit arguments, so ids must become small before they enter jit."""
     ids = np.array([0, 2**32, 2**33 + 1, -(2**32) + 5])
     traced = jax.jit(lambda mask: mask.as_array(1, 1, 4, 4)[0, 0])(Mask.segments(ids, ids))
     np.testing.assert_array_equal(traced, by_definition(ids, ids))
@@ -137,7 +137,7 @@ def test_offsets_out_of_range(offsets, message):
     ("query", "key"), [(MOST_POSITION, MOST_POSITION), (MOST_POSITION, 0), (0, MOST_POSITION)]
 )
 def test_the_farthest_offsets_are_exact(query, key, wrap):
-    """With windows as large as the distance, too."""
+    """Windows as large as the distance are exact, too."""
     position = Offsets(query=wrap(query), key=wrap(key)).position()
     t, s = np.arange(5)[:, None] + query, np.arange(6)[None] + key
     for left, right in ((None, 0), (query - key, None), (2, key - query + 1), (2**62, 2**62)):

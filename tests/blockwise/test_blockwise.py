@@ -97,7 +97,8 @@ def test_agrees_with_the_oracle(name):
         assert got.dtype == operand.dtype
         scale = None
         if case.S == 1:
-            # With one key the scores have no gradient: what is left of it is rounding.
+            # With one key the exact gradient of the scores is 0, and the computed one is rounding
+            # error.
             scale = np.abs(operand).astype(np.float64)
         oracle.check(f"d{field}", got, getattr(want, field), getattr(low, field), scale=scale)
     if operands.bias is None:
@@ -178,7 +179,7 @@ def test_rows_without_keys(reason):
         valid = valid & (np.asarray(operands.bias) > -1e37)
     empty = ~np.any(valid, -1)[:, 0]
     assert empty.any()
-    # A loss of the logsumexp is likely to have no finite gradient where the logsumexp is -inf.
+    # A loss usually has no finite gradient at a logsumexp of -inf, so NaN must not reach anything.
     dlse[empty] = np.nan
     out, lse, gradients = run(operands, options, dout, dlse)
     assert not np.asarray(out)[empty].any()
@@ -207,7 +208,7 @@ def test_a_chunk_with_its_position_is_a_slice_of_the_whole():
         np.testing.assert_allclose(got[1], lse[:, first:last], atol=1e-6)
         np.testing.assert_allclose(got[2].query, gradients.query[:, first:last], atol=2e-6)
 
-    # Chunks of keys, as in ring attention: their backwards take the whole's out and lse.
+    # Chunks of keys, as in ring attention: their backwards take out and lse of the whole.
     dkeys = []
     for first, last in ((0, 16), (16, 65)):
         position = Position(jnp.int32(0), jnp.int32(first))
@@ -220,7 +221,7 @@ def test_a_chunk_with_its_position_is_a_slice_of_the_whole():
 @pytest.mark.quick
 def test_skipped_tiles_are_not_computed():
     operands, options, _, _ = make(Case(mask=lambda c, r: Mask.causal(), T=64, S=64))
-    # Keys of tiles above the diagonal are NaN: a tile that is computed shows.
+    # Keys of tiles above the diagonal are NaN, so computing such a tile would give NaN.
     key = np.array(operands.key)
     key[:, 32:] = np.nan
     out, _ = blockwise.forward(operands._replace(key=key), options)

@@ -1,6 +1,6 @@
-"""The test matrix is complete, all of it has kernels, and the blockwise path passes it.
+"""The test matrix is complete, every case has kernels, and the blockwise path passes all cases.
 
-``test_kernels.py`` runs all of it on a GPU.
+``test_kernels.py`` runs all cases on a GPU.
 """
 
 from __future__ import annotations

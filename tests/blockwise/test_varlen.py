@@ -37,7 +37,7 @@ CASES = (
 @pytest.mark.quick("B4T40S50N4K2H16v16-float32-bottom_right-softcap-packed-2segments")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_oracle(case):
-    """There is NaN between the sequences, and gradients there are 0."""
+    """Tokens between the sequences are NaN, and their gradients are 0."""
     assert_matches_the_oracle(case)
 
 
@@ -62,7 +62,7 @@ def loss(*arrays, **features):
 
 
 def padded(query, key, value, starts_q, starts_k, longest, **features):
-    """The same by ``dot_product_attention`` with lengths, packed again."""
+    """The results of ``dot_product_attention`` with lengths, packed again."""
 
     def batch(array, starts):
         rows = [array[a : min(b, a + longest)] for a, b in itertools.pairwise(starts)]
@@ -99,7 +99,7 @@ def padded(query, key, value, starts_q, starts_k, longest, **features):
     ids=["causal", "window", "bottom_right_dropout", "boolean_offsets", "bias"],
 )
 def test_equals_the_padded_call(features):
-    """With the same dropout bits: b is the sequence, rows and columns are those within it."""
+    """Dropout bits are equal, too: a sequence is a batch index, and positions count within it."""
     out, lse = map(np.asarray, varlen(QUERY, KEY, VALUE, **features))
     (padded_out, padded_lse), rows = jax.tree.map(
         np.asarray,
@@ -118,10 +118,10 @@ def test_equals_the_padded_call(features):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_cu_seqlens_have_one_meaning(seed):
-    """A sequence covers [clip(cu[i]), clip(max(cu[i + 1], cu[i]))), at most the longest of it.
+    """A sequence covers [clip(cu[i]), clip(max(cu[i + 1], cu[i]))), but at most ``longest`` tokens.
 
-    Where values decrease, that would give tokens to two sequences: a start then counts as the
-    largest value before it, and sequences stay apart and in order.
+    If values decreased, two sequences would share tokens. A start therefore counts as the largest
+    value before it, and sequences stay apart and in order.
     """
     rng = np.random.default_rng(seed)
     tokens, longest = 100, 60
@@ -165,7 +165,7 @@ def test_lengths_of_a_mask_shorten_sequences():
 
 
 def test_segment_ids_are_per_token():
-    """Sequences as segments of one sequence are the same, where no position counts."""
+    """Sequences equal segments of one sequence if no feature counts positions."""
     ids_q = np.searchsorted(STARTS_Q, np.arange(30), "right") - 1
     ids_k = np.searchsorted(STARTS_K, np.arange(26), "right") - 1
     out, lse = varlen(QUERY, KEY, VALUE, [2, 30], [0, 25], 28, 25, mask=Mask.segments(ids_q, ids_k))
@@ -181,7 +181,7 @@ def test_any_integer_dtype(dtype):
     query = jnp.concatenate([jnp.full((300, 4, 8), jnp.nan), QUERY])
     starts = STARTS_Q.astype(dtype)
     long = varlen(query, KEY, VALUE, jnp.asarray(starts + np.array(98, dtype)), STARTS_K, 11, 11)
-    assert jnp.isnan(long[0]).any()  # they count the tokens from the first, NaN and all
+    assert jnp.isnan(long[0]).any()  # starts count from token 0, so NaN is read
     short = varlen(QUERY, KEY, VALUE, jnp.asarray(starts), STARTS_K.astype(dtype), 11, 11)
     np.testing.assert_array_equal(short[0], varlen(QUERY, KEY, VALUE)[0])
 
@@ -198,7 +198,7 @@ def test_any_integer_dtype(dtype):
     ids=str,
 )
 def test_wild_values_are_defined(wild, longest, defined):
-    """Clamped to the tokens, and never below an earlier one."""
+    """Values are clamped to the tokens, and never below an earlier value."""
     wild = jnp.array(wild, jnp.int32)
     got = varlen(QUERY, QUERY, QUERY, wild, wild, longest, longest, is_causal=True)
     expected = varlen(QUERY, QUERY, QUERY, defined, defined, longest, longest, is_causal=True)
@@ -307,7 +307,7 @@ def test_nothing_to_do(total_q, total_k, starts, longest, columns):
 
 
 def test_memory_does_not_grow_with_the_number_of_sequences():
-    """Beside the tokens there is one padded sequence, never a padded batch."""
+    """Memory holds the tokens and one padded sequence, never a padded batch."""
     struct = jax.ShapeDtypeStruct
     tokens = struct((4096, 1, 8), jnp.float32)
 
@@ -341,7 +341,7 @@ def test_longest_may_exceed_the_tokens(columns, assert_close):
 
 
 def test_memory_does_not_grow_with_the_longest_sequence():
-    """10 tokens, of which a sequence might have 10 million."""
+    """There are 10 tokens, but ``longest`` allows 10 million for a sequence."""
     x, starts = jnp.ones((10, 2, 8)), jnp.array([0, 4, 10])
 
     def bytes_of(longest, transform):

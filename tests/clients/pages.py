@@ -12,7 +12,7 @@ PAGES = Path(__file__).parents[2] / "docs" / "clients"
 
 @functools.cache
 def adapter(page: str) -> SimpleNamespace:
-    """What the first block of Python on a page defines."""
+    """The names that the first block of Python on a page defines."""
     block = re.search(r"^```py(?:thon)?\n(.*?)^```", (PAGES / page).read_text(), re.S | re.M)
     assert block is not None
     names = {"__name__": f"adapter of {page}"}

@@ -1,6 +1,6 @@
 """The decoders of examples/decoders: logits and gradients equal those with dense attention.
 
-One program runs under ``jit``, in a ``scan`` with rematerialized layers, on eight devices.
+Each model is one jitted program: a ``scan`` over rematerialized layers, on eight devices.
 """
 
 import functools
@@ -77,7 +77,7 @@ def test_logits_and_gradients_on_eight_devices(model, monkeypatch, assert_close)
 
 
 def test_latent_decoding_gives_the_logits_of_training(assert_close):
-    """A prompt, and then one token after the other, over pages that hold latent vectors only."""
+    """A prompt, then one token at a time, over pages that hold only latent vectors."""
     config, tokens = CONFIGS[deepseek], tokens_of(deepseek, batch=2)
     weights = deepseek.parameters(jax.random.key(0), config)
     expected = jax.jit(functools.partial(deepseek.logits, config=config))(*weights, tokens)
@@ -93,7 +93,7 @@ def test_latent_decoding_gives_the_logits_of_training(assert_close):
 
 
 def bfloat16(model, config):
-    """The types of the parameters."""
+    """The types of the parameters, in bfloat16."""
     weights = jax.eval_shape(lambda key: model.parameters(key, config), jax.random.key(0))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), weights)
 

@@ -77,7 +77,7 @@ def test_maxtext_without_documents(assert_close):
 
 
 def test_maxtext_decoding(assert_close):
-    """Ids of 1 mark the slots of the cache in use; a cache without any has no weight."""
+    """Ids of 1 mark the used slots of the cache; an empty cache contributes nothing."""
     method = adapter("maxtext.md").memory_efficient_attention
     used = np.array([[1] * 3 + [0] * 9, [0] * 12], np.int32)
     out, lse = method(attention_op(), QUERY[:, :1], KEY, VALUE, used, "autoregressive")

@@ -25,7 +25,7 @@ def test_attention_over_an_image(assert_close):
         return jnp.sum(out**3), out
 
     def outputs():
-        # A new function, because JAX would find the program of the same one again.
+        # Makes a new function, because JAX would reuse the program of the same function.
         return jax.jit(jax.grad(lambda *operands: loss(*operands), (0, 1, 2), has_aux=True))(
             parameters, image, text
         )

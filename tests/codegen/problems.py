@@ -18,7 +18,7 @@ def problem(
     sequence: Any = None,
     **asked: Any,
 ) -> Problem:
-    """``asked`` are features."""
+    """A problem with the features ``asked``."""
     value_dim = head_dim if value_dim is None else value_dim
     return Problem(direction, dtype, head_dim, value_dim, arch, asked, needs_grad, sequence)
 

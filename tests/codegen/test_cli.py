@@ -1,4 +1,4 @@
-"""``python -m jax_memeff``: what it prints and its exit codes. No GPU, hardly any compiling."""
+"""``python -m jax_memeff``: its output and exit codes, without a GPU and with little compiling."""
 
 import importlib
 import subprocess
@@ -113,7 +113,7 @@ def test_explain_draws_the_tiles(capsys, tmp_path, monkeypatch):
     _, out = run(capsys, *base, "--mask-function", "drawn_masks:even")
     assert out.count("\n██· ██·\n") + out.count("\n██· ██·") >= 4
     _, out = run(capsys, *base, "--query-rows", "16")
-    assert "no drawing: the rows of a tile are those of several heads" in out
+    assert "no drawing: the rows of a tile belong to several heads" in out
 
 
 def test_explain_of_few_queries(capsys):
@@ -126,7 +126,7 @@ def test_explain_of_few_queries(capsys):
     assert selected[0] == select.select(problem, Strategy(query_rows="16")).name
     assert "1 tiles of 16 rows; as many splits of the keys as fill the device" in out
     _, out = run(capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a")
-    assert "it splits the keys, and there are tiles for a whole GPU without that" in out
+    assert "it splits the keys, and work tiles fill the GPU without splits" in out
 
 
 def test_explain_of_an_unsupported_problem(capsys):
@@ -162,7 +162,7 @@ def test_build_prints_resources_and_is_not_fooled_by_failures(capsys, monkeypatc
 
 
 def test_an_interrupted_build_goes_on_where_it_was(capsys, monkeypatch):
-    """Kernels without an include compile at once; the third compilation is interrupted."""
+    """Kernels without an include compile in no time; the third compilation is interrupted."""
     specs = list(select.closure("sm_80", dtypes=["bf16"], dims=[(32, 32)]))[:5]
     monkeypatch.setattr(select, "closure", lambda arch, **chosen: specs)
     monkeypatch.setattr(parallel, "_available_cores", lambda: 1)
@@ -303,7 +303,7 @@ def test_explain_shows_the_device_code_of_named_functions(capsys, named_function
 def test_build_compiles_the_kernels_that_a_call_with_the_function_finds(
     capsys, named_functions, monkeypatch
 ):
-    """The names and sources are those of lowered programs."""
+    """Their names and sources equal those of lowered programs."""
     jobs = []
 
     def compile_many(asked, on_done):
@@ -325,7 +325,7 @@ def test_build_compiles_the_kernels_that_a_call_with_the_function_finds(
 
 
 def _lowered(model, argnums, monkeypatch):
-    """The kernels of the program of a loss and its gradients by operands, and by slopes or not."""
+    """The kernels of a loss and its gradients by the operands, and by the slopes if asked."""
     import jax
     import jax.numpy as jnp
 

@@ -175,7 +175,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         specs = list(select.closure(arch))
         assert specs == list(select.closure(arch))
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
-        # float16 only on sm_75; some float32 backwards from head dim 192 on are large-dim kernels.
+        # sm_75 has float16 only. Some float32 backwards from head dim 192 on are large-dim kernels.
         count = {"sm_75": 307, "sm_86": 1134, "sm_90": 1268, "sm_90a": 1243}.get(arch, 1260)
         assert len(set(specs)) == len(specs) == count
 
@@ -235,7 +235,7 @@ def test_architectures():
 
 
 def test_ptx_has_the_kernels_of_its_architecture():
-    """Hopper's own instructions are not in PTX that later GPUs can run."""
+    """PTX must run on later GPUs, so it cannot use instructions that only Hopper has."""
     for arch, kernels in (("compute_80", "sm_80"), ("compute_90", "sm_90")):
         assert list(select.closure(arch, dims=[(64, 64)])) == list(
             select.closure(kernels, dims=[(64, 64)])
@@ -265,7 +265,7 @@ def test_config_reads_the_environment(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_header_asserts_the_fields_that_a_feature_fills(direction):
-    """The host's compiler checks the offsets; NVRTC 13.0 cannot."""
+    """The host compiler checks the offsets, because NVRTC 13.0 has no ``offsetof``."""
     fields = select.select(problem(direction, dropout=True)).params_fields
     header = (headers.own_include_dir() / "memeff/params.h").read_text()
     asserted = re.findall(r"^MEMEFF_FIELD\((\S+), (\d+)\);$", header, re.MULTILINE)

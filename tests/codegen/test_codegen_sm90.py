@@ -31,8 +31,8 @@ def test_few_work_tiles_use_consumer_groups_on_hopper():
     assert "static constexpr int kConsumerGroups = 2;" in emit.source(spec)
     assert "_groups_" not in select.select(problem(arch="sm_90a")).name
     (reason,) = support.spec_reasons(spec, problem(arch="sm_90a"))
-    assert reason.startswith("its consumer groups split few tiles")
-    # Head dims without such a tile split their keys, but for packed sequences.
+    assert reason.startswith("its consumer groups are for few work tiles")
+    # Head dims without such a tile split their keys, unless sequences are packed.
     wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a"}
     assert select.select(problem(**wider), few).kernel.splits_keys
     assert select.select(problem(**wider, varlen=True), few).family == "sm90"
@@ -49,10 +49,10 @@ def test_few_kv_blocks_use_split_q():
     assert "static constexpr bool kSplitQ = true;" in emit.source(spec)
     assert not select.select(problem("backward", arch="sm_90a")).split_q
     (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
-    assert reason.startswith("several of its blocks share a tile of keys (split Q)")
+    assert reason.startswith("several of its CTAs share a KV block (split-Q)")
     whole = select.select(problem("backward", **hopper))
     (reason,) = support.spec_reasons(whole, problem("backward", **hopper), few)
-    assert reason.startswith("each of its blocks owns a tile of keys")
+    assert reason.startswith("each of its CTAs owns a KV block")
     needs_grad = ("query", "bias")
     others: tuple[dict[str, Any], ...] = (
         {"deterministic": True},
@@ -92,7 +92,7 @@ def test_q_splits_fill_the_gpu_and_have_enough_q_blocks(sizes, shares):
 
 
 def test_hopper_kernels_come_first_and_give_reasons():
-    """sm_90 without the letter has no wgmma; what the sm90 family lacks falls to sm80."""
+    """sm_90 without the letter has no wgmma. The sm80 family serves what the sm90 family lacks."""
     plain = problem(mask="causal", arch="sm_90a")
     assert select.select(plain).family == "sm90"
     assert select.select(dataclasses.replace(plain, arch="sm_90")).family == "sm80"
@@ -101,7 +101,7 @@ def test_hopper_kernels_come_first_and_give_reasons():
     )
     assert select.select(biased).family == "sm80"
     refused = [reasons for spec, reasons in select.explain(biased) if spec.family == "sm90"]
-    reason = "it computes the gradient of this bias beside that of the query only"
+    reason = "it computes the gradient of this bias only with that of the query"
     assert reason in itertools.chain(*refused)
     assert select.select(dataclasses.replace(biased, needs_grad=("query", "bias"))).family == "sm90"
 
@@ -253,7 +253,7 @@ def test_few_rows_of_float32_are_not_split_into_float16_parts(rows):
 def test_a_3xfp16_forward_says_that_it_supports_no_broadcast_batch():
     asked = problem(dtype="f32", arch="sm_90a", broadcast_batch=True)
     refused = [reasons for spec, reasons in select.explain(asked) if "f16x3" in spec.kernel.stem]
-    reason = "it writes query, key and value anew for each batch index"
+    reason = "it splits query, key and value once for each batch index of the call"
     assert refused and all(reason in reasons for reasons in refused)
 
 
@@ -269,7 +269,7 @@ def test_hopper_source_takes_tensor_maps():
 
 
 def test_hopper_backward_of_large_head_dims_has_two_kernels():
-    """Its two kernels own their gradients, so there are neither sums of dq nor a postprocess."""
+    """They own their gradients, so there are neither dq sums nor a postprocess kernel."""
     spec = select.select(problem("backward", head_dim=192, value_dim=128, arch="sm_90a"))
     source = emit.source(spec)
     assert [entry.name.removeprefix(spec.name) for entry in spec.entry_points] == [
@@ -317,7 +317,7 @@ def divided(rows: int, columns: int) -> AskedFunctions:
     ids=str,
 )
 def test_tiles_do_not_cut_the_blocks_of_a_mask_function(head_dim, block, tile):
-    """If its blocks are multiples of 64; another tile would cut other blocks as well."""
+    """This holds if its blocks are multiples of 64; no tile fits other blocks."""
     asked = problem(head_dim=head_dim, arch="sm_90a", functions=divided(*block))
     spec = select.select(asked)
     assert (spec.tile.query, spec.tile.key) == tile

@@ -78,7 +78,7 @@ def test_row_counts_of_split_kernels():
     assert [rows(64, queries, 8, 1) for queries in (1, 16, 17, 64, 65)] == [
         "16", "16", "64", "64", None,
     ]  # fmt: skip
-    # Five drafted tokens of 4 heads, of 8, and of 4 heads that do not share a tile.
+    # Five draft tokens: groups of 4 and of 8 heads share a tile, and 4 heads do not.
     assert [rows(16, 5, heads, heads // 8, 8192) for heads in (32, 64)] == ["32", "64"]
     assert rows(16, 5, 32, 4, 8192, segments=True) == "16"
     # Five tokens of 32 heads fill 3 tiles; each head by itself would have one, mostly empty.
@@ -96,9 +96,9 @@ def test_row_counts_of_split_kernels():
         "64",
     ]
     assert rows(1, 1024, 8, 1, 32768, **hopper) == "consumer_groups"
-    # Heads that share a tile where keys are split would each have one of their own.
+    # With consumer groups heads cannot share a tile, so a group of 8 splits its keys instead.
     assert [rows(2, 20, 8, group, 1200, **hopper) for group in (1, 8)] == ["consumer_groups", "64"]
-    # A GPU with fewer multiprocessors has tiles enough sooner.
+    # A GPU with fewer multiprocessors is full with fewer tiles.
     assert rows(1, 1024, 8, 1, multiprocessors=58) is None
     # Packed sequences do not split their keys.
     assert rows(4, 128, 8, 1, 32768, varlen=True, **hopper) == "consumer_groups"
@@ -111,7 +111,7 @@ def test_row_counts_of_split_kernels():
 @pytest.mark.parametrize("arch", PARTS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_every_pair_of_head_dims_has_a_kernel(arch, direction, features):
-    # Dims are padded to multiples of 32: each of those and the one after the one before.
+    # Dims are padded to multiples of 32: the largest and the smallest dims of each multiple.
     sizes = [size for end in range(32, 257, 32) for size in (end - 24, end)]
     for head_dim, value_dim in itertools.product(sizes, repeat=2):
         dims = {"head_dim": head_dim, "value_dim": value_dim}
@@ -119,7 +119,7 @@ def test_every_pair_of_head_dims_has_a_kernel(arch, direction, features):
         assert head_dim <= spec.padded_head_dim and value_dim <= spec.padded_value_dim
         assert spec.shared_bytes <= gpu.of(arch).max_shared_bytes
         assert spec.threads * spec.tile.blocks_per_sm <= 1024
-        # Every block on an SM also takes 1 KB for the system, from sm_80 on.
+        # From sm_80 on the system reserves 1 KB of shared memory for each CTA.
         system = 0 if arch == "sm_75" else 1024
         shared = spec.tile.blocks_per_sm * (spec.shared_bytes + system)
         assert shared <= gpu.of(arch).max_shared_bytes + system
@@ -170,11 +170,11 @@ def test_float32_names_how_it_is_multiplied():
 )
 def test_large_dim_kernels_support_packed_sequences_and_biases(arch, dtype, direction, features):
     if dtype != "f16" and "bias" in features:
-        features = {"bias": AskedBias("32")}  # float32 inputs have no other
+        features = {"bias": AskedBias("32")}  # float32 inputs have no other bias
     spec = select.select(problem(direction, dtype, 257, 8, arch, **features))
     assert is_large(spec)
     assert spec[BIAS] is None or access(spec) == "elements"
-    assert "elements" not in spec.name  # large-dim kernels read them in no other way
+    assert "elements" not in spec.name  # the only way in which large-dim kernels read a bias
     broadcast = problem(direction, "f16", 257, 8, arch, bias=AskedBias("16", "columns"))
     assert access(select.select(broadcast)) == "columns"
 
@@ -214,7 +214,7 @@ ONLY_LARGE_DIM = {
     ("sm_86", "f32", "backward", 192),
     ("sm_86", "f32", "backward", 256),
 }
-"""What shared memory is too small for."""
+"""Dims for which shared memory is too small."""
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ ONLY_LARGE_DIM = {
 )
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_tuned_dims_are_not_padded_further(dtype, features):
-    """A tile that cannot be arranged would pad its problems further unnoticed."""
+    """Without this test a tile that does not fit would silently pad its problems further."""
     sm80_only = [arch for arch in PARTS if arch != gpu.WGMMA_ARCH]
     for arch, direction in itertools.product(sm80_only, DIRECTIONS):
         for dims in select.TUNED_DIMS:

@@ -14,7 +14,7 @@ from jax_memeff.errors import UnsupportedError
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
 def test_a_feature_makes_kernels_of_its_own_and_says_why_others_do_not_fit(feature):
-    # Only a backward has sums, and sinks change one only if it computes their gradient.
+    # Only a backward has sums, and sinks change a backward only if it computes their gradient.
     direction = "backward" if feature.name == "deterministic" else "forward"
     plain = problem(direction, head_dim=64)
     without = select.select(plain)
@@ -48,7 +48,7 @@ def test_a_feature_makes_kernels_of_its_own_and_says_why_others_do_not_fit(featu
     ids=str,
 )
 def test_every_rejected_kernel_of_every_family_has_its_reasons(direction, changes):
-    """Those before the chosen one; no reason is said of a kernel twice."""
+    """These are the kernels before the chosen one; no kernel repeats a reason."""
     asked = problem(direction, arch="sm_90a", **changes)
     explained = select.explain(asked)
     families = {spec.family for spec, _ in explained}

@@ -1,9 +1,9 @@
 """Runs the kernels on the CPU, through the whole library.
 
-``install()`` makes this process a machine with a GPU that is emulated: programs for JAX's CPU
-client are lowered to the custom calls of the kernels, g++ compiles the kernels' source against
-``include/`` (another ``memeff/arch/``), and the host library finds a driver that runs them on
-fibers. See CONTRIBUTING.md.
+``install()`` turns this process into a machine with an emulated GPU: programs for JAX's CPU client
+are lowered to the custom calls of the kernels, g++ compiles the kernels' source against
+``include/`` (which has its own ``memeff/arch/``), and the host library finds a driver that runs
+them on fibers. See CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from . import build
 
 
 def install() -> None:
-    """Replaces the lowering of this process's CPU programs by that to emulated kernels."""
-    driver = _driver()  # libcuda.so.1 is found from now on, because it is loaded already
+    """Lowers the CPU programs of this process to emulated kernels from now on."""
+    driver = _driver()  # loads libcuda.so.1, so dlopen finds it from now on
     compiler.compile = compile
-    jax.local_devices(backend="cpu")  # a client that starts later refuses types
+    jax.local_devices(backend="cpu")  # hazard: a client that starts later refuses the types
     jax.ffi.register_ffi_type("jax_memeff_call", _ffi.call_type(), platform="cpu")
     for name, stages in _ffi.targets().items():
         handlers = {
@@ -45,10 +45,10 @@ def install() -> None:
 
 
 def configure(arch: str, *, multiprocessors: int = 3, seed: int = 0) -> None:
-    """The machine from now on; a program that was compiled before keeps its kernels.
+    """Sets up the machine. A program that was compiled before keeps its kernels.
 
-    Blocks run on ``multiprocessors`` at a time, one on each. ``seed`` orders their warps, and says
-    which asynchronous copies and products take effect at once and which as late as possible.
+    ``multiprocessors`` blocks run at a time. ``seed`` orders their warps, and decides which
+    asynchronous copies and products take effect at once and which as late as possible.
     """
     os.environ["JAX_MEMEFF_ARCHS"] = arch
     capability = architectures.capability(arch)
@@ -57,7 +57,7 @@ def configure(arch: str, *, multiprocessors: int = 3, seed: int = 0) -> None:
 
 
 def compile(spec: KernelSpec, arch: str) -> compiler.Compiled:
-    """As ``codegen.compile.compile``; the image is the path of a library."""
+    """As ``codegen.toolchain.compile.compile``, but the image is the path of a library."""
     del arch
     return compiler.Compiled(
         image=os.fsencode(build.library_of(spec)),
@@ -71,7 +71,7 @@ def compile(spec: KernelSpec, arch: str) -> compiler.Compiled:
 
 
 def announce(runs: Iterable[Any]) -> None:
-    """Kernels of these runs (``run.kernels()``) are compiled several at a time from now on."""
+    """Plans to compile the kernels of these runs (``run.kernels()``) several at a time."""
     build.announce(spec for run in runs for spec in run.kernels())
 
 
@@ -79,7 +79,7 @@ _lowered: dict[Any, jax.stages.Lowered] = {}
 
 
 def lower_together(lower: Callable[..., jax.stages.Lowered], calls: Iterable[tuple]) -> None:
-    """Calls ``lower`` with each of ``calls``; kernels of all programs are compiled at once."""
+    """Calls ``lower`` with each of ``calls`` and compiles the kernels of all programs together."""
     with build.together():
         for call in calls:
             if (lower, call) not in _lowered:
@@ -87,12 +87,12 @@ def lower_together(lower: Callable[..., jax.stages.Lowered], calls: Iterable[tup
 
 
 def lowered(lower: Callable[..., jax.stages.Lowered], *call: Any) -> jax.stages.Lowered:
-    """``lower(*call)``, which :func:`lower_together` may have called before."""
+    """The result of ``lower(*call)``, which :func:`lower_together` may have computed already."""
     return _lowered.get((lower, call)) or lower(*call)
 
 
 class _LaunchConfig(ctypes.Structure):
-    """``CUlaunchConfig``: grid, block and shared bytes, and neither a stream nor attributes."""
+    """``CUlaunchConfig`` with grid, block and shared bytes, but no stream or attributes."""
 
     _fields_ = (
         ("sizes", ctypes.c_uint * 7),
@@ -103,9 +103,9 @@ class _LaunchConfig(ctypes.Structure):
 
 
 def launch(source: str, name: str, *, threads: int, shared_bytes: int) -> None:
-    """Runs one block of a kernel without parameters, of ``EMULATOR_KERNEL(name)`` in ``source``.
+    """Runs one block of the kernel ``EMULATOR_KERNEL(name)`` in ``source``, without parameters.
 
-    Raises ``RuntimeError`` saying what failed.
+    Raises ``RuntimeError`` with the reason if it fails.
     """
     driver = _driver()
     image = os.fsencode(build.kernel_library("kernels", source))

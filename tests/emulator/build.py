@@ -1,11 +1,11 @@
-"""g++ for the emulated machine: its driver, and the kernels.
+"""Compiles the driver and the kernels of the emulated machine with g++.
 
-Results are kept in ``JAX_MEMEFF_CACHE_DIR`` under a digest of everything that they are made of.
-A lock for each lets one process build what several ask for.
+``JAX_MEMEFF_CACHE_DIR`` keeps results under a digest of everything that they depend on. If several
+processes ask for a result, a lock lets one of them build it.
 
-Half of the time that g++ takes for a kernel goes to templates of CuTe that other kernels of the
-same main loop instantiate too. Kernels that are known beforehand, because they are announced or
-because programs are lowered before the first of them runs, are compiled a dozen at a time.
+g++ spends half of its time for a kernel on templates of CuTe that other kernels of the same main
+loop instantiate, too. Kernels that are known beforehand are therefore compiled a dozen at a time:
+those that are announced, and those of programs that are lowered before the first one runs.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ from jax_memeff.codegen.toolchain import headers
 from .translation_unit import joined, preamble
 
 TOGETHER = 12
-"""Kernels in one run of g++: with twice as many each takes as long, and the first waits longer."""
+"""Kernels in one run of g++. Twice as many save nothing more per kernel, and the first waits
+longer.
+"""
 
 _HERE = Path(__file__).parent
 _OPTIONS = ["-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
 _PRECOMPILED = "emulator/precompiled.h"
 _KERNEL_OPTIONS = [
-    # Each kernel has a Config of its own, and constants of the same name in all of them.
+    # Each kernel has its own Config, whose constants have the same names in all kernels.
     "-fno-gnu-unique",
-    # Points-to analysis takes a tenth of the time, and kernels run as quickly without it.
+    # Points-to analysis takes a tenth of the time and makes kernels no faster.
     *("-O1", "-fno-tree-pta", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-include", _PRECOMPILED),
-    # A misaligned access ends the kernel with a signal.
+    # Makes a misaligned access end the kernel with a signal.
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
 ]
 _DRIVER_OPTIONS = [
@@ -59,7 +61,7 @@ _DRIVER_OPTIONS = [
 ]
 
 _announced: dict[str, tuple[str, ...]] = {}
-"""For the text of a kernel, the texts that are compiled with it."""
+"""From the text of a kernel to the texts that are compiled with it."""
 
 _awaited: list[KernelSpec] | None = None
 """Kernels whose libraries :func:`together` compiles at its end; None outside of it."""
@@ -73,7 +75,7 @@ def driver() -> Path:
 
 
 def announce(specs: Iterable[KernelSpec]) -> None:
-    """Plans which kernels are compiled together, when the first of them is asked for."""
+    """Plans which kernels to compile together when the first of them is asked for."""
     groups: dict[str, dict[str, str]] = {}
     for spec in specs:
         text = _text(spec)
@@ -90,7 +92,7 @@ def announce(specs: Iterable[KernelSpec]) -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Kernels that are asked for inside are compiled at the end, several at a time.
+    """Compiles the kernels that are asked for inside at the end, several at a time.
 
     Inside, :func:`library_of` returns the names of libraries that do not exist yet.
     """
@@ -110,7 +112,7 @@ def together() -> Iterator[None]:
 
 
 def library_of(spec: KernelSpec) -> Path:
-    """A library with the entry points of ``spec``, perhaps beside those of other kernels."""
+    """A library with the entry points of ``spec``, and perhaps those of other kernels."""
     if _awaited is not None:
         _awaited.append(spec)
         return _link(spec)
@@ -122,14 +124,14 @@ def library_of(spec: KernelSpec) -> Path:
 
 
 def _link(spec: KernelSpec) -> Path:
-    """A name for a library that does not depend on the kernels that are compiled with ``spec``."""
+    """Links a name for ``spec`` to a library, whichever kernels were compiled with it."""
     return _result(
         "kernel.link", {f"{spec.name}.cc": _text(spec)}, _KERNEL_OPTIONS, headers.digest()
     )
 
 
 def kernel_library(name: str, source: str) -> Path:
-    """Compiles kernels. Headers, which take three of four seconds, are precompiled."""
+    """Compiles kernels. Headers would take three of four seconds, so they are precompiled."""
     directories = [_precompiled_headers(), *_directories(str(headers.own_include_dir()))]
     sources = {f"{name}.cc": source}
     return _compiled(f"{name}.so", sources, _KERNEL_OPTIONS, directories, headers.digest())
@@ -142,7 +144,7 @@ def _text(spec: KernelSpec) -> str:
 
 def _precompiled_headers() -> str:
     """The directory in which g++ finds ``emulator/precompiled.h.gch`` before the header itself."""
-    # g++ takes a precompiled header only with the options that it was made with.
+    # Hazard: g++ silently ignores a precompiled header that was made with other options.
     options = [option for option in _KERNEL_OPTIONS if option not in ("-include", _PRECOMPILED)]
     own = headers.own_include_dir()
     names = [_PRECOMPILED, *(f"memeff/kernels/{kernel.stem}.cuh" for kernel in KERNELS)]
@@ -164,8 +166,9 @@ def _precompiled_headers() -> str:
 
 
 def _remove_precompiled_before(header: Path) -> None:
-    """One takes 180 MB, and a change of any header makes another. g++ does without one, so nobody
-    waits for those that have not been used for an hour."""
+    """Removes precompiled headers that were not used for an hour: each takes 180 MB, and a change
+    of any header makes another. g++ works without one, so a running process loses only time.
+    """
     os.utime(header)
     for other in header.parent.glob("precompiled-*.gch"):
         with contextlib.suppress(FileNotFoundError):  # another process removes it, too
@@ -180,9 +183,9 @@ def _directories(*own: str) -> list[str]:
 
 
 def _result(name: str, sources: dict[str, str], options: list[str], digest: bytes = b"") -> Path:
-    """The file in the cache for what g++ makes of files of these texts.
+    """The path in the cache of what g++ makes of files with these texts.
 
-    ``digest`` is of headers that change beside CuTe's and the emulator's.
+    ``digest`` covers the headers that may change besides CuTe's and the emulator's.
     """
     cache = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "emulator"
     cache.mkdir(parents=True, exist_ok=True)
@@ -203,7 +206,7 @@ def _compiled(
     directories: Sequence[str],
     digest: bytes = b"",
 ) -> Path:
-    """What g++ makes of files of these texts, found or made in the cache."""
+    """What g++ makes of files with these texts, from the cache if it is there."""
     result = _result(name, sources, options, digest)
     if result.exists():
         return result

@@ -1,6 +1,7 @@
-"""Several kernels in one source: most of a compiler's time goes to what kernels have in common.
+"""Several kernels in one source, because compilers spend most of their time on common parts.
 
-NVRTC reads CuTe for 3 s and compiles a kernel for 2 s; g++ instantiates the same templates again.
+NVRTC takes 3 s to read CuTe and 2 s to compile a kernel; g++ instantiates the same templates for
+each kernel.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from collections.abc import Sequence
 
 
 def preamble(source: str) -> str:
-    """The lines of a kernel's source for the preprocessor."""
+    """The preprocessor's lines of a kernel's source."""
     return "".join(line for line in source.splitlines(keepends=True) if line.startswith("#"))
 
 
 def joined(sources: Sequence[str]) -> str:
-    """One source, in which each kernel has a namespace: each calls its configuration ``Config``.
+    """One source in which each kernel has a namespace, because each has a ``Config``.
 
-    Entry points are ``extern "C"`` and keep their names. The definitions in the preambles have to
-    be the same, because they change what the headers say.
+    Entry points are ``extern "C"`` and keep their names. Hazard: all preambles must have the same
+    definitions, because these change the headers.
     """
     heads = [preamble(source).splitlines() for source in sources]
     assert len({tuple(line for line in head if "define" in line) for head in heads}) == 1
@@ -28,7 +29,7 @@ def joined(sources: Sequence[str]) -> str:
         body = "".join(x for x in source.splitlines(keepends=True) if not x.startswith("#"))
         functions = "".join(_FUNCTIONS.findall(body))
         kernel = f"namespace kernel{index} {{\n{_FUNCTIONS.sub('', body)}}}\n"
-        # The structs of users' functions have the same names in all sources, and call functions of
+        # The structs of users' functions have the same names in all sources and call functions of
         # their namespace.
         for name in ("", *(f"::{name}" for name in _STRUCTS.findall(functions))):
             own = f"memeff::function::kernel{index}{name}"

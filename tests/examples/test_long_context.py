@@ -17,11 +17,11 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "long_context.py"
 
 @pytest.fixture(scope="module")
 def example():
-    """The example as a module: it is a script, not part of a package."""
+    """The example as a module. It is a script and not part of a package."""
     spec = importlib.util.spec_from_file_location("long_context", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up while it is executed.
+    # Dataclasses look up their module while it executes.
     sys.modules["long_context"] = module
     spec.loader.exec_module(module)
     yield module

@@ -18,11 +18,11 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "pair_bias.py"
 
 @pytest.fixture(scope="module")
 def example():
-    """The example as a module: it is a script, not part of a package."""
+    """The example as a module. It is a script and not part of a package."""
     spec = importlib.util.spec_from_file_location("pair_bias", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up while it is executed.
+    # Dataclasses look up their module while it executes.
     sys.modules["pair_bias"] = module
     spec.loader.exec_module(module)
     yield module
@@ -48,7 +48,7 @@ def test_losses_equal_those_of_jax_nn_and_need_the_pairs(example, monkeypatch):
 
 
 def test_the_small_form_leaves_its_files(example, tmp_path):
-    """To the end: it meets its target, and its gradients need a fraction of jax.nn's memory."""
+    """It runs to the end, reaches its target, and needs a fraction of jax.nn's memory."""
     output = tmp_path / "out"
     command = [sys.executable, str(SCRIPT), "--preset", "tiny", "--output", str(output)]
     run = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The serving example: every completion is that of the model without a cache."""
+"""The serving example: every completion equals that of the model without a cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_completions_are_equal_and_files_are_left(example, weights, capsys):
 
 
 def test_a_full_pool(example, weights):
-    """Requests wait, completions give their pages back, and are equal all the same."""
+    """Requests wait until completions free their pages, and results are still equal."""
     load = dataclasses.replace(example.LOADS["tiny"], pages=6, requests=12, arrivals=3.0)
     preset = example.PRESETS["tiny"]
     path = weights / "weights_tiny_0.npz"

@@ -19,11 +19,11 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 
 @pytest.fixture(scope="module")
 def example():
-    """The example as a module: it is a script, not part of a package."""
+    """The example as a module. It is a script and not part of a package."""
     spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up while it is executed.
+    # Dataclasses look up their module while it executes.
     sys.modules["train_gpt"] = module
     spec.loader.exec_module(module)
     yield module
@@ -45,7 +45,7 @@ def first_losses(
 
 
 def test_first_losses_equal_those_of_jax_nn(example, text):
-    # On a GPU the two round differently: TF32 products on one side, 3xTF32 on the other.
+    # On a GPU the two round differently: jax.nn uses TF32 products, and we use 3xTF32.
     tolerance = 1e-3 if jax.default_backend() == "cpu" else 1e-2
     memeff, reference = (first_losses(example, text, name, 20) for name in ("memeff", "jax"))
     np.testing.assert_allclose(memeff, reference, rtol=tolerance)
@@ -126,7 +126,7 @@ def test_command_line_leaves_its_files(tmp_path):
 
 
 def test_the_default_says_how_long_it_takes(example, tmp_path, monkeypatch, capsys):
-    """In the first lines, before anything is compiled."""
+    """The first lines say it, before anything is compiled."""
 
     def stop(*arguments):
         raise KeyboardInterrupt
@@ -138,7 +138,7 @@ def test_the_default_says_how_long_it_takes(example, tmp_path, monkeypatch, caps
 
 
 def test_the_remaining_time_and_the_first_curve_come_early(example, tmp_path, monkeypatch, capsys):
-    """At a sixth of the steps, a reader has losses and a curve of those so far."""
+    """After a sixth of the steps there are losses, and a curve of them."""
     saved = []
     monkeypatch.setattr(
         example, "plot", lambda result, title, path: saved.append((len(result["losses"]), path))

@@ -1,4 +1,4 @@
-"""The gallery beside dense JAX in the same precision: errors against float64.
+"""The gallery and dense JAX in the same precision: their errors against float64.
 
 ``python tests/gallery/gallery_errors.py`` prints them as a table.
 """
@@ -18,17 +18,17 @@ import jax_memeff
 KEY_HEADS = 2
 FLOAT32_TOLERANCE = 1e-5
 
-# Compilation is most of the time of these tests.
+# These tests spend most of their time on compilation.
 fast = {"xla_backend_optimization_level": 0}
 
 
 class Error(NamedTuple):
-    """Relative errors of one result, in the Frobenius norm: ours and that of dense JAX."""
+    """The relative errors of one result in the Frobenius norm: ours and that of dense JAX."""
 
     ours: float
     dense: float
     limit: float
-    """For ours: in float32 a tolerance, in 16 bits twice that of dense JAX."""
+    """The limit of our error: a tolerance in float32, twice the error of dense JAX in 16 bits."""
 
 
 def operands(
@@ -48,7 +48,7 @@ def operands(
 
 
 def program(attention: Any, given: list[Any]) -> Any:
-    """From arrays to the output and the gradients of all float arrays.
+    """A function from arrays to the output and the gradients of all float arrays.
 
     ``given`` are the arguments of the gallery's function; the float ones are among the arrays.
     """
@@ -86,7 +86,7 @@ def fused(entry: Entry, implementation: Any) -> Any:
 
 
 def errors(found: dict[str, Any], exact: dict[str, Any]) -> dict[str, float]:
-    """Relative, in the Frobenius norm."""
+    """Relative errors in the Frobenius norm."""
     assert found.keys() == exact.keys()
     return {
         name: float(np.linalg.norm(found[name] - exact[name]) / np.linalg.norm(exact[name]))
@@ -99,12 +99,13 @@ def compare(
 ) -> dict[str, Error]:
     """The errors of the output and of all gradients, by name; arguments are numbered.
 
-    Dense JAX runs on the CPU: on a GPU its products take minutes to tune where several processes
-    share the device, and float32 products are TF32 ones.
+    Dense JAX runs on the CPU. On a GPU its products take minutes to tune if several processes share
+    the device, and float32 products use TF32.
 
-    The gradients of what a function reads are allowed an error of the output's dtype: any fused
-    backward takes ``rowsum(dO * O)`` from the rounded output. A row's error is then common to all
-    of its scores and does not average out in a sum over them, while JAX rounds each score's alone.
+    The gradients of the arrays that a function reads may have an error of the output's dtype,
+    because any fused backward takes ``rowsum(dO * O)`` from the rounded output. All scores of a row
+    have this error in common, so a sum over them does not average it out, while JAX rounds each
+    score independently.
     """
     entry = ENTRIES[name]
     arguments = [np.asarray(x) if isinstance(x, jax.Array) else x for x in entry.arguments(shape)]

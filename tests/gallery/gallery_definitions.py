@@ -1,4 +1,4 @@
-"""The functions of the gallery once more, as arrays [B, N, T, S], without scalars or traces."""
+"""The functions of the gallery, redefined on arrays [B, N, T, S], without scalars or traces."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Index(NamedTuple):
 
 
 def _t5_bucket(relative: int, buckets: int, max_distance: int) -> int:
-    """One bucket, by the paper's words: half of the buckets are for columns after the row; half of
-    the remaining ones are exact, the others grow with the logarithm up to the largest distance.
+    """One bucket, as the paper defines it: half of the buckets are for columns after the row. Half
+    of the remaining ones are exact; the others grow with the logarithm up to the largest distance.
     """
     half = buckets // 2
     start = half if relative > 0 else 0
@@ -61,7 +61,7 @@ SCORES: dict[str, Any] = {
 
 
 def _neighborhood(i: Index, height: int, width: int, kernel: int) -> np.ndarray:
-    """By the pixels that each pixel sees: a square inside the image, as near as there is."""
+    """The pixels that each pixel sees: the nearest square inside the image."""
     seen = np.zeros((height * width,) * 2, bool)
     for y in range(height):
         top = min(max(y - kernel // 2, 0), height - kernel)

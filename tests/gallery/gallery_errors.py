@@ -1,7 +1,8 @@
 """Measures the errors of the gallery's functions: ``python tests/gallery/gallery_errors.py``.
 
-Errors of jax-memeff and of dense JAX in the same precision, both against float64, in the output and
-in all gradients. ``benchmarks/report.py`` writes the table of a results file into the docs.
+Measures the errors of jax-memeff and of dense JAX in the same precision against float64, in the
+output and in all gradients. ``benchmarks/report.py`` writes the table of a results file into the
+docs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _CPU, _GPU = Shape(2, 4, 64), Shape(2, 4, 256)
 
 
 def measure(job: tuple[str, int, str], implementation: Any) -> dict[str, Any]:
-    """The errors of an entry, head dim and dtype; of one that fails, the reason."""
+    """The errors of an entry for a head dim and dtype, or the reason if it fails."""
     name, head_dim, dtype = job
     record: dict[str, Any] = {"function": name, "head_dim": head_dim, "dtype": dtype}
     shape = _GPU if implementation == "cuda" else _CPU

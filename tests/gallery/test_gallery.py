@@ -26,7 +26,9 @@ names = pytest.mark.parametrize("name", ENTRIES)
 
 
 def check(name: str, shape: Shape, head_dim: int, implementation: Any) -> None:
-    """float32 to a tolerance; 16 bits to twice the error of dense JAX, both against float64."""
+    """Compares float32 by a tolerance, and 16 bits by twice the error of dense JAX against
+    float64.
+    """
     for dtype in ("float32", "bfloat16", "float16"):
         for result, error in compare(name, shape, head_dim, implementation, dtype).items():
             assert error.ours <= error.limit, (dtype, result, error)
@@ -65,7 +67,7 @@ def test_masks_are_their_definition(name):
 
 
 def test_errors_become_a_table(tmp_path):
-    """The command measures them, and the report of the benchmarks writes them into a page."""
+    """The command measures errors, and the report of the benchmarks writes them into a page."""
     results, page = tmp_path / "errors.json", tmp_path / "page.md"
     page.write_text("<!-- benchmarks:begin errors -->\n<!-- benchmarks:end -->\n")
     small = ("--implementation", "xla", "--head-dims", "8", "--functions", "alibi")
@@ -81,7 +83,7 @@ def test_errors_become_a_table(tmp_path):
 
 
 def test_layers_with_other_windows_run_in_one_scan():
-    """Gemma's: five local layers and a global one, each with a window of its own."""
+    """Gemma's layers: five local ones and a global one, each with its own window."""
     lefts = jnp.array([8, 8, 8, 8, 8, 2**30], jnp.int32)
     x = jax.random.normal(jax.random.key(2), (1, 64, 2, 16))
 
@@ -97,7 +99,7 @@ def test_layers_with_other_windows_run_in_one_scan():
 
 
 def test_equal_arguments_and_functions():
-    """An argument of the call does the same, as the docstrings say."""
+    """The docstrings name arguments of the call that do the same."""
     x = jax.random.normal(jax.random.key(3), (2, 64, 4, 16))
     call = jax_memeff.dot_product_attention
     np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""The pages and pictures of the gallery are those of its code."""
+"""The pages and pictures of the gallery agree with its code."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_picture_draws_every_valid_element(pages, name):
     shape = pages._MASK_SHAPE if entry.is_mask else pages._SCORE_SHAPE
     levels = pages._levels(entry, shape)
     np.testing.assert_array_equal(drawn[:, : shape.length], levels[0])
-    if name != "prefix_lm":  # heads differ, so there is a second one
+    if name != "prefix_lm":  # heads differ, so there is a second picture
         np.testing.assert_array_equal(drawn[:, -shape.length :], levels[1])
 
 

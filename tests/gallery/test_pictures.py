@@ -46,7 +46,7 @@ CASES = {name: (mask, None) for name, mask in MASKS.items()} | {
 
 
 def tiles(array: np.ndarray) -> np.ndarray:
-    """[Q blocks, KV blocks, rows, columns], padded with what is no element."""
+    """The elements as [Q blocks, KV blocks, rows, columns], padded."""
     padding = [(0, -size % own) for size, own in zip(array.shape, TILE, strict=True)]
     padded = np.pad(array.astype(np.int8), padding, constant_values=-1)
     rows, columns = padded.shape
@@ -56,8 +56,8 @@ def tiles(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", CASES)
 def test_classes_agree_with_the_elements(name):
     """A skipped tile has no valid element, a full one no invalid element. A partial tile has both,
-    except at the end of the arrays and at bounds of ids, where kernels test more than they must.
-    Rows beyond the lengths do not count, because nobody reads their results.
+    except at the end of the arrays and at bounds of ids, where kernels test more than necessary.
+    Rows beyond the lengths do not count, because their results are never read.
     """
     mask, offsets = CASES[name]
     position = None if offsets is None else offsets.position()

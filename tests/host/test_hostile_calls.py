@@ -1,7 +1,7 @@
 """Inconsistent attributes, shapes and buffers are errors, never signals or launches.
 
-An exported program is a file, so the host library checks its custom calls. Here it does so in a
-separate process under sanitizers, on the buffers that XLA would pass.
+Hazard: an exported program is a file that anyone may change, so the host library checks its custom
+calls. Here it runs in a separate process under sanitizers, on the buffers that XLA would pass.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def edited(**attributes):
 
 
 def buffers(kind, position, dtype=None, **sizes):
-    """Another type of a buffer, which the attributes announce."""
+    """An edit that changes the type of a buffer and announces it in the attributes."""
 
     def edit(call):
         own, dims = getattr(call, kind)[position]
@@ -230,11 +230,11 @@ FORGED = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_forged_calls_raise_errors_that_name_the_mistake(corpus, name):
-    """With matching digests, which anyone can compute for a forged program."""
+    """The digests match, because anyone can compute them for a forged program."""
     call = first(corpus)
     edit, message = FORGED[name]
     edit(call)
-    # Attributes of another kind have no digest.
+    # Attributes of the wrong type have no digest.
     with contextlib.suppress(AttributeError, TypeError, KeyError):
         call.seal()
     assert message in error_of(call)
@@ -252,7 +252,7 @@ def test_positions_are_one_for_each_batch_index(corpus, dims):
 
 
 def positions_of(call):
-    """The place of the query positions among the operands."""
+    """The indices of the query positions among the operands."""
     names = call.attributes["operands"].split(",")
     return [place for place, name in enumerate(names) if name == "query_position"]
 

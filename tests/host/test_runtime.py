@@ -38,7 +38,7 @@ def draw(seed=0, B=2, T=300, N=4, H=64):
 
 
 def run_python(program, **environment):
-    """Runs a program in a fresh process; its last line is JSON."""
+    """Runs a program in a fresh process and parses its last line, JSON."""
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         env={**os.environ, **environment},
@@ -57,7 +57,7 @@ def test_the_compiled_program_holds_our_calls():
 
 
 def test_many_threads():
-    """Compiling and running from several threads at once gives what one thread gives."""
+    """Several threads that compile and run at once get the results of one thread."""
     operands = draw()
     expected = jax.jit(attention)(*operands)
 
@@ -107,7 +107,7 @@ def test_command_buffers():
 
 @pytest.mark.parametrize("archs", ["compute_80", "sm_80,compute_80,compute_86"])
 def test_ptx_runs_on_later_devices(archs):
-    """The driver compiles the PTX of the architecture that is nearest."""
+    """The driver compiles the PTX of the nearest architecture."""
     program = """
         import json, jax, jax.numpy as jnp, jax_memeff
         x = jax.random.normal(jax.random.key(0), (2, 300, 4, 64), jnp.bfloat16)
@@ -123,7 +123,7 @@ def test_ptx_runs_on_later_devices(archs):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("shape", [(4, 200, 200), (1, 1, 200), (2, 1, 200, 200)], ids=str)
 def test_sums_start_at_zero_in_command_buffers(shape, deterministic):
-    """The workspaces of a replay hold the values of the previous replay."""
+    """Hazard: the workspaces of a replay hold the values of the previous replay."""
     program = f"""
         import json, jax, jax.numpy as jnp, jax_memeff
 

@@ -22,12 +22,15 @@ LOST = 2.0**24
 
 @dataclasses.dataclass(frozen=True)
 class LargeBias(Case):
-    """A third of the rows has the large bias in all elements, another in the first and the last
-    columns, and the rest in some; a few are masked."""
+    """A third of the rows has the large bias in all elements, another third in the first and last
+    columns, and the rest in some elements; a few elements are masked.
+    """
 
     large: float = -1e30
     parts: bool = False
-    """The keys of a row are in parts of which each counts for the same, however large it is."""
+    """The keys of a row are divided into parts that have equal weight, however large the bias
+    is.
+    """
 
     def __str__(self) -> str:
         return f"{super().__str__()}-{self.large:g}"
@@ -50,23 +53,25 @@ class LargeBias(Case):
 
     @property
     def averages(self) -> bool:
-        """Are scores of a row with a large bias equal? Not where what kernels multiply a bias by is
-        no power of two: the product is rounded after the score is added. And a bias that is one
-        number for each row changes no score."""
+        """Whether the scores of a row with a large bias are equal. They are not if the factor of
+        the bias is no power of two, because the product is rounded after the score is added, nor if
+        the bias is one number per row, because it changes no score.
+        """
         factor = self.soft_cap or self.options.scale
         return math.frexp(factor)[0] == 0.5 and (self.bias or "")[-1:] == "S" and not self.parts
 
 
 class Same(NamedTuple):
-    """What is the same by the definition."""
+    """An equivalent call for the oracle."""
 
     operands: Operands
-    """Rows whose greatest bias is large have it subtracted, and those that are lost, queries of 0:
-    the oracle has digits for their scores."""
+    """The operands, with a large greatest bias subtracted from its row, and with queries of 0 in
+    lost rows, so that the oracle has digits for their scores.
+    """
     dout: Any
     dlse: Any
     shift: np.ndarray
-    """What was subtracted, [B, T, N]."""
+    """The subtracted numbers, [B, T, N]."""
     lost: np.ndarray
     """Rows without a gradient, whose cotangents are 0; bool[B, T, N]."""
 
@@ -78,7 +83,7 @@ def without_large_rows(case: LargeBias) -> Same:
     valid = oracle.valid_elements(operands.mask, *scores) & (bias >= -1e37)
     greatest = np.where(valid, bias, -np.inf).max(-1)
     shift = np.where((abs(greatest) > 1e3) & np.isfinite(greatest), greatest, 0)
-    bias = np.maximum(bias - shift[..., None], -6e4)  # which float16 holds, and weighs nothing
+    bias = np.maximum(bias - shift[..., None], -6e4)  # fits float16, and its weight is 0
     shift = shift.transpose(0, 2, 1)
     lost = abs(shift) >= LOST
     assert lost.any() == (abs(case.large) >= LOST)
@@ -96,7 +101,7 @@ def _zeroed(x: Any, rows: np.ndarray) -> Any:
 
 
 def assert_matches(case: LargeBias, results: tuple) -> None:
-    """As ``assert_results_match``, of a case with a large bias."""
+    """As ``assert_results_match``, for a case with a large bias."""
     same = without_large_rows(case)
     answer = functools.partial(oracle.answer, same.operands, case.options, same.dout, same.dlse)
     reference = answer(np.float64)
@@ -147,7 +152,7 @@ def _assert_gradients_match(
 
 
 def gpu_cases() -> list[LargeBias]:
-    """Of whole rows of each size with the bias of 32 bits, and of other kernels."""
+    """Cases with a 32-bit bias in whole rows of each size, and cases for other kernels."""
     cases = [
         LargeBias(T=300, S=570, K=1, H=H, dtype=dtype, bias=bias, bias_dtype="float32", large=large)
         for H, bias in ((64, "BNTS"), (128, "1N1S"), (256, "1NTS"))

@@ -1,4 +1,4 @@
-"""Arrays of a feature reach its kernel through a table, which the host library fills.
+"""The host library passes arrays of a feature to its kernel in a table.
 
 A toy kernel plays a feature: it adds ``sinks[b, n]``, which a vmap broadcasts, to ``totals``.
 """
@@ -102,7 +102,7 @@ def attributes(code: bytes, operands: list[Buffer], results: list[Buffer]) -> di
 
 
 def run_toy(sinks_dtype: str = "float32") -> Any:
-    """Runs in the process of ``machine``; returns the totals, or the text of an error."""
+    """Runs in the process of ``machine``. Returns the totals, or the text of an error."""
     emulator.configure("sm_80")
     library = build.kernel_library("toy", SOURCE)
     shape = ShapedArray((B, T, N, H), jnp.dtype("float32"))
@@ -128,7 +128,7 @@ def run_toy(sinks_dtype: str = "float32") -> Any:
     values[3] = values[3].reshape(ELEMENTS, N)
     try:
         return np.asarray(call(*values, **found)[2])
-    except Exception as error:  # XLA's errors are of several types, and do not leave the process
+    except Exception as error:  # XLA's errors have several types and cannot be pickled
         return str(error)
 
 
@@ -136,7 +136,7 @@ def test_a_table_passes_arrays_that_the_host_library_does_not_know(machine):
     totals = machine.submit(run_toy).result()
     sinks = np.arange(ELEMENTS * N, dtype=np.float32).reshape(ELEMENTS, N)
     own = np.arange(B) // DIVISOR % ELEMENTS
-    # Results are NaN before a kernel writes them, so the sum also shows that they were zeroed.
+    # Results begin as NaN, so the sum also shows that they were zeroed.
     np.testing.assert_array_equal(totals, sinks[own] + 100 * N)
 
 

@@ -1,4 +1,4 @@
-"""``deterministic_backward=True``: its kernels; on a GPU equal bits, and no CTA waits forever."""
+"""``deterministic_backward=True``: its kernels, and on a GPU equal bits without deadlocks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ REPEATED = [
     Case(B=2, T=700, S=700, N=2, H=256, **CAUSAL),
     Case(B=2, T=700, S=700, N=4, H=192, Hv=128, soft_cap=5.0),
     Case(B=3, T=700, S=700, lengths=((700, 600), (0, 9), (300, 700)), packed=True, **CAUSAL),
-    # Key heads that share the tickets with others, and those that are left over.
+    # Key heads that take tickets in turn, and the remaining ones.
     Case(B=3, T=300, S=900, N=7, K=7, H=128, dropout=0.1),
     Case(B=9, T=300, S=500, N=4, K=2, H=128, soft_cap=3.0, **WINDOW),
-    # More CTAs than any GPU runs at the same time.
+    # More CTAs than any GPU runs at once.
     Case(B=4, T=2048, S=2048, N=16, K=16, **CAUSAL),
     Case(B=4, T=2048, S=2048, N=16, K=16),
     *(Case(B=3, T=300, S=400, N=4, bias=bias, dropout=0.1) for bias in BIASES),
@@ -106,7 +106,7 @@ def bits(array):
 
 
 def runner(case):
-    """A function that runs the case, and one that says whether two results have the same bits."""
+    """A function that runs the case, and one that compares the bits of two results."""
     case = dataclasses.replace(case, deterministic=True)
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
 
@@ -127,7 +127,7 @@ def test_every_gradient_is_bit_equal_in_every_run(case):
 
 
 class Occupant:
-    """A kernel that repeatedly keeps SMs busy on a stream of its own."""
+    """A kernel that repeatedly occupies SMs on its own stream."""
 
     SOURCE = """
     extern "C" __global__ void occupy(long long clocks) {
@@ -171,7 +171,9 @@ class Occupant:
 @pytest.mark.parametrize("blocks", [20, 131, 1000])
 @pytest.mark.parametrize("mask", [{}, CAUSAL], ids=["full", "causal"])
 def test_it_neither_hangs_nor_changes_with_a_concurrent_kernel(blocks, mask):
-    """SMs become free irregularly, so CTAs start in odd orders: a wrong semaphore would hang."""
+    """SMs become free irregularly, so CTAs start in unusual orders; a wrong semaphore would
+    hang.
+    """
     run, equal = runner(Case(B=2, T=4096, S=4096, N=8, K=4, **mask))
     first = jax.block_until_ready(run())
     with Occupant(blocks):

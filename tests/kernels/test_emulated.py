@@ -1,7 +1,7 @@
 """The kernels without a GPU: the whole library on the machine of ``emulator/``.
 
-A process of its own holds that machine, because it replaces how JAX lowers for the CPU.
-``JAX_MEMEFF_EMULATED_CASES=100`` adds so many cases of the GPU tests, drawn at random.
+The machine has its own process, because it replaces how JAX lowers for the CPU.
+``JAX_MEMEFF_EMULATED_CASES=100`` adds 100 random cases of the GPU tests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax_memeff.codegen.spec import KernelSpec
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A case on a machine; ``splits`` keeps the choice of kernels that split the keys."""
+    """A case on a machine. With ``splits`` kernels may split the keys."""
 
     case: Case
     arch: str = "sm_80"
@@ -38,21 +38,23 @@ class Run:
     splits: bool = False
     gradients: bool = True
     unattended: bool = False
-    """Tiles of keys and values that no row attends to are NaN."""
+    """Whether tiles of keys and values to which no row attends are NaN."""
 
     def __str__(self) -> str:
         return f"{self.arch}-{self.case}-seed{self.seed}"
 
     def start(self) -> None:
-        """Makes this process the machine; called in the process of ``machine``."""
+        """Turns this process into the machine. Runs in the process of ``machine``."""
         emulator.configure(self.arch, multiprocessors=self.multiprocessors, seed=self.seed)
 
     def strategy(self) -> contextlib.AbstractContextManager[None]:
-        """Keys are split only if the run is about that: most cases are small enough for it."""
+        """Splits keys only if the run asks for it, because most cases are small enough to split."""
         return contextlib.nullcontext() if self.splits else test_kernels.without_splits()
 
     def kernels(self) -> list[KernelSpec]:
-        """What :func:`results` compiles, so that the machine can compile several at a time."""
+        """The kernels that :func:`results` needs, so that the machine can compile several at a
+        time.
+        """
         operands, _, _ = passed(self.case, *self.case.arrays())
         directions = (None, self.case.needs_grad) if self.gradients else (None,)
         with pytest.MonkeyPatch.context() as patch, self.strategy():
@@ -81,7 +83,7 @@ EVERYTHING = Case(
     dropout=0.2,
     **WINDOW,
 )
-# Ids in blocks are in no order; of those that are sorted some are negative.
+# Ids in blocks are unsorted; sorted ids include negative ones.
 MAPPED = (
     Case(
         T=400,
@@ -101,7 +103,7 @@ LARGEST_TILE = 128
 SHARED = (*SHARED_KEYS, ("bias", 3, 1), ("boolean", 2, 3))
 SUMMED = functools.partial(Case, B=6, shared=SHARED, bias_gradient=2)
 PACKED = ((300, 700), (77, 33), (0, 150))
-# Packed sequences whose tiles have none, some or all valid elements.
+# Packed sequences with tiles of none, some or all valid elements.
 IN_BLOCKS: Any = {"B": 3, "T": 300, "S": 700, "lengths": PACKED, "packed": True, "block": 64}
 PACKED_BLOCKS = [
     Run(Case(**{**IN_BLOCKS, **features}), arch=arch)
@@ -132,8 +134,8 @@ SM80 = [
     Run(Case(B=6, T=70, S=90, N=2, K=1, H=264, shared=SHARED_KEYS)),
     Run(Case(B=6, T=5, S=500, K=1, shared=SHARED_KEYS), splits=True, gradients=False),
 ]
-# A bias of one number a row acts where rows end: in the forward, or after splits in the combine
-# kernel. Some rows have no keys, and some lie beyond the lengths.
+# A bias of one number per row is applied where rows end: in the forward, or in the combine kernel
+# if keys are split. Some rows have no keys, and some lie beyond the lengths.
 ROWS = ((5, 700), (3, 400), (0, 700), (5, 0))
 SM80 += [
     Run(Case(B=4, T=5, S=S, N=4, K=1, bias=bias, lengths=lengths), splits=True, gradients=False)
@@ -253,8 +255,8 @@ FLOAT32 = [
         )
     )
 ]
-# Rows and columns begin at another place for each batch index, so that some see every block of keys
-# and others few or none.
+# Each batch index has its own positions, so that some rows see every KV block and others few or
+# none.
 EACH: Any = {"B": 3, "T": 200, "S": 152, "position": ((160, 0, 48), (128, 16, 0))}
 POSITIONS = [
     Run(Case(**{**EACH, **features}), arch, seed=2, multiprocessors=2)
@@ -286,11 +288,11 @@ DETERMINISTIC = [
             "sm_80",
             Case(B=3, T=130, S=150, dtype="float32", bias="1N1S", lengths=LENGTHS, packed=True),
         ),
-        # CTAs process Q blocks that their neighbours in the order of semaphores skip.
+        # CTAs process Q blocks that their neighbours in semaphore order skip.
         ("sm_80", Case(B=1, T=200, S=900, dtype="float32", boolean=("BNTS",), block=64)),
         ("sm_90a", Case(B=1, T=100, S=500, N=2, K=1, bias="1NTS", **WINDOW)),
         ("sm_90a", Case(B=3, T=150, S=140, N=4, K=2, bias="111S", bias_dtype="float32")),
-        # Bits of float16 differ where a few roundings of float32 do.
+        # Bits of float16 show differences of a few roundings of float32.
         ("sm_90a", Case(B=1, T=300, S=600, N=4, K=2, dtype="float16")),
         ("sm_90a", Case(B=3, T=300, S=700, H=128, dtype="float16", lengths=PACKED, packed=True)),
         (
@@ -304,7 +306,7 @@ DETERMINISTIC = [
 
 
 def without_unattended(case: Case, operands: Operands, *cotangents: Any) -> tuple:
-    """The same arrays, with NaN in blocks of keys and values of which no row attends to any."""
+    """The arrays with NaN in blocks of keys and values to which no row attends."""
     rows = operands.mask.as_array(case.B, case.N, case.T, case.S).any((1, 2))
     tiles = case.S // LARGEST_TILE
     attended = np.asarray(rows[:, : tiles * LARGEST_TILE]).reshape(case.B, tiles, -1).any(2)
@@ -317,7 +319,7 @@ def without_unattended(case: Case, operands: Operands, *cotangents: Any) -> tupl
 
 
 def drawn(count: int) -> list[Run]:
-    """Cases of the GPU tests that take seconds here."""
+    """Random cases of the GPU tests that take seconds on the emulated machine."""
     small = [
         case
         for case in test_kernels.CASES
@@ -355,7 +357,7 @@ RUNS = (
 
 
 def results(run):
-    """What ``run_case`` gives, as NumPy arrays; for the process of ``machine``."""
+    """The results of ``run_case`` as NumPy arrays. Runs in the process of ``machine``."""
     from jax_memeff._op import primitives
 
     run.start()
@@ -401,7 +403,9 @@ def test_float32_rows_of_any_size(run, machine):
 
 
 def error_on_another_device(run, arch):
-    """Of a program that was compiled for the machine of a run; for the process of ``machine``."""
+    """The error of a program that was compiled for another machine. Runs in the process of
+    ``machine``.
+    """
     from jax_memeff._op import primitives
 
     run.start()

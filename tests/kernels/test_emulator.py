@@ -1,4 +1,4 @@
-"""The emulator: mistakes of a kernel end its launch with a message."""
+"""The emulator ends the launch of a wrong kernel with a message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 SHARED_BYTES = 4096
 THREADS = 128
 
-# Each of these kernels, of one block, makes one mistake.
+# Each of these one-block kernels makes one mistake.
 KERNELS = """
 #include <memeff/arch/barrier.cuh>
 #include <memeff/arch/tma.cuh>

@@ -1,4 +1,4 @@
-"""The kernels against the oracle, on a GPU. Everything is compiled first, in parallel."""
+"""The kernels against the oracle, on a GPU. All kernels are compiled first, in parallel."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ SANITIZED = frozenset(map(str, case_matrix.sanitized_cases()))
 
 
 def marked(cases):
-    """The cases, some with the marker of those that are run under compute-sanitizer; the tests of
-    one follow each other in one process with ``--dist loadgroup``, and share the oracle's answers.
+    """The cases, some with the marker for compute-sanitizer. With ``--dist loadgroup`` the tests of
+    a case follow each other in one process and share the oracle's answers.
     """
 
     def marks(case):
@@ -54,9 +54,9 @@ def marked(cases):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request, selected):
-    """Compile the kernels of the selected cases before the first runs.
+    """Compiles the kernels of the selected cases before the first one runs.
 
-    Of several xdist workers each compiles a share, in one process.
+    Each of several xdist workers compiles a share, in one process.
     """
     jobs = set()
     gradients: dict[Case, set[NeedsGrad | None]] = {}
@@ -80,7 +80,7 @@ def compiled(request, selected):
 
 
 def without_splits():
-    """Disables split-KV, which most cases would use because they are so small."""
+    """Disables split-KV, which most cases would use because they are small."""
     return strategy.using(forward=strategy.PLAIN)
 
 
@@ -100,7 +100,7 @@ def forward_without_splits(case):
     from jax_memeff._op import primitives
 
     dirty, _, _ = passed(case, *case.arrays())
-    # A function of its own: jit must not find the program that splits.
+    # A new function, so that jit does not reuse the program that splits.
     forward = jax.jit(lambda operands: primitives.forward(operands, case.options))
     with without_splits():
         results = forward(jax.tree.map(jnp.asarray, dirty))
@@ -126,7 +126,7 @@ def test_float32_rows_of_any_size(case, monkeypatch):
     ids=str,
 )
 def test_float32_forwards_are_as_precise_as_those_of_others(case, monkeypatch):
-    """PyTorch's mem-efficient kernel has 0.8e-6."""
+    """The error of PyTorch's memory-efficient kernel is 0.8e-6."""
     operands, dout, _ = case.arrays()
     reference = oracle.answer(operands, case.options, dout).out
     out, _ = forward_without_splits(case)
@@ -140,7 +140,7 @@ def test_dropout_bits_are_those_of_the_contract(case):
 
 @pytest.mark.parametrize("dims", ["BNTS", "1NTS", "BN1S", "111S"])
 def test_only_the_gradient_of_the_bias(dims):
-    """Alone it equals what it is among the others, and no buffer of all scores is needed."""
+    """Alone it equals the one computed with the others, and needs no buffer of all scores."""
     from jax_memeff._op import primitives
 
     case = Case(T=200, S=150, N=4, K=2, bias=dims, dropout=0.2, **CAUSAL)
@@ -174,13 +174,15 @@ def test_the_gradient_of_a_broadcast_bias_needs_no_buffer_of_all_scores():
     [
         Case(B=2, T=1025, S=1023, N=4, K=4, H=128, **CAUSAL),
         Case(B=2, T=1025, S=1023, N=4, K=4, H=320, **CAUSAL),
-        # Several tiles for each block of a GPU, and one buffer of queries.
+        # Several work tiles per CTA of the persistent grid, and one buffer of queries.
         Case(B=2, T=2048, S=2048, N=32, K=32, H=192, Hv=128, **CAUSAL),
     ],
     ids=str,
 )
 def test_repeats_are_bit_equal(case):
-    """out, dk and dv of 200 runs; dq is summed by atomics and may differ in its last bits."""
+    """out, dk and dv are equal in 200 runs; dq is summed by atomics and may differ in its last
+    bits.
+    """
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
     (out, lse), (_, dk, dv, *_) = run(operands, case.options, dout, dlse)
     for _ in range(200):
@@ -257,8 +259,8 @@ def test_only_needed_gradients(case, needs_grad, assert_close):
     for want, ours, theirs in zip(needs_grad, some, full, strict=True):
         if want:
             ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
-            # Sums of atomics differ in their last bits, hence rarely in bfloat16's last place,
-            # which is more than 2e-2 from 4 on.
+            # Sums of atomics differ in their last bits and therefore rarely in the last place of
+            # bfloat16, which exceeds 2e-2 from 4 on.
             assert (np.abs(ours - theirs) <= np.maximum(2e-2, 2**-7 * np.abs(theirs))).all()
             assert_close(ours, theirs, tolerance=1e-3)
         else:
@@ -290,7 +292,9 @@ def test_lengths_out_of_range_are_clamped():
 
 
 def test_memory_of_large_head_dims():
-    """Beyond arguments and results: f32 sums of the gradients, and out, kept for the backward."""
+    """Besides arguments and results there are f32 sums of the gradients, and out for the
+    backward.
+    """
     case = Case(B=1, T=2048, S=2048, N=2, K=2, H=4096, lse_gradient=False)
     operands, dout, _ = case.arrays()
     program = jax.jit(run, static_argnums=(1,))
@@ -301,7 +305,7 @@ def test_memory_of_large_head_dims():
 
 
 def test_offsets_past_two_to_the_31():
-    """The last head of a query of more than 2^31 elements is read and written where it belongs."""
+    """The last head of a query of more than 2^31 elements is read and written at its place."""
     B, T, N, H = 1, 16448, 1024, 128
     head = jax.random.normal(jax.random.key(0), (B, T, 1, H), jnp.bfloat16)
     small = Case(B=B, T=T, S=64, N=1, K=1, H=H)
@@ -325,10 +329,10 @@ def _forward(query, key, case):
     ids=["plain", "dropout", "bias"],
 )
 def test_packed_sequences_have_the_bits_of_padded_ones(features):
-    """Output, logsumexp, and the gradients without atomics, of kernels with the same KV blocks.
+    """Compares output, logsumexp and gradients without atomics, of kernels with equal KV blocks.
 
-    With segment ids the block masks may differ at the end of a sequence, where padded ones have ids
-    beyond it. A block that one of them processes in vain rescales by almost 1.
+    With segment ids the block masks may differ at the end of a sequence, because padded sequences
+    have ids beyond it. A block that only one of the kernels processes rescales by almost 1.
     """
     lengths = ((200, 270), (0, 100), (77, 0), (130, 33))
     case = Case(B=4, T=200, S=270, lengths=lengths, **features)
@@ -346,7 +350,9 @@ def test_packed_sequences_have_the_bits_of_padded_ones(features):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_cu_seqlens_are_safe(seed):
-    """Wild values give what the blockwise path gives; the buffers end where they are allocated."""
+    """Wild values give the results of the blockwise path; buffers have no spare memory at their
+    ends.
+    """
     rng = np.random.default_rng(seed)
     total_q, total_k, longest, B = 300, 250, int(rng.choice([0, 1, 50, 1000])), 6
     wild = rng.choice([-(2**31), -7, 0, 5, 100, 130, 250, 300, 2**31 - 1], (2, B + 1))
@@ -387,7 +393,7 @@ def test_any_cu_seqlens_are_safe(seed):
 @pytest.mark.parametrize("features", [{}, {"H": 72, "N": 3, "K": 3, **WINDOW}], ids=["64", "72"])
 @pytest.mark.parametrize("dropout_rate", [0.0, 0.2])
 def test_one_array_of_projections(features, dropout_rate):
-    """Bit-equal to three arrays; dq is summed by atomics."""
+    """Results equal those of three arrays bit by bit, except dq, which is summed by atomics."""
     case = Case(T=200, S=200, dropout=dropout_rate, **features)
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
     expected = run(operands, case.options, dout, dlse)

@@ -32,7 +32,7 @@ def test_blockwise(bias, large):
     assert_matches(case, on_blocks(case))
 
 
-# Most kernels of these are those of test_emulated.py, which are not compiled again.
+# Most kernels of these cases are those of test_emulated.py and are not compiled again.
 hopper = functools.partial(Run, arch="sm_90a", multiprocessors=2, seed=1)
 split = functools.partial(Run, splits=True, gradients=False)
 packed = {"B": 3, "T": 130, "S": 150, "lengths": LENGTHS, "packed": True}

@@ -1,9 +1,9 @@
 """The Hopper kernels with random delays of their warps: equal bits in every run.
 
-Each wait, arrival and barrier of these kernels is followed by a sleep, sometimes (random_sleep() of
-``arch/thread.cuh``), so that a buffer that is read too early, or given back too early, is read or
-written at another time in every run. With one stage every copy waits for a reader, with three the
-copies run far ahead.
+A random sleep may follow each wait, arrival and barrier of these kernels (random_sleep() of
+``arch/thread.cuh``). A buffer that is read or released too early is then read or written at a
+different time in every run. With one stage every copy waits for a reader; with three the copies run
+far ahead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVERYTHING = {"bias": "1NTS", "dropout": 0.2}
 
 @dataclasses.dataclass(frozen=True)
 class Hunt:
-    """``stages`` as lateness.py has them."""
+    """A case, and its number of stages as in lateness.py."""
 
     case: Case
     stages: int | None
@@ -52,57 +52,57 @@ HUNTS = [
     for made in (
         hunt(H, 1, **CAUSAL),
         hunt(H, 2, deterministic=True, **CAUSAL),
-        # Three stages of head dim 128 leave no room for a bias.
+        # Three stages at head dim 128 leave no shared memory for a bias.
         hunt(H, 3 if H == 64 else 2, deterministic=True, **EVERYTHING),
         hunt(H, None, **(CAUSAL if H == 64 else EVERYTHING)),
     )
 ]
 HUNTS += [hunt(64, 3, **CAUSAL), hunt(64, 1, **EVERYTHING)]
 HUNTS += [hunt(128, 3, deterministic=True, dropout=0.2)]
-# Too small for the GPU: blocks share tiles of keys, too.
+# Too small for the GPU: consumer groups in the forward, split-Q in the backward.
 HUNTS += [Hunt(Case(B=4, T=1000, S=1000, H=H, **CAUSAL), None) for H in (64, 128)]
 HUNTS += [hunt(256, stages, **CAUSAL) for stages in (1, 2, 3)] + [hunt(256, 2, **EVERYTHING)]
-# One buffer of queries: what comes next is written as soon as it is given back.
+# One buffer of queries: TMA overwrites it as soon as it is released.
 HUNTS += [hunt(192, stages, Hv=128, **CAUSAL) for stages in (1, 2)]
 # One buffer of P between the consumers of a backward.
 HUNTS += [hunt(192, 2, **CAUSAL)]
 FLOAT32 = {"dtype": "float32"}
 HUNTS += [hunt(H, stages, **FLOAT32, **CAUSAL) for H, stages in ((64, 2), (128, 1), (128, 2))]
 HUNTS += [hunt(64, 3, **FLOAT32, soft_cap=2.0)]
-# Masks of blocks: the producer skips KV blocks and Q blocks that the mask leaves out.
+# Block masks: the producer skips KV blocks and Q blocks without valid elements.
 SEGMENTS = {"segments": 3, "block": 40}
 HUNTS += [hunt(64, stages, **SEGMENTS, **CAUSAL) for stages in (1, 3, None)]
 HUNTS += [hunt(128, stages, deterministic=True, **SEGMENTS) for stages in (1, 2)]
 HUNTS += [hunt(256, 2, **SEGMENTS, **CAUSAL), hunt(192, 1, Hv=128, **SEGMENTS)]
 HUNTS += [hunt(128, None, boolean=("BNTS",), block=40), hunt(64, 1, boolean=("11TS",), block=40)]
-# The gradient of a bias that others share has an order in float32 only where one is asked for.
+# Only deterministic float32 calls add the gradient of a broadcast bias in a fixed order.
 HUNTS += [hunt(128, 1, deterministic=True, **FLOAT32, **EVERYTHING)]
 
 
 @pytest.fixture(scope="module")
 def compiled(selected):
-    """Compiles the kernels of the selected hunts before the first begins."""
+    """Compiles the kernels of the selected hunts before the first one begins."""
     if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
         pytest.skip("these are the kernels of Hopper")
     specs = set()
     for made in (call["made"] for call in selected if "made" in call):
         with lateness.set_stages(made.stages):
             specs.update(lateness.kernels(made.case))
-    # NVRTC holds a lock, so that threads would take turns.
+    # NVRTC holds a lock, so threads would compile one after the other.
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(mp_context=spawn) as processes:
         list(processes.map(compile_late, sorted(specs, key=lambda spec: spec.sort_key)))
 
 
 def compile_late(spec):
-    """Leaves the kernel in the cache on disk."""
+    """Compiles a kernel into the cache on disk."""
     with pytest.MonkeyPatch.context() as patch:
         lateness.make_late(patch)
         compiler.compile(spec, WGMMA_ARCH)
 
 
 def results(case, arrays, zero):
-    """What has the same bits in every run, by name."""
+    """The results that must have the same bits in every run, by name."""
     operands, dout, dlse = arrays
     operands = operands._replace(query=operands.query + zero.astype(operands.query.dtype))
     out, lse = primitives.forward(operands, case.options)
@@ -132,7 +132,7 @@ def test_every_hunt_has_kernels_of_hopper(made):
 
 
 def emulated(made):
-    """For the process of ``machine``."""
+    """Runs in the process of ``machine``."""
     import emulator
 
     emulator.configure(WGMMA_ARCH, seed=made.stages or 0)

@@ -1,4 +1,4 @@
-"""The classes of tiles in pictures are those that the device code computes, for random masks."""
+"""Pictures show the classes of tiles that the device code computes, for random masks."""
 
 from __future__ import annotations
 

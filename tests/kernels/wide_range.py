@@ -1,4 +1,4 @@
-"""Forwards of float32 whose rows differ in size by many powers of two, and whose masks hide rows of
+"""float32 forwards whose rows differ in size by many powers of two, and whose masks hide rows of
 huge keys and values.
 """
 
@@ -20,15 +20,15 @@ HUGE = 1e30
 
 @dataclasses.dataclass(frozen=True)
 class WideRange(Case):
-    """Of float32. Scores stay so small that no probability is lost, and values grow with their
-    position, so that causal rows differ in size as much."""
+    """A float32 case. Scores stay so small that no probability is lost. Values grow with their
+    position, so that causal rows differ in size, too.
+    """
 
     dtype: str = "float32"
     size: float = 1.0
-    """What all operands are multiplied by, and the scale by its inverse, twice."""
+    """The factor of all operands; the scale is divided by its square."""
     column: float = 1.0
-    """What the first column of queries and values is multiplied by, and that of keys by its
-    inverse."""
+    """The factor of the first column of queries and values; that of keys is divided by it."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}-size{self.size:g}-column{self.column:g}"
@@ -59,7 +59,7 @@ class WideRange(Case):
 
 
 def assert_matches(case: WideRange, out: Any) -> None:
-    """Errors of a row are relative to the sum of what it adds up, without signs."""
+    """Errors of a row are relative to the sum of the magnitudes of its terms."""
     operands, dout, _ = case.arrays()
     reference = oracle.answer(operands, case.options, dout).out
     sizes = operands._replace(value=abs(operands.value))

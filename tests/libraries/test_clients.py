@@ -1,4 +1,4 @@
-"""Programs that call ``jax.nn.dot_product_attention`` themselves, under ``patch_jax_nn``."""
+"""Libraries that call ``jax.nn.dot_product_attention``, under ``patch_jax_nn``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = normal(0, 2, 12, 32)
 
 
 def patched(*args: Any, **kwargs: Any) -> Any:
-    """The call that a client makes."""
+    """Makes the call of a client."""
     return jax.nn.dot_product_attention(*args, **kwargs)
 
 
@@ -42,7 +42,7 @@ def _restores_jax_nn():
 
 @pytest.fixture
 def said(caplog):
-    """A function that returns what the logger said."""
+    """A function that returns the logged messages."""
     with caplog.at_level(logging.WARNING, "jax_memeff"):
         yield lambda: caplog.messages
 
@@ -59,7 +59,7 @@ def keras():
 
 
 def keras_step(keras, layer, arguments):
-    """Outputs, and gradients by input and weights, as keras' own trainer computes them."""
+    """Outputs, and gradients by input and weights, computed as in the trainer of keras."""
     layer.build(X.shape, X.shape)
 
     def loss(variables, x):
@@ -91,7 +91,7 @@ def test_keras_layers(keras, name, arguments, said):
     with patch_jax_nn():
         assert is_ours(step, variables, X)
         got = jax.jit(step)(variables, X)
-    # Absolute, too: the gradient of the key's bias is 0 but for rounding.
+    # An absolute tolerance, too, because the gradient of the key's bias is 0 except for rounding.
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(compare, got, want)
     (line,) = said()
@@ -100,7 +100,7 @@ def test_keras_layers(keras, name, arguments, said):
 
 
 def test_keras_flash_attention_names_cudnn(keras, monkeypatch, said, assert_close):
-    """Without the patch keras swallows the error of jax.nn, and falls back."""
+    """Without the patch keras swallows the error of jax.nn and falls back."""
     backend = importlib.import_module("keras.src.backend.jax.nn")
     monkeypatch.setattr(backend, "_can_use_flash_attention", lambda *_, **__: True)
     heads = X.reshape(2, 12, 4, 8)
@@ -130,7 +130,7 @@ def test_a_keras_model_trains(keras):
 
 
 def test_nnx_without_an_attention_fn(said, assert_close):
-    """nnx.MultiHeadAttention runs on jax.nn when nothing is dropped."""
+    """Without dropout nnx.MultiHeadAttention calls jax.nn."""
     layer = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
     want = layer(X, is_causal=True)
     with patch_jax_nn():
@@ -150,7 +150,7 @@ def test_every_argument_of_jax_nn(name, implementation, said, assert_close):
     want = ORIGINAL(*operands(), **arguments)
     with patch_jax_nn():
         got = patched(*operands(), **arguments)
-    # Beyond the query lengths only we promise anything.
+    # Beyond the query lengths only our results are defined.
     rows = jnp.arange(19)[None] < jnp.asarray(arguments.get("query_seq_lengths", [19, 19]))[:, None]
     got, want = (
         (jnp.where(rows[..., None, None], out, 0), jnp.where(rows[..., None], lse, 0))
@@ -236,7 +236,7 @@ def test_float64_runs_on_the_blockwise_path(x64):
     double = [x.astype(jnp.float64) for x in operands()]
     with patch_jax_nn():
         traced = jax.jit(lambda *x: patched(*x, implementation="cudnn")).trace(*double)
-    # No kernel has float64; lowered for CUDA without the choice this raises.
+    # No kernel has float64, so lowering for CUDA would raise without this choice.
     assert "custom_call" not in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -288,7 +288,7 @@ def test_jitted_functions_are_traced_again():
         jitted(QUERY)
         with patch_jax_nn():
             jitted(QUERY)
-    # Each program is traced once, and then found again.
+    # Each program is traced once and then reused.
     assert traces == [False, True]
 
 

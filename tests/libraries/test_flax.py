@@ -20,7 +20,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def boolean(seed: int, *shape: int) -> jax.Array:
-    """A mask that leaves every row its first key."""
+    """A random mask in which the first key of every row is valid."""
     mask = np.random.default_rng(seed).random(shape) < 0.6
     mask[..., 0] = True
     return jnp.asarray(mask)
@@ -46,7 +46,7 @@ def weights(out: jax.Array) -> jax.Array:
 
 
 def value_and_gradients(function, *operands):
-    """``function(*operands)``, and the gradients of a weighted sum of it by every operand."""
+    """``function(*operands)``, and the gradients of a weighted sum of it."""
 
     def scalar(*operands):
         out = function(*operands)
@@ -176,7 +176,7 @@ def test_linen_module(batch, settings):
 
         return value_and_gradients(call, variables, inputs, memory)
 
-    # Gradients of kernels sum over rows and batch: a little more room for the order of the sums.
+    # Gradients of weights sum over rows and batch, so the order of the sums needs more tolerance.
     assert_close(run(ours), run(flax), 1e-4)
 
 
@@ -246,9 +246,9 @@ def test_nnx_decodes_through_its_cache():
 
 
 def kept(batch: int, seed: int, rate: float, size: int = 64, **settings) -> np.ndarray:
-    """The dropout mask [B, N, T, S]: uniform probabilities applied to the unit vectors.
+    """The dropout mask [B, N, T, S], from uniform probabilities applied to unit vectors.
 
-    An element that is kept gives ``1 / size * 256 / (256 - T)``, one that is dropped gives 0.
+    A kept element gives ``1 / size * 256 / (256 - T)``, a dropped one gives 0.
     """
     zeros = jnp.zeros((batch, size, HEADS, DEPTH))
     unit = jnp.broadcast_to(jnp.eye(size)[:, None, :], (batch, size, HEADS, size))
@@ -285,7 +285,7 @@ def test_dropout_is_a_function_of_its_rng():
 
 @pytest.mark.parametrize("broadcast_dropout", [True, False])
 def test_dropout_gradient(broadcast_dropout):
-    """The value's gradient sees the mask of the forward."""
+    """The gradient of the value has the dropout mask of the forward."""
     query, key, value = arrays(2)
 
     def call(value):
@@ -298,7 +298,7 @@ def test_dropout_gradient(broadcast_dropout):
             dropout_rate=0.5,
         )
 
-    # Linear in value: its gradient gives back the function.
+    # The function is linear in value, so the gradient reproduces it.
     out, (gradient,) = value_and_gradients(call, value)
     assert_close(jnp.vdot(gradient, value), jnp.vdot(out, weights(out)))
 

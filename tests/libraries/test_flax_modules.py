@@ -1,4 +1,4 @@
-"""``jax_memeff.flax``'s modules beside Flax's: the same parameters, results, gradients, caches."""
+"""``jax_memeff.flax``'s modules have the parameters, results, gradients and caches of Flax's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEMORY = normal(1, BATCH, COLUMNS, FEATURES)
 
 
 def boolean(seed: int, *shape: int) -> jax.Array:
-    """A mask that leaves every row its first key."""
+    """A random mask in which the first key of every row is valid."""
     return jnp.asarray(np.random.default_rng(seed).random(shape) < 0.6).at[..., 0].set(True)
 
 
@@ -41,7 +41,7 @@ def assert_close(got, expected, tolerance=2e-5):
 
 
 def scrambled(tree):
-    """Other values for every array, so that nothing agrees because it is 0 or 1."""
+    """Random values for every array, so that nothing agrees only because it is 0 or 1."""
     leaves, structure = jax.tree.flatten(tree)
     leaves = [leaf + 0.1 * normal(9 + i, *leaf.shape) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(structure, leaves)
@@ -53,7 +53,7 @@ def gradients(function, *operands):
         return jnp.vdot(out, jnp.cos(jnp.arange(out.size)).reshape(out.shape)), out
 
     argnums = tuple(range(len(operands)))
-    # Unoptimised: these programs run once.
+    # These programs run once, so they are not optimized.
     options: Any = {"xla_backend_optimization_level": 0}
     return jax.jit(jax.grad(scalar, argnums, has_aux=True), compiler_options=options)(*operands)
 
@@ -72,7 +72,7 @@ def nnx_layer(api, **settings):
 
 
 def parent(api, name: str, **settings) -> linen.Module:
-    """A module with an attention layer that it gives no name."""
+    """A module with an unnamed attention layer."""
 
     class Parent(linen.Module):
         @linen.compact
@@ -95,7 +95,7 @@ def test_linen_parameters_have_the_names_of_flax(name):
 
 
 def test_linen_parameters_are_those_of_flax():
-    """Initialised by either to the same values, saved by one, and used by both."""
+    """Both initialize the same values, and each can use what the other saved."""
     mask = boolean(2, BATCH, HEADS, ROWS, COLUMNS)
     flax, ours = (
         parent(api, "MultiHeadAttention", normalize_qk=True) for api in (linen, OURS.linen)
@@ -210,7 +210,7 @@ def test_dropout_is_the_kernels(api):
     quiet = apply(api, layer, X, deterministic=True)
     assert np.any(first != quiet)
     if api == "nnx":
-        assert np.any(first != second)  # a stream gives another key to each call
+        assert np.any(first != second)  # each call gets a new key of the stream
     else:
         assert np.all(first == second)
         given = apply(api, layer, X, deterministic=False, dropout_rng=key)
@@ -260,7 +260,7 @@ LONGEST = (BATCH, 12, FEATURES)
 
 @pytest.mark.parametrize("mask", [None, Mask.window(2, None)], ids=["all", "window"])
 def test_nnx_decoding_equals_the_whole_sequence(mask):
-    """One token or several a step, in a cache that is longer than the sequence."""
+    """One or several tokens per step, in a cache that is longer than the sequence."""
     layer = nnx_layer(OURS.nnx, num_kv_heads=2, rotary_base=100.0)
     layer.init_cache(LONGEST)
     step = nnx.jit(lambda layer, x: layer(x, decode=True, mask=mask))
@@ -314,7 +314,7 @@ def test_a_cache_of_flax_continues_in_ours():
 
 
 def test_a_full_cache_keeps_its_length():
-    """Tokens beyond the end take the place of the last ones; nothing else is written."""
+    """Tokens beyond the end overwrite the last ones and nothing else."""
     layer: Any = OURS.nnx.MultiHeadAttention(HEADS, FEATURES, rngs=nnx.Rngs(0))
     layer.init_cache((BATCH, 3, FEATURES))
     layer(X[:, :3], decode=True)
@@ -385,7 +385,7 @@ def test_bad_decoding_raises():
 
 
 def test_sinks_are_a_parameter_of_both(assert_close):
-    """Learned, one for each head; with sinks far below the scores both are the layer without."""
+    """Sinks are learned, one per head. Far below the scores they change nothing."""
     x = jax.random.normal(jax.random.key(0), (2, 10, 32))
     low, init = linen.initializers.constant(-1e30), linen.initializers.normal(1.0)
     make = functools.partial(jax_memeff.flax.linen.MultiHeadAttention, num_heads=4)

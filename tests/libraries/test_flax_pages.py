@@ -18,7 +18,7 @@ from jax_memeff.flax import Pages
 
 FEATURES, HEADS = 32, 4
 LENGTHS = (37, 12, 21)
-"""Of three sequences; the last tokens of each come one at a time."""
+"""The lengths of three sequences. Their last tokens come one at a time."""
 PROMPTS = (33, 9, 17)
 X = [
     jnp.asarray(np.random.default_rng(seed).normal(size=(length, FEATURES)), jnp.float32)
@@ -38,7 +38,9 @@ def linen_layer(**settings) -> Any:
 
 
 def steps(call) -> list[jax.Array]:
-    """Prompts of all sequences in one call, then one token of each; the parts of each sequence."""
+    """Runs the prompts of all sequences in one call, then one token of each per call; returns the
+    parts of each sequence.
+    """
     pool = PagePool(12, 16)
     names = [pool.allocate(count) for count in PROMPTS]
 
@@ -60,7 +62,7 @@ def steps(call) -> list[jax.Array]:
 
 
 def check(found, whole, tolerance=2e-5):
-    # Causal: a sequence does not see its padding.
+    # Attention is causal, so a sequence does not see its padding.
     padded = jnp.stack([jnp.pad(x, ((0, max(LENGTHS) - len(x)), (0, 0))) for x in X])
     for got, expected in zip(found, jax.jit(whole)(padded), strict=True):
         np.testing.assert_allclose(got, expected[: len(got)], atol=tolerance, rtol=tolerance)

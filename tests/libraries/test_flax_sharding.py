@@ -30,7 +30,7 @@ auto_and_explicit = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisTyp
 
 
 def assert_close(got, want):
-    # Absolute, too: the gradient of the key's bias is 0 but for rounding.
+    # An absolute tolerance, too, because the gradient of the key's bias is 0 except for rounding.
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     jax.tree.map(compare, got, want)
 
@@ -109,7 +109,7 @@ def unsharded(door: str) -> Any:
 @auto_and_explicit
 @pytest.mark.parametrize("door", DOORS)
 def test_layers_over_a_mesh(door, axis_type):
-    """With dropout, a mask of the batch and, if supported, a bias with its gradient."""
+    """The calls have dropout, a mask per batch index and, if supported, a bias with a gradient."""
     layer = layer_of(door)
     function = jax.jit(value_and_gradients(layer))
     mesh = mesh_of(axis_type, HOST)
@@ -121,8 +121,8 @@ def test_layers_over_a_mesh(door, axis_type):
     )
     got, hlo = run(function, *sharded)
     assert gathered(hlo) == []
-    # Explicit axes enter shard_map, as those of the public functions do: the partitioner's rule is
-    # for automatic axes.
+    # As in the public functions, explicit axes enter shard_map; only automatic axes need the rule
+    # for the partitioner.
     assert ("jax_memeff_digest" in hlo) == (axis_type == AxisType.Auto)
     (_, out), (_, dx, *_) = got
     for array in (out, dx):
@@ -132,7 +132,7 @@ def test_layers_over_a_mesh(door, axis_type):
 
 @pytest.mark.parametrize("door", DOORS)
 def test_layers_inside_shard_map(door):
-    """Broadcast dropout drops the same elements in the whole batch, on whichever device it is."""
+    """Broadcast dropout drops the same elements of all batch indices, whatever their device."""
     layer = layer_of(door)
 
     def local(parameters, x, bias, mask):
@@ -171,7 +171,7 @@ def heads_of(*batch: int) -> list[np.ndarray]:
 )
 @auto_and_explicit
 def test_attention_fn_with_batch_dims(batch, spec, axis_type):
-    """Heads and several batch dims are sharded; the result is sharded as the query is."""
+    """Heads and several batch dims are sharded; the result is sharded like the query."""
     bias = random(7, *batch, HEADS, ROWS, ROWS)
     mesh = mesh_of(axis_type, HOST)
 
@@ -200,7 +200,7 @@ def test_attention_fn_with_batch_dims(batch, spec, axis_type):
 
 
 def test_an_inner_batch_dim_that_is_sharded_alone_raises():
-    """One flat dim cannot express it, and nothing is gathered in silence."""
+    """One flat dim cannot express the sharding, and nothing is gathered silently."""
     mesh = mesh_of(AxisType.Explicit, HOST)
     query, key, value = (put(mesh, x, None, "data") for x in heads_of(2, DATA))
     message = r"query: .*outermost .*\(2, 4\).*'data' on dimension 1.*jnp\.moveaxis"
@@ -236,7 +236,7 @@ def test_segments_rotary_positions_and_masks(api, axis_type):
 
 @auto_and_explicit
 def test_heads_of_nnx_are_sharded(axis_type):
-    """Tensor parallelism: each device has its heads' columns of the weights."""
+    """Tensor parallelism: each device has the columns of the weights of its heads."""
     layer = layer_of("nnx")
     mesh = mesh_of(axis_type, HOST)
     explicit = axis_type == AxisType.Explicit

@@ -1,4 +1,4 @@
-"""Every argument of the installed Flax's attention is an argument here, and means the same."""
+"""Our attention has every argument of the installed Flax, with the same meaning."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ PAIRS = {
 @pytest.mark.quick
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_argument_of_flax_is_one_here(name):
-    """Under the same name, of the same kind, with the same default, at the same position.
+    """Name, kind, default and position are the same.
 
-    A Flax release that adds an argument fails this test: give it a meaning here.
+    If a Flax release adds an argument, this test fails until the argument is supported here.
     """
     ours, flax = (inspect.signature(function).parameters for function in PAIRS[name])
     missing = set(flax) - set(ours)
@@ -58,7 +58,7 @@ def test_every_argument_of_flax_is_one_here(name):
     for parameter in flax.values():
         mine = ours[parameter.name]
         if parameter.name in ("attention_fn", "promote_dtype"):
-            continue  # Functions of ours; linen and nnx have the latter at different positions.
+            continue  # Our own functions; linen and nnx have the latter at different positions.
         assert mine.default == parameter.default, mine
         assert mine.kind == parameter.kind or mine.kind == parameter.KEYWORD_ONLY, mine
     positional = [p.name for p in flax.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
@@ -77,7 +77,7 @@ def test_every_keyword_of_the_nnx_constructor_reaches_flax():
             flax[parameter.name].kind,
             flax[parameter.name].default,
         )
-    # Whatever else Flax takes passes through; positional arguments there must be named here.
+    # Other keywords of Flax pass through; its positional arguments must be named here.
     positional = [p.name for p in flax.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
     assert [p.name for p in ours.values() if p.kind == p.POSITIONAL_OR_KEYWORD] == positional
 
@@ -98,7 +98,7 @@ def test_positions_are_those_of_the_rotary_embedding():
     layer = rotary_layer()
     plain = layer(X)
     assert_close(layer(X, input_positions=jnp.arange(ROWS)), plain)
-    # Only differences matter; each batch index may have positions of its own.
+    # Only differences matter; each batch index may have its own positions.
     starts = jnp.array([[7], [1000]])
     assert_close(layer(X, input_positions=starts + jnp.arange(ROWS)), plain)
     order = np.random.default_rng(0).permutation(ROWS)
@@ -107,7 +107,7 @@ def test_positions_are_those_of_the_rotary_embedding():
 
 
 def test_a_left_padded_prompt_continues_from_its_last_position():
-    """Two tokens of padding before a prompt of three, and then one token, through the cache."""
+    """Two tokens of padding and a prompt of three tokens, then one token, through the cache."""
     layer = rotary_layer(decode=True)
     want = layer(X[:, 2:], is_causal=True, decode=False)
     layer.init_cache(X.shape)
@@ -120,7 +120,7 @@ def test_a_left_padded_prompt_continues_from_its_last_position():
 @pytest.mark.skipif(not hasattr(nnx, "RoPE"), reason="nnx.RoPE came with flax 0.12.12")
 def test_positions_equal_those_of_flax():
     positions = jnp.array([0, 0, 5, 6, 9])
-    rope: Any = getattr(nnx, "RoPE")  # noqa: B009, because older releases have none
+    rope: Any = getattr(nnx, "RoPE")  # noqa: B009, older releases have none
     rotate = functools.partial(rope(theta=100.0), input_positions=positions)
     rotate = jax.vmap(rotate, in_axes=-2, out_axes=-2)  # over the heads
 

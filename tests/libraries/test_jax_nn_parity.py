@@ -1,6 +1,6 @@
-"""Changing the import from jax.nn changes no result that both functions define.
+"""Replacing the import from jax.nn changes no result that both functions define.
 
-Beside cases of our own there is each case of JAX's tests of its function (``tests/nn_test.py``).
+Besides our own cases there is each case of JAX's tests of its function (``tests/nn_test.py``).
 """
 
 import functools
@@ -20,7 +20,7 @@ OURS: Any = jax_memeff.dot_product_attention
 THEIRS: Any = jax.nn.dot_product_attention
 
 
-# Programs that run once; what XLA would gain it loses in compiling them.
+# These programs run once, so optimizing them would cost more than it gains.
 unoptimised: Any = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0}
 )
@@ -35,7 +35,7 @@ def operands(dtype=jnp.float32):
 
 
 BIAS = normal(3, B, N, T, S)
-# Row 0 of the mask's columns is all true: jax.nn gives rows without keys another meaning.
+# Column 0 of the mask is valid, because jax.nn defines rows without keys differently.
 MASK = jax.random.bernoulli(jax.random.key(4), 0.6, (B, N, T, S)).at[..., 0].set(True)
 KEY_LENGTHS = jnp.array([23, 11], jnp.int32)
 QUERY_LENGTHS = jnp.array([7, 19], jnp.int32)
@@ -81,7 +81,7 @@ CASES = {
 def test_output_residual_and_gradients(name, assert_close):
     arguments = dict(CASES[name])
     bias = arguments.pop("bias", None)
-    # Beyond the query lengths only we promise anything.
+    # Beyond the query lengths only our results are defined.
     lengths = arguments.get("query_seq_lengths", jnp.full((B,), T))
     rows = (jnp.arange(T)[None] < lengths[:, None])[:, :, None]
 
@@ -112,7 +112,7 @@ def results(attention, *operands, **arguments):
     ("dtype", "group"), [("bfloat16", 1), ("float16", 2), ("bfloat16", 4)], ids=str
 )
 def test_groups_in_low_precision(dtype, group, use_vmap):
-    """Against repeated heads in float32; under vmap the arrays have no batch dim of their own."""
+    """Compares with repeated heads in float32. Under vmap the arrays have no batch dim."""
     query = normal(0, B, T, N, H, dtype=dtype)
     key, value = (normal(seed, B, S, N // group, H, dtype=dtype) for seed in (1, 2))
     cotangent = normal(3, B, T, N, H, dtype=dtype)
@@ -168,7 +168,7 @@ def test_a_window_needs_no_mask():
 
 
 def test_float64_and_a_mask_make_no_infinities(x64):
-    """Under ``jax.debug_infs``, without a batch dim, and with a mask of one dimension."""
+    """Runs under ``jax.debug_infs``, without a batch dim, and with a mask of one dimension."""
     query, key = jnp.zeros((5, 6, 11)), jnp.zeros((7, 3, 11))
     assert query.dtype == jnp.float64
     with jax.debug_infs(True):

@@ -1,4 +1,4 @@
-"""Arguments of PyTorch's attention functions raise errors that name ours."""
+"""Argument names of PyTorch's attention functions raise errors that name our arguments."""
 
 from __future__ import annotations
 

@@ -6,6 +6,6 @@ import pytest
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Programs are lowered for a GPU of Hopper."""
-    jax.clear_caches()  # jax keeps lowered programs, whose architectures another test chose
+    """Lowers programs for a Hopper GPU."""
+    jax.clear_caches()  # jax caches lowered programs, maybe for the architectures of another test
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")

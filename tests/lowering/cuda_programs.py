@@ -1,4 +1,4 @@
-"""Programs lowered for CUDA on a machine without a GPU, and what they hold."""
+"""Lowers programs for CUDA on a machine without a GPU, and reads their content."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def varlen_loss(*arrays: Any, longest=300, **features: Any):
 
 
 def names_of(call):
-    """Of the operands, with divisors."""
+    """The names of the operands, with divisors."""
     (names,) = re.findall(r'operands = "([^"]*)"', call)
     return names
 
 
 def types_of(call):
-    """Of the operands, and of the results."""
+    """The types of the operands and of the results."""
     return [re.findall(r"tensor<([^>]*)>", types) for types in call.split(" : (")[-1].split("->")]

@@ -1,5 +1,6 @@
-"""The sizes of arrays that kernels assume are part of their description, which the host checks: a
-program from a file cannot pass a smaller array."""
+"""The description of a kernel has the sizes of arrays that it assumes, and the host checks them, so
+a program from a file cannot pass a smaller array.
+"""
 
 import jax.numpy as jnp
 import pytest

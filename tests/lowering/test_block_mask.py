@@ -29,7 +29,7 @@ def drawn(block=None, **features):
 
 
 def tiles_of(mask):
-    """Whether any, and whether all elements of each tile are valid: [B, N, query, key tiles]."""
+    """Whether any and whether all elements of each tile are valid: [B, N, Q blocks, KV blocks]."""
     rows, columns = -(-T // QUERY), -(-S // KEY)
     valid = np.asarray(mask.as_array(B, N, T, S))
     padding = (0, 0), (0, 0), (0, rows * QUERY - T), (0, columns * KEY - S)
@@ -40,7 +40,7 @@ def tiles_of(mask):
 
 
 def map_of(mask, tile):
-    """The ranges and the tiles of a block mask, [B, N, rows of blocks, ...]."""
+    """The ranges and the classes of tiles of a block mask, [B, N, rows of blocks, ...]."""
     found = jax.jit(
         lambda mask: block_masks.lines(mask, None, None, tile, (B, N, T, S), Divisors())
     )(mask)
@@ -64,7 +64,7 @@ def map_of(mask, tile):
     ids=["segments", "two segments", "boolean", "two booleans", "both", "nothing"],
 )
 def test_tiles_with_a_valid_element_are_computed(mask, exact):
-    """Unsorted ids may keep a tile without valid elements, but never skip one that has some."""
+    """With unsorted ids a tile without valid elements may stay, but none with some is skipped."""
     some, every = tiles_of(mask)
     _, by_query = map_of(mask, BlockMask("queries", QUERY, KEY))
     np.testing.assert_array_equal((by_query != NONE) & some, some)
@@ -81,9 +81,9 @@ def test_tiles_with_a_valid_element_are_computed(mask, exact):
 @pytest.mark.quick
 @pytest.mark.parametrize("parts", [2, 3])
 def test_each_consumer_has_two_bits(parts):
-    """The rows of each of the consumers have the bits that a tile of their own would have.
+    """The bits of a consumer are those of a tile with only its rows.
 
-    The last tile of rows has parts without any row.
+    Some parts of the last Q block have no rows.
     """
     mask = drawn(boolean=("BNTS",), block=64)
     _, whole = map_of(mask, BlockMask("queries", parts * QUERY, KEY, parts))
@@ -99,7 +99,7 @@ def test_each_consumer_has_two_bits(parts):
 
 @pytest.mark.quick
 def test_disjoint_ids_skip_tiles():
-    """Unsorted, with negative ones among them."""
+    """The ids are unsorted, and some are negative."""
     query = np.repeat([5, 1, 9, 2, 5], QUERY)[:T]
     key = np.repeat([2, 9, -1, 5, 7, 1], KEY)[:S]
     key[5:9] = -3
@@ -111,7 +111,7 @@ def test_disjoint_ids_skip_tiles():
 
 @pytest.mark.parametrize("divisor", [1, 3])
 def test_block_masks_of_broadcast_masks_have_the_whole_batch(divisor):
-    """One mask has two batch indices of 12, another has all, and ids have all."""
+    """One mask has two of 12 batch indices; another mask and the ids have all."""
     batch = 12
     case = Case(B=batch, N=N, T=T, S=S, block=64, segments=1, boolean=("BNTS", "B11S"))
     mask = case.element_mask(np.random.default_rng(0))
@@ -141,7 +141,9 @@ LONGEST = 260
 
 
 def packed_tiles(mask, tile):
-    """What kernels read of packed sequences, whose rows and columns are the same tokens."""
+    """The tiles that kernels read for packed sequences whose rows and columns are the same
+    tokens.
+    """
     starts, lengths = jnp.asarray(STARTS), jnp.asarray(LENGTHS)
     sequences = Sequences(starts, starts, lengths, lengths, LONGEST, LONGEST)
     scores = len(LENGTHS), N, LONGEST, LONGEST
@@ -172,7 +174,7 @@ PACKED_MASKS = {
 @pytest.mark.parametrize("rows", ["queries", "keys"])
 @pytest.mark.parametrize("name", PACKED_MASKS)
 def test_packed_sequences(name, rows, by_bounds, monkeypatch):
-    """Each has tiles that begin with it; those beyond its end do not matter."""
+    """The tiles of a sequence begin at its start; those beyond its end are never read."""
     if by_bounds:
         monkeypatch.setattr(block_mask, "_MOST_EVALUATIONS", 0)
     found = packed_tiles(PACKED_MASKS[name], BlockMask(rows, QUERY, KEY))

@@ -53,7 +53,7 @@ def test_what_checkpoint_saves_is_not_launched_again(fake_compiler, names, forwa
 
 
 def test_the_program_is_the_same_in_every_lowering(fake_compiler):
-    """JAX's persistent cache hits only if it is."""
+    """JAX's persistent cache only hits if it is the same."""
     first = lower(jax.grad(loss), *shapes())
     jax.clear_caches()
     assert lower(jax.grad(loss), *shapes()) == first
@@ -92,7 +92,7 @@ def test_only_needed_gradients_are_results(fake_compiler):
 
 @pytest.mark.quick
 def test_masks_that_are_arrays_have_block_masks(fake_compiler, monkeypatch):
-    """One for the tiles of each kernel, broadcast over heads and batch like the mask."""
+    """Each tile size has a block mask, which is broadcast over heads and batch like the mask."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_86")
     operands = shapes(B=8, T=300, S=300)
     ids = jnp.zeros((8, 300), jnp.int32)
@@ -154,7 +154,7 @@ def test_dropout_is_data_and_its_rate_an_attribute(fake_compiler):
     def gradients(rate, key, *operands):
         return jax.grad(loss, (0, 1, 2))(*operands, dropout_rate=rate, dropout_key=key)
 
-    # The second number is the float32 256 / (256 - threshold).
+    # The second number is 256 / (256 - threshold) in float32.
     for rate, threshold, scale in ((0.1, 26, 0x3F8E7835), (0.5, 128, 0x40000000)):
         text = lower(functools.partial(gradients, rate), jax.random.key(0), *shapes())
         assert text.count("key_words,batch_base,head_index") == 2

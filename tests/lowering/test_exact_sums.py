@@ -1,4 +1,4 @@
-"""Sums in fixed point: their scale, and the number that they stand for."""
+"""Sums in fixed point: their scale, and the number that they represent."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def rounded(sums: np.ndarray, scale: float, shape: tuple[int, ...]) -> np.ndarra
 
 
 def words(low: int, high: int) -> np.ndarray:
-    """The sums of one element: two integers of 64 bits, each as two words."""
+    """The sums of one element: two 64-bit integers, each as two words."""
     return np.array([low, high], np.int64).view(np.int32)
 
 
 def kernel_sum(terms: np.ndarray) -> np.ndarray:
-    """What kernels add up, with Python's integers."""
+    """The sums of a kernel, computed with Python's integers."""
     scaled = terms.astype(np.float32).astype(np.float64) * SCALE
     high = np.rint(scaled / UNIT)
     low = np.rint(scaled - high * UNIT)
@@ -67,8 +67,9 @@ H = 64
 
 
 def scale_of(value: float, dout: float, dtype: str, other: float = 0.0) -> float:
-    """The scale of two rows and two keys: one of each has the elements ``value`` and ``dout``, and
-    the second of each has ``other``."""
+    """The scale of two rows and two keys: the first key has the elements ``value`` and the first
+    row ``dout``; the second ones have ``other``.
+    """
     values, gradients = (
         jnp.stack([jnp.full((1, H), x), jnp.full((1, H), other)])[None].astype(dtype)
         for x in (value, dout)
@@ -84,7 +85,7 @@ def scale_of(value: float, dout: float, dtype: str, other: float = 0.0) -> float
     ("value", "dout"), [(1.0, 1.0), (1e30, 1e-20), (1e-25, 1e30), (1e25, 1e-25), (3e38, 1e-37)]
 )
 def test_the_largest_score_gradient_keeps_its_bits(value, dout, dtype):
-    """Rows whose squared norm overflows or underflows count, too."""
+    """This includes rows whose squared norm overflows or underflows."""
     bits = scale_of(value, dout, dtype) * value * dout * H
     assert 2.0**54 < bits <= 2.0**56 * 1.01  # bfloat16 rounds the elements
 

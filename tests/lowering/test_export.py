@@ -23,7 +23,7 @@ VARLEN: Any = jax_memeff.varlen_attention
 
 @pytest.fixture(autouse=True)
 def _archs(monkeypatch):
-    jax.clear_caches()  # jax keeps lowered programs, whose architectures another test chose
+    jax.clear_caches()  # jax caches lowered programs, maybe for the architectures of another test
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_90a")
 
 
@@ -32,7 +32,7 @@ def shape(*sizes, dtype=jnp.float32):
 
 
 def draw(struct, sizes: dict[str, int], seed: int):
-    """Random values for a shape whose symbolic sizes are given."""
+    """Random values of a shape, with numbers for its symbolic sizes."""
     dims = [sizes[str(size)] if str(size) in sizes else int(size) for size in struct.shape]
     if struct.dtype == jnp.int32:
         return jax.random.randint(jax.random.key(seed), dims, 1, T)
@@ -44,7 +44,7 @@ def export(function, *operands, platforms=("cpu",), **settings):
 
 
 def gradients(function, *argnums):
-    """Of a sum that weighs every element differently."""
+    """The gradients of a sum that weighs every element differently."""
 
     def scalar(*operands):
         out = function(*operands)
@@ -57,7 +57,7 @@ def gradients(function, *argnums):
 
 
 def test_a_fresh_process_runs_what_was_exported(tmp_path, fake_compiler):
-    """One program of the blockwise path, and one that also holds kernels for CUDA."""
+    """One program has only the blockwise path, the other also has kernels for CUDA."""
     function = gradients(functools.partial(ATTENTION, is_causal=True), 0, 1, 2)
     operands = [shape(B, T, heads, H, dtype=jnp.bfloat16) for heads in (N, K, K)]
     portable = export(function, *operands)
@@ -73,7 +73,7 @@ def test_a_fresh_process_runs_what_was_exported(tmp_path, fake_compiler):
     (tmp_path / "both").write_bytes(both.serialize())
     inputs = [draw(operand, {}, seed) for seed, operand in enumerate(operands)]
     np.savez(tmp_path / "inputs.npz", *[np.asarray(x, np.float32) for x in inputs])
-    # The first program needs nothing but jax; the second needs its custom calls registered.
+    # The first program needs only jax; the second needs its custom calls to be registered.
     program = """
         import sys, jax, numpy as np
         from pathlib import Path

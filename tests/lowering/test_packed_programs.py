@@ -41,7 +41,7 @@ def test_positions_of_packed_sequences(fake_compiler):
 
 
 def test_projections_are_read_and_written_in_place(fake_compiler):
-    """One operand, one gradient, and no operation that copies either."""
+    """There is one operand and one gradient, and no operation copies either."""
     qkv = jax.ShapeDtypeStruct((2, 128, 3, 4, 64), jnp.bfloat16)
 
     def packed_loss(qkv):
@@ -57,13 +57,13 @@ def test_projections_are_read_and_written_in_place(fake_compiler):
     assert f") -> ({whole}, " in backward
     copies = ("slice", "concatenate", "pad", "transpose", "reshape", "gather", "scatter", "select")
     assert not [name for name in copies if f"stablehlo.{name}" in text]
-    # The kernels are those of three arrays.
+    # The kernels are the same as for three arrays.
     lower(jax.grad(functools.partial(loss, is_causal=True), (0, 1, 2)), *shapes(N=4, K=4))
     assert len(fake_compiler) == 2
 
 
 def test_projections_with_masks_that_are_arrays(fake_compiler, monkeypatch):
-    """What XLA computes before the call, it computes from abstract values of JAX alone."""
+    """XLA needs no values of the arrays for what it computes before the call."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_86")
     ids = jax.ShapeDtypeStruct((8, 300), jnp.int32)
     boolean = jax.ShapeDtypeStruct((8, 1, 300, 1), jnp.bool)
@@ -98,7 +98,7 @@ def test_projections_with_a_bias(fake_compiler):
 
 
 def test_packed_sequences_are_not_padded(fake_compiler):
-    """Nothing but numbers per sequence is computed before the kernels."""
+    """Before the kernels only numbers per sequence are computed."""
     text = lower(jax.grad(varlen_loss, (0, 1, 2)), *varlen_shapes())
     forward, backward = attention_calls(text)
     assert 'operands = "query,key,value,query_lengths,key_lengths,query_starts,key_starts"' in (
@@ -119,7 +119,7 @@ def test_sequences_do_not_make_kernels(fake_compiler):
     for total, sequences, longest in ((1000, 7, 300), (77, 1, 77), (5000, 300, 0)):
         gradient = jax.grad(functools.partial(varlen_loss, longest=longest), (0, 1, 2))
         lower(gradient, *varlen_shapes(total, total, sequences))
-    # Few tiles, as of one short sequence, have a forward of their own.
+    # Few tiles, as of one short sequence, use a different forward.
     directions = [spec.direction for spec, _ in fake_compiler]
     assert sorted(directions) == ["backward", "forward", "forward"]
 

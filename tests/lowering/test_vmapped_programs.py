@@ -1,4 +1,4 @@
-"""CUDA programs of operands that a ``vmap`` broadcasts: no copies, and divisors in their place."""
+"""CUDA programs of operands that a ``vmap`` broadcasts use divisors instead of copies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_mapped_positions_are_one_call(fake_compiler):
 
 
 def shared_operands():
-    """Three mapped queries, and unmapped keys, values, biases and masks with a batch of 2."""
+    """Three mapped queries, and unmapped keys, values, biases and masks, all with a batch of 2."""
     query, key, value = shapes()
     queries = jax.ShapeDtypeStruct((3, *query.shape), query.dtype)
     bias = jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.bfloat16)
@@ -59,7 +59,7 @@ SHARED_TYPES = ["2x128x2x64xbf16", "2x128x2x64xbf16", "2x4x128x128xbf16"]
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_operands_that_a_vmap_broadcasts_are_not_copied(fake_compiler, monkeypatch, arch):
-    """In the forward and in the backward, which has a gradient for each mapped index."""
+    """Neither the forward nor the backward copies them; each mapped index has its gradients."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", arch)
     text = lower(jax.grad(vmapped_loss, (0, 1, 2, 3)), *shared_operands())
     forward, backward = attention_calls(text)
@@ -98,7 +98,7 @@ def test_divisors_of_nested_vmaps(fake_compiler):
 def test_a_bias_of_one_batch_index_is_not_copied_for_its_gradients(
     fake_compiler, monkeypatch, arch, batch, mapped
 ):
-    """Each mapped index has one gradient, the sum over its batch."""
+    """The gradient of a mapped index is the sum over its batch."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", arch)
     query, key, value = shapes(B=batch)
     queries = jax.ShapeDtypeStruct((3, *query.shape), query.dtype)
@@ -144,7 +144,7 @@ def test_masks_with_equal_divisors_stay_broadcast(fake_compiler):
 
 
 def test_kernels_are_the_plain_ones_if_nothing_is_broadcast(fake_compiler):
-    """A bias that broadcasts over the batch, and a vmap of size 1, use the plain kernels."""
+    """A bias that is broadcast over the batch and a vmap of size 1 use the plain kernels."""
     queries, key, value, _, _ = shared_operands()
     keys, values = (jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (key, value))
     bias = jax.ShapeDtypeStruct((1, 4, 128, 128), jnp.bfloat16)

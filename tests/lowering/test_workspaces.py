@@ -27,15 +27,15 @@ pytestmark = pytest.mark.usefixtures("hopper")
 
 
 def test_partial_results_of_few_queries(fake_compiler):
-    """Their number is bounded by the sizes, because the device is not known."""
+    """Sizes bound their number, because the device is unknown at lowering."""
     text = lower(loss, *shapes(B=16, T=1, S=8192, N=32, K=8))
     assert 'results = "out,logsumexp,partial_logsumexp,partial_out"' in text
     assert "tensor<4x512xf32>" in text and "tensor<4x512x64xf32>" in text
     assert all(spec.pack_heads for spec, _ in fake_compiler)
     assert "B*K*group_rows/16*splits" in text
-    text = lower(loss, *shapes(B=64, T=1, S=8192, N=64, K=64))  # splits enough without any
+    text = lower(loss, *shapes(B=64, T=1, S=8192, N=64, K=64))  # has enough CTAs without splits
     assert 'results = "out,logsumexp"' in text
-    text = lower(loss, *shapes(B=2, T=1, S=64, N=4, K=4))  # and one tile cannot be split
+    text = lower(loss, *shapes(B=2, T=1, S=64, N=4, K=4))  # one KV block cannot be split
     assert 'results = "out,logsumexp"' in text
     assert all(spec.kernel.splits_keys for spec, _ in fake_compiler)
 
@@ -100,7 +100,7 @@ def test_large_head_dims_of_one_tile_need_no_sums(fake_compiler):
     ids=str,
 )
 def test_deterministic_sums(fake_compiler, shape, columns):
-    """dq has semaphores; a bias gradient has sums only if it is one row."""
+    """dq has semaphores; a bias gradient has sums only if the bias is broadcast over rows."""
     bias = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     def with_bias(bias, *x):
@@ -145,7 +145,7 @@ def test_split_q_has_room_for_partial_gradients(fake_compiler):
     assert [spec.split_q for spec, _ in fake_compiler] == [False, True]
     names = 'row_statistics,query_gradient_sum,key_gradient_sum,semaphores"'
     assert f'results = "query_gradient,key_gradient,value_gradient,{names}' in text
-    # Two blocks for each tile, with dk and dv of 1024 keys.
+    # Two CTAs for each KV block, with dk and dv of 1024 keys.
     assert f"tensor<2x{8 * 1024 * (64 + 64)}xf32>, tensor<{1 + 64}xi32>" in text
 
 
@@ -153,7 +153,7 @@ def test_float32_forwards_have_room_for_hi_and_lo_parts(fake_compiler):
     text = lower(loss, *shapes(B=5, T=1030, S=1100, N=8, dtype=jnp.float32))
     assert [spec.kernel.stem for spec, _ in fake_compiler] == ["fmha_fwd_f16x3_sm90"]
     assert 'results = "out,logsumexp,tile_counter,query_hi_lo,key_hi_lo,value_hi_lo"' in text
-    # In tiles of 64 queries and 128 keys, with a factor of each row.
+    # Tiles have 64 queries or 128 keys, with a factor for each row.
     queries, keys = 5 * 8 * 17 * 64 * (64 + 1), 5 * 2 * 9 * 128 * (64 + 1)
     assert f"tensor<{queries}xf32>, tensor<{keys}xf32>, tensor<{keys}xf32>" in text
 
@@ -168,7 +168,7 @@ def test_workspaces_do_not_depend_on_the_longest_sequence(fake_compiler):
 
 
 def paged_shapes(batch: int, pages: int) -> list[jax.ShapeDtypeStruct]:
-    """Decode steps of sequences with at most ``pages`` pages of 64 keys."""
+    """The shapes of decode steps of sequences with at most ``pages`` pages of 64 keys."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     pool, integers = shape((batch * pages, 64, 8, 64)), jnp.int32
     table = jax.ShapeDtypeStruct((batch, pages), integers)

@@ -18,14 +18,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Imports a module of the harness, which is a folder of scripts and no package."""
+    """Imports a module of the harness, a folder of scripts that is not a package."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
 
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory):
-    """The results of the command for small cells and two peers that run on the CPU."""
+    """The command's results for small cells and two peers that run on the CPU."""
     path = tmp_path_factory.mktemp("results") / "results.json"
     command = [sys.executable, str(BENCHMARKS / "attention.py"), "--cells", "tiny"]
     command += ["--peers", "memeff_xla,jax_xla,torch_flash", "--host", "dispatch"]
@@ -69,7 +69,7 @@ def test_every_peer_has_a_figure_or_a_reason(document):
             assert list(results) == ["memeff_xla", "jax_xla", "torch_flash"]
             for name in ("memeff_xla", "jax_xla"):
                 assert results[name]["seconds"] > 0, results[name]
-            # On the CPU torch has no figure, whether it is installed or not.
+            # On the CPU torch has no figure, installed or not.
             assert "torch" in results["torch_flash"]["error"]
             assert results["jax_xla"]["difference"] < 1e-5
 
@@ -79,7 +79,7 @@ def test_the_timed_program_holds_every_call(document):
         for results in cell["results"].values():
             record = results["jax_xla"]
             assert record["calls_per_launch"] > 1
-            # Scores, softmax and output at least: no call was merged with another, none dropped.
+            # At least scores, softmax and output: XLA merged or dropped no call.
             assert sum(record["operations"].values()) > 3, record["operations"]
 
 
@@ -106,7 +106,8 @@ def test_the_ring_is_timed_beside_the_share_of_a_device(modules, tmp_path, monke
     assert result.returncode == 0, result.stderr
     document = json.loads(path.read_text())
     assert document["ring"]["devices"] == 2 and document["ring"]["heads"] == 4
-    # Two of the four heads: 4 H for each pair of a query and a key, half of which are masked.
+    # Two of the four heads, with 4 H operations for each pair of query and key, half of them
+    # masked.
     share = {"forward": 4 * 2 * 64**2 / 2 * 8}
     share["forward_backward"] = 3.5 * share["forward"]
     for direction, results in document["ring"]["results"].items():
@@ -154,7 +155,7 @@ def test_the_steps_of_a_server_are_timed(modules, tmp_path, monkeypatch):
                 assert "error" in record
                 continue
             assert record["seconds"] > 0, record
-            # Pages hold the same tokens in another order; float8 rounds them.
+            # Pages hold the same tokens in another order, and float8 rounds them.
             limit = 0.06 if name == "float8" else 0.01
             assert record.get("difference", 0.0) < limit, (step["name"], name)
     assert all(row["us"] > 0 for row in document["host"].values())
@@ -245,7 +246,7 @@ def test_no_program_always_follows_the_same_one(modules):
 
 
 def _synthetic(document):
-    """A grid of the main group, ours twice as fast as one peer at T = 512 and equal at 2048."""
+    """A grid of the main group: we are twice as fast as a peer at T = 512 and equal at 2048."""
     made = copy.deepcopy(document)
     template = made["cells"][0]
     made["cells"] = []
@@ -372,7 +373,7 @@ def test_memory_is_reported_in_a_table_of_its_own(document, modules):
 
 
 def test_every_table_has_its_cells(modules):
-    """The cells that the project promises figures for: sizes, features and their number."""
+    """The project promises figures for these cells: their sizes, features and number."""
     sets = modules("cells").SETS
     for name, number in (("main", 24), ("features", 18), ("float32", 4), ("deterministic", 14)):
         cells = sets[name]()

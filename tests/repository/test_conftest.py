@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 import sys
 
-# A parameter of two modules has the same name, and a test has no parameters.
+# Two modules have a parameter of the same name, and one test has no parameters.
 MODULE = """
 import pytest
 

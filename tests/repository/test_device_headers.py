@@ -42,7 +42,7 @@ def test_includes_follow_the_order_of_folders(header):
 
 
 def test_no_header_includes_all_of_cute():
-    """NVRTC reads what a kernel includes each time it compiles one, and half of CuTe is unused."""
+    """NVRTC reads all includes for each kernel, and half of CuTe is unused."""
     whole = [str(header) for header in HEADERS if "<cute/tensor.hpp>" in header.read_text()]
     assert not whole, f"include <cute/tensor_impl.hpp> and the algorithms that are called: {whole}"
 
@@ -85,7 +85,7 @@ def test_a_folder_has_a_dozen_entries_at_most(folder):
 
 @pytest.mark.parametrize("folder", ["ffi/include/memeff/kernels", "ffi/src", "codegen/kernels"])
 def test_kernels_and_host_do_not_name_modifiers_of_probabilities(folder):
-    """They ask ``ProbabilityModifiers``, the description and sets of modifiers."""
+    """They use ``ProbabilityModifiers``, the description and sets of modifiers."""
     names = [feature.name for feature in FEATURES if feature.modifies == "probabilities"]
     assert names
     files = [file for file in (ROOT / folder).rglob("*") if file.suffix in SOURCES]

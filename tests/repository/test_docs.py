@@ -25,7 +25,7 @@ def names(paths):
 
 
 def python_blocks(page: Path) -> str:
-    """The fenced Python of a page, and blank lines for the rest, so that line numbers stay."""
+    """The fenced Python of a page, with blank lines for the rest, which keeps line numbers."""
     lines, inside = [], False
     for line in page.read_text().splitlines():
         if line.startswith("```"):
@@ -62,12 +62,12 @@ def test_paths_exist(page):
         named = span.split("/")[0] in TOP_LEVEL and ("/" in span or "." in span)
         if named and not (ROOT / span).exists():
             missing.append(span)
-    generated = {"jax_memeff/codegen", "jax_memeff/include/"}  # where an installation puts them
+    generated = {"jax_memeff/codegen", "jax_memeff/include/"}  # paths of an installation
     assert not set(missing) - generated
 
 
 def test_readme_has_the_commands_that_ci_runs():
-    """.ci/run takes both lines from the README: first the example, then the tests."""
+    """.ci/run takes both commands from the README: the example and the tests."""
     blocks = re.findall(r"^```bash\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     example, tests = blocks
     assert all(block.count("\n") == 1 for block in blocks)
@@ -89,7 +89,7 @@ def test_support_table_is_up_to_date():
     spec = importlib.util.spec_from_file_location("support_table", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["support_table"] = module  # dataclasses look their module up
+    sys.modules["support_table"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     del sys.modules["support_table"]
     text = README.read_text()
@@ -99,7 +99,7 @@ def test_support_table_is_up_to_date():
 
 @pytest.mark.quick
 def test_commands_of_the_readme_are_understood(monkeypatch, capsys):
-    """Parsed, not run: what each does has tests of its own."""
+    """The commands are only parsed, because each has its own tests."""
     commands = re.findall(r"^\| `python -m jax_memeff ([^`]+)`", README.read_text(), re.MULTILINE)
     names = [command.split()[0] for command in commands]
     assert list(dict.fromkeys(names)) == ["doctor", "info", "kernels", "explain", "build"]

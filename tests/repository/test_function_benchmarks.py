@@ -1,4 +1,4 @@
-"""Benchmarks of functions of scores and masks: cells, peers, tables, and what they compile."""
+"""Benchmarks of functions of scores and masks: cells, peers, tables, and compiled kernels."""
 
 import concurrent.futures.process
 import dataclasses
@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Imports a module of the harness, which is a folder of scripts and no package."""
+    """Imports a module of the harness, a folder of scripts that is not a package."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
 
@@ -45,7 +45,7 @@ def test_every_figure_of_functions_has_its_cells(modules):
 
 
 def test_the_gallery_is_measured(modules):
-    """Cells of it have arguments, with the float array among the inputs."""
+    """Its cells have arguments, and their float arrays are inputs."""
     found = modules("cells").gallery()
     gallery = modules("user_functions.in_jax")
     assert {cell.function for cell in found} == {f"gallery {name}" for name in gallery.ENTRIES}
@@ -66,7 +66,7 @@ def test_the_gallery_is_measured(modules):
 
 
 def tiny_functions():
-    """Their names, without an import of the harness when tests are collected."""
+    """The names of small functions, without importing the harness at collection."""
     return ["identity", "alibi", "causal alibi", "soft cap", "table", "documents", "window"]
 
 
@@ -80,7 +80,7 @@ def function_cell(request, modules):
 
 
 def test_the_plain_call_beside_a_function_computes_the_same(modules, function_cell):
-    """Unless no argument stands for the function."""
+    """This holds if an argument of the call can replace the function."""
     cell = function_cell
     inputs = modules("inputs").make(cell)
     attention = modules("peers")._memeff
@@ -94,7 +94,7 @@ def test_the_plain_call_beside_a_function_computes_the_same(modules, function_ce
 
 
 def test_flex_attention_has_the_same_functions(modules, function_cell):
-    """PyTorch is not needed to evaluate them: NumPy has the operations that they use."""
+    """NumPy has the operations that they use, so evaluating them does not need PyTorch."""
     cell = function_cell
     inputs = modules("inputs").make(cell)
     torch = types.SimpleNamespace(
@@ -125,7 +125,7 @@ def test_flex_attention_has_the_same_functions(modules, function_cell):
 
 
 def test_what_pytorch_cannot_compile_is_tried_once(modules):
-    """Compilers take up to a minute to fail, so the measurement takes the reason as it is."""
+    """A compiler takes up to a minute to fail, so the measurement reuses the reason."""
     peers, precompile = modules("peers").PEERS, modules("precompile")
     cell = modules("cells").tiny_functions()[0]
     precompilation = precompile.Precompilation([cell], [])

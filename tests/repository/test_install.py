@@ -1,4 +1,4 @@
-"""The error for importing a source tree, or a tree that pip installed in part."""
+"""The error for importing a source tree, or an incomplete installation."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ PYTHON = Path(sys.base_prefix) / "bin" / f"python{sysconfig.get_python_version()
 
 
 def tree(directory, *, clone, parts):
-    """jax_memeff as in a clone, or in site-packages, with some of what pip adds."""
+    """jax_memeff as in a clone or in site-packages, with some of the files that pip adds."""
     package = directory / "jax_memeff"
     package.mkdir()
     for source in ROOT.glob("*.py"):

@@ -1,4 +1,4 @@
-"""What makes a release: workflows, wheels, notes and versions agree with each other."""
+"""The parts of a release agree: workflows, wheels, notes and versions."""
 
 import importlib.util
 import re
@@ -55,7 +55,7 @@ def test_the_gpu_workflow_runs_the_commands_of_contributing():
     block = section.split("```\n")[1]
     documented = [re.split(r"\s+# ", line)[0].strip() for line in block.splitlines()]
     run = [step["run"].replace('"$PROCESSES"', "16") for step in steps("gpu") if "run" in step]
-    # The races are among the first command's tests; the report needs a person to name the device.
+    # The first command includes the races; the report needs a person to name the device.
     left_to_people = {
         "pytest -m gpu tests/kernels/test_races.py tests/functions/kernels/test_function_races.py",
         "python benchmarks/report.py benchmarks/results/<device>-main.json",

@@ -1,5 +1,5 @@
-"""The folders of the package form a tree: each imports those below it, and no file imports in a
-circle. Imports inside functions count too, because they only hide a circle.
+"""The folders of the package form a tree: each imports only those below it, and no files import
+each other in a circle. Imports inside functions count, because they only hide a circle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BELOW = {
     "_command": {"_call", "_cuda"},
     "flax": {"_call", "_op", "_sharding", "_api"},
 }
-"""The folders that each folder imports, beside the files of the top level."""
+"""The folders that each folder may import, besides the files of the top level."""
 
 
 def imported(file: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""The site, as far as it is tested without Sphinx, which .ci/run runs."""
+"""Tests of the site that need no Sphinx; .ci/run builds it."""
 
 from __future__ import annotations
 

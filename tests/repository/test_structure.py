@@ -1,4 +1,4 @@
-"""The order of the code: folders import each other in one direction, and stay small."""
+"""The structure of the code: folders import each other in one direction and stay small."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_LINES = 400
 
 
 def modules(package: str) -> dict[str, Path]:
-    """The files of a package by the names of their modules."""
+    """The files of a package by module name."""
     root = PACKAGES[package]
     found = {}
     for file in sorted(root.rglob("*.py")):
@@ -29,9 +29,9 @@ def modules(package: str) -> dict[str, Path]:
 
 
 def imported(file: Path, module: str) -> Iterator[str]:
-    """Names that a module imports when it is loaded or when one of its functions runs.
+    """The names that a module imports when it is loaded or when one of its functions runs.
 
-    Imports for type checkers alone do not count.
+    Imports that only type checkers see do not count.
     """
     tree = ast.parse(file.read_text())
     skipped = {
@@ -59,7 +59,7 @@ def room(module: str, package: str) -> str:
 
 
 def rooms(package: str) -> dict[str, set[str]]:
-    """Which rooms of a package each of its rooms imports."""
+    """The rooms of a package that each of its rooms imports."""
     files = modules(package)
     graph: dict[str, set[str]] = {room(module, package): set() for module in files}
     for module, file in files.items():
@@ -70,7 +70,7 @@ def rooms(package: str) -> dict[str, set[str]]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """The nodes that remain if every node that uses no other is taken away, again and again."""
+    """The nodes that remain after removing, repeatedly, every node that uses no other."""
     left = {node: set(used) for node, used in graph.items()}
     while free := [node for node, used in left.items() if not used & left.keys()]:
         for node in free:
@@ -107,7 +107,7 @@ def test_files_of_the_code_generator_are_small():
 
 
 def test_the_code_generator_needs_neither_jax_nor_cuda():
-    """Every module of it, in a fresh process."""
+    """Imports every module of it in a fresh process."""
     names = sorted(modules("jax_memeff.codegen"))
     assert "jax_memeff.codegen.kernels.fmha_fwd_sm80" in names
     heavy = {"jax", "numpy", "cuda.core", "cuda.bindings"}

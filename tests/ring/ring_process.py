@@ -1,7 +1,7 @@
 """One process of a ring of processes: ``python ring_process.py ADDRESS PROCESSES INDEX PLATFORM``.
 
-Each process has one device, and compares what it computes with the same part of what one device
-computes of the whole. Its last line on stdout is JSON: the largest relative error of an array.
+Each process has one device and compares its part of the results with the same part of a computation
+on one device. Its last line on stdout is JSON: the largest relative error of an array.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ LAYOUT = "zigzag"
 
 
 def errors(got: jax.Array, want: jax.Array, axis: int, devices: Devices) -> list[float]:
-    """Relative, in the Frobenius norm, of the parts of a result in this process.
+    """The relative errors, in the Frobenius norm, of the parts of a result in this process.
 
     Args:
-        axis: the dim of both that is the sequence.
+        axis: the sequence dim of both.
     """
     expected = ordered(LAYOUT, np.asarray(want, np.float64), axis, devices)
     found = []

@@ -1,4 +1,4 @@
-"""The ring over several processes, of one device each, through ``jax.distributed``."""
+"""The ring over several processes with one device each, through ``jax.distributed``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from several_devices import at, sizes
 SCRIPT = Path(__file__).parent / "ring_process.py"
 SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 600
-"""A guard against hangs alone: a busy machine may take minutes."""
+"""A guard against hangs only: a busy machine may take minutes."""
 
 
 def free_address() -> str:
@@ -30,9 +30,9 @@ def free_address() -> str:
 def run_together(
     commands: Sequence[Sequence[str]], env: Mapping[str, str], seconds: float = SECONDS
 ) -> list[tuple[int, str, str]]:
-    """The return code, output and messages of each of some processes that run at the same time.
+    """The return code, stdout and stderr of each of several concurrent processes.
 
-    No process and no pipe of one is left behind, whatever is raised.
+    No process or pipe is left behind, whatever is raised.
     """
     with contextlib.ExitStack() as stack:
         processes = []
@@ -40,7 +40,7 @@ def run_together(
             process = subprocess.Popen(
                 command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
-            # It is killed first; then its pipes are closed, and its end is awaited.
+            # On exit the process is killed first, then its pipes are closed and its end is awaited.
             stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)

@@ -56,7 +56,7 @@ def test_equals_one_device(assert_close, name, layout, method, devices):
 
 @at("devices", cpu=4, cuda=[4])
 def test_nothing_is_gathered(devices):
-    """Reads the compiled program: what travels is what one device holds."""
+    """Reads the compiled program: each transfer has the size of one device's arrays."""
     problem = case("shared bias", sizes(devices))
     text = problem.program(devices, "zigzag").as_text()
     assert "all-gather" not in text and "all-to-all" not in text
@@ -67,7 +67,7 @@ def test_nothing_is_gathered(devices):
         math.prod(shape_of(array)) * bytes_of_units[array.split("[")[0]]
         for array in transfers(text, "collective-permute")
     ]
-    # Keys and values, and with them in the backward their gradients in float32.
+    # Keys and values are sent, and in the backward also their gradients in float32.
     assert set(permuted) <= {
         local * size for size in (key.dtype.itemsize, 4, key.dtype.itemsize + 4)
     }
@@ -78,7 +78,8 @@ def test_keys_and_values_are_sent_as_often_as_the_window_needs():
     problem = case("shared bias", sizes(HOST))
     text = problem.program(HOST, "zigzag").as_text()
     permuted = transfers(text, "collective-permute")
-    # Keys and values travel three times forward and backward, and their gradients go home as well.
+    # Keys and values are sent three times in the forward and in the backward; then their gradients
+    # return to their devices.
     assert len(permuted) <= 3 + 3 + 4
     assert transfers(text, "all-reduce") == ["f32[2,1,1,128]"]  # the gradient of the shared bias
     gathering = case("boolean", sizes(HOST)).program(HOST, "contiguous", "all_gather")
@@ -117,7 +118,7 @@ def test_dropout_bits_equal_those_of_one_device(layout, method, devices):
 
 @at("devices", cpu=4, cuda=[4])
 def test_heads_sharded_too_and_differentiated_outside(assert_close, devices):
-    """A mesh of two axes, a replicated bias, and ``jax.grad`` around the shard_map."""
+    """The mesh has two axes, the bias is replicated, and ``jax.grad`` is outside of shard_map."""
     dtype, dim, scale, tolerance = sizes(devices)
     draw, length = functools.partial(normal, dtype=dtype), 64 * scale
     query, key, value = (
@@ -149,7 +150,7 @@ def test_heads_sharded_too_and_differentiated_outside(assert_close, devices):
 
 
 def test_float64_one_column_a_device_and_no_batch(assert_close, x64):
-    """The smallest parts, in the precision that shows every error."""
+    """These are the smallest parts, in the precision that shows every error."""
     query, key, value = normal(0, 3, 8, 1, 4, dtype=np.float64)
     bias = normal(1, 8, 8, dtype=np.float64)
 
@@ -183,12 +184,12 @@ def test_bfloat16_is_merged_in_float32():
     want, want_lse = jax_memeff.dot_product_attention(*wide, return_residual=True)
     assert out.dtype == jnp.bfloat16 and lse.dtype == np.float32
     np.testing.assert_allclose(lse, want_lse, atol=1e-5)
-    # Each part is rounded to bfloat16, and so is their sum: two roundings of half a unit.
+    # Each part and their sum are rounded to bfloat16: two roundings of half a unit.
     np.testing.assert_allclose(out.astype(np.float32), want, atol=2**-8 * float(abs(want).max()))
 
 
 def pairs_of_chunks(layout: str, devices: int, mask: Mask, rows: int, columns: int):
-    """The pairs of chunks with a valid element, by device, from the materialized mask."""
+    """For each device the pairs of chunks with a valid element, from the materialized mask."""
     chunks = devices * (2 if layout == "zigzag" else 1)
     tiles = np.asarray(mask.as_array(1, 1, rows * chunks, columns * chunks))[0, 0]
     tiles = tiles.reshape(chunks, rows, chunks, columns).any((1, 3))
@@ -234,7 +235,7 @@ def test_causal_work_is_equal_in_zigzag_layout():
     [("contiguous", Mask.causal()), ("zigzag", Mask.causal()), ("contiguous", Mask.window(9, 0))],
 )
 def test_kernels_run_only_for_products_that_are_not_masked(monkeypatch, layout, mask):
-    """Counts the forwards that every device executes."""
+    """Counts the forwards that each device executes."""
     executed: collections.Counter[int] = collections.Counter()
     forward = primitives.forward
 
@@ -306,7 +307,7 @@ def test_bad_arguments_are_refused(arguments, message):
 
 @pytest.mark.parametrize("length", [10, 1])
 def test_a_sequence_that_does_not_divide_is_refused_by_shard_map(length):
-    """So local lengths are never different."""
+    """Local lengths are therefore always equal."""
     ring = functools.partial(jax_memeff.ring_attention, axis_name="ring")
     rows = P(None, "ring")
     sharded = jax.shard_map(ring, mesh=ring_mesh(HOST), in_specs=rows, out_specs=rows)
@@ -316,7 +317,7 @@ def test_a_sequence_that_does_not_divide_is_refused_by_shard_map(length):
 
 @pytest.mark.parametrize("name", ["query", "key"])
 def test_lengths_that_differ_over_the_ring_are_refused(name):
-    """Lengths of the whole sequence are the same on all devices."""
+    """Lengths belong to the whole sequence, so they must be the same on all devices."""
 
     def call(x, part, total=lambda part: part):
         ring: Any = jax_memeff.ring_attention

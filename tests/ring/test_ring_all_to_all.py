@@ -42,7 +42,7 @@ def test_only_heads_are_transferred(devices):
     assert "all-gather" not in text and "collective-permute" not in text
     moved = {int(np.prod(shape_of(array))) for array in transfers(text, "all-to-all")}
     query, key, value, *_ = problem.by_row
-    # A device sends and gets its share of each array; the key heads once for each device.
+    # A device sends and receives its share of each array, and key heads once for each device.
     parts = query.size, 2 * key.size, 2 * value.size, problem.want[0][0].size
     assert max(moved) <= max(parts) // len(devices)
 
@@ -50,7 +50,7 @@ def test_only_heads_are_transferred(devices):
 @at("devices", cpu=4)
 def test_dropout_bits_equal_those_of_one_device(devices):
     """With equal scores and values of one column each, the output is the keep mask."""
-    length, heads = 20, 4  # five rows a device: no multiple of 16 is needed
+    length, heads = 20, 4  # five rows a device: this need not be a multiple of 16
     zeros = np.zeros((1, length, heads, length), np.float32)
     value = np.broadcast_to(np.eye(length, dtype=np.float32)[None, :, None], zeros.shape)
     key = jax.random.key(11)

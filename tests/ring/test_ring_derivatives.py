@@ -26,7 +26,7 @@ def gradients(function):
 
 
 def forward_derivatives(function, arrays, directions):
-    """In forward mode, and forward over reverse."""
+    """Derivatives in forward mode, and forward over reverse."""
     with jax_memeff.forward_mode():
         tangents = jax.jvp(function, arrays, directions)[1]
     return tangents, jax.jvp(gradients(function), arrays, directions)[1]
@@ -44,7 +44,7 @@ def reverse_over_reverse(function, arrays, directions):
     [("contiguous", reverse_over_reverse), ("zigzag", forward_derivatives)],
 )
 def test_derivatives_of_derivatives_and_forward_mode(layout, derivatives, assert_close):
-    """With ids that travel beside keys of another dtype, and rows that see no columns at first."""
+    """Ids are sent with keys of another dtype, and some rows see no columns at first."""
     length = 8 * len(DEVICES)
     shapes = [(1, length, 2, 4), (1, length, 1, 4), (1, length, 1, 3), (1, 2, length, length)]
     arrays = [normal(20 + seed, *shape) for seed, shape in enumerate(shapes)]

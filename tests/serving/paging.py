@@ -1,4 +1,4 @@
-"""Sequences whose keys and values lie in a pool of pages, and their attention by its definition."""
+"""Sequences whose keys and values are in a pool of pages, and attention by its definition."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import jax_memeff
 
 paged_attention: Any = jax_memeff.paged_attention
 append_to_pages: Any = jax_memeff.append_to_pages
-"""Without the types of their arguments, which tests unpack."""
+"""Untyped, because tests unpack their arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Paging:
-    """Sequences in a pool. NaN is in all memory that must not be read, and garbage in the table."""
+    """Sequences in a pool. Memory that must not be read is NaN; unused table entries are
+    garbage.
+    """
 
     query: np.ndarray
     """[tokens, N, H]; NaN in tokens of no sequence"""
     counts: np.ndarray
-    """The number of queries of each sequence, which are its last tokens."""
+    """The number of queries of each sequence; queries are its last tokens."""
     starts: np.ndarray
     """[B + 1]"""
     keys: list[np.ndarray]
@@ -36,7 +38,7 @@ class Paging:
     """[B, max_pages]"""
     lengths: np.ndarray
     is_latent: bool = False
-    """Whether the values are the first columns of the keys, and there is no pool of values."""
+    """Whether values are the first columns of the keys, without a pool of their own."""
     scales: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """The scales of a float8 pool, by the names of the arguments."""
 
@@ -64,7 +66,7 @@ def paging(
     dtype: Any = np.float32,
     is_latent: bool = False,
 ) -> Paging:
-    """Random sequences, their pages shuffled; ``gap`` tokens at the end belong to none."""
+    """Random sequences with shuffled pages; ``gap`` tokens at the end belong to no sequence."""
     (n, k), (h, hv) = heads, dims
     lengths_, counts_ = np.array(lengths, np.int32), np.array(counts, np.int32)
     needed = -(-lengths_ // page_size)
@@ -86,7 +88,7 @@ def paging(
             part = slice(place * page_size, (place + 1) * page_size)
             rows = len(keys[b][part])
             key_pages[page, :rows], value_pages[page, :rows] = keys[b][part], values[b][part]
-        # Queries beyond the length are no tokens of the sequence.
+        # Queries in front of the first token belong to no token.
         query[starts[b] : starts[b] + max(counts_[b] - length, 0)] = np.nan
     if is_latent:
         values = [own[..., :hv] for own in keys]
@@ -96,12 +98,11 @@ def paging(
 
 
 def quantized(case: Paging, layouts: tuple[str, str], rng: np.random.Generator) -> Paging:
-    """The case with pools of float8. Its keys and values are the numbers that the pools hold.
+    """The case with pools of float8. Its keys and values are the numbers in the pools.
 
     Args:
-        case: sequences in a pool.
-        layouts: of the scales of keys and of values: ``"none"``, ``"heads"`` or ``"pages"``.
-        rng: makes the scales, which differ by factors of up to 2**8.
+        case: the sequences. layouts: of the scales of keys and of values: ``"none"``, ``"heads"``
+        or ``"pages"``. rng: draws the scales, which differ by factors of up to 2**8.
     """
     pages, size, heads, _ = case.key_pages.shape
     is_used = np.zeros(pages, bool)
@@ -115,7 +116,7 @@ def quantized(case: Paging, layouts: tuple[str, str], rng: np.random.Generator) 
             scales[f"{name}_scale"] = scale[0] if layout == "heads" else scale
         of_rows = scale[:, None, :, None].copy()
         pool = getattr(case, f"{name}_pages").astype(np.float32) / of_rows
-        # NaN in unused rows becomes NaN of float8.
+        # NaN in unused rows stays NaN in float8.
         made[f"{name}_pages"] = pool = np.array(jnp.asarray(pool, jnp.float8_e4m3fn))
         held = pool.astype(np.float32) * of_rows
         made[f"{name}s"] = [

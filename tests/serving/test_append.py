@@ -11,7 +11,7 @@ import pytest
 from jaxprs import primitives_of
 
 append = jax.jit(paging.append_to_pages)
-"""One program, which compiles sooner than all operations by themselves."""
+"""Jitted, because one program compiles faster than its operations one by one."""
 
 
 def written(pool, new, case, starts):
@@ -63,7 +63,7 @@ def test_tokens_with_a_batch_dim():
 
 
 def test_lengths_beyond_the_table_write_at_its_end():
-    """As attention reads them: the last token is at the last position of the table."""
+    """Attention reads them likewise: the last token is at the last position of the table."""
     rng = np.random.default_rng(4)
     case = paging.paging(rng, lengths=[32, 16], counts=[3, 4], max_pages=2)
     new = new_tokens(rng, case)
@@ -87,7 +87,7 @@ def test_two_sequences_that_write_one_slot():
 
 @pytest.mark.parametrize("per_page", [False, True])
 def test_float8_saturates(per_page):
-    """A plain cast makes NaN of what is beyond 448."""
+    """A plain cast would turn numbers beyond 448 into NaN."""
     pages, heads = 3, 2
     pool = jnp.zeros((pages, 16, heads, 4), jnp.float8_e4m3fn)
     scale = jnp.array([[0.5, 2.0], [1.0, 1.0], [4.0, 0.25]])
@@ -150,7 +150,7 @@ def test_a_donated_pool_is_not_copied():
 
 
 def copies(compiled, shape):
-    """The dims of the arrays of so many elements that a program copies."""
+    """The dims of the arrays of at least so many elements that a program copies."""
     count = np.prod(shape)
 
     found = re.findall(r"= \w+\[([\d,]*)\]\S* copy(?:-start)?\(", compiled.as_text())
@@ -158,7 +158,7 @@ def copies(compiled, shape):
 
 
 def test_no_loop_waits_for_the_device():
-    """A loop of XLA, as a binary search has one, launches kernels in each of its steps."""
+    """XLA launches kernels in each step of a loop, such as a binary search."""
     pool = jnp.zeros((8, 16, 1, 4))
     tokens, starts = jnp.ones((9, 1, 4)), jnp.array([0, 4, 9])
     table, lengths = jnp.arange(8).reshape(2, 4), jnp.array([20, 50])
@@ -209,7 +209,7 @@ def test_a_pool_that_the_user_still_holds_is_not_changed():
     held = np.array(given[0])
     jax.block_until_ready(jax.jit(appended)(*given))
     np.testing.assert_array_equal(given[0], held)
-    # Results of a step stay what they are if the next step takes the pool.
+    # Results of a step do not change if the next step donates the pool.
     step = jax.jit(appended, donate_argnums=(0, 1))
     pools = [jnp.array(x) for x in given[:2]]
     out = paging.paged_attention(jnp.tile(given[2], (1, 1, 2, 1)), *pools, *given[4:])

@@ -89,7 +89,7 @@ def test_16_bits():
 
 
 def test_a_prefix_that_sequences_share():
-    """The prefix is computed once, for the queries of all sequences together."""
+    """One call computes the prefix for the queries of all sequences."""
     rng = np.random.default_rng(0)
     case = paging.paging(rng, lengths=[40, 45, 33], counts=[1] * 3)
     for b in (1, 2):

@@ -1,4 +1,4 @@
-"""``PagePool``: no page is lost, and none is in two places that write to it."""
+"""``PagePool``: no page is lost, and no page has two writers."""
 
 import pickle
 from typing import Any
@@ -13,7 +13,7 @@ a_float: Any = 4.0
 
 
 class Model:
-    """A model of a pool: the tokens of each sequence, and the contents of each page."""
+    """A model of a pool: the tokens of each sequence and the content of each page."""
 
     def __init__(self, pool):
         self.pool = pool
@@ -22,7 +22,7 @@ class Model:
         self.next_token = 0
 
     def write(self, name, first):
-        """Write new tokens from a position on, as append_to_pages would."""
+        """Writes new tokens from a position on, as append_to_pages would."""
         pages = self.pool.pages_of(name)
         length = int(self.pool.lengths([name])[0])
         for position in range(first, length):
@@ -128,7 +128,7 @@ def test_shrink_copies_to_a_page_that_it_gives_back():
     model.copy(copy)
     del model.tokens[name][20:]
     model.check()
-    # The pages that another shrink gives up are not free, because another sequence has them.
+    # Pages that another shrink releases are not free, because another sequence has them.
     pool.free(last)
     other, _ = pool.fork(child)
     pool.allocate(1)

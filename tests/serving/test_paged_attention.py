@@ -21,7 +21,7 @@ def ragged(case, **arguments):
             *arrays, query_starts=starts, return_residual=True, **arguments
         )
 
-    # One program compiles sooner than all operations by themselves.
+    # One program compiles faster than its operations one by one.
     found = jax.jit(attention)(case.starts, *case.arguments)
     return [np.asarray(x, np.float64) for x in found]
 
@@ -173,7 +173,7 @@ def test_a_tree_of_speculative_tokens():
 
 
 def test_listed_blocks_of_keys():
-    """Sparse decoding: each head of a sequence reads some of its pages."""
+    """Sparse decoding: each head of a sequence reads some pages of it."""
     rng = np.random.default_rng(14)
     case = paging.paging(rng, lengths=[100, 37], counts=[1, 1], max_pages=7)
     lists = np.stack([rng.permutation(7)[:3] for _ in range(8)]).reshape(2, 4, 1, 3)
@@ -190,7 +190,7 @@ def test_listed_blocks_of_keys():
 @pytest.mark.parametrize("condition", ["listed", "under_or", "excluded", "boolean_under_or"])
 @pytest.mark.parametrize("rows", [16, 8, 5])
 def test_rows_of_lists_are_the_queries(rows, condition):
-    """Sequences with fewer tokens than queries have their own queries last, inside of a Q block."""
+    """In a sequence with fewer tokens than queries the valid queries are last, inside a Q block."""
     rng = np.random.default_rng(15)
     count = 32
     case = paging.paging(rng, lengths=[16, 40, 5, 0, 64], counts=[count] * 5, max_pages=4)
@@ -226,7 +226,7 @@ def test_rows_of_lists_are_the_queries(rows, condition):
 
 
 def test_common_pages():
-    """Two sequences with one prefix have its pages in common."""
+    """Two sequences share the pages of a common prefix."""
     rng = np.random.default_rng(7)
     case = paging.paging(rng, lengths=[40, 45], counts=[1, 4])
     case.table[1, :2] = case.table[0, :2]
@@ -356,5 +356,5 @@ def test_it_has_no_derivative():
         pytest.raises(jax_memeff.UnsupportedError, match="varlen_attention"),
     ):
         jax.jvp(lambda query: attention(query, *others), [query], [query])
-    # Without a derivative in its arguments it may be a part of something differentiated.
+    # It may be part of a differentiated function if its arguments are not differentiated.
     assert jax.grad(lambda x: x * attention(query, *others).sum())(1.0).shape == ()

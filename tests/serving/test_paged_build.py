@@ -1,4 +1,4 @@
-"""``python -m jax_memeff build`` compiles the kernels that paged calls find."""
+"""``python -m jax_memeff build`` compiles the kernels of paged calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES, BATCH, MAX_PAGES = 40, 4, 8
 
 
 def lowered(monkeypatch: Any, tokens: int, *, heads: tuple[int, int] = (8, 2), **given: Any) -> set:
-    """The kernels of a program with so many new tokens of each sequence."""
+    """The kernels of a program with a given number of new tokens per sequence."""
     found = set()
 
     def compiled(spec: Any, arch: str) -> Compiled:
@@ -78,7 +78,7 @@ def test_decode_steps_drafts_and_prompts_find_their_kernels(flags, given, monkey
 
     monkeypatch.setattr(cli, "compile_many", compile_many)
     common = ["--dtype", "bf16", "--arch", "sm_90a", "--varlen", *flags.split()]
-    # One token attends to all keys. Several need a causal mask.
+    # One token attends to all keys; several tokens need a causal mask.
     assert cli.main(["build", *common]) == 0
     assert cli.main(["build", *common, "--causal"]) == 0
     built = {spec for spec, _ in jobs}
@@ -91,4 +91,4 @@ def test_flags_of_a_pool_need_pages(capsys):
     arguments = ["build", "--dtype", "bf16", "--head-dim", "64", "--arch", "sm_80", "--float8"]
     with pytest.raises(SystemExit):
         cli.main(arguments)
-    assert "expected a page size, because keys are not paged without" in capsys.readouterr().err
+    assert "expected a page size, because keys are only paged with one" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The canonical form of a paged call: a call of packed sequences whose keys are a pool of pages."""
+"""The canonical form of a paged call: packed sequences with a pool of pages as keys."""
 
 import jax
 import jax.numpy as jnp

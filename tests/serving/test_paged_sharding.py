@@ -80,7 +80,7 @@ def test_more_devices_than_key_heads(axis_type):
 
 @pytest.mark.parametrize("own_pool", [False, True])
 def test_sequences_in_shard_map(own_pool):
-    """Each device has sequences of its own; the pool is replicated, or divided likewise."""
+    """Each device has its own sequences; the pool is replicated or divided like them."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=HOST[:4])
     arrays = case()[:5]
     attention = functools.partial(paging.paged_attention, return_residual=True)
@@ -88,7 +88,7 @@ def test_sequences_in_shard_map(own_pool):
     rows, pool = P("x"), P("x") if own_pool else P()
     if own_pool:
         pages = arrays[1].shape[0]
-        # All pages on each device, so that tables stay the same.
+        # Each device has all pages, so that tables stay the same.
         arrays[1:3] = [jnp.concatenate([x] * 4) for x in arrays[1:3]]
         assert arrays[1].shape[0] == 4 * pages
     sharded = jax.shard_map(
@@ -141,7 +141,7 @@ def test_sequences(axis_type, spec, features):
     with jax.set_mesh(mesh):
         given = put(mesh, (spec, pool, pool, rows, rows), [query, *others])
         compiled = jax.jit(attention).lower(*given).compile()
-        # The lengths alone, of which the starts are computed.
+        # Only the lengths are gathered, to compute the starts.
         assert all(np.prod(shape) <= 5 for shape in gathered(compiled.as_text()))
         found = compiled(*given)
     for got, want in zip(found, expected, strict=True):

@@ -1,5 +1,6 @@
-"""``jax.vmap`` of ``paged_attention``: one call with more sequences, and with more pages if the
-pool is mapped."""
+"""``jax.vmap`` of ``paged_attention`` is one call with more sequences, and with more pages if the
+pool is mapped.
+"""
 
 import functools
 
@@ -49,7 +50,7 @@ def attention(query, key_pages, value_pages, page_table, kv_lengths, **arguments
 )
 def test_each_call_is_computed(mapped):
     each = [[jnp.asarray(x) for x in case.arguments] for case in cases()]
-    # Pages of one call's table are all valid in the pools of the others.
+    # Every page of a call's table is valid in the pools of the other calls.
     each = [[jnp.nan_to_num(x) if x.dtype == jnp.float32 else x for x in own] for own in each]
     axes = tuple(0 if name in mapped else None for name in NAMES)
     given = [
@@ -65,7 +66,7 @@ def test_each_call_is_computed(mapped):
 
 
 def test_pages_of_other_calls_are_not_read():
-    """An entry that is no page of a call would be a page of the next one in the folded pool."""
+    """Hazard: an entry beyond a call's pool would be a page of the next call in the folded pool."""
     each = [[jnp.asarray(x) for x in case.arguments] for case in cases(2)]
     each[0][3] = each[0][3].at[0, 0].set(12).at[1, 0].set(-1)
     found = jax.jit(jax.vmap(attention))(*(jnp.stack(pair) for pair in zip(*each, strict=True)))

@@ -1,4 +1,4 @@
-"""Many random batches, in few compiled programs: sizes are padded to those of a program."""
+"""Many random batches in few compiled programs: batches are padded to the sizes of a program."""
 
 import functools
 
@@ -28,7 +28,7 @@ def attention(query, key_pages, value_pages, table, lengths, starts, longest, **
 
 
 def lengths_near_pages(rng, batch, longest, page_size):
-    """Random lengths, many of them 0, 1 and a multiple of the page size, give or take 1."""
+    """Random lengths, many of them 0, 1, or a multiple of the page size plus or minus 1."""
     near = rng.integers(0, longest // page_size + 1, batch) * page_size + rng.integers(-1, 2, batch)
     lengths = np.where(rng.random(batch) < 0.5, near, rng.integers(0, longest + 1, batch))
     return np.clip(lengths, 0, longest)
@@ -63,12 +63,12 @@ def test_random_ragged_batches(batches, batch, tokens, page_size, max_pages):
 
 
 PROGRAMS = {"prompt": (1, 320, 320, 24), "mixed": (4, 96, 64, 20), "steps": (4, 4, 1, 32)}
-"""Sequences, tokens, most queries of a sequence and pages of a sequence of each program."""
+"""For each program: sequences, tokens, most queries of a sequence, and pages of a sequence."""
 
 
 def test_bits_of_batch_invariant_results():
-    """The bits of a token are the same in a prompt, in a chunk, and in a step, beside any other
-    sequences, on any pages.
+    """The bits of a token are the same in a prompt, a chunk and a step, whatever the other
+    sequences and the pages.
     """
     rng = np.random.default_rng(0)
     for _ in range(70):

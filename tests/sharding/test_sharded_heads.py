@@ -1,4 +1,4 @@
-"""Devices that do not divide the key heads: some share a key head, and nothing is gathered.
+"""If the number of devices does not divide the key heads, some share a head; nothing is gathered.
 
 The oracle is the same function on one device.
 """
@@ -33,7 +33,7 @@ HEADS = {
     "2 over 8, of an axis too long": (2, (4, 2), P(None, None, ("x", "y")), P()),
     "4 over 4, replicated": (4, (2, 4), P("x", None, "y"), P("x")),
     "1 over 8": (1, (1, 8), P(None, None, "y"), P()),
-    # Devices have query heads of 2 key heads each: 4 and 2 of them, or 2 and 4.
+    # Each device has query heads of 2 key heads: 4 and 2 of them, or 2 and 4.
     "6 over 4": (6, (2, 4), P("x", None, "y"), P("x")),
     # A device has 3 query heads of one key head, or 1 and 2 of two.
     "3 over 4": (3, (2, 4), P("x", None, "y"), P("x")),
@@ -79,11 +79,11 @@ def test_results_gradients_and_dropout(
     function = value_and_grad(functools.partial(loss, **FEATURES), *operands)
     got, hlo = run(function, *operands)
     assert_close(got, unsharded(key_heads))
-    # The gradients of replicated keys, values and biases are collected at the end, at most.
+    # At most the gradients of replicated keys, values and biases are gathered, at the end.
     assert len(gathered(hlo)) <= 3
     for gradient, x in zip(got[1], operands, strict=True):
         if axis_type == AxisType.Explicit or x is operands[0]:
-            # The compiler chooses the shardings of other results.
+            # The compiler chooses the sharding of the other results.
             assert gradient.sharding.is_equivalent_to(x.sharding, gradient.ndim)
 
 
@@ -95,7 +95,7 @@ def test_no_operand_is_gathered(axis_type, key_heads, shape, query_spec, key_spe
     operands = [put(mesh, x, *spec) for x, spec in zip(arrays(key_heads), specs, strict=True)]
     for function in (
         functools.partial(loss, **FEATURES),
-        # The backward reads all operands, but gives one sharded gradient.
+        # The backward reads all operands but returns one sharded gradient.
         jax.grad(functools.partial(loss, **FEATURES)),
     ):
         _, hlo = run(jax.jit(function), *operands)
@@ -104,7 +104,7 @@ def test_no_operand_is_gathered(axis_type, key_heads, shape, query_spec, key_spe
 
 @auto_and_explicit
 def test_keys_of_intermediate_sharding(axis_type, assert_close):
-    """Shardings spread from the query to keys that the program computes, by parts of an axis."""
+    """Shardings propagate from the query to keys that the program computes, by parts of an axis."""
     mesh = mesh_of(axis_type, (2, 4))
     operands = arrays(2)[:3]
     specs = (P("x", None, "y"), P("x"), P("x"))

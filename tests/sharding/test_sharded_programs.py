@@ -1,4 +1,4 @@
-"""The programs of sharded calls: their kernels, what caches know them by, and their export."""
+"""The programs of sharded calls: their kernels, their cache keys, and their export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lowered_for_cuda(function, *operands):
 
 @pytest.fixture
 def cuda_program(monkeypatch):
-    """Lowers attention for CUDA, sharded, with kernels that were not compiled."""
+    """Lowers sharded attention for CUDA without compiling kernels."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80")
     fake = compiler.Compiled(b"", (), (), (), "", 0.0, True)
     monkeypatch.setattr(compiler, "compile", lambda spec, arch: fake)

@@ -82,7 +82,7 @@ def test_results_and_gradients(axis_type, case, spec, assert_close):
 
 @auto_and_explicit
 def test_dropout_drops_the_elements_of_the_whole_sequence(axis_type):
-    """Values that are one-hot show which elements each row keeps."""
+    """One-hot values show which elements each row keeps."""
     mesh = mesh_of(axis_type)
     zeros = np.zeros((1, T, 1, H), np.float32)
     value = np.eye(T, dtype=np.float32)[None, :, None]
@@ -100,7 +100,7 @@ def test_dropout_drops_the_elements_of_the_whole_sequence(axis_type):
 
 
 def test_the_rows_of_the_output_are_sharded_like_the_query():
-    """Propagation knows it: a program that goes on with the output gathers nothing."""
+    """The sharding propagates: a program that continues with the output gathers nothing."""
     mesh = mesh_of(AxisType.Auto)
     query, key = put(mesh, arrays()[0], "x", "y"), put(mesh, arrays()[1], "x")
 

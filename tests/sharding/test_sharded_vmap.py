@@ -23,12 +23,12 @@ MAPPED = [
     (("query", "bias"), 1),
     (("first",), 1),
 ]
-"""Which arrays are, and how many elements the bias has."""
+"""The mapped arrays, and the number of elements of the bias."""
 DIFFERENTIABLE = ("query", "key", "value", "bias")
 
 
 def arrays_of(mapped, sizes, bias_elements):
-    """Every array of a call of B elements, and the names of the dims that may be sharded."""
+    """All arrays of a call with B batch indices, and the names of dims that may be sharded."""
     length, dim = T * sizes.scale, sizes.head_dim
     dims = {
         "query": ("batch", "rows", "heads", "dim"),
@@ -49,14 +49,14 @@ def arrays_of(mapped, sizes, bias_elements):
     arrays: dict[str, Any] = {name: draw(name, own) for name, own in dims.items()}
     arrays["mask"] = arrays["mask"] < 1
     shape = arrays["lengths"].shape
-    # With dropout kernels take multiples of 16.
+    # With dropout kernels need multiples of 16.
     arrays["first"] = 16 * np.arange(arrays["first"].size).reshape(arrays["first"].shape)
     arrays["lengths"] = np.arange(arrays["lengths"].size).reshape(shape) % (length + 1)
     return arrays, dims
 
 
 def gradients(mapped, names):
-    """For every mapped index, in the float arrays."""
+    """The gradients of the float arrays for every mapped index."""
 
     def of_element(arrays):
         def value(floats):
@@ -75,7 +75,7 @@ def gradients(mapped, names):
 
 
 def partitioned(text):
-    """Shapes of the operands of the calls that the compiler divides."""
+    """The shapes of the operands of partitioned calls."""
     calls = re.findall(r"custom_call @CustomSPMDPartitioning.* : \((.*)\) ->", text)
     return [
         [tuple(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<([^>]*)>", operands)]

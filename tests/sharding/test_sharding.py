@@ -1,6 +1,6 @@
-"""Sharded over the batch and the heads, a call is the unsharded call, and gathers no operand.
+"""A call that is sharded over batch and heads equals the unsharded call and gathers no operand.
 
-The oracle is the same function on one device, whose values other tests compare with their oracle.
+The oracle is the same function on one device, which other tests compare with the definition.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ on_every_platform = at("devices", cpu=8, cuda=[2, 4])
 
 @functools.cache
 def unsharded(sizes):
-    """With a bias that is broadcast over the batch: operands, arguments, results."""
+    """Operands, arguments and results on one device, with a bias that is broadcast over the
+    batch.
+    """
     length = T * sizes.scale
     operands = (*projections(sizes=sizes), random(1, N, length, length, dtype=sizes.dtype))
     features = {
@@ -74,7 +76,7 @@ def test_grouped_heads_bias_lengths_and_dropout(axis_type, devices, assert_close
     got, hlo = run(value_and_grad(functools.partial(loss, **features), *operands), *sharded)
     assert_close(got, want, sizes(devices).tolerance)
     assert gathered(hlo) == []
-    # XLA divides the blockwise path without the rule too, but no kernel.
+    # Without the rule XLA partitions the blockwise path, too, but no kernel.
     assert ("jax_memeff_digest" in hlo) == (axis_type == AxisType.Auto)
     for gradient, array in zip(got[1], sharded, strict=True):
         assert gradient.sharding.is_equivalent_to(array.sharding, gradient.ndim)
@@ -107,7 +109,7 @@ def test_shard_map_with_offsets(grad_is, devices, assert_close):
         )
         return jax.lax.psum(part, ("data", "tensor"))
 
-    # A replicated operand's gradient is summed over "data" by the transpose of its cast, once.
+    # The transpose of its cast sums the gradient of a replicated operand over "data", once.
     shard = functools.partial(jax.shard_map, mesh=mesh_of(AxisType.Auto, devices), in_specs=specs)
     if grad_is == "outside":
         function = value_and_grad(shard(local, out_specs=P()), *operands)
@@ -140,7 +142,7 @@ def test_dropout_bits_equal_the_unsharded_run(mode, devices):
 
 
 def test_offsets_of_a_shard_may_be_python_numbers():
-    """The bits of the upper heads of batch index 2, and no others."""
+    """The bits are those of the upper heads of batch index 2."""
     query, key, value = projections()
     arguments = {"dropout_rate": 0.5, "dropout_key": DROPOUT_KEY}
     whole = dot_product_attention(query, key, value, **arguments)
@@ -264,7 +266,7 @@ def test_calls_outside_jit(assert_close):
 
 
 def test_key_and_value_without_a_sharding_get_that_of_query():
-    """The rule propagates it, from heads to heads of groups too."""
+    """The rule propagates the sharding, also from query heads to key heads."""
     mesh = mesh_of(AxisType.Auto, HOST)
     query, key, value = projections()
 
@@ -307,7 +309,7 @@ def test_errors_name_the_axis_and_the_remedy(axis_type, specs, message):
     mesh = mesh_of(axis_type, HOST)
     arrays = (random(B, T, N, H), random(B, T, K, H), random(B, T, K, H))
     operands = [put(mesh, x, *spec) for x, spec in zip(arrays, specs, strict=True)]
-    # Not in the middle of an error of XLA's.
+    # The message is not wrapped in an error of XLA.
     with pytest.raises(ValueError, match=f"^{message}"):
         jax.jit(dot_product_attention).lower(*operands).compile()
 
@@ -347,7 +349,7 @@ def test_a_bias_is_not_gathered_either(axis_type):
 
 
 def test_a_batch_that_does_not_divide():
-    """Only the compiler makes such shards, of intermediate arrays, by padding them."""
+    """Only the compiler makes such shards, by padding intermediate arrays."""
     mesh = mesh_of(AxisType.Auto, HOST)
 
     @jax.jit

@@ -1,7 +1,7 @@
-"""Arrays for tests that JAX does not have to compile a program for.
+"""Arrays for tests, made without compiling a program.
 
-Modules make their arrays when they are imported, in each process that collects tests. jax.random,
-jnp.zeros and jnp.asarray compile a program for each shape; jax.device_put does not.
+Test modules make their arrays at import, in each process that collects tests. jax.random, jnp.zeros
+and jnp.asarray compile a program for each shape; jax.device_put does not.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ from jax_memeff._call.operands import DropoutState, NeedsGrad, Operands, QkvPack
 from jax_memeff._call.options import Divisors, Options
 
 TF32_TOLERANCE = 1e-3
-"""Relative Frobenius error of products with 11 bits."""
+"""The relative Frobenius error of products with 11 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,30 +46,32 @@ class Case:
     segments: int = 0
     boolean: tuple[str, ...] = ()
     block: int | None = None
-    """Boolean masks, and ids that are not sorted, stay the same in blocks of so many positions."""
+    """Boolean masks and unsorted ids are constant in blocks of this many positions."""
     dropout: float = 0.0
     precision: Literal["tf32x3", "tf32"] = "tf32x3"
     position: tuple[int, int] | tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Of row 0 and column 0; or of each batch index."""
+    """The global positions of row 0 and column 0, for all batch indices or for each."""
     packed: bool = False
     """Whether the sequences of ``lengths`` are packed, with gaps between them."""
     projections: bool = False
-    """Query, key and value are one array."""
+    """Whether query, key and value are one array."""
     deterministic: bool = False
     shared: tuple[tuple[str, int, int], ...] = ()
-    """Operands that a ``vmap`` broadcasts: name, own batch indices, and divisor; "boolean" is the
-    first boolean mask."""
+    """Operands that a ``vmap`` broadcasts: name, number of batch indices, and divisor. "boolean" is
+    the first boolean mask.
+    """
     bias_gradient: int = 0
     """The number of batch indices per gradient of a broadcast bias; see ``Divisors``."""
     sign: int = 0
-    """If it is 1 or -1, all scores have it, and the maximum of each row rises from tile to tile in
-    the order in which the forward visits them, by many powers of two."""
+    """If it is 1 or -1, all scores have this sign, and the maximum of each row rises by many powers
+    of two from tile to tile, in the order of the forward.
+    """
     sinks: bool = False
-    """One of the heads has a sink of -inf, if there are several."""
+    """Whether there are sinks. If there are several heads, one has a sink of -inf."""
     row_maxima: bool = False
     """The forward also returns the largest score of each row."""
     mask_seed: int | None = None
-    """Bias and element masks are drawn from it, and not after query, key and value."""
+    """The seed of bias and element masks; by default they are drawn after query, key and value."""
 
     def __str__(self) -> str:
         words = [
@@ -131,7 +133,7 @@ class Case:
 
     @property
     def needs_grad(self) -> NeedsGrad:
-        """The gradients that kernels compute; that of a bias per row needs no kernel."""
+        """The gradients that kernels compute; the gradient of a bias per row needs no kernel."""
         needs_bias = self.bias is not None and self.bias[3] == "S"
         return NeedsGrad(True, True, True, bias=needs_bias, sinks=self.sinks)
 
@@ -141,7 +143,7 @@ class Case:
     def arrays(self, seed: int = 0) -> tuple[Operands, Any, Any]:
         """Operands, dout and dlse (or None), NumPy in the case's dtype, all finite.
 
-        Arrays that a vmap broadcasts are repeated for each batch index.
+        Arrays that a vmap broadcasts are repeated here for each batch index.
         """
         rng = np.random.default_rng(seed)
         dtype = jnp.dtype(self.dtype)
@@ -214,7 +216,9 @@ class Case:
         return bias, self.full_mask & self.element_mask(rng)
 
     def draw_bias(self, rng: np.random.Generator) -> Any:
-        """Normal numbers, and -inf (or what counts as it) in some elements and in whole rows."""
+        """A bias of normal numbers, with -inf (or what counts as -inf) in some elements and whole
+        rows.
+        """
         bias = rng.standard_normal(self.shape(self.bias or ""), np.float32)
         bias[rng.random(bias.shape) < 0.02] = -np.inf
         bias[rng.random(bias.shape[:3]) < 0.04] = -np.inf
@@ -225,7 +229,7 @@ class Case:
     def element_mask(self, rng: np.random.Generator) -> Mask:
         mask = Mask()
         for index in range(self.segments):
-            # Sorted ids first, with negative ones among them, then ids in no order.
+            # The first ids are sorted, with negative ones among them; the others are unsorted.
             ids = [
                 self.in_blocks(rng.integers(-1, 3, size=(self.B, length)).astype(np.int32))
                 for length in (self.T, self.S)
@@ -238,7 +242,7 @@ class Case:
         return mask
 
     def in_blocks(self, array: Any, axis: int = -1) -> Any:
-        """The array with the first of each ``block`` elements along ``axis`` in their place."""
+        """The array, constant in blocks of ``block`` elements along ``axis``."""
         if self.block is None or array.shape[axis] == 1:
             return array
         position = np.arange(array.shape[axis])
@@ -246,7 +250,7 @@ class Case:
 
 
 def poisoned(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
-    """The same arrays with NaN beyond the lengths."""
+    """The arrays with NaN beyond the lengths."""
     if case.lengths is None:
         return operands, dout, dlse
     query, key, value, dout = (np.array(x) for x in (*operands[:3], dout))
@@ -269,9 +273,10 @@ def poisoned(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Oper
 
 
 def passed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
-    """The arrays passed to the call of a case: poisoned beyond the lengths, and packed if asked.
+    """The arrays that a call gets: NaN beyond the lengths, and packed if the case asks for it.
 
-    An array that a vmap broadcasts is not poisoned, because its batch indices have several lengths.
+    An array that a vmap broadcasts has no NaN, because each of its batch indices has several
+    lengths.
     """
     dirty = poisoned(case, operands, dout, dlse)
     arrays, *cotangents = packing.packed(case, *dirty) if case.packed else dirty
@@ -307,7 +312,9 @@ def run(operands: Operands | QkvPackedOperands, options: Options, dout: Any, dls
 
 @functools.partial(jax.jit, static_argnums=1)
 def run_shared(operands: Operands, options: Options, dout: Any, dlse: Any) -> tuple:
-    """The same through the primitives, whose gradients of broadcast arrays have the whole batch."""
+    """As :func:`run` through the primitives, whose gradients of broadcast arrays have the whole
+    batch.
+    """
     from jax_memeff._op import derivatives, primitives
 
     out, lse, *maxima = primitives.forward(operands, options)
@@ -335,12 +342,14 @@ def _run(operands, options, dout, dlse, attention):
 
 
 def assert_matches_the_oracle(case: Case) -> None:
-    """Run a case and compare each of its results with the oracle's."""
+    """Runs a case and compares each of its results with the oracle's."""
     assert_results_match(case, run_case(case, *case.arrays()))
 
 
 def assert_results_match(case: Case, results: tuple) -> None:
-    """The same for results of :func:`run_case`, or of a forward, whose gradients are None."""
+    """Compares results of :func:`run_case`, or of a forward with gradients of None, with the
+    oracle's.
+    """
     operands, dout, _ = case.arrays()
     reference, low = answers(case)
     wide = low is None
@@ -378,10 +387,10 @@ def assert_results_match(case: Case, results: tuple) -> None:
 
 @functools.lru_cache(maxsize=1)
 def answers(case: Case) -> tuple[oracle.Answer, oracle.Answer | None]:
-    """The oracle's, and for 16 bits those of its formula in the case's own dtype.
+    """The oracle's answer, and for 16 bits that of its formula in the dtype of the case.
 
-    Tests of one case that follow each other share them: most of their time goes to XLA, which
-    compiles the formula for the shapes of the case.
+    Consecutive tests of a case share the answers, because compiling the formula for the shapes of
+    the case takes most of their time.
     """
     operands, dout, dlse = case.arrays()
     answer = functools.partial(oracle.answer, operands, case.options, dout, dlse)
@@ -391,10 +400,10 @@ def answers(case: Case) -> tuple[oracle.Answer, oracle.Answer | None]:
 
 
 def cancellation(operands, options, dout, out):
-    """Rounding error of dP - delta where they cancel: two dot products of a row in f32.
+    """The rounding error of dP - delta if they cancel: two dot products of a row in f32.
 
-    delta = rowsum(dout * out) is that of the rounded out, while dP is not rounded; and TF32 takes
-    11 bits of the operands of dP. Of both sums, whose terms are rounded independently, four
+    delta = rowsum(dout * out) uses the rounded out, while dP is not rounded, and TF32 reads 11 bits
+    of the operands of dP. The terms of both sums are rounded independently; the bound is four
     standard deviations.
     """
     dtype = operands.query.dtype

@@ -1,4 +1,4 @@
-"""Calls of the blockwise path: their operands, and the path compiled forward and backward."""
+"""Calls of the blockwise path: their operands, and the compiled forward and backward."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ ALL = NeedsGrad(query=True, key=True, value=True, bias=True)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call; sizes are small, and blocks too, so that there are several."""
+    """One call. Sizes are small, and blocks are smaller, so that there are several."""
 
     B: int = 2
     T: int = 37
@@ -32,7 +32,7 @@ class Case:
     dtype: str = "float32"
     mask: Callable[["Case", np.random.Generator], Mask] | None = None
     bias: tuple[str, ...] | None = None
-    """Which of "BNTS" are full."""
+    """The letters of "BNTS" whose dims are full."""
     bias_dtype: str | None = None
     masked_bias: bool = False
     soft_cap: float | None = None
@@ -69,7 +69,7 @@ EVERYTHING = Case(
 
 
 def make(case: Case) -> tuple[Any, Options, Any, Any]:
-    """Operands, options, and the cotangents of out and lse."""
+    """Makes operands, options, and the cotangents of out and lse."""
     rng = np.random.default_rng(7)
 
     def normal(*shape: int, dtype: str = case.dtype) -> Any:
@@ -98,7 +98,7 @@ def make(case: Case) -> tuple[Any, Options, Any, Any]:
     return operands, options, normal(case.B, case.T, case.N, case.Hv), dlse
 
 
-# Most of the time of these tests is compilation.
+# These tests spend most of their time on compilation.
 UNOPTIMISED = {"xla_backend_optimization_level": 0}
 
 

@@ -1,8 +1,8 @@
 """The test matrix: every pair of values of any two features occurs together in some case.
 
 Bugs of combinations are nearly always bugs of pairs (Kuhn, Wallace and Gallo, "Software fault
-interactions and implications for software testing", IEEE TSE 30(6), 2004). The rest of each row is
-drawn from a fixed seed, and so are rows beyond those that the pairs need.
+interactions and implications for software testing", IEEE TSE 30(6), 2004). A fixed seed draws the
+rest of each row, and the rows beyond those that the pairs need.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax_memeff.codegen.features import FEATURES
 Row = Mapping[str, Any]
 
 _SIZE = 256
-"""Rows, of which the pairs need about half."""
+"""The number of rows. The pairs need about half of them."""
 
 # (query, key and value dim): tuned, differently aligned, and large head dims.
 _DIMS = (
@@ -43,17 +43,17 @@ _DIMS = (
 )
 
 _ATTEMPTS = 50
-"""At rows around one pair."""
+"""The number of attempts at a row around one pair."""
 _SEEDS = 3
-"""Of masks and biases, that are tried for a row."""
+"""The number of seeds of masks and biases that are tried for a row."""
 _LEAST_ROWS = 0.05
-"""The part of the rows that have several valid keys: others have no gradient of their scores."""
+"""The least part of query rows with several valid keys; others have no gradient of their scores."""
 
-# Not with one key: TF32 leaves its rounding where the gradients of the scores cancel to 0.
+# No size has one key: the gradients of its scores cancel to 0, and only rounding is left.
 _SIZES = ((1, 77), (20, 77), (65, 129), (257, 96), (128, 128), (129, 129), (200, 200))
 _HEADS = ((2, 2), (4, 2), (3, 1))
 
-# Axes that belong to no single feature.
+# The axes that belong to no single feature.
 _SHAPES: Row = {
     "dims": _DIMS,
     "sizes": _SIZES,
@@ -77,16 +77,18 @@ AXES: Row = dict(
         key=lambda axis: -len(axis[1]),
     )
 )
-"""The values of each feature, axes with many values first. The first values go with all others."""
+"""The values of each axis, axes with many values first. The first value combines with all
+others.
+"""
 
 _MASKS = {mask.get("mask_name", "full"): mask for mask in MASKS}
 
 
-# Values of axes that cannot be asked for together; a kernel takes all others.
+# Values that no call can combine; kernels support all other combinations.
 _INEXPRESSIBLE: tuple[Row, ...] = (
     {"sizes": _SIZES[:1], "mask": ("causal",)},  # one key
     {"bias": (None,), "bias_dtype": ("float32",)},
-    # One array of query, key and value has one length, one number of heads and one dim.
+    # In one array query, key and value have the same length, number of heads and dim.
     {"layout": ("projections",), "sizes": tuple((T, S) for T, S in _SIZES if T != S)},
     {"layout": ("projections",), "heads": tuple((N, K) for N, K in _HEADS if N != K)},
     {"layout": ("projections",), "dims": tuple((H, Hv) for H, Hv in _DIMS if Hv != H)},
@@ -94,7 +96,7 @@ _INEXPRESSIBLE: tuple[Row, ...] = (
 
 
 def possible(row: Row) -> bool:
-    """Whether a row, or a part of one, can be asked for."""
+    """Whether a call can have the values of a row, or of a part of one."""
     return not any(
         all(row.get(axis, ()) in values for axis, values in excluded.items())
         for excluded in _INEXPRESSIBLE
@@ -108,7 +110,7 @@ def pairs(row: Row) -> set[tuple]:
 
 
 def all_pairs() -> set[tuple]:
-    """Every pair that a matrix has to have."""
+    """Every pair that the matrix must contain."""
     found = set()
     for one, other in itertools.combinations(AXES, 2):
         for values in itertools.product(AXES[one], AXES[other]):
@@ -120,8 +122,8 @@ def all_pairs() -> set[tuple]:
 
 @functools.cache
 def rows() -> dict[Case, Row]:
-    """All rows by their case; greedy: each is built around a missing pair, one axis after the
-    other, with the value that brings the most missing pairs.
+    """All rows by their case. Greedy: each row is built around a missing pair, axis by axis, with
+    the value that adds the most missing pairs.
     """
     rng = np.random.default_rng(3)
     missing = all_pairs()
@@ -134,7 +136,7 @@ def rows() -> dict[Case, Row]:
 
 
 def _next(missing: set[tuple], rng: np.random.Generator) -> tuple[Case, Row]:
-    # Large head dims are slow on every side: only as many rows have them as pairs need.
+    # Large head dims are slow everywhere, so only as many rows have them as the pairs need.
     start = {"dims": _DIMS[rng.integers(len(_DIMS) - 2)]}
     if missing:
         one, first, other, second = min(missing)
@@ -151,8 +153,8 @@ def _next(missing: set[tuple], rng: np.random.Generator) -> tuple[Case, Row]:
 
 
 def _choose(row: Row, axis: str, missing: set[tuple], rng: np.random.Generator) -> Any:
-    """The value with the most missing pairs; of several with the same number a drawn one, and
-    often the first, so that some rows have few features, which more kernels serve.
+    """The value with the most missing pairs. Ties are drawn, often as the first value, so that some
+    rows have few features, which more kernels serve.
     """
 
     def gain(value):
@@ -179,7 +181,7 @@ def _pair(one: str, first: int, other: str, second: int) -> tuple:
 
 
 def case(row: Row) -> Case | None:
-    """The call that a row describes, with a mask that leaves something to do, or None."""
+    """The call of a row, with a mask that leaves enough valid elements, or None."""
     described = _described(row)
     for seed in range(_SEEDS):
         drawn = dataclasses.replace(described, mask_seed=seed)
@@ -240,7 +242,7 @@ def cases() -> list[Case]:
 
 
 def small_cases() -> list[Case]:
-    """A few of the rows, which have every value of every axis but head dims above 320."""
+    """A few of the rows, with every value of every axis except head dims above 320."""
     small = {case: _values(row) for case, row in rows().items() if max(row["dims"]) <= 320}
     missing = set().union(*small.values())
     found = []

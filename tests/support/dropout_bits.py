@@ -17,7 +17,7 @@ def kept_by_half(dropout_key: jax.Array, batch: int, heads: int, length: int) ->
 
 
 def assert_dropout_bits(case: Case) -> None:
-    """Read from out, dq and dv of uniform probabilities, by the oracle's own definition."""
+    """Compares the bits in out, dq and dv of uniform probabilities with the oracle's definition."""
     operands, _, _ = case.arrays()
     assert operands.dropout is not None
     sizes = case.T, case.S, operands.position
@@ -27,7 +27,9 @@ def assert_dropout_bits(case: Case) -> None:
     uniform = operands._replace(query=np.zeros_like(operands.query), bias=bias)
 
     def one_hot(length, first):
-        """[B, length, N, H], one where the row is ``first`` and the last index together."""
+        """An array [B, length, N, H] that is one where the row equals ``first`` plus the last
+        index.
+        """
         hot = np.eye(length, case.H, k=-first)[None, :, None, :]
         return np.broadcast_to(hot, (case.B, length, case.N, case.H)).astype(uniform.query.dtype)
 
@@ -43,7 +45,7 @@ def assert_dropout_bits(case: Case) -> None:
         (out, _), _ = results(flat, value=one_hot(case.S, first))
         kept = out.transpose(0, 2, 1, 3)[..., :width] > 0
         np.testing.assert_array_equal(kept, expected[..., columns])
-        # With dP = 1 everywhere dS is positive exactly where the element is kept.
+        # With dP = 1 everywhere dS is positive exactly at kept elements.
         _, (dq, *_) = results(flat, key=one_hot(case.S, first), value=ones)
         kept = dq.transpose(0, 2, 1, 3)[..., :width] > 0
         np.testing.assert_array_equal(kept, expected[..., columns])

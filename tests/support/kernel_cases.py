@@ -1,4 +1,4 @@
-"""The test calls of the kernels: one table for GPU tests and for the kernels they compile."""
+"""The test calls of the kernels: one table for the GPU tests and for the kernels to compile."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ ODD_HEAD_DIMS = (
     (36, 250),
     (255, 33),
 )
-"""Rows that begin at multiples of 2, 4 and 8 bytes."""
+"""Head dims whose rows begin at multiples of 2, 4 and 8 bytes."""
 LARGE_HEAD_DIMS = ((264, 264), (320, 320), (512, 64), (72, 520), (301, 299), (1000, 1000))
-"""Above what accumulators hold: in steps and chunks of columns."""
+"""Head dims that accumulators cannot hold: kernels use steps and column chunks."""
 
 BIASES = ("BNTS", "1NTS", "B1TS", "11TS", "BN1S", "B11S", "1N1S", "111S", "BNT1", "1NT1", "1111")
 SUMMED_BIASES = ("1NTS", "B1TS", "11TS", "BN1S", "B11S", "1N1S", "111S")
-"""Those whose gradient several blocks, or one for several heads, contribute to."""
+"""Biases whose gradient sums over several CTAs, or over the heads of one CTA."""
 BOOLEANS = (("BNTS",), ("11TS",), ("B11S",), ("1N1S", "B1T1"))
 GROUPS = ((2, 2), (4, 2), (3, 1), (8, 1), (6, 2))
 
@@ -79,7 +79,7 @@ def _element_cases() -> list[Case]:
         found += [Case(T=77, S=201, H=128, bias=bias, bias_dtype="float32")]
         found += [Case(T=64, S=129, N=4, bias=bias, dtype="float16", soft_cap=2.0)]
         found += [Case(T=200, S=270, bias=bias, lengths=((200, 270), (33, 100)), **BOTTOM_RIGHT)]
-        # Rows of 16-byte multiples: other copies than those of the odd sizes above.
+        # Rows of 16-byte multiples use other copies than the odd sizes above.
         found += [Case(T=150, S=200, bias=bias), Case(T=200, S=136, N=4, K=2, bias=bias, **CAUSAL)]
         found += [Case(T=77, S=264, H=128, bias=bias, bias_dtype="float32", **WINDOW)]
         found += [Case(T=130, S=144, bias=bias, soft_cap=2.0, lengths=((77, 144), (130, 9)))]
@@ -112,7 +112,7 @@ def _element_cases() -> list[Case]:
 
 
 def _two_kernel_bias_cases() -> list[Case]:
-    """A bias in the two-kernel backward of Hopper, in which both kernels read it."""
+    """A bias in the two-kernel backward of Hopper; both kernels read it."""
     found = []
     sequences = ((200, 264), (0, 100), (77, 0), (1, 1), (130, 33))
     for bias in ("BNTS", "1NTS", "BN1S", "BNT1"):
@@ -149,7 +149,7 @@ LONG_KEYS = (1, 63, 513, 2049, 5000)
 
 
 def split_cases() -> list[Case]:
-    """Few queries and long keys, every feature with several sizes."""
+    """Few queries and long keys: every feature with several sizes."""
     found = []
     for index, T in enumerate(FEW_QUERIES):
         S = LONG_KEYS[index % len(LONG_KEYS)]
@@ -165,7 +165,7 @@ def split_cases() -> list[Case]:
         found += [Case(T=T, S=1501, N=8, K=2, segments=2), Case(T=T, S=999, boolean=("B11S",))]
     for H, Hv in HEAD_DIMS:
         found += [Case(T=5, S=1025, N=8, K=4, H=H, Hv=Hv), Case(T=20, S=1025, H=H, Hv=Hv, **CAUSAL)]
-        # Parts of the keys that have a block mask, some of them without a valid block.
+        # Splits with a block mask; some of them have no valid block.
         found += [Case(T=5, S=1500, N=8, K=4, H=H, Hv=Hv, boolean=("BN1S",), block=128)]
         found += [Case(T=40, S=1500, H=H, Hv=Hv, segments=2, block=150, **CAUSAL)]
     found += [Case(B=3, T=1, S=70000, N=4, K=1, H=128), Case(B=1, T=64, S=9999, N=1, K=1)]
@@ -174,7 +174,7 @@ def split_cases() -> list[Case]:
 
 
 def _f32_cases() -> list[Case]:
-    """Every feature and head dim in f32, whose tiles, fragments and sums are others."""
+    """Every feature and head dim in f32, which has other tiles, fragments and sums."""
     found = []
     f32 = functools.partial(Case, dtype="float32")
     for T, S in ODD_SIZES:
@@ -251,7 +251,7 @@ def dropout_cases() -> list[Case]:
         found += [case(H=H, dtype="float32"), case(H=H, dtype="float32", precision="tf32")]
         found += [case(H=H, bias="1NTS"), case(H=H, bias="BNTS", bias_dtype="float32")]
         found += [case(S=200, H=H, projections=True), case(H=H, dtype="float16")]
-        # Few rows, which split the keys, and rows that see every key in spite of their mask.
+        # Few rows, which split the keys, and rows that see every key despite their mask.
         found += [case(T=3, H=H), case(T=40, H=H)]
         found += [case(H=H, mask=Mask.window(400, 400), mask_name="wide_window")]
         found += [dataclasses.replace(case(H=H, **CAUSAL), position=(192, 48))]
@@ -283,7 +283,7 @@ def deterministic_cases() -> list[Case]:
 
 
 def frozen_cases() -> list[tuple[Case, NeedsGrad]]:
-    """Each case with every proper choice of its gradients; each choice has kernels of its own."""
+    """Each case with every proper subset of its gradients; each subset has its own kernels."""
     dims = ((64, 64), (128, 128), (192, 128), (256, 256), (320, 320))
     plain = [Case(T=200, S=150, N=4, K=2, H=H, Hv=Hv, **CAUSAL) for H, Hv in dims]
     plain.append(dataclasses.replace(plain[0], dtype="float32"))
@@ -303,7 +303,7 @@ def frozen_cases() -> list[tuple[Case, NeedsGrad]]:
 
 
 def cases() -> list[Case]:
-    """Every value of every factor; ``case_matrix.py`` has their combinations."""
+    """Every value of every feature; ``case_matrix.py`` has their combinations."""
     found = []
     for H, Hv in ODD_HEAD_DIMS + LARGE_HEAD_DIMS:
         found += [Case(T=130, S=150, H=H, Hv=Hv), Case(T=1025, S=257, H=H, Hv=Hv, **CAUSAL)]
@@ -335,7 +335,7 @@ def cases() -> list[Case]:
         bias = {"bias": "1NTS", "bias_dtype": "float32", **features}
         found += [Case(T=20, S=77, dtype=dtype, **bias) for dtype in ("bfloat16", "float16")]
         found += [Case(T=200, S=570, H=128, **bias)]
-    # More blocks of keys than those whose order is by work.
+    # More KV blocks than those that are ordered by work.
     found += [Case(B=40, T=140, S=150, N=8, K=8, **CAUSAL)]
     for T, S in ODD_SIZES:
         found += [Case(T=T, S=S), Case(T=T, S=S, H=128, **CAUSAL)]
@@ -345,7 +345,7 @@ def cases() -> list[Case]:
     for mask in MASKS:
         found += [Case(T=200, S=270, **mask), Case(T=270, S=200, dtype="float16", **mask)]
         found += [Case(T=200, S=270, soft_cap=2.0, **mask)]
-    # Arguments of tanh below 1 and above, and caps below and above what needs no maxima.
+    # Arguments of tanh below and above 1, and caps with and without maxima.
     for H, dtype in itertools.product((64, 128, 256), ("bfloat16", "float16")):
         found += [Case(T=200, S=270, H=H, dtype=dtype, soft_cap=30.0, **CAUSAL)]
         found += [Case(T=700, S=650, H=H, dtype=dtype, soft_cap=30.0, scale=2.0)]

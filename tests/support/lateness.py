@@ -1,4 +1,4 @@
-"""Kernels with random delays and as many stages as a test asks for; their bits in many runs."""
+"""Kernels with random delays and a given number of stages, and their bits in many runs."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ SMALLEST_KEY_TILE = 32
 
 
 def make_late(patch: pytest.MonkeyPatch) -> None:
-    """From now on kernels sleep at random wherever their warps synchronize (arch/thread.cuh)."""
+    """Makes kernels sleep at random wherever their warps synchronize (arch/thread.cuh)."""
     source = emit.source
     patch.setattr(emit, "source", lambda spec: f"#define MEMEFF_RANDOM_SLEEP\n{source(spec)}")
 
 
 @contextlib.contextmanager
 def set_stages(stages: int | None) -> Iterator[None]:
-    """Problems of any size get kernels of Hopper in this context: with so many stages, or if that
-    is None with consumer groups.
+    """A context in which problems of any size use Hopper kernels: with this many stages, or with
+    consumer groups if it is None.
 
-    A backward in two kernels keeps its stages: no other number fits.
+    A two-kernel backward keeps its stages, because no other number fits.
     """
     if stages is None:
         with using(forward=Strategy(query_rows="consumer_groups")):
@@ -55,7 +55,7 @@ def _staged(row: Sequence[WgmmaTile], stages: int) -> list[WgmmaTile]:
 
 
 def _fitting(row: Sequence[Tile], stages: int) -> list[Tile]:
-    """The tiles with so many stages, and smaller ones if those find no room."""
+    """The tiles with this many stages, and smaller ones in case those do not fit."""
     large = [dataclasses.replace(tile, stages=stages) for tile in row]
     medium = [dataclasses.replace(tile, query_stages=1) for tile in large]
     small = [dataclasses.replace(tile, key=SMALLEST_KEY_TILE) for tile in medium]
@@ -63,9 +63,7 @@ def _fitting(row: Sequence[Tile], stages: int) -> list[Tile]:
 
 
 def kernels(case: Case) -> list[KernelSpec]:
-    """Forward and backward of a case on Hopper, as set_stages() has them; float32 has no backward
-    there.
-    """
+    """The Hopper forward and backward of a case in set_stages(); float32 has no backward there."""
     operands, _, _ = case.arrays()
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -81,8 +79,8 @@ def count_other_runs(
 ) -> dict[str, int]:
     """The number of runs in which each result differed from the first run.
 
-    ``run`` takes the arrays and an integer that is zero whenever the program runs. XLA does not
-    know this: it would compute results that depend on the arrays alone once for all runs.
+    ``run`` takes the arrays and an integer that is always zero. XLA cannot see that; it would
+    compute results that depend on the arrays alone once for all runs.
     """
 
     @jax.jit

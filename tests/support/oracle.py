@@ -1,7 +1,7 @@
 """Attention by its definition: materialized scores, written without the code under test.
 
-Masks and dropout bits are realised here in NumPy from their definitions; gradients are JAX's, of
-the materialized formula. Every test of numbers compares with this file by :func:`check`.
+Masks and dropout bits follow their definitions in NumPy; gradients are JAX's of the materialized
+formula. Every test of numbers compares with this file by :func:`check`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_memeff._call.options import Options
 
 
 class Answer(NamedTuple):
-    """What attention returns, and its gradients; NumPy arrays."""
+    """The results of attention and their gradients, as NumPy arrays."""
 
     out: np.ndarray
     """[B, T, N, Hv]"""
@@ -31,10 +31,10 @@ class Answer(NamedTuple):
     value: np.ndarray
     bias: np.ndarray | None
     bias_scale: np.ndarray | None
-    """Sum of the absolute score gradients that the bias gradient is reduced from."""
+    """The sum of the absolute score gradients that the bias gradient adds up."""
     sinks: np.ndarray | None = None
     sinks_scale: np.ndarray | None = None
-    """The same for the gradient of the sinks."""
+    """As ``bias_scale``, for the gradient of the sinks."""
     maxima: np.ndarray | None = None
     """[B, T, N], the largest valid score of each row; -inf without one."""
 
@@ -77,14 +77,14 @@ def valid_elements(
 
 
 def _first_indices(position: Position | None, B: int) -> tuple[np.ndarray, np.ndarray]:
-    """The global index of row 0 and of column 0, [B] each."""
+    """The global indices of row 0 and of column 0, [B] each."""
     rows, columns = (0, 0) if position is None else position
     first, second = (np.broadcast_to(np.asarray(x, np.int64), (B,)) for x in (rows, columns))
     return first, second
 
 
 def philox4x32_7(counter: list[np.ndarray], key: list[np.ndarray]) -> list[np.ndarray]:
-    """Philox4x32 with 7 rounds, in 64-bit integers."""
+    """Philox4x32 with 7 rounds, computed in 64-bit integers."""
     low_word = np.uint64(0xFFFFFFFF)
     c = [np.asarray(x).astype(np.uint64) for x in counter]
     k = [np.asarray(x).astype(np.uint64) for x in key]
@@ -122,7 +122,7 @@ def kept_elements(
 
 
 def kept_factors(operands: Operands, options: Options) -> np.ndarray:
-    """What dropout multiplies the probabilities by, [B, N, T, S]."""
+    """The factors of the probabilities by dropout, [B, N, T, S]."""
     B, T, N, _ = operands.query.shape
     S, threshold = operands.key.shape[1], options.dropout_threshold
     if not threshold or operands.dropout is None:
@@ -132,7 +132,7 @@ def kept_factors(operands: Operands, options: Options) -> np.ndarray:
 
 
 def scores_of(query, key, bias, scale, soft_cap):
-    """The scores by their definition, [B, N, T, S], before masks; arguments as of ``formula``."""
+    """The scores by their definition, [B, N, T, S], before masks; arguments as in ``formula``."""
     key = jnp.repeat(key, query.shape[2] // max(key.shape[2], 1), 2)
     highest = jax.lax.Precision.HIGHEST
     scores = scale * jnp.einsum("btnh,bsnh->bnts", query, key, precision=highest)
@@ -142,16 +142,13 @@ def scores_of(query, key, bias, scale, soft_cap):
 
 
 def formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap):
-    """Output and logsumexp, by their definition, as a function that JAX differentiates.
+    """Output and logsumexp by their definition, as a function that JAX can differentiate.
 
     Args:
-        query, key, value: arrays of any float dtype.
-        bias: broadcasts to [B, N, T, S], finite.
-        sinks: broadcasts to [B, N, T, 1], a score of each row whose value is 0; -inf is none.
-        valid: bool[B, N, T, S].
-        kept: [B, N, T, S], what probabilities are multiplied by.
-        scale: of the products.
-        soft_cap: static, or None.
+        query, key, value: arrays of any float dtype. bias: broadcasts to [B, N, T, S], finite.
+        sinks: broadcasts to [B, N, T, 1], a score of each row without a value; -inf is no sink.
+        valid: bool[B, N, T, S]. kept: [B, N, T, S], the factors of the probabilities. scale: of the
+        products. soft_cap: static, or None.
     """
     groups = query.shape[2] // max(key.shape[2], 1)
     highest = jax.lax.Precision.HIGHEST
@@ -159,8 +156,8 @@ def formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap):
     scores = scores_of(query, key, bias, scale, soft_cap)
     has_sink = sinks > -jnp.inf
     has_scores = jnp.any(valid, -1, keepdims=True) | has_sink
-    # Rows without keys and sink get finite scores here, and their defined values below, so that
-    # JAX's gradients of them are zero and not NaN.
+    # Hazard: rows without keys and sink get finite scores here and their defined values below, so
+    # that JAX's gradients of them are zero instead of NaN.
     scores = jnp.where(valid | ~has_scores, scores, -jnp.inf)
     sinks = jnp.broadcast_to(jnp.where(has_sink, sinks, -jnp.inf), (*scores.shape[:3], 1))
     lse = jax.nn.logsumexp(jnp.concatenate([scores, sinks], -1), -1, keepdims=True)
@@ -169,8 +166,8 @@ def formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap):
     return out, jnp.where(has_scores, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
 
 
-# Operations round as they are written: XLA would keep more bits between fused 16-bit operations.
-# The oracle runs once per compilation, so it is not optimised.
+# Operations must round as written; XLA would keep more bits between fused 16-bit operations. Each
+# compiled oracle runs once, so it is not optimized.
 @functools.partial(
     jax.jit,
     static_argnames="soft_cap",
@@ -194,7 +191,7 @@ def answer(
 ) -> Answer:
     """Output, logsumexp and gradients, with every step in ``dtype``.
 
-    Operands hold finite values (what is masked may be anything finite).
+    All operands must be finite, masked elements included.
     """
     B, T, N, _ = operands.query.shape
     S = operands.key.shape[1]
@@ -211,14 +208,15 @@ def answer(
     sinks = _sinks_of_rows(operands, (B, N, T, 1))
     arrays = (operands.query, operands.key, operands.value, bias, sinks)
     others = (kept, options.scale, dout, dlse)
-    # On the CPU: another compiler, and beside a GPU a far quicker one for single operations.
+    # Runs on the CPU: its compiler is independent of the GPU's and much faster for single
+    # operations.
     cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
     with cpu, jax.enable_x64(np.dtype(dtype) == np.float64):
         q, k, v, bias, sinks, kept, scale, dout, dlse = (
             np.asarray(x).astype(np.float64).astype(dtype) for x in (*arrays, *others)
         )
         if S == 0:
-            # JAX has no maximum of nothing: one column that is not valid stands for it.
+            # JAX has no maximum of an empty array, so one invalid column is added.
             k, v, bias, kept = (
                 jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), dtype)
                 for x, axis in ((k, 1), (v, 1), (bias, 3), (kept, 3))
@@ -251,7 +249,7 @@ def answer(
 
 
 def _sinks_of_rows(operands: Operands, shape: tuple[int, ...]) -> np.ndarray:
-    """The sink of each row that is within the lengths, [B, N, T, 1], and -inf in others."""
+    """The sink of each row within the lengths, [B, N, T, 1], and -inf in other rows."""
     if operands.sinks is None:
         return np.full(shape, -np.inf)
     sinks = np.broadcast_to(np.asarray(operands.sinks)[:, :, None, None], shape)
@@ -273,23 +271,23 @@ def check(
     floor: float = 0.0,
     wide_tolerance: float | None = None,
 ) -> None:
-    """Fail unless a result is as near to the reference as its precision allows.
+    """Fails unless a result is as near to the reference as its precision allows.
 
     Args:
-        name: ``"lse"`` or ``"maxima"``, or what the result is called in the message.
-        got: the result under test.
-        reference: the oracle's, in float64 (float32 for 16-bit inputs).
-        low_precision: the oracle's formula run in the dtype of 16-bit inputs; None for wider
+        name: ``"lse"`` or ``"maxima"``, or the name of the result in the message. got: the result
+        under test. reference: the oracle's, in float64 (float32 for 16-bit inputs). low_precision:
+        the oracle's formula run in the dtype of 16-bit inputs; None for wider
             inputs, where the relative Frobenius error is at most ``wide_tolerance``.
-        scale: magnitudes that stand for the reference's where terms cancel in a reduction.
-        floor: what f32 rounding leaves where the reference cancels exactly (a row with one key has
-            dP = delta); added to what is allowed of an element.
+        scale: magnitudes that replace the reference's if terms cancel in a reduction. floor: the
+        rounding error of f32 if the reference cancels exactly (a row with one key has dP = delta).
+        It is added to the allowed error of an element.
         wide_tolerance: 5e-6 by default (1e-12 in float64).
         lse_tolerance: of the logsumexp and the maxima, relative to ``1 + max |lse|``.
 
     Results of 16-bit inputs may have twice the largest error of ``low_precision``, in each row and
-    in the tensor, and two roundings of their largest element: of what the last product reads and of
-    what it gives, both of which ``low_precision`` may be spared in a row of few elements.
+    in the tensor, plus two roundings of their largest element: one of an operand of the last
+    product and one of its result. In a row of few elements ``low_precision`` may have neither by
+    chance.
     """
     if wide_tolerance is None:
         wide_tolerance = 1e-12 if got.dtype == np.float64 else 5e-6

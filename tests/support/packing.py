@@ -1,4 +1,4 @@
-"""A padded call as packed sequences: the same rows without the padding, NaN between them."""
+"""Converts a padded call to packed sequences: rows without padding, with NaN between sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Packing:
 
     lengths: tuple[int, ...]
     gaps: tuple[int, ...]
-    """Tokens that belong to no sequence: before the first, and after each."""
+    """The tokens of no sequence: before the first sequence, and after each."""
 
     @property
     def starts(self) -> list[int]:
@@ -32,7 +32,7 @@ class Packing:
         return sum(self.lengths) + sum(self.gaps)
 
     def pack(self, padded: Any, fill: float) -> Any:
-        """[B, T, ...] to [1, tokens, ...]."""
+        """Converts [B, T, ...] to [1, tokens, ...]."""
         padded = np.asarray(padded)
         packed = np.full((self.tokens, *padded.shape[2:]), fill, padded.dtype)
         for b, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
@@ -40,7 +40,7 @@ class Packing:
         return packed[None]
 
     def unpack(self, packed: Any, longest: int, fill: float) -> np.ndarray:
-        """[1, tokens, ...] to [B, T, ...], and the gaps must hold ``fill``."""
+        """Converts [1, tokens, ...] to [B, T, ...] and asserts that gaps hold ``fill``."""
         packed = np.asarray(packed)[0]
         padded = np.full((len(self.lengths), longest, *packed.shape[1:]), fill, packed.dtype)
         in_gap = np.ones(self.tokens, bool)
@@ -52,7 +52,9 @@ class Packing:
 
 
 def packings(case: Case, seed: int = 0) -> tuple[Packing, Packing]:
-    """Of the queries and of the keys of a case with lengths; gaps of any size, many of none."""
+    """The packings of queries and keys of a case with lengths. Gaps have any size; many are
+    empty.
+    """
     rng = np.random.default_rng(seed)
     assert case.lengths is not None
     queries, keys = (
@@ -63,7 +65,7 @@ def packings(case: Case, seed: int = 0) -> tuple[Packing, Packing]:
 
 
 def packed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operands, Any, Any]:
-    """The arrays of a case with lengths, packed; NaN in the gaps."""
+    """The packed arrays of a case with lengths, with NaN in the gaps."""
     queries, keys = packings(case)
 
     def sequence_starts(packing: Packing) -> Any:
@@ -97,7 +99,7 @@ def packed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operan
 
 
 def unpacked_forward(case: Case, results: tuple) -> tuple:
-    """Results of a forward of packed arrays as those of the padded ones; None stays None."""
+    """The results of a forward of packed arrays in padded form; None stays None."""
     out, *of_rows = results
     queries, _ = packings(case)
     return (
@@ -107,7 +109,7 @@ def unpacked_forward(case: Case, results: tuple) -> tuple:
 
 
 def unpacked(case: Case, results: tuple) -> tuple:
-    """Results of ``attention_case.run`` of packed arrays as those of the padded ones."""
+    """The results of ``attention_case.run`` of packed arrays in padded form."""
     forward, (dq, dk, dv, *others) = results
     queries, keys = packings(case)
     return unpacked_forward(case, forward), (

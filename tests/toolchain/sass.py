@@ -1,8 +1,7 @@
-"""Machine code of a kernel: where the left operands of its products come from.
+"""Machine code of a kernel: the origin of the left operands of its products.
 
-ptxas (CUDA 13.0) has packed probabilities into registers with keys that are loaded once for all Q
-blocks, so the next Q block multiplied by probabilities. Neither its log nor the emulator shows
-that.
+Hazard: ptxas (CUDA 13.0) has packed probabilities into registers that held keys for all Q blocks,
+so the next Q block was multiplied by probabilities. Neither its log nor the emulator shows that.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _FUNCTION = re.compile(r"Function : (\w+)")
 _REGISTER = re.compile(r"R(\d+)")
 _LEFT_OPERAND_REGISTERS = 4
 _WIDTHS = {"2": 2, "64": 2, "LARGE_DIM": 2, "4": 4, "128": 4}
-"""Registers that an instruction with such a modifier writes; others write one."""
+"""The number of registers that an instruction with a modifier writes; others write one."""
 
 
 class Instruction(NamedTuple):
@@ -38,7 +37,7 @@ class Instruction(NamedTuple):
         return range(int(first[1]), int(first[1]) + _written_width(self.operation))
 
     def next_addresses(self, following: int) -> Iterator[int]:
-        """The possible next addresses; ``following`` is the address of the next line."""
+        """The possible addresses after this one; ``following`` is the address of the next line."""
         name = self.operation.partition(".")[0]
         if name == "BRA":
             yield int(self.operands[-1], 16)
@@ -56,7 +55,7 @@ def _written_width(operation: str) -> int:
 
 
 def functions(image: bytes, directory: Path) -> dict[str, list[Instruction]]:
-    """The instructions of each kernel of a fatbin, which is written into ``directory``."""
+    """The instructions of each kernel of a fatbin. Writes the fatbin into ``directory``."""
     from cuda import pathfinder  # the parser needs none of CUDA's packages
 
     file = directory / "image.fatbin"
@@ -70,7 +69,7 @@ def functions(image: bytes, directory: Path) -> dict[str, list[Instruction]]:
 
 
 def parse(listing: str) -> dict[str, list[Instruction]]:
-    """The instructions of each function of what ``cuobjdump -sass`` prints."""
+    """The instructions of each function in the output of ``cuobjdump -sass``."""
     found: dict[str, list[Instruction]] = {}
     for line in listing.splitlines():
         if function := _FUNCTION.search(line):
@@ -84,8 +83,9 @@ def parse(listing: str) -> dict[str, list[Instruction]]:
 
 
 def overwritten_operands(code: list[Instruction]) -> list[str]:
-    """Products whose left operand is a loaded value on one path of a thread and another result on
-    another path."""
+    """Products whose left operand is a loaded value on one path of a thread and a different result
+    on another path.
+    """
     before: dict[int, list[Instruction]] = {}
     followers = [*(instruction.address for instruction in code[1:]), -1]
     for instruction, following in zip(code, followers, strict=True):

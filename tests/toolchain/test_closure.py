@@ -1,8 +1,8 @@
-"""A sample of all kernels, compiled for each architecture: no spills, no lost performance, and
-every operand in the registers that the products read.
+"""A sample of all kernels, compiled for each architecture: no spills, no serialized wgmma, and no
+overwritten register operands.
 
-The sample changes every day. ``JAX_MEMEFF_CLOSURE=2026-11-23`` repeats that of a day, and
-``JAX_MEMEFF_CLOSURE=all`` compiles every kernel, as is due before a release.
+The sample changes every day. ``JAX_MEMEFF_CLOSURE=2026-11-23`` repeats the sample of that day, and
+``JAX_MEMEFF_CLOSURE=all`` compiles every kernel, which is due before a release.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 COVERED = "sm_90a"
 DIMS_DRAWN = 4
 LARGEST_SPILL = 64
-"""More than a few registers per thread is a wrong tile, however fast it was measured to be."""
+"""A tile that spills more than a few registers per thread is wrong, however fast it was
+measured.
+"""
 
 
 ODD_DIMS = ((7, 7), (66, 66), (100, 100), (255, 33))
@@ -50,10 +52,10 @@ CHOICE = os.environ.get("JAX_MEMEFF_CLOSURE", datetime.date.today().isoformat())
 
 @functools.cache
 def sample(arch):
-    """Other kernels for each architecture and day.
+    """A sample that depends on the architecture and the day.
 
-    The sample of Hopper, which compiles every kernel module, has each module and each feature in
-    it; the other architectures, which share the modules of sm_80, have a kernel per direction.
+    Hopper compiles every kernel module, so its sample has each module and each feature. The other
+    architectures share the modules of sm_80 and have one kernel per direction.
     """
     generator = random.Random(f"{arch} {CHOICE}")
     dims = [*select.CLOSURE_DIMS, *ODD_DIMS]
@@ -67,7 +69,7 @@ def sample(arch):
 
 
 def chosen(specs, covers):
-    """Specs that together cover all that any of them covers: the one with most of the rest next."""
+    """A subset of the specs with the same coverage. Greedy: the one that adds most comes next."""
     missing = set().union(*map(covers, specs))
     while missing:
         best = max(specs, key=lambda spec: len(covers(spec) & missing))
@@ -82,16 +84,18 @@ def covered(spec):
 
 
 def allowed_spill(spec):
-    """What the tile row records; a few registers with features beside window and soft cap, and
-    with rows that are copied by 4 or 8 bytes."""
+    """The spill that the tile's row records, or a few registers for features besides window and
+    soft cap and for rows that are copied by 4 or 8 bytes.
+    """
     features = any(spec[feature] for feature in (BIAS, DROPOUT, SEGMENTS, BOOLEAN, VARLEN))
     features = features or spec.alignment < 16
     return LARGEST_SPILL if features else spec.tile.spill_bytes
 
 
 def other_launches(spec, resources):
-    """Kernels with a producer that do not begin with the registers that consumer_registers() of
-    warpgroup_gemm.cuh deals out: a raise beyond them hangs the GPU."""
+    """Hazard: kernels with a producer whose registers at launch differ from those that
+    consumer_registers() of warpgroup_gemm.cuh distributes. setmaxnreg would hang the GPU.
+    """
     registers = 2**16 // spec.threads // 8 * 8
     return [
         f"{resource.name} begins with {resource.registers} registers a thread, not {registers}"
@@ -128,7 +132,8 @@ def test_kernels_keep_their_accumulators_in_registers(arch, tmp_path):
 def test_the_sample_has_every_module_and_every_feature():
     specs = list(sample(COVERED))
     assert {spec.kernel.stem for spec in specs} == {kernel.stem for kernel in KERNELS}
-    # Every kernel has lengths, and those of functions cannot be listed: tests/functions.
+    # Every kernel has lengths, and kernels of functions cannot be listed; tests/functions has
+    # those.
     compiled = {feature.name for feature in FEATURES} - {LENGTHS.name, FUNCTIONS.name}
     assert compiled <= set().union(*map(covered, specs))
 

@@ -1,4 +1,4 @@
-"""Source → fatbin with the real compiler, which needs no GPU, and the cache of its results."""
+"""Source → fatbin by the real compiler, which needs no GPU, and the cache of its results."""
 
 import dataclasses
 import os
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(128) reverse(float* x) {
 
 @pytest.fixture(scope="module")
 def module_cache(tmp_path_factory):
-    """A cache that the tests of this module share, so that a kernel is compiled once."""
+    """A cache that the tests of this module share, so that each kernel is compiled once."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -94,12 +94,12 @@ def test_cute_kernel_and_its_resources(shared_cache):
     compiled = compiler.compile_source(CUTE, "sm_90a", ["reverse"])
     (resource,) = compiled.resources
     assert (resource.spill_store, resource.spill_load, resource.shared_bytes) == (0, 0, 512)
-    # The symbols that the libraries' constants become are compressed away.
+    # The symbols of the libraries' constants are compressed away.
     assert len(compiled.image) < 50_000
 
 
 def test_threads_of_a_fresh_process_compile_at_once(cache):
-    """The first compilation imports cuda.core; programs are often lowered from several threads."""
+    """Hazard: the first compilation imports cuda.core, and several threads may lower programs."""
     program = f"""
 from concurrent.futures import ThreadPoolExecutor
 from jax_memeff.codegen.toolchain import compile as compiler
@@ -116,7 +116,9 @@ with ThreadPoolExecutor(8) as pool:
 
 
 def test_a_fork_compiles_although_another_thread_was_importing(cache):
-    """The child of a fork has no other threads: a lock that one held is never released in it."""
+    """Hazard: the child of a fork has no other threads, so a lock that one held is never
+    released.
+    """
     program = f"""
 import os, sys
 from jax_memeff.codegen.toolchain import compile as compiler, parts
@@ -206,7 +208,7 @@ def test_known_breakage_of_cccl_is_named(cache, monkeypatch):
 
 @pytest.fixture
 def nothing_found(monkeypatch):
-    """A machine without wheels and toolkits."""
+    """Hides all wheels and toolkits."""
     from cuda import pathfinder
 
     def not_found(name):
@@ -266,7 +268,7 @@ def test_missing_packages_name_the_command(cache, monkeypatch, module):
 
 
 def test_wrong_numbers_in_python_do_not_compile(shared_cache):
-    """The assertions in the source are what keeps spec.py and the device code together."""
+    """The assertions in the source keep spec.py and the device code consistent."""
     spec = forward()
 
     class Wrong(type(spec)):
@@ -312,7 +314,7 @@ def test_killed_process_is_an_error_and_not_a_hang(cache):
 
 
 def test_processes_do_not_run_the_main_script_again(cache, tmp_path):
-    """A script without a __main__ guard, as training scripts are."""
+    """Training scripts often have no __main__ guard."""
     script = tmp_path / "script.py"
     script.write_text(
         "print('started')\n"

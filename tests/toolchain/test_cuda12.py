@@ -1,7 +1,8 @@
-"""Two sets of wheels, for CUDA 12 and CUDA 13: one is chosen, and they are never mixed.
+"""Of the wheels for CUDA 12 and CUDA 13 one set is chosen, and they are never mixed.
 
-What needs NVRTC 12.9 is skipped without the extra nvrtc-cu12. ``.ci/run`` installs it and runs this
-file and the sample of Hopper's kernels; .github/workflows/nightly.yml compiles all kernels.
+Tests that need NVRTC 12.9 are skipped without the extra nvrtc-cu12. ``.ci/run`` installs it and
+runs this file and the sample of Hopper's kernels; .github/workflows/nightly.yml compiles all
+kernels.
 """
 
 import pytest
@@ -19,7 +20,7 @@ with_cuda12 = pytest.mark.skipif(parts.cuda_major() != 12, reason="needs the ext
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Sets which distributions are installed, and forgets what was found before."""
+    """Sets the installed distributions and clears what was found before."""
 
     def forget():
         parts.cuda_major.cache_clear()
@@ -40,7 +41,7 @@ def installed(monkeypatch):
     [
         ({"cuda_bindings": "12.9.10"}, 12),
         ({"cuda_bindings": "13.0.1"}, 13),
-        # cuda.bindings calls the libraries, whatever plugin runs the programs.
+        # cuda.bindings calls the libraries, so it decides, whatever plugin runs the programs.
         ({"cuda_bindings": "13.5.0", "jax_cuda12_plugin": "0.10.2"}, 13),
         ({"jax_cuda12_plugin": "0.10.2"}, 12),
         ({"jax_cuda12_plugin": "0.10.2", "jax_cuda13_plugin": "0.10.2"}, 13),
@@ -74,7 +75,7 @@ def test_missing_parts_name_the_wheels_of_their_cuda_version(installed):
 def test_parts_of_two_cuda_versions_do_not_compile(
     installed, monkeypatch, title, nvrtc_version, headers_version
 ):
-    """An NVRTC that the process had loaded before, or a toolkit that CUDA_PATH names."""
+    """The other version may be an NVRTC that the process has loaded, or a toolkit of CUDA_PATH."""
     installed(cuda_bindings="12.9.10")
     of_headers = {**headers.versions(), "cudart": headers_version}
     monkeypatch.setattr(nvrtc, "version", lambda: nvrtc_version)
@@ -90,7 +91,7 @@ def test_parts_of_two_cuda_versions_do_not_compile(
 
 @with_cuda12
 def test_every_part_is_a_wheel_of_cuda_12():
-    """Wheels of CUDA 13 may be installed, too; their files are not used."""
+    """Wheels of CUDA 13 may be installed, too, but their files are not used."""
     for part, place in parts.all_found().items():
         assert place is not None and place.via == parts.WHEEL, part
         assert "cu13" not in str(place.path)
@@ -102,7 +103,9 @@ def test_every_part_is_a_wheel_of_cuda_12():
 @with_cuda12
 @pytest.mark.parametrize("arch", ["sm_110", "sm_88"])
 def test_an_architecture_of_cuda_13_says_so(arch):
-    """The others compile: .ci/run compiles the sample of test_closure.py with this NVRTC."""
+    """Other architectures compile: .ci/run compiles the sample of test_closure.py with this
+    NVRTC.
+    """
     with pytest.raises(
         CompileError, match=r"NVRTC 12\.9, the last of CUDA 12, does not know"
     ) as raised:

@@ -1,4 +1,4 @@
-"""Archives of compiled kernels: found without a compiler, and hostile ones are not used."""
+"""Archives of compiled kernels are used without a compiler, and hostile ones are refused."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def environment(tmp_path, monkeypatch):
 
 @pytest.fixture
 def archive(tmp_path, monkeypatch):
-    """An archive with one kernel, which the environment names."""
+    """An archive with one kernel; the environment variable names it."""
     path = tmp_path / "kernels.zip"
     compiler.write_archive(path, {(SPEC, "sm_90a"): KERNEL})
     monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
@@ -49,7 +49,7 @@ def archive(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """A machine without NVRTC, cuda.bindings and CUDA's headers."""
+    """Hides NVRTC, cuda.bindings and CUDA's headers."""
 
     def missing(*_):
         raise parts.missing([parts.NVRTC])
@@ -64,7 +64,7 @@ def no_compiler(monkeypatch):
 
 
 def found():
-    """Whether the kernel is found; any use of the compiler is an error."""
+    """Whether the kernel is found. Any use of the compiler is an error."""
     return prebuilt.get(*compiler.source(SPEC, "sm_90a")) is not None
 
 
@@ -104,7 +104,7 @@ assert lowered.as_text().count("custom_call @jax_memeff_") == 2
 
 
 def test_a_training_step_of_a_model_is_lowered_without_a_compiler(tmp_path):
-    """The kernels that ``build --models`` selects are those of the model's calls."""
+    """``build --models`` compiles exactly the kernels of the model's calls."""
     path = tmp_path / "kernels.zip"
     kernels = {}
     for spec, arch in models.kernels(["llama"], ["sm_90a"]):
@@ -196,7 +196,7 @@ def test_an_archive_of_another_user_is_refused(archive):
 
 
 def rewritten(path, entry=lambda name, data: [(name, data)], method=zipfile.ZIP_STORED):
-    """Replace entries of an archive; the manifest stays."""
+    """Replaces entries of an archive and keeps the manifest."""
     with zipfile.ZipFile(path) as archive:
         old = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w", method) as archive:
@@ -250,7 +250,7 @@ def test_a_manifest_that_is_wrong_does_not_matter_to_kernels(archive):
 
 
 def test_random_damage_is_never_used(archive):
-    """Bytes of the archive's structure are changed; the kernel is found whole, or not at all."""
+    """Changes bytes of the archive's structure: the kernel is found intact or not at all."""
     good = archive.read_bytes()
     expected = prebuilt.get(*compiler.source(SPEC, "sm_90a"))
     draw = np.random.default_rng(0)

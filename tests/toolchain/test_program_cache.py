@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: what it may touch, whom it trusts, and what it never serves."""
+"""The cache of compiled kernels: the files that it may touch, its trust, and damaged entries."""
 
 import hashlib
 import multiprocessing
@@ -33,7 +33,7 @@ def entry(directory, key=KEY):
 
 
 def stored(directory, payload=b"payload", key=KEY):
-    """A directory with one entry; returns its file."""
+    """Makes a directory with one entry and returns the entry's file."""
     ProgramCache(directory).put(key, payload)
     assert ProgramCache(directory).get(key) == payload
     return entry(directory, key)
@@ -48,7 +48,7 @@ def set_age(file, seconds):
 
 
 def test_eviction_leaves_files_of_the_user_alone(tmp_path, monkeypatch):
-    """Everything of the user is older than the kernels, and larger than the cache may be."""
+    """The user's files are older than the kernels and larger than the limit of the cache."""
     monkeypatch.setattr(program_cache, "MAX_BYTES", 1000)
     own = tmp_path / program_cache.SUBDIRECTORY
     own.mkdir()
@@ -108,7 +108,7 @@ def test_a_damaged_entry_is_a_miss_whatever_the_directory_allows(
 ):
     file = stored(tmp_path)
     file.write_bytes(DAMAGES[damage](file.read_bytes()))
-    if not unlinkable:  # root may write to a read-only directory, so the calls themselves fail
+    if not unlinkable:  # root may write to a read-only directory, so make the calls themselves fail
 
         def refuse(*args, **kwargs):
             raise PermissionError("read-only")
@@ -131,7 +131,7 @@ def test_an_entry_under_the_name_of_another_is_a_miss(tmp_path):
     [b"", b"\n", b"{}\nimage", b"[]\nimage", b"image", b"\xff\n", b'{"resources": [[1]]}\nx'],
 )
 def test_a_payload_without_the_structure_of_a_kernel_is_a_miss(tmp_path, monkeypatch, payload):
-    """Its digest is right, so that only the structure is wrong."""
+    """Its digest is right, and only the structure is wrong."""
     monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiler, "_key", lambda *args: KEY)
     stored(tmp_path, payload)
@@ -168,7 +168,7 @@ def test_the_key_covers_all_that_a_kernel_depends_on(monkeypatch):
 
 
 def _race(directory, start, seconds, rounds):
-    """Reads, writes and damages one entry; returns what was served and is not the payload."""
+    """Reads, writes and damages one entry; returns everything served that is not the payload."""
     start.wait()
     end = time.monotonic() + seconds
     for number in range(rounds):
@@ -239,7 +239,9 @@ def test_a_file_that_others_can_write_to_is_a_miss(tmp_path):
 
 
 def test_what_it_creates_is_private_to_write_and_readable(tmp_path):
-    """A permissive umask changes nothing, and root can fill the cache of an image for others."""
+    """A permissive umask changes nothing, and root can fill the cache of a container image for
+    others.
+    """
     old = os.umask(0)
     try:
         file = stored(tmp_path / "new" / "cache")
@@ -251,7 +253,7 @@ def test_what_it_creates_is_private_to_write_and_readable(tmp_path):
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "link", "dangling link", "directory", "device"])
 def test_what_is_not_a_file_is_neither_followed_nor_waited_for(tmp_path, monkeypatch, kind):
-    """In a process with a time limit, because the defect is a read that never ends."""
+    """Runs in a process with a time limit, because the defect would be a read that never ends."""
     file = stored(tmp_path / "cache")
     target = tmp_path / "target"
     file.rename(target)  # a verified entry, which a link must not bring back

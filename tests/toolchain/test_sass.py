@@ -1,4 +1,4 @@
-"""Machine code: register operands that a kernel loads once are intact in the last iteration."""
+"""Machine code: register operands that a kernel loads once stay intact until the last iteration."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_backwards_of_some_gradients_keep_their_register_operands(head_dim, tmp_
     ("asked", "spilled"), [({}, 0), ({"mask": "window", "soft_cap": True}, 48)], ids=str
 )
 def test_the_softmax_of_latent_attention_runs_under_a_product(asked, spilled, tmp_path):
-    """Two consumers are not enough to keep the tensor cores busy without that."""
+    """Without that, two consumers cannot keep the tensor cores busy."""
     pages = AskedPages(16, is_latent=True)
     features = {"varlen": True, "pages": pages, **asked}
     spec = select.select(Problem("forward", "bf16", 576, 512, "sm_90a", features))
@@ -79,7 +79,8 @@ def test_the_softmax_of_latent_attention_runs_under_a_product(asked, spilled, tm
     assert max(resource.spill_store for resource in compiled.resources) <= spilled
     code = sass.functions(compiled.image, tmp_path)[spec.name]
     assert sass.overwritten_operands(code) == []
-    # With one product in flight the scores are there, and with none the values have been added.
+    # A wait that leaves one product in flight has the scores; one that leaves none has added the
+    # values.
     waits = [place for place, line in enumerate(code) if line.operation == "WARPGROUP.DEPBAR.LE"]
     (begin,) = (place for place in waits if code[place].operands[1] == "0x1")
     end = min(place for place in waits if place > begin)

@@ -1,4 +1,4 @@
-"""Kernels compile from wherever pip put the wheels, and a mixture with a toolkit is reported."""
+"""Kernels compile wherever pip put the wheels, and mixing them with a toolkit is reported."""
 
 import importlib.metadata
 import os
@@ -37,7 +37,7 @@ for place in parts.all_found().values():
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    """What ``pip install --target`` makes of the wheels that are installed here, as links."""
+    """A directory as ``pip install --target`` makes it, with links to the installed wheels."""
     if not BASE.exists():
         pytest.skip(f"needs an interpreter without packages, and there is no {BASE}")
     target = tmp_path_factory.mktemp("target")
@@ -57,7 +57,7 @@ def link_distribution(name, target):
 
 
 def link_package(package):
-    """jax_memeff as a wheel lays it out."""
+    """Links jax_memeff in the layout of a wheel."""
     package.mkdir()
     include = headers.own_include_dir()
     codegen = Path(str(sys.modules["jax_memeff.codegen"].__file__)).parent
@@ -70,7 +70,7 @@ def link_package(package):
 
 
 def run(wheels, tmp_path, *command, **environment):
-    """``command`` of a Python that has no packages but those in ``wheels``."""
+    """Runs ``command`` with a Python that has only the packages in ``wheels``."""
     inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     return subprocess.run(
         [BASE, "-s", "-S", *command],
@@ -87,7 +87,9 @@ def run(wheels, tmp_path, *command, **environment):
 
 
 def test_kernels_compile_from_wheels_on_pythonpath(wheels, tmp_path):
-    """Of ``pip install --target``, or of an environment that is not this interpreter's."""
+    """The wheels come from ``pip install --target`` or from the environment of another
+    interpreter.
+    """
     done = run(wheels, tmp_path, "-W", "error", "-c", COMPILE)
     assert done.returncode == 0, done.stderr
     places = [line.split(" ", 2) for line in done.stdout.splitlines()]
@@ -97,7 +99,7 @@ def test_kernels_compile_from_wheels_on_pythonpath(wheels, tmp_path):
 
 @pytest.fixture
 def toolkit(tmp_path):
-    """What CUDA_PATH names: a toolkit with headers only."""
+    """A toolkit with headers only, which CUDA_PATH names."""
     root = tmp_path / "toolkit"
     (root / "include").mkdir(parents=True)
     cudart = parts.headers(parts.CUDART)
@@ -114,7 +116,7 @@ def test_wheels_come_before_a_toolkit(wheels, toolkit, tmp_path):
 
 
 def test_a_mixture_of_wheels_and_a_toolkit_warns_once(wheels, toolkit, tmp_path):
-    """One warning of the compiling process, and ``info`` shows the place."""
+    """The compiling process warns once, and ``info`` shows the place."""
     without = "without = parts._in_wheels\n"
     without += "parts._in_wheels = lambda part: None if part.name == 'cudart' else without(part)\n"
     program = COMPILE.replace("source =", without + "source =", 1)

@@ -1,4 +1,4 @@
-"""Kernels compiled by NVRTC several at a time, because that is quicker."""
+"""Compiles several kernels at a time with NVRTC, which is faster."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ AT_A_TIME = 8
 
 
 def compiled(specs: Iterable[KernelSpec], arch: str) -> Iterator[tuple[list[KernelSpec], Compiled]]:
-    """The kernels, some at a time, and what the compiler made of these.
+    """Yields some kernels at a time with the compiler's results.
 
-    Machine code, resources and remarks are those of each kernel alone: ptxas does not optimise
-    across entry points.
+    Machine code, resources and remarks equal those of each kernel alone, because ptxas does not
+    optimize across entry points.
     """
 
     def definitions(spec: KernelSpec) -> list[str]:

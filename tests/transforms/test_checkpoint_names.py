@@ -1,4 +1,6 @@
-"""A policy of ``jax.checkpoint`` that saves the user's own name keeps one forward and one copy."""
+"""If a policy of ``jax.checkpoint`` saves the user's own name, there is one forward and one
+copy.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ WEIGHTS = normal(1, LAYERS, N * H, N * H) / 8
 
 
 def block(attention, x, weight):
-    """A layer without other arrays that the policy saves."""
+    """A layer in which the policy saves no other arrays."""
     heads = x.reshape(B, T, N, H)
     out = attention(jnp.sin(heads), jnp.cos(heads), heads)
     return jnp.tanh(out.reshape(B, T, N * H) @ weight)
@@ -75,7 +77,7 @@ def forwards(function, *operands) -> int:
 
 
 def saved_bytes(loss) -> int:
-    """The size of the arrays that the forward hands to the backward, from their shapes alone."""
+    """The bytes of the arrays that the forward passes to the backward, from their shapes."""
     vjp = jax.eval_shape(lambda *operands: jax.vjp(loss, *operands)[1], X, WEIGHTS)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
 
@@ -89,7 +91,7 @@ def test_one_forward_and_one_copy(entry, assert_close):
     assert once > 0
     assert forwards(jax.grad(named), X, WEIGHTS) == once
     assert forwards(jax.grad(recomputed), X, WEIGHTS) == 2 * once
-    # One output and one logsumexp for each layer; the ring's schedule has a few integers besides.
+    # One output and one logsumexp for each layer, and a few integers of the ring's schedule.
     residual = LAYERS * B * T * N * (H + 1) * 4
     assert abs(saved_bytes(named) - saved_bytes(recomputed) - residual) <= 128
     gradients = [jax.jit(jax.grad(loss, (0, 1)))(X, WEIGHTS) for loss in (named, recomputed)]
@@ -97,7 +99,9 @@ def test_one_forward_and_one_copy(entry, assert_close):
 
 
 def test_a_name_outside_of_the_call_is_not_enough():
-    """Why the argument exists: the policy saves a copy, and the forward still runs again."""
+    """This is why the argument exists: the policy saves a copy, and the forward still runs
+    again.
+    """
 
     def attention(query, key, value):
         out = jax_memeff.dot_product_attention(query, key, value)

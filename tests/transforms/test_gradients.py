@@ -25,7 +25,7 @@ attention: Any = jax_memeff.dot_product_attention
 
 
 def primitives_of(function, *arguments):
-    """Every equation of a function's jaxpr, those of inner jaxprs included."""
+    """Every equation of a function's jaxpr, including inner jaxprs."""
 
     def equations(jaxpr):
         for equation in jaxpr.eqns:
@@ -57,7 +57,7 @@ BIASES = {
 
 
 def compare_with_oracle(results, gradients, bias, dout, dlse, mask=None):
-    """The results and gradients of a call with QUERY, KEY, VALUE against the definition."""
+    """Compares the results and gradients of a call with QUERY, KEY, VALUE with the definition."""
     rank_4 = None if bias is None else jnp.reshape(bias, (1,) * (4 - bias.ndim) + bias.shape)
     operands = Operands(QUERY, KEY, VALUE, rank_4, Mask() if mask is None else mask, None, None)
     answer = oracle.answer(operands, Options(scale=H**-0.5), dout, dlse)
@@ -155,7 +155,7 @@ def test_bias_of_rows_needs_no_kernel():
 
 
 def test_bias_of_rows_under_dropout(assert_close):
-    """The gradient is dlse, which dropout does not affect; the kernel's path agrees."""
+    """The gradient is dlse, which dropout does not affect; a bias in a kernel agrees."""
 
     def loss(bias, S_of_bias):
         bias = jnp.broadcast_to(bias, (B, N, T, S_of_bias))
@@ -239,7 +239,7 @@ def test_scan_over_layers(remat, assert_close):
 
 @pytest.mark.parametrize(("policy", "forwards"), [(POLICIES["both_names"][0], 1), (None, 2)])
 def test_forwards_of_a_scan_over_layers(policy, forwards):
-    """With both results saved the backward's loop runs no forward."""
+    """If both results are saved, the backward's loop runs no forward."""
 
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(x, _):
@@ -265,7 +265,7 @@ def test_gradients_have_the_operands_dtypes(dtype):
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_shard_map(jit, assert_close):
-    """Queries vary over the mesh, keys and values do not: their gradients are summed."""
+    """Queries vary over the mesh. Keys and values do not, so their gradients are summed."""
     mesh = jax.make_mesh(
         (2,), ("batch",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2]
     )

@@ -1,4 +1,4 @@
-"""Forward mode and derivatives of derivatives, against JAX's of the materialized formula."""
+"""Forward mode and higher derivatives, against JAX's derivatives of the materialized formula."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _small_blocks(monkeypatch):
 
 
 def scalar(results: Any) -> Any:
-    """A function of out and lse that is not linear in either."""
+    """A function of out and lse that is linear in neither."""
     out, lse = results
     return jnp.sum(jnp.sin(2 * out)) + jnp.sum(jnp.cos(jnp.where(jnp.isneginf(lse), 0, lse)))
 
 
 def hessian_vector_products(function: Any, arrays: Any, vector: Any) -> tuple[Any, Any]:
-    """Forward over reverse, and reverse over reverse."""
+    """Hessian-vector products by forward over reverse, and by reverse over reverse."""
     every = tuple(range(len(arrays)))
     gradient = jax.grad(lambda *x: scalar(function(*x)), every)
 
@@ -56,7 +56,7 @@ def hessian_vector_products(function: Any, arrays: Any, vector: Any) -> tuple[An
 
 
 def forward_derivatives(function: Any, arrays: Any, vector: Any) -> Any:
-    """First and second derivative along the vector, by ``jvp`` and by ``linearize``."""
+    """The first and second derivatives along a vector, by ``jvp`` and by ``linearize``."""
 
     def along(*arrays):
         return jax.jvp(function, arrays, vector)[1]
@@ -83,7 +83,9 @@ def compiler(derivatives: Any) -> Any:
 
 
 def ours_and_materialized(case: Case) -> tuple[Any, Any, Any, Any]:
-    """Both functions of the differentiable arrays, these, and tangents of them."""
+    """Our and the materialized function of the differentiable arrays, these arrays, and
+    tangents.
+    """
     operands, options, _, _ = make(case)
     valid = oracle.valid_elements(operands.mask, case.B, case.N, case.T, case.S)
     bias_valid = valid
@@ -137,7 +139,7 @@ STARTS_Q, STARTS_K = np.array([1, 6, 6, 12]), np.array([0, 7, 9, 15])
 
 
 def test_packed_sequences(x64, assert_close):
-    """With tokens of no sequence, whose values must not reach any result."""
+    """Values of tokens of no sequence reach no result."""
     rng = np.random.default_rng(1)
     shapes = [(13, 2, 4), (15, 1, 4), (15, 1, 3), (3, 2, 6, 7)]
     arrays, vector = (
@@ -198,7 +200,7 @@ def attend(*arrays: Any, **features: Any) -> Any:
 
 @pytest.mark.quick
 def test_only_the_context_has_forward_mode():
-    """What was compiled in one is not used in the other."""
+    """Programs that were compiled inside the context are not used outside, and vice versa."""
     attention = jax.jit(attend)
     arrays, vector = (QUERY, KEY, VALUE), (KEY, VALUE, QUERY)
     with pytest.raises(TypeError, match="custom_vjp") as raised:
@@ -241,7 +243,7 @@ def test_values_beyond_the_lengths_reach_no_derivative():
 
 @pytest.mark.parametrize("order", ["reverse over reverse", "forward mode"])
 def test_memory_is_linear(order):
-    """No array of a compiled derivative grows faster than the sequence does."""
+    """No array of a compiled derivative grows faster than the sequence."""
 
     def derivative(*arrays):
         gradient = jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x, is_causal=True))), (0, 1, 2))
@@ -289,7 +291,7 @@ def test_derivatives_have_the_dtypes_of_what_they_are_of(dtype):
 
 
 def test_inside_shard_map(assert_close):
-    """Queries are split over the mesh, keys and values are not."""
+    """Queries are sharded over the mesh; keys and values are not."""
     mesh = jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Auto,))
     split, whole = jax.P("batch"), jax.P()
     keys = KEY[:1], VALUE[:1]

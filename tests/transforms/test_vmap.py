@@ -1,4 +1,4 @@
-"""vmap equals separate calls, and is one call if its arrays allow it."""
+"""vmap equals separate calls, and is a single call if its arrays allow it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ ARRAYS = {
 
 
 def everything(arrays: dict[str, Any]) -> Any:
-    """(out, lse) with every array, the two biases added and the two masks combined."""
+    """(out, lse) of a call with every array; the two biases are added and the two masks
+    combined.
+    """
     return jax_memeff.dot_product_attention(
         arrays["query"],
         arrays["key"],
@@ -67,7 +69,7 @@ def plain(arrays: dict[str, Any]) -> Any:
 
 
 def gradients_of(function: Any) -> Any:
-    """The results, and gradients of a function of them, of the arrays of floats."""
+    """The results, and the gradients of a function of them by all float arrays."""
 
     def gradients(arrays: dict[str, Any]) -> Any:
         floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
@@ -91,7 +93,7 @@ def run(function: Any, *arguments: Any) -> Any:
 
 
 def split(names: tuple[str, ...], wanted: Any = ARRAYS) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays of which the named ones have the mapped axis, and the axes of a vmap."""
+    """The arrays, of which the named ones have the mapped axis, and the axes for a vmap."""
     arrays = {name: ARRAYS[name] if name in names else ARRAYS[name][0] for name in wanted}
     return arrays, {name: 0 if name in names else None for name in wanted}
 
@@ -110,7 +112,7 @@ def names_of(function: Any, *arguments: Any) -> list[str]:
     return [equation.primitive.name for equation in primitives_of(jaxpr)]
 
 
-# Compiled once: an element's call is the same whatever was mapped.
+# Compiled once: the call of one mapped index does not depend on what is mapped.
 every_gradient = gradients_of(everything)
 
 
@@ -132,7 +134,7 @@ every_gradient = gradients_of(everything)
     ids="-".join,
 )
 def test_each_operand(names, assert_close):
-    """Each mapped index has the dropout bits of its own call, in the gradients too."""
+    """Each mapped index has the dropout bits of its own call, also in the gradients."""
     arrays, axes = split(names)
     vmapped = jax.vmap(gradients_of(everything), in_axes=(axes,))
     assert "scan" not in names_of(vmapped, arrays)
@@ -140,7 +142,7 @@ def test_each_operand(names, assert_close):
 
 
 def call_of(name: str, function: Any, *arguments: Any) -> tuple[list[Any], list[Any]]:
-    """Shapes of the operands and of the results of the one bind of a primitive in a function."""
+    """The shapes of the operands and results of the only bind of a primitive in a function."""
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
     (call,) = (x for x in primitives_of(jaxpr) if x.primitive.name == name)
     shapes = ([variable.aval.shape for variable in x] for x in (call.invars, call.outvars))
@@ -230,7 +232,7 @@ def test_kernels_read_broadcast_operands_in_place(names, head_dim):
 @pytest.mark.parametrize("inner", ["query", "key"])
 @pytest.mark.parametrize("outer", ["query", "key"])
 def test_nested(inner, outer, assert_close):
-    """Keys without a batch may be mapped along either of two axes."""
+    """Keys without a batch dim may be mapped along either of two axes."""
     shapes = {"query": (T, N, H), "key": (S, K, H)}
     sizes = {
         name: [size for size, axis in ((4, outer), (3, inner)) if axis == name] for name in shapes
@@ -280,7 +282,7 @@ def test_axes_of_inputs_and_outputs(assert_close):
 
 
 def test_gradient_of_vmap_and_of_its_gradient(assert_close):
-    """In the context of forward mode too, where the batching rule comes first."""
+    """The context of forward mode is tested, too, in which the batching rule comes first."""
     queries, key = normal(9, SIZE, T, N, H), normal(10, S, K, H)
 
     def attend(query: Any, key: Any) -> Any:
@@ -322,7 +324,7 @@ PLAIN = ("query", "key", "value", "head_bias", "shared_mask")
 
 
 def second_derivatives(arrays: dict[str, Any]) -> Any:
-    """Along the arrays themselves, forward over reverse and reverse over reverse."""
+    """Second derivatives along the arrays, by forward over reverse and by reverse over reverse."""
     floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
     def gradients(floats: Any) -> Any:
@@ -336,7 +338,7 @@ def second_derivatives(arrays: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("names", [("query",), ("query", "head_bias")], ids="-".join)
 def test_a_bias_of_one_batch_index_has_a_gradient_for_each_mapped_index(names, assert_close):
-    """It is read in place, and its gradient is summed over the batch of a mapped index."""
+    """The bias is read in place, and a gradient is the sum over the batch of a mapped index."""
     arrays, axes = split(names, PLAIN)
     for function in (gradients_of(plain), second_derivatives):
         vmapped = jax.vmap(function, in_axes=(axes,))
@@ -356,7 +358,7 @@ def test_a_bias_of_one_batch_index_has_a_gradient_for_each_mapped_index(names, a
 
 
 def test_unfoldable_calls_run_one_by_one(assert_close):
-    """Mapped head offsets, and keys that only an outer vmap maps."""
+    """The calls have mapped head offsets, or keys that only an outer vmap maps."""
 
     dropped: Any = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
 

@@ -73,7 +73,7 @@ def test_packed_projections(assert_close):
 
 
 def test_nested_vmap_of_a_function_with_an_array():
-    """The array is mapped by the outer vmap alone: several sequences have a gradient in common."""
+    """Only the outer vmap maps the array, so several sequences have a common gradient."""
     starts, slopes = jnp.array([0, 4, 8]), normal(19, 2, 4)
 
     def one(slopes, query):

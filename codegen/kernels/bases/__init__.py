@@ -1,1 +1,1 @@
-"""What several kernels have in common."""
+"""The common parts of several kernels."""

@@ -41,8 +41,8 @@ class Backward(Kernel):
         }
 
     def bias_sum_rows(self, spec: KernelSpec) -> int:
-        """How many rows of sums each tile of keys of a (batch, head) slice has for the gradient of
-        a bias that is broadcast over rows, if the sums have an order.
+        """The rows of sums that each KV block of a (batch, head) slice has for the gradient of a
+        bias that is broadcast over rows, if the sums are deterministic.
         """
         raise NotImplementedError
 
@@ -67,5 +67,7 @@ class Backward(Kernel):
 
 
 def key_tiles(spec: KernelSpec, sizes: Sizes) -> int:
-    """Tiles of keys of all key heads and batch indices, as if every sequence were the longest."""
+    """The number of KV blocks of all key heads and batch indices, as if every sequence were the
+    longest.
+    """
     return sizes.batch * sizes.key_heads * -(-sizes.keys // spec.tile.key)

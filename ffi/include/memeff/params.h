@@ -1,6 +1,6 @@
 // Kernel parameters: plain structs that the host fills and the device reads.
 //
-// Only this header is compiled by both compilers (the host's and NVRTC), so it uses built-in types
+// This is the only header that both the host compiler and NVRTC compile, so it uses built-in types
 // only. Both evaluate the static_asserts at the end: a difference in layout is a compile error
 // instead of a wrong result.
 #pragma once
@@ -57,7 +57,7 @@ struct ProblemShape {
   const int* key_starts;
 };
 
-// The conversion of a score to an exponent of two.
+// Converts a score to an exponent of two.
 //   without soft cap: x = score * prescale;  p = exp2(x * softmax_scale - lse2)
 //   with soft cap:    x = tanh(score * prescale), otherwise the same
 //   with a bias:      x as above, then x += bias * bias_scale
@@ -88,7 +88,8 @@ struct MaskParams {
   ScoreView boolean;  // one byte per element
 };
 
-// Which tiles have valid elements under segment ids and boolean masks: see mask/block_mask.cuh.
+// Which tiles have valid elements under segment ids, boolean masks and mask functions: see
+// mask/block_mask.cuh.
 struct BlockMask {
   const void* data;
   int batch_rows;  // from one batch index to the next; 0 if all have the same rows
@@ -110,7 +111,7 @@ constexpr int kMaxLength = 1 << 28;  // largest T and S
 // The most columns that tensor cores sum precisely enough for the logsumexp.
 constexpr int kLongSumColumns = 8192;
 
-// The rows that a CTA of kernels/forward/f16x3_split.cuh writes; divides tiles.
+// The rows that a CTA of kernels/forward/f16x3_split.cuh writes. Divides every tile.
 constexpr int kF16x3Rows = 64;
 
 // The tile counter of a persistent kernel's scheduler (schedule/persistent.cuh).
@@ -120,7 +121,7 @@ struct TileCounter {
   int finished;
 };
 
-// The places of the partial results of a row tile of a latent forward (schedule/balanced_keys.cuh).
+// The slots of the partial results of a row tile of a latent forward (schedule/balanced_keys.cuh).
 // A count of 1 means that there are none. CTA i has slots 2 i and 2 i + 1, for the last and for the
 // first KV blocks of a row tile.
 struct TileParts {
@@ -130,6 +131,7 @@ struct TileParts {
   int step;  // from the second slot to the third, and so on
 };
 
+// The first parameter of every forward kernel. launch/forward.cc fills it.
 struct ForwardParams {
   ProblemShape shape;
   ScoreScale scale;
@@ -144,7 +146,7 @@ struct ForwardParams {
   float* partial_logsumexp;   // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh
   float* partial_out;         // the same rows, [padded value dim] each
   int splits;                 // of the keys; 1 means no partial results
-  bool keeps_gaps;            // the results of tokens of no sequence stay as they are
+  bool keeps_gaps;            // tokens of no sequence keep their results
   TileCounter* tile_counter;  // of persistent kernels
   float* out_sum;             // large head dims: [B, N, padded T, padded Hv], in the order of
                               // collective/chunked_product.cuh
@@ -157,6 +159,7 @@ struct ForwardParams {
   TileParts* tile_parts;  // [B, K, row tiles], see schedule/balanced_keys.cuh
 };
 
+// The first parameter of every backward kernel. launch/backward.cc fills it.
 struct BackwardParams {
   ProblemShape shape;
   ScoreScale scale;
@@ -189,8 +192,8 @@ struct BackwardParams {
   BlockMask block_mask;      // of the launched kernel
 };
 
-// An array of a feature, at a fixed index of the ArrayTable that the generated source states. Sizes
-// and strides are those of the array's own dims, outermost first, followed by zeros.
+// An array of a feature. The generated source has its index in the ArrayTable. Sizes and strides
+// are those of the array's own dims, outermost first, followed by zeros.
 struct ArrayView {
   static constexpr int kMostDims = 6;
 
@@ -202,13 +205,14 @@ struct ArrayView {
 
 constexpr int kMostArrays = 16;
 
+// The arrays of features, in the order of the spec's captured arrays.
 struct ArrayTable {
   ArrayView arrays[kMostArrays];
 };
 
 // The first parameter of kernels with such arrays. Device code passes it on as Params, and
 // core/feature_arrays.cuh finds the table after them. The host passes it to every kernel; a kernel
-// that declares Params receives only these.
+// that declares Params receives only the fields before the table.
 template <class Params>
 struct WithArrays : Params {
   ArrayTable table;
@@ -234,8 +238,7 @@ struct KeyMap {
   static constexpr int kOptional = 0;
 };
 
-// The same as ForwardMaps for a backward kernel. The maps of gradients that are not needed are
-// zero.
+// The tensor maps of a backward kernel. The maps of gradients that are not needed are zero.
 struct BackwardMaps {
   TensorMap query;
   TensorMap key;

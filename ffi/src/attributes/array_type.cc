@@ -55,7 +55,7 @@ std::optional<ArrayType> ArrayType::parse(std::string_view text) {
   if (!dtype || sizes.size() > kMostDims) return std::nullopt;
   ArrayType type;
   type.dtype = *dtype;
-  // A size of 0 is counted as 1: strides are products of the other sizes.
+  // Counts a size of 0 as 1, because strides are products of the other sizes and must not overflow.
   long long bytes = static_cast<long long>(ffi::ByteWidth(*dtype));
   for (std::string_view word : sizes) {
     auto const size = parse_number(word, 0, kMostBytes);

@@ -1,4 +1,4 @@
-// Element type and sizes of an array, as attributes write them: "bf16[2,128,4,64]".
+// The element type and sizes of an array, as attributes spell them: "bf16[2,128,4,64]".
 #pragma once
 
 #include <optional>
@@ -16,20 +16,20 @@ struct ArrayType {
   int rank = 0;
   long long sizes[kMostDims] = {};
 
-  // None for what is no type, has too many dims, or more bytes than 2^62: products of sizes do not
-  // overflow once a type is parsed.
+  // Returns none for text that is no type, or has too many dims or more than 2^62 bytes. So
+  // products of the sizes of a parsed type cannot overflow.
   static std::optional<ArrayType> parse(std::string_view text);
 
   bool operator==(const ArrayType& other) const;
   bool operator!=(const ArrayType& other) const { return !(*this == other); }
 };
 
-// "bf16" and so on; none for a type that no kernel has.
+// The type with a name such as "bf16"; none if no kernel has such a type.
 std::optional<xla::ffi::DataType> parse_dtype(std::string_view name);
 
 std::string to_string(const ArrayType& type);
 
-// The same of a buffer, of any rank.
+// to_string() of a buffer's type, of any rank.
 std::string type_of(const xla::ffi::AnyBuffer& buffer);
 
 // Compares without allocating.

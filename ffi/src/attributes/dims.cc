@@ -43,7 +43,7 @@ std::optional<Grid> Grid::parse(std::string_view text, int per_multiprocessor, c
   for (std::string_view product : split(text, '+')) {
     Term term;
     auto factors = split(product, '*');
-    if (factors.empty()) factors.push_back(product);  // which is unknown
+    if (factors.empty()) factors.push_back(product);  // empty: reported as unknown below
     for (std::string_view factor : factors) {
       bool* const chosen = factor == "splits"     ? &term.splits
                            : factor == "q_splits" ? &term.q_splits

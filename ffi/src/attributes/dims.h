@@ -1,5 +1,5 @@
-// Sizes by name: what the description of a kernel calls B, T, S and so on, and what a grid is a
-// product of.
+// Sizes by name (B, T, S and so on in the description of a kernel), and the grids that are products
+// of them.
 #pragma once
 
 #include <optional>
@@ -10,11 +10,11 @@
 
 namespace memeff::host {
 
-// B, T, S, N, K, H, Hv as in the documentation; query_tokens and key_tokens of packed sequences;
-// any other name that the description of an array brings.
+// The names are B, T, S, N, K, H and Hv as in the documentation, query_tokens and key_tokens of
+// packed sequences, and any other name in the description of an array.
 class Dims {
  public:
-  // Gives the name its size; false if it has another one already.
+  // Gives the name its size. Returns false if it has a different size already.
   bool bind(std::string_view name, long long size);
   std::optional<long long> find(std::string_view name) const;
 
@@ -22,25 +22,24 @@ class Dims {
   std::vector<std::pair<std::string, long long>> sizes_;
 };
 
-// Sizes that a launcher chooses for the device, where all others are known when a call is decoded.
+// Sizes that a launcher chooses for the device; all others are known when a call is decoded.
 struct LaunchDims {
   long long splits = 1;    // of the keys in a forward
   long long q_splits = 1;  // CTAs for each tile of keys in a backward
 };
 
-// The blocks of an entry point: a sum of products of dims and tiles, such as "B*N*T/128" or
-// "B*N*T/64+2*B*K*S/64", in which "/" rounds up and binds closest. "bias_gradient.2" is a dim of an
+// The number of CTAs of an entry point: a sum of products of dims and tiles, such as "B*N*T/128" or
+// "B*N*T/64+2*B*K*S/64". "/" rounds up and binds most tightly. "bias_gradient.2" is a dim of an
 // array; group_rows is T*N/K; T_or_1 and S_or_1 are T and S, or 1 instead of 0; splits and q_splits
-// are LaunchDims, and `combines` is 1 if the keys are split and else 0: an empty grid is no launch.
+// are LaunchDims. `combines` is 1 if the keys are split, else 0: an empty grid is not launched.
 class Grid {
  public:
-  // The factors whose sizes `dims` has are multiplied here. No more than `per_multiprocessor`
-  // blocks for each multiprocessor are launched, unless that is 0. On failure returns none and sets
-  // `error`.
+  // Multiplies the factors that `dims` has. If `per_multiprocessor` is not 0, it bounds the number
+  // of blocks per multiprocessor. On failure returns none and sets `error`.
   static std::optional<Grid> parse(std::string_view text, int per_multiprocessor, const Dims& dims,
                                    std::string* error);
 
-  // Negative if the number does not fit.
+  // The number of blocks; negative if it does not fit 63 bits.
   long long blocks(const LaunchDims& dims, int multiprocessors) const;
 
  private:

@@ -25,7 +25,7 @@ uint32_t read_big_endian(const unsigned char* bytes) {
   return uint32_t(bytes[0]) << 24 | uint32_t(bytes[1]) << 16 | uint32_t(bytes[2]) << 8 | bytes[3];
 }
 
-// Section 6.2.2.
+// Adds a block to the hash (section 6.2.2).
 void add_block(const unsigned char* block, uint32_t (&hash)[8]) {
   uint32_t words[64];
   for (int t = 0; t < 16; ++t) words[t] = read_big_endian(block + 4 * t);
@@ -56,7 +56,7 @@ std::string sha256(std::string_view text) {
   size_t rest = text.size();
   for (; rest >= kBlockBytes; rest -= kBlockBytes, bytes += kBlockBytes) add_block(bytes, hash);
 
-  // The last bytes, a one bit, zeros, and the number of bits in 64.
+  // Padding: the last bytes, a one bit, zeros, and the number of bits as 64 bits.
   unsigned char last[2 * kBlockBytes] = {};
   if (rest > 0) std::memcpy(last, bytes, rest);
   last[rest] = 0x80;

@@ -1,4 +1,4 @@
-// Reads the text in attributes. All of it may come from a file that anybody could have changed.
+// Reads the text in attributes. Hazard: it may come from a file that anybody could have changed.
 #pragma once
 
 #include <optional>
@@ -10,16 +10,17 @@
 
 namespace memeff::host {
 
-// An error of the library, with its name in front.
+// An error whose message begins with the name of the library.
 xla::ffi::Error failure(xla::ffi::ErrorCode code, const std::string& message);
 
-// The same for an attribute that is not what the library writes.
+// An error for an attribute that this version of the library did not write; the message advises to
+// export again.
 xla::ffi::Error malformed(const std::string& message);
 
-// The parts between separators; an empty text has none.
+// The parts between separators; an empty text has no parts.
 std::vector<std::string_view> split(std::string_view text, char separator);
 
-// A whole decimal number from `least` to `most`, else none.
+// The decimal number that the whole text spells, if it is from `least` to `most`; else none.
 std::optional<long long> parse_number(std::string_view text, long long least, long long most);
 
 // Text for an error message: at most 60 characters, and none that a terminal would act on.

@@ -55,7 +55,7 @@ void ArrayDims::bind(const std::vector<Words>& rows, long long longest_query,
   }
 }
 
-// The size of a dim that kernels count in 32 bits.
+// The size of a dim that kernels hold in 32 bits, at most `most`.
 int ArrayDims::size_of(std::string_view name, long long most) const {
   if (reader_.failed()) return 0;
   auto const size = dims_.find(name);
@@ -102,7 +102,7 @@ bool ArrayDims::fits(std::string_view pattern, long long size) const {
   char const last = pattern.empty() ? ' ' : pattern.back();
   std::string_view const name = pattern.substr(0, pattern.size() - (pattern.empty() ? 0 : 1));
   if (last == '?') return size == 1 || dims_.find(name) == size;
-  // Elements of its own for each batch index, if there is one.
+  // An array that a vmap broadcasts: any number of elements, but some if there is a batch index.
   if (last == '~') return dims_.find(name) && (size > 0 || dims_.find(name) == 0);
   if (size_t const plus = pattern.find('+'); plus != std::string_view::npos) {
     auto const base = dims_.find(pattern.substr(0, plus));
@@ -140,7 +140,8 @@ void ArrayDims::check(const Words& row) const {
     reader_.fail_array(
         row[1], "expected " + expected + " with" + sizes() + ", got " + to_string(array.type));
   }
-  // (batch index / divisor) % elements is computed with a fraction of 64 bits.
+  // Kernels compute (batch index / divisor) % elements with a fraction of 64 bits, which bounds the
+  // product.
   long long period = 0;
   if (array.type.rank > 0 &&
       (__builtin_mul_overflow(array.divisor, array.type.sizes[0], &period) || period > INT_MAX)) {

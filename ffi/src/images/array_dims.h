@@ -1,4 +1,4 @@
-// The arrays of a call against the dims that the description of a kernel gives them.
+// Checks the arrays of a call against the dims in the description of a kernel.
 #pragma once
 
 #include <string>
@@ -12,7 +12,8 @@
 
 namespace memeff::host {
 
-// A named array of the call: a buffer, or slot `slot` of a buffer [B, T, slots, N, H] of several.
+// A named array of the call: a buffer, or slot `slot` of a buffer [B, T, slots, N, H] that holds
+// several arrays.
 struct Array {
   std::string name;
   bool is_result;
@@ -26,21 +27,21 @@ struct Array {
 // Null if the call has no array of this name.
 const Array* find(const std::vector<Array>& arrays, std::string_view name);
 
-// Binds the names of dims to sizes, and compares; failures go to the reader.
+// Binds the names of dims to sizes and compares arrays with them. Failures go to the reader.
 class ArrayDims {
  public:
   ArrayDims(const std::vector<Array>& arrays, DescriptionReader* reader)
       : arrays_(arrays), reader_(*reader) {}
 
-  // Gives the names in the lines "array" their sizes: those of the first array that has them.
-  // `longest` are T and S of packed sequences.
+  // Gives each name in the lines "array" its size, that of the first array with the name.
+  // longest_query and longest_key are T and S of packed sequences, else 0.
   void bind(const std::vector<Words>& rows, long long longest_query, long long longest_key);
 
-  // The sizes that all kernels have, none larger than the kernel's own. Binds those that are
-  // derived from them.
+  // The sizes that all kernels have, checked against the limits of this kernel. Also binds the
+  // names derived from them.
   ProblemShape shape(long long padded_head_dim, long long padded_value_dim);
 
-  // Compares dtype and dims of an array with its line.
+  // Compares the dtype and dims of an array with its line.
   void check(const Words& row) const;
 
   const Dims& dims() const { return dims_; }

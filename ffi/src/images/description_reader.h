@@ -9,8 +9,8 @@ namespace memeff::host {
 
 using Words = std::vector<std::string_view>;
 
-// The first failure is kept. After it, every line that is taken has empty words and every number is
-// 0, so a caller checks once.
+// Keeps the first failure. After it every line has empty words and every number is 0, so a caller
+// checks once, at the end.
 class DescriptionReader {
  public:
   DescriptionReader(std::string_view text, std::string_view arch);
@@ -26,7 +26,8 @@ class DescriptionReader {
 
   bool next_is(std::string_view key) const;
 
-  // The words of the next line, which has this key and this number of words, or more.
+  // The words of the next line. It must have this key and this number of words, or with `or_more`
+  // at least as many.
   Words take(std::string_view key, size_t count, bool or_more = false);
 
   // Fails if lines are left.
@@ -34,7 +35,7 @@ class DescriptionReader {
 
   int number(std::string_view what, std::string_view word, long long least, long long most);
 
-  // In bytes: a power of two up to 16.
+  // An alignment in bytes: a power of two up to 16.
   int alignment(std::string_view word);
 
  private:

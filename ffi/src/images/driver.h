@@ -1,4 +1,4 @@
-// The CUDA driver, opened at run time: the module imports on machines without a GPU.
+// The CUDA driver, opened at run time, so that the module imports on machines without a GPU.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,7 @@
 namespace memeff::host {
 
 // Entry points of libcuda.so.1. Each has the type that cuda.h declares, so a wrong argument is a
-// compile error here and not a crash there.
+// compile error.
 struct Driver {
   decltype(&cuInit) init;
   decltype(&cuGetErrorName) get_error_name;
@@ -29,7 +29,7 @@ struct Driver {
 // Opens the driver on the first call. On failure returns null and sets `error`.
 const Driver* open_driver(std::string* error);
 
-// "CUDA_ERROR_NO_BINARY_FOR_GPU (209)"
+// The name and number of an error: "CUDA_ERROR_NO_BINARY_FOR_GPU (209)".
 std::string describe(const Driver& driver, CUresult result);
 
 }  // namespace memeff::host

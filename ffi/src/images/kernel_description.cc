@@ -13,7 +13,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr long long kMostHeadDim = 1 << 16;
-constexpr size_t kMostMaps = 16;  // of MapTable
+constexpr size_t kMostMaps = 16;  // the size of MapTable
 constexpr size_t kMostEntryPoints = 8;
 constexpr size_t kMostFields = 64;
 
@@ -46,7 +46,7 @@ class Parser : public DescriptionReader {
     }
     for (const Words& entry : entries) parse_entry(entry, &kernel);
     if (!failed() && (entries.empty() || entries.size() > kMostEntryPoints)) {
-      fail("as many entry points as " + std::to_string(entries.size()) + ", expected 1 to " +
+      fail("the number of entry points " + std::to_string(entries.size()) + ", expected 1 to " +
            std::to_string(kMostEntryPoints));
     }
     check_maps(kernel);
@@ -91,7 +91,7 @@ class Parser : public DescriptionReader {
     if (kernel->maps.size() > kMostMaps) fail("more than " + std::to_string(kMostMaps) + " maps");
   }
 
-  // The lines of arrays, each of another array of the call.
+  // Reads the lines of arrays. Each must name a different array of the call.
   std::vector<Words> parse_arrays() {
     std::vector<Words> rows;
     while (next_is("array")) {
@@ -101,20 +101,20 @@ class Parser : public DescriptionReader {
         if (other[1] == words[1]) fail("two lines of the array " + quoted(words[1]));
       }
       if (find(arrays_, words[1]) == nullptr) {
-        fail("an array " + quoted(words[1]) + ", which the call has not among its operands " +
-             "and results");
+        fail("an array " + quoted(words[1]) + " that is not among the operands " +
+             "and results of the call");
       }
       rows.push_back(words);
     }
     return rows;
   }
 
-  // Every array of the call has a line.
+  // Checks that every array of the call has a line.
   void check_names(const std::vector<Words>& rows) {
     for (const Array& array : arrays_) {
       bool const known = std::any_of(rows.begin(), rows.end(),
                                      [&](const Words& row) { return row[1] == array.name; });
-      if (!known) fail("no array " + quoted(array.name) + ", which the call has");
+      if (!known) fail("no line for the array " + quoted(array.name) + " of the call");
     }
   }
 
@@ -123,9 +123,9 @@ class Parser : public DescriptionReader {
     if (failed()) return;
     CapturedArray const captured{std::string(words[1]), alignment(words[2]), words[3] == "zeroed"};
     const Array* const array = find(arrays_, words[1]);
-    if (!captured.zeroed && words[3] != "-") fail("a captured array that is " + quoted(words[3]));
+    if (!captured.zeroed && words[3] != "-") fail("a captured array marked " + quoted(words[3]));
     if (array == nullptr) {
-      fail("a captured array " + quoted(words[1]) + ", which the call has not");
+      fail("a captured array " + quoted(words[1]) + " that the call does not have");
     } else if (array->type.rank > ArrayView::kMostDims || array->slots > 1) {
       fail_array(words[1], "expected a buffer of its own of at most " +
                                std::to_string(ArrayView::kMostDims) + " dims, got " +
@@ -154,7 +154,7 @@ class Parser : public DescriptionReader {
     } else {
       field.array = words[2];
       if (find(arrays_, field.array) == nullptr) {
-        fail("a field with the array " + quoted(field.array) + ", which the call has not");
+        fail("a field with the array " + quoted(field.array) + " that the call does not have");
       }
     }
     if (!failed() && field.offset % bytes != 0) {
@@ -173,7 +173,7 @@ class Parser : public DescriptionReader {
     fail_array("query", "expected the dtype of the kernel, got " + to_string(query->type));
   }
 
-  // Rows of these arrays start at multiples of the alignment, because their buffers do.
+  // Checks that the rows of an array are multiples of the alignment, as its buffer is.
   void check_rows(std::string_view name, int alignment) {
     const Array* const array = find(arrays_, name);
     if (failed() || array == nullptr) return;
@@ -184,8 +184,8 @@ class Parser : public DescriptionReader {
     long long const bytes =
         array->type.sizes[3] * static_cast<long long>(ffi::ByteWidth(array->type.dtype));
     if (bytes % alignment != 0) {
-      fail_array(name, "expected rows of a multiple of " + std::to_string(alignment) +
-                           " bytes, got " + to_string(array->type));
+      fail_array(name, "expected rows that are a multiple of " + std::to_string(alignment) +
+                           " bytes long, got " + to_string(array->type));
     }
   }
 
@@ -216,7 +216,7 @@ class Parser : public DescriptionReader {
     if (failed() || name.empty()) return;
     const Array* const array = find(arrays_, name);
     if (array == nullptr || array->type.rank != 4) {
-      fail("the block mask " + quoted(name) + ", which is no array of rank 4");
+      fail("the block mask " + quoted(name) + ", expected an array of rank 4");
     } else if (array->type.sizes[1] > INT_MAX ||
                array->type.sizes[1] * array->type.sizes[2] > INT_MAX) {
       fail_array(name, "expected at most 2147483647 rows for each batch index, got " +
@@ -227,16 +227,17 @@ class Parser : public DescriptionReader {
   void check_maps(const KernelDescription& kernel) {
     for (const MapBox& box : kernel.maps) {
       const Array* const array = find(arrays_, box.name);
-      if (failed() || array == nullptr) continue;  // a gradient that nobody asked for
+      if (failed() || array == nullptr) continue;  // a gradient that is not asked for
       if (array->type.rank != 4 || ffi::ByteWidth(array->type.dtype) != 2) {
-        fail_array(box.name, "expected 16-bit elements and rank 4, because TMA brings it, got " +
+        fail_array(box.name, "expected 16-bit elements and rank 4, because TMA copies it, got " +
                                  to_string(array->type));
       }
     }
     bool const takes_maps = std::any_of(kernel.entry_points.begin(), kernel.entry_points.end(),
                                         [](const EntryPoint& entry) { return entry.takes_maps; });
     if (!failed() && takes_maps == kernel.maps.empty()) {
-      fail(takes_maps ? "an entry point that takes maps, and none" : "maps that nothing takes");
+      fail(takes_maps ? "an entry point with tensor maps, but no line 'map'"
+                      : "lines 'map', but no entry point with tensor maps");
     }
   }
 

@@ -1,6 +1,6 @@
-// What the code generator says of a kernel: text in front of its code, covered by the same digest.
-// The rest of the call is checked against it, once, before anything is loaded. One line for each
-// fact, in this order, words separated by one space:
+// The description of a kernel by the code generator: text in front of its code, covered by the same
+// digest. The rest of the call is checked against it once, before anything is loaded. Each fact has
+// a line, in this order, with words separated by one space:
 //
 //   arch sm_90a
 //   direction forward
@@ -19,8 +19,8 @@
 //                                          #1 for number 1 of the call, of 32 bits
 //
 // A dim of an array is a number, a name (of the same size wherever it appears), "N?" for N or 1,
-// "B+1", "T/128" for as many tiles, "N*4", "B~" for an array that a vmap broadcasts (any number of
-// its own elements), or "*" for any size. "..." is an array of any shape.
+// "B+1", "T/128" for the number of tiles, "N*4", "B~" for an array that a vmap broadcasts (any
+// number of elements), or "*" for any size. "..." is an array of any shape.
 #pragma once
 
 #include <string>
@@ -45,7 +45,7 @@ struct EntryPoint {
   bool takes_maps;
 };
 
-// A tensor that a kernel moves through TMA, and the box of one such copy.
+// A tensor that a kernel copies by TMA, and the box of one copy.
 struct MapBox {
   std::string name;
   int rows;
@@ -53,7 +53,7 @@ struct MapBox {
   int row_dim;  // 1 for [batch, sequence, head, dim], 2 for [batch, head, query, key]
 };
 
-// An array that a feature brings: an entry of ArrayTable.
+// An array of a feature: an entry of ArrayTable.
 struct CapturedArray {
   std::string name;
   int alignment;
@@ -71,15 +71,15 @@ struct KernelDescription {
   int tile_query = 0;
   int tile_key = 0;
   int alignment = 0;
-  int blocks_per_sm = 0;                 // of the main kernel, at least
+  int blocks_per_sm = 0;                 // at least, of the main kernel
   std::vector<EntryPoint> entry_points;  // in launch order
   std::vector<MapBox> maps;              // in the order of that parameter
   std::vector<CapturedArray> captured;   // in the order of ArrayTable
   std::vector<ParamsField> fields;
   ProblemShape shape = {};  // without pointers
 
-  // Checks the arrays of a call against the text. `longest` are T and S of packed sequences,
-  // and `numbers` is how many the call has.
+  // Parses the text and checks the arrays of a call against it. longest_query and longest_key are T
+  // and S of packed sequences, `numbers` the number of run-time numbers of the call.
   static xla::ffi::ErrorOr<KernelDescription> parse(std::string_view text, std::string_view arch,
                                                     Direction direction,
                                                     const std::vector<Array>& arrays,

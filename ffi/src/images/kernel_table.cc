@@ -12,8 +12,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Libraries of this process by their code. Append-only: executables share libraries
-// and come and go, and unloading one while another thread launches from it cannot be made safe.
+// Loads code once per process. Hazard: libraries are never unloaded. Executables come and go and
+// share them, and no lock makes it safe to unload a library while another thread launches from it.
 ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& code) {
   static std::mutex mutex;
   static std::unordered_map<std::string, CUlibrary> libraries;
@@ -37,8 +37,8 @@ ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& co
 // "sm_90a" -> 90, "compute_80" -> 80
 int capability_of(const std::string& arch) { return std::atoi(arch.c_str() + arch.find('_') + 1); }
 
-// The first capability with programmatic dependent launch. wait_for_kernel_before() is empty in the
-// code of earlier ones.
+// The first capability with programmatic dependent launch. Hazard: in code for earlier ones
+// wait_for_kernel_before() does nothing, so such kernels must not be launched with it.
 constexpr int kDependentLaunch = 90;
 
 bool is_ptx(const std::string& arch) { return arch.rfind("compute_", 0) == 0; }
@@ -95,8 +95,8 @@ ffi::Error KernelTable::add(KernelImage image) {
 ffi::Error KernelTable::load() {
   std::string without_driver;
   const Driver* driver = open_driver(&without_driver);
-  // XLA also compiles for a GPU on machines without one. If the program runs there, initialize
-  // reports what is missing.
+  // XLA may compile for a GPU on a machine without one, so this is no error. If the program runs on
+  // such a machine, the initialize stage reports the missing driver.
   if (driver == nullptr) return ffi::Error::Success();
   int devices = 0;
   if (CUresult result = driver->device_count(&devices); result != CUDA_SUCCESS) {
@@ -185,9 +185,9 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
       result = driver.kernel_set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                            entry.shared_bytes, function, device);
     }
-    // Deadlock hazard: the driver would load the code at the first launch and wait for all work of
-    // the device then. If that work is a collective, it waits for another device's launches, which
-    // may wait for this one.
+    // Deadlock hazard: load the code now. The driver would otherwise load it at the first launch
+    // and wait there for all work of the device. If that work is a collective, it waits for the
+    // launches of another device, which may wait for this one.
     CUfunction loaded = nullptr;
     if (result == CUDA_SUCCESS) result = driver.kernel_function(&loaded, function);
     if (result == CUDA_SUCCESS) result = driver.load_function(loaded);

@@ -1,5 +1,5 @@
-// Compiled kernels and their way onto devices: image -> library (once) -> functions (once a
-// device).
+// Compiled kernels and how they are loaded: image -> library (once per process) -> functions (once
+// per device).
 #pragma once
 
 #include <map>
@@ -34,10 +34,10 @@ struct DeviceKernel {
 // The kernels of one custom call, and their functions on the devices of this process.
 class KernelTable {
  public:
-  // Adds an architecture: "sm_90a" or "compute_80", each once.
+  // Adds the image of an architecture, "sm_90a" or "compute_80". Each may be added once.
   xla::ffi::Error add(KernelImage image);
 
-  // Loads the images that a device of this machine can run; without a driver, none.
+  // Loads the images that the devices of this machine can run. Without a driver it does nothing.
   xla::ffi::Error load();
 
   // The kernel for the current device; prepares it on the device's first call. Thread-safe.
@@ -50,7 +50,7 @@ class KernelTable {
   };
 
   xla::ffi::ErrorOr<DeviceKernel> prepare(const Driver& driver, CUdevice device) const;
-  // The image for this capability, else the PTX of the highest one below it.
+  // The image for this capability, else the PTX of the highest capability below it.
   const KernelImage* find(int capability) const;
 
   std::vector<KernelImage> images_;

@@ -7,8 +7,8 @@
 //   code          fatbin
 //   digest        SHA-256 of everything before it
 //
-// The digest finds damage and edits by mistake. It is no signature: whoever writes a program can
-// compute it, and writes the machine code, too (docs/deployment/export.md).
+// The digest detects damage and accidental edits. It is not a signature: whoever writes a program
+// can compute the digest, and controls the machine code anyway (docs/deployment/export.md).
 #pragma once
 
 #include <string_view>
@@ -22,7 +22,7 @@ struct SealedImage {
   std::string_view code;
   std::string_view digest;
 
-  // Views into `bytes`. `arch` names the attribute in errors.
+  // Checks the digest and returns views into `bytes`. `arch` names the attribute in errors.
   static xla::ffi::ErrorOr<SealedImage> open(std::string_view arch, std::string_view bytes);
 };
 

@@ -5,7 +5,7 @@
 namespace memeff::host {
 namespace {
 
-// As many CTAs for each tile of keys as the device and the workspace have room for.
+// The number of CTAs per KV block: as many as the device and the workspace have room for.
 long long choose_q_splits(const DeviceKernel& kernel, Buffers& buffers) {
   const KernelDescription& description = *kernel.description;
   const ArrayType* const sums = buffers.type("key_gradient_sum");
@@ -13,7 +13,7 @@ long long choose_q_splits(const DeviceKernel& kernel, Buffers& buffers) {
   long long const most = std::clamp(sums->sizes[0], 1ll, 1ll << 20);
   ProblemShape const& shape = description.shape;
   long long const tiles = ceil_div(shape.key_length, description.tile_key);
-  // A product of three sizes that fit into 31 bits may not fit into 63. Nothing is split then.
+  // Three sizes of 31 bits may have a product of more than 63 bits. Such a call needs no split.
   long long blocks = 0;
   if (__builtin_mul_overflow(tiles * shape.key_heads, shape.batch, &blocks)) return 1;
   return std::clamp(kernel.multiprocessors / std::max(blocks, 1ll), 1ll, most);

@@ -9,13 +9,14 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// How the batch shares an array that has `elements` of its own.
+// The parameters with which kernels map the batch index of the call to an array of `elements`
+// elements.
 BatchBroadcast broadcast_of(const Array& array, long long elements) {
   auto const period = static_cast<unsigned long long>(elements * array.divisor);
   return {period == 0 ? 0 : ~0ull / period + 1, static_cast<unsigned long long>(elements)};
 }
 
-// In elements; 0 for a dim of one element, which is broadcast.
+// The stride of a dim in elements; 0 for a dim of one element, which is broadcast.
 long long stride_of(const ArrayType& type, int dim) {
   long long elements = type.sizes[dim] == 1 ? 0 : 1;
   for (int inner = dim + 1; inner < type.rank; ++inner) elements *= type.sizes[inner];

@@ -1,4 +1,4 @@
-// The buffers of one execution, by the names that the call site gave them.
+// The buffers of one execution, by their names in the call.
 #pragma once
 
 #include <optional>
@@ -9,35 +9,37 @@
 
 namespace memeff::host {
 
-// The first failure is kept; a launcher asks for everything it needs and checks once. XLA may
-// record each execution anew (a command buffer whose addresses change), so nothing here allocates
-// unless it fails.
+// Keeps the first failure: a launcher asks for everything that it needs and checks once. Hazard:
+// XLA may record each execution anew (a command buffer whose addresses change), so nothing here may
+// allocate, except for an error.
 class Buffers {
  public:
   Buffers(const Call& call, const KernelDescription& kernel,
           const xla::ffi::RemainingArgs& arguments, const xla::ffi::RemainingRets& results)
       : call_(call), alignment_(kernel.alignment), arguments_(arguments), results_(results) {}
 
-  // Whether XLA passes the buffers that the attributes announce, by number, dtype and sizes. The
-  // sizes of the attributes are those that were checked against the kernel, so this comes first.
+  // Checks that XLA passes the buffers that the attributes announce, by number, dtype and sizes.
+  // Hazard: call it first, because only the sizes in the attributes were checked against the
+  // kernel.
   xla::ffi::Error check() const;
 
   bool has(std::string_view name) const { return call_.find(name) != nullptr; }
 
-  // Start of an array, or null if the call has none of this name.
+  // The start of an array, or null if the call has no array of this name.
   void* data(std::string_view name);
 
-  // A row-major [batch, sequence, head, dim] array that starts where the kernel expects rows to.
+  // A row-major [batch, sequence, head, dim] array. Its start must have the alignment that the
+  // kernel was compiled for.
   TensorView tensor(std::string_view name);
 
-  // A row-major array that broadcasts to the scores, and starts at a multiple of `alignment` bytes;
-  // null if the call has none of this name.
+  // A row-major array that broadcasts to the scores and must start at a multiple of `alignment`
+  // bytes; null if the call has no array of this name.
   ScoreView scores(std::string_view name, int alignment = 1);
 
-  // An array that a feature brings.
+  // An array of a feature.
   ArrayView captured(const CapturedArray& captured);
 
-  // Without the slots of a buffer that holds several arrays; null if the call has none.
+  // The type of an array, without the dim of slots; null if the call has no array of this name.
   const ArrayType* type(std::string_view name) const;
 
   size_t bytes(std::string_view name) const;

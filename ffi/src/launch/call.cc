@@ -17,7 +17,7 @@ namespace ffi = xla::ffi;
 constexpr size_t kMostBuffers = 64;
 constexpr std::string_view kArrayNameCharacters = "abcdefghijklmnopqrstuvwxyz0123456789_";
 
-// The attributes as XLA holds them.
+// The attributes of a custom call, as views into XLA's memory.
 struct Attributes {
   std::string_view operands;
   std::string_view operand_types;
@@ -31,7 +31,8 @@ struct Attributes {
   std::vector<std::pair<std::string_view, std::string_view>> images;  // by architecture
 };
 
-// Reads attributes of a dictionary; the first that is missing or of another type is kept.
+// Reads attributes of a dictionary. Keeps the first error: an attribute that is missing or has
+// another type.
 class Reader {
  public:
   explicit Reader(const ffi::Dictionary& attributes) : attributes_(attributes) {}
@@ -84,8 +85,7 @@ ffi::ErrorOr<Attributes> read(const ffi::Dictionary& attributes) {
   if (!kernels.has_value()) {
     return ffi::Unexpected(malformed("the custom call has no dictionary as attribute kernels"));
   }
-  // The dictionary cannot be enumerated with its names through the oldest supported headers, so it
-  // carries them.
+  // The oldest supported headers cannot enumerate a dictionary, so "archs" lists its names.
   Reader images(*kernels);
   for (std::string_view arch : split(images.get<std::string_view>("archs"), ',')) {
     read.images.emplace_back(arch, images.get<std::string_view>(arch));
@@ -114,13 +114,13 @@ std::string seal_of(Direction direction, const Attributes& attributes) {
   append(&attributes.bias_alignment, 1, &sealed);
   for (auto const& [arch, image] : attributes.images) {
     sealed.append(arch).append("\n");
-    // The end of an image is the digest of the rest of it.
+    // The last bytes of an image are the digest of the rest.
     sealed += image.substr(image.size() - std::min(image.size(), kDigestBytes));
   }
   return sha256(sealed);
 }
 
-// Fills in the arrays and buffers of a call; returns what is wrong with them.
+// Decodes the operands and results of a call. add() returns an error text, empty if all is well.
 class BufferAttributes {
  public:
   explicit BufferAttributes(Call* call) : call_(*call) {}
@@ -183,7 +183,7 @@ class BufferAttributes {
   Call& call_;
 };
 
-// The numbers of a call; returns what is wrong with them.
+// Decodes the numbers of a call. Returns an error text, empty if all is well.
 std::string set_numbers(const Attributes& attributes, Call* call) {
   const float* const scale = attributes.scale.begin();
   call->scale = {scale[0], scale[1], scale[2], scale[3]};
@@ -201,10 +201,10 @@ std::string set_numbers(const Attributes& attributes, Call* call) {
   }
   const int32_t* const windows = attributes.windows.begin();
   for (int i = 0; i < 4; ++i) {
-    // Offsets move the diagonal, so a bound may exceed the largest length.
+    // Global positions shift the diagonal, so a bound may exceed the largest length.
     if (windows[i] > kUnbounded || windows[i] < -kUnbounded) {
       return "the attribute windows has " + std::to_string(windows[i]) + ", expected at most " +
-             std::to_string(kUnbounded) + " each way";
+             std::to_string(kUnbounded) + " in magnitude";
     }
   }
   call->mask.top_left_left = windows[0];
@@ -229,7 +229,8 @@ std::string set_numbers(const Attributes& attributes, Call* call) {
   return "";
 }
 
-// What the launchers read of every call; its types are those of the description.
+// Checks that a call has the arrays that the launchers read without asking. The description of the
+// kernel has checked their types.
 std::string check_required(Direction direction, const Call& call) {
   std::vector<std::string_view> required = {"query", "key", "value", "out", "logsumexp"};
   if (direction == Direction::kBackward) {
@@ -251,8 +252,8 @@ std::string check_required(Direction direction, const Call& call) {
         bias->type.sizes[3] * static_cast<long long>(ffi::ByteWidth(bias->type.dtype));
     if (row % call.bias_alignment != 0) {
       return "the attribute bias_alignment is " + std::to_string(call.bias_alignment) +
-             ", which rows of " + std::string(name) + " " + to_string(bias->type) +
-             " are no multiples of";
+             ", expected a divisor of the length of a row of " + std::string(name) + " " +
+             to_string(bias->type) + " in bytes";
     }
   }
   return "";

@@ -1,4 +1,4 @@
-// One custom call: what its attributes say, checked and decoded once.
+// One custom call: its attributes, checked and decoded once.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,14 @@
 
 namespace memeff::host {
 
-// An operand or a result as XLA passes it; `name` joins those of several arrays by "+".
+// An operand or a result as XLA passes it. If it holds several arrays, `name` joins their names by
+// "+".
 struct BufferType {
   std::string name;
   ArrayType type;
 };
 
-// State of a call site: made in the instantiate stage, read by the later ones.
+// The state of a call site: the instantiate stage makes it, and the later stages read it.
 struct Call {
   static xla::ffi::TypeId id;
 
@@ -33,11 +34,11 @@ struct Call {
   std::vector<int32_t> numbers;  // of features: see ParamsField
   int longest_query = 0;         // of packed sequences
   int longest_key = 0;
-  int bias_alignment =
-      1;  // bytes that the kernel expects rows of the bias to start at multiples of
+  int bias_alignment = 1;  // in bytes, of the rows of the bias
 
-  // The attributes may come from a file. What this accepts never crashes the process: everything is
-  // checked against the descriptions of the kernels before anything is loaded or launched.
+  // Hazard: the attributes may come from a file. An accepted call must never crash the process, so
+  // everything is checked against the descriptions of the kernels before anything is loaded or
+  // launched.
   //
   //   operands, results             "query,key/5,value+bias": names, "+" between those of one
   //                                 buffer, after "/" the divisor of an array that a vmap

@@ -1,4 +1,4 @@
-// How many splits of the keys a forward has on this device.
+// Chooses the number of splits of the keys of a forward on this device.
 #include <algorithm>
 #include <climits>
 
@@ -7,19 +7,19 @@
 namespace memeff::host {
 namespace {
 
-// Costs in units of the time of one key tile: the overhead of a block, and the combination.
+// Costs in units of the time of one KV block: the overhead of a CTA, and the combine kernel.
 constexpr double kBlockOverhead = 3;
 constexpr double kCombination = 6;
 
-// Once every multiprocessor has its blocks, more splits help by filling the last round only.
+// Once every multiprocessor has its blocks, more splits only help to fill the last round.
 constexpr long long kRounds = 4;
 
 long long resident_blocks(const DeviceKernel& kernel) {
   return (long long)kernel.multiprocessors * kernel.description->blocks_per_sm;
 }
 
-// Blocks that run together on one multiprocessor share its time. Those of the last round, which may
-// not fill the device, are as slow as one block for each multiprocessor.
+// A model of the run time. Blocks that run together on one multiprocessor share its time. The last
+// round may not fill the device; it takes at least as long as one block per multiprocessor.
 double time_of(long long blocks, double block_time, const DeviceKernel& kernel) {
   long long const resident = resident_blocks(kernel);
   double const share = block_time / kernel.multiprocessors;
@@ -28,8 +28,8 @@ double time_of(long long blocks, double block_time, const DeviceKernel& kernel) 
   return static_cast<double>(blocks - rest) * share + last_round;
 }
 
-// The number of splits, at most `most`, with which `blocks` blocks of `key_tiles` key tiles each
-// are done first.
+// The number of splits, at most `most`, with which `blocks` blocks of `key_tiles` KV blocks each
+// finish first.
 long long fastest_splits(long long blocks, long long key_tiles, long long most,
                          const DeviceKernel& kernel) {
   long long best = 1;

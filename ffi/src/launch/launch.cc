@@ -11,7 +11,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The fields that features fill. The host reads none of them back.
+// Fills the fields of features. The host does not read them back.
 void fill_fields(const Call& call, const KernelDescription& kernel, Buffers& buffers,
                  void* params) {
   for (const ParamsField& field : kernel.fields) {
@@ -25,7 +25,7 @@ void fill_fields(const Call& call, const KernelDescription& kernel, Buffers& buf
   }
 }
 
-// The table of the arrays that features bring, those zeroed that start at zero.
+// Fills the table of the arrays of features, and zeroes those that must start at zero.
 ffi::Error fill_arrays(const DeviceKernel& kernel, Buffers& buffers, CUstream stream,
                        ArrayTable* table) {
   ArrayView* view = table->arrays;
@@ -41,7 +41,7 @@ ffi::Error fill_arrays(const DeviceKernel& kernel, Buffers& buffers, CUstream st
   return ffi::Error::Success();
 }
 
-// A one-dimensional grid; an empty one is no launch.
+// Launches a one-dimensional grid; an empty grid is not launched.
 ffi::Error launch(const DeviceKernel& kernel, size_t index, long long blocks, void** parameters,
                   CUstream stream) {
   if (blocks == 0) return ffi::Error::Success();

@@ -7,19 +7,20 @@
 
 namespace memeff::host {
 
-// Parts of the parameters that both directions have.
+// The parts of the parameters that both directions have.
 ProblemShape shape_of(const KernelDescription& kernel, Buffers& buffers);
 MaskParams mask_of(const Call& call, Buffers& buffers);
 // Null pointers if the call has no such array.
 BlockMask block_mask_of(Buffers& buffers, std::string_view name);
 
-// How many splits of the keys, of those that the workspaces have room for, are done first.
+// The fastest number of splits of the keys that the workspaces have room for.
 long long choose_splits(const DeviceKernel& kernel, Buffers& buffers);
 
 xla::ffi::Error fill_zero(const DeviceKernel& kernel, void* data, size_t bytes, CUstream stream);
 
-// Launches all entry points of a kernel. `params` is the first parameter of all of them, of which
-// the fields of features and `table` are filled once and `block_mask` for each.
+// Launches all entry points of a kernel. `params` is the first parameter of each; `table` and
+// `block_mask` are parts of it. The fields of features and the table are filled once, `block_mask`
+// for each entry point.
 xla::ffi::Error launch_all(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                            const LaunchDims& dims, void* params, BlockMask* block_mask,
                            ArrayTable* table, CUstream stream);

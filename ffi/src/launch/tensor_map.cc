@@ -10,7 +10,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kElementBytes = 2;  // KernelDescription::parse checks it
+constexpr int kElementBytes = 2;  // KernelDescription::parse() checks it
 
 static_assert(sizeof(CUtensorMap) == sizeof(TensorMap));
 static_assert(alignof(CUtensorMap) <= alignof(TensorMap));
@@ -30,7 +30,7 @@ MappedArray map_tensor(TensorView const& view, ArrayType const& type) {
 }
 
 // [key, query, head, batch] of an array [batch, head, query, key]. A broadcast dim of one element
-// has a stride all the same: TMA takes none of 0.
+// has a stride, too, because TMA refuses strides of 0.
 MappedArray map_scores(void* data, ArrayType const& type) {
   long long const row = type.sizes[3];
   long long const head = type.sizes[2] * row;
@@ -38,8 +38,8 @@ MappedArray map_scores(void* data, ArrayType const& type) {
       data, {row, type.sizes[2], type.sizes[1], type.sizes[0]}, {row, head, type.sizes[1] * head}};
 }
 
-// The rows of a box are as wide as the swizzle of its tile in shared memory (core/shared_tile.cuh).
-// Elements beyond the array read as zero and are not written.
+// Encodes one map. The rows of a box are as wide as the swizzle of its tile in shared memory
+// (core/shared_tile.cuh). Elements beyond the array read as zero and are not written.
 ffi::Error encode(const Driver& driver, const MapBox& box, MappedArray const& array,
                   TensorMap* encoded) {
   cuuint64_t sizes[4];

@@ -1,4 +1,4 @@
-// Where threads meet.
+// Barriers, and the synchronization of the lanes of a warp.
 #include <cstring>
 
 #include "machine.h"
@@ -6,12 +6,12 @@
 namespace emulator {
 namespace {
 
-// An mbarrier, in the 64 bits that a kernel has for it.
+// An mbarrier, packed into the 64 bits that a kernel reserves for it.
 struct Mbarrier {
   uint64_t phase : 1;
   uint64_t pending : 11;   // arrivals
   uint64_t arrivals : 11;  // of a phase
-  int64_t bytes : 24;      // expected and not here
+  int64_t bytes : 24;      // expected but not arrived
   uint64_t magic : 17;
 };
 static_assert(sizeof(Mbarrier) == 8);

@@ -1,4 +1,4 @@
-// Shared memory, and who copies to and from it.
+// Shared memory, and the copies to and from it.
 #include <algorithm>
 #include <cstring>
 
@@ -23,7 +23,7 @@ void make(AsyncCopy const& copy) {
                uint32_t(this_fiber().thread + 1) | this_fiber().fences << kThreadBits);
 }
 
-// TMA makes a copy now, or some time later.
+// Makes a TMA copy now, or queues it for later.
 void start(std::function<void()> transfer) {
   if (at_once()) {
     transfer();
@@ -39,13 +39,13 @@ TensorMap read_map(void const* encoded) {
   return map;
 }
 
-// The engine permutes the 16-byte chunks of shared memory by its address.
+// TMA swizzles the 16-byte chunks of shared memory by their address.
 uint32_t swizzled(uint32_t address, uint32_t swizzle_bytes) {
   return address ^ ((address >> 3) & (swizzle_bytes - 16));
 }
 
-// Calls use(shared address, global address or null where it lies outside, bytes) for all 16-byte
-// chunks of a box with the outer two extents 1.
+// Calls use(shared address, global address, bytes) for all 16-byte chunks of a box whose outer two
+// extents are 1. The global address is null outside of the tensor.
 template <class Use>
 void for_each_chunk(TensorMap const& map, uint32_t shared, int const (&start)[4], Use use) {
   uint32_t const row_bytes = map.box[0] * map.element_bytes;

@@ -1,5 +1,5 @@
-// libcuda.so.1 as far as the host library uses it. An image is the path of a library that g++ made,
-// a stream is nothing, and everything has happened when a call returns.
+// The part of libcuda.so.1 that the host library uses. An image is the path of a library that g++
+// made, streams are ignored, and all calls are synchronous.
 #include <cuda.h>
 #include <dlfcn.h>
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-// What the last failure was: cuGetErrorName says it.
+// The message of the last failure, which cuGetErrorName returns.
 std::string& message() {
   thread_local std::string text;
   return text;

@@ -1,5 +1,5 @@
-// The handlers of the host library as XLA's CPU client can call them: with a stream, which that
-// client does not have, and with buffers that end at pages nobody may touch.
+// Wraps the handlers of the host library for XLA's CPU client: adds a stream, which that client
+// does not have, and passes buffers that end at inaccessible pages.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr size_t kAlignment = 16;  // that the host library asks for
+constexpr size_t kAlignment = 16;  // that the host library requires
 
 XLA_FFI_Error* null_stream(XLA_FFI_Stream_Get_Args* arguments) {
   arguments->stream = nullptr;
@@ -57,7 +57,7 @@ size_t bytes_of(XLA_FFI_Buffer const& buffer) {
   return bytes;
 }
 
-// A copy of a buffer whose end, or every second time whose begin, is that of its pages. What stands
+// A copy of a buffer that ends, or every second time begins, at an inaccessible page. The memory
 // around it is NaN, and so are results before they are written, unless they are written in place.
 class GuardedBuffer {
  public:
@@ -94,8 +94,7 @@ class GuardedBuffer {
 
 using Buffers = std::vector<std::unique_ptr<GuardedBuffer>>;
 
-// Copies of `originals` in `buffers`. Those of results have contents if an operand is written in
-// place.
+// Copies `originals` to `buffers`. Results are copied only if an operand is written in place.
 std::vector<void*> guard(void* const* originals, int64_t count, Buffers const* operands,
                          Buffers* buffers) {
   std::vector<void*> guarded;
@@ -113,7 +112,7 @@ std::vector<void*> guard(void* const* originals, int64_t count, Buffers const* o
 }
 
 XLA_FFI_Error* call(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
-  if (frame->extension_start != nullptr) return handler(frame);  // a question about the handler
+  if (frame->extension_start != nullptr) return handler(frame);  // a query of metadata
   XLA_FFI_CallFrame copy = *frame;
   Buffers operands;
   Buffers results;

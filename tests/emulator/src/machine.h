@@ -1,4 +1,4 @@
-// What a launch consists of while it runs.
+// The state of a running launch.
 #pragma once
 
 #include <csetjmp>
@@ -17,7 +17,7 @@ namespace emulator {
 constexpr int kLanes = 32;
 constexpr int kNamedBarriers = 16;
 
-// How the machine behaves; the same settings give the same run.
+// The behaviour of the machine. The same settings give the same run.
 struct Settings {
   int capability = 80;
   int multiprocessors = 3;
@@ -27,11 +27,11 @@ Settings& settings();
 
 uint64_t random_number();
 
-// Whether something asynchronous takes effect now, and not as late as the program allows.
+// Draws whether an asynchronous operation takes effect now or as late as the program allows.
 inline bool at_once() { return random_number() % 2 == 0; }
 
-// What a waiting thread waits for: the masked word to equal `value`, or to differ from it. `what`
-// names it, with a number unless that is negative.
+// The condition of a waiting thread: the masked word equals `value`, or differs from it. `what`
+// names it in messages, with a number unless that is negative.
 struct Wait {
   uint64_t const* word = nullptr;
   uint64_t mask = 0;
@@ -71,7 +71,7 @@ struct Fiber {
   uint32_t fences = 0;
 };
 
-// A wgmma as one warp sees it: 16 rows of its accumulators.
+// One warp's part of a wgmma: 16 rows of the accumulators.
 struct Product {
   Format format;
   Operand left;
@@ -84,7 +84,7 @@ struct Product {
   int lanes = 0;  // that have started it
   float* c[kLanes];
   uint32_t a[kLanes][4];
-  std::vector<float> before[kLanes];  // what the accumulators were; empty: as they are
+  std::vector<float> before[kLanes];  // the earlier accumulators; empty if unchanged
 };
 
 struct Exchange {
@@ -93,7 +93,7 @@ struct Exchange {
 };
 
 struct Warp {
-  uint64_t asleep_until = 0;  // this turn, or until no other warp can run
+  uint64_t asleep_until = 0;  // until this turn, or until no other warp can run
   int live = kLanes;
   int arrived = 0;
   uint64_t generation = 0;
@@ -101,7 +101,7 @@ struct Warp {
   Exchange exchanges[2];              // of even and odd generations
   std::deque<Product> products;
   uint64_t newest_group = ~uint64_t(0);  // of products
-  bool newest_at_once = false;           // do they take effect when they are started?
+  bool newest_at_once = false;           // whether they take effect at once
   uint64_t finished_products = 0;
 };
 
@@ -116,17 +116,17 @@ struct Block {
   int live;
   char* shared;
   int shared_bytes;
-  // For each word of shared memory the last thread that wrote it, plus one, and above bit 11 how
-  // many fences of the asynchronous proxy it had passed; 0 if TMA wrote it.
+  // For each word of shared memory the last thread that wrote it, plus one, and from bit 11 on the
+  // number of async-proxy fences that it had passed; 0 if TMA wrote the word.
   std::vector<uint32_t> writers;
   std::map<void const*, std::vector<char>> statics;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   NamedBarrier barriers[kNamedBarriers];
-  std::vector<std::function<void()>> transfers;  // TMA copies that have not happened yet
+  std::vector<std::function<void()>> transfers;  // pending TMA copies
 };
 
-// The thread that runs; null in the scheduler.
+// The running thread; null in the scheduler.
 Fiber* current_fiber();
 Fiber& this_fiber();
 Warp& this_warp();
@@ -135,30 +135,31 @@ inline int this_lane() { return this_fiber().thread % kLanes; }
 
 // Waits until the masked word equals `value` (or differs from it).
 void wait_for(Wait const& wait);
-// Runs other threads, often for long, because the last action of this thread may unblock them.
+// Runs other threads, often for many turns, because the last action of this thread may unblock
+// them.
 void stall();
-// Records progress of a thread; a launch without any hangs.
+// Records the progress of a thread. A launch without progress counts as hanging.
 void note_progress();
 
-// Synchronizes all lanes of the warp. The last one calls `last` with the words of every lane; what
-// it leaves in `out` stays until each lane synchronizes again.
+// Synchronizes all lanes of the warp. The last lane calls `last` with the words of every lane. The
+// results in `out` stay valid until each lane synchronizes again.
 Exchange& meet(char const* instruction, uint32_t const* words, int count,
                std::function<void(Exchange&)> const& last);
 
 // A range of shared memory, checked.
 char* shared_range(Block& block, uint32_t address, int bytes, int alignment, char const* what);
-// The same, about to be read by TMA or by wgmma.
+// A checked range that TMA or wgmma will read: its writers must have passed a fence.
 char const* async_read(Block& block, uint32_t address, int bytes, char const* what);
 void mark_written(Block& block, uint32_t address, int bytes, uint32_t writer);
 
 void complete_bytes(uint64_t& barrier, int bytes);
 void thread_exits(Fiber& fiber);
 
-// Runs a grid to its end. Returns an empty string, or what went wrong.
+// Runs a grid to its end. Returns an error message, empty on success.
 std::string run_grid(std::string const& name, void (*kernel)(void**), void** arguments,
                      unsigned blocks, unsigned threads, unsigned shared_bytes);
 
-// A tensor map, as cuTensorMapEncodeTiled of the driver leaves it for TMA.
+// A tensor map, as cuTensorMapEncodeTiled of the emulated driver encodes it.
 struct TensorMap {
   static constexpr uint32_t kMagic = 0x7E45074D;
   uint32_t magic;

@@ -42,7 +42,7 @@ float decode(Format format, uint16_t bits) {
 // Tensor cores ignore the low bits.
 float decode_tf32(uint32_t bits) { return to_float(bits & ~0x1fffu); }
 
-// The numbers in 32 bits of a fragment: one, or two.
+// Unpacks the one or two numbers in 32 bits of a fragment.
 void unpack(Format format, uint32_t bits, float* values) {
   if (format == Format::tf32) {
     values[0] = decode_tf32(bits);
@@ -52,8 +52,8 @@ void unpack(Format format, uint32_t bits, float* values) {
   }
 }
 
-// A left operand of 16 rows from fragments: rows g, g + 8 of the lower half of k, then of the
-// upper.
+// Unpacks a left operand of 16 rows from fragments: rows g and g + 8 of the lower half of k, then
+// of the upper half.
 template <class Fragment>
 void unpack_left(Format format, Fragment const& fragment, float (&left)[kRows][kSteps]) {
   int const numbers = format == Format::tf32 ? 1 : 2;
@@ -101,7 +101,7 @@ void for_each_chunk(Block& block, Operand const& operand, int first, int count, 
   }
 }
 
-// Stores element (outer, k) of an operand by store(outer, k, value).
+// Calls store(outer, k, value) for each element of an operand.
 template <class Store>
 void read_operand(Block& block, Format format, Operand const& operand, int first, int count,
                   Store store) {
@@ -157,7 +157,7 @@ void finish_first(Block& block, int warp_index) {
   ++warp.finished_products;
 }
 
-// Finishes what belongs to the first groups.
+// Finishes the products of the first `groups` groups.
 void finish(Block& block, int warp_index, uint64_t groups) {
   auto const& products = block.warps[size_t(warp_index)].products;
   while (!products.empty() && products.front().group < groups) {

@@ -1,4 +1,4 @@
-// Threads as fibers, and who runs next.
+// Threads as fibers, and the choice of the next one.
 #include <pthread.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -45,7 +45,7 @@ struct Launch {
 Launch* launch = nullptr;
 uint64_t random_state;
 
-// Memory with pages around it that nobody may touch.
+// Memory between inaccessible pages.
 class Guarded {
  public:
   explicit Guarded(size_t bytes) : page_(sysconf(_SC_PAGESIZE)) {
@@ -63,7 +63,7 @@ class Guarded {
   char* base_;
 };
 
-// Stacks and shared memory are kept for later blocks.
+// Stacks and shared memory are reused for later blocks.
 std::vector<char*> free_stacks;
 
 char* take_stack() {
@@ -205,7 +205,7 @@ void retire(Block& block) {
   fail("the kernel hangs%s", text.c_str());
 }
 
-// One turn of a warp, or one copy.
+// Runs one turn of a warp, or one pending copy.
 void take_turn() {
   ++launch->turns;
   if (++launch->idle_turns > kPatience) fail_hanging();
@@ -257,7 +257,7 @@ void run_blocks(unsigned blocks, unsigned threads, unsigned shared_bytes) {
   }
 }
 
-// A wrong address or a division by zero of a kernel ends the launch and not the process.
+// A wrong address or a division by zero in a kernel ends the launch instead of the process.
 void on_signal(int signal, siginfo_t* info, void*) {
   if (launch == nullptr || !pthread_equal(pthread_self(), launch->os_thread)) {
     std::signal(signal, SIG_DFL);

@@ -30,7 +30,7 @@ WINDOW = 7
 
 Arrays = dict[str, jax.Array]
 Function = Callable[[Arrays], tuple[jax.Array, jax.Array]]
-"""From arrays to output [B, T, N, Hv] and logsumexp [B, T, N]."""
+"""A function from arrays to output [B, T, N, Hv] and logsumexp [B, T, N]."""
 
 SCORE_FUNCTIONS: dict[str, tuple[tuple[str, ...], Callable[[Arrays], Any] | None]] = {
     "alibi": (
@@ -62,7 +62,7 @@ SCORE_FUNCTIONS: dict[str, tuple[tuple[str, ...], Callable[[Arrays], Any] | None
     ),
     "none": ((), None),
 }
-"""The arrays that a function reads, and the function with these arrays in its scope."""
+"""The arrays that a function reads, and a maker of the function from these arrays."""
 
 SHAPES = {
     "slopes": (N,),
@@ -92,7 +92,7 @@ MASKS: dict[str, Mask] = {
 
 
 def valid_elements(mask: str) -> np.ndarray:
-    """The same masks by their definition, bool[B, N, T, S]."""
+    """The masks by their definition, bool[B, N, T, S]."""
     b, h, q, k = np.ix_(*(np.arange(size) for size in (B, N, T, S)))
     causal, length = k <= q, LENGTHS[b]
     found = {
@@ -131,7 +131,7 @@ class Case:
         return self.function != "roots" or self.mask in ("causal", "not")
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Arrays of the dtype, and those that the function reads among them."""
+        """The arrays of the call in its dtype, with those that the function reads."""
         rng = np.random.default_rng(7)
         K = self.key_heads
         shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, Hv)}
@@ -160,7 +160,7 @@ class Case:
         return _LAYOUTS[self.layout](self, arrays)
 
     def placed(self, arrays: Mapping[str, Any]) -> Arrays:
-        """The arrays where the layout has them."""
+        """The arrays, sharded as the layout says."""
         if self.layout not in ("automatic", "explicit"):
             return jax.tree.map(jnp.asarray, dict(arrays))
         axis_type = AxisType.Auto if self.layout == "automatic" else AxisType.Explicit
@@ -170,7 +170,7 @@ class Case:
         heads = ("data", None, "tensor")
         specs = dict.fromkeys(("query", "key", "value"), heads) | {"bias": ("data", "tensor")}
         if self.layout == "automatic":
-            # JAX indexes no dim that is sharded over an explicit axis.
+            # JAX cannot index a dim that is sharded over an explicit axis.
             specs |= {"gain": ("data",), "rows": ("data",), "slopes": ("tensor",)}
         return {
             name: jax.device_put(x, NamedSharding(mesh, P(*specs.get(name, ()))))
@@ -190,7 +190,7 @@ class Case:
         _, own = SCORE_FUNCTIONS[self.function]
         if own is not None:
             indices = jnp.meshgrid(*(jnp.arange(size) for size in scores.shape), indexing="ij")
-            # Elements that the mask forbids read those of element 0, which it allows.
+            # Masked elements read what element 0 reads, which is valid.
             indices = [jnp.where(valid, index, 0) for index in indices]
             flat = (x.ravel() for x in (scores, *indices))
             scores = jax.vmap(own(arrays))(*flat).reshape(scores.shape)
@@ -227,14 +227,14 @@ def _vmap(case: Case, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
 
 
 def vmapped(function: Function, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """The function twice: of two queries and two of each captured array, with one key."""
+    """A vmap over two queries and two of each captured array, with one key."""
     axes = {name: None if name in ("key", "bias") else 0 for name in arrays}
     two = {name: x if axes[name] is None else jnp.stack([x, -x / 2]) for name, x in arrays.items()}
     return jax.vmap(function, in_axes=(axes,))(two)
 
 
 def _packed(case: Case, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """The sequences behind one another, with three tokens of none between them."""
+    """The sequences one after the other, with three tokens of no sequence between them."""
     first = jnp.array([0, T + 3, 2 * T + 3])
 
     def pack(x: jax.Array) -> jax.Array:
@@ -296,7 +296,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def sample(seed: int = 0) -> list[Case]:
-    """Cases in which every possible pair of values of two axes occurs, drawn from a seed."""
+    """Random cases in which every possible pair of values of two axes occurs."""
     rng = np.random.default_rng(seed)
 
     def pairs(case: Case) -> set[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Score functions that are an argument of their own: the kernels need no function for them."""
+"""Score functions that equal an argument of the call: kernels need no function for them."""
 
 from collections import Counter
 from typing import Any
@@ -22,7 +22,7 @@ straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), t
 
 
 def keys_of(score_mod, **arguments):
-    """The numbers of a traced call that show which kernels it takes."""
+    """The features of a traced call that show which kernels it uses."""
     shape = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.float32)
     text = str(
         jax.make_jaxpr(
@@ -43,7 +43,7 @@ def keys_of(score_mod, **arguments):
         (lambda s, b, h, q, k: -30 * jnp.tanh(s / -30), (False, [])),
         (lambda s, b, h, q, k: CAP * jnp.tanh(s / CAP), (False, [])),  # an array, which may change
         (lambda s, b, h, q, k: s + 0.0 * k, (False, [])),
-        # Derivatives that are not those of the argument.
+        # The derivatives differ from those of the argument.
         (lambda s, b, h, q, k: jax.lax.stop_gradient(s), (False, [])),
         (lambda s, b, h, q, k: straight_through(s), (False, [])),
         (lambda s, b, h, q, k: 30 * jnp.tanh(jax.lax.stop_gradient(s) / 30), (False, [])),
@@ -77,7 +77,7 @@ def test_results_and_gradients_are_those_of_the_argument():
 
 
 def test_soft_caps_before_a_function_have_one_structure():
-    """Without a product with the cap and a quotient by it in the derivative."""
+    """Their derivatives have no product with the cap and quotient by it."""
     slopes = jnp.arange(4.0)
 
     def alibi(s, b, h, q, k):

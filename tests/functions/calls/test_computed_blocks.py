@@ -65,7 +65,7 @@ as_array = jax.jit(lambda mask: mask.as_array(B, N, T, S))
 
 
 def tiles(mask: Mask, tile: BlockMask, offsets: Offsets | None = None) -> np.ndarray:
-    """The level of each tile of scores that a kernel reads, [B, N, Q blocks, KV blocks]."""
+    """The class of each tile of scores that a kernel reads, [B, N, Q blocks, KV blocks]."""
 
     @jax.jit
     def lines(mask):
@@ -92,13 +92,13 @@ def test_the_results_of_the_mask(name, assert_close):
 @pytest.mark.parametrize(("query", "key"), [(64, 64), (128, 128), (64, 96), (32, 16), (192, 80)])
 @pytest.mark.parametrize("name", MASKS)
 def test_kernels_read_the_same_tiles(name, query, key, monkeypatch):
-    """The same for multiples of a block; at most more partial tiles for others."""
+    """Tiles that are multiples of a block are equal; others may have more partial tiles."""
     mask, tile = MASKS[name], BlockMask("queries", query, key)
     offsets = Offsets(query=33, key=5) if name == "function" else None
     blocked = jax.jit(lambda mask: mask.blocks(QUERY, KEY, offsets))(mask)
     want = tiles(mask, tile, offsets)
     for part in ("of_ids", "of_booleans", "of_function", "of_windows"):
-        monkeypatch.setattr(block_mask, part, None)  # computed no more
+        monkeypatch.setattr(block_mask, part, None)  # not computed again
     got = tiles(blocked, tile, offsets)
     assert (want[got == block_mask.NONE] == block_mask.NONE).all()
     assert (want[got == block_mask.ALL] == block_mask.ALL).all()
@@ -107,7 +107,7 @@ def test_kernels_read_the_same_tiles(name, query, key, monkeypatch):
 
 
 def test_what_is_added_to_a_block_mask():
-    """Windows need no block mask; other masks are computed beside it, and combine."""
+    """Windows need no block mask. Block masks of other masks are computed and combined with it."""
     tile = BlockMask("queries", 64, 64)
     function = MASKS["function"]
     blocked = with_blocks(function)
@@ -125,7 +125,7 @@ def test_what_is_added_to_a_block_mask():
 
 
 def test_traced_windows_and_lengths(assert_close):
-    """A traced bottom-right window ends at the lengths of the mask that has it."""
+    """A traced bottom-right window ends at the lengths of its own mask."""
     lengths = Mask.lengths(np.array([200, 90]), np.array([330, 50]))
 
     def attend(left):
@@ -155,7 +155,7 @@ def test_layers_of_a_scan(assert_close):
 
 
 def test_vmap(assert_close):
-    """The mask of all, or one for each."""
+    """One mask for all calls, or one for each."""
     queries = drawn(5, 3, B, T, N, H)
     prefixes = jnp.array([[100, 7], [3, 200], [0, 40]])
 
@@ -224,7 +224,7 @@ def test_arrays_of_other_sizes():
 
 
 def kernels(arch: str | None) -> Any:
-    """Gradients with a mask, with its block mask, and with one that has no valid element."""
+    """Gradients with a mask, with its block mask, and with an empty block mask."""
     if arch is not None:
         emulator.configure(arch)
     qkv = (

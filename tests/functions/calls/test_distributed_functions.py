@@ -1,4 +1,4 @@
-"""Functions of calls on several devices: global indices everywhere, and gradients summed once."""
+"""Functions in calls over several devices get global indices, and gradients are summed once."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_sharded_rows(axis_type, assert_close):
 
 
 def test_offsets_in_shard_map(assert_close):
-    """Devices that hold some of the batch and of the heads, and tell it by ``Offsets``."""
+    """Devices hold a part of the batch and of the heads and pass its position as ``Offsets``."""
     mesh = mesh_of(AxisType.Auto, data=2, heads=2)
 
     def local(arrays):
@@ -154,7 +154,7 @@ def test_arrays_of_one_device_under_or_are_refused_in_a_ring(mask):
 
 
 def test_vmap_over_a_sharded_axis(assert_close):
-    """Each device has some of the mapped calls, with their tables."""
+    """Each device computes some of the mapped calls, with their tables."""
     mesh = mesh_of(AxisType.Auto, data=2)
     two = jax.tree.map(lambda x: jnp.stack([x, x / 2]), ARRAYS)
     placed = jax.device_put(two, NamedSharding(mesh, P("data")))

@@ -1,4 +1,4 @@
-"""Functions of scores and masks in the Flax modules, at once and from a cache."""
+"""Functions of scores and masks in the Flax modules, with and without a cache."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Calls of kernels with functions beside what moves their indices, types or masks, against dense
-JAX, on the emulated machine.
+"""Functions together with features that change their indices, types or masks: kernels on the
+emulated machine against dense JAX.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def dense(
     valid: Any,
     first: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> jax.Array:
-    """The output; ``first`` are the user's indices of the first element."""
+    """The output of dense attention; ``first`` has the user's indices of the first element."""
     query, key, value = (x.astype(jnp.float32) for x in qkv)
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, 2) for x in (key, value))
@@ -97,7 +97,7 @@ def offsets() -> Corner:
 
 
 def offsets_of_functions_alone() -> Corner:
-    """No bound of the mask counts from the positions, only the functions do."""
+    """Only the functions count from the positions; the mask has no window."""
     place = Offsets(query=100, key=40)
     mask = Mask.function(lambda b, h, q, k: (q * k) % 7 != h)
 
@@ -184,7 +184,7 @@ def dtypes_of_arrays() -> Corner:
 
 
 def infinite_and_nan() -> Corner:
-    """-inf masks, and there the function's derivative is NaN."""
+    """The function masks by -inf, where its derivative is NaN."""
 
     def ours(s, b, h, q, k):
         return jnp.where(k > q, -jnp.inf, s * jnp.sqrt((q - k).astype(s.dtype)))
@@ -200,7 +200,7 @@ def infinite_and_nan() -> Corner:
 
 
 def traced_window() -> Corner:
-    """Bounds that are data, and end at the lengths; a function beside them."""
+    """A traced window that ends at the lengths, beside a function."""
     lengths = jnp.array([60, 90])
 
     def ours(left, *qkv):
@@ -218,7 +218,7 @@ def traced_window() -> Corner:
 
 
 def mapped_window() -> Corner:
-    """One of two windows for each of two calls, as layers in one scan have them."""
+    """Two mapped calls with a window each, like layers in one scan."""
 
     def ours(left, *qkv):
         attend = lambda left: dot_product_attention(*qkv, mask=Mask.window(left, 0))  # noqa: E731
@@ -247,7 +247,7 @@ CORNERS: dict[str, tuple[Callable[[], Corner], str]] = {
 
 
 def value_and_gradients(function: Any, arrays: Any) -> jax.stages.Lowered:
-    """A program of the output and the gradients of all arrays."""
+    """A jitted function that returns the output and the gradients of all arrays."""
 
     def both(*arrays: jax.Array) -> Any:
         out, transpose = jax.vjp(function, *arrays)
@@ -261,7 +261,7 @@ def run(program: jax.stages.Lowered, arrays: Any) -> Any:
 
 
 def lower(name: str) -> jax.stages.Lowered:
-    """For the process of ``machine``."""
+    """Runs in the process of ``machine``."""
     corner, arch = CORNERS[name]
     emulator.configure(arch)
     ours, _, arrays = corner()
@@ -269,7 +269,7 @@ def lower(name: str) -> jax.stages.Lowered:
 
 
 def results(name: str) -> Any:
-    """For the process of ``machine``."""
+    """Runs in the process of ``machine``."""
     corner, arch = CORNERS[name]
     program = emulator.lowered(lower, name)
     emulator.configure(arch)
@@ -278,7 +278,7 @@ def results(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def lowered(machine, selected):
-    """The programs of all cases are lowered before the first runs."""
+    """Lowers the programs of all cases before the first one runs."""
     calls = [(call["name"],) for call in selected]
     machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
 

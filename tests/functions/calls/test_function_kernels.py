@@ -19,14 +19,14 @@ from jax_memeff import Mask
 from jax_memeff._cuda import functions
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
-"""The relative error that is allowed, in the Frobenius norm."""
+"""The allowed relative error in the Frobenius norm."""
 
 B, T, S, N, K = 2, 150, 170, 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """A call of several tiles; ``functions`` names an entry of ``FUNCTIONS``."""
+    """A call of several tiles with the entry ``functions`` of ``FUNCTIONS``."""
 
     functions: str
     head_dim: int = 64
@@ -118,7 +118,7 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
         ),
         Mask.causal,
     ),
-    # NaN for queries beyond the last one, whose tile has some.
+    # NaN for queries beyond the last one; its tile has such rows.
     "ends": (
         ("gain", "columns"),
         lambda a: (
@@ -194,13 +194,13 @@ def program(case: Case | Tiles) -> Any:
 
 
 def lower(case: Case | Tiles, arch: str) -> jax.stages.Lowered:
-    """For the process of ``machine``."""
+    """Runs in the process of ``machine``."""
     emulator.configure(arch)
     return program(case).lower(jax.tree.map(jnp.asarray, case.arrays()))
 
 
 def emulated(case: Case | Tiles, arch: str, seed: int = 0) -> Any:
-    """Results and gradients; for the process of ``machine``."""
+    """Results and gradients. Runs in the process of ``machine``."""
     lowered = emulator.lowered(lower, case, arch)
     emulator.configure(arch, seed=seed)
     return jax.tree.map(np.asarray, lowered.compile()(jax.tree.map(jnp.asarray, case.arrays())))
@@ -208,13 +208,13 @@ def emulated(case: Case | Tiles, arch: str, seed: int = 0) -> Any:
 
 @pytest.fixture(scope="module")
 def lowered(machine, selected):
-    """The programs of all cases are lowered before the first runs."""
+    """Lowers the programs of all cases before the first one runs."""
     calls = [(call["case"], call["arch"]) for call in selected if {"case", "arch"} <= {*call}]
     machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
 
 
 def exact(case: Case | Tiles) -> Any:
-    """The same by the definition in float64, on the CPU."""
+    """Results and gradients by the definition, in float64 on the CPU."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         arrays = {name: jnp.asarray(x.astype(np.float64)) for name, x in case.arrays().items()}
         function = case.defined
@@ -246,8 +246,9 @@ def test_deterministic_sums_do_not_depend_on_the_order_of_blocks(arch, case, mac
 
 
 def exact_gradient(beyond: float, inside: float) -> np.ndarray:
-    """The gradient of a table in fixed point, with numbers in one row of the output's gradient and
-    in the rows that the lengths exclude."""
+    """The gradient of a table in fixed point. The output's gradient has the given numbers in one
+    row and in the rows that the lengths exclude.
+    """
     emulator.configure("sm_80")
     lengths = np.array([100, T])
     arrays = Tiles("table").arrays()
@@ -283,14 +284,14 @@ def test_exact_sums_of_nan_are_nan(machine):
     found = machine.submit(exact_gradient, 0.0, np.nan).result(timeout=600)
     # Row 5 of batch index 1 reads elements 5 - k + S of keys up to its length, T.
     assert np.isnan(found[:, 5 - T + 1 + S : 5 + 1 + S]).all()
-    # Elements that other rows alone read are finite.
+    # Elements that only other rows read are finite.
     assert np.isfinite(found[:, 5 + 1 + S : 5 + 64 + S]).all()
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if FUNCTIONS[name][0]])
 @pytest.mark.parametrize("head_dim", [64, 320])
 def test_kernels_sum_gradients(name, head_dim, monkeypatch, fake_compiler):
-    """XLA sums none of them."""
+    """XLA sums no gradients."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80")
 
     def in_jax(*leaves: Any, **static: Any):

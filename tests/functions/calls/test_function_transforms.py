@@ -146,7 +146,7 @@ def test_export(batch, assert_close):
 
 
 def test_offsets_give_global_indices(assert_close):
-    """A chunk of rows and heads of a larger problem is that part of the whole."""
+    """A chunk of rows and heads gives that part of the whole result."""
     query, key, value, table = ARRAYS
     whole = attention(query, key, value, table)
     for rows in (slice(0, 8), slice(8, 24)):
@@ -264,7 +264,7 @@ def test_empty_sequences(rows, columns):
 
 
 def test_no_array_is_as_large_as_the_scores():
-    """Neither forward nor backward has one, whatever the function reads."""
+    """Neither the forward nor the backward has such an array, whatever the function reads."""
     T = 4096
     query = jax.ShapeDtypeStruct((1, T, 1, 8), jnp.float32)
     table = jax.ShapeDtypeStruct((2 * T,), jnp.float32)

@@ -1,4 +1,4 @@
-"""``Mask.kv_blocks``: lists of blocks mean the elements of their blocks, in every kind of call."""
+"""``Mask.kv_blocks``: listed blocks are valid, and others are not, in every kind of call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUERY, KEY, VALUE = drawn(0, B, T, N, H), drawn(1, B, S, K, H), drawn(2, B, S, K
 
 
 def lists(seed: int = 0, batch: int = B, heads: int = N) -> tuple[np.ndarray, np.ndarray]:
-    """Indices and counts, hostile ones too: far out of range, negative and repeated."""
+    """Indices and counts, including hostile ones: far out of range, negative and repeated."""
     rng = np.random.default_rng(seed)
     indices = rng.integers(-1, KV_BLOCKS + 1, (batch, heads, Q_BLOCKS, MOST))
     counts = rng.integers(-1, MOST + 2, indices.shape[:-1])
@@ -50,7 +50,7 @@ def lists(seed: int = 0, batch: int = B, heads: int = N) -> tuple[np.ndarray, np
 
 
 def expected(indices: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
-    """bool[B, N, T, S], element by element."""
+    """The valid elements bool[B, N, T, S], one by one."""
     valid = np.zeros((B, N, Q_BLOCKS * ROWS, KV_BLOCKS * COLUMNS), bool)
     for b, h, block in np.ndindex(B, N, Q_BLOCKS):
         own = b % indices.shape[0], h % indices.shape[1], block
@@ -100,7 +100,7 @@ def test_the_elements_of_listed_blocks(batch, heads, has_counts, assert_close):
 
 
 def test_combined_masks(assert_close):
-    """Under `&`, `|` and `~`; with lists of another block size; without batch and heads."""
+    """Masks under `&`, `|` and `~`, of two block sizes, and without batch and heads."""
     indices, counts = lists(1)
     valid = jnp.asarray(expected(indices, counts))
     others = Mask.kv_blocks(np.array([[0, 2], [1, -1]]), block_size=20)
@@ -116,7 +116,7 @@ def test_combined_masks(assert_close):
 
 
 def test_blocks_are_those_of_the_arrays(assert_close):
-    """Offsets move windows and functions, not the lists."""
+    """Offsets shift windows and functions, but not lists."""
     indices, counts = lists(2)
     offsets = Offsets(query=7, key=3, batch=5, head=2, num_heads=9)
     got = gradients(blocks(indices, counts) & Mask.causal(), offsets=offsets)
@@ -125,7 +125,7 @@ def test_blocks_are_those_of_the_arrays(assert_close):
 
 
 def test_vmap(assert_close):
-    """Over the lists, over the call alone, and over both."""
+    """A vmap over the lists, over the call alone, and over both."""
     indices, counts = (jnp.stack(x) for x in zip(lists(0), lists(1), lists(2), strict=True))
     queries = drawn(7, 3, B, T, N, H)
 
@@ -146,7 +146,7 @@ def test_vmap(assert_close):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("a", None, "b"), P("a", "b")], ids=["heads", "rows"])
 def test_sharded(axis_type, spec, assert_close):
-    """Lists sharded over the batch, and over heads; rows that cut a block."""
+    """Lists are sharded over the batch and over heads; shards of rows cut a block."""
     indices, counts = lists(3)
     want = gradients(blocks(indices, counts))
     mesh = jax.make_mesh((2, 2), ("a", "b"), (axis_type,) * 2, devices=jax.devices("cpu")[:4])
@@ -173,7 +173,7 @@ def test_sharded(axis_type, spec, assert_close):
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 def test_ring(method, assert_close):
-    """Lists of the whole sequence, the same on every device."""
+    """Every device has the lists of the whole sequence."""
     indices, counts = lists(4)
     mesh = jax.make_mesh((2,), ("ring",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
 
@@ -209,7 +209,7 @@ def test_packed_sequences(assert_close):
 
 
 def test_memory_is_that_of_the_blocks():
-    """Nothing of the size of the scores, in the forward or in the backward."""
+    """Neither forward nor backward has an array of the size of the scores."""
     length, size = 2048, 64
     query = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
     indices = jax.ShapeDtypeStruct((1, 1, length // size, 4), jnp.int32)
@@ -229,7 +229,7 @@ def test_memory_is_that_of_the_blocks():
     ids=str,
 )
 def test_tiles_that_divide_blocks_need_no_test_of_elements(tile, kinds, monkeypatch):
-    """They are skipped or whole, by bounds alone."""
+    """Bounds alone decide that they are skipped or whole."""
     monkeypatch.setattr(block_mask, "_MOST_EVALUATIONS", 0)
     indices, counts = lists(6)
     mask = blocks(indices, counts).canonical(B, 32, S)
@@ -245,7 +245,7 @@ def test_tiles_that_divide_blocks_need_no_test_of_elements(tile, kinds, monkeypa
 
 
 def kernels_with_nan(arch: str | None, query_rows: strategy.QueryRows | None, head_dim: int) -> Any:
-    """Results and gradients if no list has the middle KV block, whose values are NaN."""
+    """Results and gradients if no list contains the middle KV block, whose values are NaN."""
     if arch is not None:
         emulator.configure(arch)
     size, length = 128, 300
@@ -282,7 +282,7 @@ def check_kernels_with_nan(found: Any) -> None:
     ],
 )
 def test_kernels_load_no_block_that_is_not_listed(arch, query_rows, head_dim, machine):
-    """Those that split the keys as well, each part of which may have no block."""
+    """Kernels that split the keys are tested, too: a split may have no block."""
     found = machine.submit(kernels_with_nan, arch, query_rows, head_dim).result(timeout=600)
     check_kernels_with_nan(found)
 

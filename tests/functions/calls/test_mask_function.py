@@ -49,7 +49,7 @@ def test_or(name, other):
     a, b = ATOMS[name], ATOMS[other]
     want = as_array(a) | as_array(b)
     np.testing.assert_array_equal(as_array(a | b), want)
-    # Also as attention has it.
+    # Attention agrees.
     got = dot_product_attention(QUERY, KEY, VALUE, mask=a | b)
     np.testing.assert_allclose(got, dot_product_attention(QUERY, KEY, VALUE, mask=want), atol=1e-6)
 
@@ -65,7 +65,7 @@ def test_any_expression():
 
 
 def test_lengths_of_the_whole_mask_stay():
-    """No row or column beyond them is valid, and bottom-right windows end at them."""
+    """Rows and columns beyond them stay invalid, and bottom-right windows end at them."""
     lengths = Mask.lengths(np.array([9, 4]), np.array([5, 11]))
     either = ATOMS["bottom_right"] | Mask.function(lambda b, h, q, k: True)
     inside = as_array(lengths)
@@ -88,7 +88,7 @@ def test_rows_without_keys_are_zero():
 
 @pytest.mark.parametrize("name", ["segments", "boolean", "key_lengths", "bottom_right", "causal"])
 def test_offsets_leave_arrays_in_place(name):
-    """Windows count from global positions, and arrays from those of the call, as without ``~``."""
+    """As without ``~``, windows count from global positions and arrays from those of the call."""
     offsets = Offsets(batch=3, head=2, num_heads=8, query=4, key=1)
     mask = ATOMS[name]
     got = dot_product_attention(QUERY, KEY, VALUE, mask=~~mask & ~~~~mask, offsets=offsets)
@@ -209,7 +209,7 @@ def test_check_takes_functions():
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_call_without_a_kernel_says_so(grad, monkeypatch):
-    """Functions that read more arrays than kernels do."""
+    """The functions read more arrays than kernels support."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
 
     def loss(query, tables, implementation):

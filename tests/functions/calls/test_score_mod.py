@@ -13,9 +13,9 @@ import pytest
 from functions_case import Case
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
-"""The relative error that is allowed, in the Frobenius norm."""
+"""The allowed relative error in the Frobenius norm."""
 
-# Compilation is most of the time of these tests.
+# These tests spend most of their time on compilation.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -40,7 +40,7 @@ def value_and_gradients(function: Any, arrays: Any, cotangents: Any) -> Any:
 @pytest.mark.parametrize("case", functions_case.sample(), ids=str)
 def test_the_definition(case: Case, assert_close, request):
     if case.dtype == "float64":
-        request.getfixturevalue("x64")  # in all threads: the partitioner has its own
+        request.getfixturevalue("x64")  # in all threads, because the partitioner has its own
     arrays = case.arrays()
     twice = (2,) if case.layout == "vmap" else ()
     rng = np.random.default_rng(3)

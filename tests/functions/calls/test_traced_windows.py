@@ -49,7 +49,7 @@ def test_the_static_window(alignment, bounds, assert_close):
     offsets = Offsets(query=8, key=2)
     attend = functools.partial(gradient, alignment=alignment, offsets=offsets)
     assert_close(jax.jit(attend)(*map(jnp.int32, bounds)), attend(*bounds), 1e-6)
-    # One bound alone, with a static one.
+    # One traced and one static bound.
     one = jax.jit(lambda left: attend(left, bounds[1]))
     assert_close(one(bounds[0]), attend(*bounds), 1e-6)
 
@@ -132,7 +132,7 @@ def test_decoding():
 
 
 def test_a_tile_outside_is_skipped():
-    """Its keys are NaN, and would show in the products of a tile that is computed."""
+    """Its keys are NaN, so computing the tile would give NaN."""
     value = jnp.concatenate([VALUE[:, :16], jnp.full_like(VALUE[:, 16:], jnp.nan)], 1)
 
     def attend(right):

@@ -1,4 +1,4 @@
-"""Programs compiled by g++ against the emulator's headers, and what they give at some points."""
+"""Compiles programs by g++ against the emulator's headers and evaluates them at some points."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ void evaluate(Arrays const& arrays, Point const& p, unsigned* results, long long
 """
 )
 
-# All values of a program, beside the functions of its struct.
+# Evaluates all values of a program, besides the functions of its struct.
 _PROGRAM = """
 {struct}
 namespace memeff::function {{
@@ -105,7 +105,7 @@ class Case(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The results of a program, each with the points as its first dim."""
+    """The results of a program; the first dim of each array counts the points."""
 
     values: np.ndarray  # uint32 [points, values]: the bits of all values of the program
     results: np.ndarray  # uint32 [points, results]
@@ -122,7 +122,7 @@ class _Arrays(ctypes.Structure):
 
 
 def points(count: int, seed: int = 0) -> np.ndarray:
-    """Arguments of a function: POINT [count]."""
+    """The arguments of a function at some points: POINT [count]."""
     random = np.random.default_rng(seed)
     found = np.zeros(count, POINT)
     found["score"] = random.normal(size=count) * 10.0 ** random.integers(-3, 3, count)
@@ -137,7 +137,7 @@ def points(count: int, seed: int = 0) -> np.ndarray:
 
 
 def program_source(program: Program, number: int, precise: bool) -> str:
-    """C++ that evaluates a program in both ways."""
+    """The C++ source that evaluates a program in both ways."""
     nodes = graph(program, precise=precise)
     printer = emit.Printer(nodes.nodes, frozenset())
     stores = "".join(
@@ -157,7 +157,7 @@ def program_source(program: Program, number: int, precise: bool) -> str:
 
 
 def evaluate(cases: Sequence[Case], arguments: np.ndarray) -> list[Evaluated]:
-    """Compiles programs as one library, and runs them at POINT [points]."""
+    """Compiles programs as one library and evaluates them at POINT [points]."""
     texts = [program_source(case.program, i, case.precise) for i, case in enumerate(cases)]
     path = build.kernel_library("programs", _HEADER + "".join(texts))
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
@@ -171,7 +171,7 @@ def _run(function: Any, case: Case, arguments: np.ndarray) -> Evaluated:
         view["data"] = array.ctypes.data
         view["sizes"][: array.ndim] = array.shape
         strides = [stride // array.itemsize for stride in array.strides]
-        # The host library leaves the stride of a dim of one element 0.
+        # As in the host library, a dim of one element has the stride 0.
         view["strides"][: array.ndim] = np.where(np.array(array.shape) == 1, 0, strides)
         view["share"] = [-(-(2**64) // (DIVISOR * VMAP)), VMAP]
     literals = np.array(emit.literal_bits(program), "u4")

@@ -1,4 +1,4 @@
-"""Programs of known functions. Run as a script, it rewrites their sources in tests/golden."""
+"""Programs of known functions. As a script it rewrites their sources in tests/golden."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax_memeff.codegen.functions.operations import BITCASTS, CONVERSIONS, OPERATIONS
 from jax_memeff.codegen.functions.program import INPUTS, CapturedType, Program, Value
 
-# Dims of captured arrays, each of another dtype or rank.
+# The dims of captured arrays. No two agree in dtype and rank.
 ARRAYS = (
     ("float32", (5,)),
     ("bfloat16", (3, 4)),
@@ -42,7 +42,7 @@ CONSTANTS: dict[str, tuple[Any, ...]] = {
     "bool": (False, True),
 }
 
-# Operations that a name and operands of one dtype determine, and these with each dtype.
+# Operations that a name and operands of one dtype determine, and all their combinations.
 NAMED = [name for name in OPERATIONS if not name.startswith("round")]
 EVERY = [(name, dtype) for name in NAMED for dtype in OPERATIONS[name].forms]
 
@@ -51,7 +51,7 @@ ROUNDINGS = (("round", (("rounding_method", 0),)), ("round", (("rounding_method"
 
 
 class RandomProgram:
-    """A growing list of values, which later ones are made of."""
+    """A growing list of values, from which later values are computed."""
 
     def __init__(self, seed: int, length: int, operations: Sequence[tuple[str, str]] = ()):
         self.random = random.Random(seed)
@@ -67,7 +67,7 @@ class RandomProgram:
             self._grow()
 
     def program(self, *, mask: bool) -> Program:
-        """A mask function, or a score function whose derivatives are any of its values."""
+        """The program of a mask function, or of a score function with arbitrary derivatives."""
         captured = tuple(CapturedType(dtype, len(dims)) for dtype, dims in self.arrays)
         plain = Program(tuple(self.values), (0,), captured, tuple(self.literals))
         if mask:
@@ -86,7 +86,7 @@ class RandomProgram:
         return len(self.values) - 1
 
     def _pick(self, dtype: str) -> int:
-        """A value of this dtype, often a late one; a constant if there is none."""
+        """A value of this dtype, often a recent one; a constant if there is none."""
         found = [i for i, value in enumerate(self.values) if value.dtype == dtype]
         if not found or self.random.random() < 0.15:
             number = self.random.choice(CONSTANTS[dtype])
@@ -120,7 +120,7 @@ class RandomProgram:
         self._append(Value("read", result, tuple(indices), tuple(sorted(params.items()))))  # type: ignore
 
     def _index(self, array: int, dim: int) -> int:
-        """An index: any int32, or one that is often in bounds."""
+        """An index: any int32, or often one in bounds."""
         index = self._pick("int32")
         if self.random.random() < 0.5:
             return index
@@ -185,9 +185,9 @@ def dims_of(program: Program) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def programs(count: int, seed: int = 0) -> list[Program]:
-    """Programs of 10 to 40 values; each fourth is a mask function.
+    """Programs of 10 to 40 values; every fourth is a mask function.
 
-    Two operations of each are EVERY in turn, so that seventy programs have all of them.
+    Two operations of each are taken from EVERY in turn, so seventy programs have all of them.
     """
     made = []
     for index in range(count):

@@ -1,4 +1,4 @@
-"""Bounds of mask functions: tiles that they decide are decided right, and most tiles are."""
+"""Bounds of mask functions decide most tiles, and never wrongly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH, HEADS = 2, 3
 
 
 def inputs_of_tiles(rng, has_score):
-    """Ranges of the inputs in each tile, and the same inputs at each element of it."""
+    """The ranges of the inputs in each tile, and the inputs at each element of it."""
     first = np.arange(TILES, dtype=np.int32) * TILE
     last = np.minimum(first + TILE, LENGTH) - 1
     elements = np.minimum(first[:, None] + np.arange(TILE, dtype=np.int32), LENGTH - 1)
@@ -51,7 +51,7 @@ def inputs_of_tiles(rng, has_score):
 
 
 def of_tiles_and_elements(program, ranges, points, arrays):
-    """The bounds of every value in each tile, and its elements."""
+    """The bounds of every value in each tile, and the value at its elements."""
     batch = np.arange(BATCH, dtype=np.int32)
 
     @jax.jit
@@ -95,11 +95,11 @@ def test_elements_lie_within_bounds(seed):
             continue
         ranges, points = inputs_of_tiles(rng, True)
         arrays = [known[dims] for dims in dims_of(program)]
-        with np.errstate(invalid="ignore"):  # JAX converts constants, NaN too, in NumPy
+        with np.errstate(invalid="ignore"):  # JAX converts constants, NaN included, in NumPy
             tiles, elements = of_tiles_and_elements(program, ranges, points, arrays)
         for value, (low, high), element in zip(program.values, tiles, elements, strict=True):
             low, high = (np.asarray(x)[(..., *[None] * 2 * (np.ndim(x) > 0))] for x in (low, high))
-            # NaN bounds claim nothing.
+            # A NaN bound bounds nothing.
             with np.errstate(invalid="ignore"):
                 below, above = element < low, element > high
             assert not (below | above).any(), value
@@ -135,12 +135,12 @@ FUNCTIONS = {
     ),
     "look-ahead": (lambda b, h, q, k: k // 4 <= q // 4, 0),
 }
-"""Functions, and how many more tiles than needed are undecided."""
+"""Functions, and how many tiles stay undecided although they need no test."""
 
 
 @functools.cache
 def levels(name):
-    """The block mask by bounds alone, and what the elements say."""
+    """The block mask from bounds alone, and the one from the elements."""
     function, _ = FUNCTIONS[name]
     program, arrays = traced_mask_function(function)
     ranges, points = inputs_of_tiles(None, False)
@@ -168,7 +168,7 @@ def test_bounds_decide_tiles_of_common_masks(name):
 
 @pytest.mark.parametrize("name", ["documents", "window of a head", "prefix", "distance"])
 def test_parts_of_tiles_decide_what_elements_decide(name, monkeypatch):
-    """Other sizes of tiles; positions of batch indices; elements, parts, and whole tiles."""
+    """Several tile sizes, positions per batch index; elements, parts, and whole tiles."""
     program, arrays = traced_mask_function(FUNCTIONS[name][0])
     indices = Indices(
         jnp.arange(BATCH, dtype=jnp.int32),

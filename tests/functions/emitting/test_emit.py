@@ -1,4 +1,4 @@
-"""The device code of programs: what it depends on, where it evaluates what, and what it refuses."""
+"""The device code of programs: its dependencies, where it evaluates values, and its errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEAD, KEY = Value("head", "int32"), Value("key", "int32")
 
 
 def value_of(*values: Value, arrays=(), precise: bool = False) -> str:
-    """The body of value() for a program whose result is its last value."""
+    """The body of value() of a program whose result is its last value."""
     program = Program(values, (len(values) - 1,), tuple(arrays))
     return body(emit.source(program, "F", precise=precise), "value")
 
@@ -97,7 +97,7 @@ def test_a_read_of_row_and_column_keeps_the_address_of_the_row():
 
 
 def test_reads_per_element_can_be_staged():
-    """A kernel may have read them for a whole tile; what the head decides, it has in a register."""
+    """A kernel may have staged them for a whole tile. Values of a head stay in registers."""
     source = emit.source(TABLE, "F", precise=True)
     assert "arrays.template read<0>(v" in body(source, "value")
     assert "read<0>" in body(source, "read_values")
@@ -144,8 +144,9 @@ def test_kernels_can_add_a_multiple_of_the_difference(function, expected):
 
 
 def test_what_an_operation_with_jumps_depends_on_is_exact():
-    """A rounding error before a floor() would be an error of one after it, and other kernels, which
-    fuse other operations, would not agree."""
+    """A rounding error before a floor() would become an error of 1 after it, and kernels that fuse
+    operations differently would disagree.
+    """
     scaled = (
         SCORE,
         Value("tanh", "float32", (0,)),
@@ -284,7 +285,9 @@ def test_no_text_of_a_program_reaches_the_source(value):
 
 
 def test_sources_consist_of_known_words():
-    """The sources of random programs have words of the tables, numbered variables and numbers."""
+    """Sources of random programs contain only words of the tables, numbered variables and
+    numbers.
+    """
     forms = [form for operation in OPERATIONS.values() for form in operation.forms.values()]
     forms += [form for o in OPERATIONS.values() for form in (o.exact, o.approximate)]
     forms += [*operations.CONVERSIONS.values(), *operations.BITCASTS.values()]

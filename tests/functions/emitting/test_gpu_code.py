@@ -1,4 +1,4 @@
-"""Sources of programs in the compiler for GPUs, which needs none."""
+"""Sources of programs, compiled by NVRTC, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ extern "C" __global__ void {name}(const __grid_constant__ Given given) {{
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_functions_need_no_local_memory(arch):
-    """Neither spilled registers nor an array or a stack: all arrays are indexed by constants."""
+    """They have no spills, local arrays or stack: all arrays are indexed by constants."""
     cases = [program for program, _ in SOURCES.values()] + programs(12, seed=7)
     text, names = HEADER, []
     for number, program in enumerate(cases):
@@ -107,7 +107,7 @@ extern "C" __global__ void staged(const __grid_constant__ Given given) {
 
 
 def test_a_staged_read_loads_nothing():
-    """The index, the address and the load of a read that a kernel has staged are gone."""
+    """If a kernel has staged a read, its index, address and load are compiled away."""
     source = emit.source(TABLE, "Program", precise=False)
     plain = STAGED.replace("return 0.5f;", "return FunctionArrays::read<kRead>(value);")
     plain = plain.replace("read(float)", "read(float value)")

@@ -22,7 +22,7 @@ POINTS = 20
 TINY = float(np.finfo("f4").tiny)
 
 LAX_NAMES = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not"}
-# IEEE 754 or the definition leaves one result for these.
+# For these IEEE 754 or the definition allows only one result.
 EXACT = {
     *("add", "sub", "mul", "div", "neg", "abs", "sign", "square", "max", "min", "clamp", "rem"),
     *("floor", "ceil", "round", "nextafter", "sqrt", "select_n"),
@@ -31,7 +31,7 @@ EXACT = {
 
 
 def lax_function(value: Value) -> Any:
-    """The primitive of a value, as a function of arrays."""
+    """The lax primitive of a value, as a function of arrays."""
     params = dict(value.params)
     if value.op == "round":
         method = lax.RoundingMethod(params["rounding_method"])
@@ -47,7 +47,7 @@ def lax_function(value: Value) -> Any:
 
 
 def in_float64(value: Value, operands: list[np.ndarray]) -> list[np.ndarray]:
-    """Operands in a precision in which lax has no rounding errors that matter."""
+    """The operands in float64, in which the rounding errors of lax do not matter."""
     if value.op in ("nextafter", "bitcast_convert_type"):
         return operands
     if value.op == "pow":  # lax converts an integer exponent to the type of the base
@@ -56,7 +56,7 @@ def in_float64(value: Value, operands: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def expected(calls: list[tuple[Value, list[np.ndarray]]]) -> list[np.ndarray]:
-    """The results of lax for operands of many values, by one program of JAX."""
+    """The results of lax for the operands of many values, computed by one program of JAX."""
     with jax.enable_x64(True):
         operands = [in_float64(value, found) for value, found in calls]
         functions = [lax_function(value) for value, _ in calls]
@@ -65,15 +65,16 @@ def expected(calls: list[tuple[Value, list[np.ndarray]]]) -> list[np.ndarray]:
 
 
 def is_approximated(value: Value, precise: bool) -> bool:
-    """Whether a value may have the approximate form of its operation."""
+    """Whether a value may use the approximate form of its operation."""
     if value.op == "integer_pow":
         return value.param("y") < 0 and not precise  # a division
     return value.op in OPERATIONS and bool(OPERATIONS[value.op].approximate) and not precise
 
 
 def beyond_approximations(value: Value, operands: list[np.ndarray]) -> np.ndarray:
-    """Where approximations have no bound: numbers below the normal ones, which count as zero, and
-    divisors from 2^126 on."""
+    """Whether approximations have no bound: for subnormal numbers, which count as zero, and
+    divisors from 2^126 on.
+    """
     numbers = [np.abs(x.astype("f8")) for x in operands]
     if value.op == "integer_pow":
         numbers = [numbers[0] ** -value.param("y")]
@@ -84,7 +85,7 @@ def beyond_approximations(value: Value, operands: list[np.ndarray]) -> np.ndarra
 
 
 def tolerance(value: Value, operands: list[np.ndarray], approximated: bool) -> tuple[Any, float]:
-    """The greatest error of a float operation: in units of the last place, and absolute."""
+    """The largest error of a float operation, in units of the last place and absolute."""
     size = np.abs(np.nan_to_num(operands[0], posinf=0, neginf=0)).astype("f8")
     if value.op == "integer_pow":
         return 0.5 * abs(value.param("y")) + 2, TINY if approximated else 0
@@ -110,7 +111,7 @@ def differs(
         rounded = want.astype("f4")
         spacing = np.spacing(np.minimum(np.abs(rounded), np.float32(3e38))).astype("f8")
         close = np.abs(got.astype("f8") - want) <= np.maximum(ulp * spacing, absolute)
-        # Infinity is next to the largest float.
+        # Infinity counts as the neighbour of the largest float.
         close |= np.isinf(got) & (np.abs(want) >= 3.4e38) & (ulp > 0) & (got * want > 0)
         close |= (got == rounded) | (np.isnan(got) & np.isnan(rounded))
         if value.op == "integer_pow" and value.param("y") < 0:
@@ -130,7 +131,7 @@ def decoded(program: Program, found: Evaluated, index: int) -> np.ndarray:
 
 
 def read_elements(case: Case, value: Value, indices: list[np.ndarray]):
-    """The number that a read gives, and its offset, or -1 if it is out of bounds."""
+    """The value of a read, and its offset, or -1 if it is out of bounds."""
     params = dict(value.params)
     array = case.arrays[params["array"]][BATCH_INDEX]
     inside = np.ones(POINTS, bool)
@@ -149,7 +150,7 @@ def read_elements(case: Case, value: Value, indices: list[np.ndarray]):
 
 
 def check_given(case: Case, found: Evaluated, arguments: np.ndarray) -> None:
-    """Inputs, constants, literals, sizes and reads."""
+    """Checks inputs, constants, literals, sizes and reads."""
     program, places = case.program, {}
     for index, value in enumerate(program.values):
         params, got = dict(value.params), decoded(program, found, index)
@@ -174,7 +175,7 @@ def check_given(case: Case, found: Evaluated, arguments: np.ndarray) -> None:
 
 
 def check_structs(program: Program, found: Evaluated) -> None:
-    """Values that are kept per head, row and column change no bit, except those of NaN."""
+    """Keeping values per head, row and column changes no bit, except those of NaN."""
     for number, result in enumerate(program.results):
         direct = decoded(program, found, result)
         through = np.ascontiguousarray(found.results[:, number])
@@ -183,7 +184,9 @@ def check_structs(program: Program, found: Evaluated) -> None:
 
 
 def check_operations(cases: list[Case], evaluated: list[Evaluated]) -> set[tuple[str, str]]:
-    """Each operation of all programs against lax; returns the operations with their dtypes."""
+    """Checks each operation of all programs against lax; returns the operations with their
+    dtypes.
+    """
     calls: dict[Any, list[Any]] = defaultdict(list)
     for (program, precise, _), found in zip(cases, evaluated, strict=True):
         for index, value in enumerate(program.values):

@@ -16,7 +16,7 @@ INTEGERS = ["int32", "int64", "uint32", "uint64"]
 
 
 def elements_of(dtype: str) -> np.ndarray:
-    """Small numbers and limits of all integers, as far as ``dtype`` holds them, in order."""
+    """Small numbers and the limits of all integers that ``dtype`` can hold, in order."""
     limits = [
         int(limit) for other in INTEGERS for limit in (np.iinfo(other).min, np.iinfo(other).max)
     ]
@@ -26,7 +26,7 @@ def elements_of(dtype: str) -> np.ndarray:
 
 
 def tiles_of(dtype: str) -> list[np.ndarray]:
-    """The runs of at least two elements."""
+    """All runs of at least two elements."""
     numbers = elements_of(dtype)
     stops = range(2, numbers.size + 1)
     return [numbers[start:stop] for stop in stops for start in range(stop - 1)]
@@ -84,7 +84,7 @@ MASKS = {
     "square": lambda x, y, h, k: x[k] * x[k] - ROUNDED <= 0,
     "product of a head": lambda x, y, h, k: y[h] * y[h] - (ROUNDED + (FACTOR - x[k])) <= 0,
 }
-"""Functions that are true if products are rounded, and not at the last column if they are not."""
+"""Functions that hold everywhere if products are rounded, and not at the last column if fused."""
 
 
 @pytest.mark.parametrize("name", MASKS)

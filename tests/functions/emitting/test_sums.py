@@ -54,7 +54,7 @@ def test_strips_are_of_columns_of_the_accumulators():
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256, 320])
 @pytest.mark.parametrize("bias", [None, AskedBias("32", "full")])
 def test_every_head_dim_has_a_kernel_that_sums(arch, head_dim, bias):
-    """The memory of strips leaves room for a tile, or the kernel adds by element."""
+    """Strips leave shared memory for a tile, or the kernel adds each element by itself."""
     program, _ = traced_score_function(lambda s, b, h, q, k: s + VECTOR[q - k] + VECTOR[k - q + 9])
     asked = AskedFunctions(program.structure, None, gradients=(0,))
     for dtype in ("f16",) if arch == "sm_75" else ("f16", "f32"):

@@ -1,4 +1,4 @@
-"""Functions, traced, differentiated and compiled by g++: values and derivatives are JAX's."""
+"""Functions that are traced, differentiated and compiled by g++ agree with JAX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ INDICES = ("batch", "head", "query", "key")
 
 
 class Function(NamedTuple):
-    """A function of arrays, and then of a score and indices; dims of the arrays, and its error."""
+    """A function of arrays, and then of a score and indices; the dims of the arrays; its
+    tolerance.
+    """
 
     make: Callable[..., Any]
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -116,7 +118,7 @@ def arrays_of(function: Function) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, tuple[Case, Evaluated]]:
-    """All functions as one library."""
+    """All functions, compiled as one library."""
     cases = {}
     for table, trace in ((SCORES, traced_score_function), (MASKS, traced_mask_function)):
         for name, function in table.items():
@@ -130,7 +132,9 @@ def compiled() -> dict[str, tuple[Case, Evaluated]]:
 
 
 def in_jax(function: Function) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """The values at all points, and their sum's derivatives by scores and by arrays, in float64."""
+    """The values at all points, and the derivatives of their sum by scores and arrays, in
+    float64.
+    """
     with jax.enable_x64(True):
         arrays = [jnp.asarray(array[BATCH_INDEX].astype("f8")) for array in arrays_of(function)]
         given = points()

@@ -24,7 +24,7 @@ from jax_memeff import Mask
 from jax_memeff._call import dropout
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
-"""The relative error that is allowed, in the Frobenius norm."""
+"""The allowed relative error in the Frobenius norm."""
 
 DROPOUT_KEY = jax.random.key(5)
 RATE, CAP = 0.25, 3.0
@@ -46,7 +46,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call and the seed of its sizes and numbers."""
+    """A kind of call, and the seed of its sizes and numbers."""
 
     function: str
     mask: str
@@ -92,7 +92,7 @@ class Call:
         return np.broadcast_to(found, (s.B, s.N, s.T, s.S))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Finite numbers in what the call may read, and NaN in the rest."""
+        """Arrays with finite numbers where the call may read, and NaN elsewhere."""
         s, (H, Hv) = self.sizes, self.head_dims
         rng = np.random.default_rng([self.seed, 2])
         shapes: dict[str, tuple[int, ...]] = {
@@ -155,7 +155,7 @@ class Call:
         return Mask.lengths(np.array(self.sizes.rows), np.array(self.sizes.columns))
 
     def _packed(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-        """The sequences behind one another, with gaps of NaN."""
+        """The sequences one after the other, with NaN in the gaps."""
         s = self.sizes
         rows, columns = _with_gaps(s.rows, s.T), _with_gaps(s.columns, s.S)
 
@@ -180,9 +180,9 @@ class Call:
     def defined(
         self, arrays: Arrays, *, constant_normalizer: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """The same by the definition, in the dtype of the arrays, which are finite.
+        """Output and logsumexp by the definition, in the dtype of the arrays, which must be finite.
 
-        No derivative of the output passes through a constant normalizer.
+        A constant normalizer passes no derivative of the output.
         """
         run = functools.partial(self._defined, constant_normalizer)
         return vmapped(run, arrays) if self.layout == "vmap" else run(arrays)
@@ -195,7 +195,7 @@ class Call:
         if self.soft_cap:
             scores = CAP * jnp.tanh(scores / CAP)
         valid: Any = self.valid
-        # Elements that the mask forbids read those of one that it allows.
+        # Masked elements read what a valid element reads.
         allowed = [int(x[0]) if x.size else 0 for x in np.nonzero(valid)]
         grid = np.meshgrid(*map(np.arange, valid.shape), indexing="ij")
         index = tuple(np.where(valid, x, own) for x, own in zip(grid, allowed, strict=True))
@@ -229,7 +229,7 @@ _GAP = 7
 
 
 def _with_gaps(lengths: tuple[int, ...], longest: int) -> Packing:
-    """Gaps before the first sequence, after the last, and at the ends of those that have room."""
+    """Starts with gaps before the first sequence, after the last one, and after some others."""
     between = (min(_GAP, longest - length) for length in lengths[:-1])
     return Packing(lengths, (_GAP, *between, _GAP))
 
@@ -244,17 +244,17 @@ def _packed(x: jax.Array, packing: Packing) -> jax.Array:
 
 
 def vmapped(function: Any, arrays: Arrays) -> Any:
-    """The function of two queries and two of each captured array, with one key and bias."""
+    """A vmap over two queries and two of each captured array, with one key and bias."""
     axes = {name: None if name in ("key", "bias") else 0 for name in arrays}
     two = {name: x if axes[name] is None else jnp.stack([x, -x / 2]) for name, x in arrays.items()}
     return jax.vmap(function, in_axes=(axes,))(two)
 
 
 def drawn(kinds: int = 100, sizes: int = 5, seed: int = 0) -> list[Call]:
-    """``kinds`` kinds of calls, each in ``sizes`` sizes, which share most of their kernels.
+    """Draws ``kinds`` kinds of calls, each in ``sizes`` sizes, which share most of their kernels.
 
-    Every pair of values of two axes occurs: of 50 random kinds the one with the most new pairs is
-    taken.
+    Every pair of values of two axes occurs: each step takes the one of 50 random kinds that has the
+    most new pairs.
     """
     rng = np.random.default_rng(seed)
     seen: set[Any] = set()
@@ -272,7 +272,7 @@ def drawn(kinds: int = 100, sizes: int = 5, seed: int = 0) -> list[Call]:
 
 
 def covering(calls: list[Call]) -> list[Call]:
-    """A few of the calls, small ones, in which every value of every axis occurs."""
+    """A few small calls in which every value of every axis occurs."""
     small = [call for call in calls if call.sizes.B * call.sizes.N * call.sizes.S < 1500]
     missing = {(name, value) for name, values in AXES.items() for value in values}
     found = []

@@ -12,7 +12,7 @@ import numpy as np
 from jax_memeff import Mask
 
 BLOCK, MARGIN = 64, 24
-"""Rows and columns of a listed KV block, and the elements of arrays that nothing reads."""
+"""The rows and columns of a listed KV block, and the elements around arrays that nothing reads."""
 
 Arrays = dict[str, Any]
 Index = tuple[Any, Any, Any, Any]
@@ -39,7 +39,7 @@ class Function(NamedTuple):
     shapes: Callable[[Sizes], dict[str, tuple[int, ...]]]
     indices: Callable[[Sizes, Index], dict[str, tuple[Any, ...]]]
     score: Callable[[Any, dict[str, Any]], Any]
-    """From a score and the elements that it reads."""
+    """A function of a score and the elements that it reads."""
 
 
 def _table_index(s: Sizes, i: Index) -> tuple[Any, ...]:
@@ -134,7 +134,7 @@ def _documents(s: Sizes) -> np.ndarray:
 
 
 def _lists(s: Sizes) -> np.ndarray:
-    """Two KV blocks of each row of blocks; the second may be none, or one that does not exist."""
+    """Two KV blocks for each Q block; the second may be absent or out of range."""
     q_blocks = -(-s.T // BLOCK)
     first = np.random.default_rng(1).integers(0, -(-s.S // BLOCK), (1, s.N, q_blocks, 1))
     second = np.random.default_rng(2).integers(-1, 9, first.shape)

@@ -59,7 +59,7 @@ def listed() -> Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Hunt:
-    """``stages`` as lateness.py has them."""
+    """A case, and its number of stages as in lateness.py."""
 
     head_dim: int
     stages: int | None
@@ -86,7 +86,7 @@ class Hunt:
 
 
 def results(hunt: Hunt, drawn: Any, zero: jax.Array) -> dict[str, jax.Array]:
-    """What has the same bits in every run, by name."""
+    """The results that must have the same bits in every run, by name."""
     arrays = {name: x for name, x in drawn.items() if name != "dout"}
     arrays["query"] += zero.astype(arrays["query"].dtype)
 
@@ -151,7 +151,7 @@ def test_every_hunt_has_kernels_of_hopper(hunt, monkeypatch, fake_compiler):
         run = jax.jit(functools.partial(results, hunt))
         run.trace(hunt.drawn(), jnp.int32(0)).lower(lowering_platforms=("cuda",))
     families = {spec.direction: spec.family for spec, _ in fake_compiler}
-    # The backward that sums elements of arrays at head dim 256 is one of Ampere.
+    # At head dim 256 the backward that sums elements of arrays is of the sm80 family.
     own = {"sm80"} if hunt.head_dim == 256 and hunt.arrays else {"sm90"}
     assert families.pop("forward") == "sm90"
     assert {*families.values()} == own

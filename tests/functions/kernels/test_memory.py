@@ -11,7 +11,7 @@ import jax_memeff
 
 
 def temporary_bytes(length: int, heads: int = 4, head_dim: int = 64) -> int:
-    """The temporary memory of all gradients, that of ``table[h, q - k + length]`` among them."""
+    """The temporary memory of all gradients, including that of ``table[h, q - k + length]``."""
 
     def loss(operands, table):
         def learned(score, b, h, q, k):

@@ -16,7 +16,7 @@ from random_calls import TOLERANCES, Call
 CALLS = random_calls.drawn()
 
 SANITIZED = random_calls.covering(CALLS)
-"""Calls for compute-sanitizer, in which every value of every axis occurs."""
+"""The calls for compute-sanitizer; every value of every axis occurs in them."""
 
 COTANGENTS = 4
 
@@ -44,7 +44,7 @@ def surrounded(array: np.ndarray) -> np.ndarray:
 
 
 def fill_free_memory_with_nan() -> None:
-    """Results and workspaces of the next program then begin as NaN."""
+    """Fills free memory with NaN, so results and workspaces of the next program begin as NaN."""
     arrays = [jnp.full(2**24, jnp.nan, jnp.float32) for _ in range(2)]
     jax.block_until_ready(arrays)
     for array in arrays:
@@ -52,7 +52,9 @@ def fill_free_memory_with_nan() -> None:
 
 
 def program(call: Call) -> Any:
-    """A jitted function of the arrays, each a layer of a larger one, and of their layer."""
+    """A jitted function of larger arrays and a layer index: each operand is one layer of an
+    array.
+    """
     cotangents = call.cotangents()
 
     def run(stacked: Any, layer: Any) -> Any:
@@ -64,7 +66,7 @@ def program(call: Call) -> Any:
 
 
 def results(call: Call, arch: str | None = None, seed: int = 0) -> Any:
-    """Results and gradients; for the process of ``machine`` with an architecture."""
+    """Results and gradients. With an architecture it runs in the process of ``machine``."""
     if arch is not None:
         emulator.configure(arch, seed=seed)
     stacked = {name: jnp.asarray(surrounded(x)) for name, x in call.arrays().items()}
@@ -74,13 +76,14 @@ def results(call: Call, arch: str | None = None, seed: int = 0) -> Any:
 
 
 def exact(call: Call) -> tuple[Any, dict[str, np.ndarray]]:
-    """The same by the definition in float64, on the CPU; and a typical size of each gradient.
+    """Results and gradients by the definition, in float64 on the CPU, and a typical size of each
+    gradient.
 
     Rounding errors of a gradient are relative to the terms of its sum. A backward subtracts
-    ``rowsum(dO * O)`` from ``dO @ value.T``: in a row in which one key has nearly all the weight,
-    the two are nearly equal, and little more than their errors is left. The terms without this
-    subtraction are the gradient for a constant normalizer. Either may also be small by chance. The
-    typical size is thus the larger root mean square over several cotangents.
+    ``rowsum(dO * O)`` from ``dO @ value.T``. In a row in which one key has nearly all the weight
+    the two are nearly equal, and the difference is little more than their errors. Without the
+    subtraction the terms give the gradient for a constant normalizer. Both gradients may also be
+    small by chance, so the typical size is the larger root mean square over several cotangents.
     """
     finite = {name: np.nan_to_num(x.astype(np.float64)) for name, x in call.arrays().items()}
     cotangents = jax.tree.map(lambda *x: np.stack(x), *map(call.cotangents, range(COTANGENTS)))
@@ -110,8 +113,8 @@ def exact(call: Call) -> tuple[Any, dict[str, np.ndarray]]:
 def errors(found: Any, want: Any) -> dict[str, float]:
     """Relative errors in the Frobenius norm, those of gradients relative to the typical size.
 
-    Where the exact result is zero, as the gradient of a value of which dropout keeps nothing, the
-    error is absolute.
+    If the exact result is zero, as the gradient of a value that dropout drops everywhere, the error
+    is absolute.
     """
     (results, gradients), sizes = want
     names = ["out", "lse", *gradients]
@@ -128,10 +131,12 @@ def errors(found: Any, want: Any) -> dict[str, float]:
 
 
 def check(call: Call, found: Any, want: Any) -> None:
-    """No error is above the tolerance, or above twice that of plain JAX in the same precision.
+    """Checks that errors are below the tolerance and twice the error of plain JAX in the same
+    precision.
 
-    The gradients of what a function reads get three times the tolerance: a fused backward takes
-    ``rowsum(dO * O)`` from the rounded output, and this error is common to all scores of a row.
+    The gradients of the arrays that a function reads get three times the tolerance: a fused
+    backward takes ``rowsum(dO * O)`` from the rounded output, and all scores of a row have this
+    error in common.
     """
     own = random_calls.FUNCTIONS[call.function].shapes(call.sizes)
     ours = errors(found, want)

@@ -1,4 +1,4 @@
-"""What a score function reads for rows beyond the query length reaches no result."""
+"""Values that a score function reads for rows beyond the query length reach no result."""
 
 from __future__ import annotations
 

@@ -15,19 +15,21 @@ from jax_memeff import Mask
 
 BLOCK, BLOCKS, GROUP = 128, 3, 2
 SKIPPED = 1
-"""No row attends to this KV block, and the rows of this Q block attend to nothing."""
+"""The index of a KV block to which no row attends, and of a Q block whose rows attend to
+nothing.
+"""
 T = BLOCK * BLOCKS
 HEADS = 2
 
 
 def valid(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """The first head leaves out one more tile, so the heads of a group skip different ones."""
+    """The first head skips one more tile, so the heads of a group skip different tiles."""
     of_all = (k // BLOCK != SKIPPED) & (q // BLOCK != SKIPPED)
     return of_all & ((h != 0) | (q // BLOCK != 0) | (k // BLOCK == 0))
 
 
 def gradients(arch: str, head_dim: int, value_dim: int, deterministic: bool) -> tuple[Any, Any]:
-    """Output and gradients with NaN in skipped rows, and with zeros there by the definition."""
+    """Output and gradients with NaN in skipped rows, and the definition's with zeros there."""
     emulator.configure(arch, multiprocessors=2)
     rng = np.random.default_rng(3)
     shapes = {"query": (HEADS, head_dim), "key": (HEADS // GROUP, head_dim)}
@@ -79,7 +81,7 @@ def gradients(arch: str, head_dim: int, value_dim: int, deterministic: bool) -> 
     ids=str,
 )
 def test_skipped_tiles_are_not_read(call, machine, assert_close):
-    """NaN in what skipped tiles would read reaches no result."""
+    """NaN in memory that only skipped tiles would read reaches no result."""
     found = machine.submit(gradients, *call).result(timeout=600)
     (out, own), (want_out, want) = found
     assert_close((out, own), (want_out.astype(out.dtype), want), 1e-2)

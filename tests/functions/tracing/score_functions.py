@@ -1,7 +1,7 @@
 """Functions of scores and masks as users write them, each as a function of its arrays.
 
-``SCORE_FUNCTIONS[name]`` is a pair: from arrays to a score function, and the arrays, whose floats
-are differentiated. Positions go up to ``ROWS`` and ``COLUMNS``.
+``SCORE_FUNCTIONS[name]`` is a pair: a maker of a score function from arrays, and the arrays, whose
+floats are differentiated. Positions go up to ``ROWS`` and ``COLUMNS``.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ MASK_FUNCTIONS = {
 
 
 def positions() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Batch, head, query and key of each score, of shapes that broadcast."""
+    """The batch, head, query and key of each score, in shapes that broadcast."""
     counts = (BATCH, HEADS, ROWS, COLUMNS)
     return tuple(
         jax.device_put(np.arange(count, dtype=np.int32).reshape(np.roll((count, 1, 1, 1), axis)))
@@ -181,7 +181,7 @@ def positions() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
 
 
 def everywhere(function, *arguments):
-    """The function of a user at each score, by ``vmap``."""
+    """Applies the user's function to each score, by ``vmap``."""
     broadcast = jnp.broadcast_arrays(*arguments)
     flat = jax.vmap(function)(*(x.reshape(-1) for x in broadcast))
     return flat.reshape(broadcast[0].shape)

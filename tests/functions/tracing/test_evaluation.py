@@ -101,7 +101,7 @@ def test_derivatives_are_by_the_score_and_by_each_float_read(name, assert_close)
     want = jax.grad(lambda s: direct(make, arrays, s).sum())(SCORES)
     assert_close(by_score, want)
     assert len(by_reads) == len(program.float_reads) == len(program.results) - 2
-    # Summed over reads and scores they are the derivative in the direction of ones.
+    # Their sum over reads and scores is the directional derivative along ones.
     moving, joined = split(arrays)
     ones = [jnp.ones_like(x) for x in moving]
     _, along_ones = jax.jvp(lambda x: direct(make, joined(x), SCORES), (moving,), (ones,))
@@ -138,7 +138,7 @@ def test_tracers_of_transformations_around_the_call_are_captured(assert_close):
 
 
 def test_one_function_object_is_traced_for_each_call():
-    """JAX keeps jaxprs by function, and a jaxpr keeps the tracers of the call that made it."""
+    """Hazard: JAX caches jaxprs by function, and a jaxpr keeps the tracers of its own call."""
     table = normal(1, 3)
     held = {}
 

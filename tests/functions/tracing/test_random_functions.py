@@ -1,4 +1,4 @@
-"""Random functions: programs compute what the functions compute, and their derivatives."""
+"""Programs of random functions compute the functions and their derivatives."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ INTEGER = {
 
 
 class Drawn:
-    """A random function. It draws the same numbers each time that it is called."""
+    """A random function that draws the same numbers in each call."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -97,7 +97,7 @@ class Drawn:
         kind = draw.randrange(5)
         if kind == 0:
             return tables["distance"][i % HEADS, j]
-        if kind == 1:  # fill gives NaN beyond the ends, so there must be none
+        if kind == 1:  # fill gives NaN beyond the ends, so indices must be in bounds
             return tables["row"].at[i].get(mode=mode, fill_value=0.25)
         if kind == 2:
             return tables["pair"][i % 9][j]

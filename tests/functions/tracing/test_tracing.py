@@ -1,4 +1,4 @@
-"""The program of a traced function: values, reads, numbers, arrays, and when two are equal."""
+"""The program of a traced function: values, reads, numbers, arrays, and equality."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_integers_wrap_around_as_in_their_dtype(dtype):
 
     rows, columns = np.arange(4)[:, None], np.arange(4)
     program, arrays = traced_mask_function(function)
-    # An argument: XLA computes clz of negative constants wrongly.
+    # Passed as an argument, because XLA computes clz of negative constants wrongly.
     got = jax.jit(lambda *arrays: evaluate(program, None, 0, 0, rows, columns, arrays))(*arrays)
     want = jax.jit(lambda: everywhere(function, 0, 0, rows, columns))()
     np.testing.assert_array_equal(got, want)
@@ -299,7 +299,7 @@ def test_numbers_in_lists_are_literals_or_arrays():
 
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
 def test_every_operation_of_device_code_is_one_of_lax(name):
-    """``is_supported`` says which primitives are traced, so JAX has to evaluate them."""
+    """Primitives that ``is_supported`` accepts are traced, so JAX must be able to evaluate them."""
     assert is_supported(name) == (name != "round_even")  # round, with a parameter
     if is_supported(name):
         (dtype, form), *_ = OPERATIONS[name].forms.items()

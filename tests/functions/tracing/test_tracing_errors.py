@@ -17,7 +17,7 @@ TABLE = normal(1, 4, 64)
 
 
 def line_of(text: str) -> str:
-    """Where this file has a text: ``name:line``."""
+    """The place of a text in this file, as ``name:line``."""
     lines = Path(__file__).read_text().splitlines()
     (number,) = (i for i, line in enumerate(lines, 1) if text in line and "line_of" not in line)
     return f"{Path(__file__).name}:{number}"
@@ -69,7 +69,7 @@ def test_python_that_needs_numbers():
     assert "float()" in score_error(TypeError, lambda s, b, h, q, k: s * float(q))
     assert "jnp.where" in mask_error(TypeError, lambda b, h, q, k: q > k and k > 3)
     assert "jnp.where" in score_error(TypeError, lambda s, b, h, q, k: s if q > k else 0.0)
-    # range() asks for an index, too.
+    # range() asks for an index.
     assert "int()" in score_error(TypeError, lambda s, b, h, q, k: s + sum(range(q)))
 
 

@@ -1,6 +1,6 @@
-"""The host library without XLA and without a GPU, in a separate program under sanitizers.
+"""Runs the host library without XLA and without a GPU, in a separate program under sanitizers.
 
-``record`` takes custom calls from lowering, with everything that a program file has of them.
+``record`` captures custom calls at lowering, with everything that a program file contains of them.
 ``run`` and ``fuzz`` pass them to the handlers, changed or not. See main.cc.
 """
 
@@ -30,7 +30,7 @@ from jax_memeff._cuda import description
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[2]
 _OPTIONS = [
-    # Not optimised: the sanitizers see what is written, and compiling takes half as long.
+    # Without optimization the sanitizers see every access, and compiling takes half as long.
     *("-std=c++17", "-O0", "-g1", "-Wall", "-Wextra", "-Werror"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
 ]
@@ -49,7 +49,7 @@ _DTYPES = {
 
 @dataclasses.dataclass
 class Call:
-    """A custom call; tests change it in place."""
+    """A custom call, which tests change in place."""
 
     target: str
     capability: int
@@ -64,7 +64,7 @@ class Call:
         self.attributes["seal"] = description.seal(direction, self.attributes)
 
     def announce(self) -> None:
-        """Types of the buffers in the attributes."""
+        """Writes the types of the buffers into the attributes."""
 
         class Aval:
             def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
@@ -75,7 +75,7 @@ class Call:
             self.attributes[f"{kind}_types"] = description.types(avals)
 
     def redescribe(self, pattern: str, new: str, arch: str = "") -> None:
-        """Replaces the one match in the description of a kernel; header and digest fit it."""
+        """Replaces the only match in the description of a kernel and adapts header and digest."""
         images = self.attributes["kernels"]
         arch = arch or images["archs"]
         image = images[arch]
@@ -90,7 +90,7 @@ class Call:
 
 
 def record(monkeypatch: Any, arch: str, function: Callable, *operands: Any) -> list[Call]:
-    """The custom calls of a function that is lowered for a device of this architecture."""
+    """The custom calls of a function, lowered for a device of this architecture."""
     calls = []
     real = jax.ffi.ffi_lowering
 
@@ -117,7 +117,7 @@ def record(monkeypatch: Any, arch: str, function: Callable, *operands: Any) -> l
 
 
 def run(calls: Sequence[Call]) -> list[tuple[str, int]]:
-    """The error of each call, "" for none, and how many blocks were launched."""
+    """The error of each call, "" for success, and the number of launched blocks."""
     output = _with_file(calls, "run")
     results = []
     while output:
@@ -186,9 +186,9 @@ def _attribute(value: Any) -> bytes:
 
 @functools.cache
 def _executable() -> Path:
-    """Compiled once for the same sources."""
+    """The executable, which is compiled once for the same sources."""
     own = sorted(_HERE.glob("*.cc"))
-    left_out = ("module.cc", "driver.cc")  # the second is that of this folder
+    left_out = ("module.cc", "driver.cc")  # this folder has its own driver.cc
     host = sorted(file for file in _ROOT.glob("ffi/src/**/*.cc") if file.name not in left_out)
     headers = [*_HERE.glob("*.h"), *_ROOT.glob("ffi/src/**/*.h"), *_ROOT.glob("**/memeff/params.h")]
     texts = [file.read_bytes() for file in (*own, *host, *sorted(headers))]
@@ -199,7 +199,7 @@ def _executable() -> Path:
         return executable
     directory.mkdir(parents=True, exist_ok=True)
     with open(executable.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the tests may be at it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be building it
         if not executable.exists():
             _build(executable, (*own, *host))
     return executable
@@ -220,8 +220,8 @@ def _build(executable: Path, sources: Sequence[Path]) -> None:
         def run(*words: str) -> None:
             subprocess.run(["g++", *_OPTIONS, *words], cwd=work, check=True)
 
-        # XLA's header takes longer than a file that includes it, so a unit has a folder of files or
-        # more. Those of attributes/ have constants of the same names as others.
+        # XLA's header takes longer than the rest of a file that includes it, so a unit is a folder
+        # or more. The files of attributes/ have constants with the same names as other files.
         units: dict[str, list[Path]] = {}
         for source in sources:
             alone = source.parent.name in ("attributes", _HERE.name)

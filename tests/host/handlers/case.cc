@@ -11,7 +11,7 @@
 namespace handlers {
 namespace {
 
-// Reads what tests/host/test_hostile_calls.py writes: numbers in 4 or 8 bytes, texts behind their
+// Reads the files of tests/host/handlers/__init__.py: numbers in 4 or 8 bytes, texts after their
 // size.
 class File {
  public:

@@ -1,4 +1,4 @@
-// A custom call as a value: what a program file says of it, which tests change at will.
+// A custom call as a value: the content of a program file, which tests change at will.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ struct Case {
 
 std::vector<Case> read_cases(const char* path);
 
-// The attributes in XLA's form; valid as long as both this and the attributes are.
+// The attributes in XLA's form. Valid as long as this object and the attributes exist.
 class Frame {
  public:
   explicit Frame(const Attributes& attributes);
@@ -63,15 +63,15 @@ class Frame {
   std::vector<std::unique_ptr<Frame>> dicts_;
 };
 
-// Computes the digest of the attributes again, as somebody who forges a program can.
+// Recomputes the digest of the attributes, as anybody who forges a program can.
 void seal(Case* call);
 
-// Instantiates, initializes and executes the call; the message of the first error, or "".
+// Instantiates, initializes and executes the call. Returns the message of the first error, or "".
 std::string run(const Case& call);
 
-// What the driver does: see driver.cc.
+// Sets up the driver of driver.cc.
 void set_device(int capability, int element_bytes, bool is_forward, bool touches_arrays);
-// Blocks launched since the last call of this function.
+// The number of blocks launched since the last call of this function.
 long long take_launched_blocks();
 
 }  // namespace handlers

@@ -1,6 +1,6 @@
-// A driver instead of the one of images/driver.cc. Its kernel touches the first and the last
-// element of every array of the call but workspaces, as the parameters say where they are: what
-// lies outside of a buffer ends the process.
+// A driver that replaces images/driver.cc. Its kernel touches the first and last element of every
+// array of the call except workspaces, at the addresses in the parameters. An access outside of a
+// buffer ends the process.
 #include "images/driver.h"
 
 #include <algorithm>

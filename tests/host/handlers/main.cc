@@ -1,7 +1,7 @@
 // Calls the handlers of the host library without XLA and without a GPU, under sanitizers.
 //
-//   handlers run FILE               the error of each call, behind its number of bytes
-//   handlers fuzz FILE COUNT SEED   so many random changes of the calls; the numbers of outcomes
+//   handlers run FILE               the error of each call, after its number of bytes
+//   handlers fuzz FILE COUNT SEED   COUNT random changes of the calls; the numbers of outcomes
 //   handlers sha256 FILE            the digest of a file
 #include <cstdio>
 #include <cstdlib>

@@ -62,7 +62,7 @@ float extreme_float(Random& random) {
   return kNumbers[below(random, std::size(kNumbers))];
 }
 
-// Begin and end of a random word between separators.
+// The begin and end of a random word between separators.
 std::pair<size_t, size_t> word_of(Random& random, const std::string& text) {
   size_t const inside = below(random, text.size());
   size_t const begin = text.find_last_of(kSeparators, inside);
@@ -79,7 +79,7 @@ void mutate_text(Random& random, std::string* text) {
     case 2:
       text->replace(begin, end - begin, kWords[below(random, std::size(kWords))]);
       break;
-    case 3: {  // two words change places
+    case 3: {  // swaps two words
       auto const [other_begin, other_end] = word_of(random, *text);
       if (other_begin < end) break;
       std::string const first = text->substr(begin, end - begin);
@@ -122,7 +122,7 @@ void mutate_lines(Random& random, std::string* text) {
   for (const std::string& each : lines) *text += each + "\n";
 }
 
-// A change of the description with a header and a digest that fit it, or of any byte without.
+// Changes the description with a matching header and digest, or any byte without them.
 void mutate_image(Random& random, std::string* image) {
   if (image->size() < kHeaderBytes + memeff::host::kDigestBytes || below(random, 3) == 0) {
     if (below(random, 2) == 0) {
@@ -230,7 +230,7 @@ void mutate_buffers(Random& random, std::vector<Buffer>* buffers) {
   }
 }
 
-// Buffers of the types that the call announces, as XLA makes them for an edited program.
+// Makes buffers of the types in the attributes, as XLA does for an edited program.
 void follow(const Attributes& attributes, const char* name, std::vector<Buffer>* buffers) {
   auto const found = attributes.find(name);
   if (found == attributes.end()) return;

@@ -1,4 +1,4 @@
-// Random changes of a call, of the kinds that an edited or forged program file has.
+// Random changes of a call, like those in an edited or forged program file.
 #pragma once
 
 #include <random>
@@ -7,8 +7,8 @@
 
 namespace handlers {
 
-// Changes one to four things; sets `changed_image` if one of them is an image. Some of the changed
-// calls get new digests, and some get buffers of the types that they then announce.
+// Makes one to four changes; sets `changed_image` if one of them changes an image. Some calls get
+// new digests, and some get buffers of the types that they then announce.
 Case mutate(Case call, std::mt19937_64& random, bool* changed_image);
 
 }  // namespace handlers

@@ -1,5 +1,5 @@
-// XLA's side of a call: the few functions of its API that handlers use, and buffers of exactly the
-// bytes that their types have.
+// XLA's side of a call: the few functions of its API that handlers use, and buffers with exactly
+// the bytes of their types.
 #include <sys/mman.h>
 
 #include <cstdlib>
@@ -85,7 +85,8 @@ long long element_bytes(int32_t dtype) {
   }
 }
 
-// The sanitizer sees the ends of what malloc gives; a large buffer is address space alone.
+// The memory of a buffer. The sanitizer checks the ends of malloc's memory; a large buffer is only
+// reserved address space.
 class Memory {
  public:
   explicit Memory(const Buffer& buffer) {

@@ -1,4 +1,4 @@
-"""Ragged batches of paged calls for the tests of kernels, and what they must give."""
+"""Ragged batches of paged calls for the tests of kernels, with their expected results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAP = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A ragged batch. ``features`` are names of the arguments that it has."""
+    """A ragged batch. ``features`` are the names of its arguments."""
 
     lengths: tuple[int, ...]
     counts: tuple[int, ...]
@@ -29,15 +29,15 @@ class Case:
     dtype: str = "bfloat16"
     features: tuple[str, ...] = ("is_causal",)
     is_missing: bool = False
-    """Whether the pool lacks a page of every sequence with two."""
+    """Whether the pool lacks a page of every sequence that has two."""
     query_rows: strategy.QueryRows | str | None = "chosen"
-    """The strategy, if it is not that of the sizes."""
+    """The strategy, if the sizes do not choose it."""
     scales: tuple[str, str] | None = None
-    """The layouts of the scales of a float8 pool; None if the pool has the query's dtype."""
+    """The layouts of the scales of a float8 pool, or None if the pool has the query's dtype."""
     seed: int = 0
     is_latent: bool = False
     is_exact: bool = False
-    """Whether the pool has no page to spare, so that memcheck sees reads beyond the last one."""
+    """Whether the pool has no spare page, so that memcheck detects reads beyond the last one."""
 
     def __str__(self) -> str:
         sizes = f"{len(self.lengths)}x{max(self.counts)}of{max(self.lengths)}"
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def lists(self) -> np.ndarray:
-        """KV blocks of 16 columns for each 4 rows of the user's."""
+        """Lists of KV blocks of 16 columns for Q blocks of 4 rows."""
         q_blocks = -(-max(self.counts) // 4)
         shape = len(self.lengths), self.heads[0], q_blocks, 4
         lists = np.random.default_rng(self.seed).integers(-1, max(self.lengths) // 16 + 1, shape)
@@ -155,7 +155,7 @@ class Case:
 def assert_matches(found: Any, case: Case, assert_close: Any) -> None:
     (out, lse), (want_out, want_lse) = found, case.want(case.batch())
     assert (np.isfinite(lse) == np.isfinite(want_lse)).all()
-    assert not out[~np.isfinite(want_lse)].any()  # rows without keys, NaN included
+    assert not out[~np.isfinite(want_lse)].any()  # rows without keys are 0, not NaN
     finite = np.isfinite(want_lse)
     assert_close(out.astype(np.float64), want_out, TOLERANCES[case.dtype])
     assert_close(lse[finite], want_lse[finite], TOLERANCES[case.dtype])

@@ -1,4 +1,4 @@
-"""Pools of float8 in the kernels: every number of the type, and the range of the query."""
+"""Pools of float8 in the kernels: every float8 number, and the range of the query."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)
 
 
 def each_number(arch: str | None, rows: str) -> tuple[np.ndarray, np.ndarray]:
-    """Sequence b has one token. Its key has number b once and zeros, and its value all numbers."""
+    """Sequence b has one token: its key is number b and zeros, its value has all numbers."""
     if arch is not None:
         emulator.configure(arch, multiprocessors=5)
     key_pages = np.zeros((256, 16, 1, 64), np.uint8)
@@ -67,7 +67,7 @@ def test_conversion_of_each_number(rows):
 
 
 def scaled_queries(arch: str | None, exponent: int) -> Any:
-    """Queries times a power of two, and key scales that undo it."""
+    """Scales queries by a power of two that the key scales undo."""
     if arch is not None:
         emulator.configure(arch, multiprocessors=5)
     rng = np.random.default_rng(0)
@@ -138,8 +138,8 @@ def problem(dtype: Any, head_dim: int, value_dim: int) -> Problem:
     ("asked", "reason"),
     [
         (("f32", 64, 64), "queries of bfloat16 or float16, got f32: cast the query"),
-        (("bf16", 72, 64), "head_dim is 72, and kernels read rows of float8 in 16 bytes"),
-        (("bf16", 64, 8), "value_dim is 8, and kernels read rows of float8 in 16 bytes"),
+        (("bf16", 72, 64), "head_dim is 72, and kernels read rows of float8 16 bytes at a time"),
+        (("bf16", 64, 8), "value_dim is 8, and kernels read rows of float8 16 bytes at a time"),
         (("f16", 320, 64), "head_dim is 320, and kernels read pages of float8 up to head dim 256"),
     ],
 )

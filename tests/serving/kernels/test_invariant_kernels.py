@@ -16,13 +16,13 @@ from paging import paged_attention
 
 
 def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    del b  # the place of the sequence in the batch
+    del b  # the index of the sequence in the batch
     return score + 0.03 * (h + 1) * (k - q)
 
 
 @dataclasses.dataclass(frozen=True)
 class Invariant:
-    """A sequence whose last token is computed in several calls."""
+    """A sequence whose last token several calls compute."""
 
     arch: str
     dtype: str = "bfloat16"
@@ -48,8 +48,9 @@ class Invariant:
 
 
 def rows_of_last_tokens(invariant: Invariant, on_gpu: bool) -> list[Any]:
-    """The last token of a sequence: in a chunk, in a chunk beside others, and in steps, on machines
-    with few and with many multiprocessors."""
+    """The results of the last token of a sequence: in a chunk, in a chunk beside others, and in
+    steps, on machines with few and with many multiprocessors.
+    """
     length, features, case = invariant.length, invariant.features, invariant.case
     own, own_features = case.batch(), {"score_mod": alibi} if "score_mod" in features else {}
     calls = [
@@ -136,19 +137,19 @@ def assert_equal_bits(found: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LongSequence:
-    """A sequence whose tokens are computed in chunks, beside other sequences, in random pages."""
+    """A sequence that is computed in chunks, beside other sequences, in random pages."""
 
     dims: tuple[int, int] = (128, 128)
     dtype: str = "bfloat16"
     pool_dtype: str | None = None
-    """That of the query by default."""
+    """The dtype of the pool; that of the query by default."""
     length: int = 1500
     features: tuple[str, ...] = ()
 
     def rows(
         self, rng: np.random.Generator, batch: int, begin: int, end: int, implementation: Any
     ) -> list[np.ndarray]:
-        """Output and logsumexp of the tokens [begin, end), which are the last ones of a call."""
+        """Output and logsumexp of the tokens [begin, end), the last ones of a call."""
         own = np.random.default_rng(0)
         (h, hv), size, n, k = self.dims, 16, 8, 2
         each = -(-self.length // size)
@@ -156,7 +157,7 @@ class LongSequence:
         place = int(rng.integers(batch))
         pools = []
         for dim in (h, hv):
-            # The other sequences have keys of 0, whose scores are those of no token.
+            # The other sequences have keys of 0, so their scores differ from those of this one.
             pool = np.zeros((batch * each, size, k, dim), np.float32)
             pool[table[place]] = own.standard_normal((each, size, k, dim))
             pools.append(jnp.asarray(pool, self.pool_dtype or self.dtype))
@@ -209,7 +210,7 @@ SEQUENCES = [
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=str)
 def test_bits_in_random_batches(sequence, seed):
-    """Ten batches for each seed: steps and chunks, other neighbours, other pages."""
+    """Each seed has ten batches of steps and chunks, with other neighbours and pages."""
     rng = np.random.default_rng(seed)
     whole = sequence.rows(rng, 1, 0, sequence.length, "cuda")
     assert np.isfinite(whole[1]).all()

@@ -32,12 +32,12 @@ EQUAL = dataclasses.replace(LATENT, lengths=(300, 300, 0, 300), counts=(1, 1, 1,
 PROMPTS = dataclasses.replace(LATENT, lengths=(150, 260), counts=(20, 70))
 EMULATED = [
     (5, LATENT),
-    # A sequence is divided over CTAs, which have parts of two; row tiles share their keys.
+    # A sequence is divided over CTAs, and CTAs have parts of two; row tiles share keys.
     (7, dataclasses.replace(LONG, heads=(128, 1), page_size=32)),
     (6, dataclasses.replace(LONG, heads=(128, 1), dtype="float16", seed=3)),
     (11, dataclasses.replace(LONG, heads=(64, 1), page_size=16, is_missing=True)),
     (1, dataclasses.replace(LONG, features=("is_causal", "sinks"), heads=(48, 1), page_size=80)),
-    # Parts end where sequences do: several for each sequence, one, and several sequences in one.
+    # Parts end at sequences: several parts per sequence, one part, and several sequences per part.
     (32, EQUAL),
     (6, dataclasses.replace(EQUAL, heads=(128, 1))),
     (1, EQUAL),
@@ -45,15 +45,15 @@ EMULATED = [
     (4, dataclasses.replace(SEVERAL, features=("sinks", "logits_soft_cap"), dims=(544, 480))),
     (12, dataclasses.replace(SEVERAL, heads=(96, 2), page_size=48)),
     (9, dataclasses.replace(PROMPTS, features=("is_causal", "local_window_size"))),
-    # More items of a sequence than a warp has lanes, of which others have few; and two calls.
+    # One sequence has more items than a warp has lanes, others have few; and two calls.
     (8, dataclasses.replace(PROMPTS, lengths=(80, 9, 150), counts=(3, 0, 70), heads=(48, 1))),
     (6, dataclasses.replace(LONG, lengths=(100, 300, 30, 1, 150), counts=(1, 1, 1, 1, 40))),
 ]
 
 
 def emulated(case: Case, multiprocessors: int):
-    """For the process of ``machine``."""
-    # Other orders of warps, copies and products for each case.
+    """Runs in the process of ``machine``."""
+    # Each case has another order of warps, copies and products.
     emulator.configure("sm_90a", multiprocessors=multiprocessors, seed=multiprocessors)
     return case.found(case.batch())
 
@@ -65,12 +65,12 @@ def test_emulated_kernels(multiprocessors, case, machine, assert_close):
 
 
 def random_cases(seed: int) -> Iterator[Case]:
-    """Ragged batches without end."""
+    """Endless random ragged batches."""
     rng = np.random.default_rng(seed)
     for number in itertools.count():
         heads = int(rng.choice([16, 32, 48, 128]))
         batch = int(rng.choice([1, 3, 40]))
-        # The answer takes H float64 for each key and head.
+        # The expected result takes H float64 for each key and head.
         longest = int(rng.choice([70, 700, 32000 // heads]))
         lengths = rng.integers(0, longest // int(rng.choice([1, 8])) + 1, batch)
         most = int(rng.choice([1, 1, 2, 5, 100]))
@@ -123,7 +123,7 @@ _LARGE = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", _LARGE, ids=str)
 def test_large_batches(case, assert_close):
-    """Parts of many lengths on all SMs, unlike those of the emulated machine."""
+    """Parts have many lengths and run on all SMs, unlike on the emulated machine."""
     assert_matches(case.found(case.batch()), case, assert_close)
 
 
@@ -143,7 +143,7 @@ def test_one_kernel_for_every_strategy(query_rows):
     ("problem", "reason"),
     [
         (latent("sm_80"), "it reads values from an array of their own"),
-        (latent(boolean=True), "the rows of its tiles are of several heads"),
+        (latent(boolean=True), "the rows of its tiles belong to several heads"),
         (latent(row_maxima=True), "it splits the keys of a row, and merges no maxima"),
         (latent(dims=(640, 512)), "head_dim 640 is above its 576"),
         (

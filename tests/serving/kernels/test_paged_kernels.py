@@ -20,7 +20,7 @@ from paging import paged_attention
 DECODE = Case((100, 17, 1, 0), (1, 1, 1, 1))
 RAGGED = Case((120, 48, 200, 3), (100, 1, 130, 5))
 MIXED = Case((100, 400, 30, 1, 0, 150), (1, 1, 1, 1, 1, 70))  # decode steps and a prompt
-# Two prompts among steps: the tile scheduler leaves out the work tiles of the steps.
+# Two prompts among decode steps: the tile scheduler skips the work tiles of the steps.
 STEPS_AROUND_PROMPTS = Case(
     (60,) * 12 + (300,) + (40,) * 6 + (200, 20, 30), (1,) * 12 + (200,) + (1,) * 6 + (130, 1, 1)
 )
@@ -39,7 +39,7 @@ EMULATED = [
     ("sm_90a", dataclasses.replace(RAGGED, query_rows=None, page_size=128, dims=(128, 128))),
     ("sm_90a", dataclasses.replace(RAGGED, query_rows="consumer_groups", page_size=80)),
     ("sm_90a", dataclasses.replace(RAGGED, query_rows="64", features=("is_causal", "mask"))),
-    # The query heads of a key head share a tile with a function: a few rows each, and many.
+    # With a function the query heads of a key head share a tile, with few rows each or many.
     (
         "sm_80",
         dataclasses.replace(
@@ -52,7 +52,7 @@ EMULATED = [
             RAGGED, heads=(6, 2), counts=(5, 1, 33, 3), features=("is_causal", "mask", "score_mod")
         ),
     ),
-    # A few drafted tokens have a tile of 32 rows.
+    # A few draft tokens have a tile of 32 rows.
     (
         "sm_90a",
         dataclasses.replace(
@@ -98,13 +98,13 @@ EMULATED = [
 
 
 def lower(case: Case, arch: str) -> jax.stages.Lowered:
-    """For the process of ``machine``."""
+    """Runs in the process of ``machine``."""
     emulator.configure(arch, multiprocessors=5)
     return case.lowered(case.batch())
 
 
 def emulated(case: Case, arch: str) -> Any:
-    """For the process of ``machine``."""
+    """Runs in the process of ``machine``."""
     lowered = emulator.lowered(lower, case, arch)
     emulator.configure(arch, multiprocessors=5)
     return case.found(case.batch(), lowered)
@@ -112,7 +112,7 @@ def emulated(case: Case, arch: str) -> Any:
 
 @pytest.fixture(scope="module")
 def lowered(machine, selected):
-    """The programs of all cases are lowered before the first runs."""
+    """Lowers the programs of all cases before the first one runs."""
     calls = [(call["case"], call["arch"]) for call in selected if {"case", "arch"} <= {*call}]
     machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
 
@@ -128,7 +128,7 @@ _FEATURES = ("is_causal", "logits_soft_cap", "local_window_size", "sinks", "scor
 
 
 def random_cases(seed: int) -> Iterator[Case]:
-    """Ragged batches without end."""
+    """Endless random ragged batches."""
     rng = np.random.default_rng(seed)
     for number in itertools.count():
         batch = int(rng.integers(1, 9))
@@ -167,7 +167,7 @@ ANY_LENGTHS = np.array([-5, 0, 1, 30, 48, 49, 10**6, -(2**31), 2**31 - 1], np.in
 
 
 def step(arch: str | None, lengths: np.ndarray, dims: tuple[int, int], implementation: Any) -> Any:
-    """A decode step whose lengths are on the device, with at most 48 keys of a sequence."""
+    """A decode step whose lengths are on the device; a sequence has at most 48 keys."""
     if arch is not None:
         emulator.configure(arch, multiprocessors=5)
     rng = np.random.default_rng(0)
@@ -200,7 +200,7 @@ def assert_clamped(found: Any, dims: tuple[int, int], assert_close: Any) -> None
 
 @pytest.mark.parametrize(("arch", "dims"), STEPS, ids=str)
 def test_emulated_steps_clamp_lengths(arch, dims, machine, assert_close):
-    """The kernels alone do: XLA computes nothing before them."""
+    """Only the kernels clamp them: XLA computes nothing before them."""
     found = machine.submit(step, arch, ANY_LENGTHS, dims, "cuda").result(600)
     assert_clamped(found, dims, assert_close)
     assert_clamped(step(None, ANY_LENGTHS, dims, "xla"), dims, assert_close)
@@ -214,7 +214,7 @@ def test_steps_clamp_lengths(dims, assert_close):
 
 
 def test_a_step_is_one_custom_call(fake_compiler, monkeypatch):
-    """Of a jitted step whose lengths and table are int32 arrays."""
+    """This holds for a jitted step with int32 arrays of lengths and pages."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
     shapes = [(2, 1, 4, 64), (8, 16, 2, 64), (8, 16, 2, 64)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -226,7 +226,7 @@ def test_a_step_is_one_custom_call(fake_compiler, monkeypatch):
 
 
 def test_prompts_and_steps_write_into_one_output(fake_compiler, monkeypatch):
-    """No pass over the output joins the results of the two calls."""
+    """The two calls need no pass over the output that joins their results."""
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
     dtypes = [jnp.bfloat16] * 3 + [jnp.int32] * 3
     shapes = [(9, 4, 64), (32, 16, 2, 64), (32, 16, 2, 64), (6, 8), (6,), (7,)]

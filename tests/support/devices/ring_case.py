@@ -1,4 +1,4 @@
-"""Test problems of ring attention: their arrays, and the results of the ring and of one device."""
+"""Test problems of ring attention, with the results of the ring and of one device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from several_devices import Devices, Sizes
 import jax_memeff
 from jax_memeff import Mask
 
-# Compilation is most of the time of these tests.
+# These tests spend most of their time on compilation.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -36,7 +36,7 @@ def natural(layout: str, x: Any, axis: int, devices: Devices) -> Any:
 
 
 def masking(bias: jax.Array) -> jax.Array:
-    """The same bias with two masked columns (of one, rows), by each of the values that mask."""
+    """The bias with two masked columns (rows, if it has one column), one for each masking value."""
     return bias.at[0, 0, 0, -1].set(-jnp.inf).at[-1, -1, -1, -1].set(-1e38)
 
 
@@ -116,7 +116,7 @@ class Case:
         return program(*jax.tree.map(_placed, inputs, program.input_shardings[0]))
 
     def got(self, devices: Devices, layout: str, method: str = "ring") -> Any:
-        """The same in natural order."""
+        """The results of the ring in natural order."""
         results, bias_gradient = jax.tree.map(np.asarray, self.run(devices, layout, method))
         if bias_gradient is not None and bias_gradient.shape[2] != 1:
             bias_gradient = natural(layout, bias_gradient, 2, devices)
@@ -124,12 +124,12 @@ class Case:
 
 
 def _placed(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """On the devices of all processes; each process has the whole array."""
+    """The array, sharded over the devices of all processes; each process has all of it."""
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def segment_ids(seed: int, scale: int) -> np.ndarray:
-    """Sorted ids [2, 128 * scale], the last ones padding."""
+    """Sorted ids [2, 128 * scale]; the last ones are padding."""
     ids = np.sort(np.random.default_rng(seed).integers(0, 3, (2, 128 * scale)), 1)
     ids[:, 120 * scale :] = -1
     return ids
@@ -156,7 +156,7 @@ CASES = {
         key_value_seq_lengths=np.array([128, 0]),
     ),
 }
-"""The boolean mask is one of the sizes of the host."""
+"""Problems by name. The boolean mask has the sizes for the host."""
 
 
 @functools.cache

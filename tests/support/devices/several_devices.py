@@ -1,7 +1,7 @@
-"""The devices for tests of several devices: those of the host, and GPUs if there are any.
+"""Devices for tests of several devices: those of the host, and GPUs if there are any.
 
-``at("devices", cpu=4, cuda=[2, 4])`` gives a test the fixture ``devices`` of conftest.py for each
-of them. Problems are larger on GPUs, in bfloat16 and of a head dim that has the fastest kernels.
+``at("devices", cpu=4, cuda=[2, 4])`` parametrizes a test with the fixture ``devices`` of
+conftest.py. On GPUs problems are larger, in bfloat16, and have a head dim with the fastest kernels.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Sizes(NamedTuple):
     dtype: Any
     head_dim: int
     scale: int
-    """Of the lengths of sequences."""
+    """The factor of the lengths of sequences."""
     tolerance: float
-    """Of relative errors in the Frobenius norm: a few roundings of results."""
+    """The tolerance of relative Frobenius errors: a few roundings of results."""
 
 
 ON_HOST = Sizes(np.float32, 8, 1, 5e-6)
@@ -38,12 +38,11 @@ def sizes(devices: Devices) -> Sizes:
 
 
 def at(names: str, cpu: Iterable[Any] | int, cuda: Iterable[Any] = ()):
-    """``parametrize`` with devices as the last of the names.
+    """``parametrize`` with devices as the last name.
 
     Args:
-        names: of the parameters; "devices" is the last one.
-        cpu: the number of devices; or all parameters, of tests with more than one.
-        cuda: the same for GPUs, each of them.
+        names: the parameters; "devices" is the last one. cpu: the number of devices, or the values
+        of all parameters if there are several. cuda: the same for GPUs, each of them.
     """
 
     def parameters(platform: str, given: Any, marks: tuple[Any, ...]):
@@ -65,7 +64,7 @@ def at(names: str, cpu: Iterable[Any] | int, cuda: Iterable[Any] = ()):
 def transfers(text: str, *kinds: str) -> list[str]:
     """The result types of transfers of these kinds in a compiled program.
 
-    An asynchronous one gives its results where it is done.
+    An asynchronous transfer has its results at its done operation.
 
     >>> transfers('''
     ...   %a = bf16[8]{0} all-gather(%x), dimensions={0}
@@ -78,7 +77,7 @@ def transfers(text: str, *kinds: str) -> list[str]:
 
 
 def shape_of(array: str) -> tuple[int, ...]:
-    """The shape of what ``transfers`` calls an array.
+    """The shape of an array in the notation of ``transfers``.
 
     >>> shape_of("bf16[2,128,4,64]")
     (2, 128, 4, 64)

@@ -17,7 +17,7 @@ from jax_memeff import dot_product_attention
 B, T, N, K, H = 4, 16, 4, 2, 8
 """T and H on the host."""
 DATA, TENSOR = 4, 2
-"""Of eight devices."""
+"""The sizes of the mesh of eight devices."""
 ON_BOTH = P("data", None, "tensor")
 DROPOUT_KEY = jax.random.key(7)
 LENGTHS = np.array([16, 5, 11, 0])
@@ -35,7 +35,7 @@ def random(*shape, dtype=np.float32):
 
 @functools.cache
 def projections(kv_heads=K, sizes=ON_HOST) -> tuple[Any, Any, Any]:
-    """Query, key and value; on the host one column more of value than of key."""
+    """Query, key and value; on the host value has one column more than key."""
     length, dim = T * sizes.scale, sizes.head_dim
     value_dim = dim + 1 if sizes is ON_HOST else dim
     return (
@@ -61,12 +61,12 @@ def value_and_grad(function, *operands):
 
 
 def run(function, *operands):
-    """The results of a function that is compiled for sharded operands, and its HLO."""
+    """The results of a function, compiled for sharded operands, and its HLO."""
     compiled = function.lower(*operands).compile()
     return compiled(*operands), compiled.as_text() or ""
 
 
 def gathered(hlo):
-    """Shapes of the results of all collectives that move arrays rather than sum them."""
+    """The shapes of the results of all collectives that move arrays instead of summing them."""
     moved = transfers(hlo, "all-gather", "all-to-all", "collective-permute")
     return [shape_of(array) for array in moved]

@@ -13,7 +13,8 @@ CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {
   random_sleep();
 }
 
-// A phase of the barrier ends after this many arrivals and all bytes expected until then.
+// A phase of the barrier ends after `arrivals` arrivals and all bytes expected until then. One
+// thread calls it, and fence_barrier_init() afterwards.
 CUTE_DEVICE void init_barrier(uint64_t& barrier, int arrivals) {
   cute::initialize_barrier(barrier, arrivals);
 }
@@ -26,13 +27,13 @@ CUTE_DEVICE void fence_barrier_init() {
 
 CUTE_DEVICE void arrive_barrier(uint64_t& barrier) { cute::arrive_barrier(barrier); }
 
-// Arrives, and makes the phase wait for `bytes` of a copy.
+// Arrives, and makes the phase wait for `bytes` bytes of TMA copies.
 CUTE_DEVICE void arrive_and_expect(uint64_t& barrier, int bytes) {
   cute::set_barrier_transaction_bytes(barrier, bytes);
 }
 
-// Waits for the end of the latest phase with this parity. The first phase has parity 0. Before it
-// ends, waits for parity 1 return at once.
+// Waits for the end of the latest phase with this parity. The first phase has parity 0; until it
+// ends, a wait for parity 1 returns at once, so a producer finds a fresh buffer empty.
 CUTE_DEVICE void wait_barrier(uint64_t& barrier, int parity) {
   cute::wait_barrier(barrier, parity);
 }

@@ -17,7 +17,7 @@ CUTE_DEVICE uint32_t shared_address(void const* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Four 8x8 matrices; a transposed load gives each lane the elements of a column.
+// Loads four 8x8 matrices. A transposed load gives each lane the elements of a column.
 template <bool kTranspose>
 CUTE_DEVICE void load_matrix(uint32_t (&fragment)[4], uint32_t address) {
   if constexpr (kTranspose) {
@@ -31,7 +31,7 @@ CUTE_DEVICE void load_matrix(uint32_t (&fragment)[4], uint32_t address) {
   }
 }
 
-// Two 8x8 matrices: the rows of the first 16 lanes' addresses.
+// Loads two 8x8 matrices. Only the addresses of the first 16 lanes count.
 template <bool kTranspose>
 CUTE_DEVICE void load_two_matrices(uint32_t (&fragment)[2], uint32_t address) {
   if constexpr (kTranspose) {
@@ -45,14 +45,14 @@ CUTE_DEVICE void load_two_matrices(uint32_t (&fragment)[2], uint32_t address) {
   }
 }
 
-// The inverse of load_matrix<false>; sm_90.
+// The inverse of load_matrix<false>; needs sm_90.
 CUTE_DEVICE void store_matrix(uint32_t address, uint32_t const (&fragment)[4]) {
   asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
                : "memory");
 }
 
-// The same for the transposed matrices.
+// The inverse of load_matrix<true>.
 CUTE_DEVICE void store_matrix_transposed(uint32_t address, uint32_t const (&fragment)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -98,7 +98,8 @@ CUTE_DEVICE uint4 load_shared_vector(uint32_t address) {
   return value;
 }
 
-// If the condition is false, the address may be invalid.
+// A predicated store: if the condition is false, the address may be invalid. Compared with a branch
+// it does not end the basic block.
 CUTE_DEVICE void store_global_if(bool condition, float* address, float x) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.f32 [%1], %2;}" ::"r"(int(condition)),
@@ -123,8 +124,8 @@ CUTE_DEVICE char const* load_shared_pointer(uint32_t address) {
   return pointer;
 }
 
-// Copies 16 bytes from global to shared memory, or writes zeros if `valid` is false. Then nothing
-// is read, so the address may be outside the tensor. From sm_80 on no registers are used.
+// Copies 16 bytes from global to shared memory. If `valid` is false, it writes zeros and reads
+// nothing, so the address may be outside the tensor. From sm_80 on the data bypasses registers.
 #if MEMEFF_ASYNC_COPIES
 CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
@@ -132,13 +133,14 @@ CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
                : "memory");
 }
 
-// The first `bytes` of 4 bytes, followed by zeros.
+// Copies the first `bytes` of 4 bytes and fills the rest with zeros.
 CUTE_DEVICE void copy_word_async(uint32_t shared, void const* global, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");
 }
 
-// The same for 8 or 4 bytes, cached in L1 because neighbouring copies read the same sectors.
+// copy_async() for 8 or 4 bytes. These are cached in L1, because neighbouring copies read the same
+// sectors.
 template <int kBytes>
 CUTE_DEVICE void copy_piece_async(uint32_t shared, void const* global, bool valid) {
   static_assert(kBytes == 8 || kBytes == 4);
@@ -147,8 +149,9 @@ CUTE_DEVICE void copy_piece_async(uint32_t shared, void const* global, bool vali
                : "memory");
 }
 #else
-// A load and a store. The loads are not volatile, and the kernel does not write what they read, so
-// the compiler issues the loads of an unrolled loop together and waits once.
+// Before sm_80 a copy is a load and a store. The asm of the load is not volatile on purpose: the
+// compiler then issues the loads of an unrolled loop together and waits once. That is safe because
+// no kernel writes what it reads here.
 CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
   uint32_t x, y, z, w;
   asm("{\n"
@@ -167,7 +170,7 @@ CUTE_DEVICE void copy_async(uint32_t shared, void const* global, bool valid) {
                : "memory");
 }
 
-// The first `bytes`, an even number, of 4 bytes, followed by zeros.
+// Copies the first `bytes` of 4 bytes, an even number, and fills the rest with zeros.
 CUTE_DEVICE void copy_word_async(uint32_t shared, void const* global, int bytes) {
   uint32_t word;
   asm("{\n"
@@ -203,7 +206,8 @@ CUTE_DEVICE void wait_copies() {
   cute::cp_async_wait<kPending>();
 }
 
-// A word for which other CTAs wait: writes before the store are visible after the load.
+// Release and acquire of a word that other CTAs poll: writes before the store are visible after a
+// load that returns its value.
 CUTE_DEVICE void store_release(int* address, int value) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -223,7 +227,8 @@ CUTE_DEVICE unsigned long long load_acquire(unsigned long long const* address) {
   return value;
 }
 
-// Adds four floats to global memory, in no particular order among threads.
+// Adds four floats to global memory. The order among threads is undefined, so the sum's last bits
+// vary.
 CUTE_DEVICE void reduce_add(float* address, float x, float y, float z, float w) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x), "f"(y),

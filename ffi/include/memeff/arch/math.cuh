@@ -13,7 +13,7 @@ CUTE_DEVICE float exp2_approx(float x) {
   return y;
 }
 
-// 0 for inf; inf for 0 and for subnormal numbers.
+// Returns 0 for inf, and inf for 0 and for subnormal numbers.
 CUTE_DEVICE float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -38,7 +38,7 @@ CUTE_DEVICE float tanh_approx(float x) {
   return y;
 }
 
-// NaN if either is NaN, unlike fmaxf and fminf.
+// Returns NaN if either argument is NaN, unlike fmaxf and fminf.
 CUTE_DEVICE float max_or_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
   float y;
@@ -62,7 +62,7 @@ CUTE_DEVICE float min_or_nan(float a, float b) {
 // One instruction from sm_90 on.
 CUTE_DEVICE int max_of_three(int a, int b, int c) { return __vimax3_s32(a, b, c); }
 
-// Two floats as two adjacent 16-bit elements, `low` at the lower address.
+// Rounds two floats to two adjacent 16-bit elements, `low` at the lower address.
 template <class Element>
 CUTE_DEVICE uint32_t pack(float low, float high);
 
@@ -79,7 +79,8 @@ CUTE_DEVICE uint32_t pack<cutlass::half_t>(float low, float high) {
   return reinterpret_cast<uint32_t const&>(packed);
 }
 
-// Four e4m3 numbers as two pairs of float16, exactly; sm_89. core/float8.cuh does it on any GPU.
+// Converts four e4m3 numbers to two pairs of float16, exactly; needs sm_89. core/float8.cuh
+// converts on any GPU.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr bool kConvertsFloat8 = false;
 CUTE_DEVICE void float8_to_f16(uint32_t, uint32_t&, uint32_t&) {}
@@ -97,7 +98,7 @@ CUTE_DEVICE void float8_to_f16(uint32_t packed, uint32_t& low, uint32_t& high) {
 }
 #endif
 
-// a * b + c of two pairs of float16.
+// a * b + c, elementwise on pairs of float16.
 CUTE_DEVICE uint32_t multiply_add_f16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t result;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));

@@ -1,4 +1,4 @@
-// The matrix instruction of the sm80 family, through CuTe's atoms.
+// The matrix instruction of the sm80 family (mma.sync), through CuTe's atoms.
 #pragma once
 
 #include <cute/arch/mma_sm75.hpp>
@@ -39,7 +39,7 @@ struct MmaAtom<cutlass::half_t> {
 #endif
 };
 
-// m16n8k8, TF32 operands: the same with k 0-3 and k 4-7, one 32-bit element per register.
+// m16n8k8, TF32 operands: the layout above with k 0-3 and k 4-7, one 32-bit element per register.
 template <>
 struct MmaAtom<Tf32> {
   using Operation = cute::SM80_16x8x8_F32TF32TF32F32_TN;

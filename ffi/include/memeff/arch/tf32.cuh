@@ -22,14 +22,14 @@ struct Tf32x3 {
 template <class Element>
 constexpr bool kIs32Bit = sizeof(Element) == 4;
 
-// The nearest TF32 number; infinities and NaN are unchanged. Tensor cores truncate the low bits.
-// After this factor (1 + 0.7 of half a unit in the last place) truncation rounds: the error is
-// below 0.72 units and 0 on average, instead of biased towards zero. TF32 numbers are unchanged.
+// Makes the tensor cores round. They truncate the low bits, which biases every product towards
+// zero. After this factor (1 + 0.7 of half a unit in the last place) the truncated value has an
+// error below 0.72 units that is 0 on average. Infinities, NaN and TF32 numbers are unchanged.
 CUTE_DEVICE uint32_t round_to_tf32(uint32_t x) {
   return __float_as_uint(__uint_as_float(x) * (1.0f + 1.44f * 0x1p-12f));
 }
 
-// x = high + low, up to 2^-23 of x. A NaN with any bits propagates at least to `low`.
+// Splits x into high + low, up to 2^-23 of x. Any NaN propagates at least to `low`.
 CUTE_DEVICE void split_to_tf32(uint32_t x, uint32_t& high, uint32_t& low) {
   high = (x + 0x1000u) & 0xffffe000u;
   low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));

@@ -6,7 +6,7 @@
 
 namespace memeff {
 
-// threadIdx.x, read again. The compiler then recomputes values derived from it at their use, and
+// Reads threadIdx.x anew. The compiler then recomputes the values derived from it at each use, so
 // they occupy no registers across a main loop that needs them all.
 CUTE_DEVICE int thread_index() {
   int thread;
@@ -14,9 +14,8 @@ CUTE_DEVICE int thread_index() {
   return thread;
 }
 
-// blockIdx.x, read again: an epilogue that recomputes its CTA's coordinates keeps them out of the
-// registers of the main loop. Before the loop use blockIdx.x, which the compiler knows to be
-// uniform.
+// Reads blockIdx.x anew. An epilogue that recomputes its CTA's coordinates keeps them out of the
+// registers of the main loop. Before the loop use blockIdx.x, which the compiler treats as uniform.
 CUTE_DEVICE unsigned block_index() {
   unsigned block;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
@@ -30,8 +29,9 @@ CUTE_DEVICE void hide_value(Pointee*& pointer) {
   asm volatile("" : "+l"(pointer));
 }
 
-// Does nothing unless MEMEFF_RANDOM_SLEEP is defined. Then the warp sometimes sleeps, for different
-// times in every run. It is called wherever warps synchronize, so that tests see any of them late.
+// Lets the race hunts (tests/kernels/test_races.py) make any warp late: with MEMEFF_RANDOM_SLEEP
+// defined, a warp sometimes sleeps for a random time. It is called wherever warps synchronize.
+// Otherwise it does nothing.
 CUTE_DEVICE void random_sleep() {
 #ifdef MEMEFF_RANDOM_SLEEP
   unsigned clock;
@@ -42,9 +42,10 @@ CUTE_DEVICE void random_sleep() {
 #endif
 }
 
-// Programmatic dependent launch (CUDA programming guide) removes the launch gap between kernels. As
-// soon as all CTAs of a kernel have started, the CTAs of the next one may start, if that is one of
-// ours. A kernel waits for the end of the kernels before it before it reads or writes anything.
+// Programmatic dependent launch (CUDA programming guide) removes the launch gap between two kernels
+// of this library: the CTAs of the next kernel may start as soon as all CTAs of this one have
+// started. Hazard: a kernel must call wait_for_kernel_before() before it reads or writes global
+// memory.
 CUTE_DEVICE void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -56,13 +57,15 @@ CUTE_DEVICE void wait_for_kernel_before() {
 #endif
 }
 
-// The dynamic shared memory of the launch. It starts at a multiple of 1024 bytes.
+// The dynamic shared memory of the launch. It starts at a multiple of 1024 bytes, as 128-byte
+// swizzles require.
 CUTE_DEVICE char* dynamic_shared() {
   extern __shared__ __align__(1024) char shared[];
   return shared;
 }
 
-// One object for all threads of the CTA, identified by its type, which a kernel uses only once.
+// One object in static shared memory for all threads of the CTA. Its type identifies it, so a
+// kernel must use each type only once.
 template <class Object>
 CUTE_DEVICE Object& static_shared() {
   __shared__ Object object;

@@ -16,31 +16,33 @@ CUTE_DEVICE void prefetch_map(TensorMap const& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copies a box of a [batch, head, row, column] tensor to shared memory; elements beyond the tensor
-// become zero. The bytes of the whole box arrive at `barrier`.
+// Starts the copy of a box of a [batch, head, row, column] tensor to shared memory. Elements beyond
+// the tensor become zero, and the bytes of the whole box arrive at `barrier`.
 CUTE_DEVICE void load_box(TensorMap const& map, uint64_t& barrier, uint32_t shared, int column,
                           int row, int head, int batch, CacheHint hint) {
   cute::SM90_TMA_LOAD_4D::copy(&map, &barrier, static_cast<uint64_t>(hint), shared_pointer(shared),
                                column, row, head, batch);
 }
 
-// Brings a box to L2, for a later load_box().
+// Prefetches a box into L2 for a later load_box().
 CUTE_DEVICE void prefetch_box(TensorMap const& map, int column, int row, int head, int batch) {
   cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&map, column, row, head, batch);
 }
 
-// Copies `bytes` contiguous bytes, a multiple of 16, to shared memory.
+// Starts the copy of `bytes` contiguous bytes, a multiple of 16, to shared memory.
 CUTE_DEVICE void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes) {
   cute::SM90_BULK_COPY_G2S::copy(global, &barrier, shared_pointer(shared), bytes);
 }
 
-// Copies a box from shared memory; elements beyond the tensor are not written.
+// Starts the copy of a box from shared memory to global memory. Elements beyond the tensor are not
+// written.
 CUTE_DEVICE void store_box(TensorMap const& map, uint32_t shared, int column, int row, int head,
                            int batch) {
   cute::SM90_TMA_STORE_4D::copy(&map, shared_pointer(shared), column, row, head, batch);
 }
 
-// Adds f32 from shared memory to contiguous f32 in global memory; `bytes` is a multiple of 16.
+// Starts the addition of f32 numbers in shared memory to contiguous ones in global memory. `bytes`
+// is a multiple of 16.
 CUTE_DEVICE void reduce_add_tma(float* global, uint32_t shared, int bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
@@ -48,7 +50,7 @@ CUTE_DEVICE void reduce_add_tma(float* global, uint32_t shared, int bytes) {
       : "memory");
 }
 
-// Closes the group of this thread's stores and additions.
+// Commits this thread's stores and additions as a group.
 CUTE_DEVICE void commit_tma_stores() { cute::tma_store_arrive(); }
 
 // Waits until the sources of this thread's committed stores and additions may be overwritten.

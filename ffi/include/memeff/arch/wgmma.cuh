@@ -1,4 +1,4 @@
-// The asynchronous matrix instruction of Hopper, through CuTe's atoms.
+// The asynchronous matrix instruction of Hopper (wgmma), through CuTe's atoms.
 #pragma once
 
 #include <cute/arch/mma_sm90.hpp>
@@ -16,7 +16,7 @@ using WgmmaShared =
              Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>,
              kLeftMajor, kRightMajor>());
 
-// The same with the left operand in registers, as fragments of m16k16.
+// The atom with the left operand in registers, as fragments of m16k16.
 template <class Element, int kColumns, Major kRightMajor>
 using WgmmaRegister =
     decltype(cute::SM90::GMMA::rs_op_selector<
@@ -30,7 +30,8 @@ CUTE_DEVICE void issue_wgmma(Accumulators& c, bool accumulate, cute::seq<kIndex.
   Operation::fma(operands..., c(kIndex)..., accumulate ? ScaleOut::One : ScaleOut::Zero);
 }
 
-// c (+)= a b of matrix descriptors. Without `accumulate` c is overwritten.
+// Issues c (+)= a b for operands given by matrix descriptors. Without `accumulate` c is
+// overwritten.
 template <class Element, Major kLeftMajor, Major kRightMajor, class Accumulators>
 CUTE_DEVICE void wgmma(Accumulators& c, uint64_t a, uint64_t b, bool accumulate) {
   constexpr int kElements = decltype(cute::size(c))::value;
@@ -38,7 +39,7 @@ CUTE_DEVICE void wgmma(Accumulators& c, uint64_t a, uint64_t b, bool accumulate)
       c, accumulate, cute::make_seq<kElements>{}, a, b);
 }
 
-// The same with a in registers.
+// As above with a in registers.
 template <class Element, Major kRightMajor, class Accumulators>
 CUTE_DEVICE void wgmma(Accumulators& c, uint32_t const (&a)[4], uint64_t b, bool accumulate) {
   constexpr int kElements = decltype(cute::size(c))::value;
@@ -46,7 +47,8 @@ CUTE_DEVICE void wgmma(Accumulators& c, uint32_t const (&a)[4], uint64_t b, bool
       c, accumulate, cute::make_seq<kElements>{}, a[0], a[1], a[2], a[3], b);
 }
 
-// Orders the following products after all earlier accesses to registers and shared memory.
+// Orders the following products after all earlier accesses to registers and shared memory
+// (wgmma.fence).
 CUTE_DEVICE void begin_products() { cute::warpgroup_arrive(); }
 CUTE_DEVICE void commit_products() { cute::warpgroup_commit_batch(); }
 
@@ -55,12 +57,13 @@ CUTE_DEVICE void wait_products() {
   cute::warpgroup_wait<kPending>();
 }
 
-// Hides an accumulator, and memory, from the optimizer.
+// Hides an accumulator and memory from the optimizer, which does not see that a running product
+// writes them.
 CUTE_DEVICE void fence_accumulator(float& accumulator) {
   asm volatile("" : "+f"(accumulator)::"memory");
 }
 
-// Raises or lowers the registers of every thread of this warpgroup.
+// Raises or lowers the register count of every thread of this warpgroup.
 template <int kRegisters>
 CUTE_DEVICE void raise_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

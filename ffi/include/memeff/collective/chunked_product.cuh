@@ -2,9 +2,10 @@
 //
 //   sum[rows, columns] += left[rows, k] right[k, columns]
 //
-// `left` is in shared memory, `right` streams through a StepRing, and the f32 sum stays in global
-// memory between the iterations of the CTA that owns its rows. Each thread reads only what it wrote
-// itself, in accumulator order, so this needs no synchronization and is deterministic.
+// `left` is in shared memory and `right` streams through a StepRing. Between iterations the f32 sum
+// stays in global memory, in accumulator order: each thread reads only what it wrote itself, so the
+// sum needs no synchronization and is deterministic. The kernels for large head dims use it for O,
+// dQ, dK and dV.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -16,20 +17,20 @@
 
 namespace memeff {
 
-// The place in global memory of four accumulators of a thread; those of a warp are contiguous.
+// The address in global memory of four accumulators of a thread. Those of a warp are contiguous.
 template <int kThreads, class Accumulators>
 CUTE_DEVICE float4* waiting_sum(Accumulators const& accumulators, float* sums, int m, int n) {
   int const block = m * int(cute::size<2>(accumulators)) + n;
   return reinterpret_cast<float4*>(sums) + block * kThreads + thread_index();
 }
 
-// The columns of the operands, or rows of the right one, that are in a buffer at a time: 128 bytes,
-// a row of a panel.
+// The number of columns of the operands, or of rows of the right one, that a buffer holds: 128
+// bytes, a row of a panel.
 template <class Element>
 constexpr int kStreamStep = 128 / int(sizeof(Element));
 
-// The result that the last iteration rounds and writes: rows below row_bound, columns below
-// columns.
+// The place of the result that the last iteration rounds and writes: rows below row_bound, columns
+// below columns.
 struct ChunkedTarget {
   char* rows;
   long long row_bytes;
@@ -37,7 +38,8 @@ struct ChunkedTarget {
   int columns;
 };
 
-// kOrder is the order of `left` in LeftTile, as for LeftOperand.
+// The product of one KV or Q block. kOrder is the contiguous dimension of `left` in LeftTile, as
+// for LeftOperand.
 template <class Config, class LeftTile, Contiguous kOrder>
 struct ChunkedProduct {
   using Element = typename Config::Element;
@@ -62,6 +64,7 @@ struct ChunkedProduct {
 
   CUTE_DEVICE int depth_steps() const { return ceil_div(min(kDepth, right_bound), kStep); }
 
+  // Starts the copies of step `step`: kStep rows of one column chunk of the right operand.
   CUTE_DEVICE void load(int step, uint32_t buffer) const {
     int const chunk = step / depth_steps();
     int const row = step % depth_steps() * kStep;
@@ -76,9 +79,9 @@ struct ChunkedProduct {
     }
   }
 
-  // The first iteration starts from zero and the last one writes the target; in between, `sums` has
-  // the sums of this tile of rows. rescale(row) multiplies the earlier sums, and finish(row) the
-  // result.
+  // Adds the product of this iteration. The first iteration starts from zero and the last one
+  // writes the target; in between, `sums` holds the sums of this tile of rows. The earlier sums are
+  // multiplied by rescale(row), the result by finish(row).
   template <class Rescale, class Finish, class LoadNext>
   CUTE_DEVICE void run(StepRing& ring, uint32_t left, float* sums, bool first, bool last,
                        ChunkedTarget const& target, Rescale rescale, Finish finish,
@@ -120,7 +123,7 @@ struct ChunkedProduct {
         load_next);
   }
 
-  // Writes zeros, if no iteration adds anything.
+  // Writes zeros to the target of a CTA without iterations.
   CUTE_DEVICE static void store_zeros(ChunkedTarget const& target) {
     auto zeros = Grid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(zeros);
@@ -128,6 +131,7 @@ struct ChunkedProduct {
   }
 
  private:
+  // Loads this thread's sums of the previous iterations.
   template <class Accumulators>
   CUTE_DEVICE static void read(Accumulators& accumulators, float* sums) {
     CUTE_UNROLL
@@ -143,6 +147,7 @@ struct ChunkedProduct {
     }
   }
 
+  // Stores this thread's sums for the next iteration.
   template <class Accumulators>
   CUTE_DEVICE static void write(Accumulators const& accumulators, float* sums) {
     CUTE_UNROLL
@@ -172,7 +177,7 @@ struct ChunkedProduct {
     }
   }
 
-  // Stores pairs of adjacent columns: a quad writes 16 or 32 bytes of a row.
+  // Stores pairs of adjacent columns, so a quad writes 16 or 32 contiguous bytes of a row.
   template <class Accumulators>
   CUTE_DEVICE static void store(Accumulators const& accumulators, ChunkedTarget const& target,
                                 int column) {

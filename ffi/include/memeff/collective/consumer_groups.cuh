@@ -10,8 +10,8 @@
 
 namespace memeff {
 
-// kWarps_ warps as kGroups_ groups of consecutive warps. All groups synchronize at the named
-// barrier kAllBarrier, or by __syncthreads() if they are the whole CTA.
+// Divides kWarps_ warps into kGroups_ groups of consecutive warps. All groups synchronize at the
+// named barrier kAllBarrier, or by __syncthreads() if they are the whole CTA.
 template <int kWarps_, int kGroups_, int kAllBarrier = 0>
 struct WarpConsumerGroups {
   static constexpr int kConsumerGroups = kGroups_;
@@ -41,7 +41,8 @@ struct WarpConsumerGroups {
   }
 };
 
-// Merges the outputs of the groups for the same rows; the result is in the first group's registers.
+// Merges the outputs that the groups have for the same rows, at the end of a work tile. The result
+// is in the first group's registers.
 template <class ConsumerGroup, class Softmax, int kOutputs>
 struct ConsumerGroupMerge {
   static constexpr int kStatisticsBytes =
@@ -52,7 +53,7 @@ struct ConsumerGroupMerge {
           ? 0
           : kStatisticsBytes + (ConsumerGroup::kConsumerGroups - 1) * kOutputBytes;
 
-  // All threads of all groups call this, and `shared` is free on entry.
+  // All threads of all groups call it. Hazard: no thread may still read `shared` on entry.
   template <class Output>
   CUTE_DEVICE static void run(uint32_t shared, Softmax& softmax, Output& output,
                               float softmax_scale) {
@@ -77,6 +78,8 @@ struct ConsumerGroupMerge {
   }
 
  private:
+  // Adds the output of another group to that of the first group, with the factors of
+  // OnlineSoftmax::merge().
   template <class Output>
   CUTE_DEVICE static void add(uint32_t shared, int group, Softmax& softmax, Output& output,
                               float softmax_scale) {

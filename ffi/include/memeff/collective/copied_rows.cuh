@@ -12,7 +12,8 @@ struct RowPointer {
   CUTE_DEVICE char const* get() const { return pointer; }
 };
 
-// kThreads threads copy a block of rows as a `Tile`. `pages` is the page table of the source.
+// The rows of one operand; a main loop calls load() for each KV block, and kThreads threads copy it
+// as a `Tile`. `pages` is the page table of the source.
 template <class Tile, int kThreads, int kAlignment, class Pointer, class Pages>
 struct CopiedRows {
   using Loader = TileLoader<Tile, kThreads, kAlignment>;

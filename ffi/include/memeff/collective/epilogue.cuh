@@ -7,7 +7,8 @@
 
 namespace memeff {
 
-// Stores accumulators through a shared tile, which all threads of the CTA must have released.
+// Stores accumulators through a shared tile. Hazard: every thread of the CTA must have read the
+// tile's previous content.
 template <class Element, class Tile, class Grid, int kThreads, int kAlignment, class Accumulators>
 CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, char* rows,
                             long long row_bytes, int row_bound, int column_bound) {
@@ -16,10 +17,10 @@ CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, cha
   store_rows<Tile, kThreads, kAlignment>(tile, rows, row_bytes, row_bound, column_bound);
 }
 
-// The first of the eight adjacent columns, of each 32, that a lane of a quad stores.
+// The first of the eight adjacent columns (of every 32) that a lane of a quad stores.
 CUTE_DEVICE int lane_column() { return int(threadIdx.x) % 4 * 8; }
 
-// The transpose of the 4 x 4 words of a quad: word i of lane j becomes word j of lane i.
+// Transposes the 4 x 4 words of a quad: word i of lane j becomes word j of lane i.
 CUTE_DEVICE void transpose_quad(uint32_t (&words)[4]) {
   CUTE_UNROLL
   for (int distance = 1; distance < 4; distance *= 2) {
@@ -36,13 +37,13 @@ CUTE_DEVICE void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-// Writes row r (of the two of which a lane has elements) of accumulators to global memory, without
-// shared memory, if it is `valid`. A lane of a quad has two of each eight columns. The quad
-// exchanges them, so that a lane has eight adjacent columns of each 32; `row` points to its first.
-// All lanes of a warp call it; rows begin and end at multiples of 16 bytes.
+// Writes row r of the accumulators (a lane has elements of two) to global memory without shared
+// memory, if it is `valid`. A lane of a quad has two of each eight columns; the quad exchanges
+// them, so that a lane has eight adjacent columns of each 32, and `row` points to its first. All
+// lanes of a warp call it. Rows begin and end at multiples of 16 bytes.
 //
-// Stores are predicated. With a branch around each vector the compiler recomputes every address
-// after it, and splits vectors into words.
+// Stores are predicated on purpose. With a branch around each vector the compiler recomputes every
+// address after it and splits vectors into words.
 template <class Element, class Accumulators>
 CUTE_DEVICE void store_row(char* row, Accumulators const& accumulators, int r, int columns,
                            bool valid) {

@@ -1,4 +1,5 @@
-// Copies a [rows, columns] tile of a tensor to shared memory, with all threads of the CTA.
+// Copies a [rows, columns] tile of a tensor to shared memory, with all threads of the CTA or of a
+// consumer group.
 //
 // The start and length of rows are multiples of kAlignment bytes. cp.async copies 16, 8 or 4 bytes;
 // rows that begin at any 2 bytes go through registers.
@@ -10,6 +11,7 @@
 
 namespace memeff {
 
+// Divides the copies of a tile over kThreads threads. Callers commit the group and wait for it.
 template <class Tile, int kThreads, int kAlignment = 16>
 struct TileLoader {
   static constexpr int kThreadRows = kThreads / Tile::kChunks;  // rows of one panel in one pass
@@ -46,9 +48,10 @@ struct TileLoader {
     }
   }
 
-  // The same for keys [first, first + Tile::kRows) of a sequence in pages. `first` is a multiple of
-  // kPageStep, and `pool` points to the first row of the pool. Keys from `bound` on, and keys of
-  // pages outside the pool, become zero. All table entries are read before the first copy.
+  // Starts the copies of keys [first, first + Tile::kRows) of a sequence in pages. `first` is a
+  // multiple of kPageStep, and `pool` points to the first row of the pool. Keys from `bound` on,
+  // and keys of pages outside the pool, become zero. All table entries are read before the first
+  // copy, so their latencies overlap.
   template <class Pages>
   CUTE_DEVICE static void copy_pages(uint32_t tile, char const* pool, long long row_bytes,
                                      Pages const& pages, int first, int bound, int column_bound,
@@ -99,14 +102,16 @@ struct TileLoader {
   }
 
  private:
-  // If kThreadRows is a multiple of 8, the swizzle is that of the first pass.
+  // If kThreadRows is a multiple of 8, every pass has the swizzle of the first, and offsets are
+  // constants.
   CUTE_DEVICE static int row_offset(int pass, int thread_row, int chunk) {
     int const rows = pass * kThreadRows;
     return kThreadRows % 8 == 0 ? Tile::byte_offset(thread_row, chunk) + rows * Tile::kRowBytes
                                 : Tile::byte_offset(thread_row + rows, chunk);
   }
 
-  // Adjacent lanes copy adjacent parts, so that a warp reads whole sectors.
+  // For rows that are not aligned to 16 bytes: adjacent lanes copy adjacent pieces, so a warp reads
+  // whole sectors.
   static constexpr int kPiece = kAlignment < 4 ? 4 : kAlignment;
   static constexpr int kRowPieces = Tile::kPanels * Tile::kRowBytes / kPiece;
   static constexpr int kUnroll = 2;

@@ -1,4 +1,4 @@
-// Products over more columns than tensor cores sum precisely.
+// Sums over more columns than tensor cores add up precisely.
 //
 // Tensor cores truncate an accumulator instead of rounding it, so a long sum is too small: over
 // 65536 columns by 1e-4 of the scores, more than the error that an f32 logsumexp may have. The
@@ -10,12 +10,13 @@
 
 namespace memeff {
 
+// Called by the forward for large head dims after every run of kRunSteps steps of S.
 template <int kThreads, int kStep>
 struct LongSum {
   static constexpr int kRunSteps = kLongSumColumns / kStep;  // of kStep columns each
 
-  // After a run: adds its sums to those of the previous runs. After the last run the accumulators
-  // hold the total; after earlier runs `totals` holds it, and the accumulators are zero.
+  // Adds the sums of a run to those of the previous runs. After the last run the accumulators hold
+  // the total; after earlier runs `totals` holds it and the accumulators are zero.
   template <class Accumulators>
   CUTE_DEVICE static void add_run(Accumulators& accumulators, float* totals, bool first,
                                   bool last) {

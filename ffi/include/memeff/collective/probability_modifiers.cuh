@@ -17,19 +17,21 @@
 
 namespace memeff {
 
-// Whether a kernel has such a modifier: its bits take registers.
+// Whether a kernel has such a modifier. Its bits take registers, so tiles and schedules depend on
+// it.
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool modifies_probabilities() {
   return Config::kDropout;
 }
 
-// The factor of the probabilities that are kept.
+// The factor of the kept probabilities, 1 without dropout.
 template <class Config, class Params>
 CUTE_DEVICE float probability_scale(Params const& params) {
   return Config::kDropout ? params.dropout.scale : 1.0f;
 }
 
-// The 16 columns of a block are one step of a 16-bit operand.
+// Drops the elements of a 16x16 block of an operand. Its 16 columns are one step of a 16-bit
+// operand.
 template <int kRowBlocks, int kSteps>
 CUTE_DEVICE void drop_block(RegisterOperand<kRowBlocks, kSteps, 2>& operand, int m, int block,
                             KeepBlock const& keep) {
@@ -37,7 +39,7 @@ CUTE_DEVICE void drop_block(RegisterOperand<kRowBlocks, kSteps, 2>& operand, int
   for (int i = 0; i < 4; ++i) operand.fragments[m][block][i] &= keep.pair_mask(i % 2, i / 2);
 }
 
-// They are two steps of a 32-bit operand.
+// As above for a 32-bit operand, in which the 16 columns are two steps.
 template <int kRowBlocks, int kSteps>
 CUTE_DEVICE void drop_block(RegisterOperand<kRowBlocks, kSteps, 4>& operand, int m, int block,
                             KeepBlock const& keep) {
@@ -48,7 +50,7 @@ CUTE_DEVICE void drop_block(RegisterOperand<kRowBlocks, kSteps, 4>& operand, int
   }
 }
 
-// The same for eight accumulators of P that are not yet an operand.
+// As above for accumulators of P that are not yet an operand.
 template <class Engine, class Layout>
 CUTE_DEVICE void drop_block(cute::Tensor<Engine, Layout>& probabilities, int m, int block,
                             KeepBlock const& keep) {
@@ -62,9 +64,10 @@ CUTE_DEVICE void drop_block(cute::Tensor<Engine, Layout>& probabilities, int m, 
   }
 }
 
-// kTransposed: rows of the accumulators are columns of the scores.
+// The probability modifiers of a kernel. kTransposed: rows of the accumulators are columns of the
+// scores.
 //
-// kEarly: a Tile computes the bits when it is made, while a product runs, which takes registers.
+// kEarly: constructing a Tile computes the bits, while a product runs; this takes registers.
 // Otherwise forward() computes them.
 template <class Config, class Grid, bool kTransposed = false,
           bool kEarly = modifies_probabilities<Config>()>
@@ -92,7 +95,7 @@ struct ProbabilityModifiers {
     }
   }
 
-  // The same without a Tile.
+  // As above without a Tile.
   template <class Probabilities>
   CUTE_DEVICE static void forward(ForwardParams const& params, int batch, int head, int row,
                                   int column, Probabilities& probabilities) {

@@ -1,8 +1,9 @@
 // Values that are staged in shared memory while the tensor cores work.
 //
-// If the accumulators of both products fill the register file, values that the products do not need
-// are stored by hand: a few shared-memory accesses per tile, instead of spills to local memory that
-// the compiler places. Each thread has its own slots, so this needs no synchronization.
+// If the accumulators of both products fill the register file, the compiler spills to local memory
+// at places of its choice. Kernels instead store values that the products do not need by hand, for
+// a few shared-memory accesses per tile. Each thread has its own slots, so this needs no
+// synchronization.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -10,7 +11,7 @@
 
 namespace memeff {
 
-// A pointer that is in a register, or staged in shared memory.
+// A pointer that is kept in a register, or staged in shared memory.
 template <bool kStaged>
 class StagedPointer {
  public:

@@ -6,7 +6,8 @@
 namespace memeff {
 
 // While the tensor cores read one buffer, the copies of the next step fill the other. A phase is a
-// number of steps; the first copies of a phase start during the last step of the previous one.
+// product of several steps. The first copies of a phase start during the last step of the previous
+// one, so the ring never drains.
 class StepRing {
  public:
   CUTE_DEVICE StepRing(uint32_t buffers, int bytes)

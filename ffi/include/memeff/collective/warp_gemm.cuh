@@ -20,9 +20,9 @@ enum class Contiguous { k, outer };
 template <class Element>
 constexpr int kStepElements = 32 / int(sizeof(Element));
 
-// The left operand, [kRowBlocks*16, kSteps*kStepElements] of one warp: 16-bit elements with either
-// contiguous dimension, 32-bit elements contiguous along k. The specialization below has 32-bit
-// elements that are contiguous along rows.
+// The left operand of one warp in shared memory, [kRowBlocks*16, kSteps*kStepElements]: 16-bit
+// elements with either contiguous dimension, or 32-bit elements contiguous along k. The
+// specialization below is for 32-bit elements contiguous along rows.
 template <class Tile, Contiguous kOrder, int kRowBlocks, int kElementBytes = Tile::kElementBytes>
 struct LeftOperand {
   static constexpr bool kByK = kOrder == Contiguous::k;
@@ -98,7 +98,7 @@ struct RightOperand<Tile, Contiguous::outer, kColumnBlocks, kSumOrder, 4> {
   }
 };
 
-// An operand without its first blocks and steps.
+// A part of an operand, without its first blocks and steps.
 template <class Operand>
 struct OperandPart {
   Operand operand;
@@ -125,7 +125,7 @@ struct RegisterOperand {
   }
 };
 
-// A fragment as the tensor cores read it, and the products of a 16-column block with it:
+// A fragment in the form that the tensor cores read, and the products of a 16-column block with it:
 // accumulators of row block m, columns 16n to 16n + 15 += left[m] * right.
 template <class Element>
 struct ProductTerms {
@@ -167,8 +167,8 @@ struct ProductTerms<Tf32x3> {
     for (int i = 0; i < 4; ++i) split_to_tf32(fragment[i], high[i], low[i]);
   }
 
-  // Small terms first. The three products of an accumulator are apart, so that they do not wait for
-  // each other.
+  // Adds the small terms first. The three products of an accumulator are issued apart, so that they
+  // do not wait for each other.
   template <class Accumulators, int kRowBlocks>
   CUTE_DEVICE static void multiply(Accumulators& accumulators, int n,
                                    ProductTerms const (&left)[kRowBlocks],
@@ -220,7 +220,7 @@ CUTE_DEVICE void multiply(Accumulators& accumulators, Left left, Right right) {
   for (int block = 0; block < kBlocks; ++block) {
     int const step = block / kColumnBlocks;
     int const n = block % kColumnBlocks;
-    // Prevents the compiler from reading several steps ahead, for which there are no registers.
+    // Keeps the compiler from reading several steps ahead, which would spill.
     if (n == 0 && step > 0) __syncwarp();
     if (block + kAhead < kBlocks) load_right(block + kAhead);
     if (n == kColumnBlocks - 1 && step + 1 < kSteps) load_left(step + 1);
@@ -240,8 +240,9 @@ CUTE_HOST_DEVICE constexpr int part_size(int size, int limit) {
   return limit;
 }
 
-// Calls add(accumulator, part, step) for left * right, kPartSteps at a time and for as many columns
-// as fit kPartAccumulators; `step` is the first of the part.
+// Computes left * right in parts of kPartSteps steps and of as many columns as fit
+// kPartAccumulators, and calls add(accumulator, part, step) for each sum; `step` is the first step
+// of the part.
 template <class Element, int kSteps, int kPartSteps, int kReadAhead, int kPartAccumulators,
           class Accumulators, class Left, class Right, class Add>
 CUTE_DEVICE void multiply_in_parts(Accumulators& accumulators, Left const& left, Right const& right,
@@ -288,9 +289,10 @@ CUTE_DEVICE void warp_gemm(Accumulators& accumulators, Left const& left, Right c
   }
 }
 
-// Accumulators (m16n8 blocks) as the left operand of the next product, without exchange between
-// lanes. 16 bits: two neighbouring column blocks are exactly one m16k16 fragment of the same
-// lane. 32 bits: a column block is an m16k8 fragment, if the right operand has the paired order.
+// The sum order with which accumulators (m16n8 blocks) become the left operand of the next product
+// without exchange between lanes. 16 bits: two neighbouring column blocks are exactly one m16k16
+// fragment of the same lane. 32 bits: a column block is an m16k8 fragment if the right operand has
+// the paired order.
 template <class Element>
 constexpr SumOrder kRegisterOrder = kIs32Bit<Element> ? SumOrder::paired : SumOrder::natural;
 
@@ -357,7 +359,7 @@ CUTE_DEVICE void store_accumulators(uint32_t tile, Accumulators const& accumulat
   }
 }
 
-// This warp's rows of a tile under `Grid`, as a left operand, with the first kSteps steps.
+// Loads this warp's rows of a tile under `Grid` as a left operand, its first kSteps steps.
 template <class Tile, class Grid, int kSteps = Tile::kColumns / 16>
 CUTE_DEVICE auto load_operand(uint32_t tile) {
   RegisterOperand<1, kSteps, 2> operand;
@@ -367,7 +369,7 @@ CUTE_DEVICE auto load_operand(uint32_t tile) {
   return operand;
 }
 
-// Stores a left operand back to a tile; sm_90.
+// Stores a left operand back to a tile; needs sm_90.
 template <class Tile, class Grid, int kRowBlocks, int kSteps>
 CUTE_DEVICE void store_operand(uint32_t tile,
                                RegisterOperand<kRowBlocks, kSteps, 2> const& operand) {
@@ -383,7 +385,7 @@ CUTE_DEVICE void store_operand(uint32_t tile,
   }
 }
 
-// The same to the transposed tile: rows of the operand become columns.
+// As above to the transposed tile: rows of the operand become columns.
 template <class Tile, class Grid, int kSteps>
 CUTE_DEVICE void store_operand_transposed(uint32_t tile,
                                           RegisterOperand<1, kSteps, 2> const& operand) {

@@ -15,9 +15,9 @@
 
 namespace memeff {
 
-// The registers of each consumer thread if a thread of the producer warpgroup keeps kProducer. Both
-// are multiples of eight. Hazard: together they must not exceed the registers of the CTA at launch,
-// when every thread has equally many; setmaxnreg.inc waits forever for more.
+// The registers of each consumer thread if a producer thread keeps kProducer; both are multiples of
+// eight. Hazard: together they must not exceed the registers of the CTA at launch, when all threads
+// have equally many, because setmaxnreg.inc would wait forever for the rest.
 template <int kThreads, int kProducer>
 constexpr int consumer_registers() {
   constexpr int kLaunch = (64 << 10) / kThreads / 8 * 8;
@@ -25,9 +25,9 @@ constexpr int consumer_registers() {
 }
 static_assert(consumer_registers<384, 24>() == 240 && consumer_registers<384, 32>() == 232);
 
-// The matrix descriptor of a shared tile: start address, leading and stride offsets in units of 16
-// bytes, and the swizzle (PTX ISA, "Asynchronous warpgroup level matrix instructions"). at(step) is
-// the descriptor of 16 elements of the summed dimension k.
+// A shared tile as an operand of wgmma, given by its matrix descriptor: start address, leading and
+// stride offsets in units of 16 bytes, and the swizzle (PTX ISA, "Asynchronous warpgroup level
+// matrix instructions"). at(step) is the descriptor of 16 elements of the summed dimension k.
 //
 // Contiguous::k: eight rows of a panel are consecutive; the leading offset has no meaning.
 // Contiguous::outer: eight k of a panel are consecutive; panels are at the leading offset.
@@ -56,7 +56,8 @@ struct DescriptorOperand {
   }
 };
 
-// Hides accumulators from the optimizer between the start of a product and the wait for it.
+// Hides accumulators from the optimizer between the start of a product and the wait for it, so that
+// it does not move their uses across.
 template <class Accumulators>
 CUTE_DEVICE void fence_accumulators(Accumulators& accumulators) {
   CUTE_UNROLL
@@ -86,13 +87,13 @@ CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators,
   }
 }
 
-// The number of steps of a left operand of `columns` columns that `registers` of a thread hold.
+// How many steps of a left operand with `columns` columns fit `registers` registers of a thread.
 constexpr int register_steps(int columns, int registers) {
   return registers < 0 ? 0 : cute::min(registers / 4, columns / 16);
 }
 
-// A warpgroup's rows of a tile, the left operand of many products: the first steps as register
-// operands, which saves reads of shared memory, the others in shared memory.
+// A warpgroup's rows of a tile, the left operand of many products. The first steps are register
+// operands, which saves reads of shared memory; the others stay in shared memory.
 template <class Tile, class Grid, int kRegisterSteps>
 struct RegisterRows {
   RegisterOperand<1, cute::max(kRegisterSteps, 1), 2> held;

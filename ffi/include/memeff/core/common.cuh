@@ -15,11 +15,11 @@ constexpr int kWarpSize = 32;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// The element tests that a kernel is compiled with. Lengths are not listed: they are run-time
+// The interval tests that a kernel is compiled with. Lengths are not among them: they are run-time
 // bounds of loads and loops, and cost nothing if absent.
 enum class MaskKind { none, causal, window };
 
-// The summation of the bias gradient: see score/bias/gradient.cuh.
+// How a backward sums the bias gradient: see score/bias/gradient.cuh.
 enum class BiasGradient { none, full, shared, columns, dbias_kernel };
 
 // How a kernel reads a bias: see score/bias/tile.cuh.
@@ -33,10 +33,11 @@ enum class BiasAccess { vectors, words, columns, rows, elements };
 CUTE_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CUTE_HOST_DEVICE constexpr bool is_power_of_two(int x) { return (x & (x - 1)) == 0; }
 
-// The batch index of an array that a vmap broadcasts, for a batch index of the call: Lemire, Kaser
-// and Kurz, "Faster remainder by direct computation" (2019), section 3. Whole periods overflow; the
-// remaining fraction of a period times the elements has the index above the binary point. This is
-// exact for periods below 2^33, because rounding adds less than 2^-33 of one.
+// Maps a batch index of the call to the batch index of an array that a vmap broadcasts
+// (BatchBroadcast). Method: Lemire, Kaser and Kurz, "Faster remainder by direct computation"
+// (2019), section 3. Whole periods overflow; the remaining fraction of a period times the elements
+// has the index above the binary point. This is exact for periods below 2^33, because rounding adds
+// less than 2^-33 of one.
 template <class Config, class View>
 CUTE_DEVICE int element_of(View const& view, int batch) {
   if constexpr (!Config::kBroadcastBatch) return batch;

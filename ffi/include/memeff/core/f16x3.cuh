@@ -1,4 +1,5 @@
-// f32 elements on tensor cores as sums of two f16 numbers, which have 22 bits.
+// 3xFP16: f32 elements on tensor cores as the sum of two f16 numbers, hi and lo, which have 22
+// bits.
 //
 // f16 ends at 2^16 and loses bits below 2^-14. Each row is therefore scaled by a power of two that
 // brings its largest number to [2^14, 2^15). A number more than 2^17 below the largest keeps fewer
@@ -33,8 +34,8 @@ struct RowScale {
   }
 };
 
-// Two adjacent scaled numbers as the sum of two packed f16 pairs. The high parts have the mantissa
-// of TF32, which is that of f16.
+// Splits two adjacent scaled numbers into two packed f16 pairs. The high parts are split off like
+// TF32 numbers, whose mantissa is as long as that of f16.
 CUTE_DEVICE void split_to_f16(float x, float y, uint32_t& high, uint32_t& low) {
   uint32_t x_high, x_low, y_high, y_low;
   split_to_tf32(__float_as_uint(x), x_high, x_low);

@@ -5,8 +5,8 @@
 
 namespace memeff {
 
-// Hazard: only kernels whose spec has captured arrays are launched with a table; in others this
-// reads beyond the parameters.
+// The table of a kernel's arrays. Hazard: only kernels whose spec has captured arrays are launched
+// with a table; in others this reads beyond the parameters.
 template <class Params>
 CUTE_DEVICE ArrayTable const& feature_arrays(Params const& params) {
   return static_cast<WithArrays<Params> const&>(params).table;

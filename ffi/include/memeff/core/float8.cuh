@@ -5,6 +5,7 @@
 
 namespace memeff {
 
+// An e4m3 number in memory.
 struct Float8 {
   uint8_t bits;
 };
@@ -13,22 +14,23 @@ struct Float8 {
 template <class Config>
 using KeyValueElement = cute::conditional_t<Config::kFloat8Pages, Float8, typename Config::Element>;
 
-// The results of unpack_float8 times this are the numbers.
+// The numbers are the results of unpack_float8() times this factor.
 constexpr float kFloat8Factor = kConvertsFloat8 ? 1.0f : 256.0f;
 
-// A pair of float16, or NaN in place of 1.875, which a NaN of e4m3 becomes by moving its bits: that
-// number alone overflows in the first product.
+// Restores the NaNs of a pair of float16. Moving the bits of an e4m3 NaN gives 1.875, a number that
+// no finite e4m3 becomes; it alone overflows in the first product here, and the second turns the
+// infinity into NaN.
 CUTE_DEVICE uint32_t restore_float8_nan(uint32_t pair) {
   constexpr uint32_t kOverflow = 0x784c784c;  // 35200: 1.75, of the largest e4m3, remains finite
   return multiply_add_f16x2(multiply_add_f16x2(pair, kOverflow, 0), 0, pair);
 }
 
-// Four e4m3 numbers as pairs of float16, exactly: bytes (0, 1) and (2, 3), or if kAlternate bytes
-// (0, 2) and (1, 3).
+// Converts four e4m3 numbers to pairs of float16, exactly: bytes (0, 1) and (2, 3), or with
+// kAlternate bytes (0, 2) and (1, 3).
 //
-// Without the instruction, sign and magnitude move to their places in float16, which has the same
-// three upper bits of the mantissa, and a bias of the exponent that is larger by 8. Subnormal
-// numbers are subnormal in both.
+// Before sm_89, which has an instruction, the code moves sign and magnitude to their places in
+// float16. The three bits of the mantissa are the upper ones of float16, and the exponent's bias
+// there is larger by 8. Subnormal numbers are subnormal in both.
 template <bool kAlternate>
 CUTE_DEVICE void unpack_float8(uint32_t packed, uint32_t& first, uint32_t& second) {
   constexpr uint32_t kExchange = 0x3120;  // of the inner bytes

@@ -9,8 +9,8 @@ namespace memeff {
 // A bias below this masks its element, as -inf does.
 constexpr float kMaskedBias = -1e37f;
 
-// Floats from here on are whole numbers. Scores that a bias makes this large have no fraction left,
-// and their logsumexp loses the logarithm of the sum.
+// Floats of this size and above are whole numbers. Scores that a bias makes this large have no
+// fraction left, and their logsumexp loses the logarithm of the sum.
 constexpr float kWholeFloats = 0x1p24f;
 
 // The inverse of pack(): element `index` (0 low, 1 high) of a packed pair.
@@ -31,8 +31,8 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Whether x is true in any lane. ptxas knows that a branch on it does not diverge; behind a branch
-// that might, it computes addresses per lane.
+// Whether x is true in any lane. A branch on the vote is uniform for ptxas; after a branch that may
+// diverge it computes addresses per lane.
 CUTE_DEVICE bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 
 CUTE_DEVICE float warp_max(float x) {

@@ -12,6 +12,7 @@ constexpr int kPageStep = 16;
 // The scale of a pool of float8: none, one for each key head, or one for each page and key head.
 enum class PoolScale { none, heads, pages };
 
+// The page table of a sequence. Calls without pages have an empty one.
 template <class Config, bool kOn = (Config::kPageSize > 0)>
 struct PageTable {
   static constexpr bool kPaged = false;
@@ -36,8 +37,8 @@ struct PageTable<Config, true> {
     entries = static_cast<int const*>(table.data) + batch * table.sizes[1];
   }
 
-  // The row of the pool for a key, or -1 if its page is outside the pool. Hazard: never call it for
-  // keys beyond the length of the sequence, because the table may end there.
+  // Hazard: never call it for keys beyond the length of the sequence, because the table may end
+  // there. Returns the row of the pool for a key, or -1 if its page is outside the pool.
   CUTE_DEVICE int row(int key) const {
     int const page = __ldg(entries + unsigned(key) / kPageSize);
     return unsigned(page) < unsigned(pages) ? page * kPageSize + int(unsigned(key) % kPageSize)

@@ -20,9 +20,9 @@ struct PipelineStage {
   }
 };
 
-// A ring buffer between producers and consumer warps. One producer thread whose copies arrive by
-// bytes, or several producers that write and arrive once each. Each consumer warp arrives once when
-// it has read a buffer.
+// The barriers of a ring buffer between producers and consumer warps. There is one producer thread
+// whose TMA copies arrive by bytes, or there are several producers that write and arrive once each.
+// Each consumer warp arrives once when it has read a buffer.
 template <int kStages>
 struct Pipeline {
   uint64_t full[kStages];
@@ -36,7 +36,8 @@ struct Pipeline {
     }
   }
 
-  // Producer. A buffer that was never filled counts as empty, hence the opposite parity.
+  // Producer: waits until the buffer is empty and announces `bytes`. A buffer that was never filled
+  // counts as empty, hence the opposite parity.
   CUTE_DEVICE uint64_t& acquire(PipelineStage<kStages> const& stage, int bytes) {
     wait_barrier(empty[stage.index], stage.parity ^ 1);
     random_sleep();
@@ -44,7 +45,8 @@ struct Pipeline {
     return full[stage.index];
   }
 
-  // Producer that fills the buffer with ordinary writes.
+  // Producer that fills the buffer with ordinary writes: waits until it is empty. commit() follows
+  // the writes.
   CUTE_DEVICE void acquire(PipelineStage<kStages> const& stage) {
     wait_barrier(empty[stage.index], stage.parity ^ 1);
     random_sleep();
@@ -54,7 +56,7 @@ struct Pipeline {
     random_sleep();
   }
 
-  // Consumer.
+  // Consumer: waits until the buffer is full.
   CUTE_DEVICE void wait(PipelineStage<kStages> const& stage) {
     wait_barrier(full[stage.index], stage.parity);
     random_sleep();
@@ -65,8 +67,8 @@ struct Pipeline {
   CUTE_DEVICE void wait_again(PipelineStage<kStages> const& stage) {
     wait_barrier(full[stage.index], stage.parity);
   }
-  // Hazard: the loaded values must have been used. An arrival overtakes loads, including ldmatrix,
-  // and TMA would overwrite the buffer before they read it.
+  // Hazard: the values loaded from the buffer must have been used before. An arrival overtakes
+  // pending loads, including ldmatrix, and TMA would overwrite the buffer before they read it.
   CUTE_DEVICE void release(PipelineStage<kStages> const& stage) {
     arrive_barrier(empty[stage.index]);
     random_sleep();

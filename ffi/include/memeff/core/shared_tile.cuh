@@ -94,7 +94,7 @@ enum class LaneOrder { rows_first, columns_first };
 template <class Tile, int kColumnBlocks, bool kFromColumnZero>
 struct FragmentPointer {
   static constexpr int kBlocksPerPanel = Tile::kChunks / 2;
-  // Adding a block index to the chunk bits is an XOR only if no carry can leave them.
+  // Hazard: adding a block index to the chunk bits is an XOR only if no carry can leave them.
   static constexpr bool kNoCarry =
       kFromColumnZero || (is_power_of_two(kColumnBlocks) &&
                           Tile::kColumns % (Tile::kBlockColumns * kColumnBlocks) == 0);
@@ -114,8 +114,8 @@ struct FragmentPointer {
     base = kNoCarry ? tile + Tile::byte_offset(first_row, first_chunk) : tile;
   }
 
-  // Hides the base from the optimizer, which would hoist the XORed addresses out of the loop over
-  // tiles. There they would occupy a dozen registers that the accumulators need.
+  // Hides the base from the optimizer, which would otherwise hoist the XORed addresses out of the
+  // loop over tiles. They would occupy a dozen registers that the accumulators need.
   CUTE_DEVICE void recompute_addresses() { hide_value(base); }
 
   CUTE_DEVICE uint32_t at(int row_block, int column_block) const {

@@ -9,7 +9,7 @@
 
 namespace memeff {
 
-// 16 bytes, of which the first `bytes` exist; the others are zero. The address and `bytes` are
+// Loads the first `bytes` of 16 bytes; the others become zero. The address and `bytes` are
 // multiples of kAlignment.
 template <int kAlignment>
 CUTE_DEVICE uint4 load_vector(char const* address, int bytes) {

@@ -18,11 +18,13 @@ constexpr bool warps_fit(int rows) {
          kColumns % (16 * (kWarps / (kRows / rows))) == 0;
 }
 
-// 32 rows if they fit, which reads each shared-memory operand least often.
+// The rows of a warp: 32 if they fit, because then warps read each shared-memory operand least
+// often.
 template <int kRows, int kColumns, int kWarps>
 constexpr int kPreferredWarpRows = warps_fit<kRows, kColumns, kWarps>(32) ? 32 : 16;
 
-// kWarps warps divide a [kRows, kColumns] product: each owns kWarpRows x kWarpColumns of it.
+// Divides a [kRows, kColumns] product over kWarps warps; each owns kWarpRows x kWarpColumns of it.
+// Maps accumulator elements to rows and columns.
 template <int kRows, int kColumns, int kWarps,
           int kWarpRows_ = kPreferredWarpRows<kRows, kColumns, kWarps>>
 struct WarpGrid {
@@ -50,7 +52,7 @@ struct WarpGrid {
         cute::Shape<cute::_4, cute::Int<kRowBlocks>, cute::Int<2 * kColumnBlocks>>{});
   }  // (4, MMA_M, MMA_N)
 
-  // Row and column, inside the whole product, of an accumulator element.
+  // Row and column of an accumulator element inside the whole product.
   CUTE_DEVICE static int element_row(int element, int m, unsigned thread = threadIdx.x) {
     return row(thread) + m * 16 + (element / 2) * 8 + thread % kWarpSize / 4;
   }
@@ -59,7 +61,8 @@ struct WarpGrid {
   }
 };
 
-// A product of a single warpgroup: rows and columns do not depend on which one computes it.
+// The grid of a product that a single warpgroup computes: rows and columns do not depend on which
+// warpgroup.
 template <int kRows, int kColumns>
 struct WarpgroupGrid : WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16> {
   using Grid = WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16>;

@@ -1,23 +1,24 @@
-// The coordinates of a work tile.
+// The coordinates of a work tile, and the first element of a tile of scores.
 #pragma once
 
 #include <memeff/core/common.cuh>
 
 namespace memeff {
 
+// The tile, head and batch index of a CTA's work.
 struct WorkItem {
   int tile;
   int head;
   int batch;
 
-  // Tiles are innermost, so CTAs that run together read the same keys and values from L2.
+  // Makes tiles innermost, so CTAs that run together read the same keys and values from L2.
   CUTE_DEVICE static WorkItem of_block(unsigned block, int tiles, int heads) {
     unsigned const head_batch = block / unsigned(tiles);
     return {int(block % unsigned(tiles)), int(head_batch % unsigned(heads)),
             int(head_batch / unsigned(heads))};
   }
 
-  // Batch indices are innermost: if the bias is broadcast over them, it is read from memory once.
+  // Makes batch indices innermost: a bias that is broadcast over them is read from memory once.
   CUTE_DEVICE static WorkItem of_block_by_batch(unsigned block, int tiles, int batch) {
     unsigned const head_tile = block / unsigned(batch);
     return {int(head_tile % unsigned(tiles)), int(head_tile / unsigned(tiles)),

@@ -6,9 +6,9 @@
 //                             and the gradient of the bias, unless it has a kernel of its own
 //                             (FmhaBackwardLargeDimDbias)
 //
-// Both compute S = Q K^T and dP = dO V^T in steps of 128 bytes of rows. That is two products more
-// than the five that one kernel would need, but no gradient is added to by several CTAs: f32 sums
-// in global memory have one reader and writer, and every run adds in one order.
+// Both compute S = Q K^T and dP = dO V^T in steps of 128 bytes of rows. Two kernels need seven
+// products instead of five, but no two CTAs add to the same gradient: the f32 sums in global memory
+// have one reader and writer, and every run adds in the same order.
 #pragma once
 
 #include <memeff/collective/probability_modifiers.cuh>
@@ -21,19 +21,21 @@
 
 namespace memeff {
 
-// The statistics of the rows. The first addition to a sum overwrites it, so sums need no zeros.
+// Computes the statistics of the rows. It zeroes no sums, because the first addition to a sum
+// overwrites it.
 template <class Config>
 struct FmhaBackwardLargeDimPreprocess : FmhaBackwardPreprocess<WithoutQueryGradient<Config>> {};
 
 template <class Config>
 using FmhaBackwardLargeDimDbiasPostprocess = FmhaBackwardDbiasPostprocess<Config>;
 
-// The gradient of the bias belongs to FmhaBackwardLargeDimDkdv.
+// For the dq kernel: FmhaBackwardLargeDimDkdv has the gradient of the bias.
 template <class Config>
 struct WithoutBiasGradient : Config {
   static constexpr auto kBiasGradient = BiasGradient::none;
 };
 
+// The kernel that owns queries.
 template <class Config>
 struct FmhaBackwardLargeDimDq {
   using Element = typename Config::Element;
@@ -96,6 +98,7 @@ struct FmhaBackwardLargeDimDq {
   }
 };
 
+// The kernel that owns keys.
 template <class Config>
 struct FmhaBackwardLargeDimDkdv {
   using Scores = LargeDimScores<Config>;
@@ -191,8 +194,8 @@ struct FmhaBackwardLargeDimDkdv {
   }
 
  private:
-  // The Q blocks of all query heads of a KV block, as tiles of scores. Indices count those that the
-  // block mask skips, too, so that without one they are a plain counter.
+  // Enumerates the Q blocks of all query heads of a KV block, as tiles of scores. Indices count the
+  // blocks that a block mask skips, too, so that without a mask they are a plain counter.
   struct QTiles {
     WorkItem const& item;
     TileRange const& tiles;

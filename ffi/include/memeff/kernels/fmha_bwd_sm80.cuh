@@ -7,11 +7,12 @@
 //   S = Q K^T    dP = dO V^T    P = exp2(S - lse)    dS = P (dP - delta)
 //   dV += P^T dO    dQ = dS K    dK += dS^T Q
 //
-// dV reads the modified P, and dP is modified alike (collective/probability_modifiers.cuh).
+// dV reads the modified P, and dP is modified in the same way
+// (collective/probability_modifiers.cuh).
 //
-// The next Q block arrives while this one is computed: there are two buffers, or one if shared
-// memory is short, and then the load is not hidden. dO has one buffer and is loaded again as soon
-// as dV no longer reads it. Gradients that nobody asked for (Config::kQueryGradient, kKeyGradient,
+// The next Q block arrives while this one is computed, in a second buffer. If shared memory is
+// short, there is one buffer, and the load is not hidden. dO has one buffer, which is reloaded as
+// soon as dV has read it. Gradients that are not asked for (Config::kQueryGradient, kKeyGradient,
 // kValueGradient, kBiasGradient) cost neither products nor memory. Config::kOrdersQueries makes the
 // order of the additions to dq deterministic (schedule/dq_semaphore.cuh).
 #pragma once
@@ -37,6 +38,7 @@
 
 namespace memeff {
 
+// The main kernel; codegen/kernels/fmha_bwd_sm80.py chooses Config.
 template <class Config>
 struct FmhaBackwardSm80 {
   using Element = typename Config::Element;
@@ -76,8 +78,8 @@ struct FmhaBackwardSm80 {
   static constexpr int kSumsOffset = kBiasOffset + Scores::Bias::kBytes;
   static constexpr int kSharedBytes = kSumsOffset + Scores::CapturedSums::kSharedBytes;
 
-  // dq and dk read dS from shared memory, and dS is the gradient of the bias. If all of them are
-  // frozen, dv needs P alone.
+  // Whether dS is needed in shared memory: dq and dk read it, and it is the gradient of the bias.
+  // If none of these is asked for, dv needs only P.
   static constexpr bool kStoreScoreGradient =
       Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kFromTile;
   static constexpr bool kScoreGradient = kStoreScoreGradient || Config::kFunctionGradient ||
@@ -115,7 +117,7 @@ struct FmhaBackwardSm80 {
     cute::clear(value_gradient);
     Scores::CapturedSums::begin(kv_block.shared + kSumsOffset);
     accumulate(kv_block, q_blocks, modifiers, semaphore, key_gradient, value_gradient);
-    __syncthreads();  // nobody reads keys and values any more: the results go through their tiles
+    __syncthreads();  // every thread has read keys and values: their tiles take the results
     kv_block.publish(semaphore, kFinished);
     kv_block.store(key_gradient, value_gradient);
   }
@@ -147,7 +149,8 @@ struct FmhaBackwardSm80 {
       return shared + kStatisticsOffset + buffer * kStatisticsBytes;
     }
 
-    // Position of a Q block among all that the CTAs of a key head may iterate over, in their order.
+    // The position of a Q block among all that the CTAs of a key head may iterate over, in their
+    // order.
     CUTE_DEVICE int position(QBlock const& q_block) const {
       return (q_block.head - item.head * params.shape.group) * params.query_tiles + q_block.tile;
     }
@@ -156,6 +159,7 @@ struct FmhaBackwardSm80 {
       if (threadIdx.x == 0) semaphore.publish(done);
     }
 
+    // Starts the copies of the KV block, before the first Q block.
     CUTE_DEVICE void load_keys_and_values() const {
       int const column_bound = mask.key_length - column;
       TileLoader<KeyTile, kThreads, Config::kAlignment>::copy(
@@ -166,7 +170,7 @@ struct FmhaBackwardSm80 {
           params.value.row_stride * sizeof(Element), column_bound, params.shape.value_dim);
     }
 
-    // Queries and the statistics of their rows.
+    // Starts the copies of queries and the statistics of their rows.
     CUTE_DEVICE void load_query(QBlock const& q_block, int buffer) const {
       TileLoader<QueryTile, kThreads, Config::kAlignment>::copy(
           query_tile(buffer),
@@ -190,7 +194,7 @@ struct FmhaBackwardSm80 {
           params.shape.value_dim);
     }
 
-    // P and dS from the products of a Q block, and the gradient of the bias.
+    // Computes P and dS from the products of a Q block, and the gradient of the bias.
     template <class Accumulators>
     CUTE_DEVICE void differentiate(Modifiers const& modifiers, QBlock const& q_block, int buffer,
                                    Accumulators& scores, Accumulators& score_gradient) const {
@@ -200,10 +204,10 @@ struct FmhaBackwardSm80 {
           [&] { return BiasWriter(params, {item.batch, q_block.head, q_block.row, column}); });
     }
 
-    // dk and dv leave through the tiles of keys and values.
+    // Stores dk and dv through the tiles of keys and values.
     template <class KeyGradient, class ValueGradient>
     CUTE_DEVICE void store(KeyGradient& key_gradient, ValueGradient& value_gradient) const {
-      // The rows after a packed sequence belong to the next one.
+      // Hazard: the rows after a packed sequence belong to the next one.
       int const bound = (Config::kVarlen ? mask.key_length : params.shape.key_length) - column;
       if constexpr (Config::kKeyGradient) {
         scale_accumulators(key_gradient, params.scale.gradient_scale);
@@ -245,7 +249,7 @@ struct FmhaBackwardSm80 {
       bool const has_next = q_blocks.has(q_blocks.after(cursor));
 
       wait_copies<0>();
-      __syncthreads();  // the operands are here; nobody reads the other query buffer or dS
+      __syncthreads();  // operands have arrived; every thread has read dS and the other buffer
       kv_block.publish(semaphore, kv_block.position(q_block));
       if (kBuffers == 2 && has_next) {
         kv_block.load_query(q_blocks.at(q_blocks.after(cursor)),
@@ -269,7 +273,7 @@ struct FmhaBackwardSm80 {
       if constexpr (kStoreScoreGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(shared + kScoreOffset, score_gradient);
       }
-      __syncthreads();  // P and dS are complete; nobody reads this bias any more
+      __syncthreads();  // P and dS are complete; every thread has read this bias
       modifiers.load_next(has_next, [&] { return q_blocks.at(q_blocks.after(cursor)); });
       if constexpr (BiasWriter::kFromTile) {
         BiasWriter::store(kv_block.params,
@@ -280,7 +284,7 @@ struct FmhaBackwardSm80 {
       if constexpr (Config::kValueGradient) {
         add_columns<OutTile, ValueGrid>(shared + kProbabilityOffset, shared + kOutOffset,
                                         value_gradient);
-        __syncthreads();  // nobody reads dO any more
+        __syncthreads();  // every thread has read dO
       }
       if (has_next) {
         kv_block.load_out_gradient(q_blocks.at(q_blocks.after(cursor)));
@@ -292,7 +296,7 @@ struct FmhaBackwardSm80 {
         add_columns<QueryTile, KeyGrid>(shared + kScoreOffset, query_tile, key_gradient);
       }
       if (kBuffers == 1 && has_next) {
-        __syncthreads();  // nobody reads the queries any more
+        __syncthreads();  // every thread has read the queries
         kv_block.load_query(q_blocks.at(q_blocks.after(cursor)), 0);
         commit_copies();
       }

@@ -1,4 +1,4 @@
-// Attention backward for Hopper: TMA, wgmma and specialised warpgroups, keys split over the grid.
+// Attention backward for Hopper: TMA, wgmma and specialized warpgroups, keys split over the grid.
 //
 // As in fmha_bwd_sm80.cuh one CTA owns a KV block of one key head, keeps dk and dv in registers and
 // adds its part of dq to f32 sums in global memory. The scores are computed transposed:
@@ -6,9 +6,9 @@
 //   S^T = K Q^T    dP^T = V dO^T    P^T = exp2(S^T - lse)    dS^T = P^T (dP^T - delta)
 //   dV += P^T dO    dQ = dS K    dK += dS^T Q
 //
-// Each of the two consumers owns 64 keys, so P^T and dS^T go from its accumulators to the operands
-// of dV and dK in registers. Only dQ, which sums over keys, needs dS through shared memory. dS has
-// two buffers there, so one barrier of the consumers per Q block is enough.
+// Each of the two consumers owns 64 keys, so P^T and dS^T stay in its registers as operands of dV
+// and dK. Only dQ, which sums over keys, reads dS from shared memory. dS has two buffers, so one
+// barrier of the consumers per Q block is enough.
 //
 // backward/dq_sums_sm90.cuh adds dQ to its sums, and with Config::kSplitQ several CTAs may divide
 // the Q blocks of one KV block (schedule/split_q.cuh).
@@ -42,6 +42,7 @@
 
 namespace memeff {
 
+// The main kernel; codegen/kernels/fmha_bwd_sm90.py chooses Config.
 template <class Config>
 struct FmhaBackwardSm90 {
   using Element = typename Config::Element;
@@ -66,8 +67,7 @@ struct FmhaBackwardSm90 {
   using Stage = PipelineStage<kStages>;
   using Mask = ScoreMask<Config, ScoreGrid>;
 
-  // dq and dk need dS, and dS is the gradient of the bias. If all of them are frozen, dv needs P
-  // alone.
+  // dq, dk and the gradient of the bias need dS; dv alone needs only P.
   using BiasWriter = TransposedBiasGradient<Config, Tiles>;
   using BiasSums = typename BiasWriter::Sums;
   using CapturedSums = FunctionGradient<Config, ScoreGrid, true>;
@@ -101,7 +101,7 @@ struct FmhaBackwardSm90 {
   };
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
-  // Named barriers: of all consumers, and of the threads of each.
+  // Named barriers: one of all consumers, and one of the threads of each.
   static constexpr int kConsumerBarrier = 1;
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 2 + warpgroup; }
 
@@ -111,8 +111,9 @@ struct FmhaBackwardSm90 {
   static_assert(!Config::kSplitQ || !BiasWriter::kNeeded);
 
   // Keys and values are the left operands of S and dP for every Q block. They stay in the registers
-  // that dK, dV, S, dP, their packed forms and addresses leave. Without dq or dk they must not: the
-  // assembler (CUDA 13.0) then packs P or dS into these registers, and the next Q block reads that.
+  // that dK, dV, S, dP, their packed forms and addresses leave free. Hazard: without dq or dk they
+  // must stay in smem, because ptxas (CUDA 13.0) then packs P or dS into these registers, and the
+  // next Q block reads it.
   static constexpr int kFreeRegisters =
       Config::kQueryGradient && Config::kKeyGradient
           ? kConsumerRegisters - (Config::kHeadDim + Config::kValueDim) / 2 - 3 * kTileQuery / 2 - 8
@@ -148,7 +149,7 @@ struct FmhaBackwardSm90 {
       return {item.batch, head, tile * kTileQuery, column};
     }
 
-    // This head, or the next one with a Q block, if there is any.
+    // This head if it has a Q block, else the next one that has, if any.
     CUTE_DEVICE int head_with_blocks(BackwardParams const& params, int head) const {
       if constexpr (Config::kBlockMask) {
         while (head < (item.head + 1) * params.shape.group && row_of_blocks(params, head).empty()) {
@@ -188,7 +189,7 @@ struct FmhaBackwardSm90 {
     }
   }
 
-  // Buffers of the stage with this index.
+  // The addresses of the buffers of a stage.
   CUTE_DEVICE static uint32_t query_tile_of(uint32_t tiles, int stage) {
     return tiles + kQueryOffset + stage * QueryTile::kBytes;
   }
@@ -199,7 +200,7 @@ struct FmhaBackwardSm90 {
     return tiles + kStatisticsOffset + stage * kStatisticsBytes;
   }
 
-  // One thread: keys and values once, then queries, statistics, dO and bias of each Q block.
+  // One thread copies keys and values, then queries, statistics, dO and bias of each Q block.
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
     auto constexpr kOnce = CacheHint::EVICT_FIRST;
@@ -249,9 +250,9 @@ struct FmhaBackwardSm90 {
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
   using KeptBlocks = typename ProbabilityModifiers<Config, ScoreGrid, true>::Tile;
 
-  // ptxas puts most exponentials behind the wait for dP, where no product of this consumer runs.
-  // With Config::kExponentiatesUnderDp a redundant wait keeps all of them before it, and the
-  // logsumexps are read under S.
+  // ptxas sinks most exponentials below the wait for dP, where no product of this consumer runs.
+  // With Config::kExponentiatesUnderDp a redundant wait keeps all of them above it, and the
+  // logsumexps are read while S runs.
   using Logsumexps = cute::conditional_t<Config::kExponentiatesUnderDp, EarlyLogsumexps<ScoreGrid>,
                                          LateLogsumexps<ScoreGrid>>;
 
@@ -261,7 +262,7 @@ struct FmhaBackwardSm90 {
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
     WorkItem const& item = work.item;
-    // Uniform over the warpgroup, and the shuffle lets the compiler know it.
+    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
     Mask const mask(params.mask, params.shape, item.batch);
@@ -302,7 +303,7 @@ struct FmhaBackwardSm90 {
         wait_products<kScoreGradient>();  // S
         fence_accumulators(scores);
 
-        auto scaled = ScoreGrid::make_accumulators();  // read by the derivative of the soft cap
+        auto scaled = ScoreGrid::make_accumulators();  // (4, 1, MMA_N), for the soft cap
         consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, logsumexps, scores,
                               scaled);
         if constexpr (Config::kExponentiatesUnderDp) control.out_gradient.wait_again(stage);
@@ -331,7 +332,7 @@ struct FmhaBackwardSm90 {
         consumer.begin_key_gradient(left_gradient, query_tile, key_gradient);
         wait_products<Config::kKeyGradient>();  // dQ
         fence_accumulators(query_gradient);
-        // The score buffer alternates by Q blocks, as the phases of the barriers of dQ do.
+        // The score buffer alternates by Q blocks, as the phases of dQ's barriers do.
         consumer.add_query_gradient(head, tile, score_buffer, query_gradient);
         wait_products<0>();  // dK
         fence_accumulators(key_gradient);
@@ -345,7 +346,7 @@ struct FmhaBackwardSm90 {
     finish(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
   }
 
-  // The epilogue: the sums of all CTAs of the KV block, scaled and stored.
+  // The epilogue: with split-Q adds up the parts of all CTAs, then scales and stores dk and dv.
   template <class KeyGradient, class ValueGradient>
   CUTE_DEVICE static void finish(BackwardParams const& params, BackwardMaps const& maps,
                                  Work const& work, int key_length, int warpgroup, uint32_t tiles,
@@ -360,14 +361,14 @@ struct FmhaBackwardSm90 {
     store(params, maps, work, key_length, warpgroup, tiles, key_gradient, value_gradient);
   }
 
-  // dk and dv leave through the tiles of keys and values, each consumer with its own rows.
+  // Stores each consumer's rows of dk and dv through the tiles of keys and values.
   template <class KeyGradient, class ValueGradient>
   CUTE_DEVICE static void store(BackwardParams const& params, BackwardMaps const& maps,
                                 Work const& work, int key_length, int warpgroup, uint32_t tiles,
                                 KeyGradient const& key_gradient,
                                 ValueGradient const& value_gradient) {
     ProblemShape const& shape = params.shape;
-    named_barrier_sync(kConsumerBarrier, kConsumers);  // nobody reads keys any more
+    named_barrier_sync(kConsumerBarrier, kConsumers);  // both consumers have read the keys
     if constexpr (Config::kKeyGradient) {
       store_accumulators<Element, KeyTile, KeyGrid>(tiles, key_gradient);
     }

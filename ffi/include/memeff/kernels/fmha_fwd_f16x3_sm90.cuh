@@ -1,4 +1,5 @@
-// The Hopper forward of f32 in f16 products, and the kernel before it.
+// The float32 forward for Hopper (3xFP16): the split kernel, which runs first, and the Hopper
+// forward.
 #pragma once
 
 #include <memeff/kernels/fmha_fwd_sm90.cuh>

@@ -1,12 +1,13 @@
 // Attention forward for any head dim: one CTA computes a tile of query rows.
 //
-// No accumulators hold a whole row of the output, and no shared memory a whole row of queries or
-// keys. So everything streams through two buffers, in two phases for each tile of keys:
+// A whole row of the output does not fit in accumulators, nor a whole row of queries or keys in
+// shared memory. So all operands stream through two buffers, in two phases for each KV block:
 //
 //   S = Q K^T       steps of 128 bytes of rows of Q and K
 //   O += P V        chunks of columns of V; P waits in shared memory, O in f32 in global memory
 //
-// The scores are computed once, and the traffic of O shrinks with the number of keys in a tile.
+// The scores are computed once. The traffic of O is inversely proportional to the keys of a KV
+// block.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -29,6 +30,7 @@
 
 namespace memeff {
 
+// The entry point that the generated source instantiates.
 template <class Config>
 struct FmhaForwardLargeDimSm80 {
   using Element = typename Config::Element;
@@ -61,7 +63,7 @@ struct FmhaForwardLargeDimSm80 {
     ProblemShape const& shape = params.shape;
     int const query_tiles = ceil_div(shape.query_length, kTileQuery);
     WorkItem item = WorkItem::of_block(blockIdx.x, query_tiles, shape.query_heads);
-    // The last rows of a causal mask have the most keys: start them first.
+    // Start the last rows first: under a causal mask they have the most keys.
     if constexpr (Config::kMask == MaskKind::causal) item.tile = query_tiles - 1 - item.tile;
     int const row = item.tile * kTileQuery;
     int const key_head = item.head / shape.group;
@@ -77,7 +79,7 @@ struct FmhaForwardLargeDimSm80 {
     KeyValueSource<Config> const source(params, item.batch, key_head);
     char const* const query_rows =
         row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head);
-    // Past a packed sequence the next one begins.
+    // Hazard: past a packed sequence the next one begins.
     int const row_bound = (Config::kVarlen ? mask.query_length : shape.query_length) - row;
     ChunkedTarget const target = {
         row_pointer<Element>(params.out, queries.batch, queries.row + row, item.head),
@@ -119,7 +121,8 @@ struct FmhaForwardLargeDimSm80 {
       modifiers.forward(scores, at, rows, column);
       mask.template apply<kTileQuery, kTileKey>(scores, params, at, tiles.partial(tile));
       if constexpr (Config::kScoreFunction) {
-        // Rows beyond the query length are multiplied by 0 at the end, so they must not be NaN.
+        // Hazard: rows beyond the query length are multiplied by 0 at the end, so they must not be
+        // NaN.
         if (mask.query_length - row < kTileQuery) {
           Mask::template mask_rows_from<false>(scores, mask.query_length - row);
         }
@@ -139,7 +142,8 @@ struct FmhaForwardLargeDimSm80 {
           [&](int tile_row) { return softmax.correction(tile_row); },
           [&](int tile_row) { return softmax.normaliser(tile_row); },
           [&](uint32_t buffer) {
-            // Without a block mask the lambda must not capture `tiles`, or other code comes out.
+            // Without a block mask the lambda must not capture `tiles`, which would change the
+            // machine code.
             int next = tile - 1;
             if constexpr (Config::kBlockMask) next = tiles.before(tile);
             if (!last) operands.load(next, 0, buffer);
@@ -147,10 +151,10 @@ struct FmhaForwardLargeDimSm80 {
     }
   }
 
-  // The row of key `column` if keys are contiguous. Pages are found by the loader.
+  // The row of key `column` if keys are contiguous. In a paged call the loader looks up the rows.
   CUTE_DEVICE static int first_row(int column) { return PageTable<Config>::kPaged ? 0 : column; }
 
-  // Logsumexps of rows without a KV block.
+  // Writes the logsumexps of rows without a KV block.
   template <class Write>
   CUTE_DEVICE static void end_empty_rows(ForwardParams const& params, RowsOfTile<> const& rows,
                                          Write write) {
@@ -160,7 +164,7 @@ struct FmhaForwardLargeDimSm80 {
     }
   }
 
-  // Queries and keys of the CTA, in steps of columns.
+  // The queries and keys of the CTA, loaded in steps of columns.
   struct ScoreOperands {
     ForwardParams const& params;
     Mask const& mask;
@@ -168,6 +172,7 @@ struct FmhaForwardLargeDimSm80 {
     char const* query_rows;
     int row;
 
+    // Starts the copies of step `step` of the queries and of KV block `tile`.
     CUTE_DEVICE void load(int tile, int step, uint32_t buffer) const {
       int const first = step * kStep;
       int const column = tile * kTileKey;
@@ -190,7 +195,7 @@ struct FmhaForwardLargeDimSm80 {
     }
   };
 
-  // S = Q K^T of a KV block. During its last step the first one of `next` is loaded.
+  // Computes S = Q K^T of a KV block. During its last step the first step of `next` is loaded.
   template <class Scores>
   CUTE_DEVICE static void multiply_keys(ForwardParams const& params, ScoreOperands const& operands,
                                         OutProduct const& next, StepRing& ring, int tile,
@@ -224,14 +229,15 @@ struct FmhaForwardLargeDimSm80 {
     }
   }
 
-  // The chunks of the tile's output in the workspace.
+  // The address of the tile's output in the workspace, chunk by chunk.
   CUTE_DEVICE static float* out_sums(ForwardParams const& params, WorkItem const& item, int tiles) {
     return params.out_sum +
            query_tile_index<Config>(params.shape, tiles, item.batch, item.head, item.tile) *
                ceil_div(params.shape.value_dim, OutProduct::kChunk) * OutProduct::kChunkFloats;
   }
 
-  // The sums of this CTA's tile of scores. Recomputed at each use, so that no register keeps it.
+  // The address of the sums of this CTA's tile of scores. It is recomputed at each use, so that it
+  // occupies no register.
   CUTE_DEVICE static float* score_sum(ForwardParams const& params) {
     ProblemShape const& shape = params.shape;
     int const tiles = ceil_div(shape.query_length, kTileQuery);

@@ -2,25 +2,25 @@
 // columns of the keys, so a KV block is read from memory once.
 //
 // A work tile is 64 rows of one sequence: the query heads of a key head, of one or several tokens.
-// Its output has 512 columns, too many for the registers of one warpgroup, and a product of 64 x 64
-// scores has too few for two. So two consumer warpgroups own 256 columns of the output each, and
+// Its output has 512 columns, too many for the registers of one warpgroup, while 64 x 64 scores are
+// too few to divide over two. So two consumer warpgroups own 256 columns of the output each and
 // take the scores in turn: one owns those of even KV blocks, the other those of odd ones. The owner
 // turns scores into probabilities, multiplies its own columns, and passes the probabilities through
-// shared memory to the other, which multiplies the other columns:
+// shared memory to the other warpgroup, which multiplies the other columns:
 //
 //   warpgroup 0 | S(0) softmax P(0) V(0)        P(1) V(1)  S(2) softmax P(2) V(2) ...
 //   warpgroup 1 |        S(1)       P(0) V(0)  softmax  P(1) V(1)        P(2) V(2)  S(3) ...
 //
 // While one computes its softmax, the tensor cores multiply for the other. Both accumulate the KV
-// blocks in the same order and with the same softmax reference, which travels with the
-// probabilities. FlashMLA (DeepSeek, 2025) introduced this schedule; there a block's probabilities
-// are rescaled in shared memory. Here the reference has a slack (collective/softmax/online.cuh), so
-// either warpgroup rescales its output, and seldom.
+// blocks in the same order and with the same softmax reference, which is passed along with the
+// probabilities. FlashMLA (DeepSeek, 2025) introduced this schedule and rescales a block's
+// probabilities in shared memory. Here the reference has slack (collective/softmax/online.cuh), so
+// each warpgroup rescales its own output instead, and seldom.
 //
-// 64 rows of queries and two buffers of keys take 216 KB. A buffer has three parts that are
-// released on their own: the two halves of the value columns, each by the warpgroup that multiplies
-// them, and the other columns, which only scores need. The parts of the next KV block arrive while
-// the rest is read.
+// 64 rows of queries and two buffers of keys take 216 KB, so there is no third buffer. Instead the
+// three parts of a buffer are released separately: the two halves of the value columns, each by the
+// warpgroup that multiplies them, and the other columns, which only scores need. The parts of the
+// next KV block arrive while the rest is read.
 #pragma once
 
 #include <memeff/collective/softmax/online.cuh>
@@ -38,6 +38,7 @@
 
 namespace memeff {
 
+// The entry point that the generated source instantiates.
 template <class Config>
 struct FmhaForwardLatentSm90 {
   static_assert(!Config::kBias && !Config::kRowMaxima);
@@ -46,7 +47,7 @@ struct FmhaForwardLatentSm90 {
   static constexpr int kWarpgroups = 2;  // consumers
   static constexpr int kConsumers = kWarpgroups * kWarpgroupSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
-  // Fewer spill in the warp that plans the work, before the first copy. Consumers need 208.
+  // With fewer the warp that plans the work spills, before the first copy. Consumers need 208.
   static constexpr int kProducerRegisters = 88;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
@@ -66,8 +67,7 @@ struct FmhaForwardLatentSm90 {
   using ProbabilityTile = SharedTile<kTileQuery, kTileKey>;
   static_assert(kTileQuery == kTileKey && KeyTile::kPanelBytes == PanelTile::kBytes);
 
-  // The parts of a buffer of keys that are released together. Parts 0 and 1 are the value columns
-  // of the consumers.
+  // A buffer of keys is released in parts. Parts 0 and 1 are the value columns of the consumers.
   static constexpr int kParts = 3;
   static constexpr int kPanels = KeyTile::kPanels;
   static constexpr int kValuePanels = ValueTile::kPanels;  // of a consumer
@@ -77,20 +77,23 @@ struct FmhaForwardLatentSm90 {
   }
   static_assert(kPanels > part_begin(kWarpgroups));
 
-  // A KV block is in the buffer of the consumer that owns its scores, so buffers alternate.
+  // A KV block occupies the buffer of the consumer that owns its scores, so buffers alternate.
   static constexpr int kStages = kWarpgroups;
+  // The barriers of a buffer of keys: one per panel that arrives, and one per part that is
+  // released.
   struct KeyBarriers {
     uint64_t full[kPanels];
     uint64_t empty[kParts];
   };
 
-  // The softmax reference of a row after a KV block, and its correction of the sums before.
+  // The softmax reference of a row after a KV block, and the factor of the earlier sums.
   struct RowReference {
     float score;
     float correction;
   };
 
   static constexpr int kWorkStages = 4;
+  // Everything in shared memory except the tiles.
   struct Control {
     RowReference references[kTileQuery];
     float row_sums[2][kWarpgroups][kTileQuery];  // of alternate parts

@@ -1,12 +1,12 @@
 // Attention forward for GPUs with mma.sync and cp.async: one CTA computes a tile of query rows.
 //
-// Keys and values pass through shared memory from right to left. Each is loaded while the tensor
-// cores work on the other, so one buffer of each is enough:
+// The CTA iterates over the KV blocks from right to left. Keys are loaded while the tensor cores
+// work on values and vice versa, so one buffer of each is enough:
 //
 //   wait K | load V | S = Q K^T | wait V | load next K | softmax | O += P V
 //
-// Each warp owns whole rows, so P goes from the accumulators of S to the operand of P V in
-// registers.
+// Each warp owns whole rows, so P stays in registers from the accumulators of S to the operand of P
+// V.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -26,6 +26,7 @@
 
 namespace memeff {
 
+// The entry point that the generated source instantiates.
 template <class Config>
 struct FmhaForwardSm80 {
   using Element = typename Config::Element;
@@ -48,9 +49,10 @@ struct FmhaForwardSm80 {
   using QueryTile = Tile<kTileQuery, Config::kHeadDim>;
   using KeyTile = Tile<kTileKey, Config::kHeadDim>;
   using ValueTile = Tile<kTileKey, Config::kValueDim>;
-  using OutTile = Tile<kTileQuery, Config::kValueDim>;  // over the others, at the end
+  using OutTile = Tile<kTileQuery, Config::kValueDim>;  // reuses their memory, at the end
 
-  // Pointers that the main loop needs once a KV block are staged where registers are short.
+  // Pointers that the main loop needs once per KV block are staged in shared memory if registers
+  // are short.
   using StagedRow = StagedPointer<Config::kStageRegisters>;
   using StagedBiasRow = StagedPointer<Config::kStageRegisters && has_bias_tile<Config>()>;
   template <class KeyOrValueTile>
@@ -61,8 +63,8 @@ struct FmhaForwardSm80 {
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
   using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
 
-  // The accumulators of P V for 32-bit elements, which is computed in parts: for all columns at
-  // once if that leaves enough registers.
+  // The accumulators of a part of P V. 32-bit elements are multiplied in parts: all columns at once
+  // if that leaves enough registers.
   static constexpr int kPartAccumulators = kRowBlocks * OutGrid::kColumnBlocks * 8 <= 64 ? 64 : 32;
 
   static constexpr int kKeyOffset = QueryTile::kBytes;
@@ -134,8 +136,8 @@ struct FmhaForwardSm80 {
     store(params, softmax, output, shared);
   }
 
-  // The main loop: O += P V over the KV blocks, from the last to the first. The copies of the
-  // queries, the first keys and the first bias are in flight.
+  // The main loop: O += P V over the KV blocks, from the last to the first. run() has started the
+  // copies of the queries, the first keys and the first bias.
   template <class Output>
   CUTE_DEVICE static void attend(ForwardParams const& params, WorkItem const& item,
                                  Mask const& mask, KvBlocks const& kv_blocks,
@@ -156,7 +158,7 @@ struct FmhaForwardSm80 {
       auto next_column = [&] { return kv_blocks.before(block) * kTileKey; };
 
       wait_copies<Bias::kCopyGroups>();
-      __syncthreads();  // keys are here; nobody reads the previous values any more
+      __syncthreads();  // keys have arrived; every thread has read the previous values
       values.load(column, value_tile);
       commit_copies();
 
@@ -165,7 +167,7 @@ struct FmhaForwardSm80 {
       warp_gemm<Element, Config::kHeadDim / kStepElements<Element>>(scores, query, key);
 
       wait_copies<0>();
-      __syncthreads();  // values are here; nobody reads these keys any more
+      __syncthreads();  // values have arrived; every thread has read these keys
       if (has_next) {
         keys.load(next_column(), key_tile);
         commit_copies();
@@ -192,7 +194,8 @@ struct FmhaForwardSm80 {
                                                      shape.query_heads);
   }
 
-  // Asks again for the coordinates of the CTA, so that they occupy no registers in the main loop.
+  // Writes output and logsumexp. It recomputes the coordinates of the CTA, so that they occupy no
+  // registers in the main loop.
   template <class Output>
   CUTE_DEVICE static void store(ForwardParams const& params, Softmax const& softmax, Output& output,
                                 uint32_t tile) {
@@ -201,7 +204,7 @@ struct FmhaForwardSm80 {
     int const row = item.tile * kTileQuery;
     int const query_bound =
         IntervalMask<Config::kMask>(params.mask, shape, item.batch).query_length - row;
-    // Past a packed sequence the next one begins.
+    // Hazard: past a packed sequence the next one begins.
     int const row_bound = Config::kVarlen ? query_bound : shape.query_length - row;
     Origin const origin = query_origin<Config>(shape, item.batch);
     if (threadIdx.x % 4 == 0) {
@@ -216,13 +219,13 @@ struct FmhaForwardSm80 {
       }
     }
     if (query_bound < kTileQuery) zero_rows(output, query_bound);
-    __syncthreads();  // the tiles that OutTile covers are no longer read
+    __syncthreads();  // OutTile overwrites the tiles: every warp must have read them
     store_tile<Element, OutTile, OutGrid, kThreads, Config::kAlignment>(
         tile, output, row_pointer<Element>(params.out, origin.batch, origin.row + row, item.head),
         params.out.row_stride * sizeof(Element), row_bound, shape.value_dim);
   }
 
-  // Rows from `bound` on lie beyond the query length: their output is 0.
+  // Zeros the rows from `bound` on, which lie beyond the query length.
   template <class Output>
   CUTE_DEVICE static void zero_rows(Output& output, int bound) {
     CUTE_UNROLL

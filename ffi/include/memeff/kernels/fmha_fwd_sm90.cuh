@@ -1,29 +1,28 @@
-// Attention forward for Hopper: TMA, wgmma and warp specialization, one persistent CTA an SM.
+// Attention forward for Hopper: TMA, wgmma and warp specialization, with one persistent CTA per SM.
 //
 // The last warpgroup is the producer: one thread hands out work tiles, and one each copies queries,
-// keys and values into rings of buffers. Each of the other warpgroups, a consumer, owns 64 query
-// rows of a work tile and walks its KV blocks from right to left. Inside a consumer, the scores of
-// the next KV block are computed together with the product of this block's probabilities, and the
-// softmax runs under both:
+// keys and values into rings of buffers. Every other warpgroup is a consumer. It owns 64 query rows
+// of a work tile and iterates over its KV blocks from right to left. Within a consumer the scores of
+// the next KV block overlap the product of this block's probabilities with values, and the softmax
+// overlaps that product:
 //
 //   issue S(j+1) = Q K(j+1)^T | issue O += P(j) V(j) | wait S(j+1) | softmax | wait O | P(j+1)
 //
-// With Config::kOutputFirst the wait for O comes after the maxima and before the exponentials. Then
-// the exponentials overlap the products of other consumers only, which have enough of them.
+// With Config::kOutputFirst the wait for O comes between the maxima and the exponentials. The
+// exponentials then overlap only the products of other consumers, which keep the tensor cores busy.
 //
-// The KV blocks of one work tile follow those of another without a break. The first scores of a
-// work tile are computed together with the last product of the one before, whose output leaves
-// from registers under the products of other consumers.
-// Consumers do not take turns in issuing products, as they do in FlashAttention-3 (Shah et al.
-// 2024, section 3.1): the softmax of one overlaps the products of another without that. With a mask
-// each consumer skips the KV blocks at the end that only the rows of others attend to.
+// The pipeline does not drain between work tiles. The first scores of a work tile overlap the last
+// product of the previous one, whose output is stored from registers under the products of other
+// consumers. Consumers do not take turns in issuing products, as they do in FlashAttention-3 (Shah
+// et al. 2024, section 3.1): the softmax of one overlaps the products of another without that. With
+// a mask each consumer skips the KV blocks at the end that only rows of other consumers attend to.
 //
-// The operands' element type decides how they are loaded and multiplied. 3xFP16 products with
+// An Operands object loads and multiplies the operands of each element type. 3xFP16 products with
 // values have accumulators of their own. If these leave too few registers, S(j+1) is issued after
 // O, and the products of one consumer overlap only the softmax of the other.
 //
-// If work tiles are few, the consumers form groups that share 64 rows (intra-CTA split-KV): they
-// take the KV blocks in turn, each with a softmax and an output of its own, which are merged at the
+// If work tiles are few, the consumers form groups that share 64 rows (intra-CTA split-KV). They
+// take the KV blocks in turn, each with a softmax and an output of its own, and merge these at the
 // end of a work tile.
 #pragma once
 
@@ -49,6 +48,7 @@
 
 namespace memeff {
 
+// The entry point that the generated source instantiates.
 template <class Config>
 struct FmhaForwardSm90 {
   using Element = typename Config::Element;
@@ -70,7 +70,7 @@ struct FmhaForwardSm90 {
   using OutGrid = Grid<Config::kValueDim>;
   static constexpr bool kCapped = Config::kSoftCap && !Config::kBias && !Config::kRowMaxima &&
                                   cute::is_same_v<Element, cutlass::bfloat16_t>;
-  // The bits of floats, compared as integers, order negative numbers wrongly, and with a bias a
+  // Comparing the bits of floats as integers orders negative numbers wrongly, and with a bias a
   // whole row may stay negative. Above 128 columns a KV block has too few scores for the branch to
   // pay off.
   static constexpr bool kIntegerMaximum = !Config::kBias && Config::kValueDim <= 128;
@@ -90,7 +90,7 @@ struct FmhaForwardSm90 {
   using Values = typename Operands::Values;
   static constexpr int kStages = Config::kStages;
   static constexpr int kQueryStages = Config::kQueryStages;
-  static_assert(kStages % kConsumerGroups == 0);  // each group has buffers of its own
+  static_assert(kStages % kConsumerGroups == 0);  // so each group has buffers of its own
 
   using Mask = ScoreMask<Config, ScoreGrid>;
   using Bias = WarpRowsBias<Config, ScoreGrid, kConsumerWarps, kTileKey, true,
@@ -106,16 +106,18 @@ struct FmhaForwardSm90 {
   using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
   static constexpr int kWorkTileStages = 4;
+  // A work tile as the producer hands it out.
   struct WorkTile {
     WorkItem item;  // batch is -1 after the last
     int query_length;
   };
+  // The barriers and work tiles in static shared memory.
   struct Control {
     Pipeline<kQueryStages> query[kRowWarpgroups];  // each consumer's own rows
     Pipeline<kStages> key;
     Pipeline<kStages> value;
     Pipeline<kWorkTileStages> work_tile;
-    Pipeline<kWorkTileStages> next_tile;  // whether the one after a work tile may be taken
+    Pipeline<kWorkTileStages> next_tile;  // full once the work tile after this one may be taken
     WorkTile work_tiles[kWorkTileStages];
   };
   static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
@@ -128,7 +130,7 @@ struct FmhaForwardSm90 {
   // Named barriers: one for the threads of each consumer, and one for consumer groups.
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
 
-  // The buffers in shared memory.
+  // The addresses of the buffers in shared memory.
   CUTE_DEVICE static uint32_t queries(uint32_t tiles, PipelineStage<kQueryStages> const& stage) {
     return tiles + stage.index * Operands::kQueryBufferBytes;
   }
@@ -139,14 +141,15 @@ struct FmhaForwardSm90 {
     return tiles + kValueOffset + stage.index * Values::kBufferBytes;
   }
 
-  // The next work tile. It stays in its slot until the reader, a warp, releases that.
+  // Waits for the next work tile. It stays in its slot until every reader, a warp or a producer
+  // thread, has released it.
   CUTE_DEVICE static WorkTile take_work_tile(Control& control,
                                              PipelineStage<kWorkTileStages> const& slot) {
     control.work_tile.wait(slot);
     return control.work_tiles[slot.index];
   }
 
-  // Kernels whose operands need no tensor maps have no such parameter.
+  // `maps` is empty for operands that need no tensor maps.
   template <class... Maps>
   CUTE_DEVICE static void run(ForwardParams const& params, Maps const&... maps) {
     using Producer = ForwardProducerSm90<Config, FmhaForwardSm90>;

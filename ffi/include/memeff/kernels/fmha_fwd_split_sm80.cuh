@@ -1,14 +1,14 @@
 // Attention forward for few query rows and long keys: the keys are split over warps and CTAs.
 //
-// Such a call is as fast as its keys and values arrive. Rows are few, so warps share them and take
-// different keys: a consumer group of warps covers all rows of the tile, and has keys, values and
-// copies of its own. If a group is one warp, the main loop has no barrier of the CTA. Copies run
-// kStages - 1 tiles ahead:
+// Memory bandwidth bounds such a call, so the design keeps many copies in flight. Rows are few, so
+// all warps share them and each consumer group takes different keys: it covers every row of the
+// tile and has its own keys, values and copies. A group of one warp needs no CTA barrier in the
+// main loop. Copies run kStages - 1 tiles ahead:
 //
 //   wait for tile i | start the copy of tile i + kStages - 1 | S = Q K^T | softmax | O += P V
 //
-// At the end the groups merge through shared memory, and the splits, which are CTAs, through
-// partial results in global memory and the kernel of forward/combine.cuh.
+// At the end the groups of a CTA merge their outputs in shared memory. Splits are CTAs: they write
+// partial results to global memory, and the kernel of forward/combine.cuh merges those.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -36,6 +36,7 @@
 
 namespace memeff {
 
+// The kernel for decode and other calls with few rows; see codegen/kernels/fmha_fwd_split_sm80.py.
 template <class Config>
 struct FmhaForwardSplitSm80 {
   static_assert(!Config::kRowMaxima);  // partial results have no maxima
@@ -57,15 +58,17 @@ struct FmhaForwardSplitSm80 {
   using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
   using KvBlocks = BlockMaskRow<Config::kBlockMask>;
-  static_assert(!Config::kBlockMask || !Config::kPackHeads);  // a row of blocks has one head
+  // A row of the block mask belongs to one head.
+  static_assert(!Config::kBlockMask || !Config::kPackHeads);
   using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
                                    ScoreFunction<Config, ScoreGrid, false, Config::kPackHeads>>;
 
-  // Batch-invariant results: a split is a number of segments, see forward/segment_sum.cuh.
+  // Batch-invariant results: a split is a whole number of segments, see forward/segment_sum.cuh.
   static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
   static constexpr int kSegmentBlocks = Config::kSegmentKeys / kTileKey;
-  static_assert(!kKeySegments || (Config::kSegmentKeys % kTileKey == 0 &&
-                                  ConsumerGroup::kConsumerGroups == 1));  // which merge at the end
+  // A second group would be merged only at the end, not after each segment.
+  static_assert(!kKeySegments ||
+                (Config::kSegmentKeys % kTileKey == 0 && ConsumerGroup::kConsumerGroups == 1));
 
   using QueryTile = typename Operands::QueryTile;
   using KeyTile = typename Operands::KeyTile;
@@ -75,8 +78,8 @@ struct FmhaForwardSplitSm80 {
   static constexpr int kTileBytes =
       QueryTile::kBytes + ConsumerGroup::kConsumerGroups * kConsumerGroupBytes;
   static constexpr int kLoopBytes = kTileBytes + Operands::kScaleBytes;
-  using Merge = ConsumerGroupMerge<ConsumerGroup, Softmax,
-                                   kTileQuery * Config::kValueDim>;  // over the others
+  // Reuses the shared memory of the tiles.
+  using Merge = ConsumerGroupMerge<ConsumerGroup, Softmax, kTileQuery * Config::kValueDim>;
   static constexpr int kSharedBytes = kLoopBytes > Merge::kBytes ? kLoopBytes : Merge::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
@@ -95,7 +98,7 @@ struct FmhaForwardSplitSm80 {
       if (item.split == 0) clear_gap(params, item, mask.query_length);
       if (row >= mask.query_length) return;
     }
-    // Partial results have no valid rows: those end in the combine kernel, or after all segments.
+    // Partial results have no valid rows: row modifiers must see each row once, at its end.
     bool const is_partial = kKeySegments || params.splits > 1;
     TileRows const rows(shape, item.batch, item.head, row, is_partial ? 0 : mask.query_length);
     KvBlocks const of_row(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask, item.batch,
@@ -132,11 +135,11 @@ struct FmhaForwardSplitSm80 {
       kv_tiles.load(ahead, stage, operands);
       ahead = kv_blocks.after(ahead);
     }
-    // A conversion waits for the queries, so keys are on their way first.
+    // The conversion waits for the queries, so the copies of keys start before it.
     bool const converts_query = !Operands::kCopiesQuery && !kv_blocks.empty();
     if (converts_query) load_query(params, item, row, operands, query_tile);
     wait_copies<kStages - 1>();
-    __syncthreads();  // queries are here
+    __syncthreads();  // the query tile is in shared memory
 
     operands.begin();
     if constexpr (kKeySegments) {
@@ -147,7 +150,7 @@ struct FmhaForwardSplitSm80 {
     attend(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile, softmax,
            output, [](int) {});
 
-    __syncthreads();  // the tiles that Merge covers are no longer read
+    __syncthreads();  // Merge overwrites the tiles: every warp must have read them
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
     if (ConsumerGroup::index() > 0) return;
     softmax.finish(output, params.scale.softmax_scale,
@@ -161,7 +164,7 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
-  // Keys and values of a consumer group.
+  // Copies the keys and values of one consumer group; the main loop calls load() for each block.
   struct KvTiles {
     template <class Tile>
     using Rows = CopiedRows<Tile, ConsumerGroup::kThreads, 16, RowPointer, PageTable<Config>>;
@@ -171,8 +174,7 @@ struct FmhaForwardSplitSm80 {
     int end;
     uint32_t shared;
 
-    // Starts the copies of a KV block. Past the end it commits an empty group, so that waits keep
-    // their count.
+    // Starts the copies of a KV block; past the end an empty group, because wait_copies counts.
     CUTE_DEVICE void load(int tile, int stage, Operands const& operands) const {
       if (tile < end) {
         int const column = tile * kTileKey + ConsumerGroup::index() * Tiles::kConsumerGroupKeys;
@@ -185,9 +187,8 @@ struct FmhaForwardSplitSm80 {
     }
   };
 
-  // The main loop: O += P V over the KV blocks of this split and consumer group. The copies of the
-  // first blocks are in flight; block `ahead` is copied next. end_block(block) is called after
-  // each.
+  // The main loop: O += P V over the KV blocks of this split and consumer group. The first kStages
+  // - 1 blocks are in flight; `ahead` is copied next. Calls end_block(block) after each.
   template <class Output, class EndBlock>
   CUTE_DEVICE static void attend(ForwardParams const& params, SplitWorkItem const& item,
                                  Mask const& mask, TileRows const& rows, KvBlocks const& kv_blocks,
@@ -197,15 +198,15 @@ struct FmhaForwardSplitSm80 {
     LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks> const query(query_tile,
                                                                              ScoreGrid::row());
     Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, item.batch}};
-    // A decode step has rows for one warp of a tile.
+    // A decode step fills the rows of one warp of the tile; the other warps only copy.
     bool const has_rows = rows.row + ScoreGrid::row() < mask.query_length;
     int stage = 0;
     for (int tile = kv_blocks.begin; tile < kv_blocks.end; tile = kv_blocks.after(tile)) {
       int const column = tile * kTileKey;
       wait_copies<kStages - 2>();
-      ConsumerGroup::sync();  // this tile is here; the group no longer reads the previous one
+      ConsumerGroup::sync();  // this block has arrived; the group has read the previous one
       int const previous = stage == 0 ? kStages - 1 : stage - 1;
-      if constexpr (!Config::kBlockMask) ahead = tile + kStages - 1;  // one register less
+      if constexpr (!Config::kBlockMask) ahead = tile + kStages - 1;  // saves a register
       kv_tiles.load(ahead, previous, operands);
       ahead = kv_blocks.after(ahead);
 
@@ -228,7 +229,7 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
-  // The KV blocks of a split, of those that its rows attend to.
+  // The KV blocks of this split among those that the rows of the tile attend to.
   CUTE_DEVICE static TileRange part_of_split(ForwardParams const& params, SplitWorkItem const& item,
                                              Mask const& mask, TileRange const& of_row) {
     if constexpr (kKeySegments) {
@@ -239,13 +240,15 @@ struct FmhaForwardSplitSm80 {
     return share_of_split(of_row, item.split, params.splits);
   }
 
+  // The segments of this split, counted from key 0, so that they do not depend on the mask.
   CUTE_DEVICE static TileRange segments_of_split(ForwardParams const& params,
                                                  SplitWorkItem const& item, Mask const& mask) {
     return share_of_split({0, ceil_div(mask.key_length, Config::kSegmentKeys)}, item.split,
                           params.splits);
   }
 
-  // The main loop and the end of the segments of a split.
+  // The main loop of batch-invariant calls: each segment is finished and added to the sum, or with
+  // several splits written as a partial result.
   template <class Output>
   CUTE_DEVICE static void attend_segments(ForwardParams const& params, SplitWorkItem const& item,
                                           Mask const& mask, TileRows const& rows,
@@ -278,7 +281,7 @@ struct FmhaForwardSplitSm80 {
     store(params, softmax, sum.output);
   }
 
-  // Writes logsumexp -inf for the segments of a split that no row of the tile attends to.
+  // Writes logsumexp -inf for segments that no row attends to: the combine kernel reads them all.
   CUTE_DEVICE static void mark_masked_segments(ForwardParams const& params,
                                                SplitWorkItem const& item, Mask const& mask,
                                                KvBlocks const& kv_blocks) {
@@ -300,7 +303,7 @@ struct FmhaForwardSplitSm80 {
                                    params.splits);
   }
 
-  // The number of rows of a batch index to write. After a packed sequence the next one begins.
+  // The number of rows to write. Hazard: after a packed sequence the next one begins.
   CUTE_DEVICE static int row_bound(ForwardParams const& params, int batch) {
     return Config::kVarlen ? Mask(params.mask, params.shape, batch).query_length
                            : Rows(params.shape).count(params.shape.query_length);
@@ -317,7 +320,7 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
-  // Brings a tile of queries to shared memory; rows and columns beyond the bounds become zero.
+  // Loads the query tile into shared memory; rows and columns beyond the bounds become zero.
   CUTE_DEVICE static void load_query(ForwardParams const& params, SplitWorkItem const& item,
                                      int row, Operands const& operands, uint32_t tile) {
     ProblemShape const& shape = params.shape;
@@ -335,7 +338,7 @@ struct FmhaForwardSplitSm80 {
         shape.head_dim, tile);
   }
 
-  // Calls use(row, is within the query length, row of the fragments) for the rows of this lane.
+  // Calls use(row, is within the query length, row of the accumulators) for this lane's rows.
   template <class Use>
   CUTE_DEVICE static void for_each_row(ForwardParams const& params, SplitWorkItem const& item,
                                        Use use) {
@@ -348,6 +351,7 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
+  // Writes finished rows. Rows beyond the query length get output 0 and logsumexp -inf.
   template <class Output>
   CUTE_DEVICE static void store(ForwardParams const& params, Softmax const& softmax,
                                 Output const& output) {
@@ -375,8 +379,8 @@ struct FmhaForwardSplitSm80 {
     });
   }
 
-  // Rows without keys are written too: the combination reads all before it knows. A part is a
-  // split or a segment.
+  // Writes unfinished rows to a part: a split or a segment. Rows without keys are written too,
+  // because the combine kernel loads outputs before it has seen the logsumexps.
   template <class Output>
   CUTE_DEVICE static void store_partial(ForwardParams const& params, int part,
                                         Softmax const& softmax, Output const& output) {

@@ -1,4 +1,5 @@
-// Tiles, padding, and the order of the dq sums in the three kernels of the backward.
+// Tiles, padding, and the order of the dq sums, as the three kernels of the sm80 backward share
+// them (preprocess, main, postprocess).
 #pragma once
 
 #include <memeff/core/shared_tile.cuh>
@@ -8,6 +9,7 @@
 
 namespace memeff {
 
+// For kernels of mma.sync.
 template <class Config>
 struct BackwardTiles {
   static constexpr int kTileQuery = Config::kTileQuery;
@@ -31,8 +33,9 @@ struct BackwardTiles {
   using Statistics = PairedStatistics;
 
   // dq is summed in f32 over the KV blocks. The workspace is in accumulator order (four floats per
-  // lane, 512 bytes per warp and block) instead of rows. The sums are then aligned vector
-  // reductions, and the postprocess kernel, which has the same threads, reads them back unchanged.
+  // lane, 512 bytes per warp and block) instead of rows. Additions are then aligned vector
+  // reductions, and the postprocess kernel, whose threads have the same layout, reads the sums back
+  // unchanged.
   static constexpr bool kTransposedDq = false;
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
 

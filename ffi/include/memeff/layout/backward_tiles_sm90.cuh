@@ -1,5 +1,5 @@
-// Tiles, padding, and the order of the dq sums in the three kernels of the Hopper backward. See
-// backward_tiles.cuh.
+// Tiles, padding, and the order of the dq sums, as the three kernels of the Hopper backward share
+// them. See backward_tiles.cuh.
 #pragma once
 
 #include <memeff/core/shared_tile.cuh>
@@ -9,6 +9,7 @@
 
 namespace memeff {
 
+// For kernels/fmha_bwd_sm90.cuh.
 template <class Config>
 struct BackwardTilesSm90 {
   static constexpr int kTileQuery = Config::kTileQuery;
@@ -23,10 +24,10 @@ struct BackwardTilesSm90 {
   using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;      // also dk
   using ValueTile = SharedTile<kTileKey, Config::kValueDim>;   // also dv
 
-  // The consumers divide the rows of dQ if there are 64 for each, and its columns if there are 64
-  // rows in all. wgmma has 64 rows, so with any other number they compute its transpose, K^T dS^T,
-  // and divide the rows of that. wgmma reads its left operand in either order, and a right operand
-  // of a number of columns that panels do not divide must have k contiguous.
+  // How the consumers divide dQ. They divide its rows if there are 64 for each, and its columns if
+  // there are 64 rows in all. wgmma has 64 rows, so with any other number they compute the
+  // transpose, K^T dS^T, and divide the rows of that. wgmma reads its left operand in either order;
+  // a right operand must have k contiguous if panels do not divide its number of columns.
   static constexpr bool kDivideRows = kTileQuery == 64 * kWarpgroups;
   static constexpr bool kTransposedDq = kTileQuery % 64 != 0;
   static_assert(kDivideRows || kTileQuery == 64 ||

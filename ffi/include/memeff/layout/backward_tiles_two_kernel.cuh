@@ -1,4 +1,5 @@
-// Tiles of the two-kernel backward (kernels/fmha_bwd_two_kernel_sm90.cuh).
+// Tiles and workspaces that the kernels of the two-kernel backward share
+// (kernels/fmha_bwd_two_kernel_sm90.cuh).
 #pragma once
 
 #include <memeff/core/shared_tile.cuh>
@@ -37,7 +38,7 @@ struct BackwardTilesTwoKernel {
     return query_tile_index<Config>(params, batch, head, tile);
   }
 
-  // Logsumexp and delta of the rows from `row` on, a multiple of sixteen.
+  // The logsumexp and delta of the rows from `row` on, a multiple of sixteen.
   CUTE_DEVICE static float const* statistics(BackwardParams const& params, int batch, int head,
                                              int row) {
     return params.row_statistics + (tile_index(params, batch, head, 0) * kTileQuery + row) * 2;

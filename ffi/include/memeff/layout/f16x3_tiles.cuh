@@ -8,7 +8,7 @@
 
 namespace memeff {
 
-// The high parts of kRows rows, their low parts, and a factor for each row: see RowScale.
+// One tile: the hi parts of kRows rows, their lo parts, and a factor for each row (RowScale).
 template <int kRows_, int kColumns_>
 struct F16x3Tile {
   static constexpr int kRows = kRows_;
@@ -17,12 +17,12 @@ struct F16x3Tile {
   static constexpr int kLow = Part::kBytes;
   static constexpr int kFactors = 2 * Part::kBytes;
   static constexpr int kBytes = kFactors + kRows * int(sizeof(float));
-  static constexpr int kBufferBytes = ceil_div(kBytes, 1024) * 1024;  // alignment of swizzles
+  static constexpr int kBufferBytes = ceil_div(kBytes, 1024) * 1024;  // swizzles need the alignment
   static_assert(kBytes % 16 == 0);
 };
 
-// Each consumer has its own tile of queries. A size of 0 still has one tile, which is never read or
-// is zero.
+// Where the tiles of a call are in the workspaces. Each consumer has its own tile of queries. A
+// length of 0 still has one tile, which is zero or never read.
 template <class Config>
 struct F16x3Tiles {
   using Query = F16x3Tile<kWarpgroupRows, Config::kHeadDim>;

@@ -1,5 +1,5 @@
-// Where the keys and values of a work tile are: in tensors with a row for each batch index, in
-// packed sequences, in tensors whose batch a vmap broadcasts, or in a pool of pages.
+// Locates the keys and values of a work tile: in tensors with a row for each batch index, in packed
+// sequences, in tensors whose batch a vmap broadcasts, or in a pool of pages.
 #pragma once
 
 #include <memeff/core/float8.cuh>
@@ -10,9 +10,9 @@
 
 namespace memeff {
 
-// Row 0 of one key head. All code that locates a key or a value uses this object, so a new way to
-// store them is a new source. Row 0 of a pool is the first row of its first page, and `pages` maps
-// the keys of the sequence to rows.
+// Row 0 of one key head. All code that locates a key or a value asks this object, so a new way to
+// store them changes only this file. Row 0 of a pool is the first row of its first page, and
+// `pages` maps the keys of the sequence to rows.
 template <class Config>
 struct KeyValueSource {
   Origin origin;
@@ -23,7 +23,7 @@ struct KeyValueSource {
   CUTE_DEVICE KeyValueSource(Params const& params, int batch, int key_head)
       : origin(key_origin<Config>(params.shape, batch)), head(key_head), pages(params, batch) {}
 
-  // First element of `row`, for kernels that copy by address.
+  // The first element of `row`, for kernels that copy by address.
   CUTE_DEVICE char* row(TensorView const& tensor, int row = 0) const {
     return row_pointer<KeyValueElement<Config>>(tensor, batch(tensor), origin.row + row, head);
   }

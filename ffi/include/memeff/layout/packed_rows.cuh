@@ -1,4 +1,4 @@
-// The query and the head of a row of a tile.
+// Maps a row of a tile to its query and head.
 #pragma once
 
 #include <memeff/core/common.cuh>
@@ -24,13 +24,13 @@ struct PackedRows {
   }
 };
 
-// Partial results are [parts, partial_rows], where parts are splits of the keys, or segments; rows
-// are [batch, heads of tiles, rows of a head].
+// The number of rows of one part of the partial results, which are [parts, partial_rows]. A part is
+// a split of the keys or a segment; rows are [batch, heads of tiles, rows of a head].
 CUTE_DEVICE long long partial_rows(ProblemShape const& shape) {
   return (long long)shape.batch * shape.query_heads * shape.query_length;
 }
 
-// The first partial row of a head of tiles.
+// The index of the first partial row of a head of tiles.
 template <bool kPackHeads>
 CUTE_DEVICE long long partial_row(ProblemShape const& shape, PackedRows<kPackHeads> const& rows,
                                   int part, int batch, int tile_head) {

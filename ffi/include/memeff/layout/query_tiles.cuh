@@ -1,4 +1,4 @@
-// The index of tiles of query and key rows in workspaces.
+// The index of a tile of query or key rows in workspaces.
 #pragma once
 
 #include <cute/tensor_impl.hpp>
@@ -7,10 +7,11 @@
 
 namespace memeff {
 
-// Index of one (batch, head, query tile); `tiles` is the number of tiles of a (batch, head) slice.
+// The index of one (batch, head, query tile); `tiles` is the number of tiles of a (batch, head)
+// slice.
 //
-// Packed sequences use few tiles more than they need: sequence b begins at tile
-// starts[b] / kTileQuery + b of a head. It has at most length / kTileQuery + 1 tiles, rounded
+// Packed sequences take at most one tile more each than their tokens fill: sequence b begins at
+// tile starts[b] / kTileQuery + b of a head. It has at most length / kTileQuery + 1 tiles, rounded
 // down, so it ends at or before the start of the next one.
 template <class Config>
 CUTE_DEVICE long long query_tile_index(ProblemShape const& shape, int tiles, int batch, int head,
@@ -35,11 +36,11 @@ template <int kThreads, class Float, class Accumulators>
 CUTE_DEVICE Float* query_gradient_sums(Float* tile, Accumulators const& accumulators, int m,
                                        int n) {
   int const block = m * int(cute::size<2>(accumulators)) + n;
-  // The constant comes last: it becomes an immediate, and all blocks use one address register.
+  // Keep the constant last: it becomes an immediate, and all blocks use one address register.
   return tile + threadIdx.x * 4 + block * (kThreads * 4);
 }
 
-// Index of one (batch, key head, key tile).
+// The index of one (batch, key head, key tile).
 template <class Config>
 CUTE_DEVICE long long key_tile_index(ProblemShape const& shape, int tiles, int batch, int head,
                                      int tile) {

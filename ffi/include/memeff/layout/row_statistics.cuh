@@ -6,7 +6,7 @@
 
 namespace memeff {
 
-// Interleaved: (logsumexp, delta) of each row.
+// Interleaved pairs: (logsumexp, delta) of each row.
 struct PairedStatistics {
   CUTE_DEVICE static void store(float* statistics, int row, float logsumexp, float delta) {
     reinterpret_cast<float2*>(statistics)[row] = make_float2(logsumexp, delta);
@@ -28,14 +28,14 @@ struct QuadStatistics {
     target[kRows] = delta;
   }
 
-  // Logsumexp and delta of one row.
+  // The logsumexp and delta of one row.
   CUTE_DEVICE static float2 load(float const* statistics, int row) {
     float const* const source = statistics + offset(row);
     return make_float2(source[0], source[kRows]);
   }
 
-  // The same for the rows that are this lane's columns: element i of column block n is value
-  // 2 * (n % 2) + i of `pair` n / 2.
+  // One of the two statistics for the rows that are this lane's columns: element i of column block
+  // n is value 2 * (n % 2) + i of `pair` n / 2.
   struct Values {
     float of[4];
   };

@@ -5,7 +5,7 @@
 
 namespace memeff {
 
-// Two elements in adjacent columns.
+// Two elements in adjacent columns, loaded or stored as one vector if they are aligned.
 template <class Element>
 struct alignas(2 * sizeof(Element)) Pair {
   Element first;
@@ -18,7 +18,7 @@ struct ScoreViewSlice {
   Element* origin;
   long long row_stride;
   long long column_stride;
-  bool paired;  // pairs of columns that begin at an even column are aligned
+  bool paired;  // pairs that begin at an even column are aligned
 
   CUTE_DEVICE ScoreViewSlice(ScoreView const& view, int batch, int head, int row, int column)
       : row_stride(view.row_stride), column_stride(view.column_stride) {
@@ -32,7 +32,8 @@ struct ScoreViewSlice {
     return origin + row * row_stride + column * column_stride;
   }
 
-  // Column `column`, which is even, and the next; 0 at and beyond the bound.
+  // Loads the elements at `column`, which is even, and at the next column. Elements from the bound
+  // on are 0.
   template <bool kPaired>
   CUTE_DEVICE Pair<Element> load(int row, int column, int column_bound) const {
     Pair<Element> pair = {Element(0), Element(0)};

@@ -1,4 +1,5 @@
-// The position of batch indices in the arrays: separate rows, or packed one after the other.
+// Where the rows of a batch index begin in the arrays: at a batch index of their own, or at a token
+// of packed sequences.
 #pragma once
 
 #include <memeff/core/work_item.cuh>
@@ -6,7 +7,7 @@
 
 namespace memeff {
 
-// The tensor's batch index and row of the first row of a batch index.
+// The tensor's batch index and row at which the rows of a batch index begin.
 struct Origin {
   int batch;
   int row;
@@ -32,8 +33,8 @@ CUTE_DEVICE long long logsumexp_offset(ProblemShape const& shape, Origin const& 
   return head_batch * (Config::kVarlen ? shape.query_tokens : shape.query_length) + origin.row;
 }
 
-// The tokens after a sequence that belong to none. The CTAs of the sequence divide them: each has
-// part `tile` of `tiles`.
+// The tokens after a sequence that belong to no sequence. Their results must be zeros, and no CTA
+// owns them, so the CTAs of the sequence before divide them: each clears part `tile` of `tiles`.
 struct Gap {
   int begin;
   int end;
@@ -70,9 +71,9 @@ struct Gap {
   }
 };
 
-// Output 0 and logsumexp -inf for this CTA's part of the queries that belong to no sequence.
-// `length` is the length of the sequence, `tiles` its number of CTAs. Another kernel may have
-// computed those queries: then they stay.
+// Writes output 0 and logsumexp -inf to this CTA's part of the queries that belong to no sequence.
+// `length` is the length of the sequence, `tiles` its number of CTAs. Hazard: with keeps_gaps
+// another kernel has computed those queries, and they must stay.
 template <class Config, int kThreads>
 CUTE_DEVICE void clear_query_gap(ForwardParams const& params, WorkItem const& item, int length,
                                  int tiles) {
@@ -85,8 +86,8 @@ CUTE_DEVICE void clear_query_gap(ForwardParams const& params, WorkItem const& it
       params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
 }
 
-// dk and dv 0 for this CTA's part of the keys that belong to no sequence. `length` is the length of
-// the sequence, `tiles` its number of CTAs.
+// Writes zeros to dk and dv in this CTA's part of the keys that belong to no sequence. `length` is
+// the length of the sequence, `tiles` its number of CTAs.
 template <class Config, int kThreads>
 CUTE_DEVICE void clear_key_gap(BackwardParams const& params, WorkItem const& item, int length,
                                int tiles) {

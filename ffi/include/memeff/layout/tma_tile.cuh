@@ -23,7 +23,7 @@ CUTE_DEVICE void load_tma_tile(TensorMap const& map, uint64_t& barrier, uint32_t
 }
 
 // Starts the copy of a box from row `tile_row` of a tile to row `row` of the tensor. Elements
-// beyond the tensor are not written. Every writer of the shared rows must have passed
+// beyond the tensor are not written. Hazard: every writer of the shared rows must have passed
 // fence_tma_store() and a barrier.
 template <class Tile>
 CUTE_DEVICE void store_tma_tile(TensorMap const& map, uint32_t tile, int tile_row, int row,
@@ -37,9 +37,9 @@ CUTE_DEVICE void store_tma_tile(TensorMap const& map, uint32_t tile, int tile_ro
 }
 
 // Stores a warpgroup's 64 rows of a tile, from `tile_row` on; the tile begins at row `row` of the
-// tensor. Rows from `bound` of the tile on are not written. TMA only knows the end of the tensor,
-// so if a packed sequence ends inside the 64 rows, the threads write its last rows themselves. All
-// threads of the warpgroup call this after fence_tma_store() and a barrier.
+// tensor. Rows from `bound` of the tile on are not written. A tensor map bounds only the whole
+// tensor, so if a packed sequence ends inside the 64 rows, the threads write its last rows
+// themselves. All threads of the warpgroup call this after fence_tma_store() and a barrier.
 template <class Config, class Tile>
 CUTE_DEVICE void store_part(TensorMap const& map, TensorView const& tensor, uint32_t tile,
                             int tile_row, int row, int bound, int head, int batch, int columns) {
@@ -62,16 +62,16 @@ CUTE_DEVICE void store_part(TensorMap const& map, TensorView const& tensor, uint
   }
 }
 
-// Whether TMA has read rows beyond `length` into a tile that ends at `end`. Without packed
-// sequences it fills rows beyond the tensor's `rows` with zeros.
+// Whether TMA has read rows beyond `length`, which may be NaN, into a tile that ends at `end`.
+// Without packed sequences it fills rows beyond the tensor's `rows` with zeros.
 template <class Config>
 CUTE_DEVICE bool reads_beyond(int length, int end, int rows) {
   return length < (Config::kVarlen ? end : min(end, rows));
 }
 
 // Clears the rows of a tile from `first` on. Rows beyond a length exist in the tensor and may be
-// NaN, and 0 * NaN is not 0. kThreads threads divide the work; they must pass fence_tma_store() and
-// a barrier before a product reads the tile.
+// NaN, and 0 * NaN is not 0. kThreads threads divide the work. Hazard: they must pass
+// fence_tma_store() and a barrier before a product reads the tile.
 template <class Tile, int kThreads>
 CUTE_DEVICE void clear_rows(uint32_t tile, int first) {
   constexpr int kChunks = Tile::kColumns / Tile::kChunkColumns;

@@ -1,18 +1,20 @@
-// The block mask: whether segment ids and boolean masks make none, some or all elements of a tile
-// of scores valid.
+// The block mask: whether segment ids, boolean masks and mask functions leave none, some or all
+// elements of a tile of scores valid.
 //
-// XLA computes it before the kernel (jax_memeff/_cuda/block_mask.py), one byte per tile, with two
-// bits for the rows of each consumer if consumers test their elements by themselves. A row of
-// blocks has the KV blocks of a Q block, or the Q blocks of a KV block. It begins with the range of
-// its tiles that have a valid element, so sorted ids need no search.
+// XLA computes it before the kernel (jax_memeff/_cuda/block_mask.py), one byte per tile. The byte
+// has two bits for the rows of each consumer if consumers test their elements separately. A row of
+// blocks holds the KV blocks of a Q block, or the Q blocks of a KV block. It begins with the range
+// of tiles that have a valid element, so sorted ids need no search.
 #pragma once
 
 #include <memeff/mask/interval.cuh>
 
 namespace memeff {
 
-// The tiles of a range that have a valid element. The first and the last tile of the range do,
-// unless it is empty.
+// Iterates over the tiles of a row of blocks that have a valid element. Main loops call after() or
+// before() to advance and partial() to decide whether to test elements. Unless the range is empty,
+// its first and last tile have a valid element. Without a block mask every tile of the range is
+// visited.
 template <bool kMapped>
 struct BlockMaskRow : TileRange {
   BlockMaskRow() = default;
@@ -21,25 +23,26 @@ struct BlockMaskRow : TileRange {
 
   CUTE_DEVICE bool empty() const { return begin >= end; }
 
-  // The tiles of this row in a part of its range.
+  // This row, restricted to a part of its range.
   CUTE_DEVICE BlockMaskRow within(TileRange const& part) const {
     BlockMaskRow row = *this;
     row.begin = part.begin, row.end = part.end;
     return row;
   }
 
-  // The next tile below; less than `begin` below the first.
+  // The next tile below; below the first one a value less than `begin`.
   CUTE_DEVICE int before(int tile) const { return tile - 1; }
-  // The next tile above; `end` above the last.
+  // The next tile above; above the last one `end`.
   CUTE_DEVICE int after(int tile) const { return tile + 1; }
 
-  // Whether segment ids or a boolean mask may make an element of the tile invalid.
+  // Whether the tile's elements must be tested against segment ids, boolean masks and mask
+  // functions.
   CUTE_DEVICE bool partial(int) const { return true; }
 };
 
 template <>
 struct BlockMaskRow<true> : TileRange {
-  // As in jax_memeff/_cuda/block_mask.py.
+  // Must match jax_memeff/_cuda/block_mask.py, which writes the bytes.
   static constexpr int kRangeBytes = sizeof(TileRange);
   enum Valid : unsigned char { kNone = 0, kAll = 1, kSome = 2 };
   static constexpr int kPartBits = 2;
@@ -48,7 +51,7 @@ struct BlockMaskRow<true> : TileRange {
 
   BlockMaskRow() = default;
 
-  // Row of blocks `index` of a batch index and head, with `count` tiles.
+  // The row `index` of the block mask of a batch index and head, which has `count` tiles.
   CUTE_DEVICE BlockMaskRow(TileRange const& range, BlockMask const& map, int batch, int head,
                            int index, int count)
       : TileRange(range) {
@@ -63,7 +66,8 @@ struct BlockMaskRow<true> : TileRange {
     skip_ends();
   }
 
-  // There is one more byte after the last tile, and rows begin at multiples of 8 bytes.
+  // Rows begin at multiples of 8 bytes, for the aligned load of the range. One byte of padding
+  // after the last tile keeps reads past the end inside the row.
   CUTE_DEVICE static int line_bytes(int count) { return kRangeBytes + (count / 8 + 1) * 8; }
 
   CUTE_DEVICE bool empty() const { return begin >= end; }
@@ -86,12 +90,14 @@ struct BlockMaskRow<true> : TileRange {
 
   CUTE_DEVICE bool partial(int tile) const { return tiles[tile] != kAll; }
 
-  // Which elements of a part of the tile's rows are valid.
+  // Whether none, some or all elements are valid in part `part` of the tile's rows, those of one
+  // consumer.
   CUTE_DEVICE Valid valid(int tile, int part) const {
     return Valid(tiles[tile] >> (part * kPartBits) & ((1 << kPartBits) - 1));
   }
 
  private:
+  // Restores the invariant that the first and the last tile of the range have a valid element.
   CUTE_DEVICE void skip_ends() {
     while (begin < end && tiles[begin] == kNone) ++begin;
     while (begin < end && tiles[end - 1] == kNone) --end;

@@ -1,4 +1,4 @@
-// A dense boolean mask: one byte per element, read once.
+// A dense boolean mask: one byte per element, read from global memory once.
 #pragma once
 
 #include <cute/tensor_impl.hpp>
@@ -7,8 +7,8 @@
 
 namespace memeff {
 
-// Sets scores to -inf if the mask is false, and beyond the bounds, which are relative to the tile's
-// first element.
+// Sets scores to -inf if the mask is false or the element is beyond the bounds, which are relative
+// to the tile's first element. ScoreMask calls it for partial tiles.
 template <class Grid>
 struct BooleanMask {
   using Slice = ScoreViewSlice<unsigned char>;
@@ -23,7 +23,7 @@ struct BooleanMask {
     }
   }
 
-  // The same for transposed scores: rows of the accumulators are columns of the mask.
+  // As above for transposed scores: rows of the accumulators are columns of the mask.
   template <class Accumulators>
   CUTE_DEVICE static void apply_transposed(Accumulators& scores, Slice const& slice, int row_bound,
                                            int column_bound) {

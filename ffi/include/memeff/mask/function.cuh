@@ -1,4 +1,4 @@
-// The user's function of a mask (`Mask.function`): tests of elements.
+// The user's mask function (`Mask.function`), evaluated at the elements of a tile.
 #pragma once
 
 #include <memeff/core/function/of_rows.cuh>
@@ -7,8 +7,8 @@
 
 namespace memeff {
 
-// Sets the accumulators of elements for which the function is false to -inf. Without a function it
-// is empty. kPackHeads: see PackedRows.
+// Sets the accumulators to -inf if the function is false for their element. Does nothing if the
+// call has no mask function. ScoreMask calls it for partial tiles. kPackHeads: see PackedRows.
 template <class Config, class Grid, bool kTransposed = false, bool kPackHeads = false>
 struct MaskFunction {
   template <class Scores, class Params>

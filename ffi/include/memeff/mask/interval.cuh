@@ -8,16 +8,17 @@
 
 namespace memeff {
 
-// Half-open range of tile indices.
+// A half-open range of tile indices.
 struct TileRange {
   int begin;
   int end;
 };
 
-// Column s of row t is valid if  t < query_length,  s < key_length  and  t + first <= s <= t +
-// last. Both window alignments and the global positions of a shard fold into the two offsets,
-// because they are constant within a batch index. If rows of several heads are packed, rows below
-// are packed rows. kPositions: there are global positions; otherwise they are 0.
+// Column s of row t is valid if t < query_length, s < key_length and t + first <= s <= t + last.
+// Both window alignments and the global positions of a shard fold into the two offsets, because all
+// are constant within a batch index. With kPackHeads the rows below are packed rows (PackedRows).
+// kPositions: the call has global positions; without it they are 0. ScoreMask derives from it, and
+// the schedules ask it for the tiles of a row or column of blocks.
 template <MaskKind kKind, bool kPackHeads = false, bool kPositions = false>
 struct IntervalMask {
   PackedRows<kPackHeads> rows;
@@ -40,7 +41,7 @@ struct IntervalMask {
     }
   }
 
-  // Sizes are below kMaxLength, so sums of a row, a column and a bound fit 32 bits.
+  // Sizes are below kMaxLength, so the sum of a row, a column and a clamped bound fits 32 bits.
   CUTE_DEVICE static int clamp(int x) { return min(max(x, -kUnbounded), kUnbounded); }
   CUTE_DEVICE static int bound(int limit, int shift) {
     return limit == kUnbounded ? kUnbounded : clamp(limit + shift);
@@ -50,12 +51,13 @@ struct IntervalMask {
     return lengths != nullptr ? min(max(lengths[batch], 0), size) : size;
   }
 
-  // Whether all batch indices have the same mask.
+  // Whether the mask is the same for all batch indices.
   CUTE_DEVICE static bool is_shared(MaskParams const& mask) {
     if constexpr (kPositions && kKind != MaskKind::none) return false;
     return mask.query_lengths == nullptr && mask.key_lengths == nullptr;
   }
 
+  // The valid columns of a row: [row_begin(row), row_end(row)).
   CUTE_DEVICE int row_begin(int row) const {
     return kKind == MaskKind::window ? max(rows.query(row) + first, 0) : 0;
   }
@@ -63,7 +65,7 @@ struct IntervalMask {
     return kKind == MaskKind::none ? key_length : min(rows.query(row) + last + 1, key_length);
   }
 
-  // KV blocks with a valid element for some row of [row, row + count).
+  // The KV blocks, of `tile` columns each, with a valid element in some row of [row, row + count).
   CUTE_DEVICE TileRange key_tiles(int row, int count, int tile) const {
     int const last_row = min(row + count, query_length) - 1;
     if (last_row < row) return {0, 0};
@@ -71,7 +73,8 @@ struct IntervalMask {
     return {min(row_begin(row), end) / tile, ceil_div(end, tile)};
   }
 
-  // Q blocks with a valid element for some column of [column, column + columns).
+  // The Q blocks, of `tile` rows each, with a valid element in some column of [column, column +
+  // columns).
   CUTE_DEVICE TileRange query_tiles(int column, int columns, int tile) const {
     if (column >= key_length) return {0, 0};
     int begin = 0;
@@ -83,8 +86,8 @@ struct IntervalMask {
     return {begin / tile, ceil_div(max(end, begin / tile * tile), tile)};
   }
 
-  // Whether the tile has an invalid element. Rows beyond query_length do not count, because their
-  // results are never written.
+  // Whether the tile may have an invalid element. Rows beyond query_length are not tested, because
+  // their results are never written.
   CUTE_DEVICE bool needs_test(int row, int count, int column, int columns) const {
     return column + columns > row_end(row) ||
            (kKind == MaskKind::window && column < row_begin(row + count - 1));
@@ -114,7 +117,7 @@ struct IntervalMask {
     }
   }
 
-  // The same for transposed scores: rows of the accumulators are keys, columns are queries.
+  // As above for transposed scores: rows of the accumulators are keys, columns are queries.
   template <class Grid, class Accumulators>
   CUTE_DEVICE void apply_transposed(Accumulators& scores, int row, int column) const {
     int const thread = thread_index();

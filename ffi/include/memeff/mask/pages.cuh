@@ -1,4 +1,4 @@
-// Masks the keys of pages outside the pool.
+// Masks keys whose page-table entry is invalid: a negative entry is no page of the pool.
 #pragma once
 
 #include <memeff/arch/thread.cuh>
@@ -7,11 +7,13 @@
 
 namespace memeff {
 
-// Without pages it is empty.
+// Sets the scores of keys on missing pages to -inf. ScoreMask calls it for every tile of a paged
+// call; without pages it does nothing.
 template <class Config, class Grid>
 struct PageMask {
-  // For the tile of kColumns columns at `at`; columns from column_bound on are masked already. Each
-  // lane checks one part of a page, so a table without invalid entries costs one vote.
+  // Masks the tile of kColumns columns at `at`; the interval mask has masked columns from
+  // column_bound on already. Each lane checks one part of a page, so a table without invalid
+  // entries costs one vote.
   template <int kColumns, class Accumulators, class Params>
   CUTE_DEVICE static void apply(Accumulators& scores, Params const& params,
                                 ScoreTilePosition const& at, int column_bound) {

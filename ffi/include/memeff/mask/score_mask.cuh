@@ -11,14 +11,17 @@
 
 namespace memeff {
 
+// The mask object of a kernel: main loops ask it for KV or Q blocks (IntervalMask) and call apply()
+// on each tile of scores.
 template <class Config, class Grid, bool kPackHeads = false>
 struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
   using Interval = IntervalMask<Config::kMask, kPackHeads, Config::kPositions>;
   using Interval::Interval;
 
-  // Sets the accumulators of invalid elements to -inf, in the tile of kColumns columns at `at`. The
-  // caller owns kRows rows of the tile, from `own_row` on. If the tile is not `partial`, the masks
-  // that are arrays or functions make none of its elements invalid.
+  // Sets the accumulators of invalid elements to -inf in the tile of kColumns columns at `at`. The
+  // caller owns kRows rows of the tile, from `own_row` on. If the tile is not `partial`, the block
+  // mask has shown that arrays and functions leave all its elements valid, so only intervals and
+  // pages are tested.
   template <int kRows, int kColumns, class Accumulators, class Params>
   CUTE_DEVICE void apply(Accumulators& scores, Params const& params, ScoreTilePosition const& at,
                          bool partial = true, int own_row = 0) const {
@@ -43,7 +46,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
     MaskFunction<Config, Grid, false, kPackHeads>::apply(scores, params, at);
   }
 
-  // The same for transposed scores: rows of the accumulators are keys, columns are queries.
+  // As above for transposed scores: rows of the accumulators are keys, columns are queries.
   template <int kRows, int kColumns, class Accumulators, class Params>
   CUTE_DEVICE void apply_transposed(Accumulators& scores, Params const& params,
                                     ScoreTilePosition const& at, bool partial = true) const {
@@ -68,7 +71,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
     MaskFunction<Config, Grid, true>::apply(scores, params, at);
   }
 
-  // The same for the rows of a tile from `bound` on. A score function may return NaN for them.
+  // Sets the rows of a tile from `bound` on to -inf. A score function may return NaN for them.
   template <bool kTransposed, class Accumulators>
   CUTE_DEVICE static void mask_rows_from(Accumulators& scores, int bound) {
     int const thread = thread_index();
@@ -87,7 +90,8 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
   }
 
  private:
-  // A backward sums over rows.
+  // A backward sums over rows, so a NaN of a score function in a row beyond the length would reach
+  // dK and dV. A forward discards such rows.
   static constexpr bool kMasksRows =
       Config::kScoreFunction && cute::is_same_v<typename Config::Params, BackwardParams>;
 

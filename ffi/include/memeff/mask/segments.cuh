@@ -7,8 +7,9 @@
 
 namespace memeff {
 
-// Sets scores to -inf if the ids of row and column differ in any pair of id arrays, and beyond the
-// bounds, which are relative to the tile's first element. Packed sequences have ids per token.
+// Sets scores to -inf if the ids of row and column differ in any pair of id arrays, or beyond the
+// bounds, which are relative to the tile's first element. Packed sequences (kVarlen) have ids per
+// token. ScoreMask calls it for partial tiles.
 template <class Grid, bool kVarlen>
 struct SegmentMask {
   // kTransposed: rows of the accumulators are columns of the scores.
@@ -37,7 +38,8 @@ struct SegmentMask {
   }
 
  private:
-  // The ids of rows and columns of the accumulators.
+  // Compares the ids of the accumulators' rows and columns, which are swapped for transposed
+  // scores.
   template <class Accumulators>
   CUTE_DEVICE static void compare(Accumulators& scores, int thread, int const* rows, int row_bound,
                                   int const* columns, int column_bound) {

@@ -1,6 +1,6 @@
 // Divides the KV blocks of all work tiles evenly over the CTAs of a persistent grid (stream-K,
-// Osama et al. 2023), from the lengths that the device reads. A long sequence among short ones
-// leaves no SM idle, and no kernel plans the work.
+// Osama et al. 2023). Each CTA computes its share from the lengths, so a long sequence among short
+// ones leaves no SM idle, and no separate kernel plans the work.
 //
 // Row tiles of the same sequence read the same keys. So `together` of them form an item, whose row
 // tiles are computed at the same time by a group of as many CTAs, and L2 serves all but the first
@@ -18,7 +18,7 @@
 
 namespace memeff {
 
-// A range of the KV blocks of a row tile, which a CTA computes without a break.
+// A range of the KV blocks of a row tile, which a CTA computes in one pass.
 struct KeyPart {
   int batch;  // -1 after the last
   int head;   // the key head
@@ -28,12 +28,15 @@ struct KeyPart {
   int slot;  // of the partial results, or -1 if the part is the whole row tile
 };
 
+// The schedule of a latent forward. The producer warp of the kernel iterates over the parts of its
+// CTA, and the combine kernel finds the slots by index().
 template <class Config, class Mask>
 class BalancedKeys {
  public:
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
-  // The queries, the first scores and the output of a part take about as long as four KV blocks.
+  // Loading the queries, the first scores and storing the output take about as long as four KV
+  // blocks.
   static constexpr int kItemCost = 4;
 
   CUTE_DEVICE explicit BalancedKeys(ForwardParams const& params, int ctas)
@@ -43,7 +46,7 @@ class BalancedKeys {
     groups_ = ctas / together_;
   }
 
-  // The row tiles of a key head and batch index, of the longest sequence.
+  // The number of row tiles of a key head and batch index, for the longest sequence.
   CUTE_DEVICE static int row_tiles(ProblemShape const& shape) {
     return ceil_div(PackedRows<true>(shape).count(shape.query_length), kTileQuery);
   }
@@ -53,7 +56,7 @@ class BalancedKeys {
     return (batch * shape.key_heads + head) * row_tiles(shape) + tile;
   }
 
-  // Whether this CTA, of those that read the same keys, has the `number`th share of them.
+  // Whether share `number` of the keys belongs to this CTA, among those that read the same keys.
   CUTE_DEVICE bool has_share(int cta, int number) const {
     return number % together_ == cta % together_;
   }
@@ -104,6 +107,7 @@ class BalancedKeys {
   }
 
  private:
+  // The row tile of this CTA in an item.
   struct Item {
     KeyPart part;   // all KV blocks of the CTA's row tile
     bool has_rows;  // of the CTA's row tile
@@ -136,7 +140,7 @@ class BalancedKeys {
     return params_.shape.batch * params_.shape.key_heads * items_of_head();
   }
 
-  // Without KV blocks beyond the last item.
+  // The item at `index`; beyond the last one it has no KV blocks.
   CUTE_DEVICE Item item(int index, int cta) const {
     if (index >= items()) return {{0, 0, 0, 0, 0, 0}, false};
     int const head_batch = index / items_of_head();
@@ -155,8 +159,8 @@ class BalancedKeys {
     int longest = 0;  // item, in units
   };
 
-  // The groups that share the line. If items are equally long and it costs little, so many that
-  // parts end where items do: that saves partial results.
+  // The number of groups that divide the line. If items are equally long and it costs little, the
+  // number is chosen so that parts end where items do, which saves partial results.
   CUTE_DEVICE int groups_of(Line const& line) const {
     int const groups = int(min(line.units, (long long)groups_));
     if ((long long)line.items * line.longest != line.units) return groups;
@@ -168,6 +172,7 @@ class BalancedKeys {
     return groups - aligned <= groups / 16 ? aligned : groups;
   }
 
+  // Sums up all items; every lane of a warp calls it.
   CUTE_DEVICE Line line() const {
     Line line;
     auto const add = [&](int first) {
@@ -189,8 +194,8 @@ class BalancedKeys {
     return line;
   }
 
-  // The first of the next items that the lanes of a warp take. If sequences may be long, those that
-  // are not have many items without rows, which are skipped.
+  // The first of the next items that the lanes of a warp take. If the longest sequence is long, the
+  // short ones have many items without rows; these are skipped.
   CUTE_DEVICE int next_round(int first) const {
     first += kWarpSize;
     int const count = items_of_head();

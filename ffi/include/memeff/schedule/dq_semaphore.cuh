@@ -1,24 +1,25 @@
-// dq sums that several CTAs add to in the same order in every run: semaphores in global memory.
+// Deterministic dq sums: semaphores in global memory give the additions of several CTAs the same
+// order in every run.
 //
 // The CTAs of one key head form a sequence, last KV block first. Each publishes its progress
 // through the Q blocks in a semaphore of its own, and adds to a Q block only after its predecessor
 // has. With causal masks and windows a CTA begins at a Q block that its predecessor skips or has
-// passed, so that nobody waits for long. Without a mask each CTA starts one addition later.
+// passed, so waits are short. Without a mask each CTA starts one addition later.
 //
 // It is enough to wait for the predecessor: along the sequence the Q blocks of a CTA begin and end
 // earlier or at the same place, so all CTAs before the predecessor have passed what it has passed.
 //
-// With a block mask (mask/block_mask.cuh) that does not hold. Then a CTA never publishes more
-// progress than its predecessor. A CTA that has finished, while its predecessor has not, publishes
-// kAskPredecessor, and its successor waits for the predecessor instead.
+// Hazard: with a block mask (mask/block_mask.cuh) that does not hold. Then a CTA never publishes
+// more progress than its predecessor. A CTA that has finished, while its predecessor has not,
+// publishes kAskPredecessor, and its successor waits for the predecessor instead.
 //
-// A CTA draws a ticket when it starts, and tickets say which work it does. So a CTA waits only for
-// CTAs that already run or have finished, whatever the order in which the hardware starts CTAs, and
-// whatever else runs on the device.
+// A CTA draws a ticket when it starts, and the ticket selects its work. So a CTA waits only for
+// CTAs that already run or have finished. It cannot deadlock, whatever the order in which the
+// hardware starts CTAs, and whatever else runs on the device.
 //
-// Consecutive tickets go to several key heads in turn. SMs become free faster than the CTAs of one
-// head may follow each other without a mask, and would wait; so each sequence grows by a CTA when
-// many have started.
+// Consecutive tickets go to several key heads in turn. Without a mask SMs become free faster than
+// the CTAs of one head may follow each other, and would wait. With several heads a sequence grows
+// by a CTA only after many have started.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -27,12 +28,13 @@
 
 namespace memeff {
 
-// Published by a CTA that adds nothing any more.
+// Published by a CTA that has made its last addition.
 constexpr int kFinished = 0x7fffffff;
-// The same, if its predecessor may still add.
+// Published by a CTA that has made its last addition while its predecessor may still add.
 constexpr int kAskPredecessor = -1;
 
-// Additions in the order in which they come, for kernels whose sums may differ in their last bits.
+// The interface without an order, for kernels whose sums may differ in their last bits from run to
+// run.
 template <class Config>
 struct NoDqSemaphore {
   CUTE_DEVICE NoDqSemaphore(BackwardParams const&, int, int*) {}
@@ -44,12 +46,14 @@ struct NoDqSemaphore {
   CUTE_DEVICE void wait(int) {}
 };
 
+// The semaphore of a CTA. The main loop calls wait() before it adds to a Q block and publish()
+// after.
 template <class Config>
 class DqSemaphore {
  public:
-  // Key heads whose CTAs take tickets in turn. 132 SMs with the Q blocks of T = 1024 keep 8 heads
-  // busy. More cost nothing while their queries, dO and dq sums stay in L2 (50 MB or more); longer
-  // sequences need fewer.
+  // The number of key heads whose CTAs take tickets in turn. 132 SMs with the Q blocks of T = 1024
+  // keep 8 heads busy. More heads cost nothing while their queries, dO and dq sums stay in L2 (50
+  // MB or more); longer sequences need fewer.
   static constexpr unsigned kMaxInterleavedHeads = 16;
   static constexpr long long kInterleavedBytes = 32 << 20;
 
@@ -67,7 +71,7 @@ class DqSemaphore {
     return 1u + ceil_div(shape.key_length, tile_key) * shape.key_heads * shape.batch;
   }
 
-  // The ticket of a CTA; one thread draws it.
+  // Draws the ticket of a CTA; one thread calls it.
   CUTE_DEVICE static int draw(BackwardParams const& params) {
     return atomicAdd(params.semaphores, 1);
   }
@@ -87,15 +91,15 @@ class DqSemaphore {
     passed_ = position == 0 ? kFinished : 0;
   }
 
-  // The same for all threads of the CTA; `scratch` is an unused word of shared memory.
+  // Draws the ticket for all threads of the CTA; `scratch` is an unused word of shared memory.
   CUTE_DEVICE DqSemaphore(BackwardParams const& params, int key_tiles, int* scratch)
       : DqSemaphore(params, key_tiles, draw(params, scratch)) {}
 
   // The work of the CTA, whatever its block index.
   CUTE_DEVICE WorkItem item(BackwardParams const&, int) const { return item_; }
 
-  // Publishes that this CTA has added everything before `position`. One thread calls it, after a
-  // barrier with all threads that added: its release covers their additions, too.
+  // Publishes that this CTA has added everything before `position`. Hazard: one thread calls it,
+  // after a barrier with all threads that added, so that its release covers their additions, too.
   CUTE_DEVICE void publish(int position) {
     if constexpr (Config::kBlockMask) {
       if (passed_ < position) look();
@@ -111,12 +115,13 @@ class DqSemaphore {
   }
 
  private:
+  // Reads the predecessor's progress once, and moves on to its predecessor after kAskPredecessor.
   CUTE_DEVICE void look() {
     if constexpr (!Config::kBlockMask) {
       passed_ = load_acquire(progress_ - 1);
     } else if (int const progress = load_acquire(progress_ - distance_);
                progress == kAskPredecessor) {
-      ++distance_;  // what the finished one has published before still holds
+      ++distance_;  // the progress that the finished CTA published before still holds
     } else {
       passed_ = progress;
     }
@@ -132,8 +137,8 @@ class DqSemaphore {
 
   WorkItem item_;
   int* progress_;
-  int passed_;        // progress of the predecessor, when last read
-  int distance_ = 1;  // how far back in the sequence the CTA is whose semaphore is read
+  int passed_;        // the predecessor's progress at the last read
+  int distance_ = 1;  // distance in the sequence to the CTA whose semaphore is read
 };
 
 }  // namespace memeff

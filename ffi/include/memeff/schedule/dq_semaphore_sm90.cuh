@@ -1,9 +1,9 @@
 // The semaphores of dq_semaphore.cuh in the Hopper backward. Its consumers neither poll nor wait
-// until their additions are performed: two threads of the producer's warpgroup do.
+// until their additions are performed; two threads of the producer's warpgroup do both.
 //
 // One polls the semaphore of the predecessor, ahead of the consumers. The other one publishes,
-// which stalls it until the additions are performed. Both admit the consumers to the sums of a Q
-// block, so neither falls behind by a phase of the barriers.
+// which stalls it until the additions are performed. Consumers enter the sums of a Q block only
+// after both have arrived, so neither thread falls behind by a phase of the barriers.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -15,8 +15,8 @@
 
 namespace memeff {
 
-// use(query_head, tile, position) of each Q block of a CTA. Positions count all Q blocks that the
-// CTAs of a key head may have, in the same order.
+// Calls use(query_head, tile, position) for each Q block of a CTA. Positions count all Q blocks
+// that the CTAs of a key head may have, in the same order.
 template <class Config, class Use>
 CUTE_DEVICE void for_each_q_block(BackwardParams const& params, WorkItem const& item,
                                   TileRange const& tiles, Use const& use) {
@@ -32,6 +32,7 @@ CUTE_DEVICE void for_each_q_block(BackwardParams const& params, WorkItem const& 
   }
 }
 
+// Orders the additions to dq; the strategies of kernels/backward/dq_sums_sm90.cuh call it.
 template <class Config>
 struct DqSemaphoreSm90 {
   // In shared memory.
@@ -40,7 +41,7 @@ struct DqSemaphoreSm90 {
     int ticket;
   };
 
-  // By one thread, before the first barrier of the CTA.
+  // Called by one thread, before the first barrier of the CTA.
   CUTE_DEVICE static void init(BackwardParams const& params, Control& control, int consumer_warps) {
     control.ticket = DqSemaphore<Config>::draw(params);
     control.additions.init(consumer_warps, 2);
@@ -50,19 +51,20 @@ struct DqSemaphoreSm90 {
     return item(params, control.ticket);
   }
   CUTE_DEVICE static WorkItem item(BackwardParams const& params, int drawn) {
-    // Uniform over the warp, and the shuffle lets the compiler know it.
+    // The ticket is uniform over the warp; the shuffle makes that visible to the compiler.
     int const ticket = __shfl_sync(0xffffffffu, drawn, 0);
     return DqSemaphore<Config>(params, key_tiles(params), ticket).item(params, key_tiles(params));
   }
 
-  // By the producer's warpgroup; `thread` counts from its first thread.
+  // Called by the producer's warpgroup; `thread` counts from its first thread.
   CUTE_DEVICE static void order(BackwardParams const& params, Control& control,
                                 WorkItem const& item, TileRange const& tiles, int thread) {
     if (thread == kWarpSize) wait(params, control, item, tiles);
     if (thread == 2 * kWarpSize) publish(params, control, item, tiles);
   }
 
-  // By the consumers, around the additions of a Q block. `parity` alternates from one to the next.
+  // Called by the consumers, around the additions of a Q block. `parity` alternates from one Q
+  // block to the next.
   CUTE_DEVICE static void begin_additions(Control& control, int parity) {
     control.additions.wait({0, parity});
   }
@@ -93,7 +95,7 @@ struct DqSemaphoreSm90 {
     DqSemaphore<Config> semaphore(params, key_tiles(params), control.ticket);
     PipelineStage<1> stage;
     for_each_q_block<Config>(params, item, tiles, [&](int, int, int position) {
-      control.additions.acquire(stage);  // the Q block before has been added
+      control.additions.acquire(stage);  // the previous Q block has been added
       control.additions.commit(stage);
       semaphore.publish(position);
       stage.advance();
@@ -103,7 +105,8 @@ struct DqSemaphoreSm90 {
   }
 };
 
-// The same for kernels whose sums may differ in their last bits.
+// The interface without an order, for kernels whose sums may differ in their last bits from run to
+// run.
 template <class Config>
 struct NoDqSemaphoreSm90 {
   struct Control {};

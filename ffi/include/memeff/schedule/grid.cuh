@@ -1,5 +1,5 @@
-// The work tile of a CTA. The grid is one-dimensional, because its y and z dimensions end at 65535,
-// and batch sizes may exceed that.
+// Maps a CTA to its work tile. The grid is one-dimensional, because its y and z dimensions end at
+// 65535 and batch sizes may exceed that.
 #pragma once
 
 #include <memeff/core/work_item.cuh>
@@ -13,11 +13,11 @@ enum class Heaviest { first, last };
 
 // The work tile of a CTA under a causal mask; tile 0 has the most work. There are `tiles` work
 // tiles for each of `heads` heads of each batch index. The last CTAs, some three for each SM, take
-// the heaviest tiles of all their heads first: a CTA that began late with a heavy tile would end
-// long after the others. The CTAs before them stay with one head, for L2 locality.
+// the heaviest tiles of all their heads first, because a heavy tile that starts late would end long
+// after the others. The CTAs before them stay with one head, for L2 locality.
 //
 // With grouped heads a CTA that owns keys processes every query head of the group, and the CTAs of
-// one head drift apart. So all of them go by sections of heads whose `head_bytes` fit L2.
+// one head drift apart. All CTAs then go by sections of heads whose `head_bytes` fit L2.
 CUTE_DEVICE WorkItem causal_item(ProblemShape const& shape, unsigned block, int tiles, int heads,
                                  int group, long long head_bytes) {
   constexpr int kLastBlocks = 400;
@@ -47,7 +47,7 @@ CUTE_DEVICE WorkItem work_item(ProblemShape const& shape, ScoreView const& bias,
   if (has_bias_tile<Config>() && bias.batch_stride == 0) {
     item = WorkItem::of_block_by_batch(block, tiles, shape.batch);
   } else if constexpr (kCausal) {
-    // Queries, dO and the sums of dq.
+    // The bytes of a row of queries, dO and the dq sums.
     int const row_bytes =
         (shape.head_dim + shape.value_dim) * int(sizeof(typename Config::Element)) +
         shape.head_dim * int(sizeof(float));

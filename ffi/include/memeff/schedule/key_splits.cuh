@@ -1,12 +1,12 @@
-// Split-KV: the part of the keys that a CTA processes, and the place of its partial result.
+// Split-KV: the part of the keys that a CTA processes.
 #pragma once
 
 #include <memeff/mask/interval.cuh>
 
 namespace memeff {
 
-// Heads are innermost: CTAs that run together read neighbouring heads of the same keys, which are
-// contiguous in memory.
+// The work of a CTA of the split forward. Heads are innermost: CTAs that run together read
+// neighbouring heads of the same keys, which are contiguous in memory.
 struct SplitWorkItem {
   int head;  // of the tile: see PackedRows
   int tile;
@@ -25,7 +25,8 @@ struct SplitWorkItem {
   }
 };
 
-// The KV blocks of a split, of those that its rows attend to; splits differ by at most one block.
+// The KV blocks of a split among `tiles`, those that its rows attend to. Splits differ by at most
+// one block.
 CUTE_DEVICE TileRange share_of_split(TileRange const& tiles, int split, int splits) {
   long long const count = tiles.end - tiles.begin;
   return {tiles.begin + int(count * split / splits),

@@ -7,10 +7,10 @@
 
 namespace memeff {
 
-// For the threads that copy, or for one consumer. With consumer groups, kConsumerGroups consumers
-// have the same rows and take alternate blocks. Otherwise each consumer has 64 rows of its own, and
-// with kPassesOver it skips blocks at the end that only the rows of others attend to. A block mask
-// says for the rows of each consumer which elements are valid.
+// The producer threads and each consumer iterate over an object of their own. With consumer groups,
+// kConsumerGroups consumers have the same rows and take alternate blocks. Otherwise each consumer
+// has 64 rows of its own, and with kPassesOver it skips blocks at the end that only the rows of
+// others attend to. A block mask has bits for the rows of each consumer.
 template <class Config, class Mask, int kGroups_ = Config::kConsumerGroups>
 struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, TileRange> {
   using Tiles = cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, TileRange>;
@@ -31,9 +31,9 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
     }
   }
 
-  // The first block of a consumer. Hazard: it must skip fewer blocks than the ring has stages.
-  // While it waits for the next keys it has not released values of the previous work tile, and
-  // others may need that buffer to go on.
+  // The first block of a consumer. Hazard: it must skip fewer blocks than the ring has stages, or
+  // the consumers deadlock. While it waits for the next keys, it has not released values of the
+  // previous work tile, and other consumers may need that buffer to go on.
   CUTE_DEVICE int first(Mask const& mask, WorkItem const& item, int warpgroup) const {
     if constexpr (!kPassesOver) return this->end - 1;
     int const row = item.tile * Config::kTileQuery + warpgroup * kWarpgroupRows;
@@ -75,8 +75,8 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
   }
 
  private:
-  // If the rows of a work tile attend to nothing, it has one block, all of whose scores are masked.
-  // Consumer groups have equally many blocks, padded with blocks of this kind.
+  // The blocks of a work tile. If its rows attend to nothing, it has one block whose scores are all
+  // masked. Consumer groups must have equally many blocks and are padded with such blocks.
   CUTE_DEVICE static Tiles tiles_of(ForwardParams const& params, Mask const& mask,
                                     WorkItem const& item) {
     TileRange const range =

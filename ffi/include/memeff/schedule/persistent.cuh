@@ -8,6 +8,8 @@
 
 namespace memeff {
 
+// Numbers the work tiles of a call; the producer of kernels/fmha_fwd_sm90.cuh asks it for the tile
+// of a number.
 template <MaskKind kMask, int kTileQuery, int kElementBytes>
 struct PersistentSchedule {
   // Keys and values of the heads that run at the same time should stay in L2 (50 MB or more).
@@ -21,7 +23,7 @@ struct PersistentSchedule {
     return query_tiles(shape) * shape.query_heads * shape.batch;
   }
 
-  // (head, batch) pairs whose tiles are taken together.
+  // The number of (head, batch) pairs whose tiles are taken together.
   CUTE_DEVICE static int section_heads(ProblemShape const& shape) {
     long long const head_bytes =
         (long long)shape.key_length * (shape.head_dim + shape.value_dim) * kElementBytes;
@@ -36,8 +38,9 @@ struct PersistentSchedule {
     return head_batch / section * section;
   }
 
-  // The first work tile of the first section from that of `number` on that has a batch index with
-  // queries. Batch indices must not share a broadcast bias.
+  // The first work tile of the first section that has a batch index with queries, beginning with
+  // the section of `number`. Hazard: batch indices must not share a broadcast bias, which changes
+  // the numbering.
   CUTE_DEVICE static int skip_empty(ProblemShape const& shape, int const* query_lengths,
                                     int number) {
     int batch = section_begin(shape, number / query_tiles(shape)) / shape.query_heads;
@@ -46,8 +49,9 @@ struct PersistentSchedule {
     return section_begin(shape, batch * shape.query_heads) * query_tiles(shape);
   }
 
-  // A batch of -1 means one past the last. If batch indices share a broadcast bias, they take the
-  // same tile of a head one after the other, so that L2 serves it to all of them.
+  // The work tile of a number; a batch of -1 means one past the last. If batch indices share a
+  // broadcast bias, they take the same tile of a head one after the other, so that L2 serves it to
+  // all of them.
   CUTE_DEVICE static WorkItem item(ProblemShape const& shape, int number, bool broadcasts_bias) {
     int const tiles = query_tiles(shape);
     int tile = number % tiles;
@@ -67,9 +71,9 @@ struct PersistentSchedule {
   }
 };
 
-// One thread of each CTA asks it for work tiles after the first, whose number is that of the CTA.
-// If the grid covers all work tiles, the counter is not used. The scheduler has no state, because
-// the producer has few registers.
+// Hands out work tiles. A CTA's first work tile has the number of the CTA; one thread asks for the
+// others. If the grid covers all work tiles, the counter is not used. The scheduler has no state,
+// because the producer has few registers.
 template <class Schedule>
 struct TileScheduler {
   // The workspace is uninitialized, because zeroing it would cost a launch. CTA 0 initializes the
@@ -90,14 +94,15 @@ struct TileScheduler {
     return atomicAdd(&params.tile_counter->next, 1);
   }
 
-  // Leaves out all work tiles before `number` that no CTA has taken yet.
+  // Skips all work tiles before `number` that no CTA has taken yet.
   CUTE_DEVICE static void skip_to(ForwardParams const& params, int number) {
     if (!has_more(params)) return;
     while (load_acquire(&params.tile_counter->ready) != kReady) continue;
     atomicMax(&params.tile_counter->next, number);
   }
 
-  // After the last call of next() by this CTA, of which there is at least one.
+  // Each CTA calls it after its last next(), of which there is at least one: the last CTA clears
+  // the counter.
   CUTE_DEVICE static void finish(ForwardParams const& params) {
     if (!has_more(params)) return;
     int const finished = atomicAdd(&params.tile_counter->finished, 1);

@@ -1,4 +1,5 @@
-// The Q blocks of a CTA that owns a KV block: tiles of rows of all query heads of its key head.
+// The Q blocks of a CTA that owns a KV block: tiles of query rows of all query heads of its key
+// head.
 #pragma once
 
 #include <memeff/core/work_item.cuh>
@@ -7,12 +8,12 @@
 
 namespace memeff {
 
-// A tile of rows of one query head.
+// A tile of query rows of one head.
 struct QBlock {
   int head;
   int row;
   int tile;
-  bool partial = true;  // segment ids or a boolean mask may make some element invalid
+  bool partial = true;  // elements must be tested against masks that are arrays or functions
 };
 
 // The Q blocks of one head that a CTA iterates over, of `count` in total.
@@ -24,7 +25,7 @@ CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of_q_blocks(BackwardParams cons
   return {tiles, params.block_mask, item.batch, head, item.tile, count};
 }
 
-// The part of a range that any head needs: from the first to the last Q block that not all of them
+// The part of a range that some head needs: from the first to the last Q block that not all heads
 // skip.
 template <class Config>
 CUTE_DEVICE TileRange q_block_range(BackwardParams const& params, WorkItem const& item,
@@ -40,7 +41,8 @@ CUTE_DEVICE TileRange q_block_range(BackwardParams const& params, WorkItem const
   return range;
 }
 
-// Every head has all Q blocks of a range. A cursor counts them.
+// Iterates over the Q blocks of a CTA. Without a block mask every head has all Q blocks of a range,
+// and a cursor is a counter.
 template <int kTileQuery, bool kBlockMask>
 struct QBlocks {
   using Cursor = int;
@@ -71,9 +73,10 @@ struct QBlocks {
   }
 };
 
-// Each head has a row of the block mask.
+// With a block mask each head has a row of it, and a cursor is a position in that row.
 template <int kTileQuery>
 struct QBlocks<kTileQuery, true> {
+  // A Q block of one head, and how many came before it.
   struct Cursor {
     BlockMaskRow<true> blocks;  // of the head
     int head;
@@ -109,7 +112,7 @@ struct QBlocks<kTileQuery, true> {
  private:
   CUTE_DEVICE int end_head() const { return (item.head + 1) * shape.group; }
 
-  // The first Q block of this head or of a later one.
+  // The first Q block of this head, or of the next head that has one.
   CUTE_DEVICE Cursor first_from(int head, int number) const {
     int const count = ceil_div(shape.query_length, kTileQuery);
     while (true) {

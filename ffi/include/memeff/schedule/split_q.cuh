@@ -1,5 +1,5 @@
-// Split-Q backward: several CTAs divide the Q blocks of one KV block, if there are too few KV
-// blocks for the GPU.
+// Split-Q backward: if there are too few KV blocks for the GPU, several CTAs divide the Q blocks of
+// each.
 //
 // Each writes its partial dk and dv to global memory. The CTA that finishes last adds up all parts
 // in a fixed order: no CTA waits, and the bits are the same in every run.
@@ -20,8 +20,8 @@ CUTE_DEVICE unsigned split_kv_block_index(BackwardParams const& params) {
   return Config::kSplitQ ? blockIdx.x / params.q_splits : blockIdx.x;
 }
 
-// kFloats is the size of a part. kThreads threads own it and synchronize by the named barrier
-// kBarrier.
+// Divides the Q blocks and adds up the parts. kFloats is the size of a part; kThreads threads own
+// it and synchronize by the named barrier kBarrier.
 template <class Config, int kFloats, int kThreads, int kBarrier>
 struct SplitQ {
   CUTE_DEVICE static TileRange query_tiles(BackwardParams const& params, TileRange const& tiles) {
@@ -30,7 +30,7 @@ struct SplitQ {
   }
 
   // Stores the part of this CTA. Returns true in the last CTA of a KV block, with the sums of all
-  // parts in its accumulators. `scratch` is a word of shared memory that is free once all threads
+  // parts in its accumulators. `scratch` is a word of shared memory that no thread reads once all
   // have arrived.
   template <class KeyGradient, class ValueGradient>
   CUTE_DEVICE static bool add_up(BackwardParams const& params, uint32_t scratch,
@@ -73,7 +73,8 @@ struct SplitQ {
   }
 
  private:
-  // A lane's accumulators, 16 bytes at a time; the lanes of a warp are contiguous. Returns the end.
+  // Calls use for a lane's accumulators, 16 bytes at a time; the lanes of a warp are contiguous.
+  // Returns the address after the last block.
   template <class Accumulators, class Use>
   CUTE_DEVICE static float4* for_each_block(float4* block, Accumulators& accumulators, Use use) {
     CUTE_UNROLL

@@ -1,4 +1,4 @@
-// Which elements of a tile of scores dropout keeps, in the accumulator layout of m16n8.
+// Computes which elements of a tile of scores dropout keeps, in the accumulator layout of m16n8.
 //
 // The byte of element (row r, column c) of head index bh depends only on these, so every tile shape
 // and both directions drop the same elements:
@@ -21,14 +21,14 @@ namespace memeff {
 // A lane's eight elements of a 16x16 block: `half` is 1 in rows 8-15, `chunk` is 1 in columns 8-15,
 // and `i` is the column's lowest bit.
 struct KeepBlock {
-  uint32_t flags[2];  // of even and odd columns; the highest bit of byte 2*half + chunk: kept
+  uint32_t flags[2];  // of even and odd columns; highest bit of byte 2*half + chunk: kept
 
   // All bits set if the element is kept, none if it is dropped.
   CUTE_DEVICE uint32_t mask(int half, int chunk, int i) const {
     return permute_bytes(flags[i], flags[i], 0x1111u * (8 + 2 * half + chunk));
   }
 
-  // The same for two packed 16-bit elements; the even column is in the low 16 bits.
+  // mask() for two packed 16-bit elements; the even column is in the low 16 bits.
   CUTE_DEVICE uint32_t pair_mask(int half, int chunk) const {
     return permute_bytes(flags[0], flags[1], 0xCC88u + 0x1111u * (2 * half + chunk));
   }
@@ -38,11 +38,12 @@ struct KeepBlock {
   }
 };
 
-// The same interface without dropout.
+// The interface of KeepBlock without dropout.
 struct KeepAll {
   CUTE_DEVICE float select(float x, int, int, int) const { return x; }
 };
 
+// The keep bits of a batch index; ProbabilityModifiers and KeptTile call for_each_block().
 // kTransposed: rows of the accumulators are columns of the scores. `half` and `chunk` of a
 // KeepBlock still refer to the scores, and its flags are those of even and odd rows.
 template <class Config, class Grid, bool kTransposed = false>
@@ -64,17 +65,18 @@ struct Dropout {
       first_row = mask.query_position[batch];
       first_column = mask.key_position[batch];
     } else {
-      // The pointers are null, and the loads are never executed. They are here because ptxas orders
-      // the main loop differently without them: with the constant 0 the forward loses 6 % at head
+      // Keep these loads, although the pointers are null and the loads never execute. Without them
+      // ptxas orders the main loop differently: with the constant 0 the forward loses 6 % at head
       // dims 64 and 128 (H200), with an opaque 0 it loses 2 to 6 %.
       first_row = mask.query_position != nullptr ? *mask.query_position : 0;
       first_column = mask.key_position != nullptr ? *mask.key_position : 0;
     }
   }
 
-  // Sets the highest bit of each byte to byte >= threshold. Adding `addend` to the low seven bits
-  // carries into the highest bit if they reach those of the threshold. The carry is then combined
-  // with the byte's own highest bit: OR for a threshold below 128, AND from 128 on.
+  // Compares four bytes at once: sets the highest bit of each byte to byte >= threshold. Adding
+  // `addend` to the low seven bits carries into the highest bit if they reach those of the
+  // threshold. The carry is then combined with the byte's own highest bit: OR for a threshold below
+  // 128, AND from 128 on.
   CUTE_DEVICE uint32_t flags(uint32_t word) const {
     uint32_t const carry = (word & 0x7F7F7F7Fu) + addend;
     return (word & carry) | (either & (word | carry));
@@ -123,7 +125,7 @@ struct Dropout {
   }
 };
 
-// bh of the formula above.
+// The head index bh of the formula above.
 template <class Params>
 CUTE_DEVICE uint32_t dropout_head(Params const& params, int batch, int head) {
   return params.dropout.batch_base[batch] + params.dropout.head_index[head];
@@ -133,7 +135,8 @@ CUTE_DEVICE uint32_t dropout_head(Params const& params, int batch, int head) {
 template <class Config, class Grid, bool kTransposed = false, bool kDropout = Config::kDropout>
 class KeptTile {
  public:
-  // The inputs of the bits of a batch index and head.
+  // The inputs of the bits for a batch index and head. A kernel may load them earlier than it
+  // computes the bits.
   struct Source {
     Dropout<Config, Grid, kTransposed> dropout;
     uint32_t head;
@@ -151,7 +154,7 @@ class KeptTile {
     source.dropout.for_each_block(source.head, row, column,
                                   [&](int m, int n, KeepBlock const& block) {
                                     blocks_[m][n] = block;
-                                    // Here, and not where they are read.
+                                    // Computes the bits here, and not where they are read.
                                     hide_value(blocks_[m][n].flags[0]);
                                     hide_value(blocks_[m][n].flags[1]);
                                   });
@@ -159,8 +162,8 @@ class KeptTile {
 
   CUTE_DEVICE KeepBlock const& block(int m, int n) const { return blocks_[m][n]; }
 
-  // Ends the basic block before the bits, at a pipeline stage that has arrived. Otherwise ptxas
-  // would mix their instructions with those that issue the product.
+  // Ends the basic block before the bits with a redundant wait for a stage that has arrived.
+  // Otherwise ptxas mixes their instructions with those that issue the product.
   template <class Pipeline, class Stage>
   CUTE_DEVICE static void end_basic_block(Pipeline& pipeline, Stage const& stage) {
     pipeline.wait_again(stage);
@@ -185,8 +188,8 @@ class KeptTile<Config, Grid, kTransposed, false> {
   CUTE_DEVICE static void end_basic_block(Pipeline&, Stage const&) {}
 };
 
-// If one consumer computes the probabilities and another one uses them, a negative sign marks those
-// that are dropped: probabilities are not negative. Without dropout all of it is empty.
+// Passes keep bits from the consumer that computes probabilities to the one that uses them: a
+// negative sign marks a dropped probability. Without dropout it does nothing.
 template <class Config, class Grid>
 struct DropoutSigns {
   using Element = typename Config::Element;
@@ -209,7 +212,7 @@ struct DropoutSigns {
     }
   }
 
-  // Zeros the marked elements of a 16-bit operand.
+  // Sets the marked elements of a 16-bit operand to zero.
   template <class Operand>
   CUTE_DEVICE static void drop(Operand& probabilities) {
     if constexpr (Config::kDropout) {

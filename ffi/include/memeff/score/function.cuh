@@ -1,9 +1,9 @@
-// The user's function of scores (`score_mod`) in a main loop: ScoreModifiers call it behind the
+// The user's function of scores (`score_mod`) in a main loop. ScoreModifiers calls it after the
 // scale and before the bias.
 //
 // The generated struct Config::ScoreFunction (codegen/functions/emit.py documents its members)
 // computes one element. Rows and columns are global positions, batch and head the user's indices.
-// They may lie beyond the captured arrays in masked elements: reads are clipped.
+// In masked elements they may lie beyond the captured arrays, so reads clamp their indices.
 #pragma once
 
 #include <cute/tensor_impl.hpp>
@@ -16,8 +16,8 @@
 
 namespace memeff {
 
-// The function at the scores of one CTA, in the accumulators of Grid. kTransposed: see
-// FunctionOfTile. kPackHeads: see PackedRows. Without a function all of it is empty.
+// Applies the function, or its derivative, to the scores in the accumulators of Grid. kTransposed:
+// see FunctionOfTile. kPackHeads: see PackedRows. Without a function it does nothing.
 template <class Config, class Grid, bool kTransposed = false, bool kPackHeads = false,
           bool kOn = Config::kScoreFunction>
 struct ScoreFunction {
@@ -61,7 +61,7 @@ struct ScoreFunction<Config, Grid, kTransposed, kPackHeads, true> {
         });
   }
 
-  // The derivatives at scores that forward() has not changed yet.
+  // Writes the derivatives at `scores`. Hazard: call it before forward(), which changes the scores.
   template <class Scores>
   CUTE_DEVICE void differentiate(Scores const& scores, Scores& derivatives,
                                  ScoreTilePosition const& at) const {
@@ -73,7 +73,8 @@ struct ScoreFunction<Config, Grid, kTransposed, kPackHeads, true> {
   }
 };
 
-// Whether the gradient of the modified scores is that of the products' scores.
+// Whether no modifier has a derivative other than 1, so that the gradient of the modified scores is
+// that of the products' scores.
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool has_constant_derivative() {
   if constexpr (Config::kScoreFunction) return Config::ScoreFunction::kConstantDerivative;

@@ -6,9 +6,10 @@
 //   x = f(x)                    ScoreFunction
 //   x = x + bias                Bias
 //
-// A main loop calls load() where it starts its other copies, and forward() once per tile of scores.
-// It does not depend on which modifiers there are. Without any, its calls compile to nothing.
-// Modifiers of whole rows are in score/row_modifiers.cuh.
+// A forward's main loop calls load() where it starts its other copies, and forward() once per tile
+// of scores; a backward calls recompute() and backward(). No main loop tests which modifiers there
+// are: without any, the calls compile to nothing. Modifiers of whole rows are in
+// score/row_modifiers.cuh.
 #pragma once
 
 #include <memeff/score/function.cuh>
@@ -22,10 +23,11 @@ struct NoBias {
   CUTE_DEVICE void add(Scores&, float) const {}
 };
 
-// Bias is the way in which this kernel adds a bias to its scores, and defines `tile`:
+// Bias is the implementation that suits this kernel. It defines what `tile` is:
 //   load(tile...)                     starts the copy of a tile
 //   add(scores, bias_scale, tile...)  adds it
-// NoBias, and a bias that does not change probabilities, are empty.
+// NoBias does nothing, nor does a bias that leaves the probabilities unchanged
+// (score/bias/rows.cuh).
 template <class Config, class Bias, class Function, class Scaling = ScoreScaling<Config>>
 struct ScoreModifiers {
   Scaling scaling;
@@ -37,7 +39,7 @@ struct ScoreModifiers {
     bias.load(tile...);
   }
 
-  // The same if there is a next tile, at where(), which is called only if needed.
+  // load() if there is a next tile, at where(), which is called only if needed.
   template <class Where>
   CUTE_DEVICE void load_next(bool exists, Where where) const {
     bias.load_next(exists, where);
@@ -66,7 +68,7 @@ struct ScoreModifiers {
     bias.add(scores, scaling.scale.bias_scale, tile...);
   }
 
-  // The same, but stores the derivatives of backward(), if they are not constant.
+  // recompute() that stores the derivatives of backward() instead, if they are not constant.
   template <class Scores, class... Tile>
   CUTE_DEVICE void recompute_with_derivatives(Scores& scores, Scores& derivatives,
                                               ScoreTilePosition const& at, Tile&&... tile) const {
@@ -80,7 +82,7 @@ struct ScoreModifiers {
   static constexpr bool kKeepsScores = Function::kKeepsScores;
   static constexpr bool kConstantDerivative =
       Scaling::kConstantDerivative && Function::kConstantDerivative;
-  // A kernel with a function has the soft cap inside of it.
+  // A soft cap in front of a function is traced as part of it.
   static_assert(Scaling::kConstantDerivative || !Config::kScoreFunction);
 
   // The x of backward() from a score after all modifiers and the mask, and from the `scaled` of
@@ -96,7 +98,7 @@ struct ScoreModifiers {
   // multiplies the sums at the end.
   CUTE_DEVICE static float backward(float gradient, float x) {
     if constexpr (!Function::kConstantDerivative) {
-      // The derivative at a masked element, whose gradient is 0, may be inf or NaN.
+      // Hazard: the derivative at a masked element, whose gradient is 0, may be inf or NaN.
       return gradient == 0.0f ? 0.0f : gradient * x;
     }
     return Scaling::backward(gradient, x);

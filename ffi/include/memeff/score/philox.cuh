@@ -1,4 +1,4 @@
-// Random numbers from a counter: no state, and the same in every order.
+// Counter-based random numbers: they need no state and do not depend on the order of evaluation.
 #pragma once
 
 #include <memeff/core/common.cuh>

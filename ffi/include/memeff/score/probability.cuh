@@ -1,11 +1,11 @@
-// The softmax and its gradient in a backward, for one score, given the row's logsumexp.
+// The softmax of one score and its gradient in a backward, given the row's logsumexp.
 #pragma once
 
 #include <memeff/arch/math.cuh>
 
 namespace memeff {
 
-// P of a modified score. `logsumexp` is that of the row, times log2(e): see ScoreScale.
+// P of a modified score. `logsumexp` is that of the row in base 2: see ScoreScale.
 CUTE_DEVICE float probability(float score, float softmax_scale, float logsumexp) {
   return exp2_approx(fmaf(score, softmax_scale, -logsumexp));
 }

@@ -1,4 +1,5 @@
-// A row at the end of a forward: its position, the factor of its output, its logsumexp and maximum.
+// A row at the end of a forward: its position, and the factor of its output, its logsumexp and its
+// maximum.
 #pragma once
 
 #include <memeff/core/math.cuh>
@@ -6,6 +7,7 @@
 
 namespace memeff {
 
+// The indices of a row, and whether it is valid.
 struct RowPosition {
   int batch;
   int head;
@@ -32,9 +34,10 @@ struct RowsOfTile {
   }
 };
 
-// A row without keys, or one that is not valid, has the factor 0, and the others are -inf.
+// The result of a row. A row without keys, or one that is not valid, has the factor 0, and its
+// logsumexp and maximum are -inf.
 struct RowEnd {
-  float factor;     // normalises the output
+  float factor;     // normalizes the output
   float logsumexp;  // natural logarithm
   float maximum;    // of the scores; only a softmax of Config::kRowMaxima has it
 

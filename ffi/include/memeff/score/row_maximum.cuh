@@ -7,7 +7,7 @@
 
 namespace memeff {
 
-// Writes the maximum of one row for RowModifiers. Without the feature all of it is empty.
+// Writes the maximum of one row for RowModifiers. Without the feature it does nothing.
 //
 // Only valid rows are written; XLA ignores the others, whose logsumexp is -inf. The lanes of a quad
 // write the same number to one address, in a single transaction.

@@ -8,9 +8,10 @@
 
 namespace memeff {
 
-// unit * tanh(prescale * score). The special function unit is busy with the exponentials. So if
-// none of a warp's arguments exceeds 5/8, tanh is x q(x^2), with the best polynomial q of degree 2
-// for tanh(x) / x there. Its relative error is below 8.2e-5, a sixth of the unit's.
+// Computes unit * tanh(prescale * score) in place. The special function unit is busy with the
+// exponentials, so if no argument of a warp exceeds 5/8, tanh is evaluated as x q(x^2), with the
+// best polynomial q of degree 2 for tanh(x) / x there. Its relative error is below 8.2e-5, a sixth
+// of the special function unit's.
 template <class Accumulators>
 CUTE_DEVICE void cap_scores(Accumulators& scores, float prescale, float unit) {
   float greatest = 0.0f;
@@ -47,7 +48,7 @@ struct ScoreScaling {
   ScoreScale const& scale;
 
   // Without a function the accumulators stay untouched if prescale is 1 and there is no cap. With a
-  // function the forward always multiplies, because a branch would prevent a fused multiply-add.
+  // function it always multiplies, because a branch would prevent a fused multiply-add.
   template <class Scores>
   CUTE_DEVICE void forward(Scores& scores) const {
     if constexpr (Config::kScoreFunction) {
@@ -57,9 +58,9 @@ struct ScoreScaling {
     }
   }
 
-  // The same in a backward. Hazard: keep the branch, which ends the basic block. Without it ptxas
-  // moves ALiBi's multiplications at head dim 128 between the wgmmas of dP, serializes them, and
-  // spills.
+  // forward() in a backward. Hazard: keep the branch, which ends the basic block. Without it ptxas
+  // moves ALiBi's multiplications at head dim 128 between the wgmmas of dP, serializes the wgmmas,
+  // and spills.
   template <class Scores>
   CUTE_DEVICE void recompute(Scores& scores) const {
     if constexpr (Config::kSoftCap) {
@@ -74,7 +75,7 @@ struct ScoreScaling {
   }
 
   // The derivative of tanh is 1 - x^2. It is not constant, so a backward keeps x until it has the
-  // gradient. The factor prescale is part of gradient_scale, which multiplies sums at the end.
+  // gradient. The factor prescale is part of gradient_scale, which multiplies the sums at the end.
   static constexpr bool kConstantDerivative = !Config::kSoftCap;
 
   CUTE_DEVICE static float derivative(float x) {
@@ -99,8 +100,8 @@ struct ScoreScaling {
   CUTE_DEVICE static float unmasked(float x) { return fmaxf(x, -1.0f); }
 };
 
-// The same for a forward, by cap_scores(). kApplied: scores are also multiplied by softmax_scale,
-// as an OnlineSoftmax with kCapped expects.
+// The scaling of a forward with a soft cap, by cap_scores(). kApplied: scores are also multiplied
+// by softmax_scale, as an OnlineSoftmax with kCapped expects.
 template <class Config, bool kApplied>
 struct PolynomialCap {
   ScoreScale const& scale;

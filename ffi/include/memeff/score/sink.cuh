@@ -8,22 +8,23 @@
 
 namespace memeff {
 
-// The sink of one row, as RowModifiers ask for it. Without sinks all of it is empty.
+// The sink of one row, for RowModifiers. Without sinks it does nothing.
 template <class Config, bool kSinks = Config::kSinks>
 struct RowSink {
-  float value;  // -inf is no sink, exactly
+  float value;  // -inf: no sink, and no bit changes
 
   RowSink() = default;
   CUTE_DEVICE RowSink(ForwardParams const& params, RowPosition const& row)
       : value(row.valid ? load(feature_array(params, Config::kSinksArray), row) : -infinity()) {}
 
-  // Takes no reference from the scores, so neither a sink far above them nor one far below them
-  // overflows. A row without keys has the factor 0 and keeps it; its logsumexp becomes the sink.
+  // Uses the larger of logsumexp and sink as reference, so neither a sink far above the scores nor
+  // one far below them overflows. A row without keys keeps the factor 0; its logsumexp becomes the
+  // sink.
   CUTE_DEVICE RowEnd finish(RowEnd end) const {
     if (value == -infinity()) return end;
     float const distance = value - end.logsumexp;
     float const exponential = exp2_approx(-fabsf(distance) * kLog2e);
-    float const share = distance > 0.0f ? exponential : 1.0f;  // of the keys, not normalised yet
+    float const share = distance > 0.0f ? exponential : 1.0f;  // of the keys, not yet normalized
     float const largest = fmaxf(value, end.logsumexp);
     return {end.factor * share / (1.0f + exponential),
             fmaf(log2_approx(1.0f + exponential), kLn2, largest), end.maximum};

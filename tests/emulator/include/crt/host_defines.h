@@ -1,5 +1,5 @@
-// CUDA's words for functions and variables, which mean nothing to a C++ compiler. The headers of
-// the CUDA runtime include a file of this name, which comes with nvcc.
+// Defines CUDA's qualifiers of functions and variables as nothing. The headers of the CUDA runtime
+// include a file of this name, which comes with nvcc.
 #pragma once
 
 #define __annotate__(a) __attribute__((a))

@@ -1,4 +1,4 @@
-// What nvcc knows without a header, for a C++ compiler. It is included before everything else.
+// The names that nvcc has built in, for a C++ compiler. It is included before everything else.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -32,12 +32,12 @@ inline float __uint_as_float(unsigned x) { return bit_cast<float>(x); }
 inline int __float_as_int(float x) { return bit_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
 
-// Never fused with other operations.
+// These are never fused with other operations.
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 
-// Round towards zero and saturate; NaN gives 0.
+// These round towards zero and saturate; NaN gives 0.
 inline int __float2int_rz(float x) {
   if (!(x > -0x1p31f)) return x != x ? 0 : INT32_MIN;
   return x < 0x1p31f ? int(x) : INT32_MAX;
@@ -60,7 +60,7 @@ inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y)
 inline void __syncthreads() { emulator::sync_threads(); }
 inline void __threadfence() {}
 inline void __syncwarp(unsigned = ~0u) { emulator::sync_warp(); }
-// All lanes that have not exited: __syncwarp() waits for those.
+// Returns all lanes; __syncwarp() waits for those that have not exited.
 inline unsigned __activemask() { return ~0u; }
 
 template <class Value>
@@ -86,7 +86,7 @@ Value __ldg(Value const* address) {
   return *address;
 }
 
-// No other thread runs in between; some do before.
+// Atomic, because no other thread runs inside it. Others may run before.
 template <class Value>
 Value atomicAdd(Value* address, Value value) {
   emulator::yield();
@@ -111,7 +111,8 @@ Value atomicExch(Value* address, Value value) {
   return old;
 }
 
-// What a kernel library exports beside a kernel: a call with pointers to the parameters.
+// A kernel library exports, besides a kernel, a function that calls it with pointers to the
+// parameters.
 namespace emulator {
 
 template <class... Params, int... kIndex>

@@ -1,8 +1,8 @@
-// The machine that kernels run on where there is no GPU: what arch/ of this directory is made of.
+// The machine on which kernels run without a GPU. The headers of arch/ in this directory call it.
 //
-// A thread is a fiber. It runs until it waits; then the scheduler goes on with a warp picked at
-// random among those of all blocks on the machine. What a GPU does beside its threads (copies, the
-// products of wgmma) is done when it is started, or as late as the program allows, at random.
+// A thread is a fiber. It runs until it waits; then the scheduler picks a random warp of the blocks
+// on the machine. Asynchronous operations (copies, the products of wgmma) take effect either when
+// they are started or as late as the program allows, at random.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace emulator {
 
 enum class Format { bf16, f16, tf32 };
 
-// Ends the launch with this message; does not return.
+// Ends the launch with this message. Does not return.
 [[noreturn]] void fail(char const* format, ...) __attribute__((format(printf, 1, 2)));
 
 // Lets other threads run.
@@ -22,7 +22,7 @@ constexpr uint32_t kFirstSharedAddress = 1024;
 char* dynamic_shared();
 void* static_shared(void const* name, int bytes);
 uint32_t shared_address(void const* pointer);
-// Ordinary accesses: `bytes` is the alignment too.
+// Ordinary accesses. `bytes` is also the required alignment.
 char const* read_shared(uint32_t address, int bytes);
 char* write_shared(uint32_t address, int bytes);
 
@@ -41,7 +41,7 @@ void load_matrix(uint32_t (&fragment)[4], uint32_t address, bool transpose);
 void store_matrix(uint32_t address, uint32_t const (&fragment)[4], bool transpose);
 void mma(Format format, float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1);
 
-// cp.async: `bytes` of `size` bytes, zeros behind them.
+// cp.async: copies `bytes` of `size` bytes and fills the rest with zeros.
 void copy_async(uint32_t shared, void const* global, int size, int bytes);
 void commit_copies();
 void wait_copies(int pending);

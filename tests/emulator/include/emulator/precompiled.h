@@ -1,9 +1,9 @@
-// What g++ reads once and not once a kernel, before the headers of the kernels themselves.
+// The headers that g++ precompiles, so that it does not read them for every kernel.
 #pragma once
 
 #include "emulator/cuda_builtins.h"
 
-// Behind the built-in names, which CuTe needs.
+// CuTe needs the built-in names above.
 #include <cutlass/bfloat16.h>
 #include <cutlass/half.h>
 #include <cute/algorithm/clear.hpp>

@@ -1,4 +1,5 @@
-// The online softmax over KV blocks if several warps divide the columns of a row.
+// The online softmax over KV blocks for grids in which several warps divide the columns of a row
+// (kernels for large head dims).
 #pragma once
 
 #include <cute/tensor_impl.hpp>
@@ -47,8 +48,9 @@ class BlockSoftmax {
         maximum = fmaxf(maximum, shared_value(r, warp));
       }
       auto const reference = ScoreReference<kLargeScores>::of(maximum, softmax_scale);
-      // Exactly 1 if the maximum is unchanged. The fused multiply-add would return the rounding
-      // error of the reference, which would grow to 1e-5 over hundreds of tiles.
+      // Hazard: the factor must be exactly 1 if the maximum is unchanged. The fused multiply-add
+      // would return the rounding error of the reference, which grows to 1e-5 over hundreds of
+      // tiles.
       float const correction = maximum > row_max_[r]
                                    ? exp2_approx(reference.correction(row_max_[r], softmax_scale))
                                    : 1.0f;
@@ -69,13 +71,14 @@ class BlockSoftmax {
     }
   }
 
-  // After the last step: the factors that normalise the output, times output_scale, and
-  // write(row, natural-log logsumexp) once for each row, both after the LaneRowModifiers
-  // `modifiers`. Rows without keys, and from `bound` on, have 0 and -inf before them.
+  // Ends the rows after the last step: stores the factors that normalize the output, times
+  // output_scale, and calls write(row, natural-log logsumexp) once for each row, both after the
+  // LaneRowModifiers `modifiers`. Rows without keys, and rows from `bound` on, enter the modifiers
+  // with 0 and -inf.
   template <class Modifiers, class Write>
   CUTE_DEVICE void finish(float softmax_scale, float output_scale, int bound,
                           Modifiers const& modifiers, Write write) {
-    __syncthreads();  // the maxima of the last step are no longer read
+    __syncthreads();  // every thread has read the maxima of the last step
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) share(r, quad_sum(row_sum_[r]));
     __syncthreads();
@@ -86,7 +89,8 @@ class BlockSoftmax {
       CUTE_UNROLL
       for (int warp = 0; warp < Grid::kColumnWarps; ++warp) sum += shared_value(r, warp);
       bool const empty = sum == 0.0f || row(r) >= bound;
-      // Asked twice, since one copy for both uses spills. A row maximum is then written twice.
+      // Evaluated twice, because keeping one result for both uses spills. A row maximum is
+      // therefore written twice.
       auto const end = [&] {
         float const maximum = row_max_[r] * softmax_scale * kLn2;
         return modifiers.finish(
@@ -98,8 +102,8 @@ class BlockSoftmax {
     }
   }
 
-  // The factor of earlier sums after the last step, and of the result after finish(). Both need a
-  // __syncthreads() before.
+  // The factor of a row's earlier sums, after a step, and of its result, after finish(). Hazard:
+  // both need a __syncthreads() before.
   CUTE_DEVICE float correction(int row) const { return shared_float(corrections() + row * 4); }
   CUTE_DEVICE float normaliser(int row) const { return shared_float(normalisers() + row * 4); }
 

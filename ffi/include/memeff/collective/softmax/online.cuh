@@ -8,20 +8,21 @@
 
 namespace memeff {
 
-// kIntegerMaximum: the maximum of a row is that of its bits, because Hopper has a three-way maximum
+// The softmax state of the rows of which a lane has elements. Forward main loops call step(), or
+// exponentiate() and rescale(), for each KV block, and finish() once.
+//
+// kIntegerMaximum: compares the bits of scores as integers, because Hopper has a three-way maximum
 // of integers, but not of floats. This is correct if some score is positive; if none is or was,
 // floats are compared. It does not pay if a bias makes whole rows negative. kLargeScores: see
-// ScoreReference.
+// ScoreReference. kCapped: a soft cap bounds the scores, which are already multiplied by
+// softmax_scale, and probabilities are bfloat16 or wider. If the cap is small enough for their
+// range, the softmax reference of every row is 0 and no maxima are computed.
 //
-// kCapped: a soft cap bounds the scores, which have been multiplied by softmax_scale; probabilities
-// are bfloat16 or wider. If the cap is small enough for their range, the softmax reference of every
-// row is 0, and no maxima are computed.
-//
-// kExactMaximum: the maximum of each row is known at the end.
+// kExactMaximum: finish() returns the exact maximum of each row.
 template <int kRowBlocks, bool kIntegerMaximum = false, bool kLargeScores = false,
           bool kCapped = false, bool kExactMaximum = false>
 struct OnlineSoftmax {
-  static_assert(!(kCapped && kExactMaximum));  // references are 0
+  static_assert(!(kCapped && kExactMaximum));  // with kCapped there are no maxima
   using Reference = ScoreReference<kLargeScores>;
   static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane has elements
 
@@ -38,7 +39,8 @@ struct OnlineSoftmax {
   // Sums of 2^kCappedScale, and their products with values, are far from the end of float32.
   static constexpr float kCappedScale = 64.0f;
 
-  // The score whose probability is 1, or with kExactMaximum the greatest; logsumexp after finish().
+  // The score whose probability is 1, or with kExactMaximum the greatest score. After finish() it
+  // is the logsumexp.
   float softmax_reference[kRows];
   float row_sum[kRows];  // of this lane's columns only, until finish()
 
@@ -94,7 +96,9 @@ struct OnlineSoftmax {
     CUTE_DEVICE void operator()() const {}
   };
 
-  // Turns scores into probabilities; `before_exponentials` is called after the maxima.
+  // Turns scores into probabilities and returns the factors for rescale(). Calls
+  // `before_exponentials` between the maxima and the exponentials: a main loop may wait for a
+  // product there.
   template <class Scores, class BeforeExponentials = Nothing>
   CUTE_DEVICE Correction exponentiate(Scores& scores, float softmax_scale,
                                       BeforeExponentials const& before_exponentials = {}) {
@@ -122,6 +126,7 @@ struct OnlineSoftmax {
     return correction;
   }
 
+  // Multiplies the rows of the output by the factors of exponentiate(), if any of them is not 1.
   template <class Output>
   CUTE_DEVICE static void rescale(Output& output, Correction const& correction) {
     bool rises = false;
@@ -133,13 +138,13 @@ struct OnlineSoftmax {
     }
   }
 
-  // The factors of two outputs in their sum.
+  // The factors of two outputs in their merged output.
   struct Weights {
     float own[kRows];
     float other[kRows];
   };
 
-  // Merges the statistics of the same rows over other keys.
+  // Merges in the statistics of the same rows over other keys, for ConsumerGroupMerge.
   CUTE_DEVICE Weights merge(OnlineSoftmax const& other, float softmax_scale) {
     float const scale = remaining(softmax_scale);
     Weights weights;
@@ -155,9 +160,9 @@ struct OnlineSoftmax {
     return weights;
   }
 
-  // Normalises the output, times output_scale, and leaves the natural-log logsumexp of each row in
-  // softmax_reference, both after the LaneRowModifiers `modifiers`. Rows without keys have output 0
-  // and logsumexp -inf before them.
+  // Normalizes the output, times output_scale, and leaves the natural-log logsumexp of each row in
+  // softmax_reference, both after the LaneRowModifiers `modifiers`. Rows without keys enter the
+  // modifiers with output 0 and logsumexp -inf.
   template <class Output, class Modifiers>
   CUTE_DEVICE void finish(Output& output, float softmax_scale, float output_scale,
                           Modifiers const& modifiers) {
@@ -178,7 +183,8 @@ struct OnlineSoftmax {
   }
 
  private:
-  // Scores become the powers of two with these exponents, and part of the sums of their rows.
+  // Replaces scores by the powers of two with these exponents and adds them to the sums of their
+  // rows.
   template <class Scores, class Exponent>
   CUTE_DEVICE void add_exponentials(Scores& scores, Correction const& correction,
                                     Exponent exponent) {
@@ -191,7 +197,7 @@ struct OnlineSoftmax {
         float& y = scores(2 * (r % 2) + 1, r / 2, n);
         x = exp2_approx(exponent(r, x));
         y = exp2_approx(exponent(r, y));
-        sum += x + y;  // halves the dependent additions
+        sum += x + y;  // halves the chain of dependent additions
       }
       row_sum[r] = sum;
     }
@@ -206,8 +212,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // A maximum in powers of two, rounded down to a multiple of kSlack. Equal arguments have equal
-  // results, so the reference of an earlier maximum is computed again instead of kept.
+  // A maximum in powers of two, rounded down to a multiple of kSlack. Equal arguments give equal
+  // results, so the reference of an earlier maximum is recomputed instead of kept in a register.
   CUTE_DEVICE static float rounded(float maximum, float softmax_scale) {
     return floorf(maximum * (softmax_scale / kSlack)) * kSlack;
   }
@@ -224,7 +230,7 @@ struct OnlineSoftmax {
     return reference.correction(score, softmax_scale);
   }
 
-  // Updates the reference of a row for scores of which `greatest` is this lane's maximum.
+  // Updates the reference of a row for new scores; `greatest` is this lane's maximum of them.
   CUTE_DEVICE Reference follow(int r, float greatest, float softmax_scale, Correction& correction) {
     float const maximum = quad_max(greatest);
     float const before = softmax_reference[r];
@@ -243,7 +249,7 @@ struct OnlineSoftmax {
     return reference;
   }
 
-  // Subtracts the scores of references, in rows that have one (few in most calls).
+  // Subtracts the scores of large references from their rows. Few rows of most calls have one.
   template <class Scores>
   CUTE_DEVICE static void subtract_large(Scores& scores, Reference const (&references)[kRows]) {
     bool large = false;

@@ -8,8 +8,8 @@
 
 namespace memeff {
 
-// The logsumexps of the queries, read from the row statistics in shared memory at their use. The
-// thread index is read again, which keeps addresses out of registers across a main loop.
+// The logsumexps of the queries, read from the row statistics in shared memory when they are used.
+// thread_index() keeps their addresses out of registers across a main loop.
 template <class Grid>
 struct LateLogsumexps {
   struct Reader {
@@ -25,7 +25,7 @@ struct LateLogsumexps {
   CUTE_DEVICE Reader reader(uint32_t statistics) const { return {statistics, thread_index()}; }
 };
 
-// The same, read at once.
+// The logsumexps of the queries, read ahead into registers.
 template <class Grid>
 struct EarlyLogsumexps {
   QuadStatistics::Values values[Grid::kColumnBlocks];
@@ -40,7 +40,7 @@ struct EarlyLogsumexps {
   CUTE_DEVICE QuadStatistics::Values const& pair(int index) const { return values[index]; }
 };
 
-// P^T from S^T.
+// Computes P^T from S^T in place.
 template <class Logsumexps, class Scores>
 CUTE_DEVICE void exponentiate_transposed(Logsumexps const& logsumexps, float softmax_scale,
                                          Scores& scores) {

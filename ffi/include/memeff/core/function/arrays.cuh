@@ -6,8 +6,8 @@
 
 namespace memeff::function {
 
-// A valid index: lax clamps those out of bounds. Hazard: without elements there is no valid one;
-// tracing refuses to read empty arrays.
+// Clamps an index as lax does. Hazard: an empty array has no valid index; tracing refuses to read
+// empty arrays.
 CUTE_DEVICE int clamp_index(int index, int size) {
   index = index < size ? index : size - 1;
   return index > 0 ? index : 0;
@@ -25,9 +25,9 @@ CUTE_DEVICE Scalar load(Element const* element) {
   }
 }
 
-// Captured arrays and literals as one batch index of the call sees them. `captured` has an array of
-// dims [1 or the size of a vmap, *dims of the user] for each of the function. XLA's arrays are
-// dense, so the innermost stride is 1.
+// The captured arrays and literals of one function, for one batch index of the call. Generated code
+// reads through it. `captured` has one array for each array of the function, with dims [1 or the
+// size of a vmap, *dims of the user]. XLA's arrays are dense, so the innermost stride is 1.
 template <class Config>
 struct FunctionArrays {
   ArrayView const* captured;
@@ -53,13 +53,14 @@ struct FunctionArrays {
     return static_cast<Element const*>(view.data) + first;
   }
 
-  // The special function unit converts integers, and is busy with the exponentials. So a kernel
-  // hides this if it has the difference of its first row and column as a float, and adds to that.
+  // The special function unit converts integers, and it is busy with the exponentials. A kernel
+  // that has the difference of its first row and column as a float therefore redefines this
+  // function and adds to that float.
   CUTE_DEVICE float difference(int key, int query) const {
     return float(wrapping_subtract(key, query));
   }
 
-  // The same times `slope`, a number of the head.
+  // difference() times `slope`, a number of the head.
   CUTE_DEVICE float scaled_difference(float slope, int key, int query) const {
     return slope * difference(key, query);
   }
@@ -67,8 +68,8 @@ struct FunctionArrays {
     return x + scaled_difference(slope, key, query);
   }
 
-  // The function computes with the result after it read `value`, one per element. A kernel that has
-  // staged read kRead of its tile hides this with a function that ignores `value`.
+  // Generated code passes each value that it reads through this function. A kernel that already
+  // holds read kRead in registers redefines it to ignore `value`, and the compiler drops the load.
   template <int kRead>
   CUTE_DEVICE float read(float value) const {
     return value;

@@ -6,7 +6,7 @@
 
 namespace memeff::function {
 
-// Arrays whose diagonal reads are already known, for one element.
+// The arrays of a function for one element whose diagonal reads are already in registers.
 template <class Arrays, class Function>
 struct ArraysWithReads : Arrays {
   float values[Function::kFloatReads];
@@ -43,8 +43,8 @@ struct DiagonalReads {
   // The values at columns 2q and 2q + 1 of row g in an m16n8 block (lane 4g + q) that lies
   // 8 * (chunk - 1) columns to the right of the first one. All lanes of the warp must call it.
   CUTE_DEVICE void at(int lane, int chunk, float (&pair)[2][kReads]) const {
-    // The place in a slot: 0 to 14 after the start of the chunk. In the last of every four chunks
-    // it can reach into the next slot.
+    // The position in a slot, 0 to 14 after the start of the chunk. In the last of every four
+    // chunks it can reach into the next slot.
     int const slot = chunk / 4;
     int const first = chunk % 4 * 8 + 7 + lane % 4 * 2 - lane / 4;
     bool const crosses = chunk % 4 == 3;

@@ -1,5 +1,5 @@
-// Float operations of users' functions, as lax defines them, and their approximations for kernels
-// of 16-bit inputs. docs/guide/precision.md lists the bounds of these.
+// Float operations of users' functions, as lax defines them, and approximations for kernels of
+// 16-bit inputs. docs/guide/precision.md lists the error bounds of the approximations.
 #pragma once
 
 #include <memeff/arch/math.cuh>
@@ -20,7 +20,7 @@ CUTE_DEVICE bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) 
 CUTE_DEVICE int to_int(float x) { return __float2int_rz(x); }
 CUTE_DEVICE unsigned to_unsigned(float x) { return __float2uint_rz(x); }
 
-// The sum is not fused with the last product of expf.
+// The intrinsic keeps the compiler from fusing the sum with the last product of expf.
 CUTE_DEVICE float logistic(float x) { return 1.0f / __fadd_rn(1.0f, expf(-x)); }
 
 CUTE_DEVICE float divide_approx(float a, float b) { return a * reciprocal_approx(b); }

@@ -12,21 +12,21 @@ CUTE_DEVICE int wrapping_multiply(int a, int b) { return int(unsigned(a) * unsig
 CUTE_DEVICE int wrapping_negate(int a) { return int(0u - unsigned(a)); }
 CUTE_DEVICE int absolute(int a) { return a < 0 ? wrapping_negate(a) : a; }
 
-// Rounds towards zero. x / 0 has all bits set, and the smallest int divided by -1 is itself.
+// Rounds towards zero. x / 0 is -1, all bits set, and the smallest int divided by -1 is itself.
 CUTE_DEVICE int divide(int a, int b) {
   if (b == 0) return -1;
   return b == -1 ? wrapping_negate(a) : a / b;
 }
 CUTE_DEVICE unsigned divide(unsigned a, unsigned b) { return b == 0 ? ~0u : a / b; }
 
-// Has the sign of a. The remainder of a division by zero is a.
+// The remainder has the sign of a. The remainder of a division by zero is a.
 CUTE_DEVICE int remainder(int a, int b) {
   if (b == 0) return a;
   return b == -1 ? 0 : a % b;
 }
 CUTE_DEVICE unsigned remainder(unsigned a, unsigned b) { return b == 0 ? a : a % b; }
 
-// Shifts by 32 or more move all bits out; so do shifts by negative amounts.
+// Shifts by 32 or more move all bits out. So do shifts by negative amounts.
 CUTE_DEVICE unsigned shift_left(unsigned a, unsigned bits) { return bits < 32 ? a << bits : 0; }
 CUTE_DEVICE unsigned shift_right_logical(unsigned a, unsigned bits) {
   return bits < 32 ? a >> bits : 0;

@@ -1,4 +1,4 @@
-// A user's function at the elements of a tile whose rows are of several heads.
+// Evaluates a user's function at the elements of a tile whose rows belong to several heads.
 #pragma once
 
 #include <cute/tensor_impl.hpp>
@@ -9,8 +9,9 @@
 
 namespace memeff {
 
-// As FunctionOfTile, but Rows (layout/packed_rows.cuh) says which query and head a row is. So there
-// is no diagonal along which reads are the same, and values of a head are values of a row.
+// FunctionOfTile for packed heads: Rows (layout/packed_rows.cuh) maps a row to its query and head.
+// Neighbouring rows may have different heads, so reads are not constant along diagonals, and values
+// of a head are computed per row.
 template <class Config, class Function, int kArrays, int kLiterals, class Rows>
 class FunctionOfRows {
  public:
@@ -25,7 +26,7 @@ class FunctionOfRows {
         batch_(array<int>(params, Config::kFunctionBatchIndexArray)[at.batch]),
         heads_(array<int>(params, Config::kFunctionHeadIndexArray)) {}
 
-  // use(accumulator, the arguments of Function::value...) for each element of this lane.
+  // Calls use(accumulator, the arguments of Function::value...) for each element of this lane.
   template <class Grid, bool kTransposed, class Scores, class Use>
   CUTE_DEVICE void for_each(Scores& scores, Use use) const {
     static_assert(!kTransposed);

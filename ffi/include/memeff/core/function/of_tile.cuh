@@ -1,4 +1,4 @@
-// A user's function at the elements of a tile of scores.
+// Evaluates a user's function at the elements of a tile of scores.
 #pragma once
 
 #include <cute/tensor_impl.hpp>
@@ -10,9 +10,9 @@
 namespace memeff {
 
 // The arrays of a function at one element of a lane. `first` is the difference of column and row at
-// the lane's first element, as a float; another element adds a constant, `more`. So no conversion
-// remains in the loop. `slope * first` is the same for all elements and is evaluated once, which
-// costs the products of a slope with a difference one more rounding.
+// the lane's first element, as a float; another element adds a constant, `more`, so no conversion
+// remains in the loop. `slope * first` is the same for all elements and is evaluated once. The
+// product of a slope with a difference is therefore rounded once more.
 template <class Config>
 struct ElementArrays : function::FunctionArrays<Config> {
   float first;
@@ -22,14 +22,15 @@ struct ElementArrays : function::FunctionArrays<Config> {
   CUTE_DEVICE float scaled_difference(float slope, int, int) const {
     return fmaf(slope, more, slope * first);
   }
-  // Needs no registers for the products, which differ between the elements of a lane.
+  // Two fused steps: the products differ between the elements of a lane and would take registers.
   CUTE_DEVICE float plus_scaled_difference(float x, float slope, int, int) const {
     return fmaf(slope, more, x + slope * first);
   }
 };
 
-// The user's indices of the elements of a tile, and the arrays of a function. kArrays and kLiterals
-// are where those of the function begin.
+// Evaluates a function for ScoreFunction, MaskFunction and FunctionGradient: it has the user's
+// indices of the elements of a tile and the arrays of the function, which begin at kArrays and
+// kLiterals in the tables.
 template <class Config, class Function, int kArrays, int kLiterals>
 class FunctionOfTile {
  public:
@@ -43,7 +44,7 @@ class FunctionOfTile {
                                    array<int>(params, Config::kFunctionBatchIndexArray)[at.batch],
                                    array<int>(params, Config::kFunctionHeadIndexArray)[at.head])) {}
 
-  // use(accumulator, the arguments of Function::value...) for each element of this lane.
+  // Calls use(accumulator, the arguments of Function::value...) for each element of this lane.
   // kTransposed: rows of the accumulators are keys, columns are queries.
   template <class Grid, bool kTransposed, class Scores, class Use>
   CUTE_DEVICE void for_each(Scores& scores, Use use) const {
@@ -54,7 +55,7 @@ class FunctionOfTile {
     }
   }
 
-  // use(the arguments of Function::value...) for a row and a column of the tile.
+  // Calls use(the arguments of Function::value...) for a row and a column of the tile.
   template <class Use>
   CUTE_DEVICE void at(int row, int column, float score, Use use) const {
     at(arrays_, row, column, score, use);
@@ -75,7 +76,8 @@ class FunctionOfTile {
                               Use use) const {
     int const first_major = Grid::element_row(0, 0, thread);
     int const first_minor = Grid::element_column(0, 0, thread);
-    // The distance from the first element is the same in all lanes; lane 0 makes it a constant.
+    // The distance from the first element is the same in all lanes, so computing it for lane 0
+    // makes it a constant.
     int const major = Grid::element_row(element, m, 0u) - Grid::element_row(0, 0, 0u);
     int const minor = Grid::element_column(element, n, 0u) - Grid::element_column(0, 0, 0u);
     arrays.more = float(kTransposed ? major - minor : minor - major);
@@ -101,7 +103,7 @@ class FunctionOfTile {
     }
   }
 
-  // The same with one read per diagonal of a warp's 16 rows.
+  // for_each() with one read per diagonal of a warp's 16 rows.
   template <class Grid, bool kTransposed, class Scores, class Use>
   CUTE_DEVICE void for_each_along_diagonals(Scores& scores, Use use) const {
     using Reads = function::DiagonalReads<Function, Grid::kWarpColumns>;

@@ -1,4 +1,4 @@
-// The steps of a consumer of kernels/fmha_bwd_sm90.cuh, whose main loop calls them in order.
+// The steps of a consumer of kernels/fmha_bwd_sm90.cuh. Its main loop calls them in order.
 #pragma once
 
 #include <memeff/collective/softmax/transposed.cuh>
@@ -7,8 +7,8 @@
 
 namespace memeff {
 
-// A consumer is a warpgroup that owns 64 of the keys. begin_...() starts an asynchronous product,
-// in a group of its own.
+// A consumer is a warpgroup that owns 64 of the keys. Each begin_...() starts an asynchronous
+// product as a group of its own; the main loop waits for it.
 template <class Config, class Kernel>
 struct BackwardConsumerSm90 {
   using Bias = typename Kernel::Bias;
@@ -51,7 +51,7 @@ struct BackwardConsumerSm90 {
   Control& control;
   uint32_t tiles;
 
-  // Waits for keys and values.
+  // Waits for keys and values, before the first Q block.
   CUTE_DEVICE void begin() const {
     int const first_head = work.head_with_blocks(params, work.item.head * params.shape.group);
     Bias(tiles + kBiasOffset)
@@ -65,8 +65,8 @@ struct BackwardConsumerSm90 {
     }
   }
 
-  // Memory beyond the query length may hold NaN. 0 * NaN would reach dk and dv, and so would a P
-  // of NaN.
+  // Waits for the operands of a Q block and clears rows beyond the query length. Hazard: memory
+  // there may hold NaN, and 0 * NaN, or a P of NaN, would reach dk and dv.
   CUTE_DEVICE void wait_for_queries(int tile, Stage const& stage, uint32_t query_tile,
                                     uint32_t out_tile) const {
     int const row = tile * kTileQuery;
@@ -103,7 +103,7 @@ struct BackwardConsumerSm90 {
     }
   }
 
-  // P^T from S^T, while the product dP runs.
+  // Computes P^T from S^T, while the product dP runs.
   template <class Logsumexps, class Scores>
   CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage,
                                 Logsumexps const& logsumexps, Scores& scores,

@@ -1,7 +1,7 @@
 // The gradient of the query for Hopper and head dims above 128: see fmha_bwd_two_kernel_sm90.cuh.
 //
-// Each of two consumers owns 64 queries, and dS goes from its accumulators to the operand of dQ in
-// registers. dQ of one KV block runs beside S and dP of the next.
+// Each of two consumers owns 64 queries, and dS stays in registers from its accumulators to the
+// operand of dQ. dQ of one KV block overlaps S and dP of the next.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -25,6 +25,7 @@
 
 namespace memeff {
 
+// The entry point that the generated source instantiates. One CTA owns 128 queries of a head.
 template <class Config>
 struct FmhaBackwardTwoKernelDq {
   using Element = typename Config::Element;
@@ -46,7 +47,8 @@ struct FmhaBackwardTwoKernelDq {
   using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kConsumerWarps, 16>;
   using Mask = ScoreMask<Config, ScoreGrid>;
 
-  // Two products read the keys, and the second one ends an iteration: keys need one buffer more.
+  // Two products read the keys, and dQ, the second one, ends an iteration. So keys need one buffer
+  // more than values.
   static constexpr int kKeyStages = Config::kStages;
   static constexpr int kValueStages = kKeyStages - 1;
   static constexpr int kOutOffset = QueryTile::kBytes;
@@ -54,6 +56,7 @@ struct FmhaBackwardTwoKernelDq {
   static constexpr int kValueOffset = kKeyOffset + kKeyStages * KeyTile::kBytes;
   static constexpr int kControlOffset = kValueOffset + kValueStages * ValueTile::kBytes;
 
+  // The barriers in static shared memory.
   struct Control {
     Pipeline<1> query;  // and dO
     Pipeline<kKeyStages> key;
@@ -103,6 +106,7 @@ struct FmhaBackwardTwoKernelDq {
     }
   }
 
+  // The producer, one thread: copies queries and dO once, then keys and values of each KV block.
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
     auto constexpr kOnce = CacheHint::EVICT_FIRST;
@@ -121,7 +125,7 @@ struct FmhaBackwardTwoKernelDq {
     }
     PipelineStage<kKeyStages> key;
     PipelineStage<kValueStages> value;
-    // Not before the queries are on their way: the head of the group takes a division.
+    // Computed after the copies of the queries have started, because the key head takes a division.
     KeyValueSource<Config> const keys(params, item.batch, item.head / params.shape.group);
     int const key_batch = keys.batch(params.key);
     int const value_batch = keys.batch(params.value);
@@ -149,12 +153,12 @@ struct FmhaBackwardTwoKernelDq {
   using Modifiers = ScoreModifiers<Config, Bias const&, ScoreFunction<Config, ScoreGrid>>;
   using Statistics = RegisterStatistics<ScoreGrid>;
 
-  // The main loop: per KV block S, dP, P and dS, then dQ, which runs under the next block.
+  // The main loop: per KV block S, dP, P and dS, then dQ, which overlaps the next block.
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
     ProblemShape const& shape = params.shape;
     WorkItem const& item = work.item;
-    // Uniform over the warpgroup, and the shuffle lets the compiler know it.
+    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
     Mask const mask(params.mask, shape, item.batch);
@@ -184,20 +188,20 @@ struct FmhaBackwardTwoKernelDq {
         control.value.wait(value);
         begin_scores<ValueTile>(
             out_gradients, tiles + kValueOffset + value.index * ValueTile::kBytes, score_gradient);
-        wait_products<1>();  // S, and dQ of the block before
+        wait_products<1>();  // S, and dQ of the previous block
         fence_accumulators(scores);
         fence_accumulators(query_gradient);
         if (leader && tile < work.kv_blocks.end - 1) control.key.release(previous(key));
 
         Modifiers const modifiers = {{params.scale}, {params}, bias};
         ScoreTilePosition const at = {item.batch, item.head, work.row, column};
-        auto scaled = ScoreGrid::make_accumulators();
+        auto scaled = ScoreGrid::make_accumulators();  // (4, 1, MMA_N), for the soft cap
         modifiers.recompute(scores, scaled, at);
         mask.template apply<kTileQuery, kTileKey>(scores, params, at, work.kv_blocks.partial(tile));
         statistics.template exponentiate_and_differentiate<Modifiers>(params.scale.softmax_scale,
                                                                       scaled, scores);
         fence_accumulators(scores);
-        control.query.wait_again({});  // the exponentials run under the product
+        control.query.wait_again({});  // redundant: keeps the exponentials above the next wait
         wait_products<0>();            // dP
         fence_accumulators(score_gradient);
         if (leader) control.value.release(value);
@@ -233,6 +237,7 @@ struct FmhaBackwardTwoKernelDq {
     return stage;
   }
 
+  // Loads the logsumexp and delta of this thread's two rows.
   CUTE_DEVICE static Statistics load_statistics(BackwardParams const& params, WorkItem const& item,
                                                 int row) {
     float const* const source = Tiles::statistics(params, item.batch, item.head, row);
@@ -244,8 +249,8 @@ struct FmhaBackwardTwoKernelDq {
     return statistics;
   }
 
-  // The first KV block may hold NaN beyond the key length, which would reach dq. Each consumer
-  // clears it for itself: they write the same zeros.
+  // Clears the first KV block beyond the key length, where NaN would reach dq. Each consumer clears
+  // all of it, without a barrier between them: they write the same zeros.
   CUTE_DEVICE static void clear_beyond(Control& control, Mask const& mask,
                                        ProblemShape const& shape, Work const& work, int warpgroup,
                                        uint32_t tiles) {
@@ -259,8 +264,8 @@ struct FmhaBackwardTwoKernelDq {
     named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
 
-  // dS from P, which holds the derivative of the modifiers, and dP: the gradient of query.key
-  // without the user's scale, packed block by block.
+  // Computes dS from dP and from P, which is already multiplied by the derivative of the modifiers:
+  // the gradient of query.key without the user's scale, packed block by block.
   template <class Scores>
   CUTE_DEVICE static void differentiate(BackwardParams const& params, WorkItem const& item,
                                         Statistics const& statistics, int row, int column,
@@ -288,8 +293,8 @@ struct FmhaBackwardTwoKernelDq {
                                                             column, block);
   }
 
-  // Two neighbouring elements of a bias gradient with all four dims. Rows beyond the query length
-  // may be NaN.
+  // Stores two neighbouring elements of a bias gradient with all four dims, but no row beyond the
+  // query length, which may be NaN.
   CUTE_DEVICE static void store_bias_gradient(BackwardParams const& params, WorkItem const& item,
                                               int row, int column, int query_bound, int half, int n,
                                               float const (&gradient)[2]) {
@@ -305,7 +310,7 @@ struct FmhaBackwardTwoKernelDq {
     }
   }
 
-  // Its zeros in the KV blocks that are skipped.
+  // Stores the zeros of such a gradient in the KV blocks that the CTA skips.
   CUTE_DEVICE static void clear_skipped_keys(BackwardParams const& params, Work const& work) {
     if constexpr (Config::kBiasGradient == BiasGradient::full) {
       using BiasElement = typename Config::BiasElement;
@@ -330,7 +335,7 @@ struct FmhaBackwardTwoKernelDq {
     }
   }
 
-  // dq leaves through the tile of queries, each consumer with its own rows. Rows from query_bound
+  // Stores dq through the tile of queries; each consumer stores its own rows. Rows from query_bound
   // on are beyond the query length and get 0.
   template <class Accumulators>
   CUTE_DEVICE static void store(BackwardParams const& params, BackwardMaps const& maps,

@@ -7,7 +7,7 @@
 
 namespace memeff {
 
-// Adds the dQ of one Q block, in the order of accumulators that Tiles defines: a lane's four floats
+// Adds the dQ of one Q block, in the accumulator order that Tiles defines, so a lane's four floats
 // are one aligned vector reduction.
 template <class Tiles, class Accumulators>
 CUTE_DEVICE void add_to_dq_sums(BackwardParams const& params, int batch, int head, int tile,

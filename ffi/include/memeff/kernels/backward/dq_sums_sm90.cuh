@@ -12,8 +12,8 @@
 
 namespace memeff {
 
-// Each consumer adds its registers. It waits until the load/store unit has read them, and issues
-// an instruction for every 512 bytes.
+// Strategy 1: each consumer adds from its registers. It waits until the load/store unit has read
+// them and issues an instruction for every 512 bytes.
 template <class Config, class Tiles>
 struct RegisterDqSumsSm90 {
   using Semaphore = cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>,
@@ -21,7 +21,7 @@ struct RegisterDqSumsSm90 {
   using Control = typename Semaphore::Control;
   static constexpr int kSharedBytes = 0;
 
-  // By one thread, before the first barrier of the CTA.
+  // Called by one thread, before the first barrier of the CTA.
   CUTE_DEVICE static void init(BackwardParams const& params, Control& control, int consumer_warps) {
     Semaphore::init(params, control, consumer_warps);
   }
@@ -31,14 +31,14 @@ struct RegisterDqSumsSm90 {
     return Semaphore::item(params, control);
   }
 
-  // By the producer's warpgroup; `thread` counts from its first thread.
+  // Called by the producer's warpgroup; `thread` counts from its first thread.
   CUTE_DEVICE static void produce(BackwardParams const& params, Control& control,
                                   WorkItem const& item, TileRange const& tiles, uint32_t,
                                   int thread) {
     Semaphore::order(params, control, item, tiles, thread);
   }
 
-  // By the consumers. `parity` alternates from one Q block to the next.
+  // Called by the consumers. `parity` alternates from one Q block to the next.
   template <class Accumulators>
   CUTE_DEVICE static void add(BackwardParams const& params, Control& control, int batch, int head,
                               int tile, uint32_t, int parity, Accumulators const& query_gradient) {
@@ -48,10 +48,10 @@ struct RegisterDqSumsSm90 {
   }
 };
 
-// The consumers write the dQ of a Q block to shared memory and go on. One thread of the producer's
-// warpgroup adds it to the sums, by one asynchronous bulk reduction. With an order the same thread
-// polls the semaphore of the predecessor, and publishes the CTA's progress when an addition has
-// been performed, so consumers never wait for another CTA.
+// Strategy 2: the consumers write the dQ of a Q block to shared memory and go on. One thread of the
+// producer's warpgroup adds it to the sums by one TMA reduction. If the sums are deterministic, the
+// same thread polls the predecessor's semaphore and publishes the CTA's progress when an addition
+// has been performed, so consumers never wait for another CTA.
 template <class Config, class Tiles>
 struct TmaDqSumsSm90 {
   static constexpr bool kOrdered = Config::kOrdersQueries;
@@ -121,7 +121,7 @@ struct TmaDqSumsSm90 {
   }
 
  private:
-  // Positions are those of for_each_q_block().
+  // Orders the additions of the one thread; positions are those of for_each_q_block().
   struct Semaphore {
     DqSemaphore<Config> semaphore;
 
@@ -134,6 +134,7 @@ struct TmaDqSumsSm90 {
     CUTE_DEVICE void end() { wait_tma_stores_performed(); }
     CUTE_DEVICE void finish() { semaphore.publish(kFinished); }
   };
+  // The interface of Semaphore without an order.
   struct NoSemaphore {
     CUTE_DEVICE NoSemaphore(BackwardParams const&, Control const&) {}
     CUTE_DEVICE void begin(int) {}

@@ -14,7 +14,7 @@
 
 namespace memeff {
 
-// Only FmhaBackwardLargeDimDkdv sums the gradients of captured arrays.
+// For the kernels that do not sum the gradients of captured arrays; FmhaBackwardLargeDimDkdv does.
 template <class Config>
 struct WithoutFunctionGradient : Config {
   static constexpr bool kFunctionGradient = false;
@@ -26,10 +26,11 @@ struct LargeDimTile {
   int query_head;
   int row;
   int column;
-  bool partial = true;  // masks that are arrays or functions may make some element invalid
+  bool partial = true;  // elements must be tested against masks that are arrays or functions
 };
 
-// P and dS of a tile.
+// Computes P and dS of a tile; the dq, dkdv and dbias kernels for large head dims call load() and
+// compute() for each tile.
 template <class Config>
 struct LargeDimScores {
   using Element = typename Config::Element;
@@ -84,8 +85,9 @@ struct LargeDimScores {
 
   CUTE_DEVICE static int steps(int columns) { return ceil_div(columns, kStep); }
 
-  // Step `step` of the operands, and with the first one the statistics of the rows. `parity`
-  // alternates by tiles: statistics arrive while those of the tile before are still read.
+  // Starts the copies of step `step` of the operands, and with the first step the statistics of the
+  // rows. `parity` alternates by tiles, because statistics arrive while those of the previous tile
+  // are still read.
   CUTE_DEVICE void load(LargeDimTile const& tile, int step, int parity, uint32_t buffer) const {
     int const head_steps = steps(params.shape.head_dim);
     if (step < head_steps) {
@@ -103,7 +105,8 @@ struct LargeDimScores {
     }
   }
 
-  // Leaves P (modified) and dS of a tile, rounded, in shared memory, if they are asked for.
+  // Leaves the modified P and dS of a tile, rounded, in shared memory, each if its template
+  // argument asks for it.
   template <bool kProbabilities, bool kScoreGradients, class LoadNext>
   CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity,
                            LoadNext load_next) const {
@@ -115,7 +118,7 @@ struct LargeDimScores {
     });
   }
 
-  // The same with another use of the bias's gradient.
+  // As above; the bias gradient goes to the object that make_writer() returns.
   template <bool kProbabilities, bool kScoreGradients, bool kBiasGradient, class LoadNext,
             class MakeWriter>
   CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity, LoadNext load_next,
@@ -170,6 +173,8 @@ struct LargeDimScores {
   }
 
  private:
+  // Starts the copies of one step of a product: columns from `first` on of the rows of both
+  // operands.
   CUTE_DEVICE void load_pair(LargeDimTile const& tile, TensorView const& left,
                              TensorView const& right, int columns, int first,
                              uint32_t buffer) const {

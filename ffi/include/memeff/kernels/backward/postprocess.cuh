@@ -1,4 +1,4 @@
-// After the backward: dq = scale * (its f32 sums), rounded. One CTA per tile of query rows.
+// Runs after the backward: dq = scale * (its f32 sums), rounded. One CTA per tile of query rows.
 #pragma once
 
 #include <memeff/collective/epilogue.cuh>
@@ -10,6 +10,7 @@
 
 namespace memeff {
 
+// The entry point of the families sm80 and sm90. Tiles defines the order of the sums.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardPostprocess {
   using Element = typename Config::Element;

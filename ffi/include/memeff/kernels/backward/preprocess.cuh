@@ -1,4 +1,5 @@
-// Before the backward: row statistics, and zeros for the dq sums. One CTA per tile of query rows.
+// Runs before the backward: computes the row statistics and zeroes the dq sums. One CTA per tile of
+// query rows.
 //
 //   delta = rowsum(dO * O) - dlse      (FlashAttention-2, algorithm 2, with the logsumexp's
 //   gradient)
@@ -19,12 +20,13 @@
 
 namespace memeff {
 
-// For main kernels that sum no dq in global memory.
+// For main kernels that sum no dq in global memory: there is nothing to zero.
 template <class Config>
 struct WithoutQueryGradient : Config {
   static constexpr bool kQueryGradient = false;
 };
 
+// The entry point of all backwards. Tiles defines the layout of the statistics.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardPreprocess {
   using Element = typename Config::Element;
@@ -45,7 +47,7 @@ struct FmhaBackwardPreprocess {
     IntervalMask<MaskKind::none> const mask(params.mask, shape, item.batch);
     int const first_row = item.tile * Tiles::kTileQuery;
     if constexpr (Config::kVarlen) {
-      if (first_row >= mask.query_length) return;  // the workspaces have no such tile
+      if (first_row >= mask.query_length) return;  // hazard: the workspaces have no such tile
     }
     long long const tile_index = Tiles::tile_index(params, item.batch, item.head, item.tile);
     Origin const origin = query_origin<Config>(shape, item.batch);
@@ -65,11 +67,11 @@ struct FmhaBackwardPreprocess {
         long long const source = logsumexp_offset<Config>(shape, origin, item.head) + row;
         // +inf makes every probability of a row without keys, or beyond the length, exactly 0.
         float logsumexp = valid ? params.logsumexp[source] : -infinity();
-        // A bias may make the logsumexp so large that it holds no probabilities: the row is empty,
-        // too.
+        // A bias may make the logsumexp so large that the exponents lose their digits. Such a row
+        // counts as empty, too.
         bool const empty = fabsf(logsumexp) >= kWholeFloats;
         if constexpr (shifts_rows<Config>()) {
-          // The main loop does not read this bias, but the logsumexp contains it.
+          // The logsumexp contains this bias, but the scores of the main loop do not.
           if (!empty) logsumexp -= row_bias<Config>(params.bias, item.batch, item.head, row);
         }
         if (!empty && params.logsumexp_gradient != nullptr) {
@@ -99,7 +101,7 @@ struct FmhaBackwardPreprocess {
     float sum = 0.0f;
     constexpr int kBytes = sizeof(Element);
     constexpr int kChunk = 16 / kBytes;
-    // More at a time, as the compiler would read them, spill.
+    // Hazard: with more than two vectors at a time, which the compiler would choose, it spills.
 #pragma unroll 2
     for (int column = lane * kChunk; column < columns; column += kRowLanes * kChunk) {
       int const bytes = (columns - column) * kBytes;

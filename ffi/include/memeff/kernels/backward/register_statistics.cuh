@@ -1,4 +1,4 @@
-// Logsumexp and delta of the two rows that a thread owns elements of, in registers.
+// The logsumexp and delta of the two rows of which a thread owns elements, in registers.
 #pragma once
 
 #include <memeff/layout/row_statistics.cuh>
@@ -6,16 +6,17 @@
 
 namespace memeff {
 
-// For scores whose rows are queries, in the accumulators of a warpgroup.
+// For scores whose rows are queries, in the accumulators of a warpgroup. The dq and dbias kernels
+// of Hopper use it.
 template <class Grid>
 struct RegisterStatistics {
   float2 rows[2];
 
-  // Of accumulator i, and of the rows with an accumulator in this half of a 16x16 block.
+  // The logsumexp for accumulator i, and the delta for this half of a 16x16 block.
   CUTE_DEVICE float logsumexp(int i) const { return rows[i % 4 / 2].x; }
   CUTE_DEVICE float delta(int half) const { return rows[half].y; }
 
-  // P from S.
+  // Computes P from S in place.
   template <class Scores>
   CUTE_DEVICE void exponentiate(float softmax_scale, Scores& scores) const {
     CUTE_UNROLL
@@ -24,7 +25,8 @@ struct RegisterStatistics {
     }
   }
 
-  // The same, times the derivative of the score modifiers; `scaled` is that of recompute().
+  // As above, times the derivative of the score modifiers; `scaled` comes from
+  // ScoreModifiers::recompute().
   template <class Modifiers, class Scores>
   CUTE_DEVICE void exponentiate_and_differentiate(float softmax_scale, Scores const& scaled,
                                                   Scores& scores) const {

@@ -13,8 +13,8 @@
 
 namespace memeff {
 
-// The bias of a Q block in shared memory, which all threads of the CTA copy and read. Without a
-// bias all of it is empty.
+// The bias of a Q block in shared memory, which all threads of the CTA copy and read, with the
+// interface that ScoreModifiers expects. Without a bias it does nothing.
 template <class Config, class Mask, bool kBias = has_bias_tile<Config>()>
 struct QBlockBiasTile {
   static constexpr int kBytes = 0;
@@ -26,6 +26,7 @@ struct QBlockBiasTile {
   CUTE_DEVICE void add(Scores&, float, QBlock const&, int) const {}
 };
 
+// With a bias; the tile has the bias of one Q block and the CTA's keys.
 template <class Config, class Mask>
 struct QBlockBiasTile<Config, Mask, true> {
   using Tiles = BackwardTiles<Config>;
@@ -44,13 +45,13 @@ struct QBlockBiasTile<Config, Mask, true> {
                              uint32_t tile)
       : bias(bias), mask(mask), batch(batch), column(column), tile(tile) {}
 
-  // Starts the copy, when all threads have added the tile before.
+  // Starts the copy. Hazard: all threads must have added the previous tile.
   CUTE_DEVICE void load(QBlock const& q_block) const {
     Tile::copy(tile, thread_index(), source(q_block), row_bytes(), mask.query_length - q_block.row,
                mask.key_length - column);
   }
 
-  // The same if there is a next Q block, next().
+  // As above if there is a next Q block, next().
   template <class Next>
   CUTE_DEVICE void load_next(bool exists, Next next) const {
     if (exists) load(next());
@@ -73,7 +74,8 @@ struct QBlockBiasTile<Config, Mask, true> {
   CUTE_DEVICE long long row_bytes() const { return bias.row_stride * sizeof(Element); }
 };
 
-// Rows of the accumulators are queries; the statistics of these rows are in shared memory.
+// The scores of the sm80 kernels: rows of the accumulators are queries, whose statistics are in
+// shared memory.
 template <class Config>
 struct BackwardScoresSm80 {
   using Element = typename Config::Element;
@@ -88,8 +90,8 @@ struct BackwardScoresSm80 {
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
   static constexpr int kStep = kStepElements<Element>;
-  // CTAs of four warps share an SM and hide each other's reads; eight warps alone read further
-  // ahead.
+  // How far products read ahead. CTAs of four warps share an SM and hide each other's latencies; a
+  // CTA of eight warps is alone and reads further ahead.
   static constexpr int kReadAhead = Config::kWarps == 4 ? 1 : 2;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
 
@@ -102,10 +104,10 @@ struct BackwardScoresSm80 {
                                                                          ScoreGrid::column()));
   }
 
-  // scores: S -> P, modified.  score_gradient: dP -> dS, the gradient of query.key without the
-  // user's scale. The gradient of the bias goes to the object that make_writer() returns.
-  // Gradients of arrays that a score function reads go to CapturedSums; `sums` is its shared
-  // memory.
+  // Replaces `scores`, S, by the modified P, and `score_gradient`, dP, by dS, the gradient of
+  // query.key without the user's scale. The gradient of the bias goes to the object that
+  // make_writer() returns. Gradients of arrays that a score function reads go to CapturedSums;
+  // `sums` is its shared memory.
   template <class CapturedSums, class Modifiers, class Scores, class MakeWriter>
   CUTE_DEVICE static void compute(BackwardParams const& params, Modifiers const& modifiers,
                                   uint32_t statistics, int batch, QBlock const& q_block,
@@ -120,7 +122,7 @@ struct BackwardScoresSm80 {
     typename CapturedSums::Sums function_sums;
     int const thread = thread_index();
     float2 rows[2];  // (logsumexp2, delta) of this thread's rows in a row block
-    // The 16x16 block (m, column_block); row blocks come one after the other.
+    // Handles the 16x16 block (m, column_block). Row blocks come one after the other.
     auto block = [&](int m, int column_block, auto const& keep) {
       if (column_block == 0) {
         CUTE_UNROLL

@@ -10,8 +10,9 @@
 
 namespace memeff {
 
-// The gradient of query.key without the user's scale, and the kept P^T. Both are packed block by
-// block, which frees the accumulators.
+// Computes dS^T, the gradient of query.key without the user's scale, and the kept P^T. Both are
+// packed block by block, which frees the accumulators. The consumers of fmha_bwd_sm90.cuh call it
+// once per Q block.
 template <class Config, class Modifiers, class BiasWriter, class Grid, class Kept, class Scores,
           class Operand, class FunctionGradient>
 CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t statistics,
@@ -25,7 +26,7 @@ CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t
   using Element = typename Config::Element;
   int const thread = thread_index();
   BiasWriter const bias_gradient(params, position);
-  // Sixteen queries and the sixteen keys of this warp.
+  // Handles sixteen queries and the sixteen keys of this warp.
   auto block = [&](int, int row_block, auto const& keep) {
     auto const deltas = QuadStatistics::load_deltas<Grid>(statistics, row_block, thread);
     CUTE_UNROLL

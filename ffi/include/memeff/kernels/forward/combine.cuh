@@ -1,4 +1,4 @@
-// After a forward whose keys were split: out = sum of exp(lse_split - lse) * out_split.
+// Runs after a forward whose keys were split: out = sum of exp(lse_split - lse) * out_split.
 #pragma once
 
 #include <memeff/core/math.cuh>
@@ -11,7 +11,7 @@
 
 namespace memeff {
 
-// A sum of outputs, and of their weights.
+// A sum of weighted outputs, and of the weights.
 struct PartialSum {
   float4 out;
   WeightSum weights;
@@ -29,6 +29,7 @@ struct PartialSum {
   }
 };
 
+// The combine kernel of kernels/fmha_fwd_split_sm80.cuh. A CTA combines one or several rows.
 template <class Config>
 struct FmhaForwardCombine {
   using Element = typename Config::Element;
@@ -36,7 +37,8 @@ struct FmhaForwardCombine {
   static constexpr int kThreads = 128;
   static constexpr int kBlocksPerSm = 8;
 
-  // A thread has four columns of a row. Rows of many splits are given several such sets of threads.
+  // A thread has four columns of a row. Several such sets of threads divide the splits of a row if
+  // there are many.
   static constexpr int kColumnThreads = Config::kValueDim / 4;
   static constexpr int kSets = kThreads / kColumnThreads;
   static_assert(kSets > 0);
@@ -46,7 +48,7 @@ struct FmhaForwardCombine {
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
     long long const rows = partial_rows(params.shape);
-    // One set adds up segments in their order.
+    // Segments are added up by one set of threads, because their order matters.
     int const row_sets = kKeySegments ? 1 : min(params.splits, kSets);
     int const block_rows = kSets / row_sets;
     long long const step = (long long)gridDim.x * block_rows;
@@ -73,8 +75,8 @@ struct FmhaForwardCombine {
         float const logsumexp = params.partial_logsumexp[index];
         float const* const out = params.partial_out + index * Config::kValueDim + 4 * column_thread;
         float4 part = *reinterpret_cast<float4 const*>(out);
-        // The output of a masked segment is not written. A branch around its load would make the
-        // loads of all segments wait for each other.
+        // The output of a masked segment is uninitialized. It is loaded and discarded, because a
+        // branch around the load would make the loads of all segments wait for each other.
         bool const is_written = !kKeySegments || logsumexp != -infinity();
         if (!is_written) part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         sum.add(part, logsumexp, 1.0f);
@@ -89,7 +91,7 @@ struct FmhaForwardCombine {
       }
       store(params, row, 4 * column_thread, sum);
     }
-    __syncthreads();  // the sums are no longer read
+    __syncthreads();  // every thread has read the sums
   }
 
   // The number of segments of the sequence of a row.
@@ -100,6 +102,7 @@ struct FmhaForwardCombine {
     return ceil_div(keys, Config::kSegmentKeys);
   }
 
+  // Finishes a row with its modifiers and writes four columns of it.
   CUTE_DEVICE static void store(ForwardParams const& params, long long partial_row, int column,
                                 PartialSum const& sum) {
     ProblemShape const& shape = params.shape;
@@ -112,7 +115,7 @@ struct FmhaForwardCombine {
     int const query = rows.query(row);
     int const head = rows.query_head(head_batch % tile_heads, row);
     int const query_length = IntervalMask<MaskKind::none>(params.mask, shape, batch).query_length;
-    if (Config::kVarlen && query >= query_length) return;  // belongs to another sequence
+    if (Config::kVarlen && query >= query_length) return;  // a row of another sequence
     Origin const origin = query_origin<Config>(shape, batch);
     RowModifiers<Config> const modifiers(params, {batch, head, query, query < query_length});
     auto const end = [&] { return modifiers.finish(sum.weights.end()); };

@@ -1,4 +1,4 @@
-// A consumer of kernels/fmha_fwd_sm90.cuh: the steps between work tiles, and around the rings.
+// What a consumer of kernels/fmha_fwd_sm90.cuh does between work tiles, and with the rings.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -7,8 +7,8 @@
 
 namespace memeff {
 
-// A consumer is a warpgroup that owns 64 rows of a work tile, or has them in common with other
-// groups.
+// A consumer is a warpgroup that owns 64 rows of a work tile, or shares them with other groups. Its
+// main loop (main_loop_sm90.cuh) calls these functions.
 template <class Config, class Kernel>
 struct ForwardConsumerSm90 {
   using Blocks = typename Kernel::Blocks;
@@ -33,14 +33,14 @@ struct ForwardConsumerSm90 {
     for (int group = 0; group < kConsumerGroups; ++group) stage.advance();
   }
 
-  // Releases the buffers of `count` KV blocks unread.
+  // Releases the buffers of `count` KV blocks without reading them.
   template <int kBuffers>
   CUTE_DEVICE static void skip(Pipeline<kBuffers>& ring, PipelineStage<kBuffers>& stage, int count,
                                bool leader) {
     CUTE_NO_UNROLL
     for (; count > 0; --count) {
-      ring.wait(stage);  // or the arrival would count for the tile before
-      __syncwarp();      // or a lane might miss the phase that it waits for
+      ring.wait(stage);  // hazard: else the arrival counts for the previous tile
+      __syncwarp();      // hazard: else a lane may miss the phase that it waits for
       if (leader) ring.release(stage);
       stage.advance();
     }
@@ -79,8 +79,9 @@ struct ForwardConsumerSm90 {
     return {work_tile.item.tile, work_tile.item.head, has ? work_tile.item.batch : -1};
   }
 
-  // Skips a work tile of which only other consumers own rows. Keys and values are released
-  // alternately: a consumer that needs both would otherwise wait for the ring that lags behind.
+  // Skips a work tile of which only other consumers own rows. Hazard: release keys and values
+  // alternately, because a consumer that needs both would otherwise wait for the ring that lags
+  // behind.
   CUTE_DEVICE static void skip_work_tile(ForwardParams const& params, Control& control,
                                          WorkItem const& item, Position& at) {
     Mask const mask(params.mask, params.shape, item.batch);
@@ -98,8 +99,9 @@ struct ForwardConsumerSm90 {
     release_work_tile(control, at);
   }
 
-  // Zeros the values of a work tile's first KV block that lie beyond the key length. Each consumer
-  // does it for itself: they write the same zeros.
+  // Zeros the values of a work tile's first KV block that lie beyond the key length, where 0 * NaN
+  // would be NaN. Each consumer zeros all of them, without a barrier between consumers: they write
+  // the same zeros.
   CUTE_DEVICE static void clear_values(Control& control, Mask const& mask,
                                        ProblemShape const& shape, int tile,
                                        PipelineStage<kStages> const& stage, uint32_t tiles,
@@ -123,7 +125,7 @@ struct ForwardConsumerSm90 {
     auto const [item, query_length] = control.work_tiles[at.slot.index];
     Merge::run(tiles + Kernel::kMergeOffset, softmax, output, params.scale.softmax_scale);
     if constexpr (kConsumerGroups > 1)
-      ConsumerGroup::sync_all();  // the staged outputs are no longer read
+      ConsumerGroup::sync_all();  // every group has read the staged outputs
     if (kConsumerGroups == 1 || ConsumerGroup::index() == 0) {
       int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
       OutputWriter::write(params, item, query_length, softmax, output);

@@ -1,12 +1,13 @@
 // The operands of the Hopper forward in float32, multiplied as f16 (3xFP16): see core/f16x3.cuh.
 //
 // Scores are multiplied by the factors of their query and their key. Probabilities are multiplied
-// by the factors of their values, and then each row is scaled as the rows of the other operands
-// are. So a masked key with a large value does not cost the other probabilities of a row precision.
+// by the factors of their values, and only then is each row scaled as the rows of the other
+// operands are. So a masked key with a large value does not cost the other probabilities of its row
+// precision.
 //
-// Tensor cores truncate accumulators instead of rounding them. So small products come first, and
-// the products with the values of one tile have accumulators of their own, which are added with
-// rounding.
+// Hazard: tensor cores truncate accumulators instead of rounding them. So small products come
+// first, and the products with the values of one tile have accumulators of their own, which are
+// added with rounding.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -22,7 +23,7 @@
 
 namespace memeff {
 
-// The hi and lo parts, and the factors of a product with them.
+// Probabilities as a left operand: their hi and lo parts, and the factors for the product's rows.
 template <int kSteps>
 struct F16x3Probabilities {
   RegisterOperand<1, kSteps, 2> high;
@@ -30,6 +31,7 @@ struct F16x3Probabilities {
   float factors[2];  // of the rows of a lane
 };
 
+// Drops elements in both parts (collective/probability_modifiers.cuh).
 template <int kSteps>
 CUTE_DEVICE void drop_block(F16x3Probabilities<kSteps>& operand, int m, int block,
                             KeepBlock const& keep) {
@@ -37,6 +39,7 @@ CUTE_DEVICE void drop_block(F16x3Probabilities<kSteps>& operand, int m, int bloc
   drop_block(operand.low, m, block, keep);
 }
 
+// The operands of the float32 forward, with the interface of MappedOperands (operands_sm90.cuh).
 template <class Config, class ScoreGrid, class OutGrid>
 struct F16x3Operands {
   using Half = cutlass::half_t;
@@ -52,14 +55,14 @@ struct F16x3Operands {
   static constexpr bool kClearsValues = false;
   static constexpr bool kScalesRows = true;
   static constexpr bool kSequential = Config::kSequential;
-  // With 24 the producers spill. With 32 the consumers of 128 columns would spill.
+  // With 24 the producers spill. With 32 the consumers of 128 columns spill.
   static constexpr int kProducerRegisters = kSequential || Config::kValueDim <= 64 ? 32 : 24;
 
   ForwardParams const& params;
 
   CUTE_DEVICE void prefetch() const {}
 
-  // Rows beyond the length may have no tile. The last tile is loaded instead.
+  // Hazard: rows beyond the length may have no tile. The last tile is loaded instead.
   CUTE_DEVICE void load_queries(WorkItem const& item, int query_length, int warpgroup,
                                 uint64_t& arrived, uint32_t buffer) const {
     int const tile = min(item.tile * kRowWarpgroups + warpgroup, last<QueryTile>(query_length));
@@ -67,6 +70,7 @@ struct F16x3Operands {
              buffer + warpgroup * QueryTile::kBufferBytes, QueryTile::kBytes);
   }
 
+  // The hi/lo tiles of keys or values of a work tile.
   template <class Tile>
   struct Rows {
     static constexpr int kBytes = Tile::kBytes;
@@ -107,8 +111,8 @@ struct F16x3Operands {
     multiply<QueryTile, KeyTile>(scores, queries, keys, true);
   }
 
-  // Multiplies by the factors, one after the other: their product may underflow in f32. The buffers
-  // may be released afterwards.
+  // Multiplies scores by the factors of query and key, one after the other, because the product of
+  // the factors may underflow in f32. The buffers may be released afterwards.
   template <class Scores>
   CUTE_DEVICE static void unscale(Scores& scores, uint32_t queries, uint32_t keys, int warpgroup) {
     int const thread = thread_index();
@@ -124,7 +128,8 @@ struct F16x3Operands {
     __syncwarp();
   }
 
-  // `values` is the tile that the probabilities will be multiplied with.
+  // Makes the operand of P V. `values` is the tile that it will be multiplied with, whose factors
+  // it takes.
   template <class Scores>
   CUTE_DEVICE static auto probabilities(Scores& scores, uint32_t values) {
     for_each_column_pair(values + ValueTile::kFactors, thread_index(), scores,
@@ -175,7 +180,7 @@ struct F16x3Operands {
     warpgroup_gemm<Half, kKeySteps>(part, probabilities.high, high);
   }
 
-  // Adds what multiply_values() has summed, to nothing if it `begins`.
+  // Adds the sums of multiply_values() to the output, or overwrites it if it `begins`.
   template <class Output, class Probabilities>
   CUTE_DEVICE static void add(Output& output, Part const& part, Probabilities const& probabilities,
                               bool begins) {
@@ -203,8 +208,8 @@ struct F16x3Operands {
         DescriptorOperand<typename Right::Part, Contiguous::k>(right), accumulate);
   }
 
-  // Calls use(half, n, factors) for each two neighbours of a lane, with the factors of their
-  // columns.
+  // Calls use(half, n, factors) for each pair of neighbouring elements of a lane, with the factors
+  // of their columns.
   template <class Scores, class Use>
   CUTE_DEVICE static void for_each_column_pair(uint32_t factors, int thread, Scores const&,
                                                Use use) {

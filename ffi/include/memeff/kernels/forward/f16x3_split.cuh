@@ -1,5 +1,6 @@
 // Runs before a 3xFP16 forward: splits each row of query, key and value into two rows of f16, hi
-// and lo, and a factor. A CTA splits 64 rows of one head of one of the three arrays.
+// and lo, and a factor. A CTA splits 64 rows of one head of one of the three arrays. It writes them
+// as F16x3Tile, which TMA copies without a tensor map.
 #pragma once
 
 #include <memeff/core/f16x3.cuh>
@@ -12,6 +13,7 @@
 
 namespace memeff {
 
+// The entry point. Its grid covers the tiles of all heads of query, key and value.
 template <class Config>
 struct FmhaForwardF16x3Split {
   using Tiles = F16x3Tiles<Config>;
@@ -55,14 +57,15 @@ struct FmhaForwardF16x3Split {
     return Lengths(params.mask, params.shape, item.batch);
   }
 
-  // CTAs for one head. The grid of codegen/kernels/fmha_fwd_f16x3_sm90.py counts them alike.
+  // The number of CTAs for one head. The grid of codegen/kernels/fmha_fwd_f16x3_sm90.py must count
+  // alike.
   template <class Tile>
   CUTE_DEVICE static int blocks(int length) {
     return Tiles::template count<Tile>(length) * (Tile::kRows / kF16x3Rows);
   }
 
-  // Rows beyond the length become zeros if their tile has valid rows, or is the first, because
-  // products read the whole tile and the workspace is uninitialized. Other tiles are never read.
+  // Hazard: products read whole tiles, and the workspace is uninitialized. So rows beyond the
+  // length become zeros if their tile has valid rows or is the first. Other tiles are never read.
   template <class Tile>
   CUTE_DEVICE static void split_rows(TensorView const& tensor, Origin const& origin,
                                      WorkItem const& item, int columns, int length, char* tiles) {
@@ -106,8 +109,8 @@ struct FmhaForwardF16x3Split {
     }
   }
 
-  // The scale of a row, of which each lane has eight numbers. Infinities and NaN do not count: no
-  // scale makes them finite, and the other numbers of the row keep their precision.
+  // The scale of a row, of which each lane has eight numbers. Infinities and NaN are ignored: no
+  // scale makes them finite, and so the other numbers of the row keep their precision.
   template <int kRowLanes>
   CUTE_DEVICE static RowScale scale_of(uint4 const (&x)[2]) {
     int greatest = 0;

@@ -1,15 +1,15 @@
-// Keys and values in a pool of float8 (e4m3). They are converted to float16 between shared memory
-// and the tensor cores.
+// The operands of the split forward for pools of float8 (e4m3). Keys and values are converted to
+// float16 between shared memory and the tensor cores.
 //
-// Both products are of float16, whatever the query's dtype: it holds e4m3 numbers exactly, and
-// probabilities. A row of queries is multiplied by a power of two that brings its largest element
-// to 2^14 or more, and its scores are divided by it. Elements that are more than 2^-31 of the
-// largest one are converted from bfloat16 exactly.
+// Both products are of float16, whatever the query's dtype, because float16 holds e4m3 numbers
+// exactly and suits probabilities. A row of queries is multiplied by a power of two that brings its
+// largest element to 2^14 or more, and its scores are divided by it. Elements that are more than
+// 2^-31 of the largest one are converted from bfloat16 exactly.
 //
-// ldmatrix gives a lane four adjacent bytes of a row, and the tensor cores expect two elements of
-// k. Keys: the bytes are four elements of k, and the query's columns have another order in shared
-// memory. Values: the bytes are two columns of two keys, and the output's columns have another
-// order until the end. Neither costs an instruction in the main loop.
+// ldmatrix gives a lane four adjacent bytes of a row, but the tensor cores expect two elements of
+// k. Permutations outside the main loop make up for it. Keys: the bytes are four elements of k, so
+// the query's columns are permuted in shared memory. Values: the bytes are two columns of two keys,
+// so the output's columns stay permuted until the end.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -21,8 +21,8 @@
 
 namespace memeff {
 
-// The right operand of a product as float16, from a tile of e4m3 numbers. If the outer dimension is
-// contiguous, columns 2g and 2g + 1 of 16 are column g of two blocks of eight.
+// The right operand of a product, loaded as float16 from a tile of e4m3 numbers. If the outer
+// dimension is contiguous, columns 2g and 2g + 1 of 16 become column g of two blocks of eight.
 template <class Tile, Contiguous kOrder>
 struct Float8Operand {
   static_assert(Tile::kElementBytes == 1);
@@ -66,6 +66,7 @@ struct PoolScales {
   }
 };
 
+// The operands of FmhaForwardSplitSm80 for float8 pools; SplitOperands has the same interface.
 template <class Config>
 class Float8Operands : public SplitTiles<Config> {
   using Tiles = SplitTiles<Config>;
@@ -82,8 +83,8 @@ class Float8Operands : public SplitTiles<Config> {
 
   static constexpr bool kCopiesQuery = false;
 
-  // Behind the tiles: the factor of each row of queries, and for each stage of each consumer group
-  // the key scales and the value scales of kPageStep keys each.
+  // Shared memory behind the tiles has the factor of each row of queries, and for each stage of
+  // each consumer group the key and value scales, one for every kPageStep keys.
   static constexpr bool kByPage =
       Config::kKeyScale == PoolScale::pages || Config::kValueScale == PoolScale::pages;
   static constexpr int kParts = kKeys / kPageStep;
@@ -98,9 +99,9 @@ class Float8Operands : public SplitTiles<Config> {
                              int key_head, int length, uint32_t shared)
       : params_(params), pages_(pages), key_head_(key_head), length_(length), shared_(shared) {}
 
-  // Converts a tile of queries. row_at(row of the tile) returns a QueryRow. A warp takes a row at a
-  // time. In each 16 columns pair p moves to place p / 2, or p / 2 + 4 if p is odd: the pairs that
-  // the tensor cores multiply with the four bytes of a lane.
+  // Converts a tile of queries, a row per warp at a time. row_at(row of the tile) returns a
+  // QueryRow. In each 16 columns pair p moves to place p / 2, or p / 2 + 4 if p is odd: the pairs
+  // that the tensor cores multiply with the four bytes of a lane.
   template <class RowAt>
   CUTE_DEVICE void load_query(RowAt row_at, int head_dim, uint32_t tile) const {
     constexpr int kPairs = Config::kHeadDim / (2 * kWarpSize);  // of a lane
@@ -123,8 +124,8 @@ class Float8Operands : public SplitTiles<Config> {
           largest = fmaxf(largest, fabsf(elements[2 * i + j]));
         }
       }
-      // Exponents are those of IEEE 754, with a bias of 127. The largest element becomes 2^14 or
-      // more; infinities, and rows below 2^-112, keep factors within the range of float32.
+      // Exponents have the bias 127 of IEEE 754. The largest element becomes 2^14 or more. Rows
+      // below 2^-112, and rows with infinities, get factors within the range of float32.
       int const exponent = max(__float_as_int(warp_max(largest)) >> 23, 15);
       float const factor = __int_as_float((268 - exponent) << 23);
       if (lane == 0) store_shared(shared_ + tile_row * 4, uint32_t(exponent - 14) << 23);
@@ -138,7 +139,7 @@ class Float8Operands : public SplitTiles<Config> {
     }
   }
 
-  // Reads what belongs to the rows of queries, after all of them are in shared memory.
+  // Reads the factors of the rows of queries, after all queries are in shared memory.
   CUTE_DEVICE void begin() {
     float scale = kFloat8Factor;
     if constexpr (Config::kKeyScale == PoolScale::heads) {
@@ -151,8 +152,8 @@ class Float8Operands : public SplitTiles<Config> {
     }
   }
 
-  // Starts the copies of the scales of the keys from `column` on. Those of pages that the sequence
-  // does not have become zero, because 0 times NaN would be NaN.
+  // Starts the copies of the scales of the keys from `column` on. Scales of pages that the sequence
+  // does not have become zero, because 0 * NaN would be NaN.
   CUTE_DEVICE void load_scales(int column, int stage) const {
     if constexpr (kByPage) {
       int const part = ConsumerGroup::thread();
@@ -195,8 +196,8 @@ class Float8Operands : public SplitTiles<Config> {
     }
   }
 
-  // output += probabilities * values of a stage. With scales of pages the products of each page are
-  // added in float32: probabilities times scales may leave the range of float16.
+  // output += probabilities * values of a stage. With scales per page the products of each page are
+  // added in float32, because probabilities times scales may leave the range of float16.
   template <class Output, class Probabilities>
   CUTE_DEVICE void multiply_values(Output& output, Probabilities const& probabilities,
                                    uint32_t values, int stage) const {
@@ -213,7 +214,7 @@ class Float8Operands : public SplitTiles<Config> {
     }
   }
 
-  // The factor of outputs at the end.
+  // The factor of the output at the end.
   CUTE_DEVICE float output_scale() const {
     float scale = kFloat8Factor;
     if constexpr (Config::kValueScale == PoolScale::heads) {
@@ -222,8 +223,9 @@ class Float8Operands : public SplitTiles<Config> {
     return scale;
   }
 
-  // Afterwards elements 2i and 2i + 1 of output(., m, n) are columns column(n) and column(n) + 1.
-  // Before, they are columns 4q + h and 4q + 2 + h of 16, for h = n % 2 and q = lane % 4.
+  // Undoes the permutation of the output. Afterwards elements 2i and 2i + 1 of output(., m, n) are
+  // columns column(n) and column(n) + 1. Before, they are columns 4q + h and 4q + 2 + h of 16, for
+  // h = n % 2 and q = lane % 4.
   template <class Output>
   CUTE_DEVICE static void order_columns(Output& output) {
     CUTE_UNROLL

@@ -1,10 +1,10 @@
 // The main loop of kernels/fmha_fwd_sm90.cuh, which a consumer runs for the work tiles that it has
 // rows of.
 //
-// Its state is local variables, and release_operands, begin_output and end_output are lambdas, on
-// purpose: as members of an object, or as functions, they change how ptxas assigns registers, and
-// so does one function for all that changes with the work tile. A lambda that captures an object
-// with all of the state even keeps ptxas from seeing that work tile and mask are uniform.
+// Hazard: keep the state in local variables, and release_operands, begin_output and end_output as
+// lambdas. As members of an object, or as functions, they change how ptxas assigns registers; so
+// does one function for all that changes with the work tile. A lambda that captures an object with
+// all of the state even hides from ptxas that work tile and mask are uniform.
 #pragma once
 
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -12,6 +12,7 @@
 
 namespace memeff {
 
+// run() is called by the kernel with all threads of a consumer warpgroup.
 template <class Config, class Kernel>
 struct ForwardMainLoopSm90 {
   using Blocks = typename Kernel::Blocks;
@@ -33,15 +34,15 @@ struct ForwardMainLoopSm90 {
   static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr bool kOutputFirst = Config::kOutputFirst;
   static_assert(!kOutputFirst || !Operands::kSequential);
-  // Whether lanes release buffers under a predicate, or behind a branch. The branch ends a basic
-  // block, which costs 3 % at head dim 128 with kOutputFirst. With three consumers its absence
-  // costs 1 %, and without kOutputFirst 25 %.
+  // Whether lanes release buffers under a predicate or after a branch. The branch ends a basic
+  // block, which costs 3 % at head dim 128 with kOutputFirst. Without the branch three consumers
+  // lose 1 %, and kernels without kOutputFirst 25 %.
   static constexpr bool kReleasesByPredicate = kOutputFirst && Kernel::kWarpgroups == 2;
 
-  // All work tiles, by one consumer.
+  // Computes all work tiles of one consumer.
   CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
     Position at;
-    // Uniform over the warpgroup, and known to be.
+    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     at.group = kConsumerGroups > 1 ? at.warpgroup : 0;
     at.row_warpgroup = at.warpgroup - at.group;
@@ -100,8 +101,8 @@ struct ForwardMainLoopSm90 {
       Consumer::advance(at.value);
       Operands::add(output, part, probabilities, begins);
     };
-    // The wait for the next keys is here on purpose: it ends the basic block. Without it ptxas
-    // sinks exponentials below the wait for a product that they should overlap.
+    // Hazard: keep the wait for the next keys here, because it ends the basic block. Without it
+    // ptxas sinks exponentials below the wait for a product that they should overlap.
     auto wait_products_before = [&](bool has_next) {
       if (has_next) control.key.wait(at.key);
       if constexpr (!Operands::kSequential) end_output();
@@ -141,7 +142,7 @@ struct ForwardMainLoopSm90 {
       } else {
         Softmax::rescale(output, correction);
       }
-      // Not earlier: the skipped values come before the values of this KV block in the ring.
+      // Not earlier: in the ring the skipped values come before those of this KV block.
       if constexpr (Operands::kScalesRows)
         probabilities = probabilities_of(params, control, tiles, at, item, tile, kept, scores);
       begins = last;
@@ -152,8 +153,8 @@ struct ForwardMainLoopSm90 {
     Consumer::finish_work_tile(params, control, tiles, at, softmax, output);
   }
 
-  // Takes the queries of a work tile, starts the copy of the bias of the KV block `first`, and
-  // skips the keys of those from `end` on.
+  // Takes the queries of a work tile, starts the copy of the bias of KV block `first`, and skips
+  // the keys of the blocks from `end` on.
   CUTE_DEVICE static void begin_tile(ForwardParams const& params, Control& control, uint32_t tiles,
                                      Position& at, Mask const& mask, WorkItem const& item,
                                      Blocks const& range, int first, int end, Queries& queries) {
@@ -162,7 +163,8 @@ struct ForwardMainLoopSm90 {
     Consumer::skip(control.key, at.key, range.passed(end), at.leader);
   }
 
-  // Changes all to the work tile `item`; `tile` is then one behind its first KV block.
+  // Switches mask, range, tile and softmax to the work tile `item`; `tile` is then one above its
+  // first KV block.
   CUTE_DEVICE static void change_work_tile(ForwardParams const& params, Position& at,
                                            WorkItem const& item, Mask& mask, Blocks& range,
                                            int& tile, Softmax& softmax) {
@@ -173,7 +175,7 @@ struct ForwardMainLoopSm90 {
     softmax = Softmax();
   }
 
-  // The probabilities of the first KV block of all.
+  // The probabilities of the first KV block of the first work tile.
   template <class Scores, class ReleaseOperands>
   CUTE_DEVICE static auto first_probabilities(ForwardParams const& params, Control& control,
                                               uint32_t tiles, Position& at, Mask const& mask,
@@ -196,7 +198,8 @@ struct ForwardMainLoopSm90 {
     return probabilities;
   }
 
-  // Skips values of the work tile whose first KV block `tile` is, and zeros those beyond the keys.
+  // Skips the values of the blocks above `tile`, the first KV block of a work tile, and zeros its
+  // values beyond the key length.
   CUTE_DEVICE static void begin_values(ForwardParams const& params, Control& control,
                                        uint32_t tiles, Position& at, Mask const& mask,
                                        Blocks const& range, int tile) {
@@ -221,7 +224,7 @@ struct ForwardMainLoopSm90 {
     commit_products();
   }
 
-  // Under the products that have begun.
+  // Computes the modifiers of probabilities under the products that have begun.
   CUTE_DEVICE static KeptBlocks kept_blocks(ForwardParams const& params, Control& control,
                                             Position const& at, WorkItem const& item, int tile) {
     if constexpr (Probabilities::kIsEarly) control.key.wait_again(at.key);
@@ -237,7 +240,8 @@ struct ForwardMainLoopSm90 {
                       at.row_warpgroup);
   }
 
-  // Soft cap, bias and masks: scores that are ready for the softmax. Their operands are released.
+  // Applies soft cap, function, bias and masks: afterwards the scores are ready for the softmax.
+  // Their operands are released already.
   template <class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
                                  WorkItem const& item, int tile, Blocks const& range,
@@ -255,8 +259,8 @@ struct ForwardMainLoopSm90 {
     if (range.is_empty(tile, warpgroup)) cute::fill(scores, -infinity());
   }
 
-  // The probabilities of a KV block as an operand, modified. Scaled rows need the
-  // factors of the values that they are multiplied with.
+  // The modified probabilities of a KV block as an operand. With kScalesRows it needs the factors
+  // of the values that it will be multiplied with.
   template <class Scores>
   CUTE_DEVICE static auto probabilities_of(ForwardParams const& params, Control& control,
                                            uint32_t tiles, Position const& at, WorkItem const& item,
@@ -268,7 +272,7 @@ struct ForwardMainLoopSm90 {
     return probabilities;
   }
 
-  // The modifiers of a work tile. They are made where they are used, so that none of it occupies
+  // The modifiers of a work tile. They are constructed at each use, so that they occupy no
   // registers between two KV blocks.
   CUTE_DEVICE static Modifiers modifiers_of(ForwardParams const& params, Mask const& mask,
                                             WorkItem const& item, uint32_t tiles) {

@@ -1,5 +1,5 @@
-// The operands of the Hopper forward's products: their copies to shared memory, and their products.
-// The main loop calls these functions and does not depend on the element type.
+// The operands of the Hopper forward: their copies to shared memory, and their products. The main
+// loop and the producer call this interface, so they do not depend on the element type.
 #pragma once
 
 #include <memeff/collective/probability_modifiers.cuh>
@@ -22,8 +22,8 @@ struct SharedQueries {
   }
 };
 
-// The same in registers: products read less shared memory and take fewer descriptors. The buffer
-// is not released before a product has used the registers: see Pipeline::release().
+// A consumer's queries in registers: products read less shared memory and take fewer descriptors.
+// Hazard: release the buffer only after a product has used the registers, see Pipeline::release().
 template <class Tile>
 struct RegisterQueries {
   RegisterOperand<1, Tile::kColumns / 16, 2> fragments;
@@ -35,7 +35,7 @@ struct RegisterQueries {
   CUTE_DEVICE auto const& operand(uint32_t, int) const { return fragments; }
 };
 
-// 16-bit elements, copied by TMA from query, key and value, for a CTA of kThreads.
+// Operands of 16-bit elements, which TMA copies from query, key and value, for a CTA of kThreads.
 template <class Config, int kThreads>
 struct MappedOperands {
   using Element = typename Config::Element;
@@ -47,7 +47,7 @@ struct MappedOperands {
   static constexpr int kQueryBytes = QueryTile::kBytes / kRowWarpgroups;  // of a consumer
   static constexpr int kHeadSteps = Config::kHeadDim / 16;
   static constexpr int kKeySteps = Config::kTileKey / 16;
-  // Rows beyond a length are in the tensor, and may be NaN.
+  // Whether the main loop must zero values beyond a length: they lie in the tensor and may be NaN.
   static constexpr bool kClearsValues = true;
   // Whether probabilities depend on the values that they are multiplied with.
   static constexpr bool kScalesRows = false;
@@ -56,9 +56,9 @@ struct MappedOperands {
   static constexpr bool kSequential = false;
   static constexpr int kProducerRegisters = 32;
 
-  // A consumer's registers beside accumulators and probabilities. The compiler needs some to
-  // overlap KV blocks, and more for features. Consumer groups have few KV blocks, so they use none
-  // for the two options below.
+  // The registers of a consumer besides accumulators and probabilities. The compiler needs some to
+  // overlap KV blocks, and more for features. Consumer groups have few KV blocks, so they spend
+  // none on the two options below.
   static constexpr int kLeftRegisters = consumer_registers<kThreads, kProducerRegisters>() -
                                         Config::kValueDim / 2 - Config::kTileKey / 2 -
                                         Config::kTileKey / 4;
@@ -68,7 +68,7 @@ struct MappedOperands {
       kLeftRegisters - Config::kHeadDim / 4 >=
           40 + (Config::kBias || modifies_probabilities<Config>() ? 40 : 0) + (kWindow ? 40 : 0);
   // Whether the modifiers of a KV block's probabilities are computed under the product of its
-  // scores, or not before they are needed.
+  // scores, or only when they are needed.
   static constexpr bool kModifiesEarly =
       Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kTileKey / 8 >= 32 + (Config::kBias ? 48 : 0) + (kWindow ? 16 : 0);
@@ -118,8 +118,9 @@ struct MappedOperands {
     }
 
    private:
-    // One box for each page or part of a page. Keys without a valid page get a coordinate beyond
-    // the end of the pool, where TMA fills with zeros. All entries are read before the first copy.
+    // Copies one box for each page or part of a page. Keys without a valid page get a coordinate
+    // beyond the end of the pool, where TMA fills with zeros. All entries are read before the first
+    // copy, so their latencies overlap.
     CUTE_DEVICE void load_pages(int first, uint64_t& arrived, uint32_t buffer) const {
       constexpr int kBoxRows = Config::kKeyBoxRows;
       constexpr int kBoxes = Config::kTileKey / kBoxRows;
@@ -162,7 +163,7 @@ struct MappedOperands {
     return as_left_operand<Element>(scores);
   }
 
-  // The sums of the products with values: the output itself.
+  // The accumulators of the products with values are the output itself.
   struct Part {};
   template <class Output>
   CUTE_DEVICE static Output& sums(Output& output, Part&) {

@@ -1,4 +1,4 @@
-// The output of a consumer of the Hopper forward, after the last KV block of its rows.
+// Writes the output of a consumer of the Hopper forward, after the last KV block of its rows.
 #pragma once
 
 #include <memeff/collective/epilogue.cuh>
@@ -14,11 +14,13 @@
 
 namespace memeff {
 
+// Called by finish_work_tile() of a consumer, or with consumer groups by the first group only.
 template <class Config, class Grid, class Softmax>
 struct ForwardOutputSm90 {
   using Element = typename Config::Element;
 
-  // Output and logsumexp of this warp's valid rows of a work tile: those below `query_length`.
+  // Writes output and logsumexp of this warp's valid rows of a work tile, those below
+  // `query_length`.
   template <class Output>
   CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
                                 Softmax& softmax, Output& output) {
@@ -33,7 +35,7 @@ struct ForwardOutputSm90 {
                 lane_column() * int(sizeof(Element));
     float* logsumexp =
         params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head) + query;
-    // Without this the compiler computes each of the addresses below from scratch.
+    // Otherwise the compiler computes each of the addresses below from scratch.
     hide_value(out);
     hide_value(logsumexp);
     CUTE_UNROLL
@@ -47,12 +49,12 @@ struct ForwardOutputSm90 {
     }
   }
 
-  // Output 0 and logsumexp -inf of the rows [row, row_end) of a work tile, by the threads of a
-  // warpgroup. These rows are not valid, but may exist.
+  // Writes output 0 and logsumexp -inf to the rows [row, row_end) of a work tile, with the threads
+  // of a warpgroup. These rows are not valid, but may exist.
   CUTE_DEVICE static void write_empty(ForwardParams const& params, WorkItem const& item,
                                       int query_length, int row, int row_end) {
     ProblemShape const& shape = params.shape;
-    // Behind a packed sequence the next one begins.
+    // Hazard: after a packed sequence the next one begins.
     int const end = min(row_end, Config::kVarlen ? query_length : shape.query_length);
     if (row >= end) return;
     Origin const origin = query_origin<Config>(shape, item.batch);

@@ -1,5 +1,5 @@
-// The producer of kernels/fmha_fwd_sm90.cuh: one thread hands out work tiles, and one each copies
-// queries, keys and values.
+// The producer warpgroup of kernels/fmha_fwd_sm90.cuh: one thread hands out work tiles, and one each
+// copies queries, keys and values.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -22,7 +22,7 @@ struct ForwardProducerSm90 {
   static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr int kWorkTileStages = Kernel::kWorkTileStages;
 
-  // The thread that hands out work tiles.
+  // Run by the thread that hands out work tiles.
   CUTE_DEVICE static void produce_work_tiles(ForwardParams const& params, Control& control) {
     PipelineStage<kWorkTileStages> slot;
     Scheduler::begin(params);
@@ -45,7 +45,7 @@ struct ForwardProducerSm90 {
     Scheduler::finish(params);
   }
 
-  // The thread that copies queries.
+  // Run by the thread that copies queries.
   CUTE_DEVICE static void produce_queries(Operands const& operands, Control& control,
                                           uint32_t buffers) {
     PipelineStage<kQueryStages> query;
@@ -65,7 +65,7 @@ struct ForwardProducerSm90 {
     }
   }
 
-  // The thread that copies keys. It also says when the next work tile may be taken.
+  // Run by the thread that copies keys. It also signals when the next work tile may be taken.
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, Operands const& operands,
                                        Control& control, uint32_t buffers) {
     produce_tiles(
@@ -74,7 +74,7 @@ struct ForwardProducerSm90 {
         [&](auto const& slot) { control.next_tile.commit(slot); });
   }
 
-  // The thread that copies values.
+  // Run by the thread that copies values.
   CUTE_DEVICE static void produce_values(ForwardParams const& params, Operands const& operands,
                                          Control& control, uint32_t buffers) {
     produce_tiles(
@@ -83,21 +83,22 @@ struct ForwardProducerSm90 {
   }
 
  private:
-  // Whether the next work tile may be taken before this KV block is copied: the last one, which
-  // leaves the time of kStages more for the counter (1 us) and the queries. If a CTA took its next
-  // work tile earlier, others would run out of work while this one has a tile to spare: with a
-  // causal mask SMs were idle for 3 to 7 % of a call. Packed sequences take it at the first block,
-  // because they may have to skip idle work tiles, each of which costs a round trip to the counter.
-  CUTE_DEVICE static bool lets_next(Blocks const& range, int tile) {
-    return tile == (Config::kVarlen ? range.end - 1 : range.begin);
+  // Whether the next work tile is taken before this KV block is copied. It is taken as late as the
+  // counter (1 us) and the queries of that tile allow: the consumers still have the last two blocks
+  // and those in the ring to compute. If a CTA takes its next work tile earlier, others run out of
+  // work while this one has a tile to spare: with a causal mask SMs were idle for 3 to 7 % of a
+  // call. Packed sequences take it at the first block, because the scheduler may have to skip idle
+  // work tiles, and each of them costs a round trip to the counter.
+  CUTE_DEVICE static bool takes_next_before(Blocks const& range, int tile) {
+    return tile == (Config::kVarlen ? range.end - 1 : min(range.begin + 1, range.end - 1));
   }
 
-  // Copies the rows of all work tiles; `rows_of` says which a work tile has. `let_next` gets the
-  // slot of each work tile once.
-  template <class RowsOf, class LetNext>
+  // Copies the rows of all work tiles; rows_of(work tile, key length) returns the source.
+  // `take_next` is called once for each work tile, with its slot.
+  template <class RowsOf, class TakeNext>
   CUTE_DEVICE static void produce_tiles(ForwardParams const& params, Control& control,
                                         Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of,
-                                        LetNext let_next) {
+                                        TakeNext take_next) {
     PipelineStage<kStages> stage;
     PipelineStage<kWorkTileStages> slot;
     while (true) {
@@ -109,7 +110,7 @@ struct ForwardProducerSm90 {
       auto const rows = rows_of(item, mask.key_length);
       CUTE_NO_UNROLL
       for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile, 1)) {
-        if (lets_next(range, tile)) let_next(slot);
+        if (takes_next_before(range, tile)) take_next(slot);
         rows.load(tile, ring.acquire(stage, rows.kBytes),
                   buffers + stage.index * rows.kBufferBytes);
         stage.advance();

@@ -1,4 +1,4 @@
-// Sums of partial results over disjoint sets of keys: weighted by exp(logsumexp), normalised last.
+// Sums of partial results over disjoint sets of keys: weighted by exp(logsumexp), normalized last.
 //
 // Batch-invariant calls sum keys in segments that begin at absolute multiples of kSegmentKeys. A
 // CTA that has all segments of a row adds them up in registers. If the segments are divided over
@@ -15,7 +15,7 @@
 
 namespace memeff {
 
-// The factors of a sum of outputs, and of an output that is added to it.
+// The factors of a sum of outputs and of an output that is added to it.
 struct SumFactors {
   float own;
   float other;
@@ -23,8 +23,8 @@ struct SumFactors {
   CUTE_DEVICE float add(float sum, float output) const { return fmaf(own, sum, other * output); }
 };
 
-// The weights of a row are relative to exp(maximum). Adding a part without keys, whose logsumexp is
-// -inf, changes no bit.
+// The sum of the weights of a row, relative to exp(maximum). Adding a part without keys, whose
+// logsumexp is -inf, changes no bit.
 struct WeightSum {
   float maximum;
   float weight;
@@ -47,7 +47,8 @@ struct WeightSum {
   }
 };
 
-// The outputs of the segments of a CTA. `Output` is (4, MMA_M, MMA_N).
+// The sum of the outputs of a CTA's segments; FmhaForwardSplitSm80 adds each segment. `Output` is
+// (4, MMA_M, MMA_N).
 template <class Output>
 struct SegmentSum {
   static constexpr int kRows = 2 * cute::size<1>(Output{});
@@ -61,7 +62,7 @@ struct SegmentSum {
     for (int r = 0; r < kRows; ++r) rows[r] = WeightSum::empty();
   }
 
-  // Adds the normalised output of a segment.
+  // Adds the normalized output of a segment.
   CUTE_DEVICE void add(Output const& other, float const (&logsumexps)[kRows]) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -72,7 +73,7 @@ struct SegmentSum {
     }
   }
 
-  // Normalises the output and writes the logsumexps, both after the LaneRowModifiers `modifiers`.
+  // Normalizes the output and writes the logsumexps, both after the LaneRowModifiers `modifiers`.
   template <class Modifiers>
   CUTE_DEVICE void finish(float (&logsumexps)[kRows], Modifiers const& modifiers) {
     CUTE_UNROLL

@@ -1,4 +1,5 @@
-// The operands of the split forward's products: tiles in shared memory, and how they are read.
+// The operands of the split forward's products: how tiles get to shared memory and are read from
+// it.
 #pragma once
 
 #include <memeff/collective/consumer_groups.cuh>
@@ -7,7 +8,7 @@
 
 namespace memeff {
 
-// The division of a tile of scores, and of the output, over warps.
+// How warps divide a tile of scores and of the output.
 template <class Config>
 struct SplitTiles {
   static constexpr int kThreads = Config::kWarps * kWarpSize;
@@ -23,14 +24,14 @@ struct SplitTiles {
   static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
 };
 
-// A row of queries in global memory. If it is not valid, its place in a tile becomes zero.
+// A row of queries in global memory. If it is not valid, its row of the tile becomes zero.
 struct QueryRow {
   char const* first;
   bool valid;
 };
 
-// Keys and values of the query's dtype. Float8Operands has the same members for keys and values
-// that are converted.
+// The operands of FmhaForwardSplitSm80 if keys and values have the query's dtype. Float8Operands
+// has the same interface and converts them.
 template <class Config>
 struct SplitOperands : SplitTiles<Config> {
   using Tiles = SplitTiles<Config>;
@@ -59,10 +60,11 @@ struct SplitOperands : SplitTiles<Config> {
     }
   }
 
-  // Reads what belongs to the rows of queries, after all of them are in shared memory.
+  // Called once all queries are in shared memory, to read the factors of their rows; there are
+  // none.
   CUTE_DEVICE void begin() {}
 
-  // Starts the copies of the scales of the keys from `column` on.
+  // Starts the copies of the scales of keys; there are none.
   CUTE_DEVICE void load_scales(int, int) const {}
 
   // scores = query * keys of a stage.
@@ -80,10 +82,11 @@ struct SplitOperands : SplitTiles<Config> {
     warp_gemm<Element, Tiles::kConsumerGroupKeys / 16>(output, probabilities, Values(values, 0));
   }
 
-  // The factor of outputs at the end.
+  // The factor of the output at the end.
   CUTE_DEVICE float output_scale() const { return 1.0f; }
 
-  // Afterwards elements 2i and 2i + 1 of output(., m, n) are columns column(n) and column(n) + 1.
+  // Orders the columns of the output: elements 2i and 2i + 1 of output(., m, n) are columns
+  // column(n) and column(n) + 1, here from the start.
   template <class Output>
   CUTE_DEVICE static void order_columns(Output&) {}
   CUTE_DEVICE static int column(int n) {

@@ -1,4 +1,4 @@
-// Adds a bias to scores.
+// Adds a bias tile in shared memory to scores.
 #pragma once
 
 #include <cute/tensor_impl.hpp>
@@ -8,8 +8,8 @@
 
 namespace memeff {
 
-// A lane's pairs of adjacent columns in a 16x16 block of a BiasTile, in the layout of the
-// accumulators.
+// Reads a lane's pairs of adjacent columns in a 16x16 block of a BiasTile, in the layout of the
+// accumulators, for add_bias().
 template <class Tile>
 class BiasReader {
  public:
@@ -25,7 +25,7 @@ class BiasReader {
     int const lane_column = kMatrices ? lane / 16 * 8 : lane % 4 * 2;
     int const first_row = Tile::kPerRow ? row + lane_row : 0;
     base_ = tile + first_row * Tile::kRowBytes + (column + lane_column) * int(sizeof(Element));
-    // Rows of a lane differ by multiples of eight, so they all begin at the same bit of a word.
+    // The rows of a lane differ by multiples of eight, so they all begin at the same bit of a word.
     shift_ = kMatrices ? 0 : Tile::bit_shift(source + first_row * row_bytes);
   }
 
@@ -64,7 +64,7 @@ class BiasReader {
   uint32_t shift_;
 };
 
-// The same for a SharedTile of 16-bit elements, read from its first column on.
+// BiasReader for a SharedTile of 16-bit elements, read from its first column on.
 template <class Element, class Tile, int kColumnBlocks>
 class TmaBiasReader {
  public:
@@ -83,7 +83,7 @@ class TmaBiasReader {
   FragmentPointer<Tile, kColumnBlocks, true> fragments_;
 };
 
-// Adds a bias to the scores of a warp.
+// Adds a bias to the scores of a warp; `bias` is a BiasReader or a TmaBiasReader.
 template <class Reader, class Accumulators>
 CUTE_DEVICE void add_bias(Accumulators& scores, Reader const& bias, float bias_scale) {
   auto add = [&](float& score, float x) { score = biased_score(score, x, bias_scale); };

@@ -1,6 +1,6 @@
-// Adds a bias to scores; each lane loads its own elements from global memory. For the few rows of a
-// split-KV forward, without reuse between warps, and for large head dims, whose products take much
-// longer.
+// Adds a bias to scores; each lane loads its own elements from global memory. Used by the split-KV
+// forward, whose few rows leave no reuse between warps, and for large head dims, whose products
+// take much longer than the loads.
 #pragma once
 
 #include <cute/tensor_impl.hpp>
@@ -10,9 +10,10 @@
 
 namespace memeff {
 
-// Elements beyond the bounds, which are relative to the tile's first element, get a bias of 0.
+// Adds the bias of one tile. Elements beyond the bounds, which are relative to the tile's first
+// element, get a bias of 0.
 //
-// kPerRow is false for a bias that is broadcast over rows; it is loaded once for all of them.
+// kPerRow is false for a bias that is broadcast over rows, which is loaded once for all rows.
 template <class Element, class Grid, bool kPerRow>
 struct DirectBiasAdder {
   template <class Accumulators>
@@ -62,8 +63,9 @@ struct DirectBiasAdder {
   }
 };
 
-// The bias of one batch index, as ScoreModifiers ask for it; the tile begins at (rows.row, column)
-// of the scores of rows.head. Nothing is copied in advance. Without a bias all of it is empty.
+// The bias of one batch index, with the interface that ScoreModifiers expects; the tile begins at
+// (rows.row, column) of the scores of rows.head. Nothing is copied in advance. Without a bias it
+// does nothing.
 template <class Config, class Grid, class Mask, bool kBias = has_bias_tile<Config>()>
 struct DirectBias {
   ScoreView const& bias;

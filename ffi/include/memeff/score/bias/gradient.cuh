@@ -1,9 +1,9 @@
 // The gradient of the bias: dS, summed over the dims in which the bias is broadcast.
 //
-// Four ways, chosen when the kernel is compiled:
-//   full          all four dims are full: each element has one owner, which writes it
+// Config::kBiasGradient selects one of four ways:
+//   full          nothing is broadcast: each element has one owner, which writes it
 //   shared        broadcast over the batch or heads: f32 sums in global memory, in accumulator
-//                 order, so that they are aligned vector reductions
+//                 order, so that additions are aligned vector reductions
 //   dbias_kernel  broadcast over the batch or heads, and deterministic: a separate kernel,
 //                 FmhaBackwardDbias
 //   columns       broadcast over rows (and perhaps more): a tile is summed before it is added
@@ -20,7 +20,7 @@
 
 namespace memeff {
 
-// Index of a (batch, head) slice of a gradient. A broadcast dim has one index.
+// The index of a (batch, head) slice of a gradient. A broadcast dim has one index.
 template <class Config>
 CUTE_DEVICE long long bias_slice(BackwardParams const& params, int batch, int head) {
   ScoreView const& gradient = params.bias_gradient;
@@ -29,18 +29,19 @@ CUTE_DEVICE long long bias_slice(BackwardParams const& params, int batch, int he
          (gradient.head_stride == 0 ? 0 : head);
 }
 
-// Size of the batch dim of the gradient.
+// The size of the batch dim of the gradient.
 template <class Config>
 CUTE_DEVICE int bias_elements(BackwardParams const& params) {
   if constexpr (Config::kBroadcastBatch) return params.bias_gradient.share.elements;
   return params.bias_gradient.batch_stride == 0 ? 1 : params.shape.batch;
 }
 
-// The dbias kernel, specialized for the Tiles of each family.
+// The dbias kernel; kernels/backward/dbias/ specializes it for the Tiles of each family.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardDbias;
 
-// One of the count() tiles of the gradient, written by a CTA of a kernel after the main one.
+// One of the count() tiles of the gradient, written by a CTA of the dbias or dbias postprocess
+// kernel.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct BiasGradientTile {
   using Slice = ScoreViewSlice<typename Config::BiasElement>;
@@ -58,7 +59,7 @@ struct BiasGradientTile {
     return bias_elements<Config>(params) * heads(params) * row_tiles(params) * key_tiles(params);
   }
 
-  // Elements of block (m, n) of the accumulators.
+  // Stores the elements of block (m, n) of the accumulators.
   CUTE_DEVICE void store(int m, int n, float x, float y, float z, float w) const {
     int const i = Tiles::ScoreGrid::element_row(0, m);
     int const j = Tiles::ScoreGrid::element_column(0, n);
@@ -77,7 +78,7 @@ struct BiasGradientTile {
     }
   }
 
-  // All elements of one row block.
+  // Stores all elements, of accumulators with one row block.
   template <class Accumulators>
   CUTE_DEVICE void store(Accumulators const& sums) const {
     bool const whole = row_bound >= Tiles::kTileQuery && column_bound >= Tiles::kTileKey;
@@ -135,7 +136,8 @@ struct ScoreSlice {
   int head;
 };
 
-// An enumeration of the slices of the scores that read one slice of the bias.
+// Enumerates the slices of the scores that read one slice of the bias; the dbias kernels iterate
+// over them.
 template <class Config>
 struct BroadcastSlices {
   int first_batch;
@@ -161,7 +163,7 @@ struct BroadcastSlices {
   CUTE_DEVICE int batch(int slice) const { return first_batch + slice / heads; }
   CUTE_DEVICE int head(int slice) const { return first_head + slice % heads; }
 
-  // The next slice, without a division.
+  // Iterates without a division.
   CUTE_DEVICE ScoreSlice first() const { return {0, first_batch, first_head}; }
   CUTE_DEVICE ScoreSlice after(ScoreSlice const& slice) const {
     bool const next_batch = slice.head + 1 == first_head + heads;
@@ -169,9 +171,10 @@ struct BroadcastSlices {
   }
 };
 
-// Sums per column of the scores, in rows. Warps add to the row of their slice in any order. If the
-// sums must be deterministic, each row of warps (of Tiles::kBiasSumRows) has its own row of sums
-// for each (batch, head) slice, and only one thread adds to each sum.
+// The workspace for `columns`: sums per column of the scores, in rows. Warps add to the row of
+// their slice in any order. If the sums must be deterministic, each row of warps (of
+// Tiles::kBiasSumRows) has its own row of sums for each (batch, head) slice, and only one thread
+// adds to each sum.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct ColumnSums {
   static constexpr int kRowWarps = Tiles::kBiasSumRows;
@@ -185,6 +188,7 @@ struct ColumnSums {
     return params.bias_gradient_sum + row * Tiles::padded_keys(params.shape);
   }
 
+  // The sum of a column over all rows of sums of a slice, in a fixed order.
   CUTE_DEVICE static float total(BackwardParams const& params, int gradient_slice, int column) {
     if constexpr (!Config::kDeterministic) {
       return params.bias_gradient_sum[gradient_slice * Tiles::padded_keys(params.shape) + column];
@@ -241,6 +245,7 @@ CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& ite
 template <class Config, BiasGradient kWay = Config::kBiasGradient>
 struct BiasGradientWriter;
 
+// No gradient is asked for.
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::none> {
   static constexpr bool kFromTile = false;
@@ -249,13 +254,14 @@ struct BiasGradientWriter<Config, BiasGradient::none> {
   CUTE_DEVICE void finish() {}
 };
 
+// A separate kernel computes the gradient.
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::dbias_kernel>
     : BiasGradientWriter<Config, BiasGradient::none> {
   using BiasGradientWriter<Config, BiasGradient::none>::BiasGradientWriter;
 };
 
-// The writer of the dbias kernel: sums the gradients of its slices in registers.
+// The writer of the dbias kernel: adds the gradients of all slices of a CTA to its registers.
 template <class Sums>
 struct BiasGradientAdder {
   Sums& sums;
@@ -268,14 +274,15 @@ struct BiasGradientAdder {
   CUTE_DEVICE void finish() {}
 };
 
+// Each element has one owner, which writes it.
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::full> {
   using Tiles = BackwardTiles<Config>;
   using Grid = typename Tiles::ScoreGrid;
   using Element = typename Config::BiasElement;
   using Slice = ScoreViewSlice<Element>;
-  // The dS in shared memory, which dq and dk read, is the gradient, unless a modifier has a
-  // derivative other than 1.
+  // Whether the tile of dS in shared memory, which dq and dk read, is copied to the gradient. It
+  // differs from the gradient if a modifier has a derivative other than 1.
   static constexpr bool kVectors = Config::kBiasAccess == BiasAccess::vectors;
   static constexpr bool kFromTile =
       kVectors && sizeof(Element) == 2 && has_constant_derivative<Config>();
@@ -306,7 +313,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
 
   CUTE_DEVICE void finish() {}
 
-  // Stores the dS of a Q block after the whole CTA has written it.
+  // Stores the dS of a Q block. Hazard: the whole CTA must have written it, and passed a barrier.
   CUTE_DEVICE static void store(BackwardParams const& params, ScoreTilePosition const& position,
                                 uint32_t score_tile) {
     Slice const slice(params.bias_gradient, position.batch, position.head, position.row,
@@ -317,6 +324,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
   }
 };
 
+// Tiles are added to f32 sums in accumulator order.
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::shared> {
   using Tiles = BackwardTiles<Config>;
@@ -341,6 +349,7 @@ struct BiasGradientWriter<Config, BiasGradient::shared> {
   CUTE_DEVICE void finish() {}
 };
 
+// A tile is summed over its rows, then added to the sums of its columns.
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::columns> {
   using Tiles = BackwardTiles<Config>;

@@ -7,8 +7,8 @@
 
 namespace memeff {
 
-// The gradient that the main kernel writes or sums. A thread keeps `Sums` over the Q blocks of a
-// head.
+// The gradient that the main kernel writes or sums. A consumer calls pair() for its elements of dS,
+// and finish() after a head; a thread keeps `Sums` over the Q blocks of the head.
 template <class Config, class Tiles, BiasGradient kWay = Config::kBiasGradient>
 struct TransposedBiasGradient {
   static constexpr bool kNeeded = false;
@@ -20,14 +20,15 @@ struct TransposedBiasGradient {
   CUTE_DEVICE static void finish(BackwardParams const&, int, int, int, Sums const&) {}
 };
 
+// Each element has one owner, which writes it.
 template <class Config, class Tiles>
 struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
   using Grid = typename Tiles::ScoreGrid;
   using ScoreTile = typename Tiles::ScoreTile;
   using Element = typename Config::BiasElement;
   static constexpr bool kNeeded = true;
-  // The dS in shared memory, which dq reads, is the gradient, unless a modifier has a derivative
-  // other than 1.
+  // Whether the tile of dS in shared memory, which dq reads, is copied to the gradient. It differs
+  // from the gradient if a modifier has a derivative other than 1.
   static constexpr bool kFromTile = Config::kBiasAccess == BiasAccess::vectors &&
                                     sizeof(Element) == 2 && Config::kQueryGradient &&
                                     has_constant_derivative<Config>();
@@ -41,7 +42,7 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
         row_bound(params.shape.query_length - tile.row),
         column_bound(params.shape.key_length - tile.column) {}
 
-  // Two adjacent queries of block n of the accumulators.
+  // Takes two adjacent queries of block n of the accumulators.
   CUTE_DEVICE void pair(Sums&, int n, int half, float const (&gradient)[2]) const {
     if constexpr (kFromTile) return;
     int const thread = thread_index();
@@ -53,8 +54,8 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
     }
   }
 
-  // Stores the dS^T of a Q block, of which this warp has written 16 keys. A lane stores four
-  // consecutive keys, and the four lanes of a query write one sector.
+  // Stores this warp's 16 keys of the dS^T of a Q block. A lane stores four consecutive keys, and
+  // the four lanes of a query write one sector.
   CUTE_DEVICE static void store(BackwardParams const& params, ScoreTilePosition const& position,
                                 uint32_t score_tile) {
     TransposedBiasGradient const tile(params, position);
@@ -82,6 +83,7 @@ struct TransposedBiasGradient<Config, Tiles, BiasGradient::full> {
   CUTE_DEVICE static void finish(BackwardParams const&, int, int, int, Sums const&) {}
 };
 
+// A lane sums its keys over the queries of a head in registers, then adds them to global memory.
 template <class Config, class Tiles>
 struct TransposedBiasGradient<Config, Tiles, BiasGradient::columns> {
   using Grid = typename Tiles::ScoreGrid;

@@ -1,8 +1,8 @@
-// The bias of the Q blocks in the Hopper backward that sums dq: kernels/fmha_bwd_sm90.cuh.
+// The bias of the Q blocks in kernels/fmha_bwd_sm90.cuh.
 //
-// Scores are transposed, and a bias arrives with dO of its Q block. There are three implementations
-// of one interface: TMA, with a buffer for each stage; copies by each warp for its own 16 keys, if
-// TMA cannot read the array; no bias.
+// Scores are transposed, and a bias arrives with dO of its Q block. One interface has three
+// implementations: TMA, with a buffer for each stage; copies by each warp for its own 16 keys, if
+// TMA cannot read the array; and no bias.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -11,6 +11,7 @@
 
 namespace memeff {
 
+// No bias: does nothing.
 template <class Config, class Tiles, int kStages, bool kTma = has_tma_bias<Config>(),
           bool kBias = has_bias_tile<Config>()>
 class QBlockBiasRing {
@@ -33,6 +34,7 @@ class QBlockBiasRing {
   CUTE_DEVICE void add(Scores&, float, BackwardParams const&, Work const&, int, int, int) const {}
 };
 
+// TMA: the producer copies a tile per stage.
 template <class Config, class Tiles, int kStages>
 class QBlockBiasRing<Config, Tiles, kStages, true, true>
     : public QBlockBiasRing<Config, Tiles, kStages, false, false> {
@@ -57,7 +59,7 @@ class QBlockBiasRing<Config, Tiles, kStages, true, true>
                         slice.batch, CacheHint::EVICT_NORMAL, work.column);
   }
 
-  // The bias of a row beyond the query length may be NaN, and P would be, too.
+  // The bias of a row beyond the query length may be NaN, which would make P NaN.
   CUTE_DEVICE void clear_rows_beyond(int stage, int row_bound) const {
     clear_rows<Tile, Tiles::kThreads>(tile(stage), row_bound);
   }
@@ -76,6 +78,7 @@ class QBlockBiasRing<Config, Tiles, kStages, true, true>
   uint32_t tiles_;
 };
 
+// Each warp copies the bias of its own 16 keys by cp.async.
 template <class Config, class Tiles, int kStages>
 class QBlockBiasRing<Config, Tiles, kStages, false, true>
     : public QBlockBiasRing<Config, Tiles, kStages, false, false> {
@@ -100,12 +103,12 @@ class QBlockBiasRing<Config, Tiles, kStages, false, true>
     commit_copies();
   }
 
-  // Starts the copy for the next Q block. Placed after the exponentials on purpose: this branch
-  // ends the basic block. Without it ptxas sinks the exponentials below the wait for dP.
+  // Starts the copy for the next Q block. Hazard: call it after the exponentials. Its branch ends
+  // the basic block; without it ptxas sinks the exponentials below the wait for dP.
   template <class Work, class Mask>
   CUTE_DEVICE void load_next(BackwardParams const& params, Work const& work, Mask const& mask,
                              int head, int q_block) const {
-    __syncwarp();  // no lane reads this one any more
+    __syncwarp();  // all lanes have read this bias
     auto const blocks = work.row_of_blocks(params, head);
     bool const last = blocks.after(q_block) == blocks.end;
     if (last) head = work.head_with_blocks(params, head + 1);
@@ -130,7 +133,7 @@ class QBlockBiasRing<Config, Tiles, kStages, false, true>
     return tiles_ + thread_index() / kWarpSize * Tile::kBytes;
   }
 
-  // Address of the first bias of this warp's keys.
+  // The address of the first bias of this warp's keys.
   template <class Work>
   CUTE_DEVICE static char const* source(BackwardParams const& params, Work const& work, int head,
                                         int row) {

@@ -39,8 +39,8 @@ class QBlockBias {
   template <class Work, class QBlock, class Mask>
   CUTE_DEVICE void load(BackwardParams const&, Work const&, QBlock const&, Mask const&) {}
 
-  // The bias of a row beyond the length may be NaN, and would make P NaN. `clear` clears the rows
-  // of a tile from a given row on, with all threads.
+  // Adds the bias to the scores. The bias of a row beyond the length may be NaN and would make P
+  // NaN, so clear(tile, row) clears the rows of a tile from `row` on, with all threads.
   template <class Scores, class QBlock, class Mask, class Clear>
   CUTE_DEVICE void add(Scores& scores, float bias_scale, BackwardParams const& params,
                        QBlock const& q_block, Mask const& mask, Control& control,

@@ -7,14 +7,15 @@
 
 namespace memeff {
 
-// Elements of 16 bits are kept in registers, two in each.
+// Whether the elements are held in registers: 16-bit ones are, two in each register.
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool holds_bias() {
   if constexpr (has_bias_tile<Config>()) return sizeof(typename Config::BiasElement) == 2;
   return false;
 }
 
-// The bias of a tile of kRows x kColumns scores that warps divide as in Grid. Empty without a bias.
+// The bias of a tile of kRows x kColumns scores that warps divide as in Grid. Does nothing without
+// a bias.
 template <class Config, class Grid, int kRows, int kColumns, bool kBias = has_bias_tile<Config>(),
           bool kHolds = holds_bias<Config>()>
 struct RegisterBias {
@@ -26,14 +27,14 @@ struct RegisterBias {
 template <class Config, class Grid, int kRows, int kColumns>
 struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
   using Element = typename Config::BiasElement;
-  // If the bias is broadcast over rows, one row of elements serves all.
+  // If the bias is broadcast over rows, one row of elements serves all rows.
   static constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
   static constexpr int kLaneRows = kPerRow ? 2 * Grid::kRowBlocks : 1;
   static constexpr int kPairs = 2 * Grid::kColumnBlocks;
   uint32_t pairs[kLaneRows][kPairs];
 
-  // The tile at (row, column) of the scores. Elements beyond the bounds, which are relative to it,
-  // are 0.
+  // Loads the bias of the tile at (row, column) of the scores. Elements beyond the bounds, which
+  // are relative to the tile, are 0.
   CUTE_DEVICE RegisterBias(ScoreView const& bias, int batch, int head, int row, int column,
                            int row_bound, int column_bound) {
     ScoreViewSlice<Element> const slice(bias, element_of<Config>(bias, batch), head, row, column);
@@ -64,7 +65,7 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
     return kPerRow ? Grid::element_row(2 * (r % 2), r / 2, thread_index()) : 0;
   }
 
-  // Without branches, so that all loads are issued together.
+  // Loads a tile inside the bounds without branches, so that all loads are issued together.
   CUTE_DEVICE void load_whole(ScoreViewSlice<Element> const& slice) {
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) {
@@ -92,7 +93,7 @@ struct RegisterBias<Config, Grid, kRows, kColumns, true, true> {
   }
 };
 
-// Elements of 32 bits would take too many registers; they are loaded when they are added.
+// 32-bit elements would take too many registers; they are loaded when they are added.
 template <class Config, class Grid, int kRows, int kColumns>
 struct RegisterBias<Config, Grid, kRows, kColumns, true, false> {
   using Element = typename Config::BiasElement;

@@ -1,6 +1,7 @@
 // A bias that is broadcast over columns: one number for each row of scores.
 //
-// It shifts a whole row, which shifts the logsumexp and does not change the probabilities.
+// It shifts all scores of a row alike, which shifts the logsumexp and leaves the probabilities
+// unchanged. So no main loop reads it.
 #pragma once
 
 #include <memeff/layout/score_view.cuh>
@@ -16,7 +17,7 @@ CUTE_DEVICE float row_bias(ScoreView const& bias, int batch, int head, int row) 
   return float(*slice.at(0, 0));
 }
 
-// The bias of one row, for RowModifiers. Empty without such a bias.
+// The bias of one row, for RowModifiers. Does nothing without such a bias.
 template <class Config, bool kBias = shifts_rows<Config>()>
 struct RowBias {
   float value;

@@ -9,8 +9,8 @@
 
 namespace memeff {
 
-// Loaded by TMA. The bias of the next square is loaded when the last slice of this one has read it.
-// The producer and each consumer have their own object.
+// The bias loaded by TMA. The bias of the next square is loaded when the last slice of this square
+// has read the buffer. The producer and each consumer have their own object.
 template <class Config, class Tiles, bool kTma = has_tma_bias<Config>()>
 class SquareBias {
  public:
@@ -64,7 +64,7 @@ class SquareBias {
   PipelineStage<1> stage_;
 };
 
-// Each warp copies the bias of its own rows.
+// If TMA cannot read the array, each warp copies the bias of its own rows by cp.async.
 template <class Config, class Tiles>
 class SquareBias<Config, Tiles, false> {
  public:
@@ -84,7 +84,7 @@ class SquareBias<Config, Tiles, false> {
   template <class Work>
   CUTE_DEVICE void begin(BackwardParams const& params, Work const& work) {
     int const thread = thread_index();
-    __syncwarp();  // no lane reads the previous square any more
+    __syncwarp();  // all lanes have read the previous square
     Tile::copy(warp_tile(), thread % kWarpSize, source(params, work), row_bytes(params),
                work.tile.row_bound - Grid::row(thread), work.tile.column_bound);
     commit_copies();
@@ -104,7 +104,7 @@ class SquareBias<Config, Tiles, false> {
     return tiles_ + thread_index() / kWarpSize * Tile::kBytes;
   }
 
-  // Address of the first bias of this warp's rows, which is the same for all slices.
+  // The address of the first bias of this warp's rows, which is the same for all slices.
   template <class Work>
   CUTE_DEVICE static char const* source(BackwardParams const& params, Work const& work) {
     return bias_row<Config>(params.bias, work.slices.first_batch, work.slices.first_head,

@@ -19,7 +19,8 @@ CUTE_HOST_DEVICE constexpr bool has_bias_tile() {
   return false;
 }
 
-// Whether scores may be so large that their sums lose digits: those of products are not.
+// Whether scores may be so large that their sums lose digits. A bias or a function can make them
+// so; products do not.
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool has_large_scores() {
   return has_bias_tile<Config>() || Config::kScoreFunction;
@@ -38,7 +39,7 @@ CUTE_HOST_DEVICE constexpr bool has_tma_bias() {
   return false;
 }
 
-// kRows x kColumns elements, or one row of them if the bias is broadcast over rows. kThreads
+// A tile of kRows x kColumns elements, or of one row if the bias is broadcast over rows. kThreads
 // threads copy it.
 template <class Config, int kRows_, int kColumns, int kThreads>
 struct BiasTile {
@@ -46,8 +47,8 @@ struct BiasTile {
   static constexpr bool kPerRow = Config::kBiasAccess != BiasAccess::columns;
   static constexpr bool kVectors = Config::kBiasAccess == BiasAccess::vectors;
   static constexpr int kRows = kPerRow ? kRows_ : 1;
-  // Eight more elements per row: the first is for rows that begin inside a word, and all of them
-  // place the eight rows that a warp reads together in different banks.
+  // Rows are padded by eight elements. A row that begins inside a word needs one of them, and all
+  // eight together put the rows that a warp reads at once into different banks.
   static constexpr int kRowBytes = (kColumns + 8) * int(sizeof(Element));
   static constexpr int kBytes = kRows * kRowBytes;
   static_assert(kBytes % 16 == 0);
@@ -115,7 +116,7 @@ CUTE_DEVICE float2 unpack_pair(uint32_t pair) {
   return make_float2(unpack<Element>(pair, 0), unpack<Element>(pair, 1));
 }
 
-// The pairs of the four matrices that ldmatrix loads, in the order of the readers.
+// Unpacks the four matrices that ldmatrix loads to pairs, in the order of the readers.
 template <class Element>
 CUTE_DEVICE void unpack_matrices(float2 (&pairs)[2][2], uint32_t const (&fragment)[4]) {
   CUTE_UNROLL

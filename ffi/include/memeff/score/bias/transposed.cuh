@@ -8,7 +8,7 @@
 
 namespace memeff {
 
-// A lane's elements of a BiasTile whose columns are the 16 keys of its warp.
+// Reads a lane's elements of a BiasTile whose columns are the 16 keys of its warp.
 template <class Tile>
 class TransposedBiasReader {
  public:
@@ -53,7 +53,8 @@ class TransposedBiasReader {
   uint32_t base_[kPairRows];
 };
 
-// The same for a SharedTile of queries and keys, in which the keys of the warp begin at `column`.
+// TransposedBiasReader for a SharedTile of queries and keys, in which the keys of the warp begin at
+// `column`.
 template <class Element, class Tile>
 class TransposedTmaBiasReader {
  public:
@@ -106,13 +107,14 @@ template <class Config, class Grid>
 struct RegisterTransposedBias<Config, Grid, true> {
   using Element = typename Config::BiasElement;
   static constexpr int kRows = 2 * Grid::kRowBlocks;
-  // Of adjacent queries; if the bias is broadcast over rows, one element serves them all.
+  // The pairs that a lane holds, of adjacent queries. If the bias is broadcast over rows, one
+  // element serves all queries.
   static constexpr bool kPerQuery = Config::kBiasAccess != BiasAccess::columns;
   static constexpr int kPairs = kPerQuery ? 2 * Grid::kColumnBlocks : 1;
   Pair<Element> pairs[kRows][kPairs];
 
-  // The tile at (row, column) of the scores. Elements beyond the bounds, which are relative to it,
-  // are 0.
+  // Loads the bias of the tile at (row, column) of the scores. Elements beyond the bounds, which
+  // are relative to the tile, are 0.
   CUTE_DEVICE void load(ScoreView const& bias, int batch, int head, int row, int column,
                         int row_bound, int column_bound) {
     int const thread = thread_index();
@@ -129,7 +131,7 @@ struct RegisterTransposedBias<Config, Grid, true> {
         if (kPerQuery && query + 1 < bound) pairs[r][n].second = *slice.at(query + 1, key);
       }
     }
-    // Otherwise each 16-bit element would take a whole register.
+    // Packs pairs; otherwise each 16-bit element would take a whole register.
     if constexpr (sizeof(Element) == 2) {
       CUTE_UNROLL
       for (int i = 0; i < kRows * kPairs; ++i) {

@@ -19,9 +19,10 @@ struct WarpBiasPointer {
   }
 };
 
-// kWarps warps have kColumns columns each. FirstRow::get() is the address of a warp's first row;
-// Mask has the numbers of valid rows and columns. kWaits: add() waits for the copies, instead of
-// the main loop. Empty without a bias.
+// The bias of a forward whose warps own rows, with the interface that ScoreModifiers expects.
+// kWarps warps have tiles of kColumns columns each. FirstRow::get() is the address of a warp's
+// first row; Mask has the numbers of valid rows and columns. kWaits: add() waits for the copies,
+// instead of the main loop. Does nothing without a bias.
 template <class Config, class Grid, int kWarps, int kColumns, bool kWaits, class FirstRow,
           class Mask, bool kBias = has_bias_tile<Config>()>
 struct WarpRowsBias {
@@ -44,7 +45,7 @@ struct WarpRowsBias {
     commit_copies();
   }
 
-  // The same if there is a next tile, at next_column().
+  // As above if there is a next tile, at next_column().
   template <class NextColumn>
   CUTE_DEVICE void load_next(bool exists, NextColumn next_column) const {
     if (exists) load(next_column());
@@ -59,7 +60,7 @@ struct WarpRowsBias {
     }
     uint32_t const tile = tiles + thread_index() / kWarpSize * Tile::kBytes;
     add_bias(scores, BiasReader<Tile>(tile, 0, 0, first_row.get(), row_bytes()), bias_scale);
-    __syncwarp();  // no lane reads this tile any more
+    __syncwarp();  // all lanes have read this tile
   }
 
  private:

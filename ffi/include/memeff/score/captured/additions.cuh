@@ -7,7 +7,8 @@
 
 namespace memeff {
 
-// The sums of one batch index. The order of the additions differs between runs.
+// Adds to the gradient of one array, for one batch index. The order of the additions, and so the
+// last bits, differ between runs.
 template <class Config, bool kExact = Config::kExactSums>
 struct CapturedAdder {
   float* first;
@@ -20,8 +21,8 @@ struct CapturedAdder {
 
 // Sums in fixed point, which do not depend on the order: two 64-bit integers per element, in units
 // of 1 and of 2^kExactSumBits. jax_memeff/_cuda/exact_sums.py chooses the scale and rounds the
-// sums. A term adds at most half of that unit to the first integer, so with 35 bits it takes 2^29
-// terms to overflow.
+// sums. A term adds at most half of the larger unit to the first integer, so with 35 bits an
+// overflow takes 2^29 terms.
 template <class Config>
 struct CapturedAdder<Config, true> {
   long long* first;
@@ -69,9 +70,9 @@ struct CapturedGradient {
       : adder(params, feature_array(params, Arrays::kArrays[Function::kReadArrays[kRead]]), batch) {
   }
 
-  // All lanes of a warp must call it; offset -1 means no element. Neighbouring lanes with the same
-  // element add up their sums first, because additions to one address are serialized, and every
-  // tile adds to the same slope or bucket of distances.
+  // Hazard: all lanes of a warp must call it; offset -1 means no element. Neighbouring lanes with
+  // the same element add up their sums first: atomics on one address are serialized, and every tile
+  // adds to the same slope or bucket of distances.
   CUTE_DEVICE void add(long long offset, float sum) const {
     int const lane = thread_index() % kWarpSize;
     int const before = lane > 0 ? lane - 1 : 0;

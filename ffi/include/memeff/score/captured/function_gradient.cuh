@@ -21,8 +21,9 @@
 
 namespace memeff {
 
-// Sums for the scores in the accumulators of Grid. kTransposed: rows of the accumulators are keys.
-// If no captured array needs a gradient, everything here is empty.
+// Sums the gradients for the scores in the accumulators of Grid; backward main loops make one for
+// each tile. kTransposed: rows of the accumulators are keys. Does nothing if no captured array
+// needs a gradient.
 template <class Config, class Grid, bool kTransposed = false, bool kOn = Config::kFunctionGradient>
 struct FunctionGradient {
   static constexpr int kSharedBytes = 0;
@@ -50,7 +51,7 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
   CUTE_HOST_DEVICE static constexpr bool in_strip(int read) {
     return Arrays::kSums[read] == kOfColumns || Arrays::kSums[read] == Sum::diagonal;
   }
-  // The strips of the reads before this one.
+  // The number of strips of the reads before this one.
   CUTE_HOST_DEVICE static constexpr int strips_before(int read) {
     int count = 0;
     for (int i = 0; i < read; ++i) count += in_strip(i);
@@ -68,7 +69,8 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
     float of_rows[kReads][Grid::kRowBlocks][2] = {};
   };
 
-  // All threads call it before the first tile. `shared` has kSharedBytes bytes.
+  // Clears the padding of the strips. All threads call it before the first tile; `shared` has
+  // kSharedBytes bytes.
   CUTE_DEVICE static void begin(uint32_t shared) {
     int const thread = thread_index();
     CUTE_UNROLL
@@ -85,8 +87,8 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
         of_tile_(params, at),
         arrays_(of_tile_.template first_element<Grid, kTransposed>(thread_)) {}
 
-  // Four elements of a lane: the gradients of the modified scores in chunk n of eight columns. Call
-  // it for the chunks of each m in order, then add_strip(m). `scaled` comes from
+  // Takes four elements of a lane: the gradients of the modified scores in chunk n of eight
+  // columns. Call it for the chunks of each m in order, then add_strip(m). `scaled` comes from
   // ScoreModifiers::recompute(); with kKeepsScores derivatives replace the scores in it.
   CUTE_DEVICE void chunk(Sums& sums, int m, int n, float const (&gradient)[4], float (&scaled)[4]) {
     constexpr bool kScores = Function::kReadDerivativesUseScore;
@@ -100,7 +102,7 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
         if constexpr (kScores) scaled[element] = Function::derivative(inputs...);
         CUTE_UNROLL
         for (int read = 0; read < kReads; ++read) {
-          // A masked element has gradient 0, but its derivative may be inf or NaN.
+          // Hazard: a masked element has gradient 0, but its derivative may be inf or NaN.
           bool const masked =
               !Function::kReadDerivativesAreFinite[read] && gradient[element] == 0.0f;
           terms[read][element] = masked ? 0.0f : gradient[element] * derivatives[read];
@@ -114,7 +116,7 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
     });
   }
 
-  // Adds the strips of the row blocks m to global memory.
+  // Adds the strips of row block m to global memory.
   CUTE_DEVICE void add_strip(int m) const {
     if constexpr (kStrips > 0) {
       __syncwarp();  // all lanes have stored
@@ -194,18 +196,18 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
         auto const own = own_strip<kRead>();
         sum = kDiagonal ? own.diagonal(index) : own.column(index);
       }
-      // Any element of the column or diagonal gives the offset, even one outside of the tile.
+      // Any element of the column or diagonal gives the offset, even one outside the tile.
       add<kRead>(first_row, first_column + index, sum);
     }
   }
 
-  // All lanes of the warp must call it, each for one element of the accumulators.
+  // Hazard: all lanes of the warp must call it, each for one element of the accumulators.
   template <int kRead>
   CUTE_DEVICE void add(int major, int minor, float sum) const {
     at(major, minor, [&](auto const&... inputs) {
       long long offsets[kReads];
       Function::read_offsets(inputs..., offsets);
-      // A masked element may read anything. Lanes without a sum pass -1.
+      // A masked element may have any offset. Its sum is 0, so it passes -1.
       CapturedGradient<Config, kRead>(params_, batch_).add(sum == 0.0f ? -1 : offsets[kRead], sum);
     });
   }

@@ -11,8 +11,9 @@
 
 namespace memeff {
 
-// The memory of one warp: eight rows of floats, with zeros on both sides. The stride is an odd
-// multiple of eight floats, so the four rows that half a warp stores lie in different banks.
+// The strip of one warp in shared memory: eight rows of floats, with zeros on both sides. The
+// stride is an odd multiple of eight floats, so the four rows that half a warp stores lie in
+// different banks.
 template <class Grid>
 struct StripSums {
   static constexpr int kRows = 8;
@@ -28,7 +29,7 @@ struct StripSums {
 
   uint32_t memory;
 
-  // Call it once, before the first store.
+  // Zeros both sides. Call it once, before the first store.
   CUTE_DEVICE void clear_pads(int lane) const {
     for (int i = lane; i < kRows * 2 * kPad; i += kWarpSize) {
       int const column = i % (2 * kPad);

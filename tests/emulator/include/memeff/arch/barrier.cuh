@@ -1,4 +1,4 @@
-// Barriers: named ones, and those in shared memory (mbarriers).
+// Named barriers, and barriers in shared memory (mbarriers).
 #pragma once
 
 #include <cute/config.hpp>

@@ -1,4 +1,4 @@
-// Moves between memories.
+// Copies between memories.
 #pragma once
 
 #include <cute/config.hpp>

@@ -1,4 +1,4 @@
-// How the operands of matrix instructions are to be read.
+// The formats of the operands of matrix instructions.
 #pragma once
 
 #include <memeff/arch/tf32.cuh>

@@ -1,4 +1,4 @@
-// Instructions on numbers.
+// Arithmetic instructions.
 #pragma once
 
 #include <cutlass/bfloat16.h>
@@ -7,7 +7,7 @@
 
 namespace memeff {
 
-// Numbers below the normal ones count as zero, and so do such results.
+// Subnormal arguments and results become zero.
 CUTE_DEVICE float flush_to_zero(float x) {
   return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
 }
@@ -28,7 +28,7 @@ CUTE_DEVICE uint32_t pack(float low, float high) {
   return Element(low).raw() | uint32_t(Element(high).raw()) << 16;
 }
 
-// As before sm_89: the code of core/float8.cuh without the instruction has more to be tested.
+// As before sm_89: without the instruction core/float8.cuh has more code to test.
 constexpr bool kConvertsFloat8 = false;
 CUTE_DEVICE void float8_to_f16(uint32_t, uint32_t&, uint32_t&) {}
 

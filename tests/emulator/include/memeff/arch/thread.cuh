@@ -1,4 +1,4 @@
-// What a thread knows of itself and its block.
+// Thread and CTA indices, dynamic shared memory, and dependent launches.
 #pragma once
 
 #include <cute/config.hpp>
@@ -16,7 +16,7 @@ CUTE_DEVICE void random_sleep() {
 #endif
 }
 
-// Kernels run one after the other.
+// Kernels run one after the other, so there is nothing to wait for.
 CUTE_DEVICE void let_next_kernel_start() {}
 CUTE_DEVICE void wait_for_kernel_before() {}
 

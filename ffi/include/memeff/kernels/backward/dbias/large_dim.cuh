@@ -8,6 +8,8 @@
 
 namespace memeff {
 
+// The entry point that the generated source instantiates if the gradient of a broadcast bias is
+// deterministic.
 template <class Config>
 struct FmhaBackwardLargeDimDbias {
   using Scores = LargeDimScores<WithoutFunctionGradient<Config>>;
@@ -27,7 +29,7 @@ struct FmhaBackwardLargeDimDbias {
     auto mask_of = [&](int slice) {
       return typename Scores::Mask(params.mask, shape, slices.batch(slice));
     };
-    // This tile alone, of a row of blocks.
+    // The row of the block mask, restricted to this tile.
     auto block_of = [&](int slice) {
       int const key = tile.column / kTileKey;
       return BlockMaskRow<Config::kBlockMask>(
@@ -43,7 +45,7 @@ struct FmhaBackwardLargeDimDbias {
       }
       return slice;
     };
-    // use(scores, tile) of a slice.
+    // Calls use(scores, tile) for a slice.
     auto with_scores = [&](int slice, auto use) {
       int const batch = slices.batch(slice);
       int const head = slices.head(slice);

@@ -1,10 +1,12 @@
-// After the backward: the sums of a bias gradient, rounded. One CTA per tile of the sums.
+// Runs after the backward: rounds the f32 sums of a bias gradient to its dtype. One CTA per tile of
+// the sums.
 #pragma once
 
 #include <memeff/score/bias/gradient.cuh>
 
 namespace memeff {
 
+// The entry point of the families sm80 and sm90, which differ in Tiles.
 template <class Config, class Tiles = BackwardTiles<Config>>
 struct FmhaBackwardDbiasPostprocess {
   using Grid = typename Tiles::ScoreGrid;

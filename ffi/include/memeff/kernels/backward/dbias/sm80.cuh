@@ -1,11 +1,11 @@
-// After the backward: the gradient of a bias that is broadcast over the batch or heads, the same in
-// every run.
+// Runs after the backward: the gradient of a bias that is broadcast over the batch or heads, with
+// the same bits in every run.
 //
 // One CTA owns a tile of the gradient. It iterates over the (batch, head) slices that read this
-// tile of the bias, recomputes P and dP of each and keeps the sum of dS in registers: no workspace
-// and no atomics, for two products more than the other backward kernels need.
+// tile of the bias, recomputes P and dP of each and keeps the sum of dS in registers. This needs no
+// workspace and no atomics, but computes S and dP a second time.
 //
-// Each tile in shared memory has one buffer, which is loaded again as soon as its product is done.
+// Each tile in shared memory has one buffer, which is reloaded as soon as its product is done.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -24,6 +24,8 @@
 
 namespace memeff {
 
+// The entry point; codegen emits it if a bias that is broadcast over batch or heads has a
+// deterministic gradient.
 template <class Config>
 struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
   using Element = typename Config::Element;
@@ -64,7 +66,7 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
       return Mask(params.mask, params.shape, slices.batch(slice));
     }
 
-    // This tile alone, of a row of blocks.
+    // The row of the block mask, restricted to this tile.
     CUTE_DEVICE BlockMaskRow<Config::kBlockMask> block_of(int slice) const {
       int const key = tile.column / kTileKey;
       return BlockMaskRow<Config::kBlockMask>(
@@ -91,7 +93,7 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
       return shared + kStatisticsOffset + parity * kStatisticsBytes;
     }
 
-    // The operands of S, and the statistics.
+    // Starts the copies of the operands of S and the statistics.
     CUTE_DEVICE void load_scores(int slice, int parity) const {
       load_rows<QueryTile>(shared, params.query, slice, params.shape.head_dim);
       load_columns<KeyTile>(shared + kKeyOffset, params.key, slice, params.shape.head_dim);
@@ -103,7 +105,7 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
       if (byte < kStatisticsBytes) copy_async(statistics(parity) + byte, source + byte, true);
     }
 
-    // The operands of dP.
+    // Starts the copies of the operands of dP.
     CUTE_DEVICE void load_gradients(int slice) const {
       load_rows<OutTile>(shared + kOutOffset, params.out_gradient, slice, params.shape.value_dim);
       load_columns<ValueTile>(shared + kValueOffset, params.value, slice, params.shape.value_dim);
@@ -159,17 +161,17 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
       cute::clear(score_gradient);
 
       wait_copies<1>();
-      __syncthreads();  // query, key and statistics are here; nobody reads the last bias
+      __syncthreads();  // Q, K and statistics have arrived; every thread has read the last bias
       modifiers.load(work.q_block(slice));
       commit_copies();
       Scores::template multiply<QueryTile, KeyTile>(shared, shared + kKeyOffset, scores);
       wait_copies<0>();
-      __syncthreads();  // dO, value and bias are here; nobody reads query and key
+      __syncthreads();  // dO, V and bias have arrived; every thread has read Q and K
       if (has_next) work.load_scores(following, parity ^ 1);
       commit_copies();
       Scores::template multiply<OutTile, ValueTile>(shared + kOutOffset, shared + kValueOffset,
                                                     score_gradient);
-      __syncthreads();  // nobody reads dO and value
+      __syncthreads();  // every thread has read dO and V
       if (has_next) work.load_gradients(following);
       commit_copies();
 

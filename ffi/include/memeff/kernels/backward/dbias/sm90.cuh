@@ -1,11 +1,11 @@
-// After the backward, for Hopper: the gradient of a bias that is broadcast over the batch or heads,
-// the same in every run.
+// Runs after the Hopper backward: the gradient of a bias that is broadcast over the batch or heads,
+// with the same bits in every run.
 //
 // As in dbias/sm80.cuh a tile of the gradient has one owner, which iterates over the (batch, head)
 // slices that read this tile of the bias and keeps the sum of dS in registers. A tile is a square
-// of as many queries as keys; each consumer owns 64 queries of it. The operands come in parts of 64
-// columns, first those of S = Q K^T, then those of dP = dO V^T, through one ring of pairs of
-// buffers, so that the next parts arrive under the products of these. The bias is the same for all
+// of as many queries as keys; each consumer owns 64 queries of it. The operands arrive in parts of
+// 64 columns, first those of S = Q K^T, then those of dP = dO V^T, through one ring of pairs of
+// buffers. So the next parts arrive under the products of these. The bias is the same for all
 // slices and is copied once per tile (score/bias/square_sm90.cuh).
 //
 // The grid is no larger than the GPU, and a CTA owns every gridDim.x-th tile, so that the operands
@@ -31,6 +31,7 @@
 
 namespace memeff {
 
+// The square tile of scores and its division over consumers.
 template <class Config>
 struct BiasTilesSm90 {
   static constexpr int kTileQuery = cute::max(Config::kTileQuery, Config::kTileKey);
@@ -39,7 +40,8 @@ struct BiasTilesSm90 {
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kWarps, 16>;
 };
 
-// MainTiles are those of the kernels before.
+// The kernel. MainTiles are the tiles of the main kernels before it, whose tensor maps and
+// statistics it shares.
 template <class Config, class MainTiles>
 struct DbiasSm90 {
   using Element = typename Config::Element;
@@ -63,11 +65,11 @@ struct DbiasSm90 {
   static constexpr int kValueParts = Config::kValueDim / kPartColumns;
   using Part = SharedTile<kTileQuery, kPartColumns>;  // of queries or dO, of keys or values
   static_assert(kTileQuery == kTileKey && Part::kPanels == 1);
-  // If the ring is too small for both products, the first gives its buffers back early.
+  // If the ring is too small for both products, the first product releases its buffers early.
   static constexpr bool kHoldsBlock = kHeadParts + kValueParts <= kStages;
   static_assert(cute::max(kHeadParts, kValueParts) <= kStages);
   static constexpr int kPairBytes = 2 * Part::kBytes;
-  // Rows of the boxes of the tensor maps, as in the other kernels.
+  // The rows of the boxes of the tensor maps, which the main kernels share.
   static constexpr int kQueryBox = kWarpgroupRows;
   static constexpr int kKeyBox = Config::kTileKey;
 
@@ -100,7 +102,7 @@ struct DbiasSm90 {
 
     CUTE_DEVICE bool ends(ScoreSlice const& slice) const { return slice.index >= slices.count; }
 
-    // This tile alone, of the row of blocks of a slice.
+    // The row of a slice's block mask, restricted to this tile.
     CUTE_DEVICE BlockMaskRow<Config::kBlockMask> block_of(BackwardParams const& params,
                                                           ScoreSlice const& slice) const {
       int const key = tile.column / kTileKey;
@@ -109,7 +111,7 @@ struct DbiasSm90 {
     }
 
    private:
-    // The first slice from `slice` on that has one.
+    // The first slice from `slice` on that has a valid element in the tile.
     CUTE_DEVICE ScoreSlice from(BackwardParams const& params, ScoreSlice slice) const {
       int const key = tile.column / kTileKey;
       for (; !ends(slice); slice = slices.after(slice)) {
@@ -140,6 +142,7 @@ struct DbiasSm90 {
     }
   }
 
+  // The producer, one thread: copies the pairs of operand parts of every slice of every tile.
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Control& control, uint32_t tiles) {
     PipelineStage<kStages> stage;
@@ -154,8 +157,8 @@ struct DbiasSm90 {
            slice = work.after(params, slice)) {
         load_pairs<kHeadParts>(params, maps.query, maps.key, params.key, work, slice, control,
                                stage, tiles);
-        // The bias has one buffer, which is free when the tile before has its last scores: load it
-        // after the operands of S, which have free buffers earlier.
+        // Load the bias after the operands of S. It has one buffer, which is free only when the
+        // previous tile has its last scores; buffers for the operands are free earlier.
         if (first) bias.produce(params, maps, work, control);
         first = false;
         load_pairs<kValueParts>(params, maps.out_gradient, maps.value, params.value, work, slice,
@@ -164,6 +167,8 @@ struct DbiasSm90 {
     }
   }
 
+  // Copies the kParts pairs of one product: rows of queries or dO, and columns, which are keys or
+  // values.
   template <int kParts>
   CUTE_DEVICE static void load_pairs(BackwardParams const& params, TensorMap const& rows,
                                      TensorMap const& columns, TensorView const& tensor,
@@ -196,6 +201,8 @@ struct DbiasSm90 {
     }
   }
 
+  // The main loop of a consumer: sums dS over the slices of each tile of this CTA and stores the
+  // tile.
   CUTE_DEVICE static void consume(BackwardParams const& params, Control& control, uint32_t tiles) {
     PipelineStage<kStages> stage;
     Bias bias(tiles + kBiasOffset);
@@ -218,7 +225,7 @@ struct DbiasSm90 {
     }
   }
 
-  // sums += dS of one slice.
+  // Adds the dS of one slice: sums += dS.
   template <class Accumulators>
   CUTE_DEVICE static void accumulate(BackwardParams const& params, Work const& work,
                                      ScoreSlice const& slice, bool last, Modifiers const& modifiers,
@@ -229,7 +236,7 @@ struct DbiasSm90 {
     Mask const mask(params.mask, params.shape, batch);
     Statistics const statistics = load_statistics(params, mask, work, batch, head);
 
-    // Loaded here, so that the bits do not wait for it.
+    // Loaded early, so that the bits do not wait for it.
     typename KeptBlocks::Source const source(params, batch, head);
     auto scores = Grid::make_accumulators();          // (4, 1, MMA_N)
     auto score_gradient = Grid::make_accumulators();  // (4, 1, MMA_N)
@@ -251,8 +258,8 @@ struct DbiasSm90 {
     mask.template apply<kTileQuery, kTileKey>(scores, params, at, partial);
     statistics.exponentiate(params.scale.softmax_scale, scores);
     fence_accumulators(scores);
-    // Placed after the exponentials on purpose: this branch ends the basic block. Without it ptxas
-    // sinks the exponentials below the wait for dP, under which they should run.
+    // Hazard: keep this after the exponentials. Its branch ends the basic block; without it ptxas
+    // sinks the exponentials below the wait for dP, which they should overlap.
     clear_rows_beyond(mask.query_length - work.tile.row, scores);
     wait_products<0>();
     fence_accumulators(score_gradient);
@@ -260,14 +267,14 @@ struct DbiasSm90 {
     add_gradient(params, statistics, kept, scores, score_gradient, sums);
   }
 
-  // Starts the product of the next pairs, as a group.
+  // Starts the product of the next pairs as a group.
   template <int kParts, class Accumulators>
   CUTE_DEVICE static void begin_product(BackwardParams const& params, Mask const& mask,
                                         Work const& work, Control& control,
                                         PipelineStage<kStages>& stage, uint32_t tiles,
                                         Accumulators& accumulators) {
     using Operand = DescriptorOperand<Part, Contiguous::k>;
-    // Uniform over the warpgroup, and the shuffle lets the compiler know it.
+    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     CUTE_UNROLL
     for (int part = 0; part < kParts; ++part) {
@@ -284,7 +291,7 @@ struct DbiasSm90 {
     commit_products();
   }
 
-  // Gives back the buffers of a product that has ended, from `stage` on.
+  // Releases the buffers of a product that has ended, from `stage` on.
   template <int kParts>
   CUTE_DEVICE static void release(Control& control, PipelineStage<kStages>& stage) {
     CUTE_UNROLL
@@ -294,7 +301,8 @@ struct DbiasSm90 {
     }
   }
 
-  // Memory beyond the lengths of a slice may hold NaN, and P and dP would be NaN, too.
+  // Clears the rows of a pair beyond the lengths of a slice: memory there may hold NaN, and P and
+  // dP would be NaN.
   CUTE_DEVICE static void clear_beyond(ProblemShape const& shape, Mask const& mask,
                                        Work const& work, uint32_t pair) {
     int const row = work.tile.row;
@@ -310,7 +318,8 @@ struct DbiasSm90 {
 
   using KeptBlocks = typename ProbabilityModifiers<Config, Grid>::Tile;
 
-  // Every P of a row beyond the length is 0, as for rows without keys.
+  // Loads logsumexp and delta. Rows beyond the length get a logsumexp of +inf, as rows without keys
+  // do, so every P of them is 0.
   CUTE_DEVICE static Statistics load_statistics(BackwardParams const& params, Mask const& mask,
                                                 Work const& work, int batch, int head) {
     float const* const source =
@@ -327,7 +336,8 @@ struct DbiasSm90 {
     return statistics;
   }
 
-  // The bias of a row beyond the length of a slice may be NaN, and P would be NaN, too.
+  // Clears the scores of rows beyond the length of a slice: their bias may be NaN, and P would be
+  // NaN.
   template <class Scores>
   CUTE_DEVICE static void clear_rows_beyond(int row_bound, Scores& scores) {
     if (row_bound < kTileQuery) {
@@ -339,7 +349,7 @@ struct DbiasSm90 {
     }
   }
 
-  // sums += dS = P (dP - delta), with the dP that is kept.
+  // Adds sums += dS = P (dP - delta), with dP after the modifiers of probabilities.
   template <class Scores>
   CUTE_DEVICE static void add_gradient(BackwardParams const& params, Statistics const& statistics,
                                        KeptBlocks const& kept_blocks, Scores const& scores,
@@ -361,6 +371,7 @@ struct DbiasSm90 {
   }
 };
 
+// The entry point beside kernels/fmha_bwd_sm90.cuh.
 template <class Config>
 struct FmhaBackwardDbias<Config, BackwardTilesSm90<Config>>
     : DbiasSm90<Config, BackwardTilesSm90<Config>> {};

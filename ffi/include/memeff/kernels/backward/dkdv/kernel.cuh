@@ -1,11 +1,10 @@
 // The gradients of key and value for Hopper and head dims above 128: see
 // fmha_bwd_two_kernel_sm90.cuh.
 //
-// One consumer computes P^T = exp2(K Q^T - lse) and owns dK, the other computes
-// dS^T = P^T (V dO^T - delta) and owns dV. P^T and dS^T go from one to the other through shared
-// memory. S and dP of one Q block run beside dK and dV of the one before, and the next Q block
-// arrives in a third buffer meanwhile. The first consumer knows the derivative of a soft cap, and
-// multiplies dS^T by it.
+// One consumer computes P^T = exp2(K Q^T - lse) and owns dK, the other computes dS^T = P^T (V dO^T
+// - delta) and owns dV. They exchange P^T and dS^T through shared memory. S and dP of one Q block
+// overlap dK and dV of the previous one, and the next Q block arrives in a third buffer meanwhile.
+// The first consumer has the scores, so it multiplies dS^T by the derivative of a soft cap.
 #pragma once
 
 #include <memeff/kernels/backward/dkdv/out_consumer.cuh>
@@ -14,6 +13,7 @@
 
 namespace memeff {
 
+// The entry point that the generated source instantiates. One CTA owns 64 keys of a key head.
 template <class Config>
 struct FmhaBackwardTwoKernelDkdv : DkdvSm90<Config> {
   using Base = DkdvSm90<Config>;
@@ -58,7 +58,7 @@ struct FmhaBackwardTwoKernelDkdv : DkdvSm90<Config> {
       return;
     }
     raise_registers<kConsumerRegisters>();
-    // Uniform over the warpgroup, and the shuffle lets the compiler know it.
+    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     if (__shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0) == 0) {
       DkdvQueryConsumer<Config>::run(params, maps, work, control, tiles);
     } else {
@@ -66,6 +66,8 @@ struct FmhaBackwardTwoKernelDkdv : DkdvSm90<Config> {
     }
   }
 
+  // The producer, one thread: copies keys and values once, then queries, dO, statistics and bias of
+  // each Q block.
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles) {
     auto constexpr kOnce = CacheHint::EVICT_FIRST;

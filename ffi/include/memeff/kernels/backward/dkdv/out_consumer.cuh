@@ -10,6 +10,7 @@
 
 namespace memeff {
 
+// Called by dkdv/kernel.cuh with all threads of the second consumer.
 template <class Config>
 struct DkdvOutConsumer : DkdvSm90<Config> {
   using Base = DkdvSm90<Config>;
@@ -31,8 +32,7 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
   using typename Base::ValueTile;
   using typename Base::Work;
 
-  // Steps of values that stay in registers. Beside them are dV, dP, two packed operands and
-  // addresses.
+  // The steps of values that stay in registers, beside dV, dP, two packed operands and addresses.
   static constexpr int kScoreRegisters = kTileQuery / 2;
   static constexpr int kValueRegisters =
       Base::kConsumerRegisters - Config::kValueDim / 2 - 2 * kScoreRegisters - 32;
@@ -41,7 +41,7 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
   using Signs = typename ProbabilityModifiers<Config, ScoreGrid, true>::Signs;
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
 
-  // The main loop. dP of one Q block runs beside dV of the one before.
+  // The main loop: dP of one Q block overlaps dV of the previous one.
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps,
                               Work const& work, Control& control, uint32_t tiles) {
     ProblemShape const& shape = params.shape;
@@ -94,6 +94,7 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
     }
   }
 
+  // The steps of the main loop.
   struct Steps {
     BackwardParams const& params;
     Work const& work;
@@ -121,7 +122,7 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
       }
     }
 
-    // dS^T from P^T and dP^T, to the other consumer.
+    // Computes dS^T from P^T and dP^T and sends it to the other consumer.
     template <class Scores>
     CUTE_DEVICE void send_score_gradient(QBlockCursor const& q_block, Stage const& stage,
                                          ProbabilityStage const& received, GradientStage& sent,
@@ -145,8 +146,8 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
       }
     }
 
-    // The kept P^T. Read again, and not kept from above: no register of an operand may be set while
-    // a product runs (C7513).
+    // The kept P^T. Hazard: read it again instead of keeping it from above, because ptxas
+    // serializes wgmma if a register of an operand is set while a product runs (C7513).
     CUTE_DEVICE ScoreOperand take_probabilities(ProbabilityStage const& received) const {
       ScoreOperand operand = load_probabilities(received);
       Signs::drop(operand);
@@ -166,7 +167,8 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
             DescriptorOperand<OutTile, Contiguous::outer>(Base::out_tile(tiles, stage)));
         commit_products();
       }
-      // Not before the product has begun, or the other consumer overwrites what is still loaded.
+      // Hazard: release only after the product has begun. Earlier, pending loads may still read the
+      // buffer that the other consumer overwrites.
       __syncwarp();
       if (leader) control.probability.release(received);
       received.advance();
@@ -183,7 +185,7 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
       return load_operand<ScoreTile, ScoreGrid>(Base::probability_tile(tiles, received));
     }
 
-    // dS^T from P^T and dP^T, the gradient of query.key without the user's scale.
+    // Computes dS^T from P^T and dP^T: the gradient of query.key without the user's scale.
     template <class Scores>
     CUTE_DEVICE ScoreOperand differentiate(uint32_t statistics, ScoreOperand const& probabilities,
                                            Scores const& score_gradient,

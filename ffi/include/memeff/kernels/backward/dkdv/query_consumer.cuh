@@ -11,6 +11,7 @@
 
 namespace memeff {
 
+// Called by dkdv/kernel.cuh with all threads of the first consumer.
 template <class Config>
 struct DkdvQueryConsumer : DkdvSm90<Config> {
   using Base = DkdvSm90<Config>;
@@ -35,8 +36,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
 
   using Modifiers = ScoreModifiers<Config, Bias&, ScoreFunction<Config, ScoreGrid, true>>;
 
-  // Steps of keys that stay in registers. Beside them are dK, S with what modifies it, and
-  // addresses.
+  // The steps of keys that stay in registers, beside dK, S with its modifiers, and addresses.
   static constexpr int kScoreRegisters = kTileQuery / 2;
   static constexpr int kKeyRegisters =
       Base::kConsumerRegisters - Config::kHeadDim / 2 -
@@ -44,7 +44,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
   static constexpr int kRegisterKeySteps = register_steps(Config::kHeadDim, kKeyRegisters);
   using KeyRows = RegisterRows<KeyTile, ScoreGrid, kRegisterKeySteps>;
 
-  // The main loop. S of one Q block runs beside dK of the one before.
+  // The main loop: S of one Q block overlaps dK of the previous one.
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps,
                               Work const& work, Control& control, uint32_t tiles) {
     ProblemShape const& shape = params.shape;
@@ -61,7 +61,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
       }
       KeyRows const keys(tiles, 0);
       auto scores = ScoreGrid::make_accumulators();      // (4, 1, MMA_N)
-      auto derivative = ScoreGrid::make_accumulators();  // of the modifiers, for dS
+      auto derivative = ScoreGrid::make_accumulators();  // (4, 1, MMA_N), for dS
       QBlockCursor q_block(params, work);
       Stage stage;
       ProbabilityStage sent;
@@ -101,6 +101,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
     }
   }
 
+  // The steps of the main loop.
   struct Steps {
     BackwardParams const& params;
     Work const& work;
@@ -126,7 +127,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
       commit_products();
     }
 
-    // P^T from S^T, to the other consumer.
+    // Computes P^T from S^T and sends it to the other consumer.
     template <class Scores>
     CUTE_DEVICE void send_probabilities(QBlockCursor const& q_block, Stage const& stage,
                                         ProbabilityStage& sent, Bias& bias, Scores& derivative,
@@ -176,7 +177,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
       }
     }
 
-    // Gives back the buffers that dK of a Q block, which has ended, has read.
+    // Releases the buffers that the finished dK of a Q block has read.
     template <class Accumulators>
     CUTE_DEVICE void release(Stage const& stage, GradientStage& received,
                              Accumulators& key_gradient) const {
@@ -189,8 +190,8 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
     }
 
    private:
-    // dS^T of the products' scores replaces dS^T of the modified ones, in place: the derivatives
-    // are in the registers of this consumer, not of the one that computed dS^T.
+    // Multiplies dS^T in shared memory by the derivatives of the modifiers, in place. This consumer
+    // does it because it holds the derivatives; the other one computed dS^T.
     template <class Factors>
     CUTE_DEVICE static void multiply(uint32_t tile, Factors const& factors) {
       if constexpr (Modifiers::kConstantDerivative) return;

@@ -1,4 +1,4 @@
-// Common to the producer and the two consumers of dkdv/kernel.cuh: tiles, pipelines and the Q
+// Shared by the producer and the two consumers of dkdv/kernel.cuh: tiles, pipelines and the Q
 // blocks of a CTA.
 #pragma once
 
@@ -17,6 +17,7 @@
 
 namespace memeff {
 
+// The base of the kernel and both consumers.
 template <class Config>
 struct DkdvSm90 {
   using Element = typename Config::Element;
@@ -41,7 +42,8 @@ struct DkdvSm90 {
   using ScoreGrid = typename Tiles::ScoreGrid;
   using BiasTile = SharedTile<kTileQuery, kTileKey>;
   using Bias = QBlockBias<Config, BiasTile, ScoreGrid>;
-  // A gradient with all four dims is written by the kernel that owns the rows.
+  // This kernel sums a bias gradient over rows only. The dq kernel, which owns the rows, writes one
+  // with all four dims.
   static constexpr bool kSumsBias = Config::kBiasGradient == BiasGradient::columns;
   using BiasWriter =
       TransposedBiasGradient<Config, Tiles, kSumsBias ? BiasGradient::columns : BiasGradient::none>;
@@ -62,6 +64,7 @@ struct DkdvSm90 {
   static constexpr int kOutStatisticsOffset = kQueryStatisticsOffset + kStages * kStatisticsBytes;
   static constexpr int kControlOffset = kOutStatisticsOffset + kStages * kStatisticsBytes;
 
+  // The barriers in static shared memory.
   struct Control : Bias::Control {
     Pipeline<1> key;
     Pipeline<1> value;
@@ -96,7 +99,7 @@ struct DkdvSm90 {
     }
   };
 
-  // One Q block of one head, and the way to the next one.
+  // One Q block of one head; advance() moves to the next one.
   struct QBlockCursor {
     int head;
     int tile;
@@ -127,7 +130,7 @@ struct DkdvSm90 {
     }
 
    private:
-    // The first Q block of this head or of a later one.
+    // Moves to the first Q block of this head, or of the next head that has one.
     CUTE_DEVICE void begin_head(BackwardParams const& params, Work const& work) {
       for (; head < (work.item.head + 1) * params.shape.group; ++head) {
         blocks = work.row_of_blocks(params, head);
@@ -137,6 +140,7 @@ struct DkdvSm90 {
     }
   };
 
+  // The number of Q blocks of this CTA, of all heads of the group.
   CUTE_DEVICE static int q_block_count(BackwardParams const& params, Work const& work) {
     int const group = params.shape.group;
     if constexpr (!Config::kBlockMask) return max(work.tiles.end - work.tiles.begin, 0) * group;
@@ -152,7 +156,7 @@ struct DkdvSm90 {
   using ProbabilityStage = PipelineStage<kProbabilityStages>;
   using GradientStage = PipelineStage<kGradientStages>;
 
-  // Address of a buffer.
+  // The addresses of the buffers.
   CUTE_DEVICE static uint32_t query_tile(uint32_t tiles, Stage const& stage) {
     return tiles + kQueryOffset + stage.index * QueryTile::kBytes;
   }
@@ -174,8 +178,8 @@ struct DkdvSm90 {
 
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
 
-  // Rows beyond a length may hold NaN, which would reach dk and dv. A tile has one reader, which
-  // clears it.
+  // Clears rows beyond a length, which may hold NaN that would reach dk and dv. Each tile has one
+  // reader, which clears it.
   template <class Tile>
   CUTE_DEVICE static void clear_beyond(uint32_t tile, int first, int warpgroup) {
     clear_rows<Tile, kWarpgroupSize>(tile, max(first, 0));
@@ -183,7 +187,7 @@ struct DkdvSm90 {
     named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
 
-  // A gradient leaves through the tile whose only reader is the warpgroup that owns it.
+  // Stores a gradient through the tile that only its warpgroup reads.
   template <class Tile, class Grid, class Accumulators>
   CUTE_DEVICE static void store(TensorMap const& map, TensorView const& tensor,
                                 ProblemShape const& shape, Work const& work, int key_length,

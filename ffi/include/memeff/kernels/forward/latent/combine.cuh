@@ -1,5 +1,5 @@
-// After kernels/fmha_fwd_latent_sm90.cuh: adds up the partial results of row tiles whose KV blocks
-// several CTAs have divided, and writes the rows without keys.
+// Runs after kernels/fmha_fwd_latent_sm90.cuh: adds up the partial results of row tiles whose KV
+// blocks several CTAs have divided, and writes the rows without keys.
 #pragma once
 
 #include <memeff/core/math.cuh>
@@ -14,7 +14,7 @@
 
 namespace memeff {
 
-// A CTA has kRows rows of a row tile, and a thread four columns of them.
+// A CTA combines kRows rows of a row tile; a thread has four columns of them.
 template <class Config>
 struct FmhaForwardLatentCombine {
   using Element = typename Config::Element;
@@ -37,7 +37,7 @@ struct FmhaForwardLatentCombine {
       int const row = int(block % blocks) * kRows;
       long long next = block + gridDim.x;
       if (Config::kVarlen && row >= mask.query_length) {
-        // Sequences may be much shorter than the longest one.
+        // Skips to the next sequence: sequences may be much shorter than the longest one.
         long long const skipped = (head_batch + 1) * blocks - block;
         next = block + (skipped + gridDim.x - 1) / gridDim.x * gridDim.x;
       } else {
@@ -48,7 +48,7 @@ struct FmhaForwardLatentCombine {
   }
 
  private:
-  // The rows [row, row + kRows).
+  // Combines the rows [row, row + kRows).
   CUTE_DEVICE static void combine(ForwardParams const& params, Mask const& mask, int batch,
                                   int head, int row) {
     ProblemShape const& shape = params.shape;
@@ -71,13 +71,14 @@ struct FmhaForwardLatentCombine {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       bool const valid = row + r < mask.query_length;
-      // Rows of a whole row tile are written already. After a packed sequence the next one begins.
+      // The main kernel has written row tiles that have one part. Hazard: after a packed sequence
+      // the next one begins.
       bool const exists = !Config::kVarlen && row + r < mask.rows.count(shape.query_length);
       if (valid ? parts.count != 1 : exists) store(params, batch, head, row + r, valid, sums[r]);
     }
   }
 
-  // Adds a partial result of all rows, the first of which is `row` of the partial results.
+  // Adds one partial result to the sums of all rows; the first row is `row` of the partial results.
   CUTE_DEVICE static void add(ForwardParams const& params, long long row,
                               PartialSum (&sums)[kRows]) {
     float4 outputs[kRows];
@@ -113,8 +114,8 @@ struct FmhaForwardLatentCombine {
                    pack<Element>(sum.out.z * end.factor, sum.out.w * end.factor));
   }
 
-  // Clears this CTA's part of the query rows that belong to no sequence. The lanes of each warp
-  // look at as many sequences at a time.
+  // Clears this CTA's part of the query rows that belong to no sequence. Each lane of a warp checks
+  // a different sequence.
   CUTE_DEVICE static void clear_gaps(ForwardParams const& params) {
     ProblemShape const& shape = params.shape;
     CUTE_NO_UNROLL

@@ -1,5 +1,5 @@
-// A consumer of kernels/fmha_fwd_latent_sm90.cuh: the scores of every second KV block, and half of
-// the output's columns over all of them.
+// A consumer of kernels/fmha_fwd_latent_sm90.cuh computes the scores of every second KV block, and
+// half of the output's columns over all KV blocks.
 #pragma once
 
 #include <memeff/arch/tma.cuh>
@@ -12,6 +12,7 @@
 
 namespace memeff {
 
+// run() is called by the kernel with all threads of a consumer warpgroup.
 template <class Config, class Kernel>
 struct LatentConsumerSm90 {
   using Element = typename Config::Element;
@@ -30,8 +31,8 @@ struct LatentConsumerSm90 {
   static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kTileQuery = Kernel::kTileQuery;
 
-  // A consumer's position in the rings. KV blocks of which it owns the scores are in the buffer
-  // with its number.
+  // A consumer's position in the rings. The KV blocks whose scores it owns are in the buffer with
+  // its number.
   struct Position {
     int warpgroup;
     bool leader;         // of its warp
@@ -45,7 +46,7 @@ struct LatentConsumerSm90 {
 
   CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
     Position at;
-    // Uniform over the warpgroup, and known to be.
+    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     at.leader = threadIdx.x % kWarpSize == 0;
     while (true) {
@@ -60,6 +61,7 @@ struct LatentConsumerSm90 {
   }
 
  private:
+  // Computes a part: the KV blocks [begin, end) of a row tile, two at a time, one of each consumer.
   CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
                                   KeyPart const& part, Position& at) {
     Mask const mask(params.mask, params.shape, part.batch);
@@ -75,14 +77,14 @@ struct LatentConsumerSm90 {
       add_own_block<false>(params, control, tiles, at, mask, part, block, scores, softmax, output);
       ++block;
     }
-    // `block` is one of the other consumer.
+    // `block` belongs to the other consumer.
     CUTE_NO_UNROLL
     for (; block + 1 < part.end; block += Kernel::kWarpgroups) {
       add_own_block<true>(params, control, tiles, at, mask, part, block + 1, scores, softmax,
                           output);
     }
     if (block < part.end) {
-      // Without scores of its own in this part it has not released the queries.
+      // Without own scores in this part the consumer has not released the queries yet.
       __syncwarp();
       if (block == part.begin && at.leader) control.query.release(at.query);
       begin_other_values(control, tiles, at, softmax, output);
@@ -94,11 +96,11 @@ struct LatentConsumerSm90 {
                           at.warpgroup * Kernel::kColumns, softmax, output);
   }
 
-  // A KV block of which this consumer owns the scores, and with kFollows the one before, which
-  // belongs to the other. Its product runs under the softmax.
+  // Adds a KV block whose scores this consumer owns, and with kFollows the previous one, which
+  // belongs to the other consumer and whose product overlaps the softmax.
   //
-  // kFollows is a constant because ptxas serializes products that a branch separates from the wait
-  // for others.
+  // Hazard: kFollows must be a constant, because ptxas serializes products if a branch separates
+  // them from the wait for others.
   template <bool kFollows, class Scores, class Output>
   CUTE_DEVICE static void add_own_block(ForwardParams const& params, Control& control,
                                         uint32_t tiles, Position& at, Mask const& mask,
@@ -129,8 +131,8 @@ struct LatentConsumerSm90 {
     multiply_own_values(control, tiles, at, probabilities, output);
   }
 
-  // Starts S = Q K^T of a KV block in this consumer's buffer, panel by panel as they arrive: first
-  // those that this consumer has released itself.
+  // Starts S = Q K^T of a KV block in this consumer's buffer, panel by panel as they arrive,
+  // beginning with those that this consumer has released itself.
   template <class Scores>
   CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, Position const& at,
                                        Scores& scores) {
@@ -145,7 +147,7 @@ struct LatentConsumerSm90 {
           (i - kOthers + at.warpgroup * Kernel::kValuePanels) % Kernel::part_begin(kOtherColumns);
       int const panel = i < kOthers ? Kernel::part_begin(kOtherColumns) + i : value_panel;
       wait_barrier(barriers.full[panel], at.own_parity);
-      begin_products();  // once more after each wait, or ptxas (CUDA 13.0) injects it (C7519)
+      begin_products();  // after each wait, else ptxas (CUDA 13.0) injects it (C7519)
       warpgroup_gemm<Element, kPanelSteps>(
           scores, DescriptorOperand<PanelTile, Contiguous::k>(tiles + panel * PanelTile::kBytes),
           DescriptorOperand<PanelTile, Contiguous::k>(keys + panel * PanelTile::kBytes), i > 0);
@@ -160,7 +162,8 @@ struct LatentConsumerSm90 {
                                   Softmax const& softmax,
                                   typename Softmax::Correction const& correction,
                                   Probabilities const& probabilities) {
-    // This consumer has read the probabilities of the other that these replace.
+    // Hazard: every warp of this consumer must have read the other's probabilities, which these
+    // replace.
     named_barrier_sync(Kernel::warpgroup_barrier(at.warpgroup), kWarpgroupSize);
     store_operand<ProbabilityTile, ScoreGrid>(tiles + Kernel::kProbabilityOffset, probabilities);
     if (threadIdx.x % 4 == 0) {
@@ -174,7 +177,7 @@ struct LatentConsumerSm90 {
     bool const clears =
         reads_beyond<Config>(mask.key_length, column + kTileKey, params.shape.key_length);
     if (clears) {
-      // Not the other columns: their part of the buffer is released already.
+      // Hazard: clear the value columns only. The part of the others is released already.
       clear_rows<SharedTile<kTileKey, Config::kValueDim>, kWarpgroupSize>(
           Kernel::keys(tiles, at.warpgroup), max(mask.key_length - column, 0));
     }
@@ -185,7 +188,7 @@ struct LatentConsumerSm90 {
     random_sleep();
   }
 
-  // O += P V of a KV block of which this consumer has the probabilities in registers.
+  // Starts O += P V of a KV block whose probabilities this consumer has in registers.
   template <class Probabilities, class Output>
   CUTE_DEVICE static void multiply_own_values(Control& control, uint32_t tiles, Position& at,
                                               Probabilities const& probabilities, Output& output) {
@@ -199,7 +202,7 @@ struct LatentConsumerSm90 {
     at.own_parity ^= 1;
   }
 
-  // Starts the same for a KV block of the other consumer, whose probabilities are in shared memory.
+  // Starts O += P V of a KV block of the other consumer, whose probabilities are in shared memory.
   template <class Output>
   CUTE_DEVICE static void begin_other_values(Control& control, uint32_t tiles, Position const& at,
                                              Softmax& softmax, Output& output) {
@@ -215,8 +218,8 @@ struct LatentConsumerSm90 {
       correction.rows[r] = factor;
     }
     Softmax::rescale(output, correction);
-    // The owner of the scores has waited for these keys. Redundant, but it makes their arrival
-    // visible to this thread by itself.
+    // Redundant wait: the owner of the scores has waited for these keys. It makes their arrival
+    // visible to this thread without relying on the other consumer.
     CUTE_UNROLL
     for (int panel = 0; panel < Kernel::kValuePanels; ++panel) {
       wait_barrier(control.keys[other].full[at.warpgroup * Kernel::kValuePanels + panel],
@@ -247,7 +250,8 @@ struct LatentConsumerSm90 {
                                                            at.warpgroup * ValueTile::kBytes);
   }
 
-  // Both consumers get the sums over all KV blocks; their references are those of the last.
+  // Gives both consumers the row sums over all KV blocks, relative to the references of the last
+  // block.
   CUTE_DEVICE static void add_row_sums(Control& control, Position& at, Softmax& softmax) {
     auto& sums = control.row_sums[at.sums];
     bool const first = threadIdx.x % 4 == 0;
@@ -259,11 +263,11 @@ struct LatentConsumerSm90 {
     named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
-      // finish() adds the four lanes of a row.
+      // Only the first lane keeps the total, because finish() adds up the four lanes of a row.
       float const other = sums[1 - at.warpgroup][ScoreGrid::element_row(2 * r, 0)];
       softmax.row_sum[r] = first ? softmax.row_sum[r] + other : 0.0f;
     }
-    at.sums ^= 1;  // the other consumer may still read these
+    at.sums ^= 1;  // hazard: the other consumer may still read these
   }
 };
 

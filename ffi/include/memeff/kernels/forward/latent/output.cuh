@@ -1,4 +1,4 @@
-// The output of a part of kernels/fmha_fwd_latent_sm90.cuh: results, or partial results that
+// Writes the output of a part in kernels/fmha_fwd_latent_sm90.cuh: results, or partial results that
 // kernels/forward/latent/combine.cuh adds up.
 #pragma once
 
@@ -12,7 +12,8 @@
 
 namespace memeff {
 
-// Each consumer has the columns of Grid from its own first column on.
+// A consumer calls write() after the last KV block of a part. It has the columns of Grid from its
+// own first column on.
 template <class Config, class Grid, class Softmax>
 struct LatentOutputSm90 {
   using Element = typename Config::Element;
@@ -24,7 +25,7 @@ struct LatentOutputSm90 {
                                 int warpgroup, int first_column, Softmax& softmax,
                                 Accumulators& output) {
     int const row = part.tile * kTileQuery;
-    // Rows of partial results end in the combine kernel: here none of them is valid.
+    // The combine kernel finishes rows of partial results, so none of them is valid here.
     RowsOfTile<true> const rows(params.shape, part.batch, part.head, row,
                                 part.slot < 0 ? query_length : 0);
     softmax.finish(output, params.scale.softmax_scale, 1.0f,
@@ -37,6 +38,7 @@ struct LatentOutputSm90 {
   }
 
  private:
+  // Stores the finished output and logsumexps of a part that is a whole row tile.
   template <class Accumulators>
   CUTE_DEVICE static void store(ForwardParams const& params, KeyPart const& part, int query_length,
                                 int warpgroup, int first_column, Softmax const& softmax,
@@ -60,7 +62,7 @@ struct LatentOutputSm90 {
     }
   }
 
-  // All rows, which the combine kernel need not distinguish.
+  // Stores all rows, valid or not, so the combine kernel need not distinguish them.
   template <class Accumulators>
   CUTE_DEVICE static void store_partial(ForwardParams const& params, int slot, int warpgroup,
                                         int first_column, Softmax const& softmax,

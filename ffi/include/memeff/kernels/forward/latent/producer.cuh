@@ -1,5 +1,5 @@
-// The producer of kernels/fmha_fwd_latent_sm90.cuh: a warp plans the work of the CTA and copies
-// queries, and one thread for each part of the columns copies keys.
+// The producer warpgroup of kernels/fmha_fwd_latent_sm90.cuh: a warp plans the work of the CTA and
+// copies queries, and one thread for each part of the columns copies keys.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -14,6 +14,7 @@
 
 namespace memeff {
 
+// The kernel calls produce_queries() with one warp, and produce_keys() with one thread per part.
 template <class Config, class Kernel>
 struct LatentProducerSm90 {
   using Element = typename Config::Element;
@@ -26,7 +27,7 @@ struct LatentProducerSm90 {
   static constexpr int kBoxRows = PageTable<Config>::kPaged ? Config::kKeyBoxRows : kTileKey;
   static constexpr int kBoxes = kTileKey / kBoxRows;
 
-  // The warp that hands out the parts of this CTA, and copies their queries.
+  // Run by the warp that hands out the parts of this CTA and copies their queries.
   CUTE_DEVICE static void produce_queries(ForwardParams const& params, Control& control,
                                           uint32_t tiles) {
     PipelineStage<1> query;
@@ -34,7 +35,7 @@ struct LatentProducerSm90 {
     bool const leader = threadIdx.x % kWarpSize == 0;
     auto hand_out = [&](KeyPart const& part) {
       control.work.acquire(slot);
-      __syncwarp();  // or a lane might miss the phase that it waits for
+      __syncwarp();  // hazard: else a lane may miss the phase that it waits for
       if (leader) {
         control.parts[slot.index] = part;
         control.work.commit(slot);
@@ -56,7 +57,7 @@ struct LatentProducerSm90 {
     hand_out(KeyPart{-1, 0, 0, 0, 0, 0});
   }
 
-  // The thread that copies one part of the columns of all KV blocks.
+  // Run by the thread that copies one part of the columns of all KV blocks.
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, TensorMap const& map,
                                        Control& control, uint32_t tiles, int columns) {
     PipelineStage<Kernel::kStages> stage;
@@ -100,9 +101,9 @@ struct LatentProducerSm90 {
   }
 
  private:
-  // A KV block is loaded when its buffer is free, and then its latency counts: two consumers that
-  // wait have nothing else to do. So it is brought to L2 when the block that far before it is
-  // loaded, by one of the CTAs that read it.
+  // How many KV blocks ahead a block is prefetched into L2. A block is loaded only when its buffer
+  // is free, and then its latency is exposed, because both consumers wait for it. So one of the
+  // CTAs that read it prefetches it earlier.
   static constexpr int kPrefetched = Kernel::kStages;
 
   // Calls use(panel, box) for the boxes of a part of the columns.
@@ -115,8 +116,8 @@ struct LatentProducerSm90 {
     }
   }
 
-  // The first row in the tensor of each box of a KV block. Keys without a valid page get a row
-  // beyond the end of the pool, where TMA fills with zeros.
+  // Finds the first row in the tensor of each box of a KV block. Keys without a valid page get a
+  // row beyond the end of the pool, where TMA fills with zeros.
   CUTE_DEVICE static void find_rows(ForwardParams const& params,
                                     KeyValueSource<Config> const& source, int key_length, int first,
                                     int (&rows)[kBoxes]) {
@@ -133,7 +134,7 @@ struct LatentProducerSm90 {
   }
 
   // Starts the copies of a tile of queries; rows and columns beyond the bounds become zero. Each
-  // lane finds the addresses of two rows, so the warp divides by the number of heads twice only.
+  // lane finds the addresses of two rows, so the warp divides by the number of heads only twice.
   CUTE_DEVICE static void load_queries(ForwardParams const& params, KeyPart const& part,
                                        uint32_t tile) {
     constexpr int kRowChunks = Config::kHeadDim / 8;
@@ -175,7 +176,7 @@ struct LatentProducerSm90 {
       high = unsigned(address >> 32);
     }
 
-    // Returns the address that another lane has.
+    // The address that another lane holds.
     CUTE_DEVICE char const* of_lane(int lane) const {
       unsigned long long const above = __shfl_sync(0xffffffffu, high, lane);
       return reinterpret_cast<char const*>(above << 32 | __shfl_sync(0xffffffffu, low, lane));
