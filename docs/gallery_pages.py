@@ -56,9 +56,9 @@ def _index() -> str:
     lines = [
         "# Gallery",
         "",
-        "Functions of scores and masks from the literature. Each is a few lines of JAX that are "
-        "compiled into the kernels: see [Functions](../guide/functions.md).",
-        "Tests compare each of them with dense JAX, including the gradients of all float arrays "
+        "The gallery has score and mask functions from the literature. Each is a few lines of JAX "
+        "that are compiled into the kernels ([Functions](../guide/functions.md)).",
+        "Tests compare each function with dense JAX, including the gradients of all float arrays "
         "that it reads. The code is in [examples/gallery](../../examples/gallery).",
         "",
     ]

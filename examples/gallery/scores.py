@@ -44,7 +44,7 @@ def relative_table(table: jax.Array) -> ScoreFunction:
 
 
 def t5_bias(table: jax.Array, length: int, max_distance: int = 128) -> ScoreFunction:
-    """T5's learned bias: distances share buckets, which widen with the distance.
+    """T5's learned bias. Several distances share a bucket, and buckets widen with the distance.
 
     Raffel et al., "Exploring the Limits of Transfer Learning", 2020, the bidirectional form. The
     bucket of each distance is a table lookup. A kernel that computed it could round the logarithm

@@ -37,7 +37,7 @@ def documents(ids: jax.Array) -> Mask:
 def draft_tree(ancestors: jax.Array, context: jax.Array) -> Mask:
     """Draft tokens after a context: each attends to the context, its ancestors and itself.
 
-    Miao et al., "SpecInfer", 2024, verify all branches of a speculation in one call like this.
+    Miao et al., "SpecInfer", 2024, use such a mask to verify all branches of a draft in one call.
 
     Args:
         ancestors: bool [n, n], from :func:`ancestors_of`; the rows are the n draft tokens.
@@ -91,7 +91,7 @@ def bigbird(random_blocks: jax.Array, block: int) -> Mask:
 
 
 def listed_blocks(lists: jax.Array, block: int) -> Mask:
-    """A list of blocks of columns for each block of rows, such as a router chooses.
+    """Each block of rows attends to the blocks of columns in its list, for example a router's.
 
     Yuan et al., "Native Sparse Attention", and Lu et al., "MoBA", 2025. Lists may be traced, such
     as the indices of ``jax.lax.top_k``. Language models add ``& Mask.causal()``.

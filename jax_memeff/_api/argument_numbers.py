@@ -193,7 +193,7 @@ def _window_side(value: Any) -> int:
         "local_window_size",
         value,
         "an int or (left, right) of static integers",
-        "use Mask.boolean(array) for a window that is computed",
+        "use mask=Mask.window(left, right), whose bounds may be traced",
     )
     if size < 0:
         raise ValueError(f"local_window_size must be >= 0 on both sides, got {size}")

@@ -13,7 +13,7 @@ import jax_memeff
 TRACED = {
     "logits_soft_cap": "logits_soft_cap must be a static number, got a traced value",
     "dropout_rate": "dropout_rate must be a static number, got a traced value",
-    "local_window_size": r"local_window_size must be an int or \(left, right\) of.*got a traced",
+    "local_window_size": r"an int or \(left, right\) of.*got a traced value; use mask=Mask.window",
     "is_causal": "is_causal must be True or False, got a traced value",
 }
 
