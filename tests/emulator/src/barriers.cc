@@ -41,6 +41,19 @@ void complete(NamedBarrier& barrier) {
   note_progress();
 }
 
+// Counts this thread as one of the `threads` that arrive.
+NamedBarrier& arrive_at(int index, int threads) {
+  if (index < 1 || index >= kNamedBarriers) fail("there is no named barrier %d", index);
+  if (threads % kLanes != 0) fail("barrier %d for %d threads, no whole warps", index, threads);
+  NamedBarrier& barrier = this_block().barriers[index];
+  if (barrier.threads != 0 && barrier.threads != threads) {
+    fail("barrier %d is for %d threads, and for %d", index, barrier.threads, threads);
+  }
+  barrier.threads = threads;
+  ++barrier.arrived;
+  return barrier;
+}
+
 long byte_in_shared(uint64_t const& barrier) {
   return reinterpret_cast<char const*>(&barrier) - this_block().shared;
 }
@@ -88,19 +101,19 @@ void sync_threads() {
 }
 
 void named_barrier(int index, int threads) {
-  if (index < 1 || index >= kNamedBarriers) fail("there is no named barrier %d", index);
-  if (threads % kLanes != 0) fail("barrier %d for %d threads, no whole warps", index, threads);
-  NamedBarrier& barrier = this_block().barriers[index];
-  if (barrier.threads != 0 && barrier.threads != threads) {
-    fail("barrier %d is for %d threads, and for %d", index, barrier.threads, threads);
-  }
+  NamedBarrier& barrier = arrive_at(index, threads);
   uint64_t const generation = barrier.generation;
-  barrier.threads = threads;
-  if (++barrier.arrived == threads) {
+  if (barrier.arrived == threads) {
     complete(barrier);
   } else {
     wait_for({&barrier.generation, ~uint64_t(0), generation, false, "named barrier", index});
   }
+}
+
+void arrive_named_barrier(int index, int threads) {
+  NamedBarrier& barrier = arrive_at(index, threads);
+  if (barrier.arrived == threads) complete(barrier);
+  stall();
 }
 
 void thread_exits(Fiber& fiber) {

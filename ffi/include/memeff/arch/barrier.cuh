@@ -13,6 +13,12 @@ CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {
   random_sleep();
 }
 
+// Counts the threads of the calling warp as arrived, and does not wait for the others.
+CUTE_DEVICE void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+  random_sleep();
+}
+
 // A phase of the barrier ends after `arrivals` arrivals and all bytes expected until then. One
 // thread calls it, and fence_barrier_init() afterwards.
 CUTE_DEVICE void init_barrier(uint64_t& barrier, int arrivals) {

@@ -30,6 +30,7 @@ char* write_shared(uint32_t address, int bytes);
 void sync_threads();
 void sync_warp();
 void named_barrier(int barrier, int threads);
+void arrive_named_barrier(int barrier, int threads);  // does not wait
 void init_barrier(uint64_t& barrier, int arrivals);
 void arrive_barrier(uint64_t& barrier, int expected_bytes);
 void wait_barrier(uint64_t& barrier, int parity);

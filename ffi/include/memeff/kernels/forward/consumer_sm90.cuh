@@ -19,6 +19,7 @@ struct ForwardConsumerSm90 {
   using Operands = typename Kernel::Operands;
   using OutputWriter = typename Kernel::OutputWriter;
   using Softmax = typename Kernel::Softmax;
+  using Turns = typename Kernel::Turns;
   using WorkTile = typename Kernel::WorkTile;
   static constexpr int kConsumerGroups = Kernel::kConsumerGroups;
   static constexpr int kQueryStages = Kernel::kQueryStages;
@@ -58,6 +59,16 @@ struct ForwardConsumerSm90 {
     PipelineStage<kWorkTileStages> slot;
   };
 
+  // Skips the keys of `count` KV blocks, and the turns in which their products would be issued.
+  CUTE_DEVICE static void skip_keys(Control& control, Position& at, int count) {
+    CUTE_NO_UNROLL
+    for (int i = 0; Turns::kIsEnabled && i < count; ++i) {
+      Turns::take(at.warpgroup);
+      Turns::pass(at.warpgroup);
+    }
+    skip(control.key, at.key, count, at.leader);
+  }
+
   CUTE_DEVICE static void release_work_tile(Control& control, Position& at) {
     __syncwarp();
     if (at.leader) control.work_tile.release(at.slot);
@@ -90,7 +101,7 @@ struct ForwardConsumerSm90 {
     skip(control.query[at.row_warpgroup], query, 1, at.leader);
     CUTE_NO_UNROLL
     for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile)) {
-      skip(control.key, at.key, 1, at.leader);
+      skip_keys(control, at, 1);
       skip(control.value, at.value, 1, at.leader);
     }
     int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;

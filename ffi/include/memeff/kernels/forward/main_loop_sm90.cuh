@@ -28,6 +28,7 @@ struct ForwardMainLoopSm90 {
   using Queries = typename Operands::Queries;
   using ScoreGrid = typename Kernel::ScoreGrid;
   using Softmax = typename Kernel::Softmax;
+  using Turns = typename Kernel::Turns;
   using WorkTile = typename Kernel::WorkTile;
   static constexpr int kConsumerGroups = Kernel::kConsumerGroups;
   static constexpr int kTileKey = Kernel::kTileKey;
@@ -35,9 +36,9 @@ struct ForwardMainLoopSm90 {
   static constexpr bool kOutputFirst = Config::kOutputFirst;
   static_assert(!kOutputFirst || !Operands::kSequential);
   // Whether lanes release buffers under a predicate or after a branch. The branch ends a basic
-  // block, which costs 3 % at head dim 128 with kOutputFirst. Without the branch three consumers
-  // lose 1 %, and kernels without kOutputFirst 25 %.
-  static constexpr bool kReleasesByPredicate = kOutputFirst && Kernel::kWarpgroups == 2;
+  // block, which costs 3 % at head dim 128 with kOutputFirst. Without it kernels without
+  // kOutputFirst lose 25 %.
+  static constexpr bool kReleasesByPredicate = kOutputFirst;
 
   // Computes all work tiles of one consumer.
   CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
@@ -48,6 +49,7 @@ struct ForwardMainLoopSm90 {
     at.row_warpgroup = at.warpgroup - at.group;
     at.leader = threadIdx.x % kWarpSize == 0;
     at.key.index = at.value.index = at.group;
+    Turns::begin(at.warpgroup);
     while (true) {
       WorkTile const work_tile = Kernel::take_work_tile(control, at.slot);
       if (work_tile.item.batch < 0) break;
@@ -122,8 +124,10 @@ struct ForwardMainLoopSm90 {
       fence_accumulators(sums);
       if constexpr (Operands::kSequential) begin_output();
       if constexpr (Operands::kSequential) end_output();
+      Turns::take(at.warpgroup);
       begin_scores(tiles, at, queries, scores);
       if constexpr (!Operands::kSequential) begin_output();
+      Turns::pass(at.warpgroup);
       auto const kept = kept_blocks(params, control, at, item, tile);
       wait_products<Operands::kSequential ? 0 : 1>();
       unscale(tiles, at, scores);
@@ -160,7 +164,7 @@ struct ForwardMainLoopSm90 {
                                      Blocks const& range, int first, int end, Queries& queries) {
     take_queries(control, tiles, at, queries);
     modifiers_of(params, mask, item, tiles).load(first * kTileKey);
-    Consumer::skip(control.key, at.key, range.passed(end), at.leader);
+    Consumer::skip_keys(control, at, range.passed(end));
   }
 
   // Switches mask, range, tile and softmax to the work tile `item`; `tile` is then one above its
@@ -185,7 +189,9 @@ struct ForwardMainLoopSm90 {
     begin_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
     Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
     control.key.wait(at.key);
+    Turns::take(at.warpgroup);
     begin_scores(tiles, at, queries, scores);
+    Turns::pass(at.warpgroup);
     auto const kept = kept_blocks(params, control, at, item, tile);
     wait_products<0>();
     unscale(tiles, at, scores);

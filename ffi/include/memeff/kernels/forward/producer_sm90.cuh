@@ -1,5 +1,5 @@
-// The producer warpgroup of kernels/fmha_fwd_sm90.cuh: one thread hands out work tiles, and one each
-// copies queries, keys and values.
+// The producer warpgroup of kernels/fmha_fwd_sm90.cuh: one thread hands out work tiles, and one
+// each copies queries, keys and values.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -90,7 +90,9 @@ struct ForwardProducerSm90 {
   // call. Packed sequences take it at the first block, because the scheduler may have to skip idle
   // work tiles, and each of them costs a round trip to the counter.
   CUTE_DEVICE static bool takes_next_before(Blocks const& range, int tile) {
-    return tile == (Config::kVarlen ? range.end - 1 : min(range.begin + 1, range.end - 1));
+    if constexpr (Config::kVarlen) return tile == range.end - 1;
+    if constexpr (Config::kBlockMask) return tile == range.begin;  // the one above may be empty
+    return tile == min(range.begin + 1, range.end - 1);
   }
 
   // Copies the rows of all work tiles; rows_of(work tile, key length) returns the source.

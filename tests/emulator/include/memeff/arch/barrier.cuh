@@ -9,6 +9,10 @@ CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {
   emulator::named_barrier(barrier, threads);
 }
 
+CUTE_DEVICE void named_barrier_arrive(int barrier, int threads) {
+  emulator::arrive_named_barrier(barrier, threads);
+}
+
 CUTE_DEVICE void init_barrier(uint64_t& barrier, int arrivals) {
   emulator::init_barrier(barrier, arrivals);
 }
