@@ -43,6 +43,8 @@ def document(tmp_path_factory):
         "cells",
         "host_cost",
         "jax_programs",
+        "markdown",
+        "overview.comparison",
         "peers",
         "report",
         "ring",
