@@ -51,6 +51,7 @@ def attention_op(**settings):
 SAME = IDS[:, None, :, None] == IDS[:, None, None, :]
 MAXTEXT = {
     "global": ({}, (DISTANCE >= 0) & SAME),
+    "mla": ({}, (DISTANCE >= 0) & SAME),
     "local_sliding": ({"sliding_window_size": 4}, (DISTANCE >= 0) & (DISTANCE < 4) & SAME),
     "chunk": (
         {"chunk_attn_window_size": 5},
@@ -69,6 +70,14 @@ def test_maxtext_training(kind, assert_close):
     method = adapter("maxtext.md").memory_efficient_attention
     out, lse = jax.jit(lambda *arrays: method(op, *arrays, "train"))(QUERY, KEY, VALUE, IDS)
     assert_close((out, lse), dense(valid, soft_cap=5.0))
+
+
+@pytest.mark.parametrize("kind", ["compressed", "block_diffusion"])
+def test_maxtext_types_with_another_mask_are_refused(kind):
+    op = attention_op(attention_type=SimpleNamespace(value=kind))
+    method = adapter("maxtext.md").memory_efficient_attention
+    with pytest.raises(NotImplementedError, match=f"known attention type, got '{kind}'"):
+        method(op, QUERY, KEY, VALUE, IDS)
 
 
 def test_maxtext_without_documents(assert_close):
