@@ -36,6 +36,7 @@ _PAGES = {scores: "Functions of scores", windows: "Windows", structure: "Structu
 _MASK_SHAPE, _SCORE_SHAPE = Shape(1, 4, 64), Shape(1, 4, 25)
 _TILE = 8
 """Rows and columns of a tile in the pictures of masks."""
+_LEGEND = "![The colors of the pictures of masks](legend.svg)"
 _LEVELS = ("#08306b", "#2171b5", "#6baed6", "#c6dbef", "#fee0d2", "#fc9272", "#de2d26", "#67000d")
 """From low to high scores."""
 
@@ -87,13 +88,13 @@ def _index() -> str:
 def _how_to_read() -> list[str]:
     """What the colors of the pictures of masks mean."""
     return [
-        "![The colors of the pictures of masks](legend.svg)",
+        _LEGEND,
         "",
         "Kernels never load a skipped tile. They test each element of a partial tile, and no "
-        f"element of a full one. The pictures have {_MASK_SHAPE.length} columns in tiles of "
-        f"{_TILE} x {_TILE}, so that one can see them; the tiles of kernels have 64 rows and "
-        "columns or more, and `mask.show(T)` draws those. Pictures of scores have blue for low "
-        "and red for high scores, and gray for masked ones.",
+        f"element of a full one. The pictures have {_MASK_SHAPE.length} columns and tiles of "
+        f"{_TILE} x {_TILE}. The tiles of kernels are larger: `mask.show(T)` draws tiles of "
+        "128 x 128, and `jax_memeff.picture` those of the kernel that a call gets. Pictures of "
+        "scores have blue for low and red for high scores, and gray for masked ones.",
     ]
 
 
@@ -125,6 +126,8 @@ def _page(module: ModuleType, title: str) -> str:
     imports = "\n".join(source.splitlines()[: first - 1]).replace(f'"""{header}"""', "").strip()
     parts = [f"# {title}", _markdown(header), f"```python\n{imports}\n```"]
     shown = {entry.make for entry in _entries(module)}
+    if any(entry.is_mask for entry in _entries(module)):
+        parts.append(_LEGEND)
     for entry in _entries(module):
         parts += [
             f"## {entry.title}",

@@ -19,7 +19,7 @@ TITLES = {
     "gqa": "grouped heads",
     "window": "sliding window",
     "dims": "other head dims",
-    "softcap": "soft cap, and plain calls beside it",
+    "softcap": "soft cap, and without",
     "varlen": "packed sequences",
     "features": "bias, dropout, both",
     "masks": "segment ids, boolean masks",

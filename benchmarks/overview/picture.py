@@ -16,12 +16,12 @@ import matplotlib.pyplot as plt
 _COLORS = ("#2171b5", "#e31a1c")
 """Of cells that are as fast as the fastest peer or faster, and of those that are slower."""
 _MARKS = dict(zip(DIRECTIONS, ("o", "^"), strict=True))
-_TICKS = (0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4, 5, 6, 8)
+_TICKS = (0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Write an SVG or a PNG; the same rows give the same file. It can be read on a phone."""
-    figure, axis = plt.subplots(figsize=(6.2, 1.3 + 0.36 * len(rows)), layout="constrained")
+    figure, axis = plt.subplots(figsize=(4.8, 1.2 + 0.36 * len(rows)), layout="constrained")
     axis.axvspan(0.01, 1, color="#fee0d2", zorder=0)
     axis.axvline(1, color="black", linewidth=1)
     for number, row in enumerate(rows):
@@ -42,7 +42,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.plot([], [], mark, color="#555", label=plots.TITLES[direction].lower())[0]
         for direction, mark in _MARKS.items()
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without a date and with fixed ids the file depends on the results alone.
     with matplotlib.rc_context({"svg.hashsalt": "overview", "svg.fonttype": "none"}):
@@ -66,9 +66,9 @@ def _axes(axis, rows: Sequence[Row]) -> None:
     axis.set_xscale("log")
     axis.set_xlim(lowest, highest)
     ticks = [tick for tick in _TICKS if lowest <= tick <= highest]
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
     axis.minorticks_off()
-    axis.set_xlabel("time of the fastest peer / ours (red: the peer is faster)")
+    axis.set_xlabel("fastest peer's time / ours (red: slower)", fontsize=9)
     axis.grid(axis="x", alpha=0.3)
     for place in range(1, len(rows)):
         axis.axhline(place - 0.5, color="#ccc", linewidth=0.5)
