@@ -20,7 +20,7 @@ from typing import Any
 
 import overview
 import plots
-from markdown import table
+from markdown_table import table
 from peers import OURS
 from ratios import ours, ratios
 from server import table as server_table

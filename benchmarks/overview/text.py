@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import plots
-from markdown import table
+from markdown_table import table
 
 from overview.comparison import DIRECTIONS, Row, mean
 

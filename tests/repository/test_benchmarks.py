@@ -41,9 +41,10 @@ def document(tmp_path_factory):
     [
         "attention",
         "cells",
+        "first_minutes",
         "host_cost",
         "jax_programs",
-        "markdown",
+        "markdown_table",
         "overview.comparison",
         "peers",
         "report",
