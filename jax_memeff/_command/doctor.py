@@ -91,7 +91,8 @@ def _machine() -> Machine:
         error = str(raised).splitlines()[0]
     found = (device.compute_capability.replace(".", "") for device in devices)
     capabilities = tuple(sorted({int(number) for number in found}))
-    return Machine(_driver(), capabilities, error, jax.config.jax_platforms or "")
+    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    return Machine(_driver(), capabilities, error, platforms)
 
 
 def _driver() -> tuple[int, int] | None:
