@@ -34,7 +34,7 @@ from jax_memeff._call.mask.pictures.text import summary  # noqa: E402
 FOLDER = ROOT / "docs" / "gallery"
 _PAGES = {scores: "Functions of scores", windows: "Windows", structure: "Structure"}
 _MASK_SHAPE, _SCORE_SHAPE = Shape(1, 4, 64), Shape(1, 4, 25)
-_TILE = 8
+_TILE = 4
 """Rows and columns of a tile in the pictures of masks."""
 _LEGEND = "![The colors of the pictures of masks](legend.svg)"
 _LEVELS = ("#08306b", "#2171b5", "#6baed6", "#c6dbef", "#fee0d2", "#fc9272", "#de2d26", "#67000d")
