@@ -155,13 +155,35 @@ def test_levanter(haliax, assert_close):
     pair = (named(IDS[0], position), named(IDS[0] * 0 + 1, position))
     mask = levanter_mask(
         is_causal=True,
-        causal_offset=2,
+        causal_offset=haliax.named(2, ()),
         explicit_mask=named(keys, key_position),
         segment_ids=pair,
     )
     want, _ = dense(keys & (DISTANCE >= -2) & (IDS[0][:, None] == 1), scale=scale)
     assert_close(run(mask), want)
     assert not want[:, 5:].any()
+
+    # Fields that only some versions have: prefixes and a window on both sides.
+    lengths, flags = np.array([3, 5], np.int32), np.arange(T) % 5 == 0
+    mask = levanter_mask(
+        is_causal=True,
+        sliding_window=4,
+        prefix_length=2,
+        prefix_lengths=named(lengths, batch),
+        prefix_mask=named(flags, position),
+    )
+    prefix = (np.arange(T) < np.maximum(lengths, 2)[:, None, None, None]) | flags
+    want, _ = dense((DISTANCE >= 0) & (DISTANCE < 4) | prefix, scale=scale)
+    assert_close(run(mask), want)
+    mask = levanter_mask(prefix_length=3)
+    assert_close(run(mask), dense(np.arange(T) < 3, scale=scale)[0])
+    assert_close(
+        run(levanter_mask(bidirectional_window=2)), dense(abs(DISTANCE) <= 2, scale=scale)[0]
+    )
+    offsets = np.array([1, -3], np.int32)
+    mask = levanter_mask(is_causal=True, causal_offset=named(offsets, batch))
+    want, _ = dense(DISTANCE + offsets[:, None, None, None] >= 0, scale=scale)
+    assert_close(run(mask), want)
 
     bias = normal(5, K, T, T)
     got = run(
