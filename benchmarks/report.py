@@ -4,7 +4,8 @@ It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -
 all results, ``summary`` only the ratios, ``host`` the host's cost. Results without a cell of the
 main grid go to ``features``, or to the block that _BLOCKS names for their cells; those of ring.py
 go to ``ring``, those of paged.py to ``paged``, and those of tests/gallery/gallery_errors.py to
-``errors``. Blocks that were not measured are kept.
+``errors``. Blocks that were not measured are kept. ``overview`` is written each time, from the
+results in benchmarks/results, with a picture of its own.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import overview
 import plots
+from markdown_table import table
 from peers import OURS
+from ratios import ours, ratios
 from server import table as server_table
 from user_functions import errors
 from user_functions import table as function_table
 
 _ROOT = Path(__file__).parent.parent
+_RESULTS = _ROOT / "benchmarks" / "results"
 _TARGETS = (_ROOT / "docs" / "benchmarks.md", _ROOT / "README.md")
 _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
@@ -38,40 +42,12 @@ _BLOCKS = {
     "functions": "functions",
 }
 _NAMES = (
-    *("tables", "summary", "host", "features", "paged", "ring", "errors"),
+    *("tables", "summary", "host", "features", "paged", "ring", "errors", "overview"),
     *dict.fromkeys(_BLOCKS.values()),
 )
 _GRID = frozenset(("main", "small", "tiny"))
 _MISSING = "n/a"
 _FEW_QUERIES = "decode"
-
-
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    header = list(header)
-    alignment = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, alignment, *map(list, rows)])
-
-
-def ours(document: dict[str, Any]) -> str:
-    """The name of the implementation that the others are compared with: our first one."""
-    found = [name for name in document["peers"] if name in OURS]
-    if not found:
-        raise ValueError(f"expected one of {OURS} among the peers, got {list(document['peers'])}")
-    return found[0]
-
-
-def ratios(cells: Iterable[dict[str, Any]], direction: str, own: str, peers: Iterable[str]):
-    """The speed of ours over that of the fastest peer, by the name of the cell.
-
-    Only cells with a figure for ours and for a peer are included.
-    """
-    found = {}
-    for cell in cells:
-        results = cell["results"].get(direction, {})
-        others = [results[peer]["seconds"] for peer in peers if "seconds" in results.get(peer, {})]
-        if others and "seconds" in results.get(own, {}):
-            found[cell["name"]] = min(others) / results[own]["seconds"]
-    return found
 
 
 def summary(document: dict[str, Any]) -> str:
@@ -102,7 +78,7 @@ def summary(document: dict[str, Any]) -> str:
     header = [f"speed of {document['peers'][own]} / peer"]
     for title in plots.TITLES.values():
         header += [f"{title.lower()}: cells", "geometric mean", "minimum"]
-    return f"{_machine(document)}\n\n{_table(header, rows)}"
+    return f"{_machine(document)}\n\n{table(header, rows)}"
 
 
 def _with_figures(document: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +136,7 @@ def _figures(
             row.append(f"**{figure}**" if record["ratio_to_best"] == 1 else figure)
         rows.append(row)
     unit = "TB/s" if few_queries else "TFLOP/s"
-    return _table([unit, *document["peers"].values()], rows) if rows else ""
+    return table([unit, *document["peers"].values()], rows) if rows else ""
 
 
 def _memory(document: dict[str, Any]) -> str:
@@ -171,7 +147,7 @@ def _memory(document: dict[str, Any]) -> str:
             sizes = (results[peer].get("temporary_bytes") for peer in document["peers"])
             figures = [_MISSING if size is None else f"{size / 2**20:.0f}" for size in sizes]
             rows.append([f"{cell['name']}, {plots.TITLES[direction].lower()}", *figures])
-    return _table(["MiB", *document["peers"].values()], rows) if rows else ""
+    return table(["MiB", *document["peers"].values()], rows) if rows else ""
 
 
 def tables(document: dict[str, Any], plot: str | None) -> str:
@@ -230,7 +206,7 @@ def host(document: dict[str, Any]) -> str:
             for name in names
         ]
         header = [f"host time of a jitted call, µs ({dispatch['cell']})", *plots.TITLES.values()]
-        parts.append(_table(header, cells))
+        parts.append(table(header, cells))
     if "first_result" in rows:
         states = rows["first_result"]
         steps = list(dict.fromkeys(step for state in states.values() for step in state))
@@ -243,7 +219,7 @@ def host(document: dict[str, Any]) -> str:
             for step in steps
         ]
         header = ["seconds to the first forward + backward", *(f"{s} cache" for s in states)]
-        parts.append(_table(header, cells))
+        parts.append(table(header, cells))
     if "kernel_count" in rows:
         count = rows["kernel_count"]
         parts.append(
@@ -269,12 +245,12 @@ def ring(document: dict[str, Any]) -> str:
             rate = f"{record['tflops_per_device']:.3g}"
             rows.append([label, f"{1e3 * record['seconds']:.1f}", rate, ratio])
     header = [f"{measured['name']}, {measured['devices']} devices", "ms", "TFLOP/s of a device"]
-    return f"{_machine(document)}\n\n{_table([*header, 'of one device on its share'], rows)}"
+    return f"{_machine(document)}\n\n{table([*header, 'of one device on its share'], rows)}"
 
 
 def functions(document: dict[str, Any]) -> str:
     """The speed of functions relative to others, and the reasons for missing figures."""
-    parts = [_machine(document), _table(*function_table.rows(document))]
+    parts = [_machine(document), table(*function_table.rows(document))]
     reasons = dict.fromkeys(
         f"- {document['peers'][peer]}, {cell['name']}: `{record['error']}`"
         for cell in document["cells"]
@@ -293,7 +269,7 @@ def functions(document: dict[str, Any]) -> str:
 def gallery_errors(document: dict[str, Any]) -> str:
     """The errors of the gallery's functions relative to dense JAX, and those beyond their limit."""
     records = document["gallery_errors"]
-    parts = [_machine(document), _table(*errors.rows(records))]
+    parts = [_machine(document), table(*errors.rows(records))]
     if lines := errors.failures(records):
         parts.append("Beyond the limit:\n\n" + "\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts)
@@ -381,10 +357,17 @@ def main() -> None:
     document = json.loads(options.results.read_text())
     plot = plot_path(document, options.plot)
     is_drawn = plot is not None and plots.draw(document, ours(document), plot)
+    compared = overview.rows(map(overview.read, sorted(_RESULTS.glob("*.json"))))
     for path in options.into:
         image = os.path.relpath(plot, path.parent) if is_drawn and plot else None
         try:
-            path.write_text(insert(path.read_text(), blocks(document, image)))
+            text = path.read_text()
+            found = blocks(document, image)
+            if overview.MARKER in text:
+                picture = options.plot.with_stem("overview")
+                overview.draw(compared, picture)
+                found["overview"] = overview.text(compared, os.path.relpath(picture, path.parent))
+            path.write_text(insert(text, found))
         except (OSError, ValueError) as error:
             raise SystemExit(f"{path}: {error}") from error
         print(f"updated {path}")

@@ -27,16 +27,23 @@ sys.path.append(str(ROOT / "examples"))
 from gallery import scores, structure, windows  # noqa: E402
 from gallery.catalog import ENTRIES, Entry, Shape  # noqa: E402
 
+from jax_memeff import Mask  # noqa: E402
+from jax_memeff._call.mask.pictures import Picture, figure  # noqa: E402
+from jax_memeff._call.mask.pictures.text import summary  # noqa: E402
+
 FOLDER = ROOT / "docs" / "gallery"
 _PAGES = {scores: "Functions of scores", windows: "Windows", structure: "Structure"}
 _MASK_SHAPE, _SCORE_SHAPE = Shape(1, 4, 64), Shape(1, 4, 25)
+_TILE = 4
+"""Rows and columns of a tile in the pictures of masks."""
+_LEGEND = "![The colors of the pictures of masks](legend.svg)"
 _LEVELS = ("#08306b", "#2171b5", "#6baed6", "#c6dbef", "#fee0d2", "#fc9272", "#de2d26", "#67000d")
 """From low to high scores."""
 
 
 def files() -> dict[Path, str]:
     """The text of each file, by its path."""
-    found = {FOLDER / "README.md": _index()}
+    found = {FOLDER / "README.md": _index(), FOLDER / "legend.svg": _legend()}
     for module, title in _PAGES.items():
         found[FOLDER / f"{_name(module)}.md"] = _page(module, title)
         for entry in _entries(module):
@@ -61,6 +68,8 @@ def _index() -> str:
         "Tests compare each function with dense JAX, including the gradients of all float arrays "
         "that it reads. The code is in [examples/gallery](../../examples/gallery).",
         "",
+        *_how_to_read(),
+        "",
     ]
     for module, title in _PAGES.items():
         page = f"{_name(module)}.md"
@@ -74,6 +83,33 @@ def _index() -> str:
         lines += [f"| {' | '.join(cells[i : i + 3])} |" for i in range(0, len(cells), 3)]
         lines.append("")
     return "\n".join(lines)
+
+
+def _how_to_read() -> list[str]:
+    """What the colors of the pictures of masks mean."""
+    return [
+        _LEGEND,
+        "",
+        "Kernels never load a skipped tile. They test each element of a partial tile, and no "
+        f"element of a full one. The pictures have {_MASK_SHAPE.length} columns and tiles of "
+        f"{_TILE} x {_TILE}. The tiles of kernels are larger: `mask.show(T)` draws tiles of "
+        "128 x 128, and `jax_memeff.picture` those of the kernel that a call gets. Pictures of "
+        "scores have blue for low and red for high scores, and gray for masked ones.",
+    ]
+
+
+def _legend() -> str:
+    """An SVG with the name of each color of the pictures of masks."""
+    width, line = 230, 22
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
+        f'height="{line * len(figure.COLORS)}" font-family="sans-serif" font-size="14">'
+    ]
+    for number, (name, color) in enumerate(figure.COLORS.items()):
+        top = line * number
+        lines.append(f'<rect x="4" y="{top + 4}" width="14" height="14" fill="{color}"/>')
+        lines.append(f'<text x="26" y="{top + 16}">{name}</text>')
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def _anchor(title: str) -> str:
@@ -90,11 +126,14 @@ def _page(module: ModuleType, title: str) -> str:
     imports = "\n".join(source.splitlines()[: first - 1]).replace(f'"""{header}"""', "").strip()
     parts = [f"# {title}", _markdown(header), f"```python\n{imports}\n```"]
     shown = {entry.make for entry in _entries(module)}
+    if any(entry.is_mask for entry in _entries(module)):
+        parts.append(_LEGEND)
     for entry in _entries(module):
         parts += [
             f"## {entry.title}",
             _markdown(inspect.getdoc(entry.make) or ""),
             f"![{entry.title}]({_name(module)}/{entry.name}.svg)",
+            *_tiles(entry),
             *_speed(entry),
             _code(entry.make),
         ]
@@ -160,29 +199,62 @@ def _ratio(records: dict[str, Any]) -> float:
     return 0.0 if None in seconds else seconds[0] / seconds[1]
 
 
+def _tiles(entry: Entry) -> list[str]:
+    """One sentence with the classes of the tiles of a mask's picture."""
+    if not entry.is_mask:
+        return []
+    first, *second = (summary(panel).split(": ")[1] for panel in mask_pictures(entry))
+    others = [f" The second head: {counts}." for counts in second]
+    return ["".join([f"Tiles: {first}.", *others])]
+
+
+def mask_pictures(entry: Entry) -> list[Picture]:
+    """The pictures of a mask for two heads, or for one if both are equal."""
+    call = entry.call(*entry.arguments(_MASK_SHAPE))
+    mask = call["mask"] & Mask.causal() if entry.is_causal else call["mask"]
+    length = _MASK_SHAPE.length
+    first, second = (
+        mask.picture(entry.rows or length, length, tile=(_TILE, _TILE), head=head)
+        for head in range(2)
+    )
+    return [first] if (first.valid == second.valid).all() else [first, second]
+
+
 def picture(entry: Entry) -> str:
-    """An SVG of the mask or of the scores, for two heads, or for one if both are equal.
+    """An SVG of the tiles of a mask, or of scores, for two heads, or for one if both are equal.
 
     The scores before the function are 0. For a soft cap they grow from -8 to 8 with the column.
     """
-    shape = _SCORE_SHAPE if not entry.is_mask else _MASK_SHAPE
-    values = _levels(entry, shape)
-    panels = [values[0], *(x for x in values[1:2] if (x != values[0]).any())]
+    if entry.is_mask:
+        panels = [figure.kinds_of(panel) for panel in mask_pictures(entry)]
+        colors, scale = tuple(figure.COLORS.values()), 5
+    else:
+        levels = _levels(entry)
+        panels = [levels[0], *(x for x in levels[1:2] if (x != levels[0]).any())]
+        colors, scale = _LEVELS, 8
     size, gap = panels[0].shape, 4
     width = len(panels) * (size[1] + gap) - gap
-    scale = 5 if entry.is_mask else 8
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{scale * width}" '
         f'height="{scale * size[0]}" viewBox="0 0 {width} {size[0]}" shape-rendering="crispEdges">'
     ]
-    colors = _LEVELS if not entry.is_mask else ("#2171b5",)
     for number, panel in enumerate(panels):
         left = number * (size[1] + gap)
         lines.append(f'<rect x="{left}" width="{size[1]}" height="{size[0]}" fill="#eee"/>')
         for level, color in enumerate(colors):
             if path := _runs(panel == level, left):
                 lines.append(f'<path stroke="{color}" d="{path}"/>')
+        if entry.is_mask:
+            lines.append(_borders(size, left))
     return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _borders(size: tuple[int, ...], left: int) -> str:
+    """The lines between the tiles."""
+    rows, columns = size
+    lines = [f"M{left} {row}h{columns}" for row in range(_TILE, rows, _TILE)]
+    lines += [f"M{left + column} 0v{rows}" for column in range(_TILE, columns, _TILE)]
+    return f'<path stroke="#fff" stroke-width=".2" d="{"".join(lines)}"/>'
 
 
 def _runs(cells: np.ndarray, left: int) -> str:
@@ -195,12 +267,11 @@ def _runs(cells: np.ndarray, left: int) -> str:
     return "".join(parts)
 
 
-def _levels(entry: Entry, shape: Shape) -> np.ndarray:
-    """int [N, T, S]: -1 for masked elements; else 0 for a mask, or the level of the score."""
+def _levels(entry: Entry) -> np.ndarray:
+    """int [N, T, S]: -1 for masked elements, else the level of the score."""
+    shape = _SCORE_SHAPE
     call = entry.call(*entry.arguments(shape))
-    sizes = (1, shape.heads, entry.rows or shape.length, shape.length)
-    if entry.is_mask:
-        return np.asarray(call["mask"].as_array(*sizes))[0].astype(int) - 1
+    sizes = (1, shape.heads, shape.length, shape.length)
     ramp = np.linspace(-8, 8, shape.length) if entry.make is scores.soft_cap else 0
     given = jnp.broadcast_to(jnp.asarray(ramp, jnp.float32), sizes[1:]).ravel()
     index = (x.ravel() for x in np.meshgrid(*map(np.arange, sizes), indexing="ij"))

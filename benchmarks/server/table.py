@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from markdown_table import table
 
 _MISSING = "n/a"
 _HOST = {
@@ -43,12 +45,6 @@ def line(records: Mapping[str, Mapping[str, Any]]) -> str:
     return "  ".join(parts)
 
 
-def _rows(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    header = list(header)
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _of_group(document: Mapping[str, Any], group: str) -> list[Mapping[str, Any]]:
     return [step for step in document["steps"] if step["group"] == group]
 
@@ -82,9 +78,9 @@ def _decode(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list
         "### Decode steps\n\nOne new token for each sequence: TB/s of keys and values, which are "
         "read once. Pages are in random order; peers read contiguous keys. Negating an array reads "
         f"and writes {copy:.3g} TB/s.",
-        _rows(["TB/s", *(labels[name] for name in names)], rates),
+        table(["TB/s", *(labels[name] for name in names)], rates),
         "Speed relative to pages of 64, in steps a second:",
-        _rows(["", *(labels[name] for name in _RELATIVE)], ratios),
+        table(["", *(labels[name] for name in _RELATIVE)], ratios),
     ]
 
 
@@ -95,7 +91,7 @@ def _prompts(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> lis
         for step in steps
     ]
     header = ["TFLOP/s", *(document["labels"][name] for name in names)]
-    return ["### Prompts", _rows(header, rows)]
+    return ["### Prompts", table(header, rows)]
 
 
 def _tflops(record: Mapping[str, Any]) -> str:
@@ -113,7 +109,7 @@ def _ragged(steps: list[Mapping[str, Any]]) -> list[str]:
         own = [_MISSING if time is None else f"{1e6 * time:.0f}" for time in times]
         rows.append([step["name"], *own, ratio])
     header = ["µs", "one call", "steps alone", "prompts alone", "one call / sum"]
-    return ["### Prompts beside decode steps", _rows(header, rows)]
+    return ["### Prompts beside decode steps", table(header, rows)]
 
 
 def _latent(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list[str]:
@@ -130,7 +126,7 @@ def _latent(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list
     return [
         "### Latent attention\n\nOne new token for each sequence, 576 columns of keys of which 512 "
         "are values.",
-        _rows(header, rows),
+        table(header, rows),
     ]
 
 
@@ -160,7 +156,7 @@ def text(document: Mapping[str, Any]) -> str:
             [label, f"{host[name]['us']:.1f}" if "us" in host.get(name, {}) else _MISSING]
             for name, label in _HOST.items()
         ]
-        parts += ["### Host time of a step", _rows(["µs of a jitted call", ""], times)]
+        parts += ["### Host time of a step", table(["µs of a jitted call", ""], times)]
     reasons = dict.fromkeys(
         f"- {document['labels'][name]}, {step['name']}: `{record['error']}`"
         for step in document["steps"]

@@ -25,6 +25,8 @@ _MARKS = {
     None: "[yellow]absent [/yellow]",
 }
 
+_REPORT = "report it, with the output of: python -m jax_memeff info"
+
 _TINY = 'extern "C" __global__ void doctor(float* x) { x[threadIdx.x] *= 2.f; }'
 
 
@@ -42,12 +44,14 @@ class Finding(NamedTuple):
 
 class Machine(NamedTuple):
     """``driver`` is the CUDA version of the driver, such as ``(12, 8)``, or None without one;
-    ``devices`` are the compute capabilities of the GPUs that JAX sees, times ten.
+    ``devices`` are the compute capabilities of the GPUs that JAX sees, times ten; ``platforms`` is
+    the value of ``JAX_PLATFORMS``, which may keep JAX from looking for any.
     """
 
     driver: tuple[int, int] | None
     devices: tuple[int, ...]
     jax_error: str
+    platforms: str = ""
 
 
 def run(out: Console) -> int:
@@ -60,8 +64,8 @@ def run(out: Console) -> int:
     broken = [finding for finding in findings if finding.works is False]
     advice = dict.fromkeys(finding.advice for finding in findings if finding.advice)
     out.print("\n[bold]Next[/bold]")
-    for line in advice or {_all_is_well(machine): None}:
-        out.print(f"  {escape(line)}")
+    for line in advice or _first_steps(machine):
+        out.print(f"  {escape(line)}", soft_wrap=True)  # a command in one line can be copied
     return 1 if broken else 0
 
 
@@ -86,7 +90,9 @@ def _machine() -> Machine:
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
     found = (device.compute_capability.replace(".", "") for device in devices)
-    return Machine(_driver(), tuple(sorted({int(number) for number in found})), error)
+    capabilities = tuple(sorted({int(number) for number in found}))
+    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    return Machine(_driver(), capabilities, error, platforms)
 
 
 def _driver() -> tuple[int, int] | None:
@@ -127,6 +133,9 @@ def _plugin(machine: Machine) -> Finding:
     """Whether JAX uses the GPU, and whether there are kernels for it."""
     if not machine.devices:
         text = f"JAX does not use the GPU: {machine.jax_error}"
+        if machine.platforms and not {"cuda", "gpu"} & set(machine.platforms.split(",")):
+            advice = f"unset JAX_PLATFORMS, which is {machine.platforms!r}, or add cuda to it"
+            return Finding("JAX's GPU", False, text, advice)
         return Finding("JAX's GPU", False, text, _install(machine))
     names = ", ".join(f"sm_{capability}" for capability in machine.devices)
     if min(machine.devices) < gpu.FIRST_CAPABILITY:
@@ -202,10 +211,13 @@ def _attention(machine: Machine) -> Finding:
             x = jnp.ones((1, 64, 2, 64), jnp.float16)
             finite = bool(jnp.isfinite(jax.jit(jax.grad(loss))(x)).all())
     except Exception as error:  # the driver, the compiler and JAX may raise anything
-        return Finding("attention", False, f"{type(error).__name__}: {error}", _install(machine))
+        advice = _install(machine) if machine.devices else _REPORT
+        return Finding("attention", False, f"{type(error).__name__}: {error}", advice)
     seconds = time.perf_counter() - start
     text = f"forward and backward on {device.device_kind} in {seconds:.1f} s, compilation included"
-    return Finding("attention", finite, text if finite else f"{text}: the gradient is not finite")
+    if not finite:
+        return Finding("attention", False, f"{text}: the gradient is not finite", _REPORT)
+    return Finding("attention", True, text)
 
 
 def _install(machine: Machine) -> str:
@@ -215,10 +227,18 @@ def _install(machine: Machine) -> str:
     return f'pip install "jax-memeff[cuda{13 if machine.driver >= (13, 0) else 12}]"'
 
 
-def _all_is_well(machine: Machine) -> str:
+def _first_steps(machine: Machine) -> tuple[str, ...]:
+    """What to do on a machine on which nothing is missing."""
+    use = "replace jax.nn.dot_product_attention by jax_memeff.dot_product_attention, or call"
+    use += " jax_memeff.patch_jax_nn()"
     if machine.devices:
-        return "Nothing is missing: call jax_memeff.dot_product_attention, or patch_jax_nn()"
+        return (
+            f"Nothing is missing: {use}",
+            "To compile before the first call: python -m jax_memeff build --models llama "
+            "--output kernels.zip",
+        )
     return (
-        "Nothing is missing on a CPU. On a machine with a GPU: pip install "
-        '"jax-memeff[cuda13]", or cuda12 for drivers without CUDA 13'
+        f"Nothing is missing on a CPU: {use}",
+        'On a machine with a GPU: pip install "jax-memeff[cuda13]", or cuda12 for drivers without '
+        "CUDA 13",
     )

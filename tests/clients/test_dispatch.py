@@ -51,6 +51,7 @@ def attention_op(**settings):
 SAME = IDS[:, None, :, None] == IDS[:, None, None, :]
 MAXTEXT = {
     "global": ({}, (DISTANCE >= 0) & SAME),
+    "mla": ({}, (DISTANCE >= 0) & SAME),
     "local_sliding": ({"sliding_window_size": 4}, (DISTANCE >= 0) & (DISTANCE < 4) & SAME),
     "chunk": (
         {"chunk_attn_window_size": 5},
@@ -69,6 +70,14 @@ def test_maxtext_training(kind, assert_close):
     method = adapter("maxtext.md").memory_efficient_attention
     out, lse = jax.jit(lambda *arrays: method(op, *arrays, "train"))(QUERY, KEY, VALUE, IDS)
     assert_close((out, lse), dense(valid, soft_cap=5.0))
+
+
+@pytest.mark.parametrize("kind", ["compressed", "block_diffusion"])
+def test_maxtext_types_with_another_mask_are_refused(kind):
+    op = attention_op(attention_type=SimpleNamespace(value=kind))
+    method = adapter("maxtext.md").memory_efficient_attention
+    with pytest.raises(NotImplementedError, match=f"known attention type, got '{kind}'"):
+        method(op, QUERY, KEY, VALUE, IDS)
 
 
 def test_maxtext_without_documents(assert_close):
@@ -146,13 +155,35 @@ def test_levanter(haliax, assert_close):
     pair = (named(IDS[0], position), named(IDS[0] * 0 + 1, position))
     mask = levanter_mask(
         is_causal=True,
-        causal_offset=2,
+        causal_offset=haliax.named(2, ()),
         explicit_mask=named(keys, key_position),
         segment_ids=pair,
     )
     want, _ = dense(keys & (DISTANCE >= -2) & (IDS[0][:, None] == 1), scale=scale)
     assert_close(run(mask), want)
     assert not want[:, 5:].any()
+
+    # Fields that only some versions have: prefixes and a window on both sides.
+    lengths, flags = np.array([3, 5], np.int32), np.arange(T) % 5 == 0
+    mask = levanter_mask(
+        is_causal=True,
+        sliding_window=4,
+        prefix_length=2,
+        prefix_lengths=named(lengths, batch),
+        prefix_mask=named(flags, position),
+    )
+    prefix = (np.arange(T) < np.maximum(lengths, 2)[:, None, None, None]) | flags
+    want, _ = dense((DISTANCE >= 0) & (DISTANCE < 4) | prefix, scale=scale)
+    assert_close(run(mask), want)
+    mask = levanter_mask(prefix_length=3)
+    assert_close(run(mask), dense(np.arange(T) < 3, scale=scale)[0])
+    assert_close(
+        run(levanter_mask(bidirectional_window=2)), dense(abs(DISTANCE) <= 2, scale=scale)[0]
+    )
+    offsets = np.array([1, -3], np.int32)
+    mask = levanter_mask(is_causal=True, causal_offset=named(offsets, batch))
+    want, _ = dense(DISTANCE + offsets[:, None, None, None] >= 0, scale=scale)
+    assert_close(run(mask), want)
 
     bias = normal(5, K, T, T)
     got = run(

@@ -2,6 +2,7 @@
 
 import pytest
 
+import jax_memeff
 from jax_memeff import cli
 from jax_memeff._command import doctor, models
 from jax_memeff._command.doctor import Machine
@@ -41,19 +42,21 @@ def test_a_machine_without_a_gpu(on):
     assert code == 0
     assert found.startswith("ok package jax-memeff ")
     assert "absent GPU no NVIDIA driver" in found and "ok attention" in found
-    assert advice.startswith("Nothing is missing on a CPU.")
+    assert advice.startswith("Nothing is missing on a CPU: replace jax.nn.dot_product_attention")
 
 
 @pytest.mark.parametrize(
     ("machine", "said", "next_step"),
     [
-        (Machine((13, 0), (90,), ""), "JAX's GPU sm_90", "Nothing is missing: call"),
+        (Machine((13, 0), (90,), ""), "JAX's GPU sm_90", "Nothing is missing: replace"),
         (Machine((12, 8), (80,), ""), "is newer than the driver", "jax-memeff[cuda12]"),
         (Machine((12, 2), (80,), ""), "too old for the kernels", "550.54.14 or later"),
         (Machine((13, 0), (), "Unknown backend"), "JAX does not use the GPU", "jax-memeff[cuda13]"),
+        (Machine((13, 0), (), "no", "cpu"), "JAX does not use the GPU: no", "unset JAX_PLATFORMS"),
+        (Machine((13, 0), (), "no", "cuda,cpu"), "JAX does not use", "jax-memeff[cuda13]"),
         (Machine((13, 0), (70,), ""), "sm_70", "implementation='xla'"),
     ],
-    ids=["well", "cuda 12", "old driver", "no plugin", "volta"],
+    ids=["well", "cuda 12", "old driver", "no plugin", "CPU asked for", "both asked for", "volta"],
 )
 def test_machines_with_a_gpu(on, monkeypatch, machine, said, next_step):
     monkeypatch.setattr(nvrtc, "version", lambda: "13.5.37")
@@ -79,6 +82,34 @@ def test_a_cache_that_others_can_write_to(on, tmp_path):
     code, found, advice = on(NO_GPU)
     assert code == 1 and "broken cache" in found
     assert f"chmod go-w '{tmp_path}'" in advice
+
+
+@pytest.mark.parametrize("outcome", [float("nan"), RuntimeError("broken")])
+def test_attention_that_is_wrong_or_raises_is_to_be_reported(on, monkeypatch, outcome):
+    """Without a GPU an installation of the compiler would not help."""
+
+    def attention(query, *arguments, **keywords):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return query * outcome
+
+    monkeypatch.setattr(jax_memeff, "dot_product_attention", attention)
+    code, found, advice = on(NO_GPU)
+    said = "RuntimeError: broken" if isinstance(outcome, Exception) else "is not finite"
+    assert code == 1 and "broken attention" in found and said in found
+    assert advice == "report it, with the output of: python -m jax_memeff info"
+
+
+def test_commands_are_not_broken_into_lines(monkeypatch, capsys):
+    """A long command can be copied from a narrow terminal."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(doctor, "_machine", lambda: NO_GPU)
+    cli.main(["doctor"])
+    lines = capsys.readouterr().out.split("Next\n")[1].splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "Nothing is missing on a CPU",
+        "On a machine with a GPU",
+    ]
 
 
 @pytest.mark.parametrize("written", [False, True])

@@ -44,21 +44,51 @@ def test_every_function_has_text_picture_and_code(pages):
     assert '"""' not in re.sub(r"```python\nfrom __future__.*?```", "", text, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["prefix_lm", "head_windows", "swin_bias"])
-def test_a_picture_draws_every_valid_element(pages, name):
-    entry = ENTRIES[name]
-    text = pages.picture(entry)
+def drawn(text, colors):
+    """The number of the color of each pixel of a picture, int [height, width]; -1 for none."""
     ((width, height),) = re.findall(r'viewBox="0 0 (\d+) (\d+)"', text)
-    drawn = np.full((int(height), int(width)), -1)
-    for color, path in re.findall(r'<path stroke="([^"]+)" d="([^"]+)"', text):
-        level = 0 if entry.is_mask else pages._LEVELS.index(color)
+    found = np.full((int(height), int(width)), -1)
+    for color, path in re.findall(r'<path stroke="(#\w{6})" d="([^"]+)"', text):
         for left, row, count in re.findall(r"M(\d+) (\d+)\.5h(\d+)", path):
-            drawn[int(row), int(left) : int(left) + int(count)] = level
-    shape = pages._MASK_SHAPE if entry.is_mask else pages._SCORE_SHAPE
-    levels = pages._levels(entry, shape)
-    np.testing.assert_array_equal(drawn[:, : shape.length], levels[0])
-    if name != "prefix_lm":  # heads differ, so there is a second picture
-        np.testing.assert_array_equal(drawn[:, -shape.length :], levels[1])
+            found[int(row), int(left) : int(left) + int(count)] = colors.index(color)
+    return found
+
+
+def test_a_picture_draws_every_score(pages):
+    levels = pages._levels(ENTRIES["swin_bias"])
+    found = drawn(pages.picture(ENTRIES["swin_bias"]), pages._LEVELS)
+    width = levels.shape[2]
+    np.testing.assert_array_equal(found[:, :width], levels[0])
+    np.testing.assert_array_equal(found[:, -width:], levels[1])
+
+
+MASKS = [name for name, entry in ENTRIES.items() if entry.is_mask]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_picture_draws_every_element_and_the_class_of_its_tile(pages, name):
+    """Compared with the dense mask: all elements of a tile that is drawn as skipped are masked."""
+    entry, shape, tile = ENTRIES[name], pages._MASK_SHAPE, pages._TILE
+    names = list(pages.figure.COLORS)
+    found = drawn(pages.picture(entry), list(pages.figure.COLORS.values()))
+    rows = entry.rows or shape.length
+    call = entry.call(*entry.arguments(shape))
+    dense = np.asarray(call["mask"].as_array(1, shape.heads, rows, shape.length))[0]
+    assert not call["is_causal"]
+    for head, left in enumerate(range(0, found.shape[1], shape.length + 4)):
+        kinds = found[:, left : left + shape.length]
+        is_valid = kinds >= names.index("valid in a partial tile")
+        np.testing.assert_array_equal(is_valid, dense[head])
+        for row in range(0, rows, tile):
+            for column in range(0, shape.length, tile):
+                here = slice(row, row + tile), slice(column, column + tile)
+                own = {names[kind].split(" ")[-2] for kind in np.unique(kinds[here])}
+                valid = dense[head][here]
+                expected = "full" if valid.all() else "partial" if valid.any() else "skipped"
+                assert own == {expected}, (head, here)
+    counts = re.findall(r"(\d+) skipped, (\d+) partial, (\d+) full", pages._tiles(entry)[0])
+    for numbers in counts:
+        assert sum(map(int, numbers)) == -(-rows // tile) * shape.length // tile
 
 
 def test_speeds_come_from_results(pages, tmp_path, monkeypatch):

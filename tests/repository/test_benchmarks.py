@@ -41,8 +41,11 @@ def document(tmp_path_factory):
     [
         "attention",
         "cells",
+        "first_minutes",
         "host_cost",
         "jax_programs",
+        "markdown_table",
+        "overview.comparison",
         "peers",
         "report",
         "ring",

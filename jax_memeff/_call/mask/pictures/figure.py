@@ -13,7 +13,7 @@ from jax_memeff._call.mask.pictures.tile_classes import FULL, PARTIAL, SKIPPED
 if TYPE_CHECKING:
     from jax_memeff._call.mask.pictures.picture import Picture
 
-_COLORS = {
+COLORS = {
     "skipped tile": "#e8e8e8",
     "masked in a partial tile": "#fdd0a2",
     "valid in a partial tile": "#6baed6",
@@ -44,20 +44,20 @@ def drawing(picture: Picture, axes: Any = None) -> Any:
         _, axes = pyplot.subplots(figsize=(5.5, 5.5), layout="constrained")
     T, S = picture.sizes
     place: dict[str, Any] = {"extent": (0, S, T, 0), "interpolation": "nearest", "aspect": "auto"}
-    kinds = _kinds(picture)
-    palette = colors.ListedColormap(list(_COLORS.values()))
+    kinds = kinds_of(picture)
+    palette = colors.ListedColormap(list(COLORS.values()))
     if picture.values is None:
-        axes.imshow(kinds, cmap=palette, vmin=-0.5, vmax=len(_COLORS) - 0.5, **place)
-        names = list(_COLORS)
+        axes.imshow(kinds, cmap=palette, vmin=-0.5, vmax=len(COLORS) - 0.5, **place)
+        names = list(COLORS)
     else:
         is_shown = (kinds >= 2) & np.isfinite(picture.values)
-        names = [name for index, name in enumerate(_COLORS) if index < 2]
-        axes.imshow(kinds, cmap=palette, vmin=-0.5, vmax=len(_COLORS) - 0.5, **place)
+        names = [name for index, name in enumerate(COLORS) if index < 2]
+        axes.imshow(kinds, cmap=palette, vmin=-0.5, vmax=len(COLORS) - 0.5, **place)
         shown = np.ma.masked_array(picture.values, ~is_shown)
         image = axes.imshow(shown, cmap="viridis", **place)
         axes.figure.colorbar(image, ax=axes, label="what a score of 0 becomes", shrink=0.8)
-    present = {list(_COLORS)[kind] for kind in np.unique(kinds)}
-    handles = [patches.Patch(color=_COLORS[name], label=name) for name in names if name in present]
+    present = {list(COLORS)[kind] for kind in np.unique(kinds)}
+    handles = [patches.Patch(color=COLORS[name], label=name) for name in names if name in present]
     if handles:
         axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     _lines(picture, axes)
@@ -70,8 +70,8 @@ def drawing(picture: Picture, axes: Any = None) -> Any:
     return axes
 
 
-def _kinds(picture: Picture) -> np.ndarray:
-    """int [r, c]: for each element of the picture its place in ``_COLORS``."""
+def kinds_of(picture: Picture) -> np.ndarray:
+    """int [r, c]: for each element of the picture its place in ``COLORS``."""
     tiles = np.ix_(picture.rows // picture.tile[0], picture.columns // picture.tile[1])
     classes = picture.classes[tiles]
     kinds = np.where(classes == PARTIAL, np.where(picture.valid, 2, 1), 0)

@@ -1,0 +1,13 @@
+"""All cells beside their fastest peers: which are slower, and when that was measured.
+
+``rows`` reads the results, ``text`` writes the block ``overview`` of the report, and ``draw`` its
+picture.
+"""
+
+from overview.comparison import Row as Row
+from overview.comparison import read as read
+from overview.comparison import rows as rows
+from overview.picture import draw as draw
+from overview.text import text as text
+
+MARKER = "<!-- benchmarks:begin overview -->"

@@ -1,0 +1,74 @@
+"""The overview as a picture: a point for each cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import plots
+
+from overview.comparison import DIRECTIONS, Row
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+_COLORS = ("#2171b5", "#e31a1c")
+"""Of cells that are as fast as the fastest peer or faster, and of those that are slower."""
+_MARKS = dict(zip(DIRECTIONS, ("o", "^"), strict=True))
+_TICKS = (0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Write an SVG or a PNG; the same rows give the same file. It can be read on a phone."""
+    figure, axis = plt.subplots(figsize=(4.8, 1.2 + 0.36 * len(rows)), layout="constrained")
+    axis.axvspan(0.01, 1, color="#fee0d2", zorder=0)
+    axis.axvline(1, color="black", linewidth=1)
+    for number, row in enumerate(rows):
+        for direction, offset in zip(DIRECTIONS, (-0.16, 0.16), strict=True):
+            for is_slower in (False, True):
+                points = [c.ratio for c in row.of(direction) if c.is_slower == is_slower]
+                axis.plot(
+                    points,
+                    [number + offset] * len(points),
+                    _MARKS[direction],
+                    color=_COLORS[is_slower],
+                    markersize=4.5,
+                    alpha=0.75,
+                    markeredgewidth=0,
+                )
+    _axes(axis, rows)
+    handles = [
+        axis.plot([], [], mark, color="#555", label=plots.TITLES[direction].lower())[0]
+        for direction, mark in _MARKS.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without a date and with fixed ids the file depends on the results alone.
+    with matplotlib.rc_context({"svg.hashsalt": "overview", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def _axes(axis, rows: Sequence[Row]) -> None:
+    several = len({row.device for row in rows}) > 1
+    labels = []
+    for row in rows:
+        slower = sum(cell.is_slower for cell in row.cells)
+        title = f"{row.title}, {row.device}" if several else row.title
+        labels.append(f"{title}\n{row.date}: {slower} of {len(row.cells)} slower")
+    axis.set_yticks(range(len(rows)), labels, fontsize=8)
+    for label, row in zip(axis.get_yticklabels(), rows, strict=True):
+        label.set_color(_COLORS[1] if any(cell.is_slower for cell in row.cells) else "black")
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    ratios = [cell.ratio for row in rows for cell in row.cells] or [1.0]
+    lowest, highest = min(0.9, *ratios) * 0.97, max(1.1, *ratios) * 1.05
+    axis.set_xscale("log")
+    axis.set_xlim(lowest, highest)
+    ticks = [tick for tick in _TICKS if lowest <= tick <= highest]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
+    axis.minorticks_off()
+    axis.set_xlabel("fastest peer's time / ours (red: slower)", fontsize=9)
+    axis.grid(axis="x", alpha=0.3)
+    for place in range(1, len(rows)):
+        axis.axhline(place - 0.5, color="#ccc", linewidth=0.5)

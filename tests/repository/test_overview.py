@@ -1,0 +1,158 @@
+"""The overview of docs/benchmarks.md: every figure counts, and every loss is listed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/benchmarks.md"
+
+
+@pytest.fixture
+def overview(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("overview")
+
+
+def block() -> str:
+    (found,) = re.findall(
+        r"<!-- benchmarks:begin overview -->\n(.*?)\n<!-- benchmarks:end -->",
+        PAGE.read_text(),
+        re.DOTALL,
+    )
+    return found
+
+
+def document(date, group, cells, peers=("fa4", "cudnn")):
+    """Results whose cells are (name, head dim, {direction: seconds of ours and of the peers})."""
+    return {
+        "device": {"name": "GPU"},
+        "date": date,
+        "peers": {"memeff_cuda": "ours", **{name: name.upper() for name in peers}},
+        "cells": [
+            {
+                "name": name,
+                "group": group,
+                "head_dim": head_dim,
+                "results": {
+                    direction: {
+                        peer: {"error": "no"} if time is None else {"seconds": time}
+                        for peer, time in zip(("memeff_cuda", *peers), times, strict=True)
+                    }
+                    for direction, times in results.items()
+                },
+            }
+            for name, head_dim, results in cells
+        ],
+    }
+
+
+DOCUMENTS = (
+    document(
+        "2026-02-01",
+        "main",
+        [
+            ("T512", 128, {"forward": (1.0, 1.2, 0.5), "forward_backward": (1.0, 2.0, 3.0)}),
+            ("T512", 64, {"forward": (1.0, None, 4.0), "forward_backward": (1.0, None, None)}),
+        ],
+    ),
+    document("2026-01-01", "decode", [("T1", 64, {"forward": (1.0, 0.9)})], peers=("fa4",)),
+    document("2026-03-01", "gallery", [("alibi", 64, {"forward": (1.0, 0.1)})], peers=("fa4",)),
+    {"date": "2026-03-01", "device": {"name": "GPU"}, "ring": {}},
+)
+
+
+def test_each_cell_is_compared_with_its_fastest_peer(overview):
+    rows = overview.rows(DOCUMENTS)
+    assert [row.title for row in rows] == [
+        "main grid, head dim 64",
+        "main grid, head dim 128",
+        "few queries, long keys",
+    ]
+    assert [(cell.direction, cell.ratio, cell.peer) for cell in rows[1].cells] == [
+        ("forward", 0.5, "CUDNN"),
+        ("forward_backward", 2.0, "FA4"),
+    ]
+    assert [row.peers for row in rows] == [("CUDNN",), ("FA4", "CUDNN"), ("FA4",)]
+    assert not rows[0].of("forward_backward")
+
+
+def test_losses_come_first_and_every_date_is_there(overview):
+    text = overview.text(overview.rows(DOCUMENTS), "images/overview.svg")
+    assert text.startswith("GPU, measured 2026-01-01 to 2026-02-01: 4 figures,")
+    assert "as fast or faster in 2, and slower in 2." in text
+    assert "](images/overview.svg)" in text
+    losses = text.split("### Where a peer is faster\n")[1].splitlines()
+    assert losses[-2:] == [
+        "| T512 | forward | 0.50 | CUDNN | 2026-02-01 |",
+        "| T1 | forward | 0.90 | FA4 | 2026-01-01 |",
+    ]
+    assert "| few queries, long keys | 0.90 | 0.90 | 1 of 1 |  |  |  | 2026-01-01 |" in text
+    assert "- CUDNN, FA4: main grid, head dim 128" in text
+
+
+def test_without_a_loss_there_is_no_list(overview):
+    won = document("2026-01-01", "small", [("T8", 64, {"forward": (1.0, 1.0, 1.2)})])
+    text = overview.text(overview.rows([won]), "o.svg")
+    assert "slower in 0." in text and "Where a peer is faster" not in text
+
+
+def test_the_picture_names_every_row_and_its_losses(overview, tmp_path):
+    rows = overview.rows(DOCUMENTS)
+    path = tmp_path / "images" / "overview.svg"
+    overview.draw(rows, path)
+    drawn = path.read_text()
+    for title, count in (("head dim 64", "0 of 1"), ("head dim 128", "1 of 2"), ("keys", "1 of 1")):
+        assert f"{title}</text>" in drawn and f": {count} slower</text>" in drawn
+    overview.draw(rows, path)
+    assert path.read_text() == drawn
+
+
+def test_the_page_has_all_results_of_the_repository(overview):
+    """Counted here once more, from the files."""
+    losses, figures = [], 0
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        results = json.loads(path.read_text())
+        for cell in results.get("cells", ()):
+            for direction, records in cell["results"].items():
+                seconds = {name: r["seconds"] for name, r in records.items() if "seconds" in r}
+                own = seconds.get("memeff_cuda")
+                others = [time for name, time in seconds.items() if not name.startswith("memeff")]
+                if own is not None and others:
+                    figures += 1
+                    if round(min(others) / own, 2) < 1:
+                        losses.append(
+                            (cell["name"], direction.replace("_", " + "), min(others) / own)
+                        )
+    text = block()
+    assert f": {figures} figures, each beside" in text, "run: benchmarks/report.py RESULTS.json"
+    assert f"slower in {len(losses)}." in text
+    for name, direction, ratio in losses:
+        assert f"| {name} | {direction} | {ratio:.2f} |" in text
+
+
+def test_the_page_is_up_to_date(overview):
+    files = sorted((ROOT / "benchmarks/results").glob("*.json"))
+    text = overview.text(overview.rows(map(overview.read, files)), "images/overview.svg")
+    assert block() == text, "run: python benchmarks/report.py benchmarks/results/<device>-main.json"
+    assert (ROOT / "docs/images/overview.svg").exists()
+
+
+def test_the_report_writes_the_overview_beside_the_block_of_its_results(
+    overview, tmp_path, monkeypatch
+):
+    page, image = tmp_path / "page.md", tmp_path / "benchmarks.svg"
+    page.write_text(f"{overview.MARKER}\nold\n<!-- benchmarks:end -->\n")
+    results = next((ROOT / "benchmarks/results").glob("*-gallery_errors.json"))
+    report = importlib.import_module("report")
+    arguments = ["report.py", str(results), "--into", str(page), "--plot", str(image)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    report.main()
+    assert "](overview.svg)" in page.read_text() and "old" not in page.read_text()
+    assert (tmp_path / "overview.svg").read_text().startswith("<?xml")
