@@ -251,10 +251,10 @@ struct FmhaBackwardSm90 {
   using KeptBlocks = typename ProbabilityModifiers<Config, ScoreGrid, true>::Tile;
 
   // ptxas sinks most exponentials below the wait for dP, where no product of this consumer runs.
-  // With Config::kExponentiatesUnderDp a redundant wait keeps all of them above it, and the
-  // logsumexps are read while S runs.
-  using Logsumexps = cute::conditional_t<Config::kExponentiatesUnderDp, EarlyLogsumexps<ScoreGrid>,
-                                         LateLogsumexps<ScoreGrid>>;
+  // With Config::kExponentiatesUnderDp a redundant wait keeps all of them above it, and some
+  // vectors of the statistics are read ahead: logsumexps while S runs, and deltas while dP runs.
+  // Products keep shared memory so busy that a read takes hundreds of cycles.
+  static constexpr int kVectorsAhead = Config::kExponentiatesUnderDp ? 4 : 0;
 
   using Consumer = BackwardConsumerSm90<Config, FmhaBackwardSm90>;
 
@@ -295,7 +295,8 @@ struct FmhaBackwardSm90 {
         auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
         consumer.begin_scores(keys, query_tile, scores);
-        Logsumexps const logsumexps(statistics_of(tiles, stage.index));
+        uint32_t const statistics = statistics_of(tiles, stage.index);
+        Logsumexps<ScoreGrid, kVectorsAhead> const logsumexps(statistics);
         control.out_gradient.wait(stage);
         consumer.begin_score_gradient(values, out_tile, score_gradient);
         KeptBlocks::end_basic_block(control.out_gradient, stage);
@@ -307,13 +308,14 @@ struct FmhaBackwardSm90 {
         consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, logsumexps, scores,
                               scaled);
         if constexpr (Config::kExponentiatesUnderDp) control.out_gradient.wait_again(stage);
+        Deltas<ScoreGrid, kVectorsAhead> const deltas(statistics);
         wait_products<0>();  // dP
         fence_accumulators(score_gradient);
         ScoreOperand probabilities;
         ScoreOperand left_gradient;
         differentiate_transposed<Config, Modifiers, BiasWriter, ScoreGrid>(
-            params, statistics_of(tiles, stage.index), work.position(head, tile), kept, scaled,
-            scores, score_gradient, probabilities, left_gradient, bias_sums,
+            params, deltas.reader(statistics), work.position(head, tile), kept, scaled, scores,
+            score_gradient, probabilities, left_gradient, bias_sums,
             CapturedSums(params, work.position(head, tile), tiles + kSumsOffset), captured_sums);
         if constexpr (Config::kQueryGradient) {
           consumer.store_score_gradient(score_tile, left_gradient);

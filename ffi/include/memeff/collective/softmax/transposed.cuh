@@ -8,41 +8,45 @@
 
 namespace memeff {
 
-// The logsumexps of the queries, read from the row statistics in shared memory when they are used.
-// thread_index() keeps their addresses out of registers across a main loop.
-template <class Grid>
-struct LateLogsumexps {
+// One statistic of the queries. The first kAhead_ vectors of four are read into registers when the
+// object is made, while a product runs, and the others when they are used. kLoad reads a vector.
+template <class Grid, int kAhead_, QuadStatistics::Values (*kLoad)(uint32_t, int, int)>
+struct StatisticAhead {
+  static constexpr int kVectors = Grid::kColumnBlocks;
+  static constexpr int kAhead = kAhead_ < kVectors ? kAhead_ : kVectors;
+  QuadStatistics::Values ahead[kVectors];  // those from kAhead on take no registers
+
+  CUTE_DEVICE explicit StatisticAhead(uint32_t statistics) {
+    if constexpr (kAhead == 0) return;
+    int const thread = thread_index();
+    CUTE_UNROLL
+    for (int i = 0; i < kAhead; ++i) ahead[i] = kLoad(statistics, i, thread);
+  }
+
   struct Reader {
+    StatisticAhead const& statistic;
     uint32_t statistics;
     int thread;
 
     CUTE_DEVICE QuadStatistics::Values pair(int index) const {
-      return QuadStatistics::load_logsumexps<Grid>(statistics, index, thread);
+      return index < kAhead ? statistic.ahead[index] : kLoad(statistics, index, thread);
     }
   };
 
-  CUTE_DEVICE explicit LateLogsumexps(uint32_t) {}
-  CUTE_DEVICE Reader reader(uint32_t statistics) const { return {statistics, thread_index()}; }
-};
-
-// The logsumexps of the queries, read ahead into registers.
-template <class Grid>
-struct EarlyLogsumexps {
-  QuadStatistics::Values values[Grid::kColumnBlocks];
-
-  CUTE_DEVICE explicit EarlyLogsumexps(uint32_t statistics) {
-    CUTE_UNROLL
-    for (int i = 0; i < Grid::kColumnBlocks; ++i) {
-      values[i] = QuadStatistics::load_logsumexps<Grid>(statistics, i, int(threadIdx.x));
-    }
+  // thread_index() keeps addresses out of registers across a main loop.
+  CUTE_DEVICE Reader reader(uint32_t statistics) const {
+    return {*this, statistics, kAhead < kVectors ? thread_index() : 0};
   }
-  CUTE_DEVICE EarlyLogsumexps const& reader(uint32_t) const { return *this; }
-  CUTE_DEVICE QuadStatistics::Values const& pair(int index) const { return values[index]; }
 };
+
+template <class Grid, int kAhead>
+using Logsumexps = StatisticAhead<Grid, kAhead, &QuadStatistics::load_logsumexps<Grid>>;
+template <class Grid, int kAhead>
+using Deltas = StatisticAhead<Grid, kAhead, &QuadStatistics::load_deltas<Grid>>;
 
 // Computes P^T from S^T in place.
-template <class Logsumexps, class Scores>
-CUTE_DEVICE void exponentiate_transposed(Logsumexps const& logsumexps, float softmax_scale,
+template <class LogsumexpReader, class Scores>
+CUTE_DEVICE void exponentiate_transposed(LogsumexpReader const& logsumexps, float softmax_scale,
                                          Scores& scores) {
   CUTE_UNROLL
   for (int n = 0; n < cute::size<2>(scores); n += 2) {

@@ -14,21 +14,18 @@ namespace memeff {
 // packed block by block, which frees the accumulators. The consumers of fmha_bwd_sm90.cuh call it
 // once per Q block.
 template <class Config, class Modifiers, class BiasWriter, class Grid, class Kept, class Scores,
-          class Operand, class FunctionGradient>
-CUTE_DEVICE void differentiate_transposed(BackwardParams const& params, uint32_t statistics,
-                                          ScoreTilePosition const& position,
-                                          Kept const& kept_blocks, Scores const& scaled,
-                                          Scores const& scores, Scores const& score_gradient,
-                                          Operand& probabilities, Operand& left_gradient,
-                                          typename BiasWriter::Sums& bias_sums,
-                                          FunctionGradient function_gradient,
-                                          typename FunctionGradient::Sums& function_sums) {
+          class Operand, class FunctionGradient, class DeltaReader>
+CUTE_DEVICE void differentiate_transposed(
+    BackwardParams const& params, DeltaReader const& delta_reader,
+    ScoreTilePosition const& position, Kept const& kept_blocks, Scores const& scaled,
+    Scores const& scores, Scores const& score_gradient, Operand& probabilities,
+    Operand& left_gradient, typename BiasWriter::Sums& bias_sums,
+    FunctionGradient function_gradient, typename FunctionGradient::Sums& function_sums) {
   using Element = typename Config::Element;
-  int const thread = thread_index();
   BiasWriter const bias_gradient(params, position);
   // Handles sixteen queries and the sixteen keys of this warp.
   auto block = [&](int, int row_block, auto const& keep) {
-    auto const deltas = QuadStatistics::load_deltas<Grid>(statistics, row_block, thread);
+    auto const deltas = delta_reader.pair(row_block);
     CUTE_UNROLL
     for (int chunk = 0; chunk < 2; ++chunk) {
       int const n = 2 * row_block + chunk;

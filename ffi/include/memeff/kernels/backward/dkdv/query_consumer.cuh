@@ -143,7 +143,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
       mask.template apply_transposed<kTileQuery, kTileKey>(scores, params, at,
                                                            q_block.blocks.partial(q_block.tile));
       uint32_t const statistics = Base::query_statistics(tiles, stage);
-      exponentiate_transposed(LateLogsumexps<ScoreGrid>(statistics).reader(statistics),
+      exponentiate_transposed(Logsumexps<ScoreGrid, 0>(statistics).reader(statistics),
                               params.scale.softmax_scale, scores);
       ProbabilityModifiers<Config, ScoreGrid, true>::Signs::mark(
           params, work.item.batch, q_block.head, q_block.row(), work.column, scores);
