@@ -27,6 +27,7 @@
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
+#include <memeff/mask/function_blocks.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/key_splits.cuh>
@@ -56,7 +57,6 @@ struct FmhaForwardSplitSm80 {
   using TileRows = RowsOfTile<Config::kPackHeads>;
   using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
-  using KvBlocks = BlockMaskRow<Config::kBlockMask>;
   static_assert(!Config::kBlockMask || !Config::kPackHeads);  // a row of blocks has one head
   using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
                                    ScoreFunction<Config, ScoreGrid, false, Config::kPackHeads>>;
@@ -66,6 +66,13 @@ struct FmhaForwardSplitSm80 {
   static constexpr int kSegmentBlocks = Config::kSegmentKeys / kTileKey;
   static_assert(!kKeySegments || (Config::kSegmentKeys % kTileKey == 0 &&
                                   ConsumerGroup::kConsumerGroups == 1));  // which merge at the end
+
+  // Segments end at their last block, so none is left out.
+  using KvBlocks =
+      cute::conditional_t<decides_tiles<Config>(),
+                          FunctionBlocks<Config, Config::kPackHeads, kTileKey, !kKeySegments>,
+                          BlockMaskRow<Config::kBlockMask>>;
+  using Cursor = typename KvBlocks::Cursor;
 
   using QueryTile = typename Operands::QueryTile;
   using KeyTile = typename Operands::KeyTile;
@@ -98,8 +105,7 @@ struct FmhaForwardSplitSm80 {
     // Partial results have no valid rows: those end in the combine kernel, or after all segments.
     bool const is_partial = kKeySegments || params.splits > 1;
     TileRows const rows(shape, item.batch, item.head, row, is_partial ? 0 : mask.query_length);
-    KvBlocks const of_row(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask, item.batch,
-                          item.head, item.tile, ceil_div(shape.key_length, kTileKey));
+    KvBlocks const of_row = blocks_of_row(params, item, mask, row);
     KvBlocks const kv_blocks = of_row.within(part_of_split(params, item, mask, of_row));
 
     KeyValueSource<Config> const source(params, item.batch, key_head);
@@ -126,11 +132,12 @@ struct FmhaForwardSplitSm80 {
     bool const copies_query = Operands::kCopiesQuery && !kv_blocks.empty();
     if (copies_query) load_query(params, item, row, operands, query_tile);
     commit_copies();
-    int ahead = kv_blocks.begin;
+    Cursor const first(kv_blocks);
+    Cursor ahead = first;
     CUTE_UNROLL
     for (int stage = 0; stage < kStages - 1; ++stage) {
-      kv_tiles.load(ahead, stage, operands);
-      ahead = kv_blocks.after(ahead);
+      kv_tiles.load(ahead.tile, stage, operands);
+      ahead.advance();
     }
     // A conversion waits for the queries, so keys are on their way first.
     bool const converts_query = !Operands::kCopiesQuery && !kv_blocks.empty();
@@ -140,12 +147,12 @@ struct FmhaForwardSplitSm80 {
 
     operands.begin();
     if constexpr (kKeySegments) {
-      attend_segments(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile,
+      attend_segments(params, item, mask, rows, first, ahead, kv_tiles, operands, query_tile,
                       softmax, output);
       return;
     }
-    attend(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile, softmax,
-           output, [](int) {});
+    attend(params, item, mask, rows, first, ahead, kv_tiles, operands, query_tile, softmax, output,
+           [](int) {});
 
     __syncthreads();  // the tiles that Merge covers are no longer read
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
@@ -185,13 +192,26 @@ struct FmhaForwardSplitSm80 {
     }
   };
 
-  // The main loop: O += P V over the KV blocks of this split and consumer group. The copies of the
-  // first blocks are in flight; block `ahead` is copied next. end_block(block) is called after
-  // each.
+  // The KV blocks that the rows of a tile attend to.
+  CUTE_DEVICE static KvBlocks blocks_of_row(ForwardParams const& params, SplitWorkItem const& item,
+                                            Mask const& mask, int row) {
+    TileRange const range = mask.key_tiles(row, kTileQuery, kTileKey);
+    if constexpr (decides_tiles<Config>()) {
+      return {range, params, {item.batch, item.head, row, 0},
+              min(row + kTileQuery, mask.query_length), mask.key_length};
+    } else {
+      return {range,     params.block_mask, item.batch,
+              item.head, item.tile,         ceil_div(params.shape.key_length, kTileKey)};
+    }
+  }
+
+  // The main loop: O += P V over the KV blocks of this split and consumer group, from the one at
+  // `at` on. The copies of the first blocks are in flight; the block at `ahead` is copied next.
+  // end_block(block) is called after each.
   template <class Output, class EndBlock>
   CUTE_DEVICE static void attend(ForwardParams const& params, SplitWorkItem const& item,
-                                 Mask const& mask, TileRows const& rows, KvBlocks const& kv_blocks,
-                                 int ahead, KvTiles const& kv_tiles, Operands const& operands,
+                                 Mask const& mask, TileRows const& rows, Cursor at, Cursor ahead,
+                                 KvTiles const& kv_tiles, Operands const& operands,
                                  uint32_t query_tile, Softmax& softmax, Output& output,
                                  EndBlock end_block) {
     LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks> const query(query_tile,
@@ -200,14 +220,14 @@ struct FmhaForwardSplitSm80 {
     // A decode step has rows for one warp of a tile.
     bool const has_rows = rows.row + ScoreGrid::row() < mask.query_length;
     int stage = 0;
-    for (int tile = kv_blocks.begin; tile < kv_blocks.end; tile = kv_blocks.after(tile)) {
-      int const column = tile * kTileKey;
+    for (; at.tile < at.blocks.end; at.advance()) {
+      int const column = at.tile * kTileKey;
       wait_copies<kStages - 2>();
       ConsumerGroup::sync();  // this tile is here; the group no longer reads the previous one
       int const previous = stage == 0 ? kStages - 1 : stage - 1;
-      if constexpr (!Config::kBlockMask) ahead = tile + kStages - 1;  // one register less
-      kv_tiles.load(ahead, previous, operands);
-      ahead = kv_blocks.after(ahead);
+      if constexpr (Cursor::kInOrder) ahead.tile = at.tile + kStages - 1;  // one register less
+      kv_tiles.load(ahead.tile, previous, operands);
+      ahead.advance();
 
       if (!kKeySegments || has_rows) {
         uint32_t const stage_tiles = kv_tiles.shared + stage * kStageBytes;
@@ -215,14 +235,14 @@ struct FmhaForwardSplitSm80 {
         cute::clear(scores);
         operands.multiply_keys(scores, query, stage_tiles, stage);
 
-        ScoreTilePosition const at = {item.batch, item.head, rows.row, column};
-        modifiers.forward(scores, at, rows, column);
-        mask.template apply<kTileQuery, kTileKey>(scores, params, at, kv_blocks.partial(tile));
+        ScoreTilePosition const position = {item.batch, item.head, rows.row, column};
+        modifiers.forward(scores, position, rows, column);
+        mask.template apply<kTileQuery, kTileKey>(scores, params, position, at.partial());
         softmax.step(scores, output, params.scale.softmax_scale);
         auto probabilities = as_left_operand<typename Operands::Element>(scores);
         Probabilities::forward(params, item.batch, item.head, rows.row, column, probabilities);
         operands.multiply_values(output, probabilities, stage_tiles + KeyTile::kBytes, stage);
-        end_block(tile);
+        end_block(at.tile);
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
@@ -249,9 +269,10 @@ struct FmhaForwardSplitSm80 {
   template <class Output>
   CUTE_DEVICE static void attend_segments(ForwardParams const& params, SplitWorkItem const& item,
                                           Mask const& mask, TileRows const& rows,
-                                          KvBlocks const& kv_blocks, int ahead,
+                                          Cursor const& first, Cursor const& ahead,
                                           KvTiles const& kv_tiles, Operands const& operands,
                                           uint32_t query_tile, Softmax& softmax, Output& output) {
+    KvBlocks const& kv_blocks = first.blocks;
     SegmentSum<Output> sum;
     float const scale = probability_scale<Config>(params) * operands.output_scale();
     auto const end_segment = [&](int tile) {
@@ -267,8 +288,8 @@ struct FmhaForwardSplitSm80 {
       softmax = Softmax();
       cute::clear(output);
     };
-    attend(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile, softmax,
-           output, end_segment);
+    attend(params, item, mask, rows, first, ahead, kv_tiles, operands, query_tile, softmax, output,
+           end_segment);
     if (params.splits > 1) {
       mark_masked_segments(params, item, mask, kv_blocks);
       return;

@@ -11,10 +11,26 @@
 
 namespace memeff {
 
+// A position among the tiles of a row, for a main loop. kInOrder_: the row skips none.
+template <class Row, bool kInOrder_>
+struct RowCursor {
+  static constexpr bool kInOrder = kInOrder_;
+
+  Row const& blocks;
+  int tile;
+
+  CUTE_DEVICE explicit RowCursor(Row const& row) : blocks(row), tile(row.begin) {}
+
+  CUTE_DEVICE void advance() { tile = blocks.after(tile); }
+  CUTE_DEVICE bool partial() const { return blocks.partial(tile); }
+};
+
 // The tiles of a range that have a valid element. The first and the last tile of the range do,
 // unless it is empty.
 template <bool kMapped>
 struct BlockMaskRow : TileRange {
+  using Cursor = RowCursor<BlockMaskRow, true>;
+
   BlockMaskRow() = default;
   CUTE_DEVICE BlockMaskRow(TileRange const& range, BlockMask const&, int, int, int, int)
       : TileRange(range) {}
@@ -39,6 +55,8 @@ struct BlockMaskRow : TileRange {
 
 template <>
 struct BlockMaskRow<true> : TileRange {
+  using Cursor = RowCursor<BlockMaskRow, false>;
+
   // As in jax_memeff/_cuda/block_mask.py.
   static constexpr int kRangeBytes = sizeof(TileRange);
   enum Valid : unsigned char { kNone = 0, kAll = 1, kSome = 2 };
