@@ -96,6 +96,38 @@ EMULATED = [
     ("sm_75", dataclasses.replace(DECODE, scales=("heads", "pages"), dtype="float16")),
 ]
 
+# Tiles that a mask function leaves out, or whose elements it need not test: one and five tokens,
+# lengths at the ends of pages and of tiles, heads that share a tile or not.
+_STEPS = Case(
+    (700, 320, 321, 319, 5, 1, 0, 64),
+    (5, 5, 5, 5, 5, 1, 1, 5),
+    page_size=64,
+    heads=(8, 2),
+    dims=(128, 128),
+)
+EMULATED += [
+    ("sm_90a", dataclasses.replace(_STEPS, features=("is_causal", "tree", "sinks"))),
+    ("sm_90a", dataclasses.replace(_STEPS, heads=(8, 1), features=("tree", "score_mod"))),
+    ("sm_90a", dataclasses.replace(_STEPS, heads=(32, 1), features=("is_causal", "tree"))),
+    ("sm_80", dataclasses.replace(_STEPS, features=("sinks and window",), is_missing=True)),
+    ("sm_90a", dataclasses.replace(_STEPS, counts=(1,) * 8, features=("sliding", "sinks"))),
+    ("sm_90a", dataclasses.replace(_STEPS, counts=(1,) * 8, features=("none", "sinks"))),
+    ("sm_90a", dataclasses.replace(_STEPS, heads=(2, 2), features=("prefix",), page_size=32)),
+    (
+        "sm_90a",
+        dataclasses.replace(_STEPS, features=("is_causal", "tree"), scales=("heads", "pages")),
+    ),
+    (
+        "sm_90a",
+        dataclasses.replace(_STEPS, features=("is_causal", "tree", "batch_invariant"), seed=1),
+    ),
+    (
+        "sm_80",
+        dataclasses.replace(_STEPS, features=("sinks and window", "batch_invariant"), dims=(64, 64)),
+    ),
+]
+
+
 
 def lower(case: Case, arch: str) -> jax.stages.Lowered:
     """For the process of ``machine``."""
@@ -125,6 +157,7 @@ def test_emulated_kernels(arch, case, machine, assert_close):
 
 
 _FEATURES = ("is_causal", "logits_soft_cap", "local_window_size", "sinks", "score_mod", "mask")
+_DECIDED = ("tree", "prefix", "sliding", "sinks and window")
 
 
 def random_cases(seed: int) -> Iterator[Case]:

@@ -72,7 +72,7 @@ struct FmhaForwardSplitSm80 {
       cute::conditional_t<decides_tiles<Config>(),
                           FunctionBlocks<Config, Config::kPackHeads, kTileKey, !kKeySegments>,
                           BlockMaskRow<Config::kBlockMask>>;
-  using Cursor = typename KvBlocks::Cursor;
+  using Walk = typename KvBlocks::template Walk<kStages - 1>;
 
   using QueryTile = typename Operands::QueryTile;
   using KeyTile = typename Operands::KeyTile;
@@ -132,26 +132,26 @@ struct FmhaForwardSplitSm80 {
     bool const copies_query = Operands::kCopiesQuery && !kv_blocks.empty();
     if (copies_query) load_query(params, item, row, operands, query_tile);
     commit_copies();
-    Cursor const first(kv_blocks);
-    Cursor ahead = first;
+    Walk walk(kv_blocks);
     CUTE_UNROLL
     for (int stage = 0; stage < kStages - 1; ++stage) {
-      kv_tiles.load(ahead.tile, stage, operands);
-      ahead.advance();
+      kv_tiles.load(walk.ahead, stage, operands);
+      walk.copied_first();
     }
     // A conversion waits for the queries, so keys are on their way first.
     bool const converts_query = !Operands::kCopiesQuery && !kv_blocks.empty();
     if (converts_query) load_query(params, item, row, operands, query_tile);
+    walk.start();
     wait_copies<kStages - 1>();
     __syncthreads();  // queries are here
 
     operands.begin();
     if constexpr (kKeySegments) {
-      attend_segments(params, item, mask, rows, first, ahead, kv_tiles, operands, query_tile,
+      attend_segments(params, item, mask, rows, kv_blocks, walk, kv_tiles, operands, query_tile,
                       softmax, output);
       return;
     }
-    attend(params, item, mask, rows, first, ahead, kv_tiles, operands, query_tile, softmax, output,
+    attend(params, item, mask, rows, walk, kv_tiles, operands, query_tile, softmax, output,
            [](int) {});
 
     __syncthreads();  // the tiles that Merge covers are no longer read
@@ -205,12 +205,11 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
-  // The main loop: O += P V over the KV blocks of this split and consumer group, from the one at
-  // `at` on. The copies of the first blocks are in flight; the block at `ahead` is copied next.
-  // end_block(block) is called after each.
+  // The main loop: O += P V over the KV blocks of this split and consumer group. The copies of the
+  // first blocks are in flight. end_block(block) is called after each.
   template <class Output, class EndBlock>
   CUTE_DEVICE static void attend(ForwardParams const& params, SplitWorkItem const& item,
-                                 Mask const& mask, TileRows const& rows, Cursor at, Cursor ahead,
+                                 Mask const& mask, TileRows const& rows, Walk walk,
                                  KvTiles const& kv_tiles, Operands const& operands,
                                  uint32_t query_tile, Softmax& softmax, Output& output,
                                  EndBlock end_block) {
@@ -220,29 +219,29 @@ struct FmhaForwardSplitSm80 {
     // A decode step has rows for one warp of a tile.
     bool const has_rows = rows.row + ScoreGrid::row() < mask.query_length;
     int stage = 0;
-    for (; at.tile < at.blocks.end; at.advance()) {
-      int const column = at.tile * kTileKey;
+    for (; walk.more(); walk.advance()) {
+      int const column = walk.tile() * kTileKey;
       wait_copies<kStages - 2>();
       ConsumerGroup::sync();  // this tile is here; the group no longer reads the previous one
       int const previous = stage == 0 ? kStages - 1 : stage - 1;
-      if constexpr (Cursor::kInOrder) ahead.tile = at.tile + kStages - 1;  // one register less
-      kv_tiles.load(ahead.tile, previous, operands);
-      ahead.advance();
+      walk.begin_block();
+      kv_tiles.load(walk.ahead, previous, operands);
+      walk.copied();
 
-      if (!kKeySegments || has_rows) {
+      if ((!kKeySegments || has_rows) && !walk.masked()) {
         uint32_t const stage_tiles = kv_tiles.shared + stage * kStageBytes;
         auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
         cute::clear(scores);
         operands.multiply_keys(scores, query, stage_tiles, stage);
 
-        ScoreTilePosition const position = {item.batch, item.head, rows.row, column};
-        modifiers.forward(scores, position, rows, column);
-        mask.template apply<kTileQuery, kTileKey>(scores, params, position, at.partial());
+        ScoreTilePosition const at = {item.batch, item.head, rows.row, column};
+        modifiers.forward(scores, at, rows, column);
+        mask.template apply<kTileQuery, kTileKey>(scores, params, at, walk.partial());
         softmax.step(scores, output, params.scale.softmax_scale);
         auto probabilities = as_left_operand<typename Operands::Element>(scores);
         Probabilities::forward(params, item.batch, item.head, rows.row, column, probabilities);
         operands.multiply_values(output, probabilities, stage_tiles + KeyTile::kBytes, stage);
-        end_block(at.tile);
+        end_block(walk.tile());
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
@@ -269,10 +268,9 @@ struct FmhaForwardSplitSm80 {
   template <class Output>
   CUTE_DEVICE static void attend_segments(ForwardParams const& params, SplitWorkItem const& item,
                                           Mask const& mask, TileRows const& rows,
-                                          Cursor const& first, Cursor const& ahead,
+                                          KvBlocks const& kv_blocks, Walk const& walk,
                                           KvTiles const& kv_tiles, Operands const& operands,
                                           uint32_t query_tile, Softmax& softmax, Output& output) {
-    KvBlocks const& kv_blocks = first.blocks;
     SegmentSum<Output> sum;
     float const scale = probability_scale<Config>(params) * operands.output_scale();
     auto const end_segment = [&](int tile) {
@@ -288,7 +286,7 @@ struct FmhaForwardSplitSm80 {
       softmax = Softmax();
       cute::clear(output);
     };
-    attend(params, item, mask, rows, first, ahead, kv_tiles, operands, query_tile, softmax, output,
+    attend(params, item, mask, rows, walk, kv_tiles, operands, query_tile, softmax, output,
            end_segment);
     if (params.splits > 1) {
       mark_masked_segments(params, item, mask, kv_blocks);

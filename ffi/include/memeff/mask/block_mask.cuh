@@ -11,25 +11,39 @@
 
 namespace memeff {
 
-// A position among the tiles of a row, for a main loop. kInOrder_: the row skips none.
-template <class Row, bool kInOrder_>
-struct RowCursor {
-  static constexpr bool kInOrder = kInOrder_;
+// The tiles of a row in the order of a main loop, which copies tile `ahead` while it computes
+// tile(), kAhead tiles before. The first kAhead tiles are copied before start(). kInOrder: the row
+// skips none.
+template <class Row, bool kInOrder, int kAhead>
+struct RowWalk {
+  Row const& row;
+  int current;
+  int ahead;
 
-  Row const& blocks;
-  int tile;
+  CUTE_DEVICE explicit RowWalk(Row const& row) : row(row), current(row.begin), ahead(row.begin) {}
 
-  CUTE_DEVICE explicit RowCursor(Row const& row) : blocks(row), tile(row.begin) {}
+  CUTE_DEVICE void copied_first() { ahead = row.after(ahead); }
+  CUTE_DEVICE void start() {}
 
-  CUTE_DEVICE void advance() { tile = blocks.after(tile); }
-  CUTE_DEVICE bool partial() const { return blocks.partial(tile); }
+  CUTE_DEVICE bool more() const { return current < row.end; }
+  CUTE_DEVICE int tile() const { return current; }
+  CUTE_DEVICE bool partial() const { return row.partial(current); }
+  // Whether the tile has no valid element, though it was copied.
+  CUTE_DEVICE bool masked() const { return false; }
+
+  CUTE_DEVICE void begin_block() {
+    if constexpr (kInOrder) ahead = current + kAhead;  // one register less
+  }
+  CUTE_DEVICE void copied() { ahead = row.after(ahead); }
+  CUTE_DEVICE void advance() { current = row.after(current); }
 };
 
 // The tiles of a range that have a valid element. The first and the last tile of the range do,
 // unless it is empty.
 template <bool kMapped>
 struct BlockMaskRow : TileRange {
-  using Cursor = RowCursor<BlockMaskRow, true>;
+  template <int kAhead>
+  using Walk = RowWalk<BlockMaskRow, true, kAhead>;
 
   BlockMaskRow() = default;
   CUTE_DEVICE BlockMaskRow(TileRange const& range, BlockMask const&, int, int, int, int)
@@ -55,7 +69,8 @@ struct BlockMaskRow : TileRange {
 
 template <>
 struct BlockMaskRow<true> : TileRange {
-  using Cursor = RowCursor<BlockMaskRow, false>;
+  template <int kAhead>
+  using Walk = RowWalk<BlockMaskRow, false, kAhead>;
 
   // As in jax_memeff/_cuda/block_mask.py.
   static constexpr int kRangeBytes = sizeof(TileRange);
