@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jax_memeff.codegen.functions.constants import float32_bits
-from jax_memeff.codegen.functions.diagonals import diagonal_reads
 from jax_memeff.codegen.functions.finite import is_finite
 from jax_memeff.codegen.functions.levels import Graph, Level, Node, kept
 from jax_memeff.codegen.functions.nodes import graph
 from jax_memeff.codegen.functions.program import Program
 from jax_memeff.codegen.functions.ranges import member
+from jax_memeff.codegen.functions.regions import diagonal_reads
 
 INCLUDES = """\
 #include <memeff/core/function/arrays.cuh>

@@ -99,7 +99,7 @@ def statements(program: Program) -> str:
 def _definition(program: Program, index: int) -> str:
     value = program.values[index]
     read = _read(program, index, value) if value.op == "read" else ""
-    expression = f"{_read_range(index, value)}" if read else _expression(program, value)
+    expression = _read_range(index, value) if read else _expression(program, value)
     return f"{read}    ranges::Range<{CPP_TYPES[value.dtype]}> const r{index} = {expression};\n"
 
 
@@ -119,7 +119,7 @@ def _expression(program: Program, value: Value) -> str:
         return f"ranges::exact(arrays.template size<{array}, {dim}>())"
     dtypes = [program.values[arg].dtype for arg in value.args]
     ranges = [f"r{arg}" for arg in value.args]
-    if (decided := _decision(value, dtypes)) is not None:
+    if (decided := _decision(value)) is not None:
         return f"ranges::{decided.format(*ranges)}"
     rule = _rule(value, dtypes, ranges) or _everything(value)
     form = _form(value, dtypes)
@@ -134,14 +134,14 @@ def _everything(value: Value) -> str:
     return f"ranges::everything<{CPP_TYPES[value.dtype]}>()"
 
 
-def _decision(value: Value, dtypes: Sequence[str]) -> str | None:
+def _decision(value: Value) -> str | None:
     if value.op in _DECISIONS:
         return _DECISIONS[value.op]
     return _BOOLS.get(value.op) if value.dtype == "bool" else None
 
 
 def _form(value: Value, dtypes: Sequence[str]) -> str | None:
-    """The value of exact operands, as the kernels compute it; None if that has no one expression."""
+    """The value of exact operands, as kernels compute it; None if that is no single expression."""
     if value.op == "convert_element_type":
         return CONVERSIONS[dtypes[0], value.dtype]
     if value.op == "bitcast_convert_type":
@@ -177,7 +177,9 @@ def _rule(value: Value, dtypes: Sequence[str], ranges: Sequence[str]) -> str | N
 
 def _conversion(source: str, target: str, name: str) -> str | None:
     if target == "bool":
-        zero = "ranges::exact(false)" if source == "bool" else f"ranges::exact({constant(source, 0)})"
+        zero = (
+            "ranges::exact(false)" if source == "bool" else f"ranges::exact({constant(source, 0)})"
+        )
         return f"ranges::none_of(ranges::equal({name}, {zero}))"
     if source == target:
         return name

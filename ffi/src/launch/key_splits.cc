@@ -35,10 +35,9 @@ double time_of(long long blocks, double block_time, bool by_products, const Devi
   long long const resident = resident_blocks(kernel);
   double const share = block_time / kernel.multiprocessors;
   long long const rest = blocks % resident;
-  double const last_round =
-      rest == 0     ? 0
-      : by_products ? ceil_div(rest, kernel.multiprocessors) * block_time
-                    : std::max(block_time, rest * share);
+  double const last_round = rest == 0     ? 0
+                            : by_products ? ceil_div(rest, kernel.multiprocessors) * block_time
+                                          : std::max(block_time, rest * share);
   return static_cast<double>(blocks - rest) * share + last_round;
 }
 

@@ -67,7 +67,7 @@ class Step:
         pools = [rng.standard_normal(shape).astype(np.float32) for _ in range(2)]
         for b, length in enumerate(self.lengths if self.spoils else ()):
             q = np.arange(length - self.tokens, length)[:, None]
-            attended = np.asarray(self.valid(b, 0, q, np.arange(pages * SIZE))).any(0)
+            attended = np.any(np.asarray(self.valid(b, 0, q, np.arange(pages * SIZE))), axis=0)
             for place in range(length // SIZE):
                 if not attended[place * SIZE : (place + 1) * SIZE].any():
                     for pool in pools:

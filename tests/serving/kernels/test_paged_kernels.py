@@ -123,10 +123,21 @@ EMULATED += [
     ),
     (
         "sm_80",
-        dataclasses.replace(_STEPS, features=("sinks and window", "batch_invariant"), dims=(64, 64)),
+        dataclasses.replace(
+            _STEPS, features=("sinks and window", "batch_invariant"), dims=(64, 64)
+        ),
+    ),
+    # Prompts, in the Hopper forward.
+    *(
+        ("sm_90a", dataclasses.replace(RAGGED, query_rows=rows, dims=dims, features=features))
+        for rows, dims, features in (
+            (None, (128, 128), ("is_causal", "tree")),
+            (None, (64, 64), ("prefix",)),
+            (None, (64, 64), ("sliding", "sinks")),
+            ("consumer_groups", (128, 128), ("sinks and window",)),
+        )
     ),
 ]
-
 
 
 def lower(case: Case, arch: str) -> jax.stages.Lowered:

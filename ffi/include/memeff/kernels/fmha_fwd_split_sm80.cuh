@@ -197,8 +197,11 @@ struct FmhaForwardSplitSm80 {
                                             Mask const& mask, int row) {
     TileRange const range = mask.key_tiles(row, kTileQuery, kTileKey);
     if constexpr (decides_tiles<Config>()) {
-      return {range, params, {item.batch, item.head, row, 0},
-              min(row + kTileQuery, mask.query_length), mask.key_length};
+      return {range,
+              params,
+              {item.batch, item.head, row, 0},
+              min(row + kTileQuery, mask.query_length),
+              mask.key_length};
     } else {
       return {range,     params.block_mask, item.batch,
               item.head, item.tile,         ceil_div(params.shape.key_length, kTileKey)};

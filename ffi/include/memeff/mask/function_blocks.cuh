@@ -110,10 +110,10 @@ struct FunctionBlocks : TileRange {
     }
 
     FunctionBlocks const& blocks_;
-    int first_ = 0;          // of the 32 blocks that are decided
-    unsigned valid_ = 0;     // of these, the ones to copy
-    unsigned partial_ = 0;   // those in which the function may be false
-    int queue_[kAhead];      // the current block and the next ones, with their bits
+    int first_ = 0;         // of the 32 blocks that are decided
+    unsigned valid_ = 0;    // of these, the ones to copy
+    unsigned partial_ = 0;  // those in which the function may be false
+    int queue_[kAhead];     // the current block and the next ones, with their bits
   };
 };
 

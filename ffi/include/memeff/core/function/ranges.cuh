@@ -86,7 +86,9 @@ CUTE_DEVICE Range<float> subtract(Range<float> a, Range<float> b) {
   return fitted(__fsub_rn(a.low, b.high), __fsub_rn(a.high, b.low));
 }
 
-CUTE_DEVICE Range<int> negate(Range<int> a) { return fitted(-(long long)a.high, -(long long)a.low); }
+CUTE_DEVICE Range<int> negate(Range<int> a) {
+  return fitted(-(long long)a.high, -(long long)a.low);
+}
 CUTE_DEVICE Range<float> negate(Range<float> a) { return {-a.high, -a.low}; }
 
 CUTE_DEVICE Range<int> multiply(Range<int> a, Range<int> b) {
