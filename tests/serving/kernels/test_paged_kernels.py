@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_case import TOLERANCES, Case, assert_matches
+from paged_case import DECIDED, TOLERANCES, Case, assert_matches
 from paging import paged_attention
 
 DECODE = Case((100, 17, 1, 0), (1, 1, 1, 1))
@@ -168,7 +168,6 @@ def test_emulated_kernels(arch, case, machine, assert_close):
 
 
 _FEATURES = ("is_causal", "logits_soft_cap", "local_window_size", "sinks", "score_mod", "mask")
-_DECIDED = ("tree", "prefix", "sliding", "sinks and window")
 
 
 def random_cases(seed: int) -> Iterator[Case]:
@@ -198,6 +197,9 @@ def random_cases(seed: int) -> Iterator[Case]:
         layouts = tuple(map(str, rng.choice(["none", "heads", "pages"], 2)))
         if rng.random() < 0.3 and case.dtype != "float32" and not any(d % 16 for d in case.dims):
             case = dataclasses.replace(case, scales=layouts)
+        if rng.random() < 0.4 and "mask" not in case.features:
+            decided = str(rng.choice(list(DECIDED)))
+            case = dataclasses.replace(case, features=(*case.features, decided))
         yield case
 
 

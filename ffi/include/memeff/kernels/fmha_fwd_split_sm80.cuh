@@ -14,7 +14,6 @@
 #include <cute/algorithm/clear.hpp>
 
 #include <memeff/collective/consumer_groups.cuh>
-#include <memeff/collective/copied_rows.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warp_gemm.cuh>
@@ -22,6 +21,7 @@
 #include <memeff/kernels/forward/combine.cuh>
 #include <memeff/kernels/forward/float8_operands.cuh>
 #include <memeff/kernels/forward/segment_sum.cuh>
+#include <memeff/kernels/forward/split_kv_tiles.cuh>
 #include <memeff/kernels/forward/split_operands.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/packed_rows.cuh>
@@ -77,7 +77,8 @@ struct FmhaForwardSplitSm80 {
   using QueryTile = typename Operands::QueryTile;
   using KeyTile = typename Operands::KeyTile;
   using ValueTile = typename Operands::ValueTile;
-  static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
+  using KvTiles = SplitKvTiles<Config, Operands>;
+  static constexpr int kStageBytes = KvTiles::kStageBytes;
   static constexpr int kConsumerGroupBytes = kStages * kStageBytes;
   static constexpr int kTileBytes =
       QueryTile::kBytes + ConsumerGroup::kConsumerGroups * kConsumerGroupBytes;
@@ -167,30 +168,6 @@ struct FmhaForwardSplitSm80 {
       store_partial(params, item.split, softmax, output);
     }
   }
-
-  // Keys and values of a consumer group.
-  struct KvTiles {
-    template <class Tile>
-    using Rows = CopiedRows<Tile, ConsumerGroup::kThreads, 16, RowPointer, PageTable<Config>>;
-
-    Rows<KeyTile> keys;
-    Rows<ValueTile> values;
-    int end;
-    uint32_t shared;
-
-    // Starts the copies of a KV block. Past the end it commits an empty group, so that waits keep
-    // their count.
-    CUTE_DEVICE void load(int tile, int stage, Operands const& operands) const {
-      if (tile < end) {
-        int const column = tile * kTileKey + ConsumerGroup::index() * Tiles::kConsumerGroupKeys;
-        uint32_t const stage_tiles = shared + stage * kStageBytes;
-        keys.load(column, stage_tiles, ConsumerGroup::thread());
-        values.load(column, stage_tiles + KeyTile::kBytes, ConsumerGroup::thread());
-        operands.load_scales(column, stage);
-      }
-      commit_copies();
-    }
-  };
 
   // The KV blocks that the rows of a tile attend to.
   CUTE_DEVICE static KvBlocks blocks_of_row(ForwardParams const& params, SplitWorkItem const& item,
