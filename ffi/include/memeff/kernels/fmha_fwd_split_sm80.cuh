@@ -19,10 +19,10 @@
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/kernels/forward/combine.cuh>
-#include <memeff/kernels/forward/float8_operands.cuh>
 #include <memeff/kernels/forward/segment_sum.cuh>
-#include <memeff/kernels/forward/split_kv_tiles.cuh>
-#include <memeff/kernels/forward/split_operands.cuh>
+#include <memeff/kernels/forward/split/float8_operands.cuh>
+#include <memeff/kernels/forward/split/kv_tiles.cuh>
+#include <memeff/kernels/forward/split/operands.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/sequences.cuh>

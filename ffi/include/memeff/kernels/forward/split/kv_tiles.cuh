@@ -4,7 +4,7 @@
 #include <memeff/arch/copy.cuh>
 #include <memeff/collective/copied_rows.cuh>
 #include <memeff/core/page_table.cuh>
-#include <memeff/kernels/forward/split_operands.cuh>
+#include <memeff/kernels/forward/split/operands.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 
 namespace memeff {
