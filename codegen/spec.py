@@ -107,6 +107,8 @@ class Kernel(abc.ABC):
     """Whether each gradient of a backward is written by the CTAs that own it, without sums."""
     splits_keys: ClassVar[bool] = False
     """Whether a forward splits the keys over CTAs."""
+    decides_mask_tiles: ClassVar[bool] = False
+    """Whether the kernel itself decides tiles of a mask function that has no block mask."""
     moves_unaligned_rows_in_pieces: ClassVar[bool] = False
     """Whether rows that are not aligned to 16 bytes take registers in the main loop."""
     persistent: ClassVar[bool] = False

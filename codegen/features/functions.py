@@ -189,6 +189,12 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         """A row of a block mask belongs to one head. Paged calls have no block mask."""
         return problem.asks(self) and not problem.asks(PAGES)
 
+    def needs_registers(self, spec: KernelSpec) -> bool:
+        """A paged kernel that decides whole tiles tests the elements of a few, behind a branch."""
+        own = spec[self]
+        is_decided = spec.kernel.decides_mask_tiles and spec[PAGES].size > 0
+        return own is not None and (own.score is not None or not is_decided)
+
     def needs_block_mask(self, compiled: AskedFunctions | None) -> bool:
         return compiled is not None and compiled.mask is not None
 

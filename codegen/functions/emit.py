@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jax_memeff.codegen.functions.constants import float32_bits
-from jax_memeff.codegen.functions.diagonals import diagonal_reads
 from jax_memeff.codegen.functions.finite import is_finite
 from jax_memeff.codegen.functions.levels import Graph, Level, Node, kept
 from jax_memeff.codegen.functions.nodes import graph
 from jax_memeff.codegen.functions.program import Program
+from jax_memeff.codegen.functions.ranges import member
+from jax_memeff.codegen.functions.regions import diagonal_reads
 
 INCLUDES = """\
 #include <memeff/core/function/arrays.cuh>
 #include <memeff/core/function/floats.cuh>
 #include <memeff/core/function/integers.cuh>
+#include <memeff/core/function/ranges.cuh>
 """
 
 _STRUCTS = {Level.HEAD: "OfHead", Level.ROW: "OfRow", Level.COLUMN: "OfColumn"}
@@ -50,6 +52,11 @@ def source(program: Program, name: str, *, precise: bool) -> str:
       head, query and key are the arguments of the user's function.
     - ``value(arrays, of_head, of_row, of_column, score, query, key)``: the score, or whether the
       element is valid.
+
+    Of a mask function also:
+
+    - ``range(arrays, batch, head, query, key)``: whether all elements of a box are valid, and
+      whether any may be (``ranges.py``).
 
     With derivatives, whose arguments are those of ``value``, also:
 
@@ -94,6 +101,8 @@ def source(program: Program, name: str, *, precise: bool) -> str:
         *(printer.level(level) for level in _STRUCTS),
         printer.function(f"{cpp_type} value", nodes.results[0]),
     ]
+    if cpp_type == "bool":
+        parts.append(member(program))
     if derivatives:
         parts.append(printer.function("float derivative", derivatives[0]))
         if nodes.offsets:

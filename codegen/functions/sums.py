@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 
-from jax_memeff.codegen.functions.diagonals import diagonal_reads
 from jax_memeff.codegen.functions.program import Program
+from jax_memeff.codegen.functions.regions import diagonal_reads
 
 MOST_STRIPS = 2
 """The largest number of reads whose sums pass through shared memory; each takes 11 to 23 KB."""

@@ -282,6 +282,7 @@ class FmhaFwdSplitSm80(MmaKernel):
     direction = "forward"
     class_name = "FmhaForwardSplitSm80"
     splits_keys = True
+    decides_mask_tiles = True
     reads_pages = True
     reads_float8_pages = True
     tiles = _TILES

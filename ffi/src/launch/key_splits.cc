@@ -18,13 +18,26 @@ long long resident_blocks(const DeviceKernel& kernel) {
   return (long long)kernel.multiprocessors * kernel.description->blocks_per_sm;
 }
 
-// A model of the run time. Blocks that run together on one multiprocessor share its time. The last
-// round may not fill the device; it takes at least as long as one block per multiprocessor.
-double time_of(long long blocks, double block_time, const DeviceKernel& kernel) {
+// From this many rows on, the products of a key tile take as long as its keys.
+constexpr int kManyRows = 64;
+
+// Whether the multiprocessors bound the time: several large tiles of rows read the same keys, most
+// of them from L2. Otherwise it is the memory, which the blocks of the whole device share.
+bool bound_by_products(const KernelDescription& description, long long blocks) {
+  long long const key_heads = (long long)description.shape.batch * description.shape.key_heads;
+  return description.tile_query >= kManyRows && blocks > key_heads;
+}
+
+// Blocks that run together on one multiprocessor share its time. Those of the last round, which may
+// not fill the device, are as slow as one block for each multiprocessor; if products bound the
+// time, as the multiprocessor with most blocks.
+double time_of(long long blocks, double block_time, bool by_products, const DeviceKernel& kernel) {
   long long const resident = resident_blocks(kernel);
   double const share = block_time / kernel.multiprocessors;
   long long const rest = blocks % resident;
-  double const last_round = rest == 0 ? 0 : std::max(block_time, rest * share);
+  double const last_round = rest == 0     ? 0
+                            : by_products ? ceil_div(rest, kernel.multiprocessors) * block_time
+                                          : std::max(block_time, rest * share);
   return static_cast<double>(blocks - rest) * share + last_round;
 }
 
@@ -33,11 +46,12 @@ double time_of(long long blocks, double block_time, const DeviceKernel& kernel) 
 long long fastest_splits(long long blocks, long long key_tiles, long long most,
                          const DeviceKernel& kernel) {
   long long best = 1;
-  double least = time_of(blocks, key_tiles + kBlockOverhead, kernel);
+  bool const by_products = bound_by_products(*kernel.description, blocks);
+  double least = time_of(blocks, key_tiles + kBlockOverhead, by_products, kernel);
   long long const useful = std::max(kRounds, resident_blocks(kernel) / std::max(blocks, 1ll));
   for (long long splits = 2; splits <= std::min(most, useful); ++splits) {
     double const block_time = ceil_div(key_tiles, splits) + kBlockOverhead;
-    double const time = time_of(blocks * splits, block_time, kernel) + kCombination;
+    double const time = time_of(blocks * splits, block_time, by_products, kernel) + kCombination;
     if (time < least) {
       best = splits;
       least = time;

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ VIEW = np.dtype(
     [("data", "u8"), ("sizes", "i8", _DIMS), ("strides", "i8", _DIMS), ("share", "u8", 2)]
 )
 
-_HEADER = (
+HEADER = (
     emit.INCLUDES
     + """
 namespace memeff::function {
@@ -159,13 +160,14 @@ def program_source(program: Program, number: int, precise: bool) -> str:
 def evaluate(cases: Sequence[Case], arguments: np.ndarray) -> list[Evaluated]:
     """Compiles programs as one library and evaluates them at POINT [points]."""
     texts = [program_source(case.program, i, case.precise) for i, case in enumerate(cases)]
-    path = build.kernel_library("programs", _HEADER + "".join(texts))
+    path = build.kernel_library("programs", HEADER + "".join(texts))
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
     return [_run(getattr(library, f"program_{i}"), case, arguments) for i, case in enumerate(cases)]
 
 
-def _run(function: Any, case: Case, arguments: np.ndarray) -> Evaluated:
-    program = case.program
+@contextlib.contextmanager
+def passed(case: Case) -> Iterator[_Arrays]:
+    """The captured arrays and literals of a program, as compiled functions take them."""
     views = np.zeros(len(case.arrays), VIEW)
     for view, array in zip(views, case.arrays, strict=True):
         view["data"] = array.ctypes.data
@@ -174,8 +176,12 @@ def _run(function: Any, case: Case, arguments: np.ndarray) -> Evaluated:
         # As in the host library, a dim of one element has the stride 0.
         view["strides"][: array.ndim] = np.where(np.array(array.shape) == 1, 0, strides)
         view["share"] = [-(-(2**64) // (DIVISOR * VMAP)), VMAP]
-    literals = np.array(emit.literal_bits(program), "u4")
-    passed = _Arrays(views.ctypes.data, literals.ctypes.data, CALL_BATCH)
+    literals = np.array(emit.literal_bits(case.program), "u4")
+    yield _Arrays(views.ctypes.data, literals.ctypes.data, CALL_BATCH)
+
+
+def _run(function: Any, case: Case, arguments: np.ndarray) -> Evaluated:
+    program = case.program
     count = len(arguments)
     reads = len(program.float_reads) if len(program.results) > 1 else 0
     found = Evaluated(
@@ -186,5 +192,6 @@ def _run(function: Any, case: Case, arguments: np.ndarray) -> Evaluated:
     )
     outputs = [ctypes.c_void_p(array.ctypes.data) for array in found]
     pointer = ctypes.c_void_p(arguments.ctypes.data)
-    function(ctypes.byref(passed), pointer, ctypes.c_int(count), *outputs)
+    with passed(case) as arrays:
+        function(ctypes.byref(arrays), pointer, ctypes.c_int(count), *outputs)
     return found

@@ -14,10 +14,10 @@ from random_programs import programs
 
 from jax_memeff._functions.trace import traced_score_function
 from jax_memeff.codegen.functions import emit, operations
-from jax_memeff.codegen.functions.diagonals import constant_along_diagonals
 from jax_memeff.codegen.functions.nodes import MOST_DIMS
 from jax_memeff.codegen.functions.operations import OPERATIONS
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
+from jax_memeff.codegen.functions.regions import constant_along_diagonals
 
 pytestmark = pytest.mark.quick
 
@@ -292,13 +292,15 @@ def test_sources_consist_of_known_words():
     forms += [form for o in OPERATIONS.values() for form in (o.exact, o.approximate)]
     forms += [*operations.CONVERSIONS.values(), *operations.BITCASTS.values()]
     files = [example_programs.source(name) for name in SOURCES] + [Path(emit.__file__).read_text()]
-    files.append((Path(emit.__file__).parent / "nodes.py").read_text())
+    files += [
+        (Path(emit.__file__).parent / f"{name}.py").read_text() for name in ("nodes", "ranges")
+    ]
     word, number = re.compile(r"\b[A-Za-z_]\w*"), re.compile(r"\b0x[0-9a-f.]+p[+-]\d+f\b")
     known = set(word.findall(" ".join(forms + files)))
     for program in programs(200, seed=1):
         source = number.sub("", emit.source(program, "F", precise=False))
         words = set(word.findall(source))
-        variables = {found for found in words if re.fullmatch(r"v\d+", found)}
+        variables = {found for found in words if re.fullmatch(r"(v|r|read)\d+", found)}
         assert words - variables - {"F"} <= known
 
 

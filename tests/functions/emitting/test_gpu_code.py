@@ -29,13 +29,18 @@ struct Given {
 };
 
 // Each thread has a row, and loops over columns, as in a kernel.
-template <class Function, bool kDerivatives>
+template <class Function, bool kDerivatives, bool kMask>
 CUTE_DEVICE void evaluate(Given const& given) {
   using namespace memeff::function;
   int const batch = blockIdx.x % given.sizes[0], head = blockIdx.x / given.sizes[0];
   FunctionArrays<Config> const arrays{given.arrays, given.literals, batch};
   auto const of_head = Function::of_head(arrays, batch, head);
   int const query = threadIdx.x;
+  if constexpr (kMask) {
+    auto const valid =
+        Function::range(arrays, batch, {head, head + 1}, {query, query + 3}, {query, query + 15});
+    given.results[8192 + query] = valid.low + valid.high;
+  }
   auto const of_row = Function::of_row(arrays, of_head, query);
   for (int key = 0; key < 16; ++key) {
     auto const of_column = Function::of_column(arrays, of_head, key);
@@ -62,7 +67,7 @@ CUTE_DEVICE void evaluate(Given const& given) {
 
 KERNEL = """
 extern "C" __global__ void {name}(const __grid_constant__ Given given) {{
-  evaluate<memeff::function::{struct}, {derivatives}>(given);
+  evaluate<memeff::function::{struct}, {derivatives}, {mask}>(given);
 }}
 """
 
@@ -77,7 +82,8 @@ def test_functions_need_no_local_memory(arch):
         assert len(program.arrays) <= MOST_ARRAYS
         text += emit.source(program, struct, precise=number % 2 == 0)
         derivatives = str(len(program.results) > 1).lower()
-        text += KERNEL.format(name=name, struct=struct, derivatives=derivatives)
+        mask = str(program.values[program.results[0]].dtype == "bool").lower()
+        text += KERNEL.format(name=name, struct=struct, derivatives=derivatives, mask=mask)
         names.append(name)
     compiled = compiler.compile_source(text, arch, names)
     assert len(compiled.resources) == len(names)

@@ -17,6 +17,25 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 CAP = 2.0
 
 
+TREE = np.tril(np.random.default_rng(0).random((12, 12)) < 0.4) | np.eye(12, dtype=bool)
+"""The drafted tokens that each one attends to."""
+
+
+def _tree(first: Any, tree: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    own, other = ((x - first).clip(0, len(tree) - 1) for x in (q, k))
+    return (k < first) | tree[own, other] & (k <= q)
+
+
+DECIDED = {
+    "tree": _tree,
+    "prefix": lambda first, tree, b, h, q, k: (k < 40 + 70 * b) | (k <= q - 50),
+    "sliding": lambda first, tree, b, h, q, k: (q - k < 30 + 50 * h) & (k <= q),
+    "sinks and window": lambda first, tree, b, h, q, k: (k < 5) | (abs(q - k - 20) < 40),
+    "none": lambda first, tree, b, h, q, k: (k > 10**6) & (q >= 0),
+}
+"""Mask functions of which most tiles are decided, by the first new position of a sequence."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A ragged batch. ``features`` are the names of its arguments."""
@@ -93,6 +112,12 @@ class Case:
             "score_mod": lambda s, b, h, q, k: s + (0.01 * b + 0.03 * h) * (k - q),
             "mask": Mask.function(lambda b, h, q, k: (q - k) % 3 != h % 3),
         }
+        if decided := [name for name in self.features if name in DECIDED]:
+            function, kept = DECIDED[decided[0]], jnp.asarray(self.counts)
+            ends = jnp.asarray(self.lengths)
+            given["mask"] = Mask.function(
+                lambda b, h, q, k: function(ends[b] - kept[b], jnp.asarray(TREE), b, h, q, k)
+            )
         if "kv_blocks" in self.features:
             given["mask"] = Mask.kv_blocks(self.lists, block_size=(4, 16))
         if self.is_latent:
@@ -141,6 +166,9 @@ class Case:
                 found &= (k >= q - 20) & (k <= q + 3)
             if "mask" in self.features:
                 found &= (q - k) % 3 != h % 3
+            for name in self.features:
+                if name in DECIDED:
+                    found &= DECIDED[name](made.lengths[b] - made.counts[b], TREE, b, h, q, k)
             if "kv_blocks" in self.features:
                 row = q - (made.lengths[b] - made.counts[b])
                 found &= (self.lists[b][h, row // 4] == k[..., None] // 16).any(-1)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_case import TOLERANCES, Case, assert_matches
+from paged_case import DECIDED, TOLERANCES, Case, assert_matches
 from paging import paged_attention
 
 DECODE = Case((100, 17, 1, 0), (1, 1, 1, 1))
@@ -96,6 +96,49 @@ EMULATED = [
     ("sm_75", dataclasses.replace(DECODE, scales=("heads", "pages"), dtype="float16")),
 ]
 
+# Tiles that a mask function leaves out, or whose elements it need not test: one and five tokens,
+# lengths at the ends of pages and of tiles, heads that share a tile or not.
+_STEPS = Case(
+    (700, 320, 321, 319, 5, 1, 0, 64),
+    (5, 5, 5, 5, 5, 1, 1, 5),
+    page_size=64,
+    heads=(8, 2),
+    dims=(128, 128),
+)
+EMULATED += [
+    ("sm_90a", dataclasses.replace(_STEPS, features=("is_causal", "tree", "sinks"))),
+    ("sm_90a", dataclasses.replace(_STEPS, heads=(8, 1), features=("tree", "score_mod"))),
+    ("sm_90a", dataclasses.replace(_STEPS, heads=(32, 1), features=("is_causal", "tree"))),
+    ("sm_80", dataclasses.replace(_STEPS, features=("sinks and window",), is_missing=True)),
+    ("sm_90a", dataclasses.replace(_STEPS, counts=(1,) * 8, features=("sliding", "sinks"))),
+    ("sm_90a", dataclasses.replace(_STEPS, counts=(1,) * 8, features=("none", "sinks"))),
+    ("sm_90a", dataclasses.replace(_STEPS, heads=(2, 2), features=("prefix",), page_size=32)),
+    (
+        "sm_90a",
+        dataclasses.replace(_STEPS, features=("is_causal", "tree"), scales=("heads", "pages")),
+    ),
+    (
+        "sm_90a",
+        dataclasses.replace(_STEPS, features=("is_causal", "tree", "batch_invariant"), seed=1),
+    ),
+    (
+        "sm_80",
+        dataclasses.replace(
+            _STEPS, features=("sinks and window", "batch_invariant"), dims=(64, 64)
+        ),
+    ),
+    # Prompts, in the Hopper forward.
+    *(
+        ("sm_90a", dataclasses.replace(RAGGED, query_rows=rows, dims=dims, features=features))
+        for rows, dims, features in (
+            (None, (128, 128), ("is_causal", "tree")),
+            (None, (64, 64), ("prefix",)),
+            (None, (64, 64), ("sliding", "sinks")),
+            ("consumer_groups", (128, 128), ("sinks and window",)),
+        )
+    ),
+]
+
 
 def lower(case: Case, arch: str) -> jax.stages.Lowered:
     """Runs in the process of ``machine``."""
@@ -154,6 +197,9 @@ def random_cases(seed: int) -> Iterator[Case]:
         layouts = tuple(map(str, rng.choice(["none", "heads", "pages"], 2)))
         if rng.random() < 0.3 and case.dtype != "float32" and not any(d % 16 for d in case.dims):
             case = dataclasses.replace(case, scales=layouts)
+        if rng.random() < 0.4 and "mask" not in case.features:
+            decided = str(rng.choice(list(DECIDED)))
+            case = dataclasses.replace(case, features=(*case.features, decided))
         yield case
 
 

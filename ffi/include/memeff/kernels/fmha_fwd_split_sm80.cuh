@@ -14,19 +14,20 @@
 #include <cute/algorithm/clear.hpp>
 
 #include <memeff/collective/consumer_groups.cuh>
-#include <memeff/collective/copied_rows.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/kernels/forward/combine.cuh>
-#include <memeff/kernels/forward/float8_operands.cuh>
 #include <memeff/kernels/forward/segment_sum.cuh>
-#include <memeff/kernels/forward/split_operands.cuh>
+#include <memeff/kernels/forward/split/float8_operands.cuh>
+#include <memeff/kernels/forward/split/kv_tiles.cuh>
+#include <memeff/kernels/forward/split/operands.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
+#include <memeff/mask/function_blocks.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/key_splits.cuh>
@@ -57,7 +58,6 @@ struct FmhaForwardSplitSm80 {
   using TileRows = RowsOfTile<Config::kPackHeads>;
   using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
   using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
-  using KvBlocks = BlockMaskRow<Config::kBlockMask>;
   // A row of the block mask belongs to one head.
   static_assert(!Config::kBlockMask || !Config::kPackHeads);
   using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
@@ -70,10 +70,18 @@ struct FmhaForwardSplitSm80 {
   static_assert(!kKeySegments ||
                 (Config::kSegmentKeys % kTileKey == 0 && ConsumerGroup::kConsumerGroups == 1));
 
+  // Segments end at their last block, so none is left out.
+  using KvBlocks =
+      cute::conditional_t<decides_tiles<Config>(),
+                          FunctionBlocks<Config, Config::kPackHeads, kTileKey, !kKeySegments>,
+                          BlockMaskRow<Config::kBlockMask>>;
+  using Walk = typename KvBlocks::template Walk<kStages - 1>;
+
   using QueryTile = typename Operands::QueryTile;
   using KeyTile = typename Operands::KeyTile;
   using ValueTile = typename Operands::ValueTile;
-  static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
+  using KvTiles = SplitKvTiles<Config, Operands>;
+  static constexpr int kStageBytes = KvTiles::kStageBytes;
   static constexpr int kConsumerGroupBytes = kStages * kStageBytes;
   static constexpr int kTileBytes =
       QueryTile::kBytes + ConsumerGroup::kConsumerGroups * kConsumerGroupBytes;
@@ -101,8 +109,7 @@ struct FmhaForwardSplitSm80 {
     // Partial results have no valid rows: row modifiers must see each row once, at its end.
     bool const is_partial = kKeySegments || params.splits > 1;
     TileRows const rows(shape, item.batch, item.head, row, is_partial ? 0 : mask.query_length);
-    KvBlocks const of_row(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask, item.batch,
-                          item.head, item.tile, ceil_div(shape.key_length, kTileKey));
+    KvBlocks const of_row = blocks_of_row(params, item, mask, row);
     KvBlocks const kv_blocks = of_row.within(part_of_split(params, item, mask, of_row));
 
     KeyValueSource<Config> const source(params, item.batch, key_head);
@@ -129,26 +136,27 @@ struct FmhaForwardSplitSm80 {
     bool const copies_query = Operands::kCopiesQuery && !kv_blocks.empty();
     if (copies_query) load_query(params, item, row, operands, query_tile);
     commit_copies();
-    int ahead = kv_blocks.begin;
+    Walk walk(kv_blocks);
     CUTE_UNROLL
     for (int stage = 0; stage < kStages - 1; ++stage) {
-      kv_tiles.load(ahead, stage, operands);
-      ahead = kv_blocks.after(ahead);
+      kv_tiles.load(walk.ahead, stage, operands);
+      walk.copied_first();
     }
     // The conversion waits for the queries, so the copies of keys start before it.
     bool const converts_query = !Operands::kCopiesQuery && !kv_blocks.empty();
     if (converts_query) load_query(params, item, row, operands, query_tile);
+    walk.start();
     wait_copies<kStages - 1>();
     __syncthreads();  // the query tile is in shared memory
 
     operands.begin();
     if constexpr (kKeySegments) {
-      attend_segments(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile,
+      attend_segments(params, item, mask, rows, kv_blocks, walk, kv_tiles, operands, query_tile,
                       softmax, output);
       return;
     }
-    attend(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile, softmax,
-           output, [](int) {});
+    attend(params, item, mask, rows, walk, kv_tiles, operands, query_tile, softmax, output,
+           [](int) {});
 
     __syncthreads();  // Merge overwrites the tiles: every warp must have read them
     Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
@@ -164,35 +172,28 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
-  // Copies the keys and values of one consumer group; the main loop calls load() for each block.
-  struct KvTiles {
-    template <class Tile>
-    using Rows = CopiedRows<Tile, ConsumerGroup::kThreads, 16, RowPointer, PageTable<Config>>;
-
-    Rows<KeyTile> keys;
-    Rows<ValueTile> values;
-    int end;
-    uint32_t shared;
-
-    // Starts the copies of a KV block; past the end an empty group, because wait_copies counts.
-    CUTE_DEVICE void load(int tile, int stage, Operands const& operands) const {
-      if (tile < end) {
-        int const column = tile * kTileKey + ConsumerGroup::index() * Tiles::kConsumerGroupKeys;
-        uint32_t const stage_tiles = shared + stage * kStageBytes;
-        keys.load(column, stage_tiles, ConsumerGroup::thread());
-        values.load(column, stage_tiles + KeyTile::kBytes, ConsumerGroup::thread());
-        operands.load_scales(column, stage);
-      }
-      commit_copies();
+  // The KV blocks that the rows of a tile attend to.
+  CUTE_DEVICE static KvBlocks blocks_of_row(ForwardParams const& params, SplitWorkItem const& item,
+                                            Mask const& mask, int row) {
+    TileRange const range = mask.key_tiles(row, kTileQuery, kTileKey);
+    if constexpr (decides_tiles<Config>()) {
+      return {range,
+              params,
+              {item.batch, item.head, row, 0},
+              min(row + kTileQuery, mask.query_length),
+              mask.key_length};
+    } else {
+      return {range,     params.block_mask, item.batch,
+              item.head, item.tile,         ceil_div(params.shape.key_length, kTileKey)};
     }
-  };
+  }
 
-  // The main loop: O += P V over the KV blocks of this split and consumer group. The first kStages
-  // - 1 blocks are in flight; `ahead` is copied next. Calls end_block(block) after each.
+  // The main loop: O += P V over the KV blocks of this split and consumer group. The copies of the
+  // first kStages - 1 blocks are in flight. Calls end_block(block) after each.
   template <class Output, class EndBlock>
   CUTE_DEVICE static void attend(ForwardParams const& params, SplitWorkItem const& item,
-                                 Mask const& mask, TileRows const& rows, KvBlocks const& kv_blocks,
-                                 int ahead, KvTiles const& kv_tiles, Operands const& operands,
+                                 Mask const& mask, TileRows const& rows, Walk walk,
+                                 KvTiles const& kv_tiles, Operands const& operands,
                                  uint32_t query_tile, Softmax& softmax, Output& output,
                                  EndBlock end_block) {
     LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks> const query(query_tile,
@@ -201,16 +202,16 @@ struct FmhaForwardSplitSm80 {
     // A decode step fills the rows of one warp of the tile; the other warps only copy.
     bool const has_rows = rows.row + ScoreGrid::row() < mask.query_length;
     int stage = 0;
-    for (int tile = kv_blocks.begin; tile < kv_blocks.end; tile = kv_blocks.after(tile)) {
-      int const column = tile * kTileKey;
+    for (; walk.more(); walk.advance()) {
+      int const column = walk.tile() * kTileKey;
       wait_copies<kStages - 2>();
       ConsumerGroup::sync();  // this block has arrived; the group has read the previous one
       int const previous = stage == 0 ? kStages - 1 : stage - 1;
-      if constexpr (!Config::kBlockMask) ahead = tile + kStages - 1;  // saves a register
-      kv_tiles.load(ahead, previous, operands);
-      ahead = kv_blocks.after(ahead);
+      walk.begin_block();
+      kv_tiles.load(walk.ahead, previous, operands);
+      walk.copied();
 
-      if (!kKeySegments || has_rows) {
+      if ((!kKeySegments || has_rows) && !walk.masked()) {
         uint32_t const stage_tiles = kv_tiles.shared + stage * kStageBytes;
         auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
         cute::clear(scores);
@@ -218,12 +219,12 @@ struct FmhaForwardSplitSm80 {
 
         ScoreTilePosition const at = {item.batch, item.head, rows.row, column};
         modifiers.forward(scores, at, rows, column);
-        mask.template apply<kTileQuery, kTileKey>(scores, params, at, kv_blocks.partial(tile));
+        mask.template apply<kTileQuery, kTileKey>(scores, params, at, walk.partial());
         softmax.step(scores, output, params.scale.softmax_scale);
         auto probabilities = as_left_operand<typename Operands::Element>(scores);
         Probabilities::forward(params, item.batch, item.head, rows.row, column, probabilities);
         operands.multiply_values(output, probabilities, stage_tiles + KeyTile::kBytes, stage);
-        end_block(tile);
+        end_block(walk.tile());
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
@@ -252,7 +253,7 @@ struct FmhaForwardSplitSm80 {
   template <class Output>
   CUTE_DEVICE static void attend_segments(ForwardParams const& params, SplitWorkItem const& item,
                                           Mask const& mask, TileRows const& rows,
-                                          KvBlocks const& kv_blocks, int ahead,
+                                          KvBlocks const& kv_blocks, Walk const& walk,
                                           KvTiles const& kv_tiles, Operands const& operands,
                                           uint32_t query_tile, Softmax& softmax, Output& output) {
     SegmentSum<Output> sum;
@@ -270,8 +271,8 @@ struct FmhaForwardSplitSm80 {
       softmax = Softmax();
       cute::clear(output);
     };
-    attend(params, item, mask, rows, kv_blocks, ahead, kv_tiles, operands, query_tile, softmax,
-           output, end_segment);
+    attend(params, item, mask, rows, walk, kv_tiles, operands, query_tile, softmax, output,
+           end_segment);
     if (params.splits > 1) {
       mark_masked_segments(params, item, mask, kv_blocks);
       return;

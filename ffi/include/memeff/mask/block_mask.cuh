@@ -11,12 +11,42 @@
 
 namespace memeff {
 
+// The tiles of a row in the order of a main loop, which copies tile `ahead` while it computes
+// tile(), kAhead tiles before. The first kAhead tiles are copied before start(). kInOrder: the row
+// skips none.
+template <class Row, bool kInOrder, int kAhead>
+struct RowWalk {
+  Row const& row;
+  int current;
+  int ahead;
+
+  CUTE_DEVICE explicit RowWalk(Row const& row) : row(row), current(row.begin), ahead(row.begin) {}
+
+  CUTE_DEVICE void copied_first() { ahead = row.after(ahead); }
+  CUTE_DEVICE void start() {}
+
+  CUTE_DEVICE bool more() const { return current < row.end; }
+  CUTE_DEVICE int tile() const { return current; }
+  CUTE_DEVICE bool partial() const { return row.partial(current); }
+  // Whether the tile has no valid element, though it was copied.
+  CUTE_DEVICE bool masked() const { return false; }
+
+  CUTE_DEVICE void begin_block() {
+    if constexpr (kInOrder) ahead = current + kAhead;  // one register less
+  }
+  CUTE_DEVICE void copied() { ahead = row.after(ahead); }
+  CUTE_DEVICE void advance() { current = row.after(current); }
+};
+
 // Iterates over the tiles of a row of blocks that have a valid element. Main loops call after() or
 // before() to advance and partial() to decide whether to test elements. Unless the range is empty,
 // its first and last tile have a valid element. Without a block mask every tile of the range is
 // visited.
 template <bool kMapped>
 struct BlockMaskRow : TileRange {
+  template <int kAhead>
+  using Walk = RowWalk<BlockMaskRow, true, kAhead>;
+
   BlockMaskRow() = default;
   CUTE_DEVICE BlockMaskRow(TileRange const& range, BlockMask const&, int, int, int, int)
       : TileRange(range) {}
@@ -42,6 +72,9 @@ struct BlockMaskRow : TileRange {
 
 template <>
 struct BlockMaskRow<true> : TileRange {
+  template <int kAhead>
+  using Walk = RowWalk<BlockMaskRow, false, kAhead>;
+
   // Must match jax_memeff/_cuda/block_mask.py, which writes the bytes.
   static constexpr int kRangeBytes = sizeof(TileRange);
   enum Valid : unsigned char { kNone = 0, kAll = 1, kSome = 2 };

@@ -9,6 +9,7 @@
 
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/kernels/forward/consumer_sm90.cuh>
+#include <memeff/mask/function_range.cuh>
 
 namespace memeff {
 
@@ -260,9 +261,25 @@ struct ForwardMainLoopSm90 {
     modifiers.forward(scores, at, column);
     modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
     int const warpgroup = position.row_warpgroup;
-    mask.template apply<kWarpgroupRows, kTileKey>(
-        scores, params, at, range.is_partial(tile, warpgroup), warpgroup * kWarpgroupRows);
+    bool const partial = range.is_partial(tile, warpgroup) &&
+                         may_be_masked(params, mask, at, warpgroup * kWarpgroupRows);
+    mask.template apply<kWarpgroupRows, kTileKey>(scores, params, at, partial,
+                                                  warpgroup * kWarpgroupRows);
     if (range.is_empty(tile, warpgroup)) cute::fill(scores, -infinity());
+  }
+
+  // Whether a mask function may be false in a KV block, for the rows of a consumer from `own_row`
+  // on; true if block masks say so.
+  CUTE_DEVICE static bool may_be_masked(ForwardParams const& params, Mask const& mask,
+                                        ScoreTilePosition at, int own_row) {
+    if constexpr (decides_tiles<Config>()) {
+      at.row += own_row;
+      int const row_end = min(at.row + kWarpgroupRows, mask.query_length);
+      int const column_end = min(at.column + kTileKey, mask.key_length);
+      MaskFunctionRange<Config, false> const rows(params, at, max(row_end, at.row + 1));
+      return !rows.of_columns(at.column, max(column_end, at.column + 1)).low;
+    }
+    return true;
   }
 
   // The modified probabilities of a KV block as an operand. With kScalesRows it needs the factors

@@ -17,7 +17,7 @@
 #include <memeff/core/float8.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/core/page_table.cuh>
-#include <memeff/kernels/forward/split_operands.cuh>
+#include <memeff/kernels/forward/split/operands.cuh>
 
 namespace memeff {
 

@@ -1,0 +1,44 @@
+// The copies of the split forward's keys and values to shared memory.
+#pragma once
+
+#include <memeff/arch/copy.cuh>
+#include <memeff/collective/copied_rows.cuh>
+#include <memeff/core/page_table.cuh>
+#include <memeff/kernels/forward/split/operands.cuh>
+#include <memeff/layout/tensor_rows.cuh>
+
+namespace memeff {
+
+// Keys and values of a consumer group.
+template <class Config, class Operands>
+struct SplitKvTiles {
+  using Tiles = SplitTiles<Config>;
+  using ConsumerGroup = typename Tiles::ConsumerGroup;
+  using KeyTile = typename Operands::KeyTile;
+  using ValueTile = typename Operands::ValueTile;
+  static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
+
+  template <class Tile>
+  using Rows = CopiedRows<Tile, ConsumerGroup::kThreads, 16, RowPointer, PageTable<Config>>;
+
+  Rows<KeyTile> keys;
+  Rows<ValueTile> values;
+  int end;
+  uint32_t shared;
+
+  // Starts the copies of a KV block. Past the end it commits an empty group, so that waits keep
+  // their count.
+  CUTE_DEVICE void load(int tile, int stage, Operands const& operands) const {
+    if (tile < end) {
+      int const column =
+          tile * Tiles::kTileKey + ConsumerGroup::index() * Tiles::kConsumerGroupKeys;
+      uint32_t const stage_tiles = shared + stage * kStageBytes;
+      keys.load(column, stage_tiles, ConsumerGroup::thread());
+      values.load(column, stage_tiles + KeyTile::kBytes, ConsumerGroup::thread());
+      operands.load_scales(column, stage);
+    }
+    commit_copies();
+  }
+};
+
+}  // namespace memeff
