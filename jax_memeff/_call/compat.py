@@ -107,6 +107,14 @@ def local(aval: Any) -> ShapedArray:
     return ShapedArray(aval.shape, aval.dtype)
 
 
+def compile_at_once(primitive: Primitive) -> None:
+    """Let the primitive compile itself if it is called outside of ``jax.jit``.
+
+    This includes ``jax.disable_jit()``, in which ``jax.jit(primitive.bind)`` would call itself.
+    """
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+
+
 def lower_with_devices(primitive: Primitive) -> None:
     """Give the lowering rule of a primitive access to the mesh, as custom_partitioning needs."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)

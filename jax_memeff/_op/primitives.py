@@ -187,7 +187,6 @@ def _register(
     types: Callable,
     in_jax: Callable,
     on_cuda: Callable | None,
-    static: tuple[str, ...],
 ) -> None:
     lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
 
@@ -217,7 +216,7 @@ def _register(
 
     compat.lower_with_devices(primitive)
     primitive.def_abstract_eval(types)
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
+    compat.compile_at_once(primitive)
     mlir.register_lowering(primitive, default_lowering if on_cuda is None else anywhere)
     if on_cuda is not None:
         kernels = by_shards(primitive, on_cuda, _kernel_digest)
@@ -230,19 +229,16 @@ _register(
     types=_forward_types,
     in_jax=_blockwise_forward,
     on_cuda=_cuda_forward,
-    static=("tree", "options"),
 )
 _register(
     attention_bwd_p,
     types=_backward_types,
     in_jax=_blockwise_backward,
     on_cuda=_cuda_backward,
-    static=("tree", "options", "needs_grad"),
 )
 _register(
     attention_tangent_p,
     types=_tangent_types,
     in_jax=tangent_in_jax,
     on_cuda=None,
-    static=("tree", "options"),
 )
