@@ -72,6 +72,18 @@ def _from_list(name: str, value: list[Any] | tuple[Any, ...]) -> np.ndarray:
         ) from error
 
 
+def score_dtype(dtype: Any) -> np.dtype:
+    """The dtype of the scores of floats: float64 for float64, else float32.
+
+    ``jnp.promote_types`` raises for 16 bits if ``jax_numpy_dtype_promotion`` is ``"strict"``.
+
+    >>> score_dtype(jnp.bfloat16)
+    dtype('float32')
+    """
+    wide = np.dtype(np.float64)
+    return wide if dtype == wide else np.dtype(np.float32)
+
+
 def is_host(value: Any) -> bool:
     """Whether the values can be read while the call is traced."""
     return isinstance(value, np.ndarray)

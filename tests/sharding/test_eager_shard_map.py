@@ -24,9 +24,11 @@ def sharded(function, spec=BATCH):
     return jax.shard_map(function, mesh=MESH, in_specs=spec, out_specs=spec)
 
 
-@pytest.mark.parametrize("disabled", [False, True], ids=["", "disable_jit"])
+@pytest.mark.parametrize("disabled", [False, True], ids=["jit", "disable_jit"])
 @pytest.mark.parametrize(
-    "function, spec", [(causal, BATCH), (jax.vmap(causal), BATCH), (ring, ROWS)], ids=str
+    "function, spec",
+    [(causal, BATCH), (jax.vmap(causal), BATCH), (ring, ROWS)],
+    ids=["call", "vmap", "ring"],
 )
 def test_equals_one_device(assert_close, function, spec, disabled):
     with jax.disable_jit(disabled):
@@ -34,7 +36,7 @@ def test_equals_one_device(assert_close, function, spec, disabled):
     assert_close(got, causal(QUERY, KEY, VALUE), 1e-6)
 
 
-@pytest.mark.parametrize("function, spec", [(causal, BATCH), (ring, ROWS)], ids=["", "ring"])
+@pytest.mark.parametrize("function, spec", [(causal, BATCH), (ring, ROWS)], ids=["call", "ring"])
 def test_gradients_inside_and_outside(assert_close, function, spec):
     def loss(function, query):
         return jnp.sum(function(query, KEY, VALUE) ** 2)

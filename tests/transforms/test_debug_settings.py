@@ -37,7 +37,8 @@ def packed(query: Any, key: Any, value: Any) -> Any:
 
 
 def paged(query: Any, key: Any, value: Any) -> Any:
-    pools = jax_memeff.append_to_pages(POOL, POOL, key[:, :1], value[:, :1], TABLE, LENGTHS)
+    pool = POOL.astype(key.dtype)
+    pools = jax_memeff.append_to_pages(pool, pool, key[:, :1], value[:, :1], TABLE, LENGTHS)
     return jax_memeff.paged_attention(query[:, :1], *pools, TABLE, LENGTHS, score_mod=alibi)
 
 
@@ -57,6 +58,18 @@ CALLS: dict[str, Any] = {
     "paged": paged,
 }
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+@every_call
+@pytest.mark.parametrize("wide", [False, True], ids=["", "x64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_promotion(call, dtype, wide):
+    with (
+        jax.enable_x64(wide),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
+        jax.jit(call).lower(*(x.astype(dtype) for x in (QUERY, KEY, VALUE)))
 
 
 @every_call
