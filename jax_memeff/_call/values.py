@@ -138,7 +138,7 @@ def _is_number(value: object) -> bool:
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         # NumPy treats timedeltas as integers.
         kinds = (jnp.floating, jnp.integer)
-        return value.dtype.kind != "m" and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+        return any(jnp.issubdtype(value.dtype, kind) for kind in kinds) and value.dtype.kind != "m"
     # float() would accept "0.5", True is not a scale, and classes have __float__ too.
     return hasattr(value, "__float__") and not isinstance(value, (bool, str, type))
 
