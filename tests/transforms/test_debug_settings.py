@@ -86,3 +86,14 @@ def test_derivatives_without_jit(assert_close):
     with jax.disable_jit():
         got = jax.jvp(gradient, [QUERY], [VALUE])
     assert_close(got, jax.jvp(gradient, [QUERY], [VALUE]), 1e-5)
+
+
+def test_no_tracer_leaks():
+    def loss(slopes):
+        def function(score, b, h, q, k):
+            return score * slopes[h]
+
+        return dot_product_attention(QUERY, KEY, VALUE, score_mod=function).sum()
+
+    with jax.checking_leaks():
+        jax.jit(jax.grad(loss)).lower(SLOPES)
