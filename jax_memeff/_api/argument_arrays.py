@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._call import values
+from jax_memeff._call.values import score_dtype
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -119,7 +120,7 @@ def bias(value: Any, query_dtype: Any, scores: tuple[int, int, int, int]) -> jax
     broadcasts_to_scores("bias", array, scores)
     if array.dtype not in (query_dtype, np.dtype("float32")):
         # jax.nn does the same. The gradient is returned in the given dtype.
-        array = array.astype(jnp.promote_types(query_dtype, jnp.float32))
+        array = array.astype(score_dtype(query_dtype))
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
@@ -138,7 +139,7 @@ def sinks(value: Any, query_dtype: Any, heads: int) -> jax.Array | None:
             f"sinks must have one logit for each of the {heads} heads of query, shape ({heads},), "
             f"got shape {array.shape}{_of_one_device()}"
         )
-    return array.astype(jnp.promote_types(query_dtype, jnp.float32))[None]
+    return array.astype(score_dtype(query_dtype))[None]
 
 
 def boolean_mask(value: Any, scores: tuple[int, int, int, int]) -> Any:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_memeff._call.values import INT32_MAX, static_integer, static_number
+from jax_memeff._call.values import INT32_MAX, score_dtype, static_integer, static_number
 
 _PRECISIONS: dict[Any, Literal["tf32x3", "tf32"]] = {
     None: "tf32x3",
@@ -53,7 +53,7 @@ def traced_scale(value: Any, dtype: Any) -> jax.Array | None:
             f"scale must be one number, got a traced array of {value.dtype} and shape "
             f"{value.shape}; for one scale per head use score_mod"
         )
-    return value.astype(jnp.promote_types(dtype, jnp.float32))
+    return value.astype(score_dtype(dtype))
 
 
 def soft_cap(value: Any, scale: float, dtype: Any) -> float | None:
@@ -85,7 +85,7 @@ def soft_cap(value: Any, scale: float, dtype: Any) -> float | None:
 
 
 def _accumulator(dtype: Any) -> np.dtype:
-    return jnp.promote_types(dtype, jnp.float32)
+    return score_dtype(dtype)
 
 
 def _range_of_factors(dtype: Any) -> tuple[float, float]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jax_memeff._api import argument_arrays, attention
+from jax_memeff._call.values import score_dtype
 
 _LOGGER = logging.getLogger("jax_memeff")
 
@@ -175,7 +176,7 @@ def _attention(
     shape = jnp.shape(query)
     query, key, value, bias, mask = map(_rank_4, (query, key, value, bias, mask))
     if bias is not None and bias.dtype not in (query.dtype, jnp.float32):
-        bias = bias.astype(jnp.promote_types(query.dtype, jnp.float32))
+        bias = bias.astype(score_dtype(query.dtype))
     # Lengths that exceed the array are clamped if they are device arrays. NumPy arrays would raise,
     # and they do not in jax.nn.
     query_lengths, key_lengths = (

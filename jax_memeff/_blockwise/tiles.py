@@ -24,7 +24,7 @@ from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.operands import Operands, captured_name
 from jax_memeff._call.options import Options
-from jax_memeff._call.values import require_static
+from jax_memeff._call.values import require_static, score_dtype
 
 LONGEST_BLOCK = 512
 _SHORTEST_BLOCK = 64
@@ -98,7 +98,7 @@ class Problem:
             value = _select_rows(
                 expanded(value, options.divisors["value"], batch), mask.key_lengths
             )
-        accumulator = jnp.promote_types(query.dtype, jnp.float32)
+        accumulator = score_dtype(query.dtype)
         longest = LONGEST_BLOCK
         likely_batch = _ASSUMED_BATCH if export.is_symbolic_dim(batch) else batch
         while longest > _SHORTEST_BLOCK and likely_batch * heads * longest**2 > _LARGEST_TILE:
@@ -301,7 +301,7 @@ def _widened(x: jax.Array, accumulator: jnp.dtype) -> jax.Array:
     """Floats of at least the accumulator's dtype; other arrays as they are."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    return x.astype(jnp.promote_types(x.dtype, accumulator))
+    return x.astype(max(score_dtype(x.dtype), accumulator, key=lambda dtype: dtype.itemsize))
 
 
 def _select_rows(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

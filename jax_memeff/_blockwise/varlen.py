@@ -30,6 +30,7 @@ from jax_memeff._call.operands import (
 )
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import Sequences, token_indices
+from jax_memeff._call.values import score_dtype
 
 
 def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[jax.Array, ...]:
@@ -41,7 +42,7 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
         maxima: like lse, only with ``options.row_maxima``.
     """
     _, tokens, heads, _ = operands.query.shape
-    accumulator = jnp.promote_types(operands.query.dtype, jnp.float32)
+    accumulator = score_dtype(operands.query.dtype)
     nothing = jnp.full((1, tokens, heads), -jnp.inf, accumulator)
     results = (
         jnp.zeros((1, tokens, heads, operands.value_dim), dtype or operands.query.dtype),
@@ -126,7 +127,7 @@ def _captured_names(operands: Operands) -> list[str]:
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(score_dtype(x.dtype))
 
 
 def _added(total: jax.Array, part: jax.Array, index: jax.Array, sequences: int) -> jax.Array:

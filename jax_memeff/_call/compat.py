@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax._src import compiler, core, dispatch
+from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
+from jax._src.interpreters.batching import BatchTrace
+from jax._src.shard_map import ShardMapTrace
 from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.core import ShapedArray
@@ -36,6 +40,32 @@ def cast_to_common_varying_axes(tree: Any) -> Any:
 def varying_axes(x: Any) -> frozenset[Any]:
     """The manual mesh axes over which an array may differ from device to device."""
     return jax.typeof(x).manual_axis_type.varying
+
+
+def compiled_in_eager_shard_map(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """``function(operands, static)``, under ``jax.jit`` if the enclosing ``jax.shard_map`` is not.
+
+    Outside of ``jax.jit``, JAX evaluates ``jax.shard_map`` operation by operation, and does not
+    implement custom_vjp with symbolic zeros there.
+    """
+    jitted = jax.jit(function, static_argnums=1)
+
+    @functools.wraps(function)
+    def call(operands: Any, static: Any) -> Any:
+        if not _in_eager_shard_map():
+            return function(operands, static)
+        with jax.disable_jit(False):
+            return jitted(operands, static)
+
+    return call
+
+
+def _in_eager_shard_map() -> bool:
+    """Whether the innermost ``jax.shard_map`` or ``jax.jit`` is a ``jax.shard_map``."""
+    trace = core.trace_ctx.trace
+    while isinstance(trace, (JVPTrace, LinearizeTrace, BatchTrace)):
+        trace = trace.parent_trace
+    return isinstance(trace, ShardMapTrace)
 
 
 def mapped_explicit_axes() -> frozenset[Any]:
@@ -75,6 +105,14 @@ def local(aval: Any) -> ShapedArray:
     axes loop carries vary.
     """
     return ShapedArray(aval.shape, aval.dtype)
+
+
+def compile_at_once(primitive: Primitive) -> None:
+    """Let the primitive compile itself if it is called outside of ``jax.jit``.
+
+    This includes ``jax.disable_jit()``, in which ``jax.jit(primitive.bind)`` would call itself.
+    """
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
 
 
 def lower_with_devices(primitive: Primitive) -> None:

@@ -68,4 +68,5 @@ class Pages:
         is_valid = (page >= 0) & (page < pool_rows // self.page_size)
         # The page is selected before the product, which could overflow.
         first = jnp.where(is_valid, page, 0) * self.page_size
-        return jnp.where(is_valid, first + lax.rem(columns, jnp.int32(self.page_size)), pool_rows)
+        place = lax.rem(columns, jnp.int32(self.page_size))
+        return jnp.where(is_valid, first + place[None, :], pool_rows)

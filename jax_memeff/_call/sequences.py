@@ -103,4 +103,4 @@ def sequence_of_tokens(starts: jax.Array, tokens: int) -> jax.Array:
     [0, 0, 2, 2, 2, 2]
     """
     positions = jnp.arange(tokens, dtype=starts.dtype)
-    return jnp.sum(starts[1:-1] <= positions[:, None], 1, dtype=jnp.int32)
+    return jnp.sum(starts[None, 1:-1] <= positions[:, None], 1, dtype=jnp.int32)

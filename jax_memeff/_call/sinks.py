@@ -11,6 +11,7 @@ from jax_memeff._call import divisors
 from jax_memeff._call.operands import batch_of, is_varlen
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import sequence_of_tokens
+from jax_memeff._call.values import score_dtype
 
 
 def joined(
@@ -34,7 +35,7 @@ def joined(
 
 def delta(out: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> jax.Array:
     """rowsum(dO * O) - dlse, [B, T, N]."""
-    accumulator = jnp.promote_types(out.dtype, jnp.float32)
+    accumulator = score_dtype(out.dtype)
     found = jnp.sum(dout.astype(accumulator) * out.astype(accumulator), -1)
     return found if dlse is None else found - dlse.astype(accumulator)
 

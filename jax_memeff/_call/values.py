@@ -72,6 +72,18 @@ def _from_list(name: str, value: list[Any] | tuple[Any, ...]) -> np.ndarray:
         ) from error
 
 
+def score_dtype(dtype: Any) -> np.dtype:
+    """The dtype of the scores of floats: float64 for float64, else float32.
+
+    ``jnp.promote_types`` raises for 16 bits if ``jax_numpy_dtype_promotion`` is ``"strict"``.
+
+    >>> score_dtype(jnp.bfloat16)
+    dtype('float32')
+    """
+    wide = np.dtype(np.float64)
+    return wide if dtype == wide else np.dtype(np.float32)
+
+
 def is_host(value: Any) -> bool:
     """Whether the values can be read while the call is traced."""
     return isinstance(value, np.ndarray)
@@ -126,7 +138,7 @@ def _is_number(value: object) -> bool:
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         # NumPy treats timedeltas as integers.
         kinds = (jnp.floating, jnp.integer)
-        return value.dtype.kind != "m" and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+        return any(jnp.issubdtype(value.dtype, kind) for kind in kinds) and value.dtype.kind != "m"
     # float() would accept "0.5", True is not a scale, and classes have __float__ too.
     return hasattr(value, "__float__") and not isinstance(value, (bool, str, type))
 

@@ -161,14 +161,14 @@ def _ids_of_sequences(
 ) -> jax.Array:
     """The ids [1, tokens] by sequence, [B, longest]; the last id repeats beyond the end."""
     last = jnp.maximum(lengths - 1, 0)[:, None]
-    tokens = starts[:-1, None] + jnp.minimum(jnp.arange(longest, dtype=jnp.int32), last)
+    tokens = starts[:-1, None] + jnp.minimum(jnp.arange(longest, dtype=jnp.int32)[None], last)
     return jnp.take(ids[0], tokens, mode="clip")
 
 
 def _reached(sequences: Sequences, tiling: Tiling) -> jax.Array:
     """Whether each tile has an element within the lengths, bool[B, 1, Q blocks, KV blocks]."""
     rows, columns = (
-        jnp.arange(count, dtype=jnp.int32) * own < lengths[:, None]
+        jnp.arange(count, dtype=jnp.int32)[None] * own < lengths[:, None]
         for count, own, lengths in zip(
             tiling.counts,
             tiling.tile,
@@ -183,14 +183,14 @@ def _of_whole_tiles(levels: jax.Array, parts: int) -> jax.Array:
     """One byte for ``parts`` neighbouring tiles of rows, which has two bits for each of them."""
     B, N, rows, columns = levels.shape
     padded = jnp.pad(levels, ((0, 0), (0, 0), (0, -rows % parts), (0, 0)))
-    shifts = jnp.arange(parts, dtype=jnp.uint8)[:, None] * jnp.uint8(2)
+    shifts = jnp.arange(0, 2 * parts, 2, dtype=jnp.uint8).reshape(1, 1, 1, parts, 1)
     return (padded.reshape(B, N, -1, parts, columns) << shifts).sum(3, dtype=jnp.uint8)
 
 
 def _with_ranges(valid: jax.Array) -> jax.Array:
     """Rows of blocks, each preceded by the range of its tiles with a valid element."""
     count = valid.shape[3]
-    index = jnp.arange(count, dtype=jnp.int32)
+    index = lax.broadcasted_iota(jnp.int32, (1, 1, 1, count), 3)
     begin = jnp.where(valid > 0, index, count).min(3)
     end = jnp.where(valid > 0, index + 1, 0).max(3)
     ranges = lax.bitcast_convert_type(jnp.stack([begin, end], 3), jnp.uint8)

@@ -57,11 +57,15 @@ def evaluate(
         (value,) = given.results(program.results)
         return jnp.broadcast_to(value, given.shape)
 
+    # The rule refers to the function, so both live until Python looks for cycles. JAX would report
+    # tracers in them as leaked.
+    form = given.without_values()
+
     @jax.custom_jvp
     def function(floats: list[Any], others: dict[int, Any], valid: Any) -> jax.Array:
         del valid  # an argument because the rule may be traced after this call has ended
-        (value,) = given.replaced(floats, others).results(program.results[:1])
-        return jnp.broadcast_to(value, given.shape)
+        (value,) = form.replaced(floats, others).results(program.results[:1])
+        return jnp.broadcast_to(value, form.shape)
 
     def function_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         floats, others, valid = primals
@@ -70,14 +74,14 @@ def evaluate(
             for result, tangent in zip(program.results[1:], tangents[0], strict=True)
             if not isinstance(tangent, SymbolicZero)
         ]
-        slopes = given.replaced(floats, others).results([result for result, _ in moving])
+        slopes = form.replaced(floats, others).results([result for result, _ in moving])
         if valid is not None:
             slopes = [jnp.where(valid, slope, 0) for slope in slopes]
         value = function(floats, others, valid)
         total = jnp.zeros_like(value)
         for slope, (_, tangent) in zip(slopes, moving, strict=True):
             # Reads of 64 bits may be wider than the score.
-            term = jnp.broadcast_to(slope * tangent, given.shape)
+            term = jnp.broadcast_to(slope * tangent, form.shape)
             total = total + term.astype(value.dtype)
         return value, total
 
@@ -157,6 +161,12 @@ class _Given:
         floats = self._program.float_reads
         others = {i: x for i, x in self._known.items() if i not in (*floats, *self._scores())}
         return [self._score, *(self._known[index] for index in floats)], others
+
+    def without_values(self) -> _Given:
+        """The program and the shape alone, for :meth:`replaced`."""
+        new = copy.copy(self)
+        new._score, new._known = None, {}
+        return new
 
     def replaced(self, floats: Sequence[Any], others: Mapping[int, Any]) -> _Given:
         """The same values with other arrays in place of the results of :meth:`parts`."""

@@ -41,6 +41,7 @@ from jax_memeff._call.operands import (
     gradients_needed,
 )
 from jax_memeff._call.options import Options
+from jax_memeff._call.values import score_dtype
 from jax_memeff._op.batching import rule
 from jax_memeff._sharding.automatic import by_shards
 from jax_memeff.errors import UnsupportedError
@@ -101,7 +102,7 @@ def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, ...]:
         value_dim = query.shape[3]
     else:
         query, value_dim = operands.query, operands.value_dim
-    lse_dtype = jnp.promote_types(query.dtype, jnp.float32)
+    lse_dtype = score_dtype(query.dtype)
     rows = query.shape[:3]
     lse = compat.leading_dims(query, rows, lse_dtype)
     maxima = (lse,) if options.row_maxima else ()
@@ -133,7 +134,7 @@ def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Seque
     path = blockwise if operands.sequences is None else blockwise_varlen
     if operands.sinks is None:
         return path.forward(operands, options)
-    accumulator = jnp.promote_types(operands.query.dtype, jnp.float32)
+    accumulator = score_dtype(operands.query.dtype)
     out, lse, *maxima = path.forward(operands, options, accumulator)
     out, lse = sinks.joined(out, lse, *sinks.of_rows(operands, options))
     return out.astype(operands.query.dtype), lse, *maxima
@@ -187,7 +188,6 @@ def _register(
     types: Callable,
     in_jax: Callable,
     on_cuda: Callable | None,
-    static: tuple[str, ...],
 ) -> None:
     lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
 
@@ -217,7 +217,7 @@ def _register(
 
     compat.lower_with_devices(primitive)
     primitive.def_abstract_eval(types)
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
+    compat.compile_at_once(primitive)
     mlir.register_lowering(primitive, default_lowering if on_cuda is None else anywhere)
     if on_cuda is not None:
         kernels = by_shards(primitive, on_cuda, _kernel_digest)
@@ -230,19 +230,16 @@ _register(
     types=_forward_types,
     in_jax=_blockwise_forward,
     on_cuda=_cuda_forward,
-    static=("tree", "options"),
 )
 _register(
     attention_bwd_p,
     types=_backward_types,
     in_jax=_blockwise_backward,
     on_cuda=_cuda_backward,
-    static=("tree", "options", "needs_grad"),
 )
 _register(
     attention_tangent_p,
     types=_tangent_types,
     in_jax=tangent_in_jax,
     on_cuda=None,
-    static=("tree", "options"),
 )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import SymbolicZero
 
+from jax_memeff._call import compat
 from jax_memeff._call.operands import (
     AnyOperands,
     NeedsGrad,
@@ -106,7 +107,7 @@ def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, ...]:
     if is_forward_mode():
         return primitives.forward(operands, options)
     with forward_mode_is_named():
-        return _attention(operands, options)
+        return _anywhere(operands, options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -133,3 +134,4 @@ def _backward(options: Options, residuals: _Residuals, cotangents: Any) -> tuple
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)
+_anywhere = compat.compiled_in_eager_shard_map(_attention)

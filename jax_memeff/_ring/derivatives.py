@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jax_memeff._call import compat
 from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
 from jax_memeff._op.derivatives import named
 from jax_memeff._op.vjp import Perturbed, forward_mode_is_named, is_forward_mode, perturbed
@@ -36,7 +37,7 @@ def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     if is_forward_mode():
         return _forward(operands, ring)
     with forward_mode_is_named():
-        return _attention(operands, ring)
+        return _anywhere(operands, ring)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -98,3 +99,4 @@ def _backward_rule(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Operand
 
 
 _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_anywhere = compat.compiled_in_eager_shard_map(_attention)

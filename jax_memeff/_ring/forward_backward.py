@@ -26,6 +26,7 @@ from jax_memeff._call.operands import (
     named_arrays,
     replaced,
 )
+from jax_memeff._call.values import score_dtype
 from jax_memeff._op import primitives
 from jax_memeff._ring.products import Keys, Ring, RingCall, Sums
 from jax_memeff._ring.schedule import Product
@@ -126,7 +127,7 @@ def backward(
         )
 
     def zeros(is_needed: bool, like: jax.Array) -> jax.Array | None:
-        dtype = jnp.promote_types(like.dtype, jnp.float32)
+        dtype = score_dtype(like.dtype)
         return call.zeros(like.shape, dtype) if is_needed else None
 
     query, key, value = operands[:3]

@@ -23,6 +23,7 @@ from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
+from jax_memeff._call.values import score_dtype
 from jax_memeff._ring import transfer
 from jax_memeff._ring.schedule import (
     Layout,
@@ -127,7 +128,7 @@ class RingCall:
     def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
         """Zeros that vary over the same mesh axes as the operands; by default accumulators."""
         query = self.operands.query
-        dtype = jnp.promote_types(query.dtype, jnp.float32) if dtype is None else dtype
+        dtype = score_dtype(query.dtype) if dtype is None else dtype
         return compat.cast_to_common_varying_axes((jnp.zeros(shape, dtype), query))[0]
 
     def part(self, keys: Keys, product: Product) -> Operands:

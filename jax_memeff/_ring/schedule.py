@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from jax_memeff._call.mask import Window
+from jax_memeff._call.values import static_integer
 
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS: dict[str, int] = {"contiguous": 1, "zigzag": 2}
@@ -83,6 +84,10 @@ def unzigzag(x: Array, axis: int, n: int) -> Array:
 
 
 def _take_chunks(x: Any, axis: int, n: int, order: np.ndarray) -> Any:
+    if not isinstance(x, (np.ndarray, jax.Array)):
+        raise TypeError(f"x must be an array of JAX or NumPy, got {type(x).__name__}")
+    axis = static_integer("axis", axis, "a Python integer", "make it static")
+    n = static_integer("n", n, "a Python integer", "make it static")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis must be a dim of x, got {axis} for shape {x.shape}")
     axis %= x.ndim

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
@@ -49,6 +48,7 @@ from jax_memeff._call.operands import (
     mapped,
 )
 from jax_memeff._call.options import Options
+from jax_memeff._call.values import score_dtype
 from jax_memeff._sharding.batch_axes import BatchAxes
 from jax_memeff._sharding.layout import (
     Layout,
@@ -395,5 +395,5 @@ def _summed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """The sum over devices, rounded once."""
     if not axes:
         return x
-    accumulator = jnp.promote_types(x.dtype, jnp.float32)
+    accumulator = score_dtype(x.dtype)
     return jax.lax.psum(x.astype(accumulator), axes).astype(x.dtype)

@@ -27,6 +27,7 @@ from jax_memeff._call.mask.computed_blocks import BLOCK
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import Item, batch_of, mapped
 from jax_memeff._call.options import Options
+from jax_memeff._call.values import score_dtype
 from jax_memeff._sharding.alignment import check_alignment, top_left
 from jax_memeff._sharding.layout import KeyHeadCopies, Layout, text
 
@@ -145,7 +146,7 @@ def put_own_key_heads(x: jax.Array, layout: Layout, key_heads: int) -> jax.Array
     if heads.size == 1:
         zeros = jnp.zeros(shape, x.dtype)
         return lax.dynamic_update_slice_in_dim(zeros, x, heads[0], _KEY_HEADS)
-    zeros = jnp.zeros(shape, jnp.promote_types(x.dtype, jnp.float32))
+    zeros = jnp.zeros(shape, score_dtype(x.dtype))
     return zeros.at[:, :, heads].add(x)
 
 

@@ -22,6 +22,7 @@ from jax_memeff._api import attention as api
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import DropoutState
+from jax_memeff._call.values import score_dtype
 from jax_memeff.errors import UnsupportedError
 
 
@@ -260,7 +261,7 @@ def _bias_dtype(bias: jax.Array, query: jax.Array) -> jax.Array:
     """``bias`` in a dtype that the score computation accepts."""
     if bias.dtype in (query.dtype, jnp.float32):
         return bias
-    return bias.astype(jnp.promote_types(query.dtype, jnp.float32))
+    return bias.astype(score_dtype(query.dtype))
 
 
 def _flatten_score_batch(name: str, array: jax.Array, batch_shape: tuple[int, ...]) -> jax.Array:

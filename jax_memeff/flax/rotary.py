@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_memeff._call.values import score_dtype
+
 
 def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0) -> jax.Array:
     """Rotate pairs of features by angles that grow with the position.
@@ -34,7 +36,7 @@ def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0)
     head_dim = x.shape[-1]
     if head_dim % 2:
         raise ValueError(f"a rotary embedding needs an even head dim, got {head_dim}")
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = score_dtype(x.dtype)
     half = head_dim // 2
     frequency = base ** (-jnp.arange(half, dtype=dtype) / half)
     angle = jnp.asarray(positions, dtype)[..., None] * frequency

@@ -229,6 +229,7 @@ CASES = {
         TypeError,
         "scale must be a number, got .*timedelta",
     ),
+    "key_scale": ({"scale": jax.random.key(0)}, TypeError, "scale must be a number, got .*key"),
     "class_scale": (
         {"scale": np.float32},
         TypeError,

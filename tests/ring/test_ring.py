@@ -352,3 +352,17 @@ def test_zigzag_and_its_inverse():
             function(x, 1, 5)
         with pytest.raises(ValueError, match=r"axis must be a dim of x, got 2 for shape \(2, 12\)"):
             function(x, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "x, axis, n, message",
+    [
+        ([0, 1, 2, 3], 0, 2, "x must be an array of JAX or NumPy, got list"),
+        (np.arange(4), None, 2, "axis must be a Python integer, got None"),
+        (np.arange(4), 0, 2.0, "n must be a Python integer, got 2.0"),
+    ],
+)
+@pytest.mark.parametrize("reorder", [jax_memeff.zigzag, jax_memeff.unzigzag])
+def test_wrong_arguments_of_zigzag(reorder, x, axis, n, message):
+    with pytest.raises(TypeError, match=message):
+        reorder(x, axis, n)

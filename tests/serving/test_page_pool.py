@@ -156,6 +156,10 @@ def test_the_table_has_a_fixed_width():
         (lambda pool: PagePool(a_float, 16), TypeError, "pages must be a Python integer, got 4.0"),
         (lambda pool: pool.allocate(-1), ValueError, "tokens must be at least 0, got -1"),
         (lambda pool: pool.grow(7), ValueError, "sequence must be one of the 1 sequences.*got 7"),
+        # True and 0.0 are equal to names, and a list of names is none.
+        (lambda pool: pool.free(False), TypeError, "sequence must be a Python integer, got False"),
+        (lambda pool: pool.free(0.0), TypeError, "sequence must be a Python integer, got 0.0"),
+        (lambda pool: pool.free([0]), TypeError, r"sequence must be a Python integer, got \[0\]"),
         (lambda pool: pool.fork(0, 21), ValueError, "length must be at most.*20, got 21"),
         (lambda pool: pool.shrink(0, 21), ValueError, "tokens must be at most.*20, got 21"),
         (lambda pool: pool.table([0], 1), ValueError, "max_pages must be at least.*2, got 1"),
@@ -178,3 +182,9 @@ def test_freed_names_are_gone():
         with pytest.raises(ValueError, match="is freed"):
             action(name)
     assert pool.allocate() != name
+
+
+def test_an_integer_of_numpy_is_a_name():
+    pool = PagePool(2, 16)
+    pool.free(np.asarray(pool.allocate(3)))
+    assert pool.free_pages == 2

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._api.paged.attention import prepare
 from jax_memeff._call.operands import Operands
+from jax_memeff._call.values import score_dtype
 
 
 def check_paged(arguments: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ def check_paged(arguments: dict[str, Any]) -> None:
         del pools["value_pages"]
     for name, pool in pools.items():
         # NumPy lacks bfloat16 and float8.
-        wide = jnp.promote_types(operands.query.dtype, jnp.float32)
+        wide = score_dtype(operands.query.dtype)
         host = np.asarray(pool[0].astype(wide))
         for row, length in zip(table, lengths, strict=True):
             columns = np.arange(length)

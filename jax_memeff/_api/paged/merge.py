@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_memeff._api import argument_arrays
 from jax_memeff._call import values
+from jax_memeff._call.values import score_dtype
 
 
 def merge_attention(
@@ -89,7 +90,7 @@ def _checked(part: tuple[int, Any]) -> tuple[jax.Array, jax.Array]:
         for name, x in zip(("out", "lse"), pair, strict=True)
     )
     argument_arrays.float_dtype(f"parts[{index}]: out", out)
-    expected = jnp.promote_types(out.dtype, jnp.float32)
+    expected = score_dtype(out.dtype)
     if lse.dtype != expected:
         raise TypeError(
             f"parts[{index}]: lse must be {expected} for out in {out.dtype}, got {lse.dtype}"

@@ -186,7 +186,7 @@ free a sequence, or wait until one ends
             ValueError: there is no such sequence.
         """
         self._give_back(self._sequence(sequence).pages)
-        del self._sequences[sequence]
+        del self._sequences[int(sequence)]
 
     def pages_of(self, sequence: int) -> tuple[int, ...]:
         """The pages of a sequence, in the order of its tokens."""
@@ -223,7 +223,8 @@ free a sequence, or wait until one ends
         return name
 
     def _sequence(self, name: int) -> _Sequence:
-        found = self._sequences.get(name)
+        number = static_integer("sequence", name, "a Python integer", "the pool is on the host")
+        found = self._sequences.get(number)
         if found is None:
             raise ValueError(
                 f"sequence must be one of the {len(self._sequences)} sequences of this pool, got "

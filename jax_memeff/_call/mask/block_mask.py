@@ -145,8 +145,8 @@ def of_windows(mask: Mask, position: Position | None, tiling: Tiling) -> list[ja
             )
             shift -= key - query
         shift = _of_batch(shift)
-        least = first_column - last_row[:, None] + shift
-        most = last_column - first_row[:, None] + shift
+        least = (first_column[None, :] - last_row[:, None])[None, None] + shift
+        most = (last_column[None, :] - first_row[:, None])[None, None] + shift
         some, every = jnp.bool_(True), jnp.bool_(True)
         if window.left is not None:
             bound = -_of_batch(window.left)
@@ -198,13 +198,14 @@ def _of_parts(
         begin = jnp.arange(tiling.counts[axis] * tile // own, dtype=jnp.int32) * own
         # The last tile ends at the end of the axis: its last element counts several times.
         low, high = (jnp.minimum(x, size - 1) for x in (begin, begin + (own - 1)))
-        shape = (-1, 1, tile // own, 1) if axis == 0 else (-1, 1, tile // own)
+        shape = [1] * 6
+        shape[2 + axis], shape[4 + axis] = -1, tile // own
         low, high = (of_batch(first) + x.reshape(shape) for x in (low, high))
         return Range.exact(low) if own == 1 else Range(low, high, own - 1)
 
     inputs = {
         "batch": Range.exact(of_batch(indices.batch)),
-        "head": Range.exact(indices.head.reshape(-1, 1, 1, 1, 1)),
+        "head": Range.exact(indices.head.reshape(1, -1, 1, 1, 1, 1)),
         "query": positions(0, indices.first_row),
         "key": positions(1, indices.first_column),
     }

@@ -79,7 +79,7 @@ class KvBlocks:
         is_listed = (indices >= 0) & (indices < key_blocks)
         if self.counts is not None:
             counts = jnp.asarray(values.clipped(self.counts, 0, count)).reshape(self.shape[:3])
-            is_listed &= jnp.arange(count) < counts[..., None]
+            is_listed &= lax.broadcasted_iota(jnp.int32, self.shape, 3) < counts[..., None]
         # An index beyond the table is dropped.
         indices = jnp.where(is_listed, indices, key_blocks)
         sharding = jax.typeof(indices).sharding

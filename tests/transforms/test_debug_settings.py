@@ -1,0 +1,99 @@
+"""The settings of JAX that look for mistakes in programs find none in the library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_memeff
+from jax_memeff import Mask, dot_product_attention
+
+RNG = np.random.default_rng(0)
+QUERY, KEY, VALUE = (jnp.asarray(x, jnp.float32) for x in RNG.standard_normal((3, 2, 40, 2, 8)))
+SLOPES, LENGTHS = jnp.asarray([0.5, 2.0]), jnp.asarray([30, 0])
+STARTS = jnp.asarray([0, 10, 25])
+POOL = jnp.zeros((5, 16, 2, 8))
+TABLE = np.array([[0, 1], [2, -1]])
+LISTS, COUNTS = jnp.asarray([[0, -1], [1, 0], [2, 2]]), jnp.asarray([1, 2, 2])
+
+
+def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score + SLOPES[h] * (k - q).astype(jnp.float32)
+
+
+def of_lengths(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k < LENGTHS[b]
+
+
+def packed(query: Any, key: Any, value: Any) -> Any:
+    arrays = query[0], key[0], value[0]
+    return jax_memeff.varlen_attention(
+        *arrays, STARTS, STARTS, 15, 15, return_residual=True, return_max_logits=True
+    )
+
+
+def paged(query: Any, key: Any, value: Any) -> Any:
+    pool = POOL.astype(key.dtype)
+    pools = jax_memeff.append_to_pages(pool, pool, key[:, :1], value[:, :1], TABLE, LENGTHS)
+    return jax_memeff.paged_attention(query[:, :1], *pools, TABLE, LENGTHS, score_mod=alibi)
+
+
+def blocks(query: Any, key: Any, value: Any) -> Any:
+    mask = (Mask.causal() | Mask.function(of_lengths)).blocks(query, key)
+    return dot_product_attention(query, key, value, mask=mask)
+
+
+CALLS: dict[str, Any] = {
+    "lengths": lambda *x: dot_product_attention(*x, key_value_seq_lengths=LENGTHS, is_causal=True),
+    "function": lambda *x: dot_product_attention(*x, score_mod=alibi),
+    "lists": lambda *x: dot_product_attention(
+        *x, mask=Mask.kv_blocks(LISTS, COUNTS, block_size=16)
+    ),
+    "blocks": blocks,
+    "packed": packed,
+    "paged": paged,
+}
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+@every_call
+@pytest.mark.parametrize("wide", [False, True], ids=["", "x64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_promotion(call, dtype, wide):
+    with (
+        jax.enable_x64(wide),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
+        jax.jit(call).lower(*(x.astype(dtype) for x in (QUERY, KEY, VALUE)))
+
+
+@every_call
+def test_without_jit(assert_close, call):
+    with jax.disable_jit():
+        got = call(QUERY, KEY, VALUE)
+    assert_close(got, jax.jit(call)(QUERY, KEY, VALUE), 1e-6)
+
+
+def test_derivatives_without_jit(assert_close):
+    def gradient(query):
+        return jax.grad(lambda query: CALLS["lengths"](query, KEY, VALUE).sum())(query)
+
+    with jax.disable_jit():
+        got = jax.jvp(gradient, [QUERY], [VALUE])
+    assert_close(got, jax.jvp(gradient, [QUERY], [VALUE]), 1e-5)
+
+
+def test_no_tracer_leaks():
+    def loss(slopes):
+        def function(score, b, h, q, k):
+            return score * slopes[h]
+
+        return dot_product_attention(QUERY, KEY, VALUE, score_mod=function).sum()
+
+    with jax.checking_leaks():
+        jax.jit(jax.grad(loss)).lower(SLOPES)
