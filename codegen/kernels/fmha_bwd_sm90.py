@@ -65,7 +65,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             128,
             2,
-            "forward + backward at T 8192 on an H200: 523 TFLOP/s, with statistics read at their use "
+            "forward + backward at T 8192 on an H200: 523 TFLOP/s, with statistics read late "
             "503, with 64 queries 470",
             masks=("none", "causal"),
             spill_bytes=8,
