@@ -32,11 +32,17 @@ def own_include_dir() -> Path:
 
 
 def include_dirs() -> tuple[str, ...]:
-    """The directories of CUTLASS, the CUDA runtime and CCCL, in this order.
+    """The directories of CUTLASS, the CUDA runtime and CCCL, in this order, and the one above CCCL.
+
+    With CUDA 13 CUTLASS includes CCCL as ``<cccl/cuda/std/...>``, and CCCL itself as
+    ``<cuda/std/...>``. The directory above comes last, because in a toolkit it also has CUDA's own
+    headers, perhaps of another version.
 
     Raises ``CompileError`` naming every part that is missing and the command that installs it.
     """
-    return tuple(str(found.path) for found in _found())
+    paths = [found.path for found in _found()]
+    above = [found.path.parent for found in _found() if found.path.name == CCCL.name]
+    return tuple(dict.fromkeys(map(str, (*paths, *above))))
 
 
 @functools.cache

@@ -115,6 +115,18 @@ def test_wheels_come_before_a_toolkit(wheels, toolkit, tmp_path):
     assert str(toolkit) not in done.stdout
 
 
+def test_cccl_may_come_from_a_toolkit(toolkit, tmp_path):
+    """CUTLASS names CCCL by a path that begins above its directory."""
+    target = tmp_path / "target"
+    for name in (*REQUIRED, *WHEELS):
+        if name != parts.CCCL.wheel.name:
+            link_distribution(name, target)
+    link_package(target / "jax_memeff")
+    done = run(target, tmp_path, "-c", COMPILE, CUDA_PATH=str(toolkit))
+    assert done.returncode == 0, done.stderr
+    assert "cccl CUDA_PATH" in done.stdout
+
+
 def test_a_mixture_of_wheels_and_a_toolkit_warns_once(wheels, toolkit, tmp_path):
     """The compiling process warns once, and ``info`` shows the place."""
     without = "without = parts._in_wheels\n"
