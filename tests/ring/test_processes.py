@@ -58,7 +58,7 @@ def test_a_ring_of_processes_equals_one_device(devices):
     env = {
         **os.environ,
         "JAX_PLATFORMS": platform,
-        "PYTHONPATH": str(SUPPORT),
+        "PYTHONPATH": os.pathsep.join(map(str, (SUPPORT, SUPPORT / "devices"))),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     commands = [
