@@ -24,6 +24,7 @@ from jax import lax
 from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands import DropoutState, Operands
 from jax_memeff._call.options import RANDOM_BLOCK, Options
+from jax_memeff._call.values import static_number
 
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -60,10 +61,14 @@ def threshold(rate: float) -> int:
 def realised_rate(rate: float) -> float:
     """The actual probability of dropping an element: ``threshold(rate) / 256``.
 
+    Raises:
+        TypeError: ``rate`` is not a number, or traced.
+        ValueError: No kernel can realise it, as in ``threshold``.
+
     >>> realised_rate(0.1)
     0.1015625
     """
-    return threshold(rate) / 256
+    return threshold(static_number("rate", rate, "pass a Python number")) / 256
 
 
 def _multiply_wide(constant: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:

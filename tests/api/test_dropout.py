@@ -110,6 +110,11 @@ def test_threshold():
     for rate in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"expected a number in \[0, 1\)"):
             dropout.threshold(rate)
+    for rate in ("0.1", None, 0.1j):
+        with pytest.raises(TypeError, match="rate must be a number, got"):
+            dropout.realised_rate(rate)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="rate must be a static number, got a traced value"):
+        jax.jit(dropout.realised_rate)(0.1)
 
 
 def test_typed_and_legacy_keys():

@@ -152,6 +152,7 @@ def test_the_table_has_a_fixed_width():
     ("action", "error", "message"),
     [
         (lambda pool: PagePool(0, 16), ValueError, "pages must be at least 1, got 0"),
+        (lambda pool: PagePool(2**70, 16), ValueError, "pages must be at most 2147483647, got"),
         (lambda pool: PagePool(4, 24), ValueError, "page_size must be a multiple of 16, got 24"),
         (lambda pool: PagePool(a_float, 16), TypeError, "pages must be a Python integer, got 4.0"),
         (lambda pool: pool.allocate(-1), ValueError, "tokens must be at least 0, got -1"),

@@ -48,6 +48,11 @@ def merge_attention(
     >>> bool(jnp.allclose(out, attention(query, key, value), atol=1e-5))
     True
     """
+    if not isinstance(parts, Iterable):
+        raise TypeError(
+            f"parts must be a list of pairs (out, lse), got {parts!r:.80} of type "
+            f"{type(parts).__name__}"
+        )
     pairs = list(map(_checked, enumerate(parts)))
     if not pairs:
         raise ValueError("parts must have at least one pair (out, lse), got none")

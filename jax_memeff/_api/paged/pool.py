@@ -11,6 +11,9 @@ from jax_memeff._call.values import static_integer
 from jax_memeff.codegen.features.pages import MULTIPLE
 from jax_memeff.errors import OutOfPagesError
 
+_MOST_PAGES = np.iinfo(np.int32).max
+"""Page tables are int32."""
+
 
 class PageCopy(NamedTuple):
     """A page that you must copy on the device before the next token is written:
@@ -66,7 +69,7 @@ free a sequence, or wait until one ends
     """
 
     def __init__(self, pages: int, page_size: int):
-        self._pages = _count("pages", pages, 1)
+        self._pages = _count("pages", pages, 1, _MOST_PAGES)
         self._page_size = _count("page_size", page_size, MULTIPLE)
         if self._page_size % MULTIPLE:
             raise ValueError(f"page_size must be a multiple of {MULTIPLE}, got {self._page_size}")
@@ -250,8 +253,10 @@ free a sequence, or wait until one ends
                 self._free.append(page)
 
 
-def _count(name: str, value: Any, least: int = 0) -> int:
+def _count(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
     number = static_integer(name, value, "a Python integer", "the pool is on the host")
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}: page tables are int32")
     return number
