@@ -187,5 +187,5 @@ def test_freed_names_are_gone():
 
 def test_an_integer_of_numpy_is_a_name():
     pool = PagePool(2, 16)
-    pool.free(np.asarray(pool.allocate(3)))
+    pool.free(np.asarray(pool.allocate(3)))  # type: ignore[arg-type]
     assert pool.free_pages == 2
