@@ -15,7 +15,7 @@ FONTS_AND_STYLES = re.compile(r"""url\(\s*['"]?((?:https?:)?//[^)'"]+)|@import\s
 
 
 class Page(HTMLParser):
-    """What a page loads, where it links, and the ids to which others may link."""
+    """Collects the files that a page loads, its links, and the ids to which others may link."""
 
     def __init__(self, text: str):
         super().__init__()

@@ -86,7 +86,7 @@ def _index() -> str:
 
 
 def _how_to_read() -> list[str]:
-    """What the colors of the pictures of masks mean."""
+    """Explains the colors in the pictures of masks."""
     return [
         _LEGEND,
         "",

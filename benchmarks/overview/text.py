@@ -13,7 +13,7 @@ ALTERNATIVE = "A point for each cell: the time of its fastest peer over ours"
 
 
 def text(rows: Sequence[Row], picture: str) -> str:
-    """What the block of the report has.
+    """The Markdown of the overview in docs/benchmarks.md.
 
     Args:
         rows: as :func:`overview.rows` returns them.

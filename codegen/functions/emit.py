@@ -53,7 +53,7 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     - ``value(arrays, of_head, of_row, of_column, score, query, key)``: the score, or whether the
       element is valid.
 
-    Of a mask function also:
+    The struct of a mask function also has:
 
     - ``range(arrays, batch, head, query, key)``: whether all elements of a box are valid, and
       whether any may be (``ranges.py``).

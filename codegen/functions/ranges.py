@@ -39,7 +39,7 @@ _RULES: Mapping[str, tuple[str, frozenset[str]]] = {
     "square": ("square({0})", _NUMBERS),
     "sub": ("subtract({0}, {1})", _NUMBERS),
 }
-# Those of bools and comparisons are exact if their operands are.
+# Rules of comparisons and of bools. Their ranges are exact if those of the operands are.
 _DECISIONS: Mapping[str, str] = {
     "eq": "equal({0}, {1})",
     "ge": "less_equal({1}, {0})",

@@ -1,4 +1,4 @@
-"""Where the values of a program are constant: along each diagonal of the scores, and in blocks.
+"""Regions in which values of a program are constant: diagonals of the scores, and blocks.
 
 ``table[head, query - key]`` is read at one element per diagonal, so a kernel sums its gradient
 along diagonals.

@@ -1,4 +1,4 @@
-"""Of the wheels for CUDA 12 and CUDA 13 one set is chosen, and they are never mixed.
+"""A process uses the wheels of CUDA 12 or those of CUDA 13, and never mixes them.
 
 Tests that need NVRTC 12.9 are skipped without the extra nvrtc-cu12. ``.ci/run`` installs it and
 runs this file and the sample of Hopper's kernels; .github/workflows/nightly.yml compiles all

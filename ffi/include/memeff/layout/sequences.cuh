@@ -1,5 +1,5 @@
-// Where the rows of a batch index begin in the arrays: at a batch index of their own, or at a token
-// of packed sequences.
+// Finds the first row of a batch index in the arrays. It has a batch index of its own there, or
+// begins at a token of packed sequences.
 #pragma once
 
 #include <memeff/core/work_item.cuh>

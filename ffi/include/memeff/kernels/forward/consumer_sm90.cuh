@@ -1,4 +1,5 @@
-// What a consumer of kernels/fmha_fwd_sm90.cuh does between work tiles, and with the rings.
+// The steps that a consumer of kernels/fmha_fwd_sm90.cuh takes between work tiles, and its accesses
+// to the rings.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
