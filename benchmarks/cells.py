@@ -149,8 +149,17 @@ def tiny() -> list[Cell]:
 
 
 def small() -> list[Cell]:
-    """Problems so small that launches and grid size dominate."""
-    return [_square("small", 1, 1024, 8, 64), _square("small", 1, 1024, 8, 64, causal=True)]
+    """Problems so small that launches and grid size dominate, and the short sequences of encoders
+    (ViT with 197 and 577 tokens, DiT with 256, BERT with 512).
+    """
+    batches = ((64, 197, 12, 64), (64, 256, 16, 64), (32, 512, 12, 64), (32, 577, 16, 64))
+    encoders = [_square("small", *sizes) for sizes in (*batches, (8, 1023, 16, 128))]
+    return [
+        _square("small", 1, 1024, 8, 64),
+        _square("small", 1, 1024, 8, 64, causal=True),
+        *encoders,
+        _square("small", 8, 1023, 16, 128, causal=True),
+    ]
 
 
 def quick() -> list[Cell]:
@@ -172,8 +181,11 @@ def main() -> list[Cell]:
 
 
 def gqa() -> list[Cell]:
-    """Eight query heads per key head."""
-    return [Cell("gqa", 2, 4096, 4096, 64, 8, dim, dim, causal=True) for dim in (64, 128)]
+    """Eight and four query heads per key head, with short and long sequences."""
+    return [
+        Cell("gqa", 32768 // length, length, length, 32, 32 // group, dim, dim, causal=True)
+        for dim, group, length in itertools.product((64, 128), (8, 4), (4096, 32768))
+    ]
 
 
 def decode() -> list[Cell]:
@@ -190,18 +202,19 @@ def decode() -> list[Cell]:
 
 
 def features() -> list[Cell]:
-    """Bias with gradient, dropout, and both."""
+    """Bias with gradient, dropout, and both; and the bias of pair representations (AlphaFold)."""
     modifiers = ({"bias": True}, {"dropout": 0.1}, {"bias": True, "dropout": 0.1})
     return [
         _constant_size("features", length, dim, **modifier)
         for dim, length, modifier in itertools.product((64, 128, 256), (2048, 4096), modifiers)
-    ]
+    ] + [_square("features", 256, 256, 4, 32, bias=True)]
 
 
 def window() -> list[Cell]:
-    """A sliding window over a long sequence."""
+    """Sliding windows over a long sequence."""
     return [
-        _constant_size("window", 16384, dim, causal=True, window=1024) for dim in (64, 128, 256)
+        _constant_size("window", 16384, dim, causal=True, window=window)
+        for dim, window in itertools.product((64, 128, 256), (1024, 128))
     ]
 
 
@@ -251,10 +264,22 @@ def masks() -> list[Cell]:
 
 
 def dims() -> list[Cell]:
-    """Head dims beyond the main grid: H ≠ Hv, and one that no tile matches exactly."""
+    """Head dims beyond the main grid: H ≠ Hv, and those that fill a tile and those that do not."""
+    others = (32, 40, 48, 72, 80, 88, 96, 112, 160, 192, 224)
     return [
-        Cell("dims", 2, 4096, 4096, 32, 32, 192, 128, causal=True),
+        *(Cell("dims", 2, 4096, 4096, 32, 32, 192, 128, causal=causal) for causal in (False, True)),
         _square("dims", 2, 4096, 32, 80, causal=True),
+        *(_square("dims", 2, 4096, 32, dim) for dim in others),
+    ]
+
+
+def large_dims() -> list[Cell]:
+    """Head dims above 256: global layers of Gemma, and latent attention without a cache."""
+    return [
+        Cell("large_dims", 2, 4096, 4096, 8, 8, dim, min(dim, value_dim), causal=causal)
+        for (dim, value_dim), causal in itertools.product(
+            ((320, 320), (512, 512), (576, 512), (1024, 1024)), (False, True)
+        )
     ]
 
 
@@ -329,6 +354,7 @@ SETS = {
         varlen,
         masks,
         dims,
+        large_dims,
         float32,
         deterministic,
         memory,

@@ -108,11 +108,14 @@ def dispatch(peers: Sequence[Peer]) -> dict[str, Any]:
     return rows
 
 
-def _script(name: str, implementation: str, cache: str, *arguments: str) -> dict[str, Any]:
+def _script(
+    name: str, implementation: str, cache: str, *arguments: str, archive: Path | None = None
+) -> dict[str, Any]:
     """The report of a fresh process, in which only our own cache can be warm."""
     environment = {
         **os.environ,
         "JAX_MEMEFF_CACHE_DIR": cache,
+        **({} if archive is None else {"JAX_MEMEFF_KERNELS": str(archive)}),
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
@@ -129,12 +132,25 @@ def _implementation() -> str:
 
 
 def first_result(peers: Sequence[Peer]) -> dict[str, Any]:
-    """Seconds to the first forward+backward of a fresh process: empty cache, then filled."""
-    with tempfile.TemporaryDirectory() as cache:
-        return {
-            state: _script("first_result.py", _implementation(), cache)
-            for state in ("cold", "warm")
+    """Seconds to the first forward+backward of a fresh process: with an empty cache, with a filled
+    one, and with an archive of kernels and an empty cache.
+    """
+    implementation = _implementation()
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as unused:
+        found = {
+            state: _script("first_result.py", implementation, cache) for state in ("cold", "warm")
         }
+        if implementation == "cuda":
+            archive = Path(unused) / "kernels.zip"
+            build = [sys.executable, "-m", "jax_memeff", "build", "--models", "llama"]
+            subprocess.run([*build, "--output", str(archive)], check=True, capture_output=True)
+            with tempfile.TemporaryDirectory() as empty:
+                found["archive"] = _script(
+                    "first_result.py", implementation, empty, archive=archive
+                )
+                compiled = sum(path.is_file() for path in Path(empty).rglob("*"))
+                found["archive"]["kernels_compiled"] = compiled
+        return found
 
 
 def kernel_count(peers: Sequence[Peer]) -> dict[str, Any]:

@@ -151,30 +151,41 @@ def _starts(sequences: tuple[int, ...]) -> np.ndarray:
     return np.array([*itertools.accumulate(sequences, initial=0)], np.int32)
 
 
-def _torch_varlen(cell: Cell):
+def _torch_packed(cell: Cell, packed: Callable[..., Any]):
+    """``packed`` takes three operands [tokens, N, H], the starts of the sequences (twice) and the
+    length of the longest (twice).
+    """
     torch = importlib.import_module("torch")
-    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     sequences = cell.sequences or ()
     starts = torch.tensor(_starts(sequences), device="cuda")
     longest = max(sequences)
 
     def attention(tensors):
         tokens = (tensors.query, tensors.key, tensors.value)
-        out = varlen_attn(
-            *(tensor.transpose(1, 2)[0] for tensor in tokens),
-            starts,
-            starts,
-            longest,
-            longest,
-            window_size=(-1, 0 if cell.causal else -1),
-        )
+        operands = (tensor.transpose(1, 2)[0] for tensor in tokens)
+        out = packed(*operands, starts, starts, longest, longest)
         return out[None].transpose(1, 2)
 
     return attention
 
 
+def _torch_varlen(cell: Cell):
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    window = (-1, 0 if cell.causal else -1)
+    return _torch_packed(cell, functools.partial(varlen_attn, window_size=window))
+
+
 def _flash_attention_4(cell: Cell):
     flash = importlib.import_module("flash_attn.cute")
+    if cell.sequences is not None:
+
+        def packed(query, key, value, *starts_and_longest):
+            starts = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            named = dict(zip(starts, starts_and_longest, strict=True))
+            result = flash.flash_attn_varlen_func(query, key, value, **named, causal=cell.causal)
+            return result[0] if isinstance(result, tuple) else result
+
+        return _torch_packed(cell, packed)
 
     def attention(tensors):
         # It takes [B, T, N, H]: transposed views of the same memory that torch's SDPA gets.
@@ -190,9 +201,9 @@ def _flash_attention_4(cell: Cell):
     return attention
 
 
-def _without(*features: str) -> Callable[[Cell], list[str]]:
+def _without(*features: str, packed: bool = False) -> Callable[[Cell], list[str]]:
     """A check for a peer without arguments for these fields of a cell and for segments."""
-    missing = (*features, "sequences", "documents", "function")
+    missing = (*features, "documents", "function", *(() if packed else ("sequences",)))
     return lambda cell: [name for name in missing if getattr(cell, name) != getattr(Cell, name)]
 
 
@@ -297,7 +308,7 @@ PEERS = {
             "FlashAttention-4",
             "torch",
             _flash_attention_4,
-            _without("bias", "dropout", "mask_block"),
+            _without("bias", "dropout", "mask_block", packed=True),
             compiles=True,  # into a cache on disk, if its variable is set
         ),
         Peer(

@@ -45,6 +45,7 @@ _NAMES = (
     *("tables", "summary", "host", "features", "paged", "ring", "errors", "overview"),
     *dict.fromkeys(_BLOCKS.values()),
 )
+_FIRST_RESULTS = {"cold": "empty cache", "warm": "filled cache", "archive": "archive"}
 _GRID = frozenset(("main", "small", "tiny"))
 _MISSING = "n/a"
 _FEW_QUERIES = "decode"
@@ -218,7 +219,7 @@ def host(document: dict[str, Any]) -> str:
             ]
             for step in steps
         ]
-        header = ["seconds to the first forward + backward", *(f"{s} cache" for s in states)]
+        header = ["seconds to the first forward + backward", *map(_FIRST_RESULTS.get, states)]
         parts.append(table(header, cells))
     if "kernel_count" in rows:
         count = rows["kernel_count"]

@@ -19,6 +19,7 @@ TITLES = {
     "gqa": "grouped heads",
     "window": "sliding window",
     "dims": "other head dims",
+    "large_dims": "head dims above 256",
     "softcap": "soft cap, and without",
     "varlen": "packed sequences",
     "features": "bias, dropout, both",
