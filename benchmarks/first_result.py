@@ -56,7 +56,10 @@ def main() -> None:
         return out.astype(jnp.float32).sum()
 
     keys = jax.random.split(jax.random.key(0), 3)
-    operands = [jax.random.normal(key, (1, 1024, 8, 128), jnp.bfloat16) for key in keys]
+    shapes = ((2, 2048, 32, 128), (2, 2048, 8, 128), (2, 2048, 8, 128))  # of Llama 3 8B
+    operands = [
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
+    ]
     jax.block_until_ready(operands)
     ready = time.perf_counter()
 

@@ -224,9 +224,12 @@ class WgmmaKernel(Kernel):
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         return {"kStages": wgmma_tile(spec).stages}
 
+    def widths(self, spec: KernelSpec) -> tuple[int, ...]:
+        """The columns of products, and those that are basic anyway."""
+        return (spec.tile.query, spec.tile.key)
+
     def defines(self, spec: KernelSpec) -> str:
-        basic = {spec.tile.query, spec.tile.key} <= set(_BASIC_COLUMNS)
-        return "" if basic else _EXTENDED_SHAPES
+        return "" if set(self.widths(spec)) <= set(_BASIC_COLUMNS) else _EXTENDED_SHAPES
 
     def padded_rows(self) -> Iterator[Row]:
         """The rows of the table, for one dtype."""
@@ -321,6 +324,16 @@ def bias_tile_grid(spec: KernelSpec) -> Grid:
 def panel_columns(dim: int) -> int:
     """The columns of the panels of a tile in shared memory with ``dim`` columns."""
     return 64 if dim % 64 == 0 else 32
+
+
+def tile_columns(dim: int) -> int:
+    """The columns that a tile with ``dim`` columns takes in shared memory: those of whole panels.
+
+    >>> tile_columns(80), tile_columns(128)
+    (96, 128)
+    """
+    panel = panel_columns(dim)
+    return -(-dim // panel) * panel
 
 
 def columns_of_warp(rows: int, columns: int, warps: int) -> int:

@@ -21,6 +21,7 @@ from jax_memeff.codegen.kernels.families import (
     key_tile_grid,
     modifiers,
     stage,
+    tile_columns,
 )
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes
@@ -270,7 +271,7 @@ class FmhaBwdSm80(Backward, MmaKernel):
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
         yield from super().workspaces(spec, sizes, multiprocessors)
-        yield from query_sums(spec, sizes)
+        yield from query_sums(spec, sizes, spec.padded_head_dim)
 
 
 def _tile(spec: KernelSpec) -> Tile:
@@ -310,7 +311,7 @@ def summing_entry_points(
 
     entries = [around("preprocess", "Preprocess"), main]
     if "query" in spec.gradients:
-        query_tile = spec.tile.query * spec.padded_head_dim * spec.element_bytes
+        query_tile = spec.tile.query * tile_columns(spec.padded_head_dim) * spec.element_bytes
         entries.append(around("postprocess", "Postprocess", query_tile))
     if bias_gradient(spec) in ("shared", "columns"):
         entries.append(around("dbias_postprocess", "DbiasPostprocess", grid=bias_tile_grid(spec)))
@@ -319,12 +320,12 @@ def summing_entry_points(
     return tuple(entries)
 
 
-def query_sums(spec: KernelSpec, sizes: Sizes) -> Iterator[Workspace]:
-    """The f32 sums of dq and, if they are deterministic, a ticket counter and the semaphore of each
+def query_sums(spec: KernelSpec, sizes: Sizes, columns: int) -> Iterator[Workspace]:
+    """The f32 sums of dq, of so many ``columns``, and, if they are deterministic, a ticket counter and the semaphore of each
     KV block (ffi/include/memeff/schedule/dq_semaphore.cuh).
     """
     if "query" in spec.gradients:
-        size = sizes.padded_queries(spec.tile.query) * spec.padded_head_dim
+        size = sizes.padded_queries(spec.tile.query) * columns
         yield Workspace("query_gradient_sum", (size,))
     if spec.orders_queries:
         yield Workspace("semaphores", (1 + key_tiles(spec, sizes),), "int32")

@@ -59,6 +59,7 @@ _BIAS = dataclasses.replace(
 )
 
 TILES: Mapping[int, Sequence[WgmmaTile]] = {
+    160: (dataclasses.replace(_TILE, modifiers=()),),
     192: (_TILE, _BIAS),
     256: (
         dataclasses.replace(
@@ -79,6 +80,10 @@ _ONE_KERNEL_DIMS = tuple(dim for dim in fmha_bwd_sm90.TILES if dim % PART_COLUMN
 """These leave out the dims that the dbias kernel cannot divide into parts."""
 
 
+_EQUAL_DIMS = (160,)
+"""Only calls whose two head dims are padded to the same of these have kernels of that width."""
+
+
 class FmhaBwdTwoKernelSm90(WgmmaBackward):
     """The backward of wgmma in two kernels."""
 
@@ -91,8 +96,9 @@ class FmhaBwdTwoKernelSm90(WgmmaBackward):
     def padded_rows(self) -> Iterator[Row]:
         """Unequal dims up to 128 have no row: the backward in one kernel pads them."""
         for head, value in itertools.product((*_ONE_KERNEL_DIMS, *self.tiles), repeat=2):
-            for tile in self.tiles.get(max(head, value), ()):
-                yield Row(head, value, tile)
+            if head == value or {head, value}.isdisjoint(_EQUAL_DIMS):
+                for tile in self.tiles.get(max(head, value), ()):
+                    yield Row(head, value, tile)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)

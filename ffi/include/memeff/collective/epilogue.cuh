@@ -49,8 +49,9 @@ CUTE_DEVICE void store_row(char* row, Accumulators const& accumulators, int r, i
                            bool valid) {
   constexpr int kQuad = 4;
   constexpr int kBlocks = decltype(cute::size<2>(accumulators))::value;
-  static_assert(kBlocks % kQuad == 0);
   int const lane_columns = columns - lane_column();
+  // The last quad of blocks may have columns that do not exist. No lane stores them.
+  auto element = [&](int i, int n) { return n < kBlocks ? accumulators(i, 0, n) : 0.0f; };
   CUTE_UNROLL
   for (int n = 0; n < kBlocks; n += kQuad) {
     if constexpr (kIs32Bit<Element>) {
@@ -59,7 +60,7 @@ CUTE_DEVICE void store_row(char* row, Accumulators const& accumulators, int r, i
       for (int odd = 0; odd < 2; ++odd) {
         CUTE_UNROLL
         for (int i = 0; i < kQuad; ++i) {
-          words[odd][i] = __float_as_uint(accumulators(2 * r + odd, 0, n + i));
+          words[odd][i] = __float_as_uint(element(2 * r + odd, n + i));
         }
         transpose_quad(words[odd]);
       }
@@ -74,7 +75,7 @@ CUTE_DEVICE void store_row(char* row, Accumulators const& accumulators, int r, i
       uint32_t pairs[kQuad];
       CUTE_UNROLL
       for (int i = 0; i < kQuad; ++i) {
-        pairs[i] = pack<Element>(accumulators(2 * r, 0, n + i), accumulators(2 * r + 1, 0, n + i));
+        pairs[i] = pack<Element>(element(2 * r, n + i), element(2 * r + 1, n + i));
       }
       transpose_quad(pairs);
       store_global_vector_if(valid && n * 8 < lane_columns, row + n * 16, pairs);

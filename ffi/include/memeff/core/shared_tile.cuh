@@ -9,7 +9,7 @@
 namespace memeff {
 
 // [kRows, kColumns] elements as a stack of panels with rows of 128 bytes (or 64 if 128 does not
-// divide a row). Inside a panel the 16-byte chunks of a row are XOR-swizzled with the row, so that
+// divide a row). The last panel may be wider than the columns that are left. Inside a panel the 16-byte chunks of a row are XOR-swizzled with the row, so that
 // the eight rows of an ldmatrix matrix fall into eight different bank groups.
 //
 // 32-bit elements are also read one by one, eight adjacent ones (two chunks) in each of four rows:
@@ -22,11 +22,11 @@ struct SharedTile {
   static constexpr int kElementBytes = kElementBytes_;
   static constexpr int kChunkColumns = 16 / kElementBytes;
   static constexpr int kBlockColumns = 2 * kChunkColumns;  // of a block that ldmatrix.x4 reads
-  static_assert(kColumns * kElementBytes % 64 == 0 && kRows % 16 == 0);
+  static_assert(kColumns % kBlockColumns == 0 && kRows % 16 == 0);
 
   static constexpr int kRowBytes = kColumns * kElementBytes % 128 == 0 ? 128 : 64;
   static constexpr int kPanelColumns = kRowBytes / kElementBytes;
-  static constexpr int kPanels = kColumns / kPanelColumns;
+  static constexpr int kPanels = ceil_div(kColumns, kPanelColumns);
   static constexpr int kChunks = kRowBytes / 16;  // 16-byte chunks in a row of a panel
   static constexpr int kPanelBytes = kRows * kRowBytes;
   static constexpr int kBytes = kPanels * kPanelBytes;
@@ -39,7 +39,8 @@ struct SharedTile {
                                  cute::Layout<cute::Shape<cute::_8, cute::Int<kPanelColumns>>,
                                               cute::Stride<cute::Int<kPanelColumns>, cute::_1>>{}));
   using Layout = decltype(cute::tile_to_shape(
-      Atom{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>{}));  // (kRows, kColumns)
+      Atom{}, cute::Shape<cute::Int<kRows>,
+                          cute::Int<kPanels * kPanelColumns>>{}));  // (kRows, columns of the panels)
 
   CUTE_HOST_DEVICE static constexpr int byte_offset(int row, int chunk) {
     int const panel = chunk / kChunks;
@@ -67,6 +68,7 @@ CUTE_HOST_DEVICE constexpr bool offsets_match_layout() {
 }
 static_assert(offsets_match_layout<SharedTile<64, 128>>());
 static_assert(offsets_match_layout<SharedTile<64, 96>>());
+static_assert(offsets_match_layout<SharedTile<64, 80>>());
 static_assert(offsets_match_layout<SharedTile<16, 32>>());
 
 // Whether four rows from `first` on, `distance` apart, place the same pair of chunks at four

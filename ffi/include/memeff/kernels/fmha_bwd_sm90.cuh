@@ -53,7 +53,7 @@ struct FmhaBackwardSm90 {
   using ValueTile = typename Tiles::ValueTile;
   using ScoreTile = typename Tiles::ScoreTile;
   using ScoreGrid = typename Tiles::ScoreGrid;
-  using QueryGrid = typename Tiles::QueryGrid;
+  using QueryProductGrid = typename Tiles::QueryProductGrid;
   using KeyGrid = typename Tiles::KeyGrid;
   using ValueGrid = typename Tiles::ValueGrid;
   static constexpr int kTileQuery = Tiles::kTileQuery;
@@ -324,7 +324,7 @@ struct FmhaBackwardSm90 {
           BiasWriter::store(params, work.position(head, tile), score_tile);
         }
 
-        auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
+        auto query_gradient = QueryProductGrid::make_accumulators();  // (4, 1, MMA_N)
         consumer.begin_value_gradient(probabilities, out_tile, value_gradient);
         consumer.begin_query_gradient(warpgroup, score_tile, query_gradient);
         CapturedSums(params, work.position(head, tile), tiles + kSumsOffset).add_strip(0);
@@ -335,7 +335,7 @@ struct FmhaBackwardSm90 {
         wait_products<Config::kKeyGradient>();  // dQ
         fence_accumulators(query_gradient);
         // The score buffer alternates by Q blocks, as the phases of dQ's barriers do.
-        consumer.add_query_gradient(head, tile, score_buffer, query_gradient);
+        consumer.add_query_gradient(warpgroup, head, tile, score_buffer, query_gradient);
         wait_products<0>();  // dK
         fence_accumulators(key_gradient);
         if (leader) control.query.release(stage);

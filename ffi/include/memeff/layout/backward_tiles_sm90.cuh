@@ -40,9 +40,26 @@ struct BackwardTilesSm90 {
   using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps, 16>;
   using Statistics = QuadStatistics;
 
+  // The sums of dQ have the columns of whole panels if consumers divide them.
+  static constexpr bool kDivideColumns = !kDivideRows && !kTransposedDq;
+  static constexpr int kQueryColumns =
+      kDivideColumns ? KeyTile::kPanels * KeyTile::kPanelColumns : Config::kHeadDim;
   using QueryGrid =
       cute::conditional_t<kTransposedDq, WarpGrid<Config::kHeadDim, kTileQuery, kWarps, 16>,
-                          WarpGrid<kTileQuery, Config::kHeadDim, kWarps, 16>>;
+                          WarpGrid<kTileQuery, kQueryColumns, kWarps, 16>>;
+
+  // The columns of dQ that a consumer computes if it owns half of them. They must begin with a
+  // panel of the keys, or lie inside one. With three panels both consumers compute the columns of
+  // the middle one, and each adds its half.
+  static constexpr int kOwnColumns = kQueryColumns / kWarpgroups;
+  static constexpr int kComputedColumns =
+      kOwnColumns < KeyTile::kPanelColumns
+          ? kOwnColumns
+          : ceil_div(kOwnColumns, KeyTile::kPanelColumns) * KeyTile::kPanelColumns;
+  static constexpr int kForeignColumns = kDivideColumns ? kComputedColumns - kOwnColumns : 0;
+  using QueryProductGrid =
+      cute::conditional_t<kForeignColumns == 0, QueryGrid,
+                          WarpGrid<kTileQuery, kComputedColumns * kWarpgroups, kWarps, 16>>;
 
   // Bytes from the start of dS^T, and of the keys, to the operands of a consumer's part of dQ.
   CUTE_DEVICE static int query_rows_offset(int warpgroup) {
@@ -50,12 +67,14 @@ struct BackwardTilesSm90 {
     return kDivideRows ? warpgroup * ScoreTile::kPanelBytes : 0;
   }
   CUTE_DEVICE static int query_columns_offset(int warpgroup) {
-    int const column = kDivideRows ? 0 : warpgroup * (Config::kHeadDim / kWarpgroups);
+    int const column = kDivideRows     ? 0
+                       : kTransposedDq ? warpgroup * (Config::kHeadDim / kWarpgroups)
+                                       : warpgroup * (kQueryColumns - kComputedColumns);
     int const panel = column / KeyTile::kPanelColumns;
     return panel * KeyTile::kPanelBytes + column % KeyTile::kPanelColumns * 2;
   }
 
-  static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
+  static constexpr int kQueryTileFloats = kTileQuery * kQueryColumns;
 
   // The sums of a bias gradient that is broadcast over rows, as in BackwardTiles. A CTA adds to
   // each once per head.

@@ -174,11 +174,31 @@ struct BackwardConsumerSm90 {
   }
 
   template <class Accumulators>
-  CUTE_DEVICE void add_query_gradient(int head, int tile, int parity,
+  CUTE_DEVICE void add_query_gradient(int warpgroup, int head, int tile, int parity,
                                       Accumulators const& query_gradient) const {
     if constexpr (Config::kQueryGradient) {
       DqSums::add(params, control, work.item.batch, head, tile, tiles + kDqOffset, parity,
-                  query_gradient);
+                  own_columns(warpgroup, query_gradient));
+    }
+  }
+
+  // The columns of dQ that this consumer adds, among those that it computes: the first ones of the
+  // first consumer, and the last ones of the second.
+  template <class Accumulators>
+  CUTE_DEVICE static auto own_columns(int warpgroup, Accumulators const& computed) {
+    if constexpr (Tiles::kForeignColumns == 0) {
+      return computed;
+    } else {
+      constexpr int kSkipped = Tiles::kForeignColumns / 8;
+      auto own = Tiles::QueryGrid::make_accumulators();  // (4, 1, MMA_N)
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(own); ++n) {
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          own(i, 0, n) = warpgroup == 0 ? computed(i, 0, n) : computed(i, 0, n + kSkipped);
+        }
+      }
+      return own;
     }
   }
 };
