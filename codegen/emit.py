@@ -26,7 +26,7 @@ static_assert({alias}::kSharedBytes == {shared_bytes});
 """
 
 _ENTRY = """\
-extern "C" __global__ void __launch_bounds__({alias}::kThreads, {blocks})
+extern "C" __global__ void {cluster}__launch_bounds__({alias}::kThreads, {blocks})
 {name}(const __grid_constant__ memeff::{params} params{maps}) {{
   memeff::let_next_kernel_start();
   memeff::wait_for_kernel_before();
@@ -92,6 +92,7 @@ def _kernel(spec: KernelSpec, entry: EntryPoint) -> str:
         threads=entry.threads,
         shared_bytes=entry.shared_bytes,
         blocks=entry.blocks or f"{alias}::kBlocksPerSm",
+        cluster=f"__cluster_dims__({entry.cluster}, 1, 1) " if entry.cluster > 1 else "",
         name=entry.name,
         params=params,
         maps=maps if entry.takes_maps else "",

@@ -138,8 +138,11 @@ def kernel_library(name: str, source: str) -> Path:
 
 
 def _text(spec: KernelSpec) -> str:
-    exports = "".join(f"EMULATOR_KERNEL({entry.name})\n" for entry in spec.entry_points)
-    return f"{emit.source(spec)}\n{exports}"
+    entries = spec.entry_points
+    exports = [f"EMULATOR_KERNEL({entry.name})\n" for entry in entries]
+    clusters = [entry for entry in entries if entry.cluster > 1]
+    exports += [f"EMULATOR_CLUSTER({entry.name}, {entry.cluster})\n" for entry in clusters]
+    return f"{emit.source(spec)}\n{''.join(exports)}"
 
 
 def _precompiled_headers() -> str:
