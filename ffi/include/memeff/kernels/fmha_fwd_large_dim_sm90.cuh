@@ -25,6 +25,7 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/core/warp_grid.cuh>
+#include <memeff/kernels/forward/consumer_turns.cuh>
 #include <memeff/kernels/forward/large_dim/consumer.cuh>
 #include <memeff/kernels/forward/large_dim/producer.cuh>
 #include <memeff/kernels/forward/output_sm90.cuh>
@@ -86,9 +87,11 @@ struct FmhaForwardLargeDimSm90 {
   static constexpr int kControlOffset = kProbabilityOffset + ProbabilityTile::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
-  // Named barriers: one for the threads of each consumer, and one for both.
+  // Named barriers: one for the threads of each consumer, one for both, and one for the turn of
+  // each consumer.
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
   static constexpr int kConsumerBarrier = 1 + kWarpgroups;
+  using Turns = ConsumerTurns<true, kWarpgroups, 2 + kWarpgroups>;
 
   // The addresses of the buffers in shared memory.
   CUTE_DEVICE static uint32_t keys(uint32_t tiles, PipelineStage<kKeyStages> const& stage) {

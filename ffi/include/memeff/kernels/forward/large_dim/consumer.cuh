@@ -26,6 +26,7 @@ struct LargeDimConsumerSm90 {
   using QueryPanel = typename Kernel::QueryPanel;
   using ScoreGrid = typename Kernel::ScoreGrid;
   using Softmax = typename Kernel::Softmax;
+  using Turns = typename Kernel::Turns;
   using ValueTile = typename Kernel::ValueTile;
   static constexpr int kCluster = Kernel::kCluster;
   static constexpr int kKeyPanels = Kernel::kKeyPanels;
@@ -71,6 +72,7 @@ struct LargeDimConsumerSm90 {
                                   WorkItem const& item, Mask const& mask, TileRange const& range,
                                   Position& at, Softmax& softmax, Output& output) {
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+    Turns::begin(at.warpgroup);
     wait_barrier(control.query, 0);
     random_sleep();
     int block = range.begin;
@@ -127,10 +129,14 @@ struct LargeDimConsumerSm90 {
   }
 
   // Starts S = Q K^T, panel by panel as they arrive.
+  //
+  // Hazard: consumers wait for keys in turn. This one skipped those of the previous KV block, and a
+  // wait for the second next phase of a barrier returns at once.
   template <class Scores>
   CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, Position const& at,
                                        Scores& scores) {
     auto stage = at.key;
+    Turns::take(at.warpgroup);
     fence_accumulators(scores);
     CUTE_UNROLL
     for (int panel = 0; panel < kKeyPanels; ++panel) {
@@ -142,6 +148,7 @@ struct LargeDimConsumerSm90 {
       stage.advance();
     }
     commit_products();
+    Turns::pass(at.warpgroup);
   }
 
   // Releases the keys of a KV block, each panel by another lane, and passes those of the next KV
