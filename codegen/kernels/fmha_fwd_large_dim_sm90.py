@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from jax_memeff.codegen import shared_memory
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.families import (
+    MASK_MODIFIERS,
     PADDED_DIMS,
     WARPGROUP_ROWS,
     WgmmaKernel,
@@ -29,6 +30,7 @@ _CONSUMERS = 2
 class Tile(WgmmaTile):
     """A row of the table. ``stages`` are buffers of 64 columns of the keys."""
 
+    modifiers: tuple[str, ...] = ("soft cap", *MASK_MODIFIERS)
     value_stages: int = 1
     """Buffers of the values of each consumer, half of the columns."""
     cluster: int = 2

@@ -38,7 +38,7 @@ namespace memeff {
 // The entry point that the generated source instantiates.
 template <class Config>
 struct FmhaForwardLargeDimSm90 {
-  static_assert(!Config::kBias && Config::kPageSize == 0);
+  static_assert(!has_bias_tile<Config>() && Config::kPageSize == 0);
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
   static constexpr int kWarpgroups = 2;  // consumers
