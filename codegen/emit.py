@@ -8,7 +8,7 @@ from jax_memeff.codegen.launch import EntryPoint
 from jax_memeff.codegen.spec import KernelSpec
 
 _INCLUDE = """\
-#include <memeff/kernels/{stem}.cuh>
+#include <{file}>
 """
 
 _CONFIG = """
@@ -43,7 +43,7 @@ def source(spec: KernelSpec) -> str:
     """
     lines = (_line(name, value) for name, value in _config(spec).items())
     text = spec.kernel.defines(spec)
-    text += _INCLUDE.format(stem=spec.kernel.stem)
+    text += _INCLUDE.format(file=spec.kernel.device_file)
     text += "".join(feature.source(spec) for feature in FEATURES)
     text += _CONFIG.format(lines="".join(lines))
     return text + "".join(_kernel(spec, entry) for entry in spec.entry_points)

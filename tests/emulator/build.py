@@ -150,7 +150,7 @@ def _precompiled_headers() -> str:
     # Hazard: g++ silently ignores a precompiled header that was made with other options.
     options = [option for option in _KERNEL_OPTIONS if option not in ("-include", _PRECOMPILED)]
     own = headers.own_include_dir()
-    names = [_PRECOMPILED, *(f"memeff/kernels/{kernel.stem}.cuh" for kernel in KERNELS)]
+    names = [_PRECOMPILED, *(kernel.device_file for kernel in KERNELS)]
     source = {"precompiled.h": "".join(f'#include "{name}"\n' for name in names)}
     header = _compiled(
         "precompiled.gch",

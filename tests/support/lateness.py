@@ -14,7 +14,7 @@ from attention_case import Case
 
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff.codegen import emit, gpu
-from jax_memeff.codegen.kernels.families import WgmmaTile
+from jax_memeff.codegen.kernels.bases.families import WgmmaTile
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import FmhaBwdSm90
 from jax_memeff.codegen.kernels.fmha_fwd_f16x3_sm90 import FmhaFwdF16x3Sm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile

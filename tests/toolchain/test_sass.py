@@ -10,7 +10,7 @@ import together
 
 from jax_memeff.codegen import select
 from jax_memeff.codegen.features import AskedPages
-from jax_memeff.codegen.kernels.families import WARPGROUP_THREADS
+from jax_memeff.codegen.kernels.bases.families import WARPGROUP_THREADS
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS
 
