@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 from jax_memeff.codegen import shared_memory
 from jax_memeff.codegen.features.feature import Constant, CppType
@@ -56,8 +57,10 @@ class FmhaFwdLargeDimSm90(WgmmaKernel):
     class_name = "FmhaForwardLargeDimSm90"
     own_problems = tuple((pair, {}) for pair in ((320, 320), (512, 512), (576, 512)))
 
+    tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
+
     def padded_rows(self) -> Iterator[Row]:
-        for (head, value), tile in TILES.items():
+        for (head, value), tile in self.tiles.items():
             yield Row(head, value, tile)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
