@@ -68,7 +68,7 @@ struct FmhaForwardLargeDimSm90 {
 
   static constexpr int kKeyStages = Config::kStages;  // panels
   static constexpr int kValueStages = Config::kValueStages;
-  static_assert(kKeyStages >= kKeyPanels && kKeyPanels * kCluster <= kWarpSize);
+  static_assert(kKeyStages >= kKeyPanels);
 
   // Everything in shared memory except the tiles.
   struct Control {

@@ -151,15 +151,17 @@ struct LargeDimConsumerSm90 {
     Turns::pass(at.warpgroup);
   }
 
-  // Releases the keys of a KV block, each panel by another lane, and passes those of the next KV
-  // block, which the other consumer reads.
+  // Releases the keys of a KV block, each panel and CTA by another lane, and passes those of the
+  // next KV block, which the other consumer reads.
   CUTE_DEVICE static void release_keys(Control& control, Position& at) {
-    int const lane = int(threadIdx.x) % kWarpSize;
-    int const rank = lane / kKeyPanels;
-    if (rank < kCluster) {
+    constexpr int kReleases = kKeyPanels * kCluster;
+    CUTE_UNROLL
+    for (int first = 0; first < kReleases; first += kWarpSize) {
+      int const index = first + int(threadIdx.x) % kWarpSize;
+      if (index >= kReleases) break;
       auto stage = at.key;
-      stage.advance(lane - rank * kKeyPanels);
-      release(control.key.empty[stage.index], rank);
+      stage.advance(index % kKeyPanels);
+      release(control.key.empty[stage.index], index / kKeyPanels);
     }
     random_sleep();
     at.key.advance(kKeyPanels);
